@@ -1,17 +1,15 @@
-"""Stop a build from a checkout without symbolic links: its packages would lack most of nxdpp."""
+"""Packages of a build: those below nxdpp/, of which three are folders at the top that nxdpp/ links to."""
 
-import sys
 from pathlib import Path
 
-from setuptools import setup
+from setuptools import find_packages, setup
 
-# Git without core.symlinks writes each link as a text file of its target.
-texts = sorted(path.name for path in Path(__file__).parent.joinpath("nxdpp").iterdir() if path.is_file())
-missing = [name for name in texts if "." not in name]
-if missing:
-    sys.exit(
-        f"nxdpp cannot be built here: nxdpp/{', nxdpp/'.join(missing)} must be symbolic links and are text files. "
-        "Clone with `git clone -c core.symlinks=true`, or build from the sdist, which has no links."
-    )
+ROOT = Path(__file__).parent
+# Git without core.symlinks, and programs that unpack a zip, write a link as a text file: the folder is then named here.
+unlinked = [name for name in ("pipeline", "schedules", "tracing") if not (ROOT / "nxdpp" / name).is_dir()]
 
-setup()
+packages = find_packages(str(ROOT), include=["nxdpp", "nxdpp.*"])
+for name in unlinked:
+    packages += [f"nxdpp.{name}", *(f"nxdpp.{name}.{each}" for each in find_packages(str(ROOT / name)))]
+
+setup(packages=packages, package_dir={f"nxdpp.{name}": name for name in unlinked})

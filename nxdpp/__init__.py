@@ -24,7 +24,7 @@ Names::
     compare_tensor_copies          Make calls of module with gradients compare its copies
     data_parallel_sampler          Return a sampler that gives this rank's replica its part of dataset
     deferred_init                  Call constructor(*args, **kwargs) without memory for its parameters and buffers
-    device_memory                  Return the bytes of memory of a CUDA device here
+    device_memory                  Return the bytes of memory of a CUDA device
     finalize_checkpoint            Wait until the save in flight is at its end
     gather_state_dict              Return the state dict of the whole model on rank 0
     has_checkpoint                 Return whether path has a checkpoint that was saved to its end
@@ -56,114 +56,89 @@ Modules::
     utils                          Import paths of NeuronX Distributed
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING
+import os
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+# pipeline, schedules and tracing are links here. Git without core.symlinks and many programs that unpack a zip write a
+# link as a text file: the folders are then found where the links point.
+if not os.path.isdir(os.path.join(os.path.dirname(__file__), "pipeline")):
+    __path__.append(os.path.dirname(os.path.dirname(__file__)))
+
+# These packages import their own names late, or need no torch.
+from nxdpp import integrations as integrations
+from nxdpp import nnscaler as nnscaler
+from nxdpp import oslo as oslo
+from nxdpp import pipeline as pipeline
+from nxdpp import schedules as schedules
+from nxdpp import upward
+from nxdpp import utils as utils
+from nxdpp.late_names import late_names
+
+__all__ = [
+    "GradScaler",
+    "LoadReport",
+    "NxDPPModel",
+    "Pipeline",
+    "PipelineConfig",
+    "TracedLayers",
+    "apply_checkpoint",
+    "check_tensor_parallel",
+    "compare_tensor_copies",
+    "data_parallel_sampler",
+    "deferred_init",
+    "device_memory",
+    "finalize_checkpoint",
+    "gather_state_dict",
+    "has_checkpoint",
+    "init_on_device",
+    "initialize_parallel_model",
+    "initialize_parallel_optimizer",
+    "load_checkpoint",
+    "load_pretrained",
+    "neuronx_distributed_config",
+    "parallel_state",
+    "plan",
+    "save_checkpoint",
+    "save_pretrained",
+    "tensor_parallelize",
+    "tensor_plan",
+    "trace_layers",
+]
+_PACKAGES = (
+    "integrations",
+    "modules",
+    "nnscaler",
+    "optimizer",
+    "oslo",
+    "parallel_layers",
+    "pipeline",
+    "schedules",
+    "trainer",
+    "utils",
+)
 
 if TYPE_CHECKING:
-    # nnscaler and oslo import this module: a program imports them by their full names.
-    from nxdpp import integrations as integrations
-    from nxdpp import modules as modules
-    from nxdpp import optimizer as optimizer
-    from nxdpp import parallel_layers as parallel_layers
-    from nxdpp import pipeline as pipeline
-    from nxdpp import schedules as schedules
-    from nxdpp import trainer as trainer
-    from nxdpp import utils as utils
-    from nxdpp.checkpoint.distributed.whole_state import gather_state_dict as gather_state_dict
-    from nxdpp.checkpoint.huggingface.load import load_pretrained as load_pretrained
-    from nxdpp.checkpoint.huggingface.load_report import LoadReport as LoadReport
-    from nxdpp.checkpoint.huggingface.save import save_pretrained as save_pretrained
-    from nxdpp.devices.memory import device_memory as device_memory
-    from nxdpp.initialization.deferred_init import deferred_init as deferred_init
-    from nxdpp.initialization.init_on_device import init_on_device as init_on_device
-    from nxdpp.parallel_layers import parallel_state as parallel_state
-    from nxdpp.parallel_layers.data_parallel_sampler import data_parallel_sampler as data_parallel_sampler
-    from nxdpp.parallel_layers.grad_scaler import GradScaler as GradScaler
-    from nxdpp.pipeline.activation_checkpoint import apply_checkpoint as apply_checkpoint
-    from nxdpp.pipeline.config import PipelineConfig as PipelineConfig
-    from nxdpp.pipeline.model import NxDPPModel as NxDPPModel
-    from nxdpp.pipeline.pipeline import Pipeline as Pipeline
-    from nxdpp.pipeline.planning.planner import plan as plan
-    from nxdpp.pipeline.replicas.tensor_copies import compare_tensor_copies as compare_tensor_copies
-    from nxdpp.pipeline.traced_layers import TracedLayers as TracedLayers
-    from nxdpp.pipeline.traced_layers import trace_layers as trace_layers
-    from nxdpp.tensor_parallel.comparison import check_tensor_parallel as check_tensor_parallel
-    from nxdpp.tensor_parallel.known_plan import tensor_plan as tensor_plan
-    from nxdpp.tensor_parallel.parallelize import tensor_parallelize as tensor_parallelize
-    from nxdpp.trainer.checkpoint import finalize_checkpoint as finalize_checkpoint
-    from nxdpp.trainer.checkpoint import has_checkpoint as has_checkpoint
-    from nxdpp.trainer.checkpoint import load_checkpoint as load_checkpoint
-    from nxdpp.trainer.checkpoint import save_checkpoint as save_checkpoint
-    from nxdpp.trainer.config import neuronx_distributed_config as neuronx_distributed_config
-    from nxdpp.trainer.optimizer import initialize_parallel_optimizer as initialize_parallel_optimizer
-    from nxdpp.trainer.trainer import initialize_parallel_model as initialize_parallel_model
+    from nxdpp.public import *
 
     __version__: str
 else:
-    # Without a ``__getattr__`` type checkers report names that do not exist.
-    _MODULES = {
-        "GradScaler": "parallel_layers.grad_scaler",
-        "LoadReport": "checkpoint.huggingface.load_report",
-        "NxDPPModel": "pipeline.model",
-        "Pipeline": "pipeline.pipeline",
-        "PipelineConfig": "pipeline.config",
-        "TracedLayers": "pipeline.traced_layers",
-        "apply_checkpoint": "pipeline.activation_checkpoint",
-        "check_tensor_parallel": "tensor_parallel.comparison",
-        "compare_tensor_copies": "pipeline.replicas.tensor_copies",
-        "data_parallel_sampler": "parallel_layers.data_parallel_sampler",
-        "deferred_init": "initialization.deferred_init",
-        "device_memory": "devices.memory",
-        "finalize_checkpoint": "trainer.checkpoint",
-        "gather_state_dict": "checkpoint.distributed.whole_state",
-        "has_checkpoint": "trainer.checkpoint",
-        "init_on_device": "initialization.init_on_device",
-        "initialize_parallel_model": "trainer.trainer",
-        "initialize_parallel_optimizer": "trainer.optimizer",
-        "load_checkpoint": "trainer.checkpoint",
-        "load_pretrained": "checkpoint.huggingface.load",
-        "neuronx_distributed_config": "trainer.config",
-        "parallel_state": "parallel_layers",
-        "plan": "pipeline.planning.planner",
-        "save_checkpoint": "trainer.checkpoint",
-        "save_pretrained": "checkpoint.huggingface.save",
-        "tensor_parallelize": "tensor_parallel.parallelize",
-        "tensor_plan": "tensor_parallel.known_plan",
-        "trace_layers": "pipeline.traced_layers",
-    }
-    _PACKAGES = (
-        "integrations",
-        "modules",
-        "nnscaler",
-        "optimizer",
-        "oslo",
-        "parallel_layers",
-        "pipeline",
-        "schedules",
-        "trainer",
-        "utils",
-    )
 
-    __all__ = sorted(_MODULES)
-
-    def __getattr__(name):
-        if name in _PACKAGES:
-            return import_module(f"nxdpp.{name}")
-        if name in _MODULES:
-            return getattr(import_module(f"nxdpp.{_MODULES[name]}"), name)
+    def _module_with(name: str) -> ModuleType:
         if name == "__version__":
-            return import_module("nxdpp.version").__version__
-        raise AttributeError(f"module 'nxdpp' has no attribute {name!r}{_suggestion(name)}")
+            from nxdpp import version as module
+        else:
+            from nxdpp import public as module
+        return module
 
-    def __dir__():
-        return sorted((*__all__, *_PACKAGES, "__version__"))
+    # Type checkers do not see this ``__getattr__``, so they report names that do not exist.
+    __getattr__, __dir__ = late_names(__name__, [*__all__, *_PACKAGES, "__version__"], _module_with)
 
-    def _suggestion(name):
-        # Libraries ask for attributes such as __path__: no help for those.
-        if name.startswith("_"):
-            return ""
-        from difflib import get_close_matches
 
-        known = {each.lower(): each for each in __dir__()}
-        close = get_close_matches(name.lower(), known, n=1)
-        return f". Did you mean {known[close[0]]!r}?" if close else ". dir(nxdpp) lists its names."
+def _save_pretrained(model: Any, directory: str | os.PathLike[str]) -> None:
+    from nxdpp.checkpoint.huggingface.save import save_pretrained
+
+    save_pretrained(model, directory)
+
+
+upward.save_pretrained = _save_pretrained

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from nxdpp.checkpoint.commands import command as checkpoint_command
-from nxdpp.pipeline.planning import command as plan_command
+from nxdpp.planning import command as plan_command
 from nxdpp.schedules.view import command as schedule_command
 from nxdpp.schedules.view import timeline_command
 from nxdpp.version import __version__

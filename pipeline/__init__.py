@@ -3,8 +3,10 @@
 ``NxDPPModel`` is importable from here too, as in NeuronX Distributed; it is imported at its first use.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from nxdpp.late_names import late_names
 
 if TYPE_CHECKING:
     from nxdpp.pipeline.model import NxDPPModel
@@ -12,11 +14,10 @@ if TYPE_CHECKING:
 __all__ = ["NxDPPModel"]
 
 
-def __getattr__(name: str) -> Any:
-    if name == "NxDPPModel":
-        return import_module("nxdpp.pipeline.model").NxDPPModel
-    raise AttributeError(f"module 'nxdpp.pipeline' has no attribute {name!r}")
+def _module_with(name: str) -> ModuleType:
+    from nxdpp.pipeline import model
+
+    return model
 
 
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__ = late_names(__name__, __all__, _module_with)

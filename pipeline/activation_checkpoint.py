@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 _logger = logging.getLogger(__name__)
 
 
-class PipelinedModel(Protocol):
+class CheckpointedModel(Protocol):
     """The attributes of a wrapped model that checkpointing needs."""
 
     rank: int
@@ -26,7 +26,7 @@ class PipelinedModel(Protocol):
         """Return this rank's modules under their original names."""
 
 
-def apply_checkpoint(model: PipelinedModel, layers_to_checkpoint: Sequence[str] | None = None) -> None:
+def apply_checkpoint(model: CheckpointedModel, layers_to_checkpoint: Sequence[str] | None = None) -> None:
     """Recompute the forward of layers during their backward instead of keeping their activations.
 
     Parameter names do not change. Dropout repeats in the recomputation, on the devices of all tensors that a layer
@@ -70,7 +70,7 @@ def apply_checkpoint(model: PipelinedModel, layers_to_checkpoint: Sequence[str] 
             _checkpoint(local[name])
 
 
-def remove_checkpoint(model: PipelinedModel) -> None:
+def remove_checkpoint(model: CheckpointedModel) -> None:
     """Keep the activations of this rank's layers again, after ``apply_checkpoint``; not collective."""
     for module in dict(model.local_named_modules()).values():
         if isinstance(module.forward, functools.partial) and is_checkpointed(module):
@@ -85,7 +85,7 @@ def is_checkpointed(module: nn.Module) -> bool:
     return isinstance(module.forward, functools.partial) and module.forward.func is _recomputed
 
 
-def _checkpoint_all(model: PipelinedModel) -> None:
+def _checkpoint_all(model: CheckpointedModel) -> None:
     local = dict(model.local_named_modules())
     layers = [local[name] for name in model.stage_layers]
     if not layers:
@@ -112,8 +112,8 @@ def _checkpoint(module: nn.Module) -> None:
 def _recomputed(forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Run ``forward`` now, and again in the backward.
 
-    ``checkpoint`` keeps the random state of the devices of positional tensors alone. So one of each other device goes
-    with them.
+    ``checkpoint`` keeps the random state only of the devices of positional tensors. So an empty tensor of each other
+    device is passed by position too.
     """
     devices = _devices(kwargs) - _devices(args)
     witnesses = [torch.empty(0, device=device) for device in devices]

@@ -1,31 +1,31 @@
 """Configuration of a pipeline, verified before anything is changed."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from numbers import Integral
 from types import ModuleType
-from typing import Any, Self
+from typing import Any
 
 from torch import fx, nn
 
+from nxdpp.gradients.grad_scaler import GradScaler, check_grad_scaler
 from nxdpp.initialization.initialisers import check_param_init_fn
-from nxdpp.parallel_layers import parallel_state
-from nxdpp.parallel_layers.grad_scaler import GradScaler, check_grad_scaler
-from nxdpp.parallel_layers.known_keywords import knows_its_keywords
 from nxdpp.pipeline import arguments
-from nxdpp.pipeline.cost.balanced_partition import CostPolicy
 from nxdpp.pipeline.input_names import check_names, check_required
 from nxdpp.pipeline.loss.item_counts import CountItems, check_normalization
 from nxdpp.pipeline.microbatches.split_batch import SplitInputs
-from nxdpp.pipeline.partition.other_cuts import modules_to_cut_after
+from nxdpp.pipeline.partition.balanced_partition import CostPolicy
+from nxdpp.pipeline.partition.cuts import modules_to_cut_after
 from nxdpp.pipeline.partition.partition import GivenCuts, PartitionPolicy, even
 from nxdpp.pipeline.stages.loss import LossSpec, check_loss_fn, check_loss_spec
+from nxdpp.ranks import parallel_state
+from nxdpp.ranks.known_keywords import knows_its_keywords
 from nxdpp.schedules.chosen import ChosenSchedule, Written
 from nxdpp.schedules.timeline_file import check_path
-from nxdpp.tracing.input_dicts import InputDict, open_inputs
-from nxdpp.tracing.layers import find_layer_classes, known_leaves, resolve_classes
-from nxdpp.tracing.loss_function import LossFunction
-from nxdpp.tracing.trace import TracingOptions
+from nxdpp.tracing.graph.trace import TracingOptions
+from nxdpp.tracing.models.loss_function import LossFunction
+from nxdpp.tracing.modules.layers import find_layer_classes, known_leaves, resolve_classes
+from nxdpp.tracing.values.input_dicts import InputDict, open_inputs
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class PipelineConfig:
             ``"interleaved"`` for several stages a rank.
         transformer_layer_cls: class, or name of a class, of the layers, or a list of these. By default the classes that
             Hugging Face models in it declare, otherwise the longest run of equal modules.
-        pipeline_cuts: names of the layers, or of modules beside them (an embedding, a norm), after which to cut.
+        pipeline_cuts: names of the layers, or of modules next to them (an embedding, a norm), after which to cut.
         partition: ``"even"``, ``"balanced"``, ``"profiled"``, or a ``PartitionPolicy``: a function of the traced graph
             and the number of stages that returns ``pipeline_cuts``.
         partition_batch: inputs of one microbatch with labels, for the trace at construction and for costs. Meta tensors
@@ -54,25 +54,25 @@ class PipelineConfig:
             dimension 0, and images of transformers' models go with their rows.
         output_loss_value_spec: position of the loss in the output.
         loss_fn: a function of the model's output and of inputs by name, ``loss_fn(output, labels)``. It returns the
-            loss of a microbatch, a tensor of one element. An input that ``forward`` has no parameter for goes to it
-            alone. It runs on the last stage, as a single node. By default the output has the loss.
+            loss of a microbatch, a tensor of one element. It runs on the last stage, as a single node. An input that
+            ``forward`` has no parameter for goes only to ``loss_fn``. By default the output has the loss.
         loss_normalization: ``"microbatch"``, the mean of the microbatches' losses, or ``"tokens"``, the mean over all
             labels of the batch. Replicas are included.
         count_items_fn: a function of a microbatch's inputs, for ``"tokens"``. It returns the number of items over which
             the model's loss is a mean. By default a transformers model gets ``num_items_in_batch``.
-        gradient_reduction: ``"mean"``, gradients of the mean loss over microbatches and replicas, or ``"sum"``, those
-            of the sum of all losses. The losses that a step returns are the same.
+        gradient_reduction: ``"mean"``, gradients of the mean loss over microbatches and replicas, or ``"sum"``,
+            gradients of the sum of all losses. The losses that a step returns are the same.
         leaf_module_cls, autowrap_functions, autowrap_modules, tracer_cls: modules and functions that are not traced
             through, and the tracer.
         param_init_fn: initialises a model on the meta device: a function of a module, or of a module and a device.
             It initialises the parameters and buffers of this module itself. Random numbers of torch's default
-            generator do not depend on the partition; those of another generator may. By default ``_init_weights`` of
+            generator do not depend on the partition; numbers of another generator may. By default ``_init_weights`` of
             transformers' models, or ``reset_parameters``.
-        trace_file_path: file for the timeline of each step, a Chrome trace. Replicas other than the first write beside
+        trace_file_path: file for the timeline of each step, a Chrome trace. Replicas other than the first write next to
             it (``trace.pipeline1.json``). An existing file is replaced. Ranks then end a step together.
         deallocate_pipeline_outputs: free an activation after it is sent. Its place in the autograd graph is kept.
-        check_against_module: ``"first"`` compares the losses and gradients of the first training step with those of the
-            unwrapped module. Every rank then holds and runs the whole model once. A difference is a ``RuntimeError``.
+        check_against_module: ``"first"`` compares the losses and gradients of the first training step with the
+            unwrapped module's. Every rank then holds and runs the whole model once. A difference is a ``RuntimeError``.
         grad_scaler: ``nxdpp.GradScaler`` that scales the loss of each microbatch, for autocast to float16.
         check_inputs: when the ranks of a pipeline compare the values of floating inputs: ``"first"``, in the first step
             of each signature, ``"always"``, or ``"never"``. Values of other inputs are compared in every step.
@@ -112,11 +112,6 @@ class PipelineConfig:
             if isinstance(value, Integral) and not isinstance(value, int):
                 object.__setattr__(self, name, int(value))
 
-    @classmethod
-    def of(cls, arguments: Mapping[str, Any]) -> Self:
-        """Return the configuration with the fields in ``arguments``, which may hold other names too."""
-        return cls(**{field.name: arguments[field.name] for field in fields(cls) if field.name in arguments})
-
     def check(self, module: nn.Module) -> None:
         """Raise ``ValueError`` or ``TypeError`` for a setting that ``module`` cannot honour."""
         arguments.check_kinds(module, self.pipeline_cuts, self.input_names, self.leaf_module_cls)
@@ -139,7 +134,7 @@ class PipelineConfig:
             self._check_names(module, self.input_names, "input_names")
         arguments.check_partition(self.partition, self._opened_batch(), self.partition_memory_limit, self.pipeline_cuts)
         if self.partition == "profiled" and (ranks := parallel_state.get_tensor_model_parallel_size()) > 1:
-            # The layers of one rank would wait for those of the others.
+            # The layers of one rank would wait for the layers of the others.
             raise ValueError(
                 f"partition='profiled' measures layers on one rank, and layers that are divided over {ranks} "
                 f"tensor-parallel ranks do not run there alone. Use partition='balanced'."
@@ -153,7 +148,7 @@ class PipelineConfig:
         return None if self.loss_fn is None else LossFunction.of(self.loss_fn)
 
     def of_module(self, module: nn.Module, names: Sequence[str]) -> list[str]:
-        """Return those of the ``names`` of inputs that do not go to ``loss_fn`` alone."""
+        """Return the ``names`` of inputs, except the ones that go only to ``loss_fn``."""
         alone = () if self.loss_function is None else self.loss_function.names_alone(module)
         return [name for name in names if name not in alone]
 

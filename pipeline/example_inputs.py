@@ -9,9 +9,9 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from nxdpp.pipeline.input_names import required_inputs
-from nxdpp.tracing.input_specs import InputSpec
-from nxdpp.tracing.sizes import Shapes, shapes_of
-from nxdpp.tracing.transformers_models import transformers_models
+from nxdpp.tracing.models.transformers_models import transformers_models
+from nxdpp.tracing.sizes.input_specs import InputSpec
+from nxdpp.tracing.sizes.sizes import Shapes, shapes_of
 
 # Inputs of these names have a known spec. Other inputs of a transformers model are tokens.
 _SPECS = {
@@ -38,8 +38,8 @@ def example_specs(
 ) -> Mapping[str, InputSpec]:
     """Return the specs of the inputs of the first trace, which decides the stage of each parameter.
 
-    The inputs are those of ``batch``, or ``input_names``. By default a Hugging Face model has its main input and its
-    labels. All have the inputs of their ``forward`` without a default. A module around Hugging Face models also has
+    The inputs come from ``batch`` or ``input_names``. By default they are the inputs of ``forward`` without a default.
+    A Hugging Face model also has its main input and its labels. A module around Hugging Face models also has
     the main input and labels of the first one, if its ``forward`` names them or passes them on.
     """
     if batch is not None:

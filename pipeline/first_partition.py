@@ -24,15 +24,15 @@ from torch import nn
 
 from nxdpp.pipeline.example_inputs import example_shapes, example_specs
 from nxdpp.pipeline.partition.partition import Partition, PartitionPolicy, make_partition, reads_layers_alone
-from nxdpp.pipeline.partition.registration import graph_by_registration
-from nxdpp.tracing.errors import TracingError
-from nxdpp.tracing.input_dicts import open_inputs
-from nxdpp.tracing.input_specs import UNKNOWN, InputSpec
-from nxdpp.tracing.sizes import Shapes, WrongShapesError
-from nxdpp.tracing.trace import TracedGraph, TracingOptions, trace
+from nxdpp.tracing.graph.errors import TRACING, TracingError
+from nxdpp.tracing.graph.registration import graph_by_registration
+from nxdpp.tracing.graph.trace import TracedGraph, TracingOptions, trace
+from nxdpp.tracing.sizes.input_specs import UNKNOWN, InputSpec
+from nxdpp.tracing.sizes.sizes import Shapes, WrongShapesError
+from nxdpp.tracing.values.input_dicts import open_inputs
 
 # Files that raise the error of a construct that no graph can hold.
-_TRACERS = ("/nxdpp/tracing/", "/torch/fx/")
+_TRACERS = (TRACING, "/torch/fx/")
 
 
 def first_partition(

@@ -1,11 +1,11 @@
-"""Names of the inputs of a step: those that the model's forward takes, and the ones meant by mistyped names.
+"""Names of the inputs of a step: which ones the model's forward takes, and which ones mistyped names mean.
 
 ::
 
     forward(self, input_ids, labels=None, **kwargs: Unpack[TransformersKwargs])
                   └─ parameters ───────┘  └─ typed keywords: num_items_in_batch, output_attentions, ... ─┘
 
-A name beside these vanishes in ``**kwargs``. It is refused where no forward of the model mentions it, and it is close
+Any other name vanishes in ``**kwargs``. It is refused where no forward of the model mentions it, and it is close
 to a name that is not given, such as ``lables``. So is a part of such a name, such as ``mask``.
 """
 
@@ -18,9 +18,9 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from nxdpp.tracing import listings
-from nxdpp.tracing.closest_name import closest
-from nxdpp.tracing.code_names import is_framework, names_in
+from nxdpp.tracing.code.names import is_framework, names_in
+from nxdpp.tracing.modules import listings
+from nxdpp.tracing.modules.closest_name import closest
 
 _logger = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ def forward_names(module: nn.Module) -> ForwardNames:
 
 
 def _typed_keywords(module: nn.Module, annotation: Any) -> tuple[str, ...]:
-    """Return the keys of a ``TypedDict`` in ``Unpack[...]``, those of its bases included."""
+    """Return the keys of a ``TypedDict`` in ``Unpack[...]``, including its bases' keys."""
     if isinstance(annotation, str):
         function = inspect.unwrap(getattr(module.forward, "__func__", module.forward))
         try:
@@ -186,14 +186,14 @@ def check_not_positional(module: nn.Module, values: Sequence[Any]) -> None:
 
 
 def call_by_name(module: nn.Module, positional: Sequence[Any], named: Mapping[str, Any]) -> str:
-    """Return the arguments of ``run_train``, for a message, that stand for those of a call of ``module``."""
+    """Return, for a message, the arguments of ``run_train`` that replace the arguments of a call of ``module``."""
     taken = forward_names(module).parameters
     names = list(dict.fromkeys([*taken[: len(positional)], *named])) or list(taken[:1])
     return ", ".join(f"{name}=..." for name in names) or "**inputs"
 
 
 def _closest(name: str, given: Sequence[str], taken: ForwardNames, similarity: float) -> str | None:
-    """Return the name that ``name`` may have been meant for, of those that are not ``given``."""
+    """Return the name that ``name`` may have been meant for, among the ones not ``given``."""
     others = [other for other in taken.all if other not in given]
     words = name.lower().split("_")
     parts = (other for other in others if len(name) >= _PART and set(words) < set(other.split("_")))
@@ -208,7 +208,7 @@ def _meant(unknown: Sequence[str], given: Sequence[str], taken: ForwardNames, si
 def _mentioned(module: nn.Module) -> set[str]:
     """Names that a forward of ``module`` or of a module in it takes, or that the code of a forward or a method has.
 
-    Of classes of frameworks the code of ``forward`` counts alone.
+    In the classes of frameworks only the code of ``forward`` counts.
     """
     names: set[str] = set()
     kinds: set[type] = set()

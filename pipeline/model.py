@@ -3,19 +3,15 @@
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Generic, Literal, Self, overload
+from typing import Any, Generic, Literal, Protocol, Self, overload
 from weakref import ref
 
 import torch
 from torch import fx, nn
 
-from nxdpp.optimizer.average_checks import OptimizerCheck, check_optimizers
-from nxdpp.parallel_layers import parallel_state
-from nxdpp.parallel_layers.faults.board import board
-from nxdpp.parallel_layers.grad_scaler import GradScaler
-from nxdpp.parallel_layers.known_keywords import knows_its_keywords
+from nxdpp.gradients.average_checks import OptimizerCheck, check_optimizers
+from nxdpp.gradients.grad_scaler import GradScaler
 from nxdpp.pipeline import arguments
-from nxdpp.pipeline.activation_checkpoint import apply_checkpoint
 from nxdpp.pipeline.config import PipelineConfig
 from nxdpp.pipeline.input_names import check_not_positional
 from nxdpp.pipeline.loss.item_counts import CountItems
@@ -24,20 +20,25 @@ from nxdpp.pipeline.microbatches.split_batch import SplitInputs
 from nxdpp.pipeline.partition.partition import PartitionPolicy
 from nxdpp.pipeline.pipeline import Pipeline
 from nxdpp.pipeline.pipeline_view import PipelineView
-from nxdpp.pipeline.planning.applied import arguments_of
 from nxdpp.pipeline.post_partition_hooks import PostPartitionHook, call_hooks, checked_hooks
 from nxdpp.pipeline.stages.loss import LossSpec
+from nxdpp.ranks import parallel_state
+from nxdpp.ranks.faults.board import board
+from nxdpp.ranks.known_keywords import knows_its_keywords
 from nxdpp.schedules.chosen import Written
-from nxdpp.tensor_parallel.parallelize import tensor_parallelize
 
-if TYPE_CHECKING:
-    from nxdpp.pipeline.planning.plan import Plan
+
+class LayoutPlan(Protocol):
+    """A plan of a job, such as ``nxdpp.plan`` returns."""
+
+    def wrap(self, wrapper: Callable[..., Any], module: nn.Module, arguments: Mapping[str, Any]) -> Any:
+        """Wrap ``module`` by ``wrapper``, a class of models, with the planned arguments and ``arguments``."""
 
 
 class NxDPPModel(PipelineView, Generic[OnEveryRank, PerMicrobatch]):
     """A model that a pipeline of ranks trains, each of which holds some of its layers.
 
-    Names, arguments and their meaning are those of NeuronX Distributed's ``NxDPPModel``. Every rank constructs it with
+    Names, arguments and their meaning are as in NeuronX Distributed's ``NxDPPModel``. Every rank constructs it with
     the same model and arguments, after ``parallel_state.initialize_model_parallel``. Construction frees the parameters
     of other stages in ``module`` itself. After ``parallel_state.initialize_debug`` one process shows the part of one
     rank of a large job, and cannot run steps.
@@ -48,10 +49,10 @@ class NxDPPModel(PipelineView, Generic[OnEveryRank, PerMicrobatch]):
             Face models in it declare, otherwise the longest run of equal modules.
         num_microbatches: number of microbatches of a batch.
         virtual_pipeline_size: stages of each rank. 1 leaves the number to the ``schedule``.
-        output_loss_value_spec: a dict, tuple or bool with ``True`` in the place of the loss. By default ``loss``.
+        output_loss_value_spec: a dict, tuple or bool with ``True`` at the position of the loss. By default ``loss``.
         return_mb_loss: return a list with the loss of each microbatch, whose mean is the loss, in place of that mean.
         broadcast_and_average_loss: return the mean loss, over data-parallel ranks too, on every rank.
-        pipeline_cuts: names of the layers, or of modules beside them (an embedding, a norm), after which to cut; one
+        pipeline_cuts: names of the layers, or of modules next to them (an embedding, a norm), after which to cut; one
             fewer than stages. By default an even split.
         input_names: names of the inputs of every step. By default any.
         leaf_module_cls: classes, or names of classes, of modules that are not traced through.
@@ -84,7 +85,7 @@ class NxDPPModel(PipelineView, Generic[OnEveryRank, PerMicrobatch]):
             signature, ``"always"`` or ``"never"``. They compare the values of other inputs in every step.
         use_optimizer_wrapper: taken for NxD's scripts. ``run_train`` averages the gradients in any case, so a wrapper
             that averages them again changes nothing.
-        fuse_microbatches: ``False`` alone.
+        fuse_microbatches: only ``False``.
         return_loss_on_cpu: return losses on the CPU. The host then waits for the device.
         loss_fn: a function ``loss_fn(output, labels)`` of the model's output and of inputs by name, such as
             ``nn.CrossEntropyLoss()``. It returns the loss of a microbatch. See ``PipelineConfig``.
@@ -133,7 +134,33 @@ class NxDPPModel(PipelineView, Generic[OnEveryRank, PerMicrobatch]):
         super().__init__()
         if auto_partition and pipeline_cuts is not None and not len(pipeline_cuts):
             pipeline_cuts = None
-        config = PipelineConfig.of({**locals(), "shares_optimizer_state": use_zero1_optimizer})
+        config = PipelineConfig(
+            num_microbatches=num_microbatches,
+            virtual_pipeline_size=virtual_pipeline_size,
+            schedule=schedule,
+            transformer_layer_cls=transformer_layer_cls,
+            pipeline_cuts=pipeline_cuts,
+            partition=partition,
+            partition_batch=partition_batch,
+            partition_memory_limit=partition_memory_limit,
+            shares_optimizer_state=use_zero1_optimizer,
+            input_names=input_names,
+            split_inputs_fn=split_inputs_fn,
+            output_loss_value_spec=output_loss_value_spec,
+            loss_fn=loss_fn,
+            loss_normalization=loss_normalization,
+            count_items_fn=count_items_fn,
+            leaf_module_cls=leaf_module_cls,
+            autowrap_functions=autowrap_functions,
+            autowrap_modules=autowrap_modules,
+            tracer_cls=tracer_cls,
+            param_init_fn=param_init_fn,
+            trace_file_path=trace_file_path,
+            deallocate_pipeline_outputs=deallocate_pipeline_outputs,
+            check_against_module=check_against_module,
+            grad_scaler=grad_scaler,
+            check_inputs=check_inputs,
+        )
         hooks = checked_hooks(post_partition_hooks)
         arguments.check_loss_returns(return_mb_loss, broadcast_and_average_loss)
         arguments.check_scripts_arguments(use_optimizer_wrapper, fuse_microbatches, return_loss_on_cpu)
@@ -179,35 +206,29 @@ class NxDPPModel(PipelineView, Generic[OnEveryRank, PerMicrobatch]):
     @overload
     @classmethod
     def from_plan(
-        cls, module: nn.Module, plan: "Plan", *, broadcast_and_average_loss: Literal[True], **arguments: Any
+        cls, module: nn.Module, plan: LayoutPlan, *, broadcast_and_average_loss: Literal[True], **arguments: Any
     ) -> "NxDPPModel[Literal[True]]": ...
     @overload
     @classmethod
     def from_plan(
-        cls, module: nn.Module, plan: "Plan", *, return_mb_loss: Literal[True], **arguments: Any
+        cls, module: nn.Module, plan: LayoutPlan, *, return_mb_loss: Literal[True], **arguments: Any
     ) -> "NxDPPModel[Literal[False], Literal[True]]": ...
     @overload
     @classmethod
-    def from_plan(cls, module: nn.Module, plan: "Plan", **arguments: Any) -> Self: ...
+    def from_plan(cls, module: nn.Module, plan: LayoutPlan, **arguments: Any) -> Self: ...
     @classmethod
-    def from_plan(cls, module: nn.Module, plan: "Plan", **arguments: Any) -> Any:
+    def from_plan(cls, module: nn.Module, plan: LayoutPlan, **arguments: Any) -> Any:
         """Wrap ``module`` for the first layout of ``plan`` (``nxdpp.plan``), after ``plan.initialize()``.
 
         It divides ``module`` over the tensor group (``tensor_parallelize``), wraps it with ``plan.arguments()``, and
         checkpoints its layers where the layout does (``apply_checkpoint``). With ZeRO-1 the optimizer is
-        ``Zero1Optimizer``, as for ``use_zero1_optimizer=True``. ``arguments`` are others of ``NxDPPModel``.
+        ``Zero1Optimizer``, as for ``use_zero1_optimizer=True``. ``arguments`` are further arguments of ``NxDPPModel``.
 
         Raises:
             ValueError: for ``arguments`` that a plan chooses, and for other sizes, another class or another dtype of
                 the model than the plan's. Nothing is changed then. Also as ``NxDPPModel`` and ``tensor_parallelize``.
         """
-        chosen = arguments_of(plan, module, arguments)
-        if plan.layout.tensor > 1:
-            tensor_parallelize(module, **plan.tensor_arguments())
-        model = cls(module, **chosen, **arguments)
-        if plan.layout.checkpoint:
-            apply_checkpoint(model)
-        return model
+        return plan.wrap(cls, module, arguments)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Return a context in which ``run_train`` does not average gradients over data-parallel replicas.
@@ -259,8 +280,9 @@ class NxDPPModel(PipelineView, Generic[OnEveryRank, PerMicrobatch]):
         them: ``NxDPPModel[Literal[True]]`` annotates a model that returns its loss on every rank.
         """
         with board.call("run_train", "step", "pipeline", has_limit=True):
-            check_not_positional(self.original_module, positional)
-            losses = self._pipeline.train_step(inputs, average=not self.use_zero1_optimizer)
+            if positional:
+                check_not_positional(self.original_module, positional)
+            losses = self._pipeline.train_batch(inputs, not self.use_zero1_optimizer)
             if self._optimizer_check is None and not self._pipeline.is_averaged:
                 parameters = dict(self.local_named_parameters())
                 self._optimizer_check = check_optimizers(parameters, self.use_zero1_optimizer, ref(self._pipeline))
@@ -274,16 +296,16 @@ class NxDPPModel(PipelineView, Generic[OnEveryRank, PerMicrobatch]):
         """
         with board.call("run_eval", "step", "pipeline", has_limit=True):
             check_not_positional(self.original_module, positional)
-            evaluation = self._pipeline.eval_step(inputs)
+            evaluation = self._pipeline.evaluate_batch(inputs)
             return evaluation.output if evaluation.losses is None else self._return_loss(evaluation.losses, train=False)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale the gradients of the whole model so that their norm is ``max_norm`` at most; return the norm before.
 
         Collective over all ranks, between ``run_train`` and the optimizer's step. ``norm_type`` is the order of the
-        norm, above 0 or infinity. The norm is a float32 tensor without dimensions, equal on all ranks. To
-        rounding it is that of ``torch.nn.utils.clip_grad_norm_`` on the unwrapped model: that function sees this rank's
-        gradients alone.
+        norm, above 0 or infinity. The norm is a float32 tensor without dimensions, equal on all ranks. It
+        equals, to rounding, what ``torch.nn.utils.clip_grad_norm_`` returns for the unwrapped model. On a wrapped model
+        torch's function would see only this rank's gradients.
 
         Raises:
             ValueError: for a ``max_norm`` or ``norm_type`` that is not above 0, and for sparse gradients.

@@ -4,7 +4,7 @@
 
     module ─ trace ─▶ graph ─ make_partition ─▶ Partition ─┬─▶ ProgramCache   a program for each spec of inputs
                                                            ├─▶ LocalPart      this rank's parameters; others are freed
-                                                           └─▶ StepRunner     engine, channels, timeline
+                                                           └─▶ StepRunner     prepare, verify, run, finish a step
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,23 +14,40 @@ from typing import Any
 import torch
 from torch import nn
 
-from nxdpp.parallel_layers import clip_grad_norm, failure_watch, parallel_state
-from nxdpp.parallel_layers.faults.board import board
-from nxdpp.parallel_layers.overlapped_average import AverageReport
+from nxdpp.agreement.exchange import ReplicaExchanges
+from nxdpp.gradients.gradient_norm import clip_grad_norm
+from nxdpp.gradients.overlapped_average import AverageReport
+from nxdpp.gradients.replica_gradients import ReplicaGradients
+from nxdpp.pipeline import arguments
+from nxdpp.pipeline.batch import Batches
 from nxdpp.pipeline.config import PipelineConfig
+from nxdpp.pipeline.first_partition import first_partition
+from nxdpp.pipeline.local.changes import ChangeRecord
+from nxdpp.pipeline.local.grouped_experts import refuse_grouped_experts
 from nxdpp.pipeline.local.local_module import stage_module
-from nxdpp.pipeline.local.next_step import NextStep
+from nxdpp.pipeline.local.lost_ties import refuse_lost_ties
+from nxdpp.pipeline.local.other_wrappers import refuse_other_wrappers
 from nxdpp.pipeline.local.part import LocalPart
+from nxdpp.pipeline.local.spine_hooks import warn_of_traced_hooks
 from nxdpp.pipeline.local.upkeep import LocalUpkeep
 from nxdpp.pipeline.loss.mean_loss import mean_loss
-from nxdpp.pipeline.pipeline_preparation import prepare_pipeline
-from nxdpp.pipeline.replicas.gradients import ReplicaGradients
-from nxdpp.pipeline.replicas.tensor_copies import TensorCopies
-from nxdpp.pipeline.step_runs import StepRuns
-from nxdpp.pipeline.steps import Steps
+from nxdpp.pipeline.loss.normalization import LossNormalization
+from nxdpp.pipeline.partition.partition import Partition
+from nxdpp.pipeline.pipeline_steps import PipelineSteps
+from nxdpp.pipeline.prepared_step import StepPreparation
+from nxdpp.pipeline.runtime.engines import Engines
+from nxdpp.pipeline.stages.program_cache import ProgramCache
+from nxdpp.pipeline.step import StepRunner
+from nxdpp.ranks import parallel_state
+from nxdpp.ranks.faults import failure_watch
+from nxdpp.ranks.faults.board import board
+from nxdpp.schedules.chosen import ChosenSchedule
+from nxdpp.schedules.timeline_file import check_path
+from nxdpp.tensor.tensor_copies import TensorCopies
+from nxdpp.tracing.graph.trace import TracingOptions
 
 
-class Pipeline(Steps):
+class Pipeline(PipelineSteps):
     """A module cut into stages, of which this rank holds and runs its own.
 
     Every rank constructs it with the same module and configuration, after
@@ -45,7 +62,7 @@ class Pipeline(Steps):
     Attributes:
         partition: the stage of each layer and parameter.
         layer_classes: classes of the transformer layers.
-        cut_modules: names of modules that are no layers and that a cut follows.
+        cut_modules: names of modules that are not layers and that a cut follows.
         schedule: the schedule with its placement of stages on ranks.
         rank: this rank of the pipeline.
         part: the parameters, buffers and modules that this rank holds.
@@ -58,45 +75,112 @@ class Pipeline(Steps):
         RuntimeError: before ``initialize_model_parallel``.
     """
 
+    schedule: ChosenSchedule
+    partition: Partition
+
     def __init__(self, module: nn.Module, config: PipelineConfig, agreed: Mapping[str, Any] | None = None) -> None:
         self.rank = parallel_state.get_pipeline_model_parallel_rank()
         if not isinstance(config, PipelineConfig):
             raise TypeError(f"the configuration must be a PipelineConfig, not {config!r:.80}: PipelineConfig(...).")
         if isinstance(module, Pipeline):
             raise TypeError("the model is a Pipeline already. Use it as it is (train_step), or build the model again.")
-        prepared = prepare_pipeline(module, config, self.rank, agreed or {})
-        # From here on the parameters of other stages are freed.
         self.original_module = module
         self.config = config
-        self.schedule = prepared.schedule
-        self.layer_classes = prepared.options.layer_classes
-        self.cut_modules = prepared.options.cut_modules
-        self.partition = prepared.partition
-        part = LocalPart(
+        number = board.pipelines + 1
+        common = _common_settings(config, number, agreed or {})
+        options = self._trace_and_cut()
+        changes = ChangeRecord()
+        self._exchanges = ReplicaExchanges(
+            {
+                **common,
+                "num_microbatches": config.num_microbatches,
+                "output_loss_value_spec": config.output_loss_value_spec,
+                "loss_fn": config.loss_fn,
+                "grad_scaler": config.grad_scaler is not None,
+            }
+        )
+        normalization = self._normalization(options)
+        timeline_path = None if config.trace_file_path is None else check_path(config.trace_file_path)
+        self._programs = ProgramCache(
+            self.partition,
+            options,
+            config.output_loss_value_spec,
+            self.local_stages,
+            {
+                "schedule": self.schedule.name,
+                "stages": self.partition.stages,
+                "pipeline_cuts": list(self.partition.cuts),
+                "num_microbatches": config.num_microbatches,
+                **common,
+                "writes a timeline": timeline_path is not None,
+                "check_against_module": config.check_against_module,
+                "check_inputs": config.check_inputs,
+            },
+            changes,
+        )
+        loss_gradient = torch.ones_like if config.grad_scaler is None else config.grad_scaler.loss_gradient
+        keeps_outputs = not config.deallocate_pipeline_outputs
+        self._engines = Engines(self.schedule, self.rank, keeps_outputs, timeline_path, loss_gradient)
+        # From here on the parameters of other stages are freed.
+        self.part = LocalPart(
             module,
             self.partition.owners_by_rank(self.schedule.placement.rank_of),
             self.rank,
             self.partition.layers,
             torch.initial_seed(),
             config.param_init_fn,
+            changes,
         )
-        self.local_module: nn.Module = part.module
-        self.tied_names = part.aliases
-        self._last_rank = prepared.last_rank
-        self._exchanges = prepared.exchanges
-        self._programs = prepared.programs
-        self._runner = prepared.runner
-        self._replicas = ReplicaGradients(part, prepared.exchanges, config.gradient_reduction == "mean")
-        self._copies = TensorCopies(part.module)
-        next_step = NextStep(module, part, self.partition.layers)
-        upkeep = LocalUpkeep(
-            part, self.partition.layers, next_step, self._programs.replace, self._forget, self._verify_again
+        self.local_module: nn.Module = self.part.module
+        self.tied_names = self.part.aliases
+        self._replicas = ReplicaGradients(self.part, self._exchanges, config.gradient_reduction == "mean")
+        self._copies = TensorCopies(self.part.module)
+        self._upkeep = LocalUpkeep(
+            self.part, self.partition.layers, self._programs.replace, self._forget, self._verify_again
         )
-        runs = StepRuns(prepared, part, next_step, self._replicas, self._copies)
-        super().__init__(prepared, part, next_step, upkeep, runs)
-        if part.is_initialised_at_once:
+        self._batches = Batches(self.part, self._upkeep, config, normalization)
+        self._preparation = StepPreparation(config, self._programs, normalization)
+        self._runner = StepRunner(
+            config,
+            self.partition,
+            self._last_rank,
+            self._engines,
+            loss_gradient,
+            self.part,
+            self._upkeep,
+            self._replicas,
+            self._copies,
+        )
+        if self.part.is_initialised_at_once:
             self.materialise()
-        board.pipelines = prepared.number
+        board.pipelines = number
+
+    def _trace_and_cut(self) -> TracingOptions:
+        """Check the settings, choose the schedule and the stage of each layer; collective for "profiled" costs."""
+        module, config = self.original_module, self.config
+        config.check(module)
+        refuse_other_wrappers(module)
+        refuse_grouped_experts(module, parallel_state.local_device())
+        refuse_lost_ties(module)
+        self.schedule = config.choose_schedule(parallel_state.get_pipeline_model_parallel_size())
+        options = config.tracing_options(module)
+        self.layer_classes = options.layer_classes
+        self.cut_modules = options.cut_modules
+        names = None if config.input_names is None else config.of_module(module, config.input_names)
+        policy = config.partition_policy(module, self.schedule)
+        stages = self.schedule.placement.stages
+        self.partition = first_partition(module, options, stages, policy, names, config.partition_batch)
+        self._last_rank = self.schedule.placement.rank_of(self.partition.stages - 1)
+        return options
+
+    def _normalization(self, options: TracingOptions) -> LossNormalization:
+        module, config = self.original_module, self.config
+        spec = config.output_loss_value_spec
+        made = LossNormalization(module, config.loss_normalization, config.count_items_fn, spec, self._exchanges)
+        made.check_example(self.partition, options, config.input_names, config.partition_batch)
+        warn_of_traced_hooks(module, self.partition.layers)
+        arguments.warn_of_own_listings(module)
+        return made
 
     @property
     def local_stages(self) -> list[int]:
@@ -135,17 +219,17 @@ class Pipeline(Steps):
     @property
     def busy_share(self) -> float:
         """Share of the last step, between 0 and 1, in which this rank computed."""
-        return self._runner.busy_share
+        return 0.0 if self._runner.timer is None else self._runner.timer.busy_share
 
     @property
     def step_seconds(self) -> float:
         """Seconds of the last step on the device, without the average over replicas."""
-        return self._runner.seconds
+        return 0.0 if self._runner.timer is None else self._runner.timer.seconds
 
     @property
     def action_seconds(self) -> dict[str, float]:
         """Seconds of each compute action of this rank in the last step, by its text; empty on XLA."""
-        return self._runner.action_seconds
+        return {} if self._runner.timer is None else self._runner.timer.action_seconds
 
     @property
     def sent_bytes(self) -> int:
@@ -212,7 +296,7 @@ class Pipeline(Steps):
         target = self._upkeep.check_device(device)
         failure_watch.refuse_after_failure()
         with board.call("move_model_to_device"):
-            self._upkeep.move_to(target, self._runner.transport)
+            self._upkeep.move_to(target, self._engines.transport)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool, assign: bool) -> Any:
         """Load this rank's part of a state dict; not collective. The replicas compare values at their next average."""
@@ -231,7 +315,8 @@ class Pipeline(Steps):
 
     def refresh(self) -> None:
         """Trace and exchange metadata anew; every rank calls it after ``requires_grad`` or modules changed."""
-        self._upkeep.refresh()
+        self._upkeep.follow()
+        self._verify_again()
 
     def follow(self) -> None:
         """Follow tensors and modules that were moved, loaded or replaced."""
@@ -245,9 +330,21 @@ class Pipeline(Steps):
         """Forget what was made of this rank's part before a change."""
         self._replicas.follow()
         self._programs.forget()
-        self._runner.forget_engines()
+        self._engines.forget()
 
     def _verify_again(self) -> None:
         """Have the ranks compare the parameters again."""
         self._replicas.verify_again()
         self._copies.verify_again()
+
+
+def _common_settings(config: PipelineConfig, number: int, agreed: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings that the ranks of a pipeline compare, and the replicas too."""
+    return {
+        **agreed,
+        "number of the wrapped model": number,
+        "loss_normalization": config.loss_normalization,
+        "count_items_fn": config.count_items_fn is not None,
+        "gradient_reduction": config.gradient_reduction,
+        "grad_scaler": None if config.grad_scaler is None else config.grad_scaler.settings(),
+    }

@@ -7,7 +7,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from nxdpp.parallel_layers.overlapped_average import AverageReport
+from nxdpp.gradients.overlapped_average import AverageReport
 from nxdpp.pipeline.local.tree import follow_training_modes
 from nxdpp.pipeline.local.upkeep import works_on_meta
 from nxdpp.pipeline.local.view import LocalView
@@ -88,7 +88,7 @@ class PipelineView(LocalView):
     ) -> None:
         """Write the model in the format of transformers, as ``nxdpp.save_pretrained``; collective over all ranks.
 
-        ``arguments`` are those of transformers' method. Raises ``ValueError`` for other values than their defaults, for
+        ``arguments`` are transformers' arguments. Raises ``ValueError`` for values that are not their defaults, for
         ``positional`` ones after ``is_main_process``, and as ``nxdpp.save_pretrained`` does. Every rank calls it, and
         one rank writes each tensor, whatever ``is_main_process`` is.
         """
@@ -157,7 +157,7 @@ class PipelineView(LocalView):
         self._pipeline.refresh()
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load this rank's part of a state dict, which may be that of the whole model.
+        """Load this rank's part of a state dict, which may cover the whole model.
 
         With ``assign`` the given tensors replace the parameters. With ``strict`` the state dict must have all tensors
         of this rank, and no names that the whole model does not have.

@@ -19,19 +19,20 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from nxdpp.agreement.comparison import gathered
 from nxdpp.devices.kinds import device_of
+from nxdpp.gradients.gradient_dtype import accumulate_in, gradient_dtype
 from nxdpp.initialization.allocation import with_type_of
-from nxdpp.parallel_layers import failure_watch
-from nxdpp.parallel_layers.faults.board import board
-from nxdpp.parallel_layers.gradient_dtype import accumulate_in, gradient_dtype
 from nxdpp.pipeline.local.part import LocalPart
 from nxdpp.pipeline.partition.assignment import Owners
 from nxdpp.pipeline.stages.loss import LossGradient, LossSpec, LossTransform, loss_of_sample
 from nxdpp.pipeline.stages.split import StagePlan
-from nxdpp.tracing import listings
-from nxdpp.tracing.input_dicts import close_inputs
-from nxdpp.tracing.loss_function import LossFunction
-from nxdpp.tracing.transformers_models import transformers_models
+from nxdpp.ranks.faults import failure_watch
+from nxdpp.ranks.faults.board import board
+from nxdpp.tracing.models.loss_function import LossFunction
+from nxdpp.tracing.models.transformers_models import transformers_models
+from nxdpp.tracing.modules import listings
+from nxdpp.tracing.values.input_dicts import close_inputs
 
 _SHOWN = 5
 _DRAWS = (
@@ -92,11 +93,11 @@ class ReferenceStep:
         """Run the module before the step of the pipeline; collective over the pipeline.
 
         Parameters, buffers, gradients and global random generators are as before. ``scales`` and ``transform`` are
-        those of the step.
+        the step's.
 
         Raises ``RuntimeError``, on all ranks, for a module that draws random numbers or cannot be run in one process.
         """
-        values = self._gather({name: (t.detach().cpu(), t.requires_grad) for name, t in _tensors(self._local)})
+        values = self._gathered({name: (t.detach().cpu(), t.requires_grad) for name, t in _tensors(self._local)})
 
         def act() -> list[str]:
             with _unchanged_generators(self._device) as have_moved:
@@ -192,16 +193,14 @@ class ReferenceStep:
             found = act()
         except Exception as error:
             own, found = error, [f"{type(error).__name__}: {error}"]
-        everyones = self._gather(found)
+        everyones = self._gathered(found)
         if any(everyones):
             lines = [f"  rank {rank}: {line}" for rank, of_rank in enumerate(everyones) for line in of_rank]
             raise RuntimeError("\n".join([f"{message}:", *lines])) from own
 
-    def _gather(self, value: Any) -> list[Any]:
-        gathered: list[Any] = [None] * dist.get_world_size(self._group)
+    def _gathered(self, value: Any) -> list[Any]:
         with failure_watch.reported():
-            dist.all_gather_object(gathered, value, group=self._group)
-        return gathered
+            return gathered(value, self._group)
 
 
 @contextmanager
@@ -236,7 +235,7 @@ def _difference(what: str, ours: torch.Tensor | None, theirs: torch.Tensor | Non
         return f"{what} is {float(left.abs().max()):.9g} at most in {places[0]}, and missing in {places[1]}"
     if torch.equal(ours, theirs):
         return None
-    # Equal infinities and not-a-numbers are no difference.
+    # Equal infinities and NaNs are not a difference.
     same = (ours == theirs) | (ours.isnan() & theirs.isnan())
     apart = (ours - theirs).abs().nan_to_num(torch.inf, torch.inf).masked_fill(same, 0)
     limit = float(theirs.abs().max()) * torch.finfo(theirs.dtype).eps ** 0.5 if is_rounded else 0.0

@@ -7,13 +7,13 @@ from typing import Any
 from torch import nn
 
 from nxdpp.pipeline.config import PipelineConfig
-from nxdpp.pipeline.cost.count import count_costs
-from nxdpp.pipeline.cost.layer_costs import layer_costs
 from nxdpp.pipeline.partition.assignment import layers_in_order
 from nxdpp.pipeline.partition.balance import LayerCost
+from nxdpp.pipeline.partition.count import count_costs
 from nxdpp.pipeline.partition.cuts import even_cuts
-from nxdpp.tracing.input_dicts import InputDict, open_inputs
-from nxdpp.tracing.trace import trace_for
+from nxdpp.pipeline.partition.layer_costs import layer_costs
+from nxdpp.tracing.graph.trace import trace_for
+from nxdpp.tracing.values.input_dicts import InputDict, open_inputs
 
 
 class TracedLayers:
@@ -34,9 +34,9 @@ class TracedLayers:
 
     @cached_property
     def costs(self) -> tuple[LayerCost, ...]:
-        """Counted cost of each layer for one microbatch, then that of the head where it has parameters.
+        """Counted cost of each layer for one microbatch, then the cost of the head where it has parameters.
 
-        ``work`` is in FLOPs of the roofline model. ``state_bytes`` are those of weights, gradients and AdamW's state.
+        ``work`` is in FLOPs of the roofline model. ``state_bytes`` count weights, gradients and AdamW's state.
         """
         opened = open_inputs(self._example, all_kinds=True)
         batch = {name: value for name, value in opened.items() if not isinstance(value, InputDict)}

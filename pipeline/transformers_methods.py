@@ -2,12 +2,12 @@
 
 import os
 from collections.abc import Mapping, Sequence
-from importlib import import_module
 from typing import Any
 
 from torch import nn
 
-from nxdpp.pipeline.activation_checkpoint import PipelinedModel, apply_checkpoint, is_checkpointed, remove_checkpoint
+from nxdpp import upward
+from nxdpp.pipeline.activation_checkpoint import CheckpointedModel, apply_checkpoint, is_checkpointed, remove_checkpoint
 
 # Arguments with which apply_checkpoint recomputes.
 _CHECKPOINT = {"use_reentrant": False, "preserve_rng_state": True}
@@ -42,12 +42,11 @@ def save_directory_of(
             f"save_pretrained of a pipelined model writes the weights of all ranks, in files of at most 1 GB, and has "
             f"no {', '.join(others)}. Leave it out. To push, upload the directory from one process afterwards."
         )
-    # By name: nxdpp.checkpoint imports this package.
-    import_module("nxdpp.checkpoint.huggingface.save").save_pretrained(model, directory)
+    upward.save_pretrained(model, directory)
 
 
 def enable_checkpointing(
-    model: PipelinedModel, settings: Mapping[str, Any] | None, arguments: Mapping[str, Any]
+    model: CheckpointedModel, settings: Mapping[str, Any] | None, arguments: Mapping[str, Any]
 ) -> None:
     """Call ``apply_checkpoint`` for the layers of this rank that transformers does not recompute.
 
@@ -66,7 +65,7 @@ def enable_checkpointing(
         apply_checkpoint(model, layers)
 
 
-def disable_checkpointing(model: PipelinedModel) -> None:
+def disable_checkpointing(model: CheckpointedModel) -> None:
     """Keep the activations of this rank's layers."""
     remove_checkpoint(model)
     for module in dict(model.local_named_modules()).values():

@@ -27,7 +27,7 @@ class ChosenSchedule:
         microbatches: number of microbatches of a step.
         chunks: stages a rank (``virtual_pipeline_size``); 1 takes the default of the family.
 
-    Raises ``ValueError`` for a schedule that does not exist, cannot run, or is for other numbers.
+    Raises ``ValueError`` for a schedule that does not exist, cannot run, or is made for different numbers.
     """
 
     def __init__(self, schedule: Written | None, ranks: int, microbatches: int, chunks: int) -> None:
@@ -63,7 +63,7 @@ class ChosenSchedule:
 
     @cached_property
     def evaluation(self) -> Schedule:
-        """Compute actions of each rank in ``run_eval``: forwards alone."""
+        """Compute actions of each rank in ``run_eval``: only forwards."""
         return evaluation(self.placement, self.microbatches)
 
     def of(self, microbatches: int, train: bool) -> Schedule:

@@ -1,7 +1,7 @@
 """Execution of a schedule in simulated time: each action starts as soon as its rank and its inputs are ready.
 
-A forward needs the forward of the stage before, a backward or input-gradient that of the stage behind. Tensors that
-skip stages are ready earlier.
+A forward needs the forward of the stage before, a backward or input-gradient the backward of the stage behind. Tensors
+that skip stages are ready earlier.
 """
 
 from collections import deque
@@ -23,6 +23,13 @@ class Times(NamedTuple):
     weight_gradient: Sequence[float]
     transfer: Sequence[float]
 
+    @property
+    def lengths(self) -> dict[ActionKind, Sequence[float]]:
+        """Times of the compute actions of each kind, by stage."""
+        full = [i + w for i, w in zip(self.input_gradient, self.weight_gradient, strict=True)]
+        kinds = (ActionKind.FORWARD, ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT, ActionKind.BACKWARD)
+        return dict(zip(kinds, (*self[:3], full), strict=True))
+
 
 class Blocked(RuntimeError):
     """Ranks that wait for each other; the message names the actions."""
@@ -32,7 +39,7 @@ def run_in_order(schedule: Schedule, stages: int, microbatches: int, times: Time
     """Return the start of each action of each rank; without ``times``, every time is 0.
 
     Raises:
-        Blocked: if no rank can go on.
+        Blocked: if no rank can continue.
     """
     execution = _Execution(schedule, stages, microbatches, times or Times(*[[0.0] * stages] * 4))
     execution.run()
@@ -45,7 +52,7 @@ class _Execution:
         self._schedule = schedule
         self._rank_of = {action[0]: rank for rank, actions in enumerate(schedule) for action in actions}
         self._times = times
-        self._full = [i + w for i, w in zip(times.input_gradient, times.weight_gradient, strict=True)]
+        self._full = times.lengths[ActionKind.BACKWARD]
         self._transfer = [
             0.0 if self._rank_of[stage] == self._rank_of.get(stage + 1) else times.transfer[stage]
             for stage in range(stages)

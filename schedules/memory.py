@@ -1,4 +1,4 @@
-"""Peak of the bytes that a rank holds for backwards, over the actions of a schedule.
+"""Peaks of what ranks and stages hold for backwards, over the actions of a schedule: bytes, and microbatches.
 
 A stage holds a microbatch's activations from the end of its forward to the end of its backward. After an
 input-gradient it holds the part that the weight-gradient needs, with the gradients of its operations' outputs::
@@ -9,9 +9,12 @@ input-gradient it holds the part that the weight-gradient needs, with the gradie
                                  F                       I           W
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
+from itertools import accumulate
 
-from nxdpp.schedules.actions import ActionKind, Schedule
+from nxdpp.schedules.actions import Action, ActionKind, Schedule
+from nxdpp.schedules.simulate import in_flight_peaks
 
 
 def peak_bytes(schedule: Schedule, held: Sequence[float], after_input: Sequence[float]) -> list[float]:
@@ -23,7 +26,7 @@ def peak_bytes(schedule: Schedule, held: Sequence[float], after_input: Sequence[
         after_input: bytes that each stage holds for one microbatch from its input-gradient to its weight-gradient.
 
     Raises:
-        ValueError: for a list that has not one number for each stage, or for a negative number.
+        ValueError: for a list without one number for each stage, or for a negative number.
     """
     stages = len({action.stage for actions in schedule for action in actions})
     for name, sizes in (("held", held), ("after_input", after_input)):
@@ -37,11 +40,15 @@ def peak_bytes(schedule: Schedule, held: Sequence[float], after_input: Sequence[
         ActionKind.INPUT_GRADIENT: [after - before for before, after in zip(held, after_input, strict=True)],
         ActionKind.WEIGHT_GRADIENT: [-size for size in after_input],
     }
-    peaks = []
-    for actions in schedule:
-        now = peak = 0.0
-        for stage, kind, _, _ in actions:
-            now += change[kind][stage]
-            peak = max(peak, now)
-        peaks.append(peak)
-    return peaks
+    return [max(accumulate((change[kind][stage] for stage, kind, _, _ in each), initial=0.0)) for each in schedule]
+
+
+def in_flight(schedule: Schedule) -> list[int]:
+    """Return for each stage the most microbatches between their forward and the end of their backward.
+
+    The stages of a rank may reach their peaks at different times.
+    """
+    of_stage: defaultdict[int, list[Action]] = defaultdict(list)
+    for action in (action for actions in schedule for action in actions):
+        of_stage[action.stage].append(action)
+    return in_flight_peaks([of_stage[stage] for stage in range(len(of_stage))])

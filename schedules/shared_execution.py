@@ -5,7 +5,7 @@ With 4 ranks on 2 cores::
     ranks that compute      1    2    3     4
     speed of each           1    1    2/3   1/2
 
-Transfers and waits take no core. With at least as many cores as ranks the times are those of ``execution``.
+Transfers and waits take no core. With at least as many cores as ranks the times are as in ``execution``.
 """
 
 from collections import deque
@@ -30,7 +30,7 @@ def shared_run(schedule: Schedule, times: Times, cores: float) -> Timeline:
 
     Raises:
         ScheduleError: for a schedule that cannot run.
-        ValueError: if ``cores`` is not positive, or a list of ``times`` has not one number for each stage.
+        ValueError: if ``cores`` is not positive, or a list of ``times`` lacks one number for each stage.
     """
     if not cores > 0:
         raise ValueError(f"cores={cores} must be a number above 0.")
@@ -46,7 +46,8 @@ class _SharedExecution:
 
     def __init__(self, schedule: Schedule, times: Times, cores: float) -> None:
         self._schedule = schedule
-        self._times = times
+        self._lengths = times.lengths
+        self._transfer = times.transfer
         self._cores = cores
         self._rank_of = {action.stage: rank for rank, actions in enumerate(schedule) for action in actions}
         self._spans: list[list[Span]] = [[] for _ in schedule]
@@ -89,7 +90,7 @@ class _SharedExecution:
         if needed is not None and needed not in self._arrived:
             self._waits[needed] = rank
             return
-        heappush(self._running, (self._work + self._length(action), rank, self._now))
+        heappush(self._running, (self._work + self._lengths[action.kind][action.stage], rank, self._now))
 
     def _end(self, rank: int, start: float) -> None:
         stage, kind, microbatch, _ = action = self._schedule[rank][len(self._spans[rank])]
@@ -105,7 +106,7 @@ class _SharedExecution:
         if self._rank_of[there] == rank:
             self._arrive(output)
         else:
-            heappush(self._transfers, (self._now + self._times.transfer[min(stage, there)], output))
+            heappush(self._transfers, (self._now + self._transfer[min(stage, there)], output))
 
     def _arrive(self, output: _Output) -> None:
         self._arrived.add(output)
@@ -120,14 +121,3 @@ class _SharedExecution:
         if kind is ActionKind.WEIGHT_GRADIENT or stage + 1 not in self._rank_of:
             return None
         return stage + 1, False, microbatch
-
-    def _length(self, action: Action) -> float:
-        forward, input_gradient, weight_gradient, _ = self._times
-        match action.kind:
-            case ActionKind.FORWARD:
-                return forward[action.stage]
-            case ActionKind.INPUT_GRADIENT:
-                return input_gradient[action.stage]
-            case ActionKind.WEIGHT_GRADIENT:
-                return weight_gradient[action.stage]
-        return input_gradient[action.stage] + weight_gradient[action.stage]

@@ -6,6 +6,7 @@ but no time of a rank.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from nxdpp.schedules.actions import Action, ActionKind, Schedule
 from nxdpp.schedules.check import check
@@ -77,14 +78,9 @@ def simulate(
         _each("transfer", transfer, sizes.stages),
     )
     starts = run_in_order(schedule, sizes.stages, sizes.microbatches, times)
-    lasts = {
-        ActionKind.FORWARD: times.forward,
-        ActionKind.BACKWARD: [i + w for i, w in zip(times.input_gradient, times.weight_gradient, strict=True)],
-        ActionKind.INPUT_GRADIENT: times.input_gradient,
-        ActionKind.WEIGHT_GRADIENT: times.weight_gradient,
-    }
+    lengths = times.lengths
     spans = [
-        [Span(a, start, start + lasts[a.kind][a.stage]) for a, start in zip(actions, at, strict=True)]
+        [Span(a, start, start + lengths[a.kind][a.stage]) for a, start in zip(actions, at, strict=True)]
         for actions, at in zip(schedule, starts, strict=True)
     ]
     return timeline_of(spans)
@@ -101,17 +97,8 @@ def timeline_of(spans: list[list[Span]]) -> Timeline:
 
 def in_flight_peaks(schedule: Schedule) -> list[int]:
     """Return for each rank the most (stage, microbatch) pairs between forward and end of the backward."""
-    peaks = []
-    for actions in schedule:
-        in_flight = peak = 0
-        for action in actions:
-            if action.kind is ActionKind.FORWARD:
-                in_flight += 1
-                peak = max(peak, in_flight)
-            elif action.kind in (ActionKind.BACKWARD, ActionKind.WEIGHT_GRADIENT):
-                in_flight -= 1
-        peaks.append(peak)
-    return peaks
+    change = {ActionKind.FORWARD: 1, ActionKind.BACKWARD: -1, ActionKind.WEIGHT_GRADIENT: -1}
+    return [max(accumulate((change.get(action.kind, 0) for action in actions), initial=0)) for actions in schedule]
 
 
 def _each(name: str, time: Time, stages: int) -> list[float]:

@@ -18,7 +18,7 @@ The result is exact for equal stages with another last one. Of 1,500 cases with 
 was exact in 99.8 %, and less than 0.3 % short in the others.
 """
 
-from nxdpp.schedules.actions import ActionKind, Schedule
+from nxdpp.schedules.actions import Schedule
 from nxdpp.schedules.execution import Times, run_in_order
 from nxdpp.schedules.families.family import Family
 
@@ -59,11 +59,6 @@ def steady_makespan(family: Family, ranks: int, microbatches: int, chunks: int |
 
 def _makespan(schedule: Schedule, stages: int, microbatches: int, times: Times) -> float:
     starts = run_in_order(schedule, stages, microbatches, times)
-    lasts = {
-        ActionKind.FORWARD: times.forward,
-        ActionKind.BACKWARD: [i + w for i, w in zip(times.input_gradient, times.weight_gradient, strict=True)],
-        ActionKind.INPUT_GRADIENT: times.input_gradient,
-        ActionKind.WEIGHT_GRADIENT: times.weight_gradient,
-    }
+    lengths = times.lengths
     last = [(at[-1], actions[-1]) for at, actions in zip(starts, schedule, strict=True)]
-    return max(start + lasts[action.kind][action.stage] for start, action in last)
+    return max(start + lengths[action.kind][action.stage] for start, action in last)

@@ -84,7 +84,7 @@ class TimelineWriter:
     """Writer of the file of one pipeline.
 
     Args:
-        path: of the first replica's file; the others write ``NAME.pipeline1.json``, ... beside it.
+        path: of the first replica's file; the others write ``NAME.pipeline1.json``, ... next to it.
         pipeline: number of the pipeline among the replicas.
         ranks: number of ranks of the pipeline.
     """

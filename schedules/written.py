@@ -33,7 +33,7 @@ def read_schedule(path: Path) -> Schedule:
             rows = list(csv.reader(file))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ValueError(f"{path}: cannot be read as a CSV file of actions: {error}") from None
-    # Empty lines at the end are no ranks.
+    # Empty lines at the end are not ranks.
     while rows and not any(cell.strip() for cell in rows[-1]):
         rows.pop()
     try:

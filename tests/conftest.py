@@ -6,6 +6,7 @@ The single-process references have one thread, like the ranks: the order of a su
 import gc
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 # OpenMP reads this variable when torch is loaded.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -22,6 +23,22 @@ from tests.support.torchvision_operators import define_missing_operators
 
 torch.set_num_threads(1)
 define_missing_operators()
+
+# Folders whose tests compare numbers, files and messages, which no version of Python is likely to change. All of them
+# have the mark one_python.
+ONE_PYTHON = (
+    "benchmarks", "checkpoint/distributed", "checkpoint/huggingface", "docs", "doors", "examples", "gradients",
+    "pipeline/partition", "pipeline/stages", "planning", "schedules/transport_model", "tensor",
+)  # fmt: skip
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests of ``ONE_PYTHON`` before marks select tests."""
+    folders = tuple(f"{Path(__file__).parent / name}{os.sep}" for name in ONE_PYTHON)
+    for item in items:
+        if str(item.path).startswith(folders):
+            item.add_marker("one_python")
 
 
 def pytest_collection_finish() -> None:

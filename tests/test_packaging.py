@@ -13,6 +13,8 @@ import pytest
 
 import nxdpp
 
+pytestmark = pytest.mark.one_python
+
 ROOT = Path(__file__).parents[1]
 SECONDS = 120
 
@@ -77,29 +79,6 @@ def test_the_sdist_has_no_link(clone: Path, built: Path) -> None:
     assert modules(clone) | {"nxdpp/py.typed", "pyproject.toml", "setup.py", "README.md", "LICENSE"} <= names
 
 
-def test_every_package_is_imported_from_the_installed_wheel(clone: Path, built: Path, tmp_path: Path) -> None:
-    (wheel,) = built.glob("*.whl")
-    target = tmp_path / "site"
-    pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target", str(target), str(wheel)]
-    subprocess.run(pip, check=True, timeout=SECONDS)
-    packages = sorted(
-        name.removesuffix("/__init__.py").replace("/", ".") for name in modules(clone) if "__init__" in name
-    )
-    code = f"import {', '.join(packages)}; print(nxdpp.__file__, *nxdpp.__all__); nxdpp.NxDPPModel"
-    imported = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(target)},
-        timeout=SECONDS,
-        text=True,
-        stdout=subprocess.PIPE,
-        check=True,
-    )
-
-    assert imported.stdout.startswith(str(target))
-
-
-@pytest.mark.one_python
 @pytest.mark.parametrize("mode", ["lenient", "compat"])
 def test_an_editable_install_imports_the_clone(clone: Path, tmp_path: Path, mode: str) -> None:
     folder, prefix = tmp_path / "clone", tmp_path / "prefix"
@@ -131,16 +110,43 @@ def test_an_editable_install_imports_the_clone(clone: Path, tmp_path: Path, mode
     assert imported.stdout.split() == [str(folder / "nxdpp/__init__.py"), nxdpp.__version__]
 
 
-def test_a_checkout_without_links_is_refused(clone: Path, tmp_path: Path) -> None:
-    without = tmp_path / "clone"
-    shutil.copytree(clone, without, symlinks=True, ignore=shutil.ignore_patterns("dist", "build", "*.egg-info"))
-    for link in links(without):
+@pytest.fixture(scope="module")
+def without_links(clone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Copy the clone with links as text files, as git does with core.symlinks=false, and Python's zipfile."""
+    folder = tmp_path_factory.mktemp("zip") / "nxdpp-main"
+    shutil.copytree(clone, folder, symlinks=True, ignore=shutil.ignore_patterns("dist", "build", "*.egg-info"))
+    for link in links(folder):
         target = os.readlink(link)
         link.unlink()
-        link.write_text(target)  # as git does with core.symlinks=false
+        link.write_text(target)
+    return folder
 
-    process = build(without)
 
-    assert process.returncode != 0
-    assert "nxdpp/pipeline" in process.stdout
-    assert "must be symbolic links and are text files" in process.stdout
+def run_without_path(folder: Path, *arguments: str, path: Path | None = None) -> str:
+    """Run Python in ``folder``, where nxdpp is the folder's own or below ``path``; return what it prints."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment |= {"PYTHONPATH": str(path)} if path else {}
+    command = [sys.executable, *arguments]
+    ended = subprocess.run(command, cwd=folder, env=environment, timeout=SECONDS, text=True, capture_output=True)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended.stdout
+
+
+def test_a_checkout_without_links_is_installed_and_imported(clone: Path, without_links: Path, tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    pip = ["-m", "pip", "install", "-q", "--no-deps", "--no-index", "--no-build-isolation", "--target", str(site)]
+
+    run_without_path(tmp_path, *pip, str(without_links))
+
+    assert {str(path.relative_to(site)) for path in site.rglob("nxdpp/**/*.py")} == modules(clone)
+    assert run_without_path(tmp_path, "-m", "nxdpp", "--version", path=site) == f"nxdpp {nxdpp.__version__}\n"
+    packages = [name.removesuffix("/__init__.py").replace("/", ".") for name in modules(clone) if "__init__" in name]
+    code = f"import {', '.join(sorted(packages))}; print(*nxdpp.__path__, nxdpp.__all__); nxdpp.NxDPPModel"
+    assert run_without_path(tmp_path, "-c", code, path=site).startswith(f"{site / 'nxdpp'} [")
+
+
+def test_a_checkout_without_links_runs_as_it_is(without_links: Path) -> None:
+    assert run_without_path(without_links, "-m", "nxdpp", "--version") == f"nxdpp {nxdpp.__version__}\n"
+    # Frames of the package are known by their files.
+    tests = ["tests/tracing/graph/test_trace.py", "tests/ranks/faults/test_progress.py"]
+    run_without_path(without_links, "-m", "pytest", "-n", "0", "-p", "no:cacheprovider", *tests)

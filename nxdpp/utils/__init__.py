@@ -1,19 +1,25 @@
 """Import paths of NeuronX Distributed.
 
-Submodules are imported at their first use.
+Submodules are imported at their first use: the logger needs no torch.
 """
 
-from importlib import import_module
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from nxdpp.late_names import late_names
+
+if TYPE_CHECKING:
+    from nxdpp.utils import adamw_fp32_optim_params, logger, model_utils
 
 __all__ = ["adamw_fp32_optim_params", "logger", "model_utils"]
 
 
-def __getattr__(name: str) -> Any:
-    if name in __all__:
-        return import_module(f"nxdpp.utils.{name}")
-    raise AttributeError(f"module 'nxdpp.utils' has no attribute {name!r}")
+def _module_with(name: str) -> ModuleType:
+    import nxdpp.utils.adamw_fp32_optim_params
+    import nxdpp.utils.logger
+    import nxdpp.utils.model_utils
+
+    return nxdpp.utils
 
 
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__ = late_names(__name__, __all__, _module_with)

@@ -46,7 +46,7 @@ _NOWHERE = -1
 
 # To free a smaller saved tensor costs more time than its memory is worth.
 _WORTH_FREEING = 1 << 16
-# About so many bytes of gradients are computed before they are added to those of the parameters.
+# About so many bytes of gradients are computed before they are added to ``.grad`` of the parameters.
 _BYTES_AT_ONCE = 1 << 26
 
 
@@ -264,7 +264,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def _parts(exits: list[_Exit]) -> list[list[_Exit]]:
-    """The exits in groups: those of one node, and those with common nodes behind them, are in one group."""
+    """The exits in groups: exits of one node, and exits with common nodes behind them, are in one group."""
     parts: list[tuple[set[int], list[_Exit]]] = []
     for exit_ in exits:
         below, members = exit_.below | ({exit_.split_node} - {_NOWHERE}), [exit_]

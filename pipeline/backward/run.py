@@ -18,13 +18,7 @@ class ReceivedTensor:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.gradient: torch.Tensor | None = None
-        self._tensor: torch.Tensor | None = tensor
-
-    def take(self) -> torch.Tensor:
-        """Return the tensor, and drop this object's reference to it."""
-        tensor, self._tensor = self._tensor, None
-        assert tensor is not None, "taken once"
-        return tensor
+        self.tensor: torch.Tensor | None = tensor
 
     def enter_graph(self) -> torch.Tensor:
         """Return the tensor in a graph whose backward sets ``gradient``."""
@@ -39,7 +33,10 @@ class _Enter(torch.autograd.Function):
         ctx.received = received
         # A function after it may give no gradient; zeros would be one.
         ctx.set_materialize_grads(False)
-        return received.take()
+        # Nothing but the graph holds the tensor from here on.
+        tensor, received.tensor = received.tensor, None
+        assert tensor is not None, "it enters once"
+        return tensor
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[None, None]:

@@ -1,12 +1,12 @@
 """Backward of one microbatch in two calls: gradients of received values first, gradients of parameters later.
 
 This is the split of zero-bubble schedules (Qi et al., "Zero Bubble Pipeline Parallelism", arXiv 2401.10241). No
-product is computed twice: autograd's operations compute the gradient of each input on its own, and only those that
-the engine asks for. The first call asks for the gradients on the way to received values. The second call runs the
-split nodes again for their other gradients, and then the nodes behind them. It runs no other node twice.
+product is computed twice: autograd's operations compute the gradient of each input separately, and only the
+gradients that the engine asks for. The first call asks for the gradients on the way to received values. The second
+call runs the split nodes again for their other gradients, and then the nodes behind them. It runs no other node twice.
 
-Between the calls the gradients at operations with parameters stay in memory, and the tensors that these operations
-saved. The graph's nodes stay too. Of their other saved tensors only small ones do.
+Between the calls the gradients at operations with parameters stay in memory, and so do the tensors that these
+operations saved. The graph's nodes stay too. Of the other saved tensors only small ones stay.
 """
 
 from collections import deque
@@ -28,7 +28,7 @@ _Gradients = tuple[torch.Tensor | None, ...]
 
 
 @dataclass
-class _Work:
+class _GroupWork:
     """The remaining work of a weight group: start at ``roots``, and run ``split_nodes`` for their other edges."""
 
     roots: list[GradientEdge]
@@ -39,13 +39,13 @@ class _Work:
 class SplitBackward:
     """The backward of one microbatch of one stage; make it after the forward.
 
-    The gradients equal those of one plain backward bit for bit, when each kind of call is made in the order of the
+    The gradients equal one plain backward's bit for bit, when each kind of call is made in the order of the
     microbatches. They are added to ``.grad``, and the hooks of the parameters run. Some parameters' gradients cannot
     wait, and :meth:`input_gradients` computes them:
 
-    - those of an operation that computes all its gradients at once: a fused attention, a Python ``autograd.Function``
+    - gradients of an operation that computes all at once: a fused attention, a Python ``autograd.Function``
       unless its class has ``computes_each_gradient_alone = True``;
-    - those in a region under saved-tensor hooks (``torch.utils.checkpoint``): it would be recomputed a second time.
+    - gradients in a region under saved-tensor hooks (``torch.utils.checkpoint``): it would be recomputed a second time.
 
     When the graph depends on the data, a parameter may be immediate in one microbatch and not in another. Its sum then
     has the order of the calls.
@@ -69,7 +69,7 @@ class SplitBackward:
         self._roots = [root if isinstance(root, GradientEdge) else get_gradient_edge(root) for root in roots]
         self._structure: Structure | None
         self._structure, self._nodes = analysis.of(self._received, self._roots)
-        self._work: deque[_Work] | None = None
+        self._work: deque[_GroupWork] | None = None
 
     def input_gradients(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Compute the gradients of received values; ``None`` for a value that the roots do not depend on.
@@ -79,7 +79,7 @@ class SplitBackward:
                 one element. Their memory must not change before :meth:`weight_gradients`.
 
         Raises:
-            ValueError: when the number of gradients is not that of the roots, or a root of several elements has none.
+            ValueError: when there are not as many gradients as roots, or a root of several elements has none.
             RuntimeError: when called a second time.
         """
         structure = self._structure
@@ -132,9 +132,9 @@ class SplitBackward:
             return [None] * len(inputs)
         return list(run_backward(self._roots, starts, inputs, retain=retain, accumulate=False))
 
-    def _plan(self, group: WeightGroup, starts: list[torch.Tensor], kept: dict[int, _Gradients]) -> _Work:
+    def _plan(self, group: WeightGroup, starts: list[torch.Tensor], kept: dict[int, _Gradients]) -> _GroupWork:
         nodes = self._nodes
-        return _Work(
+        return _GroupWork(
             roots=[self._roots[position] for position in group.roots],
             gradients=[starts[position] for position in group.roots],
             split_nodes=deque(

@@ -101,7 +101,7 @@ class Structure:
                     known += 1
                 elif (nodes[expected] if expected >= 0 else None) is not child:
                     return None
-        # Order and hooks. Refused: another number of nodes, one node in the place of two, or another order.
+        # Order and hooks. Refused: a different number of nodes, one node in place of two, or a different order.
         if known != len(types) or len(set(nodes)) != known or not self._in_order(nodes):
             return None
         for number, name in self.unhooked:

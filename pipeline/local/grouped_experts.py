@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from nxdpp.devices.kinds import device_of
-from nxdpp.tracing import listings
+from nxdpp.tracing.modules import listings
 
 # transformers' name of the implementation that sorts tokens by expert and groups the products.
 _GROUPED = "grouped_mm"

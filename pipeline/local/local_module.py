@@ -14,22 +14,15 @@ from typing import Any, Self
 
 from torch import nn
 
-from nxdpp.parallel_layers.move_model_to_device import convert_parameters
+from nxdpp.tensor.move_model_to_device import convert_parameters
 
 
 class LocalModule(nn.Module):
     """A container whose ``named_children`` are this rank's modules under their full names.
 
-    ``add_module`` takes a full name, too, and replaces a module below. ``children`` are those of the tree, as torch
-    needs them for moves and modes.
-
-    Attributes:
-        replacements: number of replacements by full names, and of moves that replaced parameters.
+    ``add_module`` takes a full name, too, and replaces a module below. ``children`` are the children in the tree,
+    which torch needs for moves and modes.
     """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.replacements = 0
 
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
         """The outermost modules that stages run, each once, under their full names."""
@@ -53,12 +46,10 @@ class LocalModule(nn.Module):
         if key not in above._modules:
             raise KeyError(f"there is no module {name!r} on this rank to replace; there are {list(self._names())}.")
         above.add_module(key, module)
-        self.replacements += 1
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
         """Move or convert; parameters that torch must replace keep their classes, attributes and ties."""
-        if convert_parameters(self, fn, partial(super()._apply, fn, recurse)):
-            self.replacements += 1
+        convert_parameters(self, fn, partial(super()._apply, fn, recurse))
         return self
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -82,7 +73,7 @@ def stage_module(tree: nn.Module, names: Collection[str], owned: Collection[str]
     Args:
         tree: containers and modules of the rank.
         names: the parameters, and changing buffers, of the stage.
-        owned: those of all stages. Modules that have none of these belong to every stage.
+        owned: the names of all stages. Modules that have none of them belong to every stage.
     """
     part = LocalModule()
     _copy(tree, part, "", names, owned)

@@ -3,9 +3,9 @@
 from torch import nn
 from transformers import PreTrainedModel
 
+from nxdpp.agreement.same_values import sample
 from nxdpp.devices.kinds import device_of
-from nxdpp.pipeline.agreement.same_values import sample
-from nxdpp.tracing import listings
+from nxdpp.tracing.modules import listings
 
 
 def refuse_lost_ties(root: nn.Module) -> None:

@@ -7,7 +7,7 @@ from torch import nn
 
 from nxdpp.pipeline.local.local_module import LocalModule
 from nxdpp.pipeline.local.view import LocalView
-from nxdpp.tracing import listings
+from nxdpp.tracing.modules import listings
 
 _AVERAGED = "run_train averages the gradients of data-parallel replicas itself"
 

@@ -17,7 +17,7 @@ A list that the program has made before is not recognised. The first step finds 
 from types import FrameType
 from typing import Any
 
-from nxdpp.parallel_layers import parallel_state
+from nxdpp.ranks import parallel_state
 
 # Python 3.11 runs a comprehension in a frame of its own.
 _COMPREHENSIONS = ("<genexpr>", "<listcomp>")

@@ -4,7 +4,7 @@ from typing import Any, NoReturn
 
 from torch import nn
 
-from nxdpp.tracing.listings import modules
+from nxdpp.tracing.modules.listings import modules
 
 
 def refuse_own_save(root: nn.Module) -> None:

@@ -7,17 +7,18 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from nxdpp.agreement.configurations import configuration_lines
+from nxdpp.agreement.plain_attributes import attribute_lines, plain_attributes
+from nxdpp.agreement.same_values import InitialWeights, RankValues
+from nxdpp.gradients.replaced_parameters import check_no_optimizer_holds, watch_replaced
 from nxdpp.initialization.allocation import with_type_of
 from nxdpp.initialization.initialisers import ParameterInitialiser
 from nxdpp.initialization.materialise import MetaTensor, initial_weights
 from nxdpp.initialization.parts import own_part, whole_of
 from nxdpp.initialization.record import record_of
-from nxdpp.parallel_layers import parallel_state
-from nxdpp.parallel_layers.replaced_parameters import check_no_optimizer_holds, watch_replaced
-from nxdpp.pipeline.agreement.configurations import configuration_lines
-from nxdpp.pipeline.agreement.plain_attributes import attribute_lines, plain_attributes
-from nxdpp.pipeline.agreement.same_values import InitialWeights, RankValues
+from nxdpp.pipeline.local.changes import ChangeRecord
 from nxdpp.pipeline.local.own_save import refuse_own_save
+from nxdpp.pipeline.local.spine_hooks import SpineHooks
 from nxdpp.pipeline.local.tied_weights import TiedWeight, TiedWeights
 from nxdpp.pipeline.local.tree import (
     build_local_module,
@@ -29,7 +30,8 @@ from nxdpp.pipeline.local.tree import (
     tied_names,
 )
 from nxdpp.pipeline.partition.assignment import Owners
-from nxdpp.tracing import listings
+from nxdpp.ranks import parallel_state
+from nxdpp.tracing.modules import listings
 
 
 class LocalPart:
@@ -42,6 +44,7 @@ class LocalPart:
         layers: names of the transformer layers.
         seed: for the random numbers of parameters on the meta device.
         param_init_fn: initialises a module; see ``initial_weights``.
+        changes: the record that follows the part; by default one of its own.
 
     Attributes:
         root: the whole model; parameters of other ranks are on the meta device.
@@ -54,6 +57,8 @@ class LocalPart:
         loads: how often ``load_pretrained`` has loaded weights.
         has_loaded_state: ``True`` after a state dict was loaded.
         attributes: plain attributes of all modules at construction, by path.
+        changes: of the part and of the modules above the layers.
+        hooks: of the modules above the layers, and of containers.
     """
 
     def __init__(
@@ -64,6 +69,7 @@ class LocalPart:
         layers: Collection[str],
         seed: int,
         param_init_fn: ParameterInitialiser | None,
+        changes: ChangeRecord | None = None,
     ) -> None:
         local, elsewhere = local_names(owners, rank), names_elsewhere(owners, rank)
         check_not_freed(root, local)
@@ -99,6 +105,9 @@ class LocalPart:
         self.any_ties = bool(tied)
         self._first_names = {name: first_names[name] for name, _ in _named_tensors(self.module) if name in first_names}
         self._built_on_meta = frozenset(self.names_on_meta())
+        self.hooks = SpineHooks(root, self.module, layers)
+        self.changes = changes or ChangeRecord()
+        self.changes.follow(self.module, self.hooks.modules)
 
     @property
     def is_initialised_at_once(self) -> bool:
@@ -108,8 +117,8 @@ class LocalPart:
     @property
     def device(self) -> torch.device:
         """The device of the parameters of this rank; without parameters, the rank's own."""
-        parameter = next(self.module.parameters(), None)
-        return parallel_state.local_device() if parameter is None else parameter.device
+        parameters = self.changes.parameters
+        return parameters[0].device if parameters else parallel_state.local_device()
 
     def names_on_meta(self) -> list[str]:
         """Names of the parameters and buffers that have no values yet."""
@@ -117,11 +126,8 @@ class LocalPart:
 
     def check_materialised(self) -> None:
         """Raise ``RuntimeError`` for parameters or buffers without values."""
-        # Once a step: without names this takes a third of the time.
-        registries = (registry for module in listings.modules(self.module) for registry in _registries(module))
-        tensors = (tensor for registry in registries for tensor in registry.values())
-        if any(isinstance(tensor, torch.Tensor) and tensor.is_meta for tensor in tensors):
-            without = self.names_on_meta()
+        without = self.names_on_meta()
+        if without:
             raise RuntimeError(
                 f"{len(without)} parameters or buffers of rank {self._rank} are on the meta device and have no values "
                 f"({without[0]} is the first). Call move_model_to_device() or materialise(), which initialise them, or "
@@ -129,7 +135,7 @@ class LocalPart:
             )
 
     def values(self) -> RankValues:
-        """The present values, to compare them with those of other ranks."""
+        """The present values, for a comparison with other ranks."""
         parameters = dict(listings.named_parameters(self.module))
         return RankValues(
             self._rank,
@@ -180,7 +186,7 @@ class LocalPart:
     def initial_weights_of(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Initial weights for ``tensors`` of this rank on the meta device, which keep their places; not collective.
 
-        A module's initialiser may compute a tensor from another one. So all meta tensors of these modules are made.
+        A module's initialiser may compute one tensor from another. So all meta tensors of these modules are made.
 
         Raises ``RuntimeError`` for a tensor that nothing initialises.
         """

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from nxdpp.tracing import listings
+from nxdpp.tracing.modules import listings
 
 _STORES = ("_modules", "_parameters", "_buffers")
 
@@ -58,8 +58,15 @@ class ReplacementSync:
             else:
                 self._containers.append((slot, slot.found))
 
-    def follow(self) -> dict[str, nn.Module]:
-        """Make each replacement in both; return the modules that were replaced, by name.
+    def has_replacement_in_tree(self) -> bool:
+        """Return whether a module of the tree was replaced, and not the one of the whole model."""
+        return any(
+            isinstance(value, nn.Module) and slot.whole.get(slot.key) is value is not slot.tree.get(slot.key)
+            for slot, value in self._held
+        )
+
+    def follow(self) -> tuple[dict[str, nn.Module], bool]:
+        """Make each replacement in both; return the modules that were replaced, by name, and whether stages changed.
 
         Replacements of what other ranks hold are undone: those ranks make them themselves.
 
@@ -80,10 +87,12 @@ class ReplacementSync:
                 slot.tree[slot.key] = slot.whole[slot.key] = value
                 if isinstance(known, nn.Module):
                     replaced[slot.name] = known
+        has_changed = any(value is not known for (_, known), value in zip(self._held, present, strict=True))
         for whole, key, value in self._elsewhere:
+            has_changed = has_changed or whole.get(key) is not value
             whole[key] = value
         self._held = [(slot, value) for (slot, _), value in zip(self._held, present, strict=True)]
-        return replaced
+        return replaced, has_changed
 
 
 def _newest(slot: _Slot, known: Any) -> Any:

@@ -1,7 +1,7 @@
-"""Hooks of modules that no stage runs: those above the layers, and containers.
+"""Hooks of modules that no stage runs: modules above the layers, and containers.
 
-A graph has the hooks that modules above the layers had at its trace. One that is registered later would never run, and
-one that is removed would still do.
+A graph has the hooks that modules above the layers had at its trace. A hook that is registered later would never run,
+and a hook that is removed would still run.
 """
 
 import logging
@@ -9,36 +9,31 @@ from collections.abc import Collection, Mapping, Sequence
 
 from torch import nn
 
-from nxdpp.tracing import listings
+from nxdpp.tracing.modules import listings
 
 _logger = logging.getLogger(__name__)
 
 
 class SpineHooks:
-    """Finds hooks of the modules above ``layers`` in ``root``, and of the containers in ``tree``, that change."""
+    """Finds hooks of the modules above ``layers`` in ``root``, and of the containers in ``tree``, that change.
+
+    Attributes:
+        modules: those modules and containers, and the modules that the containers mirror.
+    """
 
     def __init__(self, root: nn.Module, tree: nn.Module, layers: Collection[str]) -> None:
         self._above = _above_layers(root, layers)
-        self._containers = [
-            (name, container) for name, container in listings.named_modules(tree) if _mirrored(root, name, container)
-        ]
-        self._noted: list[tuple[int, ...]] = []
-        self.note()
+        pairs = [(name, module, root.get_submodule(name)) for name, module in listings.named_modules(tree)]
+        self._containers = [(name, module) for name, module, mirrored in pairs if module is not mirrored]
+        both = [part for _, module, mirrored in pairs if module is not mirrored for part in (module, mirrored)]
+        self.modules = list(dict.fromkeys([*(module for _, module in self._above), *both]))
 
-    def note(self) -> bool:
-        """Take the present hooks as those of the graphs; return whether they changed. Transformers adds some itself."""
-        before, self._noted = self._noted, _hooks_of(self._above)
-        return before != self._noted
-
-    def check(self) -> None:
-        """Raise ``RuntimeError`` for hooks that changed since ``note``, and for hooks of containers."""
-        hooks = _hooks_of(self._above)
-        if hooks != self._noted:
-            changed = [
-                name for (name, _), now, then in zip(self._above, hooks, self._noted, strict=True) if now != then
-            ]
+    def check(self, changed: Collection[nn.Module]) -> None:
+        """Raise ``RuntimeError`` for ``changed`` modules above the layers, and for hooks of containers."""
+        names = [name or "the whole model" for name, module in self._above if module in changed]
+        if names:
             raise RuntimeError(
-                f"hooks of {', '.join(name or 'the whole model' for name in changed)} changed after wrapping, and no "
+                f"hooks of {', '.join(names)} changed after wrapping, and no "
                 f"stage runs such a module as a whole: the change would be ignored. Call refresh() on every rank: "
                 f"forward hooks are then traced into each step. Or register them on layers and modules in them."
             )
@@ -71,14 +66,6 @@ def _above_layers(root: nn.Module, layers: Collection[str]) -> list[tuple[str, n
     parts = [layer.split(".") for layer in layers]
     names = {""} | {".".join(part[:depth]) for part in parts for depth in range(1, len(part))}
     return [(name, root.get_submodule(name)) for name in sorted(names)]
-
-
-def _mirrored(root: nn.Module, name: str, container: nn.Module) -> bool:
-    return root.get_submodule(name) is not container
-
-
-def _hooks_of(modules: Sequence[tuple[str, nn.Module]]) -> list[tuple[int, ...]]:
-    return [tuple(key for hooks in _registries(module) for key in hooks) for _, module in modules]
 
 
 def _registries(module: nn.Module) -> tuple[Mapping[int, object], ...]:

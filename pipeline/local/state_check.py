@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from nxdpp.tracing import listings
+from nxdpp.tracing.modules import listings
 
 _SHOWN = 10
 
@@ -14,7 +14,7 @@ _SHOWN = 10
 def check_state(tree: nn.Module, state_dict: Mapping[str, Any], strict: bool) -> None:
     """Raise ``RuntimeError`` if ``tree.load_state_dict(state_dict, strict)`` would, before anything is changed.
 
-    Raise it for integers, booleans, complex numbers and floats of 8 bits in the place of a float too: torch converts
+    Raise it for integers, booleans, complex numbers and floats of 8 bits in place of a float too: torch converts
     them without a word. Modules with a loader or with hooks of their own are left to these.
     """
     own = tree.state_dict(keep_vars=True)

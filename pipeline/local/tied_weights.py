@@ -7,8 +7,8 @@ only the contributions of the step to ``.grad``. Earlier, summed gradients are s
     step      rank 0: a         rank 3: b
     after     rank 0: G+(a+b)   rank 3: G+(a+b)
 
-Every copy but that of the first owner has ``parameter.shared = True``, as in NeuronX Distributed. The norm of the whole
-model's gradients counts such a parameter once, see ``parallel_layers/gradient_norm.py``.
+Every copy except the first owner's has ``parameter.shared = True``, as in NeuronX Distributed. The norm of the whole
+model's gradients counts such a parameter once, see ``nxdpp/gradients/gradient_norm.py``.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,14 +19,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from nxdpp.agreement.same_values import Copy, sample
 from nxdpp.devices.kinds import device_of
-from nxdpp.parallel_layers import failure_watch
-from nxdpp.parallel_layers.gradient_dtype import gradient_dtype
-from nxdpp.pipeline.agreement.same_values import Copy, sample
+from nxdpp.gradients.gradient_dtype import gradient_dtype
+from nxdpp.pipeline.p2p.host_sends import Transfer
 from nxdpp.pipeline.p2p.layout import layout_of
 from nxdpp.pipeline.p2p.missing_gradients import are_zeros, zeros_like
-from nxdpp.pipeline.p2p.transport import Direction, Transport, Work
-from nxdpp.tracing import listings
+from nxdpp.pipeline.p2p.transport import Direction, Transport
+from nxdpp.ranks.faults import failure_watch
+from nxdpp.tracing.modules import listings
 
 # Copies are sent in pieces of this size, so that no rank needs memory for a second copy.
 _PIECE_BYTES = 32 * 2**20
@@ -58,7 +59,7 @@ class TiedWeights:
         self._weights = list(weights)
         self._parameters = [module.get_parameter(weight.name) for weight in weights]
         self._rank = rank
-        self._sends: list[tuple[Work, torch.Tensor]] = []
+        self._sends: list[tuple[Transfer, torch.Tensor]] = []
         self._accumulated: list[torch.Tensor | None] = []
         self._mark()
 
@@ -118,7 +119,7 @@ class TiedWeights:
         self._accumulated = []
 
     def _mark(self) -> None:
-        """Set ``shared`` of each copy, ``True`` but on the first owner: norms and counts take a weight once."""
+        """Set ``shared`` of each copy, ``True`` except on the first owner: norms and counts take a weight once."""
         for weight, parameter in zip(self._weights, self._parameters, strict=True):
             parameter.shared = self._rank != weight.ranks[0]  # type: ignore[attr-defined]  # an attribute of ours on a tensor
 

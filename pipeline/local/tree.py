@@ -6,10 +6,10 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from nxdpp.parallel_layers.tensor_attributes import copy_tensor_model_parallel_attributes
 from nxdpp.pipeline.local.local_module import LocalModule
 from nxdpp.pipeline.partition.assignment import Owners
-from nxdpp.tracing import listings
+from nxdpp.tensor.tensor_attributes import copy_tensor_model_parallel_attributes
+from nxdpp.tracing.modules import listings
 
 _freed = WeakIdKeyDictionary()
 """Parameters on the meta device that replaced parameters with values."""
@@ -54,7 +54,7 @@ def build_local_module(
     The tree has the same module and parameter objects as ``root``. Modules above ``layers``, and modules with
     parameters of several ranks, are replaced by containers. These are empty modules with their own local tensors.
 
-    Modules without parameters are in every rank's tree, because every rank computes what depends on the inputs alone.
+    Modules without parameters are in every rank's tree, because every rank computes what depends only on the inputs.
     Modules whose forward changes a buffer are an exception: where that buffer is ``elsewhere``, they are left out.
     """
     container = LocalModule()
@@ -64,9 +64,9 @@ def build_local_module(
 
 
 def follow_training_modes(local_module: nn.Module, root: nn.Module, mode: bool) -> None:
-    """Give containers, and modules of ``local_module`` alone, the training modes of the modules of ``root``.
+    """Give each module of ``local_module`` the training mode of the module of ``root`` with its name.
 
-    A module that ``root`` has not under its name gets ``mode``.
+    A module whose name ``root`` does not have gets ``mode``.
     """
     modules = dict(listings.named_modules(root, remove_duplicate=False))
     for name, module in listings.named_modules(local_module):

@@ -1,4 +1,9 @@
-"""Changes of a rank's part of the model between steps: weights, devices, modules. All that depends on it follows."""
+"""Changes of a rank's part of the model between steps: weights, devices, modules; and what a step asks before it runs.
+
+::
+
+    ChangeRecord.look() ─ has moved ─▶ hooks, wrappers, replaced modules, ties, materialised, dtypes, values
+"""
 
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
@@ -7,37 +12,41 @@ from typing import Any
 import torch
 from torch import nn
 
+from nxdpp.agreement.replicas import check_replica_values
+from nxdpp.agreement.same_values import RankValues
+from nxdpp.gradients.replaced_parameters import check_no_optimizer_holds, watch_replaced
 from nxdpp.initialization.allocation import allocate
-from nxdpp.parallel_layers import parallel_state
-from nxdpp.parallel_layers.move_model_to_device import checked_device, keep_attributes, move_model_to_device
-from nxdpp.parallel_layers.replaced_parameters import check_no_optimizer_holds, watch_replaced
-from nxdpp.pipeline.agreement.replicas import check_replica_values
-from nxdpp.pipeline.local.next_step import NextStep
+from nxdpp.pipeline import arguments
+from nxdpp.pipeline.local.changes import ENTRIES, TENSORS, Change
+from nxdpp.pipeline.local.other_wrappers import refuse_local_wrappers
 from nxdpp.pipeline.local.part import LocalPart
 from nxdpp.pipeline.local.replaced_modules import ReplacementSync
 from nxdpp.pipeline.local.spine_hooks import warn_of_traced_hooks
 from nxdpp.pipeline.local.state_check import check_state
 from nxdpp.pipeline.p2p.transport import Transport
-from nxdpp.tracing import listings
+from nxdpp.ranks import parallel_state
+from nxdpp.tensor.move_model_to_device import checked_device, keep_attributes, move_model_to_device
+from nxdpp.tracing.modules import listings
 
 
 class LocalUpkeep:
-    """Changes of this rank's ``part``; the whole model, tied weights and all that is made of the part follow them.
+    """Changes of this rank's ``part``; the whole model, tied weights and everything made of the part follow them.
 
     Args:
         part: of this rank.
         layers: names of the transformer layers.
-        next_step: checks of modules and parameters before a step.
         on_replaced: called with the modules that were replaced, by name.
-        on_change: called after a change, which graphs, programs and engines do not have yet.
+        on_change: called after a change that graphs, programs and engines do not have yet.
         on_new_values: called when the ranks have to compare their parameters again.
+
+    Attributes:
+        ready_at: number of the change at which the part was made ready; a step after another change makes it again.
     """
 
     def __init__(
         self,
         part: LocalPart,
         layers: Sequence[str],
-        next_step: NextStep,
         on_replaced: Callable[[Mapping[str, nn.Module]], None],
         on_change: Callable[[], None],
         on_new_values: Callable[[], None],
@@ -45,11 +54,58 @@ class LocalUpkeep:
         self._part = part
         self._tree = part.module
         self._layers = layers
-        self._next_step = next_step
         self._sync = ReplacementSync(part.module, part.root)
         self._on_replaced = on_replaced
         self._on_change = on_change
         self._on_new_values = on_new_values
+        self._has_run = False
+        self._changes = part.changes
+        self.ready_at = self._trained_at = 0
+        self._entries = self._changes.watch(*ENTRIES)
+        self._hooks = self._changes.watch(Change.HOOK)
+        self._wrappers = self._changes.watch(*TENSORS, Change.HOOK)
+        self._materialised = self._changes.watch(*TENSORS)
+        self._dtypes = self._changes.watch(*TENSORS, Change.GRADIENT)
+        self._values = self._changes.watch(Change.VALUES)
+
+    def make_ready(self) -> None:
+        """Make the part ready for a step. Raises ``RuntimeError`` for modules and tensors that no step can use."""
+        self.check_modules()
+        if self._materialised.has_moved:
+            self._part.check_materialised()
+            self._materialised.settle()
+        self.ready_at = self._changes.number
+
+    def check_modules(self) -> None:
+        """Follow what has changed since the last step. Raises ``RuntimeError`` for what no step can use."""
+        self._changes.look()
+        if self._hooks.has_moved:
+            self._part.hooks.check(self._changes.with_changed_hooks())
+            self._hooks.settle()
+        if self._wrappers.has_moved:
+            refuse_local_wrappers(self._tree)
+            self._wrappers.settle()
+        if self._entries.has_moved:
+            self._follow_replacements()
+
+    def check_trained(self) -> None:
+        """Raise ``RuntimeError`` for parameters of a dtype that cannot be trained."""
+        if self._trained_at != self._changes.number:
+            if self._dtypes.has_moved:
+                arguments.check_trained_dtypes(self._tree)
+                self._dtypes.settle()
+            self._trained_at = self._changes.number
+
+    def unverified_values(self) -> RankValues | None:
+        """Return the values that the ranks have to compare; ``None`` where they have compared them."""
+        return self._part.values() if self._values.has_moved else None
+
+    def note_verified(self) -> None:
+        """Note that a step runs, in which the ranks have compared the values."""
+        self._has_run = True
+        if self._values.has_moved:
+            self._values.settle()
+            self._part.forget_initial_weights()
 
     def follow(self) -> None:
         """Follow tensors and modules that were moved, loaded or replaced, in the tree or in the whole model.
@@ -58,29 +114,36 @@ class LocalUpkeep:
             RuntimeError: for a replacement with which the stages cannot run, see ``ReplacementSync`` and
                 ``TiedWeights``. Also for modules in wrappers.
         """
-        replaced = self._sync.follow()
+        self._replace_in_both()
+        self._on_change()
+        refuse_local_wrappers(self._tree)
+        if self._changes.take_hooks():
+            warn_of_traced_hooks(self._part.root, self._layers)
+        # A program may wrap a layer between a move and the step.
+        self._changes.note(Change.MOVE, Change.HOOK, Change.VALUES)
+        self._changes.look()
+        self._entries.settle()
+
+    def _follow_replacements(self) -> None:
+        """Follow replacements that none of our methods made."""
+        if self._has_run and self._sync.has_replacement_in_tree():
+            raise RuntimeError(
+                "modules of local_module were replaced after the first step: call refresh() on every rank, also on "
+                "those that replaced none."
+            )
+        if self._replace_in_both():
+            self._on_change()
+            self._changes.note(Change.VALUES)
+            self._changes.look()
+        self._entries.settle()
+
+    def _replace_in_both(self) -> bool:
+        """Make replacements in the tree and in the whole model; return whether a stage runs another module."""
+        replaced, has_changed = self._sync.follow()
         if replaced:
             self._on_replaced(replaced)
         self._part.tied.follow()
-        self._on_change()
-        if self._next_step.follow():
-            warn_of_traced_hooks(self._part.root, self._layers)
-
-    def refresh(self) -> None:
-        """Follow, and compare the parameters again."""
-        self.follow()
-        self._on_new_values()
-
-    def check_modules(self) -> None:
-        """Follow modules that were replaced by their full names. Raises as the methods of ``NextStep`` do."""
-        if self._next_step.has_replacements():
-            self.follow()
-        self._next_step.check_modules()
-
-    def make_ready(self) -> None:
-        """Make the part ready for a step. Raises ``RuntimeError`` for modules and tensors that no step can use."""
-        self.check_modules()
-        self._part.check_materialised()
+        return has_changed
 
     def materialise(self) -> None:
         """Give initial weights to the tensors on the meta device. Raises as ``LocalPart.materialise`` does."""
@@ -106,12 +169,12 @@ class LocalUpkeep:
     def load(self, state_dict: Mapping[str, Any], strict: bool, assign: bool) -> Any:
         """Load as ``Module.load_state_dict`` does; with ``assign``, attributes of parameters and ties are kept.
 
-        Tensors of ``state_dict`` that other ranks alone hold are left out. Tensors on the meta device get memory if
+        Tensors of ``state_dict`` that only other ranks hold are left out. Tensors on the meta device get memory if
         ``state_dict`` has values for them.
 
         Raises:
-            RuntimeError: for other names or shapes, and for an optimizer that holds a parameter to be replaced;
-                nothing is replaced then.
+            RuntimeError: for names or shapes that do not match, and for an optimizer that holds a parameter to be
+                replaced; nothing is replaced then.
         """
         local = self._local(state_dict)
         check_state(self._tree, local, strict)
@@ -142,11 +205,11 @@ class LocalUpkeep:
         return target
 
     def _local(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return ``state_dict`` without the tensors that other ranks alone hold."""
+        """Return ``state_dict`` without the tensors that only other ranks hold."""
         elsewhere = set(self._part.root.state_dict()) - set(self._tree.state_dict())
         local = OrderedDict((name, value) for name, value in state_dict.items() if name not in elsewhere)
         if hasattr(state_dict, "_metadata"):
-            # Versions of modules, which torch keeps beside the tensors.
+            # Versions of modules, which torch keeps next to the tensors.
             vars(local)["_metadata"] = state_dict._metadata
         return local
 

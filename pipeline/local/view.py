@@ -129,13 +129,13 @@ class LocalView(nn.Module):
         return self.local_module.state_dict(**kwargs)
 
     def load_local_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
-        """Load this rank's part of a state dict, which may be that of the whole model.
+        """Load this rank's part of a state dict, which may cover the whole model.
 
         With ``strict`` it must have all tensors of this rank, and no names that the whole model does not have. Tensors
         on the meta device get memory if ``state_dict`` has values for them.
 
         Raises:
-            RuntimeError: for other names or shapes, and for an optimizer that holds a parameter on the meta device.
+            RuntimeError: for wrong names or shapes, and for an optimizer that holds a parameter on the meta device.
         """
         return self.load_state_dict(state_dict, strict=strict)
 

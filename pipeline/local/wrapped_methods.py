@@ -1,4 +1,4 @@
-"""Methods of a wrapped model, as those of transformers: done for this rank's part, run as they are, or refused by name.
+"""Methods of a wrapped model, such as transformers': done for this rank's part, run as they are, or refused by name.
 
 The wrapped module has parameters of other ranks on the meta device. A method that reads them, or that replaces modules,
 would give a wrong answer without an error.
@@ -12,8 +12,8 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from nxdpp.parallel_layers import parallel_state
-from nxdpp.tracing import listings
+from nxdpp.ranks import parallel_state
+from nxdpp.tracing.modules import listings
 
 _BEFORE = "call it on the module before NxDPPModel(module)"
 

@@ -1,1 +1,1 @@
-"""Loss of a step, from those of its microbatches."""
+"""Loss of a step, from the losses of its microbatches."""

@@ -10,12 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from nxdpp.parallel_layers import failure_watch, parallel_state
-from nxdpp.pipeline.replicas.exchange import ReplicaExchanges
-from nxdpp.tracing.input_dicts import close_inputs
-from nxdpp.tracing.loss_function import LossFunction
-from nxdpp.tracing.loss_terms import NUM_ITEMS, LossTerm
-from nxdpp.tracing.transformers_models import transformers_models
+from nxdpp.agreement.exchange import ReplicaExchanges
+from nxdpp.ranks import parallel_state
+from nxdpp.ranks.faults import failure_watch
+from nxdpp.tracing.models.loss_function import LossFunction
+from nxdpp.tracing.models.loss_terms import NUM_ITEMS, LossTerm
+from nxdpp.tracing.models.transformers_models import transformers_models
+from nxdpp.tracing.values.input_dicts import close_inputs
 
 CountItems = Callable[[dict[str, Any]], Any]
 """A function of a microbatch's inputs. It returns the number of items over which the model's loss is a mean."""
@@ -93,7 +94,7 @@ def number_of(value: Any, name: str, positive: bool = True) -> float:
 def of_all_replicas(values: list[float], exchanges: ReplicaExchanges, name: str) -> list[list[float]]:
     """Return the ``values`` of each data-parallel replica; collective over the replicas, between their hosts.
 
-    ``name`` is that of this one of the ``exchanges``. Raises ``RuntimeError`` for replicas in another one.
+    ``name`` names this exchange among the ``exchanges``. Raises ``RuntimeError`` for replicas in a different one.
     """
     replicas = parallel_state.get_data_parallel_size()
     if replicas == 1:

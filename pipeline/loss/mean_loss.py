@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from nxdpp.parallel_layers import parallel_state
-from nxdpp.parallel_layers.host_wire import from_wire, on_wire, wire_device
+from nxdpp.ranks import parallel_state
+from nxdpp.ranks.host_wire import from_wire, on_wire, wire_device
 
 
 def mean_loss(losses: Sequence[torch.Tensor], source: int, device: torch.device) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 ::
 
-    "microbatch"  mean over microbatches and replicas of each one's loss. One without labels is an error.
+    "microbatch"  mean of the losses of all microbatches and replicas. One without labels is an error.
     "tokens"      sum over the labels of all microbatches and replicas, divided by their number
 
 The items are counted before the step, from the inputs that each rank has. A transformers model divides its sum by
@@ -20,17 +20,24 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import fx, nn
 
-from nxdpp.parallel_layers import parallel_state
+from nxdpp.agreement.exchange import ReplicaExchanges
 from nxdpp.pipeline.example_inputs import example_shapes, example_specs
 from nxdpp.pipeline.loss.item_counts import REMEDY, CountItems, counted, counts_of, number_of, of_all_replicas
 from nxdpp.pipeline.partition.partition import Partition
-from nxdpp.pipeline.replicas.exchange import ReplicaExchanges
 from nxdpp.pipeline.stages.cut_graph import CutGraph
 from nxdpp.pipeline.stages.loss import LossSpec
-from nxdpp.tracing.errors import TracingError
-from nxdpp.tracing.input_specs import InputSpec
-from nxdpp.tracing.loss_terms import NUM_ITEMS, LossTerm, all_terms, labels_of_modules, means, takes_number_of_items
-from nxdpp.tracing.trace import TracingOptions, trace
+from nxdpp.ranks import parallel_state
+from nxdpp.tracing.graph.errors import TracingError
+from nxdpp.tracing.graph.trace import TracingOptions, trace
+from nxdpp.tracing.models.loss_terms import (
+    NUM_ITEMS,
+    LossTerm,
+    all_terms,
+    labels_of_modules,
+    means,
+    takes_number_of_items,
+)
+from nxdpp.tracing.sizes.input_specs import InputSpec
 
 _LABELS_EVERYWHERE = (
     f"Give batches in which each microbatch has a label; or loss_normalization='tokens', the mean over all labels of "
@@ -80,7 +87,7 @@ class LossNormalization:
         rule: ``"microbatch"`` or ``"tokens"``.
         count_items: counts the items of a microbatch; ``None`` leaves that to ``num_items_in_batch``.
         loss_spec: the output that is the loss.
-        exchanges: those with the data-parallel replicas.
+        exchanges: with the data-parallel replicas.
     """
 
     def __init__(
@@ -108,7 +115,7 @@ class LossNormalization:
     ) -> tuple[list[dict[str, Any]], bool]:
         """Return the microbatches for a trace, and whether the user gave their number of items.
 
-        A model that takes this number gets a Python number. ``inputs`` are those of the batch. Raises ``ValueError`` or
+        A model that takes this number gets a Python number. ``inputs`` are the batch's. Raises ``ValueError`` or
         ``TypeError`` for a number of the user that cannot divide a loss.
         """
         given = [microbatch.get(NUM_ITEMS) is not None for microbatch in microbatches]
@@ -176,7 +183,7 @@ class LossNormalization:
             counted_from: the microbatches before they were moved to the device, by default ``microbatches``. Labels in
                 host memory are counted without a wait for the device.
             train: ``True`` for a training step, ``False`` for an evaluation. Replicas do not mix them.
-            loss: the node of the loss, by default the one that the loss's spec names.
+            loss: the node of the loss, by default the node that the loss's spec names.
 
         Raises ``ValueError`` or ``TypeError``: for a microbatch without labels whose loss would be not-a-number, for
         labels that cannot be counted, and for a batch without items.
@@ -257,7 +264,7 @@ def _refuse_empty(terms: Sequence[LossTerm], microbatches: Sequence[Mapping[str,
 
 
 def _empty(terms: Sequence[LossTerm], microbatches: Sequence[Mapping[str, Any]]) -> dict[int, LossTerm]:
-    """The microbatches of which one of ``terms`` has no label."""
+    """Return the microbatches in which one of ``terms`` has no label."""
     return {number: term for term in terms for number, items in counts_of(term, microbatches).items() if items == 0}
 
 

@@ -7,8 +7,8 @@ import torch
 from torch.utils import _pytree as pytree
 
 from nxdpp.devices.kinds import device_of, readable
-from nxdpp.tracing.input_dicts import InputDict, close_inputs, open_inputs
-from nxdpp.tracing.nested import flatten, leaves_of
+from nxdpp.tracing.values.input_dicts import InputDict, close_inputs, open_inputs
+from nxdpp.tracing.values.nested import flatten, leaves_of
 
 _ACCEPTED = (torch.Tensor, int, float, str, type(None), InputDict)
 _ADVICE = (
@@ -55,7 +55,7 @@ def check_batch(inputs: Mapping[str, Any], microbatches: int) -> None:
     """Raise ``ValueError`` unless the inputs can be split.
 
     Tensors ``(B, ...)`` must agree on ``B``, a multiple of ``microbatches``. All microbatches share tensors of first
-    dimension 1 beside larger ones, and values of other types. A single microbatch takes tensors of any shape.
+    dimension 1 next to larger ones, and values of other types. A single microbatch takes tensors of any shape.
     """
     sizes = {name: value.size(0) for name, value in inputs.items() if isinstance(value, torch.Tensor) and value.ndim}
     batches = {name: size for name, size in sizes.items() if size != 1} or sizes
@@ -99,7 +99,7 @@ def on_device(parts: list[dict[str, Any]], device: torch.device) -> list[dict[st
 def join_outputs(outputs: list[Any]) -> Any:
     """Concatenate the outputs of the microbatches along dimension 0, and stack scalars.
 
-    Values other than tensors are those of the first microbatch.
+    Values other than tensors are taken from the first microbatch.
     """
     columns = zip(*(leaves_of(output) for output in outputs), strict=True)
     leaves = [_join(list(column)) for column in columns]

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from nxdpp.devices.kinds import device_of
 from nxdpp.pipeline.p2p.layout import TensorLayout, ValueLayout, layout_of, tensors_of
 
-# Bytes of the first message. A longer text goes on in a second one.
+# Bytes of the first message. A longer text continues in a second one.
 _FIRST = 4096
 _LENGTH = 8
 # Bytes of a tensor that is sent with the layouts.

@@ -58,7 +58,7 @@ class Boundary:
         self.gradients = [entry for entry in self.activations if entry.layout.requires_grad]
 
     def set_gradient_layouts(self, layouts: Sequence[TensorLayout | None]) -> None:
-        """Take over the layouts of the gradients, ``None`` for those that the destination stage did not find."""
+        """Take over the layouts of the gradients, ``None`` for gradients that the destination stage did not find."""
         self.gradients = [
             replace(entry, is_none=True) if layout is None else replace(entry, layout=layout)
             for entry, layout in zip(self.gradients, layouts, strict=True)
@@ -67,4 +67,9 @@ class Boundary:
 
     def activations_in(self, values: Mapping[str, Any]) -> list[torch.Tensor]:
         """Return the tensors (B, T, H) that cross the boundary, out of the autograd graph, in the order of sends."""
-        return [tensors_of(values[entry.value])[entry.position].detach() for entry in self.activations]
+        tensors = []
+        for entry in self.activations:
+            value = values[entry.value]
+            tensor = value if isinstance(value, torch.Tensor) else tensors_of(value)[entry.position]
+            tensors.append(tensor.detach())
+        return tensors

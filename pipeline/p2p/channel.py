@@ -9,41 +9,15 @@
 
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from nxdpp.pipeline.p2p.boundary import Boundary, BoundaryTensor
-from nxdpp.pipeline.p2p.layout import tensor_layout
+from nxdpp.pipeline.p2p.host_sends import Transfer
+from nxdpp.pipeline.p2p.layout import TensorLayout, tensor_layout
 from nxdpp.pipeline.p2p.missing_gradients import MISSING, is_mark, mark_like, zeros_like
-from nxdpp.pipeline.p2p.transport import Direction, Transport, Work
-
-
-class Channel(Protocol):
-    """Moves the tensors of one boundary, a microbatch at a time."""
-
-    boundary: Boundary
-
-    def receive_metadata(self) -> None:
-        """Wait until the layouts of the boundary's values are known."""
-
-    def send_metadata(self) -> None:
-        """Start to send the layouts of the boundary's values to the destination stage."""
-
-    def take(self, direction: Direction, microbatch: int) -> list[Any]:
-        """Wait for the tensors of a microbatch, such as one of (B, T, H), in the boundary's order.
-
-        A gradient is ``None`` if the loss does not depend on its tensor.
-        """
-
-    def give(self, direction: Direction, microbatch: int, tensors: Sequence[torch.Tensor | None]) -> None:
-        """Start to send the tensors of a microbatch, such as one of (B, T, H); does not wait.
-
-        A gradient may be ``None``.
-        """
-
-    def finish(self) -> None:
-        """Wait until all tensors of the step have been sent."""
+from nxdpp.pipeline.p2p.transport import Direction, Transport
 
 
 class LocalChannel:
@@ -76,28 +50,31 @@ class LocalChannel:
 class ReceiveQueue:
     """Receives from one rank in one direction, posted in the order of the schedule.
 
-    NCCL has no tags: it matches messages by their order alone. In a first step a receive waits for its layout. It
+    NCCL has no tags: it matches messages only by their order. In a first step a receive waits for its layout. It
     then delays the receives after it, until one of them is needed. ``at_once`` waits for the layout instead: the
     receives of the global order are posted in their places.
+
+    Attributes:
+        due: the receives that wait for a layout, their own or one before it.
     """
 
     def __init__(self, at_once: bool) -> None:
         self._at_once = at_once
-        self._due: deque[tuple[RemoteChannel, Direction, int]] = deque()
+        self.due: deque[tuple[RemoteChannel, Direction, int]] = deque()
 
     def add(self, channel: "RemoteChannel", direction: Direction, microbatch: int) -> None:
         """Post the receive now, or as soon as all receives before it have been posted."""
         if self._at_once:
             channel.receive_metadata()
-        self._due.append((channel, direction, microbatch))
-        while self._due and self._due[0][0].boundary.layouts:
-            head, heading, number = self._due.popleft()
+        self.due.append((channel, direction, microbatch))
+        while self.due and self.due[0][0].boundary.layouts:
+            head, heading, number = self.due.popleft()
             head.post_now(heading, number)
 
     def post_up_to(self, channel: "RemoteChannel", microbatch: int) -> None:
         """Post every receive up to this one, and wait for the layouts that this needs."""
         while True:
-            head, heading, number = self._due.popleft()
+            head, heading, number = self.due.popleft()
             head.receive_metadata()
             head.post_now(heading, number)
             if head is channel and number == microbatch:
@@ -141,7 +118,7 @@ class RemoteChannel:
         pair: number of the pair of stages, below the peer's ``pairs``.
         in_flight: limit of the microbatches in flight in one direction: sent, and not known to have been received. A
             further send waits for the oldest. ``None`` is no limit: ``release`` waits then. A first step has a limit
-            in the global order alone. Elsewhere a receive without a layout is posted late: ranks could wait for each
+            only in the global order. Elsewhere a receive without a layout is posted late: ranks could wait for each
             other.
         form: form of the channel's microbatches. Forms of one pair of stages have channels of their own.
         microbatches: number of microbatches of this form in a step; by default all.
@@ -164,7 +141,9 @@ class RemoteChannel:
         self._in_flight = in_flight
         self._is_first_step = True
         self._posted: dict[tuple[Direction, int], list[Callable[[], torch.Tensor]]] = {}
-        self._sent: dict[tuple[Direction, int], list[tuple[Work, torch.Tensor]]] = {}
+        self._sent: dict[tuple[Direction, int], list[tuple[Transfer, torch.Tensor]]] = {}
+        # The tensors of a microbatch with the tag of each message, from the first use on.
+        self._messages: dict[tuple[Direction, int], list[tuple[BoundaryTensor, int]]] = {}
         # Microbatches of the step that had to send zeros for a missing gradient, by the tensor's number.
         self._missing: Counter[int] = Counter()
 
@@ -182,49 +161,64 @@ class RemoteChannel:
 
     def post(self, direction: Direction, microbatch: int) -> None:
         """Start to receive, after all earlier receives from the same rank."""
-        self._peer.receives[direction].add(self, direction, microbatch)
+        queue = self._peer.receives[direction]
+        if self.boundary.layouts and not queue.due:
+            self.post_now(direction, microbatch)
+        else:
+            queue.add(self, direction, microbatch)
 
     def post_now(self, direction: Direction, microbatch: int) -> None:
         """Start to receive."""
-        peer, pair = self._peer, self._pair
-        self._posted[direction, microbatch] = [
-            peer.transport.post_receive(entry.layout, peer.rank, direction, peer.tag(pair, entry.number, microbatch))
-            for entry in self._entries(direction)
-        ]
+        rank, post = self._peer.rank, self._peer.transport.post_receive
+        key = direction, microbatch
+        self._posted[key] = posted = []
+        for entry, tag in self._messages.get(key) or self._number(key):
+            posted.append(post(entry.layout, rank, direction, tag))
 
     def take(self, direction: Direction, microbatch: int) -> list[Any]:
-        """Wait for the tensors, and in a first step for the layouts of gradients."""
+        """Wait for the tensors of a microbatch, such as one of (B, T, H), in the boundary's order.
+
+        A gradient is ``None`` if the loss does not depend on its tensor. In a first step its layout is waited for too.
+        """
         if not self.boundary.values:
             return []
-        if (direction, microbatch) not in self._posted:
+        key = direction, microbatch
+        if key not in self._posted:
             self._peer.receives[direction].post_up_to(self, microbatch)
-        received = [wait() for wait in self._posted.pop((direction, microbatch))]
-        if direction is Direction.GRADIENT and received and not self.boundary.knows_gradients:
-            self.boundary.set_gradient_layouts(
-                self._peer.transport.receive_object(self._peer.rank, self._metadata_tag, direction)
-            )
-        # On a device a gradient is looked at if the first microbatch did not have it: a later one may have it.
-        return [
-            None if tensor is MISSING or (entry.is_none and is_mark(tensor)) else entry.layout.restore(tensor)
-            for entry, tensor in zip(self._entries(direction), received, strict=True)
-        ]
+        taken: list[Any] = []
+        for wait in self._posted.pop(key):
+            # A comprehension is a further call on Python 3.11.
+            taken.append(wait())
+        if direction is Direction.GRADIENT and taken and not self.boundary.knows_gradients:
+            layouts = self._peer.transport.receive_object(self._peer.rank, self._metadata_tag, direction)
+            self._set_gradient_layouts(layouts)
+        for position, (entry, _) in enumerate(self._messages.get(key) or self._number(key)):
+            tensor, layout = taken[position], entry.layout
+            # On a device a gradient is looked at if the first microbatch did not have it: a later one may have it.
+            if tensor is MISSING or (entry.is_none and is_mark(tensor)):
+                taken[position] = None
+            elif layout.own_stride is not None or tensor.stride() != layout.stride:
+                taken[position] = layout.restore(tensor)
+        return taken
 
     def give(self, direction: Direction, microbatch: int, tensors: Sequence[torch.Tensor | None]) -> None:
-        """Start to send; the memory is held until ``release`` or the end of the step."""
-        peer, pair = self._peer, self._pair
+        """Start to send the tensors of a microbatch; does not wait. A gradient may be ``None``.
+
+        The memory is held until ``release`` or the end of the step.
+        """
+        peer, key = self._peer, (direction, microbatch)
         if direction is Direction.GRADIENT and tensors and not self.boundary.knows_gradients:
             layouts = [None if tensor is None else tensor_layout(tensor) for tensor in tensors]
-            self.boundary.set_gradient_layouts(layouts)
+            self._set_gradient_layouts(layouts)
             peer.transport.send_object(layouts, peer.rank, self._metadata_tag, direction)
-        self._sent[direction, microbatch] = [
-            peer.transport.send(
-                self._missing_gradient(entry) if tensor is None else entry.layout.arrange(tensor),
-                peer.rank,
-                direction,
-                peer.tag(pair, entry.number, microbatch),
-            )
-            for entry, tensor in zip(self._entries(direction), tensors, strict=True)
-        ]
+        send = peer.transport.send
+        self._sent[key] = sent = []
+        for (entry, tag), tensor in zip(self._messages.get(key) or self._number(key), tensors, strict=True):
+            if tensor is None:
+                tensor = self._missing_gradient(entry)
+            elif tensor.stride() != entry.layout.stride:
+                tensor = entry.layout.arrange(tensor)
+            sent.append(send(tensor, peer.rank, direction, tag))
         is_limited = peer.in_order or not self._is_first_step
         limit = self._in_flight if is_limited else None
         if limit is not None and len(self._sent) > limit:
@@ -243,8 +237,18 @@ class RemoteChannel:
         if self._missing:
             self._refuse_zeros()
 
-    def _entries(self, direction: Direction) -> list[BoundaryTensor]:
-        return self.boundary.activations if direction is Direction.ACTIVATION else self.boundary.gradients
+    def _number(self, key: tuple[Direction, int]) -> list[tuple[BoundaryTensor, int]]:
+        """Return the tensors of a microbatch, each with its tag, and keep them once their layouts are known."""
+        direction, microbatch = key
+        entries = self.boundary.activations if direction is Direction.ACTIVATION else self.boundary.gradients
+        messages = [(entry, self._peer.tag(self._pair, entry.number, microbatch)) for entry in entries]
+        if self.boundary.layouts:
+            self._messages[key] = messages
+        return messages
+
+    def _set_gradient_layouts(self, layouts: Sequence[TensorLayout | None]) -> None:
+        self.boundary.set_gradient_layouts(layouts)
+        self._messages.clear()
 
     def _missing_gradient(self, entry: BoundaryTensor) -> torch.Tensor:
         memory = entry.layout.allocate(torch.device("cpu"))
@@ -264,3 +268,7 @@ class RemoteChannel:
                     f"as gradients, where one process has none: weight decay and momentum would then change them. Call "
                     f"refresh() on every rank before the first step after such a change of the modules."
                 )
+
+
+Channel = LocalChannel | RemoteChannel
+"""Moves the tensors of one boundary, a microbatch at a time."""

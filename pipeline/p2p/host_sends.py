@@ -18,17 +18,17 @@ import torch
 from nxdpp.devices.daemon_thread import DaemonThread
 
 
-class Started(Protocol):
-    """A send that has been started."""
+class Transfer(Protocol):
+    """A transfer in flight."""
 
     def wait(self) -> Any:
-        """Block until the send is finished."""
+        """Block until the transfer is finished; on CUDA make the current stream wait for it."""
 
 
 class HostSend:
     """A send that starts once its tensor is in host memory."""
 
-    def __init__(self, started: "Future[tuple[Started, torch.Tensor]]") -> None:
+    def __init__(self, started: "Future[tuple[Transfer, torch.Tensor]]") -> None:
         self._started = started
 
     def wait(self) -> None:
@@ -50,14 +50,14 @@ class HostSends:
         self._report = report
         self._error: BaseException | None = None
 
-    def start(self, copied: Callable[[], torch.Tensor], send: Callable[[torch.Tensor], Started]) -> HostSend:
+    def start(self, copied: Callable[[], torch.Tensor], send: Callable[[torch.Tensor], Transfer]) -> HostSend:
         """Start a send: ``copied`` waits for the tensor in host memory, and ``send`` starts to send it.
 
         Raises the error of an earlier send.
         """
         self.raise_error()
 
-        def sent() -> tuple[Started, torch.Tensor]:
+        def sent() -> tuple[Transfer, torch.Tensor]:
             self.raise_error()
             try:
                 message = copied()
@@ -104,7 +104,7 @@ _MOST_LAYOUTS = 64
 
 
 class HostBuffers:
-    """Memory of received tensors, used again for those of the same size, strides and dtype."""
+    """Memory of received tensors, used again for tensors of the same size, strides and dtype."""
 
     def __init__(self) -> None:
         self._free: dict[tuple[torch.Size, tuple[int, ...], torch.dtype], list[torch.Tensor]] = {}

@@ -12,14 +12,14 @@ import torch
 
 from nxdpp.devices.kinds import memory_of
 from nxdpp.pipeline.p2p.strides import with_strides
-from nxdpp.tracing.nested import Leaf, leaves_of, map_leaves
+from nxdpp.tracing.values.nested import Leaf, leaves_of, map_leaves
 
 
 @dataclass(frozen=True)
 class TensorLayout(Leaf):
     """Shape, strides and dtype of a tensor.
 
-    ``stride`` is that of the dense memory that is sent. ``own_stride`` is the tensor's own where that is not dense.
+    ``stride`` are the strides of the dense memory that is sent. ``own_stride`` are the tensor's own, if not dense.
     ``shares_memory``: on the source stage another sent tensor, for example a view, has the same memory.
     """
 
@@ -65,7 +65,7 @@ class Repeated(Leaf):
 
 @dataclass(frozen=True)
 class ValueLayout:
-    """The layout of a value: the value itself, with a ``TensorLayout`` in the place of each tensor.
+    """The layout of a value: the value itself, with a ``TensorLayout`` in place of each tensor.
 
     A tensor with two places in the value is sent once, and gets both places again.
     """
@@ -125,10 +125,12 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
 
 def check_layout(name: str, value: Any, layout: ValueLayout) -> None:
     """Raise ``RuntimeError`` when ``value`` does not have the layout of the first microbatch of this signature."""
+    # One tensor, the usual value: without a further call.
     lone = layout.skeleton
-    is_lone = isinstance(value, torch.Tensor) and isinstance(lone, TensorLayout) and lone.describes(value)
-    if is_lone and value.requires_grad <= lone.requires_grad:
-        return
+    if isinstance(value, torch.Tensor) and isinstance(lone, TensorLayout):
+        is_same = value.size() == lone.size and value.dtype == lone.dtype
+        if is_same and value.requires_grad <= lone.requires_grad:
+            return
     tensors = tensors_of(value)
     expected = layout.tensors
     same_tensors = len(tensors) == len(expected) and all(map(TensorLayout.describes, expected, tensors))

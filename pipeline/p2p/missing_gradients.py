@@ -12,10 +12,16 @@ import torch
 # The gradient that a receive returns for a mark.
 MISSING = torch.empty(0, device="cpu")
 
-# A not-a-number of each floating dtype of this size; those of computations have other bits.
-_PATTERNS = {2: -0x1B, 4: -0x1A5A5B, 8: -0x25A5A5A5A5A5B}
-_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-_C_INTEGERS = {2: ctypes.c_int16, 4: ctypes.c_int32, 8: ctypes.c_int64}
+# By dtype: its first number as an integer, in C and in torch, and the bits of a not-a-number that no computation gives.
+_MARKS = {
+    dtype: (c_integer, integer, pattern)
+    for c_integer, integer, pattern, dtypes in (
+        (ctypes.c_int16, torch.int16, -0x1B, (torch.float16, torch.bfloat16, torch.complex32)),
+        (ctypes.c_int32, torch.int32, -0x1A5A5B, (torch.float32, torch.complex64)),
+        (ctypes.c_int64, torch.int64, -0x25A5A5A5A5A5B, (torch.float64, torch.complex128)),
+    )
+    for dtype in dtypes
+}
 
 
 def zeros_like(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -35,25 +41,20 @@ def mark_like(tensor: torch.Tensor) -> torch.Tensor:
     Raises ``TypeError`` for a dtype of one byte.
     """
     mark = torch.empty_like(tensor, requires_grad=False)
-    size = _size(mark)
-    if size not in _PATTERNS:
+    if mark.dtype not in _MARKS:
         raise TypeError(f"a gradient of {mark.dtype} between stages is missing, and this dtype has no mark for that.")
+    _, integer, pattern = _MARKS[mark.dtype]
     memory = mark.as_strided((mark.numel(),), (1,))
-    (torch.view_as_real(memory) if mark.is_complex() else memory).view(_INTEGERS[size]).fill_(_PATTERNS[size])
+    (torch.view_as_real(memory) if mark.is_complex() else memory).view(integer).fill_(pattern)
     return mark
 
 
 def is_mark(received: torch.Tensor) -> bool:
     """Return whether the dense tensor ``received`` is a mark; this waits for the device of the tensor."""
-    size = _size(received)
-    if size not in _PATTERNS or not received.numel():
+    if received.dtype not in _MARKS or not received.numel():
         return False
     if received.device.type != "cpu":
         received = received.as_strided((1,), (1,)).cpu()
     # An operation of torch would take longer than the rest of a receive.
-    return _C_INTEGERS[size].from_address(received.data_ptr()).value == _PATTERNS[size]
-
-
-def _size(tensor: torch.Tensor) -> int:
-    """Bytes of a real number of ``tensor``."""
-    return tensor.element_size() // (2 if tensor.is_complex() else 1)
+    c_integer, _, pattern = _MARKS[received.dtype]
+    return c_integer.from_address(received.data_ptr()).value == pattern

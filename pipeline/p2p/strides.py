@@ -6,7 +6,7 @@ import torch
 
 
 def copied(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy of ``tensor`` with the same strides, also where these are not those of dense memory."""
+    """A copy of ``tensor`` with the same strides, also where dense memory would have others."""
     return tensor.clone() if tensor.is_contiguous() else with_strides(tensor, tensor.stride())
 
 

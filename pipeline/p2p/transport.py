@@ -12,15 +12,16 @@ import pickle
 from collections import deque
 from collections.abc import Callable
 from enum import IntEnum
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from nxdpp.devices.kinds import device_of
-from nxdpp.pipeline.p2p.host_sends import HostBuffers, HostSends, unchanged
+from nxdpp.pipeline.p2p.host_sends import HostBuffers, HostSends, Transfer, unchanged
 from nxdpp.pipeline.p2p.layout import TensorLayout
 from nxdpp.pipeline.p2p.missing_gradients import MISSING, is_mark
+from nxdpp.ranks.transfer_groups import TransferGroups
 
 
 class Direction(IntEnum):
@@ -34,26 +35,7 @@ class Direction(IntEnum):
 _KINDS = 2 * len(Direction)
 
 
-class Work(Protocol):
-    """A transfer in flight."""
-
-    def wait(self) -> Any:
-        """Block until the transfer is finished; on CUDA make the current stream wait for it."""
-
-
-class Groups(Protocol):
-    """The process groups of the transfers (``TransferGroups``); ranks are those of the pipeline."""
-
-    @property
-    def backend(self) -> str:
-        """``"gloo"`` or ``"nccl"``."""
-
-    @property
-    def has_tags(self) -> bool:
-        """``True`` if messages have tags; otherwise they are matched by their order."""
-
-    def between(self, source: int, destination: int) -> tuple[dist.ProcessGroup, int, int]:
-        """Return the group of messages from ``source`` to ``destination``, and the numbers of both in it."""
+_GroupCall = Callable[[list[torch.Tensor], int, int], Transfer]
 
 
 class Transport:
@@ -63,18 +45,19 @@ class Transport:
     unchanged data without an error.
 
     Args:
-        groups: the process groups of the transfers.
+        groups: the process groups of the transfers; ranks count within the pipeline.
         control: a group over the ranks of the pipeline that takes CPU tensors, for metadata.
         device: device of the tensors.
         report: called with an error of a thread of this transport, in that thread: makes the other ranks stop.
 
     Attributes:
+        is_in_host_memory: ``True`` if messages are sent and received in host memory.
         sent_bytes: bytes of all tensors that this rank has sent so far, without the objects that describe them.
     """
 
     def __init__(
         self,
-        groups: Groups,
+        groups: TransferGroups,
         control: dist.ProcessGroup,
         device: torch.device,
         report: Callable[[BaseException], object] = lambda error: None,
@@ -86,14 +69,13 @@ class Transport:
         self._wire_device = torch.device("cpu") if groups.backend == "gloo" else device
         self._through_host = groups.backend == "gloo" and device.type != "cpu"
         self._sends, self._buffers = HostSends(report), HostBuffers()
-        self._tag = _wire_tag if groups.has_tags else _no_tag
-        self._metadata_sends: deque[tuple[Work, torch.Tensor]] = deque()
+        self._has_tags = groups.has_tags
+        # By the other rank: the call of its group that receives or sends, and the number of the rank in the group.
+        self._receives: dict[int, tuple[_GroupCall, int]] = {}
+        self._sending: dict[int, tuple[_GroupCall, int]] = {}
+        self._metadata_sends: deque[tuple[Transfer, torch.Tensor]] = deque()
+        self.is_in_host_memory = self._wire_device.type == "cpu"
         self.sent_bytes = 0
-
-    @property
-    def is_in_host_memory(self) -> bool:
-        """``True`` if messages are sent and received in host memory."""
-        return self._wire_device.type == "cpu"
 
     def post_receive(
         self, layout: TensorLayout, source: int, direction: Direction, tag: int
@@ -105,9 +87,13 @@ class Transport:
         if self._through_host:
             buffer = self._buffers.take(layout.size, layout.stride, layout.dtype)
         else:
-            buffer = layout.allocate(self._wire_device)
-        group, source, _ = self._groups.between(source, self._rank)
-        work = group.recv([_flat(buffer)], source, self._tag(direction, tag))
+            buffer = torch.empty_strided(layout.size, layout.stride, dtype=layout.dtype, device=self._wire_device)
+        if source not in self._receives:
+            group, number, _ = self._groups.between(source, self._rank)
+            self._receives[source] = group.recv, number
+        receive, number = self._receives[source]
+        memory = buffer if buffer.is_contiguous() else _flat(buffer)
+        work = receive([memory], number, tag * _KINDS + direction if self._has_tags else 0)
 
         def wait() -> torch.Tensor:
             try:
@@ -124,20 +110,28 @@ class Transport:
         looks_for_marks = direction is Direction.GRADIENT and self.is_in_host_memory
         return wait
 
-    def send(self, tensor: torch.Tensor, destination: int, direction: Direction, tag: int) -> tuple[Work, torch.Tensor]:
+    def send(
+        self, tensor: torch.Tensor, destination: int, direction: Direction, tag: int
+    ) -> tuple[Transfer, torch.Tensor]:
         """Start to send a dense tensor, such as one of (B, T, H).
 
         The caller must keep the returned pair until its ``wait`` has returned.
         """
         self.sent_bytes += tensor.nbytes
-        group, _, destination = self._groups.between(self._rank, destination)
-        wire_tag = self._tag(direction, tag)
+        if destination not in self._sending:
+            group, _, number = self._groups.between(self._rank, destination)
+            self._sending[destination] = group.send, number
+        send, number = self._sending[destination]
+        wire_tag = tag * _KINDS + direction if self._has_tags else 0
         if self._through_host and tensor.device.type != "cpu":
             copied = unchanged(tensor, device_of(self._device).to_host(tensor))
-            started = self._sends.start(copied, lambda message: group.send([_flat(message)], destination, wire_tag))
-            return started, tensor
+
+            def start(message: torch.Tensor) -> Transfer:
+                return send([message if message.is_contiguous() else _flat(message)], number, wire_tag)
+
+            return self._sends.start(copied, start), tensor
         tensor = tensor.to(self._wire_device)
-        return group.send([_flat(tensor)], destination, wire_tag), tensor
+        return send([tensor if tensor.is_contiguous() else _flat(tensor)], number, wire_tag), tensor
 
     def finish(self) -> None:
         """Wait at the end of a step until all objects have been sent."""
@@ -145,7 +139,7 @@ class Transport:
             self._metadata_sends.popleft()[0].wait()
 
     def send_object(self, value: Any, destination: int, tag: int, direction: Direction) -> None:
-        """Start to send any picklable value, its length first; ``direction`` is that of the tensors it describes."""
+        """Start to send any picklable value, its length first. It describes tensors that go in ``direction``."""
         payload = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         length = torch.tensor([payload.numel()], dtype=torch.int64, device="cpu")
         for message in (length, payload):
@@ -167,13 +161,6 @@ def _wire_tag(kind: int, tag: int) -> int:
     return tag * _KINDS + kind
 
 
-def _no_tag(kind: int, tag: int) -> int:
-    """The tag of all messages that are matched by their order."""
-    return 0
-
-
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
     """A contiguous view of a dense tensor's memory, for any order of its strides."""
-    if tensor.is_contiguous():
-        return tensor
     return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())

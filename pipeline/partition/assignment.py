@@ -9,16 +9,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from torch import fx, nn
 
 from nxdpp.pipeline.partition.unused_parts import UnusedParts
-from nxdpp.tracing import listings
-from nxdpp.tracing.attribute_nodes import reads_left_behind
-from nxdpp.tracing.captured_outputs import ends_capture
-from nxdpp.tracing.checks import asks_for_none
-from nxdpp.tracing.errors import model_line
-from nxdpp.tracing.shared_state import contents
-from nxdpp.tracing.tensor_hooks import registers_hook
-from nxdpp.tracing.torch_transformer import pads_a_result
-from nxdpp.tracing.trace import TracedGraph
-from nxdpp.tracing.uses import (
+from nxdpp.tracing.graph.checks import asks_for_none
+from nxdpp.tracing.graph.errors import model_line
+from nxdpp.tracing.graph.tensor_hooks import registers_hook
+from nxdpp.tracing.graph.trace import TracedGraph
+from nxdpp.tracing.graph.uses import (
     draws_random_numbers,
     is_from_torch,
     is_module,
@@ -26,6 +21,11 @@ from nxdpp.tracing.uses import (
     metadata_arguments,
     modules_of,
 )
+from nxdpp.tracing.models.captured_outputs import ends_capture
+from nxdpp.tracing.models.shared_state import contents
+from nxdpp.tracing.models.torch_transformer import pads_a_result
+from nxdpp.tracing.modules import listings
+from nxdpp.tracing.modules.attribute_nodes import reads_left_behind
 
 # Name of a parameter, or of a changing buffer -> the stages (or ranks) that hold it.
 Owners = dict[str, set[int]]
@@ -81,7 +81,7 @@ def assign_nodes(
         layer_stages: the stage of each transformer layer, in order.
         stages: number of stages. The last one has the nodes after the last layer.
         owners: the stages that hold each parameter. A module then runs on a stage that holds its parameters.
-            Without it the order of execution alone decides.
+            Without it only the order of execution decides.
     """
     assigned: dict[fx.Node, int] = {}
     ends = {stage: layer for layer, stage in layer_stages.items()}
@@ -130,7 +130,7 @@ def parameter_owners(assigned: Mapping[fx.Node, int], root: nn.Module) -> Owners
 
 
 def buffer_owners(traced: TracedGraph, assigned: Mapping[fx.Node, int], root: nn.Module) -> Owners:
-    """Return the stages of each buffer that its module's forward may change (``tracing/uses.py``).
+    """Return the stages of each buffer that its module's forward may change (``tracing/graph/uses.py``).
 
     Other buffers, such as a rotary table, are constants that every rank keeps. Raises ``ValueError`` where two stages
     would each change a copy, and where code outside the module reads a changing buffer.
@@ -179,7 +179,7 @@ def check_last_stage(owners: Owners, stages: int, layer: str) -> None:
 
 
 def parameters_used(node: fx.Node, root: nn.Module) -> list[str]:
-    """Return the names of the parameters that ``node`` needs: those of its module, and those among its arguments."""
+    """Return the names of the parameters that ``node`` needs: its module's, and its arguments."""
     names = [str(argument.target) for argument in node.all_input_nodes if is_parameter(argument, root)]
     for path, module in modules_of(node, root).items():
         names += [f"{path}.{name}" for name, _ in listings.named_parameters(module, remove_duplicate=False)]

@@ -7,7 +7,7 @@
     even    └────────┘ └────┘ └────┘ └─────────┘        5, 4, 4, 9
     best    └────────┘ └────────┘ └────────┘ └─┘        5, 6, 6, 5
 
-The work of a rank is that of all its stages. By default stage ``s`` is on rank ``s % ranks``.
+The work of a rank is the work of all its stages. By default stage ``s`` is on rank ``s % ranks``.
 """
 
 import math
@@ -45,7 +45,7 @@ class MemoryLimit:
         bytes: memory of one rank.
         in_flight: number of microbatches in flight on each stage.
         shared_bytes: activations of no layer, such as a mask, that each stage keeps of a microbatch.
-        transport_bytes: of ``bytes``, those that communicators and messages take on each rank.
+        transport_bytes: the part of ``bytes`` that communicators and messages take on each rank.
     """
 
     bytes: int

@@ -7,7 +7,7 @@
     mask, positions, rotary_emb, shapes: on every stage that needs them
 
 ``make_partition`` is the one place that makes it. A ``PartitionPolicy`` chooses the cuts: evenly, as given, by cost
-(``pipeline/cost``), or by a function of the caller.
+(``layer_costs.py``), or by a function of the caller.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -27,7 +27,7 @@ from nxdpp.pipeline.partition.assignment import (
     parameter_owners,
 )
 from nxdpp.pipeline.partition.cuts import check_cuts, even_cuts, stages_of_layers
-from nxdpp.tracing.trace import TracedGraph
+from nxdpp.tracing.graph.trace import TracedGraph
 
 PartitionPolicy = Callable[[TracedGraph, int], Sequence[str]]
 """A function of the traced model and the number of stages. It returns the layers after which to cut."""

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 
 from torch import fx, nn
 
-from nxdpp.tracing import listings
-from nxdpp.tracing.code_order import parts_in_order
+from nxdpp.tracing.code.order import parts_in_order
+from nxdpp.tracing.modules import listings
 
 
 class UnusedParts:

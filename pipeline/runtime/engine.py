@@ -13,9 +13,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from nxdpp.devices.kinds import device_of
-from nxdpp.parallel_layers import failure_watch
-from nxdpp.parallel_layers.average_plan import LastBackward
-from nxdpp.parallel_layers.faults.board import board
+from nxdpp.gradients.average_plan import LastBackward
 from nxdpp.pipeline.backward.structure import warn_of_hidden_hooks
 from nxdpp.pipeline.p2p.channel import Channel, RemoteChannel
 from nxdpp.pipeline.p2p.transport import Direction, Transport
@@ -23,10 +21,12 @@ from nxdpp.pipeline.runtime.engine_config import EngineConfig
 from nxdpp.pipeline.runtime.input_ranges import note_ranges
 from nxdpp.pipeline.runtime.stage_channels import StageChannels
 from nxdpp.pipeline.runtime.stage_runner import StageRunner
+from nxdpp.pipeline.stages.cut_graph import StageProgram
 from nxdpp.pipeline.stages.loss import LossTransform
-from nxdpp.pipeline.stages.program import StageProgram
 from nxdpp.pipeline.timeline.clock import StepTimer
 from nxdpp.pipeline.timeline.recorder import StepRecorder
+from nxdpp.ranks.faults import failure_watch
+from nxdpp.ranks.faults.board import board
 from nxdpp.schedules.actions import Action, ActionKind
 
 _RECEIVES = {
@@ -112,7 +112,8 @@ class Engine:
         self._watch: LastBackwardWatch | None = None
         self._calls, self._called_for = self._compile(actions, releases)
         # Without a reference to this engine, which the board would keep alive.
-        self._describe_call = partial(_text_of_call, self._called_for)
+        called_for = self._called_for
+        self._describe_call = lambda at: _text(called_for[at])
 
     def run(
         self,
@@ -124,7 +125,7 @@ class Engine:
         """Run one step; all ranks of the pipeline must call this.
 
         ``inputs`` are the model's inputs of each microbatch, for example ``input_ids`` of (B, T). ``scales`` are the
-        factors of their losses in the loss of the step, by default that of a mean. ``watch`` is told of each stage's
+        factors of their losses in the loss of the step, by default of a mean. ``watch`` is told of each stage's
         last backward. ``transform`` gives the loss that is scaled and differentiated, from the number of a microbatch
         and its loss. Returns the last stage's results of each microbatch, in order and not scaled, on the rank of
         that stage, and nothing on others. An exception gets a note with its action, is reported to the other ranks,
@@ -243,10 +244,6 @@ class Engine:
 def _last_backwards(actions: Sequence[Action]) -> dict[int, int]:
     """The index of the last action of each stage that computes gradients."""
     return {action.stage: i for i, action in enumerate(actions) if action.kind in _BACKWARDS}
-
-
-def _text_of_call(called_for: Sequence[Action], at: int) -> str:
-    return _text(called_for[at])
 
 
 def _text(action: Action) -> str:

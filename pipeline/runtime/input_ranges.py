@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from nxdpp.pipeline.stages.program import StageProgram
+from nxdpp.pipeline.stages.cut_graph import StageProgram
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 

@@ -28,6 +28,7 @@ class MetadataExchange:
     Attributes:
         placeholders: of received values of which only metadata are used, by name.
         sharing_memory: names of received values that share memory with others.
+        is_received, is_sent: ``True`` after ``receive`` and ``send``, which a runner calls once.
     """
 
     def __init__(
@@ -39,13 +40,11 @@ class MetadataExchange:
         self._channels_in = channels_in
         self._channels_out = channels_out
         self._device = device
-        self._received = False
-        self._sent = False
+        self.is_received = False
+        self.is_sent = False
 
     def receive(self) -> None:
-        """Receive the layouts of the source stages, once."""
-        if self._received:
-            return
+        """Receive the layouts of the source stages."""
         for channel in self._channels_in:
             channel.receive_metadata()
             boundary, layouts = channel.boundary, channel.boundary.layouts
@@ -53,12 +52,10 @@ class MetadataExchange:
                 name: metadata_placeholder(layouts[name], self._device) for name in boundary.metadata_only
             }
             self.sharing_memory += [name for name in boundary.values if layouts[name].shares_memory]
-        self._received = True
+        self.is_received = True
 
     def send(self, made: Mapping[str, Any]) -> None:
-        """Send the layouts of the values ``made`` by this stage to its destination stages, once."""
-        if self._sent:
-            return
+        """Send the layouts of the values ``made`` by this stage to its destination stages."""
         plan = self._plan
         shared = shared_memory(made[name] for name in plan.sent)
         sent = {name: layout_of(made[name], shared) for name in plan.sent}
@@ -67,4 +64,4 @@ class MetadataExchange:
             boundary = channel.boundary
             boundary.set_layouts({n: sent[n] for n in boundary.values} | {n: only[n] for n in boundary.metadata_only})
             channel.send_metadata()
-        self._sent = True
+        self.is_sent = True

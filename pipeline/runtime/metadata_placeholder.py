@@ -21,7 +21,7 @@ _LIKE = {
 
 
 class MetadataPlaceholder(torch.Tensor):
-    """Tensor without data in the place of a value of another stage.
+    """Tensor without data in place of a value of another stage.
 
     A use of its data raises ``RuntimeError``: a wrong assumption about a use must not become a wrong number.
     """

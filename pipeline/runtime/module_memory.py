@@ -12,12 +12,12 @@ from torch import nn
 from nxdpp.devices.kinds import memory_of
 from nxdpp.pipeline.p2p.layout import tensors_of
 from nxdpp.pipeline.p2p.strides import copied
-from nxdpp.tracing import listings
-from nxdpp.tracing.nested import map_leaves
+from nxdpp.tracing.modules import listings
+from nxdpp.tracing.values.nested import map_leaves
 
 
 def names_in_module_memory(names: Iterable[str], made: Mapping[str, Any], module: nn.Module) -> list[str]:
-    """Return those of ``names`` whose values in ``made`` have memory of buffers or attributes of modules in ``module``.
+    """Return the ``names`` whose values in ``made`` have memory of buffers or attributes of modules in ``module``.
 
     Values with gradients are left out: autograd refuses a change of what a backward needs.
     """

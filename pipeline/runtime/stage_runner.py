@@ -17,22 +17,22 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from nxdpp.devices.own_memory import has_own_memory
+from nxdpp.devices.kinds import has_own_memory
 from nxdpp.pipeline.backward.graph import BackwardAnalysis
 from nxdpp.pipeline.backward.run import ReceivedTensor, run_backward
 from nxdpp.pipeline.backward.split import SplitBackward
 from nxdpp.pipeline.p2p.channel import Channel, LocalChannel
-from nxdpp.pipeline.p2p.layout import check_layout, tensors_of
+from nxdpp.pipeline.p2p.layout import ValueLayout, check_layout, tensors_of
 from nxdpp.pipeline.p2p.strides import copied
 from nxdpp.pipeline.p2p.transport import Direction
 from nxdpp.pipeline.runtime.metadata_exchange import MetadataExchange
 from nxdpp.pipeline.runtime.module_memory import copy_values, names_in_module_memory
 from nxdpp.pipeline.runtime.step_losses import StepLosses
+from nxdpp.pipeline.stages.cut_graph import StageProgram
 from nxdpp.pipeline.stages.in_place_guard import expect_unchanged, versions
 from nxdpp.pipeline.stages.loss import LossGradient, LossTransform
-from nxdpp.pipeline.stages.program import StageProgram
 from nxdpp.pipeline.timeline.clock import StepTimer
-from nxdpp.schedules.actions import Action, ActionKind
+from nxdpp.schedules.actions import ActionKind
 
 
 @dataclass
@@ -96,10 +96,12 @@ class StageRunner:
         self._device = device
         self._keep_outputs = keep_outputs
         self._splits = splits
-        self._timer = timer
+        self._blocks, self._stamp = timer.blocks, timer.stamp
         self._loss_gradient = loss_gradient
         self._metadata = MetadataExchange(program.plan, channels_in, channels_out, device)
         self._in_module_memory: list[str] | None = None
+        # Of each sent value, known after the metadata exchange.
+        self._layouts: dict[str, ValueLayout] = {}
         self._analysis = BackwardAnalysis()
         self._inputs: Sequence[dict[str, Any]] = ()
         self._losses: StepLosses | None = None
@@ -113,7 +115,7 @@ class StageRunner:
         scales: Sequence[float] | None = None,
         transform: LossTransform | None = None,
     ) -> None:
-        """Begin a step with the model's inputs of each microbatch, and the factor of each loss in that of the step.
+        """Begin a step with the model's inputs of each microbatch, and the factor of each loss in the loss of the step.
 
         ``transform`` gives the loss that is scaled, from the number of a microbatch and its loss.
         """
@@ -131,26 +133,35 @@ class StageRunner:
     def forward(self, microbatch: int) -> None:
         """Run the stage on received activations (B, T, H) and the model's inputs."""
         # Receive.
-        in_flight = _InFlight([])
+        in_flight, plan = _InFlight([]), self._plan
         received = self._receive(microbatch, in_flight)
-        arguments = self._arguments(microbatch, received)
-        guarded = [(name, received[name], versions(received[name])) for name in self._metadata.sharing_memory]
+        arguments = [
+            *map(self._inputs[microbatch].__getitem__, plan.inputs),
+            *map(received.__getitem__, plan.received),
+            *map(self._metadata.placeholders.__getitem__, plan.received_metadata),
+        ]
+        sharing = self._metadata.sharing_memory
+        guarded = [(name, received[name], versions(received[name])) for name in sharing] if sharing else ()
         # Forward. Not through ``__call__``: the graph has no hooks, and the wrappers take time.
-        with self._timer.of(Action(self._plan.stage, ActionKind.FORWARD, microbatch)):
-            values = self._module.forward(*arguments)
+        start = self._stamp()
+        values = self._module.forward(*arguments)
+        self._blocks.append((plan.stage, ActionKind.FORWARD, microbatch, start, self._stamp()))
         if self._module is not self.program.module:
             self._module, self.program.first_run = self.program.module, None
         for name, value, before in guarded:
             expect_unchanged(value, before, name)
         made = dict(zip(self._names, values, strict=True))
         if self._in_module_memory is None:
-            self._in_module_memory = names_in_module_memory(self._plan.sent, made, self.program.module)
-        copy_values(self._in_module_memory, made)
+            self._in_module_memory = names_in_module_memory(plan.sent, made, self.program.module)
+        if self._in_module_memory:
+            copy_values(self._in_module_memory, made)
         # Metadata exchange in a first step; in later ones check that the layouts are the same.
-        self._metadata.send(made)
-        for channel in self._channels_out:
-            for name in channel.boundary.values:
-                check_layout(name, made[name], channel.boundary.layouts[name])
+        if not self._metadata.is_sent:
+            self._metadata.send(made)
+            for boundary in (channel.boundary for channel in self._channels_out):
+                self._layouts |= {name: boundary.layouts[name] for name in boundary.values}
+        for name, layout in self._layouts.items():
+            check_layout(name, made[name], layout)
         # Keep what the backward and the sends need.
         if self._train:
             self._prepare_backward(in_flight, made, microbatch)
@@ -159,9 +170,11 @@ class StageRunner:
             local.give(Direction.ACTIVATION, microbatch, self._own_activations(local, made))
         if self._sends_activations:
             self._made[microbatch] = made
-        if self._plan.results:
-            results = [made[name] for name in self._plan.results]
-            self.results[microbatch] = [r.detach() if isinstance(r, torch.Tensor) else r for r in results]
+        if plan.results:
+            self.results[microbatch] = results = []
+            for name in plan.results:
+                result = made[name]
+                results.append(result.detach() if isinstance(result, torch.Tensor) else result)
 
     def send_activation(self, microbatch: int, channels: Sequence[Channel], last: bool) -> None:
         """Start to send activations (B, T, H) over ``channels``; free them after the ``last`` send."""
@@ -174,8 +187,9 @@ class StageRunner:
         in_flight = self._in_flight.pop(microbatch)
         roots, starts = self._roots(in_flight, microbatch)
         if roots:
-            with self._timer.of(Action(self._plan.stage, ActionKind.BACKWARD, microbatch)):
-                run_backward(roots, starts)
+            start = self._stamp()
+            run_backward(roots, starts)
+            self._blocks.append((self._plan.stage, ActionKind.BACKWARD, microbatch, start, self._stamp()))
         gradients = [received.gradient for received in in_flight.received]
         self._keep_gradients(microbatch, gradients, in_flight.has_items)
 
@@ -184,8 +198,9 @@ class StageRunner:
         in_flight = self._in_flight[microbatch]
         roots, starts = self._roots(in_flight, microbatch)
         split = SplitBackward(self._analysis, in_flight.entries, roots)
-        with self._timer.of(Action(self._plan.stage, ActionKind.INPUT_GRADIENT, microbatch)):
-            gradients = split.input_gradients(starts)
+        start = self._stamp()
+        gradients = split.input_gradients(starts)
+        self._blocks.append((self._plan.stage, ActionKind.INPUT_GRADIENT, microbatch, start, self._stamp()))
         # Free all but what the weight-gradient needs.
         self._in_flight[microbatch] = _InFlight([], split=split)
         self._keep_gradients(microbatch, gradients, in_flight.has_items)
@@ -194,8 +209,9 @@ class StageRunner:
         """Compute the gradients of the parameters."""
         split = self._in_flight.pop(microbatch).split
         assert split is not None, "the input-gradient comes first"
-        with self._timer.of(Action(self._plan.stage, ActionKind.WEIGHT_GRADIENT, microbatch)):
-            split.weight_gradients()
+        start = self._stamp()
+        split.weight_gradients()
+        self._blocks.append((self._plan.stage, ActionKind.WEIGHT_GRADIENT, microbatch, start, self._stamp()))
 
     def send_gradient(self, microbatch: int, channels: Sequence[Channel], last: bool) -> None:
         """Start to send gradients (B, T, H) over ``channels``; free them after the ``last`` send."""
@@ -205,35 +221,35 @@ class StageRunner:
 
     def _receive(self, microbatch: int, in_flight: _InFlight) -> dict[str, Any]:
         """The values of the source stages, in the autograd graph when training."""
-        self._metadata.receive()
+        if not self._metadata.is_received:
+            self._metadata.receive()
         received: dict[str, Any] = {}
         for channel in self._channels_in:
-            tensors: dict[str, list[torch.Tensor]] = {name: [] for name in channel.boundary.values}
-            taken = channel.take(Direction.ACTIVATION, microbatch)
-            for entry, tensor in zip(channel.boundary.activations, taken, strict=True):
-                if entry.layout.requires_grad and self._train:
-                    in_flight.received.append(ReceivedTensor(tensor))
-                    tensor = in_flight.received[-1].enter_graph()
-                    if self._splits:
-                        in_flight.entries.append(get_gradient_edge(tensor))
-                tensors[entry.value].append(tensor)
-            for name, parts in tensors.items():
-                received[name] = channel.boundary.layouts[name].build(parts)
+            boundary, tensors = channel.boundary, channel.take(Direction.ACTIVATION, microbatch)
+            if self._train:
+                for number, entry in enumerate(boundary.activations):
+                    if entry.layout.requires_grad:
+                        # Only the graph may hold the tensor: its backward frees it.
+                        arrived = ReceivedTensor(tensors[number])
+                        tensors[number] = None
+                        tensors[number] = arrived.enter_graph()
+                        in_flight.received.append(arrived)
+                        if self._splits:
+                            in_flight.entries.append(get_gradient_edge(tensors[number]))
+            # Tensors are numbered value by value.
+            at = 0
+            for name in boundary.values:
+                layout = boundary.layouts[name]
+                end = at + len(layout.tensors)
+                received[name] = layout.build(tensors[at:end])
+                at = end
         return received
-
-    def _arguments(self, microbatch: int, received: dict[str, Any]) -> list[Any]:
-        """The arguments of the stage's graph."""
-        plan, inputs, placeholders = self._plan, self._inputs[microbatch], self._metadata.placeholders
-        return [
-            *(inputs[name] for name in plan.inputs),
-            *(received[name] for name in plan.received),
-            *(placeholders[name] for name in plan.received_metadata),
-        ]
 
     def _prepare_backward(self, in_flight: _InFlight, made: dict[str, Any], microbatch: int) -> None:
         in_flight.outputs = made if self._keep_outputs else None
         for name in self._plan.sent:
-            for position, tensor in enumerate(tensors_of(made[name])):
+            value = made[name]
+            for position, tensor in enumerate((value,) if isinstance(value, torch.Tensor) else tensors_of(value)):
                 if tensor.requires_grad:
                     in_flight.roots[name, position] = get_gradient_edge(tensor)
         if self._plan.results:
@@ -246,8 +262,12 @@ class StageRunner:
         """The roots of a backward, and the gradient of each."""
         gradients = self._returned_gradients(microbatch)
         # A root is missing when its parameters were frozen after the metadata exchange.
-        roots: list[Any] = [in_flight.roots[key] for key in gradients if key in in_flight.roots]
-        starts = [gradient for key, gradient in gradients.items() if key in in_flight.roots]
+        roots: list[Any] = []
+        starts: list[torch.Tensor] = []
+        for key, gradient in gradients.items():
+            if key in in_flight.roots:
+                roots.append(in_flight.roots[key])
+                starts.append(gradient)
         if in_flight.loss is not None:
             roots.append(in_flight.loss)
             starts.append(self._loss_gradient(in_flight.loss))
@@ -264,14 +284,13 @@ class StageRunner:
             parts += list(zip(channel.boundary.gradients, returned, strict=True))
         total: dict[tuple[str, int], torch.Tensor] = {}
         for entry, gradient in reversed(parts):
-            if gradient is None:
-                continue
-            key = (entry.value, entry.position)
-            total[key] = total[key] + gradient if key in total else gradient
+            if gradient is not None:
+                key = (entry.value, entry.position)
+                total[key] = total[key] + gradient if key in total else gradient
         return total
 
     def _own_activations(self, channel: Channel, made: dict[str, Any]) -> list[torch.Tensor]:
-        """Activations for a stage of this rank; copies of those that other stages receive too."""
+        """Activations for a stage of this rank; copies where other stages receive them too."""
         return [
             copied(tensor) if len(self._plan.sent[entry.value]) > 1 else tensor
             for entry, tensor in zip(channel.boundary.activations, channel.boundary.activations_in(made), strict=True)
@@ -283,18 +302,16 @@ class StageRunner:
         They are zeros for a microbatch without items.
         """
         remaining = iter(gradients)
-        by_source = {
-            channel.boundary.source: [
-                _own_or_none(gradient) if has_items else entry.layout.allocate(self._device).zero_()
-                for entry, gradient in zip(channel.boundary.gradients, remaining, strict=False)
-            ]
-            for channel in self._channels_in
-        }
+        by_source: dict[int, list[torch.Tensor | None]] = {}
+        for channel in self._channels_in:
+            by_source[channel.boundary.source] = kept = []
+            for entry, gradient in zip(channel.boundary.gradients, remaining, strict=False):
+                if not has_items:
+                    gradient = entry.layout.allocate(self._device).zero_()
+                elif gradient is not None and not has_own_memory(gradient):
+                    gradient = copied(gradient)
+                kept.append(gradient)
         for local in self._local_in:
             local.give(Direction.GRADIENT, microbatch, by_source[local.boundary.source])
         if self._sends_gradients:
             self._gradients[microbatch] = by_source
-
-
-def _own_or_none(gradient: torch.Tensor | None) -> torch.Tensor | None:
-    return gradient if gradient is None or has_own_memory(gradient) else copied(gradient)

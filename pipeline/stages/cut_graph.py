@@ -1,22 +1,56 @@
 """Traced graph with the stage of each node, ready to be split into stage modules."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from nxdpp.agreement.fingerprint import Fingerprint
 from nxdpp.pipeline.input_names import forward_names
 from nxdpp.pipeline.partition.partition import Partition
 from nxdpp.pipeline.stages.first_run import FirstRun
 from nxdpp.pipeline.stages.loss import LossSpec, pick_loss, pick_loss_of_sample
-from nxdpp.pipeline.stages.program import RankProgram, StageProgram
 from nxdpp.pipeline.stages.shared_objects import SharedBuffers, SharedObjects
 from nxdpp.pipeline.stages.split import StagePlan, build_stage, plan_stages
-from nxdpp.tracing.nested import is_dataclass_instance, leaves_of, map_leaves
-from nxdpp.tracing.trace import TracedGraph
+from nxdpp.tracing.graph.trace import TracedGraph
+from nxdpp.tracing.values.nested import is_dataclass_instance, leaves_of, map_leaves
 
 EndsWith = Literal["loss", "output", "loss and output"]
+
+
+@dataclass(eq=False)
+class StageProgram:
+    """One stage.
+
+    Attributes:
+        plan: the plan of the stage.
+        module: maps inputs, received values and metadata placeholders to ``plan.made``.
+        first_run: the same module, which verifies that its layers change nothing that the spine reads; ``None`` after
+            the first run, and where the spine has no code of the user.
+    """
+
+    plan: StagePlan
+    module: fx.GraphModule
+    first_run: fx.GraphModule | None = None
+
+
+@dataclass(eq=False)
+class RankStages:
+    """The stages of one rank.
+
+    Attributes:
+        stages: the local stages, by number.
+        edges: pairs of source and destination stage, of the whole pipeline.
+        graph: fingerprint of the graph of all stages, and of all settings that must be equal on their ranks.
+        results: values that the last stage ends with.
+    """
+
+    stages: Mapping[int, StageProgram]
+    edges: frozenset[tuple[int, int]]
+    graph: Fingerprint
+    results: list[str]
 
 
 class CutGraph:
@@ -28,7 +62,7 @@ class CutGraph:
         training: ``True`` if the model was in training mode.
         programs: of this rank, by their end; ``ProgramCache`` keeps them here.
         assigned: the stage of each node that has one.
-        output: the model's output, with a node in the place of each value.
+        output: the model's output, with a node in place of each value.
 
     Raises ``ValueError`` for a graph that does not run the layers of the partition in order.
     """
@@ -37,7 +71,7 @@ class CutGraph:
         self.traced = traced
         self.partition = partition
         self.training = training
-        self.programs: dict[EndsWith, RankProgram] = {}
+        self.programs: dict[EndsWith, RankStages] = {}
         self.assigned = partition.assign(traced)
         (values,) = next(node.args for node in traced.graph.nodes if node.op == "output")
         self.output: Any = pytree.tree_unflatten(list(values), traced.output_spec)
@@ -82,7 +116,7 @@ class CutGraph:
     def build_program(self, plan: StagePlan, buffers: SharedBuffers | None = None) -> StageProgram:
         """Return the program of one stage. Its first run is watched where code of the user is in the model.
 
-        ``buffers`` are those with names in several layers.
+        ``buffers`` have names in several layers.
         """
         module, state = self.partition.module, self.traced.state
         shared = SharedObjects(module, self._stages_of_modules(), plan.stage, buffers)

@@ -1,4 +1,4 @@
-"""Changes of a buffer through ``.data``, of which torch does not know, although the backward needs the buffer.
+"""Changes of a buffer through ``.data``: torch does not see them, although the backward needs the old buffer.
 
 ::
 
@@ -15,15 +15,15 @@ import torch
 from torch import nn
 
 from nxdpp.devices.kinds import memory_of
-from nxdpp.tracing import listings
-from nxdpp.tracing.code_names import is_framework
-from nxdpp.tracing.nested import leaves_of
+from nxdpp.tracing.code.names import is_framework
+from nxdpp.tracing.modules import listings
+from nxdpp.tracing.values.nested import leaves_of
 
 _MOST_ITEMS = 1 << 22
 
 
 class DataOfModule:
-    """The content of the buffers, and of plain tensors, of the user's modules in ``module``, as it is now."""
+    """The present content of the buffers and plain tensors of the user's modules in ``module``."""
 
     def __init__(self, module: nn.Module) -> None:
         self._before = [(path, tensor, tensor._version, tensor.detach().clone()) for path, tensor in _tensors(module)]
@@ -31,7 +31,7 @@ class DataOfModule:
     def refuse_changes(self, name: str, arguments: Any, output: Any) -> None:
         """Raise ``RuntimeError`` for a tensor that has changed without a new version, if the backward needs it.
 
-        ``name`` is that of the module, ``arguments`` and ``output`` are those of its run.
+        ``name`` is the module's name. ``arguments`` and ``output`` belong to its run.
         """
         changed = {
             memory_of(tensor): (path, tensor)
@@ -82,7 +82,7 @@ def _saved_tensors(arguments: Any, output: Any) -> Iterator[torch.Tensor]:
         if node not in seen:
             seen.add(node)
             pending += [following for following, _ in node.next_functions]
-            # Batch norm saves its statistics, and uses those of the batch.
+            # Batch norm saves its statistics, and computes with the batch's.
             if "BatchNorm" not in node.name():
                 yield from _saved_by(node)
 

@@ -24,11 +24,11 @@ from torch import fx, nn
 
 from nxdpp.pipeline.stages.data_changes import DataOfModule
 from nxdpp.pipeline.stages.shared_objects import SharedObjects
-from nxdpp.tracing.calls import OpaqueCall
-from nxdpp.tracing.checks import passes_on
-from nxdpp.tracing.code_names import is_framework
-from nxdpp.tracing.nested import leaves_of
-from nxdpp.tracing.reachable_state import Difference, ReachableState, snapshot_of_data
+from nxdpp.tracing.code.names import is_framework
+from nxdpp.tracing.graph.calls import OpaqueCall
+from nxdpp.tracing.graph.checks import passes_on
+from nxdpp.tracing.state.reachable_state import ChangedState, ReachableState, snapshot_of_data
+from nxdpp.tracing.values.nested import leaves_of
 
 
 class FirstRun:
@@ -37,7 +37,7 @@ class FirstRun:
     Args:
         state: the state that the spine can reach, or ``None`` for a spine without code of the user.
         root: the model.
-        shared: the tensors that modules of this stage share with those of other stages.
+        shared: the tensors that modules of this stage share with modules of other stages.
     """
 
     def __init__(self, state: ReachableState | None, root: nn.Module, shared: SharedObjects) -> None:
@@ -90,7 +90,7 @@ class _Watched:
             self._refuse_attributes(output)
         return output
 
-    def _refuse(self, changes: list[Difference], kind: str, reason: str) -> None:
+    def _refuse(self, changes: list[ChangedState], kind: str, reason: str) -> None:
         if changes:
             raise RuntimeError(
                 f"{self._name} changes {kind}{changes[0]}, and {reason}; in a pipeline the change would be lost. "

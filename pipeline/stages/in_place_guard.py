@@ -9,20 +9,31 @@
 One process has one tensor. Here the guard finds a change by torch's version counters, and refuses it.
 """
 
+from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from nxdpp.tracing import listings
-from nxdpp.tracing.errors import model_line
-from nxdpp.tracing.nested import leaves_of
+from nxdpp.tracing.graph.errors import model_line
+from nxdpp.tracing.modules import listings
+from nxdpp.tracing.values.nested import leaves_of
+
+_version = attrgetter("_version")
 
 
 def versions(value: Any) -> tuple[int, ...]:
     """Return the number of in-place changes of each tensor of ``value``."""
-    leaves = (value,) if isinstance(value, torch.Tensor) else leaves_of(value)
-    return tuple(-1 if t.is_inference() else t._version for t in leaves if isinstance(t, torch.Tensor))
+    if value is None or isinstance(value, int | float | str):
+        return ()
+    leaves = (value,) if isinstance(value, torch.Tensor) else value
+    # A stage asks for each layer and microbatch: without a call for each tensor.
+    if type(leaves) is not tuple or {*map(type, leaves)} != {torch.Tensor}:
+        leaves = tuple([leaf for leaf in leaves_of(value) if isinstance(leaf, torch.Tensor)])
+    if any(map(torch.Tensor.is_inference, leaves)):
+        return tuple([-1 if leaf.is_inference() else leaf._version for leaf in leaves])
+    return tuple(map(_version, leaves))
 
 
 def expect_unchanged(value: Any, before: tuple[int, ...], name: str, where: str = "") -> None:
@@ -69,7 +80,8 @@ class Guard:
 
     def __init__(self, graph: fx.Graph) -> None:
         self._graph = graph
-        self._begun: list[tuple[fx.Node, fx.Node, str, str]] = []
+        # Of each guarded value: its versions, its name, and the nodes of the model that may change it.
+        self._begun: dict[fx.Node, tuple[fx.Node, str, list[fx.Node]]] = {}
         self._buffers: list[tuple[_Buffers, fx.Node, str]] = []
 
     def begin_buffers(self, module: nn.Module, name: str) -> None:
@@ -78,18 +90,26 @@ class Guard:
         self._buffers.append((buffers, self._graph.call_function(buffers), name))
 
     def begin(self, copy: fx.Node, original: fx.Node, user: fx.Node | None = None) -> None:
-        """Guard the value from here on, or around the next node of the model, ``user``."""
-        before = self._graph.call_function(versions, (copy,))
-        where = f" by {user.target}, at {model_line(user.stack_trace)}" if user is not None else ""
-        self._begun.append((copy, before, original.name, where))
+        """Guard the value until ``end``. ``user`` is the next node of the model, which may change it."""
+        if copy not in self._begun:
+            self._begun[copy] = self._graph.call_function(versions, (copy,)), original.name, []
+        if user is not None:
+            self._begun[copy][2].append(user)
 
     def end(self) -> None:
         """Check all guarded values."""
-        for copy, before, name, where in self._begun:
-            self._graph.call_function(expect_unchanged, (copy, before, name, where))
+        for copy, (before, name, users) in self._begun.items():
+            self._graph.call_function(expect_unchanged, (copy, before, name, _where(users)))
         for buffers, before, name in self._buffers:
             self._graph.call_function(expect_same_buffers, (before, self._graph.call_function(buffers), name))
-        self._begun, self._buffers = [], []
+        self._begun, self._buffers = {}, []
+
+
+def _where(users: Sequence[fx.Node]) -> str:
+    """The nodes that may have changed a value, for a message."""
+    if len(users) > 1:
+        return f" by one of {users[0].target} to {users[-1].target}"
+    return f" by {users[0].target}, at {model_line(users[0].stack_trace)}" if users else ""
 
 
 def may_change_arguments(node: fx.Node, root: nn.Module) -> bool:

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from nxdpp.tracing.loss_function import LossFunction
-from nxdpp.tracing.nested import fields_of, is_dataclass_instance
+from nxdpp.tracing.models.loss_function import LossFunction
+from nxdpp.tracing.values.nested import fields_of, is_dataclass_instance
 
 # A function of a loss that gives the gradient with which its backward begins.
 LossGradient = Callable[[torch.Tensor], torch.Tensor]
@@ -28,7 +28,7 @@ def check_loss_spec(spec: LossSpec) -> None:
 
 
 def check_loss_fn(function: Any, spec: LossSpec) -> None:
-    """Raise ``TypeError`` or ``ValueError`` for a loss function that cannot be called, or beside a ``spec``."""
+    """Raise ``TypeError`` or ``ValueError`` for a loss function that cannot be called, or one next to a ``spec``."""
     if function is None:
         return
     LossFunction.of(function)

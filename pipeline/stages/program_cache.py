@@ -1,7 +1,7 @@
 """One program for each spec of inputs: traced and cut once, then kept."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -9,26 +9,26 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from nxdpp.pipeline.agreement.configurations import configuration_lines
-from nxdpp.pipeline.agreement.fingerprint import fingerprint, graph_lines, parameter_lines
-from nxdpp.pipeline.last_used import LastUsed
+from nxdpp.agreement.configurations import configuration_lines
+from nxdpp.agreement.fingerprint import fingerprint, graph_lines, parameter_lines
+from nxdpp.agreement.last_used import LastUsed
+from nxdpp.pipeline.local.changes import ChangeRecord
 from nxdpp.pipeline.partition.partition import Partition
-from nxdpp.pipeline.stages.cut_graph import CutGraph, EndsWith
+from nxdpp.pipeline.stages.cut_graph import CutGraph, EndsWith, RankStages
 from nxdpp.pipeline.stages.loss import LossSpec
 from nxdpp.pipeline.stages.meta_copy import meta_copy
-from nxdpp.pipeline.stages.program import RankProgram
 from nxdpp.pipeline.stages.shared_objects import SharedBuffers
-from nxdpp.tracing import listings
-from nxdpp.tracing.errors import TracingError
-from nxdpp.tracing.graph_values import compute_the_same
-from nxdpp.tracing.input_specs import InputSpec
-from nxdpp.tracing.modes import Modes, current_modes
-from nxdpp.tracing.read_values import ReadValues
-from nxdpp.tracing.settings import Settings, SpineSettings
-from nxdpp.tracing.sizes import Shapes, Sizes, shapes_of
-from nxdpp.tracing.spine_modules import spine_names
-from nxdpp.tracing.swap import swapped
-from nxdpp.tracing.trace import TracedGraph, TracingOptions, reachable_state, trace
+from nxdpp.tracing.graph.errors import TracingError
+from nxdpp.tracing.graph.graph_values import compute_the_same
+from nxdpp.tracing.graph.modes import Modes, current_modes
+from nxdpp.tracing.graph.swap import swapped
+from nxdpp.tracing.graph.trace import TracedGraph, TracingOptions, reachable_state, trace
+from nxdpp.tracing.modules import listings
+from nxdpp.tracing.modules.spine_modules import spine_names
+from nxdpp.tracing.sizes.input_specs import InputSpec
+from nxdpp.tracing.sizes.sizes import Shapes, Sizes, shapes_of
+from nxdpp.tracing.state.read_values import ReadValues
+from nxdpp.tracing.state.settings import Settings, SpineSettings
 
 _UNKNOWN = object()
 
@@ -38,7 +38,7 @@ class _Variant:
     """Inputs that one graph is traced for.
 
     ``traced`` inputs have a spec. ``constants`` have a type, a sign and a value, because 1 is not ``True`` and 0.0 is
-    not -0.0. ``modes`` are those of torch around the model, for which code may ask. ``settings`` are the
+    not -0.0. ``modes`` are torch's modes around the model, for which code may ask. ``settings`` are the
     training modes and the attributes of modules above layers, and the number of the other values that their code reads.
     """
 
@@ -65,6 +65,7 @@ class ProgramCache:
         loss_spec: the output that is the loss.
         stages: this rank's stages.
         settings: other settings that must be equal on all ranks of the pipeline.
+        changes: of the model; the graph of present modes and hooks is looked for when it has moved.
     """
 
     def __init__(
@@ -74,8 +75,10 @@ class ProgramCache:
         loss_spec: LossSpec,
         stages: Sequence[int],
         settings: Mapping[str, Any],
+        changes: ChangeRecord,
     ) -> None:
         module = partition.module
+        self._changes = changes
         self._partition = partition
         self._module = module
         self._options = options
@@ -87,6 +90,10 @@ class ProgramCache:
         self._common += parameter_lines([*listings.named_parameters(module), *listings.named_buffers(module)])
         # The key has the shapes of the inputs for variants with a graph that depends on sizes, and ``None`` for others.
         self._graphs: LastUsed[tuple[_Variant, Any], CutGraph] = LastUsed()
+        # Keys of graphs by a layout of inputs, modes and settings.
+        self._of_layouts: LastUsed[tuple[Hashable, bool, Modes, tuple[Settings, int]], tuple[_Variant, Any]] = (
+            LastUsed()
+        )
         self._with_facts: set[_Variant] = set()
         self._fixed: set[_Variant] = set()
         self._as_cut: dict[str, nn.Module] = {}
@@ -144,12 +151,23 @@ class ProgramCache:
     def _layers(self) -> list[str]:
         return self._options.layers_of(self._module)
 
-    def cut_graph_of_all(self, microbatches: Sequence[Mapping[str, Any]], training: bool) -> CutGraph:
+    def cut_graph_of_all(self, microbatches: Sequence[Mapping[str, Any]], layout: Hashable = None) -> CutGraph:
         """Return the graph of ``microbatches``, whose shapes may differ where a function or images split the batch.
+
+        The graph is in the model's present mode. Batches of one ``layout`` have microbatches of the same names, shapes
+        and dtypes, without other values.
 
         Raises ``ValueError`` where they need several graphs, and as ``cut_graph`` does.
         """
+        training = self._module.training
+        present = None if layout is None else (layout, training, current_modes(), self._settings())
+        key = None if present is None else self._of_layouts.get(present)
+        if key is not None and key in self._graphs:
+            return self._graphs[key]
         cut = self.cut_graph(microbatches[0], training)
+        if present is not None:
+            # A trace may have changed the settings.
+            self._of_layouts[*present[:-1], self._settings()] = next(reversed(self._graphs))
         first = signature(microbatches[0])
         for number, microbatch in enumerate(microbatches):
             if signature(microbatch) != first and self.cut_graph(microbatch, training) is not cut:
@@ -160,7 +178,7 @@ class ProgramCache:
                 )
         return cut
 
-    def program(self, cut: CutGraph, ends_with: EndsWith) -> RankProgram:
+    def program(self, cut: CutGraph, ends_with: EndsWith) -> RankStages:
         """Return the program that ends with the loss, with all values of the output, or with both.
 
         Raises ``ValueError`` for an output without a loss, and for a stage that needs a value of a later one.
@@ -186,6 +204,7 @@ class ProgramCache:
     def forget(self) -> None:
         """Drop all graphs: modules, buffers or dtypes have changed."""
         self._graphs.clear()
+        self._of_layouts.clear()
         self._state = _UNKNOWN
         self._read_values = None
         self._with_facts.clear()
@@ -212,7 +231,11 @@ class ProgramCache:
         graph = next((graph for graph in graphs_with_facts_first if sizes.hold(graph.traced.facts)), None)
         if graph is None:
             constants = {name: value for name, _, value in variant.constants}
-            traced = trace(self._module, dict(variant.traced), constants, self._options, shapes)
+            try:
+                traced = trace(self._module, dict(variant.traced), constants, self._options, shapes)
+            finally:
+                # Transformers adds hooks itself.
+                self._changes.take_hooks()
             with self._partition.remedy_named():
                 graph = self._with_other_values(traced, variant) or CutGraph(traced, self._partition, variant.training)
         if graph.traced.facts:
@@ -222,9 +245,9 @@ class ProgramCache:
         return graph
 
     def _with_other_values(self, traced: TracedGraph, variant: _Variant) -> CutGraph | None:
-        """Take the graph of other values out of the cache if it is equal to ``traced``.
+        """Take a graph out of the cache that differs from ``traced`` only in values that its code has read, if any.
 
-        Its engines serve on. A value that changes on one rank alone, for a log, so needs no step of other ranks.
+        Its engines stay in use: a value that changes on one rank only, as a counter for a log, needs no step of others.
         """
         for key, graph in self._graphs.items():
             other = graph.traced
@@ -248,7 +271,7 @@ class ProgramCache:
             return cut.results()
         return list(dict.fromkeys([cut.loss_of_sample(self._loss_spec), *cut.results()]))
 
-    def _build(self, cut: CutGraph, ends_with: EndsWith, results: list[fx.Node]) -> RankProgram:
+    def _build(self, cut: CutGraph, ends_with: EndsWith, results: list[fx.Node]) -> RankStages:
         with self._model_as_cut():
             with self._partition.remedy_named():
                 plans = cut.plans(results)
@@ -256,7 +279,7 @@ class ProgramCache:
         stages = {stage: cut.build_program(plans[stage], self._shared_buffers) for stage in self._local_stages}
         edges = frozenset((source, plan.stage) for plan in plans for source in plan.received.values())
         mode = f"the {ends_with} in {'training' if cut.training else 'evaluation'} mode"
-        return RankProgram(stages, edges, fingerprint([mode, *self._common, *lines]), plans[-1].results)
+        return RankStages(stages, edges, fingerprint([mode, *self._common, *lines]), plans[-1].results)
 
 
 def signature(inputs: Mapping[str, Any]) -> list[Any]:

@@ -20,10 +20,10 @@ import torch
 from torch import nn
 
 from nxdpp.pipeline.stages.data_changes import same_content
-from nxdpp.tracing import listings
-from nxdpp.tracing.code_names import names_in
-from nxdpp.tracing.layer_objects import Place, PlainValue, Reached, loaded_names, runs_user_code
-from nxdpp.tracing.shared_reads import Uses, uses_of_items, uses_of_name
+from nxdpp.tracing.code.names import loaded_names, names_in
+from nxdpp.tracing.code.reads import Uses, uses_of_items, uses_of_name
+from nxdpp.tracing.modules import listings
+from nxdpp.tracing.state.layer_objects import PlainValue, Reached, TensorPlace, runs_user_code
 
 _MOST_ITEMS_OF_TENSOR = 1 << 20
 
@@ -53,7 +53,7 @@ class SharedBuffers:
 
 
 class SharedObjects:
-    """The tensors that modules of a stage share with those of other stages.
+    """The tensors that modules of a stage share with modules of other stages.
 
     Args:
         root: the model.
@@ -98,9 +98,9 @@ class SharedObjects:
         found = {} if reached is None else reached.places
         places = {key: place for key, place in found.items() if id(place.tensor) not in guarded}
         for name, (registry, key, other) in self._buffers.items():
-            buffer = registry.get(key)
-            if buffer is not None and not buffer.is_meta:
-                places[id(registry), key] = Place(buffer, buffer._version, f"{name}, which is also {other}", key, None)
+            if (buffer := registry.get(key)) is not None and not buffer.is_meta:
+                path = f"{name}, which is also {other}"
+                places[id(registry), key] = TensorPlace(buffer, buffer._version, path, key, None)
         return SharedSnapshot(places, {} if reached is None else reached.plain, self._names, self)
 
     def needs_name(self, name: str, holder: Any, is_item: bool) -> bool:
@@ -139,7 +139,7 @@ class SharedSnapshot:
 
     def __init__(
         self,
-        places: dict[tuple[int, Any], Place],
+        places: dict[tuple[int, Any], TensorPlace],
         plain: dict[tuple[int, Any], PlainValue],
         names: set[str],
         shared: SharedObjects,
@@ -151,7 +151,7 @@ class SharedSnapshot:
         self._content = {key: _content(place.tensor) for key, place in places.items()}
 
     def first_change(self, later: "SharedSnapshot") -> str | None:
-        """Return the path of a value that is another one in ``later``, or of a tensor that was changed in place."""
+        """Return the path of a value that differs in ``later``, or of a tensor that was changed in place."""
         return next(self._changes(later), None)
 
     def _changes(self, later: "SharedSnapshot") -> Iterator[str]:
@@ -167,7 +167,7 @@ class SharedSnapshot:
             if key not in self._places and self._is_another(self._plain.get(key), value) and self._is_needed(value):
                 yield f"the value {value.path}"
 
-    def _is_read(self, place: Place) -> bool:
+    def _is_read(self, place: TensorPlace) -> bool:
         """Return whether code may read a new tensor. Additions to a list, or under other keys, may be for the user."""
         if place.length is None and not place.path.endswith("]"):
             return True

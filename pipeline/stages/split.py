@@ -1,6 +1,6 @@
 """Split of a traced graph into one graph for each stage, over the original modules.
 
-A value with an edge to a later stage is sent there. A node that follows from the inputs alone is
+A value with an edge to a later stage is sent there. A node that follows from the inputs only is
 copied into each stage that needs it. Such a node may read the shape, dtype or device of a value of an earlier stage.
 The stage then has an empty metadata placeholder for that value::
 
@@ -10,6 +10,7 @@ The stage then has an empty metadata placeholder for that value::
         │             └╌╌╌╌╌╌╌╌╌╌╌╌ (metadata only) ╌╌▶ mask
 """
 
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -18,9 +19,9 @@ from torch import fx, nn
 from nxdpp.pipeline.stages.first_run import FirstRun
 from nxdpp.pipeline.stages.in_place_guard import Guard, may_change_arguments
 from nxdpp.pipeline.stages.stage_modes import StageModes
-from nxdpp.tracing.checks import must_run
-from nxdpp.tracing.trace import TracedGraph
-from nxdpp.tracing.uses import changed_buffers, metadata_arguments, modules_of
+from nxdpp.tracing.graph.checks import must_run, passes_on
+from nxdpp.tracing.graph.trace import TracedGraph
+from nxdpp.tracing.graph.uses import changed_buffers, metadata_arguments, modules_of
 
 
 @dataclass
@@ -31,12 +32,12 @@ class StagePlan:
         stage: number of the stage.
         inputs: names of the model's inputs that the stage uses.
         received: source stage of each received value.
-        received_metadata: source stage of each value of which only metadata is used.
+        received_metadata: source stage of each value that is used only for its metadata.
         sent: destination stages of each sent value.
-        sent_metadata: destination stages of each value of which only metadata is sent.
+        sent_metadata: destination stages of each value that is sent only as metadata.
         results: values of the model's output, on the last stage.
         nodes: nodes that the stage runs or receives.
-        elsewhere: those of ``nodes`` that a later stage has a copy of.
+        elsewhere: nodes among ``nodes`` that a later stage has a copy of.
     """
 
     stage: int
@@ -125,7 +126,7 @@ def build_stage(
     for name in plan.received_metadata:
         placeholders[by_name[name]] = graph.placeholder(f"metadata_{name}")
     # Guards of values with copies on other stages, and the nodes themselves.
-    over_all, over_one = Guard(graph), Guard(graph)
+    over_all, over_users = Guard(graph), Guard(graph)
     modes = StageModes(graph)
     for name in _on_several_stages(plan, root, assigned):
         over_all.begin_buffers(root.get_submodule(name), name)
@@ -134,20 +135,29 @@ def build_stage(
             over_all.begin(copies[by_name[name]], by_name[name])
     for node in traced.graph.nodes:
         if node in plan.nodes and node not in copies:
+            if not _is_call_of_module(node):
+                over_users.end()
             if node in assigned and may_change_arguments(node, root):
                 for argument in node.all_input_nodes:
                     if argument in copies and _follows_from_shared(argument, plan, assigned):
-                        over_one.begin(copies[argument], argument, node)
+                        over_users.begin(copies[argument], argument, node)
             modes.begin(node)
             copies[node] = _copy(graph, node, copies, placeholders)
             if first_run is not None:
+                # The first run names the user that changes a value. Later ones check once for all users in a row.
                 first_run.watch(copies[node], node)
-            over_one.end()
+                over_users.end()
+    over_users.end()
     over_all.end()
     graph.output(tuple(copies[by_name[name]] for name in plan.made))
     module = fx.GraphModule(root, graph, class_name=f"Stage{plan.stage}")
     modes.restore_after(module)
     return module
+
+
+def _is_call_of_module(node: fx.Node) -> bool:
+    """Return whether ``node`` calls a module, or passes on its output: no code between the modules."""
+    return node.op == "call_module" or node.target is operator.getitem or passes_on(node)
 
 
 def _first_stages(traced: TracedGraph, assigned: Mapping[fx.Node, int]) -> dict[fx.Node, int]:

@@ -1,11 +1,11 @@
-"""Modes of torch around the nodes of a stage: gradients off, autocast, attention kernels (``tracing/modes.py``)."""
+"""Modes of torch around a stage's nodes: gradients off, autocast, attention kernels (``tracing/graph/modes.py``)."""
 
 from collections.abc import Callable
 from typing import Any
 
 from torch import fx
 
-from nxdpp.tracing.modes import Modes, RunningModes, modes_of
+from nxdpp.tracing.graph.modes import Modes, RunningModes, modes_of
 
 
 class StageModes:

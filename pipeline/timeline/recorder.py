@@ -54,7 +54,7 @@ class StepRecorder:
         return placed
 
     def stamp(self) -> Stamp:
-        """Return the present time, on CUDA that of the device's stream."""
+        """Return the present time, on CUDA the time of the device's stream."""
         return self._clock.stamp()
 
     def add(
@@ -126,7 +126,7 @@ class RecordedChannel(RemoteChannel):
         try:
             yield
         finally:
-            if self._entries(direction):
+            if self._number((direction, microbatch)):
                 source, destination = self.boundary.source, self.boundary.destination
                 if direction is Direction.GRADIENT:
                     source, destination = destination, source

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nxdpp.parallel_layers import failure_watch, parallel_state
 from nxdpp.pipeline.timeline.recorder import StepRecorder
+from nxdpp.ranks import parallel_state
+from nxdpp.ranks.faults import failure_watch
 from nxdpp.schedules.timeline_file import TimelineWriter
 
-# Below the tag of the step verifier, above those of all other messages in the group.
+# Below the tag of the step verifier, above the tags of all other messages in the group.
 _TAG = 2**31 - 2
 _ROUND_TRIPS = 5
 
@@ -25,7 +26,7 @@ class StepTimeline:
     events and adds them to the file. A rank whose step fails adds its own, if it can reach the file.
 
     Args:
-        path: of the file; replicas other than the first write beside it.
+        path: of the file; replicas other than the first write files next to it.
         schedule: its name.
     """
 

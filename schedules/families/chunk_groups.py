@@ -33,5 +33,5 @@ def forward_order(ranks: int, chunks: int, microbatches: int) -> list[ChunkStep]
 
 
 def backward_order(order: list[ChunkStep], chunks: int) -> list[ChunkStep]:
-    """Return the order of the backwards: that of the forwards with the chunks reversed."""
+    """Return the order of the backwards: the order of the forwards with the chunks reversed."""
     return [(chunks - 1 - chunk, microbatch) for chunk, microbatch in order]

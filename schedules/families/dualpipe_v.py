@@ -27,7 +27,7 @@ The first rank has the first stage and the loss. Rank r
 7. runs the oldest waiting weight-gradient and an input-gradient of the first chunk, p - r - 1 times;
 8. runs the waiting weight-gradients.
 
-Most backwards are full, unlike those of ZB-V: they need no second pass over the graph. On devices that exchange tokens
+Most backwards are full, unlike in ZB-V: they need no second pass over the graph. On devices that exchange tokens
 between experts, a forward and a backward of step 4 can hide each other's exchange. The engine runs them in turn. At
 most p + 1/2 microbatches are in flight, counted in full ranks. For fewer than 2 p microbatches the schedule of 2 p is
 built, and the others are left out.

@@ -1,4 +1,4 @@
-"""Forwards alone, for evaluation, on either placement.
+"""Only forwards, for evaluation, on either placement.
 
 In a loop, in the order of interleaved 1F1B; p = 2, v = 2, 4 microbatches::
 

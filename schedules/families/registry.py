@@ -33,7 +33,7 @@ FAMILIES = {family.name: family for family in _ALL}
 
 
 def find_family(name: str) -> Family:
-    """Return the family ``name``; ``ValueError`` with all names, and the closest one, for another name."""
+    """Return the family ``name``; ``ValueError`` with all names, and the closest one, for an unknown name."""
     if name not in FAMILIES:
         raise ValueError(f"there is no schedule {name!r}{_meant(name)}. Choose one of {', '.join(FAMILIES)}.")
     return FAMILIES[name]

@@ -11,7 +11,7 @@ p = 4, 8 microbatches::
     F forward, I input-gradient, W weight-gradient, . bubble
 
 Rank r delays its weight-gradients by r microbatches; they fill the bubble at the end. Every rank holds p microbatches.
-The bubble is (p - 1) (F + I - W), that of 1F1B (p - 1) (F + I + W).
+The bubble is (p - 1) (F + I - W), and 1F1B's (p - 1) (F + I + W).
 """
 
 from nxdpp.schedules.actions import Action

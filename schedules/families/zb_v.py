@@ -26,7 +26,7 @@ The first rank has the first stage and the loss. Rank r
 
 At most p microbatches are in flight, counted in full ranks. With F = I = W and at least 2 p - 1 microbatches, a rank
 waits for p - 1 chunks in all. For fewer microbatches the schedule of 2 p - 1 is built, and the others are left out.
-Phases and their lengths are those of ``torch.distributed.pipelining.ScheduleZBVZeroBubble``.
+Phases and their lengths are as in ``torch.distributed.pipelining.ScheduleZBVZeroBubble``.
 """
 
 from nxdpp.schedules.actions import Action, ActionKind

@@ -17,7 +17,7 @@ from bisect import bisect_right
 from nxdpp.schedules.actions import Action, ActionKind, Schedule
 from nxdpp.schedules.execution import Times, run_in_order
 
-# Start of a compute action, then an order of those that start together.
+# Start of a compute action, then an order of the actions that start together.
 Key = tuple[float, int, int]
 
 
@@ -53,7 +53,7 @@ class GlobalOrder:
 
 
 def _key(action: Action, start: float) -> Key:
-    # Those of neighbours that start together: the receive of a result is posted before the action beside it, and
+    # Neighbours that start together: the receive of a result is posted before the action at the same time, and
     # overlaps with it.
     if action.kind is ActionKind.FORWARD:
         return start, 0, action.stage

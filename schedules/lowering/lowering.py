@@ -34,7 +34,7 @@ _RECEIVED_AS = {
 def lower(schedule: Schedule, edges: Collection[StagePair], posted_ahead: int | None = 2) -> Schedule:
     """Add the sends and receives to each rank's compute actions.
 
-    Sends and receives name their peer. On a rank with one stage, those at one place become one action without a peer.
+    Sends and receives name their peer. On a rank with one stage, all at one place become one action without a peer.
 
     Args:
         schedule: compute actions of each rank, a schedule that ``check`` accepts.
@@ -49,7 +49,7 @@ def lower(schedule: Schedule, edges: Collection[StagePair], posted_ahead: int | 
 def lower_rank(
     schedule: Schedule, rank: int, edges: Collection[StagePair], posted_ahead: int | None = 2
 ) -> list[Action]:
-    """Return the list of ``rank`` in ``lower``; ``edges`` needs only those of its own stages."""
+    """Return the list of ``rank`` in ``lower``; ``edges`` needs only the edges of its own stages."""
     return _Lowering(schedule, edges, posted_ahead).rank(rank)
 
 
@@ -179,7 +179,7 @@ class _Lowering:
         return list(streams.values())
 
     def _merge(self, actions: Sequence[Action]) -> Sequence[Action]:
-        """Merge actions that differ in the peer alone, unless that changes the order of a stream."""
+        """Merge actions that differ only in the peer, unless that changes the order of a stream."""
         by_peer: defaultdict[tuple[ActionKind, int | None], list[int]] = defaultdict(list)
         for action in actions:
             by_peer[action.kind, action.peer].append(action.microbatch)

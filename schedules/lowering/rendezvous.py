@@ -1,6 +1,6 @@
 """Deadlock check under rendezvous semantics: a send completes only after its receive is posted.
 
-A rank posts a receive and goes on. It waits for the inputs of a compute action. It starts a send. If more sends
+A rank posts a receive and continues. It waits for the inputs of a compute action. It starts a send. If more sends
 than a given number are then in flight from one stage to another, it waits for the oldest. At the end it waits for all
 its sends.
 
@@ -84,7 +84,7 @@ class _Network:
 
 
 def _run_rank(actions: Iterable[Action], network: _Network, in_flight: int) -> Iterator[tuple[int, Action]]:
-    """Run the actions; yields the place of the rank and the transfer that must be over before it goes on."""
+    """Run the actions; yields the place of the rank and the transfer that must be over before it continues."""
     sends: defaultdict[tuple[int, int | None, ActionKind], deque[Action]] = defaultdict(deque)
     at = 0
     for at, action in enumerate(actions):

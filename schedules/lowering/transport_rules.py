@@ -22,7 +22,7 @@ class TransportRules(NamedTuple):
         posted_ahead: number of compute actions between a receive and its use. ``None`` for the global order, in which
             no rank can wait for another forever, even if it waits for each message as soon as it is started.
         pair_groups: ``True`` for a group of two ranks for each of ``neighbouring_pairs``, ``False`` for groups over all
-            ranks alone.
+            ranks only.
         has_tags: ``True`` if messages have tags. Otherwise they are matched by their order.
     """
 
@@ -35,12 +35,12 @@ class TransportRules(NamedTuple):
 GLOO = TransportRules("gloo", posted_ahead=2, pair_groups=False, has_tags=True)
 NCCL = TransportRules("nccl", posted_ahead=None, pair_groups=True, has_tags=False)
 
-# The rules of each backend. Tests put those of NCCL in the place of gloo's.
+# The rules of each backend. Tests put NCCL's in place of gloo's.
 RULES = {rules.name: rules for rules in (GLOO, NCCL)}
 
 
 def find_rules(name: str) -> TransportRules:
-    """Return the rules of the backend ``name``; ``ValueError`` with all names for another name."""
+    """Return the rules of the backend ``name``; ``ValueError`` with all names for an unknown name."""
     if name not in RULES:
         raise ValueError(f"there is no transport {name!r}. Choose one of {', '.join(RULES)}.")
     return RULES[name]

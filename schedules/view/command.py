@@ -4,7 +4,6 @@
 
     python -m nxdpp schedule zb-v --ranks 4 --microbatches 8
     python -m nxdpp schedule mine.csv --transfer 0.5
-    python -m nxdpp schedule 1f1b --ranks 4 --microbatches 8 --transport nccl
     python -m nxdpp schedule --compare --ranks 8 --microbatches 32
 """
 
@@ -16,23 +15,18 @@ from pathlib import Path
 from nxdpp.schedules.actions import ActionKind, Schedule
 from nxdpp.schedules.check import check
 from nxdpp.schedules.families.registry import FAMILIES, find_family
-from nxdpp.schedules.lowering.transport_rules import RULES, find_rules
-from nxdpp.schedules.placement import ListedPlacement, Placement, placement_of
 from nxdpp.schedules.simulate import Timeline
 from nxdpp.schedules.view.axis import Axis, number
 from nxdpp.schedules.view.output import add_flags, check_flags, console, tell_size, whole_number, write_svg
 from nxdpp.schedules.view.report import Shares, as_json, compare, comparison_as_json, comparison_tables, rank_tables
-from nxdpp.schedules.view.transport import check_transport, transport_as_json, transport_text
 from nxdpp.schedules.written import read_schedule
 
 # Microbatches times stages. A drawing of so many takes about a quarter of a minute.
 _MOST = 2**18
-# A check for deadlocks takes a minute.
-_MOST_CHECKED = 2**16
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add the command to those of ``python -m nxdpp``."""
+    """Add the command to ``python -m nxdpp``."""
     parser = commands.add_parser(
         "schedule",
         help="draw a schedule with the bubble and memory of its ranks",
@@ -49,9 +43,6 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument("--input-gradient", type=_time, default=1.0, metavar="T", help="of an input-gradient (1)")
     parser.add_argument("--weight-gradient", type=_time, default=1.0, metavar="T", help="of a weight-gradient (1)")
     parser.add_argument("--transfer", type=_time, default=0.0, metavar="T", help="from one rank to another (0)")
-    parser.add_argument(
-        "--transport", metavar="NAME", help=f"check for deadlocks over a backend, one of {', '.join(RULES)}"
-    )
     add_flags(parser, "the timeline")
     parser.add_argument("--json", action="store_true", help="print actions and times as JSON in place of a drawing")
     parser.add_argument("--compare", action="store_true", help="print one line for each family in place of a drawing")
@@ -68,45 +59,37 @@ def run(options: argparse.Namespace) -> None:
         return
     if options.name is None:
         raise ValueError(f"name a schedule, one of {', '.join(FAMILIES)} or a CSV file; or add --compare.")
-    rules = None if options.transport is None else find_rules(options.transport)
-    name, schedule, placement = _schedule(options)
-    if rules is not None:
-        _refuse_long_checks(schedule)
+    name, schedule = _schedule(options)
     title, timeline = _simulated(options, name, schedule)
     axis = Axis("time", _shares(options).axis_legend(schedule))
-    if rules is not None:
-        check_transport(schedule, placement, rules)
     write_svg(options, title, {"": timeline}, axis)
     if options.json:
-        print(json.dumps(as_json(title, timeline) | ({} if rules is None else transport_as_json(rules))))
+        print(json.dumps(as_json(title, timeline)))
         return
     from nxdpp.schedules.view.drawing import draw
 
     out = console(options.width)
     out.print(title)
     out.print(draw(timeline, out.width, axis=axis))
-    for table in rank_tables(timeline, out.width):
-        out.print(table)
+    out.print(*rank_tables(timeline, out.width), sep="\n")
     out.print(f"makespan {number(timeline.makespan)}, bubble {100 * timeline.mean_bubble:.1f} % on average")
-    if rules is not None:
-        out.print(transport_text(rules))
 
 
-def _schedule(options: argparse.Namespace) -> tuple[str, Schedule, Placement | ListedPlacement]:
-    """Return name, schedule and placement."""
+def _schedule(options: argparse.Namespace) -> tuple[str, Schedule]:
+    """Return name and schedule."""
     if not options.name.endswith(".csv"):
         ranks, microbatches = _ranks_and_microbatches(options)
-        placement = find_family(options.name).placement(ranks, options.virtual)
-        return options.name, find_family(options.name).build(ranks, microbatches, options.virtual), placement
+        return options.name, find_family(options.name).build(ranks, microbatches, options.virtual)
     if options.ranks or options.microbatches or options.virtual:
         raise ValueError(
             f"{options.name} sets the number of ranks, microbatches and chunks: leave out --ranks, --microbatches "
             f"and --virtual."
         )
     schedule = read_schedule(Path(options.name))
-    tell_size(_forwards(schedule), f"{options.name} has", _MOST)
+    forwards = sum(action.kind is ActionKind.FORWARD for actions in schedule for action in actions)
+    tell_size(forwards, f"{options.name} has", _MOST)
     check(schedule)
-    return Path(options.name).name, schedule, placement_of(schedule)
+    return Path(options.name).name, schedule
 
 
 def _simulated(options: argparse.Namespace, name: str, schedule: Schedule) -> tuple[str, Timeline]:
@@ -120,8 +103,6 @@ def _simulated(options: argparse.Namespace, name: str, schedule: Schedule) -> tu
 def _compare(options: argparse.Namespace) -> None:
     if options.svg is not None:
         raise ValueError("--svg draws one schedule: leave out --compare, or --svg.")
-    if options.transport is not None:
-        raise ValueError("--transport checks one schedule: leave out --compare, or --transport.")
     chosen = None if options.name is None else find_family(options.name).name
     shares = _shares(options)
     ranks, microbatches = _ranks_and_microbatches(options)
@@ -131,8 +112,8 @@ def _compare(options: argparse.Namespace) -> None:
         return
     out = console(options.width)
     out.print(f"{ranks} ranks, {microbatches} microbatches; {shares.text()}")
-    for table in comparison_tables(rows, out.width, chosen):
-        out.print(table)
+    out.print(*comparison_tables(rows, out.width, chosen), sep="\n")
+    out.print("v: chunks a rank; peak: most microbatches in flight on a rank, a chunk being 1/v")
 
 
 def _ranks_and_microbatches(options: argparse.Namespace) -> tuple[int, int]:
@@ -145,20 +126,6 @@ def _ranks_and_microbatches(options: argparse.Namespace) -> tuple[int, int]:
     size = schedules * options.ranks * options.microbatches * (options.virtual or 1)
     tell_size(size, f"{options.ranks:,} ranks and {options.microbatches:,} microbatches make", _MOST)
     return options.ranks, options.microbatches
-
-
-def _forwards(schedule: Schedule) -> int:
-    """Return the number of forwards, one for each stage and microbatch."""
-    return sum(action.kind is ActionKind.FORWARD for actions in schedule for action in actions)
-
-
-def _refuse_long_checks(schedule: Schedule) -> None:
-    size = _forwards(schedule)
-    if size > _MOST_CHECKED:
-        raise ValueError(
-            f"--transport checks {_MOST_CHECKED:,} forwards at most, and the schedule has {size:,}. A schedule repeats "
-            f"itself: give fewer microbatches or fewer ranks, or leave out --transport."
-        )
 
 
 def _shares(options: argparse.Namespace) -> Shares:

@@ -17,8 +17,7 @@ from rich.text import Text
 
 from nxdpp.schedules.simulate import Timeline
 from nxdpp.schedules.view.axis import Axis, number, tick_step
-from nxdpp.schedules.view.colours import INK, shade
-from nxdpp.schedules.view.labels import NAMES, Labels
+from nxdpp.schedules.view.labels import INK, NAMES, Labels, shade
 
 # The shortest action is as wide as its label. Two limits, in labels: the mean width of an action, and the width of a
 # row for each action of all ranks. The second one bounds long transfers.
@@ -41,7 +40,7 @@ class _Piece:
 def draw(timeline: Timeline, width: int, *, axis: Axis = TIME, like: Timeline | None = None) -> Text:
     """Return the timeline in lines of at most ``width`` columns; a width under 40 may be passed.
 
-    A label is whole, or its letter alone. Actions without a column are counted in the legend. A column has the same
+    A label is whole, or only its letter. Actions without a column are counted in the legend. A column has the same
     time as in the drawing of ``like``, a timeline of the same actions, if given.
     """
     labels = Labels(timeline.spans)

@@ -82,14 +82,20 @@ def write_svg(
 ) -> None:
     """Draw the timelines, by name, into the file of ``--svg``, if given, with their waits and sends.
 
-    Raises ``ValueError`` for a path that cannot be written.
+    Raises ``ValueError`` for a path that cannot be written, and without matplotlib.
     """
-    from nxdpp.schedules.view.picture import svg
-
     if options.svg is None:
         return
+    from nxdpp.schedules.view.picture import svg
+
     try:
-        options.svg.write_text(svg(title, timelines, axis, options.svg_width or _PIXELS, marks), encoding="utf-8")
+        picture = svg(title, timelines, axis, options.svg_width or _PIXELS, marks)
+    except ImportError:
+        raise ValueError(
+            "--svg draws with matplotlib, which is not installed: pip install 'nxdpp[pictures]'."
+        ) from None
+    try:
+        options.svg.write_text(picture, encoding="utf-8")
     except OSError as error:
         raise ValueError(f"--svg: {options.svg} cannot be written: {error.strerror}") from None
 

@@ -1,26 +1,24 @@
-"""Timelines as an SVG picture: rows of ranks over a time axis, in blocks of the picture's width.
+"""Timelines as an SVG picture, drawn by matplotlib: rows of ranks over a time axis, in blocks of the picture's width.
 
 The picture has its own background and follows the dark mode of its reader. It has a title, a description, and the
 times of each action as a tooltip.
 """
 
+import io
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
-from nxdpp.schedules.actions import ActionKind
-from nxdpp.schedules.simulate import Timeline
+from nxdpp.schedules.simulate import Span, Timeline
 from nxdpp.schedules.view.axis import Axis, number
-from nxdpp.schedules.view.labels import NAMES, Labels
-from nxdpp.schedules.view.picture_layout import Layout
-from nxdpp.schedules.view.svg_parts import LINE, box, class_of, clean, lines_of, path, style, text_at, width_of
+from nxdpp.schedules.view.blocks import LETTER, Blocks, BoxPart
+from nxdpp.schedules.view.labels import NAMES, Labels, shade
+from nxdpp.schedules.view.svg_style import FONT, styled
 
-# Pixels: between the frame and the content, of a row and the gap below it, of the axis with its numbers.
-_INDENT, _ROW, _GAP, _AXIS = 12, 24, 4, 30
-# From the top of a row or line to the line of its letters.
-_BASE = 16
-_BUBBLE, _PEAK = 68, 52
-# Height of a wait, and width of a send at least.
-_WAIT, _SEND = 6, 1.0
-
+# Pixels: of a line, between the frame and the content, of a row and the gap below it, of the axis.
+_LINE, _INDENT, _ROW, _GAP, _AXIS = 20, 12, 24, 4, 30
+# From the right end to the ends of the bubbles' figures, and to the rows.
+_PEAK, _FIGURES = 52, 120
 _MARKS = {"wait": "wait for another rank", "send": "start of a send or receive"}
 
 # Start and end of waits or sends, for each rank.
@@ -43,55 +41,63 @@ def svg(
         width: pixels of the picture, at least 480.
         marks: by name of the timeline, its intervals of ``wait`` and of ``send``.
     """
-    return _Picture(title, timelines, axis, width, marks or {}).text()
+    from matplotlib import rc_context
+
+    title = "".join(letter if letter.isprintable() else "?" for letter in title)
+    settings: dict[Any, Any] = {"font.family": "DejaVu Sans Mono", "font.size": FONT, "text.parse_math": False}
+    with rc_context(settings | {"svg.fonttype": "none", "svg.hashsalt": "nxdpp"}):
+        picture = _Picture(timelines, axis, width, marks or {})
+        return styled(picture.drawn(title), title, picture.description())
 
 
 class _Picture:
+    """A figure whose page has its origin at the upper left, in pixels, and grows downwards to ``_bottom``."""
+
     def __init__(
-        self,
-        title: str,
-        timelines: Mapping[str, Timeline],
-        axis: Axis,
-        width: int,
-        marks: Mapping[str, Mapping[str, Intervals]],
+        self, timelines: Mapping[str, Timeline], axis: Axis, width: int, marks: Mapping[str, Mapping[str, Intervals]]
     ) -> None:
-        self._marks = marks
-        self._title, self._timelines, self._axis, self._width = title, timelines, axis, width
-        ranks = [spans for timeline in timelines.values() for spans in timeline.spans]
-        self._labels = Labels(ranks)
-        heads = (axis.unit, f"rank {max(len(timeline.spans) for timeline in timelines.values()) - 1}")
-        self._left = _INDENT + max(map(width_of, heads)) + 12
+        self._timelines, self._axis, self._width, self._marks = timelines, axis, width, marks
+        self._labels = Labels([spans for timeline in timelines.values() for spans in timeline.spans])
+        self._ranks = max(len(timeline.spans) for timeline in timelines.values())
+        self._left = 2 * _INDENT + LETTER * max(len(axis.unit), len(f"rank {self._ranks - 1}"))
         self._right = width - _INDENT
-        self._layout = Layout(timelines, self._labels, self._right - _BUBBLE - _PEAK - self._left)
-        self._parts: list[str] = []
+        self._blocks = Blocks(timelines, self._labels, self._right - _FIGURES - self._left)
+        from matplotlib.figure import Figure
+
+        # A figure has 72 dots an inch: its points are pixels.
+        self._figure = Figure(dpi=72, frameon=False)
+        self._page = self._figure.add_axes((0, 0, 1, 1))
+        self._page.set_axis_off()
+        self._bottom = float(_INDENT)
         # The upper edge of the first rank's row, by block and timeline.
         self._tops: dict[tuple[int, str], float] = {}
-        self._bottom = float(_INDENT)
 
-    def text(self) -> str:
-        """Return the text of the file."""
-        self._add_head()
+    def drawn(self, title: str) -> str:
+        """Return the picture as matplotlib writes it."""
+        from matplotlib.patches import FancyBboxPatch
+
+        self._add_head(title)
         self._add_legend()
-        for block in range(self._layout.blocks):
-            self._add_block(block)
-        for name, marks in self._marks.items():
-            for kind, intervals in marks.items():
-                self._add_marks(name, kind, intervals)
-        self._parts += self._actions()
+        axes = [self._add_block(block) for block in range(self._blocks.count)]
+        self._add_actions()
         width, height = self._width, round(self._bottom + _INDENT)
-        size = f'width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
-        return "\n".join(
-            [
-                f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">',
-                f"<title>{clean(self._title)}</title>",
-                f"<desc>{clean(self._description())}</desc>",
-                style(self._labels.kinds, self._labels.chunks),
-                f'<rect class="page" x="0.5" y="0.5" width="{width - 1}" height="{height - 1}" rx="6"/>',
-                *self._parts,
-                "</svg>",
-                "",
-            ]
+        frame = FancyBboxPatch(
+            (6.5, 6.5), width - 13, height - 13, boxstyle="round,pad=6", fc="none", gid="page|", zorder=0, clip_on=False
         )
+        self._page.add_artist(frame)
+        self._page.set(xlim=(0, width), ylim=(height, 0))
+        self._figure.set_size_inches(width / 72, height / 72)
+        for block, top in enumerate(axes):
+            self._add_axis(block, 1 - top / height)
+        written = io.StringIO()
+        self._figure.savefig(written, format="svg", metadata={"Date": None, "Creator": None})
+        return written.getvalue()
+
+    def description(self) -> str:
+        """Return the content in words."""
+        kinds = ", ".join(f"{kind.value} {NAMES[kind]}" for kind in self._labels.kinds)
+        rows = f"A row for each of {self._ranks} ranks, time to the right"
+        return f"{'; '.join(self._figures())}. {rows}. {kinds}. {self._axis.legend}."
 
     def _figures(self) -> list[str]:
         """Return a line of figures for each timeline."""
@@ -101,121 +107,119 @@ class _Picture:
             for name, timeline in self._timelines.items()
         ]
 
-    def _description(self) -> str:
-        ranks = max(len(timeline.spans) for timeline in self._timelines.values())
-        kinds = ", ".join(f"{kind.value} {NAMES[kind]}" for kind in self._labels.kinds)
-        figures = "; ".join(self._figures())
-        return f"{figures}. A row for each of {ranks} ranks, time to the right. {kinds}. {self._axis.legend}."
+    def _text(self, x: float, text: str, y: float | None = None, **more: Any) -> None:
+        """Add a text to the line or row whose upper edge is at ``y``."""
+        self._page.text(x, (self._bottom if y is None else y) + 16, text, **more)
 
-    def _add_head(self) -> None:
-        for kind, text in (("title", self._title), *(("", figures) for figures in self._figures())):
-            for line in lines_of(text, self._right - _INDENT):
-                self._parts.append(text_at(_INDENT, self._bottom + _BASE, line, kind))
-                self._bottom += LINE
+    def _box(self, kind: str, x: float, y: float, width: float, height: float, tooltip: str = "") -> None:
+        """Add a box of a ``kind``; of an action it is the colour."""
+        from matplotlib.patches import Rectangle
+
+        colour, group = (kind, "action") if kind.startswith("#") else ("none", kind)
+        corner = round(x, 2), round(y, 2)
+        self._page.add_artist(
+            Rectangle(corner, round(width, 2), height, facecolor=colour, gid=f"{group}|{tooltip}", clip_on=False)
+        )
+
+    def _add_head(self, title: str) -> None:
+        for text, weight in ((title, "bold"), *((figures, "normal") for figures in self._figures())):
+            for line in textwrap.wrap(text, max(1, int((self._right - _INDENT) / LETTER))):
+                self._text(_INDENT, line, weight=weight)
+                self._bottom += _LINE
         self._bottom += _GAP
 
     def _add_legend(self) -> None:
         x = float(_INDENT)
-        entries = [(self._swatches(kind), NAMES[kind]) for kind in self._labels.kinds]
-        texts = [self._axis.legend]
-        if meaning := self._labels.legend():
-            texts.insert(0, meaning)
-        spans = (span for timeline in self._timelines.values() for rank in timeline.spans for span in rank)
-        if any(self._layout.label(span) is None for span in spans):
-            texts.append("small boxes have no label")
-        entries.append(([("row", "")], "bubble"))
-        kinds = {kind for marks in self._marks.values() for kind, found in marks.items() if any(found)}
-        entries += [([(kind, "")], _MARKS[kind]) for kind in _MARKS if kind in kinds]
-        for swatches, name in [*entries, *(([], text) for text in texts)]:
-            widths = [max(14.0, width_of(label) + 8) for _, label in swatches]
-            whole = sum(widths) + (6 if widths else 0) + width_of(name)
+        for boxes, name in self._entries():
+            widths = [max(14.0, LETTER * len(label) + 8) for _, label in boxes]
+            whole = sum(widths) + (6 if widths else 0) + LETTER * len(name)
             if x > _INDENT and x + whole > self._right:
-                x, self._bottom = float(_INDENT), self._bottom + LINE + _GAP
-            for (of_kind, label), width in zip(swatches, widths, strict=True):
-                shown = box(of_kind, x, self._bottom, width, LINE)
-                if label:
-                    shown += text_at(x + width / 2, self._bottom + _BASE - 2, label)
-                    shown = f'<g class="action">{shown}</g>'
-                self._parts.append(shown)
+                x, self._bottom = float(_INDENT), self._bottom + _LINE + _GAP
+            for (kind, label), width in zip(boxes, widths, strict=True):
+                self._box(kind, x, self._bottom, width, _LINE)
+                self._text(x + width / 2, label, self._bottom - 2, ha="center", gid="label|")
                 x += width
             x += 6 if widths else 0
-            self._parts.append(text_at(x, self._bottom + _BASE - 2, name))
-            x += width_of(name) + 18
-        self._bottom += LINE + 3 * _GAP
+            self._text(x, name, self._bottom - 2)
+            x += LETTER * len(name) + 18
+        self._bottom += _LINE + 3 * _GAP
 
-    def _swatches(self, kind: ActionKind) -> list[tuple[str, str]]:
-        return [(class_of(kind, chunk), self._labels.of(kind, chunk)) for chunk in self._labels.shown()]
+    def _entries(self) -> Iterator[tuple[list[tuple[str, str]], str]]:
+        """Yield the entries of the legend: kinds and labels of boxes, and a text."""
+        for kind in self._labels.kinds:
+            shown = self._labels.shown()
+            yield [(shade(kind, each, self._labels.chunks), self._labels.of(kind, each)) for each in shown], NAMES[kind]
+        yield [("row", "")], "bubble"
+        marked = {kind for marks in self._marks.values() for kind, ranks in marks.items() if any(ranks)}
+        yield from (([(kind, "")], name) for kind, name in _MARKS.items() if kind in marked)
+        spans = (span for timeline in self._timelines.values() for rank in timeline.spans for span in rank)
+        small = "small boxes have no label" if any(self._label(span) is None for span in spans) else None
+        yield from (([], text) for text in (self._labels.legend(), self._axis.legend, small) if text)
 
-    def _add_block(self, block: int) -> None:
-        """Add names, rows and axis of a block."""
-        end = self._bottom
+    def _add_block(self, block: int) -> float:
+        """Add names and rows of a block, and return the place of its axis."""
         for name, timeline in self._timelines.items():
-            if block and not self._layout.reaches(timeline.makespan, block):
+            reached = [part for part in self._blocks.parts(0.0, timeline.makespan) if part.block == block]
+            if block and not reached:
                 continue
             if name or not block:
-                self._add_names(name, first=block == 0)
+                self._text(self._left, name)
+                if not block:
+                    self._add_figures("bubble", "peak")
+                self._bottom += _LINE
             self._tops[block, name] = self._bottom
             for rank in range(len(timeline.spans)):
-                self._add_row(block, timeline, rank)
-            end = self._bottom
-        self._add_axis(block, end)
+                self._text(_INDENT, f"rank {rank}")
+                for part in reached:
+                    self._box("row", self._left + part.x, self._bottom, part.width, _ROW)
+                if not block:
+                    self._add_figures(f"{100 * timeline.bubbles[rank]:.1f} %", f"{timeline.peaks[rank]:.4g}")
+                self._bottom += _ROW + _GAP
+        self._text(_INDENT, self._axis.unit, self._bottom + 2)
+        self._bottom += _AXIS
+        return self._bottom - _AXIS
 
-    def _add_names(self, name: str, *, first: bool) -> None:
-        """Add the line above the rows of a timeline, with the names of the figures in the first block."""
-        self._parts.append(text_at(self._left, self._bottom + _BASE, name))
-        if first:
-            self._parts.append(text_at(self._right - _PEAK, self._bottom + _BASE, "bubble", "end"))
-            self._parts.append(text_at(self._right, self._bottom + _BASE, "peak", "end"))
-        self._bottom += LINE
+    def _add_figures(self, bubble: str, peak: str) -> None:
+        self._text(self._right - _PEAK, bubble, ha="right")
+        self._text(self._right, peak, ha="right")
 
-    def _add_row(self, block: int, timeline: Timeline, rank: int) -> None:
-        """Add the name, the background and the figures of a rank."""
-        line = self._bottom + _BASE
-        self._parts.append(text_at(_INDENT, line, f"rank {rank}"))
-        for part in self._layout.parts(0.0, timeline.makespan):
-            if part.block == block:
-                self._parts.append(box("row", self._left + part.x, self._bottom, part.width, _ROW))
-        if block == 0:
-            self._parts.append(text_at(self._right - _PEAK, line, f"{100 * timeline.bubbles[rank]:.1f} %", "end"))
-            self._parts.append(text_at(self._right, line, f"{timeline.peaks[rank]:.4g}", "end"))
-        self._bottom += _ROW + _GAP
-
-    def _add_axis(self, block: int, top: float) -> None:
+    def _add_axis(self, block: int, y: float) -> None:
         """Add the line, the ticks and their numbers below a block."""
-        start = block * self._layout.time
-        end = min(start + self._layout.time, self._layout.longest)
-        strokes = f"M{self._left:.2f} {top:.2f}h{(end - start) * self._layout.scale:.2f}"
-        for time in self._layout.ticks(block):
-            x = self._left + (time - start) * self._layout.scale
-            strokes += f"M{x:.2f} {top:.2f}v5"
-            self._parts.append(text_at(x, top + 18, number(time), "middle"))
-        self._parts.append(path("axis", strokes))
-        self._parts.append(text_at(_INDENT, top + 18, self._axis.unit))
-        self._bottom = top + _AXIS
+        start, ticks = block * self._blocks.time, self._blocks.ticks(block)
+        end = min(start + self._blocks.time, self._blocks.longest)
+        scale = self._blocks.scale / self._width
+        axes = self._figure.add_axes((self._left / self._width, y, max(end - start, 1e-9) * scale, 0), gid="axis|")
+        axes.set(xlim=(start, max(end, start + 1e-9)), yticks=[])
+        axes.set_xticks(ticks, list(map(number, ticks)))
+        axes.tick_params(length=5, width=1)
+        axes.spines[["left", "right", "top"]].set_visible(False)
+        axes.spines["bottom"].set_linewidth(1)
 
-    def _add_marks(self, name: str, kind: str, intervals: Intervals) -> None:
-        """Add waits as thin bars and sends as narrow ones; actions are drawn over them."""
-        for rank, each in enumerate(intervals):
-            for part in (part for start, end in each for part in self._layout.parts(start, end)):
-                top = self._tops[part.block, name] + rank * (_ROW + _GAP)
-                x = self._left + part.x
-                if kind == "wait":
-                    self._parts.append(box(kind, x, top + (_ROW - _WAIT) / 2, part.width, _WAIT))
-                else:
-                    self._parts.append(box(kind, x, top + _ROW / 2, max(_SEND, part.width), _ROW / 2))
-
-    def _actions(self) -> Iterator[str]:
-        """Yield one element for each action: its tooltip, a box in each of its blocks, its label."""
+    def _add_actions(self) -> None:
+        """Add waits as thin bars and sends as narrow ones, and over them the actions with labels and tooltips."""
         for name, timeline in self._timelines.items():
+            marks = self._marks.get(name, {})
             for rank, spans in enumerate(timeline.spans):
-                below = rank * (_ROW + _GAP)
+                for mark, (start, end) in ((kind, each) for kind in marks for each in marks[kind][rank]):
+                    for part, x, top in self._placed(name, rank, start, end):
+                        # A send is at least a pixel wide.
+                        bar = (x, top + 9, part.width, 6) if mark == "wait" else (x, top + 12, max(1.0, part.width), 12)
+                        self._box(mark, *bar)
                 for span in spans:
-                    kind = class_of(span.action.kind, self._labels.chunk(span.action))
-                    shown = f"<title>{span.action}, {number(span.start)} to {number(span.end)}</title>"
-                    for part in self._layout.parts(span.start, span.end):
-                        shown += box(kind, self._left + part.x, self._tops[part.block, name] + below, part.width, _ROW)
-                    if found := self._layout.label(span):
-                        label, part = found
-                        line = self._tops[part.block, name] + below + _BASE
-                        shown += text_at(self._left + part.x + part.width / 2, line, label)
-                    yield f'<g class="action">{shown}</g>'
+                    colour = shade(span.action.kind, self._labels.chunk(span.action), self._labels.chunks)
+                    tooltip, label = f"{span.action}, {number(span.start)} to {number(span.end)}", self._label(span)
+                    for part, x, top in self._placed(name, rank, span.start, span.end):
+                        self._box(colour, x, top, part.width, _ROW, tooltip)
+                        if part == label:
+                            text = self._labels.label(span.action)
+                            self._text(x + part.width / 2, text, top, ha="center", gid="label|")
+
+    def _placed(self, name: str, rank: int, start: float, end: float) -> Iterator[tuple[BoxPart, float, float]]:
+        """Yield the parts of a box in a row, with their left and upper edges."""
+        for part in self._blocks.parts(start, end):
+            yield part, self._left + part.x, self._tops[part.block, name] + rank * (_ROW + _GAP)
+
+    def _label(self, span: Span) -> BoxPart | None:
+        """Return the widest part of an action; ``None`` if its label does not fit there."""
+        widest = max(self._blocks.parts(span.start, span.end), key=lambda part: part.width)
+        return widest if widest.width >= LETTER * len(self._labels.label(span.action)) else None

@@ -9,7 +9,7 @@ from nxdpp.schedules.families.family import Family
 from nxdpp.schedules.families.registry import FAMILIES
 from nxdpp.schedules.simulate import Span, Timeline, simulate
 from nxdpp.schedules.view.axis import number
-from nxdpp.schedules.view.tables import figures_tables
+from nxdpp.schedules.view.tables import tables
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -74,12 +74,12 @@ def compare(ranks: int, microbatches: int, chunks: int | None, shares: Shares) -
 
 
 def rank_tables(timeline: Timeline, width: int) -> "list[Table]":
-    """The stages, bubble and peak of each rank, ``width`` columns wide at most."""
+    """Return the stages, bubble and peak of each rank, in tables of at most ``width`` columns."""
     rows = [
         [str(rank), stages_of(spans), f"{100 * timeline.bubbles[rank]:.1f} %", f"{timeline.peaks[rank]:g}"]
         for rank, spans in enumerate(timeline.spans)
     ]
-    return figures_tables(("rank", "stages", "bubble", "peak of microbatches in flight"), rows, width)
+    return tables(("rank", "stages", "bubble", "peak of microbatches in flight"), rows, width)
 
 
 def stages_of(spans: Sequence[Span]) -> str:
@@ -88,11 +88,7 @@ def stages_of(spans: Sequence[Span]) -> str:
 
 
 def comparison_tables(rows: list[Compared], width: int, chosen: str | None = None) -> "list[Table]":
-    """A line a family, with a mark at ``chosen``. Narrow tables have no descriptions."""
-    from rich.table import Table
-
-    columns = ("schedule", "v", "makespan", "bubble", "peak")
-    caption = "v: chunks a rank; peak: most microbatches in flight on a rank, a chunk being 1/v"
+    """Return a line a family, with a mark at ``chosen``. Narrow tables have no descriptions."""
     cells = [
         [
             row.family.name + (" *" if row.family.name == chosen else ""),
@@ -100,18 +96,14 @@ def comparison_tables(rows: list[Compared], width: int, chosen: str | None = Non
             number(row.timeline.makespan),
             f"{100 * row.timeline.mean_bubble:.1f} %",
             f"{max(row.timeline.peaks):g}",
+            row.family.summary,
         ]
         for row in rows
     ]
-    if width < _NARROW:
-        return figures_tables(columns, cells, width, caption)
-    table = Table(caption=caption)
-    for name in columns:
-        table.add_column(name, justify="left" if name == "schedule" else "right", no_wrap=True)
-    table.add_column("description")
-    for row, cell in zip(rows, cells, strict=True):
-        table.add_row(*cell, row.family.summary)
-    return [table]
+    heads = ("schedule", "v", "makespan", "bubble", "peak", "description")
+    if width >= _NARROW:
+        return tables(heads, cells, width, folded=5)
+    return tables(heads[:-1], [row[:-1] for row in cells], width)
 
 
 def as_json(title: str, timeline: Timeline) -> dict[str, Any]:

@@ -1,77 +1,77 @@
-"""Tables of figures that fit into the terminal: no number is cut or broken."""
+"""Tables that fit into the terminal: a line under the heads, spaces between columns, no figure cut or broken."""
 
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from rich.console import JustifyMethod
     from rich.table import Table
 
-# Columns of the terminal beside the text of a cell: with a frame, and without.
-_FRAMED, _BARE = 3, 2
+# Dashes below the heads and above the total.
+_LINES = "    \n    \n ---\n    \n ---\n    \n    \n    \n"
+# A cell may be broken here, but not in brackets.
+_COMMA = re.compile(r", (?![^\[]*\])")
+# The fewest columns of a text that is folded.
+NARROWEST = 20
 
 
-def figures_tables(
-    columns: Sequence[str], rows: Sequence[Sequence[str]], width: int, caption: str | None = None
+def tables(
+    heads: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    width: int,
+    *,
+    left: int = 1,
+    total: bool = False,
+    folded: int | None = None,
 ) -> "list[Table]":
-    """Return a table aligned to the right, or several where one is wider than ``width`` columns.
+    """Return a table, or several where one is wider than ``width`` columns: each begins with the first column.
 
-    Each of several begins with the first column. A narrow table has no frame. Headings and lists are broken between
-    words, numbers are not.
+    Heads are broken between words, and cells after a comma.
+
+    Args:
+        heads: names of the columns.
+        rows: cells, one for each column.
+        width: columns of the terminal.
+        left: number of columns aligned to the left; the others are aligned to the right.
+        total: separate the last row by a line.
+        folded: the column of texts that may be broken between any words, and in words that are too long.
     """
-    cells = [[name, *(row[at] for row in rows)] for at, name in enumerate(columns)]
-    least = [max(len(part) for cell in each for part in _parts(cell)) for each in cells]
-    # The text of a cell without breaks.
-    most = [max(map(len, each)) for each in cells]
-    framed = sum(least) + _FRAMED * len(least) + 1 <= width
-    groups = [list(range(len(columns)))] if framed else _groups(least, width)
-    return [
-        _table(
-            [columns[at] for at in group],
-            [[row[at] for at in group] for row in rows],
-            _widened([least[at] for at in group], [most[at] for at in group], width, framed=framed),
-            caption if group is groups[-1] else None,
-            framed=framed,
-        )
-        for group in groups
-    ]
+    from rich.box import Box
+    from rich.cells import cell_len
+    from rich.table import Table
+
+    columns = [[head, *(row[at] for row in rows)] for at, head in enumerate(heads)]
+    most = [max(map(cell_len, column)) for column in columns]
+    parts = [[*column[0].split(), *(part for cell in column[1:] for part in _COMMA.split(cell))] for column in columns]
+    # With a comma behind all parts but the last one.
+    least = [min(high, max(map(cell_len, each), default=0) + 1) for high, each in zip(most, parts, strict=True)]
+    if folded is not None:
+        least[folded] = min(least[folded], NARROWEST)
+    whole = sum(least[at] if at == folded else high for at, high in enumerate(most))
+    gap = 1 if whole + 2 * (len(most) - 1) > width >= sum(least) + len(least) - 1 else 2
+    found = []
+    for group in _groups(least, width, gap):
+        spare = width + gap - sum(least[at] + gap for at in group)
+        table = Table(box=Box(_LINES), show_edge=False, pad_edge=False, padding=(0, gap - 1, 0, 0))
+        for at in group:
+            more = max(0, min(spare, most[at] - least[at]))
+            spare -= more
+            justify: JustifyMethod = "left" if at < left or at == folded else "right"
+            table.add_column(heads[at], justify=justify, overflow="fold", width=least[at] + more)
+        for row in rows:
+            if total and row is rows[-1]:
+                table.add_section()
+            table.add_row(*(row[at] for at in group))
+        found.append(table)
+    return found
 
 
-def _groups(widths: Sequence[int], width: int) -> list[list[int]]:
-    """Divide the columns, each group with the first one."""
+def _groups(widths: Sequence[int], width: int, gap: int) -> list[list[int]]:
+    """Divide the columns into groups of at most ``width`` columns of the terminal, each with the first one."""
     groups = [[0]]
     for at in range(1, len(widths)):
-        if len(groups[-1]) > 1 and sum(widths[each] + _BARE for each in (*groups[-1], at)) > width:
+        if len(groups[-1]) > 1 and sum(widths[each] + gap for each in (*groups[-1], at)) - gap > width:
             groups.append([0])
         groups[-1].append(at)
     return groups
-
-
-def _widened(least: Sequence[int], most: Sequence[int], width: int, *, framed: bool) -> list[int]:
-    """Return widths of columns from ``least`` to ``most``, the first columns wider before the others."""
-    spare = width - sum(least) - (_FRAMED * len(least) + 1 if framed else _BARE * len(least))
-    widths = []
-    for low, high in zip(least, most, strict=True):
-        more = max(0, min(spare, high - low))
-        widths.append(low + more)
-        spare -= more
-    return widths
-
-
-def _parts(cell: str) -> list[str]:
-    """Return the parts between which a cell may be broken: words and numbers, but not ``12.5 %``."""
-    return [cell] if cell.endswith("%") else cell.split()
-
-
-def _table(
-    columns: Sequence[str], rows: Sequence[Sequence[str]], widths: Sequence[int], caption: str | None, *, framed: bool
-) -> "Table":
-    from rich.table import Table
-
-    table = Table(caption=caption)
-    if not framed:
-        table.box = None
-    for name, width in zip(columns, widths, strict=True):
-        table.add_column(name, justify="right", overflow="fold", width=width)
-    for row in rows:
-        table.add_row(*row)
-    return table

@@ -16,7 +16,7 @@ from nxdpp.schedules.view.axis import Axis
 from nxdpp.schedules.view.output import add_flags, check_flags, console, write_svg
 from nxdpp.schedules.view.recorded import RecordedStep, RecordedTimeline
 from nxdpp.schedules.view.report import stages_of
-from nxdpp.schedules.view.tables import figures_tables
+from nxdpp.schedules.view.tables import tables
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -25,7 +25,7 @@ _AXIS = Axis("ms", "time: milliseconds from the first action", " ms")
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add the command to those of ``python -m nxdpp``."""
+    """Add the command to ``python -m nxdpp``."""
     parser = commands.add_parser(
         "timeline",
         help="draw a recorded step and show its lost time",
@@ -61,8 +61,10 @@ def run(options: argparse.Namespace) -> None:
     out.print(draw(real, out.width, axis=_AXIS))
     out.print(f"simulated: {_figures(ideal)}")
     out.print(draw(ideal, out.width, axis=_AXIS, like=real))
-    for table in (*_ranks(step, real, ideal, out.width), *_stages(times, step, out.width)):
-        out.print(table)
+    out.print(*_ranks(step, real, ideal, out.width), sep="\n")
+    out.print("sim.: simulated; sends: calls that start transfers; other: the rest")
+    out.print(*_stages(times, step, out.width), sep="\n")
+    out.print("medians of the step, used in the simulation")
     lost = real.makespan - ideal.makespan
     share = f", {_percent(lost / real.makespan)} of the step" if real.makespan else ""
     figures = " - ".join(_milliseconds(timeline.makespan) for timeline in (real, ideal))
@@ -78,11 +80,8 @@ def _ranks(step: RecordedStep, real: Timeline, ideal: Timeline, width: int) -> "
         times = (computed, simulated, waited, started, real.makespan - computed - waited - started)
         bubbles = (_percent(real.bubbles[rank]), _percent(ideal.bubbles[rank]))
         rows.append([str(rank), stages_of(spans), *bubbles, *map(_milliseconds, times)])
-    columns = (
-        "rank", "stages", "bubble", "sim. bubble", "computed", "sim. time", "waited", "sends", "other",
-    )  # fmt: skip
-    caption = "sim.: simulated; sends: calls that start transfers; other: the rest"
-    return figures_tables(columns, rows, width, caption)
+    heads = ("rank", "stages", "bubble", "sim. bubble", "computed", "sim. time", "waited", "sends", "other")
+    return tables(heads, rows, width)
 
 
 def _stages(times: Times, step: RecordedStep, width: int) -> "list[Table]":
@@ -97,7 +96,7 @@ def _stages(times: Times, step: RecordedStep, width: int) -> "list[Table]":
     }
     columns.pop("", None)
     rows = [[str(stage), *map(_milliseconds, each)] for stage, each in enumerate(zip(*columns.values(), strict=True))]
-    return figures_tables(("stage", *columns), rows, width, "medians of the step, used in the simulation")
+    return tables(("stage", *columns), rows, width)
 
 
 def _figures(timeline: Timeline) -> str:

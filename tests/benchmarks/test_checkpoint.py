@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks import checkpoint
-from benchmarks.stored.ways import WAYS, Measured, Ours, Rank
+from benchmarks.stored.measured import Measured, Rank
+from benchmarks.stored.ways import WAYS, Ours
 
 
 def test_each_way_saves_and_loads_and_the_page_has_the_tables(

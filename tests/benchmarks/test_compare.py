@@ -15,7 +15,7 @@ from benchmarks.comparison.rows import Entrant, Row, Verdict, rows_as_json, rows
 from benchmarks.comparison.stacks import ScalingLayer, SleepingLayer, stack_job
 from benchmarks.comparison.timing import Effort, Times, time_families
 from benchmarks.report import describe_session
-from nxdpp.parallel_layers import parallel_state
+from nxdpp.ranks import parallel_state
 from tests.support.run_ranks import run_ranks
 
 pytestmark = pytest.mark.one_python

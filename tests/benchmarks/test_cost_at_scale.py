@@ -1,4 +1,4 @@
-"""Cost at many ranks, computed from the code, against real groups and the table of the design."""
+"""Cost at many ranks, computed from the code, against real groups and the table in benchmarks/results."""
 
 import re
 from pathlib import Path
@@ -10,13 +10,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks import cost_at_scale
 from benchmarks.cost_at_scale import EXCHANGES_OF_A_SAVE, Group, groups_of_a_rank, requests_of_a_rank, rows
 from nxdpp import NxDPPModel, parallel_state, save_pretrained
-from nxdpp.parallel_layers import start_store
-from nxdpp.parallel_layers.store_exchange import StoreExchange
+from nxdpp.ranks import start_store
+from nxdpp.ranks.store_exchange import StoreExchange
 from tests.support.run_ranks import run_ranks
 
 pytestmark = pytest.mark.one_python
 
-DESIGN = Path(__file__).parents[2] / "docs/design.md"
+PAGE = Path(__file__).parents[2] / "benchmarks/results/cost_at_scale.md"
 SMALL = LlamaConfig(vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=2, num_attention_heads=2)
 
 
@@ -61,10 +61,10 @@ def test_a_save_makes_the_exchanges_that_the_table_counts(tmp_path: Path, monkey
     assert len(exchanges) == EXCHANGES_OF_A_SAVE
 
 
-def test_the_table_of_the_design_is_that_of_the_code() -> None:
+def test_the_table_of_the_page_is_that_of_the_code() -> None:
     """All but the seconds, which depend on the machine."""
     computed = [rows(backend, 2048, 64, 191, 810, rate=1000.0) for backend in ("nccl", "gloo")]
-    section = DESIGN.read_text().partition("### 2,048 ranks")[2].partition("\n## ")[0]
+    section = PAGE.read_text().partition("## 2,048 ranks")[2].partition("\n## ")[0]
     written = {cells[0]: cells[1:] for line in section.splitlines() if len(cells := _cells(line)) == 3}
     for name in computed[0]:
         if "seconds" not in name:

@@ -153,6 +153,6 @@ def test_the_command_writes_tables_between_their_marks(tmp_path: Path, monkeypat
 
 
 def test_the_page_has_a_place_for_each_table() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "dimensions.md").read_text()
+    text = (Path(__file__).parents[2] / "benchmarks" / "results" / "dimensions.md").read_text()
     for name in ("bytes", "memory", "average", "times"):
         assert replace_block(text, name, "new") != text

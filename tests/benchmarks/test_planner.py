@@ -11,7 +11,7 @@ from benchmarks.planner.calibrate import Speed, calibrate
 from benchmarks.planner.layouts import LAYOUTS, SHAPE, describe
 from benchmarks.planner.measure import Measured
 from benchmarks.planner.tables import Row, figures, figures_table, rank_correlation, rows_table
-from nxdpp.pipeline.planning.layout import Layout
+from nxdpp.planning.layout import Layout
 
 pytestmark = pytest.mark.one_python
 
@@ -83,7 +83,7 @@ def test_figures_are_those_of_the_layouts() -> None:
 
 def test_published_runs_are_in_the_page() -> None:
     """Steps follow from the printed rates; the page has a row of each run."""
-    page = (Path(__file__).resolve().parents[2] / "docs" / "planner.md").read_text()
+    page = (Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "planner.md").read_text()
 
     assert [round(run.seconds, 1) for run in published.RUNS] == [6.2, 41.0, 32.0, 102.6]
     for run in published.RUNS:

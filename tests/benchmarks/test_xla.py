@@ -10,7 +10,7 @@ from benchmarks import xla
 from benchmarks.in_turn.llama_steps import Copies, Rank, Size, Step
 from benchmarks.in_turn.turns import Job, Turns, run_in_turn
 
-PAGE = Path(__file__).parents[2] / "docs" / "xla.md"
+PAGE = Path(__file__).parents[2] / "benchmarks" / "results" / "xla.md"
 
 
 def _rank(seconds: float, copies: int = 0) -> Rank:

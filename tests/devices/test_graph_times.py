@@ -6,7 +6,7 @@ from collections import defaultdict
 import pytest
 
 from nxdpp.devices import graph_times
-from nxdpp.devices.graph_times import GraphTimes, Samples, Span
+from nxdpp.devices.graph_times import ClockInterval, GraphTimes, Samples
 
 # Of the clock since the epoch.
 _AHEAD = 5_000_000
@@ -65,7 +65,7 @@ def test_a_mark_ends_with_the_graphs_before_it_and_not_before_its_own_time(metri
     after = times.mark()
 
     assert (times.end(start), times.end(during), times.end(after)) == (0, 40, 70)
-    assert times.runs(start, during) == [Span(10, 40)]
+    assert times.runs(start, during) == [ClockInterval(10, 40)]
     assert times.runs(during, after) == []
     assert metrics.waits == 1
 
@@ -76,7 +76,7 @@ def test_a_graph_begins_when_the_one_before_it_has_ended(metrics: Metrics) -> No
     # Both were started at once: the second one's time includes that of the first.
     metrics.run(0, 30)
     metrics.run(1, 50)
-    assert times.runs(start, times.mark()) == [Span(0, 30), Span(30, 50)]
+    assert times.runs(start, times.mark()) == [ClockInterval(0, 30), ClockInterval(30, 50)]
 
 
 def test_compilations_are_apart_from_runs(metrics: Metrics) -> None:
@@ -87,8 +87,8 @@ def test_compilations_are_apart_from_runs(metrics: Metrics) -> None:
     metrics.run(112, 120)
     end = times.mark()
 
-    assert (times.compilations(start, end), times.compilations(middle, end)) == ([Span(0, 100)], [])
-    assert times.runs(start, end) == [Span(101, 111), Span(112, 120)]
+    assert (times.compilations(start, end), times.compilations(middle, end)) == ([ClockInterval(0, 100)], [])
+    assert times.runs(start, end) == [ClockInterval(101, 111), ClockInterval(112, 120)]
 
 
 def test_a_graph_that_failed_does_not_shift_the_later_ones(metrics: Metrics) -> None:
@@ -97,7 +97,7 @@ def test_a_graph_that_failed_does_not_shift_the_later_ones(metrics: Metrics) -> 
     times.end(times.mark())
     start = times.mark()
     metrics.run(10, 20)
-    assert times.runs(start, times.mark()) == [Span(10, 20)]
+    assert times.runs(start, times.mark()) == [ClockInterval(10, 20)]
 
 
 def test_times_are_read_before_torch_xla_drops_them(metrics: Metrics) -> None:
@@ -130,7 +130,7 @@ def test_cleared_metrics_begin_anew(metrics: Metrics) -> None:
     times.end(times.mark())
     start = times.mark()
     metrics.run(10, 20)
-    assert times.runs(start, times.mark()) == [Span(10, 20)]
+    assert times.runs(start, times.mark()) == [ClockInterval(10, 20)]
 
 
 def test_a_graph_is_compiled_until_its_time_is_known_or_it_has_failed(metrics: Metrics) -> None:

@@ -17,6 +17,6 @@ def test_ranks_share_the_memory_of_the_host(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_cuda_device_has_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda, "find", lambda: cuda.Found(2))
+    monkeypatch.setattr(cuda, "find", lambda: cuda.CudaProbe(2))
     monkeypatch.setattr(cuda, "total_memory", lambda index: 80 * 10**9 + index)
     assert nxdpp.device_memory() == 80 * 10**9

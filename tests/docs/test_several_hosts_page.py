@@ -56,7 +56,7 @@ def test_a_script_starts_all_processes(launcher: str, tmp_path: Path) -> None:
         (tmp_path / name).chmod(0o755)
     environment = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")} | {
         "PATH": f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}",
-        "LAUNCHER": str(ROOT / "parallel_layers"),
+        "LAUNCHER": str(ROOT / "nxdpp/ranks"),
         "NODES": "2",
         "TASKS": str(tasks),
         "SLURM_NNODES": "2",

@@ -17,7 +17,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from nxdpp.checkpoint.files.checksummed import write_checksummed
+from nxdpp.checkpoint.files.checksummed_writer import write_checksummed
 from tests.examples.tiny import TINY_LLAMA
 from tests.support.run_ranks import run_ranks
 

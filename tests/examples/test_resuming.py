@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from nxdpp import parallel_state
-from nxdpp.checkpoint.files.checksummed import write_checksummed
+from nxdpp.checkpoint.files.checksummed_writer import write_checksummed
 from tests.examples.tiny import TINY_LLAMA
 from tests.support.run_ranks import run_ranks
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from settings import read_settings
 
-from nxdpp.trainer.checkpoint import save_checkpoint
+from nxdpp.doors.nxd.checkpoint import save_checkpoint
 from tests.examples.tiny import TINY_LLAMA
 
 

@@ -6,7 +6,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from nxdpp.parallel_layers import parallel_state
+from nxdpp.ranks import parallel_state
 
 
 def main() -> None:

@@ -71,7 +71,7 @@ def test_losses_are_those_of_one_process_also_over_a_slow_link(hosts: list[Host]
 def test_both_hosts_restart_after_a_fault_on_one(hosts: list[Host], tmp_path: Path) -> None:
     noted = tmp_path / "noted"
     noted.mkdir()
-    program = ["parallel_layers/restarted_program.py", str(noted), "SIGKILL", "exception"]
+    program = ["ranks/restarted_program.py", str(noted), "SIGKILL", "exception"]
     output = _Agents(hosts, 1, tmp_path, program, ["--max-restarts", "3"]).end_well()
     assert re.findall(r"start (\d): rank (\d) has (\w+)", output) == [("0", "0", "SIGKILL"), ("1", "1", "exception")]
     assert sorted(re.findall(r"start (\d): rank (\d) ends well", output)) == [("2", "0"), ("2", "1")]

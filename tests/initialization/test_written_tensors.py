@@ -2,7 +2,7 @@
 
 import torch
 
-from nxdpp.initialization.written_tensors import written_tensors
+from nxdpp.initialization.tape import written_tensors
 
 aten = torch.ops.aten
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from nxdpp import GradScaler, NxDPPModel, parallel_state, save_pretrained
-from nxdpp.parallel_layers.all_ranks import from_all_ranks, from_first_rank, together
-from nxdpp.parallel_layers.faults.board import Board, Call, board
+from nxdpp.agreement.together import from_all_ranks, from_first_rank, together
+from nxdpp.ranks.faults.board import Board, Call, board
 from tests.support.models import make, padded_batch
 
 CASES: dict[str, Callable[[NxDPPModel, Path], Any]] = {

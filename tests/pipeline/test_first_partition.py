@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from nxdpp.pipeline.first_partition import first_partition
 from nxdpp.pipeline.partition.partition import GivenCuts, Partition, PartitionPolicy, even
-from nxdpp.tracing.errors import TracingError
+from nxdpp.tracing.graph.errors import TracingError
 from tests.support.in_process import InProcessPipeline
 from tests.support.models import llama, microbatches, padded_batch
 from tests.support.plain_models import WIDTH, Block

@@ -7,7 +7,7 @@ import pytest
 from torch import Tensor, nn
 
 from nxdpp import NxDPPModel, parallel_state
-from nxdpp.pipeline.planning.plan import Plan
+from nxdpp.planning.plan import Plan
 from tests.support.models import make, padded_batch
 from tests.support.run_ranks import run_ranks
 

@@ -9,7 +9,7 @@ import torch
 from nxdpp import NxDPPModel, parallel_state
 from nxdpp.pipeline.config import PipelineConfig
 from nxdpp.pipeline.pipeline import Pipeline
-from nxdpp.tracing.trace import TracedGraph
+from nxdpp.tracing.graph.trace import TracedGraph
 from tests.support.models import make, padded_batch, reference, train_in_one_process
 from tests.support.run_ranks import run_ranks
 

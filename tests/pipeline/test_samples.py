@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from nxdpp import Pipeline, PipelineConfig, parallel_state
-from nxdpp.tracing.nested import leaves_of
+from nxdpp.tracing.values.nested import leaves_of
 from tests.pipeline.runtime.scheduled_models import Chain
 from tests.support.plain_models import WIDTH
 from tests.support.run_ranks import run_ranks

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput
 
 from nxdpp import Pipeline, PipelineConfig, trace_layers
-from nxdpp.tracing.input_dicts import close_inputs, open_inputs
+from nxdpp.tracing.values.input_dicts import close_inputs, open_inputs
 from tests.pipeline.test_samples import assert_trains_alike, one_rank  # noqa: F401  # a fixture
 from tests.support.plain_models import WIDTH, Base
 

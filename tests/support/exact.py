@@ -11,7 +11,7 @@ from nxdpp.pipeline.config import PipelineConfig
 from nxdpp.pipeline.microbatches.rows import split_inputs
 from nxdpp.pipeline.partition.partition import GivenCuts
 from nxdpp.pipeline.stages.loss import pick_loss
-from nxdpp.tracing.input_dicts import close_inputs, open_inputs
+from nxdpp.tracing.values.input_dicts import close_inputs, open_inputs
 from tests.support.in_process import InProcessPipeline
 
 

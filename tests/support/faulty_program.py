@@ -132,7 +132,7 @@ def main() -> None:
     if device == "xla":
         os.environ["PJRT_DEVICE"] = "CPU"
     from nxdpp import NxDPPModel, parallel_state
-    from nxdpp.parallel_layers.all_ranks import from_all_ranks
+    from nxdpp.agreement.together import from_all_ranks
 
     parallel_state.initialize_model_parallel(
         pipeline_model_parallel_size=ranks, device=device, hang_timeout=hang_timeout

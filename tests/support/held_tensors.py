@@ -7,7 +7,7 @@ from unittest.mock import patch
 
 import torch
 
-from nxdpp.parallel_layers import collectives
+from nxdpp.tensor import collectives
 
 
 class _Recorder:

@@ -8,6 +8,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from nxdpp.pipeline.first_partition import first_partition
+from nxdpp.pipeline.local.changes import ChangeRecord
 from nxdpp.pipeline.microbatches.split_batch import split_batch
 from nxdpp.pipeline.p2p.layout import layout_of
 from nxdpp.pipeline.partition.partition import PartitionPolicy, even, make_partition
@@ -19,8 +20,8 @@ from nxdpp.pipeline.stages.program_cache import ProgramCache
 from nxdpp.pipeline.stages.split import StagePlan
 from nxdpp.schedules.actions import Action, ActionKind
 from nxdpp.schedules.placement import Placement
-from nxdpp.tracing.layers import find_layer_classes
-from nxdpp.tracing.trace import TracingOptions, trace_for
+from nxdpp.tracing.graph.trace import TracingOptions, trace_for
+from nxdpp.tracing.modules.layers import find_layer_classes
 
 _CPU = torch.device("cpu")
 
@@ -60,7 +61,7 @@ class InProcessPipeline:
             traced = trace_for(module, inputs, options)
             self.partition = make_partition(traced, module, options.layers_of(module), stages, policy)
             self.cut = CutGraph(traced, self.partition)
-        self.programs = ProgramCache(self.partition, options, None, range(stages), {})
+        self.programs = ProgramCache(self.partition, options, None, range(stages), {}, ChangeRecord())
 
     @property
     def plans(self) -> list[StagePlan]:
@@ -96,7 +97,7 @@ class InProcessPipeline:
         With ``in_flight`` each stage runs the forward of all microbatches before the next stage begins.
         """
         parts, _ = split_batch(self._module, inputs, microbatches, None, _CPU)
-        program = self.programs.program(self.programs.cut_graph_of_all(parts, self._module.training), "loss")
+        program = self.programs.program(self.programs.cut_graph_of_all(parts), "loss")
         stages = self.partition.stages
         kinds = (ActionKind.FORWARD, ActionKind.BACKWARD)[: 1 + backward]
         order = {ActionKind.FORWARD: range(stages), ActionKind.BACKWARD: range(stages - 1, -1, -1)}

@@ -24,7 +24,7 @@ MODULES = (
     "rich.console",
     "rich.table",
     "nxdpp.initialization.deferred_init",
-    "nxdpp.parallel_layers.parallel_state",
+    "nxdpp.ranks.parallel_state",
     "nxdpp.pipeline.activation_checkpoint",
     "nxdpp.pipeline.model",
     "nxdpp.checkpoint.huggingface.load",

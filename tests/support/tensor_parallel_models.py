@@ -6,9 +6,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from nxdpp.parallel_layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
-from nxdpp.parallel_layers.layer_norm import LayerNorm
-from nxdpp.parallel_layers.loss_functions import parallel_cross_entropy
+from nxdpp.tensor.layer_norm import LayerNorm
+from nxdpp.tensor.layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
+from nxdpp.tensor.loss_functions import parallel_cross_entropy
 
 HIDDEN, INNER, HEADS = 8, 16, 4
 

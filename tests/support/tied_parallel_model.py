@@ -4,9 +4,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from nxdpp.modules.qkv_linear import GQAQKVColumnParallelLinear
-from nxdpp.parallel_layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear, parallel_state
-from nxdpp.parallel_layers.loss_functions import parallel_cross_entropy
+from nxdpp.ranks import parallel_state
+from nxdpp.tensor.layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
+from nxdpp.tensor.loss_functions import parallel_cross_entropy
+from nxdpp.tensor.modules.qkv_linear import GQAQKVColumnParallelLinear
 
 HIDDEN, HEADS, HEAD, VOCABULARY = 16, 4, 4, 11
 

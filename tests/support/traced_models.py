@@ -8,8 +8,8 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 from transformers import BertConfig, BertForSequenceClassification, PreTrainedModel
 
-from nxdpp.tracing.layers import find_layer_classes, resolve_classes
-from nxdpp.tracing.trace import TracedGraph, TracingOptions, trace_for
+from nxdpp.tracing.graph.trace import TracedGraph, TracingOptions, trace_for
+from nxdpp.tracing.modules.layers import find_layer_classes, resolve_classes
 from tests.support import models
 
 ARCHITECTURES = ("llama", "gpt2", "qwen3", "mixtral", "bert", "bert_classifier")

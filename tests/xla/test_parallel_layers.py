@@ -9,14 +9,16 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from nxdpp.modules.qkv_linear import GQAQKVColumnParallelLinear
-from nxdpp.parallel_layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear, mappings, parallel_state
-from nxdpp.parallel_layers.layer_norm import LayerNorm
-from nxdpp.parallel_layers.loss_functions import parallel_cross_entropy
-from nxdpp.parallel_layers.pad import pad_model
-from nxdpp.parallel_layers.padding import whole_of
-from nxdpp.parallel_layers.random import get_xla_rng_tracker, model_parallel_xla_manual_seed
-from nxdpp.parallel_layers.sequence_parallel import allreduce_sequence_parallel_gradients
+from nxdpp.ranks import parallel_state
+from nxdpp.tensor import mappings
+from nxdpp.tensor.layer_norm import LayerNorm
+from nxdpp.tensor.layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
+from nxdpp.tensor.loss_functions import parallel_cross_entropy
+from nxdpp.tensor.modules.qkv_linear import GQAQKVColumnParallelLinear
+from nxdpp.tensor.pad import pad_model
+from nxdpp.tensor.padding import whole_of
+from nxdpp.tensor.random import get_xla_rng_tracker, model_parallel_xla_manual_seed
+from nxdpp.tensor.sequence_parallel import allreduce_sequence_parallel_gradients
 from tests.support.run_ranks import run_ranks
 from tests.support.xla_ranks import compilations, executions, run_xla_ranks
 

@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from nxdpp import NxDPPModel, parallel_state, tensor_parallelize
 from nxdpp.devices.kinds import device_of
-from nxdpp.parallel_layers.random import get_xla_rng_tracker, model_parallel_xla_manual_seed
+from nxdpp.tensor.random import get_xla_rng_tracker, model_parallel_xla_manual_seed
 from tests.support.run_ranks import run_ranks
 from tests.support.xla_ranks import compilations, run_xla_ranks
 

@@ -8,9 +8,11 @@ import torch
 from torch import nn
 
 from nxdpp import GradScaler, NxDPPModel, parallel_state
-from nxdpp.optimizer import NeuronZero1Optimizer, Zero1Optimizer
-from nxdpp.parallel_layers import GradientReducer, gradient_average
-from nxdpp.parallel_layers.grads import bucket_allreduce_gradients
+from nxdpp.gradients import average, buckets
+from nxdpp.gradients.average import bucket_allreduce_gradients
+from nxdpp.gradients.gradient_reducer import GradientReducer
+from nxdpp.gradients.optimizer.neuron_zero1 import NeuronZero1Optimizer
+from nxdpp.gradients.optimizer.zero1 import Zero1Optimizer
 from tests.support.run_ranks import run_ranks
 from tests.support.xla_ranks import run_xla_ranks
 from tests.xla.data_parallel_cases import Block, Case, Decoder, own_batch, plain_step, run, run_step
@@ -69,7 +71,7 @@ def _uneven(model: NxDPPModel, optimizer: Any, number: int) -> float:
     if parallel_state.get_data_parallel_rank() == 1:
         next(iter(model.local_parameters())).grad = None
     groups = parallel_state.get_data_parallel_group(), parallel_state.get_data_parallel_control_group()
-    gradient_average.average_gradients(model.local_parameters(), *groups)
+    average.average_gradients(model.local_parameters(), *groups)
     optimizer.step()
     optimizer.zero_grad()
     return loss
@@ -105,7 +107,7 @@ def _reduced_once(model: NxDPPModel, optimizer: Any, number: int) -> float:
 
 def _small_buckets(model: NxDPPModel, optimizer: Any, number: int) -> float:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gradient_average, "_BUCKET_BYTES", 100)
+        patch.setattr(buckets, "BUCKET_BYTES", 100)
         return plain_step(model, optimizer, number)
 
 

@@ -1,18 +1,19 @@
 """Compare every type of transformers and models of other libraries, cut into stages, with one process.
 
-python -m tests.zoo SWEEP [TASK ...] [--type TYPE] [--jobs 2] [--journal FILE] [--output FILE]
+python -m tests.zoo SWEEP [TASK ...] [--type TYPE] [--jobs 2] [--journal FILE] [--write]
 """
 
 import argparse
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 from tests.zoo import TASKS, initial_values, libraries_sweep, pretrained, tensor, training, types, xla
-from tests.zoo.libraries import LIBRARIES, cases, is_installed
-from tests.zoo.page import page, section_of
+from tests.zoo.libraries import DISTRIBUTIONS, LIBRARIES, cases, is_installed
+from tests.zoo.page import page
+from tests.zoo.results import FOLDER, read, write
 from tests.zoo.sweep import WRONG, Journal, Judge, Verdict, judge_types
-from tests.zoo.xla_page import TITLE, with_xla_section
 
 SWEEPS: dict[str, Judge] = {
     "training": training.judge,
@@ -21,6 +22,10 @@ SWEEPS: dict[str, Judge] = {
     "tensor": tensor.judge,
     "xla": xla.judge,
 }
+_WRITTEN = ("training", "xla")
+"""Sweeps whose rows are kept in files."""
+
+_PAGE = Path(__file__).parents[2] / "docs/zoo.md"
 
 
 def main() -> None:
@@ -29,26 +34,32 @@ def main() -> None:
     arguments = parser.parse_args()
     if unknown := set(arguments.tasks) - {*TASKS, *LIBRARIES}:
         parser.error(f"no such task or library: {', '.join(sorted(unknown))}")
-    if arguments.output and arguments.sweep not in ("training", "xla"):
-        parser.error("--output is for the sweeps training and xla")
+    if arguments.write and arguments.sweep not in _WRITTEN:
+        parser.error(f"--write is for the sweeps {' and '.join(_WRITTEN)}")
     verdicts = {name: _swept(arguments, name) for name in arguments.tasks or _by_default(arguments.sweep)}
-    if arguments.output:
-        _write(arguments.output, arguments.sweep, verdicts)
+    if arguments.write:
+        _write(arguments.sweep, verdicts, whole=arguments.type is None)
     sys.exit(any(verdict.result in WRONG for found in verdicts.values() for verdict in found.values()))
 
 
-def _write(path: Path, sweep: str, verdicts: dict[str, dict[str, Verdict]]) -> None:
-    """Write the page, or the section of the XLA sweep; the other part stays as it is."""
-    present = path.read_text() if path.exists() else ""
-    if sweep == "xla":
-        path.write_text(with_xla_section(present, verdicts, _commit()))
-    else:
-        path.write_text(page(verdicts, _commit()) + section_of(present, TITLE))
+def _write(sweep: str, verdicts: dict[str, dict[str, Verdict]], whole: bool) -> None:
+    """Write the rows of the sweep, and the page; without ``whole`` types that were not judged keep their rows."""
+    file = FOLDER / f"{sweep}.tsv"
+    write(file, read(file).merged(_source(), verdicts, whole))
+    _PAGE.write_text(page(*(read(FOLDER / f"{name}.tsv") for name in _WRITTEN)), encoding="utf-8")
 
 
-def _commit() -> str:
+def _source() -> str:
+    """Return the commit and the versions of torch and of the libraries."""
     command = ["git", "describe", "--always", "--dirty"]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    commit = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    words = [f"commit {commit}"]
+    for distribution in ("torch", "torch_xla", "transformers", *DISTRIBUTIONS.values()):
+        try:
+            words.append(f"{distribution} {metadata.version(distribution).partition('+')[0]}")
+        except metadata.PackageNotFoundError:
+            continue
+    return ", ".join(words)
 
 
 def _by_default(sweep: str) -> list[str]:
@@ -74,8 +85,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("tasks", nargs="*", metavar="TASK", help=f"task or library, of {known}; all by default")
     parser.add_argument("--type", help="this model type only")
     parser.add_argument("--jobs", type=int, default=2, help="processes at a time")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write the page of the sweep training or xla here")
-    parser.add_argument("--journal", type=Path, metavar="FILE", help="keep verdicts here, and go on from those in it")
+    parser.add_argument("--write", action="store_true", help="write tests/zoo/results/SWEEP.tsv and docs/zoo.md")
+    parser.add_argument("--journal", type=Path, metavar="FILE", help="keep verdicts here, and resume after those")
     return parser
 
 

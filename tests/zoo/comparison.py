@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from nxdpp.tracing.errors import TracingError
+from nxdpp.tracing.graph.errors import TracingError
 from tests.support.in_process import InProcessPipeline
 from tests.support.training_distance import distance, loss_of
 from tests.zoo.sweep import Verdict

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from nxdpp import NxDPPModel, deferred_init, parallel_state
-from nxdpp.tracing.errors import TracingError
+from nxdpp.tracing.graph.errors import TracingError
 from tests.zoo import ARGUMENTS, build
 from tests.zoo.sweep import Verdict
 

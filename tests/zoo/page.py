@@ -1,124 +1,125 @@
-"""The page ``docs/zoo.md`` from the verdicts of the training sweep."""
+"""The page ``docs/zoo.md`` from the results of the sweeps ``training`` and ``xla``: totals, and what is refused."""
 
-import re
 import textwrap
 from collections import Counter
-from collections.abc import Collection, Mapping
-from importlib import metadata
-from pathlib import Path
+from collections.abc import Iterable, Mapping, Sequence
 
-import torch
-import transformers
+from tests.zoo.libraries import LIBRARIES
+from tests.zoo.results import Results
+from tests.zoo.sweep import APART, RIGHT, WRONG, Verdict
 
-from tests.zoo.libraries import DISTRIBUTIONS, LIBRARIES
-from tests.zoo.sweep import RIGHT, WRONG, Verdict
-
-INTRODUCTION = """\
+_INTRODUCTION = """\
 # Which models can be cut
 
-Written by `python -m tests.zoo training --output docs/zoo.md` at commit {commit}, with torch {torch},
-{versions}.
+`python -m tests.zoo training --write` compares each type of transformers' auto mappings with a head, and models of
+other libraries. `tests/zoo/results/training.tsv` has a row for each.
+{source}
 
-Each type of transformers' auto mappings with a head, and models of other libraries, are built as small as possible.
-Stages run in one process. Loss, gradients and buffers are compared with the unwrapped model that accumulates the same
-microbatches. Dropout is off. Types of the first four mappings are cut into two and four stages, on the meta device and
-on the CPU; they run in train and eval mode on three shapes, one of them padded. The others are cut into three stages,
-and run in train mode on two shapes. A class that several mappings name is in the first of them. Vision-language models
-get an image in each row, except for those named in `tests/zoo/inputs/image_text.py`.
+Models are as small as possible, and dropout is off. Stages run in one process. Loss, gradients and buffers are compared
+with the unwrapped model that accumulates the same microbatches. Types of the first four mappings are cut into two and
+four stages, on the meta device and on the CPU; they run in train and eval mode on three shapes, one of them padded. The
+others are cut into three stages, and run in train mode on two shapes. A class that several mappings name is in the
+first of them. Vision-language models get an image in each row (`tests/zoo/inputs/image_text.py` names the exceptions).
+Models that return no loss stand in a module with a loss. Models of libraries get their layer class as an argument.
 
 | result | meaning |
 |---|---|
-| exact | equal to the last bit, except for the gradient of a tied weight, a sum in another order |
-| to rounding | each gradient differs by less than 1e-5 of its greatest value; the number is the largest difference |
-| refused | an error that the package raises; its first line and the place in the model are given |
-| failing, WRONG | another error; a difference above rounding |
-| does not build | the model cannot be built or trained by itself with the inputs of the sweep |
+| exact | equal to the last bit, except for the gradient of a tied weight, whose sum has a different order |
+| to rounding | each gradient differs by less than 1e-5 of its greatest value |
+| refused | an error that the package raises |
+| failing | a different error, or a difference above rounding |
+| not built | the model cannot be built or trained by itself with the inputs of the sweep |
 
-Rates are those of the types that build; the last column has the number of those that do not. A right type that needs
-an argument of `NxDPPModel`, another configuration or the shapes of the first step has a row with it. *Received* has the
-number of values that each stage after the first receives. Models that return no loss stand in a module with a loss,
-which is a script's own: `tests/zoo/with_loss.py` and `tests/zoo/libraries/case.py`. Models of the libraries get their
-layer class, and no other argument.
-
-## `None` between layers
-
-A graph cannot ask `x is None` of a value that exists only at run time. The trace decides it as follows:
-
-- An item of a module's output after the first is `None` in the graph if it is `None` on fake tensors of these sizes
-  (`hiera` and `xlnet` need this). So is a whole output whose annotation names `None`. Other inputs get another graph.
-- Where that depends on data, the trace guesses it, and the guess is checked at run time (`ibert` needs this).
-- Any other such value is checked at run time. If it is `None` there, the step ends with an error that names the file
-  and line.
-- transformers leaves out a mask that no kernel needs, which depends on the padding. The graph hands such a mask on as
-  it is. Items of a mask are checked at run time. `gemma4` and `gemma4_unified` slice masks only for `logits_to_keep`
-  above 0.
-
-## Results
+The rate is that of the types that build. A right type may need an argument of `NxDPPModel`, a different configuration,
+or the shapes of the first step: its row has it.
 
 """
-_COLUMNS = ("exact", "to rounding", "refused", "failing, WRONG", "does not build")
+
+_XLA = """
+## Over two XLA ranks
+
+`python -m tests.zoo xla --write` trained each causal-LM type on two ranks with XLA devices, PJRT's CPU device, over one
+padded batch in four microbatches. `tests/zoo/results/xla.tsv` has a row for each.
+{source}
+
+The loss and each gradient are compared with one process on the CPU, and with one process with an XLA device. *XLA's
+own*: the unwrapped model fails in one XLA process, or differs there from the CPU by more than rounding. Experts are
+computed by transformers' `batched_mm`, whose shapes do not depend on the data.
+
+"""
+_LONGEST = 120
 
 
-def page(verdicts: Mapping[str, Mapping[str, Verdict]], commit: str = "unknown") -> str:
-    """The page in Markdown: a table of rates, then a section for each task and library."""
-    lines = [f"| mapping or library | right | {' | '.join(_COLUMNS)} |", f"|---|{'---|' * (len(_COLUMNS) + 1)}"]
-    lines += [_rates(name, found.values()) for name, found in verdicts.items()]
-    others = [found for name, found in verdicts.items() if name not in LIBRARIES]
-    libraries = [found for name, found in verdicts.items() if name in LIBRARIES]
-    for title, group in (("all mappings", others), ("all libraries", libraries)):
-        if group:
-            lines.append(_rates(title, [verdict for found in group for verdict in found.values()]))
-    for name, found in verdicts.items():
-        lines += ["", f"### {name}", "", *_section(found)]
-    head = INTRODUCTION.format(commit=commit, torch=torch.__version__.partition("+")[0], versions=_versions())
-    return head + "\n".join(lines) + "\n"
+def page(training: Results, xla: Results) -> str:
+    """Return the page in Markdown."""
+    found = training.verdicts
+    groups = {
+        "all mappings": [one for task, types in found.items() if task not in LIBRARIES for one in types.values()],
+        "all libraries": [one for task, types in found.items() if task in LIBRARIES for one in types.values()],
+    }
+    rows = {name: list(types.values()) for name, types in found.items()}
+    whole = {name: verdicts for name, verdicts in rows.items() if _is_whole(verdicts)}
+    others = {name: verdicts for name, verdicts in rows.items() if name not in whole}
+    lines = _rates("mapping or library", "not built", groups | others)
+    lines += ["", *_filled("All types that build are right", [f"{name} {_right(of)}" for name, of in whole.items()])]
+    lines += ["", "## Refused or failing", "", *_refused(found)]
+    text = _INTRODUCTION.format(source=_source(training)) + "\n".join(lines) + "\n"
+    if xla.verdicts:
+        text += _XLA.format(source=_source(xla))
+        lines = _rates(
+            "mapping", "XLA's own, not built", {task: list(types.values()) for task, types in xla.verdicts.items()}
+        )
+        text += "\n".join([*lines, "", *_refused(xla.verdicts)]) + "\n"
+    return text
 
 
-def section_of(text: str, title: str) -> str:
-    """The section of ``text`` with this heading, to the end of ``text``, after an empty line; or an empty string."""
-    found = text.find(f"\n{title}\n")
-    return text[found:] if found >= 0 else ""
+def _source(results: Results) -> str:
+    return textwrap.fill(f"Results of {results.source}.", 120, break_on_hyphens=False)
 
 
-def table_of(found: Mapping[str, Verdict]) -> list[str]:
-    """Lines with the names of exact types, and a table with a row for each other type."""
-    return _section(found)
+def _right(verdicts: Iterable[Verdict]) -> int:
+    return sum(verdict.result in RIGHT for verdict in verdicts)
 
 
-def _rates(name: str, verdicts: Collection[Verdict]) -> str:
-    counts = Counter(verdict.result for verdict in verdicts)
-    built = len(verdicts) - counts["does not build"]
-    right = sum(counts[result] for result in RIGHT)
-    numbers = [*(counts[result] for result in ("exact", "to rounding", "refused")), sum(counts[r] for r in WRONG)]
-    share = f"{100 * right / built:.1f} %" if built else ""
-    return f"| {name} | {share} | {' | '.join(map(str, numbers))} | {counts['does not build']} |"
+def _is_whole(verdicts: Sequence[Verdict]) -> bool:
+    return 0 < _right(verdicts) == sum(verdict.result not in (*APART, "not compared") for verdict in verdicts)
 
 
-def _section(found: Mapping[str, Verdict]) -> list[str]:
-    plain = [name for name, verdict in sorted(found.items()) if verdict.result == "exact" and not verdict.words]
-    lines = textwrap.wrap(f"Exact: {', '.join(plain)}.", 120, break_on_hyphens=False) if plain else []
-    rows = [(name, verdict) for name, verdict in sorted(found.items()) if name not in plain]
-    if rows:
-        lines += ["", "| type | result | received | |", "|---|---|---|---|"]
-        lines += [f"| {name} | {v.result} | {v.received} | {_one_line(v.words)} |" for name, v in rows]
+def _filled(head: str, words: Sequence[str]) -> list[str]:
+    return textwrap.wrap(f"{head}: {', '.join(words)}.", 120, break_on_hyphens=False) if words else []
+
+
+def _rates(head: str, apart: str, rows: Mapping[str, Sequence[Verdict]]) -> list[str]:
+    """Return a table with a row for each name that has verdicts; the last column has the types that do not count."""
+    lines = [f"| {head} | right | exact | to rounding | refused | failing | {apart} |", "|---|---|---|---|---|---|---|"]
+    for name, verdicts in rows.items():
+        counts = Counter(verdict.result for verdict in verdicts)
+        left = sum(counts[result] for result in APART)
+        counted = sum(counts.values()) - left - counts["not compared"]
+        share = f"{100 * _right(verdicts) / counted:.1f} %" if counted else ""
+        numbers = [*(counts[result] for result in ("exact", "to rounding", "refused")), sum(counts[r] for r in WRONG)]
+        if verdicts:
+            lines.append(f"| {name} | {share} | {' | '.join(map(str, [*numbers, left]))} |")
     return lines
 
 
-def _versions() -> str:
-    installed = ["transformers " + transformers.__version__]
-    for distribution in DISTRIBUTIONS.values():
-        try:
-            installed.append(f"{distribution} {metadata.version(distribution)}")
-        except metadata.PackageNotFoundError:
-            continue
-    return "\n".join(textwrap.wrap(", ".join(installed), 116, break_on_hyphens=False))
+def _refused(found: Mapping[str, Mapping[str, Verdict]]) -> list[str]:
+    """Return a table of the types that are not right, with the reason; one row for a type with one reason."""
+    tasks: dict[tuple[str, str], list[str]] = {}
+    for task, types in found.items():
+        for name, verdict in types.items():
+            if verdict.result == "refused" or verdict.result in WRONG:
+                tasks.setdefault((name, verdict.words), []).append(task)
+    lines = ["| type | of | reason |", "|---|---|---|"]
+    return lines + [f"| {name} | {_listed(of)} | {_one_line(words)} |" for (name, words), of in tasks.items()]
+
+
+def _listed(tasks: Iterable[str]) -> str:
+    first, *others = tasks
+    return f"{first} and {len(others)} more" if others else first
 
 
 def _one_line(words: str) -> str:
-    """The first line of a message, with the place in the model."""
-    site_packages = str(Path(transformers.__file__).parents[1])
-    words = words.replace(site_packages + "/", "").replace("|", "\\|")
-    first, _, rest = words.partition("\n")
-    first = re.sub(r"^(\d stages: )?TracingError: .* could not be traced with the inputs \[[^\]]*\]: ", "", first)
-    place = re.search(r"^\s*at (\S+\.py:\d+)", rest, re.MULTILINE)
-    return " ".join(first.split())[:240] + (f" at {place.group(1)}" if place else "")
+    words = words.partition(" at ")[0] if len(words) > _LONGEST else words
+    short = words if len(words) <= _LONGEST else words[:_LONGEST].rpartition(" ")[0] + " ..."
+    return short.replace("|", "\\|")

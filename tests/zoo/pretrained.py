@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from nxdpp import NxDPPModel, load_pretrained, parallel_state, save_pretrained
-from nxdpp.tracing.errors import TracingError
+from nxdpp.tracing.graph.errors import TracingError
 from tests.zoo import ARGUMENTS, build
 from tests.zoo.sweep import Verdict
 

@@ -19,11 +19,10 @@ from typing import Any
 import torch
 
 from nxdpp import parallel_state
-from nxdpp.tensor_parallel.comparison import EQUAL, difference
-from nxdpp.tensor_parallel.float64 import to_float64
-from nxdpp.tensor_parallel.own_plans import plan_of
-from nxdpp.tensor_parallel.parallelize import parallelize
-from nxdpp.tensor_parallel.sequence import check_layers
+from nxdpp.tensor.models.comparison import EQUAL, difference, to_float64
+from nxdpp.tensor.models.own_plans import plan_of
+from nxdpp.tensor.models.parallelize import parallelize
+from nxdpp.tensor.models.sequence import check_layers
 from tests.support.forked_ranks import forked_ranks
 from tests.zoo import build, inputs
 from tests.zoo.comparison import ROUNDING, is_refusal, without_cache, without_randomness

@@ -1,14 +1,17 @@
-"""Verdicts of a sweep: one line for each type, a summary, and the page."""
+"""Verdicts of a sweep: one line for each type, a summary, the rows in a file, and the page."""
 
 from pathlib import Path
 
 import pytest
 
-from tests.zoo.page import page, section_of
-from tests.zoo.sweep import Journal, Verdict, judge_types, summary
-from tests.zoo.xla_page import TITLE, with_xla_section
+from tests.zoo import results
+from tests.zoo.page import page
+from tests.zoo.results import FOLDER, Results
+from tests.zoo.sweep import APART, RIGHT, Journal, Verdict, judge_types, summary
 
 pytestmark = pytest.mark.zoo
+
+ROOT = Path(__file__).parents[2]
 
 
 def _judge(task: str, model_type: str) -> Verdict:
@@ -29,12 +32,47 @@ def test_every_type_gets_a_verdict(capsys: pytest.CaptureFixture[str]) -> None:
     assert summary("causal-lm", verdicts).startswith("causal-lm: 50.0 % of the 2 types that build are right")
 
 
-def test_the_page_has_a_row_for_each_type() -> None:
-    text = page({"causal-lm": {"gpt2": Verdict("exact", "a | b", "1 2 1")}})
+def test_the_rows_are_read_as_they_were_written(tmp_path: Path) -> None:
+    long = "1 stages: TracingError: GPT2 could not be traced with the inputs ['x']: no\n  at models/gpt2.py:3\n more"
+    found = {"gpt2": Verdict("refused", long), "mpt": Verdict("exact", "a | b", "1 2 1"), "opt": Verdict("exact")}
 
-    assert "| causal-lm | 100.0 % | 1 | 0 | 0 | 0 | 0 |" in text
-    assert "| gpt2 | exact | 1 2 1 | a \\| b |" in text
-    assert not any(len(line) > 120 for line in text.splitlines())
+    results.write(tmp_path / "rows.tsv", Results().merged("commit 1", {"causal-lm": found}, whole=True))
+    read = results.read(tmp_path / "rows.tsv")
+
+    assert read.source == "commit 1"
+    assert read.verdicts == {"causal-lm": found | {"gpt2": Verdict("refused", "no at models/gpt2.py:3")}}
+    one = {"causal-lm": {"opt": Verdict("failing")}}
+    assert read.merged("commit 2", one, whole=False).verdicts["causal-lm"]["mpt"] == found["mpt"]
+    assert read.merged("commit 2", one, whole=True).verdicts == one
+
+
+def test_the_page_has_totals_and_the_refused_types() -> None:
+    refused = Verdict("refused", "a | b")
+    xla = {"gpt2": Verdict("exact"), "mpt": Verdict("XLA's own", "x"), "opt": Verdict("WRONG", "y")}
+    tasks = {"causal-lm": {"gpt2": Verdict("exact"), "reformer": refused}, "masked-lm": {"reformer": refused}}
+    tasks["rnnt"] = {"parakeet": Verdict("to rounding")}
+
+    text = page(Results("commit 1", tasks), Results("commit 2", {"causal-lm": xla | {"xlm": Verdict("not compared")}}))
+
+    assert "| causal-lm | 50.0 % | 1 | 0 | 1 | 0 | 0 |" in text
+    assert "| all mappings | 50.0 % | 1 | 1 | 2 | 0 | 0 |" in text
+    assert "All types that build are right: rnnt 1." in text
+    assert "| reformer | causal-lm and 1 more | a \\| b |" in text
+    assert "| causal-lm | 50.0 % | 1 | 0 | 0 | 1 | 1 |" in text
+    assert "| opt | causal-lm | y |" in text
+    assert "mpt" not in text
+
+
+def test_the_page_is_that_of_the_rows_and_short() -> None:
+    shown = (ROOT / "docs/zoo.md").read_text()
+    assert shown == page(results.read(FOLDER / "training.tsv"), results.read(FOLDER / "xla.tsv"))
+    assert len(shown.encode()) <= 8 * 1024
+    rates = "1,163 of 1,177"
+    assert rates in (ROOT / "README.md").read_text()
+    right, counted = (int(number.replace(",", "")) for number in rates.split(" of "))
+    verdicts = [one for found in results.read(FOLDER / "training.tsv").verdicts.values() for one in found.values()]
+    assert sum(one.result in RIGHT for one in verdicts) == right
+    assert sum(one.result not in APART for one in verdicts) == counted
 
 
 def test_a_journal_goes_on_after_its_types(tmp_path: Path) -> None:
@@ -49,17 +87,3 @@ def test_a_journal_goes_on_after_its_types(tmp_path: Path) -> None:
 
 def _fails(task: str, model_type: str) -> Verdict:
     raise AssertionError(model_type)
-
-
-def test_the_section_about_xla_replaces_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tests.zoo.xla_page.metadata.version", lambda name: "2.9.0")
-    verdicts = {"gpt2": Verdict("exact"), "mpt": Verdict("XLA's own", "x"), "opt": Verdict("WRONG", "y")}
-    rest = page({"causal-lm": {"gpt2": Verdict("exact")}})
-
-    text = with_xla_section(with_xla_section(rest, {"causal-lm": {}}), {"causal-lm": verdicts})
-
-    assert text.startswith(rest)
-    assert text.count(TITLE) == 1
-    assert "| causal-lm | 50.0 % | 1 | 0 | 0 | 1 | 1 | 0 |" in text
-    assert "types of causal-lm have not been compared" in text
-    assert rest + section_of(text, TITLE) == text

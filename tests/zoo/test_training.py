@@ -5,10 +5,10 @@ import torch
 from torch import nn
 
 from nxdpp.pipeline.partition.cuts import even_cuts
-from nxdpp.tracing.errors import TracingError
-from nxdpp.tracing.in_place import assign_item
-from nxdpp.tracing.layers import find_layer_classes
-from nxdpp.tracing.trace import TracingOptions, trace
+from nxdpp.tracing.graph.errors import TracingError
+from nxdpp.tracing.graph.trace import TracingOptions, trace
+from nxdpp.tracing.modules.layers import find_layer_classes
+from nxdpp.tracing.values.in_place import assign_item
 from tests.zoo import ARGUMENTS, CANNOT_TRAIN, NOTES, TASKS, build, types
 from tests.zoo.comparison import is_refusal, without_randomness
 from tests.zoo.sweep import judge_quietly

@@ -13,11 +13,10 @@ from torch import nn
 from torch.optim import AdamW
 
 from nxdpp.__main__ import main
-from nxdpp.checkpoint.distributed import document_tensors
+from nxdpp.checkpoint.distributed.directory import DOCUMENT
 from nxdpp.checkpoint.distributed.document import parsed_document, read_document, write_document
-from nxdpp.checkpoint.distributed.document_head import DOCUMENT
-from nxdpp.checkpoint.files import checksummed
-from nxdpp.trainer.checkpoint import save_checkpoint
+from nxdpp.checkpoint.files import pieces
+from nxdpp.doors.nxd.checkpoint import save_checkpoint
 from tests.support.tensor_models import VOCABULARY, llama
 
 Captured = pytest.CaptureFixture[str]
@@ -93,8 +92,7 @@ def test_verify_names_the_damaged_tensor_and_its_file(copied: Path, capsys: pyte
 def test_verify_finds_each_damaged_piece_of_a_tensor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for module in (checksummed, document_tensors):
-        monkeypatch.setattr(module, "PIECE_BYTES", 64)
+    monkeypatch.setattr(pieces, "PIECE_BYTES", 64)
     save_checkpoint(tmp_path, "1", nn.Linear(12, 5))
     file, start = _place_of(tmp_path / "1", "model.weight")
     content = file.read_bytes()

@@ -23,7 +23,7 @@ from transformers import (
 from nxdpp import NxDPPModel, parallel_state, tensor_parallelize
 from nxdpp.__main__ import main
 from nxdpp.checkpoint.distributed import captured
-from nxdpp.trainer.checkpoint import load_checkpoint, save_checkpoint
+from nxdpp.doors.nxd.checkpoint import load_checkpoint, save_checkpoint
 from tests.checkpoint.distributed.layouts import Layout, train_and_save
 from tests.checkpoint.distributed.layouts import tensors_in as distributed_tensors
 from tests.checkpoint.huggingface.checkpointed_models import tensors_in

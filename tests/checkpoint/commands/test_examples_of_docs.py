@@ -12,9 +12,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import nxdpp
 from nxdpp.__main__ import main
+from nxdpp.checkpoint.distributed.directory import DOCUMENT
 from nxdpp.checkpoint.distributed.document import parsed_document, read_document
-from nxdpp.checkpoint.distributed.document_head import DOCUMENT
-from nxdpp.parallel_layers import parallel_state
+from nxdpp.ranks import parallel_state
 from tests.support.run_ranks import run_ranks
 
 pytestmark = pytest.mark.one_python

@@ -9,8 +9,8 @@ from torch import nn
 
 from nxdpp import parallel_state, tensor_parallelize
 from nxdpp.__main__ import main
-from nxdpp.parallel_layers import load, save
-from nxdpp.parallel_layers.rank_files import read_file, write_file
+from nxdpp.tensor.checkpointing import load, save
+from nxdpp.tensor.rank_files import read_file, write_file
 from tests.checkpoint.huggingface.checkpointed_models import tensors_in
 from tests.support.run_ranks import run_ranks
 from tests.support.tensor_models import gpt2, llama, make

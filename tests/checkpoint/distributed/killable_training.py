@@ -26,7 +26,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from nxdpp import parallel_state
 from nxdpp.checkpoint.distributed import directory, save
-from nxdpp.trainer.checkpoint import finalize_checkpoint, has_checkpoint, load_checkpoint, save_checkpoint
+from nxdpp.doors.nxd.checkpoint import finalize_checkpoint, has_checkpoint, load_checkpoint, save_checkpoint
 from tests.checkpoint.distributed.layouts import Layout, Training
 from tests.support.tensor_models import VOCABULARY, make
 

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from nxdpp.checkpoint.distributed import directory
 from nxdpp.checkpoint.distributed.document import write_document
-from nxdpp.checkpoint.files.checksummed import Span
+from nxdpp.checkpoint.files.pieces import FileSpan
 
 FOREIGN = ("notes.txt", "model.safetensors", "1f0c2a3b-rank0001.safetensors", ".1f0c-checkpoint.json", "latest.txt")
 """Names of files that no save has made."""
@@ -31,7 +31,7 @@ def checkpoint(path: Path, tag: str, number: int, save: str = "0123abcd") -> set
     spans = {}
     for at, name in enumerate(names):
         (folder / name).write_bytes(_VALUES)
-        spans[MetadataIndex("model.a", [at])] = Span(name, 4, 4, (zlib.crc32(_VALUES[4:]),))
+        spans[MetadataIndex("model.a", [at])] = FileSpan(name, 4, 4, (zlib.crc32(_VALUES[4:]),))
     tensor = TensorStorageMetadata(TensorProperties(dtype=torch.float32), torch.Size([2]), chunks)
     write_document(directory.new_document(folder, save), number, {}, Metadata({"model.a": tensor}), spans)
     directory.put_document(folder, save)

@@ -10,8 +10,8 @@ from torch import nn, optim
 from torch.optim import Optimizer
 
 from nxdpp import NxDPPModel, tensor_parallelize
-from nxdpp.optimizer.fp32_adamw import AdamW_FP32OptimParams
-from nxdpp.optimizer.zero1 import Zero1Optimizer
+from nxdpp.gradients.optimizer.fp32_adamw import AdamW_FP32OptimParams
+from nxdpp.gradients.optimizer.zero1 import Zero1Optimizer
 from tests.support.tensor_models import make
 
 RANKS = 4

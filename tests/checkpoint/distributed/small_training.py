@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import StepLR
 
-from nxdpp.trainer.checkpoint import load_checkpoint, save_checkpoint
+from nxdpp.doors.nxd.checkpoint import load_checkpoint, save_checkpoint
 
 
 class Training:

@@ -14,9 +14,10 @@ from torch import nn
 from nxdpp import parallel_state
 from nxdpp.checkpoint.distributed import directory, save
 from nxdpp.checkpoint.distributed.background import BackgroundSaves
-from nxdpp.checkpoint.files.checksummed import Span, write_checksummed
-from nxdpp.parallel_layers import background_errors
-from nxdpp.trainer.checkpoint import finalize_checkpoint, load_checkpoint, save_checkpoint
+from nxdpp.checkpoint.files.checksummed_writer import write_checksummed
+from nxdpp.checkpoint.files.pieces import FileSpan
+from nxdpp.doors.nxd.checkpoint import finalize_checkpoint, load_checkpoint, save_checkpoint
+from nxdpp.ranks.faults import background_errors
 from tests.checkpoint.distributed import small_training
 from tests.checkpoint.distributed.layouts import Layout, Training, tensors_in
 from tests.support.run_ranks import run_ranks
@@ -45,7 +46,7 @@ class _Writer:
         self.released = threading.Event()
         self.fails = fails
 
-    def __call__(self, path: Path, tensors: dict[str, torch.Tensor]) -> dict[str, Span]:
+    def __call__(self, path: Path, tensors: dict[str, torch.Tensor]) -> dict[str, FileSpan]:
         assert self.released.wait(30)
         if self.fails:
             raise OSError(errno.ENOSPC, "No space left on device", str(path))
@@ -98,7 +99,7 @@ def _others_wait(training: Training, saved: Save, path: Path, patch: pytest.Monk
     writer = _Writer()
     first_counts = []
 
-    def written(file: Path, tensors: dict[str, torch.Tensor]) -> dict[str, Span]:
+    def written(file: Path, tensors: dict[str, torch.Tensor]) -> dict[str, FileSpan]:
         if file.parent.name == "now":
             first_counts.append((path / "before" / "checkpoint.json").exists())
             return write_checksummed(file, tensors)
@@ -191,7 +192,7 @@ def test_training_goes_on_while_a_thread_writes(layout: Layout, tmp_path: Path) 
 def test_a_load_and_a_save_wait_for_the_save_in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[str] = []
 
-    def slow(file: Path, tensors: dict[str, torch.Tensor]) -> dict[str, Span]:
+    def slow(file: Path, tensors: dict[str, torch.Tensor]) -> dict[str, FileSpan]:
         # A save that did not wait would be the first.
         time.sleep(0.3 if file.parent.name == "slow" else 0.0)
         written.append(file.parent.name)

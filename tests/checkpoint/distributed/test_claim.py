@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from nxdpp.checkpoint.distributed import claim
-from nxdpp.trainer.checkpoint import finalize_checkpoint
+from nxdpp.doors.nxd.checkpoint import finalize_checkpoint
 from tests.checkpoint.distributed.small_training import Training
 
 _HOLDER = """

@@ -12,12 +12,12 @@ import pytest
 
 from nxdpp import parallel_state
 from nxdpp.checkpoint.distributed import directory
-from nxdpp.checkpoint.distributed.document_head import DOCUMENT
-from nxdpp.checkpoint.distributed.first_whole import load_first_whole
+from nxdpp.checkpoint.distributed.directory import DOCUMENT
+from nxdpp.checkpoint.distributed.load import load_first_whole
 from nxdpp.checkpoint.distributed.load_targets import LoadArguments
 from nxdpp.checkpoint.distributed.ranks import Exchange
-from nxdpp.checkpoint.files.checksummed import DamagedFile
-from nxdpp.trainer.checkpoint import has_checkpoint, load_checkpoint, save_checkpoint
+from nxdpp.checkpoint.files.checksummed_reader import DamagedFile
+from nxdpp.doors.nxd.checkpoint import has_checkpoint, load_checkpoint, save_checkpoint
 from tests.checkpoint.distributed.small_training import Training, is_same
 from tests.checkpoint.distributed.test_document import signed
 from tests.support.run_ranks import run_ranks

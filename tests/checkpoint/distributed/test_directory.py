@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from nxdpp.checkpoint.distributed import directory
-from nxdpp.checkpoint.distributed.document_head import DOCUMENT
+from nxdpp.checkpoint.distributed.directory import DOCUMENT
 from tests.checkpoint.distributed.made_checkpoints import FOREIGN, checkpoint
 
 

@@ -14,9 +14,10 @@ import torch
 from nxdpp import parallel_state
 from nxdpp.checkpoint.distributed import directory, pruning, save
 from nxdpp.checkpoint.distributed.claim import LOCK
-from nxdpp.checkpoint.distributed.document_head import DOCUMENT
-from nxdpp.checkpoint.files.checksummed import Span, write_checksummed
-from nxdpp.trainer.checkpoint import save_checkpoint
+from nxdpp.checkpoint.distributed.directory import DOCUMENT
+from nxdpp.checkpoint.files.checksummed_writer import write_checksummed
+from nxdpp.checkpoint.files.pieces import FileSpan
+from nxdpp.doors.nxd.checkpoint import save_checkpoint
 from tests.checkpoint.distributed.small_training import Training, is_same
 from tests.support.run_ranks import run_ranks
 
@@ -108,7 +109,7 @@ def _slow_disk(rank: int, path: Path) -> bool:
     parallel_state.initialize_model_parallel(hang_timeout=1)
     training = Training()
 
-    def slow(file: Path, tensors: dict[str, torch.Tensor]) -> dict[str, Span]:
+    def slow(file: Path, tensors: dict[str, torch.Tensor]) -> dict[str, FileSpan]:
         # Longer than the limits of a hang and of ranks in different calls.
         time.sleep(5.0 if file.parent.name == "step_1" else 0.0)
         return write_checksummed(file, tensors)
@@ -149,7 +150,7 @@ def test_a_directory_that_hosts_do_not_share(tmp_path: Path) -> None:
 def test_a_file_that_has_lost_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a file system of the network: the size is compared before the checkpoint counts."""
 
-    def losing(file: Path, tensors: dict[str, torch.Tensor]) -> dict[str, Span]:
+    def losing(file: Path, tensors: dict[str, torch.Tensor]) -> dict[str, FileSpan]:
         spans = write_checksummed(file, tensors)
         os.truncate(file, file.stat().st_size - 1)
         return spans

@@ -16,9 +16,10 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from nxdpp.checkpoint.distributed.directory import DOCUMENT, number_of
 from nxdpp.checkpoint.distributed.document import Document, parsed_document, read_document, tensors_of, write_document
-from nxdpp.checkpoint.distributed.document_head import DOCUMENT, number_of
-from nxdpp.checkpoint.files.checksummed import DamagedFile, Span
+from nxdpp.checkpoint.files.checksummed_reader import DamagedFile
+from nxdpp.checkpoint.files.pieces import FileSpan
 
 CONTENT = {"layout": {"ranks": 2}, "ties": {}, "user_content": {"text": 'a "quoted" \n'}}
 
@@ -31,9 +32,9 @@ def folder(tmp_path: Path) -> Path:
         TensorProperties(dtype=torch.float32), torch.Size([]), [ChunkStorageMetadata(torch.Size([]), torch.Size([]))]
     )
     spans = {
-        MetadataIndex("model.weight", [0, 0]): Span("a-rank00000.safetensors", 96, 12, (0x0A,)),
-        MetadataIndex("model.weight", [2, 0]): Span("a-rank00001.safetensors", 64, 12, (0xFFFFFFFF,)),
-        MetadataIndex("model.number", []): Span("a-rank00000.safetensors", 108, 4, (7,)),
+        MetadataIndex("model.weight", [0, 0]): FileSpan("a-rank00000.safetensors", 96, 12, (0x0A,)),
+        MetadataIndex("model.weight", [2, 0]): FileSpan("a-rank00001.safetensors", 64, 12, (0xFFFFFFFF,)),
+        MetadataIndex("model.number", []): FileSpan("a-rank00000.safetensors", 108, 4, (7,)),
     }
     metadata = Metadata({"model.weight": tensor, "model.number": number})
     write_document(tmp_path / DOCUMENT, 17, CONTENT, metadata, spans)
@@ -47,10 +48,10 @@ def parsed(folder: Path) -> Document:
 def test_a_document_comes_back(folder: Path) -> None:
     document = parsed(folder)
     assert document.content == CONTENT
-    assert document.shapes() == {"model.weight": (4, 3), "model.number": ()}
+    assert {name: each.shape for name, each in document.layouts("model.").items()} == {"weight": (4, 3), "number": ()}
     assert tensors_of(document.metadata)["model.weight"].properties.dtype == torch.bfloat16
     index = MetadataIndex("model.weight", [2, 0])
-    assert document.metadata.storage_data[index] == Span("a-rank00001.safetensors", 64, 12, (0xFFFFFFFF,))
+    assert document.metadata.storage_data[index] == FileSpan("a-rank00001.safetensors", 64, 12, (0xFFFFFFFF,))
     assert document.metadata.storage_data[MetadataIndex("model.number", [])].checksums == (7,)
     assert number_of(folder) == 17
 

@@ -15,11 +15,11 @@ from torch.nn import functional
 from torch.optim import AdamW, Optimizer
 
 from nxdpp import GradScaler, NxDPPModel, parallel_state, tensor_parallelize
-from nxdpp.optimizer import Zero1Optimizer
-from nxdpp.optimizer.fp32_adamw import AdamW_FP32OptimParams
-from nxdpp.parallel_layers.random import get_xla_rng_tracker, model_parallel_xla_manual_seed
+from nxdpp.doors.nxd.checkpoint import finalize_checkpoint, load_checkpoint, save_checkpoint
+from nxdpp.gradients.optimizer.fp32_adamw import AdamW_FP32OptimParams
+from nxdpp.gradients.optimizer.zero1 import Zero1Optimizer
 from nxdpp.pipeline.activation_checkpoint import apply_checkpoint
-from nxdpp.trainer.checkpoint import finalize_checkpoint, load_checkpoint, save_checkpoint
+from nxdpp.tensor.random import get_xla_rng_tracker, model_parallel_xla_manual_seed
 from tests.checkpoint.distributed.layouts import learning_rates, tensors_in
 from tests.support import models, tensor_models
 from tests.support.run_ranks import run_ranks

@@ -12,8 +12,8 @@ from torch import nn, optim
 from torch.optim import AdamW, Optimizer
 from torch.optim import lr_scheduler as rates
 
-from nxdpp.optimizer.fp32_adamw import AdamW_FP32OptimParams
-from nxdpp.trainer.checkpoint import load_checkpoint, save_checkpoint
+from nxdpp.doors.nxd.checkpoint import load_checkpoint, save_checkpoint
+from nxdpp.gradients.optimizer.fp32_adamw import AdamW_FP32OptimParams
 
 MakeOptimizer = Callable[..., Optimizer]
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from nxdpp import parallel_state
-from nxdpp.trainer.checkpoint import load_checkpoint, save_checkpoint
+from nxdpp.doors.nxd.checkpoint import load_checkpoint, save_checkpoint
 from tests.checkpoint.distributed.layouts import Layout, Training, tensors_in
 from tests.support import models, tensor_models
 from tests.support.run_ranks import run_ranks

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nxdpp import parallel_state
-from nxdpp.trainer.checkpoint import load_checkpoint, save_checkpoint
+from nxdpp.doors.nxd.checkpoint import load_checkpoint, save_checkpoint
 from tests.checkpoint.distributed.layouts import Layout, Training
 from tests.support.run_ranks import run_ranks
 from tests.support.tensor_models import VOCABULARY, make

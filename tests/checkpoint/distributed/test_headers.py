@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from nxdpp.trainer.checkpoint import load_checkpoint, save_checkpoint
+from nxdpp.doors.nxd.checkpoint import load_checkpoint, save_checkpoint
 
 
 def test_headers_are_not_read(tmp_path: Path) -> None:

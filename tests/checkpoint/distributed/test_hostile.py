@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from nxdpp.checkpoint.distributed.document_head import DOCUMENT
-from nxdpp.checkpoint.files.checksummed import DamagedFile
+from nxdpp.checkpoint.distributed.directory import DOCUMENT
+from nxdpp.checkpoint.files.checksummed_reader import DamagedFile
 from tests.checkpoint.distributed.small_training import Training, is_same
 
 WEIGHT = "model.0.weight"

@@ -10,7 +10,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from nxdpp import parallel_state
-from nxdpp.trainer.checkpoint import finalize_checkpoint, load_checkpoint, save_checkpoint
+from nxdpp.doors.nxd.checkpoint import finalize_checkpoint, load_checkpoint, save_checkpoint
 from tests.checkpoint.distributed.layouts import Layout, Training
 from tests.support.process_memory import peak_bytes, reset_peak, resident_bytes
 from tests.support.run_ranks import run_ranks

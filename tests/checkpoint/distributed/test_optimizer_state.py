@@ -12,9 +12,9 @@ from torch import nn, optim
 from torch.optim import AdamW, Optimizer
 
 from nxdpp.checkpoint.distributed.optimizer_state import Held
-from nxdpp.optimizer.fp32_adamw import AdamW_FP32OptimParams
-from nxdpp.optimizer.zero1 import Zero1Optimizer
-from nxdpp.trainer.checkpoint import load_checkpoint, save_checkpoint
+from nxdpp.doors.nxd.checkpoint import load_checkpoint, save_checkpoint
+from nxdpp.gradients.optimizer.fp32_adamw import AdamW_FP32OptimParams
+from nxdpp.gradients.optimizer.zero1 import Zero1Optimizer
 
 Make = Callable[..., Optimizer]
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from nxdpp.checkpoint.distributed import directory
-from nxdpp.checkpoint.distributed.document_head import DOCUMENT
+from nxdpp.checkpoint.distributed.directory import DOCUMENT
 from tests.checkpoint.distributed.small_training import Training
 
 Event = tuple[str, str]

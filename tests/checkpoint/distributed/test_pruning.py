@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from nxdpp.checkpoint.distributed import directory
-from nxdpp.checkpoint.distributed.document_head import DOCUMENT
+from nxdpp.checkpoint.distributed.directory import DOCUMENT
 from nxdpp.checkpoint.distributed.looks_whole import keep_damaged, looks_whole
 from nxdpp.checkpoint.distributed.pruning import prune
 from tests.checkpoint.distributed.made_checkpoints import FOREIGN, checkpoint

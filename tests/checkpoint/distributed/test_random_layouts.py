@@ -12,8 +12,8 @@ from nxdpp.checkpoint.distributed.document import Document
 from nxdpp.checkpoint.distributed.model_state import model_tensors
 from nxdpp.checkpoint.distributed.optimizer_state import held_state, is_stepped
 from nxdpp.checkpoint.distributed.rectangles import placement_of
-from nxdpp.optimizer.zero1 import Zero1Optimizer
-from nxdpp.trainer.checkpoint import load_checkpoint, save_checkpoint
+from nxdpp.doors.nxd.checkpoint import load_checkpoint, save_checkpoint
+from nxdpp.gradients.optimizer.zero1 import Zero1Optimizer
 from tests.checkpoint.distributed.layouts import tensors_in
 from tests.checkpoint.distributed.random_layouts import RANKS, Case
 from tests.support import tied_parallel_model

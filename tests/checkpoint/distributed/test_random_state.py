@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nxdpp.checkpoint.distributed import load_targets
-from nxdpp.parallel_layers.random import get_xla_rng_tracker
+from nxdpp.tensor.random import get_xla_rng_tracker
 from tests.checkpoint.distributed.small_training import Training
 
 

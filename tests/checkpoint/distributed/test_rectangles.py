@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from nxdpp import parallel_state
-from nxdpp.checkpoint.distributed.rectangles import Block, Placement, placement_of, rectangles
-from nxdpp.parallel_layers.tensor_attributes import set_tensor_model_parallel_attributes
+from nxdpp.checkpoint.distributed.rectangles import Block, PlaceInWhole, placement_of, rectangles
+from nxdpp.tensor.tensor_attributes import set_tensor_model_parallel_attributes
 
 
 @pytest.mark.parametrize("shape", [(), (7,), (4, 5), (3, 4, 5), (2, 1, 3, 2), (1, 6)])
@@ -65,7 +65,7 @@ def test_ranges_of_all_parts_fill_the_whole(ranks: int) -> None:
 
 def test_a_tensor_that_is_not_contiguous_is_one_rectangle_of_itself() -> None:
     tensor = torch.zeros(3, 4).T
-    (block,) = Placement((4, 3), (4, 3), -1, ()).blocks(tensor)
+    (block,) = PlaceInWhole((4, 3), (4, 3), -1, ()).blocks(tensor)
     block.values.fill_(1)
     assert tensor.sum() == 12
 

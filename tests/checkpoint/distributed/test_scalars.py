@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from nxdpp.checkpoint.distributed.scalars import dtype_named, is_scalar, read_scalar, written_scalar
+from nxdpp.checkpoint.distributed.structured import dtype_named, is_scalar, read_scalar, written_scalar
 
 CPU = torch.device("cpu")
 NUMBERS = [None, True, 0, 2**80, 0.1, -0.0, math.inf, -math.inf]

@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 from nxdpp import parallel_state
-from nxdpp.checkpoint.files.checksummed import ChecksummedReader, Span
-from nxdpp.trainer.checkpoint import load_checkpoint, save_checkpoint
+from nxdpp.checkpoint.files.checksummed_reader import ChecksummedReader
+from nxdpp.checkpoint.files.pieces import FileSpan
+from nxdpp.doors.nxd.checkpoint import load_checkpoint, save_checkpoint
 from tests.checkpoint.distributed.layouts import Layout, Training
 from tests.support.run_ranks import run_ranks
 from tests.support.tensor_models import VOCABULARY, make
@@ -37,7 +38,7 @@ def _bytes_read(rank: int, layout: Layout, path: Path) -> tuple[int, int]:
     count = 0
     read = ChecksummedReader.read
 
-    def counted(reader: ChecksummedReader, span: Span, start: int, destination: memoryview) -> None:
+    def counted(reader: ChecksummedReader, span: FileSpan, start: int, destination: memoryview) -> None:
         nonlocal count
         count += len(destination)
         read(reader, span, start, destination)

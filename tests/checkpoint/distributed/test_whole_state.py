@@ -11,8 +11,8 @@ from torch import nn
 
 import nxdpp
 from nxdpp import NxDPPModel, Pipeline, PipelineConfig, parallel_state, tensor_parallelize
-from nxdpp.modules.qkv_linear import GQAQKVColumnParallelLinear
-from nxdpp.parallel_layers import ColumnParallelLinear, ParallelEmbedding
+from nxdpp.tensor.layers import ColumnParallelLinear, ParallelEmbedding
+from nxdpp.tensor.modules.qkv_linear import GQAQKVColumnParallelLinear
 from tests.support.run_ranks import run_ranks
 from tests.support.tensor_models import make
 

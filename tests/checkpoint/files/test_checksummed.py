@@ -11,25 +11,20 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from nxdpp.checkpoint.files import checksummed
-from nxdpp.checkpoint.files.checksummed import (
-    ChecksummedReader,
-    DamagedFile,
-    Span,
-    read_region,
-    write_checksummed,
-    write_streamed,
-)
+from nxdpp.checkpoint.files import checksummed_writer, pieces
+from nxdpp.checkpoint.files.checksummed_reader import ChecksummedReader, DamagedFile, read_region
+from nxdpp.checkpoint.files.checksummed_writer import write_checksummed, write_shard, write_streamed
 from nxdpp.checkpoint.files.layout import layouts_of
+from nxdpp.checkpoint.files.pieces import FileSpan
 
-DTYPES = list(checksummed._NAMES)
+DTYPES = list(checksummed_writer._NAMES)
 
 
 @pytest.fixture(autouse=True, params=[0, 64, 65], ids=["threads", "threads for whole pieces", "no threads"])
 def small_pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checksummed, "PIECE_BYTES", 64)
-    monkeypatch.setattr(checksummed, "_SMALL_BYTES", request.param)
-    monkeypatch.setattr(checksummed, "_BEHIND_BYTES", 100)
+    monkeypatch.setattr(pieces, "PIECE_BYTES", 64)
+    monkeypatch.setattr(pieces, "SMALL_BYTES", request.param)
+    monkeypatch.setattr(checksummed_writer, "_BEHIND_BYTES", 100)
 
 
 def values(dtype: torch.dtype, *shape: int) -> torch.Tensor:
@@ -49,7 +44,7 @@ def bytes_of(tensor: torch.Tensor) -> bytes:
     return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
-def read(folder: Path, span: Span, like: torch.Tensor) -> torch.Tensor:
+def read(folder: Path, span: FileSpan, like: torch.Tensor) -> torch.Tensor:
     destination = torch.zeros_like(like)
     with ChecksummedReader(folder) as reader:
         read_region(reader, span, like.shape, (0,) * like.ndim, destination, like.dtype)
@@ -60,15 +55,16 @@ def test_tensors_of_all_dtypes_come_back_and_safetensors_reads_them(tmp_path: Pa
     tensors = {f"{dtype}": values(dtype, 5, 7) for dtype in DTYPES}
     tensors |= {"empty": torch.empty(0, 3), "number": torch.tensor(2.5), "large": values(torch.float32, 3, 40)}
     file = tmp_path / "one.safetensors"
-    spans = write_checksummed(file, tensors)
+    spans = write_streamed(file, layouts_of(tensors), tensors.items(), packed=True)
     for name, tensor in tensors.items():
         assert spans[name].length == tensor.nbytes
         assert len(spans[name].checksums) == -(-tensor.nbytes // 64)
         assert is_same(read(tmp_path, spans[name], tensor), tensor), name
-    loaded = load_file(file)
-    assert loaded.keys() == tensors.keys()
-    for name, tensor in tensors.items():
-        assert is_same(loaded[name], tensor), name
+    write_shard(tmp_path / "shard", tensors)
+    for loaded in (load_file(file), load_file(tmp_path / "shard")):
+        assert loaded.keys() == tensors.keys()
+        for name, tensor in tensors.items():
+            assert is_same(loaded[name], tensor), name
 
 
 def test_tensors_that_are_not_contiguous_are_written_in_their_order(tmp_path: Path) -> None:
@@ -86,9 +82,10 @@ def test_tensors_that_are_not_contiguous_are_written_in_their_order(tmp_path: Pa
         assert torch.equal(tensor, tensors[name]), name
 
 
-def test_a_dtype_that_the_format_lacks_is_refused_before_a_file_is_made(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"weight is of torch\.complex128"):
-        write_checksummed(tmp_path / "one", {"weight": torch.zeros(2, dtype=torch.complex128)})
+@pytest.mark.parametrize("dtype", [torch.complex128, torch.float4_e2m1fn_x2])
+def test_a_dtype_that_a_checkpoint_lacks_is_refused_before_a_file_is_made(tmp_path: Path, dtype: torch.dtype) -> None:
+    with pytest.raises(ValueError, match=f"weight is of {dtype}, which a checkpoint cannot hold: convert it first"):
+        write_checksummed(tmp_path / "one", {"weight": torch.zeros(2, dtype=dtype)})
     assert list(tmp_path.iterdir()) == []
 
 
@@ -122,12 +119,12 @@ def test_each_rectangle_is_read(shape: tuple[int, ...], kind: str, tmp_path: Pat
 
 
 @pytest.fixture
-def written(tmp_path: Path) -> tuple[Path, Mapping[str, torch.Tensor], dict[str, Span]]:
+def written(tmp_path: Path) -> tuple[Path, Mapping[str, torch.Tensor], dict[str, FileSpan]]:
     tensors = {"first": values(torch.float32, 5, 7), "second": values(torch.bfloat16, 33)}
     return tmp_path / "rank00003", tensors, write_checksummed(tmp_path / "rank00003", tensors)
 
 
-Written = tuple[Path, Mapping[str, torch.Tensor], dict[str, Span]]
+Written = tuple[Path, Mapping[str, torch.Tensor], dict[str, FileSpan]]
 
 
 def test_each_flipped_byte_is_found(written: Written) -> None:

@@ -15,10 +15,10 @@ from safetensors.torch import load_file
 from torch import nn
 
 from nxdpp import NxDPPModel, parallel_state, save_pretrained
-from nxdpp.checkpoint.files.layout import Layout
+from nxdpp.checkpoint.files.layout import StoredLayout
 from nxdpp.checkpoint.huggingface import save_plan
 from nxdpp.checkpoint.huggingface.save_plan import plan_shards
-from nxdpp.parallel_layers.layers import ParallelEmbedding
+from nxdpp.tensor.layers import ParallelEmbedding
 from tests.checkpoint.huggingface.checkpointed_models import differing, make, on_meta, tensors_in, wrap
 from tests.support.run_ranks import run_ranks
 from tests.zoo import build
@@ -142,7 +142,7 @@ def test_quantized_models_and_adapters_are_refused(sign: str, kind: str, tmp_pat
 
 def test_sources_of_a_conversion_on_two_ranks_are_refused() -> None:
     model = build("masked-lm", "nomic_bert", "meta")
-    layouts = {name: Layout(tuple(tensor.shape), tensor.dtype) for name, tensor in model.state_dict().items()}
+    layouts = {name: StoredLayout(tuple(tensor.shape), tensor.dtype) for name, tensor in model.state_dict().items()}
     (whole,) = plan_shards(model, [], [layouts])
     merged = [conversion for conversion in whole.conversions if len(conversion.names) > 1]
     assert merged
@@ -271,5 +271,5 @@ def save_with_complex_numbers(rank: int, folder: Path) -> str:
 
 def test_unsupported_dtypes_are_refused(tmp_path: Path) -> None:
     for message in run_ranks(2, save_with_complex_numbers, tmp_path / "none"):
-        assert "layers.1.turns is of torch.complex128, which a safetensors file cannot hold: convert it" in message
+        assert "layers.1.turns is of torch.complex128, which a checkpoint cannot hold: convert it" in message
     assert not (tmp_path / "none").exists()

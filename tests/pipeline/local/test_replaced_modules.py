@@ -39,7 +39,7 @@ def test_whole_model_follows_a_moved_tree() -> None:
     sync = ReplacementSync(tree, model)
 
     tree._apply(lambda tensor: tensor.double())
-    assert sync.follow() == {}
+    assert sync.follow() == ({}, True)
 
     assert model.scale is tree.scale
     assert model.table is tree.table
@@ -57,10 +57,10 @@ def test_a_replaced_layer_is_found_in_either_tree() -> None:
     tree.get_submodule("layers").register_module("0", nn.Identity())
     model.layers[1] = nn.Identity()
 
-    assert sync.follow() == {"layers.0": first, "layers.1": second}
+    assert sync.follow() == ({"layers.0": first, "layers.1": second}, True)
     assert model.layers[0] is tree.get_submodule("layers.0") is not first
     assert model.layers[1] is tree.get_submodule("layers.1") is not second
-    assert sync.follow() == {}
+    assert sync.follow() == ({}, False)
 
 
 def test_a_replaced_layer_of_another_rank_is_put_back() -> None:
@@ -70,5 +70,5 @@ def test_a_replaced_layer_of_another_rank_is_put_back() -> None:
 
     model.layers[3] = nn.Identity()
 
-    assert sync.follow() == {}
+    assert sync.follow() == ({}, True)
     assert model.layers[3] is last

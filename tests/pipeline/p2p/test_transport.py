@@ -1,12 +1,13 @@
 """Received tensors equal the sent ones, for any strides, dtype and size."""
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from nxdpp import parallel_state
 from nxdpp.pipeline.p2p.layout import layout_of
 from nxdpp.pipeline.p2p.transport import Direction, Transport
+from nxdpp.ranks.transfer_groups import TransferGroups
 from tests.support.nccl_rules import use_nccl_rules
 from tests.support.run_ranks import run_ranks
 
@@ -99,7 +100,7 @@ def send_from_another_device(rank: int) -> None:
             seen.extend(tensor.device for tensor in tensors)
             return group.recv(tensors, source, tag)
 
-    transport = Transport(OneGroup(Recording()), group, torch.device("meta"))
+    transport = Transport(cast(TransferGroups, OneGroup(Recording())), group, torch.device("meta"))
     layout = layout_of(TENSORS[0]).tensors[0]
     if rank == 0:
         work, _ = transport.send(TENSORS[0], 1, Direction.ACTIVATION, 0)

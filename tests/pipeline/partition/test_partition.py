@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from nxdpp.pipeline.partition.partition import GivenCuts, Partition, PartitionPolicy, make_partition
-from nxdpp.tracing.layers import layer_names
-from nxdpp.tracing.trace import TracedGraph
+from nxdpp.tracing.graph.trace import TracedGraph
+from nxdpp.tracing.modules.layers import layer_names
 from tests.support.traced_models import PlainLayer, PlainModel, make_inputs, make_model, options_for, trace_with
 
 X = {"x": torch.ones(3, 4)}

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import AlbertConfig, AlbertForMaskedLM
 
-from nxdpp.tracing.layers import find_layer_classes
+from nxdpp.tracing.modules.layers import find_layer_classes
 from tests.support.in_process import InProcessPipeline
 from tests.support.models import VOCABULARY, padded_batch
 from tests.support.plain_models import WIDTH, Base, Block

@@ -15,14 +15,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from nxdpp.parallel_layers import gradient_average
-from nxdpp.pipeline.agreement.input_hash import InputHasher, hash_of
+from nxdpp.agreement.input_hash import InputHasher, hash_of
+from nxdpp.gradients import average, buckets
 from nxdpp.pipeline.p2p.channel import RemoteChannel
 from nxdpp.pipeline.p2p.transport import Transport
 from nxdpp.pipeline.partition.assignment import Owners
 from nxdpp.pipeline.runtime.engine import Engine
 from nxdpp.pipeline.runtime.engine_config import EngineConfig
-from nxdpp.pipeline.stages.program import RankProgram
+from nxdpp.pipeline.stages.cut_graph import RankStages
 from nxdpp.schedules.chosen import ChosenSchedule
 from nxdpp.schedules.lowering.rank_program import in_flight_limit, rank_program
 from nxdpp.schedules.lowering.transport_rules import GLOO, NCCL, TransportRules
@@ -167,8 +167,8 @@ def _averages_that_differ(wait: Callable[[LateWork], None]) -> list[str]:
         patch.setattr(dist, "all_reduce", all_reduce)
         patch.setattr(dist, "get_world_size", lambda group: 2)
         patch.setattr(dist, "get_backend", lambda group: dist.Backend.NCCL)
-        patch.setattr(gradient_average, "_BUCKET_BYTES", 24)
-        gradient_average.average_gradients(parameters.values(), group=None, control=None)  # type: ignore[arg-type]
+        patch.setattr(buckets, "BUCKET_BYTES", 24)
+        average.average_gradients(parameters.values(), group=None, control=None)  # type: ignore[arg-type]
     return [name for name, p in parameters.items() if not torch.equal(_gradient(p).cpu(), values[name])]
 
 
@@ -231,7 +231,7 @@ class _Rank:
         self,
         model: nn.Module,
         owners: Owners,
-        program: RankProgram,
+        program: RankStages,
         schedule: ChosenSchedule,
         rank: int,
         rules: TransportRules,

@@ -8,6 +8,7 @@ from torch import fx, nn
 
 from nxdpp.pipeline.stages.in_place_guard import Guard, expect_unchanged, may_change_arguments, versions
 from tests.support.exact import assert_exact
+from tests.support.in_process import InProcessPipeline
 from tests.support.plain_models import Block
 from tests.support.traced_models import PlainModel
 
@@ -129,3 +130,45 @@ def test_user_modules_and_in_place_methods_may_change_their_arguments() -> None:
     root, nodes = _nodes(nn.Linear(2, 2), nn.ReLU(), nn.ReLU(inplace=True), Block(), nn.Sequential(Block()))
     may = [may_change_arguments(node, root) for node in nodes]
     assert may == [False, False, True, True, True, True, False, False, True, True]
+
+
+class Late(nn.Module):
+    """A layer that may change its second argument in place, as its class tells."""
+
+    changes = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.linear(x) * scale
+        if Late.changes:
+            scale += 1
+        return result
+
+
+class Scaled(nn.Module):
+    """Four layers with one scale, which each stage computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Late() for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale = x.shape[0] * torch.ones_like(x)
+        for layer in self.layers:
+            x = layer(x, scale)
+        return x.mean()
+
+
+def test_layers_in_a_row_are_checked_once_and_a_later_change_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.ones(2, 4)
+    stage = InProcessPipeline(Scaled(), 2, {"x": x}, transformer_layer_cls=Late).modules[0]
+    (guarded,) = [
+        node.args[2] for node in stage.graph.nodes if node.target is expect_unchanged and "layers.1" in node.args[3]
+    ]
+    stage(x)
+    monkeypatch.setattr(Late, "changes", True)
+    with pytest.raises(RuntimeError, match=rf"the value {guarded}, .* by one of layers.0 to layers.1; the others"):
+        stage(x)

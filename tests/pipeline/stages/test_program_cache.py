@@ -10,15 +10,16 @@ import pytest
 import torch
 from torch import nn
 
-from nxdpp.pipeline import last_used
+from nxdpp.agreement import last_used
 from nxdpp.pipeline.example_inputs import example_specs
+from nxdpp.pipeline.local.changes import ChangeRecord
 from nxdpp.pipeline.partition.partition import make_partition
 from nxdpp.pipeline.stages import program_cache as programs
 from nxdpp.pipeline.stages.cut_graph import fill_output
 from nxdpp.pipeline.stages.program_cache import ProgramCache
-from nxdpp.tracing.layers import layer_names
-from nxdpp.tracing.sizes import shapes_of
-from nxdpp.tracing.trace import trace
+from nxdpp.tracing.graph.trace import trace
+from nxdpp.tracing.modules.layers import layer_names
+from nxdpp.tracing.sizes.sizes import shapes_of
 from tests.support.in_process import InProcessPipeline
 from tests.support.traced_models import PlainLayer, PlainModel, make_inputs, make_model, options_for, scaled_by_modes
 
@@ -35,7 +36,7 @@ def _cache(
     specs = example_specs(model, None, batch)
     first = trace(model, specs, {}, options, shapes_of(batch or {}))
     partition = make_partition(first, model, layer_names(model, options.layer_classes), stages)
-    return ProgramCache(partition, options, spec, [stage], {})
+    return ProgramCache(partition, options, spec, [stage], {}, ChangeRecord())
 
 
 def _run(cache: ProgramCache, inputs: dict[str, Any], training: bool = False) -> Any:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nxdpp.tracing.layer_objects import loaded_names
+from nxdpp.tracing.code.names import loaded_names
 from tests.support.exact import assert_exact
 from tests.support.in_process import InProcessPipeline
 

@@ -9,7 +9,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from nxdpp.pipeline.stages.split import plan_stages
-from nxdpp.tracing.checks import must_run
+from nxdpp.tracing.graph.checks import must_run
 from tests.support.in_process import InProcessPipeline
 from tests.support.traced_models import ARCHITECTURES, PlainLayer, PlainModel, make_inputs, make_model, options_for
 

@@ -168,7 +168,7 @@ def test_a_timeline_is_refused(tmp_path: Path) -> None:
 
 
 def test_stages_are_summarised() -> None:
-    from nxdpp.pipeline.planning.stage_summary import summarise_stages
+    from nxdpp.planning.stage_summary import summarise_stages
     from nxdpp.schedules.chosen import ChosenSchedule
 
     parallel_state.initialize_debug(pipeline_model_parallel_rank=1, pipeline_model_parallel_size=2)

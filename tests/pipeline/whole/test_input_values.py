@@ -8,10 +8,10 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from nxdpp import NxDPPModel, data_parallel_sampler, parallel_state
-from nxdpp.pipeline.agreement.fingerprint import fingerprint
-from nxdpp.pipeline.agreement.input_hash import InputHasher
-from nxdpp.pipeline.agreement.step_signature import StepSignature
-from nxdpp.pipeline.agreement.step_verifier import StepIdentity, StepVerifier
+from nxdpp.agreement.fingerprint import fingerprint
+from nxdpp.agreement.input_hash import InputHasher
+from nxdpp.agreement.step_signature import StepSignature
+from nxdpp.agreement.step_verifier import StepIdentity, StepVerifier
 from tests.support.models import VOCABULARY, make
 from tests.support.run_ranks import run_ranks
 

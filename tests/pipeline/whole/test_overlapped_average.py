@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from nxdpp import NxDPPModel, Pipeline, PipelineConfig, parallel_state
-from nxdpp.parallel_layers import gradient_average
+from nxdpp.gradients import buckets
 from tests.support.models import gradient_differences, make, padded_batch, reference, train_in_one_process
 from tests.support.run_ranks import run_ranks
 
@@ -223,7 +223,7 @@ CASES: list[Callable[[int], None]] = [
 def run_cases(rank: int) -> None:
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
     # Buckets of a few tensors.
-    gradient_average._BUCKET_BYTES = 2**14
+    buckets.BUCKET_BYTES = 2**14
     for case in CASES:
         case(rank)
     parallel_state.destroy_model_parallel()

@@ -11,7 +11,7 @@ from torch import nn
 
 from nxdpp import NxDPPModel, parallel_state
 from nxdpp.pipeline.stages.loss import pick_loss
-from nxdpp.tracing.nested import flatten
+from nxdpp.tracing.values.nested import flatten
 from tests.support import plain_models as models
 from tests.support.plain_models import WIDTH, Block
 from tests.support.run_ranks import run_ranks

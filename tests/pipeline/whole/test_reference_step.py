@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from nxdpp import NxDPPModel, parallel_state
-from nxdpp.parallel_layers.faults.board import board
 from nxdpp.pipeline.reference_step import ReferenceStep
+from nxdpp.ranks.faults.board import board
 from tests.support import models
 from tests.support.models import gradient_differences, padded_batch, reference, train_in_one_process
 from tests.support.plain_models import Base, Block

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nxdpp.tracing.errors import TracingError
+from nxdpp.tracing.graph.errors import TracingError
 from tests.support.exact import assert_exact
 from tests.support.plain_models import WIDTH, Base
 

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 
 from nxdpp import NxDPPModel, parallel_state
-from nxdpp.parallel_layers.sequence_parallel import allreduce_sequence_parallel_gradients
-from nxdpp.parallel_layers.utils import local_slice
+from nxdpp.tensor.sequence_parallel import allreduce_sequence_parallel_gradients
+from nxdpp.tensor.utils import local_slice
 from tests.support.run_ranks import run_ranks
 from tests.support.tensor_parallel_models import Model, ParallelLayer, ParallelModel
 

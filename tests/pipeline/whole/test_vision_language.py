@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from nxdpp import NxDPPModel, parallel_state
-from nxdpp.pipeline.microbatches.images import split_images
 from nxdpp.pipeline.microbatches.split_batch import split_batch
+from nxdpp.tracing.models.image_rows import split_images
 from tests.support.in_process import InProcessPipeline
 from tests.support.run_ranks import run_ranks
 from tests.support.vision_language import IMAGE, ROWS, VISION_LANGUAGE, make_vision_language

@@ -18,7 +18,7 @@ from torch.nn.utils import parametrizations
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from nxdpp import NxDPPModel, load_pretrained, parallel_state, save_pretrained
-from nxdpp.tracing import listings
+from nxdpp.tracing.modules import listings
 from tests.support.in_process import InProcessPipeline
 from tests.support.models import gradient_differences, make, microbatches, padded_batch, train_in_one_process
 from tests.support.plain_models import Base, Block

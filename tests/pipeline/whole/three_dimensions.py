@@ -8,7 +8,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer as WholeL
 from transformers.models.llama.modeling_llama import LlamaForCausalLM as WholeLlama
 
 from nxdpp import NxDPPModel, parallel_state, tensor_parallelize
-from nxdpp.parallel_layers.utils import local_slice
+from nxdpp.tensor.utils import local_slice
 
 STEPS, BATCH, MICROBATCHES, LENGTH, MAX_NORM = 8, 8, 2, 8, 0.5
 CONFIG: dict[str, Any] = {

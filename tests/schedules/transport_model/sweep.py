@@ -15,10 +15,10 @@ from nxdpp.schedules.families.forward_only import forward_only
 from nxdpp.schedules.families.registry import FAMILIES
 from nxdpp.schedules.lowering.lowering import StagePair
 from nxdpp.schedules.lowering.transport_rules import GLOO, NCCL, TransportRules
-from nxdpp.schedules.transport_model.boundaries import chain, with_skips
-from nxdpp.schedules.transport_model.model import Model, Programs
-from nxdpp.schedules.transport_model.situation import Backend, Situation
-from nxdpp.schedules.transport_model.verdict import backends, programs, situations, strictest
+from tests.schedules.transport_model.boundaries import chain, with_skips
+from tests.schedules.transport_model.model import Model, Programs
+from tests.schedules.transport_model.situation import Backend, Situation
+from tests.schedules.transport_model.verdict import backends, programs, situations, strictest
 
 RANKS = (2, 3, 4, 8, 16, 64)
 BOUNDARIES: dict[str, Callable[[int], frozenset[StagePair]]] = {"chain": chain, "skips": with_skips}

@@ -10,10 +10,10 @@ import pytest
 from nxdpp.schedules.check import ScheduleError
 from nxdpp.schedules.families.registry import FAMILIES
 from nxdpp.schedules.lowering.transport_rules import TransportRules
-from nxdpp.schedules.transport_model.boundaries import chain
-from nxdpp.schedules.transport_model.model import Model
-from nxdpp.schedules.transport_model.situation import Backend, Situation, Synchronises
-from nxdpp.schedules.transport_model.verdict import find_deadlock, programs
+from tests.schedules.transport_model.boundaries import chain
+from tests.schedules.transport_model.model import Model
+from tests.schedules.transport_model.situation import Backend, Situation, Synchronises
+from tests.schedules.transport_model.verdict import find_deadlock, programs
 
 # Two compute actions ahead, as on gloo; a group for each kind of transfer, over all ranks.
 POSTED_AHEAD = TransportRules("nccl", posted_ahead=2, pair_groups=False, has_tags=False)

@@ -5,12 +5,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nxdpp.schedules.lowering.transport_rules import GLOO, NCCL, TransportRules
-from nxdpp.schedules.transport_model.model import Model
-from nxdpp.schedules.transport_model.situation import Backend, Situation, Synchronises
-from nxdpp.schedules.transport_model.verdict import backends, find_deadlock, programs
 from nxdpp.schedules.written import parse_schedule
 from tests.schedules.pipelines import Pipeline, pipelines
+from tests.schedules.transport_model.model import Model
+from tests.schedules.transport_model.situation import Backend, Situation, Synchronises
 from tests.schedules.transport_model.sweep import Case, cases, deadlocks, every_situation, numbers_of_microbatches
+from tests.schedules.transport_model.verdict import backends, find_deadlock, programs
 
 pytestmark = pytest.mark.one_python
 

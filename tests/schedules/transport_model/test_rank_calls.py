@@ -13,9 +13,9 @@ from nxdpp.pipeline.runtime.stage_runner import StageRunner
 from nxdpp.schedules.actions import Action, ActionKind
 from nxdpp.schedules.families.registry import FAMILIES
 from nxdpp.schedules.lowering.transport_rules import GLOO, NCCL, TransportRules
-from nxdpp.schedules.transport_model.rank_calls import CallKind, RankCalls
-from nxdpp.schedules.transport_model.verdict import programs
 from tests.pipeline.runtime.scheduled_models import Chain, Skips, make, rows, wrap
+from tests.schedules.transport_model.rank_calls import CallKind, RankCalls
+from tests.schedules.transport_model.verdict import programs
 from tests.support.nccl_rules import use_nccl_rules
 from tests.support.run_ranks import run_ranks
 
@@ -54,7 +54,7 @@ def _noted_calls(calls: list[Noted]) -> None:
     )
     noting(RemoteChannel, "send_metadata", lambda c: ("SEND_METADATA", (c.boundary.source, c.boundary.destination)))
     # The last calls before a forward and before a backward.
-    noting(StageRunner, "_arguments", lambda _, mb, __: ("COMPUTE", mb))
+    noting(StageRunner, "_receive", lambda _, mb, __: ("COMPUTE", mb))
     noting(StageRunner, "_returned_gradients", lambda _, mb: ("COMPUTE", mb))
 
 

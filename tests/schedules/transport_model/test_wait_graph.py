@@ -1,6 +1,6 @@
 """Graph of waits: all events happen, or some wait in a circle."""
 
-from nxdpp.schedules.transport_model.wait_graph import START, WaitGraph
+from tests.schedules.transport_model.wait_graph import START, WaitGraph
 
 
 def test_events_without_a_circle_all_happen() -> None:

@@ -11,7 +11,6 @@ import pytest
 
 from nxdpp.__main__ import main
 from nxdpp.schedules.families.registry import FAMILIES
-from nxdpp.schedules.lowering.transport_rules import NCCL, RULES
 from nxdpp.schedules.written import parse_schedule
 
 SIZE = ["--ranks", "4", "--microbatches", "8"]
@@ -41,7 +40,7 @@ def test_figures_of_the_drawing(capsys: pytest.CaptureFixture[str]) -> None:
 
     printed = capsys.readouterr().out
     assert "makespan 101.25, bubble 5.2 % on average" in printed
-    assert "│    0 │  0, 8, 16, 24 │  5.2 % │                           9.75 │" in printed
+    assert re.search(r"^0 +0, 8, 16, 24 +5.2 % +9.75$", printed, re.MULTILINE)
 
 
 def test_json_is_the_schedule(capsys: pytest.CaptureFixture[str]) -> None:
@@ -55,53 +54,6 @@ def test_json_is_the_schedule(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["makespan"] == max(end for times in found["times"] for _, end in times)
     assert found["peaks"] == [4, 4, 4, 4]
     assert found["mean_bubble"] == pytest.approx(sum(found["bubbles"]) / 4)
-
-
-@pytest.mark.parametrize("name", list(FAMILIES))
-def test_no_family_deadlocks_over_nccl(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["schedule", name, *SIZE, "--transport", "nccl"]) == 0
-
-    assert "transport nccl: no deadlock (training and evaluation; " in capsys.readouterr().out
-
-
-def test_transport_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "mine.csv"
-    path.write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
-
-    assert main(["schedule", str(path), "--transport", "gloo", "--json"]) == 0
-
-    transport = json.loads(capsys.readouterr().out)["transport"]
-    assert transport == {
-        "name": "gloo",
-        "deadlock": False,
-        "covered": ["training and evaluation", "a chain and tensors that skip stages", "first and later steps"],
-    }
-
-
-def test_a_deadlock_over_a_transport_is_an_error(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(RULES, "nccl", NCCL._replace(posted_ahead=2, pair_groups=False))
-
-    assert main(["schedule", "1f1b", *SIZE, "--transport", "nccl"]) == 2
-
-    printed = capsys.readouterr()
-    assert printed.err.startswith("nxdpp schedule: transport nccl, training, a chain: nccl, lazy communicators, ")
-    assert "deadlock: rank " in printed.err
-    assert printed.out == ""
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["1f1b", *SIZE, "--transport", "mpi"], "there is no transport 'mpi'. Choose one of gloo, nccl."),
-        (["--compare", *SIZE, "--transport", "nccl"], "leave out --compare, or --transport"),
-    ],
-)
-def test_transports_that_are_refused(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["schedule", *arguments]) == 2
-
-    assert message in capsys.readouterr().err
 
 
 def test_comparison_of_all_families(capsys: pytest.CaptureFixture[str]) -> None:
@@ -156,7 +108,7 @@ def test_a_narrow_comparison_cuts_no_number(capsys: pytest.CaptureFixture[str]) 
         assert main(["schedule", "v-min", "--compare", "--width", width, *size]) == 0
 
         printed = capsys.readouterr().out
-        assert set(spans) <= set(printed.replace("│", " ").split())
+        assert set(spans) <= set(printed.split())
         assert "v-min *" in printed
         assert max(map(len, printed.splitlines())) <= int(width)
 
@@ -275,14 +227,6 @@ def test_sizes_that_would_take_minutes_are_refused(more: list[str], capsys: pyte
 
 
 @pytest.mark.one_python
-def test_long_checks_of_a_transport_are_refused_or_told(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["schedule", "1f1b", "--ranks", "2", "--microbatches", "40000", "--transport", "gloo"]) == 2
-    assert "--transport checks 65,536 forwards at most, and the schedule has 80,000" in capsys.readouterr().err
-
-    assert main(["schedule", "1f1b", "--ranks", "2", "--microbatches", "2100", "--transport", "gloo", "--json"]) == 0
-    assert "checking transport gloo, evaluation, a chain with skips ...\n" in capsys.readouterr().err
-
-
 def test_a_large_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "large.csv"
     path.write_text(",".join(f"0F{microbatch}" for microbatch in range(2**18 + 1)))

@@ -1,5 +1,0 @@
-"""MPU at the path of OSLO's tutorials."""
-
-from nxdpp.oslo.mpu import MPU
-
-__all__ = ["MPU"]

@@ -1,0 +1,1 @@
+"""Agreement of ranks: digests, comparisons with a message, and the verification of a step."""

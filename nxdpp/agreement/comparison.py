@@ -1,0 +1,77 @@
+"""Comparison of a value over ranks: all of them get the same difference, for one message, or none does.
+
+::
+
+    rank 0   digest ─┐ equal on all ranks ─▶ None
+    rank 1   digest ─┴ different ─▶ the values of both ─▶ Unequal, the same on every rank
+"""
+
+from collections.abc import Hashable
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from nxdpp.agreement.fingerprint import digest
+from nxdpp.agreement.same_values import sample
+from nxdpp.agreement.together import from_all_ranks
+
+T = TypeVar("T")
+
+
+class Unequal(NamedTuple, Generic[T]):
+    """Two ranks with different values: the first rank, and the first one that differs from it.
+
+    Attributes:
+        places: of the two among the ranks that were compared.
+        ranks: their global ranks.
+        values, notes: as these ranks gave them.
+    """
+
+    places: tuple[int, int]
+    ranks: tuple[int, int]
+    values: tuple[T, T]
+    notes: tuple[Any, Any]
+
+    def names(self, kind: str) -> tuple[str, str]:
+        """Return both ranks for a message: ``pipeline rank 1 (rank 5)``."""
+        first, other = (f"{kind} {place} (rank {rank})" for place, rank in zip(self.places, self.ranks, strict=True))
+        return first, other
+
+
+def unequal(value: T, *groups: dist.ProcessGroup, note: Any = None, mates: Hashable | None = None) -> Unequal[T] | None:
+    """Compare ``value`` over the ranks of ``groups``; collective over them.
+
+    Args:
+        value: texts, numbers, and tuples, lists and dicts of them. Ranks compare a digest of its ``repr``.
+        groups: for CPU tensors. The second one joins the ranks of the first, and so on. Without any all ranks compare.
+        note: a value that is not compared, for the message.
+        mates: equal on ranks whose values are compared with each other, by default on all.
+    """
+    digests = gathered((mates, digest(repr(value).encode())), *groups)
+    firsts = {of: place for place, (of, _) in reversed([*enumerate(digests)])}
+    pairs = [(firsts[of], place) for place, (of, own) in enumerate(digests) if own != digests[firsts[of]][1]]
+    if not pairs:
+        return None
+    everyones = gathered((dist.get_rank(), value, note), *groups)
+    (one, other), (there, here) = pairs[0], (everyones[place] for place in pairs[0])
+    return Unequal((one, other), (there[0], here[0]), (there[1], here[1]), (there[2], here[2]))
+
+
+def gathered(value: T, *groups: dist.ProcessGroup) -> list[T]:
+    """Return the value of each rank of ``groups``, or of all ranks without them; collective over these ranks."""
+    if not groups:
+        return from_all_ranks(value)
+    everyones = [value]
+    for group in groups:
+        of_group: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(of_group, everyones, group=group)
+        everyones = [each for some in of_group for each in some]
+    return everyones
+
+
+def leaf_text(leaf: Any) -> str:
+    """Return a text by which ranks compare an input: shape, dtype and a hash of a tensor, or a plain value."""
+    if isinstance(leaf, torch.Tensor):
+        return f"{tuple(leaf.shape)} {leaf.dtype} {sample(leaf, leaf.numel()).hex()}"
+    return repr(leaf) if isinstance(leaf, bool | int | float | str | None) else type(leaf).__name__

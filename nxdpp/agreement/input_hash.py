@@ -1,0 +1,216 @@
+"""Hashes of the values of a step's inputs, which are equal on all ranks that are given the same data.
+
+A hash is the sum of a tensor's 64-bit words, each times a fixed random number, modulo 2**64. It needs one pass without
+a copy for int64, and it is computed on the tensor's device::
+
+    inputs on the CPU       hash now                     compared in this step
+    on another device       hash now, copy to the host   compared in the next step: no wait for the device
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from nxdpp.agreement.fingerprint import digest
+from nxdpp.devices.kinds import device_of
+
+SLOTS = 12
+"""Number of inputs that have a hash of their own in the message. All later inputs share the last hash."""
+
+# 64-bit words that are multiplied at once: the table of random numbers takes 8 MiB at most.
+_CHUNK = 2**20
+_MULTIPLIER = 0x9E3779B97F4A7C15
+
+
+@dataclass(frozen=True)
+class InputHashes:
+    """Hashes of the inputs that a rank was given.
+
+    Attributes:
+        names, values: of this step's inputs.
+        late_names, late_values: of inputs of the step before on a device other than the CPU.
+    """
+
+    names: Sequence[str] = ()
+    values: Sequence[int] = ()
+    late_names: Sequence[str] = ()
+    late_values: Sequence[int] = ()
+
+    def words(self) -> list[int]:
+        """The hashes as ``2 * SLOTS`` numbers of 64 bits."""
+        return [*_slots(self.values), *_slots(self.late_values)]
+
+    def different(self, theirs: Sequence[int]) -> tuple[list[str], list[str]]:
+        """Names of the inputs whose hash is not that in ``theirs``: of this step, and of the step before."""
+        ours = self.words()
+        differs = [i for i, (own, other) in enumerate(zip(ours, theirs, strict=True)) if own != other]
+        now = [name for i in differs if i < SLOTS for name in _named(self.names, i)]
+        return now, [name for i in differs if i >= SLOTS for name in _named(self.late_names, i - SLOTS)]
+
+
+def _named(names: Sequence[str], slot: int) -> Sequence[str]:
+    return names[slot:] if slot == SLOTS - 1 else names[slot : slot + 1]
+
+
+def _slots(values: Sequence[int]) -> list[int]:
+    if len(values) < SLOTS:
+        return [*values, *[0] * (SLOTS - len(values))]
+    rest = 0
+    for value in values[SLOTS - 1 :]:
+        rest = (rest * _MULTIPLIER + value) % 2**64
+    return [*values[: SLOTS - 1], _signed(rest)]
+
+
+class InputHasher:
+    """Hashes the inputs of one pipeline's steps.
+
+    Args:
+        check_inputs: when floating tensors are hashed: ``"first"`` in the first step of a signature, ``"always"`` or
+            ``"never"``. Other tensors and numbers are hashed in every step.
+    """
+
+    def __init__(self, check_inputs: str) -> None:
+        self._check_inputs = check_inputs
+        self._pending: _Pending | None = None
+
+    def of_step(self, batches: Sequence[Mapping[str, Any]], is_first: bool) -> InputHashes:
+        """Return the hashes of a step, and the hashes that the step before left on a device.
+
+        Args:
+            batches: inputs by name, of the whole batch or of each microbatch.
+            is_first: the first step of its signature. All its hashes are waited for.
+        """
+        late, self._pending = self._pending, None
+        known: dict[str, int] = {}
+        on_device: dict[str, torch.Tensor] = {}
+        with torch.no_grad():
+            for name in sorted(batches[0]):
+                if not self._is_hashed(batches[0][name], is_first):
+                    continue
+                parts = [part for batch in batches if name in batch for part in _parts(batch[name])]
+                made = _joined(map(hash_of, parts)) if len(parts) > 1 else hash_of(parts[0])
+                if isinstance(made, int):
+                    known[name] = made
+                else:
+                    on_device[name] = made
+        if on_device:
+            started = _Pending.start(on_device)
+            if is_first:
+                known |= started.wait()
+            else:
+                self._pending = started
+        late_values = {} if late is None else late.wait()
+        return InputHashes(list(known), list(known.values()), list(late_values), list(late_values.values()))
+
+    def _is_hashed(self, value: Any, is_first: bool) -> bool:
+        if isinstance(value, torch.Tensor):
+            is_exact = not (value.is_floating_point() or value.is_complex())
+            return is_exact or self._check_inputs == "always" or (self._check_inputs == "first" and is_first)
+        # Texts, booleans and None are part of the graph.
+        return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _parts(value: Any) -> list[Any]:
+    """The tensors of which a sparse, nested or other composed tensor is made; other values as they are."""
+    if not isinstance(value, torch.Tensor):
+        return [value]
+    if is_traceable_wrapper_subclass(value):
+        names, _ = value.__tensor_flatten__()
+        return [part for name in names for part in _parts(getattr(value, name))]
+    if value.is_nested:
+        return [value._nested_tensor_size(), *value.unbind()]
+    if value.layout == torch.sparse_coo:
+        return [value._indices(), value._values()]
+    if value.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [value.crow_indices(), value.col_indices(), value.values()]
+    if value.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [value.ccol_indices(), value.row_indices(), value.values()]
+    return [value] if value.layout == torch.strided else [value.to_dense()]
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """Hashes on their way from a device to the host."""
+
+    names: list[str]
+    copied: Callable[[], torch.Tensor]
+
+    @classmethod
+    def start(cls, hashes: Mapping[str, torch.Tensor]) -> "_Pending":
+        stacked = torch.stack(list(hashes.values()))
+        return cls(list(hashes), device_of(stacked.device).to_host(stacked))
+
+    def wait(self) -> dict[str, int]:
+        """Return the hashes; waits for their copy."""
+        return dict(zip(self.names, self.copied().tolist(), strict=True))
+
+
+def hash_of(value: Any) -> int | torch.Tensor:
+    """A hash of a tensor's values or of a number: 64 bits with a sign; a tensor () where it is on another device."""
+    if not isinstance(value, torch.Tensor):
+        return int.from_bytes(digest(repr(value).encode()), "little", signed=True)
+    words = _words(value)
+    table = _table(min(words.numel(), _CHUNK), words.device)
+    if words.numel() <= _CHUNK:
+        return _dot(words, table)
+    return _joined(_dot(part, table) for part in words.split(_CHUNK))
+
+
+def _joined(hashes: Iterable[int | torch.Tensor]) -> int | torch.Tensor:
+    total: int | torch.Tensor = 0
+    for each in hashes:
+        if isinstance(total, int) and isinstance(each, int):
+            total = _signed(total * _MULTIPLIER + each)
+        else:
+            total = total * _signed(_MULTIPLIER) + each
+    return total
+
+
+def _dot(words: torch.Tensor, table: torch.Tensor) -> int | torch.Tensor:
+    table = table[: words.numel()]
+    return int(torch.dot(words, table)) if words.is_cpu else (words * table).sum()
+
+
+def _words(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor as int64 (n,), filled up with zeros."""
+    tensor = tensor.detach()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    flat = tensor.contiguous().view(-1)
+    if flat.dtype == torch.int64:
+        return flat
+    length = flat.numel() * flat.element_size()
+    raw = flat.view(torch.uint8)
+    if length % 8 or (flat.storage_offset() * flat.element_size()) % 8:
+        filled = raw.new_zeros(-(-length // 8) * 8)
+        filled[:length] = raw
+        raw = filled
+    return raw.view(torch.int64)
+
+
+_tables: dict[torch.device, torch.Tensor] = {}
+
+
+def _table(length: int, device: torch.device) -> torch.Tensor:
+    """At least ``length`` fixed random numbers, int64, equal on all ranks (the SplitMix64 sequence)."""
+    known = _tables.get(device)
+    if known is None or known.numel() < length:
+        numbers = numpy.arange(1, max(1024, 2 ** (length - 1).bit_length()) + 1, dtype=numpy.uint64)
+        numbers *= numpy.uint64(_MULTIPLIER)
+        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+            numbers = (numbers ^ (numbers >> numpy.uint64(shift))) * numpy.uint64(factor)
+        numbers ^= numbers >> numpy.uint64(31)
+        # An odd factor keeps a difference of any single word.
+        known = device_of(device).from_host(torch.from_numpy((numbers | numpy.uint64(1)).view(numpy.int64)))
+        _tables[device] = known
+    return known
+
+
+def _signed(value: int) -> int:
+    """``value`` modulo 2**64, as a number of 64 bits with a sign."""
+    value %= 2**64
+    return value - 2**64 if value >= 2**63 else value

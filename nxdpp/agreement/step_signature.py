@@ -1,0 +1,77 @@
+"""Signature of a step, and the difference of two for a message."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+InputShapes = tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
+"""Name, shape and dtype of each tensor among the inputs of a microbatch."""
+
+
+class Forms(NamedTuple):
+    """Forms of the microbatches of a step: microbatches of one form have equal shapes.
+
+    ``first`` has the shapes of form 0, and ``others`` the shapes of later forms. ``numbers`` has the form of each
+    microbatch. Both are empty where all microbatches have one form.
+    """
+
+    first: InputShapes
+    numbers: tuple[int, ...] = ()
+    others: tuple[InputShapes, ...] = ()
+
+
+class StepSignature(NamedTuple):
+    """InputShapes and dtypes of a microbatch's inputs, the autocast of the device, and ``True`` for a training step.
+
+    ``forms`` and ``others`` are the ``numbers`` and ``others`` of ``Forms``. ``microbatches`` is their number.
+    """
+
+    inputs: InputShapes
+    autocast: tuple[bool, torch.dtype]
+    train: bool
+    forms: tuple[int, ...] = ()
+    others: tuple[InputShapes, ...] = ()
+    microbatches: int = 1
+
+
+def input_shapes(inputs: Mapping[str, Any]) -> InputShapes:
+    """Return the shapes of the tensors. Other inputs are part of the graph, or checked when they change a shape."""
+    tensors = {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor)}
+    return tuple((name, tuple(value.shape), value.dtype) for name, value in sorted(tensors.items()))
+
+
+def forms_of(microbatches: Sequence[Mapping[str, Any]]) -> Forms:
+    """Return the forms of ``microbatches``, numbered in the order of their first microbatch."""
+    shapes = [input_shapes(microbatch) for microbatch in microbatches]
+    first, *others = dict.fromkeys(shapes)
+    if not others:
+        return Forms(first)
+    known = {form: number for number, form in enumerate((first, *others))}
+    return Forms(first, tuple(known[each] for each in shapes), tuple(others))
+
+
+def signature_differences(theirs: StepSignature, ours: StepSignature) -> list[tuple[str, str]]:
+    """Texts of the differences between two signatures, ``theirs`` first."""
+    pairs = [(_call(theirs), _call(ours)), (_autocast(theirs), _autocast(ours))]
+    there, here = ({name: f"{name} {shape} {dtype}" for name, shape, dtype in each.inputs} for each in (theirs, ours))
+    pairs += [(there.get(name, f"no {name}"), here.get(name, f"no {name}")) for name in {**there, **here}]
+    pairs.append((f"{theirs.microbatches} microbatches", f"{ours.microbatches} microbatches"))
+    pairs.append((_forms(theirs), _forms(ours)))
+    return [pair for pair in pairs if pair[0] != pair[1]]
+
+
+def _call(signature: StepSignature) -> str:
+    return "run_train" if signature.train else "run_eval"
+
+
+def _forms(signature: StepSignature) -> str:
+    if not signature.forms:
+        return "equal shapes in all samples"
+    lines = [f"{name} {shape} {dtype}" for shapes in signature.others for name, shape, dtype in shapes]
+    return f"samples of other shapes ({', '.join(lines)}) in the order {signature.forms}"
+
+
+def _autocast(signature: StepSignature) -> str:
+    is_enabled, dtype = signature.autocast
+    return f"autocast to {dtype}" if is_enabled else "no autocast"

@@ -1,0 +1,207 @@
+"""Verification, before each step, that all ranks of a pipeline are about to run the same step on the same inputs.
+
+Each rank compares the previous rank's message with its own, and then sends its own to the next rank. The message has
+the step's number, a hash of the graph and of the inputs' signature, and hashes of the inputs' values. A rank that
+continues knows that all ranks before it agree. No tensor is then in flight to a rank that expects another::
+
+    rank 0 ──numbers──▶ rank 1 ──numbers──▶ rank 2               step of a known signature
+    rank 0 ──numbers, text──▶ rank 1 ──numbers, text──▶ rank 2   step of a signature that is new to the sender
+
+The text includes the origin of the initial weights, and in a first step the values (``same_values``). A rank that drew
+no random numbers passes on the origin of the ranks before it. Texts are kept, so that a message can show a difference
+when one of two ranks knows its signature.
+"""
+
+import pickle
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from nxdpp.agreement.difference import show_difference
+from nxdpp.agreement.fingerprint import Fingerprint, digest, rank_name
+from nxdpp.agreement.input_hash import SLOTS, InputHashes
+from nxdpp.agreement.last_used import LastUsed
+from nxdpp.agreement.same_values import RankValues, Values
+from nxdpp.agreement.step_signature import StepSignature, signature_differences
+
+# Above the tags of all other messages of the group.
+_TAG = 2**31 - 1
+# Number, digest, 1 for a new signature plus 2 in no_sync(), bytes of the text that follows, calls; then the hashes of
+# the inputs.
+_HEAD = 5
+# Added to the third number in no_sync().
+_IN_NO_SYNC = 2
+_REMEDY = "Wrap the same model with the same arguments on every rank of a pipeline, and give all the same inputs."
+_HABITS = """\
+All ranks of a pipeline take the same batch, and only data-parallel replicas take others. Usual causes:
+  a seed of each rank (seed + rank): seed by parallel_state.get_data_parallel_rank() in place of the rank.
+  DataLoader(shuffle=True) without a seed: give it generator=torch.Generator().manual_seed(seed).
+  DistributedSampler(dataset), which splits by ranks: use nxdpp.data_parallel_sampler(dataset)."""
+
+
+class StepIdentity(NamedTuple):
+    """The step that a rank is about to run: a graph, with inputs of a signature.
+
+    ``origin`` is a line about the random numbers of the rank's initial weights; ``None`` when none were drawn.
+    """
+
+    graph: Fingerprint
+    signature: StepSignature
+    origin: str | None = None
+
+    @property
+    def digest(self) -> int:
+        """64 bits, a hash of the graph and the signature."""
+        both = digest(self.graph.digest + repr(self.signature).encode())
+        return int.from_bytes(both, "little", signed=True)
+
+
+class StepVerifier:
+    """Compares the steps of the ranks of one pipeline, each with the previous rank's.
+
+    Args:
+        group: a group over the ranks of the pipeline that takes CPU tensors.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._origin: str | None = None
+        self._rank = dist.get_rank(group)
+        self._size = dist.get_world_size(group)
+        self._heard: LastUsed[int, StepIdentity] = LastUsed()
+        self._sends: list[Any] = []
+        self._received = torch.empty(_HEAD + 2 * SLOTS, dtype=torch.int64, device="cpu")
+        self._sent = torch.empty(_HEAD + 2 * SLOTS, dtype=torch.int64, device="cpu")
+        self._text = torch.empty(0, device="cpu")
+        self._values = Values()
+
+    def check(
+        self,
+        step: StepIdentity,
+        step_digest: int,
+        is_new: bool,
+        inputs: InputHashes = InputHashes(),  # noqa: B008  # immutable
+        number: int = 0,
+        refused: str | None = None,
+        values: RankValues | None = None,
+        calls: int = 0,
+        leaves_average: bool = False,
+    ) -> int:
+        """Raise ``RuntimeError`` unless the previous rank is about to run the same step.
+
+        All ranks of the pipeline must call this. Returns the ``calls`` of the first rank.
+
+        Args:
+            step: the step of this rank.
+            step_digest: its digest.
+            is_new: the signature is new to this rank. It must then be new to the other ranks too.
+            inputs: hashes of the inputs of this rank.
+            number: how many steps this rank has begun.
+            refused: the last step that only this rank may have refused; it explains a different number.
+            calls: number of calls of all ranks that this rank has begun. It may differ.
+            leaves_average: ``True`` for a step in ``no_sync()``.
+            values: of this rank's parameters, to compare with the ranks before it; for a new signature.
+        """
+        self._origin = step.origin or self._origin
+        header = self._sent.numpy()
+        while self._sends:
+            self._sends.pop().wait()
+        header[:_HEAD] = number, step_digest, is_new + _IN_NO_SYNC * leaves_average, 0, calls
+        header[_HEAD:] = inputs.words()
+        self._values = Values()
+        if self._rank > 0:
+            self._receive(step, inputs, refused)
+        if values is not None:
+            self._values = values.after(self._values, self._name)
+        if self._rank + 1 < self._size:
+            self._send(step, is_new, refused)
+        return int(header[4])
+
+    def _send(self, step: StepIdentity, is_new: bool, refused: str | None) -> None:
+        known = (tuple(step.graph), step.signature, self._origin, self._values) if is_new else None
+        text = pickle.dumps((known, refused)) if known or refused else b""
+        self._sent[3] = len(text)
+        self._sends.append(self._group.send([self._sent], self._rank + 1, _TAG))
+        if text:
+            self._text = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+            self._sends.append(self._group.send([self._text], self._rank + 1, _TAG))
+
+    def _receive(self, step: StepIdentity, inputs: InputHashes, refused: str | None) -> None:
+        previous = self._rank - 1
+        self._group.recv([self._received], previous, _TAG).wait()
+        theirs, ours = self._received.tolist(), self._sent.tolist()
+        length, theirs[3] = theirs[3], 0
+        # A call that only one rank has made, and that had no effect on others, shifts no later comparison of calls.
+        self._sent[4] = ours[4] = theirs[4]
+        refused_there = self._receive_text(theirs[1], length) if length else None
+        if theirs == ours:
+            return
+        if theirs[0] != ours[0]:
+            raise RuntimeError(self._other_number(theirs[0], ours[0], refused_there, refused))
+        if theirs[1] != ours[1]:
+            raise RuntimeError(self._difference(self._heard.get(theirs[1]), step))
+        if theirs[2] // _IN_NO_SYNC != ours[2] // _IN_NO_SYNC:
+            inside, outside = (self._rank, previous) if ours[2] >= _IN_NO_SYNC else (previous, self._rank)
+            raise RuntimeError(
+                f"{self._name(inside)} runs a step in no_sync(), and {self._name(outside)} runs it outside: only some "
+                f"gradients would be averaged over the data-parallel replicas. Enter no_sync() on every rank."
+            )
+        if theirs[2] != ours[2]:
+            changed, unchanged = (self._rank, previous) if ours[2] % _IN_NO_SYNC else (previous, self._rank)
+            raise RuntimeError(
+                f"{self._name(changed)} has been refreshed, moved or loaded, and {self._name(unchanged)} has not: "
+                f"their stages would wait for each other. Call refresh() on every rank."
+            )
+        raise RuntimeError(self._other_inputs(*inputs.different(theirs[_HEAD:])))
+
+    def _receive_text(self, step_digest: int, length: int) -> str | None:
+        """Receive the previous rank's text; return the step that it refused, if any."""
+        text = torch.empty(length, dtype=torch.uint8, device="cpu")
+        self._group.recv([text], self._rank - 1, _TAG).wait()
+        known, refused = pickle.loads(text.numpy().tobytes())
+        if known is not None:
+            graph, signature, origin, self._values = known
+            self._heard[step_digest] = StepIdentity(Fingerprint(*graph), signature, origin)
+            self._compare_origin(origin)
+        return refused if isinstance(refused, str) else None
+
+    def _compare_origin(self, origin: str | None) -> None:
+        if self._origin is None:
+            self._origin = origin
+        elif origin not in (None, self._origin):
+            here, there = self._name(self._rank), self._name(self._rank - 1)
+            raise RuntimeError(
+                f"the parameters of {here} are of other random numbers than those before it:\n  {there}: {origin}\n"
+                f"  {here}: {self._origin}\nGive torch.manual_seed the same seed on every rank of a pipeline, before "
+                f"the model is built and wrapped."
+            )
+
+    def _difference(self, theirs: StepIdentity | None, ours: StepIdentity) -> str:
+        here, there = self._name(self._rank), self._name(self._rank - 1)
+        if theirs is None:
+            return f"{here} runs another step than {there}. {_REMEDY}"
+        difference = show_difference(there, theirs.graph, here, ours.graph)
+        pairs = signature_differences(theirs.signature, ours.signature)
+        # Other inputs make another graph.
+        if pairs and difference.is_of_graph:
+            lines = "".join(f"  {there}: {first}\n  {here}: {second}\n" for first, second in pairs)
+            return f"{here} was given other inputs than {there}, or makes another call:\n{lines}{_REMEDY}"
+        return f"{here} has {difference.has} than {there}:\n{difference.lines}{_REMEDY}"
+
+    def _other_inputs(self, now: list[str], before: list[str]) -> str:
+        here, there = self._name(self._rank), self._name(self._rank - 1)
+        what = ", ".join(now) if now else f"{', '.join(before)} in the step before"
+        return f"{here} was given other values of {what} than {there}. {_HABITS}"
+
+    def _other_number(self, theirs: int, ours: int, refused_there: str | None, refused_here: str | None) -> str:
+        here, there = self._name(self._rank), self._name(self._rank - 1)
+        refused = [f"  {name}: {text}\n" for name, text in ((there, refused_there), (here, refused_here)) if text]
+        return (
+            f"{here} begins its step {ours}, and {there} its step {theirs}.\n{''.join(refused)}"
+            f"A step is a call of run_train or run_eval. Make each call on every rank of a pipeline. If a program "
+            f"catches the error of a step, it must leave the step out on all ranks."
+        )
+
+    def _name(self, rank: int) -> str:
+        return rank_name(self._group, rank, "pipeline rank")

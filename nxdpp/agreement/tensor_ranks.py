@@ -1,0 +1,77 @@
+"""Verification, before each step, that the ranks of a tensor group run the same step on the same inputs.
+
+They share the layers of a stage, so each must have the whole batch of its replica. The first stage compares; the ranks
+of each pipeline compare among themselves (``step_verifier``)::
+
+    tensor rank      0                1
+    stage 0          numbers ◀──────▶ numbers       one all-reduce
+                        │                │
+    stage 1             ▼                ▼          step_verifier
+
+One tensor rank has no such message.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from nxdpp.agreement.comparison import unequal
+from nxdpp.agreement.fingerprint import digest
+from nxdpp.agreement.input_hash import InputHashes
+from nxdpp.agreement.step_signature import StepSignature, signature_differences
+
+_REMEDY = """\
+All ranks of a tensor group take the same batch: they share the layers. Feed them by \
+nxdpp.data_parallel_sampler(dataset), or by parallel_state.get_data_parallel_rank()."""
+
+
+def verify_tensor_ranks(
+    group: dist.ProcessGroup,
+    signature: StepSignature,
+    inputs: InputHashes,
+    number: int,
+    is_new: bool,
+    leaves_average: bool,
+) -> None:
+    """Raise ``RuntimeError`` on all ranks of ``group`` unless they are about to run the same step; collective over it.
+
+    Args:
+        group: the ranks of a tensor group, for CPU tensors.
+        signature: shapes and dtypes of this rank's inputs, and the kind of the step.
+        inputs: hashes of this rank's inputs.
+        number: how many steps this rank has begun.
+        is_new: the signature is new to this rank.
+        leaves_average: ``True`` for a step in ``no_sync()``.
+    """
+    kind = int.from_bytes(digest(repr((signature, is_new, leaves_average)).encode()), "little", signed=True)
+    own = torch.tensor([number, kind, *inputs.words()], device="cpu")
+    both = torch.cat([own, ~own])
+    dist.all_reduce(both, dist.ReduceOp.MAX, group)
+    largest, inverted = both.chunk(2)
+    if torch.equal(largest, ~inverted):
+        return
+    found = unequal((number, signature, leaves_average, is_new, inputs), group)
+    assert found is not None, "the hashes differ"
+    raise RuntimeError(_difference(*found.names("tensor-parallel rank"), *found.values))
+
+
+def _difference(there: str, here: str, first: Any, second: Any) -> str:
+    if first[0] != second[0]:
+        return (
+            f"{here} begins its step {second[0]}, and {there} its step {first[0]}. A step is a call of run_train or "
+            f"run_eval. Make each call on every rank of a tensor group."
+        )
+    if first[1] != second[1]:
+        pairs = signature_differences(first[1], second[1])
+        lines = "".join(f"  {there}: {theirs}\n  {here}: {ours}\n" for theirs, ours in pairs)
+        return f"{here} was given other inputs than {there}, or makes another call:\n{lines}{_REMEDY}"
+    if first[2] != second[2]:
+        inside, outside = (there, here) if first[2] else (here, there)
+        return f"{inside} runs a step in no_sync(), and {outside} runs it outside: enter no_sync() on every rank."
+    if first[3] != second[3]:
+        changed, unchanged = (there, here) if first[3] else (here, there)
+        return f"{changed} has been refreshed, moved or loaded, and {unchanged} has not: call refresh() on every rank."
+    now, before = second[4].different(first[4].words())
+    names = ", ".join(now) if now else f"{', '.join(before)} in the step before"
+    return f"{here} was given other values of {names} than {there}. {_REMEDY}"

@@ -1,0 +1,98 @@
+"""Printed form of what a path has: a title, lines, and a table of tensors; or all of it as JSON."""
+
+import json
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich.cells import cell_len
+from rich.console import Console
+
+from nxdpp.checkpoint.files.layout import StoredLayout, printable
+from nxdpp.schedules.view.tables import NARROWEST, tables
+
+_UNITS = ("B", "KiB", "MiB", "GiB")
+_LONGEST = 1000
+_GAP = 2
+"""Columns between two of the table."""
+
+
+@dataclass
+class Listing:
+    """Content of a path.
+
+    Attributes:
+        format: ``nxdpp``, ``huggingface`` or ``nxd``.
+        path: of the checkpoint.
+        title: the first line, after the path.
+        lines: name and text of each further line.
+        tensors: shape and dtype by name.
+        bytes: size of each row of the table, where it differs from the tensor's size.
+        bytes_title: heading of these sizes.
+        rest: the last line.
+        values: further content for JSON.
+    """
+
+    format: str
+    path: str
+    title: str
+    lines: list[tuple[str, str]]
+    tensors: Mapping[str, StoredLayout]
+    bytes: Mapping[str, int] = field(default_factory=dict)
+    bytes_title: str = "bytes"
+    rest: str = ""
+    values: Mapping[str, Any] = field(default_factory=dict)
+
+    def print(self) -> None:
+        """Print it for a reader. Names are folded at the width of the terminal, and nothing is cut."""
+        out = Console(highlight=False, markup=False, emoji=False)
+        out.print(f"{self.path}: {self.title}", soft_wrap=True)
+        for name, text in self.lines:
+            out.print(f"{printable(name):<13} {printable(text, _LONGEST)}", soft_wrap=True)
+        heads = ("tensor", "dtype", "shape", self.bytes_title)
+        rows = [self._row(name) for name in self.tensors]
+        if self.tensors:
+            figures = sum(_GAP + max(cell_len(row[at]) for row in (heads, *rows)) for at in range(1, len(heads)))
+            if figures + NARROWEST <= out.width:
+                out.print(*tables(heads, rows, out.width, left=3, folded=0))
+            else:
+                _print_lines(out, heads, rows)
+        if self.rest:
+            out.print(self.rest)
+
+    def _row(self, name: str) -> tuple[str, str, str, str]:
+        layout = self.tensors[name]
+        size = sized(self.bytes.get(name, layout.bytes))
+        return printable(name, _LONGEST), _dtype(layout), str(list(layout.shape)), size
+
+    def as_json(self) -> str:
+        """Return one JSON object, with the names as they are, and sizes in bytes."""
+        tensors = {
+            name: {"dtype": _dtype(layout), "shape": list(layout.shape), "bytes": layout.bytes}
+            for name, layout in self.tensors.items()
+        }
+        found = {"format": self.format, "path": self.path, **self.values, "tensors": tensors}
+        return json.dumps(found, indent=2, allow_nan=False)
+
+
+def _print_lines(out: Console, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print each tensor in lines of its own, for a terminal that is too narrow for a table."""
+    for name, *figures in (heads, *rows):
+        out.print(name, overflow="fold")
+        text = (" " * _GAP).join(figures)
+        lines = textwrap.wrap(text, out.width, initial_indent="  ", subsequent_indent="  ", break_long_words=False)
+        out.print("\n".join(lines), soft_wrap=True)
+
+
+def sized(count: float) -> str:
+    """``count`` bytes in the largest unit that fits."""
+    for unit in _UNITS:
+        if count < 1024 or unit == _UNITS[-1]:
+            break
+        count /= 1024
+    return f"{count:.0f} {unit}" if unit == "B" else f"{count:.2f} {unit}"
+
+
+def _dtype(layout: StoredLayout) -> str:
+    return str(layout.dtype).removeprefix("torch.")

@@ -1,0 +1,187 @@
+"""State of a training as a checkpoint stores it: tensors in rectangles, and everything else as JSON."""
+
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from nxdpp.agreement.same_values import sample
+from nxdpp.checkpoint.distributed import ranks
+from nxdpp.checkpoint.distributed.model_state import ModelTensors, model_tensors
+from nxdpp.checkpoint.distributed.optimizer_state import Description, held_state, optimizer_class
+from nxdpp.checkpoint.distributed.parameter_groups import SavedGroup, groups_of
+from nxdpp.checkpoint.distributed.random_state import random_state
+from nxdpp.checkpoint.distributed.rectangles import placement_of
+from nxdpp.checkpoint.distributed.structured import encoded
+from nxdpp.checkpoint.distributed.tensor_blocks import TensorBlocks, blocks_of, owners, whole
+from nxdpp.checkpoint.huggingface.read_directory import texts_in
+from nxdpp.devices.kinds import readable
+from nxdpp.ranks import parallel_state
+from nxdpp.tensor.padding import Range
+from nxdpp.tensor.tensor_attributes import param_is_not_tensor_parallel_duplicate
+
+
+class Stateful(Protocol):
+    """A learning-rate scheduler, a ``GradScaler``, a sampler."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
+        """Load the state."""
+
+
+Part = tuple[str, tuple[Range, ...], tuple[int, ...]]
+"""Name of a parameter, the elements along its divided dimension that a rank has, and the shape there."""
+
+
+@dataclass
+class Described:
+    """All of a rank's state except its tensors.
+
+    Attributes:
+        layout: sizes of the job.
+        ties: see ``ModelTensors``; ``None`` without a model.
+        configuration: files of a transformers model by name, of rank 0; ``None`` for other models.
+        optimizer: class of the optimizer; ``None`` without one.
+        groups: its parameter groups, with this rank's names.
+        states: description of the state of each parameter that this rank keeps; a frozen one has none.
+        samples: hashes of a sample of each parameter, by name and the part that this rank has; empty in one process.
+        random: states of this rank's generators.
+        others: scheduler, scaler and user content as JSON.
+    """
+
+    layout: dict[str, int]
+    ties: dict[str, str] | None = None
+    configuration: dict[str, str] | None = None
+    optimizer: str | None = None
+    groups: list[SavedGroup] = field(default_factory=list)
+    states: dict[str, Description] = field(default_factory=dict)
+    samples: dict[Part, bytes] = field(default_factory=dict)
+    random: Any = None
+    others: dict[str, Any] = field(default_factory=dict)
+
+
+class Captured(NamedTuple):
+    """State of a rank: tensors that it writes, by name, and the rest."""
+
+    tensors: dict[str, TensorBlocks]
+    described: Described
+
+
+def captured(
+    model: nn.Module | None,
+    optimizer: Optimizer | None,
+    scheduler: Stateful | None,
+    grad_scaler: Stateful | None,
+    user_content: Any,
+) -> Captured:
+    """Return what this rank saves; not collective. Raises ``ValueError`` for what a checkpoint cannot hold."""
+    result = Described(layout())
+    own: dict[str, TensorBlocks] = {}
+    replicated: dict[str, TensorBlocks] = {}
+    of_first: dict[str, TensorBlocks] = {}
+    tensors = None if model is None else model_tensors(model)
+    if tensors is not None:
+        result.ties = tensors.ties
+        if any(tensor.is_meta for tensor in tensors.tensors.values()):
+            raise ValueError("the model has tensors on the meta device, without values: call move_model_to_device().")
+        values = {name: readable(tensor) for name, tensor in tensors.tensors.items()}
+        result.samples = _samples(tensors, values)
+        for name, tensor in tensors.tensors.items():
+            if not _writes(tensor):
+                continue
+            # Statistics of batch norms depend on a replica's own batches: save all of them from one replica.
+            into = replicated if isinstance(tensor, nn.Parameter) else of_first
+            into[f"model.{name}"] = blocks_of(values[name], placement_of(tensor))
+    if optimizer is not None:
+        if tensors is None:
+            raise ValueError("an optimizer is saved with the model whose parameters it has: give model= too.")
+        result.optimizer = optimizer_class(optimizer)
+        names = tensors.names()
+        result.groups = groups_of(optimizer, names)
+        for held in held_state(optimizer, names):
+            if not _writes(held.parameter):
+                continue
+            description = held.description()
+            if description:
+                result.states[held.name] = description
+            into = own if held.is_shard else replicated
+            for key, value in held.tensors().items():
+                into[f"optimizer.{held.name}.{key}"] = held.blocks(readable(value))
+    own.update(_own_share(replicated))
+    if ranks.replica()[0] == 0:
+        own.update(of_first)
+    result.random, states = random_state(f"random.{ranks.rank()}")
+    own.update({name: whole(tensor) for name, tensor in states.items()})
+    if ranks.rank() == 0:
+        result.configuration = None if model is None else configuration_of(model)
+        given = {"scheduler": scheduler, "grad_scaler": grad_scaler}
+        states = {}
+        result.others = {
+            **{key: None if one is None else encoded(one.state_dict(), key, states) for key, one in given.items()},
+            "user_content": encoded(user_content, "user_content", states),
+        }
+        own.update({name: whole(tensor) for name, tensor in states.items()})
+    return Captured(own, result)
+
+
+def configuration_of(model: nn.Module) -> dict[str, str] | None:
+    """Return the text of each file of the configuration of a transformers model by name.
+
+    ``None`` for any other module, and for a configuration that transformers refuses to write: a training continues
+    without it, and a conversion asks for it.
+    """
+    if "transformers" not in sys.modules:
+        return None
+    from nxdpp.checkpoint.huggingface.write_directory import write_configuration
+
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            write_configuration(getattr(model, "original_module", model), Path(folder))
+        except ValueError:
+            # Such as options of generation that contradict each other.
+            return None
+        return texts_in(Path(folder)) or None
+
+
+def layout() -> dict[str, int]:
+    """Sizes of the job."""
+    if not ranks.is_several():
+        return {"ranks": 1, "tensor": 1, "data": 1, "pipeline": 1}
+    return {
+        "ranks": ranks.count(),
+        "tensor": parallel_state.get_tensor_model_parallel_size(),
+        "data": parallel_state.get_data_parallel_size(),
+        "pipeline": parallel_state.get_pipeline_model_parallel_size(),
+    }
+
+
+def _writes(tensor: torch.Tensor) -> bool:
+    """Return whether this rank writes ``tensor``, among the ranks of its replica that have the same elements."""
+    if not ranks.is_several():
+        return True
+    return not getattr(tensor, "shared", False) and param_is_not_tensor_parallel_duplicate(tensor)
+
+
+def _samples(tensors: ModelTensors, values: Mapping[str, torch.Tensor]) -> dict[Part, bytes]:
+    """Hashes of a sample of each parameter: ranks with the same part of it must have the same ``values``."""
+    if not ranks.is_several():
+        return {}
+    parameters = {name: each for name, each in tensors.tensors.items() if isinstance(each, nn.Parameter)}
+    return {
+        (name, placement_of(each).ranges, tuple(each.shape)): sample(values[name]) for name, each in parameters.items()
+    }
+
+
+def _own_share(tensors: dict[str, TensorBlocks]) -> dict[str, TensorBlocks]:
+    """The tensors that this replica writes, of all that every replica has: each writes about as much."""
+    own, replicas = ranks.replica()
+    chosen = owners(tensors, replicas)
+    return {name: blocks for name, blocks in tensors.items() if chosen[name] == own}

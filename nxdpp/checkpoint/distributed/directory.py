@@ -1,0 +1,183 @@
+"""The directory of a training's checkpoints, and the order in which a save makes files count.
+
+::
+
+    path/latest                                 tag of the newest checkpoint
+    path/step_300/checkpoint.json               the document; a checkpoint is one that has it
+    path/step_300/1f0c-rank00000.safetensors    values; the names are new with each save
+
+A save writes the files, then the document, then ``latest``, and removes older checkpoints after that. Each name comes
+by a rename. So a process that is killed at any moment leaves whole checkpoints, or files that no document names.
+Nothing here needs torch.
+"""
+
+import errno
+import logging
+import os
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+DOCUMENT = "checkpoint.json"
+_HEAD_BYTES = 200
+_BEGINNING = b'{"format": "nxdpp", '
+_NUMBER = re.compile(rb'\{"format": "nxdpp", "version": \d+, "number": (\d+),')
+
+
+def has_our_head(directory: Path) -> bool:
+    """Return whether the document in ``directory`` begins as one of nxdpp; ``False`` where it cannot be read."""
+    try:
+        with (directory / DOCUMENT).open("rb") as file:
+            return file.read(len(_BEGINNING)) == _BEGINNING
+    except OSError:
+        return False
+
+
+def number_of(directory: Path) -> int:
+    """Return the number of the checkpoint in ``directory``; 0 where it cannot be read. Reads only the head."""
+    try:
+        with (directory / DOCUMENT).open("rb") as file:
+            found = _NUMBER.match(file.read(_HEAD_BYTES))
+    except OSError:
+        return 0
+    return int(found[1]) if found else 0
+
+
+LATEST = "latest"
+
+_OURS = re.compile(rf"[0-9a-f]{{8}}-rank\d{{5,}}\.safetensors|\.[0-9a-f]{{8}}-{re.escape(DOCUMENT)}")
+_NEW_LATEST = re.compile(rf"\.{LATEST}\.\d+")
+_LONGEST_NAME = 255
+
+_logger = logging.getLogger(__name__)
+
+
+def check_tag(tag: str) -> None:
+    """Raise ``ValueError`` for a tag that is no plain name of a directory."""
+    is_name = isinstance(tag, str) and Path(tag).name == tag and tag not in ("", ".", "..", LATEST, DOCUMENT)
+    # ``latest`` holds the tag in a line of its own.
+    is_plain = is_name and tag.isprintable() and tag == tag.strip() and len(tag.encode()) <= _LONGEST_NAME
+    if not is_plain or _NEW_LATEST.fullmatch(tag):
+        raise ValueError(
+            f"tag={tag!r:.300} must be the name of a directory without a separator, such as 'step_100': printable, "
+            f"without spaces at its ends, at most {_LONGEST_NAME} bytes."
+        )
+
+
+def new_document(folder: Path, save: str) -> Path:
+    """Path of the document of a save before it counts."""
+    return folder / f".{save}-{DOCUMENT}"
+
+
+def put_document(folder: Path, save: str) -> None:
+    """Make the checkpoint in ``folder`` count. ``flush_directory`` then writes that to the disk."""
+    flush_directory(folder)
+    _rename(new_document(folder, save), folder / DOCUMENT)
+
+
+def write_latest(path: Path, tag: str) -> None:
+    """Name ``tag`` in ``latest``, by a rename."""
+    new = path / f".{LATEST}.{os.getpid()}"
+    with new.open("w", encoding="utf-8") as file:
+        file.write(tag)
+        file.flush()
+        os.fsync(file.fileno())
+    _rename(new, path / LATEST)
+    flush_directory(path)
+
+
+def _rename(source: Path, target: Path) -> None:
+    """Rename a file. A network file system can report an error for a rename that it has done."""
+    file = source.stat()
+    try:
+        source.rename(target)
+    except OSError:
+        with suppress(OSError):
+            if os.path.samestat(file, target.stat()):
+                return
+        raise
+
+
+def tags(path: Path) -> list[str]:
+    """Return the tags of the checkpoints in ``path``, the newest first.
+
+    The tag in ``latest`` is the newest. Documents without a number, which are damaged, come next. The rest follow in
+    the order of the saves.
+    """
+    numbers = {folder.name: number_of(folder) for folder in folders(path)}
+    newest = latest(path)
+    return sorted(numbers, key=lambda tag: (tag == newest, not numbers[tag], numbers[tag], tag), reverse=True)
+
+
+def tags_to_load(path: Path) -> list[str]:
+    """Return ``tags``, and warn if the last save did not write the first one."""
+    found = tags(path)
+    later = [tag for tag in found if number_of(path / tag) > number_of(path / found[0])] if found else []
+    if later:
+        _logger.warning(
+            "%s names %s, and %s was saved later: give tag=%r to load that.",
+            path / LATEST,
+            found[0],
+            later[0],
+            later[0],
+        )
+    return found
+
+
+def latest(path: Path) -> str | None:
+    """Return the tag in ``latest``; ``None`` without one."""
+    if not os.path.isfile(path / LATEST):
+        return None
+    try:
+        return (path / LATEST).read_text(encoding="utf-8").strip() or None
+    except (OSError, UnicodeDecodeError):
+        return None
+
+
+def file_name(save: str, rank: int) -> str:
+    """Name of the file of ``rank`` in a save that is called ``save``: 8 hexadecimal digits."""
+    return f"{save}-rank{rank:05d}.safetensors"
+
+
+def is_file_of_save(name: str) -> bool:
+    """Return whether a save gives this name to a file before the checkpoint counts."""
+    return _OURS.fullmatch(name) is not None
+
+
+def is_new_latest(name: str) -> bool:
+    """Return whether a save gives this name to ``latest`` before its rename."""
+    return _NEW_LATEST.fullmatch(name) is not None
+
+
+def next_number(path: Path) -> int:
+    """Return a number above the numbers of all checkpoints in ``path``."""
+    return max((number_of(folder) for folder in folders(path)), default=0) + 1
+
+
+def flush_directory(folder: Path) -> None:
+    """Write the names in ``folder`` to the disk, where its file system can."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def folders(path: Path) -> Iterator[Path]:
+    """The directories in ``path`` that have a document of nxdpp, whole or not."""
+    if path.is_dir():
+        # Path.is_file raises for a directory that this process may not search, such as lost+found.
+        yield from (folder for folder in path.iterdir() if os.path.isfile(folder / DOCUMENT) and _is_ours(folder))
+
+
+def _is_ours(folder: Path) -> bool:
+    """Return whether nxdpp wrote the document: by its head or, where that is damaged, by the files next to it."""
+    if has_our_head(folder):
+        return True
+    with suppress(OSError):
+        return any(_OURS.fullmatch(name) for name in os.listdir(folder))
+    return False

@@ -1,0 +1,264 @@
+"""Memory of this rank that a load reads into, and the state that it then gives to the objects of a training.
+
+::
+
+    prepare      verifies that model, optimizer, scheduler and scaler fit ─▶ tensors to read, acts that follow
+    take_over    does the acts, once all ranks have read
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from nxdpp.checkpoint.distributed import ranks
+from nxdpp.checkpoint.distributed.captured import Stateful, layout
+from nxdpp.checkpoint.distributed.document import Document, tensors_of
+from nxdpp.checkpoint.distributed.model_state import ModelTensors, is_pipelined
+from nxdpp.checkpoint.distributed.optimizer_state import held_state, is_stepped, not_sharded, optimizer_class
+from nxdpp.checkpoint.distributed.parameter_groups import SavedGroup, new_options
+from nxdpp.checkpoint.distributed.random_state import check_random_state, set_random_state
+from nxdpp.checkpoint.distributed.rectangles import placement_of
+from nxdpp.checkpoint.distributed.structured import decoded
+from nxdpp.checkpoint.distributed.tensor_blocks import TensorBlocks, blocks_of, whole
+from nxdpp.checkpoint.files.checksummed_reader import DamagedFile
+from nxdpp.checkpoint.files.layout import listed
+from nxdpp.checkpoint.huggingface.model_tensors import WrappedModel
+from nxdpp.devices.kinds import readable
+from nxdpp.gradients.replaced_parameters import check_no_optimizer_holds
+from nxdpp.initialization.allocation import with_type_of
+
+
+class LoadArguments(NamedTuple):
+    """The objects of a training that a checkpoint is loaded into."""
+
+    model: nn.Module | None
+    optimizer: Optimizer | None
+    scheduler: Stateful | None
+    grad_scaler: Stateful | None
+    strict: bool
+
+
+class LoadTargets:
+    """The tensors that this rank reads, by name, and the acts that follow; not collective.
+
+    Args:
+        folder: directory of the checkpoint, for messages.
+        document: of the checkpoint.
+
+    Attributes:
+        tensors: rectangles in memory of this rank, by the names of the checkpoint.
+        in_host_memory: names of the tensors that are read into memory next to the memory in use.
+        of_replicas: names of the tensors that all data-parallel replicas need.
+        user_content: of the checkpoint. Tensors in it get their values by the read.
+    """
+
+    def __init__(self, folder: Path, document: Document) -> None:
+        self._folder = folder
+        self._content = document.content
+        self._saved = tensors_of(document.metadata)
+        self.tensors: dict[str, TensorBlocks] = {}
+        self.of_replicas: set[str] = set()
+        self.user_content: Any = None
+        self._made: dict[str, torch.Tensor] = {}
+        self.in_host_memory: set[str] = set()
+        self._host_copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._copies: list[tuple[TensorBlocks, TensorBlocks]] = []
+        self._after: list[Callable[[], Any]] = []
+
+    def prepare(self, given: LoadArguments, tensors: ModelTensors | None) -> None:
+        """Verify that the checkpoint fits ``given``, whose model has ``tensors``, before anything is changed.
+
+        Raises ``ValueError`` for names, shapes, dtypes or groups that do not fit, and ``DamagedFile``.
+        """
+        if tensors is not None:
+            assert given.model is not None
+            self._add_model(given.model, tensors, given.strict)
+        if given.optimizer is not None:
+            if tensors is None:
+                raise ValueError("an optimizer is loaded with the model whose parameters it has: give model= too.")
+            self._add_optimizer(given.optimizer, tensors, given.strict)
+        for name, one in (("scheduler", given.scheduler), ("grad_scaler", given.grad_scaler)):
+            if one is None:
+                continue
+            if self._content[name] is None:
+                raise ValueError(f"{self._folder} has no {name}: leave out {name}=.")
+            self._add_made(name)
+            state = self._decoded(name)
+            if not isinstance(state, dict):
+                raise DamagedFile(f"{name} of {self._folder} is damaged: it is a {type(state).__name__}.")
+            if isinstance(one, LRScheduler):
+                self._check_rates(one, state)
+            self._after.append(partial(one.load_state_dict, state))
+        self._add_made("user_content")
+        # Tensors in it get their values later.
+        self.user_content = self._decoded("user_content")
+        self._add_random()
+
+    def take_over(self) -> None:
+        """Give the objects their state, once all ranks have read."""
+        for first, other in self._copies:
+            _copy_blocks(first, other)
+        with torch.no_grad():
+            for tensor, values in self._host_copies:
+                tensor.copy_(values)
+        for act in self._after:
+            act()
+
+    def _check_rates(self, scheduler: LRScheduler, state: Mapping[str, Any]) -> None:
+        """Raise ``ValueError`` for the state of a different class: torch's ``load_state_dict`` takes any."""
+        saved, own = ({key for key in each if not key.startswith("_")} for each in (state, scheduler.state_dict()))
+        if saved != own:
+            raise ValueError(
+                f"the scheduler of {self._folder} has {', '.join(sorted(saved - own)) or 'no other state'}, and this "
+                f"{type(scheduler).__name__} has {', '.join(sorted(own - saved)) or 'no other state'}: make the "
+                f"scheduler that was saved, or leave out scheduler=. Nothing was loaded."
+            )
+
+    def _add_model(self, model: nn.Module, tensors: ModelTensors, strict: bool) -> None:
+        saved_ties: Mapping[str, str] = self._content["ties"] or {}
+        if self._content["ties"] is None:
+            raise ValueError(f"{self._folder} has no model: leave out model=.")
+        replaced: list[tuple[torch.Tensor, torch.Tensor]] = []
+        missing = []
+        for name, tensor in tensors.tensors.items():
+            source = self._saved.get(f"model.{saved_ties.get(name, name)}")
+            if source is None:
+                missing.append(name)
+                continue
+            placement = placement_of(tensor)
+            if torch._debug_has_internal_overlap(tensor) == 1:
+                raise ValueError(f"{name} is an expanded tensor, whose elements share memory: make it by .clone().")
+            if tuple(source.size) != placement.shape or source.properties.dtype != tensor.dtype:
+                raise ValueError(
+                    f"{name} is of shape {list(source.size)} and {source.properties.dtype} in {self._folder}, and of "
+                    f"{list(placement.shape)} and {tensor.dtype} in the model: build the model that was saved."
+                )
+            real = tensor
+            if tensor.is_meta:
+                if not is_pipelined(model):
+                    raise ValueError(f"{name} is on the meta device: wrap the model, or give it memory by to_empty().")
+                real = with_type_of(torch.zeros_like(tensor, device="cpu", requires_grad=False), tensor)
+                replaced.append((tensor, real))
+            self.of_replicas.add(f"model.{saved_ties.get(name, name)}")
+            key = f"model.{saved_ties.get(name, name)}"
+            self._add(key, blocks_of(self._writable(key, real), placement))
+        if missing and strict:
+            raise ValueError(
+                f"{self._folder} lacks {listed(missing)} of the model. Nothing was loaded: build the model that was "
+                f"saved, or give strict=False."
+            )
+        if is_pipelined(model):
+            pipelined = cast(WrappedModel, model)
+            check_no_optimizer_holds(_parameters(tensors, replaced), "Make the optimizer after load_checkpoint.")
+            # Tensors that a checkpoint does not have get initial weights, such as buffers that are not persistent.
+            loaded = {id(old) for old, _ in replaced}
+            local = pipelined.local_module
+            rest = [tensor for tensor in (*local.parameters(), *local.buffers()) if tensor.is_meta]
+            rest = [tensor for tensor in rest if id(tensor) not in loaded]
+            replaced += zip(rest, pipelined.initial_weights_of(rest), strict=True)
+            self._after.append(lambda: pipelined.replace_local_tensors(replaced))
+
+    def _add_optimizer(self, optimizer: Optimizer, tensors: ModelTensors, strict: bool) -> None:
+        saved = self._content["optimizer"]
+        if saved is None:
+            raise ValueError(f"{self._folder} has no optimizer: leave out optimizer=.")
+        own = optimizer_class(optimizer)
+        if saved["class"] != own:
+            raise ValueError(
+                f"{self._folder} has the state of {saved['class']}, and the optimizer is {own}: make the optimizer "
+                f"that was saved, or leave out optimizer=."
+            )
+        names = tensors.names()
+        options = new_options(optimizer, names, [SavedGroup(**group) for group in saved["groups"]])
+        states = saved["states"]
+        place = {name: number for number, group in enumerate(saved["groups"]) for name in group["names"]}
+        for held in list(held_state(optimizer, names)):
+            described = states.get(held.name, {})
+            state = held.new_state(described, options[place[held.name]])
+            for key, value in state.items():
+                if "tensor" in described[key]:
+                    name = f"optimizer.{held.name}.{key}"
+                    self.tensors[name] = held.blocks(self._writable(name, value))
+                    if not held.is_shard:
+                        self.of_replicas.add(f"optimizer.{held.name}.{key}")
+            self._after.append(partial(held.give, state, described))
+        frozen = [name for name in not_sharded(optimizer, names) if is_stepped(states.get(name, {}))]
+        if frozen and strict:
+            raise ValueError(
+                f"{self._folder} has the optimizer's state of {listed(frozen)}, which do not require a gradient: call "
+                f"requires_grad_(True) before the load. Nothing was loaded; strict=False leaves their state out."
+            )
+        self._after.append(partial(_give_options, optimizer, options))
+
+    def _add_random(self) -> None:
+        saved = self._content["random"]
+        if self._content["layout"] != layout():
+            # Other ranks draw for other layers: their states have no meaning here.
+            return
+        name = f"random.{ranks.rank()}"
+        self._add_made(name)
+        check_random_state(saved[ranks.rank()], self._folder)
+        self._after.append(lambda: set_random_state(saved[ranks.rank()], self._made))
+
+    def _add_made(self, prefix: str) -> None:
+        """Read whole the tensors that are ``prefix``, or begin with it and a separator, into new memory."""
+        for name in self._saved:
+            if name != prefix and not name.startswith((f"{prefix}.", f"{prefix}[")):
+                continue
+            saved = self._saved.get(name)
+            assert saved is not None
+            self._made[name] = torch.empty(saved.size, dtype=saved.properties.dtype, device="cpu")
+            self._add(name, whole(self._made[name]))
+
+    def _add(self, name: str, blocks: TensorBlocks) -> None:
+        first = self.tensors.setdefault(name, blocks)
+        if first is not blocks:
+            # Two tensors of this model were one: the second gets the values of the first.
+            self._copies.append((first, blocks))
+
+    def _writable(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Return ``tensor``, or host memory from which it gets its values when all ranks have read."""
+        values = readable(tensor)
+        if values is not tensor:
+            self.in_host_memory.add(name)
+            self._host_copies.append((tensor, values))
+        return values
+
+    def _decoded(self, name: str) -> Any:
+        try:
+            return decoded(self._content[name], self._made)
+        except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
+            raise DamagedFile(f"{name} of {self._folder} is damaged ({type(error).__name__}: {error}).") from error
+
+
+def _parameters(
+    tensors: ModelTensors, replaced: Sequence[tuple[torch.Tensor, torch.Tensor]]
+) -> dict[str, nn.Parameter]:
+    """The parameters that are replaced, by name."""
+    old = {id(tensor) for tensor, _ in replaced}
+    return {
+        name: tensor
+        for name, tensor in tensors.tensors.items()
+        if id(tensor) in old and isinstance(tensor, nn.Parameter)
+    }
+
+
+def _give_options(optimizer: Optimizer, options: Sequence[dict[str, Any]]) -> None:
+    for group, own in zip(optimizer.param_groups, options, strict=True):
+        for key, value in own.items():
+            old = group.get(key)
+            # A rate in a tensor is where the optimizer reads it.
+            if isinstance(value, torch.Tensor) and isinstance(old, torch.Tensor):
+                value = value.to(old.device)
+            group[key] = value
+
+
+def _copy_blocks(source: TensorBlocks, destination: TensorBlocks) -> None:
+    for one, other in zip(source.blocks, destination.blocks, strict=True):
+        other.values.copy_(one.values)

@@ -1,0 +1,107 @@
+"""Parameters and persistent buffers of a model by original names and global shapes."""
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import NamedTuple, cast
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from nxdpp.checkpoint.distributed.rectangles import placement_of
+from nxdpp.checkpoint.distributed.tensor_blocks import TensorBlocks, blocks_of
+from nxdpp.checkpoint.huggingface.model_tensors import WrappedModel, tied_names_of, unwrapped_name
+
+
+class ModelTensors(NamedTuple):
+    """The tensors of a model that this rank has.
+
+    Attributes:
+        tensors: by name; a tied one only under its first name in the whole model.
+        ties: the other names of tied tensors of the whole model, with their first name; equal on all ranks.
+    """
+
+    tensors: dict[str, torch.Tensor]
+    ties: dict[str, str]
+
+    def blocks(self) -> dict[str, TensorBlocks]:
+        """The tensors as rectangles of the whole ones."""
+        return {name: blocks_of(tensor, placement_of(tensor)) for name, tensor in self.tensors.items()}
+
+    def names(self) -> dict[int, str]:
+        """The name of each tensor by its ``id``."""
+        return {id(tensor): name for name, tensor in self.tensors.items()}
+
+
+def model_tensors(model: nn.Module) -> ModelTensors:
+    """Return the tensors of ``model``: a pipelined one, of which a rank has a part, or a module of one process.
+
+    A module in ``DistributedDataParallel`` or ``torch.compile`` has the names of the module itself.
+
+    Raises ``ValueError`` for state other than dense parameters and buffers, and for a state dict that omits some.
+    """
+    state = _state_of(local_module_of(model))
+    groups = tied_names_of(cast(WrappedModel, model)) if is_pipelined(model) else _tied(state)
+    ties = {name: names[0] for names in groups for name in names[1:]}
+    return ModelTensors({ties.get(name, name): tensor for name, tensor in state.items()}, ties)
+
+
+def is_pipelined(model: nn.Module) -> bool:
+    """Return whether ``model`` is a pipelined one, of which this rank has a part."""
+    return isinstance(getattr(model, "local_module", None), nn.Module) and hasattr(model, "tied_names")
+
+
+def local_module_of(model: nn.Module) -> nn.Module:
+    """The module that has the tensors of ``model`` on this rank."""
+    if is_pipelined(model):
+        return cast(WrappedModel, model).local_module
+    return cast(nn.Module, model.module) if isinstance(model, DistributedDataParallel) else model
+
+
+def _state_of(module: nn.Module) -> dict[str, torch.Tensor]:
+    """The parameters and persistent buffers of ``module`` by name, a tied one under each of its names."""
+    state = module.state_dict(keep_vars=True)
+    own = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
+    for name, value in state.items():
+        if id(value) not in own:
+            raise ValueError(
+                f"{name} of the model's state dict is no parameter or buffer: a load could not give it back. Keep it "
+                f"in a buffer (register_buffer), or in user_content and out of the state dict."
+            )
+        if value.layout != torch.strided or is_traceable_wrapper_subclass(value):
+            raise ValueError(
+                f"{name} is a {type(value).__name__} of layout {value.layout}, and a checkpoint holds dense tensors."
+            )
+    kept = set(map(id, state.values()))
+    left = [name for name, tensor in _persistent(module) if id(tensor) not in kept]
+    if left:
+        raise ValueError(
+            f"the model's state dict leaves out {left[0]}, which a load could not give back: remove the hook or the "
+            f"method that leaves it out, or register it with persistent=False."
+        )
+    unwrapped = {unwrapped_name(name): tensor for name, tensor in state.items()}
+    if len(unwrapped) < len(state):
+        names = Counter(map(unwrapped_name, state))
+        raise ValueError(
+            f"the model has {max(names, key=names.__getitem__)} twice, in a wrapper of torch and beside it: give the "
+            f"module in the wrapper another name than _orig_mod and _checkpoint_wrapped_module."
+        )
+    return unwrapped
+
+
+def _persistent(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters and persistent buffers by name."""
+    yield from module.named_parameters()
+    for path, each in module.named_modules():
+        for name, buffer in each.named_buffers(path, recurse=False):
+            if name.rpartition(".")[2] not in each._non_persistent_buffers_set:
+                yield name, buffer
+
+
+def _tied(state: dict[str, torch.Tensor]) -> list[list[str]]:
+    """The names of each tensor that has several."""
+    names: dict[int, list[str]] = {}
+    for name, tensor in state.items():
+        names.setdefault(id(tensor), []).append(name)
+    return [group for group in names.values() if len(group) > 1]

@@ -1,0 +1,214 @@
+"""A save of all ranks: planned together, written by each rank, made to count by rank 0.
+
+::
+
+    all ranks    what each has ─▶ rank 0: rectangles of each rank ─▶ all ranks: write their files
+    all ranks    places and checksums ─▶ rank 0: document, latest, removal of older checkpoints
+"""
+
+import errno
+import logging
+import secrets
+import socket
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan
+
+from nxdpp.checkpoint.distributed import directory
+from nxdpp.checkpoint.distributed.captured import Captured, Described, Part
+from nxdpp.checkpoint.distributed.claim import claim
+from nxdpp.checkpoint.distributed.document import write_document
+from nxdpp.checkpoint.distributed.looks_whole import ends_of
+from nxdpp.checkpoint.distributed.parameter_groups import joined_groups
+from nxdpp.checkpoint.distributed.pruning import prune
+from nxdpp.checkpoint.distributed.ranks import Exchange
+from nxdpp.checkpoint.distributed.tensor_blocks import BlocksSavePlanner, key_of
+from nxdpp.checkpoint.files.checksummed_writer import write_checksummed
+from nxdpp.checkpoint.files.pieces import FileSpan
+
+_logger = logging.getLogger(__name__)
+
+
+class Save:
+    """One save. Its methods are collective over all ranks, in their order.
+
+    Args:
+        folder: directory of the checkpoint, whose name is the tag.
+        kept: number of checkpoints to keep; ``None`` keeps all.
+        exchange: of all ranks. After ``plan`` it may be replaced by the exchange of another thread.
+    """
+
+    def __init__(self, folder: Path, kept: int | None, exchange: Exchange) -> None:
+        self.exchange = exchange
+        self._folder = folder
+        self._kept = kept
+        self._planner = BlocksSavePlanner()
+        self._plan = SavePlan([])
+        self._name = ""
+        # Of rank 0.
+        self._content: dict[str, Any] = {}
+        self._metadata = Metadata({})
+
+    def plan(self, state: Captured) -> dict[str, torch.Tensor]:
+        """Return the rectangles that this rank writes, by the keys of its file.
+
+        Raises ``ValueError`` on all ranks if their states contradict each other or lack a part.
+        """
+        self._planner.set_up_planner(state.tensors)
+        local = self._planner.create_local_plan()
+        self._name, plan = self.exchange.through_first((local, state.described), self._plan_all)
+        self._plan = self._planner.finish_plan(plan)
+        found = {}
+        for item in self._plan.items:
+            values = self._planner.resolve_data(item)
+            assert isinstance(values, torch.Tensor)
+            # A copy of only the memory would lose the conjugation of a view.
+            found[key_of(item.index)] = values.resolve_conj().resolve_neg()
+        return found
+
+    def write(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Write the values of ``plan``, and make the checkpoint count.
+
+        Raises on all ranks ``OSError`` or ``ValueError`` of a rank that cannot write. Earlier checkpoints stay.
+        """
+        file = self._folder / directory.file_name(self._name, self.exchange.rank)
+        try:
+            spans = self.exchange.together(lambda: self._write_file(file, tensors))
+        except Exception:
+            self._remove(file)
+            raise
+        places = {item.index: spans[key_of(item.index)] for item in self._plan.items}
+        counts, error = self.exchange.through_first((socket.gethostname(), places), self._finish)
+        if not counts:
+            self._remove(file)
+        if error is not None:
+            raise error
+
+    def _write_file(self, file: Path, tensors: dict[str, torch.Tensor]) -> dict[str, FileSpan]:
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            if self.exchange.rank == 0:
+                claim(self._folder.parent)
+            return write_checksummed(file, tensors) if tensors else {}
+        except OSError as error:
+            raise _cannot_write(error, self.exchange.rank, file) from error
+        except BaseException:
+            self._remove(file)
+            raise
+
+    def _remove(self, file: Path) -> None:
+        """Remove what this rank has written of a save that does not count."""
+        with suppress(OSError):
+            file.unlink(missing_ok=True)
+            self._folder.rmdir()
+
+    def _plan_all(self, of_ranks: list[tuple[SavePlan, Described]]) -> Sequence[tuple[str, SavePlan]]:
+        """On rank 0: divide the rectangles among the ranks."""
+        plans, self._metadata = self._planner.create_global_plan([plan for plan, _ in of_ranks])
+        self._content = _content([described for _, described in of_ranks])
+        name = secrets.token_hex(4)
+        return [(name, plan) for plan in plans]
+
+    def _finish(
+        self, of_ranks: list[tuple[str, dict[MetadataIndex, FileSpan]]]
+    ) -> Sequence[tuple[bool, Exception | None]]:
+        """On rank 0: write the document, then ``latest``, then remove older checkpoints.
+
+        Returns for each rank whether the checkpoint counts, and an error.
+        """
+        counts = False
+        failed: Exception | None = None
+        path, document = self._folder.parent, directory.new_document(self._folder, self._name)
+        try:
+            spans: dict[MetadataIndex, FileSpan] = {}
+            for rank, (host, places) in enumerate(of_ranks):
+                self._check_visible(rank, host, places)
+                spans.update(places)
+            write_document(document, directory.next_number(path), self._content, self._metadata, spans)
+            directory.put_document(self._folder, self._name)
+            counts = True
+            directory.flush_directory(self._folder)
+            directory.write_latest(path, self._folder.name)
+            for error in prune(path, self._kept, self._folder.name, {span.file for span in spans.values()}):
+                _logger.warning("%s is saved, and an older checkpoint cannot be removed: %s", self._folder, error)
+        except OSError as error:
+            failed = _cannot_name(error, self._folder) if counts else _cannot_write(error, 0, document)
+        except Exception as error:
+            failed = error
+        if not counts:
+            self._remove(document)
+        return [(counts, failed)] * len(of_ranks)
+
+    def _check_visible(self, rank: int, host: str, places: dict[MetadataIndex, FileSpan]) -> None:
+        for file, end in ends_of(places).items():
+            found = self._folder / file
+            if not found.is_file():
+                raise RuntimeError(
+                    f"rank {rank} has written {found} on {host}, and rank 0 on {socket.gethostname()} does not find "
+                    f"it: the directory must be on a file system that all hosts share. No checkpoint was made."
+                )
+            if found.stat().st_size < end:
+                raise OSError(errno.EIO, f"it has {found.stat().st_size} of {end} bytes", str(found))
+
+
+def _cannot_name(error: OSError, folder: Path) -> OSError:
+    """The error of a checkpoint that counts although ``latest`` does not name it."""
+    return OSError(
+        error.errno,
+        f"rank 0 cannot write {error.filename or folder.parent / directory.LATEST}: {error.strerror or error}. "
+        f"{folder} is saved: load_checkpoint with tag={folder.name!r} loads it, and without a tag an earlier one",
+    )
+
+
+def _cannot_write(error: OSError, rank: int, file: Path) -> OSError:
+    """The error of a rank that cannot write ``file``, or a file next to it."""
+    return OSError(
+        error.errno,
+        f"rank {rank} cannot write {error.filename or file}: {error.strerror or error}. Earlier checkpoints are there, "
+        f"and the training can go on",
+    )
+
+
+def _content(of_ranks: list[Described]) -> dict[str, Any]:
+    """Join what the ranks describe."""
+    first = of_ranks[0]
+    states: dict[str, Any] = {}
+    for rank, described in enumerate(of_ranks):
+        for name, state in described.states.items():
+            if states.setdefault(name, state) != state:
+                raise ValueError(
+                    f"ranks have different optimizer state of {name}: {states[name]} and, on rank {rank}, {state}. "
+                    f"Step the optimizer on every rank alike."
+                )
+    _check_copies(of_ranks)
+    optimizer = None
+    if first.optimizer is not None:
+        groups = joined_groups([described.groups for described in of_ranks])
+        optimizer = {"class": first.optimizer, "groups": [group._asdict() for group in groups], "states": states}
+    return {
+        "layout": first.layout,
+        "ties": first.ties,
+        "configuration": first.configuration,
+        "optimizer": optimizer,
+        "random": [described.random for described in of_ranks],
+        **first.others,
+    }
+
+
+def _check_copies(of_ranks: list[Described]) -> None:
+    """Raise ``ValueError`` for ranks with different values of one part of a parameter: one would be lost."""
+    first: dict[Part, tuple[int, bytes]] = {}
+    for rank, described in enumerate(of_ranks):
+        for part, found in described.samples.items():
+            other, expected = first.setdefault(part, (rank, found))
+            if found != expected:
+                raise ValueError(
+                    f"{part[0]} has other values on rank {rank} than on rank {other}, which has the same part of it: "
+                    f"the ranks have gone apart. Load the same checkpoint on all ranks. A module that is not wrapped "
+                    f"must be the same on all of them."
+                )

@@ -1,0 +1,171 @@
+"""State dict with whole tensors on rank 0, of a model that ranks hold in parts.
+
+Only ranks of the first data-parallel replica send, one tensor at a time::
+
+    tensor group of the first stage that holds it    all-gather of the parts
+    its first rank                                   joins them in host memory, sends
+    rank 0                                           receives
+"""
+
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from nxdpp.agreement.together import from_all_ranks, together
+from nxdpp.checkpoint.distributed.model_state import (
+    ModelTensors,
+    is_pipelined,
+    local_module_of,
+    model_tensors,
+)
+from nxdpp.checkpoint.distributed.rectangles import PlaceInWhole, placement_of
+from nxdpp.checkpoint.huggingface.model_tensors import WrappedModel, unwrapped_name
+from nxdpp.devices.kinds import device_of
+from nxdpp.ranks import parallel_state
+from nxdpp.ranks.faults import failure_watch
+from nxdpp.ranks.faults.board import board
+from nxdpp.tensor.collectives import all_gather
+
+_PIECE_BYTES = 2**26
+_TAG = 0
+
+
+class _Held(NamedTuple):
+    """A tensor with values on a rank: its dtype and its place in the whole."""
+
+    dtype: torch.dtype
+    placement: PlaceInWhole
+
+
+class _Source(NamedTuple):
+    """The ranks of a tensor group that hold a tensor, and the parts in their order."""
+
+    ranks: Sequence[int]
+    parts: Sequence[_Held]
+
+
+def gather_state_dict(model: nn.Module | WrappedModel) -> dict[str, torch.Tensor] | None:
+    """Return the state dict of the whole ``model`` on rank 0, ``None`` on other ranks; collective over all ranks.
+
+    Names and order are the model's from before it was wrapped. A tied tensor is there under each of its names, as one
+    object. Tensors are copies in host memory, whole and without padding. Rank 0 needs memory for all of them,
+    and each tensor group for one at a time. The first data-parallel replica gives the values. A tensor on the meta
+    device counts as one that the rank does not have.
+
+    Args:
+        model: an ``NxDPPModel`` or a ``Pipeline``, or a module in the memory of each rank. Its parameters may be
+            divided over the tensor-parallel ranks (``tensor_parallelize``, ``ColumnParallelLinear``).
+
+    Raises:
+        ValueError: on all ranks, for a tensor that has values on no rank, and for state other than dense parameters
+            and buffers.
+        RuntimeError: before ``initialize_model_parallel``, and in the debug mode.
+    """
+    parallel_state.refuse_in_debug("gather_state_dict")
+    failure_watch.refuse_after_failure()
+    with board.call("gather_state_dict"):
+        return _gather(cast(nn.Module, model))
+
+
+def _gather(model: nn.Module) -> dict[str, torch.Tensor] | None:
+    consequence = "no state was gathered"
+    local = together(lambda: model_tensors(model), consequence)
+    # Rank 0's names and ties count: a module whose tensors are elsewhere may have lost its ties.
+    firsts = {name: local.ties.get(name, name) for name in _names_of(model)} if dist.get_rank() == 0 else {}
+    firsts = from_all_ranks(firsts)[0]
+    here = _with_values(local, firsts)
+    is_first_replica = parallel_state.get_data_parallel_rank() == 0
+    held = (
+        {name: _Held(tensor.dtype, placement_of(tensor)) for name, tensor in here.items()} if is_first_replica else {}
+    )
+    everyones = from_all_ranks(held)
+    sources = together(lambda: _sources(list(firsts.values()), everyones), consequence)
+    with failure_watch.reported(), torch.no_grad():
+        whole = {name: _on_rank_0(here.get(name), source) for name, source in sources.items()}
+    if dist.get_rank() > 0:
+        return None
+    return {name: cast(torch.Tensor, whole[first]) for name, first in firsts.items()}
+
+
+def _names_of(model: nn.Module) -> list[str]:
+    """All names of the whole model, in its order."""
+    module = cast(WrappedModel, model).original_module if is_pipelined(model) else local_module_of(model)
+    return [unwrapped_name(name) for name in module.state_dict(keep_vars=True)]
+
+
+def _with_values(local: ModelTensors, firsts: Mapping[str, str]) -> dict[str, torch.Tensor]:
+    """The tensors that this rank has, under the first one of their names by ``firsts``."""
+    found: dict[str, torch.Tensor] = {}
+    for name, first in firsts.items():
+        tensor = local.tensors.get(local.ties.get(name, name))
+        if tensor is not None and not tensor.is_meta:
+            found.setdefault(first, tensor)
+    return found
+
+
+def _sources(names: Sequence[str], everyones: Sequence[Mapping[str, _Held]]) -> dict[str, _Source]:
+    """The source of each of ``names``: the first tensor group whose ranks all hold it."""
+    sources: dict[str, _Source] = {}
+    for ranks in parallel_state.get_tensor_model_parallel_group(as_list=True):
+        held = [everyones[rank] for rank in ranks]
+        for name in names:
+            if name not in sources and all(name in each for each in held):
+                sources[name] = _Source(ranks, [each[name] for each in held])
+    missing = [name for name in dict.fromkeys(names) if name not in sources]
+    if missing:
+        raise ValueError(
+            f"{len(missing)} of the {len(set(names))} tensors of the model have values on no tensor group, the first "
+            f"of them {missing[0]}: call load_pretrained(model, DIRECTORY) or model.materialise()."
+        )
+    return sources
+
+
+def _on_rank_0(tensor: torch.Tensor | None, source: _Source) -> torch.Tensor | None:
+    """Return the whole of ``tensor`` on rank 0; collective over the ranks of ``source`` and rank 0."""
+    board.moved()
+    rank, first = dist.get_rank(), source.ranks[0]
+    whole = None
+    if rank in source.ranks:
+        assert tensor is not None, "each rank of the group holds the tensor"
+        whole = _joined(tensor.detach(), source)
+    if first == 0 or rank not in (0, first):
+        return whole if rank == 0 else None
+    group = parallel_state.get_pipeline_control_group()
+    if rank == first:
+        assert whole is not None, "the first rank of the group joins the parts"
+        for piece in _pieces(whole):
+            group.send([piece], dist.get_group_rank(group, 0), _TAG).wait()
+        return None
+    held = source.parts[0]
+    received = torch.empty(held.placement.shape, dtype=held.dtype, device="cpu")
+    for piece in _pieces(received):
+        group.recv([piece], dist.get_group_rank(group, first), _TAG).wait()
+    return received
+
+
+def _joined(tensor: torch.Tensor, source: _Source) -> torch.Tensor | None:
+    """Join the parts of ``tensor`` in host memory on the first rank of ``source``; collective over its ranks."""
+    placement = source.parts[0].placement
+    is_divided = placement.dim >= 0
+    gathered = all_gather(tensor, 0) if is_divided else tensor
+    if dist.get_rank() != source.ranks[0]:
+        return None
+    device = device_of(gathered.device)
+    host = gathered.clone() if gathered.device.type == "cpu" else device.to_host(gathered)()
+    if not is_divided:
+        return host.contiguous()
+    whole = torch.empty(placement.shape, dtype=host.dtype, device="cpu")
+    for part, held in zip(host.chunk(len(source.ranks)), source.parts, strict=True):
+        for block in held.placement.blocks(part):
+            place = tuple(slice(at, at + size) for at, size in zip(block.offsets, block.values.shape, strict=True))
+            whole[place] = block.values
+    return whole
+
+
+def _pieces(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+    """The bytes of a contiguous ``tensor`` in messages; none for a tensor without elements."""
+    return tensor.view(-1).view(torch.uint8).split(_PIECE_BYTES) if prod(tensor.shape) else []

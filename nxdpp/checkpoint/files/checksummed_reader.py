@@ -1,0 +1,197 @@
+"""Reads of ranges of safetensors files, each piece of which is compared with the checksum from its write."""
+
+import errno
+import os
+import zlib
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from nxdpp.checkpoint.files import pieces
+from nxdpp.checkpoint.files.pieces import FileSpan
+
+_THREADS = 2
+"""Pieces that are read, and whose checksums are taken, at the same time."""
+
+
+class DamagedFile(ValueError):
+    """A file of a checkpoint is missing, is shorter than it was, has other bytes, or its disk does not give them."""
+
+
+@dataclass
+class ChecksummedReader:
+    """Reads bytes of spans in the files of ``directory``, and compares the checksum of each piece that it reads.
+
+    One file is open at a time, and one piece is kept. Threads read whole pieces right into the destination: it has
+    its values after ``wait``, or at the end of the block. Raises ``DamagedFile`` and ``OSError``.
+    """
+
+    directory: Path
+
+    def __post_init__(self) -> None:
+        self._name: str | None = None
+        self._descriptor = -1
+        self._kept: tuple[FileSpan, int] | None = None
+        self._piece = bytearray()
+        self._pool = ThreadPoolExecutor(_THREADS)
+        self._reads: deque[Future[None]] = deque()
+
+    def __enter__(self) -> "ChecksummedReader":
+        return self
+
+    def __exit__(self, kind: object, *exception: object) -> None:
+        try:
+            if kind is None:
+                self.wait()
+        finally:
+            # Waits for the reads that have begun: the memory may be used again after an error.
+            self._pool.shutdown(cancel_futures=True)
+            self._close()
+
+    def wait(self) -> None:
+        """Wait until all destinations have their values, and raise the first error."""
+        while self._reads:
+            self._reads.popleft().result()
+
+    def read(self, span: FileSpan, start: int, destination: memoryview) -> None:
+        """Fill ``destination`` with the bytes of ``span`` from ``start`` on."""
+        stop, done = start + len(destination), 0
+        while start + done < stop:
+            number, skipped = divmod(start + done, pieces.PIECE_BYTES)
+            first, last = number * pieces.PIECE_BYTES, min((number + 1) * pieces.PIECE_BYTES, span.length)
+            count = min(last, stop) - start - done
+            into = destination[done : done + count]
+            if count == last - first:
+                self._read_whole(span, number, into)
+            else:
+                self._keep(span, number, last - first)
+                into[:] = memoryview(self._piece)[skipped : skipped + count]
+            done += count
+
+    def verify(self, span: FileSpan) -> None:
+        """Read all bytes of ``span``."""
+        for number in range(len(span.checksums)):
+            self._keep(span, number, min((number + 1) * pieces.PIECE_BYTES, span.length) - number * pieces.PIECE_BYTES)
+
+    def _read_whole(self, span: FileSpan, number: int, into: memoryview) -> None:
+        """Read a whole piece; a large one in a thread."""
+        self._open(span.file)
+        if len(into) < pieces.SMALL_BYTES:
+            self._fill(span, number, into)
+            return
+        self._reads.append(self._pool.submit(self._fill, span, number, into))
+        # An error ends the reads soon.
+        while len(self._reads) > 2 * _THREADS:
+            self._reads.popleft().result()
+
+    def _keep(self, span: FileSpan, number: int, length: int) -> None:
+        if self._kept == (span, number):
+            return
+        self._kept = None
+        if len(self._piece) != length:
+            self._piece = bytearray(length)
+        self._open(span.file)
+        self._fill(span, number, memoryview(self._piece))
+        self._kept = span, number
+
+    def _fill(self, span: FileSpan, number: int, into: memoryview) -> None:
+        """Read a whole piece of the open file."""
+        place = span.start + number * pieces.PIECE_BYTES
+        try:
+            count = pieces.read_bytes(self._descriptor, place, into)
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            raise DamagedFile(f"{self.directory / span.file} cannot be read ({error}): its disk fails.") from error
+        if count < len(into):
+            size = os.fstat(self._descriptor).st_size
+            raise DamagedFile(
+                f"{self.directory / span.file} is truncated: it has {size} bytes, and {place + len(into)} are needed."
+            )
+        if zlib.crc32(into) != span.checksums[number]:
+            raise DamagedFile(
+                f"{self.directory / span.file} is damaged: bytes {place} to {place + len(into)} have another checksum "
+                f"than when they were written."
+            )
+
+    def _close(self) -> None:
+        if self._name is not None:
+            os.close(self._descriptor)
+            self._name = None
+
+    def _open(self, name: str) -> None:
+        if name == self._name:
+            return
+        self.wait()
+        self._close()
+        try:
+            # A pipe would wait for a writer.
+            self._descriptor = os.open(self.directory / name, os.O_RDONLY | os.O_NONBLOCK)
+        except FileNotFoundError as error:
+            raise DamagedFile(
+                f"{self.directory / name} is missing, or this host does not share the directory with the ranks that "
+                f"saved."
+            ) from error
+        self._name = name
+
+
+def read_region(
+    reader: ChecksummedReader,
+    span: FileSpan,
+    shape: Sequence[int],
+    offsets: Sequence[int],
+    destination: torch.Tensor,
+    dtype: torch.dtype,
+) -> None:
+    """Read a rectangle of a saved tensor of ``shape`` into ``destination``, which has the rectangle's shape.
+
+    Args:
+        reader, span: the place of the tensor.
+        shape, dtype: of the saved tensor.
+        offsets: of the rectangle in it.
+        destination: on any device, of any dtype and strides. It has its values after ``reader.wait()``.
+    """
+    _read(reader, span, 0, tuple(shape), tuple(offsets), destination.detach(), dtype)
+
+
+def _read(
+    reader: ChecksummedReader,
+    span: FileSpan,
+    base: int,
+    shape: tuple[int, ...],
+    offsets: tuple[int, ...],
+    destination: torch.Tensor,
+    dtype: torch.dtype,
+) -> None:
+    """``read_region`` of a part of the tensor that begins at byte ``base``."""
+    if destination.numel() == 0:
+        return
+    if not shape:
+        shape, offsets, destination = (1,), (0,), destination.view(1)
+    row = dtype.itemsize * torch.Size(shape[1:]).numel()
+    first, count = offsets[0], destination.shape[0]
+    are_whole_rows = tuple(destination.shape[1:]) == shape[1:]
+    if are_whole_rows and _is_plain(destination, dtype):
+        reader.read(span, base + first * row, pieces.bytes_of(destination))
+        return
+    if row > pieces.PIECE_BYTES and len(shape) > 1:
+        for number in range(count):
+            _read(reader, span, base + (first + number) * row, shape[1:], offsets[1:], destination[number], dtype)
+        return
+    together = max(1, pieces.PIECE_BYTES // row)
+    for begin in range(0, count, together):
+        rows = min(together, count - begin)
+        values = torch.empty((rows, *shape[1:]), dtype=dtype, device="cpu")
+        reader.read(span, base + (first + begin) * row, pieces.bytes_of(values))
+        reader.wait()
+        for dim in range(1, len(shape)):
+            values = values.narrow(dim, offsets[dim], destination.shape[dim])
+        destination[begin : begin + rows].copy_(values)
+
+
+def _is_plain(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
+    return tensor.device.type == "cpu" and tensor.dtype == dtype and tensor.is_contiguous()

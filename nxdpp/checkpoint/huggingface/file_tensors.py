@@ -1,0 +1,108 @@
+"""Tensors of a checkpoint's files, converted to tensors of a model."""
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+import torch
+
+from nxdpp.checkpoint.files.layout import printable
+from nxdpp.checkpoint.files.safetensors_reader import StoredTensor
+from nxdpp.checkpoint.huggingface.conversion import Conversion
+from nxdpp.checkpoint.huggingface.divided import division_of, own_elements
+from nxdpp.checkpoint.huggingface.load_target import Target
+
+Wanted = list[tuple[Conversion, list[tuple[str, torch.Tensor]]]]
+"""Conversions, each with the names and local tensors that it fills."""
+
+
+class FileTensors:
+    """Tensors of a checkpoint, converted to tensors of a model by the conversions ``provided``."""
+
+    def __init__(self, target: Target, stored: Mapping[str, StoredTensor], provided: Mapping[str, Conversion]) -> None:
+        self._target = target
+        self._stored = stored
+        self._provided = provided
+
+    def local_conversions(self) -> Wanted:
+        """Conversions that this rank needs, in the order of the files, each with the local tensors that it fills."""
+        names = {name: names for names in self._target.tied_names for name in names}
+        wanted: dict[Conversion, list[tuple[str, torch.Tensor]]] = {}
+        seen: set[torch.Tensor] = set()
+        for name, tensor in self._target.local.items():
+            source = next((mate for mate in names.get(name, [name]) if mate in self._provided), None)
+            if source is not None and tensor not in seen:
+                seen.add(tensor)
+                wanted.setdefault(self._provided[source], []).append((source, tensor))
+
+        def position(conversion: Conversion) -> tuple[Path, int]:
+            stored = self._stored[conversion.names[0]]
+            return stored.path, stored.place
+
+        return sorted(wanted.items(), key=lambda item: position(item[0]))
+
+    def size_of(self, conversion: Conversion) -> int:
+        """Bytes of the sources of ``conversion`` in the files."""
+        return sum(self._stored[name].bytes for name in conversion.names)
+
+    def local_without_values(self, names: Collection[str]) -> list[torch.Tensor]:
+        """This rank's tensors on the meta device that have one of ``names``, and get no values from the files."""
+        loaded = {tensor for _, wanted in self.local_conversions() for _, tensor in wanted}
+        tensors = (self._target.local[name] for name in names if name in self._target.local)
+        return list(dict.fromkeys(tensor for tensor in tensors if tensor.is_meta and tensor not in loaded))
+
+    def fill(self, conversion: Conversion, tensors: list[tuple[str, torch.Tensor]]) -> None:
+        """Write the results of ``conversion`` to ``tensors`` of the same names."""
+        if conversion.converter is None:
+            stored = self._stored[conversion.names[0]]
+            for _, tensor in tensors:
+                stored.read_into(own_elements(tensor), division_of(tensor))
+            return
+        made = self._converted(conversion, tensors[0][1].dtype)
+        for name, tensor in tensors:
+            division = division_of(tensor)
+            part = made[name] if division is None else division.of(made[name])
+            own_elements(tensor).copy_(part)
+
+    def check_numbers(self, conversions: Wanted) -> None:
+        """Raise ``ValueError`` for a value of the sources of ``conversions`` that is not a number."""
+        for conversion, wanted in conversions:
+            # A rank looks only at its part, if the files hold the tensor itself.
+            divisions = {division_of(tensor) for _, tensor in wanted}
+            division = divisions.pop() if conversion.converter is None and len(divisions) == 1 else None
+            for name in conversion.names:
+                if self._stored[name].has_nan(division):
+                    raise ValueError(
+                        f"{printable(name)} in {self._stored[name].path} has values that are not a number (NaN). "
+                        f"Nothing was loaded. Copy or download the checkpoint again, or take one from before the loss "
+                        f"became NaN. load_local_state_dict() takes any values."
+                    )
+
+    def check_copies_are_equal(self, names: list[str]) -> None:
+        """Raise ``ValueError`` unless the stored tensors ``names``, one weight in the model, have equal values."""
+        for name in names[1:]:
+            if not self._are_equal(names[0], name, self._target.expected[name].dtype):
+                raise ValueError(
+                    f"{names[0]} and {name} are one tied weight in this {type(self._target.module).__name__}, "
+                    f"but two different tensors in {self._provided_from(names[0]).path}. Nothing was loaded. Wrap a "
+                    f"model whose configuration does not tie them (tie_word_embeddings=False)."
+                )
+
+    def _are_equal(self, first: str, second: str, dtype: torch.dtype) -> bool:
+        conversions = [self._provided[first], self._provided[second]]
+        if all(conversion.converter is None for conversion in conversions):
+            one, two = self._provided_from(first), self._provided_from(second)
+            return all(map(torch.equal, one.pieces(dtype), two.pieces(dtype)))
+        one_whole, two_whole = (self._converted(self._provided[name], dtype)[name] for name in (first, second))
+        return torch.equal(one_whole, two_whole)
+
+    def _converted(self, conversion: Conversion, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        # Converted in the dtype of the model, as in from_pretrained. Quantised values need their own dtype.
+        own = self._target.quantiser is not None
+
+        def read(name: str) -> torch.Tensor:
+            return self._stored[name].read(None if own else dtype)
+
+        return conversion.convert(read, self._target.module)
+
+    def _provided_from(self, name: str) -> StoredTensor:
+        return self._stored[self._provided[name].names[0]]

@@ -1,0 +1,190 @@
+"""Comparison of a checkpoint with a model, and one error for all differences."""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from nxdpp.checkpoint.files.layout import listed, printable
+from nxdpp.checkpoint.files.safetensors_reader import StoredTensor
+from nxdpp.checkpoint.huggingface.conversion import Conversion, LoadingPlan
+from nxdpp.checkpoint.huggingface.load_report import LoadReport, OtherShape
+
+_SHOWN = 10
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """Differences that a load accepts.
+
+    Attributes:
+        names: missing and unexpected tensors.
+        shapes: tensors of a different shape.
+        widths: floating tensors of a different width, which are converted.
+    """
+
+    names: bool = False
+    shapes: bool = False
+    widths: bool = False
+
+
+@dataclass
+class Fit:
+    """Result of the comparison.
+
+    Attributes:
+        provided: the conversion that makes each tensor of the model.
+        missing: tensors of the model that the checkpoint lacks.
+        unexpected: tensors of the checkpoint that the model lacks.
+        misshaped: tensors of a different shape.
+        unmade: texts about tensors that the stored ones cannot be converted to.
+        mistyped: texts about tensors whose dtype cannot give the values of the model.
+        widths: texts about floating tensors of a different width.
+    """
+
+    provided: dict[str, Conversion] = field(default_factory=dict)
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    misshaped: list[OtherShape] = field(default_factory=list)
+    unmade: list[str] = field(default_factory=list)
+    mistyped: list[str] = field(default_factory=list)
+    widths: list[str] = field(default_factory=list)
+
+    def report(self, copies: Collection[str]) -> LoadReport:
+        """The differences that a load has accepted, without tensors that are ``copies``."""
+        missing = tuple(name for name in self.missing if name not in copies)
+        misshaped = tuple(each for each in self.misshaped if each.name not in copies)
+        return LoadReport(missing, tuple(self.unexpected), misshaped)
+
+
+def fit(
+    model: nn.Module,
+    expected: Mapping[str, torch.Tensor],
+    tied_names: Sequence[Sequence[str]],
+    stored: Mapping[str, StoredTensor],
+    plan: LoadingPlan,
+) -> Fit:
+    """Compare the tensors that ``plan`` makes from ``stored`` with the ``expected`` state dict of ``model``.
+
+    Conversions run on the meta device, so no values are read. The checkpoint needs one of the names of each tied
+    weight. Tensors that ``model`` allows to be missing or unexpected are left out.
+    """
+    found = Fit()
+    unexpected = dict(plan.unexpected)
+    present: set[str] = set()
+    for conversion in plan.conversions:
+        try:
+            made = conversion.convert(lambda name: stored[name].on_meta(), model)
+        except Exception as error:
+            shapes = ", ".join(f"{printable(name)} {list(stored[name].shape)}" for name in conversion.names[:_SHOWN])
+            reason = printable(error, 500)
+            found.unmade.append(f"{conversion.first} (cannot be made of {shapes}: {reason})")
+            present.add(conversion.first)
+            continue
+        for name, tensor in made.items():
+            if name not in expected:
+                unexpected[name] = conversion.names[0]
+                continue
+            present.add(name)
+            if tensor.shape == expected[name].shape:
+                found.provided[name] = conversion
+            else:
+                found.misshaped.append(OtherShape(name, tuple(tensor.shape), tuple(expected[name].shape)))
+            _compare_dtypes(found, name, tensor.dtype, expected[name].dtype)
+    missing = expected.keys() - present
+    for names in tied_names:
+        if any(name in present for name in names):
+            missing -= set(names)
+        if any(name in found.provided for name in names):
+            # One name has the values of the tied weight, so a different shape under a second name is no initial weight.
+            other = [each for each in found.misshaped if each.name in names]
+            found.misshaped = [each for each in found.misshaped if each not in other]
+            found.unmade += [f"{each}, tied to a name of the right shape" for each in other]
+    missing, unexpected = _not_ignored(model, missing, unexpected)
+    found.missing = [name for name in expected if name in missing]
+    found.unexpected = list(dict.fromkeys(unexpected.values()))
+    return found
+
+
+def check_fits(found: Fit, accepted: Accepted, model: nn.Module, directory: Path, remedy: str) -> None:
+    """Raise one ``ValueError`` with all differences that are not ``accepted``, and ``remedy``.
+
+    A checkpoint that gives the model no tensor at all is never accepted.
+    """
+    names = {} if accepted.names else {"missing": found.missing, "unexpected": found.unexpected}
+    shapes = found.unmade + ([] if accepted.shapes else list(map(str, found.misshaped)))
+    kinds = {**names, "of another shape": shapes, "of another dtype": found.mistyped}
+    if not accepted.widths:
+        kinds["of another float width"] = found.widths
+    if not any(kinds.values()):
+        if not found.provided and (found.missing or found.unexpected or found.misshaped):
+            raise ValueError(
+                f"{directory} has no tensor of this {type(model).__name__}: its names are "
+                f"{listed(found.unexpected)}. Nothing was loaded. {remedy}"
+            )
+        return
+    always = ("missing", "unexpected", "of another shape")
+    counts = ", ".join(f"{len(texts)} {kind}" for kind, texts in kinds.items() if texts or kind in always)
+    lists = "".join(f"\n  {kind}: {listed(texts)}" for kind, texts in kinds.items() if texts)
+    raise ValueError(
+        f"the tensors in {directory} are not those of this {type(model).__name__}: {counts}.{lists}\n"
+        f"Nothing was loaded. {_remedies(found, accepted, remedy)}"
+    )
+
+
+def _remedies(found: Fit, accepted: Accepted, remedy: str) -> str:
+    """Remedies for the differences that are not ``accepted``."""
+    names = not accepted.names and bool(found.missing or found.unexpected)
+    shapes = not accepted.shapes and bool(found.misshaped)
+    remedies = [remedy] if names or shapes or found.unmade or found.mistyped else []
+    if names:
+        remedies.append(
+            "Or give strict=False: unexpected tensors are then left out, and missing ones have initial weights."
+        )
+    if shapes:
+        remedies.append("ignore_mismatched_sizes=True gives initial weights to tensors of another shape.")
+    if found.mistyped:
+        remedies.append(
+            "Tensors of another dtype are not weights of this model: convert them in the files, if they are."
+        )
+    if found.widths and not accepted.widths:
+        remedies.append(
+            "Give convert_dtype=True to convert floats to the dtypes of the model, or wrap the model in the dtype of "
+            "the files: model.to(torch.bfloat16)."
+        )
+    return " ".join(remedies)
+
+
+def _compare_dtypes(found: Fit, name: str, stored: torch.dtype, expected: torch.dtype) -> None:
+    text = f"{printable(name, 300)} ({stored} in the checkpoint, {expected} in the model)"
+    if not _converts(stored, expected):
+        found.mistyped.append(text)
+    elif stored != expected and (expected.is_floating_point or expected.is_complex):
+        found.widths.append(text)
+
+
+def _not_ignored(model: nn.Module, missing: set[str], unexpected: dict[str, str]) -> tuple[set[str], dict[str, str]]:
+    if not isinstance(model, PreTrainedModel):
+        return missing, unexpected
+    information: Any = SimpleNamespace(missing_keys=missing, unexpected_keys=set(unexpected))
+    model._adjust_missing_and_unexpected_keys(information)
+    kept = {name: source for name, source in unexpected.items() if name in information.unexpected_keys}
+    return information.missing_keys, kept
+
+
+def _converts(stored: torch.dtype, expected: torch.dtype) -> bool:
+    """Return whether values of ``stored`` are values for ``expected``, to rounding: both are of one kind."""
+    if stored == expected:
+        return True
+    if expected.is_floating_point:
+        # Values of 8 bits need scales.
+        return stored.is_floating_point and stored.itemsize > 1
+    if expected.is_complex:
+        return stored.is_complex
+    kinds = stored.is_floating_point or stored.is_complex
+    return not kinds and torch.bool not in (stored, expected)

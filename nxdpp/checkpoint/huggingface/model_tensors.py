@@ -1,0 +1,67 @@
+"""Tensors of a model under the names of its state dict."""
+
+import re
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import nn
+
+_WRAPPERS = re.compile(r"\b(_checkpoint_wrapped_module|_orig_mod)\.")
+
+
+class WrappedModel(Protocol):
+    """The attributes of an ``NxDPPModel`` or a ``Pipeline`` that loading and saving need."""
+
+    original_module: nn.Module
+    local_module: nn.Module
+    tied_names: list[list[str]]
+
+    def materialise(self) -> None:
+        """Give initial weights to this rank's tensors on the meta device."""
+
+    def initial_weights_of(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Initial weights for some of this rank's tensors on the meta device; the model is unchanged."""
+
+    def replace_local_tensors(self, replaced: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Replace the first tensor of each pair by the second."""
+
+
+def tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the parameters and persistent buffers of ``module`` by name, a tied one under each of its names.
+
+    A module that ``torch.compile`` or ``checkpoint_wrapper`` wraps has the names of the module itself.
+
+    Raises ``ValueError`` if a state dict has anything else.
+    """
+    state = module.state_dict(keep_vars=True)
+    others = [
+        name
+        for name, value in state.items()
+        if not isinstance(value, torch.Tensor) or name.rpartition(".")[2] == "_extra_state"
+    ]
+    if others:
+        raise ValueError(
+            f"{others[0]} is extra state of a module, which a Hugging Face directory cannot hold. Use "
+            f"local_state_dict() and torch.save for this model."
+        )
+    return {unwrapped_name(name): tensor for name, tensor in state.items()}
+
+
+def tied_names_of(model: WrappedModel) -> list[list[str]]:
+    """Return ``model.tied_names``, with the names of ``tensors_of``."""
+    return [[unwrapped_name(name) for name in names] for names in model.tied_names]
+
+
+def unwrapped_name(name: str) -> str:
+    """Return ``name`` without the attributes in which torch's wrappers hold a module."""
+    return _WRAPPERS.sub("", name)
+
+
+def check_wrapped(model: WrappedModel, function: str) -> None:
+    """Raise ``TypeError`` if ``model`` is not wrapped."""
+    if isinstance(model, type) or not hasattr(model, "replace_local_tensors"):
+        raise TypeError(
+            f"{function} is for an NxDPPModel or a Pipeline, not for a {type(model).__name__}: wrap the model "
+            f"first, or use the method of the model."
+        )

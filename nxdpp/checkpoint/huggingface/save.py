@@ -1,0 +1,155 @@
+"""Save of a model as a Hugging Face directory: each rank writes the tensors that it holds."""
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from nxdpp.agreement.together import from_all_ranks, together
+from nxdpp.checkpoint.files.checksummed_writer import check_dtype
+from nxdpp.checkpoint.files.layout import StoredLayout, layouts_of
+from nxdpp.checkpoint.huggingface.adapted import is_adapted
+from nxdpp.checkpoint.huggingface.divided import as_in_files, check_no_padding, joined
+from nxdpp.checkpoint.huggingface.model_tensors import WrappedModel, check_wrapped, tensors_of, tied_names_of
+from nxdpp.checkpoint.huggingface.save_adapter import SavedAdapter, holders_of, names_to_gather
+from nxdpp.checkpoint.huggingface.save_plan import Shard, plan_shards
+from nxdpp.checkpoint.huggingface.write_directory import SavedDirectory, start_save
+from nxdpp.devices.kinds import readable
+from nxdpp.ranks import parallel_state
+from nxdpp.ranks.faults import failure_watch
+from nxdpp.ranks.faults.board import board
+
+
+def save_pretrained(model: WrappedModel, directory: str | os.PathLike[str]) -> None:
+    """Write a wrapped ``model`` to ``directory`` in the format of transformers; collective over all ranks.
+
+    ``from_pretrained(directory)``, and ``load_pretrained`` under any partition, give the same values. Names and layouts
+    are as from transformers' ``save_pretrained``: merged experts are split again, and a tied weight is written once.
+    Each rank of the first data-parallel replica writes its tensors. The first rank of a tensor group writes for the
+    whole group, and divided tensors are gathered one at a time. A file has at most 1 GB, or one larger tensor. A
+    single file is ``model.safetensors``. Several are ``model-00001-of-00004.safetensors`` and so on, with an index. A
+    transformers model also gets ``config.json`` and, if it generates, ``generation_config.json``. Source files of
+    custom code are not copied. ``directory`` is created if necessary, and all ranks must share it.
+
+    A ``PeftModel`` gets the files of its adapters, as its own ``save_pretrained`` writes them: rank 0 needs memory for
+    the adapters. The state of any other module is written whole, under its own names.
+
+    Ranks exchange only names, shapes and dtypes. Tensors that are converted, not contiguous or not on the CPU are
+    copied, for one file at a time. Other tensors need no memory.
+
+    The files of an earlier checkpoint in ``directory`` are replaced when all are complete, and then removed. A save
+    that fails or is killed at any moment leaves the earlier or the new checkpoint, complete. So the files have a tag
+    in their names (``model-1c5f09aa-00001-of-00004.safetensors``) where the usual names are in use, and a single file
+    has an index where ``config.json`` changes. A differently configured adapter has a moment in which only
+    ``load_pretrained`` finds it: its files are then in ``.unfinished/complete``.
+
+    Raises:
+        ValueError: before any write, for tensors on the meta device and for unsupported dtypes. Also for an adapter
+            where ``directory`` has a whole model, and the other way round, and for an empty name.
+        NotImplementedError: on every rank, before any write, for quantized models, adapters of transformers itself
+            (``add_adapter``), and tensors with parts on several stages.
+        OSError: on the rank that cannot write a file; the other ranks raise ``RuntimeError``.
+    """
+    check_wrapped(model, "save_pretrained")
+    parallel_state.refuse_in_debug("save_pretrained")
+    if not os.fspath(directory):
+        raise ValueError("directory='' has no name: give one, '.' for the working directory.")
+    failure_watch.refuse_after_failure()
+    with board.call("save_pretrained"):
+        _save(model, directory)
+
+
+def _save(model: WrappedModel, directory: str | os.PathLike[str]) -> None:
+    module, rank = model.original_module, dist.get_rank()
+    consequence = f"{directory} was not written"
+    held = from_all_ranks(together(lambda: _layouts(model), consequence))
+    if is_adapted(module):
+        _save_adapter(model, Path(directory), held, consequence)
+        return
+    shards = together(lambda: plan_shards(module, tied_names_of(model), held), consequence)
+    saved = SavedDirectory(Path(directory), shards)
+    try:
+        local = _local_tensors(model)
+        together(lambda: start_save(Path(directory), is_adapter=False) if rank == 0 else None, consequence)
+        together(lambda: saved.write(rank, lambda shard: _tensors(model, local, shard), _writer()), consequence)
+        together(lambda: saved.finish(module) if rank == 0 else None, consequence)
+    except Exception:
+        saved.remove_unfinished(rank)
+        raise
+
+
+def _save_adapter(
+    model: WrappedModel, directory: Path, held: Sequence[Mapping[str, StoredLayout] | None], consequence: str
+) -> None:
+    module: Any = model.original_module
+    rank = dist.get_rank()
+    # Adapters with different names have folders of their own.
+    is_adapter = "default" in module.peft_config
+    names = together(lambda: names_to_gather(module) if rank == 0 else [], consequence)
+    mates = {name: group for group in tied_names_of(model) for name in group}
+    names = from_all_ranks(names)[0]
+    saved = SavedAdapter(directory, holders_of(names, mates, held))
+    try:
+        together(lambda: start_save(directory, is_adapter) if rank == 0 else None, consequence)
+        local = _local_tensors(model)
+        whole = {name: readable(joined(local[name])) for name in names if name in local}
+        together(lambda: saved.write(rank, whole), consequence)
+        together(lambda: saved.finish(module) if rank == 0 else None, consequence)
+    except Exception:
+        saved.remove_unfinished(rank)
+        raise
+
+
+def _layouts(model: WrappedModel) -> dict[str, StoredLayout] | None:
+    """Layouts of the tensors that this rank can write; None on ranks of the other replicas."""
+    _check_can_be_saved(model)
+    if parallel_state.get_data_parallel_rank() > 0 or parallel_state.get_tensor_model_parallel_rank() > 0:
+        return None
+    local = {name: as_in_files(tensor) for name, tensor in tensors_of(model.local_module).items()}
+    for name, tensor in local.items():
+        check_dtype(name, tensor.dtype, packed=True)
+    return layouts_of(local)
+
+
+def _writer() -> int | None:
+    """The rank that writes the files of this rank's tensor group; None on ranks of the other replicas."""
+    if parallel_state.get_data_parallel_rank() > 0:
+        return None
+    groups = parallel_state.get_tensor_model_parallel_group(as_list=True)
+    return next(group[0] for group in groups if dist.get_rank() in group)
+
+
+def _check_can_be_saved(model: WrappedModel) -> None:
+    check_no_padding(model.local_module)
+    for sign, kind in (("hf_quantizer", "quantized models"), ("_hf_peft_config_loaded", "models with add_adapter()")):
+        if getattr(model.original_module, sign, None):
+            raise NotImplementedError(f"saving {kind} is not implemented: save local_state_dict() on each rank.")
+    local = tensors_of(model.local_module)
+    on_meta = [name for name, tensor in local.items() if tensor.is_meta]
+    if on_meta:
+        raise ValueError(
+            f"{len(on_meta)} of the {len(local)} tensors of this rank are on the meta device and have no values to "
+            f"save, the first of them {on_meta[0]}: call load_pretrained(model, DIRECTORY) or model.materialise()."
+        )
+
+
+def _local_tensors(model: WrappedModel) -> dict[str, torch.Tensor]:
+    """The tensors of this rank by name, a tied one under all its names."""
+    local = tensors_of(model.local_module)
+    for names in tied_names_of(model):
+        held = next((local[name] for name in names if name in local), None)
+        if held is not None:
+            local |= dict.fromkeys(names, held)
+    return local
+
+
+def _tensors(model: WrappedModel, local: Mapping[str, torch.Tensor], shard: Shard) -> dict[str, torch.Tensor]:
+    """Convert the ``local`` tensors to the tensors of ``shard``."""
+    made: dict[str, torch.Tensor] = {}
+    for conversion in shard.conversions:
+        made |= conversion.convert(lambda name: readable(joined(local[name])), model.original_module)
+    assert layouts_of(made) == shard.layouts
+    return made

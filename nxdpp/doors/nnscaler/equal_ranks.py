@@ -1,0 +1,104 @@
+"""Comparisons of ranks that would otherwise train on differently without an error.
+
+::
+
+                        2 units of 2 ranks: 0 1 | 2 3
+    inputs              first call: rank 1 as rank 0, rank 3 as rank 2
+    random numbers      first training forward, where a rank draws: the same ranks
+    parallel modules    some steps: rank 2 as rank 0, rank 3 as rank 1
+    other modules       some steps: all ranks as rank 0
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from nxdpp.agreement.comparison import gathered, leaf_text, unequal
+from nxdpp.agreement.fingerprint import digest
+from nxdpp.agreement.same_values import sample
+from nxdpp.doors.nnscaler.nested_values import values_in
+from nxdpp.ranks import parallel_state
+
+
+def verify_equal_inputs(inputs: Any) -> None:
+    """Compare the tensors, numbers and texts in ``inputs`` with the first rank; collective over the tensor group.
+
+    Raises ``RuntimeError`` on all tensor-parallel ranks if one has different inputs: a sampler that divides data over
+    them gives wrong numbers.
+    """
+    found = unequal([leaf_text(leaf) for leaf in values_in(inputs)], parallel_state.get_tensor_control_group())
+    if found is not None:
+        raise RuntimeError(
+            f"ranks {found.ranks[0]} and {found.ranks[1]} are in one unit and got other inputs: give all ranks of a "
+            f"unit the same. DistributedSampler takes num_replicas=runtime_ngpus // plan_ngpus and "
+            f"rank=rank // plan_ngpus"
+        )
+
+
+class EqualDraws:
+    """Compares, in the first training forward, the generators of a tensor group if one of its ranks draws from them.
+
+    Dropout has one mask on all of these ranks.
+
+    Args:
+        is_needed: ``False`` for one rank, and for a pipeline, which compares gradients.
+    """
+
+    def __init__(self, is_needed: bool) -> None:
+        self._is_needed = is_needed
+
+    @contextmanager
+    def verified(self, is_training: bool) -> Iterator[None]:
+        """Verify the draws of the block; collective over the tensor group in the first block of a training.
+
+        Raises ``RuntimeError`` on all ranks of the group for draws from different states.
+        """
+        if not self._is_needed or not is_training:
+            yield
+            return
+        before = _random_state()
+        yield
+        group = parallel_state.get_tensor_control_group()
+        draws = any(gathered(_random_state() != before, group))
+        if draws and (found := unequal(before, group)) is not None:
+            raise RuntimeError(
+                f"ranks {found.ranks[0]} and {found.ranks[1]} are in one unit and draw other random numbers, such as "
+                f"for dropout: call torch.manual_seed with the same seed on all ranks of a unit before the training"
+            )
+        self._is_needed = False
+
+
+def verify_equal_values(
+    parallel: Mapping[str, torch.Tensor], plain: Mapping[str, torch.Tensor], plan_ngpus: int, plain_ranks: int = 1
+) -> None:
+    """Compare a sample of the values of the units, and of the plain parameters; collective over all ranks.
+
+    Args:
+        parallel: parameters of the parallel modules of this rank by name.
+        plain: parameters outside the parallel modules.
+        plan_ngpus: number of ranks of a unit.
+        plain_ranks: number of first ranks whose plain parameters may differ.
+
+    Raises ``RuntimeError`` on all ranks if they differ: sums of gradients would keep them apart.
+    """
+    for tensors, ranks in ((parallel, plan_ngpus), (plain, plain_ranks)):
+        samples = {name: sample(tensor).hex() for name, tensor in tensors.items()}
+        found = unequal(samples, mates=parallel_state.get_world_group().rank() % ranks)
+        if found is not None:
+            (there, here), (first, rank) = found.values, found.ranks
+            name = next(name for name in {**there, **here} if there.get(name) != here.get(name))
+            raise RuntimeError(
+                f"{name} has other values on rank {rank} than on rank {first}, and their sums of gradients would keep "
+                f"them apart. Load the same values on every rank, or call broadcast_weights(module) before the step"
+            )
+
+
+def _random_state() -> bytes:
+    """A hash of the states of the generators of this rank."""
+    states = [torch.get_rng_state()]
+    device = parallel_state.local_device()
+    if device.type != "cpu":
+        states.append(torch.get_device_module(device).get_rng_state(device))
+    return b"".join(digest(state.cpu().numpy().data) for state in states)

@@ -1,0 +1,191 @@
+"""Extra state: a rank's state dict says which part of the whole it is, so that files of all ranks can be merged.
+
+::
+
+    {"version": 1, "rank": 3, "compute_config": {...},
+     "names": all parameters of the whole module in order,    "state_names": all names of its state dict,
+     "tied": [[names of one tensor]],                         "held": {name: place of this rank's tensor}}
+
+An optimizer's state dict has ``names`` too, ``own``, the name of each of its parameters by index, and ``held``.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from nxdpp.doors.nnscaler.compute_config import ComputeConfig
+from nxdpp.doors.nnscaler.placements import fields_of
+
+EXTRA_STATE_KEY = "nxdpp_extra_state"
+"""Key of the extra state behind a parallel module's prefix, and in an optimizer's state dict."""
+
+VERSION = 1
+
+
+def module_extra_state(
+    whole: nn.Module, part: nn.Module, config: ComputeConfig, tied: Sequence[Sequence[str]] | None = None
+) -> dict[str, Any]:
+    """Return the description of this rank's ``part`` of ``whole``; not collective.
+
+    Args:
+        whole: the module with all names; tensors that other ranks hold may be on the meta device.
+        part: the module with this rank's tensors, under names of the whole one.
+        config: ranks and settings of the parallel module.
+        tied: the names of each tensor that has several, by default the names of one object in ``whole``.
+    """
+    state = whole.state_dict(keep_vars=True)
+    groups = _tied(state) if tied is None else [list(names) for names in tied]
+    others = {name for names in groups for name in names[1:]}
+    return {
+        "version": VERSION,
+        "rank": _rank(),
+        "compute_config": asdict(config),
+        "names": [name for name, _ in whole.named_parameters(remove_duplicate=False) if name not in others],
+        "state_names": list(state),
+        "tied": groups,
+        "held": _placements(part.state_dict(keep_vars=True)),
+    }
+
+
+def take_extra_state(state_dict: dict[str, Any], prefix: str, own: Mapping[str, Any]) -> None:
+    """Remove the extra state behind ``prefix`` from ``state_dict``, and verify that its tensors are for this rank.
+
+    A state dict without extra state is left as it is. ``own`` is the extra state of this rank.
+
+    Raises ``ValueError`` for the state of a rank with different parts, or of a different module.
+    """
+    saved = state_dict.pop(f"{prefix}{EXTRA_STATE_KEY}", None)
+    if saved is None:
+        return
+    check_version(saved)
+    if saved["state_names"] != own["state_names"]:
+        raise ValueError(
+            f"the state dict is that of a module with {len(saved['state_names'])} tensors, and this one has "
+            f"{len(own['state_names'])}, or others: build the module as before the save."
+        )
+    if saved["held"] != own["held"]:
+        raise ValueError(
+            f"the state dict is that of rank {saved['rank']} with {_sizes(saved)}, and this is rank {own['rank']} with "
+            f"{_sizes(own)}: each rank loads what it has saved. For another plan call merge_state_dicts, and "
+            f"load_merged_state_dict."
+        )
+
+
+def optimizer_extra_state(module: nn.Module, parameters: Sequence[torch.Tensor]) -> dict[str, Any]:
+    """Return the description of an optimizer's ``parameters``, in the order of their indices; not collective.
+
+    ``module`` is the parallel module, or the module that has parallel ones in it.
+
+    Raises ``ValueError`` for a parameter that is not in ``module``.
+    """
+    own = {id(parameter): name for name, parameter in module.named_parameters()}
+    unknown = [parameter for parameter in parameters if id(parameter) not in own]
+    if unknown:
+        raise ValueError(
+            f"the optimizer has a parameter of shape {list(unknown[0].shape)} that is not in the module: give "
+            f"build_optimizer the module with all of its parameters."
+        )
+    names = [own[id(parameter)] for parameter in parameters]
+    tied = [
+        [f"{prefix}{name}" for name in group]
+        for prefix, each in parallel_modules(module).items()
+        for group in each.nxdpp_extra_state()["tied"]
+    ]
+    return {
+        "version": VERSION,
+        "rank": _rank(),
+        "names": list(_original_names(module, "", set())),
+        "own": names,
+        "tied": tied,
+        "held": _placements(dict(zip(names, parameters, strict=True))),
+    }
+
+
+def add_optimizer_extra_state(module: nn.Module, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Return ``state_dict``, which ``optimizer`` made, with the description of its parameters."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return {**state_dict, EXTRA_STATE_KEY: optimizer_extra_state(module, parameters)}
+
+
+def take_optimizer_extra_state(
+    module: nn.Module, optimizer: Optimizer, state_dict: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return ``state_dict`` without the extra state, for ``optimizer`` to load.
+
+    Raises ``ValueError`` for the state of a rank with different parts, and for a merged one.
+    """
+    taken = dict(state_dict)
+    saved = taken.pop(EXTRA_STATE_KEY, None)
+    if saved is None:
+        return taken
+    check_version(saved)
+    own = add_optimizer_extra_state(module, optimizer, {})[EXTRA_STATE_KEY]
+    if "merged" in saved:
+        raise ValueError("the optimizer's state is a merged one: load it with load_merged_state_dict")
+    if (saved["own"], saved["held"]) != (own["own"], own["held"]):
+        raise ValueError(
+            f"the optimizer's state is that of rank {saved['rank']} with {len(saved['own'])} parameters, and rank "
+            f"{own['rank']} has {len(own['own'])}, or other parts: each rank loads what it has saved. For another plan "
+            f"call merge_state_dicts, and load_merged_state_dict."
+        )
+    return taken
+
+
+def parallel_modules(module: nn.Module) -> dict[str, Any]:
+    """Return the parallel modules in ``module`` by prefix: ``""`` for itself, else a path with a dot at the end."""
+    return {
+        f"{path}." if path else "": each for path, each in module.named_modules() if hasattr(each, "nxdpp_extra_state")
+    }
+
+
+def check_version(saved: Mapping[str, Any]) -> None:
+    """Raise ``ValueError`` for an extra state that this version does not know."""
+    if not isinstance(saved, Mapping) or saved.get("version") != VERSION:
+        raise ValueError(
+            f"the extra state {saved!r:.60} is not of version {VERSION}: load it with the nxdpp that saved it."
+        )
+
+
+def _original_names(module: nn.Module, prefix: str, seen: set[int]) -> Iterator[str]:
+    """The parameters of ``module`` in its order, each once, also if another rank holds them."""
+    parallel: Any = module
+    if hasattr(parallel, "nxdpp_extra_state"):
+        yield from (f"{prefix}{name}" for name in parallel.nxdpp_extra_state()["names"])
+        return
+    for name, parameter in module.named_parameters(prefix.removesuffix("."), recurse=False):
+        if id(parameter) not in seen:
+            seen.add(id(parameter))
+            yield name
+    for name, child in module.named_children():
+        if id(child) not in seen:
+            seen.add(id(child))
+            yield from _original_names(child, f"{prefix}{name}.", seen)
+
+
+def _placements(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: fields_of(tensor) for name, tensor in tensors.items() if isinstance(tensor, torch.Tensor)}
+
+
+def _tied(state: Mapping[str, Any]) -> list[list[str]]:
+    """The names of each tensor that has several."""
+    names: dict[int, list[str]] = {}
+    for name, tensor in state.items():
+        if isinstance(tensor, torch.Tensor):
+            names.setdefault(id(tensor), []).append(name)
+    return [group for group in names.values() if len(group) > 1]
+
+
+def _sizes(extra: Mapping[str, Any]) -> str:
+    config = extra["compute_config"]
+    return (
+        f"plan_ngpus={config['plan_ngpus']}, runtime_ngpus={config['runtime_ngpus']} and {len(extra['held'])} tensors"
+    )
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0

@@ -1,0 +1,188 @@
+"""Merge of the optimizer states of all ranks into the state of one process, and a rank's part of it.
+
+State that has a value for each element of a parameter is divided as the parameter is. Under ZeRO a rank has flat pieces
+of its part::
+
+    exp_avg of a weight, 2 tensor-parallel ranks x 2 units    rank 0: part 0, first half     rank 1: part 1, first half
+                                                              rank 2: part 0, second half    rank 3: part 1, second half
+
+Other state, such as the step, is a single number.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from nxdpp.checkpoint.distributed.rectangles import PlaceInWhole
+from nxdpp.doors.nnscaler.extra_state import EXTRA_STATE_KEY, VERSION, check_version, optimizer_extra_state
+from nxdpp.doors.nnscaler.placements import joined, part_of, placement_in
+
+_MASTER = "master"
+_NO_OPTIONS = ("params", "param_names")
+
+
+class _StatePiece(NamedTuple):
+    """State of one parameter, or of one of its ZeRO shards, on a rank.
+
+    Attributes:
+        placement: of the rank's parameter.
+        start: first element of the piece in the flattened parameter of the rank.
+        shape: of each value.
+        values: by key.
+    """
+
+    placement: PlaceInWhole
+    start: int
+    shape: tuple[int, ...]
+    values: Mapping[str, Any]
+
+
+def merge_optimizers(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the state dict of one optimizer over the parameters of the original module, merged from all ranks.
+
+    Its indices count the parameters in the order of the original module. Values of master copies are next to the state.
+
+    Raises ``ValueError`` for several parameter groups, for state that is neither a number nor of the shape of its
+    parameter, and for ranks that do not fit together.
+    """
+    extras = [state[EXTRA_STATE_KEY] for state in states]
+    for state, extra in zip(states, extras, strict=True):
+        if extra["names"] != extras[0]["names"]:
+            raise ValueError(f"the optimizer of rank {extra['rank']} is over other parameters than that of rank 0")
+        _check_one_group(state)
+    firsts = {name: group[0] for extra in extras for group in extra["tied"] for name in group}
+    found: dict[str, list[_StatePiece]] = {}
+    held: set[str] = set()
+    for state, extra in zip(states, extras, strict=True):
+        held |= {firsts.get(name, name) for name in extra["own"]}
+        for name, piece in _pieces(state, extra):
+            found.setdefault(firsts.get(name, name), []).append(piece)
+    names = [name for name in extras[0]["names"] if firsts.get(name, name) in held]
+    merged = {
+        index: _whole_state(name, found[first])
+        for index, name in enumerate(names)
+        if (first := firsts.get(name, name)) in found
+    }
+    masters = {names[index]: values.pop(_MASTER) for index, values in merged.items() if _MASTER in values}
+    options = _options(states[0]["param_groups"][0])
+    return {
+        "state": {index: values for index, values in merged.items() if values},
+        "param_groups": [{**options, "params": list(range(len(names)))}],
+        EXTRA_STATE_KEY: {"version": VERSION, "merged": names, "masters": masters},
+    }
+
+
+def divide_optimizer_state(module: nn.Module, optimizer: Optimizer, merged: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what ``optimizer`` of this rank loads of a ``merged`` state; not collective.
+
+    ``merged`` may also be the state dict of an optimizer over ``parameters()`` of the original module.
+
+    Raises ``ValueError`` for the state of different parameters, and for several parameter groups.
+    """
+    _check_one_group(merged)
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    extra = optimizer_extra_state(module, parameters)
+    own: dict[str, Any] = dict(optimizer.state_dict())
+    own.pop(EXTRA_STATE_KEY, None)
+    _check_one_group(own)
+    indices, masters = _indices(extra, merged)
+    placements = [placement_in(extra["held"][name]) for name in extra["own"]]
+    own["param_groups"] = [{**own["param_groups"][0], **_options(merged["param_groups"][0])}]
+    is_sharded = "shards" in own
+    pieces = own["shards"] if is_sharded else [{"parameter": number} for number in range(len(placements))]
+    own["state"] = {}
+    if is_sharded:
+        own["masters"] = {}
+    for number, piece in enumerate(pieces):
+        name, placement = extra["own"][piece["parameter"]], placements[piece["parameter"]]
+        # A parameter without dimensions is not flattened.
+        span = (piece["start"], piece["stop"]) if is_sharded and placement.shape else (0, None)
+        if values := merged["state"].get(indices[name]):
+            own["state"][number] = {key: _part(name, key, value, placement, *span) for key, value in values.items()}
+        if is_sharded and (master := masters.get(indices[name])) is not None:
+            own["masters"][number] = part_of(master, placement, *span).clone()
+    return own
+
+
+def _pieces(state: Mapping[str, Any], extra: Mapping[str, Any]) -> Iterator[tuple[str, _StatePiece]]:
+    """The state of each parameter of a rank, or of its shards under ZeRO, with the name of the parameter."""
+    for number, values in state["state"].items():
+        shard = state["shards"][number] if "shards" in state else None
+        name = extra["own"][number if shard is None else shard["parameter"]]
+        placement = placement_in(extra["held"][name])
+        if shard is None:
+            yield name, _StatePiece(placement, 0, placement.local_shape, values)
+            continue
+        master = state["masters"].get(number)
+        shape = (shard["stop"] - shard["start"],) if placement.shape else ()
+        values = values if master is None else {**values, _MASTER: master}
+        yield name, _StatePiece(placement, shard["start"], shape, values)
+
+
+def _whole_state(name: str, pieces: Sequence[_StatePiece]) -> dict[str, Any]:
+    """The state of the whole parameter ``name``, of its pieces on all ranks."""
+    shape = pieces[0].placement.local_shape
+    whole: dict[str, Any] = {}
+    for key, value in pieces[0].values.items():
+        if not isinstance(value, torch.Tensor) or (value.dim() == 0 and shape):
+            whole[key] = value
+            continue
+        if any(tuple(piece.values[key].shape) != piece.shape for piece in pieces):
+            raise ValueError(
+                f"{key} of {name} has shape {list(value.shape)}, and the parameter {list(shape)}: only optimizers "
+                f"whose state has the shape of the parameter, as that of Adam, can be merged"
+            )
+        values, lacking = joined([(piece.placement, piece.start, piece.values[key]) for piece in pieces])
+        if lacking:
+            raise ValueError(f"{key} of {name} lacks {lacking} elements: give the state dicts of all ranks")
+        whole[key] = values.clone() if values is value else values
+    return whole
+
+
+def _indices(extra: Mapping[str, Any], merged: Mapping[str, Any]) -> tuple[dict[str, int], dict[int, torch.Tensor]]:
+    """The index in ``merged`` of each parameter of this rank, and the master copies by index."""
+    saved = merged.get(EXTRA_STATE_KEY)
+    count = len(merged["param_groups"][0]["params"])
+    names, masters = extra["names"], {}
+    if saved is not None:
+        check_version(saved)
+        if "merged" not in saved:
+            raise ValueError("the optimizer's state is that of one rank: give what merge_state_dicts returned")
+        names, masters = saved["merged"], saved["masters"]
+    if len(names) != count:
+        raise ValueError(f"the optimizer's state is that of {count} parameters, and the module has {len(names)}")
+    places = {name: index for index, name in enumerate(names)}
+    for group in extra["tied"]:
+        present = [places[name] for name in group if name in places]
+        places |= dict.fromkeys(group, present[0]) if present else {}
+    missing = [name for name in extra["own"] if name not in places]
+    if missing:
+        raise ValueError(f"the optimizer's state lacks {missing[0]}, which the optimizer has: it is of another module")
+    return places, {places[name]: value for name, value in masters.items()}
+
+
+def _part(name: str, key: str, value: Any, placement: PlaceInWhole, start: int = 0, stop: int | None = None) -> Any:
+    """The elements of the whole ``value`` that a rank or its shard has; a single number as it is."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    if tuple(value.shape) == placement.shape:
+        return part_of(value, placement, start, stop).clone()
+    if value.numel() > 1:
+        raise ValueError(
+            f"{key} of {name} has shape {list(value.shape)}, and the parameter {list(placement.shape)}: the state is "
+            f"that of another module or optimizer"
+        )
+    return value.clone()
+
+
+def _check_one_group(state: Mapping[str, Any]) -> None:
+    count = len(state["param_groups"])
+    if count != 1:
+        raise ValueError(f"the optimizer has {count} parameter groups, and the state of one group can be merged")
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in _NO_OPTIONS}

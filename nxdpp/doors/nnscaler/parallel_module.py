@@ -1,0 +1,301 @@
+"""``ParallelModule``: a rank's part of a module, under the names of the whole one.
+
+::
+
+    ParallelModule   _parameters _buffers _modules   are shared by  ▶ part   module, tensor-parallel or not, or the
+                                                                             local module of a Pipeline
+"""
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import nn
+
+from nxdpp.doors.local_modules import LocalModules
+from nxdpp.doors.nnscaler.compute_config import ComputeConfig
+from nxdpp.doors.nnscaler.end2end import EndToEndSteps, ScaleFn
+from nxdpp.doors.nnscaler.equal_ranks import EqualDraws, verify_equal_inputs
+from nxdpp.doors.nnscaler.extra_state import EXTRA_STATE_KEY, module_extra_state, take_extra_state
+from nxdpp.doors.nnscaler.module_copy import take_own_memory
+from nxdpp.doors.nnscaler.unit_layout import UnitLayout
+from nxdpp.pipeline.activation_checkpoint import apply_checkpoint
+from nxdpp.pipeline.config import PipelineConfig
+from nxdpp.pipeline.pipeline import Pipeline
+from nxdpp.tensor.models.parallelize import tensor_parallelize
+
+# Modules keep their parts in these dictionaries; a ParallelModule shares the ones of its part.
+_SHARED = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
+
+
+@dataclass
+class ModulePlan:
+    """Recipe by which each rank makes its part of a module.
+
+    Attributes:
+        make: returns the module whole, the same on all ranks.
+        given: the module of the user, which stays as it is; ``None`` if a class was given.
+        config: ranks and settings.
+        layout: sizes and cuts of a unit.
+        sample_name: first argument of forward.
+    """
+
+    make: Callable[[], nn.Module]
+    given: nn.Module | None
+    config: ComputeConfig
+    layout: UnitLayout
+    sample_name: str
+
+
+class ParallelModule(nn.Module):
+    """This rank's part of a parallel module; ``parallelize`` makes its subclasses.
+
+    Parameters, buffers, modules and ``state_dict`` have the names of the whole module. The parts of tensor-parallel
+    ranks are parts of its tensors. An end-to-end module trains by ``train_step``, any other module by calling it.
+
+    Args:
+        init_params: ``False`` leaves parameters and persistent buffers without values until they are loaded.
+
+    Raises ``RuntimeError`` for this class itself, and for a second module of a class that was made for an object.
+    """
+
+    _plan: ClassVar[ModulePlan | None] = None
+    _part: nn.Module
+    _whole: nn.Module
+
+    def __init__(self, init_params: bool = True) -> None:
+        super().__init__()
+        plan = type(self)._plan
+        if plan is None:
+            raise RuntimeError(
+                "parallelize(...) makes parallel modules and their classes. The class of a parallel module that was "
+                "made from an object makes no second one: give parallelize the class."
+            )
+        self._config, self._layout, self._sample_name = plan.config, plan.layout, plan.sample_name
+        self._pipeline: Pipeline | None = None
+        module = plan.make()
+        self.training = module.training
+        parts = self._divide(module)
+        if plan.layout.recompute:
+            apply_checkpoint(LocalModules(module, parts), list(plan.layout.recompute))
+        if plan.given is not None:
+            take_own_memory(parts, plan.given)
+        # The part is not a submodule: this module has the same parts.
+        self.__dict__["_part"] = parts
+        self.__dict__["_whole"] = module
+        for name in _SHARED:
+            self.__dict__[name] = vars(parts)[name]
+        self._steps = EndToEndSteps(parts, self._pipeline, plan.sample_name, plan.layout.microbatches or 1)
+        self._empty: set[str] = set()
+        self._given: list[str] = []
+        self._has_inputs = False
+        self._draws = EqualDraws(is_needed=plan.layout.tensor > 1 and self._pipeline is None)
+        if not init_params:
+            self._leave_empty()
+        self.register_load_state_dict_post_hook(_after_load)  # type: ignore[no-untyped-call]  # of torch
+
+    def _divide(self, module: nn.Module) -> nn.Module:
+        """Return this rank's part of ``module``."""
+        layout = self._layout
+        # Tensor-parallel layers have other classes, derived from these.
+        parts = module.modules() if layout.layer_classes else ()
+        layer_classes = list(dict.fromkeys(type(part) for part in parts if type(part).__name__ in layout.layer_classes))
+        if layout.tensor > 1:
+            tensor_parallelize(module, layout.plan, gather_logits=True)
+        if not layout.is_pipeline:
+            return module
+        assert layout.microbatches is not None
+        self._pipeline = Pipeline(
+            module,
+            PipelineConfig(
+                num_microbatches=layout.microbatches,
+                virtual_pipeline_size=layout.chunks,
+                schedule=layout.schedule,
+                transformer_layer_cls=layer_classes or None,
+                pipeline_cuts=list(layout.cuts),
+                input_names=[self._sample_name],
+                gradient_reduction="sum",
+            ),
+        )
+        return self._pipeline.local_module
+
+    @property
+    def compute_config(self) -> ComputeConfig:
+        """The configuration that ``parallelize`` was given."""
+        return self._config
+
+    @property
+    def use_scheduler(self) -> bool:
+        """``True`` if the ranks of a unit are a pipeline."""
+        return self._pipeline is not None
+
+    @property
+    def nmicros_per_scheduler_step(self) -> int:
+        """Number of samples that a step of a pipeline takes; 1 without a pipeline, which takes any number."""
+        return self._layout.microbatches or 1
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the module returns; collective over the tensor-parallel ranks of a unit.
+
+        Raises ``RuntimeError`` for an end-to-end module, and before parameters have values.
+        """
+        if self._config.use_end2end:
+            raise RuntimeError(
+                "an end-to-end module is not called: train_step(samples) trains it, infer_step(samples) evaluates it"
+            )
+        self.check_loaded()
+        self._verify_first_inputs((args, kwargs))
+        with self._draws.verified(self.training):
+            return self._part(*args, **kwargs)
+
+    def train_step(
+        self,
+        samples: list[Any],
+        is_dummy_batch: list[bool] | None = None,
+        scale_fn: ScaleFn | None = None,
+    ) -> list[Any]:
+        """Compute the gradients of the sum of the losses of ``samples``; collective over the ranks of a unit.
+
+        Gradients of earlier steps are dropped first. ``sync_shard_grad`` of the optimizer, or its step, sums over the
+        units.
+
+        Args:
+            samples: first arguments of forward, equal on all ranks of a unit.
+            is_dummy_batch: for each sample ``True`` if its loss counts as zero. Gradients are zeros then, not ``None``.
+            scale_fn: returns the loss that is differentiated, from the loss of a sample.
+
+        Returns:
+            The detached output of each sample, on all ranks of the unit. Nothing in it is scaled.
+
+        Raises:
+            RuntimeError: for a module that is not end-to-end or for inference only, without gradients, before
+                parameters have values, and for an output without a scalar loss.
+            ValueError: for a number of samples that the pipeline does not take, and of ``is_dummy_batch``.
+        """
+        self._check_end2end("train_step")
+        if self._config.inference_only:
+            raise RuntimeError("the module is for inference: leave inference_only out of its ComputeConfig to train it")
+        self._steps.check(samples, is_dummy_batch)
+        self._verify_first_inputs(samples)
+        self.zero_grad()
+        with self._draws.verified(self.training):
+            return self._steps.train(samples, is_dummy_batch, scale_fn)
+
+    def infer_step(self, samples: list[Any]) -> list[Any]:
+        """Return the output of each sample on all ranks of the unit; collective over them.
+
+        Raises as ``train_step`` does.
+        """
+        self._check_end2end("infer_step")
+        self._steps.check(samples)
+        self._verify_first_inputs(samples)
+        return self._steps.infer(samples)
+
+    def _check_end2end(self, name: str) -> None:
+        if not self._config.use_end2end:
+            raise RuntimeError(f"{name} needs use_end2end=True in the ComputeConfig: call the module, as a plain one")
+        self.check_loaded()
+
+    def parameters_for_optimizer(self) -> list[nn.Parameter]:
+        """Return this rank's parameters, each once."""
+        return list(self.parameters())
+
+    def gather_params(self) -> None:
+        """Do nothing: ``Zero1Optimizer`` gathers the parameters in its step."""
+
+    def check_loaded(self) -> None:
+        """Raise ``RuntimeError`` while parameters or buffers have no values."""
+        if self._empty:
+            raise RuntimeError(
+                f"{len(self._empty)} parameters or buffers have no values ({min(self._empty)} is the first): the "
+                f"module was made without them. Load a state dict, or call broadcast_weights."
+            )
+
+    def note_loaded(self, names: Collection[str]) -> None:
+        """Note that the parameters and buffers in ``names``, as this rank lists them, have new values."""
+        if self._empty:
+            state = self._part.state_dict(keep_vars=True)
+            loaded = {id(state[name]) for name in names if name in state}
+            self._empty = {name for name in self._empty if id(state[name]) not in loaded}
+        if self._pipeline is not None:
+            # The next step compares the values of the replicas again.
+            self._pipeline.load_state_dict({}, strict=False, assign=False)
+
+    def refresh(self) -> None:
+        """Follow changes of ``requires_grad`` or of modules of a pipeline; every rank calls it after them."""
+        if self._pipeline is not None:
+            self._pipeline.refresh()
+
+    def _verify_first_inputs(self, inputs: Any) -> None:
+        """Compare the first inputs of this module over the tensor-parallel ranks. A pipeline compares by itself."""
+        if self._layout.tensor > 1 and not self._has_inputs:
+            verify_equal_inputs(inputs)
+        self._has_inputs = True
+
+    def __getattr__(self, name: str) -> Any:
+        """Refuse ``DistributedDataParallel``, which asks for this attribute before it changes anything."""
+        if name == "_ddp_params_and_buffers_to_ignore":
+            raise RuntimeError(
+                "DistributedDataParallel would give all ranks the parameters of rank 0, which may be other parts: "
+                "leave it out. The optimizer of build_optimizer sums the gradients of the units"
+            )
+        return super().__getattr__(name)
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the training mode of the whole module, as its own ``train`` does."""
+        self._whole.train(mode)
+        self.training = mode
+        if self._pipeline is not None:
+            # The local module has containers of its own above the modules of the whole.
+            for name, module in self._part.named_modules():
+                module.training = self._whole.get_submodule(name).training
+        return self
+
+    def nxdpp_extra_state(self) -> dict[str, Any]:
+        """Return the description of this rank's part that ``state_dict`` has."""
+        tied = None if self._pipeline is None else self._pipeline.tied_names
+        return module_extra_state(self._whole, self._part, self._config, tied)
+
+    def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
+        """Return this rank's parameters and buffers under their names in the whole module, and the extra state."""
+        state = self._part.state_dict(*args, destination=destination, prefix=prefix, keep_vars=keep_vars)
+        state[f"{prefix}{EXTRA_STATE_KEY}"] = self.nxdpp_extra_state()
+        return state
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: Mapping[str, Any], *args: Any
+    ) -> None:
+        if local_metadata.get("assign_to_params_buffers"):
+            raise ValueError("assign=True would replace parameters that stages and optimizers hold: leave it out")
+        take_extra_state(state_dict, prefix, self.nxdpp_extra_state())
+        self._part._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+        self._given = [
+            name
+            for name, own in self._part.state_dict().items()
+            if f"{prefix}{name}" in state_dict and _fits(state_dict[f"{prefix}{name}"], own)
+        ]
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
+        self._part._apply(fn, recurse)
+        if self._pipeline is not None:
+            self._pipeline.follow()
+        return self
+
+    def _leave_empty(self) -> None:
+        persistent = self._part.state_dict(keep_vars=True)
+        for tensor in persistent.values():
+            if isinstance(tensor, torch.Tensor):
+                with torch.no_grad():
+                    tensor.fill_(torch.nan if tensor.is_floating_point() or tensor.is_complex() else 0)
+        self._empty = {name for name, value in persistent.items() if isinstance(value, torch.Tensor)}
+
+
+def _fits(given: Any, own: Any) -> bool:
+    """Return whether a load can copy ``given``: torch leaves tensors of different shapes out, and raises at the end."""
+    return not isinstance(own, torch.Tensor) or (isinstance(given, torch.Tensor) and given.shape == own.shape)
+
+
+def _after_load(module: nn.Module, _: Any) -> None:
+    assert isinstance(module, ParallelModule)
+    module.note_loaded(module._given)

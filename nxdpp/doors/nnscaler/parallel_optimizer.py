@@ -1,0 +1,180 @@
+"""``ParallelOptimizer``: a subclass of a program's optimizer class that sums over the units."""
+
+import math
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from nxdpp.doors.nnscaler.equal_ranks import verify_equal_values
+from nxdpp.doors.nnscaler.extra_state import add_optimizer_extra_state, take_optimizer_extra_state
+from nxdpp.doors.nnscaler.parallel_module import ParallelModule
+from nxdpp.doors.nnscaler.reducer import Reducer, ReducerHook
+from nxdpp.gradients.grad_scaler import GradScaler
+from nxdpp.gradients.gradient_norm import clip_grad_norm
+from nxdpp.gradients.optimizer.zero1 import Zero1Optimizer
+
+
+class ParallelOptimizer(Optimizer):
+    """An optimizer that ``build_optimizer`` made, and an object of the program's class too.
+
+    ``.grad`` of a parameter is the gradient of this unit until ``sync_shard_grad``, and the sum over the units from
+    then on. Under ZeRO ``.grad`` stays the gradient of this unit, and each rank has the sums of its shards.
+
+    Attributes:
+        _non_parallel_module_reducer: of the parameters outside of parallel modules; ``None`` without any.
+    """
+
+    _module: nn.Module
+    _parallel: Sequence[ParallelModule]
+    _reducers: Sequence[Reducer]
+    _non_parallel_module_reducer: Reducer | None
+    _step_number: int
+    _verified: int | None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("build_optimizer(module, optimizer_fn) makes parallel optimizers")
+
+    def sync_shard_grad(self) -> None:
+        """Sum the gradients over the units, unless that is done; collective over the ranks with the same parameters.
+
+        ``step`` does so first. A program calls it to read or change gradients before the step.
+
+        Before steps 1, 2, 3, 5, 9 ... it compares the values of parameters, and is collective over all ranks.
+
+        Raises ``RuntimeError`` if ranks have different parameters or values, or new gradients on some ranks only.
+        """
+        self._verify_values()
+        for reducer in self._reducers:
+            reducer.sync_grads()
+
+    def scale_grads(self, scale: float) -> None:
+        """Multiply the gradients by ``scale``. Raises ``RuntimeError`` before ``sync_shard_grad``."""
+        if not all(reducer.is_synced for reducer in self._reducers):
+            raise RuntimeError("the gradients are not summed over the units yet: call sync_shard_grad() first")
+        # Gradients of a later train_step are summed now.
+        self.sync_shard_grad()
+        if isinstance(self, Zero1Optimizer):
+            self.scale_gradients(scale)
+            return
+        with torch.no_grad():
+            for parameter in self._parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(scale)
+
+    def clip_gnorm(self, max_norm: float | None = None) -> torch.Tensor:
+        """Return the norm of the gradients of the whole module, and clip them; collective over all ranks.
+
+        Sums over the units first. ``max_norm`` of ``None``, 0 or less only measures.
+
+        Returns a float32 tensor of shape (), equal on all ranks: the norm before clipping.
+        """
+        self.sync_shard_grad()
+        limit = math.inf if max_norm is None or max_norm <= 0 else max_norm
+        if isinstance(self, Zero1Optimizer):
+            return self.clip_gradients(limit)
+        return clip_grad_norm(self._parameters(), limit)
+
+    def register_reducer_pre_hook(self, fn: ReducerHook) -> None:
+        """Run ``fn(reducer, grad)`` on each flat bucket of this unit's gradients before they are summed."""
+        for reducer in self._reducers:
+            reducer.register_pre_hook(fn)
+
+    def register_reducer_post_hook(self, fn: ReducerHook) -> None:
+        """Run ``fn(reducer, grad)`` on each flat bucket of sums. Under ZeRO a bucket has only this rank's shards."""
+        for reducer in self._reducers:
+            reducer.register_post_hook(fn)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Sum the gradients over the units, and step; collective over all ranks.
+
+        ``closure`` computes gradients before the sum. It may call ``sync_shard_grad`` itself. Returns its result.
+        """
+
+        def synced() -> Any:
+            assert closure is not None
+            loss = closure()
+            self.sync_shard_grad()
+            return loss
+
+        if closure is None:
+            self.sync_shard_grad()
+        result: Any = super().step(None if closure is None else synced)
+        for module in self._parallel:
+            module.gather_params()
+        for reducer in self._reducers:
+            reducer.end_step()
+        self._step_number += 1
+        return result
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Remove the gradients of the optimizer's parameters, then of the parallel modules."""
+        super().zero_grad(set_to_none)
+        for module in self._parallel:
+            module.zero_grad(set_to_none)
+        for reducer in self._reducers:
+            reducer.forget()
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Attribute that a scaler reads in its step: refuse torch's, which decides for each rank by itself."""
+        scaler = sys._getframe(1).f_locals.get("self")
+        if isinstance(scaler, torch.amp.GradScaler) and not isinstance(scaler, GradScaler) and self._is_over_ranks:
+            raise RuntimeError(
+                "torch's GradScaler skips a step for an overflow on this rank alone, and the other ranks would wait: "
+                "take nxdpp.GradScaler, which has the same arguments"
+            )
+        # Fused optimizers set it on the object.
+        return bool(vars(self).get("_step_supports_amp_scaling", False))
+
+    @property
+    def _is_over_ranks(self) -> bool:
+        return self._parallel[0].compute_config.ranks > 1
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Raise ``RuntimeError``: gradients of parameters outside of the module would not be summed."""
+        raise RuntimeError(
+            "the gradients of an added group would not be summed over the units: add the parameters to the module, and "
+            "call build_optimizer again, whose optimizer_fn may make several groups"
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's state, and which part of the whole it is (``nxdpp_extra_state``)."""
+        return add_optimizer_extra_state(self._module, self, super().state_dict())
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what ``state_dict`` of this rank has returned. Raises ``ValueError`` for a different rank's state."""
+        super().load_state_dict(take_optimizer_extra_state(self._module, self, state_dict))
+
+    def _manage(
+        self,
+        module: nn.Module,
+        parallel: Sequence[ParallelModule],
+        reducers: Sequence[Reducer],
+        plain_reducer: Reducer | None,
+    ) -> None:
+        """Take the place of the constructor: the program's class has its own."""
+        self._module, self._parallel, self._reducers = module, parallel, reducers
+        self._non_parallel_module_reducer = plain_reducer
+        self._step_number, self._verified = 0, None
+
+    def _verify_values(self) -> None:
+        """Compare the values over the ranks in the steps that do so; collective over all ranks then."""
+        number = self._step_number
+        if number & (number - 1) or self._verified == number:
+            return
+        own = {id(parameter) for each in self._parallel for parameter in each.parameters()}
+        parallel: dict[str, torch.Tensor] = {}
+        plain: dict[str, torch.Tensor] = {}
+        for name, parameter in self._module.named_parameters():
+            (parallel if id(parameter) in own else plain)[name] = parameter
+        # Later, gradients of ranks in one unit may be rounded differently on some devices.
+        ranks = self._parallel[0].compute_config.plan_ngpus
+        verify_equal_values(parallel, plain, ranks, 1 if number == 0 else ranks)
+        self._verified = number
+
+    def _parameters(self) -> list[nn.Parameter]:
+        return [parameter for group in self.param_groups for parameter in group["params"]]

@@ -1,0 +1,216 @@
+"""``PolicyGraph``: the model that a policy function divides, and the division that it has chosen."""
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+from torch import nn
+
+from nxdpp.doors.nnscaler.compute_config import ComputeConfig, is_whole
+from nxdpp.doors.nnscaler.generic_plan import plan_for
+from nxdpp.doors.nnscaler.schedulers import schedule_of
+from nxdpp.doors.nnscaler.unit_layout import UnitLayout
+from nxdpp.pipeline.traced_layers import TracedLayers, trace_layers
+
+
+class PolicyGraph:
+    """Model of a policy function ``(graph, compute_config) -> graph``. The function divides it and returns it.
+
+    ::
+
+        def policy(graph, compute_config):
+            graph.divide(2)                                          # over 2 tensor-parallel ranks
+            graph.cut_after([graph.layers[1]])                       # 2 stages
+            graph.schedule("1f1b", stages=2, microbatches=4)
+            return graph                                             # plan_ngpus=4
+
+    Attributes:
+        module: the model.
+        compute_config: the configuration of ``parallelize``.
+        example: its ``dummy_forward_args``.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        dummy_forward_args: Mapping[str, Any],
+        compute_config: ComputeConfig,
+        layer_classes: Sequence[str] = (),
+    ) -> None:
+        self.module = module
+        self.compute_config = compute_config
+        self.example = dummy_forward_args
+        self._given_classes = tuple(layer_classes)
+        self._tensor = 1
+        self._plan: Mapping[str, str] | None = None
+        self._cuts: tuple[str, ...] | None = None
+        self._pipeline: tuple[str, int, int] | None = None
+        self._recomputed: tuple[str, ...] = ()
+        self._taken: UnitLayout | None = None
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """Names of the layers in the order of execution. A cut falls after one of them."""
+        return self._traced[0].names
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """Names of the nodes of the traced graph in the order of execution."""
+        return self._traced[0].nodes
+
+    @property
+    def costs(self) -> dict[str, float]:
+        """Work of each layer for one sample, in FLOPs of the roofline model, and of the ``head`` if it has any."""
+        return {cost.layer: cost.work for cost in self._traced[0].costs}
+
+    @property
+    def layer_classes(self) -> tuple[str, ...]:
+        """Names of the classes of the layers. Empty for the layers that nxdpp takes by itself."""
+        return self._traced[1]
+
+    def take_layers(self, classes: Sequence[str]) -> None:
+        """Take the modules of ``classes``, names of classes, for the layers."""
+        self._given_classes = tuple(classes)
+        self.__dict__.pop("_traced", None)
+
+    def take(self, layout: UnitLayout) -> None:
+        """Take a whole layout, such as one from a file.
+
+        Raises ``ValueError`` for a layout with a different number of ranks.
+        """
+        if layout.ranks != self.compute_config.plan_ngpus:
+            raise ValueError(
+                f"the layout is for {layout.ranks} ranks, and plan_ngpus is {self.compute_config.plan_ngpus}"
+            )
+        if layout.pipeline > 1:
+            scheduler = "infer_pipe" if self.compute_config.inference_only else "1f1b"
+            self.compute_config.check_pipeline(layout.pipeline * layout.chunks, layout.microbatches or 0, scheduler)
+        self._taken = layout
+
+    def default_plan(self, ranks: int) -> Mapping[str, str] | None:
+        """Return the tensor plan of ``divide(ranks)``: ``None`` for the plan of the module's type, or for one rank."""
+        return plan_for(self.module, ranks) if ranks > 1 else None
+
+    def divide(self, ranks: int, plan: Mapping[str, str] | None = None) -> None:
+        """Share each layer among ``ranks``.
+
+        Args:
+            ranks: number of tensor-parallel ranks, a divisor of ``plan_ngpus``.
+            plan: styles as for ``nxdpp.tensor_parallelize``. By default the plan of the model's type, or a generic one.
+
+        Raises:
+            ValueError: for a number that does not divide, and for a module without a part that can be divided.
+        """
+        if not is_whole(ranks) or ranks < 1 or self.compute_config.plan_ngpus % ranks:
+            raise ValueError(f"divide({ranks!r}) needs a divisor of plan_ngpus={self.compute_config.plan_ngpus}")
+        self._tensor = ranks
+        self._plan = dict(plan) if plan is not None else self.default_plan(ranks)
+
+    def cut_after(self, names: Sequence[str]) -> None:
+        """Cut after the layers ``names``. By default the stages of ``schedule`` have even sizes.
+
+        Raises ``ValueError`` for a name that is not a layer.
+        """
+        if isinstance(names, str):
+            raise TypeError(f"cut_after takes a list of layers, not {names!r}")
+        if unknown := [name for name in names if name not in self.layers]:
+            raise ValueError(f"cut_after: {', '.join(unknown)} are no layers. The layers are {', '.join(self.layers)}")
+        self._cuts = tuple(names)
+
+    def schedule(self, name: str, stages: int, microbatches: int) -> None:
+        """Run ``stages`` as a pipeline by the scheduler ``name``, with ``microbatches`` samples in a step."""
+        self._pipeline = (name, stages, microbatches)
+
+    def recompute(self, names: Sequence[str]) -> None:
+        """Recompute the forward of modules in the backward, instead of keeping their activations.
+
+        ``names`` are names of modules, last parts of these, or classes. Raises ``ValueError`` for one without a module.
+        """
+        self._recomputed = _modules_named(self.module, names)
+
+    def layout(self) -> UnitLayout:
+        """Return the division as a layout of the unit.
+
+        Raises ``ValueError`` for a division that leaves ranks without work, and for a pipeline that cannot run.
+        """
+        if self._taken is not None:
+            return self._taken
+        ranks = self.compute_config.plan_ngpus // self._tensor
+        if self._pipeline is None:
+            if self._cuts:
+                raise ValueError("the policy cuts the model and gives no schedule: call graph.schedule")
+            if ranks > 1:
+                raise ValueError(
+                    f"the policy uses {self._tensor} of plan_ngpus={self.compute_config.plan_ngpus} ranks of a unit: "
+                    f"divide the rest by graph.divide or graph.schedule, or give plan_ngpus={self._tensor}"
+                )
+            return UnitLayout(tensor=self._tensor, plan=self._plan, recompute=self._recomputed)
+        scheduler, stages, microbatches = self._pipeline
+        if above := [name for name in self._recomputed if any(layer.startswith(f"{name}.") for layer in self.layers)]:
+            raise ValueError(f"{', '.join(above)} cannot be recomputed in a pipeline: give the layers inside")
+        schedule, chunks = schedule_of(self.compute_config, scheduler, ranks, stages, microbatches)
+        return UnitLayout(
+            tensor=self._tensor,
+            pipeline=ranks,
+            chunks=chunks,
+            schedule=schedule,
+            microbatches=microbatches,
+            cuts=self._cuts_for(stages),
+            layer_classes=self._traced[1] if stages > 1 else (),
+            plan=self._plan,
+            recompute=self._recomputed,
+        )
+
+    def _cuts_for(self, stages: int) -> tuple[str, ...]:
+        if self._cuts is not None:
+            if len(self._cuts) != stages - 1:
+                raise ValueError(f"{stages} stages need {stages - 1} cuts; the policy gives {len(self._cuts)}")
+            return self._cuts
+        if stages == 1:
+            return ()
+        if len(self.layers) < stages and not self._given_classes:
+            self.__dict__["_traced"] = self._leaves()
+        return tuple(self._traced[0].even_cuts(stages))
+
+    @cached_property
+    def _traced(self) -> tuple[TracedLayers, tuple[str, ...]]:
+        """The layers, and the names of their classes if nxdpp would not take them by itself."""
+        if self._given_classes:
+            return trace_layers(
+                self.module, self.example, transformer_layer_cls=self._given_classes
+            ), self._given_classes
+        try:
+            return trace_layers(self.module, self.example), ()
+        except ValueError:
+            pass
+        try:
+            return self._leaves()
+        except ValueError as error:
+            raise ValueError(
+                f"no layers of {type(self.module).__name__} are found between which a pipeline could be cut: {error} "
+                f"Use dp or tp, or a policy function that names their classes (graph.take_layers)"
+            ) from error
+
+    def _leaves(self) -> tuple[TracedLayers, tuple[str, ...]]:
+        """Layers of a model without transformer layers: each module with parameters and without children."""
+        leaves = (part for part in self.module.modules() if not [*part.children()] and [*part.parameters()])
+        classes = tuple(dict.fromkeys(type(leaf).__name__ for leaf in leaves))
+        return trace_layers(self.module, self.example, transformer_layer_cls=list(classes)), classes
+
+
+def _modules_named(module: nn.Module, names: Sequence[str]) -> tuple[str, ...]:
+    """Return the qualified names of modules whose name, class, or last parts of the name are in ``names``.
+
+    Raises ``ValueError`` for a name without a module.
+    """
+    found: dict[str, None] = {}
+    for name in names:
+        matches = [
+            path
+            for path, part in module.named_modules()
+            if path and (f".{path}".endswith(f".{name}") or type(part).__name__ == name)
+        ]
+        if not matches:
+            raise ValueError(f"{type(module).__name__} has no module {name!r}, by its name or its class")
+        found |= dict.fromkeys(matches)
+    return tuple(found)

@@ -1,0 +1,120 @@
+"""``Reducer``: gradients of some parameters, summed over the units of a job, with the hooks of a program.
+
+::
+
+    gradients of this unit ─ pre hooks ─▶ sum over the units ─ post hooks ─▶ gradients of the step
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+
+import torch
+from torch import nn
+
+from nxdpp.doors.nnscaler.compute_config import ComputeConfig
+from nxdpp.gradients.gradient_reducer import GradientReducer
+from nxdpp.gradients.optimizer.zero1 import Zero1Optimizer
+from nxdpp.ranks import parallel_state
+
+DEFAULT_BUCKET_MB = 25.0
+
+ReducerHook = Callable[["Reducer", torch.Tensor], object]
+"""A function of a reducer and of a flat bucket of its gradients, of shape (elements,), which it changes in place."""
+
+
+class Reducer:
+    """Sums the gradients of ``parameters`` over the units in buckets.
+
+    Args:
+        parameters: of this rank. All units have them in the same order.
+        bucket_bytes: largest size of a bucket.
+
+    Attributes:
+        parameters: as given, each once.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], bucket_bytes: int) -> None:
+        self._pre_hooks: list[ReducerHook] = []
+        self._post_hooks: list[ReducerHook] = []
+        group, control = parallel_state.get_data_parallel_group(), parallel_state.get_data_parallel_control_group()
+        self._gradients = GradientReducer(parameters, group, control, mean=False, bucket_bytes=bucket_bytes)
+        self.parameters = self._gradients.parameters
+
+    @property
+    def is_synced(self) -> bool:
+        """``True`` from ``sync_grads`` to ``forget``."""
+        return self._gradients.is_reduced
+
+    def register_pre_hook(self, fn: ReducerHook) -> None:
+        """Run ``fn(reducer, grad)`` on each bucket before the sum, after hooks that were registered earlier."""
+        self._pre_hooks.append(_checked(fn))
+
+    def register_post_hook(self, fn: ReducerHook) -> None:
+        """Run ``fn(reducer, grad)`` on each bucket after the sum, after hooks that were registered earlier."""
+        self._post_hooks.append(_checked(fn))
+
+    def sync_grads(self) -> None:
+        """Sum the gradients over the units, unless that is done; collective over them.
+
+        Raises ``RuntimeError`` if the units have different parameters, or new gradients on some ranks only.
+        """
+        before = [partial(hook, self) for hook in self._pre_hooks]
+        self._sum(before, [partial(hook, self) for hook in self._post_hooks])
+
+    def end_step(self) -> None:
+        """Note that the optimizer has stepped. The sums stay until gradients are removed."""
+        self._gradients.end_step()
+
+    def forget(self) -> None:
+        """Note that gradients were removed."""
+        self._gradients.forget()
+
+    def _sum(
+        self,
+        before: Sequence[Callable[[torch.Tensor], object]],
+        after: Sequence[Callable[[torch.Tensor], object]],
+    ) -> None:
+        self._gradients.reduce(before, after)
+
+
+class ZeroReducer(Reducer):
+    """Leaves the sum to ``optimizer``: each rank gets the sums of its shards, and ``.grad`` stays the unit's."""
+
+    def __init__(self, optimizer: Zero1Optimizer, bucket_bytes: int) -> None:
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        super().__init__(parameters, bucket_bytes)
+        self._optimizer = optimizer
+        self._is_synced = False
+
+    @property
+    def is_synced(self) -> bool:
+        """``True`` from ``sync_grads`` to the end of the step."""
+        return self._is_synced
+
+    def end_step(self) -> None:
+        """Note that the optimizer has stepped, and freed its sums."""
+        self._is_synced = False
+
+    def forget(self) -> None:
+        """Note that gradients were removed, and the sums by ``zero_grad`` of the optimizer."""
+        self._is_synced = False
+
+    def _sum(
+        self,
+        before: Sequence[Callable[[torch.Tensor], object]],
+        after: Sequence[Callable[[torch.Tensor], object]],
+    ) -> None:
+        self._optimizer.reduce_gradients(before, after)
+        self._is_synced = True
+
+
+def bucket_bytes_of(config: ComputeConfig | None) -> int:
+    """Largest size of a bucket that ``config`` asks for."""
+    size = None if config is None else config.reducer_bucket_cap_mb
+    return max(1, int((size or DEFAULT_BUCKET_MB) * 2**20))
+
+
+def _checked(fn: ReducerHook) -> ReducerHook:
+    if not callable(fn):
+        raise TypeError(f"a hook must be a function of a reducer and a gradient, not {fn!r:.80}")
+    return fn

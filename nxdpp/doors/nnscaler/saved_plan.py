@@ -1,0 +1,203 @@
+"""Plan of a parallel module in ``gen_savedir``: a JSON file instead of nnScaler's generated code.
+
+==========  ===============  =====================  ==========================
+reuse       no file          the file fits          the file does not fit
+==========  ===============  =====================  ==========================
+MATCH       a new plan       the plan of the file   RuntimeError
+MOO         a new plan       the plan of the file   a new plan; once loaded,
+                                                    RuntimeError
+GRAPH,      a new plan       a new plan; once       a new plan; once loaded,
+OVERRIDE                     loaded, RuntimeError   RuntimeError
+==========  ===============  =====================  ==========================
+
+A file fits an equal ``ComputeConfig`` and a module with the same parts, and any policy. It is written under a temporary
+name and then renamed: no process sees half a file.
+"""
+
+import enum
+import hashlib
+import json
+import os
+import re
+import socket
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import fields
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from nxdpp.doors.nnscaler.compute_config import ComputeConfig
+from nxdpp.doors.nnscaler.enums import ReuseType
+from nxdpp.doors.nnscaler.unit_layout import UnitLayout
+
+_FORMAT = 1
+_FOLDER = "_parallel_modules"
+_DEFAULT_INSTANCE = "_"
+_loaded: set[Path] = set()
+
+
+def plan_path(gen_savedir: str | Path, kind: type[nn.Module], instance_name: str | None) -> Path:
+    """Return the path of the plan of modules of ``kind``.
+
+    Raises ``ValueError`` or ``TypeError`` for an ``instance_name`` that is not a name.
+    """
+    name = _DEFAULT_INSTANCE if instance_name is None else instance_name
+    if not isinstance(name, str):
+        raise TypeError(f"instance_name must be text or None, not {name!r}")
+    if not re.fullmatch(r"[\w-]+(\.[\w-]+)*", name):
+        raise ValueError(f"instance_name={name!r} must have letters, digits, _ and -, in parts between dots")
+    parts = re.sub(r"[^\w.-]", "_", f"{kind.__module__}.{kind.__qualname__}").split(".")
+    return Path(gen_savedir).resolve().joinpath(_FOLDER, *parts, *name.split("."), "plan.json")
+
+
+class SavedPlan:
+    """The file of a plan, for one module and configuration.
+
+    Args:
+        path: of the file.
+        module: the whole module. Only names, classes, shapes and dtypes of its parts are read.
+        compute_config: the configuration of ``parallelize``.
+
+    Raises ``ValueError`` for values of ``pas_config`` and ``user_config`` that a file cannot keep.
+    """
+
+    def __init__(self, path: Path, module: nn.Module, compute_config: ComputeConfig) -> None:
+        self.path = path
+        self._wanted: dict[str, Any] = {
+            "format": _FORMAT,
+            "compute_config": _plain(compute_config),
+            "module": {"class": f"{type(module).__module__}.{type(module).__qualname__}", "parts": _hash_of(module)},
+        }
+
+    def find_or_make(self, reuse: ReuseType, make: Callable[[], UnitLayout]) -> tuple[UnitLayout, bool]:
+        """Return the layout of the file, or of ``make``, and whether it is new. A new one is written to the file.
+
+        A file that ``reuse`` does not take is removed before ``make`` runs. Raises ``RuntimeError`` by the table above.
+        """
+        content = self.read()
+        difference = None if content is None else self._difference(content)
+        if reuse is ReuseType.MATCH and difference is not None:
+            raise RuntimeError(
+                f"{self.path} has a plan that does not fit: {difference}. Remove the file, or give reuse='override' or "
+                f"'moo', or another instance_name or gen_savedir"
+            )
+        if reuse in (ReuseType.MATCH, ReuseType.MOO) and content is not None and difference is None:
+            return self.layout_in(content), False
+        if self.is_loaded:
+            raise RuntimeError(
+                f"the plan {self.path} is in use by a module that this process has loaded, and reuse={reuse.value!r} "
+                f"would replace it: give another instance_name, or reuse='match'"
+            )
+        if content is not None:
+            with suppress(FileNotFoundError):
+                self.path.unlink()
+        layout = make()
+        self.write(self.text_of(layout))
+        return layout, True
+
+    @property
+    def is_loaded(self) -> bool:
+        """``True`` if this process has loaded a module by the file."""
+        return self.path in _loaded
+
+    def note_loaded(self) -> None:
+        """Note that this process loads a module by the file."""
+        _loaded.add(self.path)
+
+    def read(self) -> str | None:
+        """Return the text of the file, or ``None`` if there is none."""
+        try:
+            return self.path.read_text(errors="replace")
+        except FileNotFoundError:
+            return None
+
+    def write(self, text: str) -> None:
+        """Replace the file by ``text`` at once."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        own = self.path.with_name(f".plan-{socket.gethostname()}-{os.getpid()}")
+        own.write_text(text)
+        own.replace(self.path)
+
+    def layout_in(self, text: str) -> UnitLayout:
+        """Return the layout in the text of a file that fits."""
+        return UnitLayout.from_dict(json.loads(text)["layout"])
+
+    def other_config(self, text: str) -> str | None:
+        """Return how the configuration differs from the one in the text of a file, or ``None``."""
+        return config_difference(json.dumps(self._wanted), text)
+
+    def text_of(self, layout: UnitLayout) -> str:
+        """Return the text of a file with ``layout``."""
+        versions = {name: _version(name) for name in ("nxdpp", "torch", "transformers")}
+        content = {**self._wanted, "layout": layout.to_dict(), "versions": versions}
+        return json.dumps(content, indent=1) + "\n"
+
+    def _difference(self, text: str) -> str | None:
+        """Return why a file does not fit this module and configuration, or ``None``."""
+        try:
+            content = json.loads(text)
+            self.layout_in(text)
+            config, module = dict(content["compute_config"]), dict(content["module"])
+        except (ValueError, TypeError, KeyError, AttributeError):
+            return "it is no whole plan"
+        if content.get("format") != _FORMAT:
+            return f"its format is {content.get('format')!r}, and this is {_FORMAT}"
+        wanted = self._wanted["compute_config"]
+        for name in wanted:
+            if config.get(name) != wanted[name]:
+                return f"its {name} is {config.get(name)!r}, and that of compute_config {wanted[name]!r}"
+        if module != self._wanted["module"]:
+            return "it is for a module with other parts"
+        return None
+
+
+def _plain(compute_config: ComputeConfig) -> dict[str, Any]:
+    """Return the fields as values of JSON."""
+    found = {field.name: getattr(compute_config, field.name) for field in fields(compute_config)}
+    return {name: _plain_value(value, name) for name, value in found.items()}
+
+
+def _plain_value(value: Any, where: str) -> Any:
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): _plain_value(each, f"{where}[{key!r}]") for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain_value(each, f"{where}[{index}]") for index, each in enumerate(value)]
+    if isinstance(value, set | frozenset):
+        return sorted(str(_plain_value(each, where)) for each in value)
+    if isinstance(value, enum.Enum | Path | torch.dtype | torch.device):
+        return str(value)
+    if hasattr(value, "__qualname__") and "<" not in value.__qualname__:
+        return f"{value.__module__}.{value.__qualname__}"
+    raise ValueError(
+        f"{where} is {value!r:.80}, and a plan file keeps text, numbers, lists, dicts, and functions and classes of a "
+        f"module: give one of these"
+    )
+
+
+def _hash_of(module: nn.Module) -> str:
+    """Return a hash of the names and classes of modules, and of the shapes and dtypes of tensors."""
+    lines = [f"{name}: {type(part).__qualname__}" for name, part in module.named_modules(remove_duplicate=False)]
+    for listed in (module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)):
+        lines += [f"{name}: {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in listed]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def config_difference(one: str, other: str) -> str | None:
+    """Return the first difference of the configurations in the texts of two files, or ``None``."""
+    first, second = (json.loads(text)["compute_config"] for text in (one, other))
+    return next(
+        (f"{name} is {first[name]!r}, and {second[name]!r}" for name in first if second[name] != first[name]), None
+    )

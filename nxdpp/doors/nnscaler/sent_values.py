@@ -1,0 +1,133 @@
+"""Values that the first ranks send to the others, through host memory.
+
+::
+
+    rank 0 ─ data group ─▶ its place in each unit ─ pipeline group ─▶ first tensor ranks ─ tensor group ─▶ all
+"""
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from nxdpp.agreement.comparison import unequal
+from nxdpp.agreement.same_values import sample
+from nxdpp.agreement.together import from_all_ranks
+from nxdpp.ranks import parallel_state
+
+
+def take_first_values(module: nn.Module) -> None:
+    """Give all ranks the parameters and buffers of rank 0, in new memory; collective over all ranks.
+
+    nnScaler keeps the values of the module that rank 0 has traced. Nothing is sent if all ranks have equal values.
+    Tensors on the meta device have no values to compare.
+
+    Raises ``ValueError`` for modules with different names, shapes or dtypes than on rank 0.
+    """
+    named = [*module.named_parameters(), *module.named_buffers()]
+    tensors = [(name, tensor) for name, tensor in named if not tensor.is_meta]
+    found = unequal([f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in tensors])
+    if found is not None:
+        pairs = zip(*([*kinds, "nothing"] for kinds in found.values), strict=False)
+        there, here = next(pair for pair in pairs if pair[0] != pair[1])
+        raise ValueError(f"rank {found.ranks[1]} gave another module than rank 0: it has {here}, and rank 0 {there}")
+    everyones = from_all_ranks([sample(tensor, tensor.numel()) for _, tensor in tensors])
+    differ = [each for each, digests in zip(tensors, zip(*everyones, strict=True), strict=True) if len({*digests}) > 1]
+    if not differ:
+        return
+    warnings.warn(
+        f"the ranks gave modules with other values ({differ[0][0]} is the first of {len(differ)} tensors): "
+        f"all take those of rank 0",
+        stacklevel=4,
+    )
+    for _, tensor in differ:
+        tensor.data = tensor.detach().clone()
+        send(tensor, is_everywhere=True)
+
+
+def first_random_state() -> torch.Tensor:
+    """Return the state of torch's CPU generator on rank 0; collective over all ranks."""
+    own = torch.get_rng_state() if dist.get_rank() == 0 else None
+    state: torch.Tensor = parallel_state.get_exchange().through_first(own, lambda states: [states[0]] * len(states))
+    return state
+
+
+def send(tensor: torch.Tensor, is_everywhere: bool, sources: int = 1) -> None:
+    """Give ``tensor`` the values of the first units, in place; collective over the data group.
+
+    Args:
+        tensor: a parameter or buffer of this rank.
+        is_everywhere: all ranks hold it, and take it from rank 0; collective over all ranks.
+        sources: number of units that have values. Unit ``u`` takes the values of unit ``u % sources``.
+    """
+    own = tensor.detach().cpu().contiguous()
+    # Bytes: gloo does not know all dtypes.
+    taken = own.clone()
+    unit = parallel_state.get_data_parallel_rank()
+    for source in range(sources):
+        message = own.clone() if unit == source else torch.empty_like(own)
+        _broadcast(message, parallel_state.get_data_parallel_control_group(), source)
+        if unit % sources == source:
+            taken = message
+    for group in _groups_of_unit() if is_everywhere else []:
+        _broadcast(taken, group, 0)
+    with torch.no_grad():
+        tensor.copy_(taken)
+
+
+def send_state(values: Mapping[str, Any], is_everywhere: bool) -> dict[str, Any]:
+    """Return the optimizer state ``values`` of unit 0 for one parameter; collective over the data group.
+
+    With ``is_everywhere`` rank 0 sends it, and the call is collective over all ranks.
+    """
+    groups = [parallel_state.get_data_parallel_control_group(), *(_groups_of_unit() if is_everywhere else [])]
+    for group in groups:
+        if dist.get_world_size(group) > 1:
+            values = _shared_state(values, group)
+    return dict(values)
+
+
+def _shared_state(values: Mapping[str, Any], group: ProcessGroup) -> dict[str, Any]:
+    is_source = dist.get_rank(group) == 0
+    # Tensors of one number go with the description.
+    described = {key: _Layout.of(value) if _is_large(value) else value for key, value in values.items()}
+    objects: list[Any] = [described if is_source else None]
+    dist.broadcast_object_list(objects, group=group, group_src=0)
+    received: dict[str, Any] = {}
+    for key, value in objects[0].items():
+        if isinstance(value, _Layout):
+            own = values[key].detach().cpu().contiguous() if is_source else None
+            message = torch.empty(value.shape, dtype=value.dtype) if own is None else own
+            _broadcast(message, group, 0)
+            value = values[key] if is_source else message
+        received[key] = value
+    return received
+
+
+class _Layout:
+    """Shape and dtype of a tensor that follows."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        self.shape, self.dtype = shape, dtype
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> "_Layout":
+        return cls(tuple(tensor.shape), tensor.dtype)
+
+
+def _is_large(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() > 0
+
+
+def _groups_of_unit() -> list[ProcessGroup]:
+    return [parallel_state.get_pipeline_control_group(), parallel_state.get_tensor_control_group()]
+
+
+def _broadcast(message: torch.Tensor, group: ProcessGroup, source: int) -> None:
+    """Give the contiguous ``message`` in host memory the values of rank ``source`` of ``group``."""
+    if dist.get_world_size(group) > 1 and message.numel():
+        dist.broadcast(message.view(-1).view(torch.uint8), group=group, group_src=source)

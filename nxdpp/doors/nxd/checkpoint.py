@@ -1,0 +1,208 @@
+"""Checkpoints of a training, with the names of NeuronX Distributed's trainer.
+
+::
+
+    nxdpp.save_checkpoint("out", "step_100", model, optimizer, scheduler, {"step": 100}, num_kept_ckpts=3)
+    content = nxdpp.load_checkpoint("out", None, model, optimizer, scheduler)       # the newest
+
+NeuronX Distributed's developer guide for saving and loading checkpoints has the same names and meanings.
+"""
+
+import os
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from nxdpp.checkpoint.distributed import directory
+from nxdpp.checkpoint.distributed.background import BackgroundSaves
+from nxdpp.checkpoint.distributed.captured import Stateful, captured
+from nxdpp.checkpoint.distributed.claim import release
+from nxdpp.checkpoint.distributed.load import load_first_whole
+from nxdpp.checkpoint.distributed.load_targets import LoadArguments
+from nxdpp.checkpoint.distributed.ranks import Exchange
+from nxdpp.checkpoint.distributed.same_call import CollectiveCall, given, same_call
+from nxdpp.checkpoint.distributed.save import Save
+from nxdpp.doors.nxd import checkpoint_arguments as arguments
+from nxdpp.ranks.faults import failure_watch
+from nxdpp.ranks.faults.board import board
+
+_saves = BackgroundSaves()
+
+
+def save_checkpoint(
+    path: str | os.PathLike[str],
+    tag: str | int = "",
+    model: nn.Module | None = None,
+    optimizer: Optimizer | None = None,
+    scheduler: Stateful | None = None,
+    user_content: Any = None,
+    num_workers: int = 8,
+    use_xser: bool = False,
+    num_kept_ckpts: int | None = None,
+    async_save: bool = False,
+    zero1_optimizer: bool = False,
+    use_zero1_dcp: bool = False,
+    *,
+    grad_scaler: Stateful | None = None,
+    when_busy: str = "wait",
+) -> bool:
+    """Save a training in ``path/tag``, for any layout of ranks to load; collective over all ranks.
+
+    A checkpoint has original names and whole shapes. The states of all ranks' random generators belong to it. Files
+    come first, then the document that makes it count, then ``path/latest``; older checkpoints are removed after that.
+    An existing tag is replaced in the same way. ``path`` is on a file system that all hosts share.
+
+    Args:
+        path: directory of the training's checkpoints, made if it is missing.
+        tag: name of this one, such as ``"step_100"``. The default is refused: each checkpoint has a name.
+        model: an ``NxDPPModel``, an ``NxDModel``, or a module that each rank has whole.
+        optimizer: of torch, a ``Zero1Optimizer`` or an ``NxDOptimizer``, over parameters of ``model``.
+        scheduler, grad_scaler: objects with ``state_dict``; rank 0 saves its own.
+        user_content: of rank 0: numbers, strings, tensors, lists, tuples and dicts of them.
+        num_workers: at least 1, and otherwise without effect. Each rank writes its own part without a copy of it in
+            host memory, so all may write at once.
+        use_xser: without effect: files are safetensors. They are written tensor by tensor.
+        num_kept_ckpts: number of checkpoints to keep, at least 1; ``None`` keeps all.
+        async_save: return when the values are copied to host memory. A thread writes them. Its error is raised by a
+            training step, the same step on every rank, or by an earlier call of these functions. A program that ends
+            before either prints the error, and has status 1.
+        zero1_optimizer: without effect: it is about an optimizer that is given as a dict, which is refused.
+        use_zero1_dcp: without effect: torch.distributed.checkpoint plans all saves.
+        when_busy: ``"wait"`` for a save in flight, or ``"skip"`` this one.
+
+    Returns:
+        ``False`` if the save was skipped.
+
+    Raises:
+        ValueError: for content that a checkpoint cannot hold, and for states of ranks that contradict each other. For
+            arguments that differ between ranks. Nothing is written then.
+        TypeError: for a state dict instead of a model or an optimizer, and for other objects.
+        OSError: for files that cannot be written. Earlier checkpoints stay, and the training can continue.
+        RuntimeError: in the debug mode, for a directory that hosts do not share, and after a step that has failed.
+    """
+
+    def call() -> CollectiveCall:
+        arguments.check_parts(model, optimizer, scheduler, grad_scaler)
+        arguments.check_counts(num_workers, num_kept_ckpts)
+        arguments.check_when_busy(when_busy)
+        compared = {
+            "path": repr(str(arguments.path_of(path))),
+            "tag": repr(arguments.tag_of(tag)),
+            **_parts(model, optimizer, scheduler, grad_scaler),
+            "num_kept_ckpts": str(num_kept_ckpts),
+            "async_save": str(bool(async_save)),
+            "when_busy": repr(when_busy),
+        }
+        of_first = [] if user_content is None else ["user_content"]
+        return CollectiveCall("save_checkpoint", compared, of_first, _saves.is_in_flight)
+
+    failure_watch.refuse_after_failure()
+    with board.call("save_checkpoint"):
+        exchange = Exchange()
+        are_in_flight = same_call(exchange, call)
+        if when_busy == "skip" and any(are_in_flight):
+            return False
+        _saves.wait()
+        own = arguments.model_of(model), arguments.optimizer_of(optimizer)
+        state = exchange.together(lambda: captured(*own, scheduler, grad_scaler, user_content))
+        folder = arguments.path_of(path) / arguments.tag_of(tag)
+        if async_save:
+            # The working directory can change while a thread writes.
+            folder = folder.absolute()
+        save = Save(folder, num_kept_ckpts, exchange)
+        if async_save:
+            _saves.start(save, state)
+        else:
+            save.write(save.plan(state))
+    return True
+
+
+def finalize_checkpoint() -> None:
+    """Wait until the save in flight is at its end, and free the host memory of asynchronous saves.
+
+    After that a different program may save in the directory. Collective over all ranks. Raises the error of that save.
+    """
+    failure_watch.refuse_after_failure()
+    with board.call("finalize_checkpoint"):
+        exchange = Exchange()
+        same_call(exchange, lambda: CollectiveCall("finalize_checkpoint"))
+        exchange.together(_saves.wait)
+        _saves.close()
+        release()
+
+
+def has_checkpoint(path: str | os.PathLike[str]) -> bool:
+    """Return whether ``path`` has a checkpoint that was saved to its end; not collective."""
+    return bool(directory.tags(arguments.path_of(path)))
+
+
+def load_checkpoint(
+    path: str | os.PathLike[str],
+    tag: str | int | None = None,
+    model: nn.Module | None = None,
+    optimizer: Optimizer | None = None,
+    scheduler: Stateful | None = None,
+    num_workers: int = 8,
+    strict: bool = True,
+    use_zero1_dcp: bool = False,
+    *,
+    grad_scaler: Stateful | None = None,
+) -> Any:
+    """Load what ``save_checkpoint`` has saved in any layout of ranks; collective over all ranks.
+
+    Values are read into the memory of ``model`` and ``optimizer``. Each rank reads its own part. In the layout that
+    was saved the random generators continue too.
+
+    Args:
+        path: directory of the training's checkpoints.
+        tag: ``None`` loads the newest. One that is damaged is named in a warning, and the next older one is loaded.
+        model, optimizer, scheduler, grad_scaler: as in the save; what is left out is not loaded.
+        num_workers, use_zero1_dcp: as in the save.
+        strict: ``False`` allows names that only the model, or only the checkpoint has.
+
+    Returns:
+        The user's content, on all ranks; ``None`` without one.
+
+    Raises:
+        FileNotFoundError: without a checkpoint, or without the one of ``tag``.
+        ValueError: for names, shapes, dtypes or groups that do not fit, and for arguments that differ between ranks,
+            before anything is changed. For a damaged file of ``tag``, with its name; without ``tag`` if no checkpoint
+            is whole.
+        TypeError: as in the save.
+        OSError: for a file that cannot be read.
+        RuntimeError: in the debug mode, and after a step that has failed.
+    """
+
+    def call() -> CollectiveCall:
+        arguments.check_parts(model, optimizer, scheduler, grad_scaler)
+        arguments.check_counts(num_workers)
+        compared = {
+            "path": repr(str(arguments.path_of(path))),
+            "tag": repr(None if tag is None else arguments.tag_of(tag)),
+            **_parts(model, optimizer, scheduler, grad_scaler),
+            "strict": str(bool(strict)),
+        }
+        return CollectiveCall("load_checkpoint", compared)
+
+    failure_watch.refuse_after_failure()
+    with board.call("load_checkpoint"):
+        exchange = Exchange()
+        same_call(exchange, call)
+        _saves.wait()
+        folder = arguments.path_of(path)
+        tags = exchange.from_first(lambda: directory.tags_to_load(folder)) if tag is None else [arguments.tag_of(tag)]
+        if not tags:
+            raise FileNotFoundError(f"{path} has no checkpoint: {arguments.remedy_without_checkpoint(folder)}")
+        folders = [folder / each for each in tags]
+        own = arguments.model_of(model), arguments.optimizer_of(optimizer)
+        # State that is made in inference mode could not be trained. Tensors of that mode can only be changed in it.
+        with torch.inference_mode(arguments.is_of_inference(own[0])):
+            return load_first_whole(folders, exchange, LoadArguments(*own, scheduler, grad_scaler, strict))
+
+
+def _parts(model: object, optimizer: object, scheduler: object, grad_scaler: object) -> dict[str, str]:
+    """The classes of the objects in a checkpoint."""
+    parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "grad_scaler": grad_scaler}
+    return {name: given(part) for name, part in parts.items()}

@@ -1,0 +1,105 @@
+"""Arguments of the functions of checkpoints, as one rank gives them."""
+
+import os
+from pathlib import Path
+from typing import Any, cast
+
+from torch import nn
+from torch.optim import Optimizer
+
+from nxdpp.checkpoint.distributed import directory
+from nxdpp.checkpoint.distributed.captured import Stateful
+from nxdpp.checkpoint.distributed.directory import DOCUMENT
+from nxdpp.checkpoint.distributed.model_state import local_module_of
+from nxdpp.doors.nxd.model import NxDModel
+from nxdpp.doors.nxd.optimizer import NxDOptimizer
+
+_BUSY = ("wait", "skip")
+
+
+def path_of(path: str | os.PathLike[str]) -> Path:
+    """``path`` as a ``Path``. Raises ``TypeError``, and ``ValueError`` for an empty one."""
+    if not isinstance(path, str | os.PathLike) or not isinstance(os.fspath(path), str):
+        raise TypeError(f"path={path!r} must be a string or a Path.")
+    if not os.fspath(path):
+        raise ValueError("path='' has no name: give one, '.' for the working directory.")
+    return Path(path)
+
+
+def tag_of(tag: str | int) -> str:
+    """``tag`` as the name of a directory. Raises ``ValueError`` if it is not one."""
+    name = cast(str, str(tag) if type(tag) is int else tag)
+    directory.check_tag(name)
+    return name
+
+
+def remedy_without_checkpoint(path: Path) -> str:
+    """The call for a ``path`` that is not the directory of a training's checkpoints."""
+    if (path / DOCUMENT).is_file():
+        return f"it is one checkpoint itself. Give its directory and its tag: {str(path.parent)!r}, {path.name!r}."
+    if any(path.glob("model*.safetensors*")):
+        return f"it has a pretrained model. Call nxdpp.load_pretrained(model, {str(path)!r})."
+    return f"has_checkpoint({str(path)!r}) tells it beforehand."
+
+
+def model_of(model: Any) -> nn.Module | None:
+    """The model that ``NxDModel`` wraps, or ``model``. Raises ``TypeError`` for a state dict and other objects."""
+    if isinstance(model, NxDModel):
+        return model.module
+    if model is None or isinstance(model, nn.Module) or hasattr(model, "replace_local_tensors"):
+        found: nn.Module | None = model
+        return found
+    raise TypeError(
+        f"model is of class {type(model).__name__}: give the module itself. A checkpoint has whole tensors, and a "
+        f"state dict does not tell which part of them it has."
+    )
+
+
+def optimizer_of(optimizer: Any) -> Optimizer | None:
+    """The optimizer that ``NxDOptimizer`` wraps, or ``optimizer``. Raises ``TypeError`` for other objects."""
+    if isinstance(optimizer, NxDOptimizer):
+        return optimizer.optimizer
+    if optimizer is None or isinstance(optimizer, Optimizer):
+        return optimizer
+    raise TypeError(
+        f"optimizer is of class {type(optimizer).__name__}: give the optimizer itself. Its state has the names of its "
+        f"parameters, which a state dict does not have."
+    )
+
+
+def is_of_inference(model: nn.Module | None) -> bool:
+    """Return whether ``model`` has tensors that were made in inference mode."""
+    if model is None:
+        return False
+    module = local_module_of(model)
+    return any(tensor.is_inference() for tensor in (*module.parameters(), *module.buffers()))
+
+
+def check_parts(model: Any, optimizer: Any, scheduler: Stateful | None, grad_scaler: Stateful | None) -> None:
+    """Raise ``TypeError`` for objects of a wrong class, and ``ValueError`` for an optimizer without its model."""
+    if optimizer_of(optimizer) is not None and model_of(model) is None:
+        raise ValueError("optimizer= needs model= too: the state of a parameter has the name that the model gives it.")
+    model_of(model)
+    for name, one in (("scheduler", scheduler), ("grad_scaler", grad_scaler)):
+        if one is not None and not (hasattr(one, "state_dict") and hasattr(one, "load_state_dict")):
+            raise TypeError(f"{name} is a {type(one).__name__}, without state_dict and load_state_dict.")
+
+
+def check_counts(num_workers: object, num_kept_ckpts: object = None) -> None:
+    """Raise ``ValueError`` for numbers that are not at least 1."""
+    if not _is_positive(num_workers):
+        raise ValueError(f"num_workers={num_workers!r} must be a whole number of at least 1.")
+    if num_kept_ckpts is not None and not _is_positive(num_kept_ckpts):
+        raise ValueError(
+            f"num_kept_ckpts={num_kept_ckpts!r} must be a whole number of at least 1, or None to keep all checkpoints."
+        )
+
+
+def check_when_busy(when_busy: str) -> None:
+    """Raise ``ValueError`` for a word that is not known."""
+    if when_busy not in _BUSY:
+        raise ValueError(f"when_busy={when_busy!r} must be one of {', '.join(map(repr, _BUSY))}.")
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

@@ -1,0 +1,105 @@
+"""Model of a training: built, padded, cut into stages, checkpointed and moved as the configuration says."""
+
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from nxdpp.agreement.replicas import check_replica_values
+from nxdpp.doors.local_modules import LocalModules
+from nxdpp.doors.nxd.config import check_sizes
+from nxdpp.doors.nxd.model import NxDModel
+from nxdpp.initialization.init_on_device import init_on_device
+from nxdpp.pipeline.activation_checkpoint import apply_checkpoint
+from nxdpp.pipeline.local.part import LocalPart
+from nxdpp.pipeline.model import NxDPPModel
+from nxdpp.ranks import parallel_state
+from nxdpp.tensor.move_model_to_device import move_model_to_device
+from nxdpp.tensor.pad import pad_model
+from nxdpp.tensor.tensor_copies import TensorCopies
+from nxdpp.tracing.modules import listings
+from nxdpp.tracing.modules.layers import find_layer_classes, layer_names
+
+
+def initialize_parallel_model(
+    nxd_config: dict[str, Any], model_fn: Callable[..., nn.Module], *model_args: Any, **model_kwargs: Any
+) -> NxDModel:
+    """Build ``model_fn(*model_args, **model_kwargs)`` and wrap it for training; collective over all ranks.
+
+    The returned model is on the rank's device, with its initial weights. Every rank builds the same model: seed before
+    the call. Replicas are compared by a sample of their parameters.
+
+    Args:
+        nxd_config: of ``neuronx_distributed_config``.
+        model_fn: builds the model.
+        model_args, model_kwargs: its arguments.
+
+    Raises:
+        ValueError, TypeError: for options that do not fit the model.
+        RuntimeError: for a configuration with sizes other than the job's, for parameters without initial weights, and
+            for replicas with different parameters.
+    """
+    check_sizes(nxd_config)
+    init, pipeline = nxd_config["model_init_config"], nxd_config["pipeline_config"] or {}
+    on_meta = init["meta_device_init"]
+    with init_on_device(torch.device("meta")) if on_meta else nullcontext():
+        module = model_fn(*model_args, **model_kwargs)
+    if not isinstance(module, nn.Module) or isinstance(module, NxDPPModel | NxDModel):
+        raise TypeError(f"model_fn must return a module that is not wrapped, not a {type(module).__name__}.")
+    if nxd_config["pad_model"]:
+        module = _padded(module)
+    param_init_fn = pipeline.get("param_init_fn")
+    if on_meta and init["param_init_fn"] is not None:
+        param_init_fn = init["param_init_fn"]
+    if nxd_config["pipeline_parallel_size"] > 1:
+        zero1 = nxd_config["optimizer_config"]["zero_one_enabled"]
+        wrapped = NxDPPModel(module, **{"use_zero1_optimizer": zero1, **pipeline, "param_init_fn": param_init_fn})
+        _checkpoint(wrapped, nxd_config["activation_checkpoint_config"])
+        wrapped.move_model_to_device()
+        return NxDModel(wrapped, nxd_config)
+    if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
+        names = [name for name, _ in listings.named_parameters(module, remove_duplicate=False)]
+        owners = {name: {0} for name in names}
+        LocalPart(module, owners, 0, (), torch.initial_seed(), param_init_fn).materialise()
+    if nxd_config["activation_checkpoint_config"] is not None:
+        layers = layer_names(module, find_layer_classes(module, pipeline.get("transformer_layer_cls")))
+        _checkpoint(LocalModules(module, module, layers), nxd_config["activation_checkpoint_config"])
+    move_model_to_device(module, parallel_state.local_device())
+    check_replica_values(module.named_parameters(), None, parallel_state.get_data_parallel_group())
+    return NxDModel(module, nxd_config, _verified_copies(module))
+
+
+def _verified_copies(module: nn.Module) -> TensorCopies:
+    """The copies of a model that steps without a pipeline. The optimizer's steps compare their gradients."""
+    copies = TensorCopies(module)
+    copies.verify(torch.initial_seed())
+    return copies
+
+
+def _checkpoint(model: Any, config: Any) -> None:
+    """Recompute the modules that ``activation_checkpoint_config`` names. Raises ``ValueError`` if there are none."""
+    if config is None:
+        return
+    if config == "full":
+        apply_checkpoint(model)
+        return
+    classes = tuple(config) if isinstance(config, tuple | list) else (config,)
+    whole: Mapping[str, nn.Module] = dict(model.original_module.named_modules())
+    names = [name for name, module in whole.items() if isinstance(module, classes)]
+    if not names:
+        found = ", ".join(sorted({type(module).__name__ for module in whole.values()}))
+        wanted = ", ".join(each.__name__ for each in classes)
+        raise ValueError(f"activation_checkpoint_config: the model has no {wanted}. It has: {found}.")
+    apply_checkpoint(model, names)
+
+
+def _padded(module: nn.Module) -> nn.Module:
+    heads = getattr(getattr(module, "config", None), "num_attention_heads", None)
+    if heads is None:
+        raise ValueError(
+            "pad_model=True takes the number of attention heads from model.config.num_attention_heads, and the model "
+            "has none: call nxdpp.parallel_layers.pad.pad_model in model_fn, with pad_model=False."
+        )
+    return pad_model(module, parallel_state.get_tensor_model_parallel_size(), heads)

@@ -1,0 +1,1 @@
+"""OSLO's names over nxdpp's own; ``nxdpp.oslo`` lists the names that users import."""

@@ -1,0 +1,1 @@
+"""transformers' Trainer over a pipeline; ``nxdpp.integrations`` lists the names that users import."""

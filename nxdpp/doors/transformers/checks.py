@@ -1,0 +1,130 @@
+"""Checks of the arguments of ``PipelineTrainer`` itself, before anything is changed; none is collective."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import Trainer
+from transformers.trainer_optimizer import is_optimizer_factory
+from transformers.utils import logging
+
+from nxdpp.pipeline.model import NxDPPModel
+from nxdpp.ranks import parallel_state
+
+# Arguments of NxDPPModel that the trainer sets itself.
+_OWN = ("num_microbatches", "loss_normalization", "count_items_fn", "grad_scaler", "use_zero1_optimizer")
+# Arguments that PipelineTrainer has itself.
+_NAMED = ("schedule", "virtual_pipeline_size", "partition")
+_NO_LOSS_RETURN = "Trainer gets the loss of each batch on all ranks"
+# Arguments that would change nothing here, or change the loss in a way that Trainer does not.
+_WITHOUT_USE = {
+    "loss_fn": "the last stage computes the model's own loss. Compute it in the model's forward",
+    "input_names": "Trainer adds num_items_in_batch to the inputs",
+    "split_inputs_fn": "the batches of an optimizer step are its microbatches",
+    "return_mb_loss": _NO_LOSS_RETURN,
+    "broadcast_and_average_loss": _NO_LOSS_RETURN,
+    "return_loss_on_cpu": _NO_LOSS_RETURN,
+}
+_NO_SPLIT = "Use num_microbatches=gradient_accumulation_steps, which splits no batch."
+
+logger = logging.get_logger(__name__)
+
+
+def check_model(model: Any, trainer: type[Trainer], loss_function: Any) -> None:
+    """Raise ``ValueError`` for a wrapped model, and for a loss that is computed outside of the model."""
+    if isinstance(model, NxDPPModel):
+        raise ValueError("the model is wrapped already: give PipelineTrainer the model itself.")
+    remedy = "the last stage computes the model's own loss. Compute it in the model's forward."
+    if loss_function is not None:
+        raise ValueError(f"PipelineTrainer cannot honour compute_loss_func: {remedy}")
+    if trainer.compute_loss is not Trainer.compute_loss:
+        raise ValueError(f"{trainer.__name__} has a compute_loss of its own, which a pipeline does not call: {remedy}")
+
+
+def check_scaling(is_scaled: bool | None) -> None:
+    """Raise ``ValueError`` for a ``loss_is_scaled_for_ga`` of a subclass."""
+    if is_scaled is not None:
+        raise ValueError(
+            f"PipelineTrainer cannot honour loss_is_scaled_for_ga={is_scaled}, which belongs to an own compute_loss. "
+            f"Leave it at None, and return the scaled loss from the model's forward."
+        )
+
+
+def check_optimizer(class_and_options: tuple[type, Mapping[str, Any]] | None) -> None:
+    """Raise ``ValueError`` for a factory, which would need the whole model."""
+    if class_and_options is not None and is_optimizer_factory(class_and_options[0]):
+        raise ValueError(
+            "PipelineTrainer cannot honour optimizer_cls_and_kwargs with a factory, which takes the whole model: give "
+            "a class of torch.optim."
+        )
+
+
+def check_pipeline_arguments(given: Mapping[str, Any] | None) -> None:
+    """Raise ``ValueError`` for arguments of ``NxDPPModel`` that the trainer sets itself, has, or has no use for."""
+    names = set(given or {})
+    if own := sorted(set(_OWN) & names):
+        raise ValueError(f"pipeline_arguments: the trainer sets {', '.join(own)} itself. Leave them out.")
+    if named := sorted(set(_NAMED) & names):
+        raise ValueError(f"pipeline_arguments: give {', '.join(named)} to PipelineTrainer itself.")
+    for name, reason in _WITHOUT_USE.items():
+        if name in names:
+            raise ValueError(f"PipelineTrainer cannot honour {name} of pipeline_arguments: {reason}. Leave it out.")
+    _check_loss_spec((given or {}).get("output_loss_value_spec"))
+
+
+def _check_loss_spec(spec: Any) -> None:
+    """Raise ``ValueError`` for a loss in a place where evaluations do not read it."""
+    if isinstance(spec, Mapping):
+        marked: list[Any] = [name for name, is_loss in spec.items() if is_loss]
+    elif isinstance(spec, tuple | list):
+        marked = [place for place, is_loss in enumerate(spec) if is_loss]
+    else:
+        return
+    if marked not in (["loss"], [0]):
+        raise ValueError(
+            f"PipelineTrainer cannot honour output_loss_value_spec={spec!r} of pipeline_arguments: Trainer reads the "
+            f"loss as 'loss' of a dict, or as the first value of a tuple. Return it there."
+        )
+
+
+def parts_of_batch(num_microbatches: int | None, accumulated: int) -> int:
+    """Return the number of microbatches of each of the ``accumulated`` batches. Raises ``ValueError``."""
+    if num_microbatches is None:
+        return 1
+    if isinstance(num_microbatches, bool) or not isinstance(num_microbatches, int) or num_microbatches < 1:
+        raise ValueError(f"num_microbatches={num_microbatches!r} must be a whole number of at least 1.")
+    if num_microbatches % accumulated:
+        raise ValueError(
+            f"num_microbatches={num_microbatches} must be a multiple of gradient_accumulation_steps={accumulated}: "
+            f"each batch is split into equally many."
+        )
+    return num_microbatches // accumulated
+
+
+def check_split(parts: int, model: Any, is_divided: bool) -> None:
+    """Raise ``ValueError`` if the losses of ``parts`` of a batch do not add up to the loss of the batch.
+
+    ``is_divided`` says that the model divides its loss by ``num_items_in_batch``.
+    """
+    if parts == 1:
+        return
+    name = type(model).__name__
+    if not is_divided:
+        raise ValueError(
+            f"num_microbatches splits batches, and the loss of {name} is not divided by num_items_in_batch: parts of a "
+            f"batch would have other means. {_NO_SPLIT}"
+        )
+    if getattr(getattr(model, "config", None), "output_router_logits", False):
+        raise ValueError(
+            f"num_microbatches splits batches, and {name} with output_router_logits=True adds a loss that is a mean "
+            f"over a batch. {_NO_SPLIT}"
+        )
+
+
+def warn_of_idle_ranks(microbatches: int) -> None:
+    """Log a warning for fewer ``microbatches`` than pipeline ranks."""
+    ranks = parallel_state.get_pipeline_model_parallel_size()
+    if microbatches < ranks:
+        logger.warning(
+            f"{microbatches} microbatches in a step leave most of {ranks} pipeline ranks idle. Set "
+            f"gradient_accumulation_steps, or num_microbatches, which splits each batch, to {2 * ranks} or more."
+        )

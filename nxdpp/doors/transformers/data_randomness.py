@@ -1,0 +1,94 @@
+"""Random numbers of data sets, samplers and collators: a stream of their own, equal on all ranks.
+
+The dropout of each stage draws different numbers from the generators of its rank. A collator that also draws,
+to mask tokens for example, would make a different batch on each rank of a pipeline::
+
+    generators of a rank      dropout
+    DataRandomness            batches: from the states of rank 0 at the first batch
+"""
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+States = tuple[Any, ...]
+"""States of Python's, NumPy's and torch's generators on the CPU, of values that compare by ``==``."""
+
+
+class DataRandomness:
+    """The stream of random numbers that batches are made with.
+
+    A training or an evaluation continues the stream of the one before. A generator that the program has changed in
+    between, such as by a seed, begins anew from its state on rank 0.
+    """
+
+    def __init__(self) -> None:
+        self._stream: States | None = None
+        self._at_end: States | None = None
+        self._calls = 0
+        self._has_begun = False
+
+    @property
+    def stream(self) -> States | None:
+        """The states of the stream; ``None`` before the first batch. A checkpoint holds them."""
+        return self._stream
+
+    def resume(self, stream: States) -> None:
+        """Continue with the ``stream`` of a checkpoint; every rank calls it."""
+        self._stream = stream
+        self._has_begun = True
+
+    @contextmanager
+    def of_call(self) -> Iterator[None]:
+        """Mark a training or an evaluation; an evaluation may run inside a training."""
+        if not self._calls:
+            self._has_begun = False
+        self._calls += 1
+        try:
+            yield
+        finally:
+            self._calls -= 1
+            self._at_end = _states()
+
+    @contextmanager
+    def fetching(self) -> Iterator[None]:
+        """Draw from the stream in the block, which reads batches; the first block of a call is collective."""
+        if dist.get_world_size() == 1:
+            yield
+            return
+        own = _states()
+        if not self._has_begun:
+            self._begin(own)
+        assert self._stream is not None
+        _set(self._stream)
+        try:
+            yield
+        finally:
+            self._stream = _states()
+            _set(own)
+
+    def _begin(self, own: States) -> None:
+        known, at_end = self._stream or own, self._at_end or own
+        is_first = self._stream is None
+        begun = [state if is_first or state != end else None for state, end in zip(own, at_end, strict=True)]
+        dist.broadcast_object_list(begun, src=0)
+        self._stream = tuple(state or old for state, old in zip(begun, known, strict=True))
+        self._has_begun = True
+
+
+def _states() -> States:
+    name, keys, *others = cast(tuple[Any, ...], np.random.get_state())
+    return random.getstate(), (name, keys.tobytes(), *others), torch.get_rng_state().numpy().tobytes()
+
+
+def _set(states: States) -> None:
+    of_python, (name, keys, *others), of_torch = states
+    version, numbers, following = of_python
+    random.setstate((version, tuple(numbers), following))
+    np.random.set_state((name, np.frombuffer(keys, dtype=np.uint32), *others))
+    torch.set_rng_state(torch.frombuffer(bytearray(of_torch), dtype=torch.uint8))

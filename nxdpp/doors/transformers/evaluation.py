@@ -1,0 +1,238 @@
+"""Evaluation of ``PipelineTrainer``: a window of batches is one pass through the stages; all ranks get its results.
+
+::
+
+    batches             0 1 2 3 │ 4 5 6 7 │ 8     windows: the microbatches of one pass
+    prediction_step     ▲         ▲         ▲     runs the window; for its other batches it returns the results
+"""
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from itertools import islice
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from accelerate.state import GradientState
+from accelerate.utils import recursively_apply
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+from transformers import Trainer
+from transformers.trainer_pt_utils import nested_detach
+from transformers.trainer_utils import EvalLoopOutput, PredictionOutput
+
+from nxdpp.doors.transformers.data import check_divided
+from nxdpp.doors.transformers.data_randomness import DataRandomness
+from nxdpp.doors.transformers.pipelined_model import TrainerModel
+from nxdpp.ranks import parallel_state
+
+Prediction = tuple[torch.Tensor | None, Any, Any]
+"""Loss, logits and labels of a batch, each on all ranks of the pipeline."""
+
+
+class Windows:
+    """The batches of ``loader``, read in windows and given one by one; other attributes come from the loader.
+
+    accelerate asks it for the end of the data, in place of the loader, which has read ahead. Batches are read in
+    ``fetching()``.
+
+    Attributes:
+        window: the batches of the present window that were not given yet, before each one is given.
+        end_of_dataloader: ``True`` from the last batch on.
+        remainder: rows of the last batch of all replicas; 0 for a full one, and -1 if the data has no length.
+    """
+
+    def __init__(
+        self, loader: DataLoader[Any], size: int, fetching: Callable[[], AbstractContextManager[None]]
+    ) -> None:
+        self.loader = loader
+        self.size = size
+        self._fetching = fetching
+        self.window: list[Any] = []
+        self.end_of_dataloader = False
+        self.remainder = -1
+
+    def __iter__(self) -> Iterator[Any]:
+        self.end_of_dataloader = False
+        with self._fetching():
+            batches = iter(self.loader)
+            ahead = list(islice(batches, self.size))
+        self.remainder = getattr(self.loader, "remainder", -1)
+        state = GradientState()
+        state._add_dataloader(self)
+        try:
+            while ahead:
+                self.window = ahead
+                with self._fetching():
+                    ahead = list(islice(batches, self.size))
+                while self.window:
+                    self.end_of_dataloader = not ahead and len(self.window) == 1
+                    yield self.window[0]
+                    self.window = self.window[1:]
+        finally:
+            state._remove_dataloader(self)
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "loader":
+            raise AttributeError(name)
+        return getattr(self.loader, name)
+
+
+class EvaluatingTrainer(Trainer):
+    """The evaluations of ``PipelineTrainer``, each collective over all ranks."""
+
+    pipelined: TrainerModel
+    _randomness: DataRandomness
+    _windows: Windows | None = None
+    _predictions: deque[Prediction]
+    _takes_items: bool | None = None
+    _evaluated: int = 0
+
+    def evaluation_loop(
+        self,
+        dataloader: DataLoader[Any],
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """Evaluate as ``Trainer.evaluation_loop``, with the results of each replica counted once.
+
+        Raises ``ValueError`` for a ``dataloader`` that gives all rows to each replica.
+        """
+        check_divided(dataloader)
+        # A subclass's prediction_step may change its batch, so no other batch can run before it.
+        is_own = type(self).prediction_step is not EvaluatingTrainer.prediction_step
+        size = 1 if is_own else 2 * parallel_state.get_pipeline_model_parallel_size()
+        windows = Windows(dataloader, size, self._randomness.fetching)
+        self._windows, self._predictions = windows, deque()
+        self.gather_function = lambda data: gathered(data, windows)
+        try:
+            of_windows = cast("DataLoader[Any]", windows)
+            with self._randomness.of_call():
+                output: EvalLoopOutput = super().evaluation_loop(
+                    of_windows, description, prediction_loss_only, ignore_keys, metric_key_prefix
+                )
+            self._evaluated = output.num_samples or 0
+            return output
+        finally:
+            self._windows = None
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Log as ``Trainer``, with the steps of an evaluation counted for each replica, not for each rank."""
+        self._correct_speed(logs)
+        super().log(logs, start_time)
+
+    def predict(
+        self, test_dataset: Dataset[Any], ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
+    ) -> PredictionOutput:
+        """Predict as ``Trainer``; all ranks get all predictions."""
+        output: PredictionOutput = super().predict(test_dataset, ignore_keys, metric_key_prefix)
+        self._correct_speed(output.metrics or {})
+        return output
+
+    def _correct_speed(self, metrics: dict[str, float]) -> None:
+        rows = self.args.eval_batch_size * parallel_state.get_data_parallel_size()
+        for key in metrics:
+            prefix, found, _ = key.partition("_steps_per_second")
+            runtime = metrics.get(f"{prefix}_runtime", 0.0)
+            if found and prefix != "train" and runtime:
+                metrics[key] = round(math.ceil(self._evaluated / rows) / runtime, 3)
+
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> Prediction:
+        """Run the window of ``inputs`` with its first batch, and return the results for ``inputs``."""
+        if self._windows is None or self._windows.window[0] is not inputs:
+            return self._predict([inputs], prediction_loss_only, ignore_keys)[0]
+        if not self._predictions:
+            self._predictions.extend(self._predict(self._windows.window, prediction_loss_only, ignore_keys))
+        return self._predictions.popleft()
+
+    def with_items(self, microbatches: list[dict[str, Any]], items: Any) -> list[dict[str, Any]]:
+        """Return ``microbatches`` with the number of ``items`` of them all, if the model's loss depends on it."""
+        if items is None or not self.model_accepts_loss_kwargs:
+            return microbatches
+        given = [{**microbatch, "num_items_in_batch": float(items)} for microbatch in microbatches]
+        if self._takes_items is None:
+            self._takes_items = self.pipelined.pipeline.takes_number_of_items(given[0])
+        return given if self._takes_items else microbatches
+
+    def _predict(
+        self, batches: list[dict[str, Any]], loss_only: bool, ignore_keys: list[str] | None
+    ) -> list[Prediction]:
+        if len({tuple(batch) for batch in batches}) > 1:
+            # A pass runs one graph.
+            return [self._predict([batch], loss_only, ignore_keys)[0] for batch in batches]
+        prepared = [self._prepare_inputs(batch) for batch in batches]
+        has_loss = self._has_loss(prepared[0])
+        labels = [self._labels(batch) if has_loss else None for batch in prepared]
+        items = [self._get_num_items_in_batch([batch], self.args.device) if has_loss else None for batch in prepared]
+        prepared = [self.with_items([batch], number)[0] for batch, number in zip(prepared, items, strict=True)]
+        are_given = "num_items_in_batch" in prepared[0]
+        with self.compute_loss_context_manager(), self.accelerator.autocast():
+            if loss_only and not has_loss:
+                return [(None, None, None)] * len(prepared)
+            # Each replica has its part of the mean over all items.
+            share = parallel_state.get_data_parallel_size() if are_given else 1
+            if loss_only:
+                return [
+                    (loss.mean() * share, None, None) for loss in self.pipelined.pipeline.eval_microbatches(prepared)
+                ]
+            outputs = self.pipelined.pipeline.eval_microbatches(prepared, outputs=True)
+        results: list[Prediction] = []
+        for output, label in zip(outputs, labels, strict=True):
+            loss = None
+            if has_loss:
+                loss = (output["loss"] if isinstance(output, dict) else output[0]).mean() * share
+            results.append((loss, self._logits(output, has_loss, ignore_keys), label))
+        return results
+
+    def _has_loss(self, inputs: Mapping[str, Any]) -> bool:
+        if self.label_names:
+            return all(inputs.get(name) is not None for name in self.label_names)
+        asked = inputs.get("return_loss")
+        return bool(self.can_return_loss if asked is None else asked)
+
+    def _labels(self, inputs: Mapping[str, Any]) -> Any:
+        labels = nested_detach(tuple(inputs.get(name) for name in self.label_names))
+        return labels[0] if len(labels) == 1 else labels
+
+    def _logits(self, output: Any, has_loss: bool, ignore_keys: list[str] | None) -> Any:
+        if ignore_keys is None:
+            config = getattr(self.model, "config", None)
+            ignore_keys = getattr(config, "keys_to_ignore_at_inference", ["past_key_values"]) if config else []
+        if isinstance(output, dict):
+            left_out = [*ignore_keys, *(["loss"] if has_loss else [])]
+            logits: Any = tuple(value for name, value in output.items() if name not in left_out)
+        else:
+            logits = output[1:] if has_loss else output
+        logits = nested_detach(logits)
+        return logits[0] if len(logits) == 1 else logits
+
+
+def gathered(data: Any, windows: Windows) -> Any:
+    """Return ``data`` (B, ...) of all replicas, (replicas * B, ...), without the rows that fill up the last batch.
+
+    Collective over the replicas. ``data`` are tensors of equal shapes on all of them, also nested.
+    """
+    rows = windows.remainder if windows.end_of_dataloader and windows.remainder > 0 else None
+
+    def gather(tensor: torch.Tensor) -> torch.Tensor:
+        own = tensor[None] if tensor.ndim == 0 else tensor.contiguous()
+        parts = [own]
+        if parallel_state.get_data_parallel_size() > 1:
+            parts = [torch.empty_like(own) for _ in range(parallel_state.get_data_parallel_size())]
+            dist.all_gather(parts, own, group=parallel_state.get_data_parallel_group())
+        return torch.cat(parts)[:rows]
+
+    return recursively_apply(gather, data, error_on_other_type=True)

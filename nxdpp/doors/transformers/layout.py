@@ -1,0 +1,75 @@
+"""Start of model parallelism for the world of ``TrainingArguments``, and the parameters of a model in parts."""
+
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from transformers import TrainingArguments
+
+from nxdpp.ranks import parallel_state
+from nxdpp.tensor.embedding import ParallelEmbedding
+
+
+def initialize(args: TrainingArguments, ranks: int | None) -> None:
+    """Start model parallelism with ``ranks`` in a pipeline, by default all; collective over all ranks.
+
+    Raises ``ValueError`` if it runs with different sizes, or on a different kind of device than ``args``.
+    """
+    is_cpu = args.device.type == "cpu"
+    if not parallel_state.model_parallel_is_initialized():
+        world = dist.get_world_size() if dist.is_initialized() else int(args.world_size)
+        size = world if ranks is None else ranks
+        parallel_state.initialize_model_parallel(pipeline_model_parallel_size=size, backend="gloo" if is_cpu else None)
+    found = parallel_state.get_pipeline_model_parallel_size()
+    if ranks is not None and ranks != found:
+        raise ValueError(
+            f"pipeline_parallel_size={ranks}, and initialize_model_parallel was called with {found}. Leave it out."
+        )
+    device = parallel_state.local_device()
+    if device.type != args.device.type:
+        raise ValueError(
+            f"the pipeline is on {device}, and TrainingArguments on {args.device}: set use_cpu={device.type == 'cpu'}."
+        )
+
+
+def number_of_parameters(model: nn.Module) -> int:
+    """Return the number of parameters without embeddings, counting divided parameters whole."""
+    embeddings = {
+        id(parameter)
+        for module in model.modules()
+        if isinstance(module, nn.Embedding | ParallelEmbedding)
+        for parameter in module.parameters(recurse=False)
+    }
+    size = parallel_state.get_tensor_model_parallel_size()
+    return sum(
+        parameter.numel() * (getattr(parameter, "num_partitions", size) if _is_divided(parameter) else 1)
+        for parameter in model.parameters()
+        if id(parameter) not in embeddings
+    )
+
+
+def _is_divided(parameter: nn.Parameter) -> bool:
+    return bool(getattr(parameter, "tensor_model_parallel", False))
+
+
+def keep_own_parameters(optimizer: Any, model: nn.Module) -> None:
+    """Remove the parameters of ``model`` that other ranks have from the groups of ``optimizer``; not collective.
+
+    Empty groups stay. An ``optimizer`` without groups is left as it is.
+
+    A subclass's ``create_optimizer`` may make it over the whole model, after the model is cut::
+
+        groups of the subclass    [a, b]  [c, d]      b and c are other ranks' parameters, on the meta device
+        groups afterwards         [a]     [d]
+    """
+    others = {id(parameter) for parameter in model.parameters() if parameter.is_meta}
+    for group in getattr(optimizer, "param_groups", []):
+        before = list(group["params"])
+        # Another object may have the same list: torch's LBFGS has.
+        group["params"][:] = [each for each in before if id(each) not in others]
+        if "param_names" in group:
+            pairs = zip(group["param_names"], before, strict=True)
+            group["param_names"][:] = [name for name, each in pairs if id(each) not in others]
+        for each in before:
+            if id(each) in others:
+                optimizer.state.pop(each, None)

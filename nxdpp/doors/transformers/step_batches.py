@@ -1,0 +1,117 @@
+"""The batches of an optimizer step, which all run with the first one, as they are or each split by rows.
+
+::
+
+    get_batch_samples   0 1 2 3        begin
+    training_step       ▲ · · ·        loss_of: the first one runs all; each returns the loss of its batch
+"""
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+
+class StepBatches:
+    """The batches of an optimizer step that ``training_step`` has not received yet, and their losses after they ran."""
+
+    def __init__(self) -> None:
+        self._batches: deque[_Batch] = deque()
+        self._losses: deque[torch.Tensor] = deque()
+
+    def clear(self) -> None:
+        """Forget an unfinished step."""
+        self._batches.clear()
+        self._losses.clear()
+
+    def begin(self, batches: Sequence[Any]) -> None:
+        """Begin a step of ``batches``. Raises ``ValueError`` for an earlier step that was left unfinished."""
+        self.check_ended()
+        self._batches = deque(map(_Batch, batches))
+
+    def check_ended(self) -> None:
+        """Raise ``ValueError`` for a step that was left before its end; not collective."""
+        if self._losses:
+            raise ValueError(
+                f"a callback has ended an epoch, or the training, inside of an optimizer step, {len(self._losses)} "
+                f"batches before its end, and the gradients are those of all its batches. Set "
+                f"control.should_epoch_stop or should_training_stop in on_step_end."
+            )
+
+    def loss_of(self, inputs: Any, run: Callable[[list[Any]], list[torch.Tensor]]) -> torch.Tensor:
+        """Return the loss of the batch ``inputs``, after ``run`` for all batches of the step.
+
+        Outside of a step only ``inputs`` run.
+
+        Raises:
+            ValueError: for a batch that is not the next one of the step, and for one that was changed.
+        """
+        if not self._batches:
+            return run([inputs])[0]
+        if not self._batches[0].is_unchanged(inputs):
+            raise ValueError(
+                "training_step was given another batch than the data loader's next one, or a changed one. All batches "
+                "of an optimizer step run with the first, so a training_step of one's own cannot change them, or run "
+                "them twice. Change them in data_collator."
+            )
+        if not self._losses:
+            self._losses.extend(run([each.batch for each in self._batches]))
+        self._batches.popleft()
+        return self._losses.popleft()
+
+
+class _Batch:
+    """A batch as the data loader gave it."""
+
+    def __init__(self, batch: Any) -> None:
+        self.batch = batch
+        self._values = dict(batch) if isinstance(batch, Mapping) else {}
+        self._versions = _versions(self._values)
+
+    def is_unchanged(self, inputs: Any) -> bool:
+        """Return whether ``inputs`` are this batch, with its values."""
+        if inputs is not self.batch:
+            return False
+        values = dict(inputs) if isinstance(inputs, Mapping) else {}
+        return (
+            values.keys() == self._values.keys()
+            and all(values[name] is value for name, value in self._values.items())
+            and _versions(values) == self._versions
+        )
+
+
+def _versions(values: Mapping[str, Any]) -> dict[str, int]:
+    """The numbers of changes in place of the tensors among ``values``; tensors of inference mode have none."""
+    return {
+        name: value._version
+        for name, value in values.items()
+        if isinstance(value, torch.Tensor) and not value.is_inference()
+    }
+
+
+def split_rows(batch: Mapping[str, Any], parts: int) -> list[dict[str, Any]]:
+    """Return ``batch`` in at most ``parts`` parts of its rows: ``(b, ...)`` of each tensor ``(B, ...)``.
+
+    Fewer rows than parts give a part each. Values other than tensors go whole to each part.
+
+    Raises:
+        ValueError: for tensors with different first dimensions.
+    """
+    if parts == 1:
+        return [dict(batch)]
+    sizes = {name: value.size(0) for name, value in batch.items() if isinstance(value, torch.Tensor) and value.ndim}
+    if len(set(sizes.values())) != 1:
+        raise ValueError(
+            f"num_microbatches splits each batch by rows, and its tensors have other first dimensions: {sizes}. Use "
+            f"num_microbatches=gradient_accumulation_steps, which splits no batch."
+        )
+    rows = min(parts, next(iter(sizes.values())))
+    columns = {name: value.tensor_split(rows) if name in sizes else [value] * rows for name, value in batch.items()}
+    return [{name: column[part] for name, column in columns.items()} for part in range(rows)]
+
+
+def joined(losses: Sequence[torch.Tensor], counts: Sequence[int]) -> list[torch.Tensor]:
+    """Return the loss of each batch: the sum of the losses of its parts. Batch ``i`` has ``counts[i]`` parts."""
+    ends = [sum(counts[: number + 1]) for number in range(len(counts))]
+    return [torch.stack(list(losses[end - count : end])).sum() for end, count in zip(ends, counts, strict=True)]

@@ -1,0 +1,1 @@
+"""Gradients over data-parallel replicas: average, norm, scaler, and optimizers with sharded state."""

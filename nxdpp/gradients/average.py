@@ -1,0 +1,227 @@
+"""Average or sum of gradients over the data-parallel ranks, in flat buckets with one all-reduce each.
+
+``overlapped_average`` begins the buckets during the backwards of a step.
+"""
+
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from nxdpp.gradients.buckets import (
+    BUCKET_BYTES,
+    Combination,
+    Hook,
+    Memory,
+    SentBucket,
+    begin,
+    cut,
+    places_in,
+    send_all,
+    unpack,
+)
+from nxdpp.gradients.gradient_dtype import dense, gradient_dtype, zero_gradient
+from nxdpp.ranks import parallel_state
+from nxdpp.ranks.faults import failure_watch
+from nxdpp.ranks.host_wire import needs_host
+
+
+def average_gradients(
+    parameters: Iterable[nn.Parameter],
+    group: ProcessGroup,
+    control: ProcessGroup,
+    notes: Sequence[int] = (),
+    check: Callable[[list[int]], None] | None = None,
+    mean: bool = True,
+) -> None:
+    """Replace each parameter's ``.grad`` by its mean over ``group``, or its sum; collective over ``group``.
+
+    ``control`` is a group over the same ranks that takes CPU tensors: hosts tell each other over it which gradients
+    they have, without a wait for their devices.
+
+    All ranks must give the same parameters in the same order. Parameters without ``requires_grad`` are skipped. A
+    gradient that is ``None`` on some ranks counts as zeros there. One that is ``None`` on all ranks stays ``None``. A
+    bucket holds gradients of one dtype and device, up to 25 MiB, or a single larger gradient. Sums are in the
+    gradients' dtype.
+
+    ``notes``, numbers of 32 bits, are sent in the first message. ``check`` gets the largest of all ranks, and may raise
+    before a gradient is sent.
+
+    Raises ``ValueError`` for sparse gradients.
+    """
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    if dist.get_world_size(group) == 1 or not trained:
+        return
+    largest = largest_flags(trained, control, notes)
+    if check is not None:
+        check(largest[: len(notes)])
+    gradients = gradients_of_any_rank(trained, largest[len(notes) :])
+    combine(cut(gradients), group, Combination.over(group, mean))
+
+
+def reduce_gradients(
+    parameters: Iterable[nn.Parameter],
+    group: ProcessGroup,
+    control: ProcessGroup,
+    *,
+    mean: bool = True,
+    before: Sequence[Hook] = (),
+    after: Sequence[Hook] = (),
+    bucket_bytes: int = BUCKET_BYTES,
+) -> None:
+    """Replace each parameter's ``.grad`` by its mean over ``group``, or its sum, in place and in buckets.
+
+    Collective over ``group``. Parameters without ``requires_grad`` are skipped; one that is given twice counts once. A
+    gradient that is ``None`` on some ranks counts as zeros there. One that is ``None`` on all ranks stays ``None``.
+
+    Args:
+        parameters: the same ones in the same order on all ranks.
+        group: the ranks whose gradients become one.
+        control: a group over the same ranks that takes CPU tensors.
+        mean: ``False`` for the sum.
+        before: functions of a flat bucket of this rank's gradients, of shape (elements,), which change it in place.
+            They run in their order, before the division of a mean.
+        after: functions of the flat bucket of the result, likewise. The result of a function is not used.
+        bucket_bytes: largest size of a bucket, unless a single gradient is larger.
+
+    Raises:
+        ValueError: for sparse gradients, and for ``bucket_bytes`` below 1.
+        RuntimeError: for different parameters or a different ``mean`` on some ranks, before anything is changed.
+    """
+    if bucket_bytes < 1:
+        raise ValueError(f"bucket_bytes must be at least 1, not {bucket_bytes}: the default is {BUCKET_BYTES}.")
+    trained = list({id(each): each for each in parameters if each.requires_grad}.values())
+    if dist.get_world_size(group) == 1 and not before and not after:
+        return
+    with failure_watch.reported():
+        kinds = [mean, bucket_bytes, *((tuple(each.shape), gradient_dtype(each)) for each in trained)]
+        remedy = "Give the same parameters in the same order, with the same requires_grad, on every rank."
+        _check_alike(kinds, len(trained), control, "reduce_gradients", "parameters", remedy)
+        if not trained:
+            return
+        gradients = gradients_of_any_rank(trained, largest_flags(trained, control))
+        combination = Combination(dist.get_world_size(group) if mean else 1, before, after)
+        combine(cut(gradients, bucket_bytes), group, combination)
+
+
+def bucket_allreduce_gradients(grads_list: Sequence[torch.Tensor], reduce_over_ep_group: bool = False) -> None:
+    """Replace each gradient by its mean over the data-parallel group, in place and in buckets.
+
+    Collective over the group. All its ranks give gradients of the same shapes and dtypes in the same order. The last
+    ones are sent first: a backward computes them first. ``run_train`` averages gradients already, unless it runs in
+    ``no_sync()`` or with ``use_zero1_optimizer=True``.
+
+    Args:
+        grads_list: dense tensors. One that is given twice is averaged once.
+        reduce_over_ep_group: ``False``; there is no expert parallelism.
+
+    Raises:
+        ValueError: for ``reduce_over_ep_group=True`` and for sparse tensors.
+        TypeError: for something other than a tensor.
+        RuntimeError: for different shapes or dtypes on some ranks, before anything is changed.
+    """
+    if reduce_over_ep_group:
+        raise ValueError("reduce_over_ep_group=True is not supported: there is no expert parallelism.")
+    for gradient in grads_list:
+        if not isinstance(gradient, torch.Tensor):
+            raise TypeError(f"grads_list has {gradient!r:.80} in it: leave out parameters without a gradient.")
+        if gradient.layout != torch.strided:
+            raise ValueError("grads_list has a sparse gradient: build its embedding with sparse=False.")
+    group, control = parallel_state.get_data_parallel_group(), parallel_state.get_data_parallel_control_group()
+    if dist.get_world_size(group) > 1:
+        gradients = list({id(gradient): gradient for gradient in grads_list}.values())
+        with failure_watch.reported():
+            kinds = [(tuple(gradient.shape), gradient.dtype) for gradient in gradients]
+            remedy = "Give zeros for a parameter that has no gradient on this rank."
+            _check_alike(kinds, len(gradients), control, "bucket_allreduce_gradients", "gradients", remedy)
+            combine(cut(gradients[::-1]), group, Combination.over(group, mean=True))
+
+
+def combine(buckets: Iterable[list[torch.Tensor]], group: ProcessGroup, combination: Combination) -> None:
+    """Replace each gradient of ``buckets`` by its ``combination`` over ``group``, in place; collective over ``group``.
+
+    All ranks give tensors of the same shapes and dtypes in the same order.
+    """
+    with torch.no_grad():
+        send_all(partial(start, bucket, group, combination) for bucket in buckets)
+
+
+def start(
+    bucket: list[torch.Tensor],
+    group: ProcessGroup,
+    combination: Combination,
+    in_place: bool = True,
+    memory: Memory | None = None,
+) -> SentBucket:
+    """Start the all-reduce of ``bucket``. With ``in_place`` the only gradient of a bucket is summed in its memory.
+
+    ``memory`` returns uint8 memory of a number of bytes on a device, for the flat vector. By default it is new.
+    """
+    is_through_host = needs_host(bucket[0], group)
+    is_in_place = in_place and not is_through_host and len(bucket) == 1 and bucket[0].is_contiguous()
+    if is_in_place:
+        flat = bucket[0].view(-1)
+        combination.prepare(flat)
+    else:
+        device = torch.device("cpu") if is_through_host else bucket[0].device
+        count, dtype = sum(gradient.numel() for gradient in bucket), bucket[0].dtype
+        if memory is None:
+            flat = torch.empty(count, dtype=dtype, device=device)
+        else:
+            flat = memory(device, count * dtype.itemsize).view(dtype)
+
+    def all_reduce(gradients: Sequence[torch.Tensor]) -> dist.Work | None:
+        if not is_in_place:
+            combination.pack(gradients, places_in(flat, gradients), flat)
+        work: dist.Work | None = dist.all_reduce(flat, group=group, async_op=True)
+        return work
+
+    def take(result: torch.Tensor) -> None:
+        if not is_in_place:
+            unpack(result, bucket)
+
+    work = begin(bucket, is_through_host, all_reduce)
+    return SentBucket(flat, work, take, combination.after, 0 if is_in_place else flat.nbytes)
+
+
+def largest_flags(trained: Sequence[nn.Parameter], control: ProcessGroup, notes: Sequence[int] = ()) -> list[int]:
+    """Return the largest ``notes`` of all ranks, then 1 for each parameter that has a gradient on any rank, else 0."""
+    present = [parameter.grad is not None for parameter in trained]
+    flags = torch.tensor([*notes, *present], dtype=torch.int32, device="cpu")
+    dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=control)
+    largest: list[int] = flags.tolist()
+    return largest
+
+
+def gradients_of_any_rank(trained: Sequence[nn.Parameter], anywhere: Sequence[int]) -> list[torch.Tensor]:
+    """Return the gradients that any rank has, the same list on all ranks; missing ones become zeros on this rank."""
+    gradients = []
+    for parameter, is_anywhere in zip(trained, anywhere, strict=True):
+        if is_anywhere:
+            if parameter.grad is None:
+                parameter.grad = zero_gradient(parameter)
+            gradients.append(dense(parameter.grad, parameter))
+    return gradients
+
+
+def _check_alike(
+    kinds: Sequence[object], count: int, control: ProcessGroup, caller: str, things: str, remedy: str
+) -> None:
+    """Raise ``RuntimeError`` on all ranks of ``control`` unless their ``kinds``, as text, are equal.
+
+    Collective over ``control``. The message has the least and the largest ``count`` of ``things``, and ends with
+    ``remedy``.
+    """
+    numbers = (count, zlib.crc32(repr(kinds).encode()))
+    both = torch.tensor([*numbers, *(-number for number in numbers)], device="cpu")
+    dist.all_reduce(both, dist.ReduceOp.MAX, control)
+    largest, negative = both.chunk(2)
+    if not torch.equal(largest, -negative):
+        raise RuntimeError(
+            f"the data-parallel ranks give {caller} other {things}, {-int(negative[0])} to {int(largest[0])} of them, "
+            f"and this rank {count}: each would be averaged with another's. {remedy}"
+        )

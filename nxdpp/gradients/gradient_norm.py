@@ -1,0 +1,155 @@
+"""Norm and clipping of the gradients of the whole model, over all ranks that hold a part of it.
+
+A gradient that several ranks have counts once. ``counted_share`` gives the share that each of them adds::
+
+    parameter                                    tensor ranks 0, 1      pipeline ranks 0, 3
+    on each tensor rank (a norm)                 1/2  1/2
+    split over them (tensor_model_parallel)      1    1
+    tied over pipeline ranks (shared)                                   1    0
+
+Data-parallel replicas have equal gradients once these are averaged, so the norm of one replica is the model's norm.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from nxdpp.ranks import parallel_state
+from nxdpp.ranks.faults import failure_watch
+from nxdpp.ranks.faults.board import board
+from nxdpp.ranks.host_wire import from_wire, on_wire
+
+
+@torch.no_grad()
+def clip_grad_norm(
+    parameters: torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> torch.Tensor:
+    """Scale the gradients of the whole model in place so that their norm is ``max_norm`` at most; return the norm.
+
+    Collective over the tensor and pipeline ranks of a replica: each gives its own parameters, and calls it even if it
+    has none. Gradients must be ready for the step: averaged over replicas, and unscaled (``scaler.unscale_``). The
+    result equals ``torch.nn.utils.clip_grad_norm_`` on the unwrapped model, to rounding.
+
+    Args:
+        parameters: of this rank. One that is given twice counts once.
+        max_norm: largest norm, above 0. Infinity only measures.
+        norm_type: order of the norm, above 0; infinity is for the largest absolute value.
+        error_if_nonfinite: raise if the norm is NaN or infinite, on all ranks alike. The rank then waits for its
+            device.
+
+    Returns:
+        The norm before clipping, a float32 tensor without dimensions on the device of the gradients, equal on all
+        ranks.
+
+    Raises:
+        ValueError: for an invalid ``max_norm`` or ``norm_type``, and for sparse gradients.
+        RuntimeError: in the debug mode, before ``initialize_model_parallel``, and for ``error_if_nonfinite``.
+    """
+    order = _checked_order(max_norm, norm_type)
+    parallel_state.refuse_in_debug("clip_grad_norm")
+    given = [parameters] if isinstance(parameters, torch.Tensor) else parameters
+    trained = list({id(each): each for each in given if each.grad is not None}.values())
+    gradients = [each.grad for each in trained if each.grad is not None]
+    _check_dense(gradients)
+    shares = [counted_share(each) for each in trained]
+    with board.call("clip_grad_norm"), failure_watch.reported():
+        norm = total_norm(gradients, shares, order, [parallel_state.get_model_parallel_group()])
+    if error_if_nonfinite and not norm.isfinite():
+        raise RuntimeError(
+            f"the norm of the gradients of the whole model is {norm.item()}. Look for the layer or the loss that is "
+            f"not finite; error_if_nonfinite=False clips all the same."
+        )
+    if max_norm != math.inf:
+        nn.utils.clip_grads_with_norm_(trained, max_norm, norm)
+    return norm
+
+
+def counted_share(parameter: torch.Tensor) -> float:
+    """Return the share of the gradient of ``parameter`` that this rank adds to the norm of its replica.
+
+    Reads NxD's attributes: ``shared``, ``tensor_model_parallel`` and ``num_partitions``.
+    """
+    if getattr(parameter, "shared", False):
+        return 0.0
+    size = parallel_state.get_tensor_model_parallel_size()
+    if not getattr(parameter, "tensor_model_parallel", False):
+        return 1 / size
+    # Fewer partitions than ranks: several ranks hold each of them, as with kv_size_multiplier.
+    return min(1.0, getattr(parameter, "num_partitions", size) / size)
+
+
+def total_norm(
+    gradients: Sequence[torch.Tensor], shares: Sequence[float], norm_type: float, groups: Sequence[ProcessGroup]
+) -> torch.Tensor:
+    """Return the norm of the gradients of all ranks of ``groups``, without a wait for the device.
+
+    Collective over ``groups``, with one all-reduce of one number in each group of several ranks.
+
+    Args:
+        gradients: of this rank, of any dtypes and devices.
+        shares: the share of each gradient that this rank adds; over all ranks with the gradient they sum to 1.
+        norm_type: order of the norm, above 0.
+        groups: each rank of the job that adds gradients is reached through one group after the other.
+    """
+    device = gradients[0].device if gradients else parallel_state.local_device()
+    is_largest = norm_type == math.inf
+    # In float64: the square of a large norm, or the tenth power of a small one, is out of float32's range.
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for share, norms in _norms(gradients, shares, norm_type, device):
+        # torch.maximum keeps NaN, as torch's norm does.
+        total = torch.maximum(total, norms.amax()) if is_largest else total + norms.pow(norm_type).sum() * share
+    if not is_largest:
+        return _over(groups, total, dist.ReduceOp.SUM).pow(1 / norm_type).float()
+    # gloo's maximum of NaN and a number may be the number: NaN goes along as a flag.
+    largest, is_nan = _over(
+        groups, torch.stack([total.nan_to_num(nan=0.0, posinf=math.inf), total.isnan()]), dist.ReduceOp.MAX
+    )
+    return torch.where(is_nan > 0, math.nan, largest).float()
+
+
+def _norms(
+    gradients: Sequence[torch.Tensor], shares: Sequence[float], norm_type: float, device: torch.device
+) -> Iterator[tuple[float, torch.Tensor]]:
+    """Yield shares with the norms of their gradients: float64 of shape (number of gradients,) on ``device``."""
+    alike: dict[tuple[torch.device, torch.dtype, float], list[torch.Tensor]] = {}
+    for gradient, share in zip(gradients, shares, strict=True):
+        # The largest value of an empty tensor is an error in torch.
+        if share and gradient.numel():
+            alike.setdefault((gradient.device, gradient.dtype, share), []).append(gradient)
+    for (_, dtype, share), group in alike.items():
+        wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+        yield share, torch.stack(torch._foreach_norm(group, norm_type, dtype=wide)).to(device, torch.float64)
+
+
+def _over(groups: Sequence[ProcessGroup], value: torch.Tensor, operation: dist.ReduceOp.RedOpType) -> torch.Tensor:
+    device = value.device
+    for group in groups:
+        if dist.get_world_size(group) > 1:
+            value = on_wire(value, group)
+            dist.all_reduce(value, operation, group)
+    return from_wire(value, device)
+
+
+def _checked_order(max_norm: float, norm_type: float) -> float:
+    order = float(norm_type)
+    if not order > 0:
+        raise ValueError(f"norm_type must be above 0 or infinity, not {norm_type!r}: 2 is the Euclidean norm.")
+    if not float(max_norm) > 0:
+        raise ValueError(f"max_norm must be above 0, not {max_norm!r}. float('inf') measures and does not clip.")
+    return order
+
+
+def _check_dense(gradients: Sequence[torch.Tensor]) -> None:
+    for gradient in gradients:
+        if gradient.layout != torch.strided:
+            raise ValueError(
+                f"a gradient of shape {tuple(gradient.shape)} is sparse, and sparse gradients cannot be clipped: build "
+                f"its embedding with sparse=False."
+            )

@@ -1,0 +1,178 @@
+"""Gradients of some parameters, reduced over the replicas once for each step, with marks that show later changes.
+
+::
+
+    reduce ─▶ set ─▶ reduce again: the same gradients, nothing to do
+                 ├─▶ zero_grad, backward, reduce again: other gradients, reduce them
+                 └─▶ backward: RuntimeError, it would add one replica's gradient to the sum of all
+"""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.utils.hooks import RemovableHandle
+
+from nxdpp.gradients.average import reduce_gradients
+from nxdpp.gradients.buckets import BUCKET_BYTES, Hook
+
+_REMEDY = "Call zero_grad() of the optimizer before the next backward."
+
+
+class ReductionMarks:
+    """The gradients of one reduction.
+
+    Args:
+        control: a group over the replicas that takes CPU tensors; ``None`` for one replica.
+    """
+
+    def __init__(self, control: ProcessGroup | None) -> None:
+        self._control = control
+        self._parameters: list[nn.Parameter] = []
+        self._marked: dict[int, tuple[torch.Tensor, int]] = {}
+        self._hooks: list[RemovableHandle] = []
+        self._is_after_step = False
+        self.is_set = False
+
+    def set(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Mark the gradients that ``parameters`` have now."""
+        self.clear()
+        self._parameters = list(parameters)
+        for parameter in self._parameters:
+            if parameter.grad is not None:
+                self._marked[id(parameter)] = parameter.grad, parameter.grad._version
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(self._refuse_addition))
+        self.is_set = True
+
+    def clear(self) -> None:
+        """Forget the gradients."""
+        for hook in self._hooks:
+            hook.remove()
+        self._parameters, self._marked, self._hooks = [], {}, []
+        self._is_after_step = self.is_set = False
+
+    def end_step(self) -> None:
+        """Continue without hooks: a later backward is found by the next ``are_present``, which raises then."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        for parameter in self._parameters:
+            if self._is_kept(parameter):
+                assert parameter.grad is not None
+                self._marked[id(parameter)] = parameter.grad, parameter.grad._version
+        self._is_after_step = True
+
+    def are_present(self) -> bool:
+        """Return whether the parameters still have the marked gradients, on all replicas alike.
+
+        Collective over the replicas where gradients are marked; all of them have marked some, or none has. If the
+        gradients are new, the marks are cleared.
+
+        Raises ``RuntimeError`` on all replicas where some gradients are the marked ones and others are new. Also for
+        marked gradients that were changed since ``end_step``.
+        """
+        if not self.is_set:
+            return False
+        if self._is_after_step:
+            for parameter in self._parameters:
+                if self._is_kept(parameter) and self._is_changed(parameter):
+                    raise RuntimeError(_addition(parameter))
+        kept = any(self._is_kept(parameter) for parameter in self._parameters)
+        new = any(each.grad is not None and not self._is_kept(each) for each in self._parameters)
+        flags = torch.tensor([kept, new or (bool(self._marked) and not kept)], dtype=torch.int32, device="cpu")
+        if self._control is not None and dist.get_world_size(self._control) > 1:
+            dist.all_reduce(flags, dist.ReduceOp.MAX, self._control)
+        is_kept, is_new = flags.tolist()
+        if is_kept and is_new:
+            raise RuntimeError(
+                f"some gradients were reduced over the data-parallel replicas before, and others are new, on this "
+                f"replica or another. {_REMEDY}"
+            )
+        if is_new:
+            self.clear()
+        return not is_new
+
+    def check_unchanged(self) -> None:
+        """Raise ``RuntimeError`` for a marked gradient that was changed in place or removed."""
+        for parameter in self._parameters:
+            if id(parameter) in self._marked and (not self._is_kept(parameter) or self._is_changed(parameter)):
+                raise RuntimeError(
+                    f"the gradient of a parameter of shape {list(parameter.shape)} was changed after it was reduced, "
+                    f"and the step would ignore that. Change gradients before, or by functions of the optimizer."
+                )
+
+    def _is_kept(self, parameter: nn.Parameter) -> bool:
+        marked = self._marked.get(id(parameter))
+        return marked is not None and parameter.grad is marked[0]
+
+    def _is_changed(self, parameter: nn.Parameter) -> bool:
+        return parameter.grad is not None and parameter.grad._version != self._marked[id(parameter)][1]
+
+    def _refuse_addition(self, parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        if parameter.grad is self._marked[id(parameter)][0] or parameter.grad.requires_grad:
+            raise RuntimeError(_addition(parameter))
+
+
+def _addition(parameter: torch.Tensor) -> str:
+    return (
+        f"a backward adds to the gradient of a parameter of shape {list(parameter.shape)}, which was reduced over the "
+        f"data-parallel replicas already: it would be counted again. {_REMEDY}"
+    )
+
+
+class GradientReducer:
+    """Reduces the gradients of ``parameters`` over ``group`` where that was not done since they were computed.
+
+    Args:
+        parameters, group, control, mean, bucket_bytes: as in ``reduce_gradients``.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        group: ProcessGroup,
+        control: ProcessGroup,
+        *,
+        mean: bool = True,
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
+        self.parameters = list({id(each): each for each in parameters}.values())
+        self._group, self._control = group, control
+        self._mean, self._bucket_bytes = mean, bucket_bytes
+        self._marks = ReductionMarks(control)
+
+    @property
+    def is_reduced(self) -> bool:
+        """``True`` after ``reduce``, until ``forget``."""
+        return self._marks.is_set
+
+    def reduce(self, before: Sequence[Hook] = (), after: Sequence[Hook] = ()) -> None:
+        """Reduce the gradients in place; collective over the group. Nothing happens where they are reduced already.
+
+        A backward after it raises ``RuntimeError``, unless ``zero_grad`` has removed the gradients. New gradients are
+        reduced by the next call. ``before`` and ``after`` are as in ``reduce_gradients``, and so are its errors.
+        """
+        if self._marks.are_present():
+            return
+        reduce_gradients(
+            self.parameters,
+            self._group,
+            self._control,
+            mean=self._mean,
+            before=before,
+            after=after,
+            bucket_bytes=self._bucket_bytes,
+        )
+        self._marks.set(parameter for parameter in self.parameters if parameter.requires_grad)
+
+    def end_step(self) -> None:
+        """Note that an optimizer has stepped with the gradients. They stay reduced until they are removed."""
+        if self._marks.is_set:
+            self._marks.end_step()
+
+    def forget(self) -> None:
+        """Forget the reduction, after ``zero_grad``: later gradients belong to this rank only."""
+        self._marks.clear()

@@ -1,0 +1,251 @@
+"""Bucket of parameters, of which each data-parallel rank keeps an equal part for its optimizer.
+
+The parameters lie one after the other in a flat vector, padded to a multiple of the ranks. For two ranks::
+
+    flat vector      a a a a a a b b b b c c c ·
+    rank 0           a a a a a a b
+    rank 1                         b b b c c c ·
+
+Gradients are reduce-scattered in this layout, and parameters all-gathered. The pieces are what the optimizer sees. The
+flat vectors are in host memory where the group cannot send from the parameters' device.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Self
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from nxdpp.devices.kinds import device_of
+from nxdpp.gradients.buckets import Combination, Hook, SentBucket, begin, cut, places_in, unpack
+from nxdpp.gradients.gradient_dtype import gradient_dtype, master_dtype, take_changes
+from nxdpp.ranks import parallel_state
+from nxdpp.ranks.host_wire import from_wire, needs_host
+
+# torch 2.13 names them anew, and warns of the old names.
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+@dataclass(frozen=True)
+class Member:
+    """A parameter of an optimizer: its index over all groups, its group, and its name where one is given."""
+
+    parameter: nn.Parameter
+    index: int
+    group: int
+    name: str | None = None
+
+
+@dataclass(eq=False)
+class ShardedPiece:
+    """Elements ``start`` to ``stop`` of a flattened parameter, at ``offset`` of the rank's part of the bucket.
+
+    ``tensor`` has the values that the optimizer changes, a view of the parameter, or of a master copy. Its shape is
+    ``(stop - start,)``. For a parameter without dimensions it is ``()``: the optimizer's state has its shape too.
+    """
+
+    member: Member
+    start: int
+    stop: int
+    offset: int
+    tensor: nn.Parameter = field(repr=False)
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """The data-parallel ranks that share the parameters; ``group`` is not used for one rank.
+
+    The values that the optimizer changes have ``dtype``, by default at least float32. ``accumulated`` is the dtype of
+    ``.grad``, and ``averaged`` of the messages with gradients, where they have more bits than the parameter.
+    ``mean`` is ``False`` for sums of gradients.
+    """
+
+    rank: int
+    size: int
+    group: ProcessGroup | None
+    dtype: torch.dtype | None = None
+    accumulated: torch.dtype | None = None
+    averaged: torch.dtype | None = None
+    mean: bool = True
+
+    @classmethod
+    def over_replicas(
+        cls,
+        dtype: torch.dtype | None,
+        accumulated: torch.dtype | None,
+        averaged: torch.dtype | None,
+        mean: bool,
+    ) -> Self:
+        """Return the sharding over the data-parallel ranks of this process."""
+        size = parallel_state.get_data_parallel_size()
+        group = parallel_state.get_data_parallel_group() if size > 1 else None
+        return cls(parallel_state.get_data_parallel_rank(), size, group, dtype, accumulated, averaged, mean)
+
+
+class ShardedBucket:
+    """Parameters of one dtype and device, and this rank's part of them.
+
+    Attributes:
+        members: the parameters, in the order of the flat vector.
+        pieces: this rank's part. Padding belongs to no piece.
+        averaged_dtype: of the messages with gradients.
+    """
+
+    def __init__(self, members: Sequence[Member], sharding: Sharding) -> None:
+        self.members = list(members)
+        self._sharding = sharding
+        first = members[0].parameter
+        self._dtype, self._device = first.dtype, first.device
+        own = gradient_dtype(first)
+        self.averaged_dtype = own if sharding.averaged is None else torch.promote_types(own, sharding.averaged)
+        self._parameters = [member.parameter for member in members]
+        self._shard_numel = -(-sum(parameter.numel() for parameter in self._parameters) // sharding.size)
+        self._is_through_host = sharding.group is not None and needs_host(first, sharding.group)
+        self._wire = torch.device("cpu") if self._is_through_host else self._device
+        dtype = master_dtype(self._dtype, sharding.dtype)
+        self._values_dtype = dtype
+        # A view of a lazy device has no memory in common with its parameter: each piece is a copy, without the vector.
+        self._is_lazy = device_of(self._device).is_lazy
+        self._master: torch.Tensor | None = None
+        is_view = dtype == self._dtype and all(member.parameter.is_contiguous() for member in members)
+        if not is_view and not self._is_lazy:
+            self._master = torch.zeros(self._shard_numel, dtype=dtype, device=self._device)
+        self.pieces = list(self._cut())
+
+    def follow(self) -> None:
+        """Follow parameters whose values or memory a program has changed since the last step.
+
+        Raises ``RuntimeError`` for a parameter of another dtype or on another device.
+        """
+        for piece in self.pieces:
+            parameter = piece.member.parameter
+            if (parameter.dtype, parameter.device) != (self._dtype, self._device):
+                raise RuntimeError(
+                    f"a parameter of shape {list(parameter.shape)} was {self._dtype} on {self._device} when its "
+                    f"optimizer was made, and is {parameter.dtype} on {parameter.device}: make the optimizer after the "
+                    f"model is moved."
+                )
+            values = _part(parameter, piece.start, piece.stop)
+            if self._is_lazy:
+                take_changes(piece.tensor, values)
+            elif self._master is None and piece.tensor.data_ptr() != values.data_ptr():
+                piece.tensor.data = values
+        if self._master is not None and self.pieces:
+            # A change of parameter.data leaves no other trace. The pieces lie one after the other.
+            present = torch.cat([_flat(piece.member.parameter)[piece.start : piece.stop] for piece in self.pieces])
+            take_changes(self._master[: present.numel()], present)
+
+    def has_gradients(self, present: Sequence[bool]) -> bool:
+        """Return whether a parameter has a gradient on any rank, by ``present`` for all parameters by index."""
+        return any(present[member.index] for member in self.members)
+
+    def start_reduction(
+        self, present: Sequence[bool], before: Sequence[Hook] = (), after: Sequence[Hook] = ()
+    ) -> SentBucket:
+        """Start to average or sum the gradients over the ranks, for the pieces; missing ones count as zeros.
+
+        Args:
+            present: whether a rank has the gradient, for all parameters by index. Other pieces get none.
+            before: functions of the flat vector, which run before the division.
+            after: functions of this rank's part of the flat vector of the result.
+        """
+        size = self._sharding.size
+        combination = Combination(size if self._sharding.mean else 1, before)
+        gradients = [m.parameter.grad for m in self.members if m.parameter.grad is not None]
+        new = torch.zeros if size == 1 else torch.empty
+        reduced = new(self._shard_numel, dtype=self.averaged_dtype, device=self._wire)
+
+        def scatter(gradients: Sequence[torch.Tensor]) -> dist.Work | None:
+            flat = reduced
+            if size > 1:
+                flat = torch.zeros(self._shard_numel * size, dtype=self.averaged_dtype, device=self._wire)
+            places = zip(self.members, places_in(flat, self._parameters), strict=True)
+            combination.pack(gradients, [place for m, place in places if m.parameter.grad is not None], flat)
+            if size == 1:
+                return None
+            work: dist.Work | None = _reduce_scatter(reduced, flat, group=self._sharding.group, async_op=True)
+            return work
+
+        def take(result: torch.Tensor) -> None:
+            for piece in self.pieces:
+                if present[piece.member.index]:
+                    own = result[piece.offset : piece.offset + piece.stop - piece.start]
+                    piece.tensor.grad = from_wire(own.to(piece.tensor.dtype).view_as(piece.tensor), self._device)
+
+        return SentBucket(reduced, begin(gradients, self._is_through_host, scatter), take, after)
+
+    def drop_gradients(self) -> None:
+        """Free the gradients of the pieces."""
+        for piece in self.pieces:
+            piece.tensor.grad = None
+
+    def start_gathering(self) -> SentBucket:
+        """Free the gradients of the pieces, and start to give the parameters of all ranks the values of the pieces."""
+        self.drop_gradients()
+        size = self._sharding.size
+        flat = torch.empty(self._shard_numel * size, dtype=self._dtype, device=self._wire)
+
+        def gather(values: Sequence[torch.Tensor]) -> dist.Work | None:
+            own = flat if size == 1 else torch.zeros(self._shard_numel, dtype=self._dtype, device=self._wire)
+            for piece, value in zip(self.pieces, values, strict=True):
+                own[piece.offset : piece.offset + piece.stop - piece.start] = value
+            if size == 1:
+                return None
+            work: dist.Work | None = _all_gather(flat, own, group=self._sharding.group, async_op=True)
+            return work
+
+        def take(result: torch.Tensor) -> None:
+            unpack(result, [parameter.detach() for parameter in self._parameters])
+
+        values = [piece.tensor.detach() for piece in self.pieces]
+        return SentBucket(flat, begin(values, self._is_through_host, gather), take)
+
+    def masters(self) -> Iterator[ShardedPiece]:
+        """The pieces that are not views of their parameters."""
+        return iter(self.pieces if self._master is not None or self._is_lazy else ())
+
+    def _cut(self) -> Iterator[ShardedPiece]:
+        """Cut this rank's part of the flat vector into pieces."""
+        begin = self._sharding.rank * self._shard_numel
+        at = 0
+        for member in self.members:
+            numel = member.parameter.numel()
+            start, stop = max(begin - at, 0), min(begin + self._shard_numel - at, numel)
+            if start < stop:
+                values = _part(member.parameter, start, stop)
+                offset = at + start - begin
+                if self._is_lazy:
+                    values = values.to(self._values_dtype, copy=True)
+                elif self._master is not None:
+                    own = self._master[offset : offset + stop - start]
+                    values = own.view_as(values).copy_(values)
+                yield ShardedPiece(member, start, stop, offset, nn.Parameter(values))
+            at += numel
+
+
+def make_buckets(members: Sequence[Member], sharding: Sharding, limit: int) -> list[ShardedBucket]:
+    """Return buckets of up to ``limit`` bytes, or of a single larger parameter; the same on all replicas."""
+    alike: dict[tuple[torch.dtype, torch.dtype, torch.device], list[nn.Parameter]] = {}
+    for member in members:
+        kind = (member.parameter.dtype, gradient_dtype(member.parameter), member.parameter.device)
+        alike.setdefault(kind, []).append(member.parameter)
+    member_of = {id(member.parameter): member for member in members}
+    return [
+        ShardedBucket([member_of[id(parameter)] for parameter in bucket], sharding)
+        for parameters in alike.values()
+        for bucket in cut(parameters, limit)
+    ]
+
+
+def _flat(parameter: nn.Parameter) -> torch.Tensor:
+    """The values in row-major order, a view where the parameter is contiguous."""
+    return parameter.detach().reshape(-1)
+
+
+def _part(parameter: nn.Parameter, start: int, stop: int) -> torch.Tensor:
+    """Elements ``start`` to ``stop`` of the values; a parameter without dimensions as it is."""
+    return _flat(parameter)[start:stop] if parameter.dim() else parameter.detach()

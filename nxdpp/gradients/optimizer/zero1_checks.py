@@ -1,0 +1,112 @@
+"""Checks of the arguments and parameters of ``Zero1Optimizer``: its optimizer changes each element by itself."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from nxdpp.gradients.gradient_dtype import dense
+
+_SHAPE = (4, 6)
+_CUT = 11
+_STEPS = 3
+
+
+def check_dtypes(**dtypes: torch.dtype | None) -> None:
+    """Raise ``ValueError`` for an argument, by name, that is no floating dtype."""
+    for name, dtype in dtypes.items():
+        if dtype is not None and not dtype.is_floating_point:
+            raise ValueError(f"{name} must be a floating dtype such as torch.float32, not {dtype}.")
+
+
+def check_reduction(reduction: str) -> None:
+    """Raise ``ValueError`` for a word other than ``"mean"`` and ``"sum"``."""
+    if reduction not in ("mean", "sum"):
+        raise ValueError(
+            f"reduction={reduction!r} must be 'mean', the average over the data-parallel replicas, or 'sum'."
+        )
+
+
+def checked_norm(max_norm: float) -> float:
+    """Return ``max_norm`` as a number. Raises ``ValueError`` unless it is above 0."""
+    number = float(max_norm)
+    if not number > 0:
+        raise ValueError(f"max_norm must be above 0, not {max_norm}. grad_clipping=False does not clip.")
+    return number
+
+
+def check_distinct(parameters: Sequence[nn.Parameter]) -> None:
+    """Raise ``ValueError`` for a parameter that a group has twice."""
+    if len(set(map(id, parameters))) < len(parameters):
+        raise ValueError("a group has a parameter twice, which would be stepped twice: leave one of them out.")
+
+
+def refuse_meta(parameters: Iterable[nn.Parameter]) -> None:
+    """Raise ``RuntimeError`` for parameters without values."""
+    if any(parameter.is_meta for parameter in parameters):
+        raise RuntimeError(
+            "parameters on the meta device have no values to shard: make the optimizer after move_model_to_device()."
+        )
+
+
+def refuse_sparse(parameters: Iterable[nn.Parameter]) -> None:
+    """Raise ``ValueError`` for parameters with sparse gradients."""
+    for parameter in parameters:
+        if parameter.grad is not None:
+            dense(parameter.grad, parameter)
+
+
+def check_elementwise(optimizer_class: Any, defaults: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """Return the options of a group of ``optimizer_class(params, **defaults)``.
+
+    A small matrix is stepped as a whole and in two flat parts by optimizers of their own. Both must end alike.
+
+    Raises:
+        TypeError: for something other than a class of optimizers.
+        ValueError: for an optimizer that ends differently, or cannot step flat parts (Adafactor, LBFGS, Muon, LAMB).
+    """
+    if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
+        raise TypeError(f"optimizer_class must be a class such as torch.optim.AdamW, not {optimizer_class!r:.80}.")
+    values = torch.linspace(-1.0, 1.0, _SHAPE[0] * _SHAPE[1], device=device)
+    whole = nn.Parameter(values.view(_SHAPE).clone())
+    # Wrong options raise the error of the class.
+    options = dict(optimizer_class([whole], **defaults).defaults)
+    # A warm-up may begin at a rate of zero, with which all optimizers are alike.
+    tried = {**defaults, **({"lr": 0.1} if "lr" in defaults else {})}
+    parts = [nn.Parameter(part.clone()) for part in values.split([_CUT, values.numel() - _CUT])]
+    try:
+        _step([whole], optimizer_class, tried)
+        for at, part in zip((0, _CUT), parts, strict=True):
+            _step([part], optimizer_class, tried, at)
+    except Exception as error:
+        raise ValueError(
+            f"{optimizer_class.__name__} with these options does not step flat parts of dense parameters, which a rank "
+            f"has ({type(error).__name__}: {error}). {_remedy(optimizer_class)}"
+        ) from error
+    if not torch.allclose(whole.detach().reshape(-1), torch.cat([part.detach() for part in parts]), rtol=1e-4):
+        raise ValueError(_refusal(optimizer_class))
+    return options
+
+
+def _step(parameters: list[nn.Parameter], optimizer_class: Any, options: Mapping[str, Any], at: int = 0) -> None:
+    optimizer = optimizer_class(parameters, **options)
+    (parameter,) = parameters
+    numbers = torch.arange(at, at + parameter.numel(), dtype=torch.float32, device=parameter.device)
+    for step in range(_STEPS):
+        parameter.grad = torch.sin(7.0 * numbers + step).view_as(parameter)
+        optimizer.step()
+
+
+def _refusal(optimizer_class: type) -> str:
+    return (
+        f"{optimizer_class.__name__} does not change each element by itself, and a rank has only a part of a "
+        f"parameter's elements: the result would depend on the number of ranks. {_remedy(optimizer_class)}"
+    )
+
+
+def _remedy(optimizer_class: type) -> str:
+    return (
+        f"Take an elementwise optimizer such as torch.optim.AdamW, or use {optimizer_class.__name__} without sharding."
+    )

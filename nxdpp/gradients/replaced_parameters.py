@@ -1,0 +1,103 @@
+"""Errors for optimizers that hold replaced parameters, or parameters of other stages.
+
+Without the error such an optimizer would silently update parameters that are no longer trained. An existing optimizer
+is found when a parameter is replaced. An optimizer made later, from an old list of parameters, is found at its first
+step. An optimizer made before wrapping is found too; it would also keep the parameters of other stages in memory.
+"""
+
+import gc
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
+
+from nxdpp.gradients.step_hooks import run_before_steps
+
+# Names of the replaced parameters that are still referenced.
+_replaced = WeakIdKeyDictionary()
+
+_step_check: Callable[[], None] | None = None
+
+# Ids of parameters whose optimizers follow their replacement.
+_let_pass: set[int] = set()
+
+
+def check_no_optimizer_holds(parameters: Mapping[str, nn.Parameter], remedy: str) -> None:
+    """Raise ``RuntimeError`` if a live optimizer holds one of ``parameters``, which are about to be replaced.
+
+    The message names the optimizer's class and the first parameter, and ends with ``remedy``.
+    """
+    parameters = {name: parameter for name, parameter in parameters.items() if id(parameter) not in _let_pass}
+    found = holders(parameters)
+    if found:
+        optimizer, names = max(found, key=lambda holder: len(holder[1]))
+        raise RuntimeError(
+            f"an optimizer, {type(optimizer).__name__}, holds {len(names)} of the {len(parameters)} parameters that "
+            f"are about to be replaced ({names[0]} is the first) and would continue to update the old ones, which are "
+            f"not trained. {remedy}"
+        )
+
+
+@contextmanager
+def let_pass(ids: Collection[int]) -> Iterator[None]:
+    """Let ``check_no_optimizer_holds`` pass parameters with these ``ids`` inside the block."""
+    before = set(_let_pass)
+    _let_pass.update(ids)
+    try:
+        yield
+    finally:
+        _let_pass.intersection_update(before)
+
+
+def watch_replaced(parameters: Mapping[str, nn.Parameter]) -> None:
+    """Make every optimizer that steps with one of ``parameters``, which were replaced, raise ``RuntimeError``.
+
+    The check of the steps is removed once all replaced parameters are freed.
+    """
+    global _step_check
+    for name, parameter in parameters.items():
+        _replaced[parameter] = name
+    if _step_check is None and parameters:
+        _step_check = run_before_steps(_refuse_replaced)
+
+
+def _refuse_replaced(optimizer: Optimizer) -> None:
+    global _step_check
+    if not len(_replaced):
+        if _step_check is not None:
+            _step_check()
+            _step_check = None
+        return
+    names = [_replaced[parameter] for parameter in parameters_of(optimizer) if parameter in _replaced]
+    if names:
+        raise RuntimeError(
+            f"an optimizer, {type(optimizer).__name__}, holds {len(names)} parameters that are not this rank's "
+            f"({names[0]} is the first): they were replaced, or belong to other stages. Make the optimizer from "
+            f"local_parameters() or local_module.parameters(), after wrapping, loading and move_model_to_device()."
+        )
+
+
+def holders(parameters: Mapping[str, nn.Parameter]) -> list[tuple[Optimizer, list[str]]]:
+    """The live optimizers that hold some of ``parameters``, with the parameters' names."""
+    if not parameters or not _holders(parameters):
+        return []
+    # An unreachable optimizer may still wait for the garbage collector.
+    gc.collect()
+    return _holders(parameters)
+
+
+def parameters_of(optimizer: Optimizer) -> list[Any]:
+    """The parameters of all groups. An optimizer whose constructor failed has no groups."""
+    groups = getattr(optimizer, "param_groups", [])
+    return [parameter for group in groups for parameter in group["params"]]
+
+
+def _holders(parameters: Mapping[str, nn.Parameter]) -> list[tuple[Optimizer, list[str]]]:
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    # By type: the __class__ of a proxy object may run any code.
+    optimizers = [thing for thing in gc.get_objects() if issubclass(type(thing), Optimizer)]
+    held = [(o, [names[id(p)] for p in parameters_of(o) if id(p) in names]) for o in optimizers]
+    return [(optimizer, found) for optimizer, found in held if found]

@@ -1,0 +1,239 @@
+"""Gradients averaged over the data-parallel replicas, whose parameters are verified before.
+
+::
+
+    train_step(average=True)    verify ─▶ begin, with the last backwards of the stages ─▶ finish
+    in no_sync()                verify
+    average_gradients()         verify ─▶ average
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from nxdpp.agreement.exchange import ReplicaExchanges
+from nxdpp.agreement.fingerprint import parameter_lines
+from nxdpp.agreement.replicas import check_replica_values
+from nxdpp.gradients.average import average_gradients
+from nxdpp.gradients.average_plan import LastBackward
+from nxdpp.gradients.overlapped_average import AverageReport, OverlappedAverage
+from nxdpp.ranks import parallel_state
+from nxdpp.ranks.faults import failure_watch
+from nxdpp.ranks.faults.board import board
+
+
+class _Tied(Protocol):
+    @property
+    def parameters(self) -> list[nn.Parameter]: ...
+
+
+class RankParameters(Protocol):
+    """The parameters of this rank, as ``ReplicaGradients`` reads them."""
+
+    origin: str | None
+
+    @property
+    def module(self) -> nn.Module:
+        """The module that has them."""
+
+    @property
+    def seed(self) -> int:
+        """``torch.initial_seed()`` at construction."""
+
+    @property
+    def tied(self) -> _Tied:
+        """Parameters whose gradients pipeline ranks sum after the backwards."""
+
+    def attribute_lines(self) -> list[str]:
+        """Return a line for each setting and plain attribute that the replicas must have alike."""
+
+
+class ReplicaGradients:
+    """The gradients of this rank's parameters, and whether they are averaged.
+
+    Args:
+        part: the parameters of this rank.
+        exchanges: with the data-parallel replicas.
+        mean: ``False`` for sums over the replicas instead of averages.
+
+    Attributes:
+        is_left_out: ``True`` in ``no_sync()``.
+        is_averaged: ``True`` if the gradients of the last training step are averaged.
+    """
+
+    def __init__(self, part: RankParameters, exchanges: ReplicaExchanges, mean: bool = True) -> None:
+        self.is_left_out = False
+        self._mean = mean
+        self._is_summed = False
+        self._part = part
+        self._module = part.module
+        self._exchanges = exchanges
+        self.is_averaged = True
+        self._verified = False
+        self._changed = False
+        self._overlapped: OverlappedAverage | None = None
+
+    @property
+    def report(self) -> AverageReport:
+        """Figures of the last average that began during a step."""
+        return AverageReport(0, 0, 0.0) if self._overlapped is None else self._overlapped.report
+
+    def verify(self) -> None:
+        """Verify once that the replicas have the same parameters, values and attributes; collective over them.
+
+        Raises:
+            RuntimeError: for names, shapes or dtypes that differ from the first replica's, or values in a sample.
+        """
+        if not self._verified:
+            self._compare(self._part.attribute_lines())
+            self._verified = True
+
+    def average(self) -> None:
+        """Average ``.grad`` over the replicas; collective over them.
+
+        Raises:
+            RuntimeError: on all of them, where replicas are in different steps, for a second sum of the same gradients,
+                and as ``verify`` does.
+        """
+        self._refuse_second_sum()
+        group, control = parallel_state.get_data_parallel_group(), parallel_state.get_data_parallel_control_group()
+        number = board.training_steps()
+        self._exchanges.begin("average of gradients", self._trained_names())
+        notes = [number, -number, self._changed]
+        average_gradients(self._module.parameters(), group, control, notes, self._check_of(number), self._mean)
+        self.is_averaged = self._is_summed = True
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Leave the average out of the training steps of the block."""
+        before, self.is_left_out = self.is_left_out, True
+        try:
+            yield
+        finally:
+            self.is_left_out = before
+
+    @contextmanager
+    def step(self, average: bool) -> Iterator[None]:
+        """Make the block a training step. With ``average`` the average is taken, unless it is left out.
+
+        Raises ``RuntimeError`` for gradients that were summed over the replicas already.
+        """
+        self._refuse_second_sum()
+        self.is_averaged = average and not self.is_left_out
+        try:
+            yield
+        except BaseException:
+            self.abandon()
+            raise
+
+    def _refuse_second_sum(self) -> None:
+        """Raise ``RuntimeError`` where gradients are sums over the replicas: a second sum would count them again."""
+        if self._mean or not self._is_summed or parallel_state.get_data_parallel_size() == 1:
+            return
+        if any(parameter.grad is not None for parameter in self._module.parameters()):
+            raise RuntimeError(
+                "the gradients are sums over the data-parallel replicas already, and would be summed again. Call "
+                "zero_grad() before the next step. To accumulate, run all steps but the last in no_sync()."
+            )
+        self._is_summed = False
+
+    def check_averaged(self) -> None:
+        """Raise ``RuntimeError`` where the gradients of the last training step are not averaged."""
+        if not self.is_averaged and parallel_state.get_data_parallel_size() > 1:
+            raise RuntimeError(
+                "the gradients of the last training step are not averaged over replicas, so each would clip by its own "
+                "norm. Clip after a run_train outside of no_sync(). If the program has averaged them itself, call "
+                "nxdpp.parallel_layers.clip_grad_norm(model.local_parameters(), max_norm)."
+            )
+
+    def begin(self, last: Sequence[LastBackward]) -> OverlappedAverage | None:
+        """Begin the average of a step, which ``finish`` ends; ``None`` for one replica, and for a step without it.
+
+        ``last`` has the last backward of each local stage. The errors of ``average`` are raised before a gradient is
+        sent.
+        """
+        if not self.is_averaged or parallel_state.get_data_parallel_size() == 1:
+            return None
+        number, modes = board.training_steps(), self._modes()
+        if self._overlapped is None:
+            control = parallel_state.get_data_parallel_control_group()
+            self._overlapped = OverlappedAverage(parallel_state.get_data_parallel_group(), control, self._mean)
+
+        def start(order: int) -> Callable[[], bool]:
+            notes = [number, -number, int(self._changed), order, -order]
+            end = self._exchanges.start("average of gradients during a step", [*modes, *self._trained_names()], notes)
+
+            def agree() -> bool:
+                *largest, last_order, negative_first = end()
+                self._check_of(number)(largest)
+                return last_order == -negative_first
+
+            return agree
+
+        # A parameter that is divided along the sequence gets the sum over tensor ranks after the step.
+        parameters = list(self._module.parameters())
+        divided = (each for each in parameters if getattr(each, "sequence_parallel_enabled", False))
+        self._overlapped.begin(parameters, last, [*self._part.tied.parameters, *divided], start)
+        return self._overlapped
+
+    def finish(self) -> None:
+        """End the average that ``begin`` began, after the sums of tied weights; collective over the replicas."""
+        if self.is_averaged and self._overlapped is not None:
+            with failure_watch.reported():
+                self._overlapped.finish()
+            self._is_summed = True
+
+    def follow(self) -> None:
+        """Follow parameters that may have been replaced."""
+        if self._overlapped is not None:
+            self._overlapped.forget()
+
+    def abandon(self) -> None:
+        """Forget the average of a step that has failed."""
+        if self._overlapped is not None:
+            self._overlapped.abandon()
+
+    def _check_of(self, number: int) -> Callable[[list[int]], None]:
+        """Return the check of the numbers of all replicas, which raises as ``average`` does."""
+
+        def check(largest: list[int]) -> None:
+            last, first, changed = largest[0], -largest[1], largest[2]
+            if last != first:
+                raise RuntimeError(
+                    f"a data-parallel replica is in training step {first}, and another in training step {last}: this "
+                    f"rank is in step {number}. Their gradients belong to different batches. Make each call of "
+                    f"run_train on every rank, and enter no_sync() on every rank. If a program catches the error of a "
+                    f"step, it must leave the step out on all ranks."
+                )
+            if changed:
+                self._compare()
+                self._changed = False
+
+        return check
+
+    def _modes(self) -> list[str]:
+        """Lines with the modes of the step: dropout on only some replicas would train a different model."""
+        modules = list(self._module.modules())
+        training = sum(module.training for module in modules)
+        kind = next((parameter.device.type for parameter in self._module.parameters()), "cpu")
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else "none"
+        return [f"modules in training mode: {training} of {len(modules)}", f"autocast: {dtype}"]
+
+    def _trained_names(self) -> list[str]:
+        """Lines with the trained parameters: they are paired by their order."""
+        return [f"trained {name}" for name, p in self._module.named_parameters() if p.requires_grad]
+
+    def verify_again(self) -> None:
+        """Verify the parameters again before the next average, on all replicas."""
+        self._changed = True
+
+    def _compare(self, lines: Sequence[str] = ()) -> None:
+        self._exchanges.begin("comparison of parameters")
+        parameters = list(self._module.named_parameters())
+        group = parallel_state.get_data_parallel_group()
+        with failure_watch.reported():
+            facts = [*lines, *parameter_lines(parameters)]
+            check_replica_values(parameters, self._part.origin, group, self._part.seed, facts)

@@ -1,0 +1,9 @@
+"""Modules of several tensor-parallel layers, at the import paths of NeuronX Distributed."""
+
+from nxdpp.modules import qkv_linear as qkv_linear
+
+__all__ = ["qkv_linear"]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,262 @@
+"""Seconds and bytes of each layer of a model, counted for one tensor-parallel size and number of samples."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from nxdpp.pipeline.partition.count import NodeCost
+from nxdpp.pipeline.partition.layer_costs import activation_bytes, layers_and_head, shared_names, state_bytes
+from nxdpp.pipeline.partition.node_parts import NodeParts
+from nxdpp.planning.machine import Link
+from nxdpp.tracing.graph.trace import TracedGraph
+from nxdpp.tracing.modules import listings
+
+# The average over replicas copies gradients into buckets of this size; larger ones are sent from their memory.
+BUCKET_BYTES = 25 * 2**20
+
+
+@dataclass(frozen=True)
+class LayerTimes:
+    """A layer with the nodes before it, or the head, for one microbatch on one rank.
+
+    Attributes:
+        layer: name of the layer.
+        forward, input_gradient, weight_gradient: seconds of computation.
+        forward_wire, backward_wire: seconds of the bytes of collectives of the tensor group.
+        forward_latency, backward_latency: their seconds besides the bytes, for any number of samples.
+        tensor_bytes: bytes that a rank sends in them.
+        held: bytes that the layer keeps for its backward.
+        kept: bytes that it keeps between input-gradient and weight-gradient.
+        kept_gradients: bytes of ``kept`` that the input-gradient makes.
+        taken: bytes of its input, which it keeps if its forward is recomputed.
+        forward_extra, backward_extra: the most bytes that it adds to ``held`` while it runs.
+        sent: bytes of its values that later layers read. They leave the stage at a cut behind it.
+        passed: bytes of values of earlier layers that later ones read too, such as the output of an encoder.
+        parameters, weights, gradients, optimizer: number of parameters, and bytes; AdamW's state without ZeRO-1.
+        sharded: bytes of the state of all replicas together, with ZeRO-1.
+        largest: bytes of the largest parameter.
+        copied: bytes of gradients that the average over replicas copies into buckets.
+        is_layer: False for the head. Checkpoints are of layers.
+    """
+
+    layer: str
+    forward: float
+    input_gradient: float
+    weight_gradient: float
+    forward_wire: float
+    backward_wire: float
+    forward_latency: float
+    backward_latency: float
+    tensor_bytes: float
+    held: float
+    kept: float
+    kept_gradients: float
+    taken: float
+    forward_extra: float
+    backward_extra: float
+    sent: float
+    passed: float
+    parameters: int
+    weights: int
+    gradients: int
+    optimizer: int
+    sharded: int
+    largest: int
+    copied: int
+    is_layer: bool = True
+
+    @property
+    def forward_tensor(self) -> float:
+        """Seconds of collectives of the tensor group in the forward."""
+        return self.forward_wire + self.forward_latency
+
+    @property
+    def backward_tensor(self) -> float:
+        """Seconds of collectives of the tensor group in the backward."""
+        return self.backward_wire + self.backward_latency
+
+    @property
+    def work(self) -> float:
+        """Seconds of forward and backward."""
+        computed = self.forward + self.input_gradient + self.weight_gradient
+        return computed + self.forward_tensor + self.backward_tensor
+
+    def slower(self, factor: float) -> "LayerTimes":
+        """Return this with ``factor`` times the seconds of computation."""
+        return replace(
+            self,
+            forward=self.forward * factor,
+            input_gradient=self.input_gradient * factor,
+            weight_gradient=self.weight_gradient * factor,
+        )
+
+    def plus(self, other: "LayerTimes", share: float) -> "LayerTimes":
+        """Return this + ``share`` * (``other`` - this), for what depends on the samples."""
+        changed: dict[str, Any] = {
+            name: value + share * (getattr(other, name) - value) for name, value in self._of_samples()
+        }
+        return replace(self, **changed)
+
+    def grown(self, one: "LayerTimes", more: "LayerTimes") -> "LayerTimes":
+        """Return this with the growth from ``one`` to ``more``: of the same layer with 1 sample, and with more."""
+        sent = more.sent / one.sent if one.sent else more.work / one.work if one.work else 1.0
+        changed: dict[str, Any] = {}
+        for name, value in self._of_samples():
+            before = getattr(one, name)
+            changed[name] = value * (getattr(more, name) / before if before else sent)
+        return replace(self, **changed)
+
+    def _of_samples(self) -> list[tuple[str, float]]:
+        """Return names and values of the fields that depend on the number of samples."""
+        names = [each.name for each in fields(self) if each.type is float and not each.name.endswith("_latency")]
+        return [(name, getattr(self, name)) for name in names]
+
+
+@dataclass(frozen=True)
+class CountedModel:
+    """All layers, and values of no layer.
+
+    Attributes:
+        layers: each layer in order, then the head if it has parameters.
+        shared: bytes of values of no layer that each stage keeps of a microbatch: masks, rotary tables, inputs.
+        shared_forward: seconds in which each stage computes them.
+        message: bytes of the largest message between stages.
+        estimated: True if some costs are estimated from the parameters.
+    """
+
+    layers: list[LayerTimes]
+    shared: float
+    shared_forward: float
+    message: float
+    estimated: bool
+    tied: list["TiedState"]
+
+
+@dataclass(frozen=True)
+class TiedState:
+    """A parameter that several layers have: the layers by number, and what each of them counts."""
+
+    layers: tuple[int, ...]
+    parameters: int
+    weights: int
+    gradients: int
+    optimizer: int
+    sharded: int
+
+
+def counted_layers(
+    traced: TracedGraph,
+    root: nn.Module,
+    costs: Mapping[fx.Node, NodeCost],
+    speed: float,
+    link: Link,
+) -> tuple[list[LayerTimes], list[TiedState]]:
+    """Return the layers and the head, and the parameters that several of them have.
+
+    Args:
+        traced: the graph of a microbatch.
+        root: its module.
+        costs: of each node.
+        speed: FLOPs a second.
+        link: between the ranks of the tensor group.
+    """
+    names, assigned, owners = layers_and_head(traced, root)
+    parameters = dict(listings.named_parameters(root, remove_duplicate=False))
+    shared = shared_names(traced, assigned)
+    by_layer: list[list[fx.Node]] = [[] for _ in names]
+    for node in traced.graph.nodes:
+        if node in assigned:
+            by_layer[assigned[node]].append(node)
+    found: list[LayerTimes] = []
+    for index, name in enumerate(names):
+        nodes = by_layer[index]
+        held_here = [parameters[parameter] for parameter, held in owners.items() if index in held]
+        state, sharded = state_bytes(held_here), state_bytes(held_here, 1)
+        parts = [costs[node].parts or NodeParts() for node in nodes]
+        held = activation_bytes(nodes, costs, traced, shared)
+        forward_peak, backward_peak = _peaks(nodes, costs, parts)
+        sent = _sent_bytes(nodes, assigned, costs, index)
+        earlier = [node for before in by_layer[:index] for node in before]
+        forward_sent = sum(part.forward_sent for part in parts)
+        backward_sent = sum(part.backward_sent for part in parts)
+        found.append(
+            LayerTimes(
+                layer=name,
+                forward=sum(part.forward for part in parts) / speed,
+                input_gradient=sum(part.input_gradient for part in parts) / speed,
+                weight_gradient=sum(part.weight_gradient for part in parts) / speed,
+                forward_wire=forward_sent / link.bytes_per_second,
+                backward_wire=backward_sent / link.bytes_per_second,
+                forward_latency=link.latency * sum(part.forward_collectives for part in parts),
+                backward_latency=link.latency * sum(part.backward_collectives for part in parts),
+                tensor_bytes=forward_sent + backward_sent,
+                held=held,
+                kept=sum(part.kept for part in parts),
+                kept_gradients=sum(part.kept_gradients for part in parts),
+                taken=found[-1].sent if found else sent,
+                forward_extra=max(forward_peak - held, 0.0),
+                backward_extra=max(backward_peak - held, 0.0),
+                sent=sent,
+                passed=_sent_bytes(earlier, assigned, costs, index),
+                parameters=state.parameters,
+                weights=state.weights,
+                gradients=state.gradients,
+                optimizer=state.optimizer,
+                sharded=sharded.optimizer,
+                largest=max(map(_bytes, held_here), default=0),
+                copied=sum(_bytes(each) for each in held_here if each.requires_grad and _bytes(each) < BUCKET_BYTES),
+                is_layer=name in traced.layers,
+            )
+        )
+    return found, _tied(parameters, owners)
+
+
+def _tied(parameters: Mapping[str, nn.Parameter], owners: Mapping[str, set[int]]) -> list[TiedState]:
+    held: dict[int, set[int]] = {}
+    for name, layers in owners.items():
+        if name in parameters:
+            held.setdefault(id(parameters[name]), set()).update(layers)
+    by_identity = {id(parameter): parameter for parameter in parameters.values()}
+    found = []
+    for identity, layers in held.items():
+        if len(layers) > 1:
+            own = [by_identity[identity]]
+            state = state_bytes(own)
+            sizes = (state.parameters, state.weights, state.gradients, state.optimizer)
+            found.append(TiedState(tuple(sorted(layers)), *sizes, state_bytes(own, 1).optimizer))
+    return found
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _peaks(
+    nodes: Sequence[fx.Node], costs: Mapping[fx.Node, NodeCost], parts: Sequence[NodeParts]
+) -> tuple[float, float]:
+    """Return the most bytes of forward and backward of ``nodes``: the bytes of one, and all that earlier ones hold."""
+    forward = backward = before = 0
+    seen: set[str] = set()
+    outputs = {node.name: costs[node].output_bytes for node in nodes}
+    for node, part in zip(nodes, parts, strict=True):
+        cost = costs[node]
+        for name in cost.saved_values:
+            if name in outputs and name not in seen:
+                seen.add(name)
+                before += outputs[name]
+        forward = max(forward, before + part.forward_live)
+        backward = max(backward, before + part.backward_live)
+        before += cost.saved_bytes
+    return forward, backward
+
+
+def _sent_bytes(
+    nodes: Sequence[fx.Node], assigned: Mapping[fx.Node, int], costs: Mapping[fx.Node, NodeCost], layer: int
+) -> float:
+    """Return the bytes of values of ``nodes`` that later layers read."""
+    return sum(
+        costs[node].output_bytes for node in nodes if any(assigned.get(user, layer) > layer for user in node.users)
+    )

@@ -1,0 +1,180 @@
+"""Layout of a job over its devices: sizes of the dimensions, the schedule, and switches. No torch is imported here."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+from collections.abc import Iterable, Iterator
+from itertools import product
+
+from nxdpp.schedules.families.registry import FAMILIES, find_family
+
+
+@dataclass(frozen=True)
+class Dimensions:
+    """Sizes of the dimensions other than the pipeline.
+
+    Attributes:
+        tensor: number of ranks that share each layer.
+        data: number of replicas.
+        zero1: the replicas share the optimizer state.
+        sequence: the tensor group divides the sequence between its linear layers (sequence parallelism).
+
+    Raises ``ValueError`` for a sequence that one rank would divide.
+    """
+
+    tensor: int = 1
+    data: int = 1
+    zero1: bool = False
+    sequence: bool = False
+
+    def __post_init__(self) -> None:
+        if self.sequence and self.tensor == 1:
+            raise ValueError(
+                "sequence parallelism divides the sequence over the ranks of a tensor group, and the tensor-parallel "
+                "size is 1: add --tensor-parallel-size, or leave --sequence-parallel out."
+            )
+
+    @property
+    def sharded_over(self) -> int | None:
+        """Number of replicas that share the optimizer state; ``None`` where each has all of it."""
+        return self.data if self.zero1 else None
+
+    def check_length(self, inputs: "Mapping[str, torch.Tensor]") -> None:
+        """Raise ``ValueError`` for tokens ``(B, T)`` whose length the tensor group cannot divide."""
+        tokens = inputs.get("input_ids")
+        if self.sequence and tokens is not None and tokens.shape[1] % self.tensor:
+            raise ValueError(
+                f"a sequence of {tokens.shape[1]} tokens does not divide over {self.tensor} tensor-parallel ranks: "
+                f"give --seq-length a multiple of {self.tensor}, or leave --sequence-parallel out."
+            )
+
+
+# More stages a rank hardly make a bubble smaller, and each has messages of its own.
+_MOST_CHUNKS = 8
+
+
+@dataclass(frozen=True, order=True)
+class Layout:
+    """One way to place a job on devices. Their number is ``tensor * pipeline * data``.
+
+    Attributes:
+        tensor: ranks that share each layer.
+        pipeline: ranks of a pipeline.
+        data: replicas.
+        chunks: stages of a rank.
+        schedule: name of a family.
+        microbatch: samples of a microbatch.
+        checkpoint: layers recompute their forward in the backward.
+        zero1: the replicas share the optimizer state.
+        sequence: the tensor group divides the sequence between linear layers.
+    """
+
+    tensor: int = 1
+    pipeline: int = 1
+    data: int = 1
+    chunks: int = 1
+    schedule: str = "1f1b"
+    microbatch: int = 1
+    checkpoint: bool = False
+    zero1: bool = False
+    sequence: bool = False
+
+    @property
+    def devices(self) -> int:
+        """Number of devices."""
+        return self.tensor * self.pipeline * self.data
+
+    @property
+    def stages(self) -> int:
+        """Number of stages."""
+        return self.pipeline * self.chunks
+
+    @property
+    def dimensions(self) -> Dimensions:
+        """Sizes of the dimensions other than the pipeline."""
+        return Dimensions(self.tensor, self.data, self.zero1, self.sequence)
+
+    def microbatches(self, global_batch: int) -> int:
+        """Return the number of microbatches of a replica in a step.
+
+        Raises ``ValueError`` for a batch that does not divide into them.
+        """
+        each = self.data * self.microbatch
+        if global_batch % each:
+            raise ValueError(
+                f"a global batch of {global_batch} does not divide over {self.data} replicas in microbatches of "
+                f"{self.microbatch}: give a multiple of {each}."
+            )
+        return global_batch // each
+
+    def check(self) -> None:
+        """Raise ``ValueError`` for a schedule that does not exist or does not have these chunks."""
+        find_family(self.schedule).placement(self.pipeline, self.chunks)
+
+
+def groups_of(
+    devices: int, devices_per_host: int, global_batch: int, layers: int, tensors: Iterable[int]
+) -> Iterator[Layout]:
+    """Give all layouts of ``devices`` devices with one schedule each; ``schedules_of`` has the other schedules.
+
+    Args:
+        devices: number of devices.
+        devices_per_host: a tensor group stays on one host.
+        global_batch: samples of a step.
+        layers: the most stages of the model: its layers and the head.
+        tensors: tensor-parallel sizes to try.
+    """
+    for tensor in tensors:
+        if devices % tensor or devices_per_host % tensor:
+            continue
+        for pipeline in divisors(devices // tensor):
+            data = devices // tensor // pipeline
+            if pipeline > layers or global_batch % data:
+                continue
+            switches = product(
+                (False, True), (False, True) if data > 1 else (False,), (False, True) if tensor > 1 else (False,)
+            )
+            for (checkpoint, zero1, sequence), microbatch in product(switches, divisors(global_batch // data)):
+                yield Layout(tensor, pipeline, data, 1, "1f1b", microbatch, checkpoint, zero1, sequence)
+
+
+def schedules_of(pipeline: int, layers: int) -> list[tuple[str, int]]:
+    """Return the names of all families with each number of chunks that ``layers`` allow."""
+    if pipeline == 1:
+        return [("1f1b", 1)]
+    found = []
+    for family in FAMILIES.values():
+        # One chunk of interleaved 1F1B is 1F1B; its like hold for each family with any number of chunks.
+        counts = range(2, _MOST_CHUNKS + 1) if family.any_chunks else (family.default_chunks,)
+        found += [(family.name, chunks) for chunks in counts if pipeline * chunks <= layers]
+    return found
+
+
+def divisors(number: int) -> list[int]:
+    """Return the divisors of ``number`` in order."""
+    return [each for each in range(1, number + 1) if number % each == 0]
+
+
+def describe(layout: Layout) -> str:
+    """Return the layout in a few words."""
+    switches = [
+        name
+        for name, is_on in (
+            ("activation checkpointing", layout.checkpoint),
+            ("ZeRO-1", layout.zero1),
+            ("sequence parallel", layout.sequence),
+        )
+        if is_on
+    ]
+    chunks = f" with {layout.chunks} stages a rank" if layout.chunks > 1 else ""
+    return ", ".join(
+        [
+            f"tensor {layout.tensor} x pipeline {layout.pipeline} x data {layout.data}",
+            f"{layout.schedule}{chunks}",
+            f"microbatches of {layout.microbatch}",
+            *switches,
+        ]
+    )

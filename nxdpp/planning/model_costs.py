@@ -1,0 +1,181 @@
+"""Costs of a model for the layouts of a search.
+
+Layers are counted on the meta device. All terms are affine in the number of samples except for the roofline's maximum.
+Where 4 samples are on the line through 1 and 2, any number is; else powers of 2 are counted. A divided model is counted
+for one sample, and each of its terms grows as the whole model's does.
+"""
+
+import copy
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+from torch import fx, nn
+
+from nxdpp.pipeline.partition.count import NodeCost, count_costs
+from nxdpp.pipeline.partition.layer_costs import layers_and_head, shared_bytes, shared_names
+from nxdpp.pipeline.partition.measure import measure_nodes
+from nxdpp.pipeline.partition.node_parts import CountedParts
+from nxdpp.pipeline.partition.transport_bytes import largest_message
+from nxdpp.planning.dimensions import divided
+from nxdpp.planning.dtypes import dtype_of
+from nxdpp.planning.layer_times import CountedModel, LayerTimes, counted_layers
+from nxdpp.planning.layout import Dimensions
+from nxdpp.planning.machine import Job, Machine
+from nxdpp.ranks.launch import choose_device
+from nxdpp.tracing.graph.trace import TracedGraph, TracingOptions, trace_for
+from nxdpp.tracing.modules import listings
+from nxdpp.tracing.modules.layers import find_layer_classes
+from nxdpp.tracing.values.input_dicts import InputDict, open_inputs
+
+M = TypeVar("M", bound=nn.Module)
+
+# The largest relative distance of 4 samples from the line through 1 and 2 that counts as none.
+_OFF_A_LINE = 0.005
+
+
+class ModelCosts:
+    """Costs of a model for each layout, counted when asked for.
+
+    Args:
+        model: the model, not divided. It is not changed, and may be on the meta device.
+        machine: gives the speed.
+        job: gives the inputs.
+        profiled: measure the seconds of layers on this process's device, for a model that no tensor group divides.
+            Their parts, and divided models, have the shares that are counted.
+
+    Its methods raise ``ValueError`` for a model that a tensor group cannot divide, and ``TracingError`` for one that
+    cannot be traced.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        machine: Machine,
+        job: Job,
+        profiled: bool = False,
+        transformer_layer_cls: Any | None = None,
+        tensor_plan: Mapping[str, str] | None = None,
+    ) -> None:
+        self.machine = machine
+        self.job = job
+        self._model = model
+        self._profiled = profiled
+        self._layer_cls = transformer_layer_cls
+        self._tensor_plan = tensor_plan
+        self._measured: list[float] = []
+        self.dtype = dtype_of(model)
+        # States of the ranks of layouts, kept by ``predict``.
+        self.states: dict[Any, Any] = {}
+        self._line: bool | None = None
+        self._counted: dict[tuple[int, bool, int], CountedModel] = {}
+        self._interpolated: dict[tuple[int, bool, int], CountedModel] = {}
+
+    def of(self, tensor: int, sequence: bool, microbatch: int) -> CountedModel:
+        """Return the costs for a tensor-parallel size and ``microbatch`` samples."""
+        key = (tensor, sequence, microbatch)
+        if key not in self._interpolated:
+            self._interpolated[key] = self._of(*key)
+        return self._interpolated[key]
+
+    def _of(self, tensor: int, sequence: bool, microbatch: int) -> CountedModel:
+        if tensor == 1:
+            return self._of_whole(microbatch)
+        divided_one = self._count(tensor, sequence, 1)
+        if microbatch == 1:
+            return divided_one
+        one, more = self._of_whole(1), self.of(1, False, microbatch)
+        layers = [each.grown(a, b) for each, a, b in zip(divided_one.layers, one.layers, more.layers, strict=True)]
+        return _grown(divided_one, layers, more.shared / one.shared if one.shared else 1.0, microbatch)
+
+    def _of_whole(self, microbatch: int) -> CountedModel:
+        """Return the costs of the model that no tensor group divides: counted for powers of 2, or on a line."""
+        below = 1 << (microbatch.bit_length() - 1)
+        if microbatch <= 2 or (below == microbatch and not self._is_line()):
+            return self._count(1, False, microbatch)
+        if self._is_line():
+            below = 1
+        one, two = self._count(1, False, below), self._count(1, False, 2 * below)
+        share = microbatch / below - 1
+        layers = [a.plus(b, share) for a, b in zip(one.layers, two.layers, strict=True)]
+        shared = one.shared + share * (two.shared - one.shared)
+        return _grown(one, layers, shared / one.shared if one.shared else 1.0, microbatch / below)
+
+    def _is_line(self) -> bool:
+        """Return whether the work of 4 samples is on the line through 1 and 2."""
+        if self._line is None:
+            one, two, four = (sum(layer.work for layer in self._count(1, False, n).layers) for n in (1, 2, 4))
+            self._line = abs(one + 3 * (two - one) - four) <= _OFF_A_LINE * four
+        return self._line
+
+    def _count(self, tensor: int, sequence: bool, microbatch: int) -> CountedModel:
+        key = (tensor, sequence, microbatch)
+        if key not in self._counted:
+            self._counted[key] = self._counted_now(Dimensions(tensor, sequence=sequence), microbatch)
+        return self._counted[key]
+
+    def _counted_now(self, sizes: Dimensions, microbatch: int) -> CountedModel:
+        inputs = self.job.inputs(microbatch)
+        opened = open_inputs(inputs, all_kinds=True)
+        batch = {name: value for name, value in opened.items() if not isinstance(value, InputDict)}
+        sizes.check_length(batch)
+        device = self.machine.device
+        speed = device.flops(self.dtype)
+        how = CountedParts(device.balance(self.dtype), device.operation_seconds * speed)
+        model = on_meta(self._model) if sizes.tensor > 1 else self._model
+        # Modules of a divided model are of classes derived from these.
+        given = None if self._layer_cls is None else find_layer_classes(model, self._layer_cls)
+        with divided(model, sizes, self._tensor_plan):
+            options = TracingOptions(given or find_layer_classes(model, None))
+            traced = trace_for(model, inputs, options)
+            costs = count_costs(traced, model, batch, parts=how)
+            if self._profiled and not self._measured:
+                # The first count is of the whole model with one sample.
+                self._measured = _quotients(traced, model, batch, costs, speed, choose_device(None, device.kind))
+        link = self.machine.link_of(sizes.tensor, 1)
+        layers, tied = counted_layers(traced, model, costs, speed, link)
+        if self._measured:
+            layers = [layer.slower(by) for layer, by in zip(layers, self._measured, strict=True)]
+        nowhere = shared_names(traced, layers_and_head(traced, model)[1])
+        of_none = sum(cost.parts.forward for node, cost in costs.items() if cost.parts and node.name in nowhere)
+        estimated = any(cost.estimated for cost in costs.values())
+        shared = shared_bytes(traced, model, costs)
+        return CountedModel(layers, shared, of_none / speed, largest_message(traced, costs), estimated, tied)
+
+
+def _grown(one: CountedModel, layers: list[LayerTimes], shared: float, message: float) -> CountedModel:
+    return replace(
+        one,
+        layers=layers,
+        shared=one.shared * shared,
+        shared_forward=one.shared_forward * shared,
+        message=one.message * message,
+    )
+
+
+def _quotients(
+    traced: TracedGraph,
+    root: nn.Module,
+    inputs: Mapping[str, Any],
+    costs: Mapping[fx.Node, NodeCost],
+    speed: float,
+    device: torch.device,
+) -> list[float]:
+    """Return measured / counted seconds of each layer and the head."""
+    names, assigned, _ = layers_and_head(traced, root)
+    seconds = measure_nodes(traced, root, inputs, assigned, device)
+    measured, counted = [0.0] * len(names), [0.0] * len(names)
+    for node, layer in assigned.items():
+        measured[layer] += seconds.get(node, 0.0)
+        counted[layer] += costs[node].work / speed
+    return [a / b if a and b else 1.0 for a, b in zip(measured, counted, strict=True)]
+
+
+def on_meta(model: M) -> M:
+    """Copy ``model`` to the meta device, with its ties."""
+    memo: dict[int, Any] = {}
+    for tensor in (*listings.parameters(model), *listings.buffers(model)):
+        empty = torch.empty_like(tensor, device="meta")
+        memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+    return copy.deepcopy(model, memo)

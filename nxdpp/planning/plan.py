@@ -1,0 +1,259 @@
+"""Plan: the best layouts that a search found, and how to run the first one."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from nxdpp.pipeline.activation_checkpoint import apply_checkpoint
+from nxdpp.planning.dtypes import dtype_of, name_of
+from nxdpp.planning.layout import Layout, describe
+from nxdpp.planning.predict import LinkBytes, Prediction
+from nxdpp.planning.rank_memory import RankMemory
+from nxdpp.planning.step_times import RankTimes
+from nxdpp.ranks import parallel_state
+from nxdpp.tensor.models.parallelize import tensor_parallelize
+
+_VERSION = 1
+# Arguments of ``NxDPPModel`` that a plan chooses, if only by their defaults.
+_CHOSEN = frozenset(
+    {
+        "auto_partition",
+        "num_microbatches",
+        "partition",
+        "pipeline_cuts",
+        "schedule",
+        "use_zero1_optimizer",
+        "virtual_pipeline_size",
+    }
+)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Result of ``nxdpp.plan``.
+
+    Attributes:
+        model: name of the model's class.
+        devices, hosts: numbers of the machine.
+        device_memory: bytes of a device.
+        global_batch: samples of a step.
+        best: predictions, the shortest step first.
+        predicted: number of layouts that were predicted.
+        too_large: number of layouts, or groups of them, that need more memory than a device has.
+        refused: tensor-parallel sizes that the model refuses, with the reasons.
+        dtype: of the model's parameters, such as ``"bfloat16"``.
+        device: name of the device, or its kind.
+        sample: shapes of the inputs of a microbatch of one sample, by name.
+        tensor_plan: ``plan`` of ``tensor_parallelize``; ``None`` for its own.
+        layer_classes: names of the layers' classes; ``None`` for the layers that ``NxDPPModel`` finds.
+    """
+
+    model: str
+    devices: int
+    hosts: int
+    device_memory: int
+    global_batch: int
+    best: Sequence[Prediction]
+    predicted: int = 0
+    too_large: int = 0
+    refused: Mapping[int, str] | None = None
+    dtype: str = "float32"
+    device: str = "h100"
+    sample: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    tensor_plan: Mapping[str, str] | None = None
+    layer_classes: Sequence[str] | None = None
+
+    @property
+    def first(self) -> Prediction:
+        """The prediction with the shortest step."""
+        return self.best[0]
+
+    @property
+    def layout(self) -> Layout:
+        """The layout with the shortest step."""
+        return self.first.layout
+
+    def sizes(self) -> dict[str, int]:
+        """Return the arguments of ``parallel_state.initialize_model_parallel`` that differ from their defaults."""
+        given = {
+            "tensor_model_parallel_size": self.layout.tensor,
+            "pipeline_model_parallel_size": self.layout.pipeline,
+        }
+        return {name: size for name, size in given.items() if size > 1}
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments of ``NxDPPModel``."""
+        layout = self.layout
+        given: dict[str, Any] = {"num_microbatches": self.first.microbatches}
+        if layout.pipeline > 1:
+            given |= {"schedule": layout.schedule, "pipeline_cuts": list(self.first.cuts)}
+        if layout.chunks > 1:
+            given["virtual_pipeline_size"] = layout.chunks
+        if layout.zero1:
+            given["use_zero1_optimizer"] = True
+        if self.layer_classes is not None:
+            given["transformer_layer_cls"] = list(self.layer_classes)
+        return given
+
+    def tensor_arguments(self) -> dict[str, Any]:
+        """Return the arguments of ``tensor_parallelize`` that differ from their defaults."""
+        given: dict[str, Any] = {} if self.tensor_plan is None else {"plan": dict(self.tensor_plan)}
+        return given | ({"sequence_parallel": True} if self.layout.sequence else {})
+
+    def check_model(self, module: nn.Module) -> None:
+        """Raise ``ValueError`` for a ``module`` whose class or dtype differs from the plan's."""
+        found = (type(module).__name__, name_of(dtype_of(module)))
+        if found != (self.model, self.dtype):
+            raise ValueError(
+                f"the plan is for a {self.model} in {self.dtype}, and the model is a {found[0]} in {found[1]}: give "
+                f"that model, or plan for this one (nxdpp.plan(..., dtype={found[1]!r}))."
+            )
+
+    def initialize(self, **arguments: Any) -> None:
+        """Call ``parallel_state.initialize_model_parallel`` with the sizes of the first layout; collective.
+
+        Takes its other ``arguments``, and raises as it does.
+        """
+        parallel_state.initialize_model_parallel(self.layout.tensor, self.layout.pipeline, **arguments)
+
+    def wrap(self, wrapper: Callable[..., Any], module: nn.Module, arguments: Mapping[str, Any]) -> Any:
+        """Divide ``module`` over the tensor group, wrap it by ``wrapper``, and checkpoint its layers, as planned.
+
+        Args:
+            wrapper: class of the wrapped model.
+            module: the model of the plan.
+            arguments: further arguments of ``wrapper``.
+
+        Raises ``ValueError`` for ``arguments`` that the plan chooses, and where the sizes of the job, or the model's
+        class or dtype, differ from the plan's. Nothing is changed then.
+        """
+        chosen = self.arguments()
+        if twice := sorted((chosen.keys() | _CHOSEN) & arguments.keys()):
+            raise ValueError(f"the plan chooses {', '.join(twice)}: leave it out, or call NxDPPModel yourself.")
+        self.check_model(module)
+        layout = self.layout
+        wanted = {"tensor": layout.tensor, "pipeline": layout.pipeline, "data": layout.data}
+        found = {
+            "tensor": parallel_state.get_tensor_model_parallel_size(),
+            "pipeline": parallel_state.get_pipeline_model_parallel_size(),
+            "data": parallel_state.get_data_parallel_size(),
+        }
+        if found != wanted:
+            raise ValueError(
+                f"the plan is for {wanted}, and the job has {found}. Start it on {self.devices} devices and call "
+                f"plan.initialize()."
+            )
+        if layout.tensor > 1:
+            tensor_parallelize(module, **self.tensor_arguments())
+        model = wrapper(module, **chosen, **arguments)
+        if layout.checkpoint:
+            apply_checkpoint(model)
+        return model
+
+    def torchrun(self, script: str = "train.py") -> str:
+        """Return the command that starts ``script`` on all devices; on several hosts it runs on each."""
+        several = f"--nnodes {self.hosts} --rdzv-backend c10d --rdzv-endpoint $HOST:29500 " if self.hosts > 1 else ""
+        return f"torchrun {several}--nproc-per-node {self.devices // self.hosts} {script}"
+
+    def script(self) -> str:
+        """Return the lines of a script that wrap ``model`` for the first layout, and make its optimizer."""
+        layout = self.layout
+        names = ["NxDPPModel", "parallel_state"]
+        imports = ["import torch"]
+        lines = [
+            f"# model: a {self.model} in {self.dtype}. A step takes {self.global_batch // layout.data} samples of each "
+            f"replica.",
+            f"parallel_state.initialize_model_parallel({_joined(self.sizes())})",
+        ]
+        if layout.tensor > 1:
+            names.append("tensor_parallelize")
+            lines.append(f"tensor_parallelize({', '.join(['model', *_named(self.tensor_arguments())])})")
+        lines.append(f"model = NxDPPModel(model, {_joined(self.arguments())})")
+        if layout.checkpoint:
+            names.append("apply_checkpoint")
+            lines.append("apply_checkpoint(model)")
+        lines.append("model.move_model_to_device()")
+        if layout.zero1:
+            imports.append("from nxdpp.optimizer import Zero1Optimizer")
+            arguments = "model.parameters(), torch.optim.AdamW, grad_clipping=False, lr=3e-4"
+            lines.append(f"optimizer = Zero1Optimizer({arguments})")
+        else:
+            lines.append("optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)")
+        return "\n".join([*imports, f"from nxdpp import {', '.join(sorted(names))}", *lines])
+
+    def to_json(self) -> str:
+        """Return the plan as JSON."""
+        return json.dumps({"version": _VERSION, **asdict(self)}, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> "Plan":
+        """Return the plan of ``to_json``. Raises ``ValueError`` for any other text."""
+        try:
+            content = json.loads(text)
+            version = content.pop("version")
+            if version != _VERSION:
+                raise ValueError(f"version {version!r} is not {_VERSION}")
+            if missing := sorted({each.name for each in fields(cls)} - content.keys()):
+                raise ValueError(f"it has no {', '.join(missing)}")
+            best = [_prediction(each) for each in content.pop("best")]
+            refused = {int(size): reason for size, reason in (content.pop("refused") or {}).items()}
+            plan = cls(**content, best=best, refused=refused)
+            plan._check()
+            return plan
+        except (ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError) as error:
+            raise ValueError(f"the text is no plan of nxdpp.plan: {error}. Make it with Plan.to_json.") from error
+
+    def write(self, path: str | Path) -> None:
+        """Write the plan to a JSON file."""
+        Path(path).write_text(self.to_json())
+
+    @classmethod
+    def read(cls, path: str | Path) -> "Plan":
+        """Return the plan of ``write``. Raises ``ValueError`` for any other file."""
+        try:
+            return cls.from_json(Path(path).read_text())
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
+
+    def _check(self) -> None:
+        """Raise ``ValueError`` for figures that contradict each other, in a file that was edited."""
+        if not self.best:
+            raise ValueError("it has no layout")
+        for each in self.best:
+            layout = each.layout
+            layout.check()
+            if layout.devices != self.devices or self.devices % self.hosts:
+                raise ValueError(
+                    f"{describe(layout)} needs {layout.devices} devices, not {self.devices} on {self.hosts} hosts"
+                )
+            if layout.microbatches(self.global_batch) != each.microbatches:
+                raise ValueError(
+                    f"{describe(layout)} has {layout.microbatches(self.global_batch)} microbatches of a global batch "
+                    f"of {self.global_batch}, not {each.microbatches}"
+                )
+            if len(set(each.cuts)) != layout.stages - 1:
+                raise ValueError(f"{describe(layout)} needs {layout.stages - 1} cuts, not {each.cuts}")
+
+
+def _joined(arguments: Mapping[str, Any]) -> str:
+    return ", ".join(_named(arguments))
+
+
+def _named(arguments: Mapping[str, Any]) -> list[str]:
+    return [f"{name}={value!r}" for name, value in arguments.items()]
+
+
+def _prediction(content: dict[str, Any]) -> Prediction:
+    return Prediction(
+        layout=Layout(**content["layout"]),
+        cuts=list(content["cuts"]),
+        microbatches=content["microbatches"],
+        times=[RankTimes(**each) for each in content["times"]],
+        memory=[RankMemory(**each) for each in content["memory"]],
+        sent=LinkBytes(**content["sent"]),
+        estimated=content["estimated"],
+    )

@@ -1,0 +1,141 @@
+"""Table and JSON of the layouts that a search found. docs/planner.md lists the keys."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from nxdpp.planning.plan import Plan
+from nxdpp.planning.predict import Prediction
+from nxdpp.planning.text_table import bytes_text, paragraph, table
+
+
+def show(plan: Plan, dtype: str, details: bool = False, notes: Sequence[str] = ()) -> None:
+    """Print the layouts of ``plan``, the best first, then the command and the script of the first one.
+
+    ``dtype`` is the sentence about the dtype. With ``details`` there is a second table. ``notes`` are printed below.
+    """
+    hosts = f"{plan.hosts} host{'s' if plan.hosts > 1 else ''}"
+    title = f"{plan.model}, {plan.devices} {plan.device} devices on {hosts}, {plan.global_batch} samples a step"
+    shapes = ", ".join(f"{name} {list(shape)}" for name, shape in plan.sample.items())
+    print(paragraph(title))
+    print(paragraph(f"dtype: {dtype}"))
+    print(paragraph(f"microbatch of one sample: {shapes}"))
+    print()
+    rows = [_row(number, prediction) for number, prediction in enumerate(plan.best, 1)]
+    print("\n".join(table(("", "layout", "schedule", "microbatches", "with", "step, s", "memory", "bubble"), rows, 3)))
+    if details:
+        print()
+        rows = [_detailed(number, prediction) for number, prediction in enumerate(plan.best, 1)]
+        print("\n".join(table(("", "limited by", "sent: tensor", "pipeline", "data"), rows, 2)))
+    for line in (*notes, *_below(plan, details)):
+        print(paragraph(line))
+    # Lines to copy must not be broken.
+    print(f"\n{plan.torchrun()}\n\n{plan.script()}")
+
+
+def _row(number: int, prediction: Prediction) -> list[str]:
+    layout = prediction.layout
+    switches = (("c", layout.checkpoint), ("z", layout.zero1), ("s", layout.sequence))
+    chunks = f" {layout.chunks}" if layout.chunks > 1 else ""
+    return [
+        f"{number}{'*' if prediction.estimated else ''}",
+        f"{layout.tensor} x {layout.pipeline} x {layout.data}",
+        f"{layout.schedule}{chunks}" if layout.pipeline > 1 else "",
+        f"{prediction.microbatches} x {layout.microbatch}",
+        "".join(name for name, is_on in switches if is_on),
+        f"{prediction.step_seconds:.4g}",
+        bytes_text(prediction.peak_bytes),
+        f"{prediction.bubble:.1%}",
+    ]
+
+
+def _detailed(number: int, prediction: Prediction) -> list[str]:
+    sent = prediction.sent
+    return [str(number), prediction.limited_by, *map(bytes_text, (sent.tensor, sent.pipeline, sent.data))]
+
+
+def _below(plan: Plan, details: bool) -> Iterator[str]:
+    yield "layout: tensor x pipeline x data ranks. schedule: with its stages a rank, if several."
+    yield "microbatches: number x samples of each. memory: of the rank with the most."
+    yield "with: c activation checkpointing, z ZeRO-1, s sequence parallel"
+    if details:
+        yield "sent: bytes of a step, of the rank with the most"
+    if plan.best and plan.first.estimated:
+        yield "* estimated from the parameters: some layers cannot run without data"
+    if plan.too_large:
+        yield f"{plan.too_large} layouts, or groups of them, need more than {bytes_text(plan.device_memory)}."
+    for size, reason in (plan.refused or {}).items():
+        yield f"no tensor-parallel size {size}: {reason}"
+    if not details:
+        yield "--details: parts of the step's time, and sent bytes; --json: all numbers"
+
+
+VERSION = 1
+
+
+def as_json(plan: Plan, named_dtype: str | None) -> dict[str, Any]:
+    """Return the document. ``named_dtype`` is the dtype that the configuration names, or ``None``."""
+    return {
+        "version": VERSION,
+        "kind": "search",
+        "model": plan.model,
+        "dtype": plan.dtype,
+        "dtype_of_configuration": named_dtype,
+        "device": plan.device,
+        "devices": plan.devices,
+        "hosts": plan.hosts,
+        "device_memory_bytes": plan.device_memory,
+        "samples_of_step": plan.global_batch,
+        "microbatch_shapes_of_one_sample": {name: list(shape) for name, shape in plan.sample.items()},
+        "layouts": [_layout(prediction) for prediction in plan.best],
+        "layouts_predicted": plan.predicted,
+        "layouts_too_large": plan.too_large,
+        "refused_tensor_ranks": {str(size): reason for size, reason in (plan.refused or {}).items()},
+        "torchrun": plan.torchrun(),
+        "script": plan.script(),
+    }
+
+
+def _layout(prediction: Prediction) -> dict[str, Any]:
+    layout = prediction.layout
+    return {
+        "tensor_ranks": layout.tensor,
+        "pipeline_ranks": layout.pipeline,
+        "data_replicas": layout.data,
+        "schedule": layout.schedule,
+        "stages_of_rank": layout.chunks,
+        "microbatches": prediction.microbatches,
+        "samples_of_microbatch": layout.microbatch,
+        "activation_checkpointing": layout.checkpoint,
+        "zero1": layout.zero1,
+        "sequence_parallel": layout.sequence,
+        "cuts": prediction.cuts,
+        "step_seconds": prediction.step_seconds,
+        "memory_bytes": prediction.peak_bytes,
+        "bubble_share": prediction.bubble,
+        "limited_by": prediction.limited_by,
+        "sent_bytes_of_step": {
+            "tensor_group": prediction.sent.tensor,
+            "pipeline": prediction.sent.pipeline,
+            "data": prediction.sent.data,
+        },
+        "ranks": [
+            {
+                "rank": number,
+                "compute_seconds": times.compute,
+                "tensor_group_seconds": times.tensor,
+                "bubble_seconds": times.bubble,
+                "average_seconds": times.average,
+                "optimizer_seconds": times.optimizer,
+                "weight_bytes": memory.weights,
+                "gradient_bytes": memory.gradients,
+                "optimizer_bytes": memory.optimizer,
+                "peak_activation_bytes": memory.activations,
+                "optimizer_step_bytes": memory.step,
+                "bucket_bytes": memory.buckets,
+                "transport_bytes": memory.transport,
+                "memory_bytes": memory.total,
+            }
+            for number, (times, memory) in enumerate(zip(prediction.times, prediction.memory, strict=True))
+        ],
+        "estimated": prediction.estimated,
+    }

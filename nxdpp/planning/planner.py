@@ -1,0 +1,189 @@
+"""``nxdpp.plan``: the layouts of a job with the shortest steps, from texts and numbers."""
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from nxdpp.planning.dtypes import dtype_named, name_of
+from nxdpp.planning.layout import Layout
+from nxdpp.planning.machine import DeviceSpeed, Job, Link, Machine, find_device
+from nxdpp.planning.model_costs import ModelCosts, on_meta
+from nxdpp.planning.plan import Plan
+from nxdpp.planning.search import rank_layouts, search
+from nxdpp.planning.text_table import rate_of, size_of
+
+# A microbatch of some samples, or one that shows its inputs.
+Inputs = Callable[[int], Mapping[str, Any]] | Mapping[str, Any]
+
+
+def plan(
+    model_or_config: Any,
+    *,
+    devices: int,
+    device_memory: str | float,
+    global_batch: int,
+    seq_length: int | None = None,
+    hosts: int = 1,
+    link: str | float | Link = "400GB/s",
+    host_link: str | float | Link = "50GB/s",
+    device: str | DeviceSpeed = "h100",
+    dtype: torch.dtype | str | None = None,
+    costs: str = "counted",
+    layouts: Sequence[Layout] | None = None,
+    fixed: Mapping[str, Any] | None = None,
+    inputs: Inputs | None = None,
+    transformer_layer_cls: Any | None = None,
+    tensor_plan: Mapping[str, str] | None = None,
+    cores: int | None = None,
+    best: int = 10,
+) -> Plan:
+    """Return the layouts of a job with the shortest steps that fit into the memory of a device; not collective.
+
+    It searches all sizes of tensor, pipeline and data parallelism, schedules, stages a rank and microbatches, each with
+    and without activation checkpointing, ZeRO-1 and sequence parallelism. Nothing is allocated or run. See
+    docs/planner.md for what a prediction has in it.
+
+    Args:
+        model_or_config: a model, which is not changed and may be on the meta device, or a configuration of
+            transformers.
+        devices: number of devices, a rank each.
+        device_memory: memory of a device, such as ``"80GB"`` (80e9 bytes) or ``"75GiB"``, or a number of bytes.
+        global_batch: samples of a step, all replicas together.
+        seq_length: tokens of a sample; by default 2048, or all positions. Not together with ``inputs``.
+        hosts: number of hosts, with equal numbers of devices.
+        link: rate of a device to a device on its host, one way: ``"400GB/s"``, ``"400Gb/s"`` (bits), or a ``Link``.
+        host_link: rate of a device to one on another host.
+        device: ``"a100"``, ``"h100"``, ``"h200"``, ``"cpu"``, or a ``DeviceSpeed`` with figures of your own.
+        dtype: of the parameters. By default the model's, or what the constructor makes of a
+            configuration: float32, even where the configuration names a different dtype.
+        costs: ``"counted"``, by FLOPs and bytes, or ``"profiled"``: seconds measured on this process's device.
+        layouts: compare only these.
+        fixed: fields of ``Layout`` that all layouts have, such as ``{"pipeline": 4}``.
+        inputs: a function of a number of samples that returns the inputs of a microbatch with labels; or one
+            microbatch, whose tensors have the samples in their first dimension. Needed for a model that is not of
+            transformers.
+        transformer_layer_cls: class, or name of a class, of the layers, or a list of these. By default as in
+            ``PipelineConfig``.
+        tensor_plan: ``plan`` of ``tensor_parallelize`` for tensor-parallel sizes above 1.
+        cores: processor cores that the ranks share, for ranks on a CPU. ``None`` where each has a device of its own.
+        best: number of predictions.
+
+    Raises:
+        ValueError: for arguments that are not understood; where no layout fits, with the smallest memory needed.
+        TypeError: for any other kind of model.
+        RuntimeError: after ``initialize_model_parallel``, if tensor-parallel sizes above 1 are possible.
+        TracingError: for a model that cannot be traced.
+    """
+    model = _model(model_or_config, dtype)
+    found_device = find_device(device) if isinstance(device, str) else device
+    machine = Machine(
+        devices,
+        size_of(device_memory, "device_memory"),
+        found_device,
+        hosts,
+        _link(link, "link", 10e-6),
+        _link(host_link, "host_link", 20e-6),
+        cores,
+    )
+    job = Job(global_batch, _inputs(model, inputs, seq_length))
+    if costs not in ("counted", "profiled"):
+        raise ValueError(f"costs={costs!r} must be 'counted' or 'profiled'.")
+    counted = ModelCosts(model, machine, job, costs == "profiled", transformer_layer_cls, tensor_plan)
+    found = search(counted, fixed, best) if layouts is None else rank_layouts(counted, layouts, best)
+    return Plan(
+        type(model).__name__,
+        devices,
+        hosts,
+        machine.memory,
+        global_batch,
+        found.best,
+        found.predicted,
+        found.too_large,
+        found.refused,
+        name_of(counted.dtype),
+        device if isinstance(device, str) else device.kind,
+        _shapes(job.inputs(1)),
+        tensor_plan,
+        _class_names(transformer_layer_cls),
+    )
+
+
+def _model(given: Any, dtype: torch.dtype | str | None) -> nn.Module:
+    wanted = None if dtype is None else dtype_named(dtype)
+    if isinstance(given, nn.Module):
+        if hasattr(given, "replace_local_tensors"):
+            raise TypeError("nxdpp.plan takes a model before it is wrapped.")
+        if wanted is None:
+            return given
+        return on_meta(given).to(wanted)
+    from transformers import PreTrainedConfig
+
+    from nxdpp.planning.configured_model import build_on_meta
+
+    if not isinstance(given, PreTrainedConfig):
+        raise TypeError(f"nxdpp.plan takes a model, or a configuration of transformers, not a {type(given).__name__}.")
+    return build_on_meta(copy.deepcopy(given), wanted)
+
+
+def _link(given: str | float | Link, name: str, latency: float) -> Link:
+    return given if isinstance(given, Link) else Link(rate_of(given, name), latency)
+
+
+def _inputs(model: nn.Module, inputs: Inputs | None, length: int | None) -> Callable[[int], Mapping[str, Any]]:
+    if inputs is not None and length is not None:
+        raise ValueError("seq_length and inputs exclude each other: inputs have their length.")
+    if callable(inputs):
+        return inputs
+    if inputs is not None:
+        given = dict(inputs)
+        _check_samples(given)
+        return lambda size: pytree.tree_map(lambda value: _resized(value, size), given)
+    from transformers import PreTrainedModel
+
+    from nxdpp.planning.configured_model import microbatch_on_meta
+
+    if not isinstance(model, PreTrainedModel):
+        raise ValueError(
+            f"the inputs of {type(model).__name__} are unknown: give inputs=, a function of a number of samples, or "
+            f"one microbatch with labels."
+        )
+    return lambda size: microbatch_on_meta(model, size, length)
+
+
+def _check_samples(inputs: Mapping[str, Any]) -> None:
+    """Raise ``ValueError`` for tensors with different first dimensions: not all are numbers of samples."""
+    shapes = _shapes(inputs)
+    if len({shape[0] for shape in shapes.values() if shape}) > 1:
+        listed = ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items())
+        raise ValueError(
+            f"the inputs have several numbers of samples in their first dimension: {listed}. Give inputs= as a "
+            f"function of a number of samples."
+        )
+
+
+def _shapes(inputs: Mapping[str, Any]) -> dict[str, list[int]]:
+    """Return the shapes of all tensors of ``inputs`` by name, also of tensors in containers."""
+    return {
+        name + pytree.keystr(path): list(value.shape)
+        for name, given in inputs.items()
+        for path, value in pytree.tree_flatten_with_path(given)[0]
+        if isinstance(value, torch.Tensor)
+    }
+
+
+def _class_names(layer_classes: Any | None) -> list[str] | None:
+    if layer_classes is None:
+        return None
+    several = layer_classes if isinstance(layer_classes, list | tuple) else [layer_classes]
+    return [each if isinstance(each, str) else each.__name__ for each in several]
+
+
+def _resized(value: Any, size: int) -> Any:
+    """Return a tensor like ``value`` with ``size`` samples, on the meta device."""
+    if not isinstance(value, torch.Tensor) or not value.ndim:
+        return value
+    return torch.empty((size, *value.shape[1:]), dtype=value.dtype, device="meta")

@@ -1,0 +1,208 @@
+"""Prediction of a layout: seconds of a step, memory of each rank, bubble and bytes, and the part that limits it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from nxdpp.planning.layout import Layout
+from nxdpp.planning.model_costs import ModelCosts
+from nxdpp.planning.rank_memory import RankMemory, activation_peak, rank_memory
+from nxdpp.planning.stage_costs import RankState, StageCosts, rank_state, stage_costs, stage_ends
+from nxdpp.planning.step_times import RankTimes, built, shares_cores, step_times, whole_makespan
+from nxdpp.schedules.families.registry import find_family
+from nxdpp.tensor.collective_bytes import least_sent
+
+
+@dataclass(frozen=True)
+class LinkBytes:
+    """Least bytes that the rank that sends the most sends in a step.
+
+    Attributes:
+        tensor: in its tensor group.
+        pipeline: to the stages before and behind.
+        data: to other replicas.
+    """
+
+    tensor: float
+    pipeline: float
+    data: float
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Figures of a layout.
+
+    Attributes:
+        layout: the layout.
+        cuts: names of the layers after which the model is cut.
+        microbatches: number of microbatches of a replica in a step.
+        times: of each pipeline rank.
+        memory: of each pipeline rank.
+        sent: bytes of a step.
+        estimated: True if costs of some layers are estimated from their parameters.
+    """
+
+    layout: Layout
+    cuts: list[str]
+    microbatches: int
+    times: list[RankTimes]
+    memory: list[RankMemory]
+    sent: LinkBytes
+    estimated: bool = False
+
+    @property
+    def step_seconds(self) -> float:
+        """Seconds of a step, with the optimizer."""
+        return max(rank.total for rank in self.times)
+
+    @property
+    def peak_bytes(self) -> float:
+        """Peak memory of the rank that needs the most."""
+        return max(rank.total for rank in self.memory)
+
+    @property
+    def bubble(self) -> float:
+        """Share of the schedule's time in which ranks wait, the mean of all ranks."""
+        shares = [rank.bubble / (rank.compute + rank.tensor + rank.bubble) for rank in self.times]
+        return sum(shares) / len(shares)
+
+    @property
+    def limited_by(self) -> str:
+        """The largest parts of the slowest rank's step, with their shares."""
+        number = max(range(len(self.times)), key=lambda rank: self.times[rank].compute)
+        slowest = self.times[number]
+        parts = {
+            f"compute of rank {number}" if len(self.times) > 1 else "compute": slowest.compute,
+            "tensor collectives": slowest.tensor,
+            "bubble": slowest.bubble,
+            "ZeRO-1 exchange" if self.layout.zero1 else "average": slowest.average,
+            "optimizer": slowest.optimizer,
+        }
+        shares = sorted(((seconds / slowest.total, name) for name, seconds in parts.items()), reverse=True)
+        return ", ".join(f"{name} {share:.0%}" for share, name in shares[:2] if share >= 0.01)
+
+
+class TooLargeError(RuntimeError):
+    """A layout that does not fit into the memory; the argument is the bytes that it needs."""
+
+
+def predict(
+    costs: ModelCosts,
+    layout: Layout,
+    ends: Sequence[int] | None = None,
+    shorten: bool = True,
+    limit: float | None = None,
+) -> Prediction:
+    """Predict ``layout`` on the machine, and for the job, of ``costs``.
+
+    Args:
+        costs: costs of the model.
+        layout: the layout.
+        ends: number of layers up to the end of each stage. By default chosen for the least work of the slowest stage.
+        shorten: simulate few microbatches where the times of more are affine in their number (``schedules/steady``).
+        limit: bytes of a device. By default the memory does not matter.
+
+    Raises:
+        ValueError: for a layout that does not fit the model, the batch or the devices.
+        TooLargeError: for one that needs more memory than ``limit``.
+    """
+    machine = costs.machine
+    if layout.devices != machine.devices:
+        raise ValueError(
+            f"tensor {layout.tensor} x pipeline {layout.pipeline} x data {layout.data} are {layout.devices} devices, "
+            f"and the machine has {machine.devices}."
+        )
+    layout.check()
+    microbatches = layout.microbatches(costs.job.global_batch)
+    model = costs.of(layout.tensor, layout.sequence, layout.microbatch)
+    ends = list(ends) if ends is not None else stage_ends(model, layout.stages, layout.checkpoint)
+    stages = stage_costs(model, ends, layout.checkpoint, machine.device.action_seconds)
+    states, gradients = states_of(costs, layout, stages)
+    itemsize = costs.dtype.itemsize
+
+    def times_of(count: int) -> list[RankTimes]:
+        return step_times(machine, layout, count, stages, states, gradients, itemsize)
+
+    def peaks_of(count: int) -> list[float]:
+        return activation_peaks(layout, count, stages, gradients)
+
+    few, more = _simulated_counts(layout, microbatches) if shorten else (microbatches, microbatches)
+    share = 0.0 if more == microbatches else (microbatches - more) / (more - few)
+    # Memory.
+    peaks = peaks_of(more)
+    if share:
+        peaks = [a + share * (a - b) for a, b in zip(peaks, peaks_of(few), strict=True)]
+    memory = [
+        rank_memory(layout, state, peak, machine.device.kind, itemsize, model.message)
+        for state, peak in zip(states, peaks, strict=True)
+    ]
+    if limit is not None and max(rank.total for rank in memory) > limit:
+        raise TooLargeError(max(rank.total for rank in memory))
+    # Times.
+    times = times_of(more)
+    if share and shares_cores(machine):
+        times = [a.beyond(b, share) for a, b in zip(times, times_of(few), strict=True)]
+    elif share:
+        makespan = whole_makespan(machine, layout, microbatches, stages)
+        times = [rank.of_whole(microbatches / more, makespan) for rank in times]
+    cuts = [model.layers[end - 1].layer for end in ends[:-1]]
+    sent = _sent(layout, microbatches, stages, states)
+    return Prediction(layout, cuts, microbatches, times, memory, sent, model.estimated)
+
+
+def _simulated_counts(layout: Layout, microbatches: int) -> tuple[int, int]:
+    """Return two numbers of microbatches that differ by a group of them; the second is ``microbatches`` if few."""
+    ranks = layout.pipeline
+    more = 4 * ranks + microbatches % ranks
+    return (more - ranks, more) if more < microbatches else (microbatches, microbatches)
+
+
+def activation_peaks(
+    layout: Layout, microbatches: int, stages: Sequence[StageCosts], gradients: Mapping[int, float]
+) -> list[float]:
+    """Return the peak of each rank's activations and temporary tensors, beyond its gradients."""
+    schedule = built(layout.schedule, layout.pipeline, microbatches, layout.chunks)
+    placement = find_family(layout.schedule).placement(layout.pipeline, layout.chunks)
+    return [
+        activation_peak(actions, stages, {stage: gradients[stage] for stage in placement.stages_of(rank)})
+        for rank, actions in enumerate(schedule)
+    ]
+
+
+def states_of(
+    costs: ModelCosts, layout: Layout, stages: Sequence[StageCosts]
+) -> tuple[list[RankState], dict[int, float]]:
+    """Return the state of each pipeline rank, and the bytes of the gradients of each stage."""
+    placement = find_family(layout.schedule).placement(layout.pipeline, layout.chunks)
+    ends = tuple(stage.end for stage in stages)
+    key = (layout.tensor, layout.sequence, placement, ends)
+    if key not in costs.states:
+        # State does not depend on the microbatch.
+        model = costs.of(layout.tensor, layout.sequence, 1)
+        states = [
+            rank_state(model, [stages[each] for each in placement.stages_of(rank)]) for rank in range(layout.pipeline)
+        ]
+        gradients = {
+            number: float(sum(layer.gradients for layer in model.layers[stage.first : stage.end]))
+            for number, stage in enumerate(stages)
+        }
+        costs.states[key] = states, gradients
+    found: tuple[list[RankState], dict[int, float]] = costs.states[key]
+    return found
+
+
+def _sent(layout: Layout, microbatches: int, stages: Sequence[StageCosts], states: Sequence[RankState]) -> LinkBytes:
+    placement = find_family(layout.schedule).placement(layout.pipeline, layout.chunks)
+    tensor, between, data = [], [], []
+    for rank, state in enumerate(states):
+        own = placement.stages_of(rank)
+        tensor.append(microbatches * sum(stages[stage].tensor_bytes for stage in own))
+        # Activations go to the next stage, gradients as large as the activations to the one before.
+        messages = 0.0
+        for stage in own:
+            if stage + 1 < len(stages) and placement.rank_of(stage + 1) != rank:
+                messages += stages[stage].sent
+            if stage and placement.rank_of(stage - 1) != rank:
+                messages += stages[stage - 1].sent
+        between.append(microbatches * messages)
+        data.append(least_sent("all_reduce", state.gradients, layout.data))
+    return LinkBytes(max(tensor), max(between), max(data))

@@ -1,0 +1,34 @@
+"""Public names of nxdpp, which imports this module at the first use of one of them."""
+
+from nxdpp import modules as modules
+from nxdpp import optimizer as optimizer
+from nxdpp import parallel_layers as parallel_layers
+from nxdpp import trainer as trainer
+from nxdpp.checkpoint.distributed.whole_state import gather_state_dict as gather_state_dict
+from nxdpp.checkpoint.huggingface.load import load_pretrained as load_pretrained
+from nxdpp.checkpoint.huggingface.load_report import LoadReport as LoadReport
+from nxdpp.checkpoint.huggingface.save import save_pretrained as save_pretrained
+from nxdpp.devices.memory import device_memory as device_memory
+from nxdpp.doors.nxd.checkpoint import finalize_checkpoint as finalize_checkpoint
+from nxdpp.doors.nxd.checkpoint import has_checkpoint as has_checkpoint
+from nxdpp.doors.nxd.checkpoint import load_checkpoint as load_checkpoint
+from nxdpp.doors.nxd.checkpoint import save_checkpoint as save_checkpoint
+from nxdpp.doors.nxd.config import neuronx_distributed_config as neuronx_distributed_config
+from nxdpp.doors.nxd.optimizer import initialize_parallel_optimizer as initialize_parallel_optimizer
+from nxdpp.doors.nxd.trainer import initialize_parallel_model as initialize_parallel_model
+from nxdpp.gradients.grad_scaler import GradScaler as GradScaler
+from nxdpp.initialization.deferred_init import deferred_init as deferred_init
+from nxdpp.initialization.init_on_device import init_on_device as init_on_device
+from nxdpp.pipeline.activation_checkpoint import apply_checkpoint as apply_checkpoint
+from nxdpp.pipeline.config import PipelineConfig as PipelineConfig
+from nxdpp.pipeline.model import NxDPPModel as NxDPPModel
+from nxdpp.pipeline.pipeline import Pipeline as Pipeline
+from nxdpp.pipeline.traced_layers import TracedLayers as TracedLayers
+from nxdpp.pipeline.traced_layers import trace_layers as trace_layers
+from nxdpp.planning.planner import plan as plan
+from nxdpp.ranks import parallel_state as parallel_state
+from nxdpp.tensor.data_parallel_sampler import data_parallel_sampler as data_parallel_sampler
+from nxdpp.tensor.models.comparison import check_tensor_parallel as check_tensor_parallel
+from nxdpp.tensor.models.own_plans import tensor_plan as tensor_plan
+from nxdpp.tensor.models.parallelize import tensor_parallelize as tensor_parallelize
+from nxdpp.tensor.tensor_copies import compare_tensor_copies as compare_tensor_copies

@@ -1,0 +1,62 @@
+"""State of the debug mode: rank and size in each dimension of a job that does not run."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from nxdpp.ranks.rank_mesh import DIMENSIONS, RankMesh, checked_order
+
+
+@dataclass(frozen=True)
+class DebugState:
+    """Ranks and sizes by dimension (``"pipeline"``, ``"data"``, ``"tensor"``, in this order), without process groups.
+
+    Raises ``ValueError`` for a size below 1, a rank that is not below its size, or an ``order`` that does not name each
+    dimension once.
+    """
+
+    ranks: dict[str, int]
+    sizes: dict[str, int]
+    order: Sequence[str] = DIMENSIONS
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "order", checked_order(self.order))
+        for dimension, size in self.sizes.items():
+            name, rank = f"{_argument(dimension)}_size", self.ranks[dimension]
+            if not _is_integer(size) or size < 1:
+                raise ValueError(f"{name}={size!r} must be an integer of at least 1.")
+            if not _is_integer(rank) or not 0 <= rank < size:
+                raise ValueError(
+                    f"{_argument(dimension)}_rank={rank!r} must be an integer from 0 to {size - 1}, because {name} is "
+                    f"{size}."
+                )
+
+    def rank(self, dimension: str) -> int:
+        """This rank's index along ``dimension``."""
+        return self.ranks[dimension]
+
+    @property
+    def rank_mesh(self) -> RankMesh:
+        """The global ranks of the job."""
+        return RankMesh(**self.sizes, order=tuple(self.order))
+
+    def refusal(self, what: str) -> RuntimeError:
+        """The error for ``what``, which needs the processes of a running job."""
+        place = f"pipeline rank {self.rank('pipeline')} of {self.sizes['pipeline']}"
+        return RuntimeError(
+            f"{what} needs the processes of a running job, but this process is in the debug mode of parallel_state "
+            f"(initialize_debug, {place}). Start the ranks with torchrun and call "
+            f"parallel_state.initialize_model_parallel on each rank, in this process after destroy_model_parallel()."
+        )
+
+    def __str__(self) -> str:
+        places = (f"{name} rank {self.rank(name)} of {size}" for name, size in self.sizes.items())
+        order = "" if tuple(self.order) == DIMENSIONS else f", order {' > '.join(self.order)}"
+        return ", ".join(places) + order
+
+
+def _argument(dimension: str) -> str:
+    return "data_parallel" if dimension == "data" else f"{dimension}_model_parallel"
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

@@ -1,0 +1,44 @@
+"""Errors that only tell that another rank has gone."""
+
+from collections.abc import Iterator
+
+import torch.distributed as dist
+
+_WORDS = (
+    "gloo/transport",
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Connection refused",
+    "Broken pipe",
+    "ncclRemoteError",
+    "ncclSystemError",
+)
+
+
+def is_connection_error(error: BaseException) -> bool:
+    """Return whether ``error``, or one of its causes, only tells that another rank has gone."""
+    kinds = (ConnectionError, dist.DistNetworkError, dist.DistStoreError)
+    return any(isinstance(cause, kinds) or _has_words(cause) for cause in _causes(error))
+
+
+def is_collective_error(error: BaseException) -> bool:
+    """Return whether ``error``, or one of its causes, comes from a collective of torch whose peer has gone.
+
+    A user's program may have connections of its own, which raise other connection errors.
+    """
+    return any(isinstance(cause, dist.DistNetworkError) or _has_words(cause) for cause in _causes(error))
+
+
+def _has_words(error: BaseException) -> bool:
+    is_error = isinstance(error, RuntimeError) and not isinstance(error, ConnectionError)
+    return is_error and any(words in str(error) for words in _WORDS)
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """``error`` and its causes, the last one first."""
+    seen: set[int] = set()
+    cause: BaseException | None = error
+    while cause is not None and id(cause) not in seen:
+        seen.add(id(cause))
+        yield cause
+        cause = cause.__cause__ or cause.__context__

@@ -1,0 +1,89 @@
+"""Notes on errors of torch and Python behind which there is often one mistake with a pipelined model.
+
+A note follows the traceback of an error that ends the program::
+
+    run_train(...).backward()         element 0 of tensors does not require grad and does not have a grad_fn
+    loss.item() before the last rank  'NoneType' object has no attribute 'item'
+    DataParallel(model).run_train()   'DataParallel' object has no attribute 'run_train'
+"""
+
+import sys
+from types import TracebackType
+
+import torch
+from torch import nn
+
+from nxdpp.ranks.faults.board import board
+
+_RAN_BACKWARD = (
+    "run_train has run the backward of all microbatches, and the loss that it returns is detached. Leave "
+    "loss.backward() out: the gradients are in .grad"
+)
+_NO_LOSS = (
+    "if None is the loss: run_train and run_eval return it on the rank of the last stage alone, and None on the "
+    "others. NxDPPModel(..., broadcast_and_average_loss=True) returns it on every rank"
+)
+_LIBRARIES = ("nxdpp", "torch", "transformers")
+
+_is_installed = False
+
+
+def install() -> None:
+    """Let ``sys.excepthook`` add notes to the errors that it prints, from now on."""
+    global _is_installed
+    if _is_installed:
+        return
+    _is_installed = True
+    previous = sys.excepthook
+
+    def print_with_note(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        add_note(error)
+        previous(kind, error, trace)
+
+    sys.excepthook = print_with_note
+
+
+def add_note(error: BaseException) -> None:
+    """Add a note to ``error`` if it looks like a frequent mistake with a pipelined model."""
+    found = _note(error)
+    if found is not None:
+        note = f"nxdpp: {found}."
+        if note not in getattr(error, "__notes__", ()):
+            error.add_note(note)
+
+
+def _note(error: BaseException) -> str | None:
+    if isinstance(error, AttributeError) and isinstance(error.obj, nn.Module):
+        return _of_outer_module(error.obj, error.name)
+    if not board.calls_of("run_train") and not board.calls_of("run_eval"):
+        return None
+    if isinstance(error, RuntimeError) and "does not require grad and does not have a grad_fn" in str(error):
+        return _RAN_BACKWARD
+    if isinstance(error, AttributeError) and error.obj is None and hasattr(torch.Tensor, error.name or " "):
+        return _RAN_BACKWARD if error.name == "backward" else _of_lacking_loss()
+    if isinstance(error, TypeError) and "NoneType" in str(error) and _is_of_program(error):
+        return _of_lacking_loss()
+    return None
+
+
+def _of_outer_module(outer: nn.Module, name: str | None) -> str | None:
+    """Note on a method of a pipelined model that is asked of a module around it."""
+    inner = getattr(outer, "module", None)
+    if not hasattr(type(inner), "run_train") or not hasattr(type(inner), name or " "):
+        return None
+    return (
+        f"a {type(outer).__name__} is around the pipelined model. Leave it out, and call {name} of the model itself: "
+        f"run_train averages the gradients over the data-parallel replicas"
+    )
+
+
+def _of_lacking_loss() -> str | None:
+    return _NO_LOSS if len(board.members.get("pipeline", ())) > 1 else None
+
+
+def _is_of_program(error: BaseException) -> bool:
+    """Return whether ``error`` was raised in code that is of no library known here."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and trace.tb_frame.f_globals.get("__name__", "").partition(".")[0] not in _LIBRARIES

@@ -1,0 +1,135 @@
+"""Progress of this rank: the time since its last move, and the Python code that it is in.
+
+A rank moves when a call or an action begins or ends, when a node of its stage's graph ends, and when a long call says
+so (``board.moved``). Time in a compiler is progress too: its stacks tell nothing. A device compiles in C++, and tells
+it by ``board.is_compiling``.
+"""
+
+import os
+import sys
+import sysconfig
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+import torch
+
+from nxdpp import schedules
+from nxdpp.ranks.faults.board import Board
+
+_STACK_LINES = 40
+
+_TORCH = str(Path(torch.__file__).parent)
+_NXDPP = str(Path(__file__).parents[2])
+# The folder of pipeline, schedules and tracing: it is not _NXDPP in a checkout without links.
+_TOP = os.path.dirname(schedules.__path__[0])
+_OWN = tuple(
+    os.path.join(folder, "")
+    for folder in (_TORCH, _NXDPP, *(os.path.join(_TOP, name) for name in ("pipeline", "schedules", "tracing")))
+)
+_STANDARD = sysconfig.get_paths()["stdlib"]
+_COMMUNICATION = tuple(
+    os.path.join(root, *folder, "")
+    for root, folder in (
+        (_TORCH, ("distributed",)),
+        (_TOP, ("pipeline", "p2p")),
+        (_NXDPP, ("agreement",)),
+        (_NXDPP, ("tensor",)),
+    )
+)
+_COMPILERS = (
+    os.path.join(_TORCH, "_dynamo", ""),
+    os.path.join(_TORCH, "_inductor", ""),
+    os.path.join(_TORCH, "utils", "cpp_extension.py"),
+    os.path.join(os.path.dirname(_TORCH), "triton", ""),
+)
+# The file name that fx gives to the code of a graph.
+_GRAPH = "<eval_with_key>"
+
+
+@dataclass(frozen=True)
+class CodePlace:
+    """The Python code that a thread is in.
+
+    Attributes:
+        where: the innermost function of the user or of the model's library, such as ``"`Mlp.forward`, mlp.py:17"``.
+        waits: ``True`` in communication with other ranks.
+        compiles: ``True`` in a compiler.
+        node: place in the code of a stage's graph; -1 outside.
+        stack: a line for each frame, the innermost last.
+    """
+
+    where: str
+    waits: bool
+    compiles: bool
+    node: int
+    stack: list[str]
+
+
+class Progress:
+    """Time since the last move of a rank.
+
+    Args:
+        board: of this process.
+        longest: seconds that one sample counts at most. So time in which the whole process was stopped, or Python's
+            lock was held, counts as one sample.
+
+    Attributes:
+        unmoved_seconds: time since the last move, as of the last sample.
+        compiling_seconds: time for which this rank compiles, as of the last sample; 0 when it does not.
+    """
+
+    def __init__(self, board: Board, longest: float) -> None:
+        self.unmoved_seconds = 0.0
+        self.compiling_seconds = 0.0
+        self._board = board
+        self._longest = longest
+        self._mark: tuple[int, int, int] = (-1, -1, -1)
+        self._time = time.monotonic()
+
+    def sample(self) -> None:
+        """Look at the board and at the thread that trains."""
+        place = current_place(self._board.thread)
+        mark = (self._board.moves, self._board.action, -1 if place is None else place.node)
+        now = time.monotonic()
+        passed = min(now - self._time, self._longest)
+        compiles = self._board.is_compiling() or (place is not None and place.compiles)
+        self.compiling_seconds = self.compiling_seconds + passed if compiles else 0.0
+        self.unmoved_seconds = 0.0 if compiles or mark != self._mark else self.unmoved_seconds + passed
+        self._mark, self._time = mark, now
+
+
+def current_place(thread: int | None) -> CodePlace | None:
+    """The Python code that ``thread`` is in; ``None`` when it has ended."""
+    frame = None if thread is None else sys._current_frames().get(thread)
+    return None if frame is None else _place(frame)
+
+
+def _place(frame: FrameType) -> CodePlace:
+    innermost = frame.f_code.co_filename
+    where, node, compiles = "", -1, False
+    stack: list[str] = []
+    at: FrameType | None = frame
+    while at is not None:
+        code, line = at.f_code, at.f_lineno or 0
+        name = code.co_filename
+        if name.startswith(_GRAPH):
+            # The outermost graph is the stage's.
+            node = at.f_lasti
+        compiles = compiles or name.startswith(_COMPILERS)
+        if not where and _is_of_the_model(name):
+            where = f"`{code.co_qualname}`, {os.path.basename(name)}:{line}"
+        if len(stack) < _STACK_LINES:
+            stack.append(f"{name}:{line} in {code.co_qualname}")
+        at = at.f_back
+    stack.reverse()
+    if not where:
+        where = f"`{frame.f_code.co_qualname}`, {os.path.basename(innermost)}:{frame.f_lineno}"
+    return CodePlace(where, innermost.startswith(_COMMUNICATION), compiles, node, stack)
+
+
+def _is_of_the_model(name: str) -> bool:
+    if name.startswith("<") or name.startswith(_OWN):
+        return False
+    return not name.startswith(_STANDARD + os.sep) or "site-packages" in name

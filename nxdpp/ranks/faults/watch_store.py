@@ -1,0 +1,237 @@
+"""Entries of the failure watch in the world's store.
+
+One key has the state of the watch. Each rank polls it, and a change is one atomic operation::
+
+    absent ──▶ roll call 1 ──▶ closed 1 ──▶ roll call 2 ──▶ ... ──▶ ending
+       └──────────────┴────────────┴─────────────┴────────────────▶ ending, which is final
+
+No request waits for a key. A request raises ``RuntimeError`` when the store is gone.
+"""
+
+import json
+import os
+import threading
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from torch.distributed import Store  # type: ignore[attr-defined]  # public, not in its __all__
+
+_POLL_SECONDS = 0.5
+_SLOWEST_POLL_SECONDS = 2.0
+_RANKS_PER_POLL = 128  # with more ranks each polls less often: 256 polls a second for up to 512 ranks
+_PAUSE_SECONDS = 0.05
+_PAUSES_A_SECOND = 2500  # of all ranks together, a tenth of what one store answers
+
+_STATE = "state"
+_ANSWERS = "answers"  # number of ranks that know the ending or have left the watch
+_PRINTED = "printed"  # present once the failed rank has printed its error
+_DONE = "done"  # number of ranks that stop and no longer need the store
+_LEFT = "left"  # number of departures; each has a key
+_PROCESSES = "processes"  # number of processes of a host; each has a key
+
+
+@dataclass(frozen=True)
+class Ending:
+    """The reason for which all ranks stop.
+
+    Attributes:
+        kind: ``"error"``: the rank prints its error. ``"fault"``: the ``sentence`` is all that can be told.
+            ``"host left"``: the rank that hosts the store ends well, and the watch ends on all ranks.
+        rank: the rank that failed.
+        sentence: the fault, such as ``"rank 2 died"``.
+        silent: ranks that are dead or stopped, and tell nothing any more.
+        begun, last: calls of the store's host, as in ``Departure``.
+    """
+
+    kind: Literal["error", "fault", "host left"]
+    rank: int
+    sentence: str = ""
+    silent: list[int] = field(default_factory=list)
+    begun: dict[str, int] = field(default_factory=dict)
+    last: str = ""
+
+
+@dataclass(frozen=True)
+class RollCall:
+    """A request that each rank tells where it is.
+
+    Attributes:
+        number: of the roll call.
+        by: the rank that asks.
+        is_open: ``True`` until it is judged.
+        goes_on: ``True`` if ranks wait for one that is outside of nxdpp.
+    """
+
+    number: int
+    by: int
+    is_open: bool = True
+    goes_on: bool = False
+
+
+@dataclass(frozen=True)
+class Departure:
+    """A rank that has left the watch well: its calls by scope, and the text of the last one."""
+
+    rank: int
+    begun: dict[str, int]
+    last: str
+
+
+State = Ending | RollCall | None
+
+
+class WatchStore:
+    """The entries of one watch. ``store`` has a prefix of its own, and a connection of its own."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._reads_departures = threading.Lock()
+        self._departures: dict[int, Departure] = {}
+        self._departures_read = 0
+
+    def state(self) -> State:
+        """The present state."""
+        text = self._read(_STATE)
+        return None if text is None else _decoded(text)
+
+    def end(self, ending: Ending) -> Ending:
+        """Make ``ending`` the state; returns the ending of the first rank that did."""
+        while True:
+            before = self._read(_STATE) or ""
+            state = _decoded(before) if before else None
+            if isinstance(state, Ending):
+                return state
+            if self._replace(before, ending):
+                return ending
+
+    def open_roll_call(self, rank: int) -> RollCall | None:
+        """Start a roll call of ``rank``; ``None`` if another state came first."""
+        before = self._read(_STATE) or ""
+        state = _decoded(before) if before else None
+        if isinstance(state, Ending) or (state is not None and state.is_open and state.by != rank):
+            return None
+        call = RollCall(1 if state is None else state.number + 1, rank)
+        return call if self._replace(before, call) else None
+
+    def close_roll_call(self, call: RollCall, goes_on: bool = False) -> None:
+        """End a roll call without an ending."""
+        self._replace(_encoded(call), RollCall(call.number, call.by, is_open=False, goes_on=goes_on))
+
+    def answer_roll_call(self, call: RollCall, rank: int, answer: dict[str, Any]) -> None:
+        """Write the answer of ``rank``."""
+        self._store.set(f"roll call {call.number}/{rank}", json.dumps(answer))
+        self._store.add(f"roll call {call.number}", 1)
+
+    def number_of_answers(self, call: RollCall) -> int:
+        """Number of ranks that have answered."""
+        counted: int = self._store.add(f"roll call {call.number}", 0)
+        return counted
+
+    def answer_of(self, call: RollCall, rank: int) -> dict[str, Any] | None:
+        """The answer of ``rank``, if it has come."""
+        text = self._read(f"roll call {call.number}/{rank}")
+        answer: dict[str, Any] | None = None if text is None else json.loads(text)
+        return answer
+
+    def leave(self, departure: Departure) -> None:
+        """Note that a rank leaves the watch."""
+        number = self._store.add(_LEFT, 1)
+        self._store.set(f"{_LEFT}/{number}", json.dumps(asdict(departure)))
+        self._store.add(_DONE, 1)
+        # The last request: the host of the store may end now.
+        self._store.add(_ANSWERS, 1)
+
+    def departures(self) -> dict[int, Departure]:
+        """The ranks that have left."""
+        with self._reads_departures:
+            count = self._store.add(_LEFT, 0)
+            while self._departures_read < count:
+                text = self._read(f"{_LEFT}/{self._departures_read + 1}")
+                if text is None:
+                    # The rank is between its two requests.
+                    break
+                departure = Departure(**json.loads(text))
+                self._departures[departure.rank] = departure
+                self._departures_read += 1
+            return dict(self._departures)
+
+    def add_process(self, host: str, process: dict[str, int]) -> None:
+        """Note a process of ``host``."""
+        number = self._store.add(f"{_PROCESSES}/{host}", 1)
+        self._store.set(f"{_PROCESSES}/{host}/{number}", json.dumps(process))
+        self._store.add(_PROCESSES, 1)
+
+    def number_of_processes(self) -> int:
+        """Number of processes that are noted, on all hosts."""
+        counted: int = self._store.add(_PROCESSES, 0)
+        return counted
+
+    def processes(self, host: str, known: int) -> list[dict[str, int]]:
+        """The processes of ``host`` after the first ``known`` ones, as far as they are noted."""
+        found = []
+        for number in range(known + 1, self._store.add(f"{_PROCESSES}/{host}", 0) + 1):
+            text = self._read(f"{_PROCESSES}/{host}/{number}")
+            if text is None:
+                break
+            found.append(json.loads(text))
+        return found
+
+    def answer(self) -> None:
+        """Count this rank among the ranks that know the ending."""
+        self._store.add(_ANSWERS, 1)
+
+    def answers(self) -> int:
+        """Number of ranks that know the ending or have left."""
+        counted: int = self._store.add(_ANSWERS, 0)
+        return counted
+
+    def finish(self) -> None:
+        """Count this rank, which is not the host, among the ranks that no longer need the store."""
+        self._store.add(_DONE, 1)
+
+    def finished(self) -> int:
+        """Number of ranks that no longer need the store."""
+        counted: int = self._store.add(_DONE, 0)
+        return counted
+
+    def set_printed(self) -> None:
+        """Note that the failed rank has printed its error."""
+        self._store.set(_PRINTED, "yes")
+
+    def is_printed(self) -> bool:
+        """Return whether the failed rank has printed its error."""
+        return bool(self._store.check([_PRINTED]))
+
+    def _read(self, key: str) -> str | None:
+        if not self._store.check([key]):
+            return None
+        text: str = self._store.get(key).decode()
+        return text
+
+    def _replace(self, before: str, state: Ending | RollCall) -> bool:
+        after = _encoded(state)
+        return bool(self._store.compare_set(_STATE, before, after).decode() == after)
+
+
+def poll_seconds(world_size: int) -> float:
+    """Seconds between two polls of a rank in a job that runs."""
+    return min(max(_POLL_SECONDS, _POLL_SECONDS * world_size / _RANKS_PER_POLL), _SLOWEST_POLL_SECONDS)
+
+
+def pause_seconds(world_size: int) -> float:
+    """Seconds between two requests of a rank where all ranks wait for the same entry."""
+    return max(_PAUSE_SECONDS, world_size / _PAUSES_A_SECOND)
+
+
+def launcher_has_store() -> bool:
+    """Return whether the launcher, and not rank 0, hosts the store."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _encoded(state: Ending | RollCall) -> str:
+    return json.dumps({"is": type(state).__name__, **asdict(state)})
+
+
+def _decoded(text: str) -> Ending | RollCall:
+    values = json.loads(text)
+    return Ending(**values) if values.pop("is") == "Ending" else RollCall(**values)

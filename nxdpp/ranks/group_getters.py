@@ -1,0 +1,183 @@
+"""Getters of groups, under the names of NeuronX Distributed. Only the first use of a group is collective over it.
+
+With ``as_list=True``, and as replica groups, a getter returns the global ranks of every group of that kind in the job.
+It does so in the debug mode too. All raise ``RuntimeError`` before ``initialize_model_parallel``.
+"""
+
+from typing import Literal, overload
+
+import torch
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from nxdpp.ranks import current_state
+from nxdpp.ranks.debug_state import DebugState
+from nxdpp.ranks.store_exchange import StoreExchange
+from nxdpp.ranks.transfer_groups import TransferGroups
+
+
+@overload
+def get_tensor_model_parallel_group(as_list: Literal[False] = False) -> ProcessGroup: ...
+@overload
+def get_tensor_model_parallel_group(as_list: Literal[True]) -> list[list[int]]: ...
+def get_tensor_model_parallel_group(as_list: bool = False) -> ProcessGroup | list[list[int]]:
+    """This rank's tensor group; with ``as_list``, the global ranks of every tensor group."""
+    return _groups("tensor") if as_list else current_state.with_groups().mesh.get_group("tensor")
+
+
+@overload
+def get_data_parallel_group(as_list: Literal[False] = False) -> ProcessGroup: ...
+@overload
+def get_data_parallel_group(as_list: Literal[True]) -> list[list[int]]: ...
+def get_data_parallel_group(as_list: bool = False) -> ProcessGroup | list[list[int]]:
+    """This rank's data group; with ``as_list``, the global ranks of every data group."""
+    return _groups("data") if as_list else current_state.with_groups().mesh.get_group("data")
+
+
+@overload
+def get_pipeline_model_parallel_group(as_list: Literal[False] = False) -> ProcessGroup: ...
+@overload
+def get_pipeline_model_parallel_group(as_list: Literal[True]) -> list[list[int]]: ...
+def get_pipeline_model_parallel_group(as_list: bool = False) -> ProcessGroup | list[list[int]]:
+    """This rank's pipeline group, in stage order; with ``as_list``, the global ranks of every pipeline group."""
+    return _groups("pipeline") if as_list else current_state.with_groups().mesh.get_group("pipeline")
+
+
+@overload
+def get_context_model_parallel_group(as_list: Literal[False] = False) -> ProcessGroup: ...
+@overload
+def get_context_model_parallel_group(as_list: Literal[True]) -> list[list[int]]: ...
+def get_context_model_parallel_group(as_list: bool = False) -> ProcessGroup | list[list[int]]:
+    """Group of the ranks that share each sequence: only this rank."""
+    return _alone() if as_list else current_state.with_groups().own_group
+
+
+@overload
+def get_expert_model_parallel_group(as_list: Literal[False] = False) -> ProcessGroup: ...
+@overload
+def get_expert_model_parallel_group(as_list: Literal[True]) -> list[list[int]]: ...
+def get_expert_model_parallel_group(as_list: bool = False) -> ProcessGroup | list[list[int]]:
+    """Group of the ranks that share the experts of a layer: only this rank."""
+    return _alone() if as_list else current_state.with_groups().own_group
+
+
+@overload
+def get_expert_data_parallel_group(as_list: Literal[False] = False) -> ProcessGroup: ...
+@overload
+def get_expert_data_parallel_group(as_list: Literal[True]) -> list[list[int]]: ...
+def get_expert_data_parallel_group(as_list: bool = False) -> ProcessGroup | list[list[int]]:
+    """Group of the replicas of this rank's experts: the data group."""
+    return get_data_parallel_group(True) if as_list else get_data_parallel_group()
+
+
+@overload
+def get_model_parallel_group(as_list: Literal[False] = False) -> ProcessGroup: ...
+@overload
+def get_model_parallel_group(as_list: Literal[True]) -> list[list[int]]: ...
+def get_model_parallel_group(as_list: bool = False) -> ProcessGroup | list[list[int]]:
+    """Group of the pipeline and tensor ranks of this rank's replica; its first use is collective over it."""
+    return current_state.initialized().rank_mesh.models() if as_list else current_state.with_groups().model_group
+
+
+@overload
+def get_world_group(as_list: Literal[False] = False) -> ProcessGroup: ...
+@overload
+def get_world_group(as_list: Literal[True]) -> list[list[int]]: ...
+def get_world_group(as_list: bool = False) -> ProcessGroup | list[list[int]]:
+    """Group of all ranks."""
+    if as_list:
+        return [current_state.initialized().rank_mesh.ranks.flatten().sort().values.tolist()]
+    return current_state.with_groups().world
+
+
+def get_tensor_model_parallel_replica_groups() -> list[list[int]]:
+    """Global ranks of every tensor group."""
+    return _groups("tensor")
+
+
+def get_tensor_parallel_replica_groups() -> list[list[int]]:
+    """The same as ``get_tensor_model_parallel_replica_groups``."""
+    return _groups("tensor")
+
+
+def get_data_parallel_replica_groups() -> list[list[int]]:
+    """Global ranks of every data group."""
+    return _groups("data")
+
+
+def get_pipeline_model_parallel_replica_groups() -> list[list[int]]:
+    """Global ranks of every pipeline group, each in stage order."""
+    return _groups("pipeline")
+
+
+def get_context_model_parallel_replica_groups() -> list[list[int]]:
+    """Global ranks of every group of ranks that share a sequence: each rank is one."""
+    return _alone()
+
+
+def get_expert_model_parallel_replica_groups() -> list[list[int]]:
+    """Global ranks of every group of ranks that share experts: each rank is one."""
+    return _alone()
+
+
+def get_expert_data_parallel_replica_groups() -> list[list[int]]:
+    """Global ranks of the replicas of each expert: every data group."""
+    return _groups("data")
+
+
+def get_device_mesh() -> DeviceMesh:
+    """Device mesh with the dimensions (pipeline, data, tensor), under any order of the ranks."""
+    return current_state.with_groups().mesh
+
+
+def get_pipeline_control_group() -> ProcessGroup:
+    """Gloo group over this rank's pipeline group, for tensors and objects in CPU memory.
+
+    On gloo it is the pipeline group itself.
+    """
+    return current_state.with_groups().control_group
+
+
+def get_data_parallel_control_group() -> ProcessGroup:
+    """Gloo group over this rank's data group, for tensors in CPU memory; exists where there are several replicas.
+
+    On gloo it is the data group itself.
+    """
+    return current_state.with_groups().replica_control_group
+
+
+def get_tensor_control_group() -> ProcessGroup:
+    """Gloo group over this rank's tensor group, for tensors in CPU memory; exists where it has several ranks.
+
+    On gloo it is the tensor group itself.
+    """
+    return current_state.with_groups().tensor_control_group
+
+
+def get_pipeline_transfer_groups() -> TransferGroups:
+    """Groups for the P2P transfers between the stages of this rank's pipeline.
+
+    NCCL runs the transfers of a group in the order of the calls, so neighbours have groups of their own. Gloo has
+    message tags: there all transfers use the pipeline group itself.
+    """
+    return current_state.with_groups().transfer_groups
+
+
+def get_exchange() -> StoreExchange:
+    """Exchange of small values between all ranks, over the world's store."""
+    return current_state.with_groups().exchange
+
+
+def local_device() -> torch.device:
+    """Device of this rank's parameters: its CUDA device on NCCL, else (and in the debug mode) the CPU."""
+    state = current_state.initialized()
+    return torch.device("cpu") if isinstance(state, DebugState) else state.device
+
+
+def _groups(dimension: str) -> list[list[int]]:
+    return current_state.initialized().rank_mesh.groups(dimension)
+
+
+def _alone() -> list[list[int]]:
+    ranks = current_state.initialized().rank_mesh.ranks.flatten().sort().values
+    return [[int(rank)] for rank in ranks]

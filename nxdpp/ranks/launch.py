@@ -1,0 +1,100 @@
+"""Start of ``torch.distributed`` from the variables of the launcher, or as a world of one process."""
+
+import os
+
+import torch
+import torch.distributed as dist
+from torch.distributed import (  # type: ignore[attr-defined]  # public, though not in its __all__
+    HashStore,
+    Store,
+    TCPStore,
+)
+from torch.distributed.constants import default_pg_timeout
+from torch.distributed.rendezvous import rendezvous
+
+from nxdpp.ranks.device_arguments import wanted_device
+from nxdpp.ranks.device_choice import (
+    check_world,
+    choose,
+    device_of_world,
+    start_device,
+    verify_own_devices,
+    verify_same_kind,
+)
+from nxdpp.ranks.faults.watch_store import launcher_has_store
+from nxdpp.ranks.launcher import Launcher, launcher
+from nxdpp.ranks.start_store import store_of_start
+
+
+def world_size() -> int:
+    """Number of processes: from the launcher, or 1 for a plain ``python script.py``.
+
+    Raises ``RuntimeError`` if some of the launcher's variables are missing.
+    """
+    return launcher().world_size
+
+
+def check_device(backend: str | None, kind: str | None) -> None:
+    """Raise ``ValueError`` for arguments that do not fit each other, or a world that the caller has started."""
+    wanted_device(backend, kind)
+    if dist.is_initialized():
+        check_world(backend, kind)
+
+
+def choose_device(backend: str | None, kind: str | None = None) -> torch.device:
+    """Return this rank's device: of the running world, or of the one to start.
+
+    Raises ``ValueError`` or ``RuntimeError`` as ``device_choice.choose``, before anything is changed.
+    """
+    return (device_of_world if dist.is_initialized() else choose)(launcher(), backend, kind)
+
+
+def start_world(device: torch.device) -> Store:
+    """Start ``torch.distributed``, on NCCL for a CUDA device, else on gloo; collective over all ranks.
+
+    Returns the store of the world, under a prefix of this start. Raises ``RuntimeError`` on all ranks for devices of
+    different kinds.
+    """
+    started_by = launcher()
+    identity = start_device(device) if device.type == "cuda" else None
+    store, rank, size = _rendezvous(started_by)
+    # torchrun's store outlives a world: without a prefix gloo would find the addresses of the previous world.
+    store = store_of_start(store, rank, size)
+    verify_same_kind(store, rank, size, device)
+    if identity is not None:
+        verify_own_devices(store, rank, size, identity)
+    dist.init_process_group("gloo" if identity is None else "nccl", store=store, rank=rank, world_size=size)
+    return store
+
+
+def join_world(device: torch.device) -> Store:
+    """Return the store of the running world, under a prefix of this start; collective over all ranks.
+
+    Raises ``RuntimeError`` on all ranks for devices of different kinds.
+    """
+    rank, size = dist.get_rank(), dist.get_world_size()
+    store = store_of_start(dist.distributed_c10d._get_default_store(), rank, size)
+    verify_same_kind(store, rank, size, device)
+    return store
+
+
+def _rendezvous(started_by: Launcher) -> tuple[Store, int, int]:
+    """A store shared by all ranks, this rank, and the world size."""
+    if started_by.is_alone:
+        # A store in memory needs no port, so no other process can occupy it.
+        return HashStore(), 0, 1
+    rank, size = started_by.rank, started_by.world_size
+    if launcher_has_store():
+        store, rank, size = next(rendezvous("env://", rank, size))
+        return store, rank, size
+    # Torch's own call waits for all ranks here, without a word about the missing ones.
+    store = TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        size,
+        is_master=rank == 0,
+        timeout=default_pg_timeout,
+        wait_for_workers=False,
+        multi_tenant=True,
+    )
+    return store, rank, size

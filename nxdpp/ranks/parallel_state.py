@@ -1,0 +1,325 @@
+"""Process groups of tensor, data and pipeline parallelism: initialization, and all getters.
+
+The world is a mesh over the dimensions pipeline, data and tensor (``rank_mesh``). By default its ranks are in row-major
+order of these. Tensor-parallel ranks communicate the most, so they are neighbours. 8 ranks with tensor size 2 and
+pipeline size 2::
+
+    pipeline 0:  data 0: 0 1    data 1: 2 3
+    pipeline 1:  data 0: 4 5    data 1: 6 7
+
+Rank 1 is in tensor group [0, 1], data group [1, 3] and pipeline group [1, 5]. With ``order=("data", "pipeline",
+"tensor")`` each pipeline has consecutive ranks, as in nnScaler and in Megatron's ``use_tp_pp_dp_mapping``.
+
+In the debug mode (``initialize_debug``) one process acts as a single rank of a job, without process groups.
+"""
+
+import os
+from collections.abc import Sequence
+
+import torch.distributed as dist
+
+from nxdpp.devices.kinds import device_of
+from nxdpp.ranks import current_state, launch
+from nxdpp.ranks.compilation_cache import checked_folder
+from nxdpp.ranks.debug_state import DebugState
+from nxdpp.ranks.faults import failure_watch, mistakes
+from nxdpp.ranks.faults.board import board
+from nxdpp.ranks.faults.hang_timeout import check_hang_timeout
+from nxdpp.ranks.group_getters import (
+    get_context_model_parallel_group,
+    get_context_model_parallel_replica_groups,
+    get_data_parallel_control_group,
+    get_data_parallel_group,
+    get_data_parallel_replica_groups,
+    get_device_mesh,
+    get_expert_data_parallel_group,
+    get_expert_data_parallel_replica_groups,
+    get_expert_model_parallel_group,
+    get_expert_model_parallel_replica_groups,
+    get_model_parallel_group,
+    get_pipeline_control_group,
+    get_pipeline_model_parallel_group,
+    get_pipeline_model_parallel_replica_groups,
+    get_pipeline_transfer_groups,
+    get_tensor_control_group,
+    get_tensor_model_parallel_group,
+    get_tensor_model_parallel_replica_groups,
+    get_tensor_parallel_replica_groups,
+    get_world_group,
+    local_device,
+)
+
+# For other packages of nxdpp; not public.
+from nxdpp.ranks.group_getters import get_exchange as get_exchange
+from nxdpp.ranks.known_keywords import knows_its_keywords
+from nxdpp.ranks.process_groups import ProcessGroups, build_groups
+from nxdpp.ranks.rank_getters import (
+    get_context_model_parallel_rank,
+    get_context_model_parallel_size,
+    get_data_parallel_rank,
+    get_data_parallel_size,
+    get_data_parallel_src_rank,
+    get_data_parallel_world_size,
+    get_expert_data_parallel_rank,
+    get_expert_data_parallel_size,
+    get_expert_model_parallel_rank,
+    get_expert_model_parallel_size,
+    get_pipeline_model_parallel_first_rank,
+    get_pipeline_model_parallel_last_rank,
+    get_pipeline_model_parallel_next_rank,
+    get_pipeline_model_parallel_prev_rank,
+    get_pipeline_model_parallel_rank,
+    get_pipeline_model_parallel_size,
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_size,
+    get_tensor_model_parallel_src_rank,
+    get_tensor_parallel_size,
+    is_pipeline_first_stage,
+    is_pipeline_last_stage,
+    rmsg,
+)
+from nxdpp.ranks.rank_mesh import DIMENSIONS, RankMesh, checked_order
+from nxdpp.ranks.start_checks import check_ones, check_same_device, check_same_mesh, check_sizes
+
+__all__ = [
+    "destroy_model_parallel",
+    "get_context_model_parallel_group",
+    "get_context_model_parallel_rank",
+    "get_context_model_parallel_replica_groups",
+    "get_context_model_parallel_size",
+    "get_data_parallel_control_group",
+    "get_data_parallel_group",
+    "get_data_parallel_rank",
+    "get_data_parallel_replica_groups",
+    "get_data_parallel_size",
+    "get_data_parallel_src_rank",
+    "get_data_parallel_world_size",
+    "get_device_mesh",
+    "get_expert_data_parallel_group",
+    "get_expert_data_parallel_rank",
+    "get_expert_data_parallel_replica_groups",
+    "get_expert_data_parallel_size",
+    "get_expert_model_parallel_group",
+    "get_expert_model_parallel_rank",
+    "get_expert_model_parallel_replica_groups",
+    "get_expert_model_parallel_size",
+    "get_model_parallel_group",
+    "get_pipeline_control_group",
+    "get_pipeline_model_parallel_first_rank",
+    "get_pipeline_model_parallel_group",
+    "get_pipeline_model_parallel_last_rank",
+    "get_pipeline_model_parallel_next_rank",
+    "get_pipeline_model_parallel_prev_rank",
+    "get_pipeline_model_parallel_rank",
+    "get_pipeline_model_parallel_replica_groups",
+    "get_pipeline_model_parallel_size",
+    "get_pipeline_transfer_groups",
+    "get_tensor_control_group",
+    "get_tensor_model_parallel_group",
+    "get_tensor_model_parallel_rank",
+    "get_tensor_model_parallel_replica_groups",
+    "get_tensor_model_parallel_size",
+    "get_tensor_model_parallel_src_rank",
+    "get_tensor_parallel_replica_groups",
+    "get_tensor_parallel_size",
+    "get_world_group",
+    "initialize_debug",
+    "initialize_model_parallel",
+    "is_pipeline_first_stage",
+    "is_pipeline_last_stage",
+    "local_device",
+    "model_parallel_is_initialized",
+    "rmsg",
+]
+
+_hang_timeout = 0.0
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
+@knows_its_keywords
+def initialize_model_parallel(
+    tensor_model_parallel_size: int = 1,
+    pipeline_model_parallel_size: int = 1,
+    *,
+    order: Sequence[str] = DIMENSIONS,
+    context_parallel_size: int = 1,
+    expert_model_parallel_size: int = 1,
+    lnc_size: int = 1,
+    backend: str | None = None,
+    device: str | None = None,
+    hang_timeout: float = 300.0,
+    compilation_cache: str | os.PathLike[str] | None = None,
+) -> None:
+    """Divide the world into tensor, data and pipeline groups; collective over all ranks.
+
+    Starts ``torch.distributed`` if it does not run. The world comes from the variables of torchrun, srun or mpirun;
+    without them it is one process. The data-parallel size is ``world / (tensor * pipeline)``. From then on a rank that
+    fails ends all ranks, see ``failure_watch``. A repeated call with the same arguments changes nothing.
+
+    Args:
+        tensor_model_parallel_size: number of ranks that share each layer.
+        pipeline_model_parallel_size: number of ranks in a pipeline.
+        order: the dimensions ``"pipeline"``, ``"data"`` and ``"tensor"``, the outermost first. Ranks are in row-major
+            order of it. The default is the order of NeuronX Distributed and Megatron; nnScaler has ``"data"`` first.
+        context_parallel_size: ranks that share each sequence; only 1.
+        expert_model_parallel_size: ranks that share the experts of a layer; only 1.
+        lnc_size: physical cores in a logical one of a Neuron device; only 1.
+        backend: ``"nccl"`` for CUDA devices, ``"gloo"`` for the CPU. ``None`` is NCCL where CUDA is present, else gloo.
+        device: ``"cpu"``; ``"cuda"``, the CUDA device of the local rank; or ``"xla"``, torch_xla's device of this
+            process over gloo, see docs/xla.md. ``None`` is the device of ``backend``, and never an XLA device.
+        hang_timeout: seconds, at least 1. After that time in which no rank has moved, the position and the Python code
+            of each rank are printed, and the job ends. 0 is for no limit. Code outside of nxdpp has no limit, see
+            docs/faults.md. A single process has no limit either.
+        compilation_cache: folder in which an XLA device keeps its compiled graphs from one start to the next; made if
+            absent. It must be given before the first computation on the device. PJRT's CPU device cannot load graphs
+            and refuses it; a device that fails to load one warns. See docs/xla.md.
+
+    Raises:
+        ValueError: for a size below 1, a world size that is no multiple of ``tensor * pipeline``, a size other than 1
+            where only 1 is possible, an ``order`` without each dimension once, a ``hang_timeout`` between 0 and 1 or
+            below 0. For a backend or device that does not fit: an unknown one, NCCL without CUDA, two that exclude each
+            other, or one that differs from a running world's, which must not have the backend ``"xla"``. Also for
+            sizes or an order that differ from another rank's; all ranks then end. For a ``compilation_cache``
+            with another device than XLA's, and for one that is no folder.
+        TypeError: for a ``hang_timeout`` that is no number, and a ``compilation_cache`` that is no path.
+        RuntimeError: after a call with other arguments, in the debug mode, if the launcher's variables
+            are incomplete, if CUDA is present and this rank cannot use a device of its own, or if torch_xla is absent
+            or cannot be used, or cannot use the ``compilation_cache``. Nothing is changed then. Also for ranks with
+            devices of different kinds; all ranks end.
+    """
+    global _hang_timeout
+    state = current_state.running()
+    if isinstance(state, DebugState):
+        raise state.refusal("initialize_model_parallel")
+    if state is None:
+        # A world of the backend "xla" has a different size than the launcher tells.
+        launch.check_device(backend, device)
+    tensor, pipeline = tensor_model_parallel_size, pipeline_model_parallel_size
+    world_size = dist.get_world_size() if dist.is_initialized() else launch.world_size()
+    check_sizes(tensor, pipeline, world_size)
+    check_ones(context_parallel_size, expert_model_parallel_size, lnc_size)
+    rank_mesh = RankMesh(pipeline, world_size // (tensor * pipeline), tensor, checked_order(order))
+    check_hang_timeout(hang_timeout)
+    cache = checked_folder(compilation_cache, device)
+    if state is not None:
+        check_same_mesh(state, rank_mesh)
+        check_same_device(state, backend, device)
+        _check_same_hang_timeout(hang_timeout)
+        if cache is not None:
+            device_of(local_device()).keep_graphs(cache)
+        return
+    failure_watch.refuse_after_failure()
+    mistakes.install()
+    started_world = not dist.is_initialized()
+    own_device = launch.choose_device(backend, device)
+    if cache is not None:
+        device_of(own_device).keep_graphs(cache)
+    store = launch.start_world(own_device) if started_world else launch.join_world(own_device)
+    if world_size > 1:
+        failure_watch.start(store, hang_timeout)
+    with failure_watch.reported():
+        current_state.replace(build_groups(rank_mesh, started_world, own_device, store))
+    _hang_timeout = hang_timeout
+    board.is_compiling = device_of(own_device).is_compiling
+    board.members["pipeline"] = frozenset(current_state.own_ranks("pipeline"))
+
+
+@knows_its_keywords
+def initialize_debug(
+    *,
+    pipeline_model_parallel_rank: int = 0,
+    pipeline_model_parallel_size: int = 1,
+    data_parallel_rank: int = 0,
+    data_parallel_size: int = 1,
+    tensor_model_parallel_rank: int = 0,
+    tensor_model_parallel_size: int = 1,
+    order: Sequence[str] = DIMENSIONS,
+) -> None:
+    """Start the debug mode: this process acts as one rank of a job; not collective.
+
+    It shows what a rank of a large job would hold. The getters of ranks and sizes, and the getters of groups with
+    ``as_list=True``, answer as on that rank. ``local_device`` is the CPU. A model can be wrapped, materialised, loaded
+    and moved, and its ``local_*`` methods work. Copies of a tied weight on other ranks are not compared.
+
+    Functions that need other processes raise ``RuntimeError``: ``run_train``, ``run_eval``, all collective functions,
+    ``partition="profiled"`` and the getters of groups. ``destroy_model_parallel`` ends the mode. A repeated call with
+    the same numbers changes nothing.
+
+    Args:
+        pipeline_model_parallel_rank: rank in the pipeline; rank 0 has the first layers.
+        pipeline_model_parallel_size: number of ranks in a pipeline.
+        data_parallel_rank: index of the replica.
+        data_parallel_size: number of replicas.
+        tensor_model_parallel_rank: index among the ranks that share each layer.
+        tensor_model_parallel_size: number of ranks that share each layer.
+        order: the dimensions, the outermost first, as in ``initialize_model_parallel``.
+
+    Raises:
+        ValueError: for a size below 1, a rank that is not below its size, or an ``order`` without each dimension once.
+        RuntimeError: after ``initialize_model_parallel``, or in the debug mode of another rank; changes nothing then.
+    """
+    state = DebugState(
+        ranks={
+            "pipeline": pipeline_model_parallel_rank,
+            "data": data_parallel_rank,
+            "tensor": tensor_model_parallel_rank,
+        },
+        sizes={
+            "pipeline": pipeline_model_parallel_size,
+            "data": data_parallel_size,
+            "tensor": tensor_model_parallel_size,
+        },
+        order=order,
+    )
+    present = current_state.running()
+    if present is not None and present != state:
+        before = f"in the debug mode ({present})" if isinstance(present, DebugState) else "initialized, with processes"
+        raise RuntimeError(
+            f"initialize_debug was called for {state}, but model parallelism is already {before}: call "
+            f"destroy_model_parallel() first"
+        )
+    current_state.replace(state)
+
+
+def model_parallel_is_initialized() -> bool:
+    """Return whether ranks and sizes are known; not collective.
+
+    They are known after ``initialize_model_parallel``, while its world exists, and in the debug mode.
+    """
+    return current_state.running() is not None
+
+
+def is_debug() -> bool:
+    """Return whether this process is in the debug mode (``initialize_debug``); not collective."""
+    return isinstance(current_state.running(), DebugState)
+
+
+def refuse_in_debug(what: str) -> None:
+    """Raise ``RuntimeError`` in the debug mode for ``what``, which needs other processes."""
+    state = current_state.running()
+    if isinstance(state, DebugState):
+        raise state.refusal(what)
+
+
+def destroy_model_parallel() -> None:
+    """Undo ``initialize_model_parallel`` and stop ``torch.distributed`` if that function started it.
+
+    All ranks must call it, with no communication in flight. It also ends the debug mode, and otherwise does nothing.
+    Afterwards other sizes and another order are possible.
+    """
+    state = current_state.running()
+    current_state.replace(None)
+    failure_watch.stop()
+    if isinstance(state, ProcessGroups):
+        state.destroy()
+
+
+def _check_same_hang_timeout(seconds: float) -> None:
+    if seconds != _hang_timeout:
+        raise RuntimeError(
+            f"model parallelism is already initialized with hang_timeout={_hang_timeout:g}, which differs from "
+            f"{seconds:g}: call destroy_model_parallel() first"
+        )

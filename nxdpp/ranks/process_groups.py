@@ -1,0 +1,164 @@
+"""Process groups of this rank: the device mesh, and the extra groups of the pipeline dimension."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import count
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup, Store, distributed_c10d  # type: ignore[attr-defined]  # Store is public
+from torch.distributed.device_mesh import DeviceMesh
+
+from nxdpp.ranks.rank_mesh import DIMENSIONS, RankMesh
+from nxdpp.ranks.same_versions import check_same_versions
+from nxdpp.ranks.store_exchange import StoreExchange
+from nxdpp.ranks.transfer_groups import TransferGroups, build_transfer_groups, own_group
+from nxdpp.schedules.lowering.transport_rules import RULES
+
+# torch_xla replaces ``dist.new_group`` by one with fewer arguments.
+_new_group = distributed_c10d.new_group
+
+# Number of times that this process has built groups, equal on all ranks.
+_built = count()
+
+
+@dataclass(frozen=True)
+class ProcessGroups:
+    """The groups of a running job.
+
+    Attributes:
+        rank_mesh: the global rank at each place.
+        mesh: device mesh of shape (pipeline, data, tensor).
+        device: this rank's device.
+        control_group: gloo group over this rank's pipeline group.
+        replica_control_group: gloo group over this rank's data group.
+        tensor_control_group: gloo group over this rank's tensor group.
+        transfer_groups: groups for the P2P transfers of this rank's pipeline.
+        world: the default process group at the time of construction.
+        started_world: ``True`` if nxdpp started ``torch.distributed``.
+        exchange: exchange of small values between all ranks.
+    """
+
+    rank_mesh: RankMesh
+    mesh: DeviceMesh
+    device: torch.device
+    control_group: ProcessGroup
+    replica_control_group: ProcessGroup
+    tensor_control_group: ProcessGroup
+    transfer_groups: TransferGroups
+    world: ProcessGroup
+    started_world: bool
+    exchange: StoreExchange
+
+    def rank(self, dimension: str) -> int:
+        """This rank's index along ``dimension``."""
+        return self._ranks[dimension]
+
+    @cached_property
+    def _ranks(self) -> dict[str, int]:
+        return {dimension: self.mesh.get_local_rank(dimension) for dimension in DIMENSIONS}
+
+    @cached_property
+    def own_group(self) -> ProcessGroup:
+        """Group of only this rank. Where each dimension has several ranks, this rank makes it at the first use."""
+        for dimension in DIMENSIONS:
+            if self.rank_mesh.size(dimension) == 1:
+                return self.mesh.get_group(dimension)
+        group = _new_group([dist.get_rank()], use_local_synchronization=True)
+        assert isinstance(group, ProcessGroup)
+        return group
+
+    @cached_property
+    def model_group(self) -> ProcessGroup:
+        """Group of the pipeline and tensor ranks of this rank's replica; its first use is collective over it."""
+        for one, other in (("pipeline", "tensor"), ("tensor", "pipeline")):
+            if self.rank_mesh.size(one) == 1:
+                return self.mesh.get_group(other)
+        ranks = self.rank_mesh.models()[self.rank("data")]
+        group = _new_group(ranks, use_local_synchronization=True)
+        assert isinstance(group, ProcessGroup)
+        return group
+
+    def destroy(self) -> None:
+        """Destroy the groups, or the whole world if nxdpp started it; collective over all ranks."""
+        if self.started_world:
+            dist.destroy_process_group()
+            return
+        groups = [
+            *self.mesh.get_all_groups(),
+            self.control_group,
+            self.replica_control_group,
+            self.tensor_control_group,
+            *self.transfer_groups.all,
+            *(vars(self)[name] for name in ("own_group", "model_group") if name in vars(self)),
+        ]
+        for group in dict.fromkeys(groups):
+            if group is not self.world:
+                dist.destroy_process_group(group)
+
+
+def build_groups(rank_mesh: RankMesh, started_world: bool, device: torch.device, store: Store) -> ProcessGroups:
+    """Create the groups, on all ranks the same ones in the same order; collective over all ranks.
+
+    Raises ``ValueError`` for a ``rank_mesh`` that differs from the first rank's, and ``RuntimeError`` for
+    other versions of libraries.
+    """
+    number = next(_built)
+    check_same_versions(store)
+    _check_same_mesh(rank_mesh, store, number)
+    # A mesh on an XLA device would make groups of XLA's own collectives.
+    mesh = DeviceMesh(device.type if device.type == "cuda" else "cpu", rank_mesh.ranks, mesh_dim_names=DIMENSIONS)
+    pipelines = rank_mesh.groups("pipeline")
+    pipeline_group = mesh.get_group("pipeline")
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    control_group, replica_control_group = pipeline_group, mesh.get_group("data")
+    tensor_control_group = mesh.get_group("tensor")
+    if backend == "nccl":
+        control_group = own_group(pipelines, "gloo")
+        if rank_mesh.data > 1:
+            replica_control_group = own_group(rank_mesh.groups("data"), "gloo")
+        if rank_mesh.tensor > 1:
+            tensor_control_group = own_group(rank_mesh.groups("tensor"), "gloo")
+    transfer_groups = build_transfer_groups(RULES[backend], backend, pipelines, pipeline_group, device)
+    world = dist.group.WORLD
+    assert world is not None
+    _wait_for_all_ranks(dist.get_world_size(), store, number)
+    exchange = StoreExchange(store, dist.get_rank(), dist.get_world_size())
+    return ProcessGroups(
+        rank_mesh,
+        mesh,
+        device,
+        control_group,
+        replica_control_group,
+        tensor_control_group,
+        transfer_groups,
+        world,
+        started_world,
+        exchange,
+    )
+
+
+def _check_same_mesh(rank_mesh: RankMesh, store: Store, number: int) -> None:
+    """Raise before a group is made: ranks would wait for each other in different groups."""
+    own = f"{dist.get_rank()}|{rank_mesh.tensor}|{rank_mesh.pipeline}|{rank_mesh.order}"
+    first = store.compare_set(f"nxdpp_groups_{number}_mesh", "", own).decode()
+    names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "order")
+    pairs = list(zip(names, first.split("|")[1:], own.split("|")[1:], strict=True))
+    different = [(name, theirs, ours) for name, theirs, ours in pairs if theirs != ours]
+    if different:
+        there, here = (", ".join(f"{name}={each[i]}" for name, *each in different) for i in (0, 1))
+        raise ValueError(
+            f"rank {first.partition('|')[0]} has called initialize_model_parallel with {there}, and rank "
+            f"{dist.get_rank()} with {here}. Give all ranks the same."
+        )
+
+
+def _wait_for_all_ranks(world_size: int, store: Store, number: int) -> None:
+    """Wait until all ranks have made their groups.
+
+    gloo connects all pairs of a group. A rank that ended earlier would close connections that others still wait for.
+    """
+    key = f"nxdpp_groups_{number}"
+    if store.add(f"{key}_ranks", 1) == world_size:
+        store.set(key, "made")
+    store.wait([key])

@@ -1,0 +1,155 @@
+"""Getters of sizes and ranks, under the names of NeuronX Distributed. No getter is collective.
+
+All raise ``RuntimeError`` before ``initialize_model_parallel``. In the debug mode they answer as on its rank. A rank in
+a dimension is an index; "global rank" is the rank in ``torch.distributed``.
+"""
+
+from nxdpp.ranks import current_state
+from nxdpp.ranks.debug_state import DebugState
+from nxdpp.ranks.rank_mesh import DIMENSIONS
+
+
+def get_tensor_model_parallel_size() -> int:
+    """Number of ranks that share each layer."""
+    return _size("tensor")
+
+
+def get_tensor_parallel_size() -> int:
+    """The same as ``get_tensor_model_parallel_size``: the name in NxD's tensor-parallel guide."""
+    return _size("tensor")
+
+
+def get_data_parallel_size() -> int:
+    """Number of replicas of the model, which train on different data."""
+    return _size("data")
+
+
+def get_data_parallel_world_size() -> int:
+    """The same as ``get_data_parallel_size``: the name in NxD's tensor-parallel guide."""
+    return _size("data")
+
+
+def get_pipeline_model_parallel_size() -> int:
+    """Number of ranks in a pipeline."""
+    return _size("pipeline")
+
+
+def get_context_model_parallel_size() -> int:
+    """Number of ranks that share each sequence: 1."""
+    current_state.initialized()
+    return 1
+
+
+def get_expert_model_parallel_size() -> int:
+    """Number of ranks that share the experts of a layer: 1."""
+    current_state.initialized()
+    return 1
+
+
+def get_expert_data_parallel_size() -> int:
+    """Number of replicas of each expert: as many as of the model."""
+    return _size("data")
+
+
+def get_tensor_model_parallel_rank() -> int:
+    """This rank's index in its tensor group."""
+    return _rank("tensor")
+
+
+def get_data_parallel_rank() -> int:
+    """This rank's index in its data group."""
+    return _rank("data")
+
+
+def get_pipeline_model_parallel_rank() -> int:
+    """This rank's index in its pipeline group; rank 0 has the first layers."""
+    return _rank("pipeline")
+
+
+def get_context_model_parallel_rank() -> int:
+    """This rank's index among the ranks that share each sequence: 0."""
+    current_state.initialized()
+    return 0
+
+
+def get_expert_model_parallel_rank() -> int:
+    """This rank's index among the ranks that share the experts of a layer: 0."""
+    current_state.initialized()
+    return 0
+
+
+def get_expert_data_parallel_rank() -> int:
+    """This rank's index among the replicas of its experts, as of the model."""
+    return _rank("data")
+
+
+def get_tensor_model_parallel_src_rank() -> int:
+    """Global rank of the first rank of this rank's tensor group."""
+    return _along("tensor")[0]
+
+
+def get_data_parallel_src_rank() -> int:
+    """Global rank of the first rank of this rank's data group."""
+    return _along("data")[0]
+
+
+def get_pipeline_model_parallel_first_rank() -> int:
+    """Global rank of the first rank of this rank's pipeline."""
+    return _along("pipeline")[0]
+
+
+def get_pipeline_model_parallel_last_rank() -> int:
+    """Global rank of the last rank of this rank's pipeline."""
+    return _along("pipeline")[-1]
+
+
+def get_pipeline_model_parallel_next_rank() -> int:
+    """Global rank of the next rank of this rank's pipeline; the first one follows the last."""
+    return _beside(1)
+
+
+def get_pipeline_model_parallel_prev_rank() -> int:
+    """Global rank of the previous rank of this rank's pipeline; the last one precedes the first."""
+    return _beside(-1)
+
+
+def is_pipeline_first_stage() -> bool:
+    """Return whether this rank is the first of its pipeline."""
+    return _rank("pipeline") == 0
+
+
+def is_pipeline_last_stage() -> bool:
+    """Return whether this rank is the last of its pipeline. ``holds_last_stage`` of a model tells who has the loss."""
+    return _rank("pipeline") == _size("pipeline") - 1
+
+
+def rmsg(msg: str) -> str:
+    """Return ``msg`` after the place of this rank, for logs: ``"[rank 5: pipeline 1, data 0, tensor 1] msg"``.
+
+    Before ``initialize_model_parallel`` the place is unknown: a message never raises.
+    """
+    state = current_state.running()
+    if state is None:
+        return f"[rank unknown] {msg}"
+    place = {dimension: state.rank(dimension) for dimension in DIMENSIONS}
+    rank = state.rank_mesh.rank_at(**place)
+    kind = "debug mode, rank" if isinstance(state, DebugState) else "rank"
+    return f"[{kind} {rank}: {', '.join(f'{dimension} {index}' for dimension, index in place.items())}] {msg}"
+
+
+def _size(dimension: str) -> int:
+    return current_state.initialized().rank_mesh.size(dimension)
+
+
+def _rank(dimension: str) -> int:
+    return current_state.initialized().rank(dimension)
+
+
+def _along(dimension: str) -> list[int]:
+    """Global ranks of this rank's group along ``dimension``."""
+    return current_state.own_ranks(dimension)
+
+
+def _beside(step: int) -> int:
+    ranks = _along("pipeline")
+    return ranks[(_rank("pipeline") + step) % len(ranks)]

@@ -1,0 +1,165 @@
+"""Exchange of small values between all ranks over the world's store.
+
+A gloo group over all ranks connects each pair of them: 2,047 sockets on each of 2,048 ranks. The store has a connection
+of each rank already, and rank 0 gathers::
+
+    rank 2   writes its value        waits for the list        reads it, removes its value
+    rank 0   reads all values        writes the list           removes the list before
+
+A rank that waits blocks on a connection of its own and makes no further requests.
+"""
+
+import pickle
+import zlib
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import (  # type: ignore[attr-defined]  # public, though not in its __all__
+    DistStoreError,
+    PrefixStore,
+    Store,
+)
+
+_LIMIT = timedelta(minutes=30)
+_RANKS_SHOWN = 8
+
+
+class StoreExchange:
+    """Exchanges of one rank, numbered alike on all ranks.
+
+    Args:
+        store: the store of this start.
+        rank: this rank.
+        world_size: number of ranks.
+        name: of these exchanges. Exchanges of one name are made by one thread of each rank.
+    """
+
+    def __init__(self, store: Store, rank: int, world_size: int, name: str = "exchange") -> None:
+        self._world_store = store
+        self._name = name
+        self._store: Store | None = None
+        self._rank = rank
+        self._world_size = world_size
+        self._number = 0
+
+    def named(self, name: str) -> "StoreExchange":
+        """Return other exchanges of the same ranks, for another thread; the same ``name`` on all ranks, used once."""
+        return StoreExchange(self._world_store, self._rank, self._world_size, name)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return the pickled ``value`` of each rank, in the order of ranks; collective over all ranks.
+
+        Raises ``RuntimeError`` if some rank does not take part within 30 minutes.
+        """
+        own = pickle.dumps(value)
+        if self._world_size == 1:
+            return [pickle.loads(own)]
+        store = self._begin()
+        values = self._collect(store, own) if self._rank == 0 else self._contribute(store, own)
+        return [pickle.loads(pickled) for pickled in values]
+
+    def through_first(self, value: Any, answer: Callable[[list[Any]], Sequence[Any]]) -> Any:
+        """Return what ``answer`` on rank 0 gives for this rank; collective over all ranks.
+
+        Only rank 0 reads the values of all ranks, and each rank reads its own answer: for values that are large
+        together.
+
+        Args:
+            value: pickled for rank 0.
+            answer: a function on rank 0 of the values of all ranks, which returns a value for each of them. It must
+                not raise: other ranks would wait.
+
+        Raises ``RuntimeError`` as ``gather`` does.
+        """
+        if self._world_size == 1:
+            return answer([pickle.loads(pickle.dumps(value))])[0]
+        store = self._begin()
+        if self._rank == 0:
+            values = self._read_all(store, pickle.dumps(value))
+            answers = answer([pickle.loads(pickled) for pickled in values])
+            for rank, reply in enumerate(answers[1:], 1):
+                _set(store, self._key(f"answer_{rank}"), pickle.dumps(reply))
+            return answers[0]
+        _set(store, self._key(self._rank), pickle.dumps(value))
+        key = self._key(f"answer_{self._rank}")
+        self._wait(store, key)
+        reply = pickle.loads(store.get(key))
+        store.delete_key(key)
+        store.delete_key(self._key(self._rank))
+        return reply
+
+    def from_leader(self, leader: int, followers: int, value: bytes | None) -> bytes:
+        """Return the ``value`` of rank ``leader``; collective over all ranks, each of which has a leader.
+
+        A leader is its own, and gives a value. ``followers`` ranks have another rank for leader, the same for all of
+        them: the ranks of one host for example.
+
+        Raises ``RuntimeError`` if the leader does not take part within 30 minutes.
+        """
+        key = ""
+        if self._world_size > 1:
+            store = self._begin()
+            key = self._key(f"of_{leader}")
+        if leader == self._rank:
+            assert value is not None, "a leader gives a value"
+            if followers:
+                _set(store, key, value)
+            return value
+        self._wait(store, key, leader)
+        value = store.get(key)
+        readers = f"{key}_readers"
+        if store.add(readers, 1) == followers:
+            store.delete_key(key)
+            store.delete_key(readers)
+        return value
+
+    def _begin(self) -> Store:
+        """Return the store for the next exchange."""
+        if self._store is None:
+            # A rank that blocks on the world's own connection would hold up torch's threads.
+            connection = self._world_store.clone()  # type: ignore[attr-defined]  # missing in torch's stubs
+            self._store = PrefixStore(self._name, connection)
+        self._number += 1
+        return self._store
+
+    def _read_all(self, store: Store, own: bytes) -> list[bytes]:
+        keys = [self._key(rank) for rank in range(1, self._world_size)]
+        try:
+            store.wait(keys, _LIMIT)
+        except DistStoreError as error:
+            missing = [rank for rank, key in enumerate(keys, 1) if not store.check([key])]
+            shown = ", ".join(map(str, missing[:_RANKS_SHOWN])) + (", ..." if len(missing) > _RANKS_SHOWN else "")
+            raise RuntimeError(f"rank {shown} did not take part in {self._exchange} within {_LIMIT}") from error
+        return [own, *store.multi_get(keys)]
+
+    def _collect(self, store: Store, own: bytes) -> list[bytes]:
+        values = self._read_all(store, own)
+        _set(store, self._key("all"), zlib.compress(pickle.dumps(values), 1))
+        # All ranks have read the list before: each of them takes part in this exchange.
+        store.delete_key(self._key("all", self._number - 1))
+        return values
+
+    def _contribute(self, store: Store, own: bytes) -> list[bytes]:
+        _set(store, self._key(self._rank), own)
+        self._wait(store, self._key("all"))
+        values: list[bytes] = pickle.loads(zlib.decompress(store.get(self._key("all"))))
+        store.delete_key(self._key(self._rank))
+        return values
+
+    def _wait(self, store: Store, key: str, awaited: int = 0) -> None:
+        try:
+            store.wait([key], _LIMIT)
+        except DistStoreError as error:
+            raise RuntimeError(f"rank {awaited} did not end {self._exchange} within {_LIMIT}") from error
+
+    @property
+    def _exchange(self) -> str:
+        return f"exchange {self._number} of all ranks (a call that is collective over all ranks)"
+
+    def _key(self, what: int | str, number: int | None = None) -> str:
+        return f"{self._number if number is None else number}_{what}"
+
+
+def _set(store: Store, key: str, value: bytes) -> None:
+    store.set(key, value)  # type: ignore[arg-type]  # bytes are missing in torch's stubs

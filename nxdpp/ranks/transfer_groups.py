@@ -1,0 +1,107 @@
+"""Process groups for the P2P transfers of a pipeline, by the rules of their backend.
+
+On gloo that is the pipeline group itself. On NCCL, whose messages have no tags, each pair of neighbours has a group of
+two ranks for each way. A message then waits for no other rank. All other ranks share two groups over the pipeline::
+
+    rank 0 ──0→1──▶ rank 1 ──1→2──▶ rank 2 ──2→0──▶ rank 0 ...      and the same backwards
+    rank 0 ───────────── to higher ranks ─────────▶ rank 3          a tensor that skips ranks
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from nxdpp.schedules.lowering.transport_rules import RankPair, TransportRules, neighbouring_pairs
+
+
+@dataclass(frozen=True)
+class TransferGroups:
+    """The groups of one rank; ranks count within its pipeline.
+
+    Attributes:
+        rules: the rules of the backend.
+        backend: ``"gloo"`` or ``"nccl"``.
+        pairs: groups of two ranks, by source and destination.
+        to_lower: group over the pipeline for messages of other ranks, to lower ranks.
+        to_higher: group over the pipeline for messages of other ranks, to higher ranks.
+    """
+
+    rules: TransportRules
+    backend: str
+    pairs: Mapping[RankPair, ProcessGroup]
+    to_lower: ProcessGroup
+    to_higher: ProcessGroup
+
+    @property
+    def has_tags(self) -> bool:
+        """``True`` if messages have tags; otherwise they are matched by their order."""
+        return self.rules.has_tags
+
+    def between(self, source: int, destination: int) -> tuple[ProcessGroup, int, int]:
+        """Return the group of messages from ``source`` to ``destination``, and the numbers of both in it."""
+        group = self.pairs.get((source, destination))
+        if group is not None:
+            return group, int(source > destination), int(destination > source)
+        return self.to_higher if destination > source else self.to_lower, source, destination
+
+    @property
+    def all(self) -> list[ProcessGroup]:
+        """Each group once."""
+        return list(dict.fromkeys([*self.pairs.values(), self.to_lower, self.to_higher]))
+
+
+def build_transfer_groups(
+    rules: TransportRules, backend: str, pipelines: list[list[int]], pipeline_group: ProcessGroup, device: torch.device
+) -> TransferGroups:
+    """Create the groups of all pipelines; collective over all ranks, which make them in the same order.
+
+    Args:
+        rules: the rules of the backend.
+        backend: ``"gloo"`` or ``"nccl"``.
+        pipelines: the global ranks of each pipeline.
+        pipeline_group: this rank's pipeline group.
+        device: device of the messages.
+    """
+    if not rules.pair_groups:
+        return TransferGroups(rules, backend, {}, pipeline_group, pipeline_group)
+    rank = dist.get_rank(pipeline_group)
+    to_lower, to_higher = (own_group(pipelines, backend) for _ in range(2))
+    pairs = {}
+    for source, destination in neighbouring_pairs(len(pipelines[0])):
+        members = [[pipeline[source], pipeline[destination]] for pipeline in pipelines]
+        group = own_group(members, backend)
+        if rank in (source, destination):
+            pairs[source, destination] = group
+    groups = TransferGroups(rules, backend, pairs, to_lower, to_higher)
+    _first_exchange(groups, rank, device)
+    return groups
+
+
+def communicators(ranks: int, replicas: int, tensor: int = 1) -> int:
+    """Return the most NCCL communicators of a rank: for each neighbour and way, the pipeline, and the replicas.
+
+    ``tensor`` is the tensor-parallel size, whose group has one too. Two more, of messages that skip ranks, count where
+    there are ranks that are not neighbours.
+    """
+    neighbours = min(ranks - 1, 2)
+    return 2 * neighbours + (ranks > 1) + (replicas > 1) + (tensor > 1) + 2 * (ranks > 3)
+
+
+def own_group(lists_of_ranks: list[list[int]], backend: str) -> ProcessGroup:
+    """Create a group for each list, and return this rank's one, if it has one."""
+    group, _ = dist.new_subgroups_by_enumeration(lists_of_ranks, backend=backend)
+    return group  # type: ignore[no-any-return]  # torch gives no type
+
+
+def _first_exchange(groups: TransferGroups, rank: int, device: torch.device) -> None:
+    """Exchange a first message in each pair. NCCL makes the communicator of two ranks there, and stops their hosts."""
+    for source, destination in groups.pairs:
+        group, from_rank, to_rank = groups.between(source, destination)
+        message = torch.zeros(1, device=device)
+        if rank == source:
+            group.send([message], to_rank, 0).wait()
+        else:
+            group.recv([message], from_rank, 0).wait()

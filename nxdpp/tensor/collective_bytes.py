@@ -1,0 +1,50 @@
+"""Bytes that a rank sends in collectives.
+
+The counts are for the ring algorithms, which send the fewest bytes. ``n`` ranks share a tensor of ``S`` bytes::
+
+    all-reduce                    2 (n - 1) / n S
+    all-gather, reduce-scatter      (n - 1) / n S       S is the whole tensor
+
+The algorithms are in "Bandwidth Optimal All-reduce Algorithms for Clusters of Workstations" (Patarasuk and Yuan,
+2009).
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal
+
+Kind = Literal["all_reduce", "all_gather", "reduce_scatter"]
+
+
+class SentBytes:
+    """The least bytes that this rank sends in collectives of its tensor groups, and the number of collectives."""
+
+    def __init__(self) -> None:
+        self.total = 0.0
+        self.count = 0
+
+
+_counters: list[SentBytes] = []
+
+
+def least_sent(kind: Kind, whole: float, ranks: int) -> float:
+    """Return the least bytes that each of ``ranks`` sends, for a whole tensor of ``whole`` bytes."""
+    return (2 if kind == "all_reduce" else 1) * whole * (ranks - 1) / ranks
+
+
+def note_collective(kind: Kind, whole: int, ranks: int) -> None:
+    """Count a collective; for the functions that run one."""
+    for counter in _counters:
+        counter.total += least_sent(kind, whole, ranks)
+        counter.count += 1
+
+
+@contextmanager
+def sent_bytes() -> Iterator[SentBytes]:
+    """Count what this process sends in tensor groups, or would send for tensors without values."""
+    counter = SentBytes()
+    _counters.append(counter)
+    try:
+        yield counter
+    finally:
+        _counters.remove(counter)

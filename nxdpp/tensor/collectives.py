@@ -1,0 +1,161 @@
+"""Collective operations of a tensor group along one dimension, by torch's functional collectives.
+
+A collective that is started returns at once: the operations of ``torch.ops._c10d_functional`` give a tensor whose
+content comes later, and ``wait`` waits for it. Tensors without values (meta tensors, the fake tensors of a trace) get
+results of the right shape, and nothing is sent.
+
+gloo's threads hold the tensors of a collective a little longer than its ``wait``, and may free them last. They get the
+input without its graph. An ``autograd.Function`` whose forward returns a result returns ``outside_of_graph`` of it: the
+result itself would get the graph. So no thread of gloo ever frees a part of a graph.
+
+A device tensor whose group is gloo's passes through host memory, and its collective is finished when it is started. On
+a device that records operations it is the end of a graph: all operations before it are submitted once.
+"""
+
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import is_fake
+from torch.distributed import ProcessGroup
+
+from nxdpp.devices.kinds import device_of
+from nxdpp.ranks import parallel_state
+from nxdpp.ranks.faults.board import board
+from nxdpp.ranks.host_wire import on_wire
+from nxdpp.tensor.collective_bytes import note_collective
+
+_ops = torch.ops._c10d_functional
+
+
+def size_of(group: ProcessGroup | None) -> int:
+    """Number of ranks of ``group``; ``None`` stands for this rank's tensor group."""
+    return parallel_state.get_tensor_model_parallel_size() if group is None else dist.get_world_size(group)
+
+
+def rank_in(group: ProcessGroup | None) -> int:
+    """This rank's index in ``group``; ``None`` stands for its tensor group."""
+    return parallel_state.get_tensor_model_parallel_rank() if group is None else dist.get_rank(group)
+
+
+def wait(tensor: torch.Tensor) -> torch.Tensor:
+    """Wait for the started collective that fills ``tensor``, and return it; nothing to wait for is no error."""
+    # A tensor of a lazy device passes through host memory, and its collective is finished.
+    if has_values(tensor) and not device_of(tensor.device).is_lazy:
+        _ops.wait_tensor(tensor)
+        board.moved()
+    return tensor
+
+
+def all_reduce(
+    tensor: torch.Tensor, group: ProcessGroup | None = None, operation: Literal["sum", "max"] = "sum"
+) -> torch.Tensor:
+    """Return the sum or the maximum over ``group``, as a new tensor."""
+    if size_of(group) == 1:
+        return tensor
+    return wait(start_all_reduce(tensor.clone(memory_format=torch.contiguous_format), group, operation))
+
+
+def start_all_reduce(
+    tensor: torch.Tensor, group: ProcessGroup | None = None, operation: Literal["sum", "max"] = "sum"
+) -> torch.Tensor:
+    """Start ``all_reduce`` in the memory of ``tensor``, if it is contiguous and passes through no other memory.
+
+    The content of the result comes later.
+    """
+    tensor = tensor.contiguous()
+    size = size_of(group)
+    if size > 1:
+        note_collective("all_reduce", tensor.nbytes, size)
+    if size > 1 and has_values(tensor):
+        return _start(tensor, group, lambda message, name: _ops.all_reduce_(message, operation, name))
+    return tensor
+
+
+def all_gather(tensor: torch.Tensor, dim: int, group: ProcessGroup | None = None) -> torch.Tensor:
+    """Return the tensors of all ranks of ``group``, joined along ``dim``."""
+    size = size_of(group)
+    if size == 1:
+        return tensor
+    dim = dim % tensor.dim()
+    shape = list(tensor.shape)
+    shape[dim] *= size
+    note_collective("all_gather", tensor.nbytes * size, size)
+    if not has_values(tensor):
+        return tensor.new_empty(shape)
+    given = outside_of_graph(tensor.contiguous())
+    joined = wait(_start(given, group, lambda message, name: _ops.all_gather_into_tensor(message, size, name)))
+    if dim == 0:
+        return joined
+    return joined.view(size, *tensor.shape).movedim(0, dim).reshape(shape)
+
+
+def reduce_scatter(tensor: torch.Tensor, dim: int, group: ProcessGroup | None = None) -> torch.Tensor:
+    """Return this rank's part along ``dim`` of the sum over ``group``.
+
+    Raises ``ValueError`` for a size that does not divide.
+    """
+    return wait(start_reduce_scatter(tensor, dim, group))
+
+
+def start_reduce_scatter(tensor: torch.Tensor, dim: int, group: ProcessGroup | None = None) -> torch.Tensor:
+    """Start ``reduce_scatter``; the content of the result comes later."""
+    size = size_of(group)
+    if size == 1:
+        return tensor
+    dim = dim % tensor.dim()
+    shape = list(tensor.shape)
+    shape[dim] = _part_size(tensor, dim, size)
+    note_collective("reduce_scatter", tensor.nbytes, size)
+    if not has_values(tensor):
+        return tensor.new_empty(shape)
+    # The parts of the ranks lie one after the other.
+    parts = tensor.unflatten(dim, (size, shape[dim])).movedim(dim, 0).reshape(size * shape[0], *shape[1:])
+    given = outside_of_graph(parts.contiguous())
+    return _start(given, group, lambda message, name: _ops.reduce_scatter_tensor(message, "sum", size, name))
+
+
+def own_part(tensor: torch.Tensor, dim: int, group: ProcessGroup | None = None) -> torch.Tensor:
+    """Return a copy of this rank's part of ``tensor`` along ``dim``; nothing is sent.
+
+    Raises ``ValueError`` for a size that does not divide.
+    """
+    size = size_of(group)
+    if size == 1:
+        return tensor
+    dim = dim % tensor.dim()
+    part = _part_size(tensor, dim, size)
+    # A copy: a view would keep the whole alive.
+    return tensor.narrow(dim, rank_in(group) * part, part).clone(memory_format=torch.contiguous_format)
+
+
+def outside_of_graph(tensor: torch.Tensor) -> torch.Tensor:
+    """Return an alias of ``tensor``, of its shape, that has no graph and gets none with it."""
+    return tensor.detach()
+
+
+def has_values(tensor: torch.Tensor) -> bool:
+    """Return whether ``tensor`` has values; meta and fake tensors have none."""
+    return not (tensor.is_meta or is_fake(tensor))
+
+
+def _part_size(tensor: torch.Tensor, dim: int, size: int) -> int:
+    if tensor.shape[dim] % size:
+        raise ValueError(
+            f"dimension {dim} of a tensor of shape {tuple(tensor.shape)} does not divide by the tensor-parallel size: "
+            f"{tensor.shape[dim]} = {size} * {tensor.shape[dim] // size} + {tensor.shape[dim] % size}. Pad it to a "
+            f"multiple of {size}."
+        )
+    return tensor.shape[dim] // size
+
+
+def _start(
+    tensor: torch.Tensor, group: ProcessGroup | None, collective: Callable[[torch.Tensor, str], torch.Tensor]
+) -> torch.Tensor:
+    """Start ``collective`` of ``tensor`` and the name of ``group``; one that passes through host memory is finished."""
+    board.moved()
+    group = parallel_state.get_tensor_model_parallel_group() if group is None else group
+    message = on_wire(tensor, group)
+    started = collective(message, str(group.group_name))
+    return started if message is tensor else device_of(tensor.device).from_host(wait(started))

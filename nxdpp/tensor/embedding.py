@@ -1,0 +1,121 @@
+"""Embedding divided over the tensor-parallel ranks by tokens, with the name of NeuronX Distributed.
+
+The initial values are the same as in a whole ``torch.nn.Embedding``, whatever the tensor-parallel size, and so is the
+state of the generator afterwards. They are drawn on the CPU.
+"""
+
+import math
+
+import torch
+from torch import nn
+from torch.nn import functional, init
+
+from nxdpp.devices.kinds import device_of
+from nxdpp.ranks import parallel_state
+from nxdpp.tensor import mappings
+from nxdpp.tensor.collectives import has_values
+from nxdpp.tensor.initial_parts import InitMethod, fill_parameter
+from nxdpp.tensor.parallel_layer import ParallelLayer
+
+
+class ParallelEmbedding(ParallelLayer):
+    """``torch.nn.Embedding`` whose rows, the tokens, are divided over the tensor-parallel ranks.
+
+    The number of rows is padded to a multiple of the tensor-parallel size. The rows behind ``num_embeddings`` are zero,
+    and no id can reach them.
+
+    Args:
+        num_embeddings: size of the vocabulary.
+        embedding_dim: size ``H`` of an embedding.
+        init_method: initialises the whole weight ``(num_embeddings, H)`` in place. As in real scripts for NeuronX
+            Distributed, an integer or ``None`` in its place is the ``padding_idx``.
+        dtype: of the weight.
+        device: of the weight, by default the context's device.
+        padding_idx: id whose embedding starts as zeros and gets no gradient.
+        max_norm: largest norm of an embedding. Each forward scales larger ones of its ids down, in the weight, as in
+            torch. The rank then waits for its device.
+        norm_type: order of that norm.
+        sequence_parallel_enabled: return this rank's part of the sequence.
+        sequence_dimension: the dimension of the sequence.
+
+    Shape: ids ``(...)`` -> ``(..., H)``.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        init_method: InitMethod | int | None = init.normal_,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | int | None = None,
+        *,
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        sequence_parallel_enabled: bool = False,
+        sequence_dimension: int | None = None,
+    ) -> None:
+        super().__init__()
+        if init_method is None or isinstance(init_method, int):
+            padding_idx = init_method if padding_idx is None else padding_idx
+            init_method = init.normal_
+        if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
+            raise ValueError(f"padding_idx={padding_idx} is not an id of a vocabulary of {num_embeddings}")
+        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
+        self.padding_idx = padding_idx if padding_idx is None else padding_idx % num_embeddings
+        self.max_norm, self.norm_type = max_norm, norm_type
+        self.num_embeddings_per_partition = math.ceil(num_embeddings / self.tensor_parallel_size)
+        self.start_index = parallel_state.get_tensor_model_parallel_rank() * self.num_embeddings_per_partition
+        self.end_index = self.start_index + self.num_embeddings_per_partition
+        self.sequence_parallel_enabled = sequence_parallel_enabled
+        self.sequence_dimension = sequence_dimension or 0
+        self._init_method: InitMethod = init_method
+        self.weight: nn.Parameter
+        padded = self.num_embeddings_per_partition * self.tensor_parallel_size
+        self._add_part("weight", (num_embeddings, embedding_dim), 0, dtype, device, padded=padded)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Initialise the weight."""
+        self.init_weight_cpu()
+
+    def init_weight_cpu(self) -> None:
+        """Initialise the weight from numbers that are drawn on the CPU."""
+        fill_parameter(self.weight, self._init_method)
+        row = self._own_padding_row()
+        if row is not None:
+            with torch.no_grad():
+                self.weight[row].fill_(0)
+
+    def forward(self, input_: torch.Tensor) -> torch.Tensor:
+        """Return the embeddings ``(..., H)`` of the ids ``(...)``.
+
+        Raises ``IndexError`` for an id outside. XLA has no such error: the embedding is not-a-number.
+        """
+        self._check_group()
+        if self.tensor_parallel_size == 1:
+            return functional.embedding(input_, self.weight, self.padding_idx, self.max_norm, self.norm_type)
+        elsewhere = (input_ < self.start_index) | (input_ >= self.end_index)
+        outside = (input_ < 0) | (input_ >= self.num_embeddings)
+        rows = (input_ - self.start_index).masked_fill(elsewhere, 0)
+        # An id that no rank has stays outside of the rows: torch's own error follows, on all ranks.
+        rows = rows.masked_fill(outside, self.num_embeddings_per_partition)
+        if self.max_norm is not None and has_values(self.weight):
+            with torch.no_grad():
+                torch.embedding_renorm_(self.weight, rows[~(elsewhere | outside)], self.max_norm, self.norm_type)
+        parts = functional.embedding(rows, self.weight, self._own_padding_row()).masked_fill(elsewhere[..., None], 0)
+        if not device_of(parts.device).refuses_indices:
+            parts = parts.masked_fill(outside[..., None], math.nan)
+        if self.sequence_parallel_enabled:
+            return mappings.reduce_scatter_to_sequence_parallel_region(parts, self.sequence_dimension)
+        return mappings.reduce_from_tensor_model_parallel_region(parts)
+
+    def _own_padding_row(self) -> int | None:
+        if self.padding_idx is None or not self.start_index <= self.padding_idx < self.end_index:
+            return None
+        return self.padding_idx - self.start_index
+
+    def extra_repr(self) -> str:
+        """Sizes, in the form of ``torch.nn.Embedding``."""
+        padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
+        return f"{self.num_embeddings}, {self.embedding_dim}{padding}, tensor_parallel_size={self.tensor_parallel_size}"

@@ -1,0 +1,77 @@
+"""Collectives around modules that stay whole, or of which only parameters are divided."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from nxdpp.ranks import parallel_state
+from nxdpp.tensor.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
+from nxdpp.tensor.models.modules import override
+from nxdpp.tensor.tensor_attributes import mark_sequence_parallel
+
+
+class WholeGaussianTopk(nn.Module):
+    """Activation that keeps features above a mean and deviation of all features, on all ranks."""
+
+    def _gaussian_topk(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Return this rank's features ``(B, T, I / ranks)`` of the activation of ``inputs`` on all ranks."""
+        own = inputs.shape[-1]
+        # The gradient of a rank's features goes to the features of all ranks, by the mean and the deviation.
+        whole = gather_from_sequence_parallel_region(inputs, sequence_dimension=-1)
+        base: Any = super()
+        kept: torch.Tensor = base._gaussian_topk(whole)
+        return kept.narrow(-1, parallel_state.get_tensor_model_parallel_rank() * own, own)
+
+
+def install(module: nn.Module, style: str, rope_size: int | None) -> None:
+    """Give ``module`` the collectives of ``style``."""
+    if style == "replicated_with_grad_allreduce":
+        # Its parameters see this rank's heads only. A pipeline adds the gradients up once a step.
+        mark_sequence_parallel(module)
+    elif style == "mla_kv_a_proj":
+        assert rope_size is not None
+        module._rope_size = rope_size  # type: ignore[assignment]  # Module declares only tensors and modules
+        module.register_forward_hook(_copy_rope)
+    elif style in ("all_reduce", "moe_tp_experts"):
+        if style == "moe_tp_experts" or _has_parts(module):
+            module.register_forward_pre_hook(_copy_expert_inputs, with_kwargs=True)
+        module.register_forward_hook(_sum_output)
+    elif style == "gaussian_topk":
+        override(module, WholeGaussianTopk)
+    elif style == "moe_identity_expert":
+        module.register_forward_pre_hook(_divide_input)
+
+
+def _has_parts(module: nn.Module) -> bool:
+    """Return whether ``module`` itself has divided parameters; its linear layers, which copy inputs, do not count."""
+    return any(getattr(parameter, "tensor_model_parallel", False) for parameter in module._parameters.values())
+
+
+def _copy_rope(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+    """The rotated part of the keys goes into attention directly, on each rank for its own heads."""
+    whole, rope = output.split([output.shape[-1] - module._rope_size, module._rope_size], dim=-1)
+    return torch.cat([whole, copy_to_tensor_model_parallel_region(rope)], dim=-1)
+
+
+def _sum_output(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+    return reduce_from_tensor_model_parallel_region(output)
+
+
+def _copy_expert_inputs(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Each rank has a part of each expert: the gradients of tokens and of routing weights are sums."""
+    return tuple(map(_copied, args)), {name: _copied(value) for name, value in kwargs.items()}
+
+
+def _copied(value: Any) -> Any:
+    floating = isinstance(value, torch.Tensor) and value.is_floating_point()
+    return copy_to_tensor_model_parallel_region(value) if floating else value
+
+
+def _divide_input(module: nn.Module, args: Any) -> Any:
+    """Experts that return their input are on all ranks, and the experts' outputs are summed."""
+    return args[0] / parallel_state.get_tensor_model_parallel_size(), *args[1:]

@@ -1,0 +1,107 @@
+"""Column-parallel layers of one module that are given the same tensor: one message for its gradient.
+
+The code of the module calls one layer after another. The first layer that is given a tensor makes the nodes of all of
+them. The tensor keeps these for the others::
+
+    query(x) ─┐
+    key(x)   ─┼▶ one SharedInput of x ─▶ in the backward, one all-reduce for the gradient of x
+    value(x) ─┘
+
+A layer that is given a different tensor, or the same one again, begins a new ``SharedInput``.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from nxdpp.tensor import mappings
+from nxdpp.tensor.layers import column_parallel
+from nxdpp.tensor.models.modules import ColumnLinear
+from nxdpp.tensor.overlapped_linear import SharedInput, WeightRows
+
+_KEPT = "_nxdpp_shared_input"
+
+
+def share_inputs(found: Mapping[str, nn.Module], names: Iterable[str]) -> None:
+    """Let the column-parallel layers among ``names`` share their input if they have the same parent module."""
+    children: dict[str, list[ColumnLinear]] = {}
+    for name in names:
+        layer = found[name]
+        if isinstance(layer, ColumnLinear):
+            children.setdefault(name.rpartition(".")[0], []).append(layer)
+    for layers in children.values():
+        if len(layers) > 1:
+            siblings = Siblings(layers)
+            for layer in layers:
+                vars(layer)["siblings"] = siblings
+
+
+@dataclass
+class _Begun:
+    """Nodes of one tensor.
+
+    Attributes:
+        siblings: the layers that they are for.
+        state: state of the tensor in which the other layers may use the nodes.
+        parts: weights and biases.
+        waiting: the layers that were not given the tensor yet.
+        entered: the shared input, or where no layer is trained a copy of the tensor.
+    """
+
+    siblings: "Siblings"
+    state: tuple[Any, ...]
+    parts: list[WeightRows]
+    waiting: list[ColumnLinear]
+    entered: SharedInput | torch.Tensor
+
+
+class Siblings:
+    """Column-parallel layers of one module."""
+
+    def __init__(self, layers: list[ColumnLinear]) -> None:
+        self._layers = layers
+
+    def product(self, layer: ColumnLinear, input_: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of the product of ``layer``, ``(..., O / ranks)``."""
+        # A leaf that kept nodes of its own graph would never be freed. A copied layer has the siblings of the original.
+        if not torch.is_grad_enabled() or input_.is_leaf or not input_.requires_grad or layer not in self._layers:
+            return column_parallel(input_, [WeightRows(layer.weight, layer.bias)])[0]
+        index = self._layers.index(layer)
+        begun: _Begun | None = vars(input_).get(_KEPT)
+        if begun is None or not self._fits(begun, index, input_):
+            begun = vars(input_)[_KEPT] = self._begin(input_)
+        begun.waiting.remove(layer)
+        if not begun.waiting:
+            del vars(input_)[_KEPT]
+        if isinstance(begun.entered, SharedInput):
+            return begun.entered.product(index)
+        return functional.linear(begun.entered, layer.weight, layer.bias)
+
+    def _fits(self, begun: _Begun, index: int, input_: torch.Tensor) -> bool:
+        layer = self._layers[index]
+        return (
+            begun.siblings is self
+            and layer in begun.waiting
+            and begun.state == _state(input_)
+            and begun.parts[index].weight is layer.weight
+            and begun.parts[index].bias is layer.bias
+        )
+
+    def _begin(self, input_: torch.Tensor) -> _Begun:
+        parts = [WeightRows(layer.weight, layer.bias) for layer in self._layers]
+        entered: SharedInput | torch.Tensor
+        if any(part.weight.requires_grad for part in parts):
+            entered = SharedInput(input_, parts)
+        else:
+            entered = mappings.copy_to_tensor_model_parallel_region(input_)
+        return _Begun(self, _state(input_), parts, list(self._layers), entered)
+
+
+def _state(tensor: torch.Tensor) -> tuple[Any, ...]:
+    device = tensor.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    return tensor._version, dtype

@@ -1,0 +1,1 @@
+"""Modules of several tensor-parallel layers."""

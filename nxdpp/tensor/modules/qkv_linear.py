@@ -1,0 +1,204 @@
+"""Linear layers of query, key and value for grouped-query attention, with the name of NeuronX Distributed.
+
+Groups of neighbouring ranks hold copies of the same key and value heads. With 2 heads on 8 ranks, 4 copies of each::
+
+    tensor group      0 1 2 3 4 5 6 7
+    key-value head    0 0 0 0 1 1 1 1        groups [0 1 2 3] and [4 5 6 7]
+"""
+
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.nn import init
+
+from nxdpp.ranks import parallel_state
+from nxdpp.ranks.transfer_groups import own_group
+from nxdpp.tensor import mappings
+from nxdpp.tensor.initial_parts import InitMethod, fill_parameter
+from nxdpp.tensor.layers import column_parallel, init_as_torch
+from nxdpp.tensor.overlapped_linear import WeightRows
+from nxdpp.tensor.parallel_layer import ParallelLayer
+
+_NAMES = ("q", "k", "v")
+# By number of copies: the tensor group for which the group was made, and this rank's group.
+_groups: dict[int, tuple[ProcessGroup, ProcessGroup]] = {}
+
+
+class GQAQKVColumnParallelLinear(ParallelLayer):
+    """Query, key and value as column-parallel layers of one input, whose gradient takes one all-reduce.
+
+    There may be fewer key-value heads than ranks. ``kv_size_multiplier`` neighbouring ranks then hold a copy of the
+    same heads, and the gradients of the copies are summed. Rank ``r`` has part ``r // kv_size_multiplier``. With a
+    multiplier of ranks / key-value heads it is the head that the rank's query heads use in a model of one process.
+    NeuronX Distributed has part ``r % (ranks / multiplier)``, and orders the query heads to fit.
+
+    The parameters are ``weight_q``, ``weight_k``, ``weight_v``, ``bias_q``, ``bias_k`` and ``bias_v``. Their initial
+    values are drawn as for three ``torch.nn.Linear`` in this order.
+
+    Args:
+        input_size: size ``I`` of an input.
+        output_sizes: sizes of the whole query, and of the whole key and value: ``[heads * D, kv_heads * D]``.
+        bias: add biases.
+        gather_output: return the whole query, key and value on each rank, without copies.
+        sequence_parallel_enabled: gather the sequence first; each rank gives its part.
+        dtype, device, init_method, sequence_dimension: as in ``ColumnParallelLinear``.
+        kv_size_multiplier: number of ranks that hold each part of key and value.
+        fuse_qkv: ``True`` is refused: one weight could not be clipped, saved and loaded where only parts of it are
+            copies. The layer has one message for the three products all the same.
+
+    Shape: ``(..., I)`` -> query ``(..., Q / ranks)``, key and value ``(..., KV * kv_size_multiplier / ranks)``.
+
+    Raises:
+        ValueError: for sizes that do not divide.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_sizes: Sequence[int],
+        bias: bool = True,
+        gather_output: bool = True,
+        sequence_parallel_enabled: bool = False,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | int | None = None,
+        kv_size_multiplier: int = 1,
+        *,
+        init_method: InitMethod | None = None,
+        sequence_dimension: int | None = None,
+        fuse_qkv: bool = False,
+    ) -> None:
+        super().__init__()
+        if fuse_qkv:
+            raise ValueError(
+                "fuse_qkv=True is not supported: the weights of query, key and value are three parameters, with one "
+                "message for the gradient of their input. Give fuse_qkv=False."
+            )
+        query, key_value = output_sizes
+        self._check_sizes(query, key_value, kv_size_multiplier)
+        self.input_size, self.output_sizes = input_size, (query, key_value)
+        self.kv_size_multiplier = kv_size_multiplier
+        self.gather_output = gather_output
+        self.sequence_parallel_enabled = sequence_parallel_enabled
+        self.sequence_dimension = sequence_dimension or 0
+        self._init_method = init_method
+        self.weight_q: nn.Parameter
+        self.weight_k: nn.Parameter
+        self.weight_v: nn.Parameter
+        self.bias_q: nn.Parameter | None
+        self.bias_k: nn.Parameter | None
+        self.bias_v: nn.Parameter | None
+        for name in _NAMES:
+            copies, size = (1, query) if name == "q" else (kv_size_multiplier, key_value)
+            self._add_part(f"weight_{name}", (size, input_size), 0, dtype, device, copies=copies)
+            if bias:
+                self._add_part(f"bias_{name}", (size,), 0, dtype, device, copies=copies)
+            else:
+                self.register_parameter(f"bias_{name}", None)
+        # All ranks make the groups here.
+        kv_shared_group(kv_size_multiplier)
+        self.reset_parameters()
+
+    def _check_sizes(self, query: int, key_value: int, multiplier: int) -> None:
+        ranks = self.tensor_parallel_size
+        if multiplier < 1 or ranks % multiplier:
+            raise ValueError(
+                f"kv_size_multiplier={multiplier} does not divide the tensor-parallel size {ranks}: so many ranks have "
+                f"the same key and value heads"
+            )
+        if query % ranks or key_value * multiplier % ranks:
+            raise ValueError(
+                f"GQAQKVColumnParallelLinear divides query={query} and key_value={key_value} * "
+                f"kv_size_multiplier={multiplier} over {ranks} ranks: give multiples of {ranks}, with whole heads"
+            )
+
+    def reset_parameters(self) -> None:
+        """Initialise the weights and biases."""
+        bound = 1 / math.sqrt(self.input_size) if self.input_size > 0 else 0
+        for name in _NAMES:
+            fill_parameter(self.get_parameter(f"weight_{name}"), self._init_method or init_as_torch)
+            if self.bias_q is not None:
+                fill_parameter(self.get_parameter(f"bias_{name}"), lambda whole: init.uniform_(whole, -bound, bound))
+
+    def init_weight_cpu(self) -> None:
+        """Initialise the weights from numbers that are drawn on the CPU."""
+        for name in _NAMES:
+            fill_parameter(self.get_parameter(f"weight_{name}"), self._init_method or init_as_torch)
+
+    def padded_sizes(self, ratio: Fraction) -> dict[str, Fraction]:
+        """For ``ratio`` times as many heads, the size of each parameter; copied key-value heads stay as they are.
+
+        Raises ``ValueError`` where padded query heads would belong to other key-value heads.
+        """
+        query, key_value = self.output_sizes
+        if ratio != 1 and 1 < self.kv_size_multiplier < self.tensor_parallel_size:
+            raise ValueError(
+                f"query heads cannot be padded over {self.tensor_parallel_size} ranks with kv_size_multiplier="
+                f"{self.kv_size_multiplier}: heads would move to ranks with other key-value heads"
+            )
+        other = Fraction(key_value) if self.kv_size_multiplier > 1 else key_value * ratio
+        sizes = dict(zip(_NAMES, (query * ratio, other, other), strict=True))
+        kinds = ("weight", "bias") if self.bias_q is not None else ("weight",)
+        return {f"{kind}_{name}": size for name, size in sizes.items() for kind in kinds}
+
+    def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return query, key and value, or this rank's parts of them."""
+        self._check_group()
+        parts = [
+            WeightRows(self.weight_q, self.bias_q),
+            self._shared(self.weight_k, self.bias_k),
+            self._shared(self.weight_v, self.bias_v),
+        ]
+        dim = self.sequence_dimension if self.sequence_parallel_enabled else None
+        query, key, value = column_parallel(input_, parts, dim)
+        if not self.gather_output:
+            return query, key, value
+        whole_query, whole_key_value = self.output_sizes
+        return (
+            self._gathered(query, 1, whole_query),
+            self._gathered(key, self.kv_size_multiplier, whole_key_value),
+            self._gathered(value, self.kv_size_multiplier, whole_key_value),
+        )
+
+    def _shared(self, weight: torch.Tensor, bias: torch.Tensor | None) -> WeightRows:
+        """The parameters, whose gradients are summed over the ranks with copies."""
+        group = kv_shared_group(self.kv_size_multiplier)
+        if group is None:
+            return WeightRows(weight, bias)
+        copied = mappings.copy_to_tensor_model_parallel_region
+        return WeightRows(copied(weight, group), None if bias is None else copied(bias, group))
+
+    def _gathered(self, part: torch.Tensor, copies: int, size: int) -> torch.Tensor:
+        """The parts of all ranks, the first copy of each, without padding; that copy gets the gradient."""
+        gathered = mappings.gather_from_tensor_model_parallel_region(part)
+        by_part = gathered.unflatten(-1, (-1, copies, part.shape[-1]))
+        whole: torch.Tensor = by_part[..., 0, :].flatten(-2)[..., :size]
+        return whole
+
+    def extra_repr(self) -> str:
+        """Sizes and the number of copies."""
+        return (
+            f"input_size={self.input_size}, output_sizes={list(self.output_sizes)}, bias={self.bias_q is not None}, "
+            f"kv_size_multiplier={self.kv_size_multiplier}, tensor_parallel_size={self.tensor_parallel_size}"
+        )
+
+
+def kv_shared_group(copies: int) -> ProcessGroup | None:
+    """This rank's group of ``copies`` ranks; ``None`` for one copy, and in the debug mode.
+
+    The first call with a number is collective over all ranks: each builds the same model.
+    """
+    if copies == 1 or parallel_state.is_debug():
+        return None
+    tensor_group = parallel_state.get_tensor_model_parallel_group()
+    made_for, group = _groups.get(copies, (None, None))
+    if group is None or made_for is not tensor_group:
+        lists = parallel_state.get_tensor_model_parallel_group(as_list=True)
+        members = [ranks[first : first + copies] for ranks in lists for first in range(0, len(ranks), copies)]
+        group = own_group(members, dist.get_backend(tensor_group))
+        _groups[copies] = tensor_group, group
+    return group

@@ -1,0 +1,198 @@
+"""Linear operation of a column-parallel layer, whose input-gradient is summed while the weight-gradient is computed.
+
+The operation is five nodes of the autograd graph. Of the nodes that are ready, the engine runs the one that was
+created last. So the order of creation gives the order of the backward::
+
+    created                    backward, from the last one
+    1 _Finish   x              5 _Join          gradient of y to 4 and 2
+    2 _Weight   token          4 mm or addmm    input-gradient = gradient of y @ W
+    3 _Start    x              3 _Start         start its all-reduce
+    4 mm        x @ W.T        2 _Weight        weight-gradient = (gradient of y).T @ x
+    5 _Join     y, token       1 _Finish        wait for the all-reduce
+
+Nodes 2 and 4 compute one gradient each. So a split backward (``pipeline/backward``) runs 5, 4, 3, 1 for the
+input-gradient, and 5, 2 later. Under sequence parallelism node 3 gathers the sequence, and its gradient is
+reduce-scattered. Node 2 keeps this rank's part of the sequence only, and gathers it again. Weights with one input
+gather it once.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+from torch.nn import functional
+
+from nxdpp.tensor.collectives import all_gather, outside_of_graph, size_of, start_all_reduce, start_reduce_scatter, wait
+
+
+class WeightRows(NamedTuple):
+    """This rank's rows of a weight ``(O, I)``, and its bias ``(O,)`` or ``None``."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+
+def overlapped_linear(
+    x: torch.Tensor, parts: list[WeightRows], group: ProcessGroup | None = None, sequence_dimension: int | None = None
+) -> list[torch.Tensor]:
+    """Return ``x @ weight.T + bias`` of shape ``(..., O)`` for each part; arguments as of ``SharedInput``."""
+    shared = SharedInput(x, parts, group, sequence_dimension)
+    return [shared.product(index) for index in range(len(parts))]
+
+
+class SharedInput:
+    """Input of several parts, whose products may be computed one after another, by the code of a model.
+
+    The gradient of ``x`` is the sum over the parts and over ``group``, in one message. With several parts there are
+    nodes 2, 4 and 5 of each, and node 3 runs after all nodes 4. A part without a product does not matter.
+
+    Args:
+        x: ``(..., I)``, the same on all ranks; under sequence parallelism this rank's part of the sequence.
+        parts: weights and biases.
+        group: this rank's tensor group by default.
+        sequence_dimension: the dimension of ``x`` along which the sequence is divided; ``None`` for no division.
+
+    Attributes:
+        whole: ``(..., I)``, ``x`` of the whole sequence. Its own gradient joins the sum.
+    """
+
+    def __init__(
+        self,
+        x: torch.Tensor,
+        parts: list[WeightRows],
+        group: ProcessGroup | None = None,
+        sequence_dimension: int | None = None,
+    ) -> None:
+        device = x.device.type
+        # Autocast leaves float64 as it is.
+        if torch.is_autocast_enabled(device) and x.dtype != torch.float64:
+            dtype = torch.get_autocast_dtype(device)
+            x = x.to(dtype)
+            parts = [WeightRows(weight.to(dtype), None if bias is None else bias.to(dtype)) for weight, bias in parts]
+        self._parts = parts
+        with torch.autocast(device, enabled=False):
+            sequence = None
+            if sequence_dimension is not None:
+                count = sum(weight.requires_grad for weight, _ in parts)
+                sequence = _Sequence(sequence_dimension, group, count)
+            finished = _Finish.apply(x)  # type: ignore[no-untyped-call]
+            self._tokens = [
+                _Weight.apply(finished.detach(), *part, sequence)  # type: ignore[no-untyped-call]
+                for part in parts
+            ]
+            self.whole: torch.Tensor = _Start.apply(finished, group, sequence)  # type: ignore[no-untyped-call]
+            self._rows = self.whole.reshape(-1, x.shape[-1])
+
+    def product(self, index: int) -> torch.Tensor:
+        """Return the product ``(..., O)`` of the part ``index``; once for each part."""
+        weight, bias = self._parts[index]
+        with torch.autocast(self._rows.device.type, enabled=False):
+            product = functional.linear(self._rows, weight.detach(), None if bias is None else bias.detach())
+            joined: torch.Tensor = _Join.apply(product, self._tokens[index])  # type: ignore[no-untyped-call]
+            return joined.view(*self.whole.shape[:-1], joined.shape[-1])
+
+
+class _Sequence:
+    """The dimension of the sequence, and the group over which it is divided.
+
+    The nodes of ``count`` weights share the sequence that the first of them gathers; the last one frees it.
+    """
+
+    def __init__(self, dim: int, group: ProcessGroup | None, count: int) -> None:
+        self.dim, self.group = dim, group
+        self._count = self._left = count
+        self._gathered: torch.Tensor | None = None
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the whole sequence of the part ``x``, for one weight."""
+        whole = all_gather(x, self.dim, self.group) if self._gathered is None else self._gathered
+        self._left -= 1
+        if self._left == 0:
+            self._left = self._count
+        self._gathered = None if self._left == self._count else whole
+        return whole
+
+
+class _Finish(torch.autograd.Function):
+    """End of the collective of the input-gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        """Return the input."""
+        return x.detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        """Wait for the gradient."""
+        return wait(gradients[0])
+
+
+class _Start(torch.autograd.Function):
+    """Begin of the collective of the input-gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: ProcessGroup | None, sequence: _Sequence | None) -> torch.Tensor:
+        """Return the input, or the whole sequence."""
+        ctx.group, ctx.sequence = group, sequence
+        return outside_of_graph(x if sequence is None else all_gather(x, sequence.dim, group))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        """Start the sum of all ranks' gradients, of which no other node reads the content before ``_Finish``."""
+        (gradient,) = gradients
+        if ctx.sequence is None:
+            return start_all_reduce(gradient, ctx.group), None, None
+        return start_reduce_scatter(gradient, ctx.sequence.dim, ctx.group), None, None
+
+
+class _Weight(torch.autograd.Function):
+    """Gradients of weight and bias, without a part in the forward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, sequence: _Sequence | None
+    ) -> torch.Tensor:
+        """Return a tensor without memory that has the shape of the product."""
+        ctx.save_for_backward(x)
+        ctx.sequence = sequence
+        rows = x.numel() // x.shape[-1]
+        if sequence is not None:
+            rows *= size_of(sequence.group)
+        return weight.new_zeros(()).expand(rows, weight.shape[0])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, torch.Tensor | None, torch.Tensor | None, None]:
+        """Compute both gradients from the product's gradient."""
+        (gradient,) = gradients
+        _, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        weight_gradient = None
+        if needs_weight:
+            (x,) = ctx.saved_tensors
+            if ctx.sequence is not None:
+                x = ctx.sequence.gather(x)
+            weight_gradient = gradient.t().mm(x.reshape(-1, x.shape[-1]))
+        return None, weight_gradient, gradient.sum(0) if needs_bias else None, None
+
+
+class _Join(torch.autograd.Function):
+    """The product, whose gradient goes to both of its sources."""
+
+    computes_each_gradient_alone = True
+    """A split backward may run the node once for each gradient: it computes nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, product: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
+        """Return ``product``, in place: unlike a view of a custom function it may be changed in place later."""
+        ctx.mark_dirty(product)
+        return product
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the gradient twice."""
+        (gradient,) = gradients
+        return gradient, gradient

@@ -1,1 +1,0 @@
-"""Verification that all ranks run the same program."""

@@ -1,0 +1,201 @@
+"""Batch of a step: inputs are opened, checked, split into microbatches, and moved to the device of the stages.
+
+::
+
+    inputs ─ names ─ open ─ kinds, sizes ─ split ─▶ Batch
+
+Tensors of names, shapes, dtypes and devices that were split before are split again without these checks.
+"""
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
+
+import torch
+
+from nxdpp.agreement.last_used import LastUsed
+from nxdpp.agreement.step_signature import InputShapes, input_shapes
+from nxdpp.devices.kinds import device_of
+from nxdpp.pipeline.config import PipelineConfig
+from nxdpp.pipeline.input_names import check_input_names
+from nxdpp.pipeline.local.changes import ENTRIES
+from nxdpp.pipeline.local.part import LocalPart
+from nxdpp.pipeline.local.upkeep import LocalUpkeep
+from nxdpp.pipeline.loss.normalization import LossNormalization
+from nxdpp.pipeline.microbatches.rows import on_device, readable_inputs, readable_opened
+from nxdpp.pipeline.microbatches.split_batch import check_samples, opened_samples, split_batch
+from nxdpp.tracing.models.huggingface import refuse_packed_positions
+from nxdpp.tracing.models.loss_terms import NUM_ITEMS
+from nxdpp.tracing.values.input_dicts import levels, open_inputs
+
+_is_nested = attrgetter("is_nested")
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Inputs of the microbatches of a step.
+
+    Attributes:
+        microbatches: the inputs of each, on the device of the stages.
+        distinct: the microbatches that may differ in shapes.
+        is_counted: ``True`` if the user counted the items.
+        compared: the inputs that all ranks of the pipeline have to give alike: of the batch or of each microbatch.
+        before: the inputs of each microbatch before they were moved to the device.
+        may_differ: ``True`` if each microbatch may have shapes of its own.
+        layout: equal for batches of tensors with equal names, shapes, dtypes and devices; ``None`` for other batches.
+        shapes: of the first microbatch, where ``layout`` tells them.
+    """
+
+    microbatches: list[dict[str, Any]]
+    distinct: list[dict[str, Any]]
+    is_counted: bool
+    compared: Sequence[Mapping[str, Any]]
+    before: list[dict[str, Any]]
+    may_differ: bool = False
+    layout: Hashable = None
+    shapes: InputShapes | None = None
+
+
+@dataclass(frozen=True)
+class _Split:
+    """The split of tensors of one layout: the ones that go ``whole`` to each microbatch, and whether any is moved."""
+
+    layout: Hashable
+    whole: list[bool]
+    is_moved: bool
+    shapes: InputShapes
+
+
+class Batches:
+    """Batches of the steps of one pipeline; not collective.
+
+    Args:
+        part: parameters, buffers and modules of this rank.
+        upkeep: makes the part ready for a step, before its inputs are split.
+        config: settings of the pipeline.
+        normalization: of the loss.
+
+    Attributes:
+        module: the whole model.
+    """
+
+    def __init__(
+        self, part: LocalPart, upkeep: LocalUpkeep, config: PipelineConfig, normalization: LossNormalization
+    ) -> None:
+        self._part = part
+        self.module = part.root
+        self._upkeep = upkeep
+        self._config = config
+        self._normalization = normalization
+        self._input_names = None if config.input_names is None else tuple(config.input_names)
+        self._loss_function = config.loss_function
+        self._entries = part.changes.watch(*ENTRIES)
+        self._forward: Any = None
+        self._known: LastUsed[Hashable, _Split] = LastUsed()
+
+    def of_inputs(self, inputs: Mapping[str, Any]) -> Batch:
+        """Split the inputs of a step. Raises ``ValueError`` or ``TypeError`` for inputs that cannot be used."""
+        changes = self._part.changes.look()
+        device = self._part.device
+        layout = self._layout(inputs, device)
+        if layout is not None and changes == self._upkeep.ready_at and (known := self._known.get(layout)) is not None:
+            return self._split_as_before(inputs, device, known)
+        self._check_names(inputs)
+        self._upkeep.make_ready()
+        inputs = readable_inputs(inputs, device)
+        self._refuse_packed(open_inputs(inputs))
+        return self._split(inputs, device, layout)
+
+    def of_trace(self, inputs: Mapping[str, Any]) -> Batch:
+        """Split ``inputs``, which may be on any device, of a part without values too."""
+        self._check_names(inputs)
+        self._upkeep.check_modules()
+        tensors = (value for value in open_inputs(inputs).values() if isinstance(value, torch.Tensor))
+        device = next((tensor.device for tensor in tensors), self._part.device)
+        return self._split(inputs, device)
+
+    def of_samples(self, samples: Sequence[Mapping[str, Any]]) -> Batch:
+        """Take each sample as a microbatch. Raises ``ValueError`` or ``TypeError`` for samples that cannot be used."""
+        rule = self._config.loss_normalization
+        if rule != "microbatch":
+            raise ValueError(
+                f"loss_normalization={rule!r} makes one loss of all samples, and each sample has its own here. Use "
+                f"loss_normalization='microbatch', or train_step."
+            )
+        check_samples(samples, self._config.num_microbatches)
+        return self.of_microbatches(samples)
+
+    def of_microbatches(self, microbatches: Sequence[Mapping[str, Any]]) -> Batch:
+        """Take ``microbatches``, any number of them. Raises as ``of_samples`` does."""
+        if not microbatches:
+            raise ValueError("a step has at least one microbatch, and was given none.")
+        for microbatch in microbatches:
+            self._check_names(microbatch)
+        self._upkeep.make_ready()
+        device = self._part.device
+        parts = [dict(readable_opened(each, device)) for each in opened_samples(microbatches, device)]
+        for each in parts:
+            self._refuse_packed(each)
+        before, is_counted = self._normalization.prepared(parts, {})
+        moved = on_device(before, device)
+        return Batch(moved, moved, is_counted, parts, before, may_differ=True)
+
+    def _check_names(self, inputs: Mapping[str, Any]) -> None:
+        """Raise ``TypeError`` or ``ValueError`` for names of inputs that neither the model nor ``loss_fn`` takes."""
+        function = self._loss_function
+        if function is None or self._input_names is not None or not isinstance(inputs, Mapping):
+            check_input_names(self.module, inputs, self._input_names)
+            return
+        try:
+            check_input_names(self.module, function.of_module(self.module, inputs), None)
+        except ValueError as error:
+            raise ValueError(f"{error} loss_fn takes {list(function.names)}.") from None
+
+    def _layout(self, inputs: Mapping[str, Any], device: torch.device) -> Hashable:
+        """The layout of ``inputs`` that are tensors, for stages on ``device``; ``None`` for others."""
+        forward = vars(self.module).get("forward")
+        if self._entries.has_moved or forward is not self._forward:
+            # Forward may have a different signature.
+            self._known.clear()
+            self._entries.settle()
+            self._forward = forward
+        if type(inputs) is not dict or {*map(type, inputs.values())} != {torch.Tensor}:
+            return None
+        if self._config.split_inputs_fn is not None or device_of(device).is_lazy:
+            return None
+        if any(map(_is_nested, inputs.values())):
+            return None
+        return device, *[(name, value.shape, value.dtype, value.device, value.layout) for name, value in inputs.items()]
+
+    def _split_as_before(self, inputs: Mapping[str, Any], device: torch.device, known: "_Split") -> Batch:
+        """Split ``inputs`` as a batch of the same layout."""
+        if "position_ids" in inputs:
+            self._refuse_packed(inputs)
+        count = self._config.num_microbatches
+        values = zip(inputs.values(), known.whole, strict=True)
+        columns = [[value] * count if is_whole else value.chunk(count) for value, is_whole in values]
+        parts = [dict(zip(inputs, row, strict=True)) for row in zip(*columns, strict=True)]
+        if self._normalization.by_keyword:
+            parts, _ = self._normalization.prepared(parts, inputs)
+        moved = on_device(parts, device) if known.is_moved else parts
+        return Batch(moved, moved[:1], False, [inputs], parts, layout=known.layout, shapes=known.shapes)
+
+    def _split(self, inputs: Mapping[str, Any], device: torch.device, layout: Hashable = None) -> Batch:
+        """Split ``inputs``, and note how, for batches of their ``layout``. Raises as ``split_batch`` does."""
+        config = self._config
+        parts, are_alike = split_batch(self.module, inputs, config.num_microbatches, config.split_inputs_fn, device)
+        before, is_counted = self._normalization.prepared(parts, inputs)
+        moved = on_device(before, device)
+        # A function may split equal batches in different ways.
+        compared = [open_inputs(inputs)] if config.split_inputs_fn is None else parts
+        if layout is None or not are_alike or NUM_ITEMS in inputs:
+            return Batch(moved, moved[:1] if are_alike else moved, is_counted, compared, before)
+        whole = [parts[0][name] is value for name, value in inputs.items()]
+        self._known[layout] = _Split(layout, whole, moved is not before, input_shapes(moved[0]))
+        return Batch(moved, moved[:1], is_counted, compared, before, layout=layout)
+
+    def _refuse_packed(self, opened: Mapping[str, Any]) -> None:
+        """Raise ``ValueError`` for packed sequences that the model would not see as such."""
+        for names in levels(opened):
+            refuse_packed_positions(self.module, {key: opened[name] for key, name in names.items()})

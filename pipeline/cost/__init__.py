@@ -1,1 +1,0 @@
-"""Cost of layers: counted on fake tensors, or measured on a device."""

@@ -1,0 +1,278 @@
+"""One record of what has changed in a wrapped model. A step asks it once, and looks again only at what has moved.
+
+::
+
+    modules, parameters, buffers registered     hooks of torch, for followed modules ┐
+    load, initialisation, move, refresh         note()                               ├─▶ a number for each kind ─▶ Watch
+    requires_grad, modes, hooks, other writes   one flat pass of each step: look()   ┘
+
+Whatever was found out about the model is found out again when one of its kinds has a later number (``Watch``).
+
+The flat pass makes no Python call for a module or a parameter. Torch writes into ``_parameters`` and ``_modules``
+without a hook too (``_apply``, ``del``). For such writes the pass compares the entries of the modules above the layers,
+and one parameter of each layer. In looks 1, 2, 4, 8 and so on it compares all entries.
+"""
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from enum import Enum, auto
+from itertools import chain, compress
+from operator import attrgetter, is_, itemgetter, not_
+from typing import Any
+
+from torch import nn
+from torch.nn.modules import module as registration
+
+from nxdpp.tracing.modules import listings
+
+
+class Change(Enum):
+    """Kinds of changes."""
+
+    MODULE = auto()
+    PARAMETER = auto()
+    BUFFER = auto()
+    GRADIENT = auto()
+    """``requires_grad`` of a parameter."""
+    MODE = auto()
+    """``train()`` or ``eval()`` of a module."""
+    HOOK = auto()
+    """A hook of a module above the layers, or of a container."""
+    VALUES = auto()
+    """Values that a load or an initialisation has set."""
+    MOVE = auto()
+    """Another device or dtype."""
+
+
+ENTRIES = (Change.MODULE, Change.PARAMETER, Change.BUFFER)
+TENSORS = (*ENTRIES, Change.VALUES, Change.MOVE)
+
+_STORES = {Change.MODULE: "_modules", Change.PARAMETER: "_parameters", Change.BUFFER: "_buffers"}
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+_requires_grad = attrgetter("requires_grad")
+_dtype = attrgetter("dtype")
+_training = itemgetter("training")
+
+_records: "weakref.WeakSet[ChangeRecord]" = weakref.WeakSet()
+_handles: list[Any] = []
+
+
+class ChangeRecord:
+    """The numbers of the changes of one wrapped model.
+
+    Attributes:
+        number: of the last change.
+    """
+
+    def __init__(self) -> None:
+        self.number = 1
+        self._numbers = dict.fromkeys(Change, 1)
+        self._looks = 0
+        self._is_stale = False
+        self._tree: nn.Module = nn.Module()
+        self._above: Sequence[nn.Module] = ()
+        self._sight = _Sight(self._tree, ())
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """This rank's parameters, each once, as of the last look."""
+        return self._sight.parameters
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """This rank's modules and the modules above the layers, as of the last look."""
+        return self._sight.modules
+
+    def follow(self, tree: nn.Module, above: Sequence[nn.Module]) -> None:
+        """Follow the modules of ``tree``, which are this rank's, and those ``above`` the layers of all ranks.
+
+        It follows only the buffers of ``above``: a module that a stage runs may have new buffers after each forward.
+        """
+        self._tree, self._above = tree, above
+        self._sight = _Sight(tree, above)
+        _records.add(self)
+        if not _handles:
+            _handles.extend(_follow_registrations())
+
+    def note(self, *changes: Change) -> None:
+        """Note ``changes`` that torch does not tell of."""
+        self.number += 1
+        self._numbers.update(dict.fromkeys(changes, self.number))
+        self._is_stale = True
+
+    def watch(self, *changes: Change) -> "Watch":
+        """Return a watch for ``changes``. At first it has moved."""
+        return Watch(self, changes)
+
+    def last(self, changes: Iterable[Change]) -> int:
+        """Return the number of the last of ``changes``."""
+        return max(map(self._numbers.__getitem__, changes))
+
+    def look(self) -> int:
+        """Note what has changed since the last look; return the number of the last change."""
+        self._looks += 1
+        if self._is_stale or not self._looks & (self._looks - 1) or not self._sight.is_same():
+            self._look_at_all()
+        return self.number
+
+    def take_hooks(self) -> bool:
+        """Take the present hooks as known, after a trace, which adds some; return whether they have changed."""
+        has_changed = bool(self.with_changed_hooks())
+        self._sight.take_hooks()
+        return has_changed
+
+    def with_changed_hooks(self) -> list[nn.Module]:
+        """The modules whose hooks have changed since ``take_hooks``."""
+        return self._sight.with_changed_hooks(self._above)
+
+    def registered(self, change: Change, module: nn.Module, name: str, value: Any) -> None:
+        """Note that ``value`` is about to be registered in ``module``, if the record follows it."""
+        followed = self._sight.above if change is Change.BUFFER else self._sight.ids
+        if id(module) in followed and vars(module)[_STORES[change]].get(name) is not value:
+            self.note(change)
+
+    def _look_at_all(self) -> None:
+        before, self._sight = self._sight, _Sight(self._tree, self._above)
+        changes = self._sight.changes_since(before)
+        if changes:
+            self.note(*changes)
+        self._is_stale = False
+
+
+class Watch:
+    """Tells whether the record has noted a change of one of the kinds ``changes`` since ``settle``."""
+
+    def __init__(self, record: ChangeRecord, changes: Sequence[Change]) -> None:
+        self._record = record
+        self._changes = changes
+        self._number = 0
+
+    @property
+    def has_moved(self) -> bool:
+        """``True`` after a change, until ``settle``."""
+        return self._number != self._record.number and self._record.last(self._changes) > self._number
+
+    def settle(self) -> None:
+        """Take the changes until now as known."""
+        self._number = self._record.number
+
+
+class _Sight:
+    """The facts of a model that are compared, as flat lists.
+
+    Attributes:
+        modules, parameters: that are followed, each once.
+        ids: of the modules.
+        above: ids of the modules above the layers, and of the containers.
+    """
+
+    def __init__(self, tree: nn.Module, above: Sequence[nn.Module]) -> None:
+        self.modules = list(dict.fromkeys([*listings.modules(tree), *above]))
+        self.parameters = list(listings.parameters(tree))
+        self.ids = frozenset(map(id, self.modules))
+        self.above = frozenset(map(id, above))
+        # The module that torch.compile makes has the mode of the one inside.
+        self._attributes = [vars(module) for module in self.modules if "training" in vars(module)]
+        self._modes = list(map(_training, self._attributes))
+        self._gradients = list(map(_requires_grad, self.parameters))
+        # A pass over equal values needs no list.
+        self._trained = list(compress(self.parameters, self._gradients))
+        self._frozen = list(compress(self.parameters, map(not_, self._gradients)))
+        self._in_training = list(compress(self._attributes, self._modes))
+        self._in_evaluation = list(compress(self._attributes, map(not_, self._modes)))
+        self._hook_dicts = [vars(module)[name] for module in above for name in _HOOKS]
+        self.take_hooks()
+        self._entries = {
+            change: [vars(module)[store] for module in (above if change is Change.BUFFER else self.modules)]
+            for change, store in _STORES.items()
+        }
+        self._values = {change: _values(dicts) for change, dicts in self._entries.items()}
+        self._dicts_above = [vars(module)[store] for module in above for store in _STORES.values()]
+        self._values_above = _values(self._dicts_above)
+        # One parameter of each module that a stage runs: ``_apply`` replaces or converts all of them.
+        children = (child for module in above for child in module._modules.values() if child is not None)
+        firsts = (_first_parameter(child) for child in children if id(child) in self.ids - self.above)
+        samples = [first for first in firsts if first is not None]
+        self._sampled_dicts = [parameters for parameters, _ in samples]
+        self._sampled_names = [name for _, name in samples]
+        self._samples = [parameters[name] for parameters, name in samples]
+        self._dtypes = list(map(_dtype, self._samples))
+        self._device = self._samples[0].device if self._samples else None
+
+    def is_same(self) -> bool:
+        """Return whether the model is still as it was, as far as the flat pass sees it."""
+        return (
+            all(map(_requires_grad, self._trained))
+            and not any(map(_requires_grad, self._frozen))
+            and all(map(_training, self._in_training))
+            and not any(map(_training, self._in_evaluation))
+            and self._hook_dicts == self._hooks
+            and _are_same(_values(self._dicts_above), self._values_above)
+            and all(map(is_, map(dict.get, self._sampled_dicts, self._sampled_names), self._samples))
+            and not self._has_moved()
+        )
+
+    def take_hooks(self) -> None:
+        """Take the present hooks as known."""
+        self._hooks = [dict(hooks) for hooks in self._hook_dicts]
+
+    def with_changed_hooks(self, above: Sequence[nn.Module]) -> list[nn.Module]:
+        """The modules ``above`` the layers whose hooks differ from the known ones."""
+        pairs = zip(self._hook_dicts, self._hooks, strict=True)
+        changed = [now != known for now, known in pairs]
+        return [module for number, module in enumerate(above) if any(changed[number * len(_HOOKS) :][: len(_HOOKS)])]
+
+    def changes_since(self, before: "_Sight") -> list[Change]:
+        """Return the kinds of what is not as it was in ``before``, whose entries may have been changed in place."""
+        changes = [change for change in _STORES if not _are_same(self._values[change], before._values[change])]
+        if [p.requires_grad for p in before.parameters] != before._gradients:
+            changes.append(Change.GRADIENT)
+        if [v["training"] for v in before._attributes] != before._modes:
+            changes.append(Change.MODE)
+        if before._hook_dicts != before._hooks:
+            # Hooks that no trace has added stay changes until ``take_hooks``.
+            self._hooks = before._hooks
+            changes.append(Change.HOOK)
+        if before._has_moved():
+            changes.append(Change.MOVE)
+        return changes
+
+    def _has_moved(self) -> bool:
+        # The parameters of a rank are on one device.
+        return list(map(_dtype, self._samples)) != self._dtypes or (
+            bool(self._samples) and self._samples[0].device != self._device
+        )
+
+
+def _values(dicts: Iterable[dict[str, Any]]) -> list[Any]:
+    return list(chain.from_iterable(map(dict.values, dicts)))
+
+
+def _are_same(now: Sequence[Any], before: Sequence[Any]) -> bool:
+    return len(now) == len(before) and all(map(is_, now, before))
+
+
+def _first_parameter(module: nn.Module) -> tuple[dict[str, Any], str] | None:
+    for child in listings.modules(module):
+        for name, parameter in child._parameters.items():
+            if parameter is not None:
+                return child._parameters, name
+    return None
+
+
+def _follow_registrations() -> list[Any]:
+    registrations: dict[Change, Callable[..., Any]] = {
+        Change.MODULE: registration.register_module_module_registration_hook,
+        Change.PARAMETER: registration.register_module_parameter_registration_hook,
+        Change.BUFFER: registration.register_module_buffer_registration_hook,
+    }
+
+    def told(change: Change) -> Callable[[nn.Module, str, Any], None]:
+        def tell(module: nn.Module, name: str, value: Any) -> None:
+            for record in list(_records):
+                record.registered(change, module, name, value)
+
+        return tell
+
+    return [register(told(change)) for change, register in registrations.items()]

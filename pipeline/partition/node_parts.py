@@ -1,0 +1,195 @@
+"""Parts of a node's cost: forward, input-gradient and weight-gradient, their memory and their collectives.
+
+The input-gradient is the part of the backward that leads to received values, as in the runtime (``pipeline/backward``).
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils.flop_counter import FlopCounterMode
+
+from nxdpp.devices.live_bytes import LiveBytes
+from nxdpp.devices.roofline import FLOP_FORMULAS, WorkCounter
+from nxdpp.pipeline.partition.run_node import NodeRun, graph_nodes, map_tensors, outer_gradients_kept, tensors_in
+from nxdpp.tensor.collective_bytes import SentBytes, sent_bytes
+from nxdpp.tracing.modules import listings
+
+
+@dataclass(frozen=True)
+class NodeParts:
+    """Cost of one node for one microbatch, in parts.
+
+    Attributes:
+        forward, input_gradient, weight_gradient: work, with the least work of each operation. The last one has the
+            addition to earlier gradients.
+        forward_live, backward_live: the most bytes that live at once, without arguments, parameters and gradients of
+            parameters. In the backward they begin with what the forward has saved.
+        kept: bytes that live between input-gradient and weight-gradient.
+        kept_gradients: bytes of ``kept`` that the input-gradient makes.
+        forward_sent, backward_sent: bytes that a rank sends at least in its tensor group.
+        forward_collectives, backward_collectives: number of collectives.
+        backward_flops: FLOPs of the backward.
+    """
+
+    forward: float = 0.0
+    input_gradient: float = 0.0
+    weight_gradient: float = 0.0
+    forward_live: int = 0
+    backward_live: int = 0
+    kept: int = 0
+    kept_gradients: int = 0
+    forward_sent: float = 0.0
+    backward_sent: float = 0.0
+    forward_collectives: int = 0
+    backward_collectives: int = 0
+    backward_flops: int = 0
+
+    @property
+    def work(self) -> float:
+        """Work of forward and backward."""
+        return self.forward + self.input_gradient + self.weight_gradient
+
+
+@dataclass(frozen=True)
+class CountedParts:
+    """Settings of a count: FLOPs that the device does while it moves a byte, and the least work of an operation."""
+
+    balance: float
+    least_work: float = 0.0
+
+
+def count_parts(run: NodeRun, how: CountedParts) -> NodeParts:
+    """Run forward and backward of ``run`` on fake tensors and return its cost in parts."""
+    # Torch's counter has hooks at arguments, which must not be leaves.
+    with torch.enable_grad():
+        args, kwargs = map_tensors(torch.clone, (run.args, run.kwargs))
+    received = [get_gradient_edge(tensor) for tensor in run.tensors if tensor.requires_grad]
+    run = replace(run, args=args, kwargs=kwargs)
+    parameters = [] if run.module is None else list(listings.parameters(run.module))
+    flops = FlopCounterMode(display=False, custom_mapping=FLOP_FORMULAS)
+    live = LiveBytes()
+    _give_gradients(parameters)
+    live.know([*parameters, *(p.grad for p in parameters if p.grad is not None), *run.tensors])
+    try:
+        with (
+            torch.enable_grad(),
+            flops,
+            sent_bytes() as sent,
+            WorkCounter(flops, how.balance, how.least_work) as counter,
+            live,
+        ):
+            return _count(run, received, flops, counter, live, sent)
+    finally:
+        for parameter in parameters:
+            parameter.grad = None
+
+
+def _count(
+    run: NodeRun,
+    received: list[GradientEdge],
+    flops: FlopCounterMode,
+    counter: WorkCounter,
+    live: LiveBytes,
+    sent: SentBytes,
+) -> NodeParts:
+    # Forward.
+    edges, like = _ends(run.forward())
+    forward, forward_live = counter.work, live.peak
+    forward_sent, forward_collectives = sent.total, sent.count
+    if not edges:
+        return NodeParts(forward, forward_live=forward_live, forward_sent=forward_sent)
+    # Only the part that leads to received values, then all of it.
+    parameters = [] if run.module is None else list(listings.parameters(run.module))
+    kept, kept_gradients = _kept_bytes(edges, received, parameters)
+    if received:
+        starts = [make() for make in like]
+        torch.autograd.grad(edges, received, starts, retain_graph=True, allow_unused=True)
+        del starts
+    input_gradient = counter.work - forward
+    backward_sent, collectives, flops_before = sent.total, sent.count, flops.get_total_flops()
+    live.reset_peak()
+    with outer_gradients_kept(run, edges):
+        torch.autograd.backward(edges, [make() for make in like])
+    backward = counter.work - forward - input_gradient
+    return NodeParts(
+        forward,
+        input_gradient,
+        max(backward - input_gradient, 0.0),
+        forward_live,
+        live.peak,
+        kept,
+        kept_gradients,
+        forward_sent,
+        sent.total - backward_sent,
+        forward_collectives,
+        sent.count - collectives,
+        flops.get_total_flops() - flops_before,
+    )
+
+
+def _ends(value: object) -> tuple[list[GradientEdge], list[Callable[[], torch.Tensor]]]:
+    """Return the edges at which the backward of ``value`` begins, and functions that make their gradients.
+
+    The value itself is not kept: the next node has it, or nothing.
+    """
+    ends = [tensor for tensor in tensors_in(value) if tensor.requires_grad]
+    return [get_gradient_edge(end) for end in ends], [_maker(end) for end in ends]
+
+
+def _maker(end: torch.Tensor) -> Callable[[], torch.Tensor]:
+    shape, dtype, device = end.shape, end.dtype, end.device
+    return lambda: torch.empty(shape, dtype=dtype, device=device)
+
+
+def _give_gradients(parameters: list[nn.Parameter]) -> None:
+    """Give each parameter a gradient, as from an earlier microbatch."""
+    for parameter in parameters:
+        if parameter.requires_grad:
+            parameter.grad = torch.empty_like(parameter)
+
+
+def _kept_bytes(
+    edges: list[GradientEdge], received: list[GradientEdge], parameters: list[nn.Parameter]
+) -> tuple[int, int]:
+    """Return the bytes that the weight-gradient needs after the input-gradient, and how many of them are gradients.
+
+    The others are of saved tensors. Memory of ``parameters``, which operations save too, does not count.
+    """
+    nodes = graph_nodes(edges)
+    ends = {edge.node for edge in received}
+    # Nodes from which a received value can be reached, found from the leaves up.
+    leads: set[Any] = set()
+    for node in reversed(nodes):
+        if node in ends or any(child in leads for child, _ in node.next_functions):
+            leads.add(node)
+    storages: dict[int, int] = {}
+    gradients = 0
+    for node in nodes:
+        if node not in leads:
+            _add_saved(node, storages)
+        elif any(child is not None and child not in leads for child, _ in node.next_functions):
+            _add_saved(node, storages)
+            gradients += sum(_size(metadata) for metadata in node._input_metadata)
+    for parameter in parameters:
+        storages.pop(parameter.untyped_storage()._cdata, None)
+    return gradients + sum(storages.values()), gradients
+
+
+def _add_saved(node: Any, storages: dict[int, int]) -> None:
+    for name in dir(node):
+        if name.startswith("_raw_saved_"):
+            continue
+        if name.startswith("_saved_"):
+            for tensor in tensors_in(getattr(node, name)):
+                storage = tensor.untyped_storage()
+                storages[storage._cdata] = storage.nbytes()
+
+
+def _size(metadata: Any) -> int:
+    size: int = math.prod(metadata.shape)
+    return size * int(metadata.dtype.itemsize)

@@ -1,1 +1,0 @@
-"""Exchanges between data-parallel replicas, and the average of their gradients."""

@@ -1,0 +1,117 @@
+"""Engines of one rank: one for each program and signature of a step. They share the transfers to other ranks."""
+
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from nxdpp.agreement.last_used import LastUsed
+from nxdpp.agreement.step_signature import StepSignature
+from nxdpp.pipeline.p2p.transport import Transport
+from nxdpp.pipeline.runtime.engine import Engine
+from nxdpp.pipeline.runtime.engine_config import EngineConfig
+from nxdpp.pipeline.stages.cut_graph import RankStages
+from nxdpp.pipeline.stages.loss import LossGradient
+from nxdpp.pipeline.timeline.step_timeline import StepTimeline
+from nxdpp.ranks import parallel_state
+from nxdpp.ranks.faults import failure_watch
+from nxdpp.schedules.chosen import ChosenSchedule
+from nxdpp.schedules.lowering.lowering import StagePair
+from nxdpp.schedules.lowering.rank_program import RankProgram, in_flight_limit, rank_program
+from nxdpp.schedules.lowering.transport_rules import TransportRules
+
+
+class Engines:
+    """The engines of this rank.
+
+    Args:
+        schedule: the schedule of the pipeline.
+        rank: this rank of the pipeline.
+        keep_outputs: hold sent activations until their backward.
+        timeline_path: file for the timeline of each step; ``None`` writes none.
+        loss_gradient: gives the gradient with which the backward of a microbatch's loss begins.
+    """
+
+    def __init__(
+        self,
+        schedule: ChosenSchedule,
+        rank: int,
+        keep_outputs: bool,
+        timeline_path: Path | None = None,
+        loss_gradient: LossGradient = torch.ones_like,
+    ) -> None:
+        self._schedule = schedule
+        self._rank = rank
+        self._keep_outputs = keep_outputs
+        self._loss_gradient = loss_gradient
+        self._timeline = None if timeline_path is None else StepTimeline(timeline_path, schedule.name)
+        self._transport: Transport | None = None
+        # By signature: each engine with the digest of its steps.
+        self._engines: WeakKeyDictionary[RankStages, LastUsed[Any, tuple[Engine, int]]] = WeakKeyDictionary()
+        # By the pairs of stages that exchange tensors, whether backwards follow, and the number of microbatches.
+        self._lowered: dict[tuple[frozenset[StagePair], bool, int], tuple[RankProgram, int | None]] = {}
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes of all tensors that this rank has sent to other ranks, since the last change of its stages."""
+        return 0 if self._transport is None else self._transport.sent_bytes
+
+    def transport(self, device: torch.device) -> Transport:
+        """The transfers to other ranks of tensors on ``device``."""
+        if self._transport is None:
+            groups = parallel_state.get_pipeline_transfer_groups()
+            control = parallel_state.get_pipeline_control_group()
+            self._transport = Transport(groups, control, device, failure_watch.report)
+        return self._transport
+
+    def of(self, program: RankStages) -> LastUsed[Any, tuple[Engine, int]]:
+        """Return the engines of ``program`` by signature, each with the digest of its steps."""
+        return self._engines.setdefault(program, LastUsed())
+
+    def forget(self) -> None:
+        """Drop all engines and the transport after a change of the stages: modules, ``requires_grad`` or device.
+
+        All ranks of the pipeline must call this. The next step of each signature has a metadata exchange again.
+        """
+        self._engines.clear()
+        self._transport = None
+
+    def timeline(self, device: torch.device, train: bool) -> AbstractContextManager[None]:
+        """Return a context that writes the step in it to the timeline's file."""
+        return nullcontext() if self._timeline is None else self._timeline.step(device, train)
+
+    def make(self, program: RankStages, device: torch.device, signature: StepSignature) -> Engine:
+        """Return a new engine for ``program`` on ``device`` and steps of ``signature``."""
+        rules = parallel_state.get_pipeline_transfer_groups().rules
+        (actions, finished_sends), in_flight = self._lowered_for(
+            program.edges, signature.train, signature.microbatches, rules
+        )
+        config = EngineConfig(
+            self._schedule.placement,
+            self._rank,
+            signature.microbatches,
+            device,
+            signature.train,
+            self._keep_outputs,
+            in_flight,
+            in_order=rules.posted_ahead is None,
+            loss_gradient=self._loss_gradient,
+            forms=signature.forms,
+        )
+        recorder = None if self._timeline is None else self._timeline.recorder
+        return Engine(config, program.stages, self.transport(device), actions, finished_sends, recorder)
+
+    def _lowered_for(
+        self, edges: frozenset[StagePair], train: bool, microbatches: int, rules: TransportRules
+    ) -> tuple[RankProgram, int | None]:
+        """Return the actions of this rank and the limit of sends in flight: seconds of work with many ranks, once."""
+        key = edges, train, microbatches
+        if key not in self._lowered:
+            compute = self._schedule.of(microbatches, train)
+            lowered = rank_program(compute, self._rank, edges, rules, train)
+            # Sent activations that are held for the backward anyway need no limit.
+            is_limited = not (train and self._keep_outputs)
+            self._lowered[key] = lowered, in_flight_limit(compute, edges, rules) if is_limited else None
+        return self._lowered[key]

@@ -1,0 +1,261 @@
+"""Steps of one rank: a batch is prepared, verified to be the same on all ranks, run by the engine, and finished.
+
+::
+
+    prepare    inputs ─▶ Batch ─ trace, cut ─▶ graph ─ count labels ─▶ PreparedStep
+    verify     all ranks of the pipeline run the same step, on the same inputs; copies and replicas are equal
+    run        actions of the stages
+    finish     tied weights, reference, average over the replicas ─▶ StepResult
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from nxdpp.agreement.input_hash import InputHasher
+from nxdpp.agreement.step_signature import Forms, StepSignature, forms_of, input_shapes
+from nxdpp.agreement.step_verifier import StepIdentity, StepVerifier
+from nxdpp.agreement.tensor_ranks import verify_tensor_ranks
+from nxdpp.devices.device import Compilations
+from nxdpp.devices.kinds import device_of
+from nxdpp.gradients.replica_gradients import ReplicaGradients
+from nxdpp.pipeline import arguments
+from nxdpp.pipeline.batch import Batch
+from nxdpp.pipeline.config import PipelineConfig
+from nxdpp.pipeline.local.part import LocalPart
+from nxdpp.pipeline.local.upkeep import LocalUpkeep
+from nxdpp.pipeline.partition.partition import Partition
+from nxdpp.pipeline.prepared_step import PreparedStep
+from nxdpp.pipeline.reference_step import ReferenceStep
+from nxdpp.pipeline.runtime.engine import Engine
+from nxdpp.pipeline.runtime.engines import Engines
+from nxdpp.pipeline.stages.loss import LossGradient, LossTransform
+from nxdpp.pipeline.step_result import StepResult
+from nxdpp.pipeline.timeline.clock import StepTimer
+from nxdpp.ranks import parallel_state
+from nxdpp.ranks.faults import background_errors, failure_watch
+from nxdpp.ranks.faults.board import board
+from nxdpp.tensor.sequence_parallel import StepGradients
+from nxdpp.tensor.tensor_copies import TensorCopies
+
+
+class StepRunner:
+    """The steps of one pipeline on this rank, each collective over the pipeline's ranks.
+
+    Args:
+        config: settings of the pipeline.
+        partition: the stage of each layer and parameter.
+        last_rank: rank of the last stage.
+        engines: run the programs.
+        loss_gradient: gradient that the backward of a loss begins with.
+        part: parameters, buffers and modules of this rank.
+        upkeep: makes the part ready for a step.
+        replicas: the average of gradients.
+        copies: parameters that each tensor-parallel rank has a copy of.
+
+    Attributes:
+        timer: of the last step; ``None`` before the first one.
+        compile_seconds: in which this process compiled graphs, from the end of the step before to the end of the last.
+    """
+
+    def __init__(
+        self,
+        config: PipelineConfig,
+        partition: Partition,
+        last_rank: int,
+        engines: Engines,
+        loss_gradient: LossGradient,
+        part: LocalPart,
+        upkeep: LocalUpkeep,
+        replicas: ReplicaGradients,
+        copies: TensorCopies,
+    ) -> None:
+        self.timer: StepTimer | None = None
+        self._sent_before = 0
+        self.compile_seconds = 0.0
+        self._config = config
+        self._partition = partition
+        self._last_rank = last_rank
+        self._engines = engines
+        self._loss_gradient = loss_gradient
+        self._part = part
+        self._upkeep = upkeep
+        self._replicas = replicas
+        self._copies = copies
+        self._sequence = StepGradients(part.module)
+        self._hasher = InputHasher(config.check_inputs)
+        self._verifier: StepVerifier | None = None
+        self._compiled: Compilations | None = None
+        self._has_tensor_ranks = parallel_state.get_tensor_model_parallel_size() > 1
+        self._check_first = config.check_against_module is not None
+        self._is_verified = False
+        self._refused: str | None = None
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes of the tensors that this rank has sent to other ranks of the pipeline in the last step."""
+        return max(0, self._engines.sent_bytes - self._sent_before)
+
+    def train(
+        self,
+        take: Callable[[], Batch],
+        prepare: Callable[[Batch], PreparedStep],
+        average: bool,
+        transform: LossTransform | None = None,
+    ) -> StepResult:
+        """Run the training step that ``prepare`` makes of the batch, which ``take`` gives.
+
+        ``average`` and ``transform`` as ``Pipeline.train_samples`` takes them. Raises as ``Pipeline.train_step`` does.
+        """
+        parallel_state.refuse_in_debug("a training step")
+        background_errors.begin_step()
+        with self._noted(), self._replicas.step(average):
+            # Prepare.
+            if not torch.is_grad_enabled():
+                raise RuntimeError("training needs gradients, and they are off (torch.no_grad()): evaluate there.")
+            batch, device = take(), self._part.device
+            scaler = self._config.grad_scaler
+            arguments.check_autocast(device, is_scaled=scaler is not None and scaler.is_enabled())
+            self._upkeep.check_trained()
+            if scaler is not None:
+                scaler.begin_step(device)
+            step = prepare(batch)
+            reference = self._reference(device) if self._check_first else None
+            self._part.tied.set_aside()
+            if self._has_tensor_ranks:
+                self._sequence.set_aside()
+            # Verify.
+            signature, digest, engine = self._verify(step, device, train=True)
+            if self._has_tensor_ranks:
+                self._copies.verify(self._part.seed)
+            self._replicas.verify()
+            if reference is not None:
+                reference.run(step.loss.microbatches, step.scales, transform)
+            # Run, and add up the gradients of several ranks.
+            values = self._run(step, signature, digest, engine, device, transform)
+            if self._has_tensor_ranks or self._part.tied.parameters:
+                with failure_watch.reported():
+                    self._sequence.add_up()
+                    self._part.tied.add_up(self._engines.transport(device))
+            # Compare with the reference, and average over the replicas.
+            if reference is not None:
+                plans = step.cut.plans([step.cut.loss_of_sample(self._config.output_loss_value_spec)])
+                reference.compare([each[0] for each in values if each], plans)
+                self._check_first = False
+            self._replicas.finish()
+            return StepResult(step, values, self._last_rank, device)
+
+    def evaluate(self, take: Callable[[], Batch], prepare: Callable[[Batch], PreparedStep]) -> StepResult:
+        """Run the evaluation that ``prepare`` makes of the batch, which ``take`` gives.
+
+        It has no gradients, also in the caller's inference mode, whose tensors no training step could use later.
+        """
+        parallel_state.refuse_in_debug("an evaluation")
+        with self._noted(), torch.inference_mode(mode=False), torch.no_grad():
+            step, device = prepare(take()), self._part.device
+            signature, digest, engine = self._verify(step, device, train=False)
+            values = self._run(step, signature, digest, engine, device)
+            return StepResult(step, values, self._last_rank, device)
+
+    @contextmanager
+    def _noted(self) -> Iterator[None]:
+        """Note an error of the block, the whole of a step on this rank.
+
+        After an error before the ranks have verified the step this rank can continue: it has sent nothing. The other
+        ranks learn of it in the next step. A later error leaves engines in the middle of a step: they are dropped.
+
+        Raises ``RuntimeError`` after a step that failed.
+        """
+        failure_watch.refuse_after_failure()
+        self._is_verified = False
+        try:
+            yield
+        except BaseException as error:
+            if self._is_verified:
+                self._engines.forget()
+            else:
+                self._refused = f"{board.position().call} raised {type(error).__name__}: {error}"
+            raise
+
+    def _reference(self, device: torch.device) -> ReferenceStep:
+        """The step of the unwrapped module, for the first training step with ``check_against_module``."""
+        return ReferenceStep(
+            self._part,
+            self._partition.owners,
+            parallel_state.get_pipeline_control_group(),
+            self._config.output_loss_value_spec,
+            device,
+            self._loss_gradient,
+            self._config.loss_function,
+        )
+
+    def _verify(
+        self, step: PreparedStep, device: torch.device, train: bool
+    ) -> tuple[StepSignature, int, Engine | None]:
+        """Verify that all ranks of the pipeline run the same step, in its first run also on the same values.
+
+        Returns the step's signature, its digest, and its engine; a new signature has none. Raises ``RuntimeError`` when
+        the ranks are about to run different steps.
+        """
+        if self._compiled is None:
+            self._compiled = device_of(device).compiled()
+        batch, microbatches = step.batch, step.loss.microbatches
+        forms = forms_of(microbatches) if batch.may_differ else Forms(batch.shapes or input_shapes(microbatches[0]))
+        autocast = torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
+        signature = StepSignature(forms.first, autocast, train, forms.numbers, forms.others, len(microbatches))
+        identity = StepIdentity(step.program.graph, signature, self._part.origin)
+        known = self._engines.of(step.program).get(signature)
+        engine, digest = known or (None, identity.digest)
+        is_new = engine is None
+        if self._verifier is None:
+            self._verifier = StepVerifier(parallel_state.get_pipeline_control_group())
+        leaves_average = train and self._replicas.is_left_out
+        begun = board.begun
+        with failure_watch.reported():
+            inputs = self._hasher.of_step(batch.compared, is_new)
+            if self._has_tensor_ranks and parallel_state.get_pipeline_model_parallel_rank() == 0:
+                group = parallel_state.get_tensor_control_group()
+                verify_tensor_ranks(group, signature, inputs, begun["pipeline"], is_new, leaves_average)
+            begun["world"] = self._verifier.check(
+                identity,
+                digest,
+                is_new,
+                inputs,
+                begun["pipeline"],
+                self._refused,
+                self._upkeep.unverified_values(),
+                begun["world"],
+                leaves_average,
+            )
+        self._is_verified, self._refused = True, None
+        return signature, digest, engine
+
+    def _run(
+        self,
+        step: PreparedStep,
+        signature: StepSignature,
+        digest: int,
+        engine: Engine | None,
+        device: torch.device,
+        transform: LossTransform | None = None,
+    ) -> list[list[Any]]:
+        """Run the actions of the stages; return the results of each microbatch on the rank of the last stage.
+
+        An error of the step is raised as it is, with a note.
+        """
+        self._sent_before = self._engines.transport(device).sent_bytes
+        running = engine or self._engines.make(step.program, device, signature)
+        with failure_watch.reported(), self._engines.timeline(device, signature.train):
+            watch = self._replicas.begin(running.last_backwards) if signature.train else None
+            scales = step.scales if signature.train else None
+            values = running.run(step.loss.microbatches, scales, watch, transform)
+        self.timer = running.timer
+        compiled = device_of(device).compiled()
+        assert self._compiled is not None, "set before the first verification"
+        self.compile_seconds, self._compiled = compiled.seconds - self._compiled.seconds, compiled
+        if engine is None:
+            self._engines.of(step.program)[signature] = running, digest
+        self._upkeep.note_verified()
+        return values

@@ -1,0 +1,151 @@
+"""Hashes of inputs are equal for equal values alone, and late for inputs on a device."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from nxdpp.agreement import input_hash
+from nxdpp.agreement.input_hash import SLOTS, InputHasher, InputHashes, hash_of
+
+DTYPES = [
+    *(torch.bool, torch.uint8, torch.int16, torch.int32, torch.int64),
+    *(torch.float8_e4m3fn, torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64),
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_one_other_element_makes_another_hash(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    tensor = torch.randint(0, 2, (5, 7)).to(dtype)
+    same = hash_of(tensor)
+    assert hash_of(tensor.clone()) == same
+    # Other strides and another offset in memory hold the same values.
+    assert hash_of(tensor.t().contiguous().t()) == same
+    assert hash_of(torch.cat([tensor[:1], tensor])[1:]) == same
+    for place in range(tensor.numel()):
+        other = tensor.to(torch.float32 if dtype.is_floating_point else torch.int64)
+        other.view(-1)[place] = 1 - other.view(-1)[place]
+        assert hash_of(other.to(dtype)) != same
+
+
+def test_the_order_of_rows_counts() -> None:
+    rows = torch.arange(12).view(4, 3)
+    assert hash_of(rows) != hash_of(rows.flip(0))
+    assert hash_of(torch.tensor([0, 1])) != hash_of(torch.tensor([1, 0]))
+
+
+def test_tensors_larger_than_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(input_hash, "_CHUNK", 4)
+    tensor = torch.arange(18)
+    seen = {hash_of(tensor)}
+    for place in range(18):
+        other = tensor.clone()
+        other[place] += 1
+        seen.add(hash_of(other))
+    # The order of the pieces counts.
+    seen.add(hash_of(torch.cat([tensor[4:8], tensor[:4], tensor[8:]])))
+    assert len(seen) == 20
+    assert hash_of(torch.empty(0)) == 0
+    assert hash_of(torch.tensor(3)) != hash_of(torch.tensor(4))
+
+
+def batch(**changes: Any) -> dict[str, Any]:
+    return {"ids": torch.arange(4), "mask": torch.ones(4, dtype=torch.bool), "pixels": torch.ones(3)} | changes
+
+
+def different(check: str, is_first: bool, **changes: Any) -> list[str]:
+    ours = InputHasher(check).of_step([batch()], is_first)
+    theirs = InputHasher(check).of_step([batch(**changes)], is_first)
+    now, before = ours.different(theirs.words())
+    assert not before
+    return now
+
+
+def test_integers_are_compared_in_every_step_and_floats_as_set() -> None:
+    for check, in_first, in_later in [("first", True, False), ("always", True, True), ("never", False, False)]:
+        for is_first, has_floats in ((True, in_first), (False, in_later)):
+            assert different(check, is_first, ids=torch.arange(1, 5)) == ["ids"]
+            assert different(check, is_first, mask=torch.zeros(4, dtype=torch.bool)) == ["mask"]
+            assert different(check, is_first, pixels=torch.zeros(3)) == (["pixels"] if has_floats else [])
+            assert different(check, is_first) == []
+
+
+def test_numbers_are_compared_and_texts_are_not() -> None:
+    def words(**inputs: Any) -> list[int]:
+        return InputHasher("first").of_step([inputs], is_first=False).words()
+
+    assert words(rate=0.5) != words(rate=0.25)
+    assert words(rate=float("nan")) == words(rate=float("nan"))
+    assert words(mode="a") == words(mode="b") == words(flag=True) == words()
+
+
+def composed(rows: torch.Tensor) -> list[torch.Tensor]:
+    layouts = [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc]
+    nested = [torch.nested.nested_tensor([rows, rows[:1]], layout=layout) for layout in (torch.jagged, torch.strided)]
+    blocks = [rows.to_sparse(layout=layout, blocksize=(1, 1)) for layout in (torch.sparse_bsr, torch.sparse_bsc)]
+    return [*(rows.to_sparse(layout=layout) for layout in layouts), *nested, *blocks]
+
+
+def test_sparse_and_nested_tensors_are_compared() -> None:
+    def words(value: torch.Tensor, check: str = "always") -> list[int]:
+        return InputHasher(check).of_step([{"x": value}], is_first=True).words()
+
+    rows = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
+    for own, same, moved, scaled in zip(
+        composed(rows), composed(rows.clone()), composed(rows.flip(0)), composed(rows * 2), strict=True
+    ):
+        assert words(own) == words(same)
+        assert words(own) != words(moved)
+        assert words(own) != words(scaled)
+        assert words(own, "never") == words(scaled, "never")
+
+
+def test_each_microbatch_of_a_function_is_compared() -> None:
+    rows = torch.arange(4)
+    one = InputHasher("first").of_step([{"ids": rows[:2]}, {"ids": rows[2:]}], is_first=False)
+    other = InputHasher("first").of_step([{"ids": rows[2:]}, {"ids": rows[:2]}], is_first=False)
+    assert one.different(other.words()) == (["ids"], [])
+
+
+def test_many_inputs_share_the_last_place() -> None:
+    names = [f"x{i:02}" for i in range(SLOTS + 3)]
+    ours = InputHashes(names, range(SLOTS + 3))
+    for place, found in ((0, names[:1]), (SLOTS - 2, names[SLOTS - 2 : SLOTS - 1]), (SLOTS + 1, names[SLOTS - 1 :])):
+        theirs = list(range(SLOTS + 3))
+        theirs[place] = -5
+        assert ours.different(InputHashes(names, theirs).words()) == (found, [])
+    assert len(ours.words()) == 2 * SLOTS
+
+
+def on_device(value: Any) -> torch.Tensor:
+    """A hash as a device other than the CPU gives it."""
+    return torch.tensor(hash_of(value))
+
+
+def test_inputs_on_a_device_are_compared_a_step_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    hashers = [InputHasher("first") for _ in range(2)]
+    monkeypatch.setattr(input_hash, "hash_of", on_device)
+
+    def step(is_first: bool, *values: int) -> tuple[list[str], list[str]]:
+        given = [[{"ids": torch.tensor([value])}] for value in values]
+        ours, theirs = (hasher.of_step(each, is_first) for hasher, each in zip(hashers, given, strict=True))
+        return ours.different(theirs.words())
+
+    # A first step waits for its hashes.
+    assert step(True, 1, 2) == (["ids"], [])
+    assert step(False, 1, 2) == ([], [])
+    assert step(False, 3, 3) == ([], ["ids"])
+    assert step(False, 4, 4) == ([], [])
+    assert step(True, 5, 5) == ([], [])
+
+
+@pytest.mark.parametrize("count", [1, 1000, 70_000])
+def test_a_device_computes_the_same_hash(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(input_hash, "_CHUNK", 2**15)
+    torch.manual_seed(0)
+    tensor = torch.randint(-(2**62), 2**62, (count,))
+    expected = hash_of(tensor)
+    # As for words that are not on the CPU.
+    monkeypatch.setattr(input_hash, "_dot", lambda words, table: (words * table[: words.numel()]).sum())
+    assert int(hash_of(tensor)) == expected

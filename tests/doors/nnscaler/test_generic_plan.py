@@ -1,0 +1,73 @@
+"""Plan of any module, compared with one process over two ranks."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from nxdpp import parallel_state, tensor_parallelize
+from nxdpp.doors.nnscaler.generic_plan import compare, plan_for
+from tests.doors.nnscaler.modules import Blocks, EndToEnd, sample_of
+from tests.support import models
+from tests.support.run_ranks import run_ranks
+
+pytestmark = pytest.mark.one_python
+
+
+class Wrapper(nn.Module):
+    """A transformers model inside an end-to-end module, with a layer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = models.make("llama")
+        self.mix = nn.Linear(models.VOCABULARY, 6)
+
+    def forward(self, sample: dict[str, torch.Tensor]) -> torch.Tensor:
+        output = self.model(**sample)
+        return output.loss + self.mix(output.logits).square().mean()  # type: ignore[no-any-return]
+
+
+class HandMade(nn.Module):
+    """Uses the weight of a linear layer without calling it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.linear.weight.t() + self.linear.bias
+
+
+def _compared(rank: int) -> dict[str, Any]:
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+    torch.manual_seed(0)
+    found: dict[str, Any] = {}
+    for module, args in (
+        (Blocks(), sample_of(Blocks())),
+        (EndToEnd().requires_grad_(False), sample_of(EndToEnd())),
+        (Wrapper(), {"sample": models.padded_batch(2)}),
+    ):
+        plan = plan_for(module, 2)
+        assert plan is not None
+        before = {name: value.clone() for name, value in module.state_dict().items()}
+        with torch.no_grad():
+            compare(module, args, plan)
+        assert all(value.equal(before[name]) for name, value in module.state_dict().items())
+        whole = sum(parameter.numel() for parameter in module.parameters())
+        tensor_parallelize(module, plan)
+        found[type(module).__name__] = sum(parameter.numel() for parameter in module.parameters()) / whole
+    try:
+        compare(HandMade(), {"x": torch.rand(2, 4)}, {"linear": "colwise_gather_output"})
+    except ValueError as error:
+        found["refusal"] = str(error)
+    return found
+
+
+def test_generic_plans_equal_one_process() -> None:
+    for found in run_ranks(2, _compared):
+        assert found["EndToEnd"] == 0.5
+        assert found["Blocks"] == 0.5
+        assert 0.5 <= found["Wrapper"] < 0.6  # the vocabulary of 61 rows stays whole
+        assert "HandMade on 2 tensor-parallel ranks differs from one process" in found["refusal"]
+        assert "Use dp with plan_ngpus=1, or a policy function that gives a plan" in found["refusal"]

@@ -1,0 +1,293 @@
+"""``parallelize``: objects and classes, values, dtypes, refusals, and modules that are called."""
+
+import copy
+import random
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from nxdpp import deferred_init, parallel_state
+from nxdpp.nnscaler import BroadcastGenFilesStrategy, ComputeConfig, ParallelModule, ReuseType
+from tests.doors.nnscaler.own_folders import parallelize
+from tests.doors.nnscaler.trained_modules import WIDTH, Held, Mlp, Net, NetOfHeld, sample
+from tests.support.run_ranks import run_ranks
+
+X = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(0))
+FOR_TP = ComputeConfig(2, 4)
+FOR_DP = ComputeConfig(1, 4)
+FOR_PP = ComputeConfig(2, 4, use_end2end=True, pas_config={"pipeline_nmicros": 2})
+
+
+def made(seed: int = 0) -> Net:
+    torch.manual_seed(seed)
+    return Net()
+
+
+def loaded(*args: Any, **kwargs: Any) -> ParallelModule:
+    module = parallelize(*args, **kwargs)
+    assert isinstance(module, ParallelModule)
+    return module
+
+
+def loaded_class(*args: Any, **kwargs: Any) -> type[ParallelModule]:
+    kind = parallelize(*args, **kwargs)
+    assert isinstance(kind, type)
+    assert issubclass(kind, ParallelModule)
+    return kind
+
+
+@pytest.mark.one_python
+def test_objects_and_classes_on_ranks() -> None:
+    run_ranks(4, _all_cases)
+
+
+def _all_cases(rank: int) -> None:
+    for group in _CASES:
+        for case in group:
+            case(rank)
+        parallel_state.destroy_model_parallel()
+
+
+def _an_object_gives_an_object(rank: int) -> None:
+    module, whole = made(), made()
+    before = copy.deepcopy(module.state_dict())
+    model = loaded(module, {"x": X}, "tp", FOR_TP)
+
+    assert [name for name, _ in model.named_parameters()] == [name for name, _ in whole.named_parameters()]
+    assert model.get_parameter("first.weight").shape == (WIDTH, WIDTH)
+    assert parallel_state.get_pipeline_model_parallel_group(True) == [[0], [1], [2], [3]]
+    assert parallel_state.get_tensor_model_parallel_group(True) == [[0, 1], [2, 3]]
+    torch.testing.assert_close(model(X), whole(X))
+    torch.testing.assert_close(model(x=X, power=2), whole(X, 2))
+    model(X).sum().backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1.0)
+    for name, value in module.state_dict().items():
+        assert torch.equal(value, before[name])
+    assert all(parameter.grad is None for parameter in module.parameters())
+
+
+def _training_and_evaluation(rank: int) -> None:
+    model, whole = loaded(made(), {"x": X}, "tp", FOR_TP), made()
+    ours, theirs = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, whole))
+    for _ in range(3):
+        for each, optimizer in ((model, ours), (whole, theirs)):
+            each.train()
+            each(X).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    model.eval()
+    assert not any(part.training for part in model.modules())
+    with torch.inference_mode():
+        torch.testing.assert_close(model(X), whole(X))
+
+
+def _a_class_gives_a_class(rank: int) -> None:
+    # Other ranks have other seeds: the state of rank 0 counts.
+    torch.manual_seed(rank)
+    kind = loaded_class(Net, {"x": X}, "tp", FOR_TP)
+    assert torch.equal(torch.get_rng_state(), torch.Generator().manual_seed(rank).get_state())
+    for model in (kind(), kind()):
+        torch.testing.assert_close(model(X), made()(X))
+    assert kind.__name__ == "ParallelNet"
+
+
+def _a_function_makes_the_modules_of_a_class(rank: int) -> None:
+    model = loaded_class(Mlp, {"data": sample(0)}, "dp", FOR_DP, module_fn=lambda: Mlp(3))()
+    assert len(list(model.parameters())) == 3
+    with pytest.raises(ValueError, match="module_fn must return a Mlp, not a Net"):
+        parallelize(Mlp, {"data": sample(0)}, "dp", FOR_DP, module_fn=Net)
+
+
+def _values_of_rank_0_count(rank: int) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model = loaded(made(rank), {"x": X}, "dp", FOR_DP)
+    assert any("take those of rank 0" in str(each.message) for each in caught)
+    assert torch.equal(model(X), made()(X))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        parallelize(made(), {"x": X}, "dp", FOR_DP)
+    assert not [each for each in caught if "rank 0" in str(each.message)]
+
+
+class DrawnElsewhere(Net):
+    """Draws a weight from Python's generator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        nn.init.constant_(self.first.bias, random.random())
+
+
+def _values_of_other_generators_are_those_of_rank_0(rank: int) -> None:
+    random.seed(rank)
+    kind = loaded_class(DrawnElsewhere, {"x": X}, "dp", FOR_DP)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        bias = kind().get_parameter("first.bias")
+    biases: list[Any] = [None] * 4
+    torch.distributed.all_gather_object(biases, bias[0].item())
+    assert len(set(biases)) == 1
+
+
+def _a_dtype(rank: int) -> None:
+    module = made()
+    model = loaded(module, {"x": X}, "dp", FOR_DP, module_dtype=torch.bfloat16)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert torch.equal(model(X.bfloat16()), made().bfloat16()(X.bfloat16()))
+    assert module.first.weight.dtype == torch.float32
+    torch.manual_seed(0)
+    other = loaded_class(Net, {"x": X}, "dp", FOR_DP, module_dtype=torch.bfloat16)()
+    assert torch.equal(other(X.bfloat16()), model(X.bfloat16()))
+
+
+def _parameters_without_values(rank: int) -> None:
+    torch.manual_seed(0)
+    kind = loaded_class(Net, {"x": X}, "dp", FOR_DP)
+    given = loaded(made(), {"x": X}, "dp", FOR_DP, init_module_params=False)
+    for model in (kind(init_params=False), kind(False), given):
+        assert model.get_parameter("first.weight").isnan().all()
+        with pytest.raises(RuntimeError, match=r"5 parameters or buffers have no values \(first.bias is the first\)"):
+            model(X)
+        state = made().state_dict()
+        model.load_state_dict({name: state[name] for name in list(state)[1:]}, strict=False)
+        with pytest.raises(RuntimeError, match="1 parameters or buffers have no values"):
+            model(X)
+        model.load_state_dict(state)
+        assert torch.equal(model(X), made()(X))
+
+
+def _state_dicts_have_the_names_of_the_module(rank: int) -> None:
+    outer = nn.Sequential(nn.Linear(WIDTH, WIDTH), loaded(made(), {"x": X}, "dp", FOR_DP))
+    names = [name for name in outer.state_dict() if "nxdpp_extra_state" not in name]
+    assert names == ["0.weight", "0.bias", *(f"1.{name}" for name in made().state_dict())]
+    other = nn.Sequential(nn.Linear(WIDTH, WIDTH), loaded(made(1), {"x": X}, "dp", FOR_DP))
+    other.load_state_dict(outer.state_dict())
+    assert torch.equal(other(X), outer(X))
+    assert {parameter.dtype for parameter in outer.double().parameters()} == {torch.float64}
+    assert outer(X.double()).dtype == torch.float64
+
+
+def _a_module_without_memory_is_refused(rank: int) -> None:
+    with pytest.raises(ValueError, match="of the given Net is on the meta device and has no values: give a module"):
+        parallelize(deferred_init(made), {"x": X}, "dp", FOR_DP)
+
+
+def _ddp_is_refused(rank: int) -> None:
+    with pytest.raises(RuntimeError, match="build_optimizer sums the gradients of the units"):
+        nn.parallel.DistributedDataParallel(loaded(made(), {"x": X}, "dp", FOR_DP))
+
+
+def _other_inputs_inside_a_unit_are_refused(rank: int) -> None:
+    model = loaded(made(), {"x": X}, "tp", FOR_TP)
+    with pytest.raises(RuntimeError, match=r"in one unit and got other inputs.*rank // plan_ngpus"):
+        model(X + rank)
+    model(X + rank // 2)
+    held = loaded(NetOfHeld(), {"held": Held(X)}, "tp", FOR_TP)
+    with pytest.raises(RuntimeError, match="in one unit and got other inputs"):
+        held(Held(X + rank))
+
+
+def _dummy_arguments_of_the_first_rank_count(rank: int) -> None:
+    """The comparison with one process takes one set of values, as nnScaler's trace does."""
+    dummy = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(rank))
+    torch.testing.assert_close(loaded(made(), {"x": dummy, "power": 1 + rank}, "tp", FOR_TP)(X), made()(X))
+
+
+def _end_to_end_modules_are_not_called(rank: int) -> None:
+    model = loaded(Mlp(), {"data": sample(0)}, "dp", ComputeConfig(1, 4, use_end2end=True))
+    with pytest.raises(RuntimeError, match=r"train_step\(samples\) trains it"):
+        model(sample(0))
+    other = loaded(made(), {"x": X}, "dp", FOR_DP)
+    for call in (other.train_step, other.infer_step):
+        with pytest.raises(RuntimeError, match="needs use_end2end=True"):
+            call([X])
+
+
+def _other_units_are_refused(rank: int) -> None:
+    with pytest.raises(RuntimeError, match="needs units of 2 tensor-parallel ranks"):
+        parallelize(made(), {"x": X}, "tp", FOR_TP)
+    with pytest.raises(ValueError, match=r"the job has 4 ranks, and compute_config.runtime_ngpus is 8"):
+        parallelize(made(), {"x": X}, "dp", ComputeConfig(1, 8))
+    with pytest.raises(RuntimeError, match="its 0 is a ParallelModule already"):
+        parallelize(nn.Sequential(loaded(made(), {"x": X}, "dp", FOR_DP)), {"input": X}, "dp", FOR_DP)
+    with pytest.raises(RuntimeError, match="give parallelize the class"):
+        type(loaded(made(), {"x": X}, "dp", FOR_DP))()
+
+
+def _other_orders_are_refused(rank: int) -> None:
+    parallel_state.initialize_model_parallel(1, 2)
+    with pytest.raises(RuntimeError, match=r"pipelines \[\[0, 2\], \[1, 3\]\]"):
+        parallelize(Mlp(), {"data": sample(0)}, "pp", FOR_PP)
+
+
+_CASES: list[list[Callable[[int], None]]] = [
+    [
+        _an_object_gives_an_object,
+        _training_and_evaluation,
+        _a_class_gives_a_class,
+        _other_inputs_inside_a_unit_are_refused,
+        _dummy_arguments_of_the_first_rank_count,
+    ],
+    [
+        _a_function_makes_the_modules_of_a_class,
+        _values_of_rank_0_count,
+        _values_of_other_generators_are_those_of_rank_0,
+        _a_dtype,
+        _parameters_without_values,
+        _state_dicts_have_the_names_of_the_module,
+        _ddp_is_refused,
+        _a_module_without_memory_is_refused,
+        _end_to_end_modules_are_not_called,
+        _other_units_are_refused,
+    ],
+    [_other_orders_are_refused],
+]
+
+
+REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
+    (lambda: parallelize(3, {"x": X}, "dp", FOR_DP), TypeError, "takes a module or a class of modules"),
+    (lambda: parallelize(made(), {"x": X}, "dp", 4), TypeError, "must be a ComputeConfig"),
+    (lambda: parallelize(made(), {"z": X}, "dp", FOR_DP), ValueError, "has z, and Net.forward takes"),
+    (lambda: parallelize(made(), {"x": X}, "dp", FOR_DP, module_fn=made), ValueError, "an object was given"),
+    (lambda: parallelize(nn.Linear, {"input": X}, "dp", FOR_DP), ValueError, "give module_fn=lambda: Linear"),
+    (lambda: parallelize(made(), {"x": X}, "dp", FOR_DP, module_dtype=torch.int8), TypeError, "a floating dtype"),
+    (lambda: parallelize(made(), {"x": X}, "dp", FOR_DP, reuse="always"), ValueError, "always"),
+    (lambda: parallelize(made(), {"x": X}, "dp", FOR_DP, broadcast_strategy="some"), ValueError, "some"),
+    (
+        lambda: parallelize(made(), {"x": X}, "dp", FOR_DP, broadcast_strategy=BroadcastGenFilesStrategy.ALL),
+        RuntimeError,
+        "needs torch.distributed",
+    ),
+    (lambda: parallelize(made(), {"x": X}, "dp", FOR_DP), RuntimeError, "load_module=False"),
+    (
+        lambda: parallelize(
+            made(), {"x": X}, "pp", ComputeConfig(2, 4, pas_config={"pipeline_nmicros": 2}), load_module=False
+        ),
+        ValueError,
+        "a pipeline needs use_end2end=True",
+    ),
+    (lambda: ParallelModule(), RuntimeError, "parallelize.* makes parallel modules"),
+]
+
+
+@pytest.mark.parametrize("case", range(len(REFUSED)))
+def test_refusals(case: int) -> None:
+    call, error, message = REFUSED[case]
+    with pytest.raises(error, match=message):
+        call()
+    assert not parallel_state.model_parallel_is_initialized()
+
+
+def test_a_plan_needs_no_torchrun(tmp_path: Any) -> None:
+    module = made()
+    for each in (module, Net):
+        assert parallelize(each, {"x": X}, "tp", FOR_TP, load_module=False, gen_savedir=tmp_path) is None
+    assert parallelize(Mlp(), {"data": sample(0)}, "pp", FOR_PP, load_module=False, gen_savedir=tmp_path) is None
+    assert not parallel_state.model_parallel_is_initialized()
+    assert ReuseType("match") is ReuseType.MATCH

@@ -1,0 +1,275 @@
+"""Policies: the layouts that they choose, and what they refuse; no processes."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaForCausalLM
+
+import nxdpp
+from nxdpp.doors.nnscaler.policies import layout_of
+from nxdpp.doors.nnscaler.policy_graph import PolicyGraph
+from nxdpp.doors.nnscaler.unit_layout import UnitLayout
+from nxdpp.initialization.init_on_device import init_on_device
+from nxdpp.nnscaler import ComputeConfig
+from tests.doors.nnscaler.modules import Blocks, EndToEnd, sample_of
+from tests.support import models
+
+
+def config(ranks: int, pas_config: dict[str, Any] | None = None, **given: Any) -> ComputeConfig:
+    return ComputeConfig(ranks, 8 * ranks, **{"use_end2end": True, **given}, pas_config=pas_config or {})
+
+
+def chosen(policy: Any, ranks: int, pas_config: dict[str, Any] | None = None, **given: Any) -> UnitLayout:
+    module = given.pop("module", None) or Blocks()
+    return layout_of(policy, module, sample_of(module), config(ranks, pas_config, **given))
+
+
+@pytest.mark.parametrize("policy", ["dp", "data", "tp"])
+def test_one_rank_runs_the_whole_module(policy: str) -> None:
+    assert chosen(policy, 1, use_end2end=False) == UnitLayout()
+
+
+def test_pp_cuts_evenly_over_all_ranks() -> None:
+    expected = UnitLayout(pipeline=2, schedule="1f1b", microbatches=4, cuts=("blocks.1",))
+
+    assert chosen("pp", 2, {"pipeline_nmicros": 4}) == expected
+    assert chosen("pp", 2, {"pipeline_nmicros": 4, "pipeline_nstages": 2}) == expected
+    assert chosen("pp", 2, {"pipeline_nmicros": 4, "pipeline_nstages": "auto"}) == expected
+
+
+def test_linear_layers_in_a_list_are_layers() -> None:
+    layout = chosen("pp", 4, {"pipeline_nmicros": 4}, module=EndToEnd())
+
+    assert layout.cuts == ("layers.1", "layers.3", "layers.5")
+    assert layout.layer_classes == ("Linear",)
+
+
+def test_modules_inside_layers_are_cut_where_layers_are_too_few() -> None:
+    layout = chosen("pp", 4, {"pipeline_nmicros": 4}, module=Blocks(layers=2))
+
+    assert layout.layer_classes == ("Embedding", "Linear")
+    assert layout.cuts == ("embedding", "blocks.0.up", "blocks.1.up")
+
+
+def test_hybrid_divides_the_layers_of_each_stage() -> None:
+    layout = chosen("hybrid", 4, {"pipeline_nmicros": 2, "pp_size": 2, "pipeline_nstages": 2})
+
+    assert (layout.tensor, layout.pipeline, layout.chunks, layout.cuts) == (2, 2, 1, ("blocks.1",))
+    assert layout.plan is not None
+    assert layout.plan["blocks.3.down"] == layout.plan["head"] == "colwise_gather_output"
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "stages", "schedule", "chunks"),
+    [
+        ("1f1b", 2, "1f1b", 1),
+        ("gpipe", 2, "gpipe", 1),
+        ("1f1b_interleaved", 4, "interleaved", 2),
+        ("1f1b_interleaved", 2, "1f1b", 1),
+        ("zb-v", 4, "zb-v", 2),
+    ],
+)
+def test_schedulers(scheduler: str, stages: int, schedule: str, chunks: int) -> None:
+    settings = {"pipeline_nmicros": 3, "pipeline_nstages": stages, "pp_size": 2, "pipeline_scheduler": scheduler}
+    layout = chosen("hybrid", 2, settings)
+
+    assert (layout.schedule, layout.chunks, layout.microbatches) == (schedule, chunks, 3)
+    assert len(layout.cuts) == stages - 1
+
+
+def test_inference_takes_the_scheduler_of_inference() -> None:
+    settings = {"pipeline_nmicros": 3, "pipeline_scheduler": "infer_pipe"}
+
+    assert chosen("pp", 2, settings, inference_only=True).schedule == "1f1b"
+    with pytest.raises(ValueError, match="training cannot use pipeline_scheduler='infer_pipe'; given: 'infer_pipe'"):
+        chosen("pp", 2, settings)
+    with pytest.raises(ValueError, match="inference_only=True needs pipeline_scheduler='infer_pipe'; given: '1f1b'"):
+        chosen("pp", 2, {"pipeline_nmicros": 3}, inference_only=True)
+
+
+REFUSED: list[tuple[str, int, dict[str, Any], str]] = [
+    ("dp", 2, {}, "dp with plan_ngpus=2 would divide the rows of a sample over the ranks of a unit: give plan_ngpus=1"),
+    ("data", 2, {}, "data with plan_ngpus=2 would divide the rows of a sample"),
+    ("ddp", 1, {}, "there is no policy 'ddp': give one of dp, tp, pp, data, hybrid, autodist"),
+    ("pp", 2, {}, "pas_config needs pipeline_nmicros"),
+    ("pp", 2, {"pipeline_nmicros": 0}, "pipeline_nmicros must be a whole number above 0, not 0"),
+    ("pp", 2, {"pipeline_nmicros": 2, "pipeline_nstages": 4}, "pp needs pipeline_nstages=2, which is plan_ngpus"),
+    ("hybrid", 2, {"pipeline_nmicros": 2, "pipeline_nstages": 0}, "pp_size=0 must be a divisor"),
+    ("hybrid", 4, {"pipeline_nmicros": 2, "pipeline_nstages": 3}, "pp_size=3 must be a divisor of plan_ngpus=4"),
+    ("hybrid", 4, {"pipeline_nmicros": 2, "pipeline_nstages": 3, "pp_size": 1}, "pipeline_nstages=3 must divide"),
+    ("hybrid", 4, {"pipeline_nmicros": 2, "pipeline_nstages": 2, "pp_size": 4}, "must be a multiple of the 4 ranks"),
+    (
+        "pp",
+        2,
+        {"pipeline_nmicros": 2, "pipeline_scheduler": "1f1b_plus"},
+        "pipeline_scheduler='1f1b_plus' puts some stages on all ranks, which nxdpp does not: use \"1f1b\"",
+    ),
+    (
+        "pp",
+        2,
+        {"pipeline_nmicros": 2, "pipeline_scheduler": "chimera_direct"},
+        "runs microbatches through the stages in two directions, which nxdpp does not",
+    ),
+    ("pp", 2, {"pipeline_nmicros": 2, "pipeline_scheduler": "pipedream"}, "there is no schedule 'pipedream'"),
+    (
+        "pp",
+        2,
+        {"pipeline_nmicros": 2, "pipeline_scheduler": "zb-v"},
+        "has 2 stages a rank: give pipeline_nstages=4 for 2 ranks, not 2",
+    ),
+    (
+        "hybrid",
+        2,
+        {"pipeline_nmicros": 2, "pipeline_nstages": 4, "pp_size": 2},
+        "pipeline_scheduler='1f1b' with 4 stages on 2 ranks: 1f1b has 1 stage a rank, not 2.",
+    ),
+    ("tp", 2, {"pipeline_nmicros": 2}, "pas_config of the policy tp has seed, not pipeline_nmicros. Leave them out"),
+    ("dp", 1, {"nmicros": 2}, "pas_config of the policy dp has no settings, not nmicros"),
+]
+
+
+@pytest.mark.parametrize(("policy", "ranks", "settings", "message"), REFUSED)
+def test_refusals(policy: str, ranks: int, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        chosen(policy, ranks, settings)
+
+
+def test_a_pipeline_needs_an_end_to_end_module() -> None:
+    for policy in ("pp", "hybrid"):
+        with pytest.raises(ValueError, match="a pipeline needs use_end2end=True"):
+            chosen(policy, 2, {}, use_end2end=False)
+
+
+def test_own_settings_are_left_alone() -> None:
+    assert chosen("dp", 1, {"_mine": object()}) == UnitLayout()
+
+
+def test_tp_takes_the_plan_of_the_type_where_there_is_one() -> None:
+    llama = models.make("llama")
+    assert isinstance(llama, LlamaForCausalLM)
+    compute = ComputeConfig(2, 2)
+
+    assert layout_of("tp", llama, models.padded_batch(2), compute) == UnitLayout(tensor=2, plan=None)
+
+    class Wrapper(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model, self.scale = llama, nn.Linear(3, 4)
+
+    plan = layout_of("tp", Wrapper(), {}, compute).plan
+    assert plan == {
+        **{f"model.{name}": style for name, style in (nxdpp.tensor_plan(llama) or {}).items()},
+        "scale": "colwise_gather_output",
+    }
+
+
+def test_a_module_that_cannot_be_shared_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"Linear has no nn\.Linear or nn\.Embedding that 2 ranks can share: use dp"):
+        layout_of("tp", nn.Linear(4, 3), {"input": torch.zeros(1, 4)}, ComputeConfig(2, 2))
+
+
+def test_a_module_without_memory() -> None:
+    with init_on_device(torch.device("meta")):
+        module = Blocks()
+
+    assert chosen("pp", 2, {"pipeline_nmicros": 4}, module=module).cuts == ("blocks.1",)
+
+
+def test_a_function_divides_the_graph() -> None:
+    def policy(graph: PolicyGraph, compute_config: ComputeConfig) -> PolicyGraph:
+        assert compute_config.plan_ngpus == 4
+        assert graph.layers == tuple(f"blocks.{index}" for index in range(4))
+        assert len([node for node in graph.nodes if "_blocks_" in node]) == 4
+        assert list(graph.costs) == [*graph.layers, "head"]
+        graph.divide(2, {"head": "colwise_gather_output"})
+        graph.cut_after(graph.layers[2:3])
+        compute_config.apply_pipeline_scheduler(graph, 2, 3, "gpipe")
+        return graph
+
+    assert chosen(policy, 4) == UnitLayout(
+        tensor=2,
+        pipeline=2,
+        schedule="gpipe",
+        microbatches=3,
+        cuts=("blocks.2",),
+        plan={"head": "colwise_gather_output"},
+    )
+
+
+class Twice(Blocks):
+    """Runs its layers twice."""
+
+    def forward(self, sample: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        return super().forward(sample)[0] + super().forward(sample)[0], sample["tokens"]
+
+
+def test_a_module_without_layers_that_run_once() -> None:
+    with pytest.raises(
+        ValueError, match=r"no layers of Twice are found .*Run several times.* Use dp or tp, or a policy"
+    ):
+        chosen("pp", 2, {"pipeline_nmicros": 2}, module=Twice())
+    assert chosen("dp", 1, module=Twice()) == UnitLayout()
+    assert chosen("tp", 2, module=Twice()).tensor == 2
+
+
+def test_a_function_names_the_classes_of_layers() -> None:
+    def policy(graph: PolicyGraph, compute_config: ComputeConfig) -> PolicyGraph:
+        graph.take_layers(["Linear"])
+        graph.schedule("1f1b", 2, 2)
+        return graph
+
+    layout = chosen(policy, 2)
+    assert layout.layer_classes == ("Linear",)
+    assert layout.cuts == ("blocks.1.down",)
+
+
+def _cut_alone(graph: PolicyGraph, compute_config: ComputeConfig) -> PolicyGraph:
+    graph.cut_after(["blocks.0"])
+    return graph
+
+
+def _other_cut(graph: PolicyGraph, compute_config: ComputeConfig) -> PolicyGraph:
+    graph.cut_after(["head"])
+    return graph
+
+
+def _two_cuts(graph: PolicyGraph, compute_config: ComputeConfig) -> PolicyGraph:
+    graph.cut_after(["blocks.0", "blocks.1"])
+    graph.schedule("1f1b", 2, 2)
+    return graph
+
+
+def _thirds(graph: PolicyGraph, compute_config: ComputeConfig) -> PolicyGraph:
+    graph.divide(3)
+    return graph
+
+
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [
+        (lambda graph, _: graph, "the policy uses 1 of plan_ngpus=2 ranks of a unit: divide the rest"),
+        (_cut_alone, "the policy cuts the model and gives no schedule: call graph.schedule"),
+        (_other_cut, "cut_after: head are no layers. The layers are blocks.0, blocks.1"),
+        (_two_cuts, "2 stages need 1 cuts; the policy gives 2"),
+        (_thirds, "needs a divisor of plan_ngpus=2"),
+    ],
+)
+def test_divisions_that_cannot_run_are_refused(policy: Callable[..., Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        chosen(policy, 2)
+
+
+def test_a_policy_that_is_no_policy() -> None:
+    with pytest.raises(TypeError, match="a policy function must return the graph that it was given, not None"):
+        chosen(lambda graph, _: None, 1)
+    with pytest.raises(TypeError, match=r"pas_policy must be a name or a function \(graph, compute_config\)"):
+        chosen(3, 1)
+
+
+def test_a_layout_is_text_and_back() -> None:
+    layout = chosen("hybrid", 4, {"pipeline_nmicros": 2, "pp_size": 2, "pipeline_nstages": 2})
+
+    assert UnitLayout.from_dict(layout.to_dict()) == layout

@@ -1,0 +1,284 @@
+"""``train_step`` and ``infer_step`` of end-to-end modules, beside one process."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from nxdpp import parallel_state
+from nxdpp.nnscaler import ComputeConfig, ParallelModule
+from tests.doors.nnscaler.own_folders import parallelize
+from tests.doors.nnscaler.trained_modules import WIDTH, Held, Mlp, SwitchedMlp, sample
+from tests.support.run_ranks import run_ranks
+
+MICROBATCHES = 3
+
+
+def config(ranks: int, units: int, **pas_config: Any) -> ComputeConfig:
+    return ComputeConfig(ranks, ranks * units, use_end2end=True, pas_config=pas_config)
+
+
+def loaded(module: nn.Module, policy: str, compute_config: ComputeConfig, given: Any = None) -> ParallelModule:
+    model = parallelize(module, {"data": sample(0) if given is None else given}, policy, compute_config)
+    assert isinstance(model, ParallelModule)
+    return model
+
+
+def made(kind: type[nn.Module] = Mlp) -> nn.Module:
+    torch.manual_seed(0)
+    return kind()
+
+
+def samples_of(unit: int) -> list[dict[str, torch.Tensor]]:
+    return [sample(unit * MICROBATCHES + number) for number in range(MICROBATCHES)]
+
+
+def trained_whole(
+    module: nn.Module,
+    samples: Sequence[Any],
+    transform: Callable[[int, torch.Tensor], torch.Tensor] = lambda number, loss: loss,
+) -> list[Any]:
+    """Accumulate gradients of ``module`` in one process; return its outputs."""
+    outputs = []
+    for number, each in enumerate(samples):
+        outputs.append(module(each))
+        loss = outputs[-1][0] if isinstance(outputs[-1], tuple) else outputs[-1]
+        transform(number, loss).backward()
+    return outputs
+
+
+def assert_same_gradients(model: nn.Module, whole: nn.Module, units: bool = False) -> None:
+    """Assert gradients equal to the last bit, or to 1e-6 after a sum over the units."""
+    expected = dict(whole.named_parameters())
+    for name, parameter in model.named_parameters():
+        ours, theirs = parameter.grad, expected[name].grad
+        assert ours is not None
+        assert theirs is not None
+        if units:
+            ours = ours.clone()
+            dist.all_reduce(ours, group=parallel_state.get_data_parallel_group())
+            torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
+        else:
+            assert torch.equal(ours, theirs)
+
+
+def assert_same(ours: Any, theirs: Any) -> None:
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+    assert not any(leaf.requires_grad for leaf in torch.utils._pytree.tree_leaves(ours))
+
+
+@pytest.mark.one_python
+def test_steps_on_ranks() -> None:
+    run_ranks(4, _on_ranks)
+
+
+def _on_ranks(rank: int) -> None:
+    for cases in (
+        (_sums_over_samples, _samples_of_any_structure, _samples_of_different_shapes),
+        (_sums_over_units, _several_stages_a_rank, _stages_without_values),
+        (_over_tensor_ranks_too,),
+    ):
+        for case in cases:
+            case(rank)
+        parallel_state.destroy_model_parallel()
+
+
+def _sums_over_samples(rank: int) -> None:
+    """A pipeline over all ranks: everything is that of one process to the last bit."""
+    settings = config(4, 1, pipeline_nmicros=MICROBATCHES)
+    for kind in (Mlp, SwitchedMlp):
+        model, whole = loaded(made(kind), "pp", settings), made(kind)
+        assert len(list(model.parameters())) == 1
+        # The second step drops the gradients of the first one.
+        model.train_step(samples_of(1))
+        assert_same(model.train_step(samples_of(0)), trained_whole(whole, samples_of(0)))
+        assert_same_gradients(model, whole)
+        model.eval()
+        whole.eval()
+        with torch.inference_mode():
+            assert_same(model.infer_step(samples_of(2)), [whole(each) for each in samples_of(2)])
+        model.train()
+        whole.train()
+        assert_same(model.infer_step(samples_of(2)), [whole(each) for each in samples_of(2)])
+
+    with pytest.raises(ValueError, match=r"2 samples were given, and a step of this pipeline takes 3"):
+        model.train_step(samples_of(0)[:2])
+    with pytest.raises(ValueError, match="is_dummy_batch has 2 values for 3 samples"):
+        model.train_step(samples_of(0), [True, False])
+    with pytest.raises(RuntimeError, match="an end-to-end module is not called"):
+        model(sample(0))
+    _dummies_and_scales(model, whole)
+
+
+def _dummies_and_scales(model: ParallelModule, whole: nn.Module) -> None:
+    whole.zero_grad()
+    outputs = model.train_step(samples_of(0), [False, True, False], lambda loss: loss * 3)
+    assert_same(outputs, trained_whole(whole, samples_of(0), lambda number, loss: (0.0, 3.0)[number != 1] * loss))
+    assert_same_gradients(model, whole)
+    model.train_step(samples_of(0), [True] * MICROBATCHES)
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        assert not parameter.grad.any()
+
+
+def _sums_over_units(rank: int) -> None:
+    """Two pipelines of two consecutive ranks."""
+    model, whole = (
+        loaded(made(SwitchedMlp), "pp", config(2, 2, pipeline_nmicros=MICROBATCHES)),
+        made(SwitchedMlp),
+    )
+    outputs = [trained_whole(whole, samples_of(unit)) for unit in range(2)]
+    assert_same(model.train_step(samples_of(rank // 2)), outputs[rank // 2])
+    assert_same_gradients(model, whole, units=True)
+
+
+def _over_tensor_ranks_too(rank: int) -> None:
+    settings = config(4, 1, pipeline_nmicros=MICROBATCHES, pp_size=2, pipeline_nstages=2)
+    whole = made()
+    expected = trained_whole(whole, samples_of(0))
+    torch.manual_seed(0)
+    kind = parallelize(Mlp, {"data": sample(0)}, "hybrid", settings)
+    assert isinstance(kind, type)
+    for model in (loaded(made(), "hybrid", settings), kind()):
+        assert {parameter.shape for parameter in model.parameters()} == {(WIDTH // 2, WIDTH)}
+        torch.testing.assert_close(model.train_step(samples_of(0)), expected)
+        for name, parameter in model.named_parameters():
+            gradient = whole.get_parameter(name).grad
+            assert gradient is not None
+            half = gradient.chunk(2)[rank % 2]
+            torch.testing.assert_close(parameter.grad, half)
+
+
+def _several_stages_a_rank(rank: int) -> None:
+    settings = config(2, 2, pipeline_nmicros=MICROBATCHES, pipeline_nstages=4, pipeline_scheduler="1f1b_interleaved")
+    model, whole = loaded(made(), "hybrid", settings), made()
+    outputs = [trained_whole(whole, samples_of(unit)) for unit in range(2)]
+    assert_same(model.train_step(samples_of(rank // 2)), outputs[rank // 2])
+    assert_same_gradients(model, whole, units=True)
+
+
+def _samples_of_different_shapes(rank: int) -> None:
+    samples = [sample(seed, rows) for seed, rows in enumerate((2, 5, 1))]
+    settings = config(4, 1, pipeline_nmicros=MICROBATCHES)
+    model, whole = loaded(made(SwitchedMlp), "pp", settings), made(SwitchedMlp)
+    assert_same(model.train_step(samples), trained_whole(whole, samples))
+    assert_same_gradients(model, whole)
+    assert_same(model.infer_step(samples[::-1]), [whole(each) for each in samples[::-1]])
+
+
+def _stages_without_values(rank: int) -> None:
+    """Also of a class, whose stages make their own tensors."""
+    settings = config(2, 2, pipeline_nmicros=MICROBATCHES)
+    torch.manual_seed(rank)
+    kind = parallelize(Mlp, {"data": sample(0)}, "pp", settings)
+    assert isinstance(kind, type)
+    model, whole = kind(init_params=False), made()
+    with pytest.raises(RuntimeError, match="2 parameters or buffers have no values"):
+        model.train_step(samples_of(0))
+    model.load_state_dict({name: whole.state_dict()[name] for name, _ in model.named_parameters()})
+    for each in (model, kind()):
+        assert_same(each.train_step(samples_of(0)), trained_whole(whole, samples_of(0)))
+        assert_same_gradients(each, whole)
+        whole.zero_grad()
+    with pytest.raises(ValueError, match="each rank loads what it has saved"):
+        model.load_state_dict(_state_of_other_stages(model))
+
+
+def _state_of_other_stages(model: ParallelModule) -> dict[str, Any]:
+    states: list[Any] = [None] * 4
+    dist.all_gather_object(states, model.state_dict())
+    state: dict[str, Any] = states[(dist.get_rank() + 1) % 2]
+    return state
+
+
+class Pair(NamedTuple):
+    """A sample that is no dict."""
+
+    data: torch.Tensor
+    others: list[Any]
+
+
+class PairMlp(Mlp):
+    """Takes a ``Pair`` of ``data`` and of a target and a dict."""
+
+    def forward(self, data: Any, power: int = 2) -> Any:
+        x, (target, settings) = data
+        return super().forward({"data": x, "target": target}, power) * settings["scale"]
+
+
+def pair(seed: int) -> Pair:
+    values = sample(seed)
+    return Pair(values["data"], [values["target"], {"scale": 2.0}])
+
+
+def _samples_of_any_structure(rank: int) -> None:
+    samples = [pair(seed) for seed in range(MICROBATCHES)]
+    settings = config(4, 1, pipeline_nmicros=MICROBATCHES)
+    model, whole = loaded(made(PairMlp), "pp", settings, pair(0)), made(PairMlp)
+    assert_same(model.train_step(samples), trained_whole(whole, samples))
+    assert_same_gradients(model, whole)
+
+
+class HeldMlp(Mlp):
+    """Returns a dataclass too."""
+
+    def forward(self, data: Any, power: int = 2) -> Any:
+        return super().forward(data, power), Held(self.layers[0](data["data"]))
+
+
+class TestWithoutAPipeline:
+    """One rank, which takes any number of samples, of any structure."""
+
+    @pytest.fixture(autouse=True)
+    def _one_rank(self, monkeypatch: pytest.MonkeyPatch) -> Any:
+        parallel_state.initialize_model_parallel()
+        yield
+        parallel_state.destroy_model_parallel()
+
+    def test_any_number_of_samples(self) -> None:
+        model, whole = loaded(made(SwitchedMlp), "dp", config(1, 1)), made(SwitchedMlp)
+        model.train_step(samples_of(1)[:1])
+        assert_same(model.train_step(samples_of(0)), trained_whole(whole, samples_of(0)))
+        assert_same_gradients(model, whole)
+        _dummies_and_scales(model, whole)
+        model.eval()
+        whole.eval()
+        assert_same(model.infer_step(samples_of(0)), [whole(each) for each in samples_of(0)])
+
+    def test_a_dataclass_in_the_output_is_detached(self) -> None:
+        ((loss, held),) = loaded(made(HeldMlp), "dp", config(1, 1)).train_step([sample(0)])
+        assert not loss.requires_grad
+        assert not held.x.requires_grad
+
+    def test_refusals(self) -> None:
+        model = loaded(made(), "dp", config(1, 1))
+        with pytest.raises(ValueError, match="samples is empty"):
+            model.train_step([])
+        with pytest.raises(TypeError, match="samples must be a list with one value for each sample, not a dict"):
+            model.train_step(sample(0))  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="is_dummy_batch has 1 values for 3 samples"):
+            model.train_step(samples_of(0), [True])
+        only = loaded(made(), "dp", ComputeConfig(1, 1, use_end2end=True, inference_only=True))
+        with pytest.raises(RuntimeError, match="leave inference_only out"):
+            only.train_step(samples_of(0))
+        assert_same(only.infer_step(samples_of(0)), [made()(each) for each in samples_of(0)])
+
+    def test_frozen_parameters_after_refresh(self) -> None:
+        several = {"pipeline_nmicros": MICROBATCHES, "pipeline_nstages": 2, "pipeline_scheduler": "1f1b_interleaved"}
+        for policy, settings in (("dp", {}), ("hybrid", several)):
+            model, whole = loaded(made(), policy, config(1, 1, **settings)), made()
+            model.train_step(samples_of(1))
+            for each in (model, whole):
+                each.get_parameter("layers.0.weight").requires_grad_(False)
+            model.refresh()
+            model.train_step(samples_of(0))
+            trained_whole(whole, samples_of(0))
+            assert model.get_parameter("layers.0.weight").grad is None
+            for name, parameter in list(model.named_parameters())[1:]:
+                gradient = whole.get_parameter(name).grad
+                assert gradient is not None
+                assert parameter.grad is not None
+                assert torch.equal(parameter.grad, gradient)

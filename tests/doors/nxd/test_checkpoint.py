@@ -1,0 +1,106 @@
+"""Checkpoints in loops of users: modes of torch, another directory, tensors that change between saves."""
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from nxdpp.checkpoint.distributed import save
+from nxdpp.checkpoint.files.checksummed_writer import write_checksummed
+from nxdpp.checkpoint.files.pieces import FileSpan
+from nxdpp.doors.nxd.checkpoint import finalize_checkpoint, load_checkpoint, save_checkpoint
+from tests.checkpoint.distributed.small_training import Training, is_same
+
+
+@pytest.mark.parametrize("content", [torch.arange(3), np.array(3.0), np.arange(4).reshape(2, 2)[:, :1]])
+@pytest.mark.parametrize("async_save", [False, True])
+def test_content_can_be_one_tensor(content: Any, async_save: bool, tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, "tag", user_content=content, async_save=async_save)
+    found = load_checkpoint(tmp_path, "tag")
+    finalize_checkpoint()
+    assert type(found) is type(content)
+    assert found.shape == content.shape
+    assert found.dtype == content.dtype
+    assert (found == content).all()
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+def test_views_with_a_conjugation_have_their_values(async_save: bool, tmp_path: Path) -> None:
+    values = torch.randn(4, dtype=torch.complex64)
+    content = {"conjugated": values.conj(), "negated": values.conj().imag}
+    save_checkpoint(tmp_path, "tag", user_content=content, async_save=async_save)
+    found = load_checkpoint(tmp_path, "tag")
+    finalize_checkpoint()
+    for key, value in content.items():
+        assert torch.equal(found[key], value), key
+
+
+def test_a_tensor_can_be_resized_between_two_saves(tmp_path: Path) -> None:
+    model = nn.Module()
+    rows = torch.arange(4.0)
+    model.register_buffer("rows", rows)
+    for size in (4, 8, 2):
+        rows.resize_(size).copy_(torch.arange(size))
+        save_checkpoint(tmp_path, size, model, async_save=True)
+    finalize_checkpoint()
+    for size in (4, 8, 2):
+        model.rows = torch.zeros(size)
+        load_checkpoint(tmp_path, size, model)
+        assert torch.equal(model.rows, torch.arange(float(size)))
+
+
+def test_the_directory_is_that_of_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    first.mkdir()
+    second.mkdir()
+    released = threading.Event()
+
+    def slow(path: Path, tensors: dict[str, torch.Tensor]) -> dict[str, FileSpan]:
+        assert released.wait(30)
+        return write_checksummed(path, tensors)
+
+    monkeypatch.setattr(save, "write_checksummed", slow)
+    monkeypatch.chdir(first)
+    save_checkpoint("out", "tag", nn.Linear(2, 2), async_save=True)
+    monkeypatch.chdir(second)
+    released.set()
+    finalize_checkpoint()
+    assert (first / "out" / "tag" / "checkpoint.json").exists()
+    assert not list(second.iterdir())
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_training_goes_on_after_a_load_in_inference_mode(device: str, tmp_path: Path) -> None:
+    one, other = Training(), Training()
+    one.step()
+    content = {"tensor": torch.ones(2), "number": torch.tensor(2.0)}
+    parts = one.model, one.optimizer, one.scheduler, content
+    with torch.inference_mode(), torch.device(device), torch.autocast("cpu", dtype=torch.bfloat16):
+        save_checkpoint(tmp_path, "tag", *parts)
+        found = load_checkpoint(tmp_path, "tag", other.model, other.optimizer, other.scheduler)
+    for key, value in content.items():
+        assert torch.equal(found[key].add_(0), value)
+    assert is_same(one.state(), other.state())
+    one.step()
+    other.step()
+    assert is_same(one.state(), other.state())
+
+
+def test_a_model_of_inference_mode_is_loaded_in_it(tmp_path: Path) -> None:
+    with torch.inference_mode():
+        model, other = (nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last) for _ in range(2))  # type: ignore[call-overload]
+        save_checkpoint(tmp_path, "tag", model)
+        load_checkpoint(tmp_path, "tag", other)
+        assert torch.equal(model.weight, other.weight)
+
+
+def test_names_in_a_wrapper_and_beside_it_are_refused(tmp_path: Path) -> None:
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.zeros(1))
+    model._orig_mod = nn.Linear(1, 1)
+    with pytest.raises(ValueError, match="the model has weight twice, in a wrapper of torch and beside it"):
+        save_checkpoint(tmp_path, "tag", model)

@@ -1,0 +1,174 @@
+"""Arguments of the functions of checkpoints: refused on all ranks together, before anything is changed."""
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import AdamW
+from torch.optim.lr_scheduler import StepLR
+
+from nxdpp import parallel_state
+from nxdpp.doors.nxd.checkpoint import finalize_checkpoint, has_checkpoint, load_checkpoint, save_checkpoint
+from nxdpp.gradients.grad_scaler import GradScaler
+from nxdpp.tensor import checkpointing
+from tests.checkpoint.distributed.small_training import Training, is_same
+from tests.support.run_ranks import run_ranks
+
+pytestmark = pytest.mark.one_python
+
+SAVE, LOAD = save_checkpoint, load_checkpoint
+
+# Of rank 1, that differ from rank 0: a function, its arguments, and the sentence on rank 0.
+DIFFERENT: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
+    (SAVE, {"optimizer": None}, "save_checkpoint has optimizer=None on rank 1, and optimizer=AdamW on rank 0: make"),
+    (SAVE, {"model": None, "optimizer": None}, "has model=None on rank 1, and model=Sequential on rank 0"),
+    (SAVE, {"scheduler": None}, "has scheduler=None on rank 1, and scheduler=StepLR on rank 0"),
+    (SAVE, {"grad_scaler": True}, "has grad_scaler=GradScaler on rank 1, and grad_scaler=None on rank 0"),
+    (SAVE, {"tag": "other"}, "has tag='other' on rank 1, and tag='tag' on rank 0"),
+    (SAVE, {"tag": "a/b"}, "on rank 1, ValueError: tag='a/b' must be the name of a directory"),
+    (SAVE, {"path": "other"}, "has path='other' on rank 1"),
+    (SAVE, {"num_kept_ckpts": 2}, "has num_kept_ckpts=2 on rank 1, and num_kept_ckpts=None on rank 0"),
+    (SAVE, {"num_kept_ckpts": 0}, "on rank 1, ValueError: num_kept_ckpts=0 must be a whole number of at least 1"),
+    (SAVE, {"async_save": True}, "has async_save=True on rank 1, and async_save=False on rank 0"),
+    (SAVE, {"when_busy": "skip"}, "has when_busy='skip' on rank 1, and when_busy='wait' on rank 0"),
+    (SAVE, {"when_busy": "stop"}, "on rank 1, ValueError: when_busy='stop' must be one of 'wait', 'skip'"),
+    (SAVE, {"model": {}}, "on rank 1, TypeError: model is of class dict: give the module itself"),
+    (
+        SAVE,
+        {"user_content": 3},
+        "has user_content= on rank 1 and not on rank 0, of which it is taken: give it on rank 0",
+    ),
+    (LOAD, {"optimizer": None}, "load_checkpoint has optimizer=None on rank 1, and optimizer=AdamW on rank 0: make"),
+    (LOAD, {"scheduler": None}, "has scheduler=None on rank 1, and scheduler=StepLR on rank 0"),
+    (LOAD, {"tag": None}, "has tag=None on rank 1, and tag='tag' on rank 0"),
+    (LOAD, {"strict": False}, "has strict=False on rank 1, and strict=True on rank 0"),
+    (LOAD, {"scheduler": 3}, "on rank 1, TypeError: scheduler is a int, without state_dict"),
+    (LOAD, {"call": SAVE}, "rank 0 calls load_checkpoint, and rank 1 calls save_checkpoint: make the same call"),
+    (LOAD, {"call": finalize_checkpoint}, "rank 0 calls load_checkpoint, and rank 1 calls finalize_checkpoint"),
+]
+
+
+def _differently(rank: int, path: Path) -> list[str]:
+    training = Training()
+    # Each rank would take itself for the only one.
+    for call in (lambda: training.save(path, "tag"), lambda: training.load(path), finalize_checkpoint):
+        with pytest.raises(RuntimeError, match=r"call parallel_state.initialize_model_parallel\(\) first"):
+            call()
+    assert not list(path.iterdir())
+    parallel_state.initialize_model_parallel()
+    training.step()
+    training.save(path, "tag")
+    before = training.state()
+    random = torch.get_rng_state()
+    files = sorted(path.rglob("*"))
+    found = []
+    for function, changes, _ in DIFFERENT:
+        given: dict[str, Any] = {
+            "path": path, "tag": "tag", "model": training.model, "optimizer": training.optimizer,
+            "scheduler": training.scheduler,
+        }  # fmt: skip
+        called = function
+        if rank == 1:
+            given.update(changes)
+            called = given.pop("call", function)
+            if given.get("grad_scaler"):
+                given["grad_scaler"] = GradScaler()
+            if called is finalize_checkpoint:
+                given = {}
+        with pytest.raises((ValueError, TypeError, RuntimeError)) as caught:
+            called(**given)
+        found.append(str(caught.value))
+        assert sorted(path.rglob("*")) == files
+    assert is_same(training.state(), before)
+    assert torch.equal(torch.get_rng_state(), random)
+    # The ranks are in step: the next calls are whole.
+    save_checkpoint(path, 7, training.model, user_content={"of": "rank 0"} if rank == 0 else None)
+    assert load_checkpoint(path, 7, training.model) == {"of": "rank 0"}
+    finalize_checkpoint()
+    return found
+
+
+def test_arguments_that_differ_are_refused_on_all_ranks(tmp_path: Path) -> None:
+    first, second = run_ranks(2, _differently, tmp_path)
+    for (_, changes, sentence), one, other in zip(DIFFERENT, first, second, strict=True):
+        assert sentence in one, (changes, one)
+        # A rank with a value that is refused by itself has its own error.
+        assert one.removeprefix("on rank 1, ").partition("Error: ")[2] == other if "Error: " in one else one == other
+
+
+def _model_and_optimizer() -> dict[str, Any]:
+    model = nn.Linear(2, 2)
+    return {"model": model, "optimizer": AdamW(model.parameters())}
+
+
+REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"tag": ""}, ValueError, "tag='' must be the name of a directory"),
+    *(({"tag": tag}, ValueError, "must be the name of a directory") for tag in
+      ("..", "a/b", "latest", " a", "a\n", "a\0", "\ud800", True, None, 1.5)),
+    ({"path": ""}, ValueError, "path='' has no name"),
+    ({"path": b"out"}, TypeError, "path=b'out' must be a string or a Path"),
+    ({"path": None}, TypeError, "path=None must be a string or a Path"),
+    ({"model": nn.Linear(2, 2).state_dict()}, TypeError, "model is of class OrderedDict: give the module itself"),
+    ({**_model_and_optimizer(), "optimizer": {}}, TypeError, "optimizer is of class dict: give the optimizer itself"),
+    ({"optimizer": _model_and_optimizer()["optimizer"]}, ValueError, "optimizer= needs model= too"),
+    ({"scheduler": lambda step: step}, TypeError, "scheduler is a function, without state_dict"),
+    ({"num_workers": 0}, ValueError, "num_workers=0 must be a whole number of at least 1"),
+    ({"num_kept_ckpts": 1.0}, ValueError, r"num_kept_ckpts=1.0 must be a whole number"),
+    ({"num_kept_ckpts": True}, ValueError, r"num_kept_ckpts=True must be a whole number"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "error", "sentence"), REFUSED)
+def test_a_value_is_refused_before_a_file_is_written(
+    changes: dict[str, Any], error: type[Exception], sentence: str, tmp_path: Path
+) -> None:
+    with pytest.raises(error, match=sentence):
+        save_checkpoint(**{"path": tmp_path / "out", "tag": "tag", **changes})
+    assert not list(tmp_path.iterdir())
+    if not {"num_kept_ckpts"} & set(changes) and changes != {"tag": None}:
+        with pytest.raises(error, match=sentence):
+            load_checkpoint(**{"path": tmp_path / "out", "tag": "tag", **changes})
+
+
+SIGNATURES: dict[Callable[..., Any], str] = {
+    save_checkpoint: "path tag= model=None optimizer=None scheduler=None user_content=None num_workers=8 "
+    "use_xser=False num_kept_ckpts=None async_save=False zero1_optimizer=False use_zero1_dcp=False",
+    load_checkpoint: "path tag=None model=None optimizer=None scheduler=None num_workers=8 strict=True "
+    "use_zero1_dcp=False",
+    has_checkpoint: "path",
+    finalize_checkpoint: "",
+    checkpointing.save: "state_dict save_dir save_serially=True save_xser=False down_cast_bf16=False "
+    "master_dp_only=True",
+    checkpointing.load: "load_dir model_or_optimizer=None model_key=model load_xser=False sharded=True strict=True "
+    "model=None master_dp_only=True",
+}
+
+
+@pytest.mark.parametrize("function", SIGNATURES, ids=lambda function: function.__qualname__)
+def test_names_order_and_defaults_are_those_of_nxd(function: Callable[..., Any]) -> None:
+    """Arguments of nxdpp alone have to be given by name."""
+    found = []
+    for argument in inspect.signature(function).parameters.values():
+        if argument.kind is not argument.KEYWORD_ONLY:
+            is_given = argument.default is argument.empty
+            found.append(argument.name if is_given else f"{argument.name}={argument.default}")
+    assert " ".join(found) == SIGNATURES[function]
+
+
+def test_arguments_of_a_script_without_effect_are_taken(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = AdamW(model.parameters())
+    scheduler = StepLR(optimizer, 1)
+    # As in the guides: by position, and with the options of another framework.
+    save_checkpoint(str(tmp_path), "step_1", model, optimizer, scheduler, {"epoch": 1}, 8, True, 5, False, True, True)
+    content = load_checkpoint(str(tmp_path), "step_1", model, optimizer, scheduler, 8, True, False)
+    assert content == {"epoch": 1}
+    assert has_checkpoint(str(tmp_path))
+    save_checkpoint(tmp_path, 12, model, use_xser=True)
+    assert (tmp_path / "12").is_dir()
+    assert load_checkpoint(tmp_path, 12, model) is None
+    assert load_checkpoint(tmp_path, "12", model) is None

@@ -1,0 +1,97 @@
+"""``neuronx_distributed_config``: NxD's dict with its defaults, and refusals by name."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from torch import nn
+
+import nxdpp
+from nxdpp import parallel_state
+from nxdpp.doors.nxd.config import check_sizes
+from nxdpp.trainer import neuronx_distributed_config
+
+
+@pytest.fixture(autouse=True)
+def alone() -> Iterator[None]:
+    yield
+    parallel_state.destroy_model_parallel()
+
+
+def test_the_defaults_are_those_of_nxd() -> None:
+    config = nxdpp.neuronx_distributed_config()
+
+    assert parallel_state.get_pipeline_model_parallel_size() == 1
+    assert config["optimizer_config"] == {"zero_one_enabled": False, "grad_clipping": True, "max_grad_norm": 1.0}
+    assert config["model_init_config"] == {
+        "sequential_move_factor": 11,
+        "meta_device_init": False,
+        "param_init_fn": None,
+    }
+    assert config["mixed_precision_config"] == {
+        "use_master_weights": False,
+        "use_fp32_grad_acc": False,
+        "use_master_weights_in_ckpt": False,
+    }
+    assert config["pipeline_config"] is None
+    assert config["activation_checkpoint_config"] is None
+    assert config["pad_model"] is False
+    assert config["sequence_parallel"] is False
+
+
+def test_given_options_are_completed() -> None:
+    config = neuronx_distributed_config(
+        pipeline_config={"num_microbatches": 4, "use_optimizer_wrapper": True},
+        optimizer_config={"zero_one_enabled": True},
+        activation_checkpoint_config=nn.Linear,
+        sequence_parallel=1,  # type: ignore[arg-type]
+    )
+
+    assert config["optimizer_config"] == {"zero_one_enabled": True, "grad_clipping": True, "max_grad_norm": 1.0}
+    assert config["pipeline_config"] == {"num_microbatches": 4, "use_zero1_optimizer": True}
+    assert config["mixed_precision_config"]["use_master_weights"] is True
+    assert config["mixed_precision_config"]["use_fp32_grad_acc"] is True
+    assert config["activation_checkpoint_config"] is nn.Linear
+    assert config["sequence_parallel"] is True
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"context_parallel_size": 2}, ValueError, "context_parallel_size=2 is not supported"),
+        ({"expert_parallel_size": 2}, ValueError, "expert_parallel_size=2 is not supported"),
+        ({"lora_config": object()}, ValueError, "lora_config is not supported: adapt the model with peft"),
+        ({"optimizer_config": {"zero_two": 1}}, ValueError, r"optimizer_config has \['zero_two'\]"),
+        ({"optimizer_config": {"max_grad_norm": 0}}, ValueError, "max_grad_norm=0 must be a number above 0"),
+        ({"optimizer_config": {"max_grad_norm": "1"}}, ValueError, "max_grad_norm='1' must be a number above 0"),
+        ({"optimizer_config": {"zero_one_enabled": "False"}}, TypeError, "zero_one_enabled='False' must be True or"),
+        ({"optimizer_config": {"grad_clipping": None}}, TypeError, "grad_clipping=None must be True or False"),
+        ({"sequence_parallel": "no"}, TypeError, "sequence_parallel='no' must be True or False"),
+        ({"pad_model": 2}, TypeError, "pad_model=2 must be True or False"),
+        ({"pipeline_config": [1]}, TypeError, r"pipeline_config must be a dict, not \[1\]"),
+        ({"optimizer_config": [1]}, TypeError, "optimizer_config must be a dict"),
+        ({"pipeline_config": {"microbatches": 4}}, ValueError, r"\['microbatches'\], which NxDPPModel does not take"),
+        ({"pipeline_config": {"use_zero1_optimizer": True}}, ValueError, "give both the same value"),
+        ({"activation_checkpoint_config": "half"}, TypeError, "must be 'full', None, a class of modules"),
+        ({"activation_checkpoint_config": ()}, TypeError, "must be 'full', None, a class of modules"),
+        ({"model_init_config": {"sequential_move_factor": 33}}, ValueError, "a number from 1 to 32"),
+        ({"model_init_config": {"param_init_fn": 3}}, TypeError, "must be a function"),
+        ({"model_init_config": {"meta_device": True}}, ValueError, r"\['meta_device'\], which have no meaning here"),
+        ({"mixed_precision_config": {"use_master_weights_in_ckpt": True}}, ValueError, "not supported"),
+        ({"mixed_precision_config": {"use_fp32_gradacc": True}}, ValueError, r"\['use_fp32_gradacc'\]"),
+        ({"mixed_precision_config": {"use_master_weights": True}}, ValueError, "an option of ZeRO-1: set zero_one_en"),
+        ({"mixed_precision_config": {"use_fp32_grad_acc": True}}, ValueError, "or leave it out"),
+    ],
+)
+def test_options_without_a_meaning_are_refused(options: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        neuronx_distributed_config(**options)
+    assert not parallel_state.model_parallel_is_initialized()
+
+
+def test_other_sizes_than_those_of_the_job_are_refused() -> None:
+    parallel_state.initialize_model_parallel()
+    with pytest.raises(RuntimeError, match="initialized with 1 and 1: give the same"):
+        neuronx_distributed_config(pipeline_parallel_size=2)
+    with pytest.raises(TypeError, match="must be the result of neuronx_distributed_config"):
+        check_sizes({"tensor_parallel_size": 1})

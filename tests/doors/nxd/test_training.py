@@ -1,0 +1,315 @@
+"""Training by the trainer API: losses, norms and parameters of one process."""
+
+import copy
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+
+import nxdpp
+from nxdpp import parallel_state
+from nxdpp.tensor.utils import local_slice
+from nxdpp.trainer import NxDModel, initialize_parallel_model, initialize_parallel_optimizer
+from tests.pipeline.runtime.scheduled_models import Chain, Tied, make, rows
+from tests.support.plain_models import Block
+from tests.support.run_ranks import run_ranks
+from tests.support.tensor_parallel_models import Model, ParallelLayer, ParallelModel
+
+pytestmark = pytest.mark.one_python
+
+LAYERS, STEPS, RATE, MAX_NORM, VOCABULARY = 4, 3, 0.01, 0.02, 12
+PIPELINE = {"transformer_layer_cls": Block, "num_microbatches": 2, "broadcast_and_average_loss": True}
+
+
+class Configured(Chain):
+    """As a transformers model it has a configuration and a dtype."""
+
+    config = {"layers": LAYERS}
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float32
+
+
+def factor(step: int) -> float:
+    return 1 / (1 + step)
+
+
+class OneProcess:
+    """The same training without nxdpp."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
+        self.schedule = LambdaLR(self.optimizer, factor)
+
+    def step(self, x: torch.Tensor, parts: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the loss and the norm before clipping."""
+        losses = [self.model(part) for part in x.chunk(parts)]
+        for loss in losses:
+            (loss / parts).backward()
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.schedule.step()
+        return torch.stack(losses).mean().detach(), norm
+
+
+def groups_of(model: Any) -> list[dict[str, Any]]:
+    """Groups by weight decay, as scripts of NxD make them."""
+    named = list(model.local_named_parameters())
+    return [
+        {"params": [parameter for name, parameter in named if "bias" not in name], "weight_decay": 0.01},
+        {"params": [parameter for name, parameter in named if "bias" in name], "weight_decay": 0.01},
+    ]
+
+
+def check(
+    kind: Callable[[int], nn.Module],
+    run: Callable[[NxDModel, torch.Tensor], torch.Tensor],
+    averages_loss: bool = True,
+    **options: Any,
+) -> tuple[NxDModel, Any]:
+    """Train both and compare."""
+    config = nxdpp.neuronx_distributed_config(
+        1,
+        parallel_state.get_pipeline_model_parallel_size(),
+        **{"optimizer_config": {"max_grad_norm": MAX_NORM}, **options},
+    )
+    model = initialize_parallel_model(config, make, kind, LAYERS)
+    whole = OneProcess(make(kind, LAYERS))
+    optimizer = initialize_parallel_optimizer(config, torch.optim.AdamW, groups_of(model), lr=RATE)
+    schedule = LambdaLR(optimizer, factor)
+    replica, replicas = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_size()
+    for step in range(STEPS):
+        x = rows(4 * replicas, seed=step)
+        expected, norm = whole.step(x, 2 * replicas)
+        loss = run(model, x.chunk(replicas)[replica])
+        if averages_loss:
+            torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-7)
+        optimizer.step()
+        torch.testing.assert_close(optimizer.grad_norm, norm, rtol=1e-5, atol=0)
+        optimizer.zero_grad()
+        schedule.step()
+        assert optimizer.param_groups[1]["lr"] == whole.optimizer.param_groups[0]["lr"]
+    named = dict(whole.model.named_parameters(remove_duplicate=False))
+    for name, parameter in model.local_named_parameters():
+        torch.testing.assert_close(parameter, named[name], rtol=1e-5, atol=1e-6)
+    return model, optimizer
+
+
+def recomputed(model: NxDModel) -> set[type[nn.Module]]:
+    """Classes of this rank's modules whose forward runs again in the backward."""
+    return {type(module) for _, module in model.local_named_modules() if "forward" in vars(module)}
+
+
+def run_train(model: NxDModel, x: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = model.run_train(x=x)
+    return loss
+
+
+def forward_and_backward(model: NxDModel, x: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = model(x)
+    loss.backward()
+    return loss.detach()
+
+
+def tensor_parallel(pipeline: int, zero: bool) -> None:
+    """Sequence-parallel layers over 2 tensor ranks, in a pipeline or in two replicas."""
+    config = nxdpp.neuronx_distributed_config(
+        2,
+        pipeline,
+        pipeline_config={"transformer_layer_cls": ParallelLayer, "num_microbatches": 2} if pipeline > 1 else None,
+        optimizer_config={"max_grad_norm": MAX_NORM, "zero_one_enabled": zero},
+        sequence_parallel=True,
+    )
+    torch.manual_seed(2)
+    model = initialize_parallel_model(config, ParallelModel, 2, VOCABULARY, True)
+    torch.manual_seed(2)
+    whole = Model(2, VOCABULARY)
+    optimizer = initialize_parallel_optimizer(config, torch.optim.SGD, model.parameters(), lr=1.0)
+    reference = torch.optim.SGD(whole.parameters(), lr=1.0)
+    replica, replicas = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_size()
+    for step in range(STEPS):
+        generator = torch.Generator().manual_seed(step)
+        ids = torch.randint(VOCABULARY, (4, 4), generator=generator)
+        own = {name: ids.chunk(replicas)[replica] for name in ("input_ids", "labels")}
+        if pipeline > 1:
+            model.run_train(**own)
+        else:
+            model(**own).backward()
+        whole(ids, ids).backward()
+        norm = torch.nn.utils.clip_grad_norm_(whole.parameters(), MAX_NORM)
+        for each in (optimizer, reference):
+            each.step()
+            each.zero_grad()
+        torch.testing.assert_close(optimizer.grad_norm, norm, rtol=1e-5, atol=0)
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    for name, parameter in model.local_named_parameters():
+        full, dim = whole.get_parameter(name), getattr(parameter, "partition_dim", -1)
+        theirs = full if dim < 0 else local_slice(full, dim, rank, 2, getattr(parameter, "partition_stride", 1))
+        torch.testing.assert_close(parameter, theirs, rtol=1e-5, atol=1e-6)
+    parallel_state.destroy_model_parallel()
+
+
+def initialise(module: nn.Module) -> None:
+    for parameter in module.parameters(recurse=False):
+        nn.init.uniform_(parameter, -0.1, 0.1)
+
+
+def pipeline_of_two() -> None:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    model, _ = check(Configured, run_train, pipeline_config=PIPELINE)
+    assert model.pp_enabled
+    assert model.config == {"layers": LAYERS}
+    assert model.dtype == torch.float32
+    assert set(dict(model.named_parameters())) == set(dict(model.local_module().named_parameters()))
+    assert set(model.local_state_dict()) == set(model.state_dict())
+    with pytest.raises(RuntimeError, match="run_train"):
+        model(rows(4))
+    zero = {"zero_one_enabled": True, "max_grad_norm": MAX_NORM}
+    assert not recomputed(model)
+    model, _ = check(
+        Tied, run_train, pipeline_config=PIPELINE, optimizer_config=zero, activation_checkpoint_config="full"
+    )
+    assert recomputed(model) == {Block}
+    model, _ = check(Chain, run_train, pipeline_config=PIPELINE, activation_checkpoint_config=Block)
+    assert recomputed(model) == {Block}
+    built_on_meta(pipeline_config=PIPELINE, pipeline_parallel_size=2)
+
+
+def replicas() -> None:
+    parallel_state.initialize_model_parallel()
+    alone = {"averages_loss": False}
+    model, optimizer = check(Configured, forward_and_backward, **alone)
+    assert not model.pp_enabled
+    assert list(model.local_parameters()) == list(model.parameters()) == list(model.module.parameters())
+    assert model.config == {"layers": LAYERS}
+    with pytest.raises(RuntimeError, match="averages the gradients of the replicas in its step"):
+        model.clip_grad_norm_(1.0)
+    kept = copy.deepcopy(optimizer.state_dict())
+    optimizer.load_state_dict(kept)
+    zero = {"zero_one_enabled": True, "max_grad_norm": MAX_NORM}
+    model, _ = check(Tied, forward_and_backward, optimizer_config=zero, activation_checkpoint_config="full", **alone)
+    assert recomputed(model) == {Block}
+    # run_train accumulates the microbatches of pipeline_config on one rank.
+    check(Chain, run_train, pipeline_config=PIPELINE)
+    # Without pipeline_config the batch runs at once.
+    model, _ = check(Chain, run_train, activation_checkpoint_config=(Block, nn.Linear), **alone)
+    assert recomputed(model) == {Block, nn.Linear}
+    model = built_on_meta()
+    with pytest.raises(ValueError, match="the model has no Embedding"):
+        initialize_parallel_model({**model.nxd_config, "activation_checkpoint_config": nn.Embedding}, make, Chain, 4)
+    parallel_state.destroy_model_parallel()
+
+
+def built_on_meta(**options: Any) -> NxDModel:
+    """The initial weights are those of ``param_init_fn``."""
+    config = nxdpp.neuronx_distributed_config(
+        model_init_config={"meta_device_init": True, "param_init_fn": initialise}, **options
+    )
+    model = initialize_parallel_model(config, make, Chain, LAYERS)
+    values = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+    assert values.abs().max() <= 0.1
+    assert values.unique().numel() == values.numel()
+    return model
+
+
+def train(rank: int) -> None:
+    pipeline_of_two()
+    parallel_state.destroy_model_parallel()
+    replicas()
+    for pipeline in (1, 2):
+        for zero in (False, True):
+            tensor_parallel(pipeline, zero)
+
+
+def test_training_is_that_of_one_process_on_four_ranks() -> None:
+    run_ranks(4, train)
+
+
+@pytest.fixture
+def alone() -> Any:
+    yield nxdpp.neuronx_distributed_config(optimizer_config={"grad_clipping": False})
+    parallel_state.destroy_model_parallel()
+
+
+def test_one_process_without_clipping(alone: dict[str, Any]) -> None:
+    model = initialize_parallel_model(alone, make, Chain, LAYERS)
+    optimizer = initialize_parallel_optimizer(alone, torch.optim.SGD, model.parameters(), lr=1.0)
+    x = rows(4)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    assert model.run_train(x) == model.run_eval(x)
+    norm = model.clip_grad_norm_(1e9)
+    gradients = [parameter.grad for parameter in model.parameters()]
+    torch.testing.assert_close(norm, torch.nn.utils.get_total_norm([g for g in gradients if g is not None]))
+    optimizer.step()
+    assert optimizer.grad_norm is None
+    for parameter, old, gradient in zip(model.parameters(), before, gradients, strict=True):
+        assert gradient is not None
+        torch.testing.assert_close(parameter, old - gradient)
+    assert model.eval().training is model.module.training is False
+    assert "NxDOptimizer" in repr(optimizer)
+
+
+def test_torchs_data_parallel_wrapper_is_refused(alone: dict[str, Any]) -> None:
+    model = initialize_parallel_model(alone, make, Chain, LAYERS)
+    with pytest.raises(RuntimeError, match=r"leave it out\. Gradients are averaged"):
+        nn.parallel.DistributedDataParallel(model)
+    optimizer = initialize_parallel_optimizer(alone, torch.optim.SGD, model.parameters(), lr=1.0)
+    model.run_train(rows(4))
+    optimizer.step()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_gradients_of_a_scaled_loss_are_unscaled(alone: dict[str, Any], fused: bool) -> None:
+    parameter = nn.Parameter(torch.ones(3))
+    for optimizer in (
+        initialize_parallel_optimizer(alone, torch.optim.SGD, [parameter], lr=0.25, fused=fused),
+        torch.optim.SGD([parameter], lr=0.25, fused=fused),
+    ):
+        parameter.data.fill_(1.0)
+        scaler = nxdpp.GradScaler(init_scale=4.0)
+        scaler.begin_step(torch.device("cpu"))
+        parameter.grad = torch.full((3,), 4.0)
+        scaler.step(optimizer)
+        assert parameter.tolist() == [0.75] * 3
+
+
+def test_hooks_of_a_step_run_once_after_a_copy(alone: dict[str, Any]) -> None:
+    optimizer = initialize_parallel_optimizer(alone, torch.optim.SGD, [nn.Parameter(torch.zeros(1))], lr=RATE)
+    copy.deepcopy(optimizer)
+    calls = []
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+    optimizer.step()
+    assert calls == ["before", "after"]
+
+
+def test_a_wrapped_model_is_refused(alone: dict[str, Any]) -> None:
+    model = initialize_parallel_model(alone, make, Chain, LAYERS)
+    with pytest.raises(TypeError, match="must return a module that is not wrapped, not a NxDModel"):
+        initialize_parallel_model(alone, lambda: model)
+
+
+def test_heads_are_padded(alone: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    padding = {**alone, "pad_model": True}
+    with pytest.raises(ValueError, match=r"call nxdpp\.parallel_layers\.pad\.pad_model in model_fn"):
+        initialize_parallel_model(padding, make, Chain, LAYERS)
+
+    class WithHeads(Chain):
+        config = SimpleNamespace(num_attention_heads=6)
+
+    given = []
+
+    def pad(module: nn.Module, *sizes: int) -> nn.Module:
+        given.append((module, *sizes))
+        return module
+
+    monkeypatch.setattr("nxdpp.doors.nxd.trainer.pad_model", pad)
+    model = initialize_parallel_model(padding, make, WithHeads, LAYERS)
+    assert given == [(model.module, 1, 6)]

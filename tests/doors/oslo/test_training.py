@@ -1,0 +1,335 @@
+"""Models of ``nxdpp.oslo.initialize`` train under torch's DDP as one process does, and come back from their files."""
+
+import copy
+import json
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch.optim import SGD, Adam
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import AutoModelForCausalLM, GPT2LMHeadModel
+
+import nxdpp.oslo as oslo
+from nxdpp import GradScaler, gather_state_dict, parallel_state
+from nxdpp.gradients.gradient_norm import clip_grad_norm
+from nxdpp.ranks.faults import failure_watch
+from tests.doors.oslo.checkpointing import check_several_ranks
+from tests.doors.oslo.training import (
+    LENGTH,
+    MODELS,
+    batch,
+    distances,
+    engine_of,
+    gpt2,
+    parallel_losses,
+    qwen3,
+    whole_losses,
+)
+from tests.support.run_ranks import run_ranks
+from tests.tensor.models.test_type_plans import CONFIGURATIONS
+
+STEPS = range(4)
+FAMILIES = {
+    "albert": "AlbertForMaskedLM",
+    "bart": "BartForConditionalGeneration",
+    "bert": "BertForMaskedLM",
+    "blenderbot": "BlenderbotForConditionalGeneration",
+    "electra": "ElectraForMaskedLM",
+    "gpt2": "GPT2LMHeadModel",
+    "gpt_neo": "GPTNeoForCausalLM",
+    "gptj": "GPTJForCausalLM",
+    "roberta": "RobertaForMaskedLM",
+    "t5": "T5ForConditionalGeneration",
+}
+
+
+def _config(tensor: int, pipeline: int = 1) -> dict[str, Any]:
+    sizes = {"tensor_parallel_size": tensor, "pipeline_parallel_size": pipeline}
+    return {"model_parallelism": {"enable": True, **sizes}}
+
+
+def _over_tensor_ranks(rank: int, folder: Path) -> None:
+    for name in MODELS:
+        _check_training(name, folder)
+    _check_summed_gradients()
+    _check_other_inputs()
+    _check_copies()
+    _check_families(folder)
+    _check_generation()
+    check_several_ranks(2, 1)
+    _check_files(folder)
+
+
+def _check_training(name: str, folder: Path) -> None:
+    whole, model = MODELS[name](), MODELS[name]()
+    config, kind = model.config, type(model)
+    optimizer, reference = Adam(model.parameters(), lr=1e-2), Adam(whole.parameters(), lr=1e-2)
+    scheduler = LambdaLR(optimizer, lambda step: 1 / (step + 1))
+    before = [weakref.ref(parameter) for parameter in model.parameters()]
+
+    parallel = oslo.initialize(model, _config(2))
+
+    assert parallel is model
+    assert isinstance(model, kind)
+    assert model.config is config
+    # The optimizer has this rank's parameters, and no other tensors.
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    assert list(map(id, held)) == list(map(id, model.parameters()))
+    assert all(ref() is None or any(ref() is parameter for parameter in held) for ref in before)
+    assert sum(map(torch.numel, held)) < 0.7 * sum(map(torch.numel, whole.parameters()))
+
+    replica = model.mpu.get_data_parallel_rank()
+    engine = engine_of(model)
+    losses = parallel_losses(engine, optimizer, STEPS, replica)
+    assert losses == pytest.approx(whole_losses(whole, reference, STEPS, 2)[replica], abs=1e-5)
+    gathered = gather_state_dict(model)
+    if gathered is not None:
+        assert max(distance for _, distance in distances(gathered, whole.state_dict())) < 1e-4
+    scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == 5e-3
+
+    inputs = batch(9, replica)
+    with torch.no_grad():
+        assert torch.allclose(model.eval()(**inputs).logits, whole.eval()(**inputs).logits, atol=1e-3)
+    with pytest.raises(RuntimeError, match=r"call save_parallelized\(directory, merge_checkpoints=True\)"):
+        model.save_pretrained(folder)
+    with pytest.raises(RuntimeError, match="call it before"):
+        model.resize_token_embeddings(64)
+    with pytest.raises(RuntimeError, match="was given to initialize before"):
+        oslo.initialize(model, _config(2))
+    stepped = MODELS[name]()
+    stepped_optimizer = Adam(stepped.parameters(), lr=1e-2)
+    stepped(**inputs).loss.backward()
+    stepped_optimizer.step()
+    with pytest.raises(ValueError, match="has stepped"):
+        oslo.initialize(stepped, _config(2))
+    assert not hasattr(stepped, "mpu")
+
+
+def _check_summed_gradients() -> None:
+    """Gradients of norms of this rank's heads are those of all heads."""
+    whole, model = qwen3(), qwen3()
+    model.model.layers[0].requires_grad_(False)
+    model = oslo.initialize(model, _config(2))
+    model.requires_grad_(True)
+    engine = engine_of(model)
+    for step in range(2):
+        engine(**batch(step, model.mpu.get_data_parallel_rank())).loss.backward()
+        for replica in range(2):
+            (whole(**batch(step, replica)).loss / 2).backward()
+    for name, parameter in model.named_parameters():
+        expected = whole.get_parameter(name).grad
+        if parameter.shape == expected.shape:
+            assert torch.allclose(parameter.grad, expected, atol=1e-6), name
+    norm = float(torch.nn.utils.clip_grad_norm_(whole.parameters(), 1e9))
+    assert float(clip_grad_norm(model.parameters(), 1e9)) == pytest.approx(norm, rel=1e-5)
+
+
+def _check_other_inputs() -> None:
+    """A sampler by global ranks, which feeds the ranks of a tensor group with other rows, is refused."""
+    model = oslo.initialize(gpt2(), _config(2))
+    engine = engine_of(model)
+    with torch.no_grad():
+        engine(**batch(0, 0))
+    with pytest.raises(RuntimeError, match=r"share one replica .* got other inputs: .* rank=model\.mpu\.get_data_para"):
+        engine(**batch(0, torch.distributed.get_rank()))
+    # The remedy.
+    engine(**batch(0, model.mpu.get_data_parallel_rank()))
+
+
+def _check_copies() -> None:
+    """Clipping, scaling and dropout of one rank alone are found by a later call."""
+    sentence = r"each tensor rank has a copy of transformer\.\S+, and an optimizer stepped it"
+    for change, remedy in ((_clip_alone, _clip), (_scale_alone, _scale), (_drop_alone, _drop)):
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            # The error would end all ranks.
+            monkeypatch.setattr(failure_watch, "report", lambda error: None)
+            with pytest.raises(RuntimeError, match=sentence):
+                _two_calls(change)
+        _two_calls(remedy)
+
+
+def _two_calls(step: Any) -> None:
+    """Call a tensor-parallel model again after ``step`` has made one or more steps of its optimizer."""
+    torch.manual_seed(0)
+    model = oslo.initialize(gpt2(), _config(2)).train()
+    inputs = batch(0, model.mpu.get_data_parallel_rank())
+    step(model, SGD(model.parameters(), lr=1e-2), inputs)
+    model(**inputs)
+
+
+def _clip_alone(model: Any, optimizer: Any, inputs: Any) -> None:
+    model(**inputs).loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    optimizer.step()
+
+
+def _clip(model: Any, optimizer: Any, inputs: Any) -> None:
+    model(**inputs).loss.backward()
+    clip_grad_norm(model.parameters(), 0.1)
+    optimizer.step()
+
+
+def _overflow(model: Any, optimizer: Any, inputs: Any, scaler: Any) -> None:
+    scaler.scale(model(**inputs).loss).backward()
+    if model.mpu.get_tensor_parallel_rank() == 1:
+        model.transformer.h[0].mlp.c_fc.weight.grad[0, 0] = torch.inf
+    scaler.step(optimizer)
+    scaler.update()
+
+
+def _scale_alone(model: Any, optimizer: Any, inputs: Any) -> None:
+    _overflow(model, optimizer, inputs, torch.amp.GradScaler("cpu", init_scale=8.0))
+
+
+def _scale(model: Any, optimizer: Any, inputs: Any) -> None:
+    before = model.transformer.ln_f.bias.clone()
+    _overflow(model, optimizer, inputs, GradScaler(init_scale=8.0))
+    assert torch.equal(model.transformer.ln_f.bias, before)
+
+
+def _drop_alone(model: Any, optimizer: Any, inputs: Any) -> None:
+    _seed(model, torch.distributed.get_rank() % 2)
+    model(**inputs).loss.backward()
+    optimizer.step()
+
+
+def _drop(model: Any, optimizer: Any, inputs: Any) -> None:
+    _seed(model, 0)
+    model(**inputs).loss.backward()
+    optimizer.step()
+
+
+def _seed(model: Any, number: int) -> None:
+    model.transformer.drop.p = 0.3
+    torch.manual_seed(number)
+
+
+def _check_families(folder: Path) -> None:
+    """The ten families of the tutorial's library: the loss, and the merged bits."""
+    for model_type, class_name in FAMILIES.items():
+        kind = getattr(transformers, class_name)
+        config, sizes = CONFIGURATIONS[model_type]
+        torch.manual_seed(0)
+        whole = kind(getattr(transformers, config)(**sizes)).eval()
+        model = oslo.initialize(copy.deepcopy(whole), _config(2))
+        ids = batch(0, model.mpu.get_data_parallel_rank())["input_ids"].clamp(min=3)
+        loss = engine_of(model)(input_ids=ids, labels=ids).loss
+        loss.backward()
+        assert float(loss.detach()) == pytest.approx(float(whole(input_ids=ids, labels=ids).loss.detach()), abs=1e-5)
+        model.save_parallelized(folder / model_type, merge_checkpoints=True)
+        loaded = kind.from_pretrained(folder / model_type).state_dict()
+        assert all(distance == 0 for _, distance in distances(loaded, whole.state_dict())), model_type
+
+
+def _check_generation() -> None:
+    model, whole = oslo.initialize(gpt2(), _config(2)), gpt2()
+    options: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
+    ids = batch(0, 0)["input_ids"][:, : LENGTH // 2]
+    assert torch.equal(model.generate(ids, **options), whole.generate(ids, **options))
+    options["do_sample"] = True
+    torch.manual_seed(torch.distributed.get_rank() % 2)
+    with pytest.raises(RuntimeError, match=r"got other inputs: .* call torch\.manual_seed with one number"):
+        model.generate(ids, **options)
+    torch.manual_seed(5)  # the remedy
+    sampled = model.generate(ids, **options)
+    torch.manual_seed(5)
+    assert torch.equal(sampled, whole.generate(ids, **options))
+    with pytest.raises(RuntimeError, match="give all ranks of a tensor group the same arguments"):
+        model.generate(ids + torch.distributed.get_rank() % 2)
+
+
+def _check_files(folder: Path) -> None:
+    original = gpt2()
+    model = oslo.initialize(gpt2(), _config(2))
+    parts, merged = folder / "parallel_ckpt", folder / "merged_ckpt"
+    model.save_parallelized(save_directory=parts)
+    model.save_parallelized(parts)  # replaces the files
+    model.save_parallelized(merged, merge_checkpoints=True)
+
+    names = ["config.json", "pytorch_model_tp_0_pp_0.bin", "pytorch_model_tp_1_pp_0.bin"]
+    assert sorted(path.name for path in parts.iterdir()) == names
+    assert sorted(path.name for path in merged.iterdir()) == ["config.json", "pytorch_model.bin"]
+    assert json.loads((merged / "config.json").read_text())["architectures"] == ["GPT2LMHeadModel"]
+    loaded = AutoModelForCausalLM.from_pretrained(merged)
+    assert isinstance(loaded, GPT2LMHeadModel)
+    assert all(distance == 0 for _, distance in distances(loaded.state_dict(), original.state_dict()))
+
+    torch.manual_seed(1)
+    other: Any = GPT2LMHeadModel(copy.deepcopy(original.config))
+    optimizer = Adam(other.parameters())
+    other = oslo.initialize(other, _config(2))
+    held = list(other.parameters())
+    assert other.from_parallelized(parts) is other
+    assert all(before is after for before, after in zip(held, other.parameters(), strict=True))
+    assert len(optimizer.param_groups[0]["params"]) == len(held)
+    assert all(distance == 0 for _, distance in distances(other.state_dict(), model.state_dict()))
+    _check_other_weights(parts)
+    _check_refused_files(other, parts, merged, folder)
+
+
+def _check_other_weights(parts: Path) -> None:
+    """Ranks of a tensor group with other weights are refused until the weights are loaded."""
+    model = gpt2()
+    with torch.no_grad():
+        model.transformer.h[1].mlp.c_fc.bias[4] += torch.distributed.get_rank() % 2
+    model = oslo.initialize(model, _config(2))
+    with pytest.raises(RuntimeError, match=r"Call torch\.manual_seed with one number on all ranks before the model is"):
+        model(**batch(0, 0))
+    expected = gpt2()(**batch(0, 0)).loss
+    assert float(model.from_parallelized(parts)(**batch(0, 0)).loss.detach()) == pytest.approx(
+        float(expected), abs=1e-5
+    )
+    drops = gpt2()
+    drops.transformer.drop.p = 0.1
+    torch.manual_seed(torch.distributed.get_rank() % 2)
+    with pytest.warns(UserWarning, match="random states differ between the tensor-parallel ranks"):
+        drops = oslo.initialize(drops, _config(2))
+    # The remedy: the same masks on both ranks, so equal losses.
+    torch.manual_seed(0)
+    loss = drops.train()(**batch(0, 0)).loss.detach()
+    both = [torch.empty_like(loss) for _ in range(2)]
+    torch.distributed.all_gather(both, loss, group=drops.mpu.get_tensor_parallel_group())
+    assert torch.equal(*both)
+
+
+def _check_refused_files(model: Any, parts: Path, merged: Path, folder: Path) -> None:
+    rank = model.mpu.get_tensor_parallel_rank()
+    with pytest.raises(NotADirectoryError, match="give the directory of save_parallelized"):
+        model.from_parallelized(folder / "missing")
+    with pytest.raises(NotADirectoryError if rank == 0 else (NotADirectoryError, RuntimeError), match="is a file"):
+        model.save_parallelized(merged / "config.json")
+    with pytest.raises(FileNotFoundError, match=r"has pytorch_model\.bin"):
+        model.from_parallelized(merged)
+    with pytest.raises(ValueError, match="state_dict has tensors of one rank"):
+        model.save_parallelized(merged, state_dict={}, merge_checkpoints=True)
+    with pytest.raises(ValueError, match="has no name"):
+        model.save_parallelized("")
+    larger = oslo.initialize(gpt2(n_inner=32), _config(2))
+    with pytest.raises(ValueError, match=r"h\.0\.mlp\.c_fc\.weight has the shape \(16, 32\)"):
+        larger.from_parallelized(parts)
+    shorter = oslo.initialize(gpt2(), _config(2))
+    del shorter.transformer.h[3]
+    before = shorter.transformer.h[0].mlp.c_fc.weight.clone()
+    with pytest.raises(ValueError, match=r"transformer\.h\.3\.ln_1\.weight is not this rank's, but is in"):
+        shorter.from_parallelized(parts)
+    assert torch.equal(shorter.transformer.h[0].mlp.c_fc.weight, before)
+    parallel_state.destroy_model_parallel()
+    alone = oslo.initialize(gpt2(), _config(1))
+    with pytest.raises(ValueError, match=r"tp_1_pp_0\.bin is of a save with other sizes"):
+        alone.from_parallelized(parts)
+    with pytest.raises(ValueError, match="give another directory, or remove the file"):
+        alone.save_parallelized(parts)
+    if alone.mpu.get_data_parallel_rank() == 0:
+        (merged / "model.safetensors").write_text("")
+    with pytest.raises((ValueError, RuntimeError), match=r"has model\.safetensors, which from_pretrained would read"):
+        alone.save_parallelized(merged, merge_checkpoints=True)
+
+
+@pytest.mark.one_python
+def test_tensor_parallelism_with_replicas(tmp_path: Path) -> None:
+    run_ranks(4, _over_tensor_ranks, tmp_path, timeout=120.0)

@@ -1,0 +1,61 @@
+"""The doors of nnScaler and OSLO import public names, as in ``__all__`` of ``nxdpp``, and names of agreement."""
+
+import ast
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PUBLIC = ("nxdpp", "nxdpp.optimizer", "nxdpp.parallel_layers")
+# Comparisons of ranks, parts of batches and of tensors, and modules to checkpoint have one place each.
+SHARED = (
+    "nxdpp.doors.local_modules.",
+    "nxdpp.agreement.",
+    "nxdpp.checkpoint.distributed.rectangles.",
+    "nxdpp.pipeline.microbatches.rows.",
+    "nxdpp.tensor.padding.",
+)
+FILES = sorted(
+    path.relative_to(ROOT).as_posix()
+    for door in ("nnscaler", "oslo")
+    for path in (ROOT / "nxdpp/doors" / door).rglob("*.py")
+)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_only_public_names_are_imported(name: str) -> None:
+    assert not list(_private((ROOT / name).read_text(), name.split("/")[2]))
+
+
+def test_a_private_name_is_found() -> None:
+    allowed = (
+        "import torch\nfrom nxdpp.pipeline.pipeline import Pipeline\nfrom nxdpp.doors.nnscaler.enums import ReuseType"
+    )
+    private = "from nxdpp.pipeline.input_names import forward_names"
+
+    assert not list(_private(allowed, "nnscaler"))
+    assert list(_private(f"{allowed}\n{private}", "nnscaler")) == ["nxdpp.pipeline.input_names.forward_names"]
+    assert list(_private("import nxdpp.pipeline", "nnscaler")) == ["nxdpp.pipeline"]
+    assert list(_private("from nxdpp.doors.nnscaler.enums import ReuseType", "oslo")) == [
+        "nxdpp.doors.nnscaler.enums.ReuseType"
+    ]
+
+
+def _private(source: str, door: str) -> Iterator[str]:
+    """Give each import of nxdpp in ``source`` that is neither of ``door`` itself, nor public, nor shared."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name.partition(".")[0] == "nxdpp")
+        elif isinstance(node, ast.ImportFrom):
+            module = node.module or ""
+            yield from (f"{module}.{alias.name}" for alias in node.names if _is_private(module, alias.name, door))
+
+
+def _is_private(module: str, name: str, door: str) -> bool:
+    if module.partition(".")[0] != "nxdpp" or f"{module}.".startswith((f"nxdpp.doors.{door}.", *SHARED)):
+        return False
+    value = getattr(import_module(module), name)
+    packages = [import_module(package) for package in PUBLIC]
+    return not any(value is getattr(package, public) for package in packages for public in package.__all__)

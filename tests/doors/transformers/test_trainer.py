@@ -1,0 +1,139 @@
+"""Losses, norms, learning rates and evaluations of ``PipelineTrainer`` are those of ``Trainer`` in one process."""
+
+from collections.abc import Mapping
+from contextlib import redirect_stdout
+from dataclasses import replace
+from io import StringIO
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from torch.utils.data import DataLoader
+from transformers import Trainer
+
+from nxdpp import parallel_state, tensor_parallelize
+from nxdpp.integrations import PipelineTrainer
+from tests.doors.transformers.trainings import REPLICATED, TRAININGS, WITH_DROPOUT, Training
+from tests.support.models import tied_llama
+from tests.support.run_ranks import run_ranks
+
+pytestmark = pytest.mark.one_python
+TOLERANCE = 1e-6
+# Times, and figures made of them.
+TIMES = ("runtime", "per_second")
+
+Logs = list[dict[str, float]]
+
+
+class Run(NamedTuple):
+    """The logs of a training on one rank, and the text that it printed."""
+
+    logs: Logs
+    printed: str
+
+
+def train(rank: int, folder: Path, names: list[str], replicas: int) -> dict[str, Run]:
+    runs = {}
+    for name in names:
+        text = StringIO()
+        with redirect_stdout(text):
+            training = {**TRAININGS, "dropout": WITH_DROPOUT}[name]
+            trainer = training.trainer(PipelineTrainer, folder / name, replicas, pipeline_parallel_size=2)
+            trainer.train()
+        runs[name] = Run(trainer.state.log_history, text.getvalue())
+    return runs
+
+
+class OwnLoaders(PipelineTrainer):
+    """Loaders that are not divided over replicas."""
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        rows: Any = self.train_dataset
+        return DataLoader(rows, batch_size=2)
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
+        return self.get_train_dataloader()
+
+
+def train_replicas(rank: int, folder: Path) -> dict[str, Run]:
+    runs = train(rank, folder, list(REPLICATED), 2)
+    own = Training().trainer(OwnLoaders, folder / "own", pipeline_parallel_size=2)
+    for call in (own.train, own.evaluate):
+        with pytest.raises(ValueError, match=r"to each of 2 data-parallel replicas\. Return self.accelerator.prepare"):
+            call()
+    return runs
+
+
+@pytest.fixture(scope="module")
+def one_pipeline(tmp_path_factory: pytest.TempPathFactory) -> list[Mapping[str, Run]]:
+    return run_ranks(2, train, tmp_path_factory.mktemp("pipeline"), [*TRAININGS, "dropout"], 1, timeout=150.0)
+
+
+@pytest.fixture(scope="module")
+def two_replicas(tmp_path_factory: pytest.TempPathFactory) -> list[Mapping[str, Run]]:
+    return run_ranks(4, train_replicas, tmp_path_factory.mktemp("replicas"), timeout=150.0)
+
+
+@pytest.mark.parametrize("name", TRAININGS)
+def test_two_stages_train_as_one_process(name: str, one_pipeline: list[Mapping[str, Run]], tmp_path: Path) -> None:
+    expected = _in_one_process(name, tmp_path)
+    for runs in one_pipeline:
+        assert_alike(runs[name].logs, expected)
+
+
+@pytest.mark.parametrize("name", REPLICATED)
+def test_replicas_train_as_one_process(name: str, two_replicas: list[Mapping[str, Run]], tmp_path: Path) -> None:
+    expected = _in_one_process(name, tmp_path, 2)
+    for runs in two_replicas:
+        assert_alike(runs[name].logs, expected)
+
+
+def test_rank_0_orders_the_rows_of_stages_with_dropout(one_pipeline: list[Mapping[str, Run]]) -> None:
+    first, second = (runs["dropout"].logs for runs in one_pipeline)
+    assert sum("loss" in each for each in first) == 6
+    assert_alike(second, first)
+
+
+def test_the_speed_of_an_evaluation_counts_batches(two_replicas: list[Mapping[str, Run]]) -> None:
+    logs = two_replicas[0]["metrics"].logs
+    for evaluation in (each for each in logs if "eval_loss" in each):
+        batches = evaluation["eval_steps_per_second"] * evaluation["eval_runtime"]
+        # 8 rows are 2 batches of 2 on each replica.
+        assert batches == pytest.approx(2, rel=0.05)
+
+
+def test_rank_0_alone_prints(two_replicas: list[Mapping[str, Run]]) -> None:
+    first, *others = two_replicas
+    for name, run in first.items():
+        assert run.printed.count("'loss'") == sum("loss" in each for each in run.logs)
+        assert not any(other[name].printed for other in others)
+
+
+def train_divided(rank: int, folder: Path) -> Logs:
+    parallel_state.initialize_model_parallel(2, 2, backend="gloo")
+    divided = replace(TRAININGS["evaluated"], model=lambda: tensor_parallelize(tied_llama()))
+    trainer = divided.trainer(PipelineTrainer, folder / "divided")
+    trainer.train()
+    return trainer.state.log_history
+
+
+def test_a_divided_model_trains_as_one_process(tmp_path: Path) -> None:
+    ranks = run_ranks(4, train_divided, tmp_path)
+    expected = _in_one_process("evaluated", tmp_path)
+    for logs in ranks:
+        assert_alike(logs, expected)
+
+
+def _in_one_process(name: str, folder: Path, replicas: int = 1) -> Logs:
+    trainer = TRAININGS[name].trainer(Trainer, folder, replicas)
+    trainer.train()
+    return trainer.state.log_history
+
+
+def assert_alike(ours: Logs, theirs: Logs) -> None:
+    assert len(ours) == len(theirs)
+    for own, other in zip(ours, theirs, strict=True):
+        assert own.keys() == other.keys()
+        for key, value in other.items():
+            if not any(time in key for time in TIMES):
+                assert own[key] == pytest.approx(value, abs=TOLERANCE, rel=0), key

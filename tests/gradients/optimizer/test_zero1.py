@@ -1,0 +1,401 @@
+"""Zero1Optimizer over two replicas: the parameters of the plain optimizer, with half of its state on each."""
+
+import copy
+from collections.abc import Callable, Iterable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
+
+from nxdpp import GradScaler, parallel_state
+from nxdpp.gradients.optimizer.neuron_zero1 import NeuronZero1Optimizer
+from nxdpp.gradients.optimizer.zero1 import Zero1Optimizer
+from nxdpp.ranks.faults.board import board
+from nxdpp.utils.adamw_fp32_optim_params import AdamW_FP32OptimParams
+from tests.support.run_ranks import run_ranks
+
+pytestmark = pytest.mark.one_python
+
+SHAPES = ((7, 3), (5,), (), (0, 4), (40, 10), (1,), (16, 2, 2))
+STEPS = 16
+TRAININGS = r"replica has made 3 training steps before step 0 of its Zero1Optimizer, and another 4: their gradients"
+CLASSES: dict[type[Optimizer], dict[str, Any]] = {
+    torch.optim.AdamW: {"lr": 0.01, "weight_decay": 0.1},
+    torch.optim.Adam: {"lr": 0.01, "amsgrad": True},
+    torch.optim.SGD: {"lr": 0.1, "momentum": 0.9, "nesterov": True},
+    torch.optim.Adagrad: {"lr": 0.05},
+    torch.optim.Adadelta: {},
+    torch.optim.Adamax: {},
+    torch.optim.ASGD: {},
+    torch.optim.NAdam: {},
+    torch.optim.RAdam: {},
+    torch.optim.RMSprop: {"momentum": 0.5},
+    torch.optim.Rprop: {},
+    AdamW_FP32OptimParams: {"lr": 0.01},
+}
+
+
+class Lamb(Optimizer):
+    """Scales each update by the norm of its parameter."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data -= group["lr"] * parameter.norm() * parameter.grad / parameter.grad.norm()
+
+
+def make(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(5)
+    return [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in SHAPES]
+
+
+def gradient(rank: int, step: int, index: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * step + 10 * index + rank)
+    return torch.randn(SHAPES[index], generator=generator).to(dtype)
+
+
+def set_gradients(parameters: Iterable[nn.Parameter], rank: int, step: int) -> None:
+    for index, parameter in enumerate(parameters):
+        parameter.grad = gradient(rank, step, index, parameter.dtype)
+
+
+def set_means(parameters: Iterable[nn.Parameter], step: int) -> None:
+    for index, parameter in enumerate(parameters):
+        both = [gradient(rank, step, index, parameter.dtype) / 2 for rank in range(2)]
+        parameter.grad = both[0] + both[1]
+
+
+def assert_same(ours: Iterable[torch.Tensor], theirs: Iterable[torch.Tensor], tolerance: float = 1e-6) -> None:
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one.detach(), other.detach(), rtol=tolerance, atol=tolerance)
+
+
+def every_class(rank: int) -> None:
+    for optimizer_class, options in CLASSES.items():
+        ours, theirs = make(), make()
+        groups: list[dict[str, Any]] = [{"params": ours[:3]}, {"params": ours[3:], "lr": 0.02}]
+        twins: list[dict[str, Any]] = [{"params": theirs[:3]}, {"params": theirs[3:], "lr": 0.02}]
+        is_first = optimizer_class is torch.optim.AdamW
+        # The cap of one KiB gives several buckets.
+        cap = 2**-10 if is_first else 25
+        optimizer = Zero1Optimizer(groups, optimizer_class, grad_clipping=False, bucket_cap_mb=cap, **options)
+        plain = optimizer_class(twins, **options)
+        for step in range(STEPS if is_first else 3):
+            set_gradients(ours, rank, step)
+            set_means(theirs, step)
+            optimizer.step()
+            plain.step()
+        assert_same(ours, theirs)
+
+
+def clipping_and_schedulers(rank: int) -> None:
+    ours, theirs = make(), make()
+    optimizer = NeuronZero1Optimizer(
+        ours,
+        torch.optim.AdamW,
+        lr=0.1,
+        pin_layout=False,
+        sharding_groups=parallel_state.get_data_parallel_group(as_list=True),
+        grad_norm_groups=parallel_state.get_tensor_model_parallel_group(as_list=True),
+        max_norm=0.5,
+    )
+    plain = torch.optim.AdamW(theirs, lr=0.1)
+    schedulers = [OneCycleLR(each, 0.2, total_steps=10) for each in (optimizer, plain)]
+    for step in range(4):
+        set_gradients(ours, rank, step)
+        set_means(theirs, step)
+        norm = torch.nn.utils.clip_grad_norm_(theirs, 0.5)
+        assert optimizer.step(lambda: "closure") == "closure"
+        plain.step()
+        assert optimizer.grad_norm is not None
+        torch.testing.assert_close(optimizer.grad_norm, norm, rtol=1e-5, atol=0)
+        for scheduler in schedulers:
+            scheduler.step()
+        assert optimizer.param_groups[0]["betas"] == plain.param_groups[0]["betas"] != (0.9, 0.999)
+    assert_same(ours, theirs)
+    optimizer.zero_grad()
+    assert all(parameter.grad is None for parameter in ours)
+    set_gradients(ours, rank, 0)
+    optimizer.zero_grad(set_to_none=False)
+    assert all(parameter.grad is not None and not parameter.grad.any() for parameter in ours)
+
+
+def averaged_gradients_stay(rank: int) -> None:
+    ours, theirs = make(), make()
+    optimizer = Zero1Optimizer(ours, torch.optim.SGD, grad_clipping=False, lr=0.1)
+    plain = torch.optim.SGD(theirs, lr=0.1)
+    set_means(ours, 0)
+    set_means(theirs, 0)
+    optimizer.step()
+    plain.step()
+    assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
+
+
+def missing_gradients(rank: int) -> None:
+    ours, theirs = make(), make()
+    optimizer = Zero1Optimizer(ours, torch.optim.AdamW, grad_clipping=False, lr=0.1, weight_decay=0.5)
+    plain = torch.optim.AdamW(theirs, lr=0.1, weight_decay=0.5)
+    for step in range(3):
+        set_gradients(ours, rank, step)
+        set_means(theirs, step)
+        # Parameter 0 has no gradient on rank 1, parameter 4 has none anywhere.
+        theirs[0].grad = gradient(0, step, 0) / 2
+        if rank == 1:
+            ours[0].grad = None
+        ours[4].grad = theirs[4].grad = None
+        optimizer.step()
+        plain.step()
+    assert_same(ours, theirs)
+    assert torch.equal(ours[4], make()[4])
+
+
+def half_parameters(rank: int) -> None:
+    ours, masters = make(torch.bfloat16), [nn.Parameter(p.detach().float()) for p in make(torch.bfloat16)]
+    plain = torch.optim.AdamW(masters, lr=1e-3)
+    optimizer = Zero1Optimizer(ours, torch.optim.AdamW, grad_clipping=False, lr=1e-3)
+    unsharded = make(torch.bfloat16)
+    fp32 = AdamW_FP32OptimParams(unsharded, lr=1e-3)
+
+    def step_all(step: int) -> None:
+        set_gradients(ours, rank, step)
+        set_means(unsharded, step)
+        for master, parameter in zip(masters, unsharded, strict=True):
+            assert parameter.grad is not None
+            master.grad = parameter.grad.float()
+        optimizer.step()
+        fp32.step()
+        plain.step()
+        for parameters in (ours, unsharded):
+            assert all(torch.equal(p, m.bfloat16()) for p, m in zip(parameters, masters, strict=True))
+
+    for step in range(4):
+        step_all(step)
+    # Values that a program loads replace the master copies; others keep their low bits.
+    with torch.no_grad():
+        for parameters in (ours, unsharded, masters):
+            parameters[4][1:3] = 2.0
+            # This leaves no trace in the version of the parameter.
+            parameters[6].data[0] = 3.0
+    step_all(4)
+    # A saved state continues alike.
+    for each in (optimizer, fp32):
+        saved = copy.deepcopy(each.state_dict())
+        assert {value.dtype for value in tensors(saved) if value.dim()} == {torch.float32}
+        each.load_state_dict(saved)
+    step_all(5)
+    # Other optimizers get the low bits of the master copies with the state.
+    for each, parameters in ((optimizer, ours), (fp32, unsharded)):
+        again = [nn.Parameter(parameter.detach().clone()) for parameter in parameters]
+        resumed: Any = Zero1Optimizer(again, torch.optim.AdamW, grad_clipping=False, lr=9.0)
+        if each is fp32:
+            resumed = AdamW_FP32OptimParams(again, lr=9.0)
+        resumed.load_state_dict(copy.deepcopy(each.state_dict()))
+        for both, stepped in ((parameters, each), (again, resumed)):
+            set_gradients(both, rank, 6)
+            stepped.step()
+        states = [tensors(stepped.state_dict()) for stepped in (each, resumed)]
+        assert all(torch.equal(one, other) for one, other in zip(*states, strict=True))
+        assert any(not torch.equal(one, one.bfloat16().float()) for one in states[0] if one.numel() > 9)
+
+
+def tensors(state: Any) -> list[torch.Tensor]:
+    if isinstance(state, torch.Tensor):
+        return [state]
+    children = state.values() if isinstance(state, dict) else state if isinstance(state, list | tuple) else ()
+    return [tensor for child in children for tensor in tensors(child)]
+
+
+def saved_state(rank: int) -> None:
+    ours = make()
+    named = [(f"p{index}", parameter) for index, parameter in enumerate(ours)]
+    optimizer = Zero1Optimizer(named, torch.optim.AdamW, lr=0.1)
+    for step in range(2):
+        set_gradients(ours, rank, step)
+        optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+    # Each element of each parameter is on one rank, and described by name.
+    described = [shard for shard, _, _ in optimizer.shards()]
+    assert [shard._asdict() for shard in described] == saved["shards"]
+    for shard, values, state in optimizer.shards():
+        assert shard.name is not None
+        whole = dict(named)[shard.name]
+        assert torch.equal(whole.reshape(-1)[shard.start : shard.stop], values.reshape(-1))
+        assert state["exp_avg"].shape == values.shape
+    again = [nn.Parameter(parameter.detach().clone()) for parameter in ours]
+    resumed = Zero1Optimizer([(f"p{i}", p) for i, p in enumerate(again)], torch.optim.AdamW, lr=0.7)
+    resumed.load_state_dict(saved)
+    assert resumed.param_groups[0]["lr"] == 0.1
+    for step in range(2, 4):
+        for parameters, each in ((ours, optimizer), (again, resumed)):
+            set_gradients(parameters, rank, step)
+            each.step()
+    assert all(torch.equal(one, other) for one, other in zip(ours, again, strict=True))
+    elsewhere = {**saved, "data_parallel": {"rank": 1 - rank, "size": 2}}
+    with pytest.raises(ValueError, match=r"each rank loads what it has saved"):
+        resumed.load_state_dict(elsewhere)
+    other = Zero1Optimizer(make()[::-1], torch.optim.AdamW)
+    with pytest.raises(ValueError, match=r"make the optimizer with the same parameters in the same order"):
+        other.load_state_dict(saved)
+
+
+def groups_that_grow(rank: int) -> None:
+    ours, theirs = make(), make()
+    ours[1].requires_grad_(False)
+    optimizer = Zero1Optimizer(ours[:2], torch.optim.AdamW, grad_clipping=False, lr=0.1)
+    plain = torch.optim.AdamW(theirs[:2], lr=0.1)
+    schedulers = [LambdaLR(each, lambda step: 0.9**step) for each in (optimizer, plain)]
+    for step in range(3):
+        set_gradients(ours, rank, step)
+        set_means(theirs, step)
+        if step < 1:
+            ours[1].grad = theirs[1].grad = None
+        if step == 1:
+            ours[1].requires_grad_(True)
+            optimizer.add_param_group({"params": ours[2:], "lr": 0.03})
+            plain.add_param_group({"params": theirs[2:], "lr": 0.03})
+        optimizer.step()
+        plain.step()
+        assert_same(ours, theirs)
+        if step == 0:
+            for scheduler in schedulers:
+                scheduler.step()
+    assert len(optimizer.param_groups) == 2
+
+
+def followed_memory(rank: int) -> None:
+    ours, theirs = make(), make()
+    optimizer = Zero1Optimizer(ours, torch.optim.SGD, grad_clipping=False, lr=0.1)
+    plain = torch.optim.SGD(theirs, lr=0.1)
+    for parameters in (ours, theirs):
+        parameters[4].data = torch.ones_like(parameters[4])
+    set_gradients(ours, rank, 0)
+    set_means(theirs, 0)
+    optimizer.step()
+    plain.step()
+    assert_same(ours, theirs)
+    ours[4].data = ours[4].data.double()
+    if any(shard.parameter == 4 for shard, _, _ in optimizer.shards()):
+        with pytest.raises(RuntimeError, match=r"make the optimizer after the model is moved"):
+            optimizer._sharded.buckets[0].follow()
+
+
+def bytes_of_state(rank: int) -> int:
+    parameters = [nn.Parameter(torch.zeros(101, 7)), nn.Parameter(torch.zeros(33))]
+    optimizer = Zero1Optimizer(parameters, torch.optim.AdamW)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    return sum(t.nbytes for _, _, state in optimizer.shards() for t in state.values() if t.dim())
+
+
+def scaled(rank: int) -> None:
+    ours, theirs = make(), make()
+    scaler = GradScaler(init_scale=4.0)
+    scaler.begin_step(torch.device("cpu"))
+    optimizer = Zero1Optimizer(ours, torch.optim.SGD, grad_clipping=False, lr=0.1)
+    plain = torch.optim.SGD(theirs, lr=0.1)
+    for step in range(2):
+        set_gradients(ours, rank, step)
+        set_means(theirs, step)
+        for parameter in ours:
+            assert parameter.grad is not None
+            parameter.grad *= scaler.get_scale()
+        if step == 1 and rank == 1:
+            assert ours[0].grad is not None
+            ours[0].grad[0] = torch.inf
+        scaler.step(optimizer)
+        scaler.update()
+        if step == 0:
+            plain.step()
+    assert_same(ours, theirs)
+    assert scaler.get_scale() == 2.0
+
+
+def refusals(rank: int) -> None:
+    parameters = make()
+    for refused in (torch.optim.LBFGS, torch.optim.Muon, torch.optim.Adafactor, torch.optim.SparseAdam, Lamb):
+        # A warm-up from zero does not hide the difference.
+        rate = 0.1 if refused is torch.optim.SparseAdam else 0.0
+        told = (
+            "(does not change each element by itself|with these options does not step flat parts of dense parameters)"
+        )
+        with pytest.raises(ValueError, match=rf"^{refused.__name__} {told}.*or use {refused.__name__} without shard"):
+            Zero1Optimizer(parameters, refused, lr=rate)
+    with pytest.raises(ValueError, match=r"^AdamW with these options does not step flat parts .*a leaf Variable"):
+        Zero1Optimizer(parameters, torch.optim.AdamW, differentiable=True)
+    with pytest.raises(ValueError, match=r"a group has a parameter twice, .* leave one of them out"):
+        Zero1Optimizer([parameters[0], parameters[0]], torch.optim.AdamW)
+    with pytest.raises(TypeError, match=r"optimizer_class must be a class"):
+        Zero1Optimizer(parameters, torch.optim.AdamW(make()))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"Invalid learning rate"):
+        Zero1Optimizer(parameters, torch.optim.AdamW, lr=-1.0)
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'momentum'"):
+        Zero1Optimizer(parameters, torch.optim.AdamW, momentum=0.9)
+    with pytest.raises(ValueError, match=r"max_norm must be above 0"):
+        Zero1Optimizer(parameters, torch.optim.AdamW, max_norm=0.0)
+    with pytest.raises(RuntimeError, match=r"after move_model_to_device\(\)"):
+        Zero1Optimizer([nn.Parameter(torch.empty(3, device="meta"))], torch.optim.AdamW)
+    for argument, message in (
+        ({"sharding_groups": [[0], [1]]}, r"sharding_groups=\[\[0\], \[1\]\] are other ranks .*leave it out"),
+        ({"grad_norm_groups": [[1]]}, r"grad_norm_groups=\[\[1\]\] are other ranks"),
+        ({"lazy_init": True}, r"lazy_init=True is not supported"),
+        ({"bucket_cap_mb_all_gather": 1, "bucket_cap_mb_reduce_scatter": 2}, r"differ, and one layout serves both"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            NeuronZero1Optimizer(parameters, torch.optim.AdamW, **argument)
+    embedding = nn.Embedding(4, 2, sparse=True)
+    optimizer = Zero1Optimizer(embedding.parameters(), torch.optim.SGD)
+    embedding(torch.tensor([1])).sum().backward()
+    with pytest.raises(ValueError, match=r"sparse=False"):
+        optimizer.step()
+
+
+def replicas_that_differ(rank: int) -> None:
+    # Below step(), which would end the ranks.
+    optimizer = Zero1Optimizer(make(), torch.optim.SGD)
+    optimizer._steps = 1 + 2 * rank
+    with pytest.raises(RuntimeError, match=r"a data-parallel replica is in step 1 of its Zero1Optimizer, and another "):
+        optimizer._present_anywhere()
+    # A replica has left out a step of the optimizer.
+    optimizer = Zero1Optimizer(make(), torch.optim.SGD)
+    calls = mock.patch.object(board, "training_steps", return_value=3 + rank)
+    with calls, pytest.raises(RuntimeError, match=TRAININGS):
+        optimizer._present_anywhere()
+    optimizer = Zero1Optimizer(make()[rank:], torch.optim.SGD)
+    with pytest.raises(RuntimeError, match=r"different parameters \(6 and 7, of different layouts\)"):
+        optimizer._present_anywhere()
+
+
+CASES: list[Callable[[int], Any]] = [
+    every_class,
+    clipping_and_schedulers,
+    averaged_gradients_stay,
+    missing_gradients,
+    half_parameters,
+    saved_state,
+    groups_that_grow,
+    followed_memory,
+    bytes_of_state,
+    scaled,
+    refusals,
+    replicas_that_differ,
+]
+
+
+def run_cases(rank: int) -> dict[str, Any]:
+    parallel_state.initialize_model_parallel()
+    return {case.__name__: case(rank) for case in CASES}
+
+
+def test_two_replicas_step_as_the_plain_optimizer_with_half_its_state() -> None:
+    results = run_ranks(2, run_cases)
+    whole = 2 * 4 * (101 * 7 + 33)
+    sizes = [result["bytes_of_state"] for result in results]
+    assert sizes == [whole // 2, whole // 2]

@@ -1,0 +1,117 @@
+"""An optimizer that has to average gradients over replicas, and does or does not."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from nxdpp import NxDPPModel, parallel_state
+from nxdpp.gradients import step_hooks
+from nxdpp.gradients.average import bucket_allreduce_gradients
+from nxdpp.gradients.average_checks import FirstStepCheck
+from nxdpp.gradients.optimizer.zero1 import Zero1Optimizer
+from tests.support.models import gradient_differences, make, padded_batch, reference, train_in_one_process
+from tests.support.run_ranks import run_ranks
+
+pytestmark = pytest.mark.one_python
+
+
+class Averaging(torch.optim.SGD):
+    """Averages gradients in its step, as a ZeRO-1 optimizer does."""
+
+    def step(self, closure: Any = None) -> Any:
+        for parameter in self.param_groups[0]["params"]:
+            parameter.grad /= parallel_state.get_data_parallel_size()
+            dist.all_reduce(parameter.grad, group=parallel_state.get_data_parallel_group())
+        return super().step(closure)
+
+
+def left_out_averages(own: dict[str, torch.Tensor]) -> None:
+    """A step with the gradients of one replica is found; each remedy, and an optimizer that averages, is not."""
+    wrapped = NxDPPModel(make("llama", layers=2), num_microbatches=1)
+    parameters = list(wrapped.local_parameters())
+    optimizer = torch.optim.AdamW(parameters, lr=0.1)
+    averaging = Zero1Optimizer(parameters, torch.optim.AdamW, lr=0.1)
+    other = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    for remedy in ("a last batch", "an average of the program", "an optimizer that averages"):
+        wrapped.zero_grad()
+        with wrapped.no_sync():
+            wrapped.run_train(**own)
+        other.step()
+        if remedy == "a last batch":
+            wrapped.run_train(**own)
+        elif remedy == "an average of the program":
+            bucket_allreduce_gradients([parameter.grad for parameter in parameters if parameter.grad is not None])
+        (averaging if remedy == "an optimizer that averages" else optimizer).step()
+    wrapped.zero_grad()
+    with wrapped.no_sync():
+        wrapped.run_train(**own)
+    with pytest.raises(RuntimeError, match=r"after a step of AdamW: .*no_sync.*Run the last batch of an accumulation"):
+        optimizer.step()
+
+
+def test_the_check_ends_with_its_model() -> None:
+    before = list(step_hooks._after)
+    parameter = torch.nn.Parameter(torch.ones(1))
+    no_group: Any = None
+    FirstStepCheck({"weight": parameter}, no_group)
+    assert len(step_hooks._after) == len(before) + 1
+    del parameter
+
+    torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]).step()
+
+    assert step_hooks._after == before
+
+
+def train(rank: int) -> None:
+    parallel_state.initialize_model_parallel()
+    batch = padded_batch(4)
+    own = {name: value.chunk(2)[rank] for name, value in batch.items()}
+    model = make("llama", layers=2)
+    whole = reference(model)
+    wrapped = NxDPPModel(model, num_microbatches=1, use_zero1_optimizer=True)
+    elsewhere = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
+    averaging = Averaging(wrapped.parameters(), lr=0.1)
+    for _ in range(2):
+        wrapped.run_train(**own)
+        elsewhere.step()
+        averaging.step()
+        train_in_one_process(whole, batch, 2)
+        differences = gradient_differences(wrapped, whole)
+        assert all(distance is not None and distance < 1e-5 for distance in differences.values()), differences
+        for module in (wrapped, whole):
+            module.zero_grad()
+        whole.load_state_dict(model.state_dict())
+    # One that leaves each replica its own gradients.
+    wrapped = NxDPPModel(make("llama", layers=2), num_microbatches=1, use_zero1_optimizer=True)
+    optimizer = torch.optim.AdamW(wrapped.parameters(), lr=0.1)
+    wrapped.run_train(**own)
+    with pytest.raises(RuntimeError, match=r"After the first step of AdamW .*Set use_zero1_optimizer=False"):
+        optimizer.step()
+    # A warm-up that begins with a learning rate of 0.
+    wrapped = NxDPPModel(make("llama", layers=2), num_microbatches=1, use_zero1_optimizer=True)
+    optimizer = torch.optim.AdamW(wrapped.parameters(), lr=0.1)
+    warm_up = torch.optim.lr_scheduler.LambdaLR(optimizer, float)
+    wrapped.run_train(**own)
+    optimizer.step()
+    warm_up.step()
+    with pytest.raises(RuntimeError, match=r"After the first step of AdamW .*it does not average"):
+        optimizer.step()
+    # The first of two optimizers averages.
+    wrapped = NxDPPModel(make("llama", layers=2), num_microbatches=1, use_zero1_optimizer=True)
+    parameters = list(wrapped.parameters())
+    wrapped.run_train(**own)
+    Averaging(parameters[:1], lr=0.1).step()
+    with pytest.raises(RuntimeError, match=r"After the first step of SGD .*it does not average"):
+        torch.optim.SGD(parameters[1:], lr=0.1).step()
+    left_out_averages(own)
+    # The remedy.
+    wrapped = NxDPPModel(make("llama", layers=2), num_microbatches=1, use_zero1_optimizer=False)
+    optimizer = torch.optim.AdamW(wrapped.parameters(), lr=0.1)
+    wrapped.run_train(**own)
+    optimizer.step()
+
+
+def test_an_optimizer_that_does_not_average_is_found_at_its_first_step() -> None:
+    run_ranks(2, train)

@@ -1,0 +1,247 @@
+"""Costs of nodes, counted on fake tensors: equal to those of the whole model."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import fx, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from nxdpp.pipeline.partition.count import NodeCost, count_costs
+from nxdpp.tracing.graph.trace import TracedGraph
+from tests.support.models import llama, make, padded_batch, reference
+from tests.support.traced_models import options_for, trace_with
+
+
+def _trace(model: nn.Module, inputs: dict[str, torch.Tensor], layer_class: Any = None) -> TracedGraph:
+    return trace_with(model, inputs, options_for(model, layer_class))
+
+
+def _costs(model: Any, inputs: dict[str, torch.Tensor]) -> dict[fx.Node, NodeCost]:
+    return count_costs(_trace(model, inputs), model, inputs)
+
+
+def _batch(device: str | None = None) -> dict[str, torch.Tensor]:
+    batch = padded_batch(2, 16)
+    return {name: batch[name].to(device or "cpu") for name in ("input_ids", "labels")}
+
+
+def _of(costs: dict[fx.Node, NodeCost], target: str) -> NodeCost:
+    (found,) = [cost for node, cost in costs.items() if node.op == "call_module" and node.target == target]
+    return found
+
+
+def _whole(model: Any, batch: dict[str, torch.Tensor]) -> tuple[int, int]:
+    """Return FLOPs of forward and backward, and bytes that autograd saves. Memory counts once."""
+    whole = reference(model)
+    state = {tensor.untyped_storage().data_ptr() for tensor in (*whole.parameters(), *whole.buffers())}
+    saved: dict[int, torch.Tensor] = {}
+
+    def save(tensor: torch.Tensor) -> torch.Tensor:
+        saved.setdefault(tensor.untyped_storage().data_ptr(), tensor)
+        return tensor
+
+    with FlopCounterMode(display=False) as counter, torch.autograd.graph.saved_tensors_hooks(save, lambda x: x):
+        whole(**batch).loss.backward()
+    kept = {memory: tensor for memory, tensor in saved.items() if memory not in state}
+    return counter.get_total_flops(), sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+
+
+@pytest.mark.parametrize("name", ["llama", "tied_llama", "gpt2", "qwen3", "bert"])
+def test_sum_over_nodes_equals_the_whole_model(name: str) -> None:
+    model = make(name)
+    model.set_attn_implementation("eager")
+    costs = _costs(model, _batch())
+    flops, saved_bytes = _whole(model, _batch())
+
+    assert sum(cost.forward + cost.backward for cost in costs.values()) == flops
+    names = {value for cost in costs.values() for value in cost.saved_values}
+    values = sum(cost.output_bytes for node, cost in costs.items() if node.name in names)
+    assert values + sum(cost.saved_bytes for cost in costs.values()) == pytest.approx(saved_bytes, rel=0.02)
+    assert not any(cost.estimated for cost in costs.values())
+
+
+class LinearStack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in ((8, 16), (16, 4), (4, 32)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.sum()
+
+
+def test_linear_layers_by_hand() -> None:
+    model = LinearStack()
+    model.layers[2].requires_grad_(False)
+    inputs = {"x": torch.empty(5, 8, device="meta")}
+    costs = count_costs(_trace(model, inputs, nn.Linear), model, inputs, torch.device("cpu"))
+    layers = [_of(costs, f"layers.{index}") for index in range(3)]
+
+    assert [layer.forward for layer in layers] == [2 * 5 * 8 * 16, 2 * 5 * 16 * 4, 2 * 5 * 4 * 32]
+    # The first layer needs no gradient of its input. The last layer needs no gradient of its weight.
+    assert [layer.backward for layer in layers] == [2 * 5 * 8 * 16, 2 * 2 * 5 * 16 * 4, 2 * 5 * 4 * 32]
+    assert [layer.saved_values for layer in layers] == [("x",), ("model_layers_0",), ()]
+    assert [layer.output_bytes for layer in layers] == [5 * 16 * 4, 5 * 4 * 4, 5 * 32 * 4]
+    # At 10 FLOPs a byte memory bounds these small products: input, weight, bias and output, 4 bytes a value.
+    forward = 10 * 4 * (5 * 4 + 4 * 32 + 32 + 5 * 32)
+    backward = 10 * 4 * (5 * 32 + 4 * 32 + 5 * 4)
+    assert layers[2].work == forward + backward
+
+
+def test_work_of_operations_without_flops() -> None:
+    costs = _costs_of_llama(vocab_size=1000)
+    embedding, norm = _of(costs, "model.embed_tokens"), _of(costs, "model.norm")
+
+    assert embedding.forward == embedding.backward == norm.forward == norm.backward == 0
+    # The backward writes a gradient of 1000 x 32 and adds it to an earlier one: two reads and a write.
+    table, rows = 1000 * 32 * 4, 2 * 16 * 32 * 4
+    indices = 2 * 16 * 8
+    assert embedding.work == 10 * (4 * table + 3 * rows + 2 * indices)
+    assert norm.work > 10 * 5 * rows
+    # A frozen embedding has no backward.
+    frozen = _of(_costs_of_llama(vocab_size=1000, frozen="model.embed_tokens"), "model.embed_tokens")
+    assert frozen.work == 10 * (2 * rows + indices)
+    assert _of(costs, "lm_head").work >= _of(costs, "lm_head").forward + _of(costs, "lm_head").backward
+
+
+def test_work_of_a_large_product_is_its_flops() -> None:
+    model = nn.Sequential(nn.Linear(512, 512, bias=False))
+    inputs = {"input": torch.empty(4096, 512, device="meta")}
+    costs = count_costs(_trace(model, inputs, nn.Linear), model, inputs, torch.device("cpu"))
+    (linear,) = [cost for cost in costs.values() if cost.forward]
+
+    accumulation = 10 * 3 * 512 * 512 * 4
+    assert linear.work == linear.forward + linear.backward + accumulation
+
+
+def _costs_of_llama(frozen: str | None = None, **changes: Any) -> dict[fx.Node, NodeCost]:
+    model = llama(**changes)
+    if frozen is not None:
+        model.get_submodule(frozen).requires_grad_(False)
+    batch = _batch("meta")
+    return count_costs(_trace(model, batch), model, batch, torch.device("cpu"))
+
+
+def test_fused_attention_has_the_flops_of_its_products() -> None:
+    model = make("llama")
+    fused = _of(_costs(model, _batch()), "model.layers.0")
+    model.set_attn_implementation("eager")
+    eager = _of(_costs(model, _batch()), "model.layers.0")
+
+    assert fused.forward == eager.forward
+    # The fused backward computes the scores again: 2 FLOPs, 2 samples, 4 heads, 16 x 16 positions, width 8.
+    assert fused.backward == eager.backward + 2 * 2 * 4 * 16 * 16 * 8
+    assert fused.saved_bytes < eager.saved_bytes
+
+
+def test_head_and_loss() -> None:
+    costs = _costs(make("llama"), _batch())
+    head = _of(costs, "lm_head")
+
+    assert head.forward == 2 * 32 * 32 * 61
+    assert head.backward == 2 * head.forward
+    assert head.output_bytes == 2 * 16 * 61 * 4
+    assert head.output_tensors == 1
+    (loss,) = [cost for node, cost in costs.items() if node.name == "ForCausalLMLoss"]
+    assert loss.saved_bytes >= head.output_bytes
+
+
+def test_equal_layers_have_equal_costs() -> None:
+    model = make("llama", layers=3)
+    model.model.layers[1].mlp.gate_proj = nn.Linear(32, 48, bias=True)
+    model.model.layers[2].requires_grad_(False)
+    node_costs = _costs(model, _batch())
+    costs = [_of(node_costs, f"model.layers.{index}") for index in range(3)]
+
+    assert costs[0].forward == costs[1].forward == costs[2].forward
+    assert costs[2].backward < costs[0].backward
+    assert [cost.saved_values[0] for cost in costs] == [
+        "model_model_embed_tokens",
+        "model_model_layers_0",
+        "model_model_layers_1",
+    ]
+
+
+def test_only_the_first_of_equal_layers_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make("llama", layers=8)
+    layer_class = type(model.model.layers[0])
+    forward, runs = layer_class.forward, []
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        runs.append(args[0])
+        return forward(*args, **kwargs)
+
+    traced = _trace(model, _batch())
+    monkeypatch.setattr(layer_class, "forward", counted)
+    count_costs(traced, model, _batch())
+
+    assert len(runs) == 1
+
+
+def test_model_on_the_meta_device_has_equal_costs_and_is_not_changed() -> None:
+    with torch.device("meta"):
+        on_meta = make("llama")
+    before = dict(on_meta.named_parameters())
+
+    assert list(_costs(on_meta, _batch("meta")).values()) == list(_costs(make("llama"), _batch()).values())
+    assert all(parameter is before[name] and parameter.is_meta for name, parameter in on_meta.named_parameters())
+    assert all(parameter.grad is None for parameter in on_meta.parameters())
+
+
+def test_counting_changes_neither_gradients_nor_random_state() -> None:
+    model = make("gpt2", dropout=0.1)
+    state = torch.get_rng_state()
+
+    _costs(model, _batch())
+
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+class DataDependentLayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.linear(x if x.sum() > 0 else -x)
+        return result
+
+
+class DataDependent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(DataDependentLayer() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.sum()
+
+
+def test_data_dependent_layers_are_estimated() -> None:
+    model = DataDependent()
+    inputs = {"x": torch.empty(5, 8, device="meta")}
+    costs = count_costs(_trace(model, inputs, DataDependentLayer), model, inputs)
+
+    for index in range(2):
+        layer = _of(costs, f"layers.{index}")
+        assert layer.estimated
+        assert (layer.forward, layer.backward) == (2 * 72 * 5, 4 * 72 * 5)
+        assert layer.output_bytes == 5 * 8 * 4
+
+
+def test_experts_have_a_cost() -> None:
+    costs = _costs(make("mixtral"), _batch())
+    tokens, expert = 32, 3 * 32 * 48
+
+    layer = _of(costs, "model.layers.2")
+    assert layer.forward >= 2 * tokens * 2 * expert
+
+
+def test_padding_does_not_change_flops() -> None:
+    costs = _costs(llama(), padded_batch(2, 16))
+
+    assert _of(costs, "model.layers.3").forward == _of(_costs(llama(), _batch()), "model.layers.3").forward

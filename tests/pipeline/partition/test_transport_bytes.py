@@ -1,0 +1,42 @@
+"""Memory of communicators and messages on CUDA, and its part of a rank's limit."""
+
+import pytest
+import torch
+
+from nxdpp.pipeline.partition.balanced_partition import CostPolicy
+from nxdpp.pipeline.partition.count import count_costs
+from nxdpp.pipeline.partition.transport_bytes import COMMUNICATOR_BYTES, MESSAGES_HELD, transport_bytes
+from nxdpp.ranks.transfer_groups import communicators
+from nxdpp.schedules.chosen import ChosenSchedule
+from nxdpp.schedules.lowering.transport_rules import neighbouring_pairs
+from nxdpp.tracing.graph.trace import TracingOptions, trace_for
+from tests.support.plain_models import WIDTH, Block, Skips
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize("ranks", range(1, 9))
+def test_a_rank_has_a_communicator_for_each_neighbour_and_way(ranks: int) -> None:
+    most = max(sum(rank in pair for pair in neighbouring_pairs(ranks)) for rank in range(ranks))
+    others = (ranks > 1) + 2 * (ranks > 3)
+    assert communicators(ranks, 1) == most + others
+    assert communicators(ranks, 2) == most + others + 1
+
+
+def test_communicators_and_messages_count_on_cuda_alone() -> None:
+    model, batch = Skips(), {"x": torch.zeros(2, WIDTH)}
+    traced = trace_for(model, batch, TracingOptions((Block,)))
+    costs = count_costs(traced, model, batch, CPU)
+    assert transport_bytes(traced, costs, CPU, 4, 2) == 0
+    message = 2 * WIDTH * 4
+    assert transport_bytes(traced, costs, CUDA, 4, 2) == 8 * COMMUNICATOR_BYTES + MESSAGES_HELD * message
+
+    def cuts(limit: int, device: torch.device) -> list[str]:
+        return CostPolicy(model, batch, "balanced", ChosenSchedule("1f1b", 2, 2, 1), limit).cuts(traced, costs, device)
+
+    limit = 3 * COMMUNICATOR_BYTES
+    assert len(cuts(limit, CPU)) == 1
+    with pytest.raises(ValueError, match=r"limit of 0\.293 GiB a rank: .* on rank \d, 0\.293 GiB for communicators"):
+        cuts(limit, CUDA)
+    # The remedy: a higher limit.
+    assert cuts(limit + 2**20, CUDA) == cuts(limit, CPU)

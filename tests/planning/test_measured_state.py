@@ -1,0 +1,122 @@
+"""Bytes of weights, gradients and optimizer state in a plan: those of the ranks of a real training, to the byte."""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from nxdpp import NxDPPModel, deferred_init, parallel_state
+from nxdpp.__main__ import main
+from nxdpp.gradients.optimizer.zero1 import Zero1Optimizer
+from tests.support.run_ranks import run_ranks
+
+PIPELINE, DATA, MICROBATCHES = 2, 2, 4
+# The dtype of a configuration has no effect on a constructor.
+CONFIG: dict[str, Any] = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "use_cache": False,
+    "dtype": "bfloat16",
+}
+
+
+class Case(NamedTuple):
+    """A construction of README, and the flags of the plan that has the same."""
+
+    dtype: str | None = None
+    zero1: bool = False
+    tied: bool = False
+    schedule: str = "1f1b"
+    deferred: bool = False
+
+    def config(self) -> dict[str, Any]:
+        """The content of ``config.json``."""
+        return CONFIG | {"tie_word_embeddings": self.tied}
+
+    def flags(self) -> list[str]:
+        """The flags of the plan."""
+        return [
+            *("--pipeline-parallel-size", str(PIPELINE), "--data-parallel-size", str(DATA)),
+            *("--num-microbatches", str(MICROBATCHES), "--seq-length", "16", "--schedule", self.schedule),
+            *(["--dtype", self.dtype] if self.dtype else []),
+            *(["--zero1"] if self.zero1 else []),
+        ]
+
+
+CASES = [
+    Case(),
+    Case(zero1=True, deferred=True),
+    Case("bfloat16"),
+    Case("bfloat16", zero1=True),
+    Case("bfloat16", zero1=True, tied=True, schedule="zb-v"),
+    Case(tied=True),
+]
+
+
+def _trained(case: Case) -> dict[str, int]:
+    """Bytes of this rank after a step."""
+    config = LlamaConfig(**{name: value for name, value in case.config().items() if name != "model_type"})
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=PIPELINE)
+    torch.manual_seed(0)
+    whole = deferred_init(LlamaForCausalLM, config) if case.deferred else LlamaForCausalLM(config)
+    if case.dtype is not None:
+        whole = whole.to(getattr(torch, case.dtype))
+    model = NxDPPModel(whole, num_microbatches=MICROBATCHES, schedule=case.schedule, use_zero1_optimizer=case.zero1)
+    ids = torch.randint(0, 64, (MICROBATCHES, 16), generator=torch.Generator().manual_seed(1))
+    model.run_train(input_ids=ids, labels=ids)
+    held = list(model.parameters())
+    gradients = [parameter.grad for parameter in held if parameter.grad is not None]
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(held, lr=1e-3)
+    masters: list[torch.Tensor] = []
+    if case.zero1:
+        sharded = Zero1Optimizer(held, torch.optim.AdamW, lr=1e-3)
+        masters = [values for _, values, _ in sharded.shards()]
+        optimizer = sharded
+    optimizer.step()
+    moments = [
+        tensor for state in optimizer.state.values() for name, tensor in state.items() if name.startswith("exp_avg")
+    ]
+    own = _storages(held)
+    parallel_state.destroy_model_parallel()
+    return {
+        "parameters": sum(parameter.numel() for parameter in held),
+        "weight_bytes": sum(own.values()),
+        "gradient_bytes": sum(_storages(gradients).values()),
+        "optimizer_bytes": sum((_storages([*moments, *masters]) | dict.fromkeys(own, 0)).values()),
+    }
+
+
+def _storages(tensors: Iterable[torch.Tensor | nn.Parameter]) -> dict[int, int]:
+    """Bytes of each memory that ``tensors`` have."""
+    return {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+
+
+def _rank(rank: int) -> list[dict[str, int]]:
+    return [_trained(case) for case in CASES]
+
+
+@pytest.mark.one_python
+def test_the_state_is_that_of_real_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    measured = run_ranks(PIPELINE * DATA, _rank, timeout=150.0)
+
+    for number, case in enumerate(CASES):
+        (tmp_path / "config.json").write_text(json.dumps(case.config()))
+        assert main(["plan", str(tmp_path), "--json", *case.flags()]) == 0
+        planned = json.loads(capsys.readouterr().out)
+        assert planned["dtype"] == (case.dtype or "float32")
+        assert planned["optimizer"]["master_weights"] == (case.zero1 and case.dtype == "bfloat16")
+        for rank, real in enumerate(of_rank[number] for of_rank in measured):
+            predicted = planned["ranks"][rank // DATA]
+            assert {name: predicted[name] for name in real} == real, (case, rank)

@@ -1,0 +1,250 @@
+"""``python -m nxdpp plan --devices``: the printed layouts, and the printed lines, which a job runs."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+from transformers import LlamaConfig
+
+import nxdpp
+from nxdpp.__main__ import main
+from nxdpp.planning.layout import Layout
+from nxdpp.planning.plan import Plan
+from tests.planning.json_keys import keys_in, keys_of
+
+ROOT = Path(__file__).parents[2]
+CONFIG = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32,
+    "use_cache": False,
+    "dtype": "float32",
+}
+SEARCH = ["--devices", "2", "--device-memory", "1GB", "--global-batch", "4", "--device", "cpu", "--link", "1GB/s"]
+# Layouts of the other printed scripts that run in the same start.
+SWITCHES = [
+    Layout(tensor=2, sequence=True, checkpoint=True),
+    Layout(tensor=2),
+    Layout(pipeline=2, chunks=2, schedule="dualpipe-v", checkpoint=True, microbatch=2),
+    Layout(data=2, zero1=True, checkpoint=True),
+    Layout(data=2, microbatch=2),
+]
+# The script of a user, with printed texts in the place of its own lines: two steps have the losses of one process.
+TRAIN = """
+import copy
+import sys
+from pathlib import Path
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+torch.manual_seed(0)
+given = LlamaForCausalLM(LlamaConfig.from_json_file("config.json"))
+tokens = torch.randint(0, 64, (4, 32), generator=torch.Generator().manual_seed(1))
+for text in sys.argv[1:]:
+    whole = copy.deepcopy(given)
+    adamw = torch.optim.AdamW(whole.parameters(), lr=3e-4)
+    names = {"model": copy.deepcopy(given)}
+    exec(Path(text).read_text(), names)
+    model, optimizer, state = names["model"], names["optimizer"], names["parallel_state"]
+    part = slice(state.get_data_parallel_rank(), None, state.get_data_parallel_size())
+    for step in range(2):
+        losses = torch.stack([whole(input_ids=row[None], labels=row[None]).loss for row in tokens])
+        loss = model.run_train(input_ids=tokens[part], labels=tokens[part])
+        if loss is not None:
+            torch.testing.assert_close(loss, losses[part].mean().detach(), rtol=1e-5, atol=0, msg=f"{text}, {step}")
+            print(f"{text}: the loss of step {step} is that of one process")
+        losses.mean().backward()
+        for each in (adamw, optimizer):
+            each.step()
+            each.zero_grad()
+    state.destroy_model_parallel()
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    return tmp_path
+
+
+def _plan(folder: Path, *options: str) -> int:
+    return main(["plan", str(folder), *SEARCH, *options])
+
+
+@pytest.mark.one_python
+def test_the_printed_lines_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fixed = ["--pipeline-parallel-size", "2", "--virtual-pipeline-size", "2"]
+    assert _plan(folder, *fixed, "--write", str(folder / "plan.json")) == 0
+    _, table, command, script = capsys.readouterr().out.split("\n\n")
+
+    rows = [line for line in table.splitlines() if re.match(r"\d", line)]
+    assert [row.split()[0] for row in rows] == [str(number) for number in range(1, 11)]
+    assert all(re.match(r"\d+ +1 x 2 x 1 ", row) for row in rows)
+    times = [float(row.split()[-4]) for row in rows]
+    assert times == sorted(times)
+    assert command == "torchrun --nproc-per-node 2 train.py"
+    assert Plan.read(folder / "plan.json").script() == script.strip()
+
+    config = LlamaConfig.from_json_file(folder / "config.json")
+    scripts = [script]
+    for layout in SWITCHES:
+        found = nxdpp.plan(config, devices=2, device_memory="1GB", global_batch=4, device="cpu", layouts=[layout])
+        scripts.append(found.script())
+    names = [f"{number}.txt" for number in range(len(scripts))]
+    for name, text in zip(names, scripts, strict=True):
+        (folder / name).write_text(text)
+    (folder / "train.py").write_text(TRAIN)
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    environment = os.environ | {"PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(
+        [*command.split(), *names],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    for name in names:
+        assert f"{name}: the loss of step 1 is that of one process" in ended.stdout
+    for word in ("tensor_parallelize(model, sequence_parallel=True)", "apply_checkpoint(model)", "Zero1Optimizer("):
+        assert any(word in text for text in scripts)
+
+
+def test_a_plan_is_read_as_it_was_written(folder: Path) -> None:
+    assert _plan(folder, "--best", "2", "--data-parallel-size", "2", "--write", str(folder / "plan.json")) == 0
+    plan = Plan.read(folder / "plan.json")
+
+    assert len(plan.best) == 2
+    assert Plan.from_json(plan.to_json()) == plan
+    with pytest.raises(ValueError, match=r"the text is no plan of nxdpp\.plan: version 7 is not 1"):
+        Plan.from_json(plan.to_json().replace('"version": 1', '"version": 7'))
+    with pytest.raises(ValueError, match="the text is no plan"):
+        Plan.from_json("{}")
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "error"),
+    [
+        ('"pipeline": 1', '"pipeline": 4', r"tensor 1 x pipeline 4 .* needs 8 devices, not 2 on 1 hosts"),
+        ('"devices": 2', '"devices": 4', "needs 2 devices, not 4 on 1 hosts"),
+        ('"global_batch": 4', '"global_batch": 7', "a global batch of 7 does not divide over 2 replicas"),
+        ('"microbatches": ', '"microbatches": 9', "microbatches of a global batch of 4, not 9"),
+        ('"dtype": ', '"other": ', "dtype"),
+        ('"schedule": "1f1b"', '"schedule": "2f2b"', "there is no schedule '2f2b'"),
+        ('"cuts": []', '"cuts": ["model.layers.0"]', r"needs 0 cuts, not \['model.layers.0'\]"),
+        ('"checkpoint": ', '"check": ', "the text is no plan"),
+        ('"hosts": 1', '"hosts": "1"', "the text is no plan"),
+        ("}\n", "", "the text is no plan"),
+    ],
+)
+def test_an_edited_plan_is_refused(tmp_path: Path, before: str, after: str, error: str) -> None:
+    written = tmp_path / "plan.json"
+    text = _plan_of_two_replicas().to_json()
+    assert before in text
+    written.write_text(text.replace(before, after))
+
+    with pytest.raises(ValueError, match=r"plan\.json: the text is no plan of nxdpp\.plan: .*") as caught:
+        Plan.read(written)
+    assert re.search(error, str(caught.value))
+
+
+@cache
+def _plan_of_two_replicas() -> Plan:
+    config = LlamaConfig.from_dict(CONFIG)
+    return nxdpp.plan(config, devices=2, device_memory="1GB", global_batch=4, device="cpu", layouts=[Layout(data=2)])
+
+
+def test_the_dtype_is_that_of_the_constructor(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """``LlamaForCausalLM(config)`` makes float32, also of a configuration that names bfloat16."""
+    (folder / "config.json").write_text(json.dumps(CONFIG | {"dtype": "bfloat16"}))
+
+    assert _plan(folder, "--best", "1") == 0
+    plain = capsys.readouterr().out
+    assert _plan(folder, "--best", "1", "--dtype", "bfloat16", "--seq-length", "16") == 0
+    half = capsys.readouterr().out
+
+    assert "LlamaForCausalLM, 2 cpu devices on 1 host, 4 samples a step" in plain
+    assert "microbatch of one sample: input_ids [1, 32], labels [1, 32]" in plain
+    assert "dtype: float32, as LlamaForCausalLM(config) makes it. The configuration names\n  bfloat16" in plain
+    assert "a LlamaForCausalLM in float32." in plain
+    assert "dtype: bfloat16, by --dtype: LlamaForCausalLM(config).to(torch.bfloat16)" in half
+    assert "input_ids [1, 16]" in half
+
+
+def test_tables_of_a_search_fit_80_columns(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _plan(folder, "--details", "--schedule", "zb-v", "--best", "2") == 0
+
+    table = capsys.readouterr().out.split("\n\ntorchrun")[0]
+    assert max(map(len, table.splitlines())) <= 80
+    assert table.count("zb-v 2") == 2
+    assert table.count("compute of rank") == 2
+
+
+def test_json_of_a_search(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The document has what ``nxdpp.plan`` returns; its keys are those of docs/planner.md."""
+    assert _plan(folder, "--json", "--best", "2", "--write", str(folder / "plan.json")) == 0
+
+    printed = json.loads(capsys.readouterr().out)
+    plan = Plan.read(folder / "plan.json")
+    first = printed["layouts"][0]
+    assert first["step_seconds"] == plan.first.step_seconds
+    assert first["memory_bytes"] == plan.first.peak_bytes == max(rank["memory_bytes"] for rank in first["ranks"])
+    assert (printed["script"], printed["torchrun"]) == (plan.script(), plan.torchrun())
+    assert (printed["kind"], printed["dtype"], printed["version"]) == ("search", "float32", 1)
+    assert keys_of(printed) == keys_in(ROOT / "docs" / "planner.md")
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        (
+            ["--device-memory", "1kB", "--data-parallel-size", "2"],
+            r"no layout fits into .* GiB of a device: the smallest one needs .* GiB \(tensor",
+        ),
+        (["--device-memory", "80"], "device_memory='80' is not understood: give a number and one of B, kB"),
+        (["--link", "5GB"], "link='5GB' is no rate: end it with /s"),
+        (["--hosts", "3"], "2 devices do not divide over 3 hosts"),
+        (["--global-batch", "0"], "global_batch=0 must be a whole number of at least 1"),
+        (["--devices", "0"], "devices=0 must be a whole number of at least 1"),
+        (["--best", "0"], "best=0 must be a whole number of at least 1"),
+        (["--dtype", "half-ish"], "dtype='half-ish' is no floating dtype of a model: choose one of float32"),
+        (["--zero1", "--data-parallel-size", "1"], "with data=1, zero1=True fits .* ZeRO-1 needs replicas"),
+        (["--num-microbatches", "4"], "--num-microbatches: the search chooses it. Leave it out with --devices"),
+        (["--partition", "balanced"], "--partition: the search chooses it"),
+        (["--pipeline-parallel-size", "8"], "no layout of 2 devices on 1 hosts with pipeline=8 fits the model"),
+    ],
+)
+def test_errors_are_one_sentence(
+    folder: Path, capsys: pytest.CaptureFixture[str], options: list[str], error: str
+) -> None:
+    assert _plan(folder, *options) == 2
+    assert re.search(error, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        (["--devices", "2"], "--device-memory, --global-batch: missing. A search with --devices needs it"),
+        (["--hosts", "2"], "--hosts: for a search. Add --devices"),
+        ([], "--pipeline-parallel-size, --num-microbatches: missing"),
+    ],
+)
+def test_missing_options_are_named(
+    folder: Path, capsys: pytest.CaptureFixture[str], options: list[str], error: str
+) -> None:
+    assert main(["plan", str(folder), *options]) == 2
+    assert error in capsys.readouterr().err

@@ -1,0 +1,208 @@
+"""``nxdpp.plan`` from Python, and ``NxDPPModel.from_plan``."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import nxdpp
+from nxdpp import NxDPPModel, parallel_state
+from nxdpp.planning.layout import Layout
+from nxdpp.planning.plan import Plan
+
+LLAMA = LlamaConfig(
+    vocab_size=64,
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=32,
+)
+CPU: dict[str, Any] = {"device_memory": "1GB", "device": "cpu"}
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        return states + torch.tanh(self.linear(states))
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Block() for _ in range(4)])
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            states = layer(states)
+        return states.square().mean()
+
+
+def test_a_model_of_no_library_is_planned_from_a_batch() -> None:
+    model = Stack()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+
+    plan = nxdpp.plan(model, devices=2, global_batch=8, inputs={"states": torch.zeros(3, 16)}, **CPU)
+
+    assert plan.model == "Stack"
+    assert plan.layout.tensor == 1
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert not parallel_state.model_parallel_is_initialized()
+    with pytest.raises(ValueError, match="the inputs of Stack are unknown: give inputs="):
+        nxdpp.plan(model, devices=2, global_batch=8, **CPU)
+
+
+def test_measured_layers_replace_counted_ones() -> None:
+    inputs = {"states": torch.zeros(3, 16)}
+    counted, measured = (
+        nxdpp.plan(Stack(), devices=1, global_batch=2, inputs=inputs, costs=costs, best=1, **CPU)
+        for costs in ("counted", "profiled")
+    )
+
+    assert counted.first.times[0].compute != measured.first.times[0].compute
+    assert 0 < measured.first.step_seconds < 10
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ({"device": "tpu"}, "there is no device 'tpu'. Choose one of a100, h100, h200, cpu"),
+        ({"costs": "guessed"}, "costs='guessed' must be 'counted' or 'profiled'"),
+        ({"dtype": "half-ish"}, "dtype='half-ish' is no floating dtype of torch"),
+        ({"seq_length": 16, "inputs": {"input_ids": torch.zeros(1, 4)}}, "seq_length and inputs exclude each other"),
+        ({"seq_length": 64}, "a sequence length of 64 is more than max_position_embeddings=32"),
+    ],
+)
+def test_arguments_that_are_not_understood(arguments: dict[str, Any], error: str) -> None:
+    with pytest.raises(ValueError, match=error):
+        nxdpp.plan(LLAMA, **{"devices": 2, "global_batch": 4, **CPU, **arguments})
+
+
+def test_a_configuration_gives_the_dtype_of_its_constructor() -> None:
+    """Also where it names another one: ``from_plan`` takes the model that ``LlamaForCausalLM(config)`` makes."""
+    config = LlamaConfig.from_dict(LLAMA.to_dict() | {"dtype": "bfloat16"})
+
+    def plan(**options: Any) -> Plan:
+        return nxdpp.plan(config, devices=1, global_batch=2, layouts=[Layout()], **CPU, **options)
+
+    plan().check_model(LlamaForCausalLM(config))
+    plan(dtype="bfloat16").check_model(nn.Module.to(LlamaForCausalLM(config), torch.bfloat16))
+    assert config.dtype == torch.bfloat16
+
+
+def test_another_object_is_no_model() -> None:
+    with pytest.raises(TypeError, match=r"nxdpp\.plan takes a model, or a configuration of transformers, not a str"):
+        nxdpp.plan("llama", devices=1, global_batch=1, **CPU)
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    fixed = {"tensor": 2, "pipeline": 2, "checkpoint": True, "sequence": True, "zero1": True, "schedule": "1f1b"}
+    return nxdpp.plan(LLAMA, devices=8, global_batch=8, seq_length=32, fixed=fixed, best=1, **CPU)
+
+
+def test_a_model_is_wrapped_for_a_plan(plan: Plan) -> None:
+    parallel_state.initialize_debug(pipeline_model_parallel_size=2, tensor_model_parallel_size=2, data_parallel_size=2)
+    try:
+        model = NxDPPModel.from_plan(LlamaForCausalLM(LLAMA), plan, return_mb_loss=True)
+    finally:
+        parallel_state.destroy_model_parallel()
+
+    assert model.num_microbatches == plan.first.microbatches
+    assert model.pipeline_cuts == plan.first.cuts
+    assert model.virtual_pipeline_size == plan.layout.chunks
+    assert model.use_zero1_optimizer
+    assert model.return_mb_loss
+    weight = dict(model.local_named_parameters())["model.layers.0.self_attn.q_proj.weight"]
+    assert weight.shape == (16, 32)
+    assert "sequence_parallel=True" in plan.script()
+    assert "apply_checkpoint(model)" in plan.script()
+
+
+def test_a_job_of_other_sizes_is_refused(plan: Plan) -> None:
+    parallel_state.initialize_debug(pipeline_model_parallel_size=2)
+    module = LlamaForCausalLM(LLAMA)
+    try:
+        with pytest.raises(ValueError, match=r"the plan is for .*'tensor': 2.* and the job has .*'tensor': 1"):
+            NxDPPModel.from_plan(module, plan)
+        for name in ("num_microbatches", "schedule", "virtual_pipeline_size", "partition", "use_zero1_optimizer"):
+            with pytest.raises(ValueError, match=f"the plan chooses {name}: leave it out"):
+                NxDPPModel.from_plan(module, plan, **{name: 4})
+        with pytest.raises(ValueError, match="is for a LlamaForCausalLM in float32, and the model is a LlamaModel in"):
+            NxDPPModel.from_plan(module.model, plan)
+        with pytest.raises(ValueError, match=r"in float32, and the model is a LlamaForCausalLM in bfloat16: .* dtype="):
+            NxDPPModel.from_plan(LlamaForCausalLM(LLAMA).bfloat16(), plan)
+    finally:
+        parallel_state.destroy_model_parallel()
+    assert module.model.layers[0].self_attn.q_proj.weight.shape == (32, 32)
+
+
+@pytest.mark.filterwarnings("ignore:.*this plan was not compared")
+def test_a_plan_knows_the_tensor_plan_and_the_layers(plan: Plan) -> None:
+    tensor_plan = {"layers.*.linear": "colwise_gather_output"}
+    found = nxdpp.plan(
+        Stack(),
+        devices=2,
+        global_batch=2,
+        inputs={"states": torch.zeros(1, 16)},
+        tensor_plan=tensor_plan,
+        transformer_layer_cls=Block,
+        fixed={"tensor": 2},
+        best=1,
+        **CPU,
+    )
+
+    assert found == Plan.from_json(found.to_json())
+    assert f"tensor_parallelize(model, plan={tensor_plan!r})" in found.script()
+    assert "transformer_layer_cls=['Block']" in found.script()
+    parallel_state.initialize_debug(tensor_model_parallel_size=2)
+    try:
+        model = NxDPPModel.from_plan(Stack(), found)
+        with pytest.raises(ValueError, match="tensor-parallel parameters already: call tensor_parallelize once"):
+            NxDPPModel.from_plan(nxdpp.tensor_parallelize(Stack(), tensor_plan), found)
+        with pytest.raises(ValueError, match="is for a Stack in float32, and the model is a NxDPPModel"):
+            NxDPPModel.from_plan(model, found)
+    finally:
+        parallel_state.destroy_model_parallel()
+    assert dict(model.local_named_parameters())["layers.0.linear.weight"].shape == (8, 16)
+
+
+class Nested(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stack = Stack()
+
+    def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        loss: torch.Tensor = self.stack(batch["states"])
+        return loss
+
+
+def test_a_batch_in_containers_has_the_samples_of_a_microbatch() -> None:
+    inputs = {"batch": {"states": torch.zeros(3, 16)}}
+    plan = nxdpp.plan(Nested(), devices=1, global_batch=8, inputs=inputs, fixed={"microbatch": 4}, best=1, **CPU)
+    flat = nxdpp.plan(
+        Stack(), devices=1, global_batch=8, inputs=inputs["batch"], fixed={"microbatch": 4}, best=1, **CPU
+    )
+
+    assert plan.first.memory == flat.first.memory
+    assert plan.sample == {"batch['states']": [1, 16]}
+
+
+def test_a_batch_with_several_numbers_of_samples_is_refused() -> None:
+    inputs = {"states": torch.zeros(3, 16), "positions": torch.zeros(16)}
+    with pytest.raises(ValueError, match=r"several numbers of samples .*: states \[3, 16\], positions \[16\]\. Give"):
+        nxdpp.plan(Stack(), devices=1, global_batch=8, inputs=inputs, **CPU)
+
+
+def test_several_hosts_have_a_meeting_point() -> None:
+    plan = nxdpp.plan(LLAMA, devices=4, hosts=2, global_batch=4, fixed={"data": 4}, best=1, **CPU)
+
+    assert plan.torchrun() == (
+        "torchrun --nnodes 2 --rdzv-backend c10d --rdzv-endpoint $HOST:29500 --nproc-per-node 2 train.py"
+    )

@@ -1,0 +1,216 @@
+"""Predictions of layouts: memory beside measured peaks, times beside the simulator."""
+
+from itertools import accumulate, combinations
+
+import pytest
+import torch
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from nxdpp.gradients import buckets
+from nxdpp.planning import layer_times
+from nxdpp.planning.configured_model import microbatch_on_meta
+from nxdpp.planning.layer_times import CountedModel
+from nxdpp.planning.layout import Layout
+from nxdpp.planning.machine import DEVICES, Job, Link, Machine
+from nxdpp.planning.model_costs import ModelCosts
+from nxdpp.planning.predict import Prediction, predict
+from nxdpp.planning.stage_costs import stage_costs, stage_ends
+from nxdpp.planning.stage_summary import summarise_stages
+from nxdpp.schedules.chosen import ChosenSchedule
+from nxdpp.schedules.families.registry import find_family
+from nxdpp.schedules.simulate import simulate
+
+# The model of benchmarks/results/dimensions.md.
+LLAMA = LlamaConfig(
+    vocab_size=512,
+    hidden_size=256,
+    intermediate_size=512,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    use_cache=False,
+)
+
+
+def _llama() -> LlamaForCausalLM:
+    with torch.device("meta"):
+        return LlamaForCausalLM(LLAMA)
+
+
+def _costs(devices: int, batch: int, rate: float = 1e9, latency: float = 1e-5) -> ModelCosts:
+    model = _llama()
+    machine = Machine(devices, 10**9, DEVICES["cpu"], link=Link(rate, latency))
+    return ModelCosts(model, machine, Job(batch, lambda size: microbatch_on_meta(model, size, 128)))
+
+
+def _predict(layout: Layout) -> Prediction:
+    return predict(_costs(layout.devices, 8 * layout.data), layout)
+
+
+# Layout, and the measured peak of each stage in KB: benchmarks/results/dimensions.md.
+MEASURED = [
+    (Layout(tensor=2, microbatch=2), [36305.7]),
+    (Layout(pipeline=2, microbatch=2), [41066.5, 32867.3]),
+    (Layout(data=2, microbatch=2, zero1=True), [57722.4]),
+    (Layout(tensor=2, pipeline=2, microbatch=2), [24810.0, 19241.5]),
+    (Layout(tensor=2, pipeline=2, microbatch=2, sequence=True), [22447.6, 17795.6]),
+    (Layout(tensor=2, data=2, microbatch=2, zero1=True), [30005.0]),
+    (Layout(pipeline=2, data=2, microbatch=2, zero1=True), [35819.5, 28864.0]),
+    (Layout(tensor=2, pipeline=2, data=2, microbatch=2, zero1=True), [21660.2, 16352.8]),
+]
+
+
+@pytest.mark.parametrize(("layout", "measured"), MEASURED)
+def test_the_memory_is_that_of_measured_ranks(layout: Layout, measured: list[float]) -> None:
+    predicted = [rank.total / 1e3 for rank in _predict(layout).memory]
+
+    assert predicted == pytest.approx(measured, rel=0.06)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved", "zb-h1", "zb-v"])
+def test_the_time_of_a_schedule_is_that_of_the_simulator(schedule: str) -> None:
+    chunks = find_family(schedule).default_chunks
+    layout = Layout(pipeline=2, chunks=chunks, schedule=schedule)
+    costs = _costs(2, 8)
+
+    prediction = predict(costs, layout)
+
+    model = costs.of(1, False, 1)
+    action = costs.machine.device.action_seconds
+    stages = stage_costs(model, stage_ends(model, 2 * chunks, False), False, action)
+    inputs, weights = [stage.input_gradient for stage in stages], [stage.weight_gradient for stage in stages]
+    if schedule.startswith("zb"):
+        # Nothing receives a gradient of the first stage. Each weight-gradient is an action.
+        inputs[0], weights[0] = action, weights[0] + inputs[0] - action
+        weights = [weight + action for weight in weights]
+    link = costs.machine.link
+    sent = [stage.sent / link.bytes_per_second + link.latency for stage in stages]
+    timeline = simulate(
+        find_family(schedule).build(2, 8, chunks), [stage.forward for stage in stages], inputs, weights, sent
+    )
+    assert prediction.times[0].total - prediction.times[0].optimizer == pytest.approx(timeline.makespan)
+    assert prediction.bubble == pytest.approx(timeline.mean_bubble, abs=1e-6)
+
+
+def test_checkpoints_take_time_and_free_memory() -> None:
+    kept = _predict(Layout(pipeline=2, microbatch=2))
+    again = _predict(Layout(pipeline=2, microbatch=2, checkpoint=True))
+
+    assert 1.2 * kept.step_seconds < again.step_seconds < 1.4 * kept.step_seconds
+    assert again.memory[0].activations < 0.7 * kept.memory[0].activations
+
+
+def test_a_slow_link_takes_the_time_of_its_bytes() -> None:
+    layout = Layout(tensor=2, data=2, zero1=True)
+    quick, slow = (predict(_costs(4, 8, rate=rate, latency=0.0), layout) for rate in (1e12, 1e6))
+
+    assert slow.sent == quick.sent
+    assert slow.times[0].tensor == pytest.approx(slow.sent.tensor / 1e6)
+    assert slow.times[0].average == pytest.approx(slow.sent.data / 1e6)
+    assert slow.limited_by.startswith("tensor collectives")
+
+
+@pytest.fixture(scope="module")
+def counted() -> CountedModel:
+    return _costs(1, 8).of(1, False, 1)
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 4, 5])
+def test_cuts_have_the_least_work_of_the_slowest_stage(counted: CountedModel, stages: int) -> None:
+    def slowest(ends: list[int]) -> float:
+        return max(stage.work for stage in stage_costs(counted, ends, False, 0.0))
+
+    best = min(slowest([*inner, 5]) for inner in combinations(range(1, 5), stages - 1))
+
+    assert slowest(stage_ends(counted, stages, False)) == pytest.approx(best, rel=1e-5)
+
+
+def test_more_stages_than_layers_are_refused(counted: CountedModel) -> None:
+    with pytest.raises(ValueError, match="5 layers, the head included, cannot be split over 6 stages"):
+        stage_ends(counted, 6, False)
+
+
+def test_parts_of_layers_add_up_to_the_counted_work() -> None:
+    from nxdpp.pipeline.partition.count import count_costs
+    from nxdpp.pipeline.partition.node_parts import CountedParts
+    from nxdpp.tracing.graph.trace import TracingOptions, trace_for
+    from nxdpp.tracing.modules.layers import find_layer_classes
+
+    model = _llama()
+    inputs = microbatch_on_meta(model, 2, 128)
+    traced = trace_for(model, inputs, TracingOptions(find_layer_classes(model, None)))
+    costs = count_costs(traced, model, inputs, parts=CountedParts(100.0))
+    for node, cost in costs.items():
+        if cost.parts is not None:
+            parts = cost.parts.forward + cost.parts.input_gradient + cost.parts.weight_gradient
+            assert parts == pytest.approx(cost.work, rel=1e-6), node
+    layer = next(cost.parts for node, cost in costs.items() if node.target == "model.layers.0")
+    assert layer is not None
+    assert 0.5 * layer.forward < layer.weight_gradient < layer.input_gradient
+
+
+def test_weights_are_not_kept_for_the_weight_gradient(counted: CountedModel) -> None:
+    """It needs inputs of linear layers and norms, and gradients of their outputs, about as many bytes."""
+    layer = counted.layers[1]
+
+    assert layer.kept < layer.held
+    assert 0.4 * layer.kept < layer.kept_gradients < 0.8 * layer.kept
+
+
+def test_samples_between_counted_ones_are_interpolated() -> None:
+    costs = _costs(1, 12)
+    exact = costs._counted_now(Layout().dimensions, 3)
+    for one, two in zip(costs.of(1, False, 3).layers, exact.layers, strict=True):
+        assert one.forward == pytest.approx(two.forward, rel=0.01)
+        assert one.weight_gradient == pytest.approx(two.weight_gradient, rel=0.01)
+        assert one.held == pytest.approx(two.held, rel=0.01)
+
+
+def test_a_tied_weight_counts_once() -> None:
+    with torch.device("meta"):
+        model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=64, n_head=2, vocab_size=512, n_positions=64))
+    job = Job(4, lambda size: microbatch_on_meta(model, size, 32))
+
+    def weights(pipeline: int) -> list[float]:
+        costs = ModelCosts(model, Machine(pipeline, 10**9, DEVICES["cpu"]), job)
+        return [rank.weights for rank in predict(costs, Layout(pipeline=pipeline)).memory]
+
+    size = sum(parameter.numel() * 4 for parameter in model.parameters())
+    assert weights(1) == [size]
+    assert sum(weights(2)) == size + model.lm_head.weight.numel() * 4
+
+
+def test_other_devices_than_those_of_the_machine_are_refused() -> None:
+    with pytest.raises(ValueError, match="tensor 2 x pipeline 2 x data 1 are 4 devices, and the machine has 2"):
+        predict(_costs(2, 8), Layout(tensor=2, pipeline=2))
+    with pytest.raises(ValueError, match="a global batch of 8 does not divide over 1 replicas in microbatches of 3"):
+        predict(_costs(2, 8), Layout(pipeline=2, microbatch=3))
+
+
+def test_the_buckets_are_those_of_the_average() -> None:
+    assert layer_times.BUCKET_BYTES == buckets.BUCKET_BYTES
+
+
+def test_an_encoder_is_sent_to_each_stage_of_the_decoder() -> None:
+    config = T5Config(vocab_size=64, d_model=32, d_kv=8, d_ff=64, num_layers=3, num_heads=4)
+    config.decoder_start_token_id = 0
+    with torch.device("meta"):
+        model = T5ForConditionalGeneration(config)
+    inputs = microbatch_on_meta(model, 1, 16)
+    stages = summarise_stages(model, inputs, ChosenSchedule(None, 4, 4, 1))
+    costs = ModelCosts(model, Machine(4, 10**9), Job(4, lambda size: microbatch_on_meta(model, size, 16)))
+    counted = costs.of(1, False, 1)
+    ends = [*accumulate(len(stage.layers) for stage in stages)][:-1]
+
+    predicted = stage_costs(counted, [*ends, len(counted.layers)], True, 0.0)
+
+    assert sum(stage.sent for stage in predicted) == sum(stage.sent_bytes for stage in stages)
+    # The last stage of the decoder has its input and the encoder's output, each of (1, 16, 32) in float32.
+    assert predicted[-1].held >= 2 * 16 * 32 * 4

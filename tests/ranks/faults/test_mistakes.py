@@ -1,0 +1,88 @@
+"""Errors of torch and Python behind which there is a frequent mistake get a note that names it."""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from nxdpp import NxDPPModel
+from nxdpp.ranks.faults import mistakes
+from nxdpp.ranks.faults.board import board
+from nxdpp.ranks.faults.mistakes import add_note
+from tests.support.traced_models import PlainModel
+
+BATCH = {"x": torch.ones(4, 4)}
+
+
+def notes(function: Callable[[], Any]) -> str:
+    with pytest.raises((AttributeError, RuntimeError, TypeError)) as caught:
+        function()
+    add_note(caught.value)
+    add_note(caught.value)
+    return "\n".join(getattr(caught.value, "__notes__", ()))
+
+
+def wrapped() -> Any:
+    return NxDPPModel(PlainModel(), num_microbatches=2, output_loss_value_spec=True)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_second_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Tests before this one may have made steps in this process.
+    monkeypatch.setattr(board, "_named", {})
+    model = wrapped()
+    lost: Any = None
+    assert not notes(torch.zeros(()).backward)
+    assert not notes(lambda: lost.backward())
+    note = notes(model.run_train(**BATCH).backward)
+    assert note == (
+        "nxdpp: run_train has run the backward of all microbatches, and the loss that it returns is detached. Leave "
+        "loss.backward() out: the gradients are in .grad."
+    )
+    assert all(parameter.grad is not None for parameter in model.local_parameters())
+    assert notes(lambda: lost.backward()) == note
+    assert not notes(lambda: lost.banana())
+    # A pipeline of one rank returns every loss.
+    assert not notes(lambda: lost.item())
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_loss_of_another_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    lost: Any = None
+    monkeypatch.setitem(board.members, "pipeline", frozenset({0, 1}))
+    monkeypatch.setattr(board, "_named", {})
+    assert not notes(lambda: lost.item())
+    monkeypatch.setattr(board, "_named", {"run_train": 1})
+    for use in (lambda: lost.item(), lambda: float(lost), lambda: f"{lost:.3f}", lambda: 0.0 + lost):
+        note = notes(use)
+        assert note.count("nxdpp: ") == 1
+        assert "None on the others. NxDPPModel(..., broadcast_and_average_loss=True) returns it on every rank." in note
+    # An error inside of a library tells of something else.
+    assert not notes(lambda: nn.Linear(2, 2)(lost))
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_method_of_the_model_inside() -> None:
+    outer: Any = nn.DataParallel(wrapped())
+    note = notes(lambda: outer.run_train(**BATCH))
+    assert "a DataParallel is around the pipelined model. Leave it out, and call run_train of the model itself" in note
+    outer.module.run_train(**BATCH)
+    assert not notes(lambda: outer.run_trian(**BATCH))
+    plain: Any = nn.DataParallel(nn.Linear(2, 2))
+    assert not notes(lambda: plain.run_train())
+
+
+def test_the_hook_prints_the_note(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(mistakes, "_is_installed", False)
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    monkeypatch.setattr(board, "_named", {"run_train": 1})
+    for _ in range(2):
+        mistakes.install()
+    try:
+        torch.zeros(()).backward()
+    except RuntimeError as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+    assert capsys.readouterr().err.strip().endswith("Leave loss.backward() out: the gradients are in .grad.")

@@ -1,0 +1,139 @@
+"""Progress counts moves and the time between samples, but no time in which the process was stopped."""
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import fx, nn
+
+from nxdpp.ranks.faults import progress as progress_module
+from nxdpp.ranks.faults.board import Board
+from nxdpp.ranks.faults.progress import Progress, current_place
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now = [100.0]
+    monkeypatch.setattr(progress_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    return now
+
+
+def test_moves_of_each_kind_start_the_time_anew(clock: list[float]) -> None:
+    board = Board()
+    board.thread = None
+    progress = Progress(board, longest=20.0)
+    progress.sample()
+
+    def act() -> None:
+        board.action += 1
+
+    def enter() -> None:
+        board.call("run_train").__enter__()
+
+    moves: list[Callable[[], None]] = [act, board.moved, enter]
+    for move in moves:
+        clock[0] += 10.0
+        progress.sample()
+        assert progress.unmoved_seconds == 10.0
+        move()
+        clock[0] += 10.0
+        progress.sample()
+        assert progress.unmoved_seconds == 0.0
+
+
+def test_time_in_which_the_process_was_stopped_counts_as_one_sample(clock: list[float]) -> None:
+    board = Board()
+    board.thread = None
+    progress = Progress(board, longest=20.0)
+    progress.sample()
+    clock[0] += 3600.0
+    progress.sample()
+    assert progress.unmoved_seconds == 20.0
+
+
+class _Slow(nn.Module):
+    def __init__(self, reached: threading.Event, leave: threading.Event) -> None:
+        super().__init__()
+        self.reached = reached
+        self.leave = leave
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.reached.set()
+        self.leave.wait(30)
+        self.leave.clear()
+        return x
+
+
+class _LeafTracer(fx.Tracer):
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return True
+
+
+def test_each_layer_of_a_stage_is_a_move_and_the_place_is_the_models() -> None:
+    reached, leave = threading.Event(), threading.Event()
+    model = nn.Sequential(_Slow(reached, leave), _Slow(reached, leave))
+    stage = fx.GraphModule(model, _LeafTracer().trace(model))
+    thread = threading.Thread(target=stage, args=(torch.ones(1),))
+    thread.start()
+    nodes = []
+    for _ in range(2):
+        assert reached.wait(30)
+        time.sleep(0.05)
+        place = current_place(thread.ident)
+        assert place is not None
+        assert place.where.startswith("`_Slow.forward`, test_progress.py:")
+        assert "in _Slow.forward" in "".join(place.stack[-3:])
+        assert not place.waits
+        nodes.append(place.node)
+        reached.clear()
+        leave.set()
+    thread.join(30)
+    assert nodes[1] > nodes[0] >= 0
+    assert current_place(thread.ident) is None
+
+
+@pytest.mark.parametrize(("folder", "unmoved"), [("_dynamo", 0.0), ("_inductor", 0.0), ("nn", 10.0)])
+def test_time_in_a_compiler_is_progress(clock: list[float], folder: str, unmoved: float) -> None:
+    """The code of a compiler is told by its file, at any depth of the stack."""
+    reached, leave = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        reached.set()
+        leave.wait(30)
+
+    names: dict[str, Callable[[], None]] = {"wait": wait}
+    file = os.path.join(os.path.dirname(torch.__file__), folder, "module.py")
+    exec(compile("def run(): wait()", file, "exec"), names)
+    thread = threading.Thread(target=names["run"])
+    thread.start()
+    assert reached.wait(30)
+    board = Board()
+    board.thread = thread.ident
+    progress = Progress(board, longest=20.0)
+    for _ in range(2):
+        progress.sample()
+        clock[0] += 10.0
+    progress.sample()
+    leave.set()
+    thread.join(30)
+    assert progress.unmoved_seconds == 2 * unmoved
+
+
+def test_time_in_a_compilation_of_the_device_is_progress(clock: list[float]) -> None:
+    board = Board()
+    board.thread = None
+    progress = Progress(board, longest=20.0)
+    progress.sample()
+    board.is_compiling = lambda: True
+    for seconds in (10.0, 20.0):
+        clock[0] += 10.0
+        progress.sample()
+        assert (progress.unmoved_seconds, progress.compiling_seconds) == (0.0, seconds)
+    board.is_compiling = lambda: False
+    clock[0] += 10.0
+    progress.sample()
+    assert (progress.unmoved_seconds, progress.compiling_seconds) == (10.0, 0.0)

@@ -1,0 +1,107 @@
+"""A job hangs if each rank waits, works or cannot answer; a rank outside of nxdpp is no cause of an end."""
+
+import re
+from dataclasses import replace
+from typing import Any, Literal
+
+import pytest
+
+from nxdpp.ranks.faults.roll_call import Answer, judge, names
+
+LIMIT = 300.0
+
+
+def _answer(state: Literal["waits", "works", "outside"], seconds: float = 301.0, **changed: Any) -> Answer:
+    position = "outside of nxdpp, after run_train step 17" if state == "outside" else "run_train step 18, stage 2"
+    values = {
+        "is_in_call": state != "outside",
+        "where": "`Mlp.forward`, mlp.py:17",
+        "stack": ["mlp.py:17 in Mlp.forward"],
+    }
+    return Answer(
+        state=state, position=position, unmoved_seconds=seconds, **{**values, "stopped": [], "running": [], **changed}
+    )
+
+
+def test_a_rank_that_works_is_the_cause() -> None:
+    answers = {0: _answer("waits"), 1: _answer("waits"), 2: _answer("works"), 3: _answer("waits")}
+    verdict = judge(answers, [], 1, LIMIT)
+    assert (verdict.hangs, verdict.rank, verdict.stopped) == (True, 2, ())
+    assert verdict.sentence == (
+        "rank 2 hangs: run_train step 18, stage 2, for 301 s, in `Mlp.forward`, mlp.py:17; ranks 0, 1 and 3 wait for it"
+    )
+    assert "ranks 0, 1 and 3: run_train step 18, stage 2, waits for 301 s" in verdict.report
+    # The stack of the cause comes first.
+    assert re.findall(r"^  stack of rank (\d), the innermost call last:\n    mlp", verdict.report, re.M) == [
+        "2",
+        "0",
+        "1",
+        "3",
+    ]
+
+
+def test_ranks_that_all_wait_are_shown() -> None:
+    verdict = judge({rank: _answer("waits") for rank in range(9)}, [], 1, LIMIT)
+    assert verdict.hangs
+    assert re.findall(r"stack of rank (\d)", verdict.report) == ["0", "1", "2", "3"]
+    assert verdict.sentence.startswith("all ranks wait for each other for 301 s")
+
+
+def test_a_rank_that_has_moved_ends_the_roll_call() -> None:
+    verdict = judge({0: _answer("waits"), 1: _answer("works", seconds=3.0)}, [], 0, LIMIT)
+    assert (verdict.hangs, verdict.sentence) == (False, "")
+
+
+def test_a_rank_outside_of_nxdpp_is_no_hang_though_it_does_not_move() -> None:
+    verdict = judge({0: _answer("waits"), 1: _answer("outside", seconds=900.0), 2: _answer("works")}, [], 0, LIMIT)
+    assert not verdict.hangs
+    assert verdict.sentence == (
+        "rank 1 is outside of nxdpp, after run_train step 17, for 900 s, in `Mlp.forward`, mlp.py:17; "
+        "rank 0 waits for it"
+    )
+
+
+def test_a_rank_that_saves_is_no_hang() -> None:
+    saves = replace(_answer("outside"), position="save_pretrained", is_in_call=True)
+    verdict = judge({0: saves, 1: _answer("waits")}, [], 1, LIMIT)
+    assert not verdict.hangs
+    assert verdict.sentence.startswith("rank 0 is in save_pretrained, for 301 s, in ")
+
+
+def test_a_stopped_rank_is_the_cause_also_beside_one_outside() -> None:
+    answers = {0: _answer("waits", stopped=[2]), 1: _answer("outside")}
+    verdict = judge(answers, [2], 0, LIMIT)
+    assert (verdict.hangs, verdict.rank, verdict.stopped) == (True, 2, (2,))
+    assert "is stopped by a signal" in verdict.sentence
+
+
+def test_a_rank_of_a_host_that_does_not_answer_is_the_cause() -> None:
+    verdict = judge({0: _answer("waits"), 1: _answer("waits")}, [2, 3], 0, LIMIT)
+    assert (verdict.hangs, verdict.rank) == (True, 2)
+    assert "does not answer" in verdict.sentence
+
+
+def test_a_rank_that_runs_and_does_not_answer_is_no_hang() -> None:
+    verdict = judge({0: _answer("waits", running=[1]), 2: _answer("waits")}, [1], 0, LIMIT)
+    assert not verdict.hangs
+    assert "rank 1 runs code that holds Python's lock" in verdict.sentence
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [([3], "rank 3"), ([0, 1], "ranks 0 and 1"), ([0, 1, 3], "ranks 0, 1 and 3"), (range(9), "9 ranks")],
+)
+def test_names_of_ranks(ranks: list[int], text: str) -> None:
+    assert names(list(ranks)) == text
+
+
+def test_a_rank_that_compiles_is_named_and_no_hang() -> None:
+    compiles = _answer("works", seconds=0.0, compiling_seconds=400.0)
+    verdict = judge({0: _answer("waits"), 1: compiles, 2: _answer("waits")}, [], 0, LIMIT)
+    assert (verdict.hangs, verdict.rank, verdict.reason) == (False, 1, "compilation has no limit")
+    assert verdict.sentence == "rank 1 compiles: run_train step 18, stage 2, for 400 s; ranks 0 and 2 wait for it"
+
+
+def test_a_rank_that_compiles_is_not_named_before_others_wait_for_the_limit() -> None:
+    compiles = _answer("works", seconds=0.0, compiling_seconds=20.0)
+    assert judge({0: _answer("waits", seconds=299.0), 1: compiles}, [], 0, LIMIT).sentence == ""

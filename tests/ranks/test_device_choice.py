@@ -1,0 +1,321 @@
+"""Device and backend follow the local rank and the visible devices; unusable CUDA is an error with a remedy."""
+
+import logging
+import re
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+from nxdpp.devices import cuda
+from nxdpp.ranks import launch, parallel_state
+from nxdpp.ranks.device_choice import choose, device_of_world, start_device, verify_own_devices
+from nxdpp.ranks.launcher import Launcher
+from tests.support.fake_cuda import FakeCuda
+from tests.support.fake_xla import FakeXla
+from tests.support.run_ranks import run_ranks
+
+CPU = torch.device("cpu")
+
+
+def _ranks(name: str, ranks: int, local_size: int | None = None) -> list[Launcher]:
+    return [Launcher(name, rank, ranks, rank, local_size) for rank in range(ranks)]
+
+
+@pytest.mark.parametrize("launcher", _ranks("torchrun", 8, 8) + _ranks("srun", 8, 8) + _ranks("mpirun", 8))
+def test_each_local_rank_has_its_device(monkeypatch: pytest.MonkeyPatch, launcher: Launcher) -> None:
+    FakeCuda(visible=8).install(monkeypatch)
+    assert choose(launcher, None) == choose(launcher, "nccl") == torch.device("cuda", launcher.rank)
+    assert choose(launcher, "gloo") == CPU
+
+
+@pytest.mark.parametrize("launcher", [*_ranks("srun", 4, 4), *_ranks("mpirun", 4), Launcher("torchrun", 5, 8)])
+def test_one_visible_device_a_task(monkeypatch: pytest.MonkeyPatch, launcher: Launcher) -> None:
+    FakeCuda(visible=1).install(monkeypatch)
+    assert choose(launcher, None) == torch.device("cuda", 0)
+
+
+def test_a_process_alone_has_the_first_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    FakeCuda(visible=2).install(monkeypatch)
+    assert choose(Launcher("python", 0, 1, 0, 1), None) == torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize("hidden", ["", "-1"])
+def test_hidden_devices_leave_the_cpu(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, hidden: str
+) -> None:
+    FakeCuda(visible=0).install(monkeypatch)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+    assert choose(Launcher("torchrun", 0, 2, 0, 2), None) == CPU
+    assert not caplog.messages
+    with pytest.raises(ValueError, match=r"CUDA_VISIBLE_DEVICES hides all devices\. Use backend='gloo'"):
+        choose(Launcher("torchrun", 0, 2, 0, 2), "nccl")
+
+
+def test_nccl_without_cuda_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    FakeCuda(built=False).install(monkeypatch)
+    launcher = Launcher("torchrun", 0, 2, 0, 2)
+    with pytest.raises(ValueError, match=r"needs a CUDA device, and torch is built without CUDA\. Use backend='gloo'"):
+        choose(launcher, "nccl")
+    assert choose(launcher, "gloo") == choose(launcher, None) == CPU
+
+
+def test_a_machine_without_a_gpu_is_told_of_once_a_host(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    FakeCuda(visible=0).install(monkeypatch)
+    with caplog.at_level(logging.WARNING):
+        assert [choose(launcher, None) for launcher in _ranks("torchrun", 2, 2)] == [CPU, CPU]
+    assert caplog.messages == [
+        "torch is built for CUDA 13.0, and this machine shows no GPU: the ranks train on the CPU, over gloo"
+    ]
+
+
+@pytest.mark.parametrize("sign", ["variable", "file", "pci"])
+def test_cuda_without_a_driver_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, sign: str) -> None:
+    FakeCuda(visible=0).install(monkeypatch)
+    if sign == "variable":
+        monkeypatch.setenv("SLURM_GPUS_ON_NODE", "4")
+        shown = "SLURM_GPUS_ON_NODE is '4'"
+    elif sign == "file":
+        monkeypatch.setattr(cuda, "_DRIVER_FILES", (str(tmp_path),))
+        shown = f"{tmp_path} exists"
+    else:
+        for name, vendor, kind in (("0000:00:02.0", "0x8086", "0x030000"), ("0000:41:00.0", "0x10de", "0x030200")):
+            (tmp_path / name).mkdir()
+            (tmp_path / name / "vendor").write_text(f"{vendor}\n")
+            (tmp_path / name / "class").write_text(f"{kind}\n")
+        monkeypatch.setattr(cuda, "_PCI_DEVICES", str(tmp_path))
+        shown = "PCI device 0000:41:00.0 is a GPU"
+    launcher = Launcher("torchrun", 0, 2, 0, 2)
+    expected = (
+        f"torch is built for CUDA 13.0, {shown}, and no device can be used: Found no NVIDIA driver on your system. "
+        f"Please check that you have one. Repair that"
+    )
+    for backend in (None, "nccl"):
+        with pytest.raises(RuntimeError, match=re.escape(expected)):
+            choose(launcher, backend)
+    # The remedies: gloo, and a driver that lists the devices.
+    assert choose(launcher, "gloo") == CPU
+    FakeCuda(visible=2).install(monkeypatch)
+    assert choose(launcher, None) == torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize(
+    ("launcher", "ranks"),
+    [(Launcher("torchrun", 0, 8, 0, 8), "8 local ranks"), (Launcher("mpirun", 3, 8, 3), "local rank 3")],
+)
+def test_fewer_devices_than_local_ranks(monkeypatch: pytest.MonkeyPatch, launcher: Launcher, ranks: str) -> None:
+    FakeCuda(visible=2).install(monkeypatch)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    with pytest.raises(RuntimeError, match=f"2 CUDA devices are visible .*='4,5'.* for {ranks}, started by") as raised:
+        choose(launcher, None)
+    assert "--nproc-per-node 2" in str(raised.value)
+    # The remedies: fewer processes, one device a task, gloo.
+    assert choose(Launcher("torchrun", 1, 2, 1, 2), None) == torch.device("cuda", 1)
+    assert choose(launcher, "gloo") == CPU
+    FakeCuda(visible=1).install(monkeypatch)
+    assert choose(launcher, None) == torch.device("cuda", 0)
+
+
+def test_an_unknown_local_rank_among_several_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    FakeCuda(visible=4).install(monkeypatch)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("MASTER_ADDR", "node1")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    with pytest.raises(RuntimeError, match="which of them is that of rank 1: export LOCAL_RANK"):
+        launch.choose_device(None)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert launch.choose_device(None) == torch.device("cuda", 1)
+
+
+def test_devices_without_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    FakeCuda(visible=2, nccl=False).install(monkeypatch)
+    launcher = Launcher("torchrun", 0, 2, 0, 2)
+    with pytest.raises(RuntimeError, match="2 CUDA devices are visible, and this torch is built without NCCL"):
+        choose(launcher, None)
+    assert choose(launcher, "gloo") == CPU
+
+
+def test_a_device_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    FakeCuda(visible=2, broken=[0]).install(monkeypatch)
+    with pytest.raises(RuntimeError, match=r"cuda:0 of host .* is visible and cannot be used: CUDA error: all CUDA-"):
+        start_device(torch.device("cuda", 0))
+    assert start_device(torch.device("cuda", 1)) == "H200 uuid-1"
+
+
+def test_the_backend_is_checked_before_the_start() -> None:
+    assert not dist.is_initialized()
+    with pytest.raises(ValueError, match="backend='mpi' must be 'gloo', for the CPU, or 'nccl'"):
+        parallel_state.initialize_model_parallel(backend="mpi")
+    with pytest.raises(ValueError, match="backend='nccl' needs a CUDA device"):
+        parallel_state.initialize_model_parallel(backend="nccl")
+    assert not dist.is_initialized()
+    # The remedy of both.
+    parallel_state.initialize_model_parallel(backend="gloo")
+    try:
+        assert parallel_state.local_device() == CPU
+        parallel_state.initialize_model_parallel(backend="gloo")
+        with pytest.raises(RuntimeError, match="already initialized on gloo, which differs from backend='nccl'"):
+            parallel_state.initialize_model_parallel(backend="nccl")
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
+def test_a_running_world_has_its_own_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(ValueError, match=r"torch\.distributed already runs on cpu:gloo"):
+            parallel_state.initialize_model_parallel(backend="nccl")
+        FakeCuda(visible=2).install(monkeypatch)
+        assert device_of_world(Launcher("python", 0, 1, 0, 1), None) == CPU
+        assert device_of_world(Launcher("python", 0, 1, 0, 1), "gloo") == CPU
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(("current", "local_rank", "index"), [(0, 1, 1), (3, 1, 3)])
+def test_a_running_world_on_nccl(monkeypatch: pytest.MonkeyPatch, current: int, local_rank: int, index: int) -> None:
+    fake = FakeCuda(visible=4, current=current).install(monkeypatch)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        monkeypatch.setattr(dist, "get_backend_config", lambda: "cuda:nccl")
+        assert device_of_world(Launcher("torchrun", 0, 1, local_rank, 4), None) == torch.device("cuda", index)
+        assert fake.current == index
+    finally:
+        dist.destroy_process_group()
+
+
+def _verified(identities: list[str]) -> list[str]:
+    """The error of each rank, or nothing."""
+    store = HashStore()
+    errors = [""] * len(identities)
+
+    def verify(rank: int) -> None:
+        try:
+            verify_own_devices(store, rank, len(identities), identities[rank])
+        except RuntimeError as error:
+            errors[rank] = str(error)
+
+    threads = [threading.Thread(target=verify, args=(rank,)) for rank in range(len(identities))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return errors
+
+
+def test_ranks_that_share_a_device_are_told_on_all_ranks() -> None:
+    assert _verified(["uuid-0", "uuid-1", "uuid-2"]) == ["", "", ""]
+    errors = _verified(["uuid-0", "uuid-1", "uuid-1"])
+    assert len(set(errors)) == 1
+    assert re.match("ranks (1 and 2|2 and 1) both see uuid-1 of host .* as their first device, and NCCL", errors[0])
+
+
+def test_a_named_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    launcher = Launcher("torchrun", 1, 2, 1, 2)
+    FakeCuda(visible=2).install(monkeypatch)
+    FakeXla().install(monkeypatch, "CPU")
+    assert choose(launcher, None, "cpu") == CPU
+    assert choose(launcher, None, "cuda") == torch.device("cuda", 1)
+    assert choose(launcher, None, "xla") == torch.device("xla", 0)
+    # XLA is never a default.
+    assert choose(launcher, "gloo") == CPU
+    FakeCuda(visible=0).install(monkeypatch)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(ValueError, match=r"device='cuda' needs a CUDA device, and CUDA_.* Use device='cpu'\."):
+        choose(launcher, None, "cuda")
+
+
+def test_a_device_in_a_world_of_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    launcher = Launcher("python", 0, 1, 0, 1)
+    FakeXla().install(monkeypatch, "CPU")
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        assert device_of_world(launcher, None, "xla") == torch.device("xla", 0)
+        assert device_of_world(launcher, None, "cpu") == device_of_world(launcher, None) == CPU
+        with pytest.raises(
+            ValueError, match=r"device='cuda', but torch\.distributed already .*: leave device out, or st"
+        ):
+            parallel_state.initialize_model_parallel(device="cuda")
+        monkeypatch.setattr(dist, "get_backend_config", lambda: "cuda:nccl")
+        for device in ("cpu", "xla"):
+            with pytest.raises(ValueError, match=f"device='{device}', but .* runs on cuda:nccl: leave device out, or"):
+                parallel_state.initialize_model_parallel(device=device)
+        assert not parallel_state.model_parallel_is_initialized()
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_world_of_two_backends_has_the_named_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    launcher = Launcher("torchrun", 1, 2, 1, 2)
+    FakeCuda(visible=2).install(monkeypatch)
+    dist.init_process_group(store=HashStore(), rank=0, world_size=1)
+    try:
+        monkeypatch.setattr(dist, "get_backend_config", lambda: "cpu:gloo,cuda:nccl")
+        assert device_of_world(launcher, None, "cpu") == CPU
+        assert device_of_world(launcher, None, "cuda") == torch.device("cuda", 1)
+        with pytest.raises(
+            ValueError, match=r"needs a world of gloo alone, .* start it with init_process_group\('gloo'"
+        ):
+            device_of_world(launcher, None, "xla")
+        # CUDA that was asked for is not replaced by the CPU.
+        FakeCuda(visible=0).install(monkeypatch)
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+        assert device_of_world(launcher, None) == CPU
+        with pytest.raises(ValueError, match="device='cuda' needs a CUDA device"):
+            device_of_world(launcher, None, "cuda")
+        with pytest.raises(ValueError, match="backend='nccl' needs a CUDA device"):
+            device_of_world(launcher, "nccl")
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("device", [None, "cpu", "xla"])
+def test_a_world_of_xlas_own_collectives_is_refused(monkeypatch: pytest.MonkeyPatch, device: str | None) -> None:
+    """It comes before the sizes: that world has another size than the launcher's."""
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        monkeypatch.setattr(dist, "get_backend_config", lambda: "xla:xla")
+        expected = "already runs on xla:xla, whose collectives are not those of nxdpp: leave init_process_group('xla')"
+        with pytest.raises(ValueError, match=re.escape(expected)):
+            parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2, device=device)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_second_call_has_the_same_device() -> None:
+    parallel_state.initialize_model_parallel(device="cpu")
+    try:
+        parallel_state.initialize_model_parallel(device="cpu", backend="gloo")
+        parallel_state.initialize_model_parallel()
+        for device in ("xla", "cuda"):
+            with pytest.raises(
+                RuntimeError, match=f"on device='cpu', which differs from device='{device}': call destr"
+            ):
+                parallel_state.initialize_model_parallel(device=device)
+        with pytest.raises(ValueError, match="device='tpu' must be"):
+            parallel_state.initialize_model_parallel(device="tpu")
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
+def _other_device_on_rank_1(rank: int) -> str:
+    FakeXla().install(pytest.MonkeyPatch(), "NEURON")
+    try:
+        parallel_state.initialize_model_parallel(device="xla" if rank == 1 else "cpu")
+    except RuntimeError as error:
+        assert not dist.is_initialized()
+        return str(error)
+    return "not refused"
+
+
+def test_ranks_with_different_devices_are_refused_on_all_ranks() -> None:
+    errors = run_ranks(3, _other_device_on_rank_1)
+    assert len(set(errors)) == 1
+    expected = "the ranks have devices of different kinds: cpu on ranks 0, 2, xla (NEURON) on rank 1. Give all"
+    assert errors[0].startswith(expected)

@@ -1,0 +1,173 @@
+"""Groups of every rank follow from the order of the mesh; a refused call changes nothing."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from nxdpp.ranks import parallel_state
+from nxdpp.schedules.lowering.transport_rules import GLOO
+from tests.support.run_ranks import run_ranks
+
+pytestmark = pytest.mark.one_python
+
+
+def _sizes(rank: int, tensor: int, pipeline: int) -> tuple[int, int, int]:
+    parallel_state.initialize_model_parallel(tensor, pipeline)
+    pipeline_group = parallel_state.get_pipeline_model_parallel_group()
+    assert parallel_state.get_pipeline_control_group() is pipeline_group
+    assert parallel_state.get_data_parallel_control_group() is parallel_state.get_data_parallel_group()
+    transfers = parallel_state.get_pipeline_transfer_groups()
+    assert transfers.rules == GLOO
+    assert transfers.all == [pipeline_group]
+    assert transfers.between(0, 1) == (pipeline_group, 0, 1)
+    assert parallel_state.local_device() == torch.device("cpu")
+    sizes = (
+        parallel_state.get_tensor_model_parallel_size(),
+        parallel_state.get_data_parallel_size(),
+        parallel_state.get_pipeline_model_parallel_size(),
+    )
+    parallel_state.destroy_model_parallel()
+    assert not dist.is_initialized()
+    return sizes
+
+
+@pytest.mark.parametrize(
+    ("world_size", "tensor", "pipeline", "data"), [(4, 1, 4, 1), (4, 1, 2, 2), (3, 1, 1, 3), (2, 2, 1, 1)]
+)
+def test_data_parallel_size_follows_from_the_others(world_size: int, tensor: int, pipeline: int, data: int) -> None:
+    assert run_ranks(world_size, _sizes, tensor, pipeline) == [(tensor, data, pipeline)] * world_size
+
+
+def _refused(rank: int, tensor: int, pipeline: int) -> tuple[str, bool]:
+    with pytest.raises(ValueError, match=r".") as caught:
+        parallel_state.initialize_model_parallel(tensor, pipeline)
+    return str(caught.value), dist.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("tensor", "pipeline", "words"),
+    [
+        (1, 2, ("3 ranks", "size 1", "size 2", "torchrun --nproc-per-node 2")),
+        (2, 2, ("3 ranks", "replicas of 4")),
+        (0, 1, ("at least 1", "not 0 and 1")),
+        (1, -1, ("at least 1", "not 1 and -1")),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused_before_anything_starts(
+    tensor: int, pipeline: int, words: tuple[str, ...]
+) -> None:
+    for message, started in run_ranks(3, _refused, tensor, pipeline):
+        assert all(word in message for word in words), message
+        assert not started
+
+
+def _initialize_again(rank: int) -> None:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    mesh = parallel_state.get_device_mesh()
+    parallel_state.initialize_model_parallel(1, 2)
+    assert parallel_state.get_device_mesh() is mesh
+    with pytest.raises(RuntimeError, match="tensor size 1 and pipeline size 2, which differs from 2 and 1"):
+        parallel_state.initialize_model_parallel(2, 1)
+    assert parallel_state.get_device_mesh() is mesh
+    assert parallel_state.get_pipeline_model_parallel_size() == 2
+
+
+def test_a_second_call_must_have_the_same_sizes() -> None:
+    run_ranks(2, _initialize_again)
+
+
+def _initialize_three_times(rank: int) -> list[int]:
+    sizes = []
+    for pipeline in (2, 1, 2):
+        parallel_state.initialize_model_parallel(pipeline_model_parallel_size=pipeline)
+        value = torch.ones(1)
+        dist.all_reduce(value)
+        assert value.item() == 2
+        sizes.append(parallel_state.get_pipeline_model_parallel_size())
+        parallel_state.destroy_model_parallel()
+        assert not parallel_state.model_parallel_is_initialized()
+    return sizes
+
+
+def test_after_destroy_it_can_be_initialized_anew() -> None:
+    assert run_ranks(2, _initialize_three_times) == [[2, 1, 2], [2, 1, 2]]
+
+
+def _in_a_world_of_the_users(rank: int) -> None:
+    dist.init_process_group("gloo")
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    assert parallel_state.get_data_parallel_size() == 2
+    parallel_state.destroy_model_parallel()
+    assert dist.is_initialized()
+    value = torch.ones(1)
+    dist.all_reduce(value)
+    assert value.item() == 4
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=4)
+    assert parallel_state.get_pipeline_model_parallel_rank() == rank
+    dist.destroy_process_group()
+    assert not parallel_state.model_parallel_is_initialized()
+    with pytest.raises(RuntimeError, match="initialize_model_parallel"):
+        parallel_state.get_data_parallel_size()
+
+
+def test_a_world_started_by_the_user_is_not_destroyed() -> None:
+    run_ranks(4, _in_a_world_of_the_users)
+
+
+ALONE = """
+from nxdpp import parallel_state
+parallel_state.initialize_model_parallel()
+assert parallel_state.get_data_parallel_size() == parallel_state.get_pipeline_model_parallel_size() == 1
+assert parallel_state.get_pipeline_model_parallel_group(as_list=True) == [[0]]
+print("ready", flush=True)
+input()
+parallel_state.destroy_model_parallel()
+"""
+
+
+def _plain_environment(**extra: str) -> dict[str, str]:
+    launcher = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    kept = {name: value for name, value in os.environ.items() if name not in launcher}
+    return {**kept, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path), **extra}
+
+
+def test_two_plain_processes_are_independent_worlds_of_one() -> None:
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", ALONE],
+            env=_plain_environment(),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(2)
+    ]
+    try:
+        # Each process waits for input, so both worlds exist at the same time.
+        for process in processes:
+            assert process.stdout is not None
+            # torch 2.9 prints its connections first.
+            assert "ready\n" in iter(process.stdout.readline, ""), process.communicate(timeout=30)[1]
+        for process in processes:
+            _, errors = process.communicate("\n", timeout=30)
+            assert process.returncode == 0, errors
+            assert "Traceback" not in errors
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def test_incomplete_launcher_variables_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    monkeypatch.delenv("MASTER_PORT", raising=False)
+    with pytest.raises(RuntimeError, match="not MASTER_ADDR, MASTER_PORT"):
+        parallel_state.initialize_model_parallel()
+    assert not dist.is_initialized()

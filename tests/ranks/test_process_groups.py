@@ -1,0 +1,55 @@
+"""Building of the process groups."""
+
+import time
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # public, though not in its __all__
+
+from nxdpp.ranks import parallel_state, process_groups, transfer_groups
+from nxdpp.ranks.rank_mesh import RankMesh
+from tests.support.run_ranks import run_ranks
+
+pytestmark = pytest.mark.one_python
+
+
+def _initialize(rank: int) -> tuple[float, float]:
+    """Time at which this rank has its own groups, and time at which it goes on."""
+    build = transfer_groups.build_transfer_groups
+    times: list[float] = []
+
+    def slowly(*args: Any) -> object:
+        groups = build(*args)
+        time.sleep(0.5 * rank)
+        times.append(time.time())
+        return groups
+
+    pytest.MonkeyPatch().setattr(process_groups, "build_transfer_groups", slowly)
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=3)
+    times.append(time.time())
+    parallel_state.destroy_model_parallel()
+    return times[0], times[1]
+
+
+def test_no_rank_goes_on_before_all_ranks_have_their_groups() -> None:
+    own, goes_on = zip(*run_ranks(3, _initialize), strict=True)
+    assert max(own) - min(own) > 0.5
+    assert min(goes_on) >= max(own)
+
+
+@pytest.mark.parametrize("other", [RankMesh(4, 1, 1), RankMesh(2, 2, 1, ("data", "pipeline", "tensor"))])
+def test_other_sizes_or_orders_on_a_rank_are_refused_before_a_group_is_made(
+    monkeypatch: pytest.MonkeyPatch, other: RankMesh
+) -> None:
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    store = HashStore()
+    process_groups._check_same_mesh(RankMesh(2, 2, 1), store, 0)
+    process_groups._check_same_mesh(RankMesh(2, 2, 1), store, 0)
+    with pytest.raises(
+        ValueError, match=r"^rank 1 has called .*_parallel with (\w+)=(.*), and rank 1 with \1="
+    ) as caught:
+        process_groups._check_same_mesh(other, store, 0)
+    # Only the argument that differs is shown.
+    assert "tensor_model_parallel_size" not in str(caught.value)
+    assert ("pipeline_model_parallel_size=4" in str(caught.value)) is (other.pipeline == 4)

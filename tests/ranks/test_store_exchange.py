@@ -1,0 +1,84 @@
+"""Exchange of values between all ranks over a store."""
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from datetime import timedelta
+
+import pytest
+from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]  # public, not in its __all__
+
+from nxdpp.ranks import store_exchange
+from nxdpp.ranks.store_exchange import StoreExchange
+
+RANKS = 4
+
+
+@contextmanager
+def _ranks(count: int = RANKS) -> Iterator[tuple[TCPStore, list[StoreExchange], ThreadPoolExecutor]]:
+    """A store with one exchange for each rank, and threads to run them."""
+    host = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
+    clones = [host.clone() for _ in range(count)]  # type: ignore[attr-defined]  # missing in torch's stubs
+    with ThreadPoolExecutor(count) as pool:
+        yield host, [StoreExchange(clone, rank, count) for rank, clone in enumerate(clones)], pool
+
+
+def test_each_rank_gets_all_values_in_order() -> None:
+    with _ranks() as (_, exchanges, pool):
+        for number in range(3):
+            gathered = [pool.submit(exchange.gather, (number, rank)) for rank, exchange in enumerate(exchanges)]
+            for future in gathered:
+                assert future.result(timeout=20) == [(number, rank) for rank in range(RANKS)]
+
+
+def test_no_rank_goes_on_before_all_have_given_their_values() -> None:
+    with _ranks(2) as (_, exchanges, pool):
+        early = pool.submit(exchanges[1].gather, "early")
+        threading.Event().wait(0.3)
+        assert not early.done()
+        assert exchanges[0].gather("late") == ["late", "early"] == early.result(timeout=20)
+
+
+def test_the_store_keeps_no_more_than_the_last_list() -> None:
+    with _ranks() as (host, exchanges, pool):
+        before = host.num_keys()
+        for _ in range(5):
+            for future in [pool.submit(exchange.gather, "x" * 1000) for exchange in exchanges]:
+                future.result(timeout=20)
+        assert host.num_keys() == before + 1
+
+
+def test_one_rank_has_its_own_value() -> None:
+    value = {"rank": 0}
+    (gathered,) = StoreExchange(HashStore(), 0, 1).gather(value)
+    assert gathered == value
+    assert gathered is not value
+
+
+@pytest.mark.parametrize(("absent", "message"), [(2, "rank 2 did not take part in exchange 1"), (0, "rank 0 did not")])
+def test_a_rank_that_takes_no_part_is_named(absent: int, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_exchange, "_LIMIT", timedelta(seconds=0.3))
+    with _ranks() as (_, exchanges, pool):
+        gathered = [pool.submit(exchange.gather, 0) for rank, exchange in enumerate(exchanges) if rank != absent]
+        with pytest.raises(RuntimeError, match=message):
+            gathered[0].result(timeout=20)
+
+
+def test_a_leader_gives_its_value_to_its_followers() -> None:
+    leaders = [0, 0, 2, 0]
+    with _ranks() as (host, exchanges, pool):
+        before = host.num_keys()
+        for number in range(3):
+            given = [
+                pool.submit(exchange.from_leader, leader, leaders.count(leader) - 1, b"%d %d" % (number, rank))
+                for rank, (exchange, leader) in enumerate(zip(exchanges, leaders, strict=True))
+            ]
+            assert [each.result(timeout=20) for each in given] == [b"%d %d" % (number, leader) for leader in leaders]
+        assert host.num_keys() == before
+
+
+def test_a_leader_that_takes_no_part_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_exchange, "_LIMIT", timedelta(seconds=0.2))
+    with _ranks() as (_, exchanges, _), pytest.raises(RuntimeError, match="rank 1 did not end exchange 1"):
+        exchanges[3].from_leader(1, 1, None)

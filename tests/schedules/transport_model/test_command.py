@@ -1,0 +1,53 @@
+"""``python -m tests.schedules.transport_model``: verdicts and refusals."""
+
+from pathlib import Path
+
+import pytest
+
+from nxdpp.schedules.families.registry import FAMILIES
+from nxdpp.schedules.lowering.transport_rules import NCCL, RULES
+from tests.schedules.transport_model.__main__ import main
+
+
+@pytest.mark.parametrize("name", list(FAMILIES))
+def test_no_family_deadlocks_over_nccl(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([name]) == 0
+
+    assert capsys.readouterr().out.startswith("transport nccl: no deadlock (training and evaluation; ")
+
+
+def test_a_schedule_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "mine.csv"
+    path.write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
+
+    assert main([str(path), "--transport", "gloo"]) == 0
+
+    assert capsys.readouterr().out == (
+        "transport gloo: no deadlock (training and evaluation; a chain and tensors that skip stages; first and later "
+        "steps)\n"
+    )
+
+
+def test_a_deadlock_over_a_transport_is_an_error(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(RULES, "nccl", NCCL._replace(posted_ahead=2, pair_groups=False))
+
+    assert main(["1f1b"]) == 2
+
+    printed = capsys.readouterr()
+    assert printed.err.startswith("transport nccl, training, a chain: nccl, lazy communicators, ")
+    assert "deadlock: rank " in printed.err
+    assert printed.out == ""
+
+
+def test_a_transport_that_does_not_exist(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["1f1b", "--transport", "mpi"]) == 2
+
+    assert "there is no transport 'mpi'. Choose one of gloo, nccl." in capsys.readouterr().err
+
+
+def test_long_checks_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["1f1b", "--ranks", "2", "--microbatches", "2100", "--transport", "gloo"]) == 0
+
+    assert "checking transport gloo, evaluation, a chain with skips ...\n" in capsys.readouterr().err

@@ -1,0 +1,167 @@
+"""Sequence parallelism of unmodified Hugging Face models: two ranks equal one process."""
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from nxdpp import parallel_state, tensor_parallelize
+from nxdpp.tensor.collective_bytes import sent_bytes
+from nxdpp.tensor.models.compared_types import COMPARED, COMPARED_SEQUENCES
+from nxdpp.tensor.sequence_parallel import allreduce_sequence_parallel_gradients
+from tests.support.run_ranks import run_ranks
+from tests.support.tensor_models import VOCABULARY, batch, gradient_distance, make
+
+pytestmark = pytest.mark.one_python
+
+TYPES = sorted(f"{name}ForCausalLM" for name in ("Gemma", "Gemma2", "Llama", "Mistral", "Qwen2", "Qwen3"))
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "use_cache": False,
+    "attention_dropout": 0.0,
+}
+
+
+def _make(name: str, **changes: Any) -> Any:
+    kind = getattr(transformers, name)
+    torch.manual_seed(0)
+    model = kind(kind.config_class(**(SIZES | changes)))
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if parameter.dim() == 1:
+                # Biases and norms that matter.
+                parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(key))) / 4)
+    return model
+
+
+def _compare(name: str, kind: str = "", **changes: Any) -> None:
+    model, whole = _make(name, **changes), _make(name, **changes)
+    assert tensor_parallelize(model, sequence_parallel=True) is model
+    if kind == "copied":
+        model = copy.deepcopy(model)
+    if kind == "recomputed":
+        model.gradient_checkpointing_enable()
+    for each in (model, whole):
+        for key, parameter in each.named_parameters():
+            parameter.requires_grad_(kind != "frozen" or "norm" in key)
+    inputs = batch()
+    if kind == "padded":
+        inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+        inputs["attention_mask"][1, 6:] = 0
+    output, expected = model(**inputs), whole(**inputs)
+    torch.testing.assert_close(output.loss, expected.loss, rtol=1e-5, atol=0)
+    output.loss.backward()
+    expected.loss.backward()
+    allreduce_sequence_parallel_gradients(model.parameters())
+    trained = {key: each for key, each in model.named_parameters() if each.requires_grad}
+    assert gradient_distance(trained, whole) < 1e-5, (name, kind)
+    with torch.no_grad():
+        torch.testing.assert_close(model(**inputs).loss, expected.loss.detach(), rtol=1e-5, atol=0)
+
+
+def _cases(rank: int) -> None:
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+    for name in TYPES:
+        _compare(name)
+    for kind in ("copied", "recomputed", "frozen", "padded"):
+        _compare("LlamaForCausalLM", kind)
+    _compare("LlamaForCausalLM", attention_bias=True, mlp_bias=True)
+    _compare("LlamaForCausalLM", tie_word_embeddings=True, num_hidden_layers=1)
+    _compare("Qwen3ForCausalLM", "recomputed")
+    parallel_state.destroy_model_parallel()
+
+
+def test_the_compared_types() -> None:
+    """``python -m tests.zoo tensor`` compares the others."""
+    assert set(TYPES) <= COMPARED_SEQUENCES
+    assert COMPARED_SEQUENCES <= COMPARED
+
+
+def test_two_ranks_equal_one_process() -> None:
+    run_ranks(2, _cases, timeout=120.0)
+
+
+@pytest.fixture
+def one_of_two() -> Iterator[None]:
+    parallel_state.initialize_debug(tensor_model_parallel_size=2)
+    yield
+    parallel_state.destroy_model_parallel()
+
+
+@pytest.mark.usefixtures("one_of_two")
+class TestOneOfTwo:
+    def test_least_messages(self) -> None:
+        """A gather and a reduce-scatter of attention and feed-forward in each direction, and a gather for weights."""
+        with FakeTensorMode():
+            model: Any = tensor_parallelize(make("llama", num_hidden_layers=3), sequence_parallel=True)
+            layer = model.model.layers[1]
+            x = torch.empty(4, 8, 32)
+            positions = model.model.rotary_emb(x, torch.arange(8)[None])
+            part = torch.empty(4, 4, 32, requires_grad=True)
+            with sent_bytes() as sent:
+                output = layer(part, position_embeddings=positions)
+                output.sum().backward()
+        assert output.shape == part.shape
+        # Each of the ten sends half of the whole to the other rank.
+        assert sent.total == 10 * x.nbytes / 2
+
+    def test_a_length_that_does_not_divide(self) -> None:
+        model = tensor_parallelize(make("llama"), sequence_parallel=True)
+        layer = model.model.layers[0]
+        with pytest.raises(ValueError, match=r"a sequence of 7 tokens.* \(4, 7, 32\), over 2 .*a multiple of 2"):
+            layer(torch.empty(4, 7, 32))
+        with pytest.raises(RuntimeError, match="no hidden states among the arguments of a LlamaDecoderLayer"):
+            layer(x=torch.empty(4, 8, 32))
+
+    @pytest.mark.parametrize(
+        ("name", "sentence"),
+        [
+            (
+                "experts",
+                r"of model\.layers\.0\.mlp\.experts, a Qwen3MoeExperts of the style moe_tp_experts, and only norms",
+            ),
+            ("gpt2", r"of transformer\.h\.0\.attn\.c_attn, a Conv1D of the style packed_colwise, and only norms"),
+            ("t5", r"needs one list of layers .* divides encoder\.block, decoder\.block: leave it out"),
+        ],
+    )
+    def test_types_whose_sequence_is_not_divided(self, name: str, sentence: str) -> None:
+        model = make(name)
+        with pytest.raises(ValueError, match=sentence):
+            tensor_parallelize(model, sequence_parallel=True)
+        assert not any(getattr(parameter, "tensor_model_parallel", False) for parameter in model.parameters())
+
+    def test_a_type_that_was_not_compared(self) -> None:
+        class Other(type(make("llama"))):  # type: ignore[misc]
+            pass
+
+        Other.__name__ = "Olmo3ForCausalLM"
+        model = Other(make("llama").config)
+        with pytest.raises(ValueError, match=r"of Olmo3ForCausalLM was not compared .* plan=model\.tp_plan to use"):
+            tensor_parallelize(model, sequence_parallel=True)
+        with pytest.warns(UserWarning, match="this plan was not compared with one process"):
+            tensor_parallelize(model, plan=model.tp_plan, sequence_parallel=True)
+        assert model.model.layers[0].mlp.down_proj.sequence_parallel_enabled
+
+    def test_padded_heads(self) -> None:
+        with pytest.raises(ValueError, match="leave one of them out"):
+            tensor_parallelize(make("llama"), sequence_parallel=True, pad_heads=True)
+
+    def test_a_plan_without_a_row(self) -> None:
+        model = nn.ModuleDict(
+            {"layers": nn.ModuleList([nn.ModuleDict({"mlp": nn.ModuleDict({"up": nn.Linear(4, 4)})})])}
+        )
+        with pytest.raises(ValueError, match=r"of layers\.0\.mlp, a ModuleDict, which has no row-parallel layer"):
+            tensor_parallelize(model, {"layers.*.mlp.up": "colwise"}, sequence_parallel=True)
+        with pytest.raises(ValueError, match=r"this one divides none: leave it out"):
+            tensor_parallelize(nn.ModuleDict({"up": nn.Linear(4, 4)}), {"up": "colwise"}, sequence_parallel=True)

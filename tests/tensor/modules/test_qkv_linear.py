@@ -1,0 +1,143 @@
+"""Query, key and value over ranks with copies of key-value heads equal three linear layers of one process."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from nxdpp.ranks import parallel_state
+from nxdpp.tensor.layers import RowParallelLinear
+from nxdpp.tensor.modules.qkv_linear import GQAQKVColumnParallelLinear
+from nxdpp.tensor.move_model_to_device import move_model_to_device
+from nxdpp.tensor.utils import local_slice
+from tests.pipeline.backward.split_and_plain import compare
+from tests.support.run_ranks import run_ranks
+
+pytestmark = pytest.mark.one_python
+
+HIDDEN, HEAD, HEADS = 12, 3, 8
+
+
+def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Context (B, S, D) of parts (B, S, D of the part)."""
+    q, k, v = (part.unflatten(-1, (-1, HEAD)).transpose(1, 2) for part in (query, key, value))
+    return functional.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2).flatten(2)
+
+
+class _Whole(nn.Module):
+    def __init__(self, key_value_heads: int, bias: bool) -> None:
+        super().__init__()
+        self.q = nn.Linear(HIDDEN, HEADS * HEAD, bias=bias)
+        self.k = nn.Linear(HIDDEN, key_value_heads * HEAD, bias=bias)
+        self.v = nn.Linear(HIDDEN, key_value_heads * HEAD, bias=bias)
+        self.out = nn.Linear(HEADS * HEAD, HIDDEN, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.out(_attention(self.q(x), self.k(x), self.v(x)))
+        return y
+
+
+class _Parallel(nn.Module):
+    def __init__(self, key_value_heads: int, copies: int, gather: bool, sequence: bool, bias: bool) -> None:
+        super().__init__()
+        self.qkv = GQAQKVColumnParallelLinear(
+            HIDDEN,
+            [HEADS * HEAD, key_value_heads * HEAD],
+            bias=bias,
+            gather_output=gather,
+            kv_size_multiplier=copies,
+            sequence_parallel_enabled=sequence,
+            sequence_dimension=1,
+        )
+        self.out = RowParallelLinear(
+            HEADS * HEAD,
+            HIDDEN,
+            bias=False,
+            input_is_parallel=not gather,
+            sequence_parallel_enabled=sequence,
+            sequence_dimension=1,
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.out(_attention(*self.qkv(x)))
+        return y
+
+
+def _check(key_value_heads: int, copies: int, gather: bool, sequence: bool, bias: bool) -> None:
+    torch.manual_seed(1)
+    whole = _Whole(key_value_heads, bias)
+    state = torch.get_rng_state()
+    torch.manual_seed(1)
+    model = _Parallel(key_value_heads, copies, gather, sequence, bias)
+    assert torch.equal(torch.get_rng_state(), state)
+    size, rank = parallel_state.get_tensor_model_parallel_size(), parallel_state.get_tensor_model_parallel_rank()
+    x = torch.randn(2, 4, HIDDEN, generator=torch.Generator().manual_seed(2))
+    theirs = x.clone().requires_grad_()
+    given = (local_slice(x, 1, rank, size) if sequence else x).clone().requires_grad_()
+    expected, found = whole(theirs), model(given)
+    weights = torch.randn(expected.shape, generator=torch.Generator().manual_seed(3))
+    (expected * weights).sum().backward()
+    (found * (local_slice(weights, 1, rank, size) if sequence else weights)).sum().backward()
+    assert theirs.grad is not None
+    own = [local_slice(each, 1, rank, size) if sequence else each for each in (expected, theirs.grad)]
+    torch.testing.assert_close([found, given.grad], own, rtol=1e-5, atol=1e-6)
+    for name, parameter in model.qkv.named_parameters():
+        kind, letter = name.split("_")
+        full = whole.get_submodule(letter).get_parameter(kind)
+        partitions = vars(parameter)["num_partitions"]
+        assert partitions == (size if letter == "q" else size // copies)
+        assert full.grad is not None
+        part = rank * partitions // size
+        assert torch.equal(parameter, local_slice(full, 0, part, partitions)), name
+        torch.testing.assert_close(
+            parameter.grad, local_slice(full.grad, 0, part, partitions), rtol=1e-5, atol=1e-6, msg=name
+        )
+
+
+def _split() -> None:
+    torch.manual_seed(1)
+    batches = [[torch.randn(2, 4, HIDDEN, generator=torch.Generator().manual_seed(seed))] for seed in range(3)]
+    found = compare(nn.Sequential(_Parallel(2, 2, False, False, True), _Parallel(4, 1, False, False, True)), batches)
+    assert found.weight_products in (0, 2 * 4 * 3)
+
+
+def _cases(rank: int, size: int) -> None:
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=size)
+    for heads, copies in ((4, 1), (1, size), (2, size // 2)):
+        for sequence in (False, True):
+            _check(heads, copies, gather=False, sequence=sequence, bias=True)
+        _check(heads, copies, gather=True, sequence=False, bias=False)
+    _split()
+    layer = GQAQKVColumnParallelLinear(HIDDEN, [24, 6], kv_size_multiplier=size)
+    move_model_to_device(layer, "meta")
+    assert vars(layer.weight_k)["num_partitions"] == 1
+    parallel_state.destroy_model_parallel()
+    # The groups of copies are new ones.
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=size)
+    _check(1, size, gather=False, sequence=False, bias=True)
+    parallel_state.destroy_model_parallel()
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_attention_equals_that_of_one_process(size: int) -> None:
+    run_ranks(size, _cases, size)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"output_sizes": [24, 6], "kv_size_multiplier": 3}, "kv_size_multiplier=3 does not divide .* 4"),
+        ({"output_sizes": [24, 6]}, r"query=24 and key_value=6 \* kv_size_multiplier=1 over 4 ranks"),
+        ({"output_sizes": [26, 8]}, "query=26"),
+        ({"output_sizes": [24, 8], "fuse_qkv": True}, "fuse_qkv=False"),
+    ],
+)
+def test_refusals(arguments: dict[str, Any], message: str) -> None:
+    parallel_state.initialize_debug(tensor_model_parallel_size=4)
+    try:
+        with pytest.raises(ValueError, match=message):
+            GQAQKVColumnParallelLinear(HIDDEN, **arguments)
+    finally:
+        parallel_state.destroy_model_parallel()

@@ -1,0 +1,177 @@
+"""Initial values of each rank's part: those of the whole in one process, whatever draws them and when."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import init
+
+from nxdpp import NxDPPModel, deferred_init, init_on_device
+from nxdpp.ranks import parallel_state
+from nxdpp.tensor import initial_parts
+from nxdpp.tensor.layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
+from nxdpp.tensor.utils import local_slice
+
+
+def _with_own_tensor(weight: torch.Tensor) -> None:
+    weight.copy_(torch.randn(weight.shape))
+
+
+def _twice(weight: torch.Tensor) -> None:
+    init.normal_(weight)
+    weight.data.uniform_(-1, 1).mul_(3).add_(0.5)
+
+
+def _by_row(weight: torch.Tensor) -> None:
+    for row in weight:
+        row.normal_()
+
+
+# The function, and whether it works on blocks; torch has changed its truncated normal numbers.
+METHODS: dict[str, tuple[Callable[[torch.Tensor], object], bool | None]] = {
+    "normal": (partial(init.normal_, std=0.02), True),
+    "uniform": (init.uniform_, True),
+    "xavier": (init.xavier_normal_, True),
+    "kaiming": (init.kaiming_uniform_, True),
+    "truncated": (partial(init.trunc_normal_, std=0.5), None),
+    "constant": (partial(init.constant_, val=3.0), True),
+    "twice": (_twice, True),
+    "orthogonal": (init.orthogonal_, False),
+    "copied": (_with_own_tensor, False),
+    "by row": (_by_row, False),
+}
+
+
+@pytest.fixture(autouse=True)
+def _end_debug() -> Iterator[None]:
+    yield
+    parallel_state.destroy_model_parallel()
+
+
+def _be(rank: int, size: int) -> None:
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_debug(tensor_model_parallel_rank=rank, tensor_model_parallel_size=size)
+
+
+@pytest.mark.parametrize("numbers_at_once", [16, 100, 1 << 20])
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_any_init_method(name: str, dtype: torch.dtype, numbers_at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    method, in_blocks = METHODS[name]
+    if dtype == torch.bfloat16 and name in ("truncated", "orthogonal"):
+        pytest.skip("torch computes it in float32 only")
+    monkeypatch.setattr(initial_parts, "_NUMBERS_AT_ONCE", numbers_at_once)
+    for shape, dim, stride in (((30, 7), 0, 3), ((24, 12), 1, 2), ((6, 18), 0, 1), ((40, 1), 0, 1)):
+        torch.manual_seed(3)
+        whole = torch.empty(shape, dtype=dtype)
+        with torch.no_grad():
+            method(whole)
+        state = torch.get_rng_state()
+        for rank in range(2):
+            _be(rank, 2)
+            torch.manual_seed(3)
+            layer: Any = (ColumnParallelLinear, RowParallelLinear)[dim]
+            built = layer(shape[1], shape[0], bias=False, dtype=dtype, stride=stride, init_method=method)
+            assert torch.equal(built.weight, local_slice(whole, dim, rank, 2, stride)), shape
+            assert torch.equal(torch.get_rng_state(), state)
+    with mock.patch.object(initial_parts._OwnPart, "_take") as take:
+        ColumnParallelLinear(8, 64, bias=False, init_method=method, dtype=dtype)
+    wholes = [call for call in take.call_args_list if len(call.args[0]) == 64]
+    if numbers_at_once == 16 and in_blocks is not None:
+        assert bool(wholes) != in_blocks
+
+
+def test_memory_is_that_of_the_part_and_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(initial_parts, "_NUMBERS_AT_ONCE", 1 << 10)
+    _be(3, 8)
+    sizes: list[int] = []
+
+    def empty(part: initial_parts._OwnPart, shape: list[int]) -> torch.Tensor:
+        sizes.append(torch.Size(shape).numel())
+        return torch.empty(shape)
+
+    monkeypatch.setattr(initial_parts._OwnPart, "_empty", empty)
+    ColumnParallelLinear(64, 512)
+    assert max(sizes) == 1 << 10
+    assert len(sizes) == 33
+
+
+class _Model(nn.Module):
+    """A model of linear layers and an embedding, parallel or torch's own."""
+
+    def __init__(self, parallel: bool) -> None:
+        super().__init__()
+        self.embed = ParallelEmbedding(13, 8, padding_idx=2) if parallel else nn.Embedding(13, 8, padding_idx=2)
+        self.layers = nn.ModuleList(_Layer(parallel) for _ in range(2))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        loss: torch.Tensor = x.square().mean()
+        return loss
+
+
+class _Layer(nn.Module):
+    def __init__(self, parallel: bool) -> None:
+        super().__init__()
+        if parallel:
+            self.up: nn.Module = ColumnParallelLinear(8, 24, gather_output=False)
+            self.down: nn.Module = RowParallelLinear(24, 8, input_is_parallel=True)
+        else:
+            self.up, self.down = nn.Linear(8, 24), nn.Linear(24, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = x + self.down(self.up(x))
+        return y
+
+
+def _on_meta(parallel: bool) -> nn.Module:
+    with init_on_device(torch.device("meta")):
+        return _Model(parallel)
+
+
+def _guides_init_weights(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear | nn.Embedding):
+        module.reset_parameters()
+    elif isinstance(module, ParallelEmbedding | ColumnParallelLinear | RowParallelLinear):
+        module.init_weight_cpu()
+    if hasattr(module, "bias") and module.bias is not None:
+        module.bias.data.zero_()  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    ("build", "options"),
+    [
+        (_Model, {}),
+        (_on_meta, {}),
+        (_on_meta, {"param_init_fn": _guides_init_weights}),
+        (lambda parallel: deferred_init(_Model, parallel), {}),
+    ],
+    ids=["eager", "meta", "param_init_fn", "deferred"],
+)
+def test_a_wrapped_model(build: Callable[[bool], nn.Module], options: dict[str, Any]) -> None:
+    def wrapped(parallel: bool) -> dict[str, torch.Tensor]:
+        torch.manual_seed(5)
+        model = NxDPPModel(build(parallel), transformer_layer_cls=_Layer, input_names=["ids"], **options)
+        model.move_model_to_device("cpu")
+        return dict(model.local_named_parameters())
+
+    _be(0, 1)
+    expected, alone = wrapped(False), wrapped(True)
+    state = torch.get_rng_state()
+    assert all(torch.equal(alone[name], value) for name, value in expected.items())
+    for size in (2, 4):
+        for rank in range(size):
+            _be(rank, size)
+            for name, parameter in wrapped(True).items():
+                whole, dim = expected[name].detach(), vars(parameter)["partition_dim"]
+                if name == "embed.weight":
+                    whole = nn.functional.pad(whole, (0, 0, 0, -13 % size))
+                assert torch.equal(parameter, whole if dim < 0 else local_slice(whole, dim, rank, size)), name
+                assert vars(parameter)["tensor_model_parallel"] == (dim >= 0)
+            assert torch.equal(torch.get_rng_state(), state)

@@ -1,0 +1,221 @@
+"""Checks of data that only raise run in every step."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers.utils.import_utils import torch_compilable_check
+
+from nxdpp.tracing.graph.checks import must_run
+from nxdpp.tracing.graph.errors import TracingError
+from tests.support.in_process import InProcessPipeline
+from tests.support.traced_models import Asserts, PlainLayer, PlainModel, options_for, trace_with
+
+X = torch.ones(3, 4)
+
+
+class Refuses(PlainModel):
+    """Run ``check`` on the input, on the hidden states after the first layer, and on those after the last."""
+
+    def __init__(self, check: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.check = check
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.check(x)
+        hidden = self.embedding(x)
+        for index, layer in enumerate(self.layers):
+            hidden = layer(hidden)
+            if index == 0:
+                self.check(hidden)
+        self.check(hidden)
+        result: Tensor = self.head(hidden).mean()
+        return result
+
+
+class NoNumbersError(Exception):
+    """An error of the model's own."""
+
+
+class UnusualError(Exception):
+    def __init__(self, first: int, second: int) -> None:
+        super().__init__(first, second)
+
+
+def _not_a_number(x: Tensor) -> None:
+    if torch.isnan(x).any():
+        raise ValueError(f"not a number in a tensor of {x.shape}")
+
+
+def _own_error(x: Tensor) -> None:
+    if not torch.allclose(x, x):
+        raise NoNumbersError("no numbers")
+
+
+def _unusual_error(x: Tensor) -> None:
+    if x.isnan().any().item():
+        raise UnusualError(1, 2)
+
+
+def _either(x: Tensor) -> None:
+    if x.shape[0] > 100 or x.max() > 1e6 or bool(x.isnan().any()):
+        raise ValueError("bad")
+
+
+def _both(x: Tensor) -> None:
+    if (x != x).any() and not x.max() < 1e6:
+        raise ValueError("bad")
+
+
+def _several(x: Tensor) -> None:
+    for row in range(2):
+        if x[row].isnan().any() and (x.sum() > 0 or not x.isfinite().all()):
+            raise ValueError("bad")
+
+
+def _with_torch_assert(x: Tensor) -> None:
+    torch._assert(~x.isnan().any(), "not a number")
+
+
+def _with_torch_check(x: Tensor) -> None:
+    torch._check(x.shape[1] < 100)
+    torch._check(x.isfinite().all().item(), lambda: "not a number")
+
+
+def _with_tensor_check(x: Tensor) -> None:
+    torch._check_tensor_all(x.isfinite(), lambda: "not a number")
+
+
+def _with_compilable_check(x: Tensor) -> None:
+    torch_compilable_check(x.isfinite(), "not a number")
+
+
+def _with_callable_check(x: Tensor) -> None:
+    torch_compilable_check(lambda: x.isfinite().all(), "not a number", error_type=NoNumbersError)
+
+
+CHECKS = [
+    (_not_a_number, ValueError),
+    (_own_error, NoNumbersError),
+    (_unusual_error, RuntimeError),
+    (_either, ValueError),
+    (_both, ValueError),
+    (_several, ValueError),
+    (_with_torch_assert, AssertionError),
+    (_with_torch_check, RuntimeError),
+    (_with_tensor_check, RuntimeError),
+    (_with_compilable_check, ValueError),
+    (_with_callable_check, NoNumbersError),
+]
+
+
+def _cut(model: nn.Module, stages: int) -> InProcessPipeline:
+    return InProcessPipeline(model, stages, {"x": X}, options_for(model, PlainLayer))
+
+
+@pytest.mark.parametrize(("check", "error"), CHECKS)
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_check_changes_nothing_and_raises_where_the_model_does(
+    check: Callable[[Tensor], Any], error: type[Exception], stages: int
+) -> None:
+    model = Refuses(check)
+    chain = _cut(model, stages)
+    assert torch.equal(chain.forward({"x": X}), model(X))
+    assert len(chain.boundary_tensors) == stages - 1
+    with pytest.raises(error):
+        chain.forward({"x": X * torch.nan})
+    for name in ("layers.0.linear.weight", "layers.3.linear.weight"):
+        weight = model.get_parameter(name)
+        before = weight.detach().clone()
+        weight.data.fill_(torch.nan)
+        with pytest.raises(error):
+            chain.forward({"x": X})
+        weight.data.copy_(before)
+
+
+def test_the_error_has_the_text_and_the_line_of_the_model() -> None:
+    model = Refuses(_own_error)
+    text = r"the model raises for this data: no numbers\n  at .*test_data_checks\.py:\d+, in _own_error: if not torch"
+    with pytest.raises(NoNumbersError, match=text):
+        _cut(model, 2).forward({"x": X * torch.nan})
+
+
+def test_an_error_that_cannot_be_made_is_named() -> None:
+    with pytest.raises(RuntimeError, match=r"UnusualError: the model raises for this data\n  at .*_unusual_error"):
+        _cut(Refuses(_unusual_error), 2).forward({"x": X * torch.nan})
+
+
+@pytest.mark.parametrize(
+    ("x", "raises"), [([1.0, 7.0], True), ([1.0, 2.0], False), ([-1.0, 7.0], True), ([-1.0, 2.0], False)]
+)
+def test_all_values_of_a_condition_count(x: list[float], raises: bool) -> None:
+    def check(value: Tensor) -> None:
+        if value.shape[-1] == 2 and (value.max() > 5 and value.mean() < 100):
+            raise ValueError("bad")
+
+    given = torch.tensor([[*x, 0.0, 0.0]])
+    chain = _cut(Refuses(lambda value: check(value[:, :2])), 2)
+    if raises:
+        with pytest.raises(ValueError, match="bad"):
+            chain.forward({"x": given})
+    else:
+        chain.forward({"x": given})
+
+
+def _returns(x: Tensor) -> int:
+    if x.isnan().any():
+        return 1
+    return 2
+
+
+def _calls(x: Tensor) -> None:
+    if x.isnan().any():
+        print("bad")
+        raise ValueError("bad")
+
+
+def _is_caught(x: Tensor) -> int:
+    try:
+        if x.isnan().any():
+            raise ValueError("bad")
+    except ValueError:
+        return 1
+    return 2
+
+
+def _sets_a_variable(x: Tensor) -> int:
+    scale = 1
+    if x.isnan().any():
+        scale = 2
+        if x.max() > 5:
+            raise ValueError("bad")
+    return scale
+
+
+@pytest.mark.parametrize("check", [_returns, _calls, _is_caught, _sets_a_variable])
+def test_another_decision_that_depends_on_data_is_refused(check: Callable[[Tensor], Any]) -> None:
+    model = Refuses(check)
+    with pytest.raises(TracingError, match=r"only the data tells.*\n  at .*test_data_checks\.py:\d+, in _\w+: if x"):
+        trace_with(model, {"x": X}, options_for(model, PlainLayer))
+
+
+def test_an_assertion_is_a_node() -> None:
+    model = Asserts()
+    traced = trace_with(model, {"x": X}, options_for(model, PlainLayer))
+    assert sum(must_run(node) for node in traced.graph.nodes) == 2
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("x", "line"),
+    [(-X, r"x must be positive\n.* assert torch\.all\(x > 0\)"), (X / 0, r"hold\n.* assert hidden\.isfinite\(\)")],
+    ids=["of the inputs", "of a later stage"],
+)
+def test_an_assertion_that_does_not_hold_is_raised(stages: int, x: Tensor, line: str) -> None:
+    model = Asserts()
+    chain = _cut(model, stages)
+    assert torch.equal(chain.forward({"x": X}), model(X))
+    with pytest.raises(AssertionError, match=rf"an assertion of the model does not {line}|does not hold: {line}"):
+        chain.forward({"x": x})

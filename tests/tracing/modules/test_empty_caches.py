@@ -1,0 +1,46 @@
+"""Caches that code outside the layers makes although ``use_cache`` is off."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import DynamicCache, EncoderDecoderCache
+
+from nxdpp.tracing.modules.empty_caches import without_empty_caches
+from tests.zoo.sweep import judge_quietly
+from tests.zoo.training import judge
+
+
+class Attention(nn.Module):
+    def forward(self, x: Any, cache: Any = None) -> Any:
+        return x if cache is None else cache.update(x, x, 0)[0]
+
+
+class NeedsCache(nn.Module):
+    def forward(self, x: Any, cache: Any) -> Any:
+        return cache.update(x, x, 0)[0]
+
+
+def test_a_layer_gets_none_for_an_empty_cache() -> None:
+    empty = EncoderDecoderCache(DynamicCache(), DynamicCache())
+
+    assert without_empty_caches(Attention(), (1,), {"cache": empty}) == ((1, None), {})
+    assert without_empty_caches(Attention(), (1, DynamicCache()), {}) == ((1, None), {})
+
+
+def test_a_cache_that_holds_something_stays() -> None:
+    cache = DynamicCache()
+    cache.update(torch.ones(1, 1, 2, 4), torch.ones(1, 1, 2, 4), 0)
+    given = (1,), {"cache": cache}
+
+    assert without_empty_caches(Attention(), *given) == given
+
+
+def test_a_cache_that_a_layer_needs_stays() -> None:
+    given: Any = ((1, DynamicCache()), {})
+
+    assert without_empty_caches(NeedsCache(), *given) == given
+
+
+def test_a_model_that_makes_a_cache_by_itself_is_exact() -> None:
+    assert judge_quietly(judge, "sequence-classification", "xlm").result == "exact"

@@ -1,0 +1,157 @@
+"""Dataclasses that layers return: keyword-only, growing, and read or replaced by the functions of ``dataclasses``."""
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from nxdpp.tracing.graph.errors import TracingError
+from tests.support.exact import assert_exact
+from tests.support.in_process import InProcessPipeline
+from tests.support.traced_models import PlainLayer, PlainModel
+
+
+@dataclass(kw_only=True)
+class State:
+    loss: Any = None
+    hidden: Any = None
+
+
+@dataclass
+class Growing:
+    items: list[Tensor] = field(default_factory=list)
+    loss: Any = None
+
+
+class StateLayer(PlainLayer):
+    def forward(self, state: Any) -> Any:
+        return State(hidden=super().forward(state.hidden))
+
+
+class GrowingLayer(PlainLayer):
+    def forward(self, grown: Any) -> Any:
+        return Growing([*grown.items, super().forward(grown.items[-1])])
+
+
+class Model(PlainModel):
+    """Calls ``between`` on the result of each layer."""
+
+    def __init__(self, make: Callable[[Tensor], Any], layer: type[PlainLayer], between: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layer() for _ in range(4))
+        self.make = make
+        self.between = between
+
+    def forward(self, x: Tensor) -> Any:
+        value = self.make(self.embedding(x))
+        for layer in self.layers:
+            value = self.between(layer(value))
+        return self.finish(value)
+
+    def finish(self, value: Any) -> Any:
+        hidden = value.hidden if isinstance(value, State) else value.items[-1]
+        return self.head(hidden).mean()
+
+
+def state(hidden: Tensor) -> State:
+    return State(hidden=hidden)
+
+
+def grown(hidden: Tensor) -> Growing:
+    return Growing([hidden])
+
+
+def second_field(value: Any) -> Any:
+    return getattr(value, dataclasses.fields(value)[1].name)
+
+
+def append(value: Any) -> Any:
+    value.items.append(value.items[-1] * 2)
+    return value
+
+
+CASES: dict[str, tuple[Callable[[Tensor], Any], type[PlainLayer], Callable[[Any], Any]]] = {
+    "keyword-only": (state, StateLayer, lambda value: value),
+    "replace": (state, StateLayer, lambda value: replace(value, hidden=value.hidden * 2)),
+    "replace of the module": (state, StateLayer, lambda value: dataclasses.replace(value, loss=None)),
+    "fields of the module": (
+        state,
+        StateLayer,
+        lambda value: State(hidden=getattr(value, dataclasses.fields(value)[1].name)),
+    ),
+    "fields": (state, StateLayer, lambda value: State(**{f.name: getattr(value, f.name) for f in fields(value)})),
+    "is_dataclass": (state, StateLayer, lambda value: value if is_dataclass(value) else State(hidden=value * 2)),
+    "growing": (grown, GrowingLayer, lambda value: Growing([*value.items, value.items[0] * 2])),
+    "growing by replace": (grown, GrowingLayer, lambda value: replace(value, items=[*value.items, value.items[-1]])),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_dataclasses_between_layers_are_exact(case: str) -> None:
+    make, layer, between = CASES[case]
+    assert_exact(Model(make, layer, between), {"x": torch.randn(4, 4)}, layer)
+
+
+@pytest.mark.parametrize("case", ["replace", "fields"])
+def test_a_class_that_is_known_in_the_first_step(case: str) -> None:
+    make, layer, between = CASES[case]
+    model, x = Model(make, layer, between), torch.randn(4, 4)
+    pipeline = InProcessPipeline(model, 2, transformer_layer_cls=layer)
+    assert torch.equal(pipeline.train({"x": x}, 1)[0], model(x))
+
+
+def test_a_change_of_a_list_that_a_layer_returned_is_refused() -> None:
+    model = Model(grown, GrowingLayer, append)
+    with pytest.raises(
+        TracingError, match=r"\(append\)(.|\n)*test_dataclass_calls\.py:\d+, in append(.|\n)*Make a new"
+    ):
+        InProcessPipeline(model, 2, {"x": torch.randn(4, 4)}, transformer_layer_cls=GrowingLayer)
+
+
+class SetsTheLoss(Model):
+    def finish(self, value: Any) -> Any:
+        value.loss = self.head(value.hidden).mean()
+        return value
+
+
+class ReturnsANewState(Model):
+    def finish(self, value: Any) -> Any:
+        return State(loss=self.head(value.hidden).mean(), hidden=value.hidden)
+
+
+def test_a_field_of_an_output_that_a_layer_returned_is_refused_with_a_remedy() -> None:
+    make, layer, between = CASES["keyword-only"]
+    x = torch.randn(4, 4)
+    with pytest.raises(TracingError, match=r"SetsTheLoss\.forward sets .*\.loss.* Return a new object"):
+        InProcessPipeline(SetsTheLoss(make, layer, between), 2, {"x": x}, transformer_layer_cls=layer)
+    # The remedy of the message.
+    model = ReturnsANewState(make, layer, between)
+    pipeline = InProcessPipeline(model, 2, {"x": x}, transformer_layer_cls=layer)
+    assert torch.equal(pipeline.train({"x": x}, 1)[0], model(x).loss)
+
+
+class KeepsFeatures(Model):
+    def finish(self, value: Any) -> Any:
+        value.pooled = value.hidden * 2
+        return {"loss": self.head(value.pooled).mean(), "features": value}
+
+
+def test_features_beside_the_loss_of_a_transformers_model_are_warned_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    make, layer, between = CASES["keyword-only"]
+    x = torch.randn(4, 4)
+    model = KeepsFeatures(make, layer, between)
+    with pytest.raises(TracingError, match=r"KeepsFeatures\.forward sets .*\.pooled.* Return a new object"):
+        InProcessPipeline(model, 2, {"x": x}, transformer_layer_cls=layer)
+    monkeypatch.setattr(KeepsFeatures, "__module__", "transformers.models.features")
+    pipeline = InProcessPipeline(model, 2, {"x": x}, transformer_layer_cls=layer)
+    assert torch.equal(pipeline.train({"x": x}, 1)[0], model(x)["loss"])
+    assert "an evaluation without labels the value lacks it" in caplog.text
+    monkeypatch.setattr(SetsTheLoss, "__module__", "transformers.models.features")
+    with pytest.raises(TracingError, match=r"SetsTheLoss\.forward sets .*\.loss.* Return a new object"):
+        InProcessPipeline(SetsTheLoss(make, layer, between), 2, {"x": x}, transformer_layer_cls=layer)

@@ -1,0 +1,155 @@
+"""Inputs in dicts: split, traced and verified like inputs of their own."""
+
+from collections import OrderedDict
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import BatchEncoding, LlamaForCausalLM
+
+from nxdpp import NxDPPModel, parallel_state
+from nxdpp.pipeline.microbatches.split_batch import split_batch
+from nxdpp.tracing.values.input_dicts import close_inputs, levels, open_inputs
+from tests.support.exact import assert_exact
+from tests.support.in_process import InProcessPipeline
+from tests.support.models import make, padded_batch
+from tests.support.run_ranks import run_ranks
+from tests.support.traced_models import PlainLayer, PlainModel
+
+CPU = torch.device("cpu")
+X, Y = torch.arange(16.0).reshape(4, 4) / 16, torch.ones(4, 1)
+
+
+class Batched(PlainModel):
+    """The batch in one dict, and how to weigh it."""
+
+    def forward(self, batch: Any, weight: float = 1.0) -> Tensor:
+        x = batch["x"]
+        if batch.get("mask") is not None:
+            x = x * batch["mask"]
+        if batch.get("doubled"):
+            x = x * 2
+        hidden = self.embedding(x)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        target = batch["more"]["y"] if "more" in batch else batch["y"]
+        result: Tensor = (self.head(hidden) - target).pow(2).mean() * weight
+        return result
+
+
+BATCHES: dict[str, dict[str, Any]] = {
+    "plain": {"batch": {"x": X, "y": Y}},
+    "nested": {"batch": {"x": X, "more": {"y": Y}}},
+    "None and a number": {"batch": {"x": X, "y": Y, "mask": None, "doubled": True, "index": 3}, "weight": 0.5},
+    "beside an input": {"batch": {"x": X, "y": Y, "mask": torch.ones(1, 4) / 3}, "weight": 2.0},
+    "another type": {"batch": OrderedDict(x=X, y=Y)},
+    "of a tokenizer": {"batch": BatchEncoding({"x": X, "y": Y})},
+}
+
+
+@pytest.mark.parametrize("inputs", BATCHES.values(), ids=BATCHES.keys())
+def test_a_dict_is_exact(inputs: dict[str, Any]) -> None:
+    assert_exact(Batched(), inputs, PlainLayer)
+
+
+def test_the_inputs_are_unknown_at_construction() -> None:
+    pipeline = InProcessPipeline(Batched(), 2, transformer_layer_cls=PlainLayer)
+    losses = [pipeline.train(BATCHES[name], 2) for name in ("plain", "nested", "plain")]
+    assert all(map(torch.equal, losses[0], losses[2]))
+    assert all(map(torch.equal, losses[0], losses[1]))
+
+
+class Asks(Batched):
+    def forward(self, batch: Any, weight: float = 1.0) -> Tensor:
+        if "x" not in batch:
+            raise ValueError("no x")
+        return super().forward(dict(batch.items()), weight)
+
+
+def test_a_dict_is_asked_for_its_keys() -> None:
+    pipeline = InProcessPipeline(Asks(), 2, transformer_layer_cls=PlainLayer)
+    assert pipeline.partition.assumed
+    assert pipeline.train(BATCHES["plain"], 2)
+    assert_exact(Asks(), BATCHES["plain"], PlainLayer)
+
+
+class Llama(torch.nn.Module):
+    """A transformers model in a module with a training step, as of Lightning."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model: LlamaForCausalLM = make("llama")
+
+    def forward(self, batch: Any) -> Any:
+        return self.model(**batch).loss
+
+
+def test_a_dict_is_passed_on_to_a_transformers_model() -> None:
+    assert_exact(Llama(), {"batch": padded_batch(4)})
+    pipeline = InProcessPipeline(Llama(), 2)
+    pipeline.train({"batch": padded_batch(4)}, 2)
+    assert len(pipeline.partition.layers) == 4
+
+
+def test_opened_inputs_are_closed_to_new_dicts() -> None:
+    inputs = {"batch": {"x": X, "more": {"y": Y, "empty": {}}}, "z": 3}
+    opened = open_inputs(inputs)
+    assert [name for name, value in opened.items() if isinstance(value, Tensor)] == ["batch['x']", "batch['more']['y']"]
+    closed = close_inputs(opened)
+    assert closed == inputs
+    assert closed["batch"] is not inputs["batch"]
+    assert {"x": "batch['x']", "more": "batch['more']"} in levels(opened)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        ({"batch": [X, Y]}, r"input batch is a list; .* or in a dict\."),
+        ({"batch": {"x": X, "y": [Y]}}, r"input batch\['y'\] is a list"),
+        ({"batch": {0: X}}, r"input batch is a dict; .* dicts of these by names"),
+        ({"batch": {"x": X, "y": Y[:3]}}, r"disagree on dimension 0.*batch\['x'\].*: 4, .*batch\['y'\].*: 3"),
+        ({"batch": {"x": X.to("meta"), "y": Y}}, r"input batch\['x'\] is on meta"),
+    ],
+)
+def test_values_that_cannot_be_split(inputs: dict[str, Any], message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        split_batch(Batched(), inputs, 2, None, CPU)
+
+
+def test_a_function_splits_the_given_dicts() -> None:
+    def split(inputs: dict[str, Any], microbatches: int) -> list[dict[str, Any]]:
+        batch = inputs["batch"]
+        return [{"batch": {key: batch[key][i::microbatches] for key in batch}} for i in range(microbatches)]
+
+    parts, are_alike = split_batch(Batched(), BATCHES["plain"], 2, split, CPU)
+    assert not are_alike
+    assert torch.equal(parts[1]["batch['x']"], X[1::2])
+
+
+def costs(rank: int) -> Any:
+    """Cuts by cost for a batch in a dict, and a step that is compared with the unwrapped module."""
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    inputs = BATCHES["nested"]
+    wrapped = NxDPPModel(
+        Batched(),
+        PlainLayer,
+        num_microbatches=2,
+        partition="balanced",
+        partition_batch=inputs,
+        check_against_module="first",
+        broadcast_and_average_loss=True,
+    )
+    wrapped.trace(batch=on_meta(inputs["batch"]))
+    wrapped.run_eval(**inputs)
+    return wrapped.run_train(**inputs)
+
+
+def on_meta(batch: dict[str, Any]) -> dict[str, Any]:
+    return {k: on_meta(v) if isinstance(v, dict) else v.to("meta") for k, v in batch.items()}
+
+
+def test_a_dict_over_ranks() -> None:
+    whole = Batched()
+    expected = torch.stack([whole({"x": x, "y": y}) for x, y in zip(X.chunk(2), Y.chunk(2), strict=True)]).mean()
+    assert all(torch.equal(loss, expected) for loss in run_ranks(2, costs))

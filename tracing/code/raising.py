@@ -1,0 +1,193 @@
+"""Branches of running code that do nothing but raise, found in its source.
+
+::
+
+    if x.isnan().any():                          asks ── true ──▶ ValueError("nan")         a branch that only raises
+        raise ValueError("nan")                    └──── false ─▶ the code continues
+
+    if (x < 0).any() and x.max() > 5: raise ...  asks ── true ──▶ asks ── true ──▶ raises   a chain of questions
+                                                   └──── false ────┴───── false ─▶ the code continues
+
+Each kind of statement that is not known here, and code without a source, ends the search: the branch then does more.
+"""
+
+import ast
+import builtins
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from nxdpp.tracing.code.frames import Frame, asked_value, variable
+from nxdpp.tracing.code.source import Function
+
+# Ways out of a branch. The others are the branches themselves: code that does more.
+_RAISES, _CONTINUES = "raises", "continues"
+_Ways = frozenset[str]
+_KINDS_WITH_EFFECT = (ast.Yield, ast.YieldFrom, ast.Await)
+
+
+@dataclass(frozen=True)
+class Raises:
+    """The exception of a branch: its class and, if it is constant, its text."""
+
+    error: type[Exception]
+    text: str
+
+
+@dataclass(frozen=True)
+class Question:
+    """A branch that depends on the truth of a value.
+
+    Attributes:
+        asked: the expression of the value.
+        raises: the exceptions of branches that only raise, by the truth that leads there.
+        chained: the truth that leads to further questions, after which the code raises, or continues as for the other.
+        top: the condition that the value is a part of.
+    """
+
+    asked: ast.AST
+    raises: dict[bool, Raises]
+    chained: bool | None
+    top: ast.AST
+
+
+def question_of(frame: Frame) -> Question | None:
+    """The question that ``frame`` decides now, ``None`` where it does something else with the truth of a value."""
+    path = asked_value(frame)
+    depth = next((i for i in reversed(range(len(path))) if isinstance(path[i], ast.stmt)), 0)
+    top = path[depth] if path else None
+    if not isinstance(top, ast.If | ast.Assert) or _is_caught(path[:depth]):
+        return None
+    outside = _names_outside(path[:depth])
+    branches: dict[bool, list[ast.stmt]] = (
+        {True: top.body, False: top.orelse} if isinstance(top, ast.If) else {True: [], False: [top]}
+    )
+    ends = {truth: _ways(branch, outside) for truth, branch in branches.items()}
+    if isinstance(top, ast.Assert):
+        ends[False] = frozenset({_RAISES})
+    known = {truth: end or frozenset({f"the branch of {truth}"}) for truth, end in ends.items()}
+    ways = _ways_of(path[depth:], known)
+    if ways is None:
+        return None
+    doomed = [statement for truth, branch in branches.items() if ends[truth] == {_RAISES} for statement in branch]
+    raises = {truth: _raised(doomed, frame) for truth, way in ways.items() if way == {_RAISES}}
+    # One truth ends at once, the other either raises or ends there too.
+    chains = (t for t in (True, False) if not raises and len(ways[not t]) == 1 and ways[t] == ways[not t] | {_RAISES})
+    chained = next(chains, None)
+    return Question(path[-1], raises, chained, top)
+
+
+def follows(question: Question, before: Question) -> bool:
+    """Return whether ``question`` is a later part of the condition of ``before``, or one in its branches."""
+    is_inside = any(node is question.asked for node in ast.walk(before.top))
+    return is_inside and _begin(before.asked) < _begin(question.asked)
+
+
+def _begin(node: Any) -> tuple[int, int]:
+    return node.lineno, node.col_offset
+
+
+def _ways_of(path: Sequence[ast.AST], ways: dict[bool, _Ways]) -> dict[bool, _Ways] | None:
+    """The ways out for each truth of the value at the end of ``path``; ``None`` where its truth is not the condition.
+
+    ``path`` begins with the statement, and ``ways`` belong to its condition.
+    """
+    top, *conditions = path
+    if not conditions or conditions[0] is not getattr(top, "test", None):
+        return None
+    for outer, inner in pairwise(conditions):
+        if isinstance(outer, ast.UnaryOp) and isinstance(outer.op, ast.Not):
+            ways = {truth: ways[not truth] for truth in ways}
+        elif isinstance(outer, ast.BoolOp):
+            decides = isinstance(outer.op, ast.Or)
+            if inner is not outer.values[-1]:
+                if _names_a_value(outer):
+                    return None
+                ways = {decides: ways[decides], not decides: ways[True] | ways[False]}
+        elif not (isinstance(outer, ast.Call) and isinstance(outer.func, ast.Name) and outer.func.id == "bool"):
+            return None
+    asked = path[-1]
+    # Each part of ``0 < x < 5`` is asked at the same place: only a false one always decides.
+    is_part = isinstance(asked, ast.Compare) and len(asked.ops) > 1
+    return None if is_part and ways[False] != {_RAISES} else ways
+
+
+def _ways(statements: Sequence[ast.stmt], outside: frozenset[str]) -> _Ways:
+    """The ways out of ``statements``; nothing for statements that do more."""
+    ways: _Ways = frozenset()
+    for index, statement in enumerate(statements):
+        if isinstance(statement, ast.Raise):
+            return ways | {_RAISES} if statement.exc is not None and _is_quiet(statement) else frozenset()
+        if isinstance(statement, ast.Assign | ast.AnnAssign | ast.AugAssign):
+            # A variable may be set only where the exception ends its life.
+            rest = _ways(statements[index + 1 :], outside)
+            return ways | rest if rest == {_RAISES} and _sets_locals(statement, outside) else frozenset()
+        if isinstance(statement, ast.If):
+            both = [_ways(branch, outside) for branch in (statement.body, statement.orelse)]
+            if not all(both) or not _is_quiet(statement.test) or _names_a_value(statement.test):
+                return frozenset()
+            ways |= (both[0] | both[1]) - {_CONTINUES}
+            if _CONTINUES not in both[0] | both[1]:
+                return ways
+        elif isinstance(statement, ast.Assert) and _is_quiet(statement) and not _names_a_value(statement):
+            ways |= {_RAISES}
+        elif not isinstance(statement, ast.Pass):
+            return frozenset()
+    return ways | {_CONTINUES}
+
+
+def _sets_locals(statement: ast.Assign | ast.AnnAssign | ast.AugAssign, outside: frozenset[str]) -> bool:
+    targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+    names = {target.id for target in targets if isinstance(target, ast.Name)}
+    return all(isinstance(target, ast.Name) for target in targets) and not names & outside and _is_quiet(statement)
+
+
+def _is_quiet(node: ast.AST) -> bool:
+    """Return whether an expression computes a value and changes nothing that outlives the exception."""
+    return not any(isinstance(part, _KINDS_WITH_EFFECT) for part in ast.walk(node))
+
+
+def _names_a_value(node: ast.AST) -> bool:
+    """Return whether an expression sets a variable, which the code may read where it continues."""
+    return any(isinstance(part, ast.NamedExpr) for part in ast.walk(node))
+
+
+def _is_caught(path: Sequence[ast.AST]) -> bool:
+    """Return whether the innermost function of ``path`` may catch an exception, or act on it."""
+    for node in reversed(path):
+        if isinstance(node, Function):
+            return False
+        if isinstance(node, ast.Try | ast.TryStar):
+            return True
+    return False
+
+
+def _names_outside(path: Sequence[ast.AST]) -> frozenset[str]:
+    """Variables of other functions, or of the module, that the innermost function of ``path`` sets."""
+    function = next((node for node in reversed(path) if isinstance(node, Function)), None)
+    declared = [] if function is None else [n for n in ast.walk(function) if isinstance(n, ast.Global | ast.Nonlocal)]
+    return frozenset(name for node in declared for name in node.names)
+
+
+def _raised(statements: Sequence[ast.stmt], frame: Frame) -> Raises:
+    for node in (part for statement in statements for part in ast.walk(statement)):
+        if isinstance(node, ast.Assert):
+            return Raises(AssertionError, _text([node.msg]))
+        if isinstance(node, ast.Raise):
+            call = node.exc if isinstance(node.exc, ast.Call) else None
+            raised = call.func if call is not None else node.exc
+            error = _exception(raised.id, frame) if isinstance(raised, ast.Name) else None
+            if error is not None:
+                return Raises(error, _text(call.args) if call is not None and not call.keywords else "")
+    return Raises(RuntimeError, "")
+
+
+def _text(arguments: Sequence[ast.expr | None]) -> str:
+    only = arguments[0] if len(arguments) == 1 else None
+    return only.value if isinstance(only, ast.Constant) and isinstance(only.value, str) else ""
+
+
+def _exception(name: str, frame: Frame) -> type[Exception] | None:
+    value = variable(frame, name) or getattr(builtins, name, None)
+    return value if isinstance(value, type) and issubclass(value, Exception) else None

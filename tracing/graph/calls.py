@@ -1,0 +1,240 @@
+"""Calls that the graph keeps as one node: functions, autograd Functions and ``forward`` of leaf modules."""
+
+import copy
+import threading
+from collections.abc import Callable, Container, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import CheckpointFunction
+from transformers import PreTrainedConfig
+
+from nxdpp.tracing.code.frames import other_code, plain_copy
+from nxdpp.tracing.code.names import is_framework
+from nxdpp.tracing.graph.swap import swapped
+from nxdpp.tracing.modules import listings
+
+# Levels of objects in objects that are searched for traced values.
+_DEEPEST = 2
+_WITHOUT_ATTRIBUTES = (fx.Proxy, nn.Module, torch.Tensor, type, FunctionType, MethodType, PreTrainedConfig)
+
+
+class OpaqueCall:
+    """``function`` with its static arguments bound; called with the traced arguments in their order.
+
+    An fx node holds tensors, numbers and strings, but no configuration and no closure. ``OpaqueCall`` holds these.
+    """
+
+    # The number of positional arguments, and the keywords, where no argument is a container.
+    _flat: tuple[int, list[str]] | None = None
+
+    def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        leaves, self._spec = pytree.tree_flatten((args, kwargs))
+        # Without a container among the arguments they are the leaves: pytree would take longer than a small call.
+        if [*map(id, leaves)] == [*map(id, (*args, *kwargs.values()))]:
+            self._flat = len(args), list(kwargs)
+        self.function = function
+        self.__name__ = getattr(function, "__name__", type(function).__name__).strip("<>")
+        self._positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, fx.Proxy)]
+        self._leaves = [None if isinstance(leaf, fx.Proxy) else _freeze(leaf) for leaf in leaves]
+
+    def __call__(self, *traced: Any) -> Any:
+        """Call the function with the static arguments in their places."""
+        args, kwargs = self.arguments(traced)
+        return self.function(*args, **kwargs)
+
+    def arguments(self, traced: Iterable[Any]) -> tuple[Any, Any]:
+        """The positional arguments and keywords of the function, with ``traced`` in their places."""
+        leaves = list(self._leaves)
+        for position, value in zip(self._positions, traced, strict=True):
+            leaves[position] = value
+        if self._flat is None:
+            args, kwargs = pytree.tree_unflatten(leaves, self._spec)
+            return args, kwargs
+        count, keywords = self._flat
+        return tuple(leaves[:count]), dict(zip(keywords, leaves[count:], strict=True))
+
+    @property
+    def declares_dict(self) -> bool:
+        """``True`` if the function is annotated to return a ``dict``."""
+        return getattr(self.function, "__annotations__", {}).get("return") in (dict, "dict")
+
+    def bound(self) -> tuple[Any, Any]:
+        """The static arguments and keywords, with ``...`` in the places of the traced arguments."""
+        return self.arguments(... for _ in self._positions)
+
+    def parameter_of(self, index: int) -> str | int | None:
+        """The keyword or position at which the function gets traced argument ``index`` itself."""
+        marks = [object() for _ in self._positions]
+        args, kwargs = self.arguments(marks)
+        return next((name for name, value in (*enumerate(args), *kwargs.items()) if value is marks[index]), None)
+
+
+def _freeze(leaf: Any) -> Any:
+    # forward may change its configuration during the call; the node keeps the configuration of this moment.
+    return copy.copy(leaf) if isinstance(leaf, PreTrainedConfig) else leaf
+
+
+def record_opaque_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Proxy:
+    """Add a node for ``function(*args, **kwargs)``, at least one of whose arguments is a proxy."""
+    traced = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, fx.Proxy)]
+    call = OpaqueCall(function, args, kwargs)
+    return traced[0].tracer.create_proxy("call_function", call, tuple(traced), {}, name=call.__name__)
+
+
+def has_proxy(args: Any, kwargs: Any) -> bool:
+    """Return whether a leaf of the arguments is a proxy."""
+    return any(isinstance(leaf, fx.Proxy) for leaf in pytree.tree_leaves((args, kwargs)))
+
+
+def holds_proxy(module: nn.Module) -> bool:
+    """Return whether an attribute, a buffer or a parameter of ``module`` or of a descendant is a proxy."""
+    stores = (store for part in listings.modules(module) for store in (vars(part), part._buffers, part._parameters))
+    return any(has_proxy(list(store.values()), {}) for store in stores)
+
+
+def refuse_made(module: nn.Module, known: Container[nn.Module]) -> None:
+    """Raise ``RuntimeError`` unless ``module``, which ``forward`` makes, is an ``nn.Sequential`` of ``known`` ones."""
+    for part in listings.modules(module):
+        is_made = part not in known and next(listings.parameters(part), None) is not None
+        if is_made and type(part) is not nn.Sequential:
+            raise RuntimeError(
+                f"forward makes a {type(part).__name__} with parameters. Make it in __init__; only an nn.Sequential of "
+                f"the model's modules may be made."
+            )
+
+
+def _has_module(args: Any, kwargs: Any) -> bool:
+    return any(isinstance(leaf, nn.Module) for leaf in pytree.tree_leaves((args, kwargs)))
+
+
+def _object_with_proxy(value: Any, depth: int = _DEEPEST) -> Any:
+    """Return an object among ``value`` that has a proxy among its attributes, or ``None``."""
+    for leaf in pytree.tree_leaves(value):
+        if isinstance(leaf, _WITHOUT_ATTRIBUTES) or not hasattr(leaf, "__dict__"):
+            continue
+        parts = list(vars(leaf).values())
+        if has_proxy(parts, {}) or (depth and _object_with_proxy(parts, depth - 1) is not None):
+            return leaf
+    return None
+
+
+def recorded(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function``, recorded as one node for each call with a proxy.
+
+    A call with modules among its arguments runs as it is, so that the tracer sees the layers among them. So does a
+    function of transformers whose arguments have objects with traced values. Another function raises ``TypeError``.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not has_proxy(args, kwargs) or _has_module(args, kwargs):
+            return function(*args, **kwargs)
+        holder = _object_with_proxy((args, kwargs))
+        if holder is None:
+            return record_opaque_call(function, args, kwargs)
+        if is_framework(getattr(function, "__module__", None)):
+            return function(*args, **kwargs)
+        raise TypeError(
+            f"{function.__name__} is a single node and gets a {type(holder).__name__} with a traced value in it. Give "
+            f"{function.__name__} the tensors themselves, or make the {type(holder).__name__} inside of it."
+        )
+
+    return call
+
+
+def is_compiled(function: Any) -> bool:
+    """Return whether no tracer can go through ``function``: it is compiled, or a script of TorchScript."""
+    if isinstance(function, FunctionType):
+        return "_torchdynamo_orig_callable" in vars(function)
+    return isinstance(function, torch.jit.ScriptFunction)
+
+
+@contextmanager
+def recorded_autograd_functions() -> Iterator[None]:
+    """Record ``Function.apply`` of a proxy, so that its own backward runs. fx would trace only its ``forward``.
+
+    Raises ``RuntimeError`` for a Function with modules as arguments (a reversible network), which cannot be cut.
+    """
+    method: Any = torch.autograd.Function.__dict__["apply"].__func__
+    original = plain_copy(method)
+    tracing_thread = threading.get_ident()
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != tracing_thread or not has_proxy(args, kwargs):
+            return original(cls, *args, **kwargs)
+        if _has_module(args, kwargs):
+            if cls is CheckpointFunction:
+                raise RuntimeError(
+                    "forward calls checkpoint with use_reentrant=True, which runs modules itself; they cannot be cut. "
+                    "Call the layers plainly, and nxdpp.apply_checkpoint(model) once after wrapping."
+                )
+            raise RuntimeError(
+                f"{cls.__name__} is an autograd Function that runs the modules it is given, forward and backward, "
+                f"itself; they cannot be cut"
+            )
+        return record_opaque_call(_Apply(cls), args, kwargs)
+
+    # Code may hold the method (``scale = Scale.apply``), so the method itself runs other code.
+    with swapped(method.__globals__, {_HOOK: apply}), other_code(method, _calls_hook(None)):
+        yield
+
+
+_HOOK = "_nxdpp_apply"
+
+
+def _calls_hook(__class__: Any) -> Any:
+    """A method that calls ``_HOOK``, with the closure of a method that uses ``super()``."""
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        __class__  # noqa: B018
+        return _nxdpp_apply(cls, *args, **kwargs)  # type: ignore[name-defined]  # noqa: F821
+
+    return apply
+
+
+class _Apply:
+    def __init__(self, function: Any) -> None:
+        self.function = function
+        self.__name__ = function.__name__
+        self.__module__ = function.__module__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function.apply(*args, **kwargs)
+
+
+@contextmanager
+def recorded_direct_calls(tracer: fx.Tracer, leaves: Iterable[nn.Module]) -> Iterator[None]:
+    """Record ``leaf.forward(x)`` as ``leaf(x)``. The graph calls the whole module, so that its hooks run."""
+    called = [leaf for leaf in leaves if type(leaf).forward is not nn.Module.forward]
+    originals = [vars(leaf).get("forward") for leaf in called]
+    try:
+        for leaf in called:
+            vars(leaf)["forward"] = _DirectCall(tracer, leaf)
+        yield
+    finally:
+        for leaf, original in zip(called, originals, strict=True):
+            if original is not None:
+                vars(leaf)["forward"] = original
+            else:
+                vars(leaf).pop("forward", None)
+
+
+class _DirectCall:
+    def __init__(self, tracer: fx.Tracer, leaf: nn.Module) -> None:
+        self._tracer = tracer
+        self._leaf = leaf
+        self._forward: Any = leaf.forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._tracer.call_module(self._leaf, self._forward, args, kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        # A copy of the module (a fake copy) runs and is not traced.
+        forward = self._forward
+        # Activation checkpointing puts the method into a partial.
+        return copy.deepcopy(forward, memo) if isinstance(forward, MethodType | partial) else forward

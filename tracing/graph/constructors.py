@@ -1,0 +1,167 @@
+"""Tensors and random numbers that code outside the layers makes: recorded or refused while tracing.
+
+Functions of a sequence of tensors are here too: such a sequence may be one traced value.
+"""
+
+import random
+import re
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from types import ModuleType
+from typing import Any
+
+import numpy
+import torch
+from torch import fx, nn
+
+from nxdpp.devices import cuda
+from nxdpp.tracing.code.frames import caller, module_of
+from nxdpp.tracing.graph.calls import has_proxy
+from nxdpp.tracing.graph.swap import sources, swapped, swapped_in_this_thread
+from nxdpp.tracing.modules import listings
+from nxdpp.tracing.values.type_answers import traced_is_tensor
+
+_CONSTRUCTORS = (
+    "arange", "as_tensor", "empty", "empty_like", "eye", "full", "linspace", "ones", "tensor", "tril_indices",
+    "triu_indices", "zeros",
+)  # fmt: skip
+_RANDOM = ("bernoulli", "normal", "rand", "rand_like", "randint", "randn", "randn_like", "randperm")
+_OF_METADATA = ("broadcast_shapes", "finfo", "iinfo")
+_OF_SEQUENCES = (
+    "cat", "column_stack", "concat", "concatenate", "dstack", "hstack", "row_stack", "stack", "vstack",
+)  # fmt: skip
+_SEEDS = ("manual_seed", "seed", "set_rng_state")
+_DEVICE_SEEDS = ("manual_seed", "manual_seed_all", "seed", "seed_all", "set_rng_state", "set_rng_state_all")
+_DRAWN_ONCE = (
+    "be drawn once for all steps. Draw in a module without layers, or in a layer. A layer that is dropped at random "
+    "draws itself, and returns its input."
+)
+_REPLACED = (*_CONSTRUCTORS, *_RANDOM, *_OF_METADATA, *_OF_SEQUENCES, "is_tensor")
+_ORIGINALS = {id(getattr(torch, name)): name for name in _REPLACED}
+
+
+@contextmanager
+def recorded_constructors(tracer: fx.Tracer) -> Iterator[None]:
+    """Record every new tensor as a node, so that each stage that needs it makes it.
+
+    Raises ``RuntimeError`` for random tensors outside the layers, which the trace would draw once.
+    """
+    replacements = {name: _recorder(tracer, getattr(torch, name)) for name in _CONSTRUCTORS}
+    replacements |= {name: _refusal(name, _DRAWN_ONCE) for name in _RANDOM}
+    replacements |= {name: _recorder(tracer, getattr(torch, name), False) for name in _OF_METADATA}
+    replacements |= {name: _recorder_of_sequence(tracer, getattr(torch, name)) for name in _OF_SEQUENCES}
+    replacements["is_tensor"] = traced_is_tensor
+    with swapped_in_this_thread(vars(torch), replacements):
+        yield
+
+
+@contextmanager
+def refused_random_tensors() -> Iterator[None]:
+    """Refuse random tensors without a traced argument: a tracer that does not record them would draw them once."""
+    replacements = {name: _refusal(name, _DRAWN_ONCE, getattr(torch, name)) for name in _RANDOM}
+    with swapped_in_this_thread(vars(torch), replacements):
+        yield
+
+
+@contextmanager
+def refused_seeds(namespaces: Iterable[dict[str, Any]]) -> Iterator[None]:
+    """Refuse to set the state of torch's generators, also by ``fork_rng``: no step would do so.
+
+    ``namespaces`` may have the functions under names of their own.
+    """
+    # torch.compile replaces torch.manual_seed, and not torch.random.manual_seed.
+    names = {id(vars(module)[name]): name for module in (torch, torch.random) for name in _SEEDS}
+    with ExitStack() as stack:
+        for namespace in (vars(torch), vars(torch.random), *namespaces):
+            refusals = {n: _refusal(names[id(v)], "have no effect") for n, v in namespace.items() if id(v) in names}
+            stack.enter_context(swapped_in_this_thread(namespace, refusals))
+        refusals = {name: _refusal(f"cuda.{name}", "have no effect") for name in _DEVICE_SEEDS}
+        stack.enter_context(swapped_in_this_thread(cuda.functions(), refusals))
+        yield
+
+
+@contextmanager
+def under_all_names(namespaces: Iterable[dict[str, Any]]) -> Iterator[None]:
+    """Replace functions of torch in ``namespaces`` (``from torch import arange``) as they are now in ``torch``."""
+    with ExitStack() as stack:
+        for namespace in namespaces:
+            found = {n: _ORIGINALS[id(value)] for n, value in namespace.items() if id(value) in _ORIGINALS}
+            stack.enter_context(swapped(namespace, {n: vars(torch)[original] for n, original in found.items()}))
+        yield
+
+
+def _recorder(tracer: fx.Tracer, function: Callable[..., Any], always: bool = True) -> Callable[..., Any]:
+    def record(*args: Any, **kwargs: Any) -> Any:
+        if always or has_proxy(args, kwargs):
+            return tracer.create_proxy("call_function", function, args, kwargs)
+        return function(*args, **kwargs)
+
+    return record
+
+
+def _recorder_of_sequence(tracer: fx.Tracer, function: Callable[..., Any]) -> Callable[..., Any]:
+    # torch's C code takes a traced sequence of tensors for a tensor by its class, and refuses it.
+    def record(*args: Any, **kwargs: Any) -> Any:
+        if isinstance(args[0] if args else kwargs.get("tensors"), fx.Proxy):
+            return tracer.create_proxy("call_function", function, args, kwargs)
+        return function(*args, **kwargs)
+
+    return record
+
+
+def _refusal(name: str, reason: str, if_traced: Callable[..., Any] | None = None) -> Callable[..., Any]:
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        if if_traced is not None and has_proxy(args, kwargs):
+            return if_traced(*args, **kwargs)
+        raise RuntimeError(f"torch.{name} is used outside the transformer layers; traced, it would {reason}")
+
+    return refuse
+
+
+_NOTHING = re.compile(r"$")
+_GENERATORS = (random.Random, numpy.random.RandomState)
+
+
+def _drawing(module: ModuleType) -> dict[str, Callable[..., Any]]:
+    """The functions of ``module`` that draw from its global generator."""
+    owner = module.random.__self__
+    return {name: function for name, function in vars(module).items() if getattr(function, "__self__", None) is owner}
+
+
+_FUNCTIONS = {
+    function: f"{module.__name__}.{name}"
+    for module in (random, numpy.random)
+    for name, function in _drawing(module).items()
+}
+
+
+@contextmanager
+def refused_random_numbers(model: nn.Module) -> Iterator[None]:
+    """Refuse the global generators of Python and NumPy, also their functions that the code of ``model`` imports.
+
+    A layer that is skipped if ``random.random() < p`` would be skipped in all steps, or in none.
+
+    Raises ``RuntimeError`` at the call.
+    """
+    thread = threading.get_ident()
+    with ExitStack() as stack:
+        for module in (random, numpy.random, *sources(list(listings.modules(model)), _NOTHING)):
+            methods = {n: f for n, f in vars(module).items() if isinstance(getattr(f, "__self__", None), _GENERATORS)}
+            found = {name: f for name, f in methods.items() if f in _FUNCTIONS}
+            stack.enter_context(swapped(vars(module), {name: _refuse_function(f, thread) for name, f in found.items()}))
+        yield
+
+
+def _refuse_function(function: Callable[..., Any], thread: int) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        # The thread of a data loader may draw. transformers draws only to drop layers, and ``refuse_untraceable``
+        # refuses rates other than 0.
+        drops_layers = module_of(caller()).startswith("transformers.models.")
+        if threading.get_ident() != thread or drops_layers:
+            return function(*args, **kwargs)
+        raise RuntimeError(
+            f"{_FUNCTIONS[function]} is used outside the transformer layers; traced, it would {_DRAWN_ONCE}"
+        )
+
+    return call

@@ -1,0 +1,140 @@
+"""Checks of data in the spine that only raise: run in every step, not decided by the trace.
+
+==========================================================  ============================================
+code between layers                                         node of the graph
+==========================================================  ============================================
+``if x.isnan().any(): raise ValueError(...)``               raises ``ValueError`` where the value is true
+``if a and b: raise ...``, ``if a or b: raise ...``         one of both values, or one of each
+``assert x``                                                raises ``AssertionError``
+``torch._assert``, ``torch._check`` and transformers' own   raises the error of the function
+==========================================================  ============================================
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import fx
+from transformers.utils import import_utils
+
+from nxdpp.tracing.code.frames import Frame
+from nxdpp.tracing.code.raising import Question, Raises, follows, question_of
+from nxdpp.tracing.graph.calls import record_opaque_call
+from nxdpp.tracing.graph.checks import mark_must_run
+from nxdpp.tracing.graph.errors import calling_line, model_line, stack_line
+from nxdpp.tracing.graph.swap import swapped
+
+_CHECKS = frozenset({torch._assert, torch._assert_async})
+# transformers 5.0 has no such function.
+_COMPILABLE = getattr(import_utils, "torch_compilable_check", None)
+_Condition = tuple[fx.Proxy, bool]
+
+
+def raise_where(values: list[Any], truths: list[bool], error: type[Exception], text: str, place: str) -> None:
+    """Raise ``error`` where each value has its truth. The host waits for a tensor on a GPU, as in the model.
+
+    ``RuntimeError`` replaces an error that cannot be made from a text.
+    """
+    if not all(bool(value) is truth for value, truth in zip(values, truths, strict=True)):
+        return
+    told = "an assertion of the model does not hold" if error is AssertionError else "the model raises for this data"
+    message = f"{told}{': ' if text else ''}{text}\n  at {place}"
+    try:
+        raised = error(message)
+    except Exception:
+        raised = RuntimeError(f"{error.__name__}: {message}")
+    raise raised
+
+
+@dataclass
+class _Chain:
+    """Values that have been asked, and the rest of whose condition is asked next, in ``frame``."""
+
+    frame: Frame
+    question: Question
+    conditions: list[_Condition]
+
+
+class DataChecks:
+    """Answers for code that raises, or continues, as the data tells."""
+
+    def __init__(self) -> None:
+        self._chain: _Chain | None = None
+
+    def answer(self, value: fx.Proxy, asker: Frame) -> bool | None:
+        """Return the truth with which the code continues, and record the check; ``None`` for code that does more."""
+        chain, self._chain = self._chain, None
+        question = question_of(asker)
+        if question is None:
+            return None
+        if chain is not None and not (asker is chain.frame and follows(question, chain.question)):
+            chain = None
+        conditions = [] if chain is None else chain.conditions
+        if len(question.raises) == 1:
+            ((truth, raises),) = question.raises.items()
+            _record([*conditions, (value, truth)], raises, model_line(stack_line(asker)))
+            self._chain = chain
+            return not truth
+        if question.chained is None:
+            return None
+        self._chain = _Chain(asker, question, [*conditions, (value, question.chained)])
+        return question.chained
+
+
+def is_check(node: fx.Node) -> bool:
+    """Return whether ``node`` calls a function of torch that only checks its argument."""
+    return node.op == "call_function" and node.target in _CHECKS
+
+
+@contextmanager
+def recorded_checks(sources: list[ModuleType]) -> Iterator[None]:
+    """Record ``torch._check`` and its kin, and ``torch_compilable_check`` in the globals of ``sources``."""
+    kin = {
+        "_check_with": _check_with(torch._check_with),
+        "_check_tensor_all_with": _check_with(torch._check_tensor_all_with, of_all=True),
+    }
+    with ExitStack() as stack:
+        stack.enter_context(swapped(vars(torch), kin))
+        for source in sources:
+            names = [name for name, value in vars(source).items() if _COMPILABLE is not None and value is _COMPILABLE]
+            stack.enter_context(swapped(vars(source), dict.fromkeys(names, compilable_check)))
+        yield
+
+
+def compilable_check(cond: Any, msg: Any, error_type: type[Exception] = ValueError) -> None:
+    """``transformers.utils.torch_compilable_check`` for traced code."""
+    cond = cond() if callable(cond) and not isinstance(cond, fx.Proxy) else cond
+    if isinstance(cond, fx.Proxy):
+        if os.getenv("TRANSFORMERS_DISABLE_TORCH_CHECK", "0") != "1":
+            _check(record_opaque_call(_all_true, (cond,), {}), error_type, msg)
+        return
+    assert _COMPILABLE is not None
+    _COMPILABLE(cond, msg, error_type)
+
+
+def _check_with(original: Callable[..., None], of_all: bool = False) -> Callable[..., None]:
+    def check(error_type: type[Exception], cond: Any, message: Any = None) -> None:
+        if isinstance(cond, fx.Proxy):
+            _check(record_opaque_call(_all_true, (cond,), {}) if of_all else cond, error_type, message)
+        else:
+            original(error_type, cond, message)
+
+    return check
+
+
+def _check(value: fx.Proxy, error: type[Exception], message: Any) -> None:
+    text = message if isinstance(message, str) else ""
+    _record([(value, False)], Raises(error, text), model_line(calling_line()))
+
+
+def _all_true(value: Any) -> bool:
+    return bool(value.all()) if isinstance(value, torch.Tensor) else bool(value)
+
+
+def _record(conditions: list[_Condition], raises: Raises, place: str) -> None:
+    values, truths = [value for value, _ in conditions], [truth for _, truth in conditions]
+    mark_must_run(record_opaque_call(raise_where, (values, truths, raises.error, raises.text, place), {}).node)

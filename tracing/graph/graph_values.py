@@ -1,0 +1,163 @@
+"""Numbers for the values of graphs: nodes of two graphs that compute the same value have the same number.
+
+A node's value follows from its function, its constants and the numbers of its arguments. A node with an effect of its
+own (a module, a draw, an in-place change) is also told by its place among all such nodes.
+"""
+
+import functools
+import re
+from collections.abc import Callable, Iterable, Mapping
+from types import BuiltinFunctionType, FunctionType, MethodType
+from typing import Any
+
+import numpy
+import torch
+from torch import fx, nn
+
+from nxdpp.tracing.code.source import code_of
+from nxdpp.tracing.graph.calls import OpaqueCall
+from nxdpp.tracing.graph.checks import must_run
+from nxdpp.tracing.graph.modes import modes_of
+from nxdpp.tracing.graph.uses import draws_random_numbers
+from nxdpp.tracing.modules import listings
+from nxdpp.tracing.sizes.sizes import Fact
+from nxdpp.tracing.state.object_state import PLAIN, content_of
+from nxdpp.tracing.values.lost_changes import changes_in_place
+
+_DEEPEST = 8
+_MOST_ELEMENTS = 1 << 16
+_GIVEN = "number_of_value"
+_PURE = re.compile(r"(torch|_operator|math|builtins)\b")
+
+
+class ForeignNodeError(Exception):
+    """A node has a node of another graph as its argument."""
+
+    def __init__(self, node: fx.Node, argument: fx.Node) -> None:
+        super().__init__(f"{node.name} uses {argument.name} of another graph")
+        self.node = node
+
+
+class ValueNumbers:
+    """Numbers of values, equal for equal values of all graphs over the modules of ``root`` that are numbered."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self._root = root
+        self._numbers: dict[Any, int] = {}
+
+    def of(self, graph: fx.Graph) -> "NumberedGraph":
+        """The numbers of ``graph``. Raises ``ForeignNodeError``."""
+        known: dict[fx.Node, int] = {}
+        effects: list[fx.Node] = []
+        for node in graph.nodes:
+            for argument in node.all_input_nodes:
+                if argument not in known:
+                    raise ForeignNodeError(node, argument)
+            if _GIVEN in node.meta:
+                known[node] = node.meta[_GIVEN]
+                continue
+            place = None
+            if self._has_effect(node):
+                place = len(effects)
+                effects.append(node)
+            target = node.target if isinstance(node.target, str) else _key(node.target, known)
+            key = (node.op, target, _key(node.args, known), _key(node.kwargs, known), repr(modes_of(node)), place)
+            known[node] = self._numbers.setdefault(key, len(self._numbers))
+        return NumberedGraph(known, effects)
+
+    def _has_effect(self, node: fx.Node) -> bool:
+        if node.op in ("placeholder", "call_module", "output") or must_run(node) or changes_in_place(node):
+            return True
+        if node.op == "get_attr":
+            return False
+        is_pure = node.op == "call_method" or _PURE.match(getattr(node.target, "__module__", None) or "builtins")
+        return not is_pure or isinstance(node.target, OpaqueCall) or draws_random_numbers(node, self._root)
+
+
+class NumberedGraph:
+    """A graph with a number for each node, and the nodes with an effect in their order."""
+
+    def __init__(self, numbers: Mapping[fx.Node, int], effects: list[fx.Node]) -> None:
+        self._numbers = numbers
+        self._effects = effects
+
+    def of(self, node: fx.Node) -> int:
+        """The number of a node."""
+        return self._numbers[node]
+
+    def give(self, node: fx.Node, original: fx.Node) -> None:
+        """Give ``node`` of another graph the number of ``original``."""
+        node.meta[_GIVEN] = self._numbers[original]
+
+    def results(self, facts: Iterable[Fact]) -> list[Any]:
+        """The numbers of all nodes with an effect, and of the nodes of ``facts`` with their answers."""
+        answers = [(self._numbers[fact.node], id(fact.read), repr(fact.answer)) for fact in facts]
+        return [self._numbers[node] for node in self._effects] + answers
+
+    def first_not_in(self, other: "NumberedGraph") -> fx.Node | None:
+        """The first node whose value ``other`` does not have."""
+        others = set(other._numbers.values())
+        return next((node for node, number in self._numbers.items() if number not in others), None)
+
+
+def compute_the_same(
+    root: nn.Module, first: fx.Graph, first_facts: Iterable[Fact], second: fx.Graph, second_facts: Iterable[Fact]
+) -> bool:
+    """Return whether two graphs over the modules of ``root`` have equal values, effects and facts."""
+    numbers = ValueNumbers(root)
+    return numbers.of(first).results(first_facts) == numbers.of(second).results(second_facts)
+
+
+def _key(value: Any, known: Mapping[fx.Node, int], depth: int = 0) -> Any:
+    """A key that is equal for equal values. Objects that a run makes anew are compared by their content."""
+    if isinstance(value, fx.Node):
+        return ("node", known[value])
+    if type(value) in PLAIN:
+        # NaN is equal to itself here, and 1 is not True.
+        return (type(value), repr(value) if type(value) in (float, complex) else value)
+    if depth > _DEEPEST:
+        return type(value)
+    key: Callable[[Any], Any] = functools.partial(_key, known=known, depth=depth + 1)
+    if isinstance(value, tuple | list):
+        return (isinstance(value, tuple), *map(key, value))
+    if isinstance(value, dict):
+        return (type(value), *((key(name), key(item)) for name, item in value.items()))
+    if isinstance(value, set | frozenset):
+        return (set, frozenset(map(key, value)))
+    if isinstance(value, slice | range):
+        return (type(value), key(value.start), key(value.stop), key(value.step))
+    if isinstance(value, type | BuiltinFunctionType):
+        return id(value)
+    if isinstance(value, FunctionType):
+        return _function_key(value, key)
+    if isinstance(value, MethodType):
+        return (MethodType, key(value.__func__), key(value.__self__))
+    if isinstance(value, functools.partial):
+        return (functools.partial, key(value.func), key(value.args), key(value.keywords))
+    return _object_key(value, key)
+
+
+def _function_key(function: FunctionType, key: Callable[[Any], Any]) -> Any:
+    cells = list(function.__closure__ or ())
+    return (id(code_of(function)), *(key(content_of(cell)) for cell in cells), key(function.__defaults__))
+
+
+def _object_key(value: Any, key: Callable[[Any], Any]) -> Any:
+    if isinstance(value, OpaqueCall):
+        return (OpaqueCall, key(value.function), key(value.bound()))
+    if isinstance(value, torch.Tensor):
+        described = (tuple(value.shape), value.dtype)
+        if value.is_meta or value.numel() > _MOST_ELEMENTS:
+            return described
+        return (*described, repr(value.detach().tolist()))
+    if isinstance(value, numpy.ndarray):
+        return (value.shape, value.dtype, value.tobytes()) if value.size <= _MOST_ELEMENTS else value.shape
+    if isinstance(value, torch.Generator):
+        return value.get_state().numpy().tobytes()
+    if isinstance(value, nn.Module) and next(listings.parameters(value), None) is not None:
+        return (type(value), id(value))
+    attributes = getattr(value, "__dict__", None)
+    if isinstance(attributes, dict) and not callable(getattr(value, "__qualname__", None)):
+        return (type(value), *((name, key(item)) for name, item in attributes.items()))
+    shown = repr(value)
+    return (type(value), None if " at 0x" in shown else shown)

@@ -1,0 +1,77 @@
+"""Graph of a model that no trace finishes: what a trace reached, then the order in which the code uses modules."""
+
+import operator
+from collections.abc import Collection, Iterator, Sequence
+
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+from nxdpp.tracing.code.order import parts_in_order
+from nxdpp.tracing.graph.trace import TracedGraph, TracingOptions
+from nxdpp.tracing.modules import listings
+from nxdpp.tracing.modules.spine_modules import spine_names
+
+
+def graph_by_registration(
+    module: nn.Module, inputs: Sequence[str], options: TracingOptions, reached: Sequence[str] = ()
+) -> TracedGraph:
+    """Return a graph that runs each module with the result of the last one.
+
+    It runs the modules and parameters of ``reached`` first, in that order. The others follow in the order in which the
+    code of the modules above layers uses them. Parts that the code does not name are in the order of registration,
+    parameters before modules. The graph decides a partition; it is never run.
+    """
+    layers = options.layers_of(module)
+    spine = spine_names(module, layers, options.leaf_classes)
+    graph = fx.Graph()
+    value = graph.call_function(torch.zeros, (1,))
+    places: dict[str, int] = {}
+    for place, name in enumerate(reached):
+        # A module in a list without layers was reached by its own name, and the list is one step.
+        while name:
+            places.setdefault(name, place)
+            name = name.rpartition(".")[0]
+    order = _CodeOrder(module, spine)
+    steps = sorted(
+        _registered(module, spine), key=lambda step: (places.get(step[1], len(places)), order.place(step[1]))
+    )
+    for op, name in steps:
+        if op == "get_attr":
+            value = graph.call_function(operator.add, (value, graph.get_attr(name)))
+        else:
+            value = graph.call_module(name, (value,))
+    graph.output([value])
+    known = set(layers)
+    called = tuple(name for _, name in steps if name in known)
+    return TracedGraph(graph, tuple(inputs), pytree.tree_structure([0]), called)
+
+
+def _registered(module: nn.Module, spine: Collection[str]) -> Iterator[tuple[str, str]]:
+    """Yield the operation and the name of each parameter of the spine, and of each module below it."""
+    for name, child in listings.named_modules(module):
+        if name in spine:
+            for key in [key for key, parameter in child._parameters.items() if parameter is not None]:
+                yield "get_attr", f"{name}.{key}" if name else key
+        elif name.rpartition(".")[0] in spine:
+            yield "call_module", name
+
+
+class _CodeOrder:
+    """Places of the parts of the modules ``spine`` in the order of the code. An unknown part follows the one before."""
+
+    def __init__(self, module: nn.Module, spine: Collection[str]) -> None:
+        self._places: dict[str, tuple[int, int]] = {}
+        for path in spine:
+            owner = listings.submodule(module, path)
+            used = {name: place for place, name in enumerate(parts_in_order(owner))}
+            place = -1
+            for index, name in enumerate((*owner._parameters, *owner._modules)):
+                place = used.get(name, place)
+                self._places[f"{path}.{name}" if path else name] = (place, index)
+
+    def place(self, name: str) -> tuple[tuple[int, int], ...]:
+        """Return the place of each module in the path ``name`` and its registration, from the outermost one."""
+        parts = name.split(".")
+        paths = (".".join(parts[:length]) for length in range(1, len(parts) + 1))
+        return tuple(self._places[path] for path in paths if path in self._places)

@@ -1,0 +1,78 @@
+"""Hooks of gradients that the spine registers on a traced value: ``hidden.register_hook(function)``.
+
+The hook is a node on the stage that makes the value, also where later stages use it. Autograd has added up all
+gradients of the value when it runs the hook, also the gradients of later stages.
+"""
+
+import functools
+from collections.abc import Callable
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import fx
+
+from nxdpp.tracing.graph.calls import OpaqueCall, has_proxy, record_opaque_call
+from nxdpp.tracing.graph.checks import mark_must_run
+
+
+def with_hook(value: torch.Tensor, hook: Callable[[torch.Tensor], Any]) -> torch.Tensor:
+    """Register ``hook`` on ``value``, and return ``value``."""
+    value.register_hook(hook)
+    return value
+
+
+def registers_hook(node: fx.Node) -> bool:
+    """Return whether ``node`` registers a hook on a value, and so stays on its stage."""
+    return isinstance(node.target, OpaqueCall) and node.target.function is with_hook
+
+
+class HookMethod:
+    """``register_hook`` of a traced value."""
+
+    def __init__(self, owner: fx.Proxy) -> None:
+        self._owner = owner
+
+    def __call__(self, hook: Callable[[torch.Tensor], Any]) -> "HookHandle":
+        """Record the hook for each step. Raises ``RuntimeError`` for a hook that holds traced values."""
+        if _holds_proxy(hook):
+            tracer: Any = self._owner.tracer
+            raise tracer.refused(
+                RuntimeError(
+                    f"a hook on {self._owner.node.name} uses other values of forward, which are those of the trace. "
+                    f"Register it in a module of its own, which takes both values and returns the first one."
+                )
+            )
+        self._owner.node = record_opaque_call(with_hook, (self._owner, hook), {}).node
+        mark_must_run(self._owner.node)
+        return HookHandle()
+
+
+class HookHandle:
+    """The handle of a hook that each step registers anew, on new tensors."""
+
+    def remove(self) -> None:
+        """Raise ``RuntimeError``: there is nothing to remove between steps."""
+        raise RuntimeError(
+            "a hook that forward registers on a value is registered anew in each step, and ends with it. Leave "
+            "remove() out; a switch that the hook reads can turn it off."
+        )
+
+
+def _holds_proxy(hook: Any) -> bool:
+    if isinstance(hook, MethodType):
+        hook = hook.__func__
+    if isinstance(hook, functools.partial):
+        return has_proxy(hook.args, hook.keywords) or _holds_proxy(hook.func)
+    if not isinstance(hook, FunctionType):
+        return False
+    cells = [cell.cell_contents for cell in hook.__closure__ or () if _is_filled(cell)]
+    return has_proxy([*cells, *(hook.__defaults__ or ())], hook.__kwdefaults__ or {})
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,1 @@
+"""Models that tracing knows: Hugging Face's, their caches, images and losses."""

@@ -1,0 +1,157 @@
+"""Split of a batch with images or videos into microbatches, for transformers' models with images among the tokens.
+
+The first dimension of such inputs is a number of images or of patches, not of rows. The tokens tell the row::
+
+    input_ids       (B, T)      row 0: <image> x 4        row 1: <image> x 4, <image> x 8
+    image_grid_thw  (3, 3)      image 0                   image 1, image 2
+    pixel_values    (P, D)      patches of image 0        patches of images 1 and 2
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from nxdpp.tracing.modules import listings
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """Names of the inputs and of the token of images, or of videos."""
+
+    token: tuple[str, ...]
+    pixels: str
+    grid: str
+    of_each: tuple[str, ...]
+
+
+_KINDS = (
+    _Kind(
+        ("image_token_id", "image_token_index"), "pixel_values", "image_grid_thw", ("image_sizes", "image_merge_sizes")
+    ),
+    _Kind(
+        ("video_token_id", "video_token_index"),
+        "pixel_values_videos",
+        "video_grid_thw",
+        ("second_per_grid_ts", "video_merge_sizes"),
+    ),
+)
+# Types whose images have a first dimension of rows, with a second one of images.
+_BY_ROWS = frozenset({"idefics2", "idefics3", "mllama", "smolvlm"})
+
+
+def split_images(module: nn.Module, inputs: Mapping[str, Any], microbatches: int) -> list[dict[str, Any]]:
+    """Return, for each microbatch, its part of the inputs that hold images or videos; empty dicts without such inputs.
+
+    Args:
+        module: a transformers model, or a module with one inside.
+        inputs: the model's inputs, ``input_ids`` of shape (B, T) among them; B is a multiple of ``microbatches``.
+        microbatches: number of microbatches.
+
+    Raises:
+        ValueError: where the tokens do not tell the row of each image or have no values (meta device), and for a
+            microbatch without images next to others that have some.
+    """
+    parts: list[dict[str, Any]] = [{} for _ in range(microbatches)]
+    tokens = inputs.get("input_ids")
+    if microbatches == 1 or not isinstance(tokens, torch.Tensor) or not any(kind.pixels in inputs for kind in _KINDS):
+        return parts
+    config = next(_configurations(module), None)
+    for kind in _KINDS if config is not None else ():
+        token = next((value for name in kind.token if (value := getattr(config, name, None)) is not None), None)
+        if isinstance(inputs.get(kind.pixels), torch.Tensor) and token is not None:
+            if tokens.is_meta or getattr(inputs.get(kind.grid), "is_meta", False):
+                raise ValueError(
+                    f"the tokens tell the rows of {kind.pixels}, and input_ids or {kind.grid} are on the meta device. "
+                    f"Give these inputs with values."
+                )
+            counts = (tokens == token).sum(dim=1).tolist()
+            for name, sizes in _sizes(kind, config, inputs, counts, microbatches).items():
+                for part, piece in zip(parts, inputs[name].split(sizes), strict=True):
+                    part[name] = piece
+    return parts
+
+
+def _configurations(module: nn.Module) -> Iterator[PreTrainedConfig]:
+    names = [name for kind in _KINDS for name in kind.token]
+    for child in listings.modules(module):
+        if isinstance(child, PreTrainedModel) and any(hasattr(child.config, name) for name in names):
+            if child.config.model_type not in _BY_ROWS:
+                yield child.config
+            return
+
+
+def _sizes(
+    kind: _Kind, config: Any, inputs: Mapping[str, Any], counts: Sequence[int], microbatches: int
+) -> dict[str, list[int]]:
+    """Return the first dimension of each microbatch's part of each input of ``kind``.
+
+    ``counts`` has the number of image tokens of each row.
+    """
+    grid = inputs.get(kind.grid)
+    pixels = inputs[kind.pixels]
+    if grid is not None:
+        patches = grid.prod(dim=1).tolist()
+        given = next((inputs[name] for name in kind.of_each if name.endswith("_merge_sizes") and name in inputs), None)
+        sides = [config.vision_config.spatial_merge_size] * len(patches) if given is None else given.tolist()
+        merged = [number // side**2 for number, side in zip(patches, sides, strict=True)]
+        of_rows = _images_of_rows(merged, counts)
+        if of_rows is None:
+            # Each line of an image may have a token of its own (HunYuan-VL).
+            are_equal = bool((grid == grid[:1]).all())
+            of_rows = _equal_images_of_rows(len(patches), counts) if are_equal else _one_image(len(patches), counts)
+    else:
+        patches = [1] * len(pixels)
+        of_rows = _equal_images_of_rows(len(pixels), counts)
+    if of_rows is None or sum(patches) != len(pixels):
+        raise ValueError(
+            f"the tokens do not tell the rows of {kind.pixels} {list(pixels.shape)}: the rows have {list(counts)} "
+            f"tokens of it. Give split_inputs_fn, a function of the inputs and num_microbatches that returns the "
+            f"inputs of each microbatch, or use num_microbatches=1."
+        )
+    rows = len(counts) // microbatches
+    images = [sum(of_rows[start : start + rows]) for start in range(0, len(counts), rows)]
+    if 0 in images:
+        raise ValueError(
+            f"microbatch {images.index(0)} of {microbatches} has no {kind.pixels}, and others have some; a step runs "
+            f"one graph. Order the rows so that each microbatch of {rows} has some, or use fewer microbatches."
+        )
+    ends = list(accumulate(images))
+    of_pixels = [sum(patches[end - number : end]) for number, end in zip(images, ends, strict=True)]
+    others = [name for name in (kind.grid, *kind.of_each) if isinstance(inputs.get(name), torch.Tensor)]
+    return {kind.pixels: of_pixels} | dict.fromkeys(others, images)
+
+
+def _images_of_rows(lengths: Sequence[int], counts: Sequence[int]) -> list[int] | None:
+    """Return the number of images of each row.
+
+    Images of ``lengths`` tokens fill the ``counts`` of the rows in order.
+    """
+    remaining = list(lengths)
+    of_rows = []
+    for count in counts:
+        taken = 0
+        while count > 0 and remaining:
+            count -= remaining.pop(0)
+            taken += 1
+        if count:
+            return None
+        of_rows.append(taken)
+    return None if remaining else of_rows
+
+
+def _equal_images_of_rows(images: int, counts: Sequence[int]) -> list[int] | None:
+    """Return the number of images of each row, for images of equally many tokens, or one for each row."""
+    total = sum(counts)
+    if images and total and total % images == 0 and not any(count % (total // images) for count in counts):
+        return [count * images // total for count in counts]
+    return _one_image(images, counts)
+
+
+def _one_image(images: int, counts: Sequence[int]) -> list[int] | None:
+    """Return one image for each row, if there are as many as rows, and all rows or none have tokens of them."""
+    return [1] * images if images == len(counts) and (all(counts) or not any(counts)) else None

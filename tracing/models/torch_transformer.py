@@ -1,0 +1,95 @@
+"""Masks and nested tensors of ``nn.TransformerEncoder``, ``nn.TransformerDecoder`` and ``nn.Transformer`` in the spine.
+
+In evaluation without gradients, an encoder with a padding mask runs its layers on nested tensors. These do not cross
+stage boundaries. Each layer then packs its input and pads its output, which keeps every value.
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import fx, nn
+from torch.nn import functional as F
+from torch.nn.modules import transformer
+
+from nxdpp.tracing.graph.calls import OpaqueCall, record_opaque_call
+from nxdpp.tracing.graph.swap import swapped
+from nxdpp.tracing.modules import listings
+
+_encode = nn.TransformerEncoder.forward
+_detect_is_causal_mask = transformer._detect_is_causal_mask
+
+
+@contextmanager
+def recorded_transformers() -> Iterator[None]:
+    """Record the comparison of a mask with the causal one, and the packing of padded sequences."""
+    with ExitStack() as stack:
+        stack.enter_context(swapped(vars(transformer), {"_detect_is_causal_mask": _is_causal_mask}))
+        stack.enter_context(patch.object(nn.TransformerEncoder, "forward", _traced_encode))
+        yield
+
+
+def _is_causal_mask(mask: Any, is_causal: bool | None = None, size: Any = None) -> Any:
+    if isinstance(mask, fx.Proxy) and is_causal is None:
+        return record_opaque_call(_detect_is_causal_mask, (mask, is_causal, size), {})
+    return _detect_is_causal_mask(mask, is_causal, size)
+
+
+def _traced_encode(
+    self: nn.TransformerEncoder,
+    src: Any,
+    mask: Any = None,
+    src_key_padding_mask: Any = None,
+    is_causal: bool | None = None,
+) -> Any:
+    nests = getattr(self, "use_nested_tensor", False)
+    if nests and isinstance(src_key_padding_mask, fx.Proxy) and mask is None and not self.layers[0].training:
+        return _encode_packed(self, src, src_key_padding_mask, is_causal is True)
+    # A proxy never passes the conditions for nested tensors, but the code asks data before it finds that out.
+    with swapped(vars(self), {"use_nested_tensor": False}):
+        return _encode(self, src, mask, src_key_padding_mask, is_causal)
+
+
+def _encode_packed(self: nn.TransformerEncoder, src: Any, mask: Any, is_causal: bool) -> Any:
+    mask = F._canonical_mask(mask, "src_key_padding_mask", None, "mask", src.dtype)
+    trains = any(parameter.requires_grad for parameter in listings.parameters(self.layers[0]))
+    output = src
+    for layer in self.layers:
+        how = (output, mask, trains, getattr(self, "mask_check", True))
+        packed, layer_mask = (record_opaque_call(f, how, {}) for f in (packed_if_nested, mask_unless_nested))
+        result = layer(packed, src_mask=None, is_causal=is_causal, src_key_padding_mask=layer_mask)
+        output = record_opaque_call(padded_like, (result, output), {})
+    return output if self.norm is None else self.norm(output)
+
+
+def pads_a_result(node: fx.Node) -> bool:
+    """Return whether ``node`` pads the output of a layer, and so stays on its stage."""
+    return isinstance(node.target, OpaqueCall) and node.target.function is padded_like
+
+
+def packed_if_nested(x: torch.Tensor, mask: torch.Tensor, trains: bool, checks_mask: bool) -> torch.Tensor:
+    """``x`` (B, T, C) without its padding, as a nested tensor, where the encoder of torch would make one."""
+    if not _is_nested(x, mask, trains, checks_mask):
+        return x
+    nested: torch.Tensor = torch._nested_tensor_from_mask(x, mask.logical_not(), mask_check=False)
+    return nested
+
+
+def mask_unless_nested(x: torch.Tensor, mask: torch.Tensor, trains: bool, checks_mask: bool) -> torch.Tensor | None:
+    """``mask`` where ``packed_if_nested`` leaves ``x`` as it is."""
+    return None if _is_nested(x, mask, trains, checks_mask) else mask
+
+
+def padded_like(output: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """``output`` with zeros as padding, in the shape of ``x``, if it is nested."""
+    return output.to_padded_tensor(0.0, x.size()) if output.is_nested else output
+
+
+def _is_nested(x: torch.Tensor, mask: torch.Tensor, trains: bool, checks_mask: bool) -> bool:
+    if not torch.backends.mha.get_fastpath_enabled() or torch.is_autocast_enabled() or x.ndim != 3:
+        return False
+    if torch.is_grad_enabled() and (trains or x.requires_grad):
+        return False
+    return not checks_mask or bool(torch._nested_tensor_from_mask_left_aligned(x, mask.logical_not()))

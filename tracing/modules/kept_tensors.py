@@ -1,0 +1,58 @@
+"""Tensors that are neither parameters nor buffers, as the spine keeps them: in a dict, or in plain attributes.
+
+``self.tokens.expand(batch_size, -1)`` of such a tensor needs a number where the trace has a value. The call becomes a
+node that holds the tensor. fx itself handles a single traced tensor, and functions with one among their arguments.
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from nxdpp.tracing.graph.calls import has_proxy, record_opaque_call
+
+_WITH_SIZES = (
+    "expand",
+    "narrow",
+    "new_empty",
+    "new_full",
+    "new_ones",
+    "new_zeros",
+    "repeat",
+    "reshape",
+    "tile",
+    "view",
+)
+
+
+class _Method:
+    """A method of a tensor, called with the tensor first."""
+
+    def __init__(self, name: str) -> None:
+        self.__name__ = name
+
+    def __call__(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return getattr(tensor, self.__name__)(*args, **kwargs)
+
+
+@contextmanager
+def recorded_sizes() -> Iterator[None]:
+    """Record methods of tensors that take sizes, where a size is a traced value."""
+    with ExitStack() as stack:
+        for name in _WITH_SIZES:
+            stack.enter_context(patch.object(torch.Tensor, name, _recorded(name, getattr(torch.Tensor, name))))
+        yield
+
+
+def _recorded(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    thread = threading.get_ident()
+
+    def call(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() == thread and has_proxy(args, kwargs):
+            return record_opaque_call(_Method(name), (tensor, *args), kwargs)
+        return method(tensor, *args, **kwargs)
+
+    return call

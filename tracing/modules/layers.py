@@ -1,0 +1,151 @@
+"""The transformer layers of a model: given, declared, or the longest run of equal modules."""
+
+import logging
+from collections import Counter
+from collections.abc import Collection, Iterable
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from nxdpp.tracing.models.transformers_models import language_model, transformers_models
+from nxdpp.tracing.modules import listings
+from nxdpp.tracing.modules.closest_name import meant
+from nxdpp.tracing.modules.layer_runs import longest_runs
+
+_logger = logging.getLogger(__name__)
+
+
+def find_layer_classes(module: nn.Module, transformer_layer_cls: Any | None) -> tuple[type[nn.Module], ...]:
+    """The classes of ``module``'s transformer layers.
+
+    ``transformer_layer_cls`` is a class or a class name, or a list of them. Without it, ``module`` and the Hugging Face
+    models in it give their ``_no_split_modules``, otherwise their ``GradientCheckpointingLayer`` classes. Both count
+    only if their instances are in a list of modules. An embedding that must not be split is not a layer. Where nothing
+    is declared, the longest run of equal modules in a list is taken, or all runs of this length, and a warning names
+    them.
+
+    Raises ``ValueError`` if there is no layer, and for layers that the model runs several times by its configuration.
+    """
+    if transformer_layer_cls is None:
+        if declared := _declared_layer_classes(module):
+            return declared
+        _refuse_shared_groups(module, (nn.Module,))
+        return longest_runs(module, _names(_listed_classes(module)))
+    wanted = transformer_layer_cls if isinstance(transformer_layer_cls, list | tuple) else [transformer_layer_cls]
+    classes = resolve_classes(module, wanted, "transformer_layer_cls")
+    if not any(is_instance(child, classes) for child in listings.modules(module)):
+        raise ValueError(
+            f"transformer_layer_cls={_names(classes)}: {type(module).__name__} has no module of that class. "
+            f"Lists of modules in it hold: {_names(_listed_classes(module)) or 'nothing'}."
+        )
+    _refuse_shared_groups(module, classes)
+    return classes
+
+
+def resolve_classes(module: nn.Module, wanted: Iterable[Any], argument: str) -> tuple[type[nn.Module], ...]:
+    """Classes from classes and class names. A name means every class of that name in ``module``.
+
+    Raises ``ValueError`` for a name without a class in ``module``, ``TypeError`` for anything else.
+    """
+    classes: dict[type[nn.Module], None] = {}
+    for item in wanted:
+        if isinstance(item, type) and issubclass(item, nn.Module):
+            classes[item] = None
+        elif isinstance(item, str):
+            found = {type(child) for child in listings.modules(module) if type(child).__name__ == item}
+            if not found:
+                existing = sorted({type(child).__name__ for child in listings.modules(module)})
+                raise ValueError(
+                    f"{argument}: no module of {type(module).__name__} is of a class named {item!r}"
+                    f"{meant(item, existing)}. It has: {', '.join(existing)}."
+                )
+            classes.update(dict.fromkeys(sorted(found, key=lambda cls: cls.__module__)))
+        else:
+            raise TypeError(f"{argument} takes module classes and class names, not {item!r}.")
+    return tuple(classes)
+
+
+def known_leaves(module: nn.Module, wanted: Iterable[Any]) -> list[Any]:
+    """Return ``wanted`` without names of classes that ``module`` does not have, and log a warning for these.
+
+    Scripts for several models name the leaves of all of them.
+    """
+    leaves = list(wanted)
+    existing = {type(child).__name__ for child in listings.modules(module)}
+    unknown = [leaf for leaf in leaves if isinstance(leaf, str) and leaf not in existing]
+    if unknown:
+        _logger.warning(
+            "leaf_module_cls names %s, and no module of %s is of such a class: nothing is kept whole for it. The "
+            "classes are %s",
+            ", ".join(f"{name!r}{meant(name, existing)}" for name in unknown),
+            type(module).__name__,
+            ", ".join(sorted(existing)),
+        )
+    return [leaf for leaf in leaves if leaf not in unknown]
+
+
+def layer_names(
+    module: nn.Module, layer_classes: tuple[type[nn.Module], ...], others: Collection[str] = ()
+) -> list[str]:
+    """Qualified names of the outermost layers, in the order of ``named_modules``; a wrapped layer has its wrapper's.
+
+    Modules named in ``others`` count as layers.
+    """
+    names: list[str] = []
+    inside: str | None = None
+    for name, child in listings.named_modules(module):
+        # Modules inside a layer directly follow it.
+        if (inside is None or not name.startswith(inside)) and (name in others or is_instance(child, layer_classes)):
+            names.append(name)
+            inside = f"{name}."
+    return names
+
+
+def is_instance(module: nn.Module, classes: tuple[type[nn.Module], ...]) -> bool:
+    """Return whether ``module``, or the module inside its wrapper, is of one of ``classes``."""
+    return isinstance(module, classes) or isinstance(listings.unwrapped(module), classes)
+
+
+def _refuse_shared_groups(module: nn.Module, classes: tuple[type[nn.Module], ...]) -> None:
+    """Raise ``ValueError`` for layers of ``classes`` in a model that runs each of them several times (ALBERT)."""
+    for model in transformers_models(module).values():
+        layers = getattr(model.config, "num_hidden_layers", None)
+        groups = getattr(model.config, "num_hidden_groups", layers)
+        if groups != layers and any(is_instance(child, classes) for child in listings.modules(model)):
+            raise ValueError(
+                f"{type(model).__name__} runs {layers} layers with the weights of {groups} "
+                f"(num_hidden_groups={groups}), and a pipeline needs a module for each layer. Make the model with "
+                f"num_hidden_groups={layers}, and let the groups that were one share their weights: for each such "
+                f"group and the first one of them, for b, a in zip(group.modules(), first.modules()): "
+                f"b._parameters.update(a._parameters)."
+            )
+
+
+def _declared_layer_classes(module: nn.Module) -> tuple[type[nn.Module], ...]:
+    classes = dict.fromkeys(_declared_by(module))
+    for model in transformers_models(module).values():
+        if model is not module:
+            classes |= dict.fromkeys(_declared_by(model))
+    return tuple(classes)
+
+
+def _declared_by(module: nn.Module) -> list[type[nn.Module]]:
+    listed = _listed_classes(language_model(module) or module)
+    declared = set(getattr(module, "_no_split_modules", None) or ())
+    classes = [cls for cls in listed if cls.__name__ in declared]
+    if not classes and isinstance(module, PreTrainedModel):
+        classes = [cls for cls in listed if issubclass(cls, GradientCheckpointingLayer)]
+    return classes
+
+
+def _listed_classes(module: nn.Module) -> list[type[nn.Module]]:
+    lists = (child for child in listings.modules(module) if isinstance(child, nn.ModuleList | nn.Sequential))
+    members = dict.fromkeys(type(listings.unwrapped(member)) for modules in lists for member in modules)
+    return [cls for cls in members if not issubclass(cls, nn.ModuleList)]
+
+
+def _names(classes: Iterable[type[nn.Module]]) -> str:
+    counts = Counter(cls.__name__ for cls in classes)
+    return ", ".join(name if count == 1 else f"{name} ({count} classes)" for name, count in counts.items())

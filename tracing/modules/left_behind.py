@@ -1,0 +1,267 @@
+"""Attributes that modules leave behind next to their output: ``self.aux_loss = ...`` in the forward of a layer.
+
+The spine reads such an attribute after the layer has run (``sum(layer.aux_loss for layer in self.layers)``). The
+trace does not run layers, so the attribute is a value of the graph, read on the stage of the layer::
+
+    x ── layers.0 ── hidden ── layers.1 ── ...
+             └─ left_behind(hidden, layers.0, "", "aux_loss") ──────── sum ── loss
+
+A number or ``None`` that the spine stores on a layer is stored again in each run of the graph, before the layer runs.
+"""
+
+import threading
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import cached_property
+from typing import Any
+from unittest.mock import patch
+
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+from nxdpp.tracing.code.frames import Frame, caller, function_name, module_of, outwards, runs
+from nxdpp.tracing.code.stored_names import stored_names
+from nxdpp.tracing.graph.checks import checked_for_none, run_in_every_step
+from nxdpp.tracing.modules import listings
+from nxdpp.tracing.modules.attribute_nodes import (
+    dotted,
+    expect_not_left_behind,
+    has_left_behind,
+    left_behind,
+    store_after,
+    store_before,
+)
+from nxdpp.tracing.sizes.sizes import UnknownSizeError
+from nxdpp.tracing.values.lost_changes import ROOT
+from nxdpp.tracing.values.nested import flatten
+
+_MISSING = object()
+# Machinery of the trace reads and stores attributes of all modules.
+_MACHINERY = ("torch.", "nxdpp.")
+
+
+class LeftBehind:
+    """Attributes of leaves in one trace.
+
+    Args:
+        tracer: the spine tracer.
+        model: the traced model.
+        spine: names of the modules that are traced through.
+        leaves: all other modules of ``model``.
+    """
+
+    def __init__(self, tracer: Any, model: nn.Module, spine: Collection[str], leaves: Sequence[nn.Module]) -> None:
+        self._tracer = tracer
+        self._thread = threading.get_ident()
+        self._model = model
+        self._spine = spine
+        self._leaves = set(leaves)
+        self._stored = stored_names(leaves)
+        self._watched: set[type] = set()
+        self._stack = ExitStack()
+        self._modules: dict[str, fx.Proxy] = {}
+        # Outputs of the leaves that have run, attributes that were read since, and attributes that the spine stored.
+        self._outputs: dict[str, fx.Proxy] = {}
+        self._read: dict[tuple[nn.Module, str], Any] = {}
+        self._given: dict[tuple[nn.Module, str], Any] = {}
+        self._pending: list[tuple[str, str, Any]] = []
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Answer reads of attributes that leaves store, and record attributes that the spine stores on them.
+
+        Raises ``RuntimeError`` for a read before the run, and for a store that cannot be repeated in each step.
+        """
+        with self._stack:
+            for cls, module in {type(module): module for module in self._leaves}.items():
+                if self._stored.of(module):
+                    self._watch_reads(cls)
+            self._watch_stores()
+            yield
+        for path, name, _ in self._pending:
+            raise RuntimeError(
+                f"forward stores {dotted(path, name)}, and {path} does not run; the value would be lost. Run {path} in "
+                f"this forward, or set the attribute before wrapping."
+            )
+
+    def hasattr(self, owner: Any, name: str) -> bool:
+        """``hasattr`` for traced code."""
+        if name == "keys" and isinstance(owner, fx.Proxy) and self._tracer.is_tensor(owner.node):
+            return False  # a proxy has it
+        return hasattr(owner, name)
+
+    def before_run(self, leaf: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Return the arguments of a call of ``leaf``; the first traced one waits for what the spine has stored."""
+        stores = [store for store in self._pending if _holds(leaf, store[0])]
+        if not stores:
+            return args, kwargs
+        self._pending = [store for store in self._pending if store not in stores]
+        values, structure = flatten((args, kwargs))
+        first = next((i for i, value in enumerate(values) if isinstance(value, fx.Proxy)), None)
+        if first is None:
+            raise RuntimeError(
+                f"forward stores {dotted(*stores[0][:2])}, and calls {leaf} without a tensor, in whose place each step "
+                f"could store it. Pass the value to {leaf} as an argument."
+            )
+        below = [part for path, name, value in stores for part in (_below(leaf, path), name, value)]
+        values[first] = self._record(store_before, values[first], leaf, *below)
+        args, kwargs = pytree.tree_unflatten(values, structure)
+        return args, kwargs
+
+    def after_run(self, leaf: str, output: fx.Proxy) -> None:
+        """Note that ``leaf`` has returned ``output``."""
+        if not self._watched:
+            return
+        self._outputs.pop(leaf, None)
+        self._outputs[leaf] = output
+        for values in (self._read, self._given):
+            for module, name in list(values):
+                if self._stored.stores(module, name) and _holds(leaf, self._place(module, name)):
+                    del values[module, name]
+
+    def _watch_reads(self, cls: type) -> None:
+        if cls in self._watched:
+            return
+        self._watched.add(cls)
+        original: Any = cls.__getattribute__
+
+        def get(module: Any, name: str) -> Any:
+            if not self._is_spine_code(module, caller()):
+                return original(module, name)
+            if (module, name) in self._given:
+                return self._given[module, name]
+            if name == "__dict__":
+                raise RuntimeError(
+                    f"forward reads the __dict__ of {type(module).__name__}, a module that sets attributes when it "
+                    f"runs. Read the attribute itself (module.name, getattr(module, name))."
+                )
+            known = getattr(type(module), name, None)
+            if isinstance(known, property) or callable(known) or name in module._modules:
+                return original(module, name)
+            if not self._stored.stores(module, name):
+                return original(module, name)
+            if name in original(module, "_parameters"):
+                # A forward cannot set it to a value that it computes.
+                return original(module, name)
+            return self._value(module, name, asks_only=runs(caller(), LeftBehind.hasattr))
+
+        self._stack.enter_context(patch.object(cls, "__getattribute__", get))
+
+    def _watch_stores(self) -> None:
+        set_attribute, delete_attribute = nn.Module.__setattr__, nn.Module.__delattr__
+
+        def store(module: nn.Module, name: str, value: Any) -> None:
+            if self._is_spine_code(module, caller()):
+                self._store(module, name, value)
+            else:
+                set_attribute(module, name, value)
+
+        def delete(module: nn.Module, name: str) -> None:
+            if self._is_spine_code(module, caller()):
+                raise RuntimeError(f"forward deletes an attribute, {type(module).__name__}.{name}. Set it to None.")
+            delete_attribute(module, name)
+
+        self._stack.enter_context(patch.object(nn.Module, "__setattr__", store))
+        self._stack.enter_context(patch.object(nn.Module, "__delattr__", delete))
+
+    def _is_spine_code(self, module: nn.Module, frame: Frame) -> bool:
+        if threading.get_ident() != self._thread or module not in self._leaves:
+            return False
+        # A wrapper (CheckpointWrapper) reads the attribute of its module in __getattr__.
+        asker = next(outer for outer in outwards(frame) if function_name(outer) != "__getattr__")
+        return runs(asker, LeftBehind.hasattr) or not f"{module_of(asker)}.".startswith(_MACHINERY)
+
+    def _value(self, module: nn.Module, name: str, asks_only: bool) -> Any:
+        """Return the attribute as a traced value, or ``None`` where it is ``None``."""
+        place = self._place(module, name)
+        leaf = self._last_run(place)
+        if leaf is None:
+            if asks_only and self._stored.has_from_construction(module, name):
+                return None
+            raise RuntimeError(
+                f"forward reads {dotted(place, name)} before {place} runs, which sets it; the value would be that of "
+                f"another microbatch. Read it after the run."
+            )
+        if (module, name) not in self._read:
+            guess = not asks_only or self._stored.has_from_construction(module, name)
+            guess = guess or name in self._stored.on_self.get(type(module), ())
+            self._read[module, name] = self._read_after_run(leaf, _below(leaf, place), name, guess)
+        if self._read[module, name] is _MISSING:
+            raise AttributeError(f"{type(module).__name__!r} object has no attribute {name!r}")
+        return self._read[module, name]
+
+    def _read_after_run(self, leaf: str, path: str, name: str, guess: bool) -> Any:
+        output = self._outputs[leaf]
+        question = self._record(has_left_behind, output, leaf, path, name)
+        try:
+            exists = self._tracer.read(question.node, bool)
+        except UnknownSizeError:
+            exists = guess
+        self._tracer.graph.erase_node(question.node)
+        if not exists:
+            run_in_every_step(self._record(expect_not_left_behind, output, leaf, path, name))
+            return _MISSING
+        value = self._record(left_behind, output, leaf, path, name)
+        return checked_for_none(value, *self._tracer.is_none(value.node))
+
+    def _store(self, module: nn.Module, name: str, value: Any) -> None:
+        place = self._place(module, name)
+        called = dotted(place, name)
+        if isinstance(value, nn.Module):
+            raise RuntimeError(
+                f"forward replaces {called}, a module, by another one. Give the model the configuration in which it "
+                f"does not (BigBird: attention_type='original_full'), or replace the module before wrapping."
+            )
+        if not isinstance(value, bool | int | float | str | None):
+            raise RuntimeError(
+                f"forward stores a {type(value).__name__} in {called}, an attribute of a module that runs as one node. "
+                f"Pass it as an argument of that module."
+            )
+        if name in module._parameters or name in module._buffers or name in module._modules:
+            raise RuntimeError(
+                f"forward replaces {called}, a parameter, buffer or module, by {value!r}. Replace it before wrapping."
+            )
+        self._given[module, name] = value
+        self._watch_reads(type(module))
+        leaf = self._last_run(place)
+        if leaf is None:
+            self._pending.append((place, name, value))
+        else:
+            run_in_every_step(self._record(store_after, self._outputs[leaf], leaf, _below(leaf, place), name, value))
+
+    def _last_run(self, place: str) -> str | None:
+        """The leaf that holds the module ``place`` and ran last."""
+        return next((leaf for leaf in reversed(self._outputs) if _holds(leaf, place)), None)
+
+    def _record(self, function: Callable[..., Any], value: fx.Proxy, leaf: str, *constants: Any) -> fx.Proxy:
+        if leaf not in self._modules:
+            self._modules[leaf] = self._tracer.create_proxy("get_attr", dotted(ROOT, leaf), (), {})
+        arguments = (value, self._modules[leaf], *constants)
+        proxy: fx.Proxy = self._tracer.create_proxy("call_function", function, arguments, {})
+        return proxy
+
+    @cached_property
+    def _places(self) -> dict[nn.Module, list[str]]:
+        """The names of each module outside the spine."""
+        places: dict[nn.Module, list[str]] = {}
+        for name, module in listings.named_modules(self._model, remove_duplicate=False):
+            if name not in self._spine:
+                places.setdefault(module, []).append(name)
+        return places
+
+    def _place(self, module: nn.Module, name: str) -> str:
+        places = self._places[module]
+        if len(places) > 1:
+            raise RuntimeError(
+                f"forward uses {type(module).__name__}.{name} of a module with several names, {', '.join(places)}; on "
+                f"each stage it would be that of another run. Return the value from forward."
+            )
+        return places[0]
+
+
+def _holds(leaf: str, place: str) -> bool:
+    return f"{place}.".startswith(f"{leaf}.")
+
+
+def _below(leaf: str, place: str) -> str:
+    return place[len(leaf) + 1 :]

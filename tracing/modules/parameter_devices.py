@@ -1,0 +1,134 @@
+"""Devices of parameters that code of the spine asks for: ``torch.arange(n, device=next(self.parameters()).device)``.
+
+A rank has only some of the parameters; the others are on the meta device. So the answer is the device of the first
+input, on every rank.
+"""
+
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import fx, nn
+from torch.nn.utils import stateless
+from torch.utils import _pytree as pytree
+
+from nxdpp.tracing.code.frames import caller, module_of
+from nxdpp.tracing.modules import listings
+
+_MACHINERY = ("torch.", "nxdpp.")
+
+
+class ParameterOfModel(nn.Parameter):
+    """A parameter for code of the spine, with the device of an input. It shares the memory of ``own``."""
+
+    own: nn.Parameter
+    traced_device: Any
+    is_detached: bool
+
+    @property
+    def device(self) -> Any:  # type: ignore[override]  # a proxy in place of a device
+        """The traced device of the first input."""
+        return self.traced_device
+
+    @property
+    def data(self) -> Any:
+        """The same memory, which code must not change either."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Any) -> None:
+        raise _refusal()
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run ``function`` on the parameters. Raise ``RuntimeError`` for one that changes its argument in place."""
+        name = getattr(function, "__name__", "")
+        if name.endswith("_") and not name.endswith("__") and name != "requires_grad_":
+            raise _refusal()
+        if name == "detach":
+            return shown(args[0].own, args[0].traced_device, detached=True)
+        own_args, own_kwargs = pytree.tree_map_only(ParameterOfModel, _own, (args, kwargs or {}))
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*own_args, **own_kwargs)
+
+
+def _own(shown_parameter: ParameterOfModel) -> torch.Tensor:
+    own = shown_parameter.own
+    return own.detach() if shown_parameter.is_detached else own
+
+
+def shown(parameter: nn.Parameter, device: Any, detached: bool = False) -> ParameterOfModel:
+    """Return ``parameter`` for code of the spine, with the traced ``device`` of an input."""
+    requires_grad = parameter.requires_grad and not detached
+    made: ParameterOfModel = torch.Tensor._make_subclass(ParameterOfModel, parameter, requires_grad)
+    made.own, made.traced_device, made.is_detached = parameter, device, detached
+    return made
+
+
+def _refusal() -> RuntimeError:
+    return RuntimeError(
+        "forward changes a parameter outside the transformer layers; the trace would change it, and no step. Change it "
+        "between steps on each rank (wrapped.local_named_parameters()), or in the forward of a module without layers, "
+        "which runs as one node."
+    )
+
+
+@contextmanager
+def devices_of_inputs(first_input: fx.Proxy | None) -> Iterator[None]:
+    """Let ``parameters()`` and ``named_parameters()`` give parameters with the device of ``first_input``, to the spine.
+
+    Code of torch gets the parameters themselves.
+    """
+    if first_input is None:
+        yield
+        return
+    original, thread, device = nn.Module.named_parameters, threading.get_ident(), first_input.device
+
+    def named_parameters(self: nn.Module, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        named = original(self, *args, **kwargs)
+        if threading.get_ident() != thread or f"{module_of(caller())}.".startswith(_MACHINERY):
+            return named
+        return ((name, shown(parameter, device)) for name, parameter in named)
+
+    def parameters(self: nn.Module, recurse: bool = True) -> Iterator[nn.Parameter]:
+        named = original(self, recurse=recurse)
+        if threading.get_ident() != thread or f"{module_of(caller())}.".startswith(_MACHINERY):
+            return (parameter for _, parameter in named)
+        return (shown(parameter, device) for _, parameter in named)
+
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(nn.Module, "named_parameters", named_parameters))
+        stack.enter_context(patch.object(nn.Module, "parameters", parameters))
+        yield
+
+
+@contextmanager
+def refused_functional_calls() -> Iterator[None]:
+    """Refuse calls of modules with other parameters or buffers than their own.
+
+    The node of a module has only the module's name, so each step would run it with its own. Raises ``RuntimeError``.
+    """
+    original = stateless._functional_call
+    thread = threading.get_ident()
+
+    def call(module: nn.Module, given: dict[str, torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() == thread:
+            own: dict[str, torch.Tensor] = dict(listings.named_parameters(module, remove_duplicate=False))
+            own |= dict(listings.named_buffers(module, remove_duplicate=False))
+            given = {name: v.own if isinstance(v, ParameterOfModel) else v for name, v in given.items()}
+            other = [name for name, value in given.items() if value is not own.get(name)]
+            if other:
+                raise RuntimeError(
+                    f"functional_call runs {type(module).__name__} with another {other[0]} than its own; a stage would "
+                    f"run it with its own. Move the call into the forward of a layer, or of a module without layers, "
+                    f"which runs as one node."
+                )
+        return original(module, given, *args, **kwargs)
+
+    with patch.object(stateless, "_functional_call", call):
+        yield

@@ -1,0 +1,1 @@
+"""Sizes, dtypes and numbers of dimensions that code asks for while it is traced."""

@@ -1,0 +1,163 @@
+"""Tracer that answers questions of traced code about a value by the specs and sizes of the inputs.
+
+Each answer that the code has is a fact: the graph serves only inputs with the same facts.
+"""
+
+from collections.abc import Callable
+from contextlib import suppress
+from functools import cached_property
+from typing import Any, Self
+
+from torch import fx
+
+from nxdpp.tracing.graph.modes import current_modes
+from nxdpp.tracing.sizes.any_data import check_in_every_step, is_checked
+from nxdpp.tracing.sizes.guesses import MOST_GUESSES, guessed_answer
+from nxdpp.tracing.sizes.sizes import (
+    DataInModuleError,
+    Fact,
+    Shapes,
+    Sizes,
+    UnknownInputError,
+    UnknownSizeError,
+    is_none,
+    is_tensor,
+)
+
+
+class Answers:
+    """The answers of one run, in the order of their questions.
+
+    Args:
+        earlier: the answers of an earlier run. They serve while the questions are the same.
+    """
+
+    def __init__(self, earlier: Self | None = None) -> None:
+        self._given: list[tuple[Any, Any]] = []
+        self._earlier = [] if earlier is None else earlier._given
+
+    def get(self, question: Any, compute: Callable[[], Any]) -> Any:
+        """The answer to ``question``, by default from ``compute``. Raises ``UnknownSizeError`` as that does."""
+        position = len(self._given)
+        if position < len(self._earlier) and self._earlier[position][0] == question:
+            answer = self._earlier[position][1]
+        else:
+            try:
+                answer = compute()
+            except UnknownSizeError as error:
+                answer = error
+        self._given.append((question, answer))
+        if isinstance(answer, UnknownSizeError):
+            raise answer
+        return answer
+
+
+class AnsweringTracer(fx.Tracer):
+    """Tracer with answers about values.
+
+    Args:
+        shapes: shapes and dtypes of the inputs, as far as they are known.
+        guess: the answer to a question that no size gives, for a trace of the order of modules; ``None`` for none.
+        options: of ``fx.Tracer``.
+
+    Attributes:
+        facts: the answers that traced code has had.
+        answers: answers by question, which another trace may know.
+    """
+
+    def __init__(self, shapes: Shapes, guess: bool | None = None, **options: Any) -> None:
+        super().__init__(**options)
+        self.facts: list[Fact] = []
+        self.answers = Answers()
+        self._shapes = shapes
+        self._guess = guess
+        self._guessed = 0
+        self._modes = current_modes()
+
+    @property
+    def guesses(self) -> bool:
+        """``True`` for a trace of the order of modules, whose graph is never run."""
+        return self._guess is not None
+
+    def fact(self, node: fx.Node, read: Callable[[Any], Any]) -> Any:
+        """``read(value)`` for inputs of the sizes at hand. The graph then belongs to inputs with the same answer.
+
+        A tracer that guesses answers for inputs of unknown shapes too. Raises ``UnknownSizeError`` if the answer
+        depends on more than sizes.
+        """
+        try:
+            answer = self.read(node, read)
+        except UnknownInputError as error:
+            return self._guess_answer(node, read, error)
+        except DataInModuleError as error:
+            return self._fact_of_any_data(node, read, error)
+        self.facts.append(Fact(node, read, answer))
+        return answer
+
+    def _fact_of_any_data(self, node: fx.Node, read: Callable[[Any], Any], unknown: UnknownSizeError) -> Any:
+        if not is_checked(read):
+            raise unknown
+        try:
+            question = (node.name, read, "any data")
+            answer = self.answers.get(question, lambda: self._known_sizes.read_for_any_data(node, read))
+        except UnknownSizeError:
+            raise unknown from None
+        check_in_every_step(self.proxy(node), read, answer)
+        self.facts.append(Fact(node, read, answer, of_any_data=True))
+        return answer
+
+    def is_none(self, node: fx.Node) -> tuple[bool | None, bool]:
+        """Return whether a value is ``None`` for inputs of the sizes at hand, and whether that is sure.
+
+        It is a guess where it depends on data, and ``None`` where no guess is possible. A sure ``None`` becomes a fact
+        of the graph.
+        """
+        try:
+            answer = bool(self.read(node, is_none))
+        except UnknownSizeError:
+            return self._guess_none(node), False
+        if answer:
+            self.facts.append(Fact(node, is_none, answer))
+        return answer, True
+
+    def is_tensor(self, node: fx.Node) -> bool:
+        """Return whether a value is surely a tensor for inputs of the sizes at hand. It then is a fact of the graph."""
+        try:
+            answer = bool(self.read(node, is_tensor))
+        except UnknownSizeError:
+            return False
+        if answer:
+            self.facts.append(Fact(node, is_tensor, answer))
+        return answer
+
+    @cached_property
+    def _guesses(self) -> list[Sizes]:
+        return [Sizes(self.root, self._shapes, guess, self._modes) for guess in (True, False)]
+
+    def _guess_none(self, node: fx.Node) -> bool | None:
+        def guess() -> bool | None:
+            for sizes in self._guesses:
+                with suppress(UnknownSizeError):
+                    return bool(sizes.read(node, is_none))
+            return None
+
+        answer: bool | None = self.answers.get((node.name, "guess"), guess)
+        return answer
+
+    def _guess_answer(self, node: fx.Node, read: Callable[[Any], Any], unknown: UnknownInputError) -> Any:
+        if self._guess is None:
+            raise unknown
+        self._guessed += 1
+        answer = guessed_answer(node, read, self._guess, self.root)
+        if answer is None or self._guessed > MOST_GUESSES:
+            raise UnknownSizeError("no shapes of the inputs give the answer") from unknown
+        return answer
+
+    def read(self, node: fx.Node, read: Callable[[Any], Any]) -> Any:
+        """``read(value)`` for inputs of the sizes at hand. Raises ``UnknownSizeError`` as ``fact`` does."""
+
+        return self.answers.get((node.name, read), lambda: self._known_sizes.read(node, read))
+
+    @cached_property
+    def _known_sizes(self) -> Sizes:
+        return Sizes(self.root, self._shapes, modes=self._modes)

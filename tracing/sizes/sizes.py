@@ -1,0 +1,285 @@
+"""Sizes that the spine asks for while it is traced: ``range(seq_len)``, ``if seq_len > window``, ``len(x)``.
+
+A graph is for inputs of any size until the code asks for one. ``Sizes`` then runs the nodes that the answer depends
+on with fake tensors. The answer becomes a fact: inputs for which a fact does not hold need another graph.
+"""
+
+import logging
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Self
+
+import torch
+from torch import fx, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.utils import _pytree as pytree
+
+from nxdpp.tracing.graph.calls import OpaqueCall
+from nxdpp.tracing.graph.function_caches import Uncached, uncached_functions, without_caches
+from nxdpp.tracing.graph.modes import Modes, applied, applied_to_fakes, current_modes, modes_of
+from nxdpp.tracing.graph.swap import swapped
+from nxdpp.tracing.sizes.example_run import run_on_examples, takes_examples
+from nxdpp.tracing.sizes.fake_copies import FakeCopies, GuessingMode, TooManyGuessesError, unchanged_generators
+from nxdpp.tracing.sizes.input_specs import COMPARISONS
+from nxdpp.tracing.values.devices import ElsewhereError, answer_for, asks_for_device, device_of_model
+
+# Fake tensors log the errors that end here as UnknownSizeError.
+_LOG = logging.getLogger("torch._subclasses.fake_tensor")
+_OF_FAKES = frozenset({"autocast cpu", "autocast cache"})
+# Types of the errors that operations raise for shapes that they do not take. Fake tensors have subclasses for data.
+_OF_SHAPES = (IndexError, RuntimeError, ValueError)
+# Names of inputs with their shapes and dtypes.
+Shapes = Mapping[str, tuple[torch.Size, torch.dtype]]
+
+
+@dataclass(frozen=True)
+class Fact:
+    """``read`` of the value of ``node`` was ``answer`` when the graph was made.
+
+    ``of_any_data``: it is the answer of ``Sizes.read_for_any_data``.
+    """
+
+    node: fx.Node
+    read: Callable[[Any], Any]
+    answer: Any
+    of_any_data: bool = False
+
+
+class UnknownSizeError(Exception):
+    """The answer depends on data, or on inputs of unknown shape."""
+
+
+class UnknownInputError(UnknownSizeError):
+    """The answer depends on an input of unknown shape."""
+
+
+class WrongShapesError(UnknownSizeError):
+    """An operation fails for inputs of these shapes, which may be others in a step."""
+
+
+class DataInModuleError(UnknownSizeError):
+    """The answer depends on data that the code of a module, or of a function that is one node, asks for."""
+
+
+class Sizes:
+    """Answers for inputs of one signature.
+
+    Args:
+        root: the module that the nodes' targets are names in; its parameters may be on the meta device.
+        shapes: shapes and dtypes of the graph's inputs; other inputs have unknown shapes.
+        guess: the elements of tensors, where an answer depends on them. By default such an answer is unknown.
+        modes: the modes of torch around the model. By default the modes of this thread.
+        in_modules: the guess serves only the code of modules, not the code between them.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        shapes: Shapes,
+        guess: bool | None = None,
+        modes: Modes | None = None,
+        in_modules: bool = False,
+    ) -> None:
+        self._root = root
+        self._shapes = shapes
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True) if guess is None else GuessingMode(guess)
+        self._in_modules = in_modules
+        self._copies = FakeCopies()
+        self._values: dict[fx.Node, Any] = {}
+        self._modes = modes or current_modes()
+
+    @cached_property
+    def _device(self) -> torch.device:
+        return device_of_model(self._root)
+
+    def read(self, node: fx.Node, read: Callable[[Any], Any]) -> Any:
+        """``read(value of node)``. Raises ``UnknownSizeError`` if that depends on more than sizes."""
+        # The tracer does not record in another thread.
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(self._read, node, read).result()
+
+    def hold(self, facts: tuple[Fact, ...]) -> bool:
+        """Return whether ``facts`` are true for these shapes."""
+        try:
+            return all(self._answer(fact) == fact.answer for fact in facts)
+        except UnknownSizeError:
+            return False
+
+    def _answer(self, fact: Fact) -> Any:
+        read = self.read_for_any_data if fact.of_any_data else self.read
+        return read(fact.node, fact.read)
+
+    def read_for_any_data(self, node: fx.Node, read: Callable[[Any], Any]) -> Any:
+        """``read(value of node)`` where modules ask data on the way: ``if not isfinite(x).all(): x = x.clamp(...)``.
+
+        Modules, and functions that are one node, run with both answers. Raises ``UnknownSizeError`` unless they give
+        values of the same structure and sizes, or where other code asks data.
+        """
+        first, second = self._guessing
+        answer = first.read(node, read)
+        if second.read(node, read) != answer:
+            raise UnknownSizeError("data decide")
+        for needed in _in_order(node):
+            is_one = needed.op == "call_module" or isinstance(needed.target, OpaqueCall)
+            if is_one and first.structure(needed) != second.structure(needed):
+                raise UnknownSizeError(f"data decide what {needed.target} returns")
+        return answer
+
+    @cached_property
+    def _guessing(self) -> tuple[Self, Self]:
+        one, other = (type(self)(self._root, self._shapes, guess, self._modes, True) for guess in (True, False))
+        return one, other
+
+    def structure(self, node: fx.Node) -> tuple[list[Any], Any]:
+        """Sizes and dtypes of the tensors in a value that was read, its other leaves, and their places."""
+        leaves, places = pytree.tree_flatten(self._values[node])
+        kinds = [(leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        return kinds, places
+
+    def _read(self, node: fx.Node, read: Callable[[Any], Any]) -> Any:
+        if isinstance(self._mode, GuessingMode):
+            self._mode.asks = not self._in_modules
+        try:
+            quiet = swapped(vars(_LOG), {"disabled": True})
+            unchanged = unchanged_generators()
+            with quiet, unchanged, without_caches(self._uncached), self._mode, applied_to_fakes(self._modes):
+                for needed in _in_order(node):
+                    if needed not in self._values:
+                        with applied(modes_of(needed)):
+                            self._values[needed] = self._value(needed)
+                if asks_for_device(node) and self._device.type != "cpu":
+                    return read(answer_for(node, self._device, self._values.__getitem__))
+                return read(self._values[node])
+        except (UnknownInputError, DataInModuleError):
+            raise
+        except Exception as error:
+            told = (
+                str(error)
+                if isinstance(error, UnknownSizeError | ElsewhereError | TooManyGuessesError)
+                else f"{type(error).__name__}: {error}"
+            )
+            failed = WrongShapesError if type(error) in _OF_SHAPES else UnknownSizeError
+            raise failed(told) from error
+
+    @cached_property
+    def _uncached(self) -> Uncached:
+        return uncached_functions(self._root)
+
+    def _value(self, node: fx.Node) -> Any:
+        if _is_device(node):
+            return torch.device("cpu")
+        if node.op == "placeholder":
+            if str(node.target) not in self._shapes:
+                raise UnknownInputError(f"the shape of {node.target} is not known here; partition_batch may tell it")
+            shape, dtype = self._shapes[str(node.target)]
+            return torch.empty(shape, dtype=dtype)
+        if node.op == "get_attr":
+            return self._attribute(str(node.target))
+        args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda argument: self._values[argument])
+        if node.op == "call_module":
+            return self._run(self._root.get_submodule(str(node.target)), _mutable(args), _mutable(kwargs))
+        if node.op == "call_method":
+            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+        if any(isinstance(argument, torch.dtype) for argument in args) and node.target in COMPARISONS:
+            self._refuse_other_autocast(node)
+        if isinstance(node.target, OpaqueCall):
+            return self._ask(node.target, args, kwargs)
+        assert callable(node.target)
+        return node.target(*args, **kwargs)
+
+    def _run(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        try:
+            return self._ask(self._copies.module(module), args, kwargs)
+        except UnknownSizeError:
+            raise
+        except Exception as error:
+            if not takes_examples(module):
+                raise
+            if isinstance(self._mode, GuessingMode) and self._in_modules:
+                return run_on_examples(module, args, kwargs, self._mode.guess)
+            raise DataInModuleError(f"{type(error).__name__}: {error}") from error
+
+    def _ask(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run the code of a node, which may ask data."""
+        if isinstance(self._mode, GuessingMode):
+            self._mode.asks = True
+        try:
+            return call(*args, **kwargs)
+        except DataDependentOutputException as error:
+            raise DataInModuleError(f"{type(error).__name__}: {error}") from error
+        finally:
+            if isinstance(self._mode, GuessingMode):
+                self._mode.asks = not self._in_modules
+
+    def _refuse_other_autocast(self, node: fx.Node) -> None:
+        # The fake tensors are on the CPU.
+        for modes in (self._modes, *(modes_of(needed) for needed in _in_order(node))):
+            if any(
+                name.startswith("autocast ") and name not in _OF_FAKES and value[0] for name, value in modes.changes
+            ):
+                raise UnknownSizeError(f"{node.args[0]} is compared, which is another dtype under autocast")
+
+    def _attribute(self, target: str) -> Any:
+        owner, _, name = target.rpartition(".")
+        module = self._root.get_submodule(owner)
+        if name in module._modules:
+            return self._copies.module(self._root.get_submodule(target))
+        value = module._parameters.get(name, module._buffers.get(name, vars(module).get(name)))
+        return self._copies.tensor(value) if isinstance(value, torch.Tensor) else value
+
+
+def _mutable(value: Any) -> Any:
+    """``value`` with lists and dicts of its own, as the code of a stage gives them. fx's own cannot be changed."""
+    if isinstance(value, list):
+        return [_mutable(item) for item in value]
+    if isinstance(value, tuple) and type(value) is tuple:
+        return tuple(_mutable(item) for item in value)
+    return {key: _mutable(item) for key, item in value.items()} if isinstance(value, dict) else value
+
+
+def _is_device(node: fx.Node) -> bool:
+    """Return whether the node reads a device. All fakes are on the CPU, also one whose size data decide."""
+    return node.op == "call_function" and node.target is getattr and node.args[1] == "device"
+
+
+def _in_order(node: fx.Node) -> list[fx.Node]:
+    """``node`` and all nodes that its size depends on, in the order of the graph."""
+    needed = {node}
+    pending = [node]
+    while pending:
+        last = pending.pop()
+        new = [] if _is_device(last) else [argument for argument in last.all_input_nodes if argument not in needed]
+        needed.update(new)
+        pending += new
+    return sorted(needed)
+
+
+def shapes_of(inputs: Mapping[str, Any]) -> Shapes:
+    """The shapes and dtypes of the tensors among ``inputs``."""
+    return {name: (value.shape, value.dtype) for name, value in inputs.items() if isinstance(value, torch.Tensor)}
+
+
+def whole_number(value: Any) -> int:
+    """A size for ``range()`` and indexing."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise UnknownSizeError(f"a {type(value).__name__} is not a size")
+    return value
+
+
+def is_tensor(value: Any) -> bool:
+    """Return whether a value is a tensor."""
+    return isinstance(value, torch.Tensor)
+
+
+def is_none(value: Any) -> bool:
+    """Return whether ``value`` is ``None``."""
+    return value is None
+
+
+def number_of_items(value: Any) -> int:
+    """The number of items that a loop over ``value`` reads; item ``i`` is ``value[i]``."""
+    if not isinstance(value, tuple | list | torch.Tensor):
+        raise UnknownSizeError(f"a {type(value).__name__} is not read by positions")
+    return len(value)

@@ -1,0 +1,1 @@
+"""State that a step can change or depend on besides tensors: Python objects."""

@@ -1,0 +1,226 @@
+"""A second run of the spine, with the layers stubbed: a difference between two runs would be lost in a graph.
+
+A trace runs the spine once, and every step then repeats that run. State and random numbers in Python would stay as
+in the trace for ever. So the trace runs the spine twice, one run after the other, and compares:
+
+=====================================  =======================================================================
+in the second run                      meaning
+=====================================  =======================================================================
+another graph                          a counter, a random number, the time
+a traced value of the first run        a value of one step is used in the next; refused if it follows from data
+other Python objects, the same graph   a counter that code compares with a limit; a warning if code only writes it
+=====================================  =======================================================================
+"""
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+from nxdpp.tracing.code.reads import is_read, writing_line
+from nxdpp.tracing.graph.errors import StaleValueError, TracingError, model_line, source_line
+from nxdpp.tracing.graph.graph_values import ForeignNodeError, NumberedGraph, ValueNumbers
+from nxdpp.tracing.graph.uses import draws_random_numbers
+from nxdpp.tracing.sizes.sizes import Fact, whole_number
+from nxdpp.tracing.state.reachable_state import ChangedState, ReachableState, Snapshot
+from nxdpp.tracing.values.lost_changes import ROOT
+
+_logger = logging.getLogger(__name__)
+
+_REMEDY = (
+    "Move it into a layer, or into a module without layers, which runs as one node in each step (for a counter: a "
+    "buffer of it); or give it to forward as an input."
+)
+
+
+@dataclass(frozen=True)
+class Run:
+    """The graph of one run, its facts and the structure of its output."""
+
+    graph: fx.Graph
+    facts: tuple[Fact, ...]
+    output_spec: pytree.TreeSpec
+
+
+def refuse_differences(
+    module: nn.Module, state: ReachableState, before: Snapshot, first: Run, run_again: Callable[["Carried"], Run]
+) -> None:
+    """Run the spine a second time and compare it with the first run.
+
+    Args:
+        module: the traced module.
+        state: the state that the spine can reach.
+        before: the state before the first run.
+        first: the first run; its values must be used no more.
+        run_again: traces the module again. It calls ``adopt`` of its argument once the graph has its inputs.
+
+    Raises:
+        TracingError: for a difference, with the line of the model.
+    """
+    # The graphs' names begin with the name of the traced module.
+    root = nn.Module()
+    root.add_module(ROOT, module)
+    numbers = ValueNumbers(root)
+    first_numbers = numbers.of(first.graph)
+    state.clear_caches()
+    between = state.snapshot()
+    carried = Carried(root, between, first, first_numbers)
+    name = type(module).__name__
+    try:
+        second = run_again(carried)
+        second_numbers = numbers.of(second.graph)
+    except ForeignNodeError as error:
+        raise TracingError(carried.refusal(name, model_line(error.node.stack_trace))) from None
+    except Exception as error:
+        line = source_line(error.__traceback__)
+        if isinstance(error, StaleValueError) or "multiple different tracers" in str(error):
+            raise TracingError(carried.refusal(name, line)) from error
+        raise TracingError(
+            f"{name}.forward differs in two runs: the first ran through, the second raised {type(error).__name__}: "
+            f"{error}\n  at {line}\n{_REMEDY}"
+        ) from error
+    if first_numbers.results(first.facts) != second_numbers.results(second.facts):
+        here, there = first_numbers.first_not_in(second_numbers), second_numbers.first_not_in(first_numbers)
+        node = here or there
+        raise TracingError(
+            f"{name}.forward differs in two runs: {_shown(here)} in the first, {_shown(there)} in the second; each "
+            f"step would repeat the first\n  at {model_line(node.stack_trace if node else None)}\n{_REMEDY}"
+        )
+    after = state.snapshot()
+    _refuse_changes(name, state, [*between.differences(after), *filter(_is_counted, before.differences(between))])
+    if first.output_spec != second.output_spec:
+        raise TracingError(
+            f"{name}.forward differs in two runs: its outputs have the structures {first.output_spec} and "
+            f"{second.output_spec}; each step would repeat the first\n  at {_output_line(first.graph)}\n{_REMEDY}"
+        )
+
+
+class Carried:
+    """Traced values of the first run that the state still holds.
+
+    A value that follows from no data and no parameter (a table) is computed again: it becomes a value of the second
+    run. Others must not be used.
+    """
+
+    def __init__(self, root: nn.Module, state: Snapshot, first: Run, numbers: NumberedGraph) -> None:
+        self._root = root
+        self._values = state.traced
+        self._numbers = numbers
+        # The graph belongs to inputs of these sizes.
+        answers = {numbers.of(fact.node): fact.answer for fact in first.facts if fact.read is whole_number}
+        self._sizes = {n: answers[numbers.of(n)] for n in first.graph.nodes if numbers.of(n) in answers}
+        self._kept: dict[fx.Proxy, str] = {}
+
+    def adopt(self, tracer: Any) -> None:
+        """Make the tables values of the graph of ``tracer``, which has its inputs already."""
+        graph: fx.Graph = tracer.graph
+        copies: dict[fx.Node, Any] = dict(self._sizes)
+        for value, path in self._values.items():
+            # An attribute gets its node when code asks for it.
+            if not isinstance(value, fx.proxy.Attribute) and self._is_table(value.node):
+                vars(value).update(tracer=tracer, node=self._copied(value.node, graph, copies))
+            else:
+                self._kept[value] = path
+
+    def refusal(self, name: str, line: str) -> str:
+        """The message for the use of a value."""
+        places = ", ".join(sorted(set(self._kept.values()))) or "an object of Python"
+        return (
+            f"{name}.forward uses a value of an earlier step, which it keeps in {places}; a pipeline keeps no values "
+            f"of a step for the next one\n  at {line}\n"
+            f"Keep it in a layer, or in a module without layers, which runs as one node in each step."
+        )
+
+    def _is_table(self, node: fx.Node) -> bool:
+        seen: set[fx.Node] = set()
+        pending = [node]
+        while pending:
+            node = pending.pop()
+            if node in seen or node in self._sizes or _asks_for_device(node):
+                continue
+            seen.add(node)
+            if node.op == "placeholder" or self._may_change(node):
+                return False
+            pending += node.all_input_nodes
+        return True
+
+    def _may_change(self, node: fx.Node) -> bool:
+        if node.op not in ("get_attr", "call_module"):
+            return draws_random_numbers(node, self._root)
+        if node.op == "call_module":
+            return True
+        owner, _, attribute = str(node.target).rpartition(".")
+        return attribute in self._root.get_submodule(owner)._parameters
+
+    def _copied(self, node: fx.Node, graph: fx.Graph, copies: dict[fx.Node, Any]) -> fx.Node:
+        for needed in self._in_order(node, copies):
+            if _asks_for_device(needed):
+                # Of any tensor: the graph is only for comparison.
+                inputs = next(other for other in graph.nodes if other.op == "placeholder")
+                copies[needed] = graph.call_function(getattr, (inputs, needed.args[1]))
+            else:
+                copies[needed] = graph.node_copy(needed, copies.__getitem__)
+            self._numbers.give(copies[needed], needed)
+        copied: fx.Node = copies[node]
+        return copied
+
+    def _in_order(self, node: fx.Node, copies: Mapping[fx.Node, Any]) -> list[fx.Node]:
+        """``node`` and the nodes that it depends on and that have no copy yet."""
+        needed = {node} - copies.keys()
+        pending = list(needed)
+        while pending:
+            node = pending.pop()
+            arguments = [] if _asks_for_device(node) else node.all_input_nodes
+            new = [argument for argument in arguments if argument not in needed and argument not in copies]
+            needed.update(new)
+            pending += new
+        return sorted(needed)
+
+
+def _refuse_changes(name: str, state: ReachableState, changes: list[ChangedState]) -> None:
+    for change in changes:
+        if is_read(change.name, state.functions):
+            raise TracingError(
+                f"{name}.forward differs in two runs: {change} changes, and its code reads it; each step would repeat "
+                f"the first run\n  at {writing_line(change.name, state.functions)}\n{_REMEDY}"
+            )
+    for change in changes:
+        _warn_of_lost(name, change.name)
+
+
+@cache
+def _warn_of_lost(name: str, path: str) -> None:
+    _logger.warning(
+        "%s.forward changes %s, and its code does not read it. In a pipeline it stays as it is. Return the value from "
+        "forward, or keep it in a module without layers.",
+        name,
+        path,
+    )
+
+
+def _is_counted(change: ChangedState) -> bool:
+    """Return whether a number has changed, or a generator has drawn."""
+    contents = (change.before, change.after)
+    return all(isinstance(content, tuple) and content[0] in (int, float, "a generator") for content in contents)
+
+
+def _asks_for_device(node: fx.Node) -> bool:
+    return node.op == "call_function" and node.target is getattr and node.args[1] in ("device", "dtype")
+
+
+def _shown(node: fx.Node | None) -> str:
+    if node is None:
+        return "nothing in its place"
+    target = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", node.target)
+    constants = [str(argument) for argument in (*node.args, *node.kwargs.values())]
+    return f"{target}({', '.join(constants)})"[:200]
+
+
+def _output_line(graph: fx.Graph) -> str:
+    output = next(iter(reversed(graph.nodes)))
+    lines = [node.stack_trace for node in output.all_input_nodes if node.stack_trace]
+    return model_line(lines[-1] if lines else None)

@@ -1,0 +1,1 @@
+"""Traced values: proxies that record what code does with them, and their structure."""

@@ -1,0 +1,155 @@
+"""Types of traced values for code that asks: ``isinstance(x, c)``, ``type(x)``, ``callable(x)``.
+
+A type that is not sure is checked in every step (``tracing/graph/checks.py``).
+"""
+
+import builtins
+import operator
+from typing import Any, get_origin
+
+import torch
+from torch import fx, nn
+
+from nxdpp.tracing.graph.calls import OpaqueCall, record_opaque_call
+from nxdpp.tracing.graph.checks import expect_type, mark_must_run, passes_on, return_annotation
+from nxdpp.tracing.graph.uses import is_from_torch
+from nxdpp.tracing.modules.listings import submodule, unwrapped
+from nxdpp.tracing.sizes.input_specs import UNKNOWN
+from nxdpp.tracing.sizes.sizes import UnknownSizeError
+from nxdpp.tracing.values.metadata import is_metadata, is_shape
+
+# Modules of torch whose output may be a tuple.
+_WITH_ANY_OUTPUT = (nn.Identity, nn.MultiheadAttention, nn.RNNBase, nn.Sequential)
+
+
+def traced_isinstance(value: Any, classes: Any) -> bool:
+    """``isinstance`` for traced code: a proxy is a tensor, unless its node says otherwise."""
+    if not builtins.isinstance(value, fx.Proxy):
+        return builtins.isinstance(value, classes)
+    if value.node.op != "placeholder" and is_metadata(value.node):
+        return issubclass(_type_of_metadata(value), classes)
+    answer = issubclass(_type_of(value), classes)
+    if value.node.op != "placeholder":
+        value.node = record_opaque_call(expect_type, (value, classes, answer), {}).node
+        mark_must_run(value.node)
+    return answer
+
+
+class _AnyType(type):
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        if len(args) == 1 and builtins.isinstance(args[0], fx.Proxy):
+            return class_of(args[0])
+        return builtins.type(*args, **kwargs)
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return builtins.isinstance(instance, builtins.type)
+
+    def __eq__(cls, other: object) -> bool:
+        return other is cls or other is builtins.type
+
+    def __hash__(cls) -> int:
+        return hash(builtins.type)
+
+
+class TracedType(builtins.type, metaclass=_AnyType):
+    """``type`` for traced code: a traced value has the type of the value."""
+
+
+def traced_callable(value: Any) -> bool:
+    """``callable`` for traced code: a traced value is not callable."""
+    return not builtins.isinstance(value, fx.Proxy) and callable(value)
+
+
+def class_of(value: fx.Proxy) -> type:
+    """The class that ``isinstance`` sees in code whose ``isinstance`` is Python's own: torch and helper modules.
+
+    The graph checks in every step that the value is of this type, where it may be of another.
+    """
+    tracer: Any = value.tracer
+    if tracer.finished:
+        return torch.Tensor
+    node = value.node
+    if node.op != "placeholder" and is_metadata(node):
+        return _type_of_metadata(value)
+    found = _type_of(value)
+    is_sure = node.op in ("placeholder", "get_attr") or passes_on(node)
+    if not is_sure and (node.op != "call_module" or _source(node, tracer.root) is not None):
+        value.node = record_opaque_call(expect_type, (value, found, True), {}).node
+    return found
+
+
+def _type_of_metadata(value: fx.Proxy) -> type:
+    tracer: Any = value.tracer
+    if is_shape(value.node):
+        return torch.Size
+    try:
+        found: type = tracer.fact(value.node, type)
+    except UnknownSizeError as error:
+        raise tracer.refused(
+            TypeError(f"the type of {value.node.name} is asked, which is unknown ({error})")
+        ) from error
+    return found
+
+
+def traced_is_tensor(value: Any) -> bool:
+    """``torch.is_tensor`` for traced code."""
+    return traced_isinstance(value, torch.Tensor)
+
+
+def reads_parameter(value: fx.Proxy) -> bool:
+    """Return whether ``value`` is a parameter of the model."""
+    if value.node.op != "get_attr":
+        return False
+    tracer: Any = value.tracer
+    owner, _, name = str(value.node.target).rpartition(".")
+    return name in tracer.root.get_submodule(owner)._parameters
+
+
+def _type_of(value: fx.Proxy) -> type:
+    node = value.node
+    if reads_parameter(value):
+        return nn.Parameter
+    if builtins.isinstance(node.target, OpaqueCall) and node.target.declares_dict:
+        return dict
+    tracer: Any = value.tracer
+    if (module := _source(node, tracer.root)) is not None:
+        return _type_of_output(value, module)
+    return node.meta.get("spec", UNKNOWN).number or torch.Tensor
+
+
+def _source(node: fx.Node, root: nn.Module) -> nn.Module | None:
+    """Return the module whose output, or an item or a field of it, ``node`` is; ``None`` if it gives only tensors."""
+    while passes_on(node) or node.target in (operator.getitem, getattr):
+        if not builtins.isinstance(node.args[0], fx.Node):
+            return None
+        node = node.args[0]
+    if node.op != "call_module":
+        return None
+    module = unwrapped(submodule(root, str(node.target)))
+    gives_tensors = is_from_torch(module) and not builtins.isinstance(module, _WITH_ANY_OUTPUT)
+    return None if gives_tensors else module
+
+
+def _is_whole(node: fx.Node) -> bool:
+    while passes_on(node) and builtins.isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node.op == "call_module"
+
+
+def _type_of_output(value: fx.Proxy, module: nn.Module) -> type:
+    """The type of what ``module`` returns, or of a part of it: of its annotation, or of a run on fake tensors."""
+    tracer: Any = value.tracer
+    declared = return_annotation(module) if _is_whole(value.node) else Any
+    is_tensor = builtins.isinstance(declared, type) and issubclass(declared, torch.Tensor)
+    if is_tensor and type(module).__module__.startswith("transformers."):
+        # A run costs time, and every step checks the type.
+        return torch.Tensor
+    try:
+        found: type = tracer.read(value.node, type)
+        if issubclass(found, torch.Tensor):
+            return torch.Tensor
+        tracer.fact(value.node, type)
+    except UnknownSizeError:
+        origin = get_origin(declared)
+        return origin if origin in (tuple, list) else torch.Tensor
+    return found
