@@ -1,7 +1,7 @@
-"""Time and memory of saves and loads of checkpoints, beside torch's and transformers' own.
+"""Time and memory of saves and loads of checkpoints, next to torch's and transformers' own.
 
     python benchmarks/checkpoint.py                                # on an idle machine
-    python benchmarks/checkpoint.py --write docs/checkpoints.md    # also writes the tables into the page
+    python benchmarks/checkpoint.py --write benchmarks/results/checkpoints.md  # also writes the tables into the page
     python benchmarks/checkpoint.py --quick                        # a small model, to try the command
 
 A Llama of 44 million parameters in float32, with the state of AdamW and without, on pipelines of 1, 2 and 4 ranks, by
@@ -20,7 +20,8 @@ sys.path.append(str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.page import write_blocks
 from benchmarks.report import markdown_table, session_line
-from benchmarks.stored.ways import Ours, Rank, Size, measure_rank
+from benchmarks.stored.measured import Rank, measure_rank
+from benchmarks.stored.ways import Ours, Size
 from tests.support.run_ranks import run_ranks
 
 SIZE, QUICK_SIZE = Size(768, 4), Size(64, 4, 256)

@@ -1,4 +1,4 @@
-"""This runtime beside torch.distributed.pipelining and a hand-written loop, in one session and in alternation.
+"""This runtime next to torch.distributed.pipelining and a hand-written loop, in one session and in alternation.
 
     python benchmarks/compare.py [--only efficiency|overhead|llama|memory] [--json FILE] [--quick]
 

@@ -32,11 +32,11 @@ from torch.distributed import (  # type: ignore[attr-defined]  # noqa: E402  # p
 from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 
 from benchmarks.report import markdown_table  # noqa: E402
-from nxdpp.parallel_layers import process_groups, start_store, store_exchange, transfer_groups  # noqa: E402
-from nxdpp.parallel_layers.faults.watch_store import WatchStore, pause_seconds, poll_seconds  # noqa: E402
-from nxdpp.parallel_layers.rank_mesh import RankMesh  # noqa: E402
+from nxdpp.ranks import process_groups, start_store, store_exchange, transfer_groups  # noqa: E402
+from nxdpp.ranks.faults.watch_store import WatchStore, pause_seconds, poll_seconds  # noqa: E402
+from nxdpp.ranks.rank_mesh import RankMesh  # noqa: E402
 
-# The world's own connection, that of the failure watch, and that of exchanges.
+# The world's own connection, the failure watch's, and the exchanges'.
 STORE_CONNECTIONS = 3
 
 # The exchanges of all ranks in a save of a model without adapters.
@@ -105,7 +105,7 @@ def sockets_of_a_rank(groups: Sequence[Group]) -> int:
 
 
 class _CountingStore(dist.Store):  # type: ignore[name-defined,misc]  # public, though not in its __all__
-    """A connection to ``store`` that counts its requests, and those that only poll apart."""
+    """A connection to ``store`` that counts its requests, and separately the ones that only poll."""
 
     def __init__(self, store: Any) -> None:
         super().__init__()

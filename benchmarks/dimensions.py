@@ -1,13 +1,13 @@
 """Bytes, memory and step times of tensor x pipeline x data parallelism and ZeRO-1.
 
     python benchmarks/dimensions.py                                # about 6 minutes on 2 cores
-    python benchmarks/dimensions.py --write docs/dimensions.md     # also writes the tables into the page
+    python benchmarks/dimensions.py --write benchmarks/results/dimensions.md  # also writes the tables into the page
     python benchmarks/dimensions.py --only bytes                   # or average, times
     python benchmarks/dimensions.py --rounds 5                     # fewer rounds of each time
 
 Each job is a small model on processes of this machine, by gloo. ``bytes`` compares the bytes that a rank sends in a
 step, and its memory, with formulas; load does not matter. ``average`` has the share of the data-parallel average that
-the backward hides, and ``times`` the step beside torch's own: both need an idle machine.
+the backward hides, and ``times`` the step next to torch's own: both need an idle machine.
 """
 
 import argparse

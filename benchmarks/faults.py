@@ -131,7 +131,7 @@ def _cell(outcome: Outcome) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run all faults, or those whose names contain ``--only``, and print the table."""
+    """Run all faults, or only the faults whose names contain ``--only``, and print the table."""
     parser = argparse.ArgumentParser(
         "python -m benchmarks.faults", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -2,7 +2,7 @@
 
     python benchmarks/first_step.py [--only steps|hashes]
 
-trace_speed.py measures the traces alone. The hashes are those of one rank. Steps are wall time on 4 ranks over gloo,
+trace_speed.py measures only the traces. The hashes are of one rank. Steps are wall time on 4 ranks over gloo,
 Llama of 16 layers and 4 microbatches of one sequence. Each new length is run twice: the second step has no trace, no
 graph and no metadata exchange left to do.
 """
@@ -23,7 +23,7 @@ from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 
 from benchmarks.report import markdown_table  # noqa: E402
 from nxdpp import NxDPPModel, parallel_state  # noqa: E402
-from nxdpp.pipeline.agreement.input_hash import InputHasher  # noqa: E402
+from nxdpp.agreement.input_hash import InputHasher  # noqa: E402
 from tests.support.run_ranks import run_ranks  # noqa: E402
 
 SMALL = LlamaConfig(

@@ -4,7 +4,7 @@
     python benchmarks/gpu.py --device cpu    # gloo on the CPU
     python benchmarks/gpu.py --ranks 2 --json FILE
 
-The command starts its own processes and takes less than 5 minutes. It ends with 1 if a number is not that of one
+The command starts its own processes and takes less than 5 minutes. It ends with 1 if a number differs from one
 process, and names the case.
 """
 
@@ -33,7 +33,7 @@ _COLUMNS = ("case", "loss", "gradients", "step (ms)", "one process (ms)", "ratio
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the acceptance and print its table; exit status 1 for other numbers than those of one process."""
+    """Run the acceptance and print its table; exit status 1 for numbers that differ from one process."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--device", choices=["cuda", "cpu"], help="by default cuda where it is present")
     parser.add_argument("--ranks", type=int, metavar="N", help="number of ranks, 2 or more")

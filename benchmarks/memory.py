@@ -2,7 +2,8 @@
 
     python benchmarks/memory.py [--json FILE] [--quick] [--size SIZE] [--only WAY...] [--runs N]
 
-The command starts its own processes and prints Markdown tables. docs/memory.md describes the measurements.
+The command starts its own processes and prints Markdown tables. benchmarks/results/memory.md describes the
+measurements.
 """
 
 import argparse

@@ -4,7 +4,7 @@
 
 Large: a Llama with 16 layers and a vocabulary of 128,256 (the shape of Llama 3.2 1B with an untied head), 16 bits,
 sequences of 2048, over 4 stages. Predicted only. Half: half the width and half the vocabulary, 32 bits, sequences of
-128. Predicted and measured: forward and backward of each stage alone, one thread, gradients added to earlier ones.
+128. Predicted and measured: forward and backward of each stage by itself, one thread, gradients added to earlier ones.
 The partitions alternate; the first round does not count.
 """
 
@@ -23,12 +23,12 @@ import torch  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel  # noqa: E402
 
 from benchmarks.report import markdown_table  # noqa: E402
-from nxdpp.pipeline.cost.balanced_partition import measured_costs  # noqa: E402
-from nxdpp.pipeline.cost.count import count_costs  # noqa: E402
-from nxdpp.pipeline.cost.layer_costs import layer_costs  # noqa: E402
 from nxdpp.pipeline.partition.balance import LayerCost, balanced_cuts  # noqa: E402
+from nxdpp.pipeline.partition.balanced_partition import measured_costs  # noqa: E402
+from nxdpp.pipeline.partition.count import count_costs  # noqa: E402
+from nxdpp.pipeline.partition.layer_costs import layer_costs  # noqa: E402
 from nxdpp.pipeline.partition.partition import GivenCuts, even  # noqa: E402
-from nxdpp.tracing.trace import TracedGraph  # noqa: E402
+from nxdpp.tracing.graph.trace import TracedGraph  # noqa: E402
 from tests.support.in_process import InProcessPipeline, stage_arguments  # noqa: E402
 
 STAGES = 4

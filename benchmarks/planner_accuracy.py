@@ -1,9 +1,9 @@
-"""Predictions of the planner beside measured layouts of a Llama over 2 and 4 ranks of this machine.
+"""Predictions of the planner next to measured layouts of a Llama over 2 and 4 ranks of this machine.
 
     python benchmarks/planner_accuracy.py                               # about 10 minutes on 2 idle cores
     python benchmarks/planner_accuracy.py --few                         # 8 layouts, to try it
     python benchmarks/planner_accuracy.py --published                   # only the runs of others, half a minute
-    python benchmarks/planner_accuracy.py --write docs/planner.md       # also writes the tables into the page
+    python benchmarks/planner_accuracy.py --write benchmarks/results/planner.md  # also writes the tables into the page
 
 The machine is calibrated from single operations and collectives, then each layout is predicted, and then measured. The
 ranks are processes of one thread, by gloo, each kept on a core. 4 ranks share 2 cores. Times need an idle machine,
@@ -29,11 +29,11 @@ from benchmarks.planner.layouts import LAYOUTS, SHAPE
 from benchmarks.planner.measure import Case, measure_all
 from benchmarks.planner.tables import Row, figures_table, rows_table
 from benchmarks.report import session_line
-from nxdpp.pipeline.planning.configured_model import microbatch_on_meta
-from nxdpp.pipeline.planning.job import Job
-from nxdpp.pipeline.planning.layout import Layout
-from nxdpp.pipeline.planning.model_costs import ModelCosts
-from nxdpp.pipeline.planning.predict import Prediction, predict
+from nxdpp.planning.configured_model import microbatch_on_meta
+from nxdpp.planning.layout import Layout
+from nxdpp.planning.machine import Job
+from nxdpp.planning.model_costs import ModelCosts
+from nxdpp.planning.predict import Prediction, predict
 from tests.support.run_ranks import run_ranks
 
 _TIMEOUT = 900.0
@@ -70,7 +70,7 @@ def measured_blocks(options: argparse.Namespace) -> dict[str, str]:
 
 
 def compare(layouts: Sequence[Layout], shape: Shape, speed: Speed, cores: int, rounds: int, steps: int) -> list[Row]:
-    """Predict all layouts, then measure those of each number of ranks in one start of processes."""
+    """Predict all layouts, then measure the layouts of each number of ranks in one start of processes."""
     predictions = predict_all(layouts, shape, speed, cores)
     rows = []
     for ranks in sorted({layout.devices for layout in layouts}):

@@ -109,7 +109,7 @@ def _load(hidden: int, folder: str, way: str) -> Measured:
 
 
 def _read_bytes() -> tuple[int, int]:
-    """Bytes that this process has read by system calls, and those that came from a disk."""
+    """Bytes that this process has read by system calls, and bytes of these that came from a disk."""
     fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return int(fields["rchar"]), int(fields["read_bytes"])
 

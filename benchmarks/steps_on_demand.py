@@ -1,5 +1,6 @@
-"""One rank that runs a step for each schedule family on its standard input, and prints wall and processor seconds.
+"""One rank that runs a step for each schedule family on its standard input, and prints its seconds.
 
+It prints the wall time of a step, the processor time of the process and of its main thread.
 ``before_and_after.py`` starts it with the nxdpp of either tree. It uses only names that both trees have.
 """
 
@@ -13,13 +14,13 @@ from torch import nn
 
 from nxdpp import NxDPPModel, parallel_state
 
-_HIDDEN = (4, 128, 256)
+_WIDTH = 256
 
 
 class _Layer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(_HIDDEN[-1]))
+        self.weight = nn.Parameter(torch.ones(_WIDTH))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x * self.weight
@@ -36,11 +37,14 @@ class _Stack(nn.Module):
         return (x - target).square().mean()
 
 
-def main(ranks: int, microbatches: int, families: dict[str, int]) -> None:
-    """Wrap a model for each of ``families`` (name: stages of a rank), then run steps until the input ends."""
+def main(ranks: int, microbatches: int, families: dict[str, int], message: int) -> None:
+    """Wrap a model for each of ``families`` (name: stages of a rank), then run steps until the input ends.
+
+    Stages exchange tensors of ``message`` KiB, which is their number of rows (a row has 256 floats).
+    """
     torch.set_num_threads(1)
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=ranks)
-    batch = (microbatches * _HIDDEN[0], *_HIDDEN[1:])
+    batch = (microbatches * message, _WIDTH)
     x, target = torch.randn(2, *batch, generator=torch.Generator().manual_seed(0))
     models = {
         family: NxDPPModel(_Stack(ranks * chunks), _Layer, microbatches, virtual_pipeline_size=chunks, schedule=family)
@@ -56,9 +60,10 @@ def main(ranks: int, microbatches: int, families: dict[str, int]) -> None:
         start = torch.tensor([time.perf_counter() + 0.01], dtype=torch.float64)
         dist.broadcast(start, src=0)
         time.sleep(max(0.0, start.item() - time.perf_counter()))
-        cpu = time.process_time()
+        process, thread = time.process_time(), time.thread_time()
         model.run_train(x=x, target=target)
-        print(time.perf_counter() - start.item(), time.process_time() - cpu, flush=True)
+        wall = time.perf_counter() - start.item()
+        print(wall, time.process_time() - process, time.thread_time() - thread, flush=True)
 
 
 if __name__ == "__main__":

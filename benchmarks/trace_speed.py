@@ -1,4 +1,4 @@
-"""CPU time of wrapping and tracing a Llama of 80 layers, in this tree and, in alternation, in another one.
+"""CPU time of wrapping and tracing a Llama of 80 layers, in this tree and, in alternation, in another tree.
 
     python benchmarks/trace_speed.py
     git worktree add ../before COMMIT

@@ -1,11 +1,11 @@
-"""Steps of a small Llama on XLA ranks, beside one XLA process without nxdpp, and beside the CPU over the same ranks.
+"""Steps of a small Llama on XLA ranks, next to one XLA process without nxdpp and to the CPU over the same ranks.
 
     python benchmarks/xla.py                        # on an idle machine, in an environment with torch_xla: 4 minutes
-    python benchmarks/xla.py --write docs/xla.md    # also writes the tables into the page
+    python benchmarks/xla.py --write benchmarks/results/xla.md    # also writes the tables into the page
     python benchmarks/xla.py --quick                # a tiny model and 2 ranks, to try the command
 
 All jobs are started together, and run one step each in turn. Tables have medians. In every second step each copy to
-the host begins after the device has ended its work, and the rank waits for it. Such a step shows what copies alone
+the host begins after the device has ended its work, and the rank waits for it. Such a step shows what only copies
 cost, and its time what is saved where they overlap. Ranks have one thread; XLA has its own.
 """
 
@@ -64,7 +64,7 @@ def jobs_of(size: Size, counts: Sequence[int]) -> dict[str, Job]:
 
 
 def check_losses(results: Results) -> None:
-    """End the program if a job has other losses than the CPU: its time would be that of other work."""
+    """End the program if a job's losses differ from the CPU's: it would have timed different work."""
     first, *others = results.values()
     for ranks in others:
         pairs = zip(ranks[-1].losses, first[-1].losses, strict=True)

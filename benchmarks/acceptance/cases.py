@@ -1,6 +1,6 @@
 """Cases of the acceptance, and the program of one rank that runs them all.
 
-Each rank also trains the whole model alone on its device, for the numbers and the time of one process.
+Each rank also trains the whole model by itself on its device, for the numbers and the time of one process.
 """
 
 import copy
@@ -22,7 +22,7 @@ from nxdpp.devices.kinds import device_of
 from nxdpp.schedules.families.registry import FAMILIES
 
 ROWS_A_MICROBATCH = 2
-# Sums over replicas have another order than one process; see the promises in docs/design.md.
+# Sums over replicas have a different order than in one process; see the promises in docs/design.md.
 _ROUNDED = 1e-4
 
 
@@ -85,7 +85,7 @@ class Result:
 
     @property
     def passes(self) -> bool:
-        """``True`` if the numbers are those of one process."""
+        """``True`` if the numbers are as in one process."""
         return max(self.loss or 0.0, self.gradients) <= self.allowed
 
 

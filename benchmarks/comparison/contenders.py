@@ -135,9 +135,9 @@ def make_contenders(job: Job, family: str, chunks: int) -> Iterator[Contender]:
 
 
 def check_step(contender: Contender, loss: torch.Tensor, gradients: Mapping[str, torch.Tensor]) -> None:
-    """Run a step, and raise ``AssertionError`` unless its loss and gradients are those of one process.
+    """Run a step, and raise ``AssertionError`` unless its loss and gradients are as in one process.
 
-    Equal to 1e-5 of the largest element: weight-gradients may be summed in another order.
+    Equal to 1e-5 of the largest element: weight-gradients may be summed in a different order.
     """
     contender.clear_gradients()
     own = contender.step()

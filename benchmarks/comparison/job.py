@@ -19,7 +19,7 @@ class Job:
             Parameters keep their names in the whole model.
         loss: ``(output, target)`` of a microbatch to its loss.
         inputs: arguments of the whole model, which returns the loss.
-        first_input: the one of them that the first stage takes.
+        first_input: the argument that the first stage takes.
         target: split along dimension 0 like the inputs.
         hidden: shape of the hidden states of one microbatch between two stages, float32.
         microbatches: number of microbatches.

@@ -1,4 +1,4 @@
-"""Tokens a second of a Llama, beside hand-cut stages and beside one process."""
+"""Tokens a second of a Llama, next to hand-cut stages and to one process."""
 
 import os
 from collections.abc import Iterable
@@ -12,7 +12,7 @@ from benchmarks.comparison.contenders import NXDPP, TORCH, Contender, check_step
 from benchmarks.comparison.job import Job
 from benchmarks.comparison.rows import Entrant, Row, case_rows
 from benchmarks.comparison.timing import Effort, Times, time_contenders
-from nxdpp.parallel_layers import parallel_state
+from nxdpp.ranks import parallel_state
 from tests.support.run_ranks import run_ranks
 
 SECTION = "llama"

@@ -10,7 +10,7 @@ from benchmarks.comparison.job import Job
 from benchmarks.comparison.rows import Entrant, Row, Verdict, case_rows
 from benchmarks.comparison.stacks import WideLayer, stack_job
 from benchmarks.comparison.timing import Effort, time_step
-from nxdpp.parallel_layers import parallel_state
+from nxdpp.ranks import parallel_state
 from nxdpp.schedules.families.registry import find_family
 from nxdpp.schedules.simulate import in_flight_peaks
 from tests.support.process_memory import peak_bytes, reset_peak, resident_bytes

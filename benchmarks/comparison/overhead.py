@@ -7,7 +7,7 @@ from benchmarks.comparison.job import Job
 from benchmarks.comparison.rows import Entrant, Row, case_rows
 from benchmarks.comparison.stacks import ScalingLayer, stack_job
 from benchmarks.comparison.timing import Effort, Times, time_families
-from nxdpp.parallel_layers import parallel_state
+from nxdpp.ranks import parallel_state
 from nxdpp.schedules.families.registry import FAMILIES, find_family
 from tests.support.run_ranks import run_ranks
 

@@ -1,4 +1,4 @@
-"""Rows of a comparison: one contender in one case, beside others and beside a target."""
+"""Rows of a comparison: one contender in one case, next to others and to a target."""
 
 import json
 import statistics

@@ -1,4 +1,4 @@
-"""Timing of contenders in alternation: one step each in turn, so that other load on the machine meets all alike."""
+"""Timing of contenders in alternation: one step each in turn, so that other load on the machine affects all alike."""
 
 import gc
 import time
@@ -43,7 +43,7 @@ def time_families(
         effort: number of steps.
 
     Raises:
-        AssertionError: if the loss or a gradient of a contender differs from those of one process.
+        AssertionError: if the loss or a gradient of a contender differs from one process.
     """
     contenders: list[Contender] = []
     for family in families:

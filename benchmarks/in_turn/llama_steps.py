@@ -81,7 +81,7 @@ class Rank:
         losses: of all steps.
         first: the steps that compile.
         graphs: number of graphs that it compiled.
-        compile_seconds: that these took.
+        compile_seconds: seconds that compiling them took.
         steps: the steps as they are.
         apart: steps in which each copy begins after the device has ended its work, and the rank waits for it.
     """
@@ -95,7 +95,7 @@ class Rank:
 
 
 def measure(rank: int, turns: Turns, size: Size, ranks: int, device: str, is_plain: bool) -> Rank:
-    """Run a step at each turn: first those that compile, then steps as they are and steps apart, in alternation."""
+    """Run a step at each turn: first steps that compile, then steps as they are and steps apart, in alternation."""
     os.environ.setdefault("PJRT_DEVICE", "CPU")
     step = _plain_step(size) if is_plain else _pipeline_step(size, ranks, device)
     own = device_of(xla.start(rank, 1) if is_plain else parallel_state.local_device())
@@ -186,7 +186,7 @@ def _plain_step(size: Size) -> Callable[[int], tuple[float, float]]:
 
 @contextmanager
 def _watched(own: Device, taken: Step, is_apart: bool) -> Iterator[None]:
-    """Measure the waits for messages, the copies to the device and, in a step apart, those to the host."""
+    """Measure the waits for messages, the copies to the device and, in a step apart, the copies to the host."""
     kind = type(own)
     post_receive, to_host, from_host = Transport.post_receive, kind.to_host, kind.from_host
 

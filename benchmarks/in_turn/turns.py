@@ -1,6 +1,6 @@
-"""Several jobs at once, each with ranks of its own, of which one runs a step at a time.
+"""Several jobs at once, each with its own ranks. One of them runs a step at a time.
 
-Other load on the machine then meets all alike. The ranks of other jobs wait at the store, without work::
+Other load on the machine then affects all alike. The other jobs' ranks wait at the store, without work::
 
     job a   step ──▶ . . . . . . . . step ──▶
     job b            step ──▶

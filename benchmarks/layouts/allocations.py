@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 
 @dataclass
 class Allocated:
-    """Bytes above those before the block; memory of before that is freed in the block does not count."""
+    """Bytes above the bytes before the block; earlier memory that is freed in the block does not count."""
 
     peak: int = 0
 

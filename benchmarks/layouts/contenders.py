@@ -1,4 +1,4 @@
-"""nxdpp beside torch's own on two ranks: DDP, FSDP2 and ``parallelize_module``, one step each in turn."""
+"""nxdpp next to torch's own on two ranks: DDP, FSDP2 and ``parallelize_module``, one step each in turn."""
 
 import time
 from collections.abc import Callable
@@ -52,7 +52,7 @@ class Timed:
 
 
 def time_rank(rank: int, pair: str, shape: Shape, rounds: int) -> list[Timed]:
-    """Time nxdpp and torch's own in turn, in another order in each second round; for ``run_ranks`` over two ranks."""
+    """Time nxdpp and torch's own in turn, in reverse order in each second round; for ``run_ranks`` over two ranks."""
     torch.set_num_threads(1)
     layout, theirs = PAIRS[pair]
     parallel_state.initialize_model_parallel(layout.tensor, layout.pipeline)
@@ -112,9 +112,9 @@ def _fsdp2(shape: Shape, inputs: dict[str, torch.Tensor]) -> Step:
 
 
 def _parallelize_module(shape: Shape, inputs: dict[str, torch.Tensor]) -> Step:
-    """The input of query, key and value, and that of gate and up, is one DTensor: its gradient is summed once.
+    """Query, key and value share one DTensor as input, and so do gate and up: its gradient is summed once.
 
-    The logits stay divided, as those of ``tensor_parallelize``.
+    The logits stay divided, as with ``tensor_parallelize``.
     """
     model = shape.model()
     column, row = ColwiseParallel, RowwiseParallel

@@ -7,7 +7,7 @@
                              ─ average ────────────────────────────┤       ┊
                                                                    ├───────┤  hidden time
 
-The hidden share is this time over that of the average alone. The three are timed in turn.
+The hidden share is this time over the time of the average by itself. The three are timed in turn.
 """
 
 import statistics
@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.comparison.stacks import SleepingLayer, Stack, end_sleeps_on_time
 from benchmarks.layouts.job import Shape
 from nxdpp import NxDPPModel, parallel_state
-from nxdpp.parallel_layers.grads import bucket_allreduce_gradients
+from nxdpp.gradients.average import bucket_allreduce_gradients
 
 WARM_UP = 2
 _MEBIBYTE = 2**20
@@ -48,7 +48,7 @@ class Sleepers(NamedTuple):
         return Stack([SleepingLayer(self.seconds, self.width) for _ in range(self.layers)], self.width)
 
     def inputs(self, replica: int) -> dict[str, torch.Tensor]:
-        """Return a step's batch, which is that of every replica."""
+        """Return a step's batch, the same for every replica."""
         return {"x": torch.ones(self.microbatches, self.width)}
 
 
@@ -70,9 +70,9 @@ class Steps:
     """Seconds of each round on one rank, of one contender.
 
     Attributes:
-        overlapped, at_end: of a step whose average overlaps, and of one that averages at its end.
-        alone: of the average alone.
-        cpu: processor seconds of all threads of this rank in the average alone.
+        overlapped, at_end: of a step whose average overlaps, and of a step that averages at its end.
+        alone: of the average by itself.
+        cpu: processor seconds of all threads of this rank in the average by itself.
         gradients: bytes.
         early: share of the bytes whose average began before the end of the last backward; ``None`` for DDP.
         waited: seconds between the end of the backward and the end of the average; none for DDP.
@@ -90,7 +90,7 @@ class Steps:
 class Summary(NamedTuple):
     """Medians over the rounds of the slower rank; ``share`` has the quartiles of the hidden share.
 
-    ``cpu`` is the processor time of a rank over the time of the average alone.
+    ``cpu`` is the processor time of a rank over the time of the average by itself.
     """
 
     overlapped: float
@@ -102,7 +102,7 @@ class Summary(NamedTuple):
 
 
 def time_average(rank: int, case: Case, rounds: int) -> dict[str, Steps]:
-    """Time each contender in turn, in another order in each second round; for ``run_ranks``."""
+    """Time each contender in turn, with the order reversed in each second round; for ``run_ranks``."""
     torch.set_num_threads(1)
     end_sleeps_on_time()
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=case.stages)

@@ -6,11 +6,11 @@ from typing import NamedTuple
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from nxdpp.parallel_layers.collective_bytes import least_sent
-from nxdpp.pipeline.planning.dimensions import divided
-from nxdpp.pipeline.planning.sizes import Dimensions
-from nxdpp.pipeline.planning.stage_summary import StageSummary, summarise_stages
+from nxdpp.planning.dimensions import divided
+from nxdpp.planning.layout import Dimensions
+from nxdpp.planning.stage_summary import StageSummary, summarise_stages
 from nxdpp.schedules.chosen import ChosenSchedule
+from nxdpp.tensor.collective_bytes import least_sent
 
 FLOAT = 4
 
@@ -92,7 +92,7 @@ def least_bytes(layout: Layout, shape: Shape, planned: StageSummary, stage: int)
 
     - pipeline: hidden states to the next stage, and their gradients to the stage before, of each microbatch; this
       rank's part of the sequence under sequence parallelism.
-    - tensor: of a layer four all-reduces of hidden states, those of its two halves and of their gradients; under
+    - tensor: of a layer four all-reduces of hidden states, for its two halves and for their gradients; under
       sequence parallelism as many bytes in reduce-scatters and all-gathers. Also the embedding's output, the gradient
       of the head's input, and three numbers a token in the loss. Norms that see a part of the sequence add their
       gradients up once a step.

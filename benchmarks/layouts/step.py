@@ -10,8 +10,8 @@ from benchmarks.layouts.allocations import allocated
 from benchmarks.layouts.job import Layout, Shape
 from benchmarks.layouts.traffic import Traffic
 from nxdpp import NxDPPModel, parallel_state
-from nxdpp.optimizer import Zero1Optimizer
-from nxdpp.tensor_parallel.parallelize import tensor_parallelize
+from nxdpp.gradients.optimizer.zero1 import Zero1Optimizer
+from nxdpp.tensor.models.parallelize import tensor_parallelize
 
 DIMENSIONS = ("pipeline", "data", "tensor")
 _WARM_UP = 2
@@ -29,7 +29,7 @@ class Measured:
         early: share of the gradients whose average began before the end of the last backward.
         parameters, gradients, optimizer: bytes that it keeps between steps.
         peak: most bytes that forward and backward allocate, gradients included.
-        optimizer_peak: most bytes that the optimizer's step allocates beside what it keeps.
+        optimizer_peak: most bytes that the optimizer's step allocates besides what it keeps.
     """
 
     stage: int

@@ -1,4 +1,4 @@
-"""Markdown tables of bytes, memory, the hidden share of the average, and times beside torch."""
+"""Markdown tables of bytes, memory, the hidden share of the average, and times next to torch."""
 
 import statistics
 from collections.abc import Iterable, Sequence
@@ -8,7 +8,7 @@ from benchmarks.layouts.hidden import Case, Steps, summary
 from benchmarks.layouts.job import Layout, Shape, least_bytes, plan
 from benchmarks.layouts.step import DIMENSIONS, Measured
 from benchmarks.report import markdown_table
-from nxdpp.pipeline.planning.stage_summary import StageSummary
+from nxdpp.planning.stage_summary import StageSummary
 
 LAYOUT = "tensor x pipeline x data"
 BYTES = (

@@ -1,8 +1,8 @@
 """Count of the bytes that a rank hands to collectives and P2P transfers.
 
-Each collective of torch is an operator of the dispatcher. So a dispatch mode sees those of nxdpp, DDP, FSDP2 and
-DTensor. A collective counts as the bytes that a ring algorithm sends (``nxdpp.parallel_layers.collective_bytes``), and
-a send as its bytes.
+Each collective of torch is an operator of the dispatcher. So a dispatch mode sees all of nxdpp, DDP, FSDP2 and DTensor.
+A collective counts as the bytes that a ring algorithm sends (``nxdpp.parallel_layers.collective_bytes``), and a send as
+its bytes.
 """
 
 from collections import Counter
@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nxdpp.parallel_layers.collective_bytes import Kind, least_sent
+from nxdpp.tensor.collective_bytes import Kind, least_sent
 
 # torch has no public way from the name of a group to the group.
 _group_by_name: Any = vars(dist.distributed_c10d)["_resolve_process_group"]
@@ -41,7 +41,7 @@ _MESSAGES = {"c10d::send", "c10d::broadcast_"}
 class Traffic(TorchDispatchMode):
     """Sum of sent bytes by name of the group, apart for control messages: integers, and float64 for comparisons.
 
-    Models are of other dtypes.
+    Models have neither of these dtypes.
 
     Args:
         dimensions: the dimension of each group, by the group's name.
@@ -49,7 +49,7 @@ class Traffic(TorchDispatchMode):
     Attributes:
         sent: bytes by ``(dimension, kind)``.
         control: bytes of control messages.
-        messages: number of the others, by dimension.
+        messages: number of all other messages, by dimension.
     """
 
     def __init__(self, dimensions: dict[str, str]) -> None:

@@ -1,1 +1,1 @@
-"""The planner's predictions beside measured steps of this machine."""
+"""The planner's predictions next to measured steps of this machine."""

@@ -18,8 +18,8 @@ from torch.optim import AdamW
 from benchmarks.layouts.job import FLOAT, Shape
 from benchmarks.planner.cores import stay_on_core
 from nxdpp import NxDPPModel, parallel_state
-from nxdpp.parallel_layers.collective_bytes import least_sent
-from nxdpp.pipeline.planning.machine import Device, Link, Machine
+from nxdpp.planning.machine import DeviceSpeed, Link, Machine
+from nxdpp.tensor.collective_bytes import least_sent
 from tests.support.run_ranks import run_ranks
 
 _SECONDS = 0.1
@@ -51,7 +51,7 @@ class Speed(NamedTuple):
 
     def machine(self, devices: int, memory: int, cores: int) -> Machine:
         """Return a machine of ``devices`` ranks on ``cores`` cores."""
-        device = Device("cpu", {FLOAT: self.flops}, 1.0, self.bandwidth, self.operation, self.action)
+        device = DeviceSpeed("cpu", {FLOAT: self.flops}, 1.0, self.bandwidth, self.operation, self.action)
         link = Link(self.rate, self.latency)
         return Machine(devices, memory, device, link=link, host_link=link, cores=cores)
 
@@ -122,7 +122,7 @@ def _operation() -> float:
 
 
 class _Nothing(nn.Module):
-    """A model without work: its step is that of the runtime."""
+    """A model without work: its step is only the runtime's."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
 """The job of the comparison, and its layouts over 2 and 4 ranks."""
 
 from benchmarks.layouts.job import Shape
-from nxdpp.pipeline.planning.layout import Layout
+from nxdpp.planning.layout import Layout
 
 SHAPE = Shape(hidden=512, middle=1376, layers=8, heads=8, vocabulary=2048, batch=1, length=128, microbatches=8)
 """A Llama with layers of 11 ms on a core. ``microbatches`` samples are a step of all replicas together."""

@@ -13,9 +13,9 @@ from benchmarks.layouts.allocations import allocated
 from benchmarks.layouts.job import Shape
 from benchmarks.planner.cores import stay_on_core
 from nxdpp import NxDPPModel, apply_checkpoint, parallel_state
-from nxdpp.optimizer import Zero1Optimizer
-from nxdpp.pipeline.planning.layout import Layout
-from nxdpp.tensor_parallel.parallelize import tensor_parallelize
+from nxdpp.gradients.optimizer.zero1 import Zero1Optimizer
+from nxdpp.planning.layout import Layout
+from nxdpp.tensor.models.parallelize import tensor_parallelize
 
 _WARM_UP = 2
 
@@ -34,7 +34,7 @@ class Measured:
 
     Attributes:
         stage: its rank in the pipeline.
-        peak: most bytes of tensors at once in a step, those that it keeps between steps included.
+        peak: most bytes of tensors at once in a step, including what it keeps between steps.
         seconds: of each step, from the start of all ranks to the end of this one.
     """
 
@@ -44,7 +44,7 @@ class Measured:
 
 
 def measure_all(rank: int, cases: Sequence[Case], shape: Shape, rounds: int, steps: int) -> list[Measured]:
-    """Measure all layouts in turn, ``rounds`` times, each second time in the other order; for ``run_ranks``."""
+    """Measure all layouts in turn, ``rounds`` times, each second time in reverse order; for ``run_ranks``."""
     torch.set_num_threads(1)
     stay_on_core(rank)
     found = [Measured() for _ in cases]
@@ -61,7 +61,7 @@ def _measure(case: Case, shape: Shape, measured: Measured, steps: int, also_memo
     seconds, peak = _train(case, shape, steps, also_memory)
     measured.seconds += seconds
     measured.peak = peak or measured.peak
-    # Stages and optimizers are in circles.
+    # Stages and optimizers are in reference cycles.
     gc.collect()
     parallel_state.destroy_model_parallel()
 

@@ -1,4 +1,4 @@
-"""Figures of runs that others published, beside the planner's predictions of their layouts.
+"""Figures of runs that others published, next to the planner's predictions of their layouts.
 
 The step of a run follows from what its source prints: FLOPs or tokens a second and device.
 """
@@ -10,12 +10,11 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from benchmarks.report import markdown_table
-from nxdpp.pipeline.planning.configured_model import microbatch_on_meta
-from nxdpp.pipeline.planning.job import Job
-from nxdpp.pipeline.planning.layout import Layout
-from nxdpp.pipeline.planning.machine import DEVICES, Link, Machine
-from nxdpp.pipeline.planning.model_costs import ModelCosts
-from nxdpp.pipeline.planning.predict import predict
+from nxdpp.planning.configured_model import microbatch_on_meta
+from nxdpp.planning.layout import Layout
+from nxdpp.planning.machine import DEVICES, Job, Link, Machine
+from nxdpp.planning.model_costs import ModelCosts
+from nxdpp.planning.predict import predict
 
 _NVLINK = {"a100": Link(300e9), "h100": Link(450e9)}
 _COLUMNS = (

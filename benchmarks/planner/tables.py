@@ -1,4 +1,4 @@
-"""Tables of predicted and measured steps, and the three figures that tell whether the planner is right."""
+"""Tables of predicted and measured steps, and the three figures that show whether the planner is right."""
 
 import statistics
 from collections.abc import Iterable, Sequence
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from benchmarks.planner.layouts import describe
 from benchmarks.planner.measure import Measured
 from benchmarks.report import markdown_table
-from nxdpp.pipeline.planning.predict import Prediction
+from nxdpp.planning.predict import Prediction
 
 COLUMNS = (
     "tensor x pipeline x data", "step: predicted, ms", "measured, ms", "measured / predicted",

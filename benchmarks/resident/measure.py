@@ -1,4 +1,4 @@
-"""Measured processes: the ranks of one pipeline, and each rank of Llama-3.1-405B alone."""
+"""Measured processes: the ranks of one pipeline, and each rank of Llama-3.1-405B by itself."""
 
 import json
 import os

@@ -22,7 +22,7 @@ _LEFT = ("way", "rank", "targets")
 
 @dataclass(frozen=True)
 class Row:
-    """One rank, or the worst of several; bytes are above those of ``import torch, transformers``.
+    """One rank, or the worst of several; bytes are what comes on top of ``import torch, transformers``.
 
     ``owned``: bytes of its parameters and buffers. ``imported``: bytes of the code imported after the two. ``peak``:
     the highest of the runs. ``seconds``: of each run. A limit is ``None`` without a target.

@@ -20,7 +20,7 @@ class Way:
     """``make`` takes a configuration and the folder of its weights.
 
     ``has_target``: the rank's own part bounds the memory it may take. ``in_turn``: ranks construct one after
-    another. ``reads_weights``: the folder of weights has to exist.
+    another. ``reads_weights``: the folder of weights must exist.
     """
 
     title: str
@@ -58,7 +58,7 @@ SIZES = {
     ),
 }  # fmt: skip
 WITH_TARGETS = ("1b", "1b-tied")
-"""For the small model the imports alone exceed the limit."""
+"""For the small model already the imports exceed the limit."""
 
 
 def _meta(config: LlamaConfig, _: str) -> NxDPPModel:
