@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from corpus import Corpus
 
 from nxdpp.checkpoint.distributed import directory
-from nxdpp.checkpoint.distributed.document_head import DOCUMENT
+from nxdpp.checkpoint.distributed.directory import DOCUMENT
 from nxdpp.schedules.chosen import ChosenSchedule
 from nxdpp.schedules.timeline_file import check_path
 
@@ -90,7 +90,7 @@ def check_schedule(flags: argparse.Namespace) -> int:
 
 
 def check_model(fields: Mapping[str, Any], flags: Flags, stages: int) -> None:
-    """Compare those fields of the config that are there with the flags and the number of stages."""
+    """Compare the fields that the config has with the flags and the number of stages."""
     layers = _number(fields, "num_hidden_layers")
     if layers is not None and layers < stages:
         one_each = stages == flags.pipeline_parallel_size

@@ -1,7 +1,7 @@
 """Ctrl-C: the training ends after a step on which all ranks agree, or at once where nothing can be lost.
 
 A thread hears of the signal even while the main thread waits for another rank. Under torchrun each rank gets the signal
-from torchrun, which kills ranks that are not at an end 30 s later.
+from torchrun, which kills ranks that have not ended 30 s later.
 """
 
 import os
@@ -14,7 +14,7 @@ from typing import NoReturn
 
 from first_ctrl_c import LINES, STATUS, end
 
-# Two signals within this time are one Ctrl-C: of the terminal, and of a launcher that passes it on.
+# Two signals within this time are one Ctrl-C: from the terminal, and from a launcher that passes it on.
 SECONDS_OF_ONE = 1.0
 
 
@@ -42,7 +42,7 @@ class CtrlC:
 
     @contextmanager
     def heard(self) -> Iterator[None]:
-        """Hear Ctrl-C in the block, in place of Python's KeyboardInterrupt; in the main thread alone."""
+        """Hear Ctrl-C in the block, in place of Python's KeyboardInterrupt; only in the main thread."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return

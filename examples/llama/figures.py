@@ -14,7 +14,7 @@ from rich.table import Table
 from settings import Settings
 
 from nxdpp import NxDPPModel, parallel_state
-from nxdpp.parallel_layers.all_ranks import from_all_ranks
+from nxdpp.agreement.together import from_all_ranks
 from nxdpp.schedules.actions import parse_action
 from nxdpp.schedules.chosen import ChosenSchedule
 from nxdpp.schedules.simulate import Timeline, simulate
@@ -43,7 +43,7 @@ class RankFigures:
 
 
 class StepFigures:
-    """Figures of this rank's steps, after the first one of this start: that one makes connections and graphs."""
+    """Figures of this rank's steps without the first one of this start, which makes connections and graphs."""
 
     def __init__(self, model: NxDPPModel) -> None:
         self._model = model
@@ -133,7 +133,7 @@ def ideal(settings: Settings, figures: Sequence[RankFigures]) -> Timeline | None
 def print_figures(
     console: Console, settings: Settings, figures: Sequence[RankFigures], one_process: OneProcess | None
 ) -> None:
-    """Print the table of the ranks, and the time of a step beside the ideal and beside one process."""
+    """Print the table of the ranks, and the time of a step next to the ideal and to one process."""
     has_pipeline = settings.pipeline_parallel_size > 1
     table = Table(title=f"Figures of {figures[0].steps} step(s), without the first")
     for heading in ("rank", "stages", "busy", "peak memory", *(["sent in a step"] if has_pipeline else [])):

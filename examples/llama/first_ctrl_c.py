@@ -22,5 +22,5 @@ def end(lines: tuple[str, ...] = LINES) -> NoReturn:
 
 
 def hear() -> None:
-    """End this process at a Ctrl-C from now on, in place of Python's KeyboardInterrupt; in the main thread alone."""
+    """End this process at a Ctrl-C from now on, in place of Python's KeyboardInterrupt; only in the main thread."""
     signal.signal(signal.SIGINT, lambda *_: end())

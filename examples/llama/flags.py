@@ -1,4 +1,4 @@
-"""Flags of train.py, each checked alone, without torch."""
+"""Flags of train.py, each checked by itself, without torch."""
 
 import argparse
 import math
@@ -17,14 +17,14 @@ DTYPES = ("float32", "bfloat16")
 # Ways to choose the cuts between stages: equal numbers of layers, counted costs, measured costs.
 PARTITIONS = ("even", "balanced", "profiled")
 
-# The device of each process; "auto" is a CUDA device where there are some, and else the CPU.
+# The device of each process; "auto" is a CUDA device where there is one, and else the CPU.
 DEVICES = ("auto", "cpu", "cuda", "xla")
 
 # Folder of the training's checkpoints in the output folder.
 CHECKPOINTS = "checkpoints"
 AUTO = "auto"
 KEPT = 3
-# What a save does while the one before is in flight.
+# What a save does while the previous one is in flight.
 BUSY = ("wait", "skip")
 # After a save that failed.
 END, GO_ON = "end", "go-on"
@@ -124,7 +124,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--checkpoint-every",
         type=_at_least(1),
         metavar="N",
-        help="save the training after every N steps and after the last one, to go on from [never]",
+        help="save the training after every N steps and after the last one, to resume from [never]",
     )
     parser.add_argument(
         "--checkpoint-dir",
@@ -157,7 +157,7 @@ def make_parser() -> argparse.ArgumentParser:
         const=AUTO,
         type=_auto_or_path,
         metavar="auto|PATH",
-        help="go on from the newest checkpoint in --checkpoint-dir, and from the start without one (auto, also "
+        help="resume from the newest checkpoint in --checkpoint-dir, and from the start without one (auto, also "
         "without a value), or from the directory PATH of one checkpoint [no]",
     )
     parser.add_argument(

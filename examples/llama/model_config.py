@@ -23,7 +23,7 @@ def checked_config(settings: Settings) -> LlamaConfig:
         except Exception as error:
             reason = " ".join(str(error).split())
             raise ValueError(f"no Llama runs with {file}: {type(error).__name__}: {reason}") from error
-        # Fields that the file does not have are those of transformers.
+        # Fields that the file does not have keep transformers' defaults.
         fields = config.to_dict()
         check_fields(fields, file)
         schedule = ChosenSchedule(

@@ -16,7 +16,7 @@ def default_fields() -> dict[str, Any]:
         "num_hidden_layers": 8,
         "num_attention_heads": 4,
         "max_position_embeddings": 1024,
-        # About 1/sqrt(hidden_size): with it so narrow a model learns much faster than with Llama's 0.02.
+        # About 1/sqrt(hidden_size): with it such a narrow model learns much faster than with Llama's 0.02.
         "initializer_range": 0.04,
         "bos_token_id": END_OF_FILE,
         "eos_token_id": END_OF_FILE,
@@ -26,7 +26,7 @@ def default_fields() -> dict[str, Any]:
 def read_fields(file: Path) -> dict[str, Any]:
     """Read the fields of a Llama from ``file``, which has the format of a Hugging Face ``config.json``.
 
-    Raises ``ValueError`` for an unreadable file, another model, no layers, or a vocabulary below 256.
+    Raises ``ValueError`` for an unreadable file, a different model, no layers, or a vocabulary below 256.
     """
     try:
         fields = json.loads(file.read_text(encoding="utf-8"))
@@ -45,7 +45,7 @@ def read_fields(file: Path) -> dict[str, Any]:
 
 
 def check_fields(fields: dict[str, Any], file: Path) -> None:
-    """Raise ``ValueError`` for too few layers or ids in those ``fields`` that are there."""
+    """Raise ``ValueError`` for too few layers or ids in the ``fields`` that exist."""
     if isinstance(size := fields.get("vocab_size"), int) and size < VOCABULARY_SIZE:
         raise ValueError(
             f"{file} has a vocab_size of {size}: a token is a byte here, so it must be at least {VOCABULARY_SIZE}"

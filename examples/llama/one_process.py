@@ -24,10 +24,10 @@ class OneProcess:
 
 
 def measure_one_process(settings: Settings, device: torch.device, microbatches: int) -> OneProcess:
-    """Measure steps of the unwrapped model on ``device``, with the whole batch in so many microbatches.
+    """Measure steps of the unwrapped model on ``device``, with the whole batch in this many microbatches.
 
-    On the CPU it runs with the threads of this process, and with those of all processes of this host together, at most
-    one for each core. The faster of the two counts: small operations gain nothing from more threads.
+    On the CPU it runs with the threads of this process, then with the threads of all processes of this host, at most
+    one for each core. The faster run counts: small operations gain nothing from more threads.
     """
     said = f"{microbatches} microbatches"
     own = torch.get_num_threads()

@@ -17,8 +17,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Column, Table
 
 from nxdpp import NxDPPModel, parallel_state
+from nxdpp.agreement.together import from_all_ranks
 from nxdpp.devices.kinds import device_of
-from nxdpp.parallel_layers.all_ranks import from_all_ranks
 
 # Number of progress lines of a run without a terminal.
 PLAIN_LINES = 20
@@ -84,8 +84,8 @@ class TrainingReport:
 
     A file in ``folder`` gets a line for each step with ``step``, ``loss`` and ``tokens_per_second``, and with
     ``compile_seconds`` where a device compiled graphs. It becomes ``metrics.jsonl`` in ``saving``. The one of an
-    earlier run stays until then. ``earlier`` has the metrics of the steps before those of a resumed run. The file
-    begins with them, even if that of the earlier run is lost.
+    earlier run stays until then. ``earlier`` has the metrics of the steps before a resumed run. The file
+    begins with them, even if the earlier run's file is lost.
     """
 
     def __init__(self, console: Console, folder: Path, steps: int, earlier: torch.Tensor = NO_METRICS) -> None:
@@ -134,8 +134,8 @@ class TrainingReport:
     def saving(self) -> Iterator[None]:
         """Replace ``metrics.jsonl`` together with the checkpoint, which is saved within.
 
-        The earlier metrics have another name meanwhile. So ``metrics.jsonl`` is never beside another checkpoint than
-        its own, whenever the run is killed. The next run gives the checkpoint its metrics.
+        The earlier metrics have a temporary name meanwhile. So ``metrics.jsonl`` is only ever next to its own
+        checkpoint, whenever the run is killed. The next run gives the checkpoint its metrics.
         """
         metrics, earlier = self._folder / METRICS, self._folder / EARLIER_METRICS
         if self._shown and metrics.exists():
@@ -162,8 +162,8 @@ class TrainingReport:
         Returns whether any rank is ``interrupted``, the same on all.
 
         ``busy_share`` is the share of the step, 0 to 1, in which this rank computed. Time in which a device compiled
-        graphs is shown apart, and does not count in the tokens per second: of all ranks the one with the least other
-        time counts. It waited for the fewest others.
+        graphs is shown apart, and does not count in the tokens per second. Only the rank with the least other time
+        counts: it waited for the fewest others.
         """
         end, compiled = time.perf_counter(), self._device.compiled()
         seconds, graphs = compiled.seconds - self._compiled.seconds, compiled.graphs - self._compiled.graphs
@@ -228,7 +228,7 @@ def _spans(layers: list[str]) -> str:
 
 
 def _stage_means(busy_shares: torch.Tensor) -> list[float]:
-    """Mean busy share of each stage over its replicas, in stage order, from that of each rank."""
+    """Mean busy share of each stage over its replicas, in stage order, from the share of each rank."""
     # Shape (pipeline, replicas).
     by_stage = busy_shares[parallel_state.get_device_mesh().mesh.flatten(1).long()]
     means: list[float] = by_stage.mean(dim=1).tolist()

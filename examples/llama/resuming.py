@@ -1,4 +1,4 @@
-"""Checkpoints of the training itself: saved every few steps, and gone on from.
+"""Checkpoints of the training itself: saved every few steps, and resumed from.
 
 ::
 
@@ -18,11 +18,11 @@ from rich.console import Console
 from settings import Settings
 
 from nxdpp import NxDPPModel
+from nxdpp.agreement.together import from_first_rank
 from nxdpp.checkpoint.distributed import directory
 from nxdpp.checkpoint.distributed.document import parsed_document, read_document
-from nxdpp.checkpoint.files.checksummed import DamagedFile
-from nxdpp.parallel_layers.all_ranks import from_first_rank
-from nxdpp.trainer.checkpoint import finalize_checkpoint, has_checkpoint, load_checkpoint, save_checkpoint
+from nxdpp.checkpoint.files.checksummed_reader import DamagedFile
+from nxdpp.doors.nxd.checkpoint import finalize_checkpoint, has_checkpoint, load_checkpoint, save_checkpoint
 
 # Keys of a checkpoint's content.
 STEP, SETTINGS, MODEL, METRICS = "step", "settings", "model", "metrics"
@@ -34,15 +34,15 @@ Found = tuple[Path, str | None]
 
 
 def check_resume(settings: Settings) -> None:
-    """Compare the settings with those of the checkpoint to go on from; not collective.
+    """Compare the settings with the settings of the checkpoint to resume from; not collective.
 
-    Raises ``ValueError`` if the training would not go on exactly.
+    Raises ``ValueError`` if the training would not continue exactly.
     """
     if settings.resume is None:
         return
     content = _content_to_resume(settings, settings.resume)
     if content is None:
-        # Nothing was saved, or the load tells of the damage.
+        # Nothing was saved, or the load reports the damage.
         return
     step: int = content[STEP]
     if step > settings.steps:
@@ -85,9 +85,9 @@ def resume(
     path, tag = found
     content = load_checkpoint(path, tag, model, optimizer, schedule)
     if tag is not None and path == settings.checkpoint_dir.resolve():
-        # Later checkpoints are of a training that is given up: a restart goes on from this one.
+        # Later checkpoints belong to an abandoned training: a restart resumes from this one.
         from_first_rank(lambda: directory.write_latest(path, tag))
-    # The saved rate of the next step is another one if --steps was.
+    # The saved rate of the next step differs if --steps did.
     for group, peak, factor in zip(optimizer.param_groups, schedule.base_lrs, schedule.lr_lambdas, strict=True):
         group["lr"] = peak * factor(schedule.last_epoch)
     console.print(f"goes on after step {content[STEP]}, from {path}", highlight=False, soft_wrap=True)
@@ -112,7 +112,7 @@ def save(
 ) -> None:
     """Save the training after ``step``, with the ``metrics`` of its steps; collective over all ranks.
 
-    Raises ``OSError`` if a file of this save cannot be written, or of the save before in the background, and the
+    Raises ``OSError`` if a file of this save, or of the previous save in the background, cannot be written and the
     settings ask for the end of the training.
     """
     content = {STEP: step, SETTINGS: _settings(settings), MODEL: _model(settings), METRICS: metrics}
@@ -166,7 +166,7 @@ def lines_of_interrupt(settings: Settings, step: int) -> tuple[str, str]:
 def _content(folder: Path) -> dict[str, Any]:
     """Return the statements of the training about the checkpoint in ``folder``, without its metrics.
 
-    Raises ``ValueError`` for a damaged document, and for a checkpoint of another program.
+    Raises ``ValueError`` for a damaged document, and for a checkpoint of a different program.
     """
     content = parsed_document(folder, read_document(folder)).content["user_content"]
     if not isinstance(content, dict) or not {STEP, SETTINGS, MODEL, METRICS} <= content.keys():
@@ -175,7 +175,7 @@ def _content(folder: Path) -> dict[str, Any]:
 
 
 def _content_to_resume(settings: Settings, resume: str | Path) -> dict[str, Any] | None:
-    """Content of the checkpoint to load: for ``auto`` that of the newest one whose document is whole."""
+    """Content of the checkpoint to load: for ``auto`` the newest one whose document is whole."""
     if isinstance(resume, Path):
         return _content(resume)
     for tag in directory.tags(settings.checkpoint_dir):

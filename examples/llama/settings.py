@@ -45,7 +45,7 @@ class Settings:
     seed: int
     # Name of the dtype of the forward.
     dtype: str
-    # None for a CUDA device where there are some, and else the CPU.
+    # None for a CUDA device where there is one, and else the CPU.
     device: str | None
     output: Path
     checkpoint_every: int | None

@@ -1,6 +1,6 @@
 """The training: a Hugging Face model as a pipeline of nxdpp.
 
-Comments that start with "nxdpp" mark the lines that a script of one's own needs.
+Comments that start with "nxdpp" mark the lines that your own script needs.
 """
 
 import math
@@ -50,7 +50,7 @@ HELD_OUT_SEQUENCES = 128
 
 
 def prepare(settings: Settings) -> None:
-    """Check what needs torch: the model's config, and the checkpoint to go on from. Raises ``ValueError``."""
+    """Check what needs torch: the model's config, and the checkpoint to resume from. Raises ``ValueError``."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     assert settings.config is not None
@@ -69,7 +69,7 @@ def run(settings: Settings, ctrl_c: CtrlC) -> int:
         figures = train(settings, console, ctrl_c)
     except Interrupted as interrupted:
         lines = interrupted.lines
-    # nxdpp: the end of the ranks' work together; what follows is rank 0's alone.
+    # nxdpp: the end of the ranks' work together; only rank 0 does what follows.
     parallel_state.destroy_model_parallel()
     if lines:
         for line in lines:
@@ -110,7 +110,7 @@ def train(settings: Settings, console: Console, ctrl_c: CtrlC) -> list[RankFigur
         # nxdpp: the order of forwards and backwards, and the stages of each rank.
         schedule=settings.schedule,
         virtual_pipeline_size=settings.virtual_pipeline_size,
-        # nxdpp: cuts by equal numbers of layers, by counted or by measured cost; costs are those of a microbatch.
+        # nxdpp: cuts by equal numbers of layers, by counted or by measured cost; costs are of one microbatch.
         partition=settings.partition,
         partition_batch=None if settings.partition == "even" else microbatch_without_memory(settings),
         # nxdpp: a Chrome trace of each step.
@@ -126,7 +126,7 @@ def train(settings: Settings, console: Console, ctrl_c: CtrlC) -> list[RankFigur
 
     if dist.get_rank() == 0:
         settle_metrics(settings.output)
-    # nxdpp: go on from a checkpoint of any layout of ranks.
+    # nxdpp: resume from a checkpoint of any layout of ranks.
     earlier = resume(settings, found, model, optimizer, schedule, console) if found else NO_METRICS
     done = len(earlier)
     if not done and holds_a_run(settings.output):
@@ -145,7 +145,7 @@ def train(settings: Settings, console: Console, ctrl_c: CtrlC) -> list[RankFigur
             if not math.isfinite(loss):
                 raise RuntimeError(f"the loss of step {step} is {loss}: {advice(step)}")
             if not settings.zero1:
-                # nxdpp: the norm is that of the whole model; torch's clip_grad_norm_ would see this rank's part.
+                # nxdpp: the norm of the whole model; torch's clip_grad_norm_ would see this rank's part.
                 model.clip_grad_norm_(settings.max_grad_norm)
             optimizer.step()
             optimizer.zero_grad()
@@ -194,7 +194,7 @@ def start(settings: Settings) -> None:
             # nxdpp: number of processes that share each layer.
             tensor_model_parallel_size=settings.tensor_parallel_size,
             pipeline_model_parallel_size=settings.pipeline_parallel_size,
-            # nxdpp: None for a CUDA device where there are some, and else the CPU.
+            # nxdpp: None for a CUDA device where there is one, and else the CPU.
             device=settings.device,
         )
     except (ValueError, RuntimeError) as error:
@@ -206,7 +206,7 @@ def model_without_memory(settings: Settings) -> LlamaForCausalLM:
     if settings.pretrained is not None:
         with init_on_device(torch.device("meta")):
             return LlamaForCausalLM(settings.config)
-    # nxdpp: the initial weights are those of LlamaForCausalLM(settings.config).
+    # nxdpp: the initial weights are as LlamaForCausalLM(settings.config) makes them.
     return deferred_init(LlamaForCausalLM, settings.config)
 
 
@@ -247,7 +247,7 @@ def loss_with_gradients(
 def training_batches(settings: Settings, done: int) -> DataLoader[torch.Tensor]:
     """Batches ``(B, T)`` of this data-parallel replica, one for each step after the first ``done``.
 
-    Its other ranks get the same ones.
+    All ranks of the replica get the same batches.
     """
     count = settings.steps * settings.batch_size
     windows = RandomWindows(

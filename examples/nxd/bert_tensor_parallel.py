@@ -23,7 +23,7 @@ MAX_NORM = 1.0
 
 
 class ParallelSelfAttention(transformers.models.bert.modeling_bert.BertSelfAttention):
-    """Attention over this rank's heads; its forward is that of transformers."""
+    """Attention over this rank's heads; its forward is transformers'."""
 
     def __init__(self, config: BertConfig, **options: Any) -> None:
         super().__init__(config, **options)  # type: ignore[no-untyped-call]
@@ -77,7 +77,7 @@ def parallel_bert() -> Any:
         num_hidden_layers=2,
         num_attention_heads=4,
         max_position_embeddings=LENGTH,
-        # Ranks of a tensor group would draw other values for what each of them has.
+        # Ranks of a tensor group would draw different values for what each of them has.
         hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0,
     )
@@ -92,7 +92,7 @@ def parallel_bert() -> Any:
 def optimizer_step(optimizer: torch.optim.Optimizer, groups: list[list[int]]) -> None:
     """Average the gradients over this rank's group of ``groups``, and step, as ``xm.optimizer_step`` does.
 
-    The guide clips before, so each replica clips by the norm of its own part of the batch.
+    The guide clips earlier, so each replica clips by the norm of its own part of the batch.
     """
     gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     own = next(group for group in groups if torch.distributed.get_rank() in group)

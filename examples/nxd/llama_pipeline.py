@@ -128,7 +128,7 @@ def data_loader(args: argparse.Namespace) -> DataLoader[torch.Tensor]:
 
 
 def read_arguments(arguments: Sequence[str]) -> argparse.Namespace:
-    """Flags of this script, with those names that the guide uses."""
+    """Flags of this script, with the names that the guide uses."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tensor-parallel-size", type=int, default=1)
     parser.add_argument("--pipeline-parallel-size", type=int, default=1)

@@ -17,7 +17,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from nxdpp.parallel_layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear, mappings, parallel_state
 from nxdpp.parallel_layers.loss_functions import parallel_cross_entropy
-from nxdpp.parallel_layers.tensor_attributes import mark_sequence_parallel
+from nxdpp.tensor.tensor_attributes import mark_sequence_parallel
 
 
 class LlamaAttention(modeling_llama.LlamaAttention):
@@ -62,7 +62,7 @@ class LlamaAttention(modeling_llama.LlamaAttention):
 
 
 class LlamaMLP(modeling_llama.LlamaMLP):
-    """MLP over this rank's inner features; its forward is that of transformers."""
+    """MLP over this rank's inner features; its forward is transformers'."""
 
     gate_proj: Any
     up_proj: Any

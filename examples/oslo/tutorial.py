@@ -2,7 +2,7 @@
 
 torchrun --nproc-per-node 4 examples/oslo/tutorial.py --tensor-parallel-size 2
 
-The numbers are those of the tutorial's sections.
+The numbers are the tutorial's sections.
 """
 
 import argparse
@@ -101,7 +101,7 @@ def train(args: argparse.Namespace) -> list[float]:
 
 def merge(args: argparse.Namespace) -> None:
     """Section 3: load the parallelized checkpoint into a new model, and write it merged."""
-    # 3.1. Create model: of other random weights
+    # 3.1. Create model: with different random weights
     model = make_model(args.seed + 1)
     # 3.2. Parallelize the model
     model = oslo.initialize(model, config=config(args))

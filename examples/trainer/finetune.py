@@ -34,7 +34,7 @@ from nxdpp.integrations import PipelineTrainer
 
 @dataclass
 class Options:
-    """Flags beside those of ``TrainingArguments``."""
+    """Flags besides ``TrainingArguments``'."""
 
     pipeline_parallel_size: int | None = field(default=None, metadata={"help": "Ranks of a pipeline; by default all."})
     model_name_or_path: str | None = field(default=None, metadata={"help": "A causal model to fine-tune."})
@@ -93,7 +93,7 @@ def read(pattern: str | None) -> str:
 
 
 def parse() -> tuple[Options, TrainingArguments]:
-    """Return the flags, with other defaults than those of ``TrainingArguments`` for some."""
+    """Return the flags, some with different defaults than in ``TrainingArguments``."""
     classes: Any = (Options, TrainingArguments)
     parser = HfArgumentParser(classes)
     parser.set_defaults(
