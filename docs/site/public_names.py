@@ -1,4 +1,4 @@
-"""Public names by subject, in the order of ``docs/api.md``."""
+"""Public names by subject, in the order of ``docs/api.md`` and of its page on the site."""
 
 from importlib import import_module
 
@@ -37,7 +37,7 @@ _MODULES = {
     "Tensor-parallel layers and gradients": "nxdpp.parallel_layers",
     "Optimizers": "nxdpp.optimizer",
     "transformers' Trainer": "nxdpp.integrations",
-    "Model and optimizer of NeuronX Distributed's trainer": "nxdpp.trainer",
+    "The trainer's model and optimizer": "nxdpp.trainer",
     "nnScaler's names": "nxdpp.nnscaler",
     "OSLO's names": "nxdpp.oslo",
 }

@@ -1,14 +1,19 @@
 """Site of README and all pages, at the paths that they have in the clone. A link to a missing place is a warning."""
 
+import tempfile
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from run_sphinx import run_sphinx
 from sphinx.application import Sphinx
+from sphinx.util.docutils import docutils_namespace, patch_docutils
 
 _SETTINGS = {
-    "extensions": ["myst_parser"],
+    "project": "nxdpp",
+    "language": "en",
+    "smartquotes": False,
     "root_doc": "README",
-    "include_patterns": ["README.md", "CHANGELOG.md", "docs/*.md", "docs/guide/*.md"],
+    "include_patterns": ["README.md", "CHANGELOG.md", "docs/*.md", "docs/guide/*.md", "benchmarks/results/*.md"],
     "myst_heading_anchors": 4,
     "html_theme": "alabaster",
     "html_theme_options": {"page_width": "1100px", "sidebar_width": "240px"},
@@ -27,21 +32,32 @@ docs/guide/README
 docs/api
 docs/guide/*
 docs/*
+benchmarks/results/*
 CHANGELOG
 ```
 """
 
 
-def make_site(source: Path, output: Path) -> bool:
-    """Write the site of the clone ``source``, and return ``True`` if every link leads to a page or a heading."""
-    return run_sphinx("html", source, output, _SETTINGS, _add_contents)
+def make_site(
+    source: Path, output: Path, pages: Mapping[str, str] | None = None, settings: Mapping[str, Any] | None = None
+) -> bool:
+    """Write the site of the clone ``source``, and return ``True`` if there was no warning; warnings go to stderr.
 
+    ``pages`` has the text of pages that the site shows in place of the clone's, such as the whole ``docs/api``.
+    """
+    replaced, more = pages or {}, dict(settings or {})
+    extensions = ["myst_parser", *more.pop("extensions", ())]
 
-def _add_contents(app: Sphinx) -> None:
-    """Add the list of pages to the first page, for the sidebar."""
-
-    def listener(app: Sphinx, name: str, source: list[str]) -> None:
+    def listener(app: Sphinx, name: str, text: list[str]) -> None:
+        text[0] = replaced.get(name, text[0])
         if name == app.config.root_doc:
-            source[0] += _CONTENTS
+            # The list of pages, for the sidebar.
+            text[0] += _CONTENTS
 
-    app.connect("source-read", listener)
+    # Names that a run adds to docutils are removed after it.
+    with tempfile.TemporaryDirectory() as kept, patch_docutils(), docutils_namespace():
+        options = {**_SETTINGS, **more, "extensions": extensions}
+        app = Sphinx(source, None, output, kept, "html", options, status=None, freshenv=True, warningiserror=True)
+        app.connect("source-read", listener)
+        app.build()
+        return app.statuscode == 0
