@@ -9,25 +9,25 @@ Without it torchrun's last lines tell of an exit code, and the sentence that hel
 
 import contextlib
 import json
-import math
 import os
 import time
-
-_VARIABLE = "TORCHELASTIC_ERROR_FILE"
+from pathlib import Path
 
 
 def tell_launcher(sentence: str, is_consequence: bool = False) -> None:
     """Write ``sentence`` for torchrun; does nothing without torchrun, or if there is a file already.
 
+    The file appears whole: torchrun may end this process in the middle, and gives up on a file that it cannot parse.
     torchrun takes the earliest error for the cause, in whole seconds. One that ``is_consequence`` comes after it.
     """
-    path = os.environ.get(_VARIABLE)
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path or os.path.exists(path):
         return
-    seconds = math.ceil(time.time()) if is_consequence else int(time.time())
-    message = {"message": sentence, "extraInfo": {"timestamp": str(seconds)}}
-    with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as file:
-        json.dump({"message": message}, file)
+    message = {"message": sentence, "extraInfo": {"timestamp": str(int(time.time()) + is_consequence)}}
+    unfinished = Path(f"{path}.{os.getpid()}")
+    with contextlib.suppress(OSError):
+        unfinished.write_text(json.dumps({"message": message}), encoding="utf-8")
+        unfinished.replace(path)
 
 
 def sentence_of(error: BaseException) -> str:
