@@ -23,6 +23,7 @@ MODULES = (
     "transformers.models.qwen3.modeling_qwen3",
     "rich.console",
     "rich.table",
+    "nxdpp.public",
     "nxdpp.initialization.deferred_init",
     "nxdpp.ranks.parallel_state",
     "nxdpp.pipeline.activation_checkpoint",
