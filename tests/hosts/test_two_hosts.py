@@ -5,8 +5,8 @@ import re
 import signal
 import time
 from collections.abc import Iterator, Sequence
+from multiprocessing.process import BaseProcess
 from pathlib import Path
-from subprocess import Popen
 
 import pytest
 
@@ -36,21 +36,20 @@ class _Agents:
         self, hosts: list[Host], ranks: int, folder: Path, program: Sequence[str], options: Sequence[str] = ()
     ) -> None:
         self._files = [folder / f"host{number}.txt" for number in range(2)]
-        self.processes: list[Popen[str]] = []
+        self.processes: list[BaseProcess] = []
         for number, (host, file) in enumerate(zip(hosts, self._files, strict=True)):
-            with file.open("w") as output:
-                self.processes.append(
-                    host.start(agent(number, ranks, [str(TESTS / program[0]), *program[1:]], *options), output)
-                )
+            arguments = agent(number, ranks, [str(TESTS / program[0]), *program[1:]], *options)
+            self.processes.append(host.start(arguments, file))
 
     @property
     def outputs(self) -> list[str]:
-        return [file.read_text(errors="replace") for file in self._files]
+        return [file.read_text(errors="replace") if file.exists() else "" for file in self._files]
 
     def end_well(self) -> str:
         """Wait until both agents have ended with status 0, and return what all processes wrote."""
         for process in self.processes:
-            assert process.wait(START_SECONDS) == 0, "\n".join(self.outputs)
+            process.join(START_SECONDS)
+            assert process.exitcode == 0, "\n".join(self.outputs)
         return "".join(self.outputs)
 
     def processes_of_ranks(self, ranks: int) -> dict[int, int]:
@@ -58,7 +57,7 @@ class _Agents:
         deadline = time.monotonic() + START_SECONDS
         while len(found := re.findall(r"rank (\d) is process (\d+)", "".join(self.outputs))) < ranks:
             assert time.monotonic() < deadline, self.outputs
-            assert all(process.poll() is None for process in self.processes), self.outputs
+            assert all(process.is_alive() for process in self.processes), self.outputs
             time.sleep(0.1)
         return {int(rank): int(process) for rank, process in found}
 
@@ -90,18 +89,21 @@ def test_an_agent_that_is_killed_ends_the_ranks_of_both_hosts(
     theirs = {rank for rank, process in ranks.items() if process in there}
     assert len(theirs) == 2
     began = time.monotonic()
-    for process in there if with_ranks else [agents.processes[host].pid]:
-        os.kill(process, signal.SIGKILL)
-    agents.processes[host].wait()
+    if with_ranks:
+        for process in there:
+            os.kill(process, signal.SIGKILL)
+    agents.processes[host].kill()
+    agents.processes[host].join()
     while running := [rank for rank, process in ranks.items() if _runs(process)]:
         assert time.monotonic() - began < BOUND_SECONDS, (running, agents.outputs)
         time.sleep(0.05)
-    assert agents.processes[1 - host].wait(BOUND_SECONDS) != 0
+    agents.processes[1 - host].join(BOUND_SECONDS)
+    assert agents.processes[1 - host].exitcode not in (None, 0), agents.outputs
     for rank in set(ranks) - (theirs if with_ranks else set()):
         output = agents.outputs[host if rank in theirs else 1 - host]
         reasons = re.findall(rf"^rank {rank} stops because (.*)", output, re.M)
         if not reasons and host == 0:
-            assert re.search(rf"Sending process {ranks[rank]} closing signal", output), output
+            assert re.search(rf"Closing process {ranks[rank]} via signal", output), output
             continue
         assert len(reasons) == 1, output
         named = re.findall(r"launcher \(torchrun\) of rank (\d)|^rank (\d) died|launcher's store", reasons[0])

@@ -4,7 +4,6 @@ Each rank of the last stage prints its losses, exactly, as ``losses [...]``.
 """
 
 import os
-import sys
 import time
 from collections.abc import Callable
 
@@ -113,4 +112,3 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    sys.exit(0)

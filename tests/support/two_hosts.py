@@ -6,19 +6,26 @@
     10.231.7.1 on eth_nxdpp ────────── 10.231.7.2 on eth_nxdpp
 """
 
+import ctypes
 import os
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
-from typing import IO
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import torch.distributed.run
+
+from tests.support.run_ranks import fork_server
 
 ADDRESSES = ("10.231.7.1", "10.231.7.2")
 DEVICE = "eth_nxdpp"
 _PORT = 29517
+_CLONE_NEWNET = 0x40000000
 
 
 @cache
@@ -65,24 +72,18 @@ class Host:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._started: list[subprocess.Popen[str]] = []
+        self._started: list[BaseProcess] = []
 
-    def start(self, command: Sequence[str], output: IO[str]) -> "subprocess.Popen[str]":
-        """Start ``command`` in the namespace."""
-        environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-            "GLOO_SOCKET_IFNAME": DEVICE,
-            "OMP_NUM_THREADS": "1",
-        }
-        process = subprocess.Popen(
-            ["ip", "netns", "exec", self.name, *command], env=environment, stdout=output, stderr=output, text=True
-        )
+    def start(self, arguments: Sequence[str], output: Path) -> BaseProcess:
+        """Start torchrun with ``arguments`` in the namespace. It is a fork of the server that has done the imports."""
+        environment = {**os.environ, "GLOO_SOCKET_IFNAME": DEVICE, "OMP_NUM_THREADS": "1"}
+        process = fork_server().Process(target=_torchrun, args=(self.name, list(arguments), output, environment))
+        process.start()
         self._started.append(process)
         return process
 
     def processes(self) -> list[int]:
-        """Processes in the namespace: ``ip netns exec`` becomes the command itself."""
+        """Processes in the namespace."""
         listed = _ip("netns", "pids", self.name)
         return [int(process) for process in listed.split()]
 
@@ -90,7 +91,7 @@ class Host:
         """Kill all that runs in the namespace."""
         for process in self._started:
             process.kill()
-            process.wait()
+            process.join()
         with suppress(subprocess.CalledProcessError):
             for number in self.processes():
                 with suppress(ProcessLookupError):
@@ -98,13 +99,27 @@ class Host:
 
 
 def agent(host: int, ranks: int, program: Sequence[str], *options: str) -> list[str]:
-    """The command of torchrun's agent of ``host`` (0 or 1) with ``ranks`` ranks; both hosts have a c10d rendezvous."""
+    """Arguments of torchrun on ``host`` (0 or 1) with ``ranks`` ranks, its forks; the hosts have a c10d rendezvous."""
     return [
-        *(sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", str(ranks)),
+        *("--nnodes", "2", "--nproc-per-node", str(ranks), "--run-path", "--start-method", "fork"),
         *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{ADDRESSES[0]}:{_PORT}", "--rdzv-id", "two-hosts"),
         # torchrun would look for the address among those of the machine's name.
         *("--local-addr", ADDRESSES[host], "--rdzv-conf", f"is_host={int(host == 0)}", *options, *program),
     ]
+
+
+def _torchrun(namespace: str, arguments: list[str], output: Path, environment: Mapping[str, str]) -> None:
+    """Be torchrun in ``namespace``, and write into ``output``."""
+    descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(descriptor, sys.stdout.fileno())
+    os.dup2(descriptor, sys.stderr.fileno())
+    os.environ.clear()
+    os.environ.update(environment)
+    with Path("/var/run/netns", namespace).open() as file:
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.setns(file.fileno(), _CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), f"setns: {os.strerror(ctypes.get_errno())}", file.name)
+    torch.distributed.run.main(arguments)
 
 
 def _ip(*arguments: str) -> str:
