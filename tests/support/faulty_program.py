@@ -152,7 +152,7 @@ def main() -> None:
                 threading.Timer(KILL_SECONDS, _killed).start()
         else:
             layer.sorts = 0
-        layer.seconds = 0.5 * hang_timeout if fault == "slow" and has_fault and step <= 2 else 0.0
+        layer.seconds = 0.5 * hang_timeout if fault == "slow" and has_fault and step == 2 else 0.0
         model.run_train(x=torch.ones(8, 8))
         if has_fault and step == FAULTY_STEP:
             print(f"rank {rank} compiled for {model.last_compile_seconds} s", flush=True)

@@ -91,7 +91,8 @@ def _began(text: str) -> float:
 @pytest.mark.parametrize(
     ("case", "rank", "is_fresh"),
     [
-        ("raise_in_one", 0, True),
+        pytest.param("raise_in_one", 0, True, marks=pytest.mark.sweep),
+        ("raise_in_one", 0, False),
         ("raise_in_one", 2, False),
         ("raise_from_all_reduce", 2, False),
         ("report_then_unwind_slowly", 1, False),
@@ -109,7 +110,7 @@ def test_an_error_ends_all_ranks_and_is_printed_last(tmp_path: Path, case: str, 
     assert sorted(map(int, others)) == [other for other in range(RANKS) if other != rank], ended.output
 
 
-@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("rank", [0, pytest.param(2, marks=pytest.mark.sweep)])
 def test_a_killed_rank_ends_all_ranks(rank: int) -> None:
     ended = _fork("be_killed", rank)
     assert ended.codes == [-9 if number == rank else 1 for number in range(RANKS)], ended.output

@@ -12,7 +12,7 @@ from tests.support.run_program import Ended, run_program
 
 RANKS = 4
 BOUND_SECONDS = 15.0
-HANG_TIMEOUT = 3.0
+HANG_TIMEOUT = 2.0
 
 
 def _run(fault: str, rank: int, first_rank_has_store: bool = True, hang_timeout: float = HANG_TIMEOUT) -> Ended:
@@ -45,15 +45,21 @@ def _last_lines(ended: Ended) -> dict[int, str]:
         ("SIGKILL", 2, True, "rank 2 died"),
         ("SIGKILL", 0, True, "rank 0 died"),
         ("SIGKILL between steps", 1, False, "rank 1 died"),
-        ("SIGTERM", 1, True, "rank 1 died"),
-        ("SIGSEGV", 3, True, "rank 3 died"),
+        pytest.param("SIGTERM", 1, True, "rank 1 died", marks=pytest.mark.sweep),
+        pytest.param("SIGSEGV", 3, True, "rank 3 died", marks=pytest.mark.sweep),
         ("os._exit", 3, True, "rank 3 died"),
-        ("sys.exit(3)", 1, True, "rank 1 ended after run_train step 3"),
+        pytest.param("sys.exit(3)", 1, True, "rank 1 ended after run_train step 3", marks=pytest.mark.sweep),
         ("sys.exit(0)", 0, True, "rank 0 ended after run_train step 3"),
         ("sys.exit in a layer", 2, True, "rank 2 ended its program within run_train step 3"),
         ("one step fewer", 1, True, "rank 1 ended after run_train step 5"),
         ("sys.exit(0) before a barrier", 2, False, "rank 2 ended after run_train step 3, and rank"),
-        ("sys.exit(0) before an exchange", 0, True, "rank 0 ended after run_train step 3, and rank"),
+        pytest.param(
+            "sys.exit(0) before an exchange",
+            0,
+            True,
+            "rank 0 ended after run_train step 3, and rank",
+            marks=pytest.mark.sweep,
+        ),
         ("exception before an exchange", 0, True, "rank 0 failed; its error follows"),
     ],
 )
@@ -75,7 +81,7 @@ def test_a_rank_with_a_step_more_names_those_that_have_ended() -> None:
     assert re.match(r"ranks? 0.* ended after run_train step 6, and rank 2 is in run_train step 7", line), line
 
 
-@pytest.mark.parametrize(("fault", "rank"), [("loop", 2), ("sleep", 0)])
+@pytest.mark.parametrize(("fault", "rank"), [("loop", 2), pytest.param("sleep", 0, marks=pytest.mark.sweep)])
 def test_a_rank_that_hangs_is_shown_and_named(fault: str, rank: int) -> None:
     ended = _run(fault, rank)
     assert ended.codes == [1] * RANKS, ended.output
@@ -93,7 +99,7 @@ def test_a_rank_that_hangs_is_shown_and_named(fault: str, rank: int) -> None:
     assert re.search(rf"stack of rank {rank}.*Layer.forward\n +.* in {fault}_in_a_layer$", ended.output, re.M | re.S)
 
 
-@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("rank", [0, pytest.param(2, marks=pytest.mark.sweep)])
 def test_a_stopped_rank_is_named_and_killed(rank: int) -> None:
     ended = _run("SIGSTOP", rank)
     assert ended.codes == [-9 if number == rank else 1 for number in range(RANKS)], ended.output
