@@ -26,18 +26,12 @@ TWO_STAGES: Types = {
     "causal-lm": (
         "gemma3_text",  # a mask for each type of layer, scaled embeddings
         "jamba",  # attention, state space and experts in turn
-        "opt",  # positions from the mask
-        "qwen3_next",  # linear attention
     ),
-    "masked-lm": (
-        "funnel",  # slices of the hidden state that a test of its type comes before
-        "ibert",  # an output that data decide to be None
-    ),
+    "masked-lm": ("funnel",),  # slices of the hidden state that a test of its type comes before
     "seq2seq-lm": (
         "bart",  # encoder and decoder, an embedding tied three times
         "t5gemma",  # a rotary table of the decoder, which later stages alone need
     ),
-    "image-classification": ("efficientnet",),  # batch norm
 }
 MORE_ON_TWO_STAGES: Types = {
     "causal-lm": (
@@ -56,9 +50,12 @@ MORE_ON_TWO_STAGES: Types = {
         "starcoder2",  # biases, a window
         "recurrent_gemma",  # recurrence
         "fuyu",  # the text part of a multimodal model
+        "opt",  # positions from the mask
+        "qwen3_next",  # linear attention
     ),
     "masked-lm": (
         "bert",  # tied head with a bias
+        "ibert",  # an output that data decide to be None
         "modernbert",  # local and global attention
         "mpnet",  # a bias of positions, computed once for all layers
         "roformer",  # rotary positions from a sinusoid table
@@ -70,15 +67,19 @@ MORE_ON_TWO_STAGES: Types = {
     "image-classification": (
         "beit",  # a bias of positions in each layer
         "convnext",  # no attention
+        "efficientnet",  # batch norm
         "swin",  # windows, sizes that change from layer to layer
         "vit",
     ),
 }
 FOUR_STAGES: Types = {
-    "masked-lm": ("mpnet",),
     "seq2seq-lm": ("t5",),
 }
-MORE_ON_FOUR_STAGES: Types = {"causal-lm": ("gemma2", "llama", "qwen2_moe"), "image-classification": ("swin",)}
+MORE_ON_FOUR_STAGES: Types = {
+    "masked-lm": ("mpnet",),
+    "causal-lm": ("gemma2", "llama", "qwen2_moe"),
+    "image-classification": ("swin",),
+}
 
 
 def train(rank: int, stages: int, types: Types) -> dict[str, list[str]]:
