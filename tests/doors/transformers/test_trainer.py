@@ -1,6 +1,6 @@
 """Losses, norms, learning rates and evaluations of ``PipelineTrainer`` are those of ``Trainer`` in one process."""
 
-from collections.abc import Mapping
+from collections.abc import Container, Iterable, Mapping
 from contextlib import redirect_stdout
 from dataclasses import replace
 from io import StringIO
@@ -22,7 +22,15 @@ TOLERANCE = 1e-6
 # Times, and figures made of them.
 TIMES = ("runtime", "per_second")
 
+MORE = ("mean of batches", "plateau", "metrics of batches", "some recomputed", "shuffled by torch", "clipped, cosine")
+"""Trainings of two stages in the sweep: two replicas run some, and others differ from one in the suite in a field."""
+MORE_REPLICATED = ("accumulated", "bfloat16", "classes")
+
 Logs = list[dict[str, float]]
+
+
+def marked(names: Iterable[str], more: Container[str]) -> list[Any]:
+    return [pytest.param(name, marks=pytest.mark.sweep if name in more else ()) for name in names]
 
 
 class Run(NamedTuple):
@@ -55,8 +63,8 @@ class OwnLoaders(PipelineTrainer):
         return self.get_train_dataloader()
 
 
-def train_replicas(rank: int, folder: Path) -> dict[str, Run]:
-    runs = train(rank, folder, list(REPLICATED), 2)
+def train_replicas(rank: int, folder: Path, names: list[str]) -> dict[str, Run]:
+    runs = train(rank, folder, names, 2)
     own = Training().trainer(OwnLoaders, folder / "own", pipeline_parallel_size=2)
     for call in (own.train, own.evaluate):
         with pytest.raises(ValueError, match=r"to each of 2 data-parallel replicas\. Return self.accelerator.prepare"):
@@ -65,23 +73,35 @@ def train_replicas(rank: int, folder: Path) -> dict[str, Run]:
 
 
 @pytest.fixture(scope="module")
-def one_pipeline(tmp_path_factory: pytest.TempPathFactory) -> list[Mapping[str, Run]]:
-    return run_ranks(2, train, tmp_path_factory.mktemp("pipeline"), [*TRAININGS, "dropout"], 1, timeout=150.0)
+def one_pipeline(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Mapping[str, Run]]:
+    names = [*_asked(request, TRAININGS), "dropout"]
+    return run_ranks(2, train, tmp_path_factory.mktemp("pipeline"), names, 1, timeout=150.0)
 
 
 @pytest.fixture(scope="module")
-def two_replicas(tmp_path_factory: pytest.TempPathFactory) -> list[Mapping[str, Run]]:
-    return run_ranks(4, train_replicas, tmp_path_factory.mktemp("replicas"), timeout=150.0)
+def two_replicas(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Mapping[str, Run]]:
+    names = [*dict.fromkeys(["metrics", *_asked(request, REPLICATED)])]
+    return run_ranks(4, train_replicas, tmp_path_factory.mktemp("replicas"), names, timeout=150.0)
 
 
-@pytest.mark.parametrize("name", TRAININGS)
+def _asked(request: pytest.FixtureRequest, names: Iterable[str]) -> list[str]:
+    """The trainings that tests with the fixture compare in this run."""
+    asked = {
+        item.callspec.params.get("name")
+        for item in request.session.items
+        if isinstance(item, pytest.Function) and request.fixturename in item.fixturenames and hasattr(item, "callspec")
+    }
+    return [name for name in names if name in asked]
+
+
+@pytest.mark.parametrize("name", marked(TRAININGS, MORE))
 def test_two_stages_train_as_one_process(name: str, one_pipeline: list[Mapping[str, Run]], tmp_path: Path) -> None:
     expected = _in_one_process(name, tmp_path)
     for runs in one_pipeline:
         assert_alike(runs[name].logs, expected)
 
 
-@pytest.mark.parametrize("name", REPLICATED)
+@pytest.mark.parametrize("name", marked(REPLICATED, MORE_REPLICATED))
 def test_replicas_train_as_one_process(name: str, two_replicas: list[Mapping[str, Run]], tmp_path: Path) -> None:
     expected = _in_one_process(name, tmp_path, 2)
     for runs in two_replicas:
