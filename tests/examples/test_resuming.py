@@ -120,7 +120,13 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("layout", [STAGES, [*REPLICAS, "--checkpoint-async"]], ids=["stages", "replicas"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(STAGES, id="stages", marks=pytest.mark.sweep),
+        pytest.param([*REPLICAS, "--checkpoint-async"], id="replicas"),
+    ],
+)
 def test_a_killed_job_goes_on_exactly(layout: list[str], tmp_path: Path) -> None:
     """Both have dropout. ``auto`` starts anew without a checkpoint."""
     expected, folder = tmp_path / "expected", tmp_path / "run"

@@ -155,7 +155,7 @@ def test_replicas_train_like_one_process(
     torch.testing.assert_close(saved, weights, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("flags", [[], ["--sequence-parallel"]])
+@pytest.mark.parametrize("flags", [pytest.param([], marks=pytest.mark.sweep), ["--sequence-parallel"]])
 def test_tensor_parallel_ranks_train_like_one_process(
     tmp_path: Path, flags: list[str], unwrapped: tuple[list[float], dict[str, torch.Tensor]]
 ) -> None:
