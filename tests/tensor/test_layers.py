@@ -295,7 +295,7 @@ def _all_cases(rank: int, size: int) -> None:
     parallel_state.destroy_model_parallel()
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.sweep), 4])
 def test_layers_equal_those_of_one_process(size: int) -> None:
     run_ranks(size, _all_cases, size)
 

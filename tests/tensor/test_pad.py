@@ -172,7 +172,7 @@ def _cases(rank: int, size: int) -> None:
     parallel_state.destroy_model_parallel()
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.sweep), 4])
 def test_padded_models_train_as_unpadded_ones(size: int) -> None:
     run_ranks(size, _cases, size)
 

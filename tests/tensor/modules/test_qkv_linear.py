@@ -120,7 +120,7 @@ def _cases(rank: int, size: int) -> None:
     parallel_state.destroy_model_parallel()
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.sweep), 4])
 def test_attention_equals_that_of_one_process(size: int) -> None:
     run_ranks(size, _cases, size)
 
