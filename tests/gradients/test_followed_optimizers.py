@@ -16,6 +16,13 @@ from nxdpp.gradients import replaced_parameters
 from nxdpp.gradients.followed_optimizers import followed_by_optimizers
 
 
+@pytest.fixture(scope="module", autouse=True)
+def little_to_collect() -> None:
+    """Leave the objects of earlier tests out of the collection after each test."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def ends(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     # Other tests of the same process may hold replaced parameters.
