@@ -22,40 +22,32 @@ from nxdpp.doors.nnscaler.nested_values import values_in
 from nxdpp.ranks import parallel_state
 
 
-def verify_equal_inputs(inputs: Any) -> None:
-    """Compare the tensors, numbers and texts in ``inputs`` with the first rank; collective over the tensor group.
+class EqualCalls:
+    """Compares the first calls of a module over a tensor group: the inputs, and the generators if one rank draws.
 
-    Raises ``RuntimeError`` on all tensor-parallel ranks if one has different inputs: a sampler that divides data over
-    them gives wrong numbers.
-    """
-    found = unequal([leaf_text(leaf) for leaf in values_in(inputs)], parallel_state.get_tensor_control_group())
-    if found is not None:
-        raise RuntimeError(
-            f"ranks {found.ranks[0]} and {found.ranks[1]} are in one unit and got other inputs: give all ranks of a "
-            f"unit the same. DistributedSampler takes num_replicas=runtime_ngpus // plan_ngpus and "
-            f"rank=rank // plan_ngpus"
-        )
-
-
-class EqualDraws:
-    """Compares, in the first training forward, the generators of a tensor group if one of its ranks draws from them.
-
-    Dropout has one mask on all of these ranks.
+    A sampler that divides data over these ranks gives wrong numbers. Dropout has one mask on all of them.
 
     Args:
-        is_needed: ``False`` for one rank, and for a pipeline, which compares gradients.
+        has_group: ``False`` for one rank, which has nothing to compare.
+        is_pipeline: a pipeline compares gradients, and no generators.
     """
 
-    def __init__(self, is_needed: bool) -> None:
-        self._is_needed = is_needed
+    def __init__(self, has_group: bool, is_pipeline: bool) -> None:
+        self._compares_inputs = has_group
+        self._compares_draws = has_group and not is_pipeline
 
     @contextmanager
-    def verified(self, is_training: bool) -> Iterator[None]:
-        """Verify the draws of the block; collective over the tensor group in the first block of a training.
+    def verified(self, inputs: Any, is_training: bool) -> Iterator[None]:
+        """Verify the tensors, numbers and texts in ``inputs``, and the draws of the block.
 
-        Raises ``RuntimeError`` on all ranks of the group for draws from different states.
+        Collective over the tensor group in the first block, and in the first one of a training.
+
+        Raises ``RuntimeError`` on all ranks of the group for different inputs, and for draws from different states.
         """
-        if not self._is_needed or not is_training:
+        if self._compares_inputs:
+            _verify_inputs(inputs)
+            self._compares_inputs = False
+        if not self._compares_draws or not is_training:
             yield
             return
         before = _random_state()
@@ -67,7 +59,7 @@ class EqualDraws:
                 f"ranks {found.ranks[0]} and {found.ranks[1]} are in one unit and draw other random numbers, such as "
                 f"for dropout: call torch.manual_seed with the same seed on all ranks of a unit before the training"
             )
-        self._is_needed = False
+        self._compares_draws = False
 
 
 def verify_equal_values(
@@ -93,6 +85,16 @@ def verify_equal_values(
                 f"{name} has other values on rank {rank} than on rank {first}, and their sums of gradients would keep "
                 f"them apart. Load the same values on every rank, or call broadcast_weights(module) before the step"
             )
+
+
+def _verify_inputs(inputs: Any) -> None:
+    found = unequal([leaf_text(leaf) for leaf in values_in(inputs)], parallel_state.get_tensor_control_group())
+    if found is not None:
+        raise RuntimeError(
+            f"ranks {found.ranks[0]} and {found.ranks[1]} are in one unit and got other inputs: give all ranks of a "
+            f"unit the same. DistributedSampler takes num_replicas=runtime_ngpus // plan_ngpus and "
+            f"rank=rank // plan_ngpus"
+        )
 
 
 def _random_state() -> bytes:

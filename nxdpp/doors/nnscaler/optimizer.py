@@ -7,7 +7,7 @@
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -49,7 +49,7 @@ def build_optimizer(
     """
     parallel = _parallel_modules(module)
     config = _checked_config(module, parallel, compute_config)
-    parameters = list(_parameters(module, set()))
+    parameters = list(module.parameters())
     made = optimizer_fn(parameters, **kwargs)
     if not isinstance(made, Optimizer) or isinstance(made, ParallelOptimizer) or hasattr(made, "reduce_gradients"):
         raise TypeError(
@@ -113,20 +113,6 @@ def _checked_config(
                 f"not: give 1"
             )
     return first
-
-
-def _parameters(module: nn.Module, seen: set[int]) -> Iterator[nn.Parameter]:
-    """The parameters of this rank in the order of ``module``, each once."""
-    if isinstance(module, ParallelModule):
-        own, children = module.parameters_for_optimizer(), []
-    else:
-        own, children = list(module.parameters(recurse=False)), list(module.children())
-    for parameter in own:
-        if id(parameter) not in seen:
-            seen.add(id(parameter))
-            yield parameter
-    for child in children:
-        yield from _parameters(child, seen)
 
 
 def _refuse_others(optimizer: Optimizer, parameters: Sequence[torch.Tensor]) -> None:

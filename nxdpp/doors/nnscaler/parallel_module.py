@@ -6,7 +6,7 @@
                                                                              local module of a Pipeline
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -15,10 +15,11 @@ from torch import nn
 
 from nxdpp.doors.local_modules import LocalModules
 from nxdpp.doors.nnscaler.compute_config import ComputeConfig
-from nxdpp.doors.nnscaler.end2end import EndToEndSteps, ScaleFn
-from nxdpp.doors.nnscaler.equal_ranks import EqualDraws, verify_equal_inputs
+from nxdpp.doors.nnscaler.end2end import check_samples, loss_of
+from nxdpp.doors.nnscaler.equal_ranks import EqualCalls
 from nxdpp.doors.nnscaler.extra_state import EXTRA_STATE_KEY, module_extra_state, take_extra_state
 from nxdpp.doors.nnscaler.module_copy import take_own_memory
+from nxdpp.doors.nnscaler.nested_values import map_values
 from nxdpp.doors.nnscaler.unit_layout import UnitLayout
 from nxdpp.pipeline.activation_checkpoint import apply_checkpoint
 from nxdpp.pipeline.config import PipelineConfig
@@ -27,6 +28,8 @@ from nxdpp.tensor.models.parallelize import tensor_parallelize
 
 # Modules keep their parts in these dictionaries; a ParallelModule shares the ones of its part.
 _SHARED = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
+
+ScaleFn = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass
@@ -86,14 +89,11 @@ class ParallelModule(nn.Module):
         self.__dict__["_whole"] = module
         for name in _SHARED:
             self.__dict__[name] = vars(parts)[name]
-        self._steps = EndToEndSteps(parts, self._pipeline, plan.sample_name, plan.layout.microbatches or 1)
         self._empty: set[str] = set()
-        self._given: list[str] = []
-        self._has_inputs = False
-        self._draws = EqualDraws(is_needed=plan.layout.tensor > 1 and self._pipeline is None)
+        self._samples_of_step = plan.layout.microbatches if plan.layout.is_pipeline else None
+        self._calls = EqualCalls(plan.layout.tensor > 1, plan.layout.is_pipeline)
         if not init_params:
             self._leave_empty()
-        self.register_load_state_dict_post_hook(_after_load)  # type: ignore[no-untyped-call]  # of torch
 
     def _divide(self, module: nn.Module) -> nn.Module:
         """Return this rank's part of ``module``."""
@@ -145,8 +145,7 @@ class ParallelModule(nn.Module):
                 "an end-to-end module is not called: train_step(samples) trains it, infer_step(samples) evaluates it"
             )
         self.check_loaded()
-        self._verify_first_inputs((args, kwargs))
-        with self._draws.verified(self.training):
+        with self._calls.verified((args, kwargs), self.training):
             return self._part(*args, **kwargs)
 
     def train_step(
@@ -176,11 +175,24 @@ class ParallelModule(nn.Module):
         self._check_end2end("train_step")
         if self._config.inference_only:
             raise RuntimeError("the module is for inference: leave inference_only out of its ComputeConfig to train it")
-        self._steps.check(samples, is_dummy_batch)
-        self._verify_first_inputs(samples)
-        self.zero_grad()
-        with self._draws.verified(self.training):
-            return self._steps.train(samples, is_dummy_batch, scale_fn)
+        check_samples(samples, self._samples_of_step, is_dummy_batch)
+
+        def transform(number: int, loss: torch.Tensor) -> torch.Tensor:
+            if is_dummy_batch is not None and is_dummy_batch[number]:
+                # Zeros as gradients, and not None: each optimizer's state continues as in the other units.
+                loss = loss * 0.0
+            return loss if scale_fn is None else scale_fn(loss)
+
+        with self._calls.verified(samples, self.training):
+            self.zero_grad()
+            if self._pipeline is not None:
+                return self._pipeline.train_samples(self._named(samples), transform, average=False)
+            outputs = []
+            for number, sample in enumerate(samples):
+                output = self._part(sample)
+                transform(number, loss_of(output)).backward()
+                outputs.append(map_values(_detached, output))
+            return outputs
 
     def infer_step(self, samples: list[Any]) -> list[Any]:
         """Return the output of each sample on all ranks of the unit; collective over them.
@@ -188,9 +200,15 @@ class ParallelModule(nn.Module):
         Raises as ``train_step`` does.
         """
         self._check_end2end("infer_step")
-        self._steps.check(samples)
-        self._verify_first_inputs(samples)
-        return self._steps.infer(samples)
+        check_samples(samples, self._samples_of_step)
+        with self._calls.verified(samples, is_training=False):
+            if self._pipeline is not None:
+                return self._pipeline.eval_samples(self._named(samples))
+            with torch.no_grad():
+                return [self._part(sample) for sample in samples]
+
+    def _named(self, samples: list[Any]) -> list[dict[str, Any]]:
+        return [{self._sample_name: sample} for sample in samples]
 
     def _check_end2end(self, name: str) -> None:
         if not self._config.use_end2end:
@@ -212,26 +230,10 @@ class ParallelModule(nn.Module):
                 f"module was made without them. Load a state dict, or call broadcast_weights."
             )
 
-    def note_loaded(self, names: Collection[str]) -> None:
-        """Note that the parameters and buffers in ``names``, as this rank lists them, have new values."""
-        if self._empty:
-            state = self._part.state_dict(keep_vars=True)
-            loaded = {id(state[name]) for name in names if name in state}
-            self._empty = {name for name in self._empty if id(state[name]) not in loaded}
-        if self._pipeline is not None:
-            # The next step compares the values of the replicas again.
-            self._pipeline.load_state_dict({}, strict=False, assign=False)
-
     def refresh(self) -> None:
         """Follow changes of ``requires_grad`` or of modules of a pipeline; every rank calls it after them."""
         if self._pipeline is not None:
             self._pipeline.refresh()
-
-    def _verify_first_inputs(self, inputs: Any) -> None:
-        """Compare the first inputs of this module over the tensor-parallel ranks. A pipeline compares by itself."""
-        if self._layout.tensor > 1 and not self._has_inputs:
-            verify_equal_inputs(inputs)
-        self._has_inputs = True
 
     def __getattr__(self, name: str) -> Any:
         """Refuse ``DistributedDataParallel``, which asks for this attribute before it changes anything."""
@@ -270,11 +272,13 @@ class ParallelModule(nn.Module):
             raise ValueError("assign=True would replace parameters that stages and optimizers hold: leave it out")
         take_extra_state(state_dict, prefix, self.nxdpp_extra_state())
         self._part._load_from_state_dict(state_dict, prefix, local_metadata, *args)
-        self._given = [
-            name
-            for name, own in self._part.state_dict().items()
-            if f"{prefix}{name}" in state_dict and _fits(state_dict[f"{prefix}{name}"], own)
-        ]
+        if self._empty:
+            state = self._part.state_dict(keep_vars=True)
+            loaded = {id(state[name]) for name in self._empty if _fits(state_dict.get(f"{prefix}{name}"), state[name])}
+            self._empty = {name for name in self._empty if id(state[name]) not in loaded}
+        if self._pipeline is not None:
+            # The next step compares the values of the replicas again.
+            self._pipeline.load_state_dict({}, strict=False, assign=False)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
         self._part._apply(fn, recurse)
@@ -291,11 +295,10 @@ class ParallelModule(nn.Module):
         self._empty = {name for name, value in persistent.items() if isinstance(value, torch.Tensor)}
 
 
-def _fits(given: Any, own: Any) -> bool:
+def _fits(given: Any, own: torch.Tensor) -> bool:
     """Return whether a load can copy ``given``: torch leaves tensors of different shapes out, and raises at the end."""
-    return not isinstance(own, torch.Tensor) or (isinstance(given, torch.Tensor) and given.shape == own.shape)
+    return isinstance(given, torch.Tensor) and given.shape == own.shape
 
 
-def _after_load(module: nn.Module, _: Any) -> None:
-    assert isinstance(module, ParallelModule)
-    module.note_loaded(module._given)
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, torch.Tensor) else value

@@ -53,7 +53,7 @@ class ParallelOptimizer(Optimizer):
 
     def scale_grads(self, scale: float) -> None:
         """Multiply the gradients by ``scale``. Raises ``RuntimeError`` before ``sync_shard_grad``."""
-        if not all(reducer.is_synced for reducer in self._reducers):
+        if not all(reducer.is_reduced for reducer in self._reducers):
             raise RuntimeError("the gradients are not summed over the units yet: call sync_shard_grad() first")
         # Gradients of a later train_step are summed now.
         self.sync_shard_grad()

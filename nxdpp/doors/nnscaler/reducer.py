@@ -22,28 +22,19 @@ ReducerHook = Callable[["Reducer", torch.Tensor], object]
 """A function of a reducer and of a flat bucket of its gradients, of shape (elements,), which it changes in place."""
 
 
-class Reducer:
+class Reducer(GradientReducer):
     """Sums the gradients of ``parameters`` over the units in buckets.
 
     Args:
         parameters: of this rank. All units have them in the same order.
         bucket_bytes: largest size of a bucket.
-
-    Attributes:
-        parameters: as given, each once.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], bucket_bytes: int) -> None:
+        group, control = parallel_state.get_data_parallel_group(), parallel_state.get_data_parallel_control_group()
+        super().__init__(parameters, group, control, mean=False, bucket_bytes=bucket_bytes)
         self._pre_hooks: list[ReducerHook] = []
         self._post_hooks: list[ReducerHook] = []
-        group, control = parallel_state.get_data_parallel_group(), parallel_state.get_data_parallel_control_group()
-        self._gradients = GradientReducer(parameters, group, control, mean=False, bucket_bytes=bucket_bytes)
-        self.parameters = self._gradients.parameters
-
-    @property
-    def is_synced(self) -> bool:
-        """``True`` from ``sync_grads`` to ``forget``."""
-        return self._gradients.is_reduced
 
     def register_pre_hook(self, fn: ReducerHook) -> None:
         """Run ``fn(reducer, grad)`` on each bucket before the sum, after hooks that were registered earlier."""
@@ -59,22 +50,7 @@ class Reducer:
         Raises ``RuntimeError`` if the units have different parameters, or new gradients on some ranks only.
         """
         before = [partial(hook, self) for hook in self._pre_hooks]
-        self._sum(before, [partial(hook, self) for hook in self._post_hooks])
-
-    def end_step(self) -> None:
-        """Note that the optimizer has stepped. The sums stay until gradients are removed."""
-        self._gradients.end_step()
-
-    def forget(self) -> None:
-        """Note that gradients were removed."""
-        self._gradients.forget()
-
-    def _sum(
-        self,
-        before: Sequence[Callable[[torch.Tensor], object]],
-        after: Sequence[Callable[[torch.Tensor], object]],
-    ) -> None:
-        self._gradients.reduce(before, after)
+        self.reduce(before, [partial(hook, self) for hook in self._post_hooks])
 
 
 class ZeroReducer(Reducer):
@@ -84,28 +60,29 @@ class ZeroReducer(Reducer):
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         super().__init__(parameters, bucket_bytes)
         self._optimizer = optimizer
-        self._is_synced = False
+        self._has_sums = False
 
     @property
-    def is_synced(self) -> bool:
-        """``True`` from ``sync_grads`` to the end of the step."""
-        return self._is_synced
+    def is_reduced(self) -> bool:
+        """``True`` from ``reduce`` to the end of the step."""
+        return self._has_sums
+
+    def reduce(
+        self,
+        before: Sequence[Callable[[torch.Tensor], object]] = (),
+        after: Sequence[Callable[[torch.Tensor], object]] = (),
+    ) -> None:
+        """Give the shards of this rank their sums; collective over all ranks."""
+        self._optimizer.reduce_gradients(before, after)
+        self._has_sums = True
 
     def end_step(self) -> None:
         """Note that the optimizer has stepped, and freed its sums."""
-        self._is_synced = False
+        self._has_sums = False
 
     def forget(self) -> None:
         """Note that gradients were removed, and the sums by ``zero_grad`` of the optimizer."""
-        self._is_synced = False
-
-    def _sum(
-        self,
-        before: Sequence[Callable[[torch.Tensor], object]],
-        after: Sequence[Callable[[torch.Tensor], object]],
-    ) -> None:
-        self._optimizer.reduce_gradients(before, after)
-        self._is_synced = True
+        self._has_sums = False
 
 
 def bucket_bytes_of(config: ComputeConfig | None) -> int:
