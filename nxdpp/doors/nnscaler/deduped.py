@@ -20,7 +20,6 @@ from nxdpp.agreement.together import together
 from nxdpp.doors.nnscaler.extra_state import (
     EXTRA_STATE_KEY,
     add_optimizer_extra_state,
-    optimizer_extra_state,
     parallel_modules,
     take_extra_state,
     take_optimizer_extra_state,
@@ -40,11 +39,11 @@ def deduped_state_dict(
 
     Raises ``ValueError`` for a module without a parallel one.
     """
-    prefixes = _parallel(module)
+    keepers = _Keepers(module)
     state = {
         key: value
         for key, value in module.state_dict().items()
-        if not isinstance(value, torch.Tensor) or _keeps(key, prefixes)
+        if not isinstance(value, torch.Tensor) or keepers.are_here(key)
     }
     if optimizer is None:
         return state, None
@@ -54,7 +53,7 @@ def deduped_state_dict(
     if "shards" in whole:
         return state, whole
     names = whole[EXTRA_STATE_KEY]["own"]
-    kept = {index: values for index, values in whole["state"].items() if _keeps(names[index], prefixes)}
+    kept = {index: values for index, values in whole["state"].items() if keepers.are_here(names[index])}
     return state, {**whole, "state": kept}
 
 
@@ -93,17 +92,17 @@ def load_deduped_state_dict(
     local, state = together(check)
     to_device(module, optimizer, device)
     module.load_state_dict(local)
-    prefixes = _parallel(module)
+    keepers = _Keepers(module)
     for key, tensor in module.state_dict(keep_vars=True).items():
         if isinstance(tensor, torch.Tensor):
-            send(tensor, is_everywhere=not _is_parallel(key, prefixes))
+            send(tensor, keepers.is_only_rank_0(key))
     if optimizer is None or state is None:
         return
     if "shards" not in state:
-        names = optimizer_extra_state(module, [each for group in optimizer.param_groups for each in group["params"]])
+        names = add_optimizer_extra_state(module, optimizer, {})[EXTRA_STATE_KEY]["own"]
         received = {
-            index: send_state(state["state"].get(index, {}), is_everywhere=not _is_parallel(name, prefixes))
-            for index, name in enumerate(names["own"])
+            index: send_state(state["state"].get(index, {}), keepers.is_only_rank_0(name))
+            for index, name in enumerate(names)
         }
         state["state"] = {index: values for index, values in received.items() if values}
     optimizer.load_state_dict(state)
@@ -125,64 +124,56 @@ def broadcast_weights(module: nn.Module, stride_size: int | None = None) -> None
     """
 
     def check() -> int:
-        prefixes = _parallel(module)
-        units = _units(prefixes, stride_size)
-        if dist.get_rank() < units * _plan_ranks(prefixes):
+        plan_ngpus = _Keepers(module).plan_ngpus
+        ranks = parallel_state.get_data_parallel_size() * plan_ngpus
+        stride = plan_ngpus if stride_size is None else stride_size
+        if not isinstance(stride, int) or stride <= 0 or stride % plan_ngpus or ranks % stride:
+            raise ValueError(
+                f"stride_size={stride!r} must be a multiple of plan_ngpus={plan_ngpus}, and divide the {ranks} ranks "
+                f"of the job"
+            )
+        if dist.get_rank() < stride:
             for each in parallel_modules(module).values():
                 each.check_loaded()
-        return units
+        return stride // plan_ngpus
 
-    units = together(check)
-    prefixes = _parallel(module)
+    units, keepers = together(check), _Keepers(module)
     for key, tensor in [*module.named_parameters(), *module.named_buffers()]:
-        is_outside = not _is_parallel(key, prefixes)
-        send(tensor, is_everywhere=is_outside, sources=1 if is_outside else units)
+        is_only_rank_0 = keepers.is_only_rank_0(key)
+        send(tensor, is_only_rank_0, 1 if is_only_rank_0 else units)
     # Each module notes that it has values, and that its replicas are to be compared again.
     module.load_state_dict(module.state_dict())
 
 
-def _parallel(module: nn.Module) -> dict[str, Any]:
-    """The configuration of each parallel module in ``module`` by its prefix."""
-    found = {prefix: each.compute_config for prefix, each in parallel_modules(module).items()}
-    if not found:
-        raise ValueError(f"{type(module).__name__} has no parallel module in it: use its own state_dict")
-    return found
+class _Keepers:
+    """The ranks that keep each tensor of ``module``: unit 0 keeps parallel modules, and rank 0 all other modules.
 
+    Raises ``ValueError`` for a module without a parallel one.
+    """
 
-def _plan_ranks(prefixes: Mapping[str, Any]) -> int:
-    ranks: int = next(iter(prefixes.values())).plan_ngpus
-    return ranks
+    def __init__(self, module: nn.Module) -> None:
+        parallel = parallel_modules(module)
+        if not parallel:
+            raise ValueError(f"{type(module).__name__} has no parallel module in it: use its own state_dict")
+        self._prefixes = tuple(parallel)
+        self.plan_ngpus: int = next(iter(parallel.values())).compute_config.plan_ngpus
 
+    def is_only_rank_0(self, name: str) -> bool:
+        """Return whether the tensor ``name`` is outside of parallel modules."""
+        return not name.startswith(self._prefixes)
 
-def _units(prefixes: Mapping[str, Any], stride_size: int | None) -> int:
-    """The number of units that have the values."""
-    size = _plan_ranks(prefixes)
-    stride = size if stride_size is None else stride_size
-    ranks = parallel_state.get_data_parallel_size() * size
-    if not isinstance(stride, int) or stride <= 0 or stride % size or ranks % stride:
-        raise ValueError(
-            f"stride_size={stride!r} must be a multiple of plan_ngpus={size}, and divide the {ranks} ranks of the job"
-        )
-    return stride // size
-
-
-def _is_parallel(name: str, prefixes: Mapping[str, Any]) -> bool:
-    return any(name.startswith(prefix) for prefix in prefixes)
-
-
-def _keeps(name: str, prefixes: Mapping[str, Any]) -> bool:
-    """Return whether this rank is the one that keeps the tensor ``name``."""
-    return dist.get_rank() < (_plan_ranks(prefixes) if _is_parallel(name, prefixes) else 1)
+    def are_here(self, name: str) -> bool:
+        """Return whether this rank keeps the tensor ``name``."""
+        return dist.get_rank() < (1 if self.is_only_rank_0(name) else self.plan_ngpus)
 
 
 def _filled(module: nn.Module, given: Mapping[str, Any]) -> dict[str, Any]:
     """``given`` with this rank's present tensors in the place of tensors that other ranks keep."""
-    prefixes, own = _parallel(module), module.state_dict()
-    checked = dict(given)
+    keepers, own, checked = _Keepers(module), module.state_dict(), dict(given)
     for prefix, each in parallel_modules(module).items():
         take_extra_state(checked, prefix, each.nxdpp_extra_state())
     own = {key: value for key, value in own.items() if not key.endswith(EXTRA_STATE_KEY)}
-    missing = [key for key in own if key not in checked and _keeps(key, prefixes)]
+    missing = [key for key in own if key not in checked and keepers.are_here(key)]
     unknown = [key for key in checked if key not in own]
     if missing or unknown:
         raise ValueError(

@@ -86,12 +86,13 @@ def _of_first_rank(args: dict[str, Any]) -> dict[str, Any]:
     if len(sent[0]) != len(values_in(args)):
         raise ValueError("dummy_forward_args have another structure than on the first rank of the unit: give the same")
     values = iter(sent[0])
-    taken: dict[str, Any] = map_values(lambda own: _first_of(own, next(values)), args)
+
+    def first_of(own: Any) -> Any:
+        value = next(values)
+        return value if _has_value(own) else own
+
+    taken: dict[str, Any] = map_values(first_of, args)
     return taken
-
-
-def _first_of(own: Any, first: Any) -> Any:
-    return first if _has_value(own) else own
 
 
 def _on_host(value: Any) -> Any:

@@ -62,14 +62,22 @@ class SavedPlan:
         module: the whole module. Only names, classes, shapes and dtypes of its parts are read.
         compute_config: the configuration of ``parallelize``.
 
+    Attributes:
+        path: as given.
+        compute_config: its fields as values of JSON.
+
     Raises ``ValueError`` for values of ``pas_config`` and ``user_config`` that a file cannot keep.
     """
 
     def __init__(self, path: Path, module: nn.Module, compute_config: ComputeConfig) -> None:
         self.path = path
+        self.compute_config = {
+            field.name: _plain_value(getattr(compute_config, field.name), field.name)
+            for field in fields(compute_config)
+        }
         self._wanted: dict[str, Any] = {
             "format": _FORMAT,
-            "compute_config": _plain(compute_config),
+            "compute_config": self.compute_config,
             "module": {"class": f"{type(module).__module__}.{type(module).__qualname__}", "parts": _hash_of(module)},
         }
 
@@ -126,10 +134,6 @@ class SavedPlan:
         """Return the layout in the text of a file that fits."""
         return UnitLayout.from_dict(json.loads(text)["layout"])
 
-    def other_config(self, text: str) -> str | None:
-        """Return how the configuration differs from the one in the text of a file, or ``None``."""
-        return config_difference(json.dumps(self._wanted), text)
-
     def text_of(self, layout: UnitLayout) -> str:
         """Return the text of a file with ``layout``."""
         versions = {name: _version(name) for name in ("nxdpp", "torch", "transformers")}
@@ -146,19 +150,12 @@ class SavedPlan:
             return "it is no whole plan"
         if content.get("format") != _FORMAT:
             return f"its format is {content.get('format')!r}, and this is {_FORMAT}"
-        wanted = self._wanted["compute_config"]
-        for name in wanted:
-            if config.get(name) != wanted[name]:
-                return f"its {name} is {config.get(name)!r}, and that of compute_config {wanted[name]!r}"
+        for name, wanted in self.compute_config.items():
+            if config.get(name) != wanted:
+                return f"its {name} is {config.get(name)!r}, and that of compute_config {wanted!r}"
         if module != self._wanted["module"]:
             return "it is for a module with other parts"
         return None
-
-
-def _plain(compute_config: ComputeConfig) -> dict[str, Any]:
-    """Return the fields as values of JSON."""
-    found = {field.name: getattr(compute_config, field.name) for field in fields(compute_config)}
-    return {name: _plain_value(value, name) for name, value in found.items()}
 
 
 def _plain_value(value: Any, where: str) -> Any:
@@ -193,11 +190,3 @@ def _version(name: str) -> str | None:
         return version(name)
     except PackageNotFoundError:
         return None
-
-
-def config_difference(one: str, other: str) -> str | None:
-    """Return the first difference of the configurations in the texts of two files, or ``None``."""
-    first, second = (json.loads(text)["compute_config"] for text in (one, other))
-    return next(
-        (f"{name} is {first[name]!r}, and {second[name]!r}" for name in first if second[name] != first[name]), None
-    )

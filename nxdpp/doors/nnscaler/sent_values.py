@@ -64,19 +64,15 @@ def send(tensor: torch.Tensor, is_everywhere: bool, sources: int = 1) -> None:
         is_everywhere: all ranks hold it, and take it from rank 0; collective over all ranks.
         sources: number of units that have values. Unit ``u`` takes the values of unit ``u % sources``.
     """
-    own = tensor.detach().cpu().contiguous()
-    # Bytes: gloo does not know all dtypes.
-    taken = own.clone()
-    unit = parallel_state.get_data_parallel_rank()
+    values = tensor.detach().cpu().contiguous()
+    of_units, *of_unit = _groups(is_everywhere)
     for source in range(sources):
-        message = own.clone() if unit == source else torch.empty_like(own)
-        _broadcast(message, parallel_state.get_data_parallel_control_group(), source)
-        if unit % sources == source:
-            taken = message
-    for group in _groups_of_unit() if is_everywhere else []:
-        _broadcast(taken, group, 0)
+        is_own = parallel_state.get_data_parallel_rank() % sources == source
+        _broadcast(values if is_own else torch.empty_like(values), of_units, source)
+    for group in of_unit:
+        _broadcast(values, group, 0)
     with torch.no_grad():
-        tensor.copy_(taken)
+        tensor.copy_(values)
 
 
 def send_state(values: Mapping[str, Any], is_everywhere: bool) -> dict[str, Any]:
@@ -84,50 +80,40 @@ def send_state(values: Mapping[str, Any], is_everywhere: bool) -> dict[str, Any]
 
     With ``is_everywhere`` rank 0 sends it, and the call is collective over all ranks.
     """
-    groups = [parallel_state.get_data_parallel_control_group(), *(_groups_of_unit() if is_everywhere else [])]
-    for group in groups:
+    for group in _groups(is_everywhere):
         if dist.get_world_size(group) > 1:
             values = _shared_state(values, group)
     return dict(values)
 
 
 def _shared_state(values: Mapping[str, Any], group: ProcessGroup) -> dict[str, Any]:
-    is_source = dist.get_rank(group) == 0
-    # Tensors of one number go with the description.
-    described = {key: _Layout.of(value) if _is_large(value) else value for key, value in values.items()}
-    objects: list[Any] = [described if is_source else None]
-    dist.broadcast_object_list(objects, group=group, group_src=0)
+    # Tensors of one number go with the description of the others.
+    described = [{key: value.to("meta") if _is_large(value) else value for key, value in values.items()}]
+    dist.broadcast_object_list(described, group=group, group_src=0)
     received: dict[str, Any] = {}
-    for key, value in objects[0].items():
-        if isinstance(value, _Layout):
-            own = values[key].detach().cpu().contiguous() if is_source else None
-            message = torch.empty(value.shape, dtype=value.dtype) if own is None else own
-            _broadcast(message, group, 0)
-            value = values[key] if is_source else message
+    for key, value in described[0].items():
+        if _is_large(value):
+            is_source = dist.get_rank(group) == 0
+            value = values[key].detach().cpu().contiguous() if is_source else torch.empty_like(value, device="cpu")
+            _broadcast(value, group, 0)
         received[key] = value
     return received
-
-
-class _Layout:
-    """Shape and dtype of a tensor that follows."""
-
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        self.shape, self.dtype = shape, dtype
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> "_Layout":
-        return cls(tuple(tensor.shape), tensor.dtype)
 
 
 def _is_large(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() > 0
 
 
-def _groups_of_unit() -> list[ProcessGroup]:
-    return [parallel_state.get_pipeline_control_group(), parallel_state.get_tensor_control_group()]
+def _groups(is_everywhere: bool) -> list[ProcessGroup]:
+    """The groups through which values of rank 0 reach the units, or with ``is_everywhere`` all ranks."""
+    data = parallel_state.get_data_parallel_control_group()
+    if not is_everywhere:
+        return [data]
+    return [data, parallel_state.get_pipeline_control_group(), parallel_state.get_tensor_control_group()]
 
 
 def _broadcast(message: torch.Tensor, group: ProcessGroup, source: int) -> None:
     """Give the contiguous ``message`` in host memory the values of rank ``source`` of ``group``."""
     if dist.get_world_size(group) > 1 and message.numel():
+        # Bytes: gloo does not know all dtypes.
         dist.broadcast(message.view(-1).view(torch.uint8), group=group, group_src=source)

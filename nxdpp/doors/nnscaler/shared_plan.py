@@ -20,7 +20,7 @@ import torch.distributed as dist
 from nxdpp.agreement.comparison import gathered, unequal
 from nxdpp.agreement.together import all_together
 from nxdpp.doors.nnscaler.enums import BroadcastGenFilesStrategy, ReuseType
-from nxdpp.doors.nnscaler.saved_plan import SavedPlan, config_difference
+from nxdpp.doors.nnscaler.saved_plan import SavedPlan
 from nxdpp.doors.nnscaler.unit_layout import UnitLayout
 
 _KINDS = (ValueError, TypeError, NotImplementedError)
@@ -59,21 +59,26 @@ def verify_same_plan(plan: SavedPlan, layout: UnitLayout) -> None:
     For ranks that each found or made the plan before ``torch.distributed`` was there.
     """
     with _host_group() as group:
+        _verify_configs(plan, group)
         found = unequal(plan.text_of(layout), group)
-    if found is None:
-        return
-    difference = config_difference(*reversed(found.values))
-    if difference is not None:
-        raise RuntimeError(_other_configs(found.ranks[1], difference))
-    raise RuntimeError(
-        f"rank {found.ranks[1]} has another plan than rank 0 for the same compute_config: give all ranks the same "
-        f"module and policy, or call torch.distributed.init_process_group() before parallelize: rank 0's plan is then "
-        f"that of all"
-    )
+    if found is not None:
+        raise RuntimeError(
+            f"rank {found.ranks[1]} has another plan than rank 0 for the same compute_config: give all ranks the same "
+            f"module and policy, or call torch.distributed.init_process_group() before parallelize: rank 0's plan is "
+            f"then that of all"
+        )
 
 
-def _other_configs(rank: int, difference: str) -> str:
-    return f"the ranks gave other compute_configs: on rank {rank} {difference} on rank 0. Give all ranks the same"
+def _verify_configs(plan: SavedPlan, group: Any) -> None:
+    """Raise ``RuntimeError`` on all ranks unless each has rank 0's ``compute_config``; collective."""
+    first, *others = gathered(plan.compute_config, group)
+    for rank, config in enumerate(others, 1):
+        for name, value in config.items():
+            if value != first[name]:
+                raise RuntimeError(
+                    f"the ranks gave other compute_configs: on rank {rank} {name} is {value!r}, and {first[name]!r} on "
+                    f"rank 0. Give all ranks the same"
+                )
 
 
 def _on_all_ranks(
@@ -92,43 +97,33 @@ def _on_all_ranks(
 
     text, is_new = all_together(find, gather=lambda own: gathered(own, group), kinds=_KINDS)[0]
     assert text is not None, "rank 0 has read the file"
-    problem = None
-    if is_new and strategy is not BroadcastGenFilesStrategy.NONE and _is_first_of_host():
-        problem = _problem_of_writing(plan, text)
+    writes = is_new and strategy is not BroadcastGenFilesStrategy.NONE and _is_first_of_host()
+    problem = _problem(plan, text, writes) if writes else None
     if load_module:
-        _verify_files(plan, text, is_new, problem, group)
+        dist.barrier(group=group)  # every host has written
+        _verify_configs(plan, group)
+        _verify_files(problem or _problem(plan, text), is_new, group)
     elif problem is not None:
         raise RuntimeError(problem)
     return plan.layout_in(text)
 
 
-def _problem_of_writing(plan: SavedPlan, text: str) -> str | None:
-    """Write ``text`` unless it is there. Return the error of a folder that cannot be written, which all ranks raise."""
-    try:
-        if plan.read() != text:
-            plan.write(text)
-    except OSError as error:
-        return f"{socket.gethostname()} cannot write {plan.path} ({error})"
-    return None
-
-
-def _problem_of_file(plan: SavedPlan, text: str) -> str | None:
+def _problem(plan: SavedPlan, text: str, writes: bool = False) -> str | None:
+    """Return why the file of this host has not ``text``, or ``None``. With ``writes`` the file gets it."""
     try:
         own = plan.read()
+        if writes and own != text:
+            plan.write(text)
+            return None
     except OSError as error:
-        return f"{socket.gethostname()} cannot read {plan.path} ({error})"
+        return f"{socket.gethostname()} cannot {'write' if writes else 'read'} {plan.path} ({error})"
     return None if own == text else f"{socket.gethostname()} has {'no' if own is None else 'another'} plan {plan.path}"
 
 
-def _verify_files(plan: SavedPlan, text: str, is_new: bool, problem: str | None, group: Any) -> None:
-    """Raise ``RuntimeError`` on all ranks unless each has ``text`` in its file, and its ``compute_config``."""
-    dist.barrier(group=group)  # every host has written
-    state = problem or _problem_of_file(plan, text)
-    states = gathered((state, plan.other_config(text)), group)
-    for rank, (_, difference) in enumerate(states):
-        if difference is not None:
-            raise RuntimeError(_other_configs(rank, difference))
-    wrong = next((f"rank {rank} on {each}" for rank, (each, _) in enumerate(states) if each is not None), None)
+def _verify_files(problem: str | None, is_new: bool, group: Any) -> None:
+    """Raise ``RuntimeError`` on all ranks if one of them has a ``problem``; collective."""
+    problems = gathered(problem, group)
+    wrong = next((f"rank {rank} on {each}" for rank, each in enumerate(problems) if each is not None), None)
     if wrong is None:
         return
     remedy = (

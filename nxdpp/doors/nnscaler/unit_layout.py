@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
+import torch
 import torch.distributed as dist
 
 from nxdpp.doors.nnscaler.compute_config import ComputeConfig
@@ -99,16 +100,10 @@ def initialize_units(compute_config: ComputeConfig, layout: UnitLayout) -> None:
         return
     parallel_state.refuse_in_debug("a parallel module")
     _check_ranks(compute_config, dist.get_world_size())
-    size = layout.ranks
-    starts = range(0, compute_config.ranks, layout.tensor)
-    tensor = [list(range(start, start + layout.tensor)) for start in starts]
-    pipelines = [
-        list(range(unit + place, unit + size, layout.tensor))
-        for unit in range(0, compute_config.ranks, size)
-        for place in range(layout.tensor)
-    ]
+    units = torch.arange(compute_config.ranks, device="cpu").view(-1, layout.pipeline, layout.tensor)
+    wanted = units.flatten(0, 1).tolist(), units.mT.flatten(0, 1).tolist()
     found = parallel_state.get_tensor_model_parallel_group(True), parallel_state.get_pipeline_model_parallel_group(True)
-    if found != (tensor, pipelines):
+    if found != wanted:
         raise RuntimeError(
             f"this parallel module needs units of {layout.tensor} tensor-parallel ranks and {layout.pipeline} pipeline "
             f"ranks, and the ranks are divided into tensor groups {found[0]} and pipelines {found[1]}. Give all "
