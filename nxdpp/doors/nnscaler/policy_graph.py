@@ -8,7 +8,7 @@ from torch import nn
 
 from nxdpp.doors.nnscaler.compute_config import ComputeConfig, is_whole
 from nxdpp.doors.nnscaler.generic_plan import plan_for
-from nxdpp.doors.nnscaler.schedulers import schedule_of
+from nxdpp.doors.nnscaler.schedulers import default_scheduler, schedule_of
 from nxdpp.doors.nnscaler.unit_layout import UnitLayout
 from nxdpp.pipeline.traced_layers import TracedLayers, trace_layers
 
@@ -83,7 +83,7 @@ class PolicyGraph:
                 f"the layout is for {layout.ranks} ranks, and plan_ngpus is {self.compute_config.plan_ngpus}"
             )
         if layout.pipeline > 1:
-            scheduler = "infer_pipe" if self.compute_config.inference_only else "1f1b"
+            scheduler = default_scheduler(self.compute_config)
             self.compute_config.check_pipeline(layout.pipeline * layout.chunks, layout.microbatches or 0, scheduler)
         self._taken = layout
 

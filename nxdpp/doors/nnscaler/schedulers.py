@@ -1,6 +1,6 @@
 """Schedulers of nnScaler as schedules of nxdpp."""
 
-from nxdpp.doors.nnscaler.compute_config import ComputeConfig
+from nxdpp.doors.nnscaler.compute_config import INFERENCE_SCHEDULERS, ComputeConfig
 from nxdpp.pipeline.config import PipelineConfig
 
 _OURS = {"1f1b": "1f1b", "gpipe": "gpipe", "1f1b_interleaved": "interleaved", "infer_pipe": "1f1b"}
@@ -8,6 +8,11 @@ _REFUSED = {
     "1f1b_plus": "puts some stages on all ranks",
     "chimera_direct": "runs microbatches through the stages in two directions",
 }
+
+
+def default_scheduler(compute_config: ComputeConfig) -> str:
+    """Return the scheduler of a policy that names none."""
+    return INFERENCE_SCHEDULERS[0] if compute_config.inference_only else "1f1b"
 
 
 def known_schedule(scheduler: str) -> str:
