@@ -9,11 +9,14 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PUBLIC = ("nxdpp", "nxdpp.optimizer", "nxdpp.parallel_layers")
-# Comparisons of ranks, parts of batches and of tensors, and modules to checkpoint have one place each.
+# Comparisons of ranks, parts of batches and of tensors, ties, options of groups and modules to checkpoint have one
+# place each.
 SHARED = (
     "nxdpp.doors.local_modules.",
     "nxdpp.agreement.",
+    "nxdpp.checkpoint.distributed.model_state.",
     "nxdpp.checkpoint.distributed.rectangles.",
+    "nxdpp.gradients.optimizer.zero1_state.",
     "nxdpp.pipeline.microbatches.rows.",
     "nxdpp.tensor.padding.",
 )

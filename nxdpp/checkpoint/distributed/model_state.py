@@ -1,7 +1,7 @@
 """Parameters and persistent buffers of a model by original names and global shapes."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple, cast
 
 import torch
@@ -42,7 +42,7 @@ def model_tensors(model: nn.Module) -> ModelTensors:
     Raises ``ValueError`` for state other than dense parameters and buffers, and for a state dict that omits some.
     """
     state = _state_of(local_module_of(model))
-    groups = tied_names_of(cast(WrappedModel, model)) if is_pipelined(model) else _tied(state)
+    groups = tied_names_of(cast(WrappedModel, model)) if is_pipelined(model) else tied_in(state)
     ties = {name: names[0] for names in groups for name in names[1:]}
     return ModelTensors({ties.get(name, name): tensor for name, tensor in state.items()}, ties)
 
@@ -99,8 +99,8 @@ def _persistent(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
                 yield name, buffer
 
 
-def _tied(state: dict[str, torch.Tensor]) -> list[list[str]]:
-    """The names of each tensor that has several."""
+def tied_in(state: Mapping[str, torch.Tensor]) -> list[list[str]]:
+    """Return the names of each tensor that has several."""
     names: dict[int, list[str]] = {}
     for name, tensor in state.items():
         names.setdefault(id(tensor), []).append(name)

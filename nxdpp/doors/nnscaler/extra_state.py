@@ -9,7 +9,7 @@
 An optimizer's state dict has ``names`` too, ``own``, the name of each of its parameters by index, and ``held``.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from nxdpp.checkpoint.distributed.model_state import tied_in
 from nxdpp.doors.nnscaler.compute_config import ComputeConfig
 from nxdpp.doors.nnscaler.placements import fields_of
 
@@ -39,7 +40,8 @@ def module_extra_state(
         tied: the names of each tensor that has several, by default the names of one object in ``whole``.
     """
     state = whole.state_dict(keep_vars=True)
-    groups = _tied(state) if tied is None else [list(names) for names in tied]
+    tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+    groups = tied_in(tensors) if tied is None else [list(names) for names in tied]
     others = {name for names in groups for name in names[1:]}
     return {
         "version": VERSION,
@@ -90,18 +92,23 @@ def optimizer_extra_state(module: nn.Module, parameters: Sequence[torch.Tensor])
             f"the optimizer has a parameter of shape {list(unknown[0].shape)} that is not in the module: give "
             f"build_optimizer the module with all of its parameters."
         )
+    extras = {prefix: each.nxdpp_extra_state() for prefix, each in parallel_modules(module).items()}
+    # Of the original module in its order, each once, also if another rank holds them.
+    original: list[str] = []
+    for path, each in module.named_modules():
+        prefix = f"{path}." if path else ""
+        if prefix in extras:
+            original += [f"{prefix}{name}" for name in extras[prefix]["names"]]
+        elif not prefix.startswith(tuple(extras)):
+            named = each.named_parameters(path, recurse=False)
+            original += [name for name, parameter in named if own[id(parameter)] == name]
     names = [own[id(parameter)] for parameter in parameters]
-    tied = [
-        [f"{prefix}{name}" for name in group]
-        for prefix, each in parallel_modules(module).items()
-        for group in each.nxdpp_extra_state()["tied"]
-    ]
     return {
         "version": VERSION,
         "rank": _rank(),
-        "names": list(_original_names(module, "", set())),
+        "names": original,
         "own": names,
-        "tied": tied,
+        "tied": [[f"{prefix}{name}" for name in group] for prefix in extras for group in extras[prefix]["tied"]],
         "held": _placements(dict(zip(names, parameters, strict=True))),
     }
 
@@ -151,33 +158,8 @@ def check_version(saved: Mapping[str, Any]) -> None:
         )
 
 
-def _original_names(module: nn.Module, prefix: str, seen: set[int]) -> Iterator[str]:
-    """The parameters of ``module`` in its order, each once, also if another rank holds them."""
-    parallel: Any = module
-    if hasattr(parallel, "nxdpp_extra_state"):
-        yield from (f"{prefix}{name}" for name in parallel.nxdpp_extra_state()["names"])
-        return
-    for name, parameter in module.named_parameters(prefix.removesuffix("."), recurse=False):
-        if id(parameter) not in seen:
-            seen.add(id(parameter))
-            yield name
-    for name, child in module.named_children():
-        if id(child) not in seen:
-            seen.add(id(child))
-            yield from _original_names(child, f"{prefix}{name}.", seen)
-
-
 def _placements(tensors: Mapping[str, Any]) -> dict[str, Any]:
     return {name: fields_of(tensor) for name, tensor in tensors.items() if isinstance(tensor, torch.Tensor)}
-
-
-def _tied(state: Mapping[str, Any]) -> list[list[str]]:
-    """The names of each tensor that has several."""
-    names: dict[int, list[str]] = {}
-    for name, tensor in state.items():
-        if isinstance(tensor, torch.Tensor):
-            names.setdefault(id(tensor), []).append(name)
-    return [group for group in names.values() if len(group) > 1]
 
 
 def _sizes(extra: Mapping[str, Any]) -> str:

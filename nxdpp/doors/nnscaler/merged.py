@@ -140,14 +140,11 @@ def _check_same_module(rank: int, extras: Mapping[str, Any], firsts: Mapping[str
 def _merged_module(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     extras = _extras(states[0])
     merged: dict[str, Any] = {}
-    done: set[str] = set()
-    for key in states[0]:
-        prefix = next((each for each in extras if key.startswith(each)), None)
-        if prefix is None:
-            merged[key] = states[0][key]
-        elif prefix not in done:
-            done.add(prefix)
-            merged |= _merged_parallel(prefix, extras[prefix], states)
+    for key, value in states[0].items():
+        if key.endswith(EXTRA_STATE_KEY):
+            merged |= _merged_parallel(key.removesuffix(EXTRA_STATE_KEY), value, states)
+        elif not key.startswith(tuple(extras)):
+            merged[key] = value
     return merged
 
 

@@ -10,7 +10,7 @@ Other state, such as the step, is a single number.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,25 +19,12 @@ from torch.optim import Optimizer
 from nxdpp.checkpoint.distributed.rectangles import PlaceInWhole
 from nxdpp.doors.nnscaler.extra_state import EXTRA_STATE_KEY, VERSION, check_version, optimizer_extra_state
 from nxdpp.doors.nnscaler.placements import joined, part_of, placement_in
+from nxdpp.gradients.optimizer.zero1_state import options_of
 
 _MASTER = "master"
-_NO_OPTIONS = ("params", "param_names")
 
-
-class _StatePiece(NamedTuple):
-    """State of one parameter, or of one of its ZeRO shards, on a rank.
-
-    Attributes:
-        placement: of the rank's parameter.
-        start: first element of the piece in the flattened parameter of the rank.
-        shape: of each value.
-        values: by key.
-    """
-
-    placement: PlaceInWhole
-    start: int
-    shape: tuple[int, ...]
-    values: Mapping[str, Any]
+_Piece = tuple[PlaceInWhole, int, Any]
+"""A value of the state on a rank: the place of the rank's parameter, the first element in it, and the value."""
 
 
 def merge_optimizers(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -54,20 +41,20 @@ def merge_optimizers(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             raise ValueError(f"the optimizer of rank {extra['rank']} is over other parameters than that of rank 0")
         _check_one_group(state)
     firsts = {name: group[0] for extra in extras for group in extra["tied"] for name in group}
-    found: dict[str, list[_StatePiece]] = {}
+    found: dict[str, dict[str, list[_Piece]]] = {}
     held: set[str] = set()
     for state, extra in zip(states, extras, strict=True):
         held |= {firsts.get(name, name) for name in extra["own"]}
-        for name, piece in _pieces(state, extra):
-            found.setdefault(firsts.get(name, name), []).append(piece)
+        for name, key, piece in _pieces(state, extra):
+            found.setdefault(firsts.get(name, name), {}).setdefault(key, []).append(piece)
     names = [name for name in extras[0]["names"] if firsts.get(name, name) in held]
     merged = {
-        index: _whole_state(name, found[first])
+        index: {key: _whole(name, key, pieces) for key, pieces in found[first].items()}
         for index, name in enumerate(names)
         if (first := firsts.get(name, name)) in found
     }
     masters = {names[index]: values.pop(_MASTER) for index, values in merged.items() if _MASTER in values}
-    options = _options(states[0]["param_groups"][0])
+    options = options_of(states[0]["param_groups"][0])
     return {
         "state": {index: values for index, values in merged.items() if values},
         "param_groups": [{**options, "params": list(range(len(names)))}],
@@ -90,7 +77,7 @@ def divide_optimizer_state(module: nn.Module, optimizer: Optimizer, merged: Mapp
     _check_one_group(own)
     indices, masters = _indices(extra, merged)
     placements = [placement_in(extra["held"][name]) for name in extra["own"]]
-    own["param_groups"] = [{**own["param_groups"][0], **_options(merged["param_groups"][0])}]
+    own["param_groups"] = [{**own["param_groups"][0], **options_of(merged["param_groups"][0])}]
     is_sharded = "shards" in own
     pieces = own["shards"] if is_sharded else [{"parameter": number} for number in range(len(placements))]
     own["state"] = {}
@@ -107,39 +94,40 @@ def divide_optimizer_state(module: nn.Module, optimizer: Optimizer, merged: Mapp
     return own
 
 
-def _pieces(state: Mapping[str, Any], extra: Mapping[str, Any]) -> Iterator[tuple[str, _StatePiece]]:
-    """The state of each parameter of a rank, or of its shards under ZeRO, with the name of the parameter."""
+def _pieces(state: Mapping[str, Any], extra: Mapping[str, Any]) -> Iterator[tuple[str, str, _Piece]]:
+    """The values of a rank's state with their parameter and key; those of shards under ZeRO, and their master copies.
+
+    Raises ``ValueError`` for a value that is neither a number nor of the shape of its parameter or shard.
+    """
     for number, values in state["state"].items():
-        shard = state["shards"][number] if "shards" in state else None
-        name = extra["own"][number if shard is None else shard["parameter"]]
+        shard = state["shards"][number] if "shards" in state else {"parameter": number, "start": 0}
+        name = extra["own"][shard["parameter"]]
         placement = placement_in(extra["held"][name])
-        if shard is None:
-            yield name, _StatePiece(placement, 0, placement.local_shape, values)
-            continue
-        master = state["masters"].get(number)
-        shape = (shard["stop"] - shard["start"],) if placement.shape else ()
-        values = values if master is None else {**values, _MASTER: master}
-        yield name, _StatePiece(placement, shard["start"], shape, values)
+        shape = (shard["stop"] - shard["start"],) if "stop" in shard and placement.shape else placement.local_shape
+        master = state.get("masters", {}).get(number)
+        for key, value in (values if master is None else {**values, _MASTER: master}).items():
+            if not _is_number(value, placement) and tuple(value.shape) != shape:
+                raise ValueError(
+                    f"{key} of {name} has shape {list(value.shape)}, and the parameter {list(placement.local_shape)}: "
+                    f"only optimizers whose state has the shape of the parameter, as that of Adam, can be merged"
+                )
+            yield name, key, (placement, shard["start"], value)
 
 
-def _whole_state(name: str, pieces: Sequence[_StatePiece]) -> dict[str, Any]:
-    """The state of the whole parameter ``name``, of its pieces on all ranks."""
-    shape = pieces[0].placement.local_shape
-    whole: dict[str, Any] = {}
-    for key, value in pieces[0].values.items():
-        if not isinstance(value, torch.Tensor) or (value.dim() == 0 and shape):
-            whole[key] = value
-            continue
-        if any(tuple(piece.values[key].shape) != piece.shape for piece in pieces):
-            raise ValueError(
-                f"{key} of {name} has shape {list(value.shape)}, and the parameter {list(shape)}: only optimizers "
-                f"whose state has the shape of the parameter, as that of Adam, can be merged"
-            )
-        values, lacking = joined([(piece.placement, piece.start, piece.values[key]) for piece in pieces])
-        if lacking:
-            raise ValueError(f"{key} of {name} lacks {lacking} elements: give the state dicts of all ranks")
-        whole[key] = values.clone() if values is value else values
-    return whole
+def _whole(name: str, key: str, pieces: Sequence[_Piece]) -> Any:
+    """The value of the whole parameter ``name``, of its pieces on all ranks."""
+    placement, _, value = pieces[0]
+    if _is_number(value, placement):
+        return value
+    values, lacking = joined(pieces)
+    if lacking:
+        raise ValueError(f"{key} of {name} lacks {lacking} elements: give the state dicts of all ranks")
+    return values.clone() if values is value else values
+
+
+def _is_number(value: Any, placement: PlaceInWhole) -> bool:
+    """Return whether ``value`` is not a value for each element of the parameter."""
+    return not isinstance(value, torch.Tensor) or (value.dim() == 0 and placement.shape != ())
 
 
 def _indices(extra: Mapping[str, Any], merged: Mapping[str, Any]) -> tuple[dict[str, int], dict[int, torch.Tensor]]:
@@ -182,7 +170,3 @@ def _check_one_group(state: Mapping[str, Any]) -> None:
     count = len(state["param_groups"])
     if count != 1:
         raise ValueError(f"the optimizer has {count} parameter groups, and the state of one group can be merged")
-
-
-def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in _NO_OPTIONS}
