@@ -6,8 +6,7 @@ from typing import Any
 
 from nxdpp.devices.memory import device_memory
 from nxdpp.doors.nnscaler.compute_config import ComputeConfig, is_whole
-from nxdpp.doors.nnscaler.policy_graph import PolicyGraph
-from nxdpp.doors.nnscaler.schedulers import default_scheduler, known_schedule
+from nxdpp.doors.nnscaler.policy_graph import PolicyGraph, default_scheduler, known_schedule
 from nxdpp.doors.nnscaler.unit_layout import read_layout, write_layout
 from nxdpp.planning.planner import plan
 from nxdpp.ranks import parallel_state

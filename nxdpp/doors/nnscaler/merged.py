@@ -8,9 +8,15 @@ from torch import nn
 from torch.optim import Optimizer
 
 from nxdpp.checkpoint.distributed.rectangles import PlaceInWhole
-from nxdpp.doors.nnscaler.extra_state import EXTRA_STATE_KEY, check_version, parallel_modules
+from nxdpp.doors.nnscaler.extra_state import (
+    EXTRA_STATE_KEY,
+    check_version,
+    joined,
+    parallel_modules,
+    part_of,
+    placement_in,
+)
 from nxdpp.doors.nnscaler.merged_optimizer import divide_optimizer_state, merge_optimizers
-from nxdpp.doors.nnscaler.placements import joined, part_of, placement_in
 from nxdpp.ranks import parallel_state
 
 

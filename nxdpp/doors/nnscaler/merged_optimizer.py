@@ -17,8 +17,15 @@ from torch import nn
 from torch.optim import Optimizer
 
 from nxdpp.checkpoint.distributed.rectangles import PlaceInWhole
-from nxdpp.doors.nnscaler.extra_state import EXTRA_STATE_KEY, VERSION, check_version, optimizer_extra_state
-from nxdpp.doors.nnscaler.placements import joined, part_of, placement_in
+from nxdpp.doors.nnscaler.extra_state import (
+    EXTRA_STATE_KEY,
+    VERSION,
+    check_version,
+    joined,
+    optimizer_extra_state,
+    part_of,
+    placement_in,
+)
 from nxdpp.gradients.optimizer.zero1_state import options_of
 
 _MASTER = "master"

@@ -16,8 +16,7 @@ from torch.optim import LBFGS, Optimizer
 
 from nxdpp.doors.nnscaler.compute_config import ComputeConfig
 from nxdpp.doors.nnscaler.parallel_module import ParallelModule
-from nxdpp.doors.nnscaler.parallel_optimizer import ParallelOptimizer
-from nxdpp.doors.nnscaler.reducer import Reducer, ZeroReducer, bucket_bytes_of
+from nxdpp.doors.nnscaler.parallel_optimizer import ParallelOptimizer, Reducer, ZeroReducer, bucket_bytes_of
 from nxdpp.gradients.optimizer.zero1 import Zero1Optimizer
 
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)

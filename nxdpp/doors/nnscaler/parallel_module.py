@@ -18,7 +18,7 @@ from nxdpp.doors.nnscaler.compute_config import ComputeConfig
 from nxdpp.doors.nnscaler.end2end import check_samples, loss_of
 from nxdpp.doors.nnscaler.equal_ranks import EqualCalls
 from nxdpp.doors.nnscaler.extra_state import EXTRA_STATE_KEY, module_extra_state, take_extra_state
-from nxdpp.doors.nnscaler.module_copy import take_own_memory
+from nxdpp.doors.nnscaler.module_values import take_own_memory
 from nxdpp.doors.nnscaler.nested_values import map_values
 from nxdpp.doors.nnscaler.unit_layout import UnitLayout
 from nxdpp.pipeline.activation_checkpoint import apply_checkpoint

@@ -20,12 +20,10 @@ from nxdpp.doors.nnscaler import generic_plan
 from nxdpp.doors.nnscaler.compute_config import ComputeConfig
 from nxdpp.doors.nnscaler.end2end import check_forward, sample_name
 from nxdpp.doors.nnscaler.enums import BroadcastGenFilesStrategy, ReuseType
-from nxdpp.doors.nnscaler.module_copy import shared_copy
+from nxdpp.doors.nnscaler.module_values import first_random_state, shared_copy, take_first_values
 from nxdpp.doors.nnscaler.parallel_module import ModulePlan, ParallelModule
 from nxdpp.doors.nnscaler.policies import Policy, check_policy, layout_of
-from nxdpp.doors.nnscaler.saved_plan import SavedPlan, plan_path
-from nxdpp.doors.nnscaler.sent_values import first_random_state, take_first_values
-from nxdpp.doors.nnscaler.shared_plan import shared_layout, verify_same_plan
+from nxdpp.doors.nnscaler.saved_plan import SavedPlan, plan_path, shared_layout, verify_same_plan
 from nxdpp.doors.nnscaler.unit_layout import UnitLayout, initialize_units
 from nxdpp.initialization.deferred_init import deferred_init
 

@@ -11,12 +11,15 @@ from nxdpp import parallel_state
 from nxdpp.checkpoint.distributed.rectangles import PlaceInWhole, placement_of
 from nxdpp.doors.nnscaler.extra_state import (
     EXTRA_STATE_KEY,
+    fields_of,
+    joined,
     module_extra_state,
     optimizer_extra_state,
     parallel_modules,
+    part_of,
+    placement_in,
     take_extra_state,
 )
-from nxdpp.doors.nnscaler.placements import fields_of, joined, part_of, placement_in
 from nxdpp.nnscaler import ComputeConfig
 from nxdpp.tensor.layers import ColumnParallelLinear, ParallelEmbedding
 from nxdpp.tensor.modules.qkv_linear import GQAQKVColumnParallelLinear

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from nxdpp import parallel_state
-from nxdpp.doors.nnscaler.reducer import Reducer
+from nxdpp.doors.nnscaler.parallel_optimizer import Reducer
 from nxdpp.gradients.optimizer.zero1 import Zero1Optimizer
 from nxdpp.nnscaler import ComputeConfig, ParallelModule, ParallelOptimizer, build_optimizer
 from tests.doors.nnscaler.own_folders import parallelize

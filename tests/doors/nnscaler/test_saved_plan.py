@@ -14,8 +14,7 @@ from torch import nn
 
 from nxdpp import parallel_state
 from nxdpp.doors.nnscaler import saved_plan as files
-from nxdpp.doors.nnscaler.saved_plan import SavedPlan, plan_path
-from nxdpp.doors.nnscaler.shared_plan import shared_layout
+from nxdpp.doors.nnscaler.saved_plan import SavedPlan, plan_path, shared_layout
 from nxdpp.doors.nnscaler.unit_layout import UnitLayout
 from nxdpp.nnscaler import BroadcastGenFilesStrategy, ComputeConfig, ReuseType
 from tests.doors.nnscaler.modules import Blocks
