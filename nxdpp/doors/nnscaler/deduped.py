@@ -25,7 +25,7 @@ from nxdpp.doors.nnscaler.extra_state import (
     take_optimizer_extra_state,
 )
 from nxdpp.doors.nnscaler.merged import to_device
-from nxdpp.doors.nnscaler.module_values import send, send_state
+from nxdpp.doors.nnscaler.sent_values import send, send_state
 from nxdpp.ranks import parallel_state
 
 

@@ -7,7 +7,6 @@
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 import torch
@@ -15,10 +14,10 @@ from torch import nn
 
 from nxdpp.doors.local_modules import LocalModules
 from nxdpp.doors.nnscaler.compute_config import ComputeConfig
-from nxdpp.doors.nnscaler.end2end import check_samples, loss_of
+from nxdpp.doors.nnscaler.end2end import check_samples, loss_of, sample_name
 from nxdpp.doors.nnscaler.equal_ranks import EqualCalls
 from nxdpp.doors.nnscaler.extra_state import EXTRA_STATE_KEY, module_extra_state, take_extra_state
-from nxdpp.doors.nnscaler.module_values import take_own_memory
+from nxdpp.doors.nnscaler.module_source import ModuleSource, take_own_memory
 from nxdpp.doors.nnscaler.nested_values import map_values
 from nxdpp.doors.nnscaler.unit_layout import UnitLayout
 from nxdpp.pipeline.activation_checkpoint import apply_checkpoint
@@ -30,25 +29,6 @@ from nxdpp.tensor.models.parallelize import tensor_parallelize
 _SHARED = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 
 ScaleFn = Callable[[torch.Tensor], torch.Tensor]
-
-
-@dataclass
-class ModulePlan:
-    """Recipe by which each rank makes its part of a module.
-
-    Attributes:
-        make: returns the module whole, the same on all ranks.
-        given: the module of the user, which stays as it is; ``None`` if a class was given.
-        config: ranks and settings.
-        layout: sizes and cuts of a unit.
-        sample_name: first argument of forward.
-    """
-
-    make: Callable[[], nn.Module]
-    given: nn.Module | None
-    config: ComputeConfig
-    layout: UnitLayout
-    sample_name: str
 
 
 class ParallelModule(nn.Module):
@@ -63,35 +43,38 @@ class ParallelModule(nn.Module):
     Raises ``RuntimeError`` for this class itself, and for a second module of a class that was made for an object.
     """
 
-    _plan: ClassVar[ModulePlan | None] = None
+    _source: ClassVar[ModuleSource | None] = None
+    _config: ComputeConfig
+    _layout: UnitLayout
     _part: nn.Module
     _whole: nn.Module
 
     def __init__(self, init_params: bool = True) -> None:
         super().__init__()
-        plan = type(self)._plan
-        if plan is None:
+        source = type(self)._source
+        if source is None:
             raise RuntimeError(
                 "parallelize(...) makes parallel modules and their classes. The class of a parallel module that was "
                 "made from an object makes no second one: give parallelize the class."
             )
-        self._config, self._layout, self._sample_name = plan.config, plan.layout, plan.sample_name
+        layout = self._layout
+        self._sample_name = sample_name(source.kind)
         self._pipeline: Pipeline | None = None
-        module = plan.make()
+        module = source.make(layout.is_pipeline)
         self.training = module.training
         parts = self._divide(module)
-        if plan.layout.recompute:
-            apply_checkpoint(LocalModules(module, parts), list(plan.layout.recompute))
-        if plan.given is not None:
-            take_own_memory(parts, plan.given)
+        if layout.recompute:
+            apply_checkpoint(LocalModules(module, parts), list(layout.recompute))
+        if source.given is not None:
+            take_own_memory(parts, source.given)
         # The part is not a submodule: this module has the same parts.
         self.__dict__["_part"] = parts
         self.__dict__["_whole"] = module
         for name in _SHARED:
             self.__dict__[name] = vars(parts)[name]
         self._empty: set[str] = set()
-        self._samples_of_step = plan.layout.microbatches if plan.layout.is_pipeline else None
-        self._calls = EqualCalls(plan.layout.tensor > 1, plan.layout.is_pipeline)
+        self._samples_of_step = layout.microbatches if layout.is_pipeline else None
+        self._calls = EqualCalls(layout.tensor > 1, layout.is_pipeline)
         if not init_params:
             self._leave_empty()
 

@@ -1,11 +1,10 @@
-"""Memory and values of a user's module: copies of it, and values that the first ranks send through host memory.
+"""Values that the first ranks send to the others, through host memory.
 
 ::
 
     rank 0 ─ data group ─▶ its place in each unit ─ pipeline group ─▶ first tensor ranks ─ tensor group ─▶ all
 """
 
-import copy
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -18,38 +17,7 @@ from torch.distributed import ProcessGroup
 from nxdpp.agreement.comparison import unequal
 from nxdpp.agreement.same_values import sample
 from nxdpp.agreement.together import from_all_ranks
-from nxdpp.doors.local_modules import over_the_same_memory
 from nxdpp.ranks import parallel_state
-
-
-def shared_copy(module: nn.Module) -> nn.Module:
-    """Return a copy of ``module`` whose parameters are new objects over the same memory.
-
-    Ties stay. Buffers and other attributes are copied. A module on the meta device is returned as it is: a copy would
-    lose what ``deferred_init`` has recorded. So is one that cannot be copied, with a warning.
-    """
-    parameters = list(module.parameters())
-    if any(parameter.is_meta for parameter in parameters):
-        return module
-    try:
-        return copy.deepcopy(module, {id(parameter): over_the_same_memory(parameter) for parameter in parameters})
-    except Exception as error:
-        warnings.warn(
-            f"the given {type(module).__name__} cannot be copied ({type(error).__name__}: {error}), and is used up: "
-            f"use the parallel module in its place",
-            stacklevel=4,
-        )
-        return module
-
-
-def take_own_memory(part: nn.Module, module: nn.Module) -> None:
-    """Give each parameter of ``part`` memory of its own if it shares memory with ``module``."""
-    if part is module:
-        return
-    shared = {_memory(parameter) for parameter in module.parameters()}
-    for parameter in part.parameters():
-        if not parameter.is_meta and _memory(parameter) in shared:
-            parameter.data = parameter.data.clone()
 
 
 def take_first_values(module: nn.Module) -> None:
@@ -79,13 +47,6 @@ def take_first_values(module: nn.Module) -> None:
     for _, tensor in differ:
         tensor.data = tensor.detach().clone()
         send(tensor, is_everywhere=True)
-
-
-def first_random_state() -> torch.Tensor:
-    """Return the state of torch's CPU generator on rank 0; collective over all ranks."""
-    own = torch.get_rng_state() if dist.get_rank() == 0 else None
-    state: torch.Tensor = parallel_state.get_exchange().through_first(own, lambda states: [states[0]] * len(states))
-    return state
 
 
 def send(tensor: torch.Tensor, is_everywhere: bool, sources: int = 1) -> None:
@@ -149,7 +110,3 @@ def _broadcast(message: torch.Tensor, group: ProcessGroup, source: int) -> None:
     if dist.get_world_size(group) > 1 and message.numel():
         # Bytes: gloo does not know all dtypes.
         dist.broadcast(message.view(-1).view(torch.uint8), group=group, group_src=source)
-
-
-def _memory(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
