@@ -2,7 +2,7 @@
 
 import logging
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -76,16 +76,9 @@ class ComputeConfig:
         for name in ("plan_ngpus", "runtime_ngpus", "zero_ngroups"):
             _check_type(name, getattr(self, name), Integral, "a whole number")
             object.__setattr__(self, name, int(getattr(self, name)))
-        for name in (
-            "constant_folding",
-            "use_zero",
-            "zero_use_reduce_scatter",
-            "inference_only",
-            "use_end2end",
-            "use_async_reducer",
-        ):
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name} must be True or False, not {getattr(self, name)!r}")
+        for each in fields(self):
+            if each.type is bool and not isinstance(getattr(self, each.name), bool):
+                raise TypeError(f"{each.name} must be True or False, not {getattr(self, each.name)!r}")
         if self.reducer_bucket_cap_mb is not None:
             _check_type("reducer_bucket_cap_mb", self.reducer_bucket_cap_mb, Real, "a number of megabytes or None")
         for name in ("pas_config", "user_config"):

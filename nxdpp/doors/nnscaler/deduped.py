@@ -20,6 +20,7 @@ from nxdpp.agreement.together import together
 from nxdpp.doors.nnscaler.extra_state import (
     EXTRA_STATE_KEY,
     add_optimizer_extra_state,
+    check_names,
     parallel_modules,
     take_extra_state,
     take_optimizer_extra_state,
@@ -175,9 +176,5 @@ def _filled(module: nn.Module, given: Mapping[str, Any]) -> dict[str, Any]:
     own = {key: value for key, value in own.items() if not key.endswith(EXTRA_STATE_KEY)}
     missing = [key for key in own if key not in checked and keepers.are_here(key)]
     unknown = [key for key in checked if key not in own]
-    if missing or unknown:
-        raise ValueError(
-            f"the state dict does not fit the module: it lacks {missing[:3]} of {len(missing)}, and has unknown "
-            f"{unknown[:3]} of {len(unknown)}. Give what deduped_state_dict returned on this rank."
-        )
+    check_names("the state dict", missing, unknown, "Give what deduped_state_dict returned on this rank.")
     return {**own, **checked}

@@ -150,6 +150,15 @@ def take_optimizer_extra_state(
     return taken
 
 
+def check_names(what: str, missing: Sequence[str], unknown: Sequence[str], remedy: str) -> None:
+    """Raise ``ValueError`` for names that ``what`` lacks, or that the module does not have."""
+    if missing or unknown:
+        raise ValueError(
+            f"{what} does not fit the module: it lacks {missing[:3]} of {len(missing)}, and has unknown {unknown[:3]} "
+            f"of {len(unknown)}. {remedy}"
+        )
+
+
 def parallel_modules(module: nn.Module) -> dict[str, Any]:
     """Return the parallel modules in ``module`` by prefix: ``""`` for itself, else a path with a dot at the end."""
     return {

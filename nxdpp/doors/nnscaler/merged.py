@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from nxdpp.checkpoint.distributed.rectangles import PlaceInWhole
 from nxdpp.doors.nnscaler.extra_state import (
     EXTRA_STATE_KEY,
+    check_names,
     check_version,
     joined,
     parallel_modules,
@@ -189,17 +190,14 @@ def _local_part(module: nn.Module, merged: Mapping[str, Any]) -> dict[str, Any]:
     if not extras:
         raise ValueError(f"{type(module).__name__} has no parallel module in it: call its own load_state_dict")
     own = [key for key in module.state_dict(keep_vars=True) if not key.endswith(EXTRA_STATE_KEY)]
-    expected = {key for key in own if not any(key.startswith(prefix) for prefix in extras)}
+    expected = {key for key in own if not key.startswith(tuple(extras))}
     placements: dict[str, PlaceInWhole] = {}
     for prefix, extra in extras.items():
         expected |= {f"{prefix}{name}" for name in extra["state_names"]}
         placements |= {f"{prefix}{name}": placement_in(held) for name, held in extra["held"].items()}
     missing, unknown = sorted(expected - merged.keys()), sorted(merged.keys() - expected)
-    if missing or unknown:
-        raise ValueError(
-            f"the merged state dict does not fit the module: it lacks {missing[:3]} of {len(missing)}, and has unknown "
-            f"{unknown[:3]} of {len(unknown)}. Give what merge_state_dicts returned, or the original's state_dict()."
-        )
+    remedy = "Give what merge_state_dicts returned, or the original's state_dict()."
+    check_names("the merged state dict", missing, unknown, remedy)
     return {key: _taken(key, merged[key], placements.get(key)) for key in own}
 
 

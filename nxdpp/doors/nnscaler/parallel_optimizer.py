@@ -210,17 +210,14 @@ class ParallelOptimizer(Optimizer):
     def _step_supports_amp_scaling(self) -> bool:
         """Attribute that a scaler reads in its step: refuse torch's, which decides for each rank by itself."""
         scaler = sys._getframe(1).f_locals.get("self")
-        if isinstance(scaler, torch.amp.GradScaler) and not isinstance(scaler, GradScaler) and self._is_over_ranks:
+        is_torchs = isinstance(scaler, torch.amp.GradScaler) and not isinstance(scaler, GradScaler)
+        if is_torchs and self._parallel[0].compute_config.ranks > 1:
             raise RuntimeError(
                 "torch's GradScaler skips a step for an overflow on this rank alone, and the other ranks would wait: "
                 "take nxdpp.GradScaler, which has the same arguments"
             )
         # Fused optimizers set it on the object.
         return bool(vars(self).get("_step_supports_amp_scaling", False))
-
-    @property
-    def _is_over_ranks(self) -> bool:
-        return self._parallel[0].compute_config.ranks > 1
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raise ``RuntimeError``: gradients of parameters outside of the module would not be summed."""

@@ -105,7 +105,7 @@ class SavedPlan:
             )
         if reuse in (ReuseType.MATCH, ReuseType.MOO) and content is not None and difference is None:
             return self.layout_in(content), False
-        if self.is_loaded:
+        if self.path in _loaded:
             raise RuntimeError(
                 f"the plan {self.path} is in use by a module that this process has loaded, and reuse={reuse.value!r} "
                 f"would replace it: give another instance_name, or reuse='match'"
@@ -116,11 +116,6 @@ class SavedPlan:
         layout = make()
         self.write(self.text_of(layout))
         return layout, True
-
-    @property
-    def is_loaded(self) -> bool:
-        """``True`` if this process has loaded a module by the file."""
-        return self.path in _loaded
 
     def note_loaded(self) -> None:
         """Note that this process loads a module by the file."""
@@ -191,12 +186,29 @@ def shared_layout(
     """
     if not dist.is_initialized():
         return plan.find_or_make(reuse, make)[0]
+
+    def find() -> tuple[str | None, bool]:
+        if dist.get_rank() > 0:
+            return None, False
+        _, is_new = plan.find_or_make(reuse, make)
+        return plan.read(), is_new
+
     # Messages in host memory, whatever the backend of the world.
     group = dist.new_group(backend="gloo")
     try:
-        return _on_all_ranks(plan, make, reuse, strategy, load_module, group)
+        text, is_new = all_together(find, gather=lambda own: gathered(own, group), kinds=_KINDS)[0]
+        assert text is not None, "rank 0 has read the file"
+        writes = is_new and strategy is not BroadcastGenFilesStrategy.NONE and os.environ.get("LOCAL_RANK", "0") == "0"
+        problem = _problem(plan, text, writes) if writes else None
+        if load_module:
+            dist.barrier(group=group)  # every host has written
+            _verify_configs(plan, group)
+            _verify_files(problem or _problem(plan, text), is_new, group)
+        elif problem is not None:
+            raise RuntimeError(problem)
     finally:
         dist.destroy_process_group(group)
+    return plan.layout_in(text)
 
 
 def verify_same_plan(plan: SavedPlan, layout: UnitLayout) -> None:
@@ -224,33 +236,6 @@ def _verify_configs(plan: SavedPlan, *groups: dist.ProcessGroup) -> None:
                     f"the ranks gave other compute_configs: on rank {rank} {name} is {value!r}, and {first[name]!r} on "
                     f"rank 0. Give all ranks the same"
                 )
-
-
-def _on_all_ranks(
-    plan: SavedPlan,
-    make: Callable[[], UnitLayout],
-    reuse: ReuseType,
-    strategy: BroadcastGenFilesStrategy,
-    load_module: bool,
-    group: dist.ProcessGroup,
-) -> UnitLayout:
-    def find() -> tuple[str | None, bool]:
-        if dist.get_rank() > 0:
-            return None, False
-        _, is_new = plan.find_or_make(reuse, make)
-        return plan.read(), is_new
-
-    text, is_new = all_together(find, gather=lambda own: gathered(own, group), kinds=_KINDS)[0]
-    assert text is not None, "rank 0 has read the file"
-    writes = is_new and strategy is not BroadcastGenFilesStrategy.NONE and os.environ.get("LOCAL_RANK", "0") == "0"
-    problem = _problem(plan, text, writes) if writes else None
-    if load_module:
-        dist.barrier(group=group)  # every host has written
-        _verify_configs(plan, group)
-        _verify_files(problem or _problem(plan, text), is_new, group)
-    elif problem is not None:
-        raise RuntimeError(problem)
-    return plan.layout_in(text)
 
 
 def _problem(plan: SavedPlan, text: str, writes: bool = False) -> str | None:
