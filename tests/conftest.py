@@ -5,6 +5,8 @@ The single-process references have one thread, like the ranks: the order of a su
 
 import gc
 import os
+import re
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,21 +26,33 @@ from tests.support.torchvision_operators import define_missing_operators
 torch.set_num_threads(1)
 define_missing_operators()
 
-# Folders whose tests compare numbers, files and messages, which no version of Python is likely to change. All of them
-# have the mark one_python.
+# Folders and files whose tests compare numbers, files and messages, which no version of Python is likely to change. All
+# of them have the mark one_python.
 ONE_PYTHON = (
-    "benchmarks", "checkpoint/distributed", "checkpoint/huggingface", "docs", "doors", "examples", "gradients",
-    "pipeline/partition", "pipeline/stages", "planning", "schedules/transport_model", "tensor",
+    "agreement", "benchmarks", "checkpoint", "devices", "docs", "doors", "examples", "gradients", "hosts",
+    "initialization", "pipeline/microbatches", "pipeline/p2p", "pipeline/partition", "pipeline/stages",
+    "pipeline/test_microbatches.py", "pipeline/test_model_eval.py", "pipeline/test_model_refusals.py",
+    "pipeline/test_model_train.py", "pipeline/test_post_partition_hooks.py", "pipeline/test_structured_samples.py",
+    "pipeline/whole/test_exactness.py", "pipeline/whole/test_move.py", "pipeline/whole/test_overlapped_average.py",
+    "pipeline/whole/test_peft.py", "pipeline/whole/test_shared_keys.py", "pipeline/whole/test_tensor_parallel.py",
+    "pipeline/whole/test_three_dimensions.py", "pipeline/whole/test_vision_language.py",
+    "pipeline/whole/test_wrapped_transformers.py", "pipeline/whole/test_wrapping_allocates_nothing.py", "planning",
+    "schedules", "tensor", "tracing/models/test_captured_outputs.py", "tracing/models/test_torch_transformer.py",
 )  # fmt: skip
+SWEEPS = tomllib.loads((Path(__file__).parent / "sweeps.toml").read_text())
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests of ``ONE_PYTHON`` before marks select tests."""
-    folders = tuple(f"{Path(__file__).parent / name}{os.sep}" for name in ONE_PYTHON)
+    """Mark the tests of ``ONE_PYTHON`` and of sweeps.toml before marks select tests."""
+    folder = Path(__file__).parent
+    sweeps = re.compile("|".join(SWEEPS))
     for item in items:
-        if str(item.path).startswith(folders):
+        path = item.path.relative_to(folder).as_posix()
+        if f"{path}/".startswith(tuple(f"{name}/" for name in ONE_PYTHON)):
             item.add_marker("one_python")
+        if sweeps.fullmatch(f"{path}::{item.nodeid.partition('::')[2]}"):
+            item.add_marker("sweep")
 
 
 def pytest_collection_finish() -> None:
