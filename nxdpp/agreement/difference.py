@@ -7,6 +7,7 @@ A different configuration makes different parameters and a different graph too. 
     attributes    attribute layers.0.scale = 2.0
     parameters    parameter lm_head.weight: [61, 32] torch.float32
     values        values of lm_head.weight: 5e0c
+    modes         requires_grad of lm_head.weight: False
     graph         stage 1: model_norm = call_module model.norm(...)
 """
 
@@ -25,12 +26,14 @@ _LINE = 200
 _BEFORE = 60
 _NONE = "(no such line)"
 
+_MODES = "other modes, which the code of forward reads,"
 _HAS = {
     "settings": "other settings",
     "configuration": "another configuration",
     "attributes": "other attributes",
     "parameters": "other parameters",
     "values": "other parameters",
+    "modes": _MODES,
     "graph": "another graph",
 }
 _STARTS = {
@@ -40,6 +43,8 @@ _STARTS = {
     "buffer ": "parameters",
     "values of ": "values",
     "initial weights from ": "values",
+    "requires_grad of ": "modes",
+    "training of ": "modes",
     "stage ": "graph",
     "any stage: ": "graph",
 }
@@ -55,6 +60,11 @@ class Difference(NamedTuple):
 
     has: str
     lines: str
+
+    @property
+    def is_of_modes(self) -> bool:
+        """``True`` if ``requires_grad`` or ``training`` differs, for which the code of forward asks."""
+        return self.has == _MODES
 
     @property
     def is_of_graph(self) -> bool:

@@ -7,7 +7,7 @@ appears as its module and name, a constant as its value. Its type appears when t
 import hashlib
 import types
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -39,10 +39,10 @@ class Fingerprint(NamedTuple):
         return zlib.decompress(self.compressed).decode().splitlines()
 
 
-def fingerprint(lines: Iterable[str]) -> Fingerprint:
-    """The fingerprint of a text."""
+def fingerprint(lines: Iterable[str], reasons: Sequence[str] = ()) -> Fingerprint:
+    """The fingerprint of a text. A message about a different text shows ``reasons`` too, which the hash leaves out."""
     text = "\n".join(lines).encode()
-    return Fingerprint(digest(text), zlib.compress(text, 1))
+    return Fingerprint(digest(text), zlib.compress("\n".join([*reasons, ""]).encode() + text, 1))
 
 
 def digest(content: bytes | memoryview) -> bytes:

@@ -33,6 +33,10 @@ _HEAD = 5
 # Added to the third number in no_sync().
 _IN_NO_SYNC = 2
 _REMEDY = "Wrap the same model with the same arguments on every rank of a pipeline, and give all the same inputs."
+_REMEDY_OF_MODES = (
+    "Change them on every rank, in the model that was wrapped, which has all parameters and modules on each rank: "
+    "model.head.requires_grad_(False). The wrapped model lists only the parameters of this rank."
+)
 _HABITS = """\
 All ranks of a pipeline take the same batch, and only data-parallel replicas take others. Usual causes:
   a seed of each rank (seed + rank): seed by parallel_state.get_data_parallel_rank() in place of the rank.
@@ -187,7 +191,8 @@ class StepVerifier:
         if pairs and difference.is_of_graph:
             lines = "".join(f"  {there}: {first}\n  {here}: {second}\n" for first, second in pairs)
             return f"{here} was given other inputs than {there}, or makes another call:\n{lines}{_REMEDY}"
-        return f"{here} has {difference.has} than {there}:\n{difference.lines}{_REMEDY}"
+        remedy = _REMEDY_OF_MODES if difference.is_of_modes else _REMEDY
+        return f"{here} has {difference.has} than {there}:\n{difference.lines}{remedy}"
 
     def _other_inputs(self, now: list[str], before: list[str]) -> str:
         here, there = self._name(self._rank), self._name(self._rank - 1)

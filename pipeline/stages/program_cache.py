@@ -12,7 +12,7 @@ from torch import fx, nn
 from nxdpp.agreement.configurations import configuration_lines
 from nxdpp.agreement.fingerprint import fingerprint, graph_lines, parameter_lines
 from nxdpp.agreement.last_used import LastUsed
-from nxdpp.pipeline.local.changes import ChangeRecord
+from nxdpp.pipeline.local.changes import ENTRIES, ChangeRecord
 from nxdpp.pipeline.partition.partition import Partition
 from nxdpp.pipeline.stages.cut_graph import CutGraph, EndsWith, RankStages
 from nxdpp.pipeline.stages.loss import LossSpec
@@ -79,6 +79,7 @@ class ProgramCache:
     ) -> None:
         module = partition.module
         self._changes = changes
+        self._entries = changes.watch(*ENTRIES)
         self._partition = partition
         self._module = module
         self._options = options
@@ -125,13 +126,15 @@ class ProgramCache:
             return self._kept(variant.with_numbers_fixed(numbers) if numbers else variant, shapes)
 
     def _settings(self) -> tuple[Settings, int]:
-        if self._state is _UNKNOWN:
+        if self._state is _UNKNOWN or (self._spine_settings.asked and self._entries.has_moved):
+            self._entries.settle()
             layers = self._layers()
             self._state = reachable_state(self._module, self._options, layers)
             names = spine_names(self._module, layers, ())
             spine = [self._module.get_submodule(name) for name in sorted(names)]
             read = () if self._state is None else self._state.names
-            self._spine_settings = SpineSettings(spine, read, self._partition.owners)
+            asked = () if self._state is None else self._state.asked
+            self._spine_settings = SpineSettings(spine, read, self._partition.owners, asked)
             self._last_settings = self._spine_settings.present()
             if self._read_values is None:
                 # The first look takes the state that is known.
@@ -279,7 +282,8 @@ class ProgramCache:
         stages = {stage: cut.build_program(plans[stage], self._shared_buffers) for stage in self._local_stages}
         edges = frozenset((source, plan.stage) for plan in plans for source in plan.received.values())
         mode = f"the {ends_with} in {'training' if cut.training else 'evaluation'} mode"
-        return RankStages(stages, edges, fingerprint([mode, *self._common, *lines]), plans[-1].results)
+        graph = fingerprint([mode, *self._common, *lines], self._spine_settings.lines())
+        return RankStages(stages, edges, graph, plans[-1].results)
 
 
 def signature(inputs: Mapping[str, Any]) -> list[Any]:

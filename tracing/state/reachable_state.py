@@ -62,6 +62,7 @@ class ReachableState:
     Attributes:
         functions: functions of the user that the code may call.
         names: names of attributes and globals in their code.
+        asked: names of attributes that their code reads of objects other than ``self``.
         of_leaves: attributes of modules below the spine that code names, as module, path and name.
     """
 
@@ -77,6 +78,7 @@ class ReachableState:
                 if function not in self.functions:
                     self.functions[function] = None
                     self.names |= names_in(function)
+        self.asked = frozenset(name for function in self.functions for name in names_on_others(function))
         self.of_leaves = self._attributes_of_leaves()
 
     def _walk(self) -> StateWalk:
@@ -87,12 +89,11 @@ class ReachableState:
         own = set(self.spine)
         root = self.spine[0]
         leaves = {part: path for path, part in listings.named_modules(root) if part not in own}
-        named = {name for function in self.functions for name in names_on_others(function)}
         stored = stored_names(leaves)
         return [
             (part, f"{type(root).__name__}.{path}.{name}", name)
             for part, path in leaves.items()
-            for name in sorted(named & vars(part).keys() - stored.of(part))
+            for name in sorted(self.asked & vars(part).keys() - stored.of(part))
             if name not in OF_MODULES
         ]
 

@@ -7,6 +7,7 @@ trace reads them, so other values need another graph.
 from argparse import Namespace
 from collections.abc import Collection, Hashable, Iterator, Sequence
 from enum import Enum
+from operator import attrgetter
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
@@ -37,13 +38,29 @@ class SpineSettings:
         spine: the modules that are traced through.
         names: names of attributes in the code of the user that the spine runs.
         owned: names of parameters and buffers, below the first module of ``spine``, that not every rank holds.
+        asked: names of attributes that the code reads of objects other than ``self``.
+
+    Attributes:
+        asked: the modules and parameters of all layers, of which the code may read ``training``, ``requires_grad``.
     """
 
-    def __init__(self, spine: Sequence[nn.Module], names: Collection[str], owned: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        spine: Sequence[nn.Module],
+        names: Collection[str],
+        owned: Collection[str] = (),
+        asked: Collection[str] = (),
+    ) -> None:
         self._spine = list(spine)
         self._names = frozenset(names)
         self._all = bool(self._names & ANY_ATTRIBUTE)
         self._left = 0
+        whole = self._spine[0] if self._spine else nn.Module()
+        things: dict[str, list[Any]] = {
+            "training": list(listings.modules(whole)),
+            "requires_grad": list(listings.parameters(whole)),
+        }
+        self.asked = [(name, each) for name, each in things.items() if self._all or name in asked]
         parts = {id(module) for module in self._spine}
         places = {module: name for name, module in listings.named_modules(self._spine[0])} if self._spine else {}
         self._buffers = [
@@ -62,11 +79,29 @@ class SpineSettings:
     def present(self) -> Settings:
         """The present values, each with the number of its module and its path."""
         self._left = _MOST_VALUES
-        return tuple(
+        present = tuple(
             (number, path, value)
             for number, module in enumerate(self._spine)
             for path, value in self._of_module(number, module)
         )
+        if not self.asked:
+            return present
+        return *present, *((-1, name, bytes(map(attrgetter(name), things))) for name, things in self.asked)
+
+    def lines(self) -> list[str]:
+        """A line for each parameter that is not trained, and each module in another mode than the model, if asked."""
+        whole = self._spine[0] if self._spine else nn.Module()
+        named: dict[str, Iterator[tuple[str, Any]]] = {
+            "training": listings.named_modules(whole),
+            "requires_grad": listings.named_parameters(whole),
+        }
+        usual = {"training": whole.training, "requires_grad": True}
+        return [
+            f"{name} of {path}: {getattr(thing, name)}"
+            for name, _ in self.asked
+            for path, thing in named[name]
+            if getattr(thing, name) != usual[name]
+        ]
 
     def _of_module(self, number: int, module: nn.Module) -> Iterator[tuple[str, Hashable]]:
         attributes = vars(module)
