@@ -140,6 +140,11 @@ class ChangeRecord:
         self._is_stale = False
 
 
+def parameters_of_all_models() -> list[nn.Parameter]:
+    """This rank's parameters of all wrapped models that are alive."""
+    return [parameter for record in list(_records) for parameter in record.parameters]
+
+
 class Watch:
     """Tells whether the record has noted a change of one of the kinds ``changes`` since ``settle``."""
 

@@ -7,7 +7,6 @@ Each is recognised before it changes anything, by an attribute that it reads, by
     transformers.Trainer(model)           reads is_distributed_loading_by_transformers
     fully_shard(model)                    registers a hook of torch.distributed.fsdp
     FullyShardedDataParallel(model)       lists modules() in _get_ignored_modules
-    clip_grad_norm_(model.parameters())   lists parameters() in torch.nn.utils.clip_grad
     accelerate's prepare(model)           sets forward, for autocast
 
 A list that the program has made before is not recognised. The first step finds modules that
@@ -16,8 +15,6 @@ A list that the program has made before is not recognised. The first step finds 
 
 from types import FrameType
 from typing import Any
-
-from nxdpp.ranks import parallel_state
 
 # Python 3.11 runs a comprehension in a frame of its own.
 _COMPREHENSIONS = ("<genexpr>", "<listcomp>")
@@ -62,12 +59,6 @@ def refuse_lister(frame: FrameType | None) -> None:
     place = frame.f_globals.get("__name__"), frame.f_code.co_name
     if place == ("torch.distributed.fsdp._init_utils", "_get_ignored_modules"):
         raise RuntimeError(_SHARDED)
-    if place == ("torch.nn.utils.clip_grad", "clip_grad_norm_") and _ranks_of_a_model() > 1:
-        raise RuntimeError(
-            f"torch.nn.utils.clip_grad_norm_ would clip by the norm of this rank's gradients. The model is divided "
-            f"over {_ranks_of_a_model()} ranks, and each would scale its own part by another factor. Call "
-            f"model.clip_grad_norm_(max_norm) on every rank."
-        )
 
 
 def refuse_forward(name: str) -> None:
@@ -78,9 +69,3 @@ def refuse_forward(name: str) -> None:
             "out of accelerate's prepare(), and call run_train under torch.autocast(device, dtype). Set another "
             "forward on the module before NxDPPModel(module)."
         )
-
-
-def _ranks_of_a_model() -> int:
-    if not parallel_state.model_parallel_is_initialized():
-        return 1
-    return parallel_state.get_pipeline_model_parallel_size() * parallel_state.get_tensor_model_parallel_size()

@@ -18,6 +18,7 @@ from nxdpp.initialization.parts import own_part, whole_of
 from nxdpp.initialization.record import record_of
 from nxdpp.pipeline.local.changes import ChangeRecord
 from nxdpp.pipeline.local.own_save import refuse_own_save
+from nxdpp.pipeline.local.partial_norms import refuse_partial_norms
 from nxdpp.pipeline.local.spine_hooks import SpineHooks
 from nxdpp.pipeline.local.tied_weights import TiedWeight, TiedWeights
 from nxdpp.pipeline.local.tree import (
@@ -108,6 +109,7 @@ class LocalPart:
         self.hooks = SpineHooks(root, self.module, layers)
         self.changes = changes or ChangeRecord()
         self.changes.follow(self.module, self.hooks.modules)
+        refuse_partial_norms()
 
     @property
     def is_initialised_at_once(self) -> bool:

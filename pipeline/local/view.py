@@ -93,9 +93,8 @@ class LocalView(nn.Module):
         return self.local_module.named_parameters(**kwargs)
 
     def local_parameters(self) -> Iterator[nn.Parameter]:
-        """This rank's parameters, for an optimizer. Raises ``RuntimeError`` in torch's ``clip_grad_norm_``."""
-        refuse_lister(sys._getframe(1))
-        yield from self.local_module.parameters()
+        """This rank's parameters, for an optimizer."""
+        return self.local_module.parameters()
 
     def local_named_buffers(self, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
         """This rank's buffers under their original names; takes the arguments of ``named_buffers``."""
@@ -142,11 +141,6 @@ class LocalView(nn.Module):
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
         """The same as ``local_named_modules``; ``named_parameters`` and ``named_buffers`` use it."""
         yield from self.local_module.named_modules(*args, **kwargs)
-
-    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """This rank's parameters. Raises ``RuntimeError`` in torch's ``clip_grad_norm_``, which needs all ranks'."""
-        refuse_lister(sys._getframe(1))
-        yield from super().parameters(recurse)
 
     def modules(self, *args: Any, **kwargs: Any) -> Iterator[nn.Module]:
         """This rank's modules. Raises ``RuntimeError`` in ``FullyShardedDataParallel``."""

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import get_total_norm
 
 from nxdpp import GradScaler, NxDPPModel, apply_checkpoint, parallel_state
 from nxdpp.pipeline.p2p.transport import Direction, Transport
@@ -212,12 +213,19 @@ def clip_by_torch(rank: int) -> float:
     wrapped = NxDPPModel(make("llama"), num_microbatches=2)
     wrapped.run_train(**padded_batch(4))
     gradients = [p.grad.clone() for p in wrapped.parameters() if p.grad is not None]
-    trained = (p for p in wrapped.parameters() if p.requires_grad)
-    for given in (wrapped.parameters(), wrapped.local_parameters(), trained):
-        with pytest.raises(RuntimeError, match=r"over 2 ranks, and each .* Call model.clip_grad_norm_\(max_norm\) on"):
+    trained = [p for p in wrapped.parameters() if p.requires_grad]
+    (group,) = torch.optim.SGD(trained).param_groups
+    refused = pytest.raises(RuntimeError, match=r"over 2 ranks, and each .* Call model.clip_grad_norm_\(max_norm\) on")
+    for given in (wrapped.parameters(), wrapped.local_parameters(), iter(trained), trained, group["params"]):
+        with refused:
             clip(given, 0.5)
+    with refused:
+        get_total_norm([p.grad for p in trained if p.grad is not None])
+    others = nn.Linear(4, 4)
+    others(torch.ones(4)).sum().backward()
+    assert clip(others.parameters(), 0.5) == get_total_norm([torch.ones(4, 4), torch.ones(4)])
     assert all(map(torch.equal, gradients, (p.grad for p in wrapped.parameters() if p.grad is not None)))
-    torch.nn.utils.clip_grad_value_(wrapped.parameters(), 1e9)
+    nn.utils.clip_grad_value_(wrapped.parameters(), 1e9)
     return wrapped.clip_grad_norm_(0.5).item()
 
 

@@ -1,0 +1,50 @@
+"""Norms of gradients by torch, which would be those of this rank's part of a pipelined model.
+
+``torch.nn.utils.clip_grad_norm_`` and ``get_total_norm`` take any iterable, so the gradients tell whose they are.
+"""
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.nn.utils import clip_grad
+
+from nxdpp.pipeline.local.changes import parameters_of_all_models
+from nxdpp.ranks import parallel_state
+
+# All functions of torch that take a norm call this one by its global name, however a program has imported them.
+_GROUPS = "_group_tensors_by_device_and_dtype"
+_NORM = "_get_total_norm"
+_group = vars(clip_grad)[_GROUPS]
+
+
+def refuse_partial_norms() -> None:
+    """Make torch's norms of gradients raise ``RuntimeError`` where a rank has only a part of them."""
+    vars(clip_grad)[_GROUPS] = _checked_group
+
+
+def _checked_group(tensors: Sequence[Sequence[torch.Tensor]], *args: Any, **kwargs: Any) -> Any:
+    if sys._getframe(1).f_code.co_name == _NORM:
+        _check(tensors[0])
+    return _group(tensors, *args, **kwargs)
+
+
+def _check(gradients: Sequence[torch.Tensor]) -> None:
+    ranks = _ranks_of_a_model()
+    if ranks == 1:
+        return
+    measured = set(map(id, gradients))
+    found = sum(id(each.grad) in measured for each in parameters_of_all_models() if each.grad is not None)
+    if found:
+        raise RuntimeError(
+            f"torch would take the norm of {found} gradients of this rank. The model is divided over {ranks} ranks, "
+            f"and each would scale its own part by a different factor. Call model.clip_grad_norm_(max_norm) on every "
+            f"rank; with max_norm=float('inf') it only measures."
+        )
+
+
+def _ranks_of_a_model() -> int:
+    if not parallel_state.model_parallel_is_initialized():
+        return 1
+    return parallel_state.get_pipeline_model_parallel_size() * parallel_state.get_tensor_model_parallel_size()
