@@ -3,10 +3,14 @@
 Without the error such an optimizer would silently update parameters that are no longer trained. An existing optimizer
 is found when a parameter is replaced. An optimizer made later, from an old list of parameters, is found at its first
 step. An optimizer made before wrapping is found too; it would also keep the parameters of other stages in memory.
+
+Where the program itself has replaced a parameter, one process would go on with the old one without a word. Here it goes
+on with a warning.
 """
 
 import gc
-from collections.abc import Callable, Collection, Iterator, Mapping
+import logging
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,8 +20,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from nxdpp.gradients.step_hooks import run_before_steps
 
-# Names of the replaced parameters that are still referenced.
+_logger = logging.getLogger(__name__)
+
+# Names of the replaced parameters that are still referenced; then those that the program has replaced itself.
 _replaced = WeakIdKeyDictionary()
+_outdated = WeakIdKeyDictionary()
 
 _step_check: Callable[[], None] | None = None
 
@@ -57,16 +64,25 @@ def watch_replaced(parameters: Mapping[str, nn.Parameter]) -> None:
 
     The check of the steps is removed once all replaced parameters are freed.
     """
+    _watch(_replaced, parameters)
+
+
+def warn_of_replaced(parameters: Mapping[str, nn.Parameter]) -> None:
+    """Warn once of an optimizer that steps with one of ``parameters``, which the program itself has replaced."""
+    _watch(_outdated, parameters)
+
+
+def _watch(known: MutableMapping[Any, Any], parameters: Mapping[str, nn.Parameter]) -> None:
     global _step_check
     for name, parameter in parameters.items():
-        _replaced[parameter] = name
+        known[parameter] = name
     if _step_check is None and parameters:
         _step_check = run_before_steps(_refuse_replaced)
 
 
 def _refuse_replaced(optimizer: Optimizer) -> None:
     global _step_check
-    if not len(_replaced):
+    if not len(_replaced) and not len(_outdated):
         if _step_check is not None:
             _step_check()
             _step_check = None
@@ -77,6 +93,15 @@ def _refuse_replaced(optimizer: Optimizer) -> None:
             f"an optimizer, {type(optimizer).__name__}, holds {len(names)} parameters that are not this rank's "
             f"({names[0]} is the first): they were replaced, or belong to other stages. Make the optimizer from "
             f"local_parameters() or local_module.parameters(), after wrapping, loading and move_model_to_device()."
+        )
+    old = [_outdated.pop(parameter) for parameter in parameters_of(optimizer) if parameter in _outdated]
+    if old:
+        _logger.warning(
+            "an optimizer, %s, holds %d parameters that the program has replaced in the model (%s is the first): it "
+            "does not train the new ones, as in one process. Make it again from the parameters of now.",
+            type(optimizer).__name__,
+            len(old),
+            old[0],
         )
 
 

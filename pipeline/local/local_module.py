@@ -11,18 +11,41 @@
 from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from typing import Any, Self
+from weakref import WeakKeyDictionary
 
 from torch import nn
 
 from nxdpp.tensor.move_model_to_device import convert_parameters
+
+# Not attributes: a copy of a tree follows nothing.
+_before_listings: "WeakKeyDictionary[LocalModule, Callable[[], None]]" = WeakKeyDictionary()
 
 
 class LocalModule(nn.Module):
     """A container whose ``named_children`` are this rank's modules under their full names.
 
     ``add_module`` takes a full name, too, and replaces a module below. ``children`` are the children in the tree,
-    which torch needs for moves and modes.
+    which torch needs for moves and modes. What it lists has followed all replacements in the wrapped model.
     """
+
+    def run_before_listings(self, follow: Callable[[], None]) -> None:
+        """Call ``follow`` before modules, tensors or the state dict are listed."""
+        _before_listings[self] = follow
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        """All modules, as torch's; parameters and buffers are listed by it."""
+        self._follow()
+        yield from super().named_modules(*args, **kwargs)
+
+    def get_submodule(self, target: str) -> nn.Module:
+        """The module of this name."""
+        self._follow()
+        return super().get_submodule(target)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The state dict, as torch's."""
+        self._follow()
+        return super().state_dict(*args, **kwargs)
 
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
         """The outermost modules that stages run, each once, under their full names."""
@@ -57,6 +80,10 @@ class LocalModule(nn.Module):
             self.add_module(name, value)
         else:
             super().__setattr__(name, value)
+
+    def _follow(self) -> None:
+        if follow := _before_listings.get(self):
+            follow()
 
     def _names(self) -> Iterator[str]:
         return (name for name, _ in self.named_children())

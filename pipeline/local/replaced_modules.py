@@ -7,6 +7,7 @@ objects. Above layers the tree has containers, and a replacement in one has to b
     model     lm_head ─▶ Linear          follows
 """
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -42,6 +43,7 @@ class ReplacementSync:
         self._containers: list[tuple[_Slot, tuple[Any, Any]]] = []
         self._held: list[tuple[_Slot, Any]] = []
         self._elsewhere: list[tuple[dict[str, Any], str, Any]] = []
+        self._stores: list[tuple[str, dict[str, Any], dict[str, Any]]] = []
         for name, container in listings.named_modules(tree):
             module = root.get_submodule(name)
             if container is not module:
@@ -49,7 +51,10 @@ class ReplacementSync:
                     self._note(name, vars(container)[store], vars(module)[store])
 
     def _note(self, name: str, tree: dict[str, Any], whole: dict[str, Any]) -> None:
+        self._stores.append((name, tree, whole))
         for key, value in whole.items():
+            if value is None:
+                continue
             slot = _Slot(f"{name}.{key}" if name else key, key, tree, whole)
             if key not in tree:
                 self._elsewhere.append((whole, key, value))
@@ -71,8 +76,8 @@ class ReplacementSync:
         Replacements of what other ranks hold are undone: those ranks make them themselves.
 
         Raises:
-            RuntimeError: for a removal, two different replacements of one module, and a replaced container; nothing
-                is changed then.
+            RuntimeError: for a removal, new parameters above the layers, two different replacements of one module, and
+                a replaced container; nothing is changed then.
         """
         for slot, known in self._containers:
             if any(now is not before for now, before in zip(slot.found, known, strict=True)):
@@ -80,19 +85,62 @@ class ReplacementSync:
                     f"{slot.name} was replaced; it is above the transformer layers or is held by several stages, and "
                     f"no stage runs it as a whole. Replace modules in it."
                 )
+        added = list(self._added())
         present = [_newest(slot, known) for slot, known in self._held]
+        for (slot, known), value in zip(self._held, present, strict=True):
+            _refuse_without_stage(slot, known, value)
         replaced = {}
         for (slot, known), value in zip(self._held, present, strict=True):
             if value is not known:
                 slot.tree[slot.key] = slot.whole[slot.key] = value
                 if isinstance(known, nn.Module):
                     replaced[slot.name] = known
-        has_changed = any(value is not known for (_, known), value in zip(self._held, present, strict=True))
+        has_changed = bool(added) or any(
+            value is not known for (_, known), value in zip(self._held, present, strict=True)
+        )
         for whole, key, value in self._elsewhere:
             has_changed = has_changed or whole.get(key) is not value
             whole[key] = value
         self._held = [(slot, value) for (slot, _), value in zip(self._held, present, strict=True)]
+        for slot in added:
+            value = next(each for each in slot.found if each is not None)
+            slot.tree[slot.key] = slot.whole[slot.key] = value
+            self._held.append((slot, value))
         return replaced, has_changed
+
+    def _added(self) -> Iterator[_Slot]:
+        """What is new above the layers. Raises ``RuntimeError`` for new parameters, which no stage holds."""
+        known = {(id(slot.tree), slot.key) for slot, _ in (*self._held, *self._containers)}
+        elsewhere = {(id(whole), key) for whole, key, _ in self._elsewhere}
+        for name, tree, whole in self._stores:
+            for key in dict.fromkeys([*whole, *tree]):
+                slot = _Slot(f"{name}.{key}" if name else key, key, tree, whole)
+                if (id(tree), key) in known or slot.found == (None, None):
+                    continue
+                if (id(whole), key) in elsewhere:
+                    if key in tree:
+                        raise RuntimeError(
+                            f"{slot.name} was added to local_module, and another rank holds it. Replace it in the "
+                            f"model that was wrapped, by the same line on every rank."
+                        )
+                    continue
+                _refuse_without_stage(slot, None, *slot.found)
+                yield slot
+
+
+def _refuse_without_stage(slot: _Slot, known: Any, *values: Any) -> None:
+    """Raise ``RuntimeError`` for one of ``values`` with parameters in place of ``known`` without."""
+    if any(map(_holds_parameters, values)) and not _holds_parameters(known):
+        raise RuntimeError(
+            f"{slot.name} has parameters, and nothing of that name had any when the model was wrapped: no stage holds "
+            f"them. Add it before NxDPPModel(module)."
+        )
+
+
+def _holds_parameters(value: Any) -> bool:
+    if isinstance(value, nn.Module):
+        return next(listings.parameters(value), None) is not None
+    return isinstance(value, nn.Parameter)
 
 
 def _newest(slot: _Slot, known: Any) -> Any:

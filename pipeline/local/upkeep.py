@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from nxdpp.agreement.replicas import check_replica_values
 from nxdpp.agreement.same_values import RankValues
-from nxdpp.gradients.replaced_parameters import check_no_optimizer_holds, watch_replaced
+from nxdpp.gradients.replaced_parameters import check_no_optimizer_holds, warn_of_replaced, watch_replaced
 from nxdpp.initialization.allocation import allocate
 from nxdpp.pipeline import arguments
 from nxdpp.pipeline.local.changes import ENTRIES, TENSORS, Change
@@ -67,6 +68,10 @@ class LocalUpkeep:
         self._materialised = self._changes.watch(*TENSORS)
         self._dtypes = self._changes.watch(*TENSORS, Change.GRADIENT)
         self._values = self._changes.watch(Change.VALUES)
+        self._is_following = False
+        self._names = WeakIdKeyDictionary()
+        self._note_names()
+        part.module.run_before_listings(self._follow_before_listing)
 
     def make_ready(self) -> None:
         """Make the part ready for a step. Raises ``RuntimeError`` for modules and tensors that no step can use."""
@@ -123,6 +128,19 @@ class LocalUpkeep:
         self._changes.note(Change.MOVE, Change.HOOK, Change.VALUES)
         self._changes.look()
         self._entries.settle()
+        self._note_names()
+
+    def _follow_before_listing(self) -> None:
+        """Follow replacements, so that an optimizer gets the parameters that will run."""
+        if self._is_following:
+            return
+        self._is_following = True
+        try:
+            self._changes.look()
+            if self._entries.has_moved:
+                self._follow_replacements()
+        finally:
+            self._is_following = False
 
     def _follow_replacements(self) -> None:
         """Follow replacements that none of our methods made."""
@@ -136,6 +154,12 @@ class LocalUpkeep:
             self._changes.note(Change.VALUES)
             self._changes.look()
         self._entries.settle()
+        present = set(map(id, listings.parameters(self._tree)))
+        warn_of_replaced({name: known for known, name in self._names.items() if id(known) not in present})
+        self._note_names()
+
+    def _note_names(self) -> None:
+        self._names = WeakIdKeyDictionary({each: name for name, each in listings.named_parameters(self._tree)})
 
     def _replace_in_both(self) -> bool:
         """Make replacements in the tree and in the whole model; return whether a stage runs another module."""

@@ -1,0 +1,179 @@
+"""Modules, parameters and buffers that a script replaces or adds after wrapping, by the same line on every rank."""
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from nxdpp import parallel_state
+from tests.pipeline.after_wrapping.scripts import (
+    VOCABULARY,
+    WIDTH,
+    Layer,
+    PipelinedTraining,
+    Plain,
+    Script,
+    batch,
+    compare,
+)
+from tests.pipeline.after_wrapping.scripts import Training as Training
+from tests.support.run_ranks import run_ranks
+
+
+class Open(Plain):
+    """Its forward uses what a script may add."""
+
+    adapter: Any
+    factor: Any
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.activation: nn.Module = nn.Tanh()
+        self.shift: nn.Parameter | None
+        self.register_parameter("shift", None)
+
+    def after_layers(self, hidden: torch.Tensor) -> torch.Tensor:
+        hidden = super().after_layers(hidden)
+        if self.shift is not None:
+            hidden = hidden + self.shift
+        if hasattr(self, "adapter"):
+            hidden = self.adapter(hidden)
+        if hasattr(self, "factor"):
+            hidden = hidden * self.factor
+        result: torch.Tensor = self.activation(hidden)
+        return result
+
+
+class Adapted(nn.Module):
+    """A linear layer with an adapter of rank 2."""
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down = nn.Linear(WIDTH, 2, bias=False)
+        self.up = nn.Linear(2, VOCABULARY, bias=False)
+
+    def forward(self, hidden: torch.Tensor) -> Any:
+        return self.base(hidden) + self.up(self.down(hidden))
+
+
+def after_steps(change: Any, steps: int = 2) -> Script:
+    """A script that changes its model after ``steps``, and makes a new optimizer."""
+
+    def script(training: Training) -> None:
+        if steps:
+            training.steps(steps)
+        change(training.model)
+        training.steps(3)
+
+    return script
+
+
+def old_optimizer(training: Training) -> None:
+    optimizer = torch.optim.AdamW(training.wrapped.parameters(), lr=1e-2)
+    training.steps(2, optimizer)
+    training.model.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+    training.steps(3, optimizer)
+
+
+def buffer_and_state(training: Training) -> None:
+    training.steps(1)
+    training.model.scale = torch.tensor(2.0)
+    training.record.append(training.wrapped.state_dict()["scale"].item())
+    training.steps(2)
+    training.record.append(dict(training.wrapped.named_buffers())["scale"].item())
+
+
+def add_buffer(model: nn.Module) -> None:
+    model.register_buffer("factor", torch.tensor(2.0))
+
+
+def replace(name: str, make: Any) -> Any:
+    return lambda model: model.set_submodule(name, make())
+
+
+def head() -> nn.Module:
+    return nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+
+SCRIPTS: dict[str, Any] = {
+    "head": (Plain, after_steps(replace("head", head))),
+    "head before the first step": (Plain, after_steps(replace("head", head), 0)),
+    "adapter around the head": (Plain, after_steps(lambda model: setattr(model, "head", Adapted(model.head)))),
+    "layer": (Plain, after_steps(replace("layers.3", Layer))),
+    "part of a layer": (Plain, after_steps(replace("layers.0.linear", lambda: nn.Linear(WIDTH, WIDTH)))),
+    "norm": (Plain, after_steps(replace("norm", lambda: nn.LayerNorm(WIDTH, eps=0.5)))),
+    "larger embedding": (Plain, after_steps(replace("embed", lambda: nn.Embedding(VOCABULARY + 8, WIDTH)))),
+    "weight": (
+        Plain,
+        after_steps(lambda model: setattr(model.head, "weight", nn.Parameter(torch.randn(VOCABULARY, WIDTH)))),
+    ),
+    "module without parameters": (Open, after_steps(replace("activation", nn.GELU))),
+    "module without parameters, added": (Open, after_steps(lambda model: model.add_module("adapter", nn.ReLU()))),
+    "buffer, added": (Open, after_steps(add_buffer)),
+    "buffer": (Plain, buffer_and_state),
+    "head, and the old optimizer": (Plain, old_optimizer),
+}
+
+
+def compared(rank: int, world_size: int) -> dict[str, Any]:
+    return compare(rank, world_size, SCRIPTS)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_losses_are_those_of_one_process(world_size: int) -> None:
+    for result in run_ranks(world_size, compared, world_size):
+        for name, (alone, pipelined) in result.items():
+            assert pipelined == alone, name
+
+
+def warned_of(rank: int) -> list[str]:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("nxdpp.gradients.replaced_parameters").addHandler(handler)
+    torch.manual_seed(0)
+    training = PipelinedTraining(Plain())
+    after_steps(replace("head", head))(training)
+    assert not messages
+    old_optimizer(training)
+    return messages
+
+
+def test_an_old_optimizer_is_told_of_once() -> None:
+    first, last = run_ranks(2, warned_of)
+    assert not first
+    (message,) = last
+    assert "AdamW, holds 1 parameters that the program has replaced in the model (head.weight is the first)" in message
+
+
+def refused(rank: int, changes: list[str]) -> list[str]:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    found = []
+    for change in changes:
+        torch.manual_seed(0)
+        training = PipelinedTraining(Open())
+        training.steps(1)
+        CHANGES[change](training.model)
+        with pytest.raises(RuntimeError) as raised:
+            training.wrapped.run_train(**batch())
+        found.append(str(raised.value))
+    return found
+
+
+CHANGES: dict[str, Any] = {
+    "adapter": lambda model: model.add_module("adapter", nn.Linear(WIDTH, WIDTH)),
+    "layers.4": lambda model: model.layers.append(Layer()),
+    "activation": lambda model: model.set_submodule("activation", nn.PReLU()),
+    "shift": lambda model: model.register_parameter("shift", nn.Parameter(torch.ones(WIDTH))),
+}
+
+
+def test_new_parameters_above_the_layers_are_refused_on_all_ranks() -> None:
+    for messages in run_ranks(2, refused, list(CHANGES)):
+        for name, message in zip(CHANGES, messages, strict=True):
+            assert message.startswith(f"{name} has parameters, and nothing of that name had any"), message
+            assert "Add it before NxDPPModel(module)." in message
