@@ -11,14 +11,14 @@
 from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from typing import Any, Self
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakMethod
 
 from torch import nn
 
 from nxdpp.tensor.move_model_to_device import convert_parameters
 
-# Not attributes: a copy of a tree follows nothing.
-_before_listings: "WeakKeyDictionary[LocalModule, Callable[[], None]]" = WeakKeyDictionary()
+# Not an attribute: a copy of a tree follows nothing. The methods are of objects that hold the tree.
+_before_listings: "WeakKeyDictionary[LocalModule, WeakMethod[Callable[[], None]]]" = WeakKeyDictionary()
 
 
 class LocalModule(nn.Module):
@@ -29,8 +29,8 @@ class LocalModule(nn.Module):
     """
 
     def run_before_listings(self, follow: Callable[[], None]) -> None:
-        """Call ``follow`` before modules, tensors or the state dict are listed."""
-        _before_listings[self] = follow
+        """Call ``follow``, a method, before modules, tensors or the state dict are listed."""
+        _before_listings[self] = WeakMethod(follow)
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
         """All modules, as torch's; parameters and buffers are listed by it."""
@@ -82,7 +82,8 @@ class LocalModule(nn.Module):
             super().__setattr__(name, value)
 
     def _follow(self) -> None:
-        if follow := _before_listings.get(self):
+        method = _before_listings.get(self)
+        if method is not None and (follow := method()) is not None:
             follow()
 
     def _names(self) -> Iterator[str]:

@@ -137,7 +137,8 @@ class LocalUpkeep:
         self._is_following = True
         try:
             self._changes.look()
-            if self._entries.has_moved:
+            # The next step or refresh() knows of a replacement that only this rank has made.
+            if self._entries.has_moved and not (self._has_run and self._sync.has_replacement_in_tree()):
                 self._follow_replacements()
         finally:
             self._is_following = False

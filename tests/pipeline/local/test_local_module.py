@@ -1,5 +1,8 @@
 """Moves and conversions of a rank's tree."""
 
+import copy
+import gc
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -52,3 +55,29 @@ def test_parameters_that_stay_need_no_other_optimizer() -> None:
     optimizer = torch.optim.SGD(tree.parameters(), lr=0.1)
     tree.double()
     assert optimizer.param_groups[0]["params"] == list(tree.parameters())
+
+
+class Follower:
+    def __init__(self, tree: LocalModule) -> None:
+        self.tree = tree
+        self.followed = 0
+        tree.run_before_listings(self.follow)
+
+    def follow(self) -> None:
+        self.followed += 1
+
+
+def test_listings_follow_and_keep_nothing_alive() -> None:
+    follower = Follower(LocalModule())
+    tree, at = follower.tree, weakref.ref(follower)
+    for listed in (tree.parameters, tree.named_buffers, tree.modules, tree.state_dict, tree.named_modules):
+        before = follower.followed
+        list(listed())
+        assert follower.followed == before + 1
+    copied = follower.followed
+    list(copy.deepcopy(tree).parameters())
+    assert follower.followed == copied
+    del follower
+    gc.collect()
+    assert at() is None
+    assert list(tree.parameters()) == []
