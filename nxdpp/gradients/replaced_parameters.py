@@ -10,7 +10,7 @@ on with a warning.
 
 import gc
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -70,6 +70,12 @@ def watch_replaced(parameters: Mapping[str, nn.Parameter]) -> None:
 def warn_of_replaced(parameters: Mapping[str, nn.Parameter]) -> None:
     """Warn once of an optimizer that steps with one of ``parameters``, which the program itself has replaced."""
     _watch(_outdated, parameters)
+
+
+def note_present(parameters: Iterable[nn.Parameter]) -> None:
+    """Take back the warnings of ``parameters``, which the program may have put in their places again."""
+    for parameter in parameters:
+        _outdated.pop(parameter, None)
 
 
 def _watch(known: MutableMapping[Any, Any], parameters: Mapping[str, nn.Parameter]) -> None:

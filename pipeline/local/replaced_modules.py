@@ -109,7 +109,7 @@ class ReplacementSync:
         return replaced, has_changed
 
     def _added(self) -> Iterator[_Slot]:
-        """What is new above the layers. Raises ``RuntimeError`` for new parameters, which no stage holds."""
+        """Yield what is new above the layers. Raises ``RuntimeError`` for new parameters, which no stage holds."""
         known = {(id(slot.tree), slot.key) for slot, _ in (*self._held, *self._containers)}
         elsewhere = {(id(whole), key) for whole, key, _ in self._elsewhere}
         for name, tree, whole in self._stores:

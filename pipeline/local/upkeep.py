@@ -15,7 +15,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from nxdpp.agreement.replicas import check_replica_values
 from nxdpp.agreement.same_values import RankValues
-from nxdpp.gradients.replaced_parameters import check_no_optimizer_holds, warn_of_replaced, watch_replaced
+from nxdpp.gradients.replaced_parameters import (
+    check_no_optimizer_holds,
+    note_present,
+    warn_of_replaced,
+    watch_replaced,
+)
 from nxdpp.initialization.allocation import allocate
 from nxdpp.pipeline import arguments
 from nxdpp.pipeline.local.changes import ENTRIES, TENSORS, Change
@@ -161,6 +166,7 @@ class LocalUpkeep:
 
     def _note_names(self) -> None:
         self._names = WeakIdKeyDictionary({each: name for name, each in listings.named_parameters(self._tree)})
+        note_present(self._names)
 
     def _replace_in_both(self) -> bool:
         """Make replacements in the tree and in the whole model; return whether a stage runs another module."""

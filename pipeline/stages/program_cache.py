@@ -126,7 +126,7 @@ class ProgramCache:
             return self._kept(variant.with_numbers_fixed(numbers) if numbers else variant, shapes)
 
     def _settings(self) -> tuple[Settings, int]:
-        if self._state is _UNKNOWN or (self._spine_settings.asked and self._entries.has_moved):
+        if self._state is _UNKNOWN or (self._spine_settings.of_layers and self._entries.has_moved):
             self._entries.settle()
             layers = self._layers()
             self._state = reachable_state(self._module, self._options, layers)

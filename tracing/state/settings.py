@@ -41,7 +41,7 @@ class SpineSettings:
         asked: names of attributes that the code reads of objects other than ``self``.
 
     Attributes:
-        asked: the modules and parameters of all layers, of which the code may read ``training``, ``requires_grad``.
+        of_layers: ``training`` with all modules, ``requires_grad`` with all parameters, where the code may read them.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class SpineSettings:
             "training": list(listings.modules(whole)),
             "requires_grad": list(listings.parameters(whole)),
         }
-        self.asked = [(name, each) for name, each in things.items() if self._all or name in asked]
+        self.of_layers = [(name, each) for name, each in things.items() if self._all or name in asked]
         parts = {id(module) for module in self._spine}
         places = {module: name for name, module in listings.named_modules(self._spine[0])} if self._spine else {}
         self._buffers = [
@@ -84,9 +84,9 @@ class SpineSettings:
             for number, module in enumerate(self._spine)
             for path, value in self._of_module(number, module)
         )
-        if not self.asked:
+        if not self.of_layers:
             return present
-        return *present, *((-1, name, bytes(map(attrgetter(name), things))) for name, things in self.asked)
+        return *present, *((-1, name, bytes(map(attrgetter(name), things))) for name, things in self.of_layers)
 
     def lines(self) -> list[str]:
         """A line for each parameter that is not trained, and each module in another mode than the model, if asked."""
@@ -98,7 +98,7 @@ class SpineSettings:
         usual = {"training": whole.training, "requires_grad": True}
         return [
             f"{name} of {path}: {getattr(thing, name)}"
-            for name, _ in self.asked
+            for name, _ in self.of_layers
             for path, thing in named[name]
             if getattr(thing, name) != usual[name]
         ]

@@ -63,7 +63,7 @@ def batch(rows: int = 4) -> dict[str, torch.Tensor]:
 
 
 class Training:
-    """What a script has.
+    """Model, wrapped model and record of one script.
 
     Attributes:
         model: the user's module.

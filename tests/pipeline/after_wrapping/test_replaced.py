@@ -138,6 +138,14 @@ def warned_of(rank: int) -> list[str]:
     torch.manual_seed(0)
     training = PipelinedTraining(Plain())
     after_steps(replace("head", head))(training)
+    optimizer = torch.optim.AdamW(training.wrapped.parameters(), lr=1e-2)
+    own = training.model.head
+    for module in (head(), own):
+        training.model.head = module
+        # The rank without the head has put its own one back already, and sees no second change.
+        training.wrapped.refresh()
+        training.loss()
+    training.steps(1, optimizer)
     assert not messages
     old_optimizer(training)
     return messages
