@@ -39,19 +39,26 @@ ONE_PYTHON = (
     "pipeline/whole/test_wrapped_transformers.py", "pipeline/whole/test_wrapping_allocates_nothing.py", "planning",
     "schedules", "tensor", "tracing/models/test_captured_outputs.py", "tracing/models/test_torch_transformer.py",
 )  # fmt: skip
+COLLECTED = pytest.StashKey[set[str]]()
+"""Files with collected tests below tests/, and the lines of sweeps.toml that some of them match."""
 SWEEPS = tomllib.loads((Path(__file__).parent / "sweeps.toml").read_text())
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark the tests of ``ONE_PYTHON`` and of sweeps.toml before marks select tests."""
     folder = Path(__file__).parent
-    sweeps = re.compile("|".join(SWEEPS))
+    collected = config.stash.setdefault(COLLECTED, set())
+    sweeps = {pattern: re.compile(pattern) for pattern in SWEEPS}
     for item in items:
         path = item.path.relative_to(folder).as_posix()
+        collected.add(path)
         if f"{path}/".startswith(tuple(f"{name}/" for name in ONE_PYTHON)):
             item.add_marker("one_python")
-        if sweeps.fullmatch(f"{path}::{item.nodeid.partition('::')[2]}"):
+        name = f"{path}::{item.nodeid.partition('::')[2]}"
+        matched = [pattern for pattern, compiled in sweeps.items() if compiled.fullmatch(name)]
+        if matched:
+            collected.update(matched)
             item.add_marker("sweep")
 
 

@@ -1,20 +1,23 @@
-"""Each line of sweeps.toml names tests that there are."""
+"""Each line of sweeps.toml names cases that there are, and leaves others of the same test to the suite."""
 
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import ONE_PYTHON, SWEEPS
+from tests.conftest import COLLECTED, ONE_PYTHON, SWEEPS
 
 HERE = Path(__file__).parent
 
 
 @pytest.mark.parametrize("pattern", SWEEPS)
-def test_a_sweep_is_of_a_test(pattern: str) -> None:
+def test_a_line_names_cases(pattern: str, request: pytest.FixtureRequest) -> None:
     file, _, name = pattern.partition("::")
-    function = name.partition(r"\[")[0]
-    source = (HERE / file).read_text()
-    assert function == ".*" or f"def {function}(" in source
+    function, _, case = name.partition(r"\[")
+    assert f"def {function}(" in (HERE / file).read_text()
+    assert case, "a whole test has a mark of its own"
+    # A run of single files has not collected the others.
+    collected = request.config.stash[COLLECTED]
+    assert file not in collected or pattern in collected
 
 
 def test_the_paths_of_one_python_are_there() -> None:

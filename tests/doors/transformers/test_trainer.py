@@ -22,8 +22,8 @@ TOLERANCE = 1e-6
 # Times, and figures made of them.
 TIMES = ("runtime", "per_second")
 
-MORE = ("mean of batches", "plateau", "metrics of batches", "some recomputed", "shuffled by torch", "clipped, cosine")
-"""Trainings of two stages in the sweep: two replicas run some, and others differ from one in the suite in a field."""
+MORE = ("mean of batches", "clipped, cosine")
+"""Trainings of two stages in the sweep: two replicas run them."""
 MORE_REPLICATED = ("accumulated", "bfloat16", "classes")
 
 Logs = list[dict[str, float]]
