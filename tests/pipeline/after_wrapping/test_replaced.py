@@ -142,9 +142,10 @@ def warned_of(rank: int) -> list[str]:
     own = training.model.head
     for module in (head(), own):
         training.model.head = module
-        # The rank without the head has put its own one back already, and sees no second change.
-        training.wrapped.refresh()
-        training.loss()
+        # The listing follows the change, and the old parameter is noted.
+        assert list(training.wrapped.parameters())
+    # The rank without the head has put its own one back already, and sees no second change.
+    training.wrapped.refresh()
     training.steps(1, optimizer)
     assert not messages
     old_optimizer(training)
