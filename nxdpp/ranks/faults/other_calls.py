@@ -14,9 +14,8 @@ import json
 import time
 from typing import Any
 
-from torch.distributed import Store  # type: ignore[attr-defined]  # public, though not in its __all__
-
 from nxdpp.ranks.faults.board import Board, Position
+from nxdpp.ranks.faults.watch_connection import WatchConnection
 
 _UNMOVED_SECONDS = 3.0
 
@@ -25,14 +24,14 @@ class OtherCalls:
     """Comparison of this rank's calls with the calls of the others; one thread uses it.
 
     Args:
-        store: for the entries, under a prefix of its own.
+        connection: to the store of the failure watch.
         board: of this process.
         rank: this rank.
         seconds: time without a move after which a call is compared.
     """
 
-    def __init__(self, store: Store, board: Board, rank: int, seconds: float = _UNMOVED_SECONDS) -> None:
-        self._store = store
+    def __init__(self, connection: WatchConnection, board: Board, rank: int, seconds: float = _UNMOVED_SECONDS) -> None:
+        self._connection = connection
         self._board = board
         self._rank = rank
         self._seconds = seconds
@@ -60,22 +59,22 @@ class OtherCalls:
     def _compare_once(self, position: Position) -> str | None:
         """Write the call for ranks that come later, and compare it with what others have written."""
         pipeline = min(self._board.members.get("pipeline", {self._rank}))
-        found = self._compare(f"{pipeline}/{position.begun}", position)
+        found = self._compare(f"calls/{pipeline}/{position.begun}", position)
         if position.scope == "world":
-            return found or self._compare(f"world/{position.number}", position)
+            return found or self._compare(f"calls/world/{position.number}", position)
         return found or self._compare_with_next(position)
 
     def _compare_with_next(self, position: Position) -> str | None:
         """Compare a training step with the next call of all ranks, if a rank of any pipeline is in it."""
-        key = f"world/{self._board.begun['world'] + 1}"
-        if not self._store.check([key]):
+        key = f"calls/world/{self._board.begun['world'] + 1}"
+        if not self._connection.check([key]):
             return None
-        theirs = json.loads(self._store.get(key))
+        theirs = json.loads(self._connection.get(key))
         return self._sentence(theirs, position) if theirs["trained"] < self._board.training_steps() else None
 
     def _compare(self, key: str, position: Position) -> str | None:
         own = {"rank": self._rank, "call": position.call, "trained": self._board.training_steps()}
-        first: dict[str, Any] = json.loads(self._store.compare_set(key, "", json.dumps(own)))
+        first: dict[str, Any] = json.loads(self._connection.compare_set(key, "", json.dumps(own)))
         return None if first["call"] == position.call else self._sentence(first, position)
 
     def _sentence(self, theirs: dict[str, Any], position: Position) -> str:

@@ -53,13 +53,12 @@ class RankWatch:
         self._world_store = store
         # A main thread that blocks in a call of the store holds that connection, not this one.
         connection = self._world_store.clone()  # type: ignore[attr-defined]  # missing in torch's stubs
-        own_store = PrefixStore(f"nxdpp_failure_watch_{next(_watches)}", connection)
-        self._store = WatchStore(own_store)
+        self._store = WatchStore(PrefixStore(f"nxdpp_failure_watch_{next(_watches)}", connection))
         self._peers = LocalPeers(self._store, self._rank, self._world_size)
         self._poll_seconds = poll_seconds(self._world_size)
         self._hangs = HangWatch(self._store, self._peers, self._rank, self._world_size, hang_timeout)
         self._end = RankEnd(self._store, self._peers, self._rank, self._world_size, self._hosts)
-        calls = OtherCalls(PrefixStore("calls", own_store), board, self._rank)
+        calls = OtherCalls(self._store.connection, board, self._rank)
         self._causes = Causes(self._store, self._peers, self._hangs, calls, self._end, self._rank, self._world_size)
         self._thread = threading.Thread(target=self._watch, name="nxdpp failure watch", daemon=True)
         self._thread.start()

@@ -16,6 +16,8 @@ from typing import Any, Literal
 
 from torch.distributed import Store  # type: ignore[attr-defined]  # public, not in its __all__
 
+from nxdpp.ranks.faults.watch_connection import WatchConnection
+
 _POLL_SECONDS = 0.5
 _SLOWEST_POLL_SECONDS = 2.0
 _RANKS_PER_POLL = 128  # with more ranks each polls less often: 256 polls a second for up to 512 ranks
@@ -81,10 +83,14 @@ State = Ending | RollCall | None
 
 
 class WatchStore:
-    """The entries of one watch. ``store`` has a prefix of its own, and a connection of its own."""
+    """The entries of one watch. ``store`` has a prefix of its own, and a connection of its own.
+
+    Attributes:
+        connection: to the store; it takes no more requests after ``leave`` or ``finish``.
+    """
 
     def __init__(self, store: Store) -> None:
-        self._store = store
+        self.connection = WatchConnection(store)
         self._reads_departures = threading.Lock()
         self._departures: dict[int, Departure] = {}
         self._departures_read = 0
@@ -119,12 +125,12 @@ class WatchStore:
 
     def answer_roll_call(self, call: RollCall, rank: int, answer: dict[str, Any]) -> None:
         """Write the answer of ``rank``."""
-        self._store.set(f"roll call {call.number}/{rank}", json.dumps(answer))
-        self._store.add(f"roll call {call.number}", 1)
+        self.connection.set(f"roll call {call.number}/{rank}", json.dumps(answer))
+        self.connection.add(f"roll call {call.number}", 1)
 
     def number_of_answers(self, call: RollCall) -> int:
         """Number of ranks that have answered."""
-        counted: int = self._store.add(f"roll call {call.number}", 0)
+        counted: int = self.connection.add(f"roll call {call.number}", 0)
         return counted
 
     def answer_of(self, call: RollCall, rank: int) -> dict[str, Any] | None:
@@ -135,16 +141,16 @@ class WatchStore:
 
     def leave(self, departure: Departure) -> None:
         """Note that a rank leaves the watch."""
-        number = self._store.add(_LEFT, 1)
-        self._store.set(f"{_LEFT}/{number}", json.dumps(asdict(departure)))
-        self._store.add(_DONE, 1)
-        # The last request: the host of the store may end now.
-        self._store.add(_ANSWERS, 1)
+        number = self.connection.add(_LEFT, 1)
+        self.connection.set(f"{_LEFT}/{number}", json.dumps(asdict(departure)))
+        self.connection.add(_DONE, 1)
+        # The host of the store may end now.
+        self.connection.add_last(_ANSWERS)
 
     def departures(self) -> dict[int, Departure]:
         """The ranks that have left."""
         with self._reads_departures:
-            count = self._store.add(_LEFT, 0)
+            count = self.connection.add(_LEFT, 0)
             while self._departures_read < count:
                 text = self._read(f"{_LEFT}/{self._departures_read + 1}")
                 if text is None:
@@ -157,19 +163,19 @@ class WatchStore:
 
     def add_process(self, host: str, process: dict[str, int]) -> None:
         """Note a process of ``host``."""
-        number = self._store.add(f"{_PROCESSES}/{host}", 1)
-        self._store.set(f"{_PROCESSES}/{host}/{number}", json.dumps(process))
-        self._store.add(_PROCESSES, 1)
+        number = self.connection.add(f"{_PROCESSES}/{host}", 1)
+        self.connection.set(f"{_PROCESSES}/{host}/{number}", json.dumps(process))
+        self.connection.add(_PROCESSES, 1)
 
     def number_of_processes(self) -> int:
         """Number of processes that are noted, on all hosts."""
-        counted: int = self._store.add(_PROCESSES, 0)
+        counted: int = self.connection.add(_PROCESSES, 0)
         return counted
 
     def processes(self, host: str, known: int) -> list[dict[str, int]]:
         """The processes of ``host`` after the first ``known`` ones, as far as they are noted."""
         found = []
-        for number in range(known + 1, self._store.add(f"{_PROCESSES}/{host}", 0) + 1):
+        for number in range(known + 1, self.connection.add(f"{_PROCESSES}/{host}", 0) + 1):
             text = self._read(f"{_PROCESSES}/{host}/{number}")
             if text is None:
                 break
@@ -178,39 +184,39 @@ class WatchStore:
 
     def answer(self) -> None:
         """Count this rank among the ranks that know the ending."""
-        self._store.add(_ANSWERS, 1)
+        self.connection.add(_ANSWERS, 1)
 
     def answers(self) -> int:
         """Number of ranks that know the ending or have left."""
-        counted: int = self._store.add(_ANSWERS, 0)
+        counted: int = self.connection.add(_ANSWERS, 0)
         return counted
 
     def finish(self) -> None:
-        """Count this rank, which is not the host, among the ranks that no longer need the store."""
-        self._store.add(_DONE, 1)
+        """Count this rank, which is not the host, among the ranks that no longer need the store. The last request."""
+        self.connection.add_last(_DONE)
 
     def finished(self) -> int:
         """Number of ranks that no longer need the store."""
-        counted: int = self._store.add(_DONE, 0)
+        counted: int = self.connection.add(_DONE, 0)
         return counted
 
     def set_printed(self) -> None:
         """Note that the failed rank has printed its error."""
-        self._store.set(_PRINTED, "yes")
+        self.connection.set(_PRINTED, "yes")
 
     def is_printed(self) -> bool:
         """Return whether the failed rank has printed its error."""
-        return bool(self._store.check([_PRINTED]))
+        return bool(self.connection.check([_PRINTED]))
 
     def _read(self, key: str) -> str | None:
-        if not self._store.check([key]):
+        if not self.connection.check([key]):
             return None
-        text: str = self._store.get(key).decode()
+        text: str = self.connection.get(key).decode()
         return text
 
     def _replace(self, before: str, state: Ending | RollCall) -> bool:
         after = _encoded(state)
-        return bool(self._store.compare_set(_STATE, before, after).decode() == after)
+        return bool(self.connection.compare_set(_STATE, before, after).decode() == after)
 
 
 def poll_seconds(world_size: int) -> float:

@@ -8,6 +8,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # public,
 
 from nxdpp.ranks.faults.board import Board
 from nxdpp.ranks.faults.other_calls import OtherCalls
+from nxdpp.ranks.faults.watch_connection import WatchConnection
 
 
 class CountingStore(HashStore):
@@ -32,7 +33,7 @@ class Rank:
     def __init__(self, store: Any, rank: int, pipeline: list[int]) -> None:
         self.board = Board()
         self.board.members = {"pipeline": frozenset(pipeline)}
-        self.calls = OtherCalls(store, self.board, rank, seconds=0.0)
+        self.calls = OtherCalls(WatchConnection(store), self.board, rank, seconds=0.0)
         self.find = self.calls.find
 
     def begin(self, name: str) -> Any:
@@ -110,7 +111,7 @@ def test_two_calls_of_all_ranks() -> None:
 def test_a_rank_that_moves_asks_the_store_nothing() -> None:
     store = CountingStore()
     rank = Rank(store, 0, [0, 1])
-    rank.calls = OtherCalls(store, rank.board, 0, seconds=0.2)
+    rank.calls = OtherCalls(WatchConnection(store), rank.board, 0, seconds=0.2)
     rank.begin("run_train")
     for _ in range(3):
         rank.board.moved()

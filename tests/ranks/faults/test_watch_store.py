@@ -43,10 +43,11 @@ def test_roll_calls_are_numbered_and_hold_an_answer_of_each_rank() -> None:
 
 
 def test_departures_and_processes_are_listed_once() -> None:
-    store = WatchStore(HashStore())
+    entries = HashStore()
+    store = WatchStore(entries)
     assert store.departures() == {}
     departure = Departure(2, {"world": 0, "pipeline": 17}, "run_train step 17")
-    store.leave(departure)
+    WatchStore(entries).leave(departure)
     assert store.departures() == {2: departure}
     assert (store.answers(), store.finished()) == (1, 1)
     store.add_process("here", {"rank": 0, "process": 7, "started": 1})
