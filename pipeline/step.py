@@ -123,11 +123,11 @@ class StepRunner:
                 scaler.begin_step(device)
             step = prepare(batch)
             reference = self._reference(device) if self._check_first else None
+            # Verify.
+            signature, digest, engine = self._verify(step, device, train=True)
             self._part.tied.set_aside()
             if self._has_tensor_ranks:
                 self._sequence.set_aside()
-            # Verify.
-            signature, digest, engine = self._verify(step, device, train=True)
             if self._has_tensor_ranks:
                 self._copies.verify(self._part.seed)
             self._replicas.verify()
