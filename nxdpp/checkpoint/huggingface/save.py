@@ -22,6 +22,7 @@ from nxdpp.devices.kinds import readable
 from nxdpp.ranks import parallel_state
 from nxdpp.ranks.faults import failure_watch
 from nxdpp.ranks.faults.board import board
+from nxdpp.tensor.rank_files import local_path
 
 
 def save_pretrained(model: WrappedModel, directory: str | os.PathLike[str]) -> None:
@@ -57,27 +58,26 @@ def save_pretrained(model: WrappedModel, directory: str | os.PathLike[str]) -> N
     """
     check_wrapped(model, "save_pretrained")
     parallel_state.refuse_in_debug("save_pretrained")
-    if not os.fspath(directory):
-        raise ValueError("directory='' has no name: give one, '.' for the working directory.")
+    path = local_path(directory)
     failure_watch.refuse_after_failure()
     with board.call("save_pretrained"):
-        _save(model, directory)
+        _save(model, path)
 
 
-def _save(model: WrappedModel, directory: str | os.PathLike[str]) -> None:
+def _save(model: WrappedModel, directory: Path) -> None:
     module, rank = model.original_module, dist.get_rank()
     consequence = f"{directory} was not written"
     held = from_all_ranks(together(lambda: _layouts(model), consequence))
     if tied_names_of(model):
         _check_copies(from_all_ranks(_copies(model)), consequence)
     if is_adapted(module):
-        _save_adapter(model, Path(directory), held, consequence)
+        _save_adapter(model, directory, held, consequence)
         return
     shards = together(lambda: plan_shards(module, tied_names_of(model), held), consequence)
-    saved = SavedDirectory(Path(directory), shards)
+    saved = SavedDirectory(directory, shards)
     try:
         local = _local_tensors(model)
-        together(lambda: start_save(Path(directory), is_adapter=False) if rank == 0 else None, consequence)
+        together(lambda: start_save(directory, is_adapter=False) if rank == 0 else None, consequence)
         together(lambda: saved.write(rank, lambda shard: _tensors(model, local, shard), _writer()), consequence)
         together(lambda: saved.finish(module) if rank == 0 else None, consequence)
     except Exception:
