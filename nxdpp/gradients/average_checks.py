@@ -1,6 +1,6 @@
 """Checks, after an optimizer step, that the gradients of replicas were averaged: by the optimizer, or before."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
 import torch.distributed as dist
@@ -8,10 +8,13 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
+from nxdpp.agreement.comparison import unequal
 from nxdpp.agreement.replicas import check_replicas
 from nxdpp.agreement.same_values import sample
-from nxdpp.gradients.step_hooks import run_after_steps
+from nxdpp.gradients.step_hooks import run_after_steps, run_before_steps
 from nxdpp.ranks import parallel_state
+from nxdpp.ranks.faults import failure_watch
+from nxdpp.ranks.faults.board import board
 
 
 class FirstStepCheck:
@@ -120,3 +123,70 @@ def check_optimizers(
         return None
     group = parallel_state.get_data_parallel_group()
     return FirstStepCheck(parameters, group) if hands_over else LeftOutAverageCheck(parameters, group, source)
+
+
+class TensorLayerCheck:
+    """Compares the parameters of replicas in steps 1, 2, 4, 8 ... of optimizers over tensor-parallel layers.
+
+    A loop of ``backward()`` averages the gradients by itself, or forgets it. ``run_train`` averages: its parameters are
+    left out. Those steps are collective over the replicas.
+    """
+
+    def __init__(self) -> None:
+        self._pipelined = WeakIdKeyDictionary()
+        self._steps = WeakIdKeyDictionary()
+        self._before = WeakIdKeyDictionary()
+        self._is_begun = False
+
+    def begin(self) -> None:
+        """Compare from now on: this process has a tensor-parallel layer."""
+        if not self._is_begun:
+            self._is_begun = True
+            run_before_steps(self._note)
+            run_after_steps(self._compare)
+
+    def leave_out(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Leave out ``parameters``, which a pipeline trains."""
+        self._pipelined.update(dict.fromkeys(parameters, True))
+
+    def _note(self, optimizer: Optimizer) -> None:
+        if optimizer not in self._steps:
+            self._before[optimizer] = self._samples(optimizer)
+
+    def _compare(self, optimizer: Optimizer) -> None:
+        number = self._steps.get(optimizer, 0) + 1
+        self._steps[optimizer] = number
+        if number & (number - 1):
+            return
+        samples = self._before.pop(optimizer, []), self._samples(optimizer)
+        if not samples[1]:
+            return
+        with board.call("the comparison of replicas"), failure_watch.reported():
+            found = unequal(samples, parallel_state.get_data_parallel_control_group())
+        if found is None:
+            return
+        (before, after), (other_before, other_after) = found.values
+        first, other = found.names("data-parallel rank")
+        if before != other_before:
+            raise RuntimeError(
+                f"{other} had other parameters than {first} before the first step of {type(optimizer).__name__}. Give "
+                f"torch.manual_seed the same seed on all ranks before the model is built, and load the same checkpoint."
+            )
+        count = sum(one != another for one, another in zip(after, other_after, strict=True))
+        raise RuntimeError(
+            f"{other} has other values than {first} in {count} of {len(after)} parameters after step {number} of "
+            f"{type(optimizer).__name__}: the gradients of the data-parallel replicas were not averaged. Call "
+            f"nxdpp.parallel_layers.grads.bucket_allreduce_gradients([p.grad for p in model.parameters() if p.grad is "
+            f"not None]) after backward(), before clipping and step()."
+        )
+
+    def _samples(self, optimizer: Optimizer) -> list[str]:
+        """A hash of each parameter of ``optimizer`` without a pipeline; empty without tensor-parallel ones."""
+        if not parallel_state.model_parallel_is_initialized() or parallel_state.get_data_parallel_size() == 1:
+            return []
+        stepped = [p for group in optimizer.param_groups for p in group["params"] if p not in self._pipelined]
+        is_divided = any(getattr(parameter, "tensor_model_parallel", False) for parameter in stepped)
+        return [sample(parameter).hex() for parameter in stepped] if is_divided else []
+
+
+tensor_layer_check = TensorLayerCheck()

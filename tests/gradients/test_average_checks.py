@@ -10,7 +10,9 @@ from nxdpp import NxDPPModel, parallel_state
 from nxdpp.gradients import step_hooks
 from nxdpp.gradients.average import bucket_allreduce_gradients
 from nxdpp.gradients.average_checks import FirstStepCheck
+from nxdpp.gradients.gradient_norm import clip_grad_norm
 from nxdpp.gradients.optimizer.zero1 import Zero1Optimizer
+from nxdpp.tensor.layers import ColumnParallelLinear
 from tests.support.models import gradient_differences, make, padded_batch, reference, train_in_one_process
 from tests.support.run_ranks import run_ranks
 
@@ -51,6 +53,38 @@ def left_out_averages(own: dict[str, torch.Tensor]) -> None:
         optimizer.step()
 
 
+def loop_of_tensor_layers(rank: int, kind: str) -> None:
+    """Four steps of the loop of NxD's guide for tensor parallelism, which has no ``run_train``."""
+    torch.manual_seed(rank if kind == "seeds" else 0)
+    model: torch.nn.Module = torch.nn.Sequential(ColumnParallelLinear(4, 4), torch.nn.Linear(4, 2))
+    if kind == "DDP":
+        model = torch.nn.parallel.DistributedDataParallel(model, process_group=parallel_state.get_data_parallel_group())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for step in range(4):
+        of_rank = 0 if kind == "other batches later" and step == 0 else rank
+        inputs = torch.randn(3, 4, generator=torch.Generator().manual_seed(2 * step + of_rank))
+        model(inputs).square().sum().backward()
+        if kind == "average":
+            bucket_allreduce_gradients([p.grad for p in model.parameters() if p.grad is not None])
+        clip_grad_norm(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def steps_of_tensor_layers(rank: int) -> None:
+    for kind in ("average", "DDP"):
+        loop_of_tensor_layers(rank, kind)
+    remedy = r"Call nxdpp\.parallel_layers\.grads\.bucket_allreduce_gradients\(.*before clipping"
+    with pytest.raises(RuntimeError, match=rf"in \d of 4 parameters after step 1 of AdamW: .*not averaged\. {remedy}"):
+        loop_of_tensor_layers(rank, "no average")
+    with pytest.raises(RuntimeError, match=r"after step 2 of AdamW: .*not averaged"):
+        loop_of_tensor_layers(rank, "other batches later")
+    with pytest.raises(
+        RuntimeError, match=r"other parameters than .* before the first step of AdamW\. Give torch\.manu"
+    ):
+        loop_of_tensor_layers(rank, "seeds")
+
+
 def test_the_check_ends_with_its_model() -> None:
     before = list(step_hooks._after)
     parameter = torch.nn.Parameter(torch.ones(1))
@@ -66,6 +100,7 @@ def test_the_check_ends_with_its_model() -> None:
 
 def train(rank: int) -> None:
     parallel_state.initialize_model_parallel()
+    steps_of_tensor_layers(rank)
     batch = padded_batch(4)
     own = {name: value.chunk(2)[rank] for name, value in batch.items()}
     model = make("llama", layers=2)
