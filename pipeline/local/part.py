@@ -16,6 +16,7 @@ from nxdpp.initialization.initialisers import ParameterInitialiser
 from nxdpp.initialization.materialise import MetaTensor, initial_weights
 from nxdpp.initialization.parts import own_part, whole_of
 from nxdpp.initialization.record import record_of
+from nxdpp.pipeline.autocast import note_blocks_that_are_off
 from nxdpp.pipeline.local.changes import ChangeRecord
 from nxdpp.pipeline.local.own_save import refuse_own_save
 from nxdpp.pipeline.local.partial_norms import refuse_partial_norms
@@ -115,6 +116,7 @@ class LocalPart:
         self.changes = changes or ChangeRecord()
         self.changes.follow(self.module, self.hooks.modules)
         refuse_partial_norms()
+        note_blocks_that_are_off()
 
     @property
     def is_initialised_at_once(self) -> bool:
