@@ -18,7 +18,7 @@ from nxdpp.agreement.exchange import ReplicaExchanges
 from nxdpp.agreement.fingerprint import parameter_lines
 from nxdpp.agreement.replicas import check_replica_values
 from nxdpp.gradients.average import average_gradients
-from nxdpp.gradients.average_checks import tensor_layer_check
+from nxdpp.gradients.average_checks import replica_step_check
 from nxdpp.gradients.average_plan import LastBackward
 from nxdpp.gradients.overlapped_average import AverageReport, OverlappedAverage
 from nxdpp.ranks import parallel_state
@@ -89,7 +89,7 @@ class ReplicaGradients:
             RuntimeError: for names, shapes or dtypes that differ from the first replica's, or values in a sample.
         """
         if not self._verified:
-            tensor_layer_check.leave_out(self._module.parameters())
+            replica_step_check.of_pipeline(self._module.parameters(), is_averaged=True)
             self._compare(self._part.attribute_lines())
             self._verified = True
 
