@@ -42,6 +42,8 @@ AT_ONCE = frozenset(f"{name}Backward0" for name in _AT_ONCE)
 # Nodes of extensions have no Python type of their own, and unknown properties.
 _UNKNOWN = "CppFunction"
 _LEAF = "AccumulateGrad"
+# Modules that torch.compile has compiled. After a plain backward they refuse one that keeps the graph.
+_COMPILED = "CompiledFunctionBackward"
 _NOWHERE = -1
 
 # To free a smaller saved tensor costs more time than its memory is worth.
@@ -171,6 +173,8 @@ class _Graph:
     def _immediate(self, exits: list[_Exit]) -> set[int]:
         if not self.leads_back:
             return set()
+        if any(node_type.__name__ == _COMPILED for node_type in self.types):
+            return set[int]().union(*(exit_.leaves for exit_ in exits))
         immediate: set[int] = set()
         for exit_ in exits:
             if self._must_run_once(exit_) or any(self._sum_is_reordered(number) for number in exit_.below):

@@ -49,6 +49,15 @@ def linear(seed: int = 0, size: int = 4, out: int = 4) -> nn.Linear:
     return nn.Linear(size, out)
 
 
+def test_a_compiled_module_after_a_plain_backward() -> None:
+    module = nn.Sequential(linear(0), nn.Tanh(), linear(1))
+    compiled = torch.compile(nn.Sequential(module, nn.GELU()), backend="aot_eager")
+    whole = Calls(lambda self, x: self.last(self.compiled(x)), compiled=compiled, last=linear(2))
+    whole(torch.randn(3, 4, requires_grad=True)).sum().backward()
+    found = compare(whole, batches(3, 4))
+    assert found.weight_products == 0
+
+
 def parameter(*shape: int) -> nn.Parameter:
     return nn.Parameter(torch.randn(*shape, generator=torch.Generator().manual_seed(3)))
 
