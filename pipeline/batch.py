@@ -30,6 +30,7 @@ from nxdpp.tracing.models.loss_terms import NUM_ITEMS
 from nxdpp.tracing.values.input_dicts import levels, open_inputs
 
 _is_nested = attrgetter("is_nested")
+_grad_fn = attrgetter("grad_fn")
 
 
 @dataclass(frozen=True)
@@ -164,7 +165,7 @@ class Batches:
             return None
         if self._config.split_inputs_fn is not None or device_of(device).is_lazy:
             return None
-        if any(map(_is_nested, inputs.values())):
+        if any(map(_is_nested, inputs.values())) or any(map(_grad_fn, inputs.values())):
             return None
         return device, *[(name, value.shape, value.dtype, value.device, value.layout) for name, value in inputs.items()]
 

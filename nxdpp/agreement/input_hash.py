@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from nxdpp.agreement.fingerprint import digest
 from nxdpp.devices.kinds import device_of
+from nxdpp.tracing.values.input_dicts import NUMBERS
 
 SLOTS = 12
 """Number of inputs that have a hash of their own in the message. All later inputs share the last hash."""
@@ -111,7 +112,7 @@ class InputHasher:
             is_exact = not (value.is_floating_point() or value.is_complex())
             return is_exact or self._check_inputs == "always" or (self._check_inputs == "first" and is_first)
         # Texts, booleans and None are part of the graph.
-        return isinstance(value, int | float) and not isinstance(value, bool)
+        return isinstance(value, NUMBERS) and not isinstance(value, bool)
 
 
 def _parts(value: Any) -> list[Any]:

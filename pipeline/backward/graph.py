@@ -42,6 +42,7 @@ AT_ONCE = frozenset(f"{name}Backward0" for name in _AT_ONCE)
 # Nodes of extensions have no Python type of their own, and unknown properties.
 _UNKNOWN = "CppFunction"
 _LEAF = "AccumulateGrad"
+_COMPILED = "CompiledFunctionBackward"
 _NOWHERE = -1
 
 # To free a smaller saved tensor costs more time than its memory is worth.
@@ -171,6 +172,8 @@ class _Graph:
     def _immediate(self, exits: list[_Exit]) -> set[int]:
         if not self.leads_back:
             return set()
+        if any(map(_refuses_a_kept_graph, self.types)):
+            return set[int]().union(*(exit_.leaves for exit_ in exits))
         immediate: set[int] = set()
         for exit_ in exits:
             if self._must_run_once(exit_) or any(self._sum_is_reordered(number) for number in exit_.below):
@@ -250,6 +253,14 @@ class _Graph:
                     if large and not isinstance(saved.data, nn.Parameter):
                         found.append((name, saved))
         return found
+
+
+def _refuses_a_kept_graph(node_type: type) -> bool:
+    """Return whether ``torch.compile`` has compiled a node for backwards that may overwrite what it has saved."""
+    if node_type.__name__ != _COMPILED:
+        return False
+    function: Any = node_type._forward_cls  # type: ignore[attr-defined]  # of a Python autograd.Function
+    return function.compiled_bw is not None and bool(function.metadata.bw_donated_idxs)
 
 
 def _is_whole_function(node_type: type) -> bool:

@@ -45,7 +45,9 @@ class SplitBackward:
 
     - gradients of an operation that computes all at once: a fused attention, a Python ``autograd.Function``
       unless its class has ``computes_each_gradient_alone = True``;
-    - gradients in a region under saved-tensor hooks (``torch.utils.checkpoint``): it would be recomputed a second time.
+    - gradients in a region under saved-tensor hooks (``torch.utils.checkpoint``): it would be recomputed a second time;
+    - all gradients of a stage with modules that ``torch.compile`` has compiled for a plain backward: it overwrites what
+      it has saved.
 
     When the graph depends on the data, a parameter may be immediate in one microbatch and not in another. Its sum then
     has the order of the calls.

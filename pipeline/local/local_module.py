@@ -10,7 +10,7 @@
 
 from collections.abc import Callable, Collection, Iterator
 from functools import partial
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 from weakref import WeakKeyDictionary, WeakMethod
 
 from torch import nn
@@ -46,6 +46,13 @@ class LocalModule(nn.Module):
         """The state dict, as torch's."""
         self._follow()
         return super().state_dict(*args, **kwargs)
+
+    def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raise ``RuntimeError``: stages run the modules below."""
+        raise RuntimeError(
+            "local_module holds this rank's modules, and is not run as a whole: call run_train or run_eval of the "
+            "pipelined model."
+        )
 
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
         """The outermost modules that stages run, each once, under their full names."""

@@ -18,9 +18,11 @@ from nxdpp.initialization.parts import own_part, whole_of
 from nxdpp.initialization.record import record_of
 from nxdpp.pipeline.autocast import note_blocks_that_are_off
 from nxdpp.pipeline.local.changes import ChangeRecord
+from nxdpp.pipeline.local.elsewhere_calls import refuse_calls_elsewhere
 from nxdpp.pipeline.local.own_save import refuse_own_save
 from nxdpp.pipeline.local.partial_norms import refuse_partial_norms
 from nxdpp.pipeline.local.spine_hooks import SpineHooks
+from nxdpp.pipeline.local.steps_in_backward import refuse_steps_in_backward
 from nxdpp.pipeline.local.tied_weights import TiedWeight, TiedWeights
 from nxdpp.pipeline.local.tree import (
     build_local_module,
@@ -100,6 +102,7 @@ class LocalPart:
         if elsewhere:
             refuse_own_save(root)
         self.module = build_local_module(root, local, layers, elsewhere)
+        refuse_calls_elsewhere(root, owners, self.module)
         kept = set(map(id, listings.parameters(self.module)))
         watch_replaced({name: parameter for name, parameter in whole.items() if id(parameter) not in kept})
         # Numbers count the ties of the whole model, so that a number is the same weight on all ranks.
@@ -117,6 +120,7 @@ class LocalPart:
         self.changes.follow(self.module, self.hooks.modules)
         refuse_partial_norms()
         note_blocks_that_are_off()
+        refuse_steps_in_backward()
 
     @property
     def is_initialised_at_once(self) -> bool:

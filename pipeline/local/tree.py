@@ -15,6 +15,11 @@ _freed = WeakIdKeyDictionary()
 """Parameters on the meta device that replaced parameters with values."""
 
 
+def is_freed(parameter: nn.Parameter) -> bool:
+    """Return whether ``parameter`` has no values because other ranks hold it."""
+    return parameter in _freed
+
+
 def local_names(owners: Owners, rank: int) -> set[str]:
     """Names of the parameters, and of the changing buffers, that ``rank`` holds."""
     return {name for name, ranks in owners.items() if rank in ranks}

@@ -184,7 +184,12 @@ class LocalView(nn.Module):
 
     def __deepcopy__(self, memo: Any) -> Any:
         """Raise ``TypeError``: a stage has connections to other ranks."""
-        raise TypeError("a pipelined model cannot be copied; copy its local_state_dict() instead.")
+        raise TypeError(
+            "a pipelined model cannot be copied, also by AveragedModel: a stage has connections to other ranks. Copy "
+            "this rank's part, local_module: averaged = AveragedModel(model.local_module), after each step "
+            "averaged.update_parameters(model.local_module). model.load_state_dict(averaged.module.state_dict()), on "
+            "every rank, makes the model run with the copy's values."
+        )
 
 
 def _refused_hook(kind: str) -> Callable[..., NoReturn]:

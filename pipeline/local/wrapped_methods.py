@@ -45,6 +45,11 @@ _REFUSED: Mapping[str, str] = {
     "unload": _BEFORE,
 }
 
+_MIXED = (
+    "{}() of a pipelined model computes with parameters of several ranks, and a rank has the values of its own: make "
+    "one layer of the modules that belong together (a layer and its average), so that one rank has both."
+)
+
 
 def wrapped_method(
     name: str, method: MethodType, module: nn.Module, tree: nn.Module, tied: Collection[Collection[str]]
@@ -68,7 +73,13 @@ def wrapped_method(
             return _count(module, tree, tied, *args, **kwargs)
         if name == "get_memory_footprint":
             return _bytes_of(tree, *args, **kwargs)
-        return _checked(name, method(*args, **kwargs), tree)
+        try:
+            result = method(*args, **kwargs)
+        except (RuntimeError, NotImplementedError) as error:
+            if "meta" not in str(error) or not is_elsewhere(module, tree):
+                raise
+            raise RuntimeError(_MIXED.format(name)) from error
+        return _checked(name, result, tree)
 
     return functools.wraps(method)(call)
 

@@ -3,24 +3,27 @@
 from collections.abc import Mapping
 from typing import Any
 
+import numpy
 import torch
+from torch import nn
 from torch.utils import _pytree as pytree
 
 from nxdpp.devices.kinds import device_of, readable
-from nxdpp.tracing.values.input_dicts import InputDict, close_inputs, open_inputs
+from nxdpp.tracing.values.input_dicts import NUMBERS, InputDict, close_inputs, open_inputs
 from nxdpp.tracing.values.nested import flatten, leaves_of
 
-_ACCEPTED = (torch.Tensor, int, float, str, type(None), InputDict)
+_ACCEPTED = (torch.Tensor, *NUMBERS, numpy.bool_, str, type(None), InputDict)
 _ADVICE = (
-    "a pipeline takes tensors, None, numbers, strings, booleans, and dicts of these by names. Pass its tensors as "
-    "inputs of their own, or in a dict. Make tensors of arrays and lists of numbers with torch.as_tensor(values)."
+    "a pipeline takes tensors, None, numbers, strings, booleans, lists of these without tensors, and dicts of these by "
+    "names. Pass its tensors as inputs of their own, or in a dict. Make tensors of arrays with torch.as_tensor(values)."
 )
 
 
 def check_kinds(inputs: Mapping[str, Any], device: torch.device, advice: str = _ADVICE) -> None:
     """Raise ``TypeError`` for an input of another kind, ``ValueError`` for a tensor on another device than ``device``.
 
-    Tensors in host memory are moved there, see ``on_device``. ``advice`` tells which kinds are taken.
+    Tensors in host memory are moved there, see ``on_device``. ``advice`` tells which kinds are taken. Raises
+    ``ValueError`` for a tensor that follows from trained parameters too, where gradients are on.
     """
     for name, value in inputs.items():
         if not isinstance(value, _ACCEPTED):
@@ -30,6 +33,8 @@ def check_kinds(inputs: Mapping[str, Any], device: torch.device, advice: str = _
                 f"input {name} is on {value.device}, but this rank's stage is on {device}. Move the input with "
                 f".to({str(device)!r}), or the stage with move_model_to_device()."
             )
+        if isinstance(value, torch.Tensor) and torch.is_grad_enabled():
+            _refuse_trained(name, value)
 
 
 def readable_inputs(inputs: Mapping[str, Any], device: torch.device) -> Mapping[str, Any]:
@@ -72,6 +77,31 @@ def check_batch(inputs: Mapping[str, Any], microbatches: int) -> None:
             f"batch size that is a multiple of {microbatches}. If this is the last, smaller batch of an epoch, leave "
             f"it out: DataLoader(..., drop_last=True)."
         )
+    _refuse_lists_of_rows(inputs, batch, microbatches)
+
+
+def _refuse_trained(name: str, tensor: torch.Tensor) -> None:
+    function = tensor.grad_fn
+    if function is not None or (isinstance(tensor, nn.Parameter) and tensor.requires_grad):
+        origin = "is a parameter" if function is None else f"was computed with gradients ({function.name()})"
+        raise ValueError(
+            f"input {name} {origin} outside the model: each microbatch would go back through it, and only on ranks "
+            f"whose stages use {name}. Make what computes it a part of the model before wrapping: set the parameter or "
+            f"module as an attribute, and use it in forward. If nothing outside is trained, give {name}.detach()."
+        )
+
+
+def _refuse_lists_of_rows(inputs: Mapping[str, Any], batch: int | None, microbatches: int) -> None:
+    lists = {name: v for name, v in inputs.items() if isinstance(v, InputDict) and v.kind in (list, tuple)}
+    inside = {name for value in lists.values() for _, name in value.names}
+    for name, value in lists.items():
+        if len(value.names) == batch != 1 and microbatches > 1 and name not in inside:
+            raise ValueError(
+                f"input {name} is a {value.kind.__name__} of {batch} values, and the batch has {batch} rows: each row "
+                f"may have a value, or each microbatch the whole {value.kind.__name__}. Make it a tensor with "
+                f"torch.as_tensor(values), which is split, or give split_inputs_fn, a function of the inputs and "
+                f"num_microbatches that returns the inputs of each microbatch."
+            )
 
 
 def split_inputs(inputs: Mapping[str, Any], microbatches: int) -> list[dict[str, Any]]:

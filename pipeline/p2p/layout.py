@@ -100,7 +100,7 @@ def layout_of(value: Any, shared: Collection[int] = ()) -> ValueLayout:
     """The layout of ``value``: nested tuples, lists, dicts and dataclasses.
 
     ``shared`` are the addresses that ``shared_memory`` returns. Raises ``TypeError`` for any other object that
-    holds tensors: it would be sent in the first step only.
+    holds tensors: it would be sent in the first step only. Also for a sparse tensor.
     """
     positions: dict[int, int] = {}
 
@@ -108,6 +108,11 @@ def layout_of(value: Any, shared: Collection[int] = ()) -> ValueLayout:
         if not isinstance(leaf, torch.Tensor):
             _refuse_hidden_tensors(leaf)
             return leaf
+        if leaf.layout != torch.strided:
+            raise TypeError(
+                f"a tensor of {leaf.layout} cannot be sent to another stage. Return it dense (.to_dense()) from the "
+                f"layer before the cut, and convert it in the layer after the cut (.to_sparse()), or cut elsewhere."
+            )
         if id(leaf) in positions:
             return Repeated(positions[id(leaf)])
         positions[id(leaf)] = len(positions)
@@ -149,7 +154,8 @@ def check_layout(name: str, value: Any, layout: ValueLayout) -> None:
 
 def shared_memory(values: Iterable[Any]) -> set[int]:
     """Addresses of memory that several of the tensors in ``values`` share."""
-    found = Counter(memory_of(tensor) for value in values for tensor in tensors_of(value))
+    dense = (each for value in values for each in tensors_of(value) if each.layout == torch.strided)
+    found = Counter(map(memory_of, dense))
     return {address for address, count in found.items() if count > 1 and address}
 
 

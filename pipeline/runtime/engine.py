@@ -256,5 +256,6 @@ def _note(error: Exception, action: Action) -> None:
     if "modified by an inplace operation" in str(error):
         error.add_note(
             "The forward of a later microbatch comes before this backward. If a layer changes a buffer in place there, "
-            "assign a new tensor instead (self.std = 0.9 * self.std + ...), or compute with a copy (.clone())."
+            "assign a new tensor instead (self.std = 0.9 * self.std + ...), or compute with a copy (.clone()). If a "
+            "hook of a parameter changes it in the backward, change it after run_train."
         )

@@ -5,15 +5,17 @@
     source stages ── layouts: shapes, dtypes, strides ──▶ this stage ── layouts of its values ──▶ destination stages
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from nxdpp.pipeline.p2p.channel import Channel
-from nxdpp.pipeline.p2p.layout import layout_of, shared_memory
+from nxdpp.pipeline.p2p.layout import ValueLayout, layout_of, shared_memory
 from nxdpp.pipeline.runtime.metadata_placeholder import metadata_placeholder
 from nxdpp.pipeline.stages.split import StagePlan
+from nxdpp.tracing.graph.checks import passes_on
+from nxdpp.tracing.graph.errors import model_line
 
 
 class MetadataExchange:
@@ -58,10 +60,21 @@ class MetadataExchange:
         """Send the layouts of the values ``made`` by this stage to its destination stages."""
         plan = self._plan
         shared = shared_memory(made[name] for name in plan.sent)
-        sent = {name: layout_of(made[name], shared) for name in plan.sent}
-        only = {name: layout_of(made[name]) for name in plan.sent_metadata}
+        sent = {name: self._layout(name, made[name], shared) for name in plan.sent}
+        only = {name: self._layout(name, made[name]) for name in plan.sent_metadata}
         for channel in self._channels_out:
             boundary = channel.boundary
             boundary.set_layouts({n: sent[n] for n in boundary.values} | {n: only[n] for n in boundary.metadata_only})
             channel.send_metadata()
         self.is_sent = True
+
+    def _layout(self, name: str, value: Any, shared: Collection[int] = ()) -> ValueLayout:
+        """The layout of the value ``name``. An error has the module or the line that makes it."""
+        try:
+            return layout_of(value, shared)
+        except TypeError as error:
+            node: Any = next(node for node in self._plan.nodes if node.name == name)
+            while passes_on(node):
+                node = node.args[0]
+            place = f"by {node.target}" if node.op == "call_module" else f"at {model_line(node.stack_trace)}"
+            raise TypeError(f"{error}\n  made {place}") from error

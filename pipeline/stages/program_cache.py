@@ -29,6 +29,7 @@ from nxdpp.tracing.sizes.input_specs import InputSpec
 from nxdpp.tracing.sizes.sizes import Shapes, Sizes, shapes_of
 from nxdpp.tracing.state.read_values import ReadValues
 from nxdpp.tracing.state.settings import Settings, SpineSettings
+from nxdpp.tracing.values.input_dicts import NUMBERS
 
 _UNKNOWN = object()
 
@@ -48,7 +49,7 @@ class _Variant:
     modes: Modes
     settings: tuple[Settings, int]
 
-    def with_numbers_fixed(self, numbers: Mapping[str, float]) -> "_Variant":
+    def with_numbers_fixed(self, numbers: Mapping[str, Any]) -> "_Variant":
         """Return the variant in which numbers are part of the graph."""
         traced = tuple(item for item in self.traced if item[0] not in numbers)
         return replace(self, traced=traced, constants=(*self.constants, *_constants(numbers)))
@@ -111,7 +112,7 @@ class ProgramCache:
         """
         shapes = shapes_of(inputs)
         tensors = {n: InputSpec(v.ndim, v.dtype) for n, v in inputs.items() if isinstance(v, torch.Tensor)}
-        numbers = {n: v for n, v in inputs.items() if isinstance(v, int | float) and not isinstance(v, bool)}
+        numbers = {n: v for n, v in inputs.items() if isinstance(v, NUMBERS) and not isinstance(v, bool)}
         constants = {n: v for n, v in inputs.items() if n not in tensors and n not in numbers}
         traced = tensors | {n: InputSpec(None, None, type(v)) for n, v in numbers.items()}
         variant = _Variant(

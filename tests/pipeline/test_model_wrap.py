@@ -153,7 +153,7 @@ def refuse_inputs(rank: int) -> None:
         (padded_batch(6), ValueError, r"a batch of 6 .* num_microbatches=4"),
         ({**batch, "labels": batch["labels"][:4]}, ValueError, "'labels': 4"),
         ({**batch, "labels": batch["labels"].to("meta")}, ValueError, "labels is on meta"),
-        ({**batch, "past_key_values": [1]}, TypeError, "past_key_values is a list"),
+        ({**batch, "past_key_values": [batch["labels"]]}, TypeError, "past_key_values is a list"),
         ({**batch, "use_cache": True}, ValueError, "use_cache=True"),
         ({**batch, "use_cache": True}, ValueError, "use_cache=True"),
         ({"input_ids": batch["input_ids"]}, ValueError, "no loss"),

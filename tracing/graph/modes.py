@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import fx
+from torch.utils._device import DeviceContext
 
 from nxdpp.tracing.graph.swap import swapped_in_this_thread
 
@@ -69,9 +70,13 @@ def _modes() -> dict[str, _Mode]:
 _INSIDE = "Use it inside a layer, or around the whole step."
 _REFUSED = {
     "torch.inference_mode": _Refused(torch.is_inference_mode_enabled, "Use torch.no_grad()."),
-    "a default device or another mode of torch functions": _Refused(
-        lambda: _stack(torch._C._len_torch_function_stack, torch._C._get_function_stack_at),
+    "a default device": _Refused(
+        lambda: _function_modes(lambda mode: isinstance(mode, DeviceContext)),
         "Give device=... to the functions that make tensors.",
+    ),
+    "a TorchFunctionMode": _Refused(
+        lambda: _function_modes(lambda mode: not isinstance(mode, DeviceContext)),
+        "Use it inside the forward of a layer, or of a module next to the layers.",
     ),
     "a torch dispatch mode": _Refused(torch._C._len_torch_dispatch_stack, _INSIDE),
     "torch.autograd.graph.saved_tensors_hooks": _Refused(lambda: _saved_tensors_hooks(), _INSIDE),
@@ -261,8 +266,9 @@ def _write_kernel_order(order: tuple[int, ...]) -> None:
     torch._C._set_sdp_priority_order(list(order))
 
 
-def _stack(length: Callable[[], int], item: Callable[[int], Any]) -> list[int]:
-    return [id(item(index)) for index in range(length())]
+def _function_modes(is_meant: Callable[[Any], bool]) -> list[int]:
+    modes = map(torch._C._get_function_stack_at, range(torch._C._len_torch_function_stack()))
+    return [id(mode) for mode in modes if is_meant(mode)]
 
 
 def _saved_tensors_hooks() -> Any:

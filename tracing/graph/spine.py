@@ -35,7 +35,7 @@ from nxdpp.tracing.models.torch_transformer import recorded_transformers
 from nxdpp.tracing.modules import listings
 from nxdpp.tracing.modules.kept_tensors import recorded_sizes
 from nxdpp.tracing.modules.left_behind import LeftBehind
-from nxdpp.tracing.modules.parameter_devices import devices_of_inputs
+from nxdpp.tracing.modules.parameter_devices import devices_of_inputs, on_device_of_input
 from nxdpp.tracing.modules.spine_modules import without_forward
 from nxdpp.tracing.sizes.answering_tracer import AnsweringTracer
 from nxdpp.tracing.sizes.input_specs import constant_of
@@ -200,6 +200,8 @@ class SpineTracer(AnsweringTracer):
         self, kind: str, target: Any, args: tuple[Any, ...], kwargs: Any, *others: Any, **more: Any
     ) -> Any:
         """Add a node. Another name of a tensor that a function changes in place has the new value too."""
+        if self.first_input is not None:
+            args, kwargs = on_device_of_input(target, args, kwargs, self.first_input)
         created = super().create_proxy(kind, target, args, kwargs, *others, **more)
         if kind == "call_function":
             change_argument(target, args, kwargs, created)

@@ -21,6 +21,7 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
+from nxdpp.tracing.graph.derivatives import refuse_derivatives
 from nxdpp.tracing.graph.entry import Entry
 from nxdpp.tracing.graph.errors import TracingError, calling_line, model_line, source_line
 from nxdpp.tracing.graph.remedies import remedy, remedy_for_constants
@@ -153,6 +154,7 @@ def trace(
                 warn_of_unused_numbers(graph, {fact.node for fact in traced.facts})
     _name_after_module(graph)
     known = set(layers)
+    refuse_derivatives(graph, known)
     called = tuple(node.target for node in graph.nodes if node.op == "call_module" and node.target in known)
     result = TracedGraph(graph, tuple(inputs), traced.output_spec, called, traced.facts, state)
     if options.loss_function is None:

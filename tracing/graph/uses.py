@@ -3,12 +3,12 @@
 import re
 from typing import Any
 
-import torch
 from torch import fx, nn
 
 from nxdpp.tracing.graph.calls import OpaqueCall
 from nxdpp.tracing.graph.seeded import forward_may_draw, is_seeded, may_draw
 from nxdpp.tracing.modules import listings
+from nxdpp.tracing.values.metadata import LIKE
 
 _ATTRIBUTES = frozenset({"shape", "dtype", "device", "ndim", "layout", "is_cuda"})
 # Methods that use only the metadata of their own tensor.
@@ -18,7 +18,6 @@ _OF_SELF = frozenset(
 )  # fmt: skip
 # Methods that use only the metadata of their arguments.
 _OF_OTHERS = frozenset({"to", "type_as", "expand_as", "view_as", "reshape_as"})
-_LIKE = frozenset({torch.zeros_like, torch.ones_like, torch.full_like, torch.empty_like})
 _KNOWN = re.compile(r"(torch|transformers|nxdpp)\b")
 _MASK_MODULE = "transformers.masking_utils"
 _MASK_REFERENCES = frozenset({"inputs_embeds", "input_embeds", "encoder_hidden_states", 1})
@@ -128,7 +127,7 @@ def _references_of_function(node: fx.Node, nodes: list[fx.Node]) -> list[fx.Node
     target: Any = node.target
     if target is getattr:
         return nodes[:1] if node.args[1] in _ATTRIBUTES else []
-    if target in _LIKE:
+    if target in LIKE:
         return nodes[:1]
     if makes_mask(node):
         return [n for i, n in enumerate(nodes) if target.parameter_of(i) in _MASK_REFERENCES]

@@ -1,7 +1,7 @@
 """Devices of parameters that code of the spine asks for: ``torch.arange(n, device=next(self.parameters()).device)``.
 
 A rank has only some of the parameters; the others are on the meta device. So the answer is the device of the first
-input, on every rank.
+input, on every rank. Tensors that code makes like a parameter (``weight.new_zeros(())``) are on that device too.
 """
 
 import threading
@@ -17,6 +17,8 @@ from torch.utils import _pytree as pytree
 
 from nxdpp.tracing.code.frames import caller, module_of
 from nxdpp.tracing.modules import listings
+from nxdpp.tracing.values.metadata import LIKE
+from nxdpp.tracing.values.type_answers import reads_parameter
 
 _MACHINERY = ("torch.", "nxdpp.")
 
@@ -74,8 +76,28 @@ def _refusal() -> RuntimeError:
     return RuntimeError(
         "forward changes a parameter outside the transformer layers; the trace would change it, and no step. Change it "
         "between steps on each rank (wrapped.local_named_parameters()), or in the forward of a module without layers, "
-        "which runs as one node."
+        "which runs as one node. Where it follows a parameter of another stage (the target of BYOL, an average), first "
+        "make one layer of both modules, so that one rank has both parameters."
     )
+
+
+def on_device_of_input(
+    target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], first_input: fx.Proxy
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a node that makes a tensor like a parameter, with the device of ``first_input``.
+
+    A node of a different kind keeps its arguments.
+    """
+    if target == "to" and len(args) == 2 and not kwargs and _is_parameter(args[1]):
+        return (args[0], first_input.device, args[1].dtype), kwargs
+    makes = target in LIKE or (isinstance(target, str) and target.startswith("new_"))
+    if makes and args and "device" not in kwargs and _is_parameter(args[0]):
+        return args, {**kwargs, "device": first_input.device}
+    return args, kwargs
+
+
+def _is_parameter(value: Any) -> bool:
+    return issubclass(type(value), fx.Proxy) and reads_parameter(value)
 
 
 @contextmanager

@@ -7,7 +7,8 @@
           ▼                   │
     "batch['x']": x, "batch['more']['y']": y, "batch": InputDict(...)
 
-Lists, tuples and dataclasses are opened too where the caller gives microbatches: a split would not know their rows.
+Lists and tuples of numbers and texts are opened too. All others, and dataclasses, are opened where the caller gives
+microbatches: a split would not know their rows.
 """
 
 import operator
@@ -17,15 +18,21 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+import numpy
 from torch import fx
 from torch.fx.proxy import TraceError
 from transformers import BatchEncoding, BatchFeature
 
 from nxdpp.tracing.sizes.input_specs import UNKNOWN
-from nxdpp.tracing.values.nested import built, fields_of, is_dataclass_instance
+from nxdpp.tracing.values.nested import built, fields_of, is_dataclass_instance, leaves_of
 
 _METHODS = frozenset({"copy", "get", "items", "keys", "pop", "values"})
 _KINDS = (dict, OrderedDict, BatchEncoding, BatchFeature)
+
+NUMBERS = (int, float, numpy.number)
+"""Types of the numbers among the inputs. A boolean is none."""
+
+_PLAIN = (*NUMBERS, numpy.bool_, str, type(None))
 
 
 @dataclass(frozen=True)
@@ -42,8 +49,9 @@ class InputDict:
 def open_inputs(inputs: Mapping[str, Any], all_kinds: bool = False) -> dict[str, Any]:
     """Return the inputs with the values of each dict as inputs of their own, and an ``InputDict`` in its place.
 
-    Dicts may be nested. A dict with keys that are not text stays as it is. With ``all_kinds`` dicts with whole numbers
-    as keys, lists, tuples, named tuples, dataclasses and ``SimpleNamespace`` are opened too.
+    Dicts may be nested. A dict with keys that are not text stays as it is. Lists and tuples of numbers and texts are
+    opened. With ``all_kinds`` dicts with whole numbers as keys, other lists and tuples, named tuples, dataclasses and
+    ``SimpleNamespace`` are opened too.
     """
     opened: dict[str, Any] = {}
     for name, value in inputs.items():
@@ -65,7 +73,8 @@ def _parts(value: Any, all_kinds: bool) -> dict[Any, Any] | None:
         keys = (str, int) if all_kinds else (str,)
         return dict(value.items()) if all(type(key) in keys for key in value) else None
     if not all_kinds:
-        return None
+        is_plain = kind in (list, tuple) and all(isinstance(leaf, _PLAIN) for leaf in leaves_of(value))
+        return dict(enumerate(value)) if is_plain else None
     if kind in (list, tuple) or (isinstance(value, tuple) and hasattr(value, "_fields")):
         return dict(enumerate(value))
     if kind is SimpleNamespace:

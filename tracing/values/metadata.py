@@ -7,6 +7,9 @@ from typing import Any
 import torch
 from torch import fx
 
+LIKE = frozenset({torch.zeros_like, torch.ones_like, torch.full_like, torch.empty_like})
+"""Functions that make a tensor from the metadata of another."""
+
 _ATTRIBUTES = frozenset(
     {"device", "dtype", "is_cpu", "is_cuda", "is_leaf", "is_meta", "is_mps", "is_nested", "is_quantized", "is_sparse",
      "is_xpu", "itemsize", "layout", "nbytes", "ndim", "requires_grad", "shape"}

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from nxdpp.pipeline.backward import structure
 from nxdpp.pipeline.backward.graph import AT_ONCE, BackwardAnalysis
 from nxdpp.pipeline.backward.split import SplitBackward
-from tests.pipeline.backward.split_and_plain import CountProducts, compare, forward, plain
+from tests.pipeline.backward.split_and_plain import CountProducts, call, compare, forward, plain, split
 from tests.pipeline.backward.stages_of_models import stages_of
 from tests.support.models import make, padded_batch
 
@@ -47,6 +47,18 @@ class Calls(nn.Module):
 def linear(seed: int = 0, size: int = 4, out: int = 4) -> nn.Linear:
     torch.manual_seed(seed)
     return nn.Linear(size, out)
+
+
+def compiled_and_last() -> Calls:
+    compiled = torch.compile(nn.Sequential(linear(0), nn.Tanh(), linear(1), nn.GELU()), backend="aot_eager")
+    return Calls(lambda self, x: self.last(self.compiled(x)), compiled=compiled, last=linear(2))
+
+
+def test_a_compiled_module_has_a_split_backward_before_and_after_a_plain_one() -> None:
+    torch.compiler.reset()
+    assert not structure.HOOKS_ARE_SHOWN or split(compiled_and_last(), batches(3, 4), call).weight_products == 4
+    torch.compiler.reset()
+    assert compare(compiled_and_last(), batches(3, 4)).weight_products == 0
 
 
 def parameter(*shape: int) -> nn.Parameter:

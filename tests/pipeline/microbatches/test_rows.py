@@ -163,3 +163,11 @@ def test_splitting_and_joining_restores_the_batch() -> None:
     joined = join_outputs(_split(whole, 3))
 
     assert all(torch.equal(joined[name], whole[name]) for name in whole)
+
+
+def test_a_computed_tensor_is_an_input_without_gradients_or_detached() -> None:
+    computed = torch.ones(4, 2, requires_grad=True) * 2
+    assert "hidden was computed with gradients (MulBackward0) outside the model" in _refusal({"hidden": computed}, 2)
+    assert len(_split({"hidden": computed.detach()}, 2)) == 2
+    with torch.no_grad():
+        assert len(_split({"hidden": computed}, 2)) == 2

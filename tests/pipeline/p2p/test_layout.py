@@ -108,3 +108,10 @@ def test_tensors_that_share_memory_are_marked() -> None:
 
     assert layout_of((base[1:], A), shared).shares_memory
     assert not layout_of(A, shared).shares_memory
+
+
+def test_a_sparse_tensor_is_refused_and_a_dense_one_passes() -> None:
+    with pytest.raises(TypeError, match=r"torch.sparse_coo cannot be sent .* dense \(.to_dense\(\)\)"):
+        layout_of((A, A.to_sparse()))
+    assert layout_of(A.to_sparse().to_dense()) == layout_of(A)
+    assert shared_memory([A.to_sparse()]) == set()

@@ -25,7 +25,7 @@ from tests.support.plain_models import Base, Block
 from tests.support.run_ranks import run_ranks
 
 Wrap = Callable[[nn.Module], Any]
-compiled: Wrap = functools.partial(torch.compile, backend="eager")
+compiled: Wrap = functools.partial(torch.compile, backend="aot_eager")
 checkpointed: Wrap = functools.partial(checkpoint_wrapper, checkpoint_impl=CheckpointImpl.NO_REENTRANT)
 WRAPS: dict[str, Wrap] = {"checkpoint": checkpointed, "reentrant": checkpoint_wrapper, "compile": compiled}
 

@@ -90,7 +90,7 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "torch.inference_mode is used outside .* Use torch.no_grad": torch.inference_mode,
     "torch.inference_mode is": inference_mode,
     "a default device .* Give device=": lambda: torch.device("meta"),
-    "another mode of torch functions": _Doubling,
+    "a TorchFunctionMode is .* inside the forward of a layer": _Doubling,
     "saved_tensors_hooks": torch.autograd.graph.save_on_cpu,
     "torch.set_default_dtype is .* Give dtype=": _default_dtype,
     "torch.set_float32_matmul_precision": _precision,

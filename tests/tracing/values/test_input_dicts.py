@@ -3,6 +3,7 @@
 from collections import OrderedDict
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor
@@ -24,7 +25,10 @@ X, Y = torch.arange(16.0).reshape(4, 4) / 16, torch.ones(4, 1)
 class Batched(PlainModel):
     """The batch in one dict, and how to weigh it."""
 
-    def forward(self, batch: Any, weight: float = 1.0) -> Tensor:
+    def factor(self, weight: Any) -> Any:
+        return weight[0] + sum(weight[1]) * len(weight) if isinstance(weight, list) else weight * 3.0
+
+    def forward(self, batch: Any, weight: Any = 1.0) -> Tensor:
         x = batch["x"]
         if batch.get("mask") is not None:
             x = x * batch["mask"]
@@ -34,7 +38,7 @@ class Batched(PlainModel):
         for layer in self.layers:
             hidden = layer(hidden)
         target = batch["more"]["y"] if "more" in batch else batch["y"]
-        result: Tensor = (self.head(hidden) - target).pow(2).mean() * weight
+        result: Tensor = (self.head(hidden) - target).pow(2).mean() * self.factor(weight)
         return result
 
 
@@ -43,6 +47,8 @@ BATCHES: dict[str, dict[str, Any]] = {
     "nested": {"batch": {"x": X, "more": {"y": Y}}},
     "None and a number": {"batch": {"x": X, "y": Y, "mask": None, "doubled": True, "index": 3}, "weight": 0.5},
     "beside an input": {"batch": {"x": X, "y": Y, "mask": torch.ones(1, 4) / 3}, "weight": 2.0},
+    "number of NumPy": {"batch": {"x": X, "y": Y, "doubled": numpy.bool_(True)}, "weight": numpy.float32(0.1)},
+    "list": {"batch": {"x": X, "y": Y}, "weight": [1, (0.5, 3), numpy.int64(2)]},
     "another type": {"batch": OrderedDict(x=X, y=Y)},
     "of a tokenizer": {"batch": BatchEncoding({"x": X, "y": Y})},
 }
@@ -107,6 +113,8 @@ def test_opened_inputs_are_closed_to_new_dicts() -> None:
     [
         ({"batch": [X, Y]}, r"input batch is a list; .* or in a dict\."),
         ({"batch": {"x": X, "y": [Y]}}, r"input batch\['y'\] is a list"),
+        ({"batch": numpy.ones(4)}, r"input batch is a ndarray; .* torch.as_tensor\(values\)"),
+        ({"x": X, "lengths": [1, 2, 3, 4]}, r"lengths is a list of 4 .* torch.as_tensor\(values\).* split_inputs_fn"),
         ({"batch": {0: X}}, r"input batch is a dict; .* dicts of these by names"),
         ({"batch": {"x": X, "y": Y[:3]}}, r"disagree on dimension 0.*batch\['x'\].*: 4, .*batch\['y'\].*: 3"),
         ({"batch": {"x": X.to("meta"), "y": Y}}, r"input batch\['x'\] is on meta"),

@@ -1,0 +1,235 @@
+"""What one process does and a pipeline cannot: a sentence with the place on every rank, and its remedy, followed."""
+
+import copy
+import itertools
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+from torch.overrides import TorchFunctionMode
+
+from nxdpp import parallel_state
+from tests.pipeline.after_wrapping.scripts import WIDTH, Layer, PipelinedTraining, Plain, Training, batch, compare
+from tests.support.run_ranks import run_ranks
+
+
+class Tripled(TorchFunctionMode):
+    """Multiplies three times what ``torch.mul`` does."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return result * 3 if func is torch.mul else result
+
+
+class UsesMode(Plain):
+    def after_layers(self, hidden: torch.Tensor) -> torch.Tensor:
+        hidden = super().after_layers(hidden)
+        with Tripled():
+            result: torch.Tensor = self.norm(hidden)
+        return result
+
+
+class Tripling(nn.Module):
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        with Tripled():
+            return torch.mul(hidden, 1.0)
+
+
+class UsesModeInModule(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tripling = Tripling()
+
+    def after_layers(self, hidden: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.tripling(super().after_layers(hidden))
+        return result
+
+
+def penalty(loss: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+    (gradient,) = torch.autograd.grad(loss, [hidden], create_graph=True)
+    return gradient.pow(2).sum()
+
+
+class Penalised(Plain):
+    """Its penalty goes back through all layers."""
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        first = self.before_layers(ids)
+        loss = self.loss_of(self.after_layers(first), labels)
+        return loss + penalty(loss, first)
+
+
+class Backward(Plain):
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        loss = super().forward(ids, labels)
+        loss.backward(retain_graph=True)
+        return loss
+
+
+class PenalisedAfterLayers(Plain):
+    """Its penalty goes back through what follows the layers, with tensors like a weight of the last stage."""
+
+    def before_layers(self, ids: torch.Tensor) -> torch.Tensor:
+        weight = self.head.weight
+        zero = weight.new_zeros(()) + torch.zeros_like(weight).sum() + torch.zeros(()).to(weight)
+        return super().before_layers(ids) + zero
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        last = self.after_layers(self.before_layers(ids))
+        loss = self.loss_of(last, labels)
+        return loss + penalty(loss, last)
+
+
+class Prompted(Plain):
+    """What a script computes outside the model, computed inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.prompt = nn.Linear(WIDTH, WIDTH)
+
+    def before_layers(self, ids: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.prompt(super().before_layers(ids))
+        return result
+
+
+class FromHidden(Plain):
+    def forward(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return self.loss_of(self.after_layers(hidden), labels)
+
+
+def follow(ours: nn.Module, theirs: nn.Module) -> None:
+    with torch.no_grad():
+        for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+            one.lerp_(other, 0.1)
+
+
+class Follows(Plain):
+    """Each layer follows the one before."""
+
+    def update(self) -> None:
+        for ours, theirs in itertools.pairwise(self.layers):
+            follow(ours, theirs)
+
+
+class FollowsInForward(Follows):
+    def before_layers(self, ids: torch.Tensor) -> torch.Tensor:
+        self.update()
+        return super().before_layers(ids)
+
+
+class Pair(Layer):
+    """A layer and its average."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.average = Layer().requires_grad_(False)
+
+    def forward(self, hidden: torch.Tensor) -> Any:
+        return super().forward(hidden) - self.average(hidden)
+
+
+class Pairs(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Pair() for _ in self.layers)
+
+    def update(self) -> None:
+        for layer in self.layers:
+            follow(layer.average.linear, layer.linear)  # type: ignore[arg-type, union-attr]
+
+
+HIDDEN = torch.ones(4, 6, WIDTH)
+
+
+def train(model: Plain) -> Any:
+    return PipelinedTraining(model).wrapped.run_train(**batch())
+
+
+def give(hidden: torch.Tensor) -> Any:
+    return PipelinedTraining(FromHidden()).wrapped.run_train(hidden=hidden, labels=batch()["labels"])
+
+
+def called(call: Callable[[Plain, Any], Any]) -> None:
+    training = PipelinedTraining(Plain())
+    training.loss()
+    call(training.model, training.wrapped)  # type: ignore[arg-type]
+
+
+IS_CALLED = (
+    r"(layers.\d \(Layer\)|embed \(Embedding\)) is called .* the Plain holds .* "
+    r"is on pipeline rank \d\..*run_train\("
+)
+OUTSIDE = "outside the model: .* set the parameter or module as an attribute, and use it in forward"
+NEXT_TO_LAYERS = "inside a module next to the layers"
+LINE = r"\n  at .*test_sentences.py:\d+, in"
+CASES: list[tuple[str, Callable[[], Any], str]] = [
+    ("the user's model", lambda: called(lambda model, _: model(**batch())), IS_CALLED),
+    ("a copy of it", lambda: called(lambda model, _: copy.deepcopy(model)(**batch())), IS_CALLED),
+    ("its forward", lambda: called(lambda model, _: model.forward(**batch())), IS_CALLED),
+    ("local module", lambda: called(lambda _, w: w.local_module(**batch())), r"not run as a whole: .*run_eval"),
+    ("averaged model", lambda: called(lambda _, w: AveragedModel(w)), r"AveragedModel\(model.local_module\)"),
+    ("computed input", lambda: give(nn.Linear(WIDTH, WIDTH)(HIDDEN)), rf"computed with gradients \(\w+\) {OUTSIDE}"),
+    ("trained input", lambda: give(nn.Parameter(HIDDEN)), rf"hidden is a parameter {OUTSIDE}"),
+    ("derivative", lambda: train(Penalised()), rf"through layers.0{LINE} penalty.*\n.*{NEXT_TO_LAYERS}"),
+    ("backward", lambda: train(Backward()), rf"\(backward\){LINE} forward: loss.backward"),
+    ("mode of functions", lambda: train(UsesMode()), rf"a TorchFunctionMode is .* next to the layers.{LINE}"),
+    ("mixed parameters", lambda: PipelinedTraining(Follows()).wrapped.update(), r"update\(\) .* one rank has both"),
+    ("changed in forward", lambda: train(FollowsInForward()), rf"one rank has both parameters.{LINE} follow"),
+]  # fmt: skip
+
+
+def averaged(training: Training) -> None:
+    """Train, keep an average, and evaluate with it."""
+    part = getattr(training.wrapped, "local_module", training.model)
+    average = AveragedModel(part)
+    optimizer = torch.optim.SGD(training.wrapped.parameters(), lr=0.5)
+    for _ in range(3):
+        training.steps(1, optimizer)
+        average.update_parameters(part)
+    training.wrapped.load_state_dict(average.module.state_dict())
+    training.record.append(training.loss())
+
+
+def updated(training: Training) -> None:
+    optimizer = torch.optim.SGD((p for p in training.wrapped.parameters() if p.requires_grad), lr=0.5)
+    for _ in range(3):
+        training.steps(1, optimizer)
+        training.wrapped.update()
+
+
+def trained(training: Training) -> None:
+    training.steps(3)
+
+
+REMEDIES: dict[str, Any] = {
+    "computed input": (Prompted, trained),
+    "derivative": (PenalisedAfterLayers, trained),
+    "mode of functions": (UsesModeInModule, trained),
+    "averaged model": (Plain, averaged),
+    "mixed parameters": (Pairs, updated),
+}
+
+
+def all_in_one_start(rank: int, world_size: int) -> tuple[dict[str, str], dict[str, Any]]:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=world_size)
+    told = {}
+    for name, run, _ in CASES:
+        try:
+            run()
+            told[name] = "nothing"
+        except (RuntimeError, ValueError, TypeError) as error:
+            told[name] = str(error)
+    return told, compare(rank, world_size, REMEDIES)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_a_sentence_on_every_rank_and_its_remedy(world_size: int) -> None:
+    for told, numbers in run_ranks(world_size, all_in_one_start, world_size):
+        for name, _, message in CASES:
+            assert re.search(message, told[name]), (name, told[name])
+        for name, (alone, pipelined) in numbers.items():
+            assert pipelined == alone, name
