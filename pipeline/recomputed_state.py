@@ -7,7 +7,8 @@ A pipeline runs forwards of later microbatches before a recomputation. For a lay
 
 Each forward notes buffers and attributes of the layer's modules. A recomputation runs on copies, and what it changes is
 dropped. Other state (objects, global variables, generators of Python and NumPy) shows in the output. The outputs of
-both runs are compared in calls 1, 2, 4, 8, ... of the layer, and after a change of modes.
+both runs are compared in calls 1, 2, 4, 8, ... of the layer, and after a change of modes; on XLA, where a comparison
+would be a graph of its own, they are not.
 """
 
 import copy
@@ -20,6 +21,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from nxdpp.devices.kinds import device_of
 from nxdpp.tracing.modules import listings
 
 _MISSING = object()
@@ -90,7 +92,8 @@ class LayerState:
         self._changing.update(name for name, content in contents.items() if _content(now[name]) != content)
         if whole:
             # Kernels of batch norms raise no version.
-            self._changing.update(name for name, before in noted.copies.items() if _differ(before, now[name]))
+            others = [name for name in noted.copies if name not in self._changing]
+            self._changing.update(name for name in others if _differ(noted.copies[name], now[name]))
         self._mutable |= self._changing
 
     @contextmanager
@@ -194,13 +197,13 @@ def _remedy(name: str) -> str:
 
 
 def _sums(output: Any) -> list[torch.Tensor]:
-    """The sum and the sum of magnitudes of each floating tensor of ``output``, of shape (2,)."""
+    """The sum and the sum of magnitudes of each floating tensor of ``output``, of shape (2,); none on a lazy device."""
     leaves = [leaf.detach() for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
     dtype = torch.float64
     return [
         torch.stack([leaf.sum(dtype=dtype), torch.linalg.vector_norm(leaf, 1, dtype=dtype)])
         for leaf in leaves
-        if leaf.is_floating_point() and not leaf.is_meta
+        if leaf.is_floating_point() and not leaf.is_meta and not device_of(leaf.device).is_lazy
     ]
 
 
@@ -222,8 +225,10 @@ def _content(value: Any) -> Any:
 
 
 def _differ(one: Any, other: Any) -> bool:
-    are_tensors = type(one) is type(other) is torch.Tensor and not one.is_meta
-    return are_tensors and not torch.equal(one, other)
+    """Return whether two tensors may differ. On a lazy device the comparison would be a graph."""
+    if type(one) is not torch.Tensor or type(other) is not torch.Tensor or one.is_meta:
+        return False
+    return device_of(one.device).is_lazy or not torch.equal(one, other)
 
 
 def _copied(values: Mapping[str, Any]) -> dict[str, Any]:

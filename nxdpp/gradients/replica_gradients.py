@@ -10,6 +10,7 @@ The parameters are verified in steps 1, 2, 4, 8, ... of the model, counted anew 
 may change them on each replica by itself.
 """
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
@@ -81,7 +82,7 @@ class ReplicaGradients:
         self._module = part.module
         self._exchanges = exchanges
         self.is_averaged = True
-        self._steps = 0
+        self._numbers = itertools.count(1)
         self._changed = False
         self._overlapped: OverlappedAverage | None = None
 
@@ -97,9 +98,8 @@ class ReplicaGradients:
             RuntimeError: for names, shapes or dtypes that differ from the first replica's, or values in a sample, and
                 in step 1 for attributes.
         """
-        self._steps += 1
-        if not self._steps & (self._steps - 1):
-            before = self._steps // 2
+        if not (number := next(self._numbers)) & (number - 1):
+            before = number // 2
             if not before:
                 self._compare(self._part.attribute_lines())
             else:
@@ -224,7 +224,7 @@ class ReplicaGradients:
                 )
             if changed:
                 self._compare()
-                self._changed, self._steps = False, 1
+                self._changed, self._numbers = False, itertools.count(2)
 
         return check
 
