@@ -58,7 +58,8 @@ class LayerState:
         self._places: dict[str, tuple[dict[str, Any], str]] = {}
         self._mutable: set[str] = set()
         self._changing: set[str] = set()
-        self._look()
+        # Nothing is looked at before the first call: a copy of the layer may not be complete.
+        self._attributes: list[dict[str, Any]] = []
 
     def __reduce__(self) -> tuple[type["LayerState"], tuple[str, nn.Module]]:
         # The places of a copy are in the copy of the layer.
