@@ -47,18 +47,6 @@ def _is_overridden(module: nn.Module, name: str) -> bool:
     return not owner.__module__.startswith("torch.")
 
 
-def check_autocast(device: torch.device, is_scaled: bool) -> None:
-    """Raise ``RuntimeError`` under autocast to float16 without a scaled loss: small gradients would become zero."""
-    if torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type) == torch.float16:
-        if is_scaled:
-            return
-        raise RuntimeError(
-            f"autocast to float16 needs a scaled loss: small gradients would become zero. Give the model a scaler, "
-            f"NxDPPModel(..., grad_scaler=nxdpp.GradScaler({device.type!r})), with scaler.step(optimizer) and "
-            f"scaler.update() after run_train. Or use torch.autocast({device.type!r}, torch.bfloat16)."
-        )
-
-
 def check_trained_dtypes(module: nn.Module) -> None:
     """Raise ``RuntimeError`` for a parameter of ``module`` in float16 that is trained.
 

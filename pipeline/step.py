@@ -21,7 +21,7 @@ from nxdpp.agreement.tensor_ranks import verify_tensor_ranks
 from nxdpp.devices.device import Compilations
 from nxdpp.devices.kinds import device_of
 from nxdpp.gradients.replica_gradients import ReplicaGradients
-from nxdpp.pipeline import arguments
+from nxdpp.pipeline.autocast import check_autocast
 from nxdpp.pipeline.batch import Batch
 from nxdpp.pipeline.config import PipelineConfig
 from nxdpp.pipeline.local.part import LocalPart
@@ -117,17 +117,17 @@ class StepRunner:
                 raise RuntimeError("training needs gradients, and they are off (torch.no_grad()): evaluate there.")
             batch, device = take(), self._part.device
             scaler = self._config.grad_scaler
-            arguments.check_autocast(device, is_scaled=scaler is not None and scaler.is_enabled())
+            check_autocast(device, is_scaled=scaler is not None and scaler.is_enabled())
             self._upkeep.check_trained()
             if scaler is not None:
                 scaler.begin_step(device)
             step = prepare(batch)
             reference = self._reference(device) if self._check_first else None
+            # Verify.
+            signature, digest, engine = self._verify(step, device, train=True)
             self._part.tied.set_aside()
             if self._has_tensor_ranks:
                 self._sequence.set_aside()
-            # Verify.
-            signature, digest, engine = self._verify(step, device, train=True)
             if self._has_tensor_ranks:
                 self._copies.verify(self._part.seed)
             self._replicas.verify()
@@ -155,6 +155,7 @@ class StepRunner:
         parallel_state.refuse_in_debug("an evaluation")
         with self._noted(), torch.inference_mode(mode=False), torch.no_grad():
             step, device = prepare(take()), self._part.device
+            check_autocast(device, is_scaled=True)
             signature, digest, engine = self._verify(step, device, train=False)
             values = self._run(step, signature, digest, engine, device)
             return StepResult(step, values, self._last_rank, device)

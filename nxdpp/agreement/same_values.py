@@ -24,19 +24,22 @@ from nxdpp.devices.kinds import readable
 _INITIAL_ELEMENTS = 16
 # Enough to notice a different seed or checkpoint at no cost. It does not verify that all elements are equal.
 ELEMENTS = 1024
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 _SEED = "Give torch.manual_seed the same seed on every rank of a pipeline, before the model is built and wrapped."
 Conversions = frozenset[tuple[str, str]]
 
 
 class Copy(NamedTuple):
-    """A rank's copy of a tied weight: its name, dtype and shape, and a hash of a sample of its values."""
+    """A rank's copy of a tied weight: its name, dtype and shape, a hash of its values, and how it is trained."""
 
     rank: int
     name: str
     dtype: str
     shape: tuple[int, ...]
-    sample: bytes
+    values: bytes
+    requires_grad: bool
+    optimizers: str
 
 
 @dataclass
@@ -191,7 +194,22 @@ class RankValues:
                     f"{own.dtype} of {list(own.shape)} on {name(own.rank)} ({own.name}). Apply the same change on "
                     f"every rank."
                 )
-            if first.sample != own.sample:
+            if first.requires_grad != own.requires_grad:
+                frozen, trained = (own, first) if first.requires_grad else (first, own)
+                raise RuntimeError(
+                    f"a tied weight is frozen on {name(frozen.rank)} ({frozen.name}) and trained on "
+                    f"{name(trained.rank)} ({trained.name}): the copies would go apart. Write "
+                    f"model.get_parameter({own.name!r}).requires_grad_({first.requires_grad}) on every rank."
+                )
+            if first.optimizers != own.optimizers:
+                raise RuntimeError(
+                    f"a tied weight has other options of its optimizer on {name(own.rank)} ({own.name}) than on "
+                    f"{name(first.rank)} ({first.name}): the copies would go apart.\n"
+                    f"  {name(first.rank)}: {first.optimizers}\n  {name(own.rank)}: {own.optimizers}\n"
+                    f"Make the groups of the optimizer by the names of model.named_parameters(), by the same rule on "
+                    f"every rank."
+                )
+            if first.values != own.values:
                 raise RuntimeError(
                     f"a tied weight has other values on {name(own.rank)} ({own.name}) than on {name(first.rank)} "
                     f"({first.name}).\n{self._seeds(heard, first.rank, name)}Call move_model_to_device() on every "
@@ -216,6 +234,16 @@ class RankValues:
 def _shown(conversions: Conversions) -> str:
     changes = " and ".join(f"from {before} to {after}" for before, after in sorted(conversions))
     return f"were converted {changes}" if changes else "were not converted"
+
+
+def sample_and_sum(tensor: torch.Tensor) -> bytes:
+    """A hash of a sample of a tensor and of the sum of its bits: a change of any element changes it, most likely."""
+    if is_traceable_wrapper_subclass(tensor):
+        return b""
+    values = readable(tensor.detach())
+    values = torch.view_as_real(values) if values.is_complex() else values
+    bits = values.contiguous().view(_INTEGERS[values.element_size()])
+    return digest(sample(tensor) + str(bits.sum(dtype=torch.int64).item()).encode())
 
 
 def sample(tensor: torch.Tensor, elements: int = ELEMENTS) -> bytes:

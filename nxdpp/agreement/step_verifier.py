@@ -105,7 +105,7 @@ class StepVerifier:
             refused: the last step that only this rank may have refused; it explains a different number.
             calls: number of calls of all ranks that this rank has begun. It may differ.
             leaves_average: ``True`` for a step in ``no_sync()``.
-            values: of this rank's parameters, to compare with the ranks before it; for a new signature.
+            values: of this rank's parameters, to compare with the ranks before it.
         """
         self._origin = step.origin or self._origin
         header = self._sent.numpy()
@@ -119,11 +119,11 @@ class StepVerifier:
         if values is not None:
             self._values = values.after(self._values, self._name)
         if self._rank + 1 < self._size:
-            self._send(step, is_new, refused)
+            self._send(step, is_new or values is not None, refused)
         return int(header[4])
 
-    def _send(self, step: StepIdentity, is_new: bool, refused: str | None) -> None:
-        known = (tuple(step.graph), step.signature, self._origin, self._values) if is_new else None
+    def _send(self, step: StepIdentity, is_told: bool, refused: str | None) -> None:
+        known = (tuple(step.graph), step.signature, self._origin, self._values) if is_told else None
         text = pickle.dumps((known, refused)) if known or refused else b""
         self._sent[3] = len(text)
         self._sends.append(self._group.send([self._sent], self._rank + 1, _TAG))

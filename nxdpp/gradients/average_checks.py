@@ -1,6 +1,6 @@
 """Checks, after an optimizer step, that the gradients of replicas were averaged: by the optimizer, or before."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
 import torch.distributed as dist
@@ -8,51 +8,93 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
+from nxdpp.agreement.comparison import unequal
 from nxdpp.agreement.replicas import check_replicas
 from nxdpp.agreement.same_values import sample
-from nxdpp.gradients.step_hooks import run_after_steps
+from nxdpp.gradients.step_hooks import run_after_steps, run_before_steps
 from nxdpp.ranks import parallel_state
+from nxdpp.ranks.faults import failure_watch
+from nxdpp.ranks.faults.board import board
 
 
-class FirstStepCheck:
-    """Compares a sample of the parameters over the replicas, after the first step of each optimizer that changes some.
+class ReplicaStepCheck:
+    """Compares parameters over the replicas in steps 1, 2, 4, 8 ... of optimizers whose gradients may not be averaged.
 
-    The first steps of a warm-up may have a learning rate of 0, which shows nothing. The parameters of an optimizer are
-    compared until one of them changes. Those steps are collective over ``group``. The hook on optimizers' steps
-    ends in the step after the last comparison, or once the model is gone.
-
-    Args:
-        parameters: this rank's, by name, before the step.
-        group: the data-parallel ranks that have the same parameters.
+    They are those of tensor-parallel layers in a loop of ``backward()``, which has to average by itself, and of
+    pipelines with ``use_zero1_optimizer=True``. Those steps are collective over the replicas.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], group: dist.ProcessGroup) -> None:
-        trained = {name: each for name, each in parameters.items() if each.requires_grad}
-        # The hook may outlive the model: an id could then belong to a parameter of another model.
-        self._names: WeakIdKeyDictionary = WeakIdKeyDictionary({each: name for name, each in trained.items()})
-        self._before = {name: sample(parameter) for name, parameter in trained.items()}
-        self._group = group
-        self._end = run_after_steps(self._check)
+    def __init__(self) -> None:
+        # Whether a pipeline averages the gradients of its parameter, or leaves it to the optimizer.
+        self._is_averaged = WeakIdKeyDictionary()
+        self._steps = WeakIdKeyDictionary()
+        self._before = WeakIdKeyDictionary()
+        self._has_begun = False
 
-    def _check(self, optimizer: Optimizer) -> None:
-        if not len(self._names):
-            self._end()
+    def begin(self) -> None:
+        """Compare from now on: this process has a parameter of the first or the second kind."""
+        if not self._has_begun:
+            self._has_begun = True
+            run_before_steps(self._note)
+            run_after_steps(self._compare)
+
+    def of_pipeline(self, parameters: Iterable[nn.Parameter], is_averaged: bool) -> None:
+        """Leave out ``parameters`` of a pipeline that averages their gradients, or compare the others."""
+        self._is_averaged.update(dict.fromkeys(parameters, is_averaged))
+        if not is_averaged:
+            self.begin()
+
+    def _note(self, optimizer: Optimizer) -> None:
+        if optimizer not in self._steps:
+            self._before[optimizer] = self._samples(optimizer)
+
+    def _compare(self, optimizer: Optimizer) -> None:
+        number = self._steps.get(optimizer, 0) + 1
+        self._steps[optimizer] = number
+        if number & (number - 1):
             return
-        stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        held = {self._names[parameter]: sample(parameter) for parameter in stepped if parameter in self._names}
-        if not held:
+        samples = self._before.pop(optimizer, []), self._samples(optimizer)
+        if not samples[1]:
             return
-        try:
-            check_replicas([f"values of {name}: {known.hex()}" for name, known in held.items()], self._group)
-        except RuntimeError as error:
+        with board.call("the comparison of replicas"), failure_watch.reported():
+            found = unequal(samples, parallel_state.get_data_parallel_control_group())
+        if found is None:
+            return
+        (before, after), (other_before, other_after) = found.values
+        first, other = found.names("data-parallel rank")
+        kind = type(optimizer).__name__
+        if before != other_before:
             raise RuntimeError(
-                f"use_zero1_optimizer=True leaves the average of gradients over data-parallel replicas to the "
-                f"optimizer. After the first step of {type(optimizer).__name__} the replicas have different "
-                f"parameters: it does not average. Set use_zero1_optimizer=False, or take an optimizer that does."
-            ) from error
-        if any(known != self._before[name] for name, known in held.items()):
-            for parameter in stepped:
-                self._names.pop(parameter, None)
+                f"{other} had other parameters than {first} before the first step of {kind}. Give torch.manual_seed "
+                f"the same seed on all ranks before the model is built, and load the same checkpoint."
+            )
+        count = sum(one != another for one, another in zip(after, other_after, strict=True))
+        is_handed_over = any(parameter in self._is_averaged for parameter in self._compared(optimizer))
+        raise RuntimeError(
+            f"{other} has other values than {first} in {count} of {len(after)} parameters after step {number} of "
+            f"{kind}: the gradients of the data-parallel replicas were not averaged. "
+            f"{_HANDED_OVER if is_handed_over else _LOOP}"
+        )
+
+    def _samples(self, optimizer: Optimizer) -> list[str]:
+        if not parallel_state.model_parallel_is_initialized() or parallel_state.get_data_parallel_size() == 1:
+            return []
+        return [sample(parameter).hex() for parameter in self._compared(optimizer)]
+
+    def _compared(self, optimizer: Optimizer) -> list[nn.Parameter]:
+        stepped = [p for group in optimizer.param_groups for p in group["params"] if not self._is_averaged.get(p)]
+        ours = any(p in self._is_averaged or getattr(p, "tensor_model_parallel", False) for p in stepped)
+        return stepped if ours else []
+
+
+_HANDED_OVER = (
+    "use_zero1_optimizer=True leaves it to the optimizer: set use_zero1_optimizer=False, or take one that averages."
+)
+_LOOP = (
+    "Call nxdpp.parallel_layers.grads.bucket_allreduce_gradients([p.grad for p in model.parameters() if p.grad is not "
+    "None]) after backward(), before clipping and step()."
+)
+replica_step_check = ReplicaStepCheck()
 
 
 class Averaged(Protocol):
@@ -106,7 +148,7 @@ class LeftOutAverageCheck:
             ) from error
 
 
-OptimizerCheck = FirstStepCheck | LeftOutAverageCheck
+OptimizerCheck = ReplicaStepCheck | LeftOutAverageCheck
 
 
 def check_optimizers(
@@ -118,5 +160,7 @@ def check_optimizers(
     """
     if parallel_state.get_data_parallel_size() == 1:
         return None
-    group = parallel_state.get_data_parallel_group()
-    return FirstStepCheck(parameters, group) if hands_over else LeftOutAverageCheck(parameters, group, source)
+    if not hands_over:
+        return LeftOutAverageCheck(parameters, parallel_state.get_data_parallel_group(), source)
+    replica_step_check.of_pipeline(parameters.values(), is_averaged=False)
+    return replica_step_check

@@ -37,7 +37,11 @@ def check_no_optimizer_holds(parameters: Mapping[str, nn.Parameter], remedy: str
 
     The message names the optimizer's class and the first parameter, and ends with ``remedy``.
     """
-    parameters = {name: parameter for name, parameter in parameters.items() if id(parameter) not in _let_pass}
+    # A tied parameter once, by its first name.
+    firsts: dict[int, str] = {}
+    for name, parameter in parameters.items():
+        firsts.setdefault(id(parameter), name)
+    parameters = {name: parameters[name] for known, name in firsts.items() if known not in _let_pass}
     found = holders(parameters)
     if found:
         optimizer, names = max(found, key=lambda holder: len(holder[1]))

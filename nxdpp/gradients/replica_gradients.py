@@ -22,6 +22,7 @@ from nxdpp.agreement.exchange import ReplicaExchanges
 from nxdpp.agreement.fingerprint import parameter_lines
 from nxdpp.agreement.replicas import SAME_MODEL, check_replica_values
 from nxdpp.gradients.average import average_gradients
+from nxdpp.gradients.average_checks import replica_step_check
 from nxdpp.gradients.average_plan import LastBackward
 from nxdpp.gradients.overlapped_average import AverageReport, OverlappedAverage
 from nxdpp.ranks import parallel_state
@@ -101,6 +102,7 @@ class ReplicaGradients:
         if not (number := next(self._numbers)) & (number - 1):
             before = number // 2
             if not before:
+                replica_step_check.of_pipeline(self._module.parameters(), is_averaged=True)
                 self._compare(self._part.attribute_lines())
             else:
                 self._compare(remedy=_APART.format(f"{before} step{'s' * (before > 1)}"))

@@ -24,7 +24,7 @@ from nxdpp.agreement.together import from_all_ranks, together
 from nxdpp.ranks import parallel_state
 from nxdpp.ranks.faults.board import board
 from nxdpp.tensor.padding import own_ranges
-from nxdpp.tensor.rank_files import check_loadable, mapped, rank_name, read_file, write_file
+from nxdpp.tensor.rank_files import check_loadable, local_path, mapped, rank_name, read_file, write_file
 from nxdpp.tensor.tensor_attributes import is_tensor_parallel, whole_size
 
 _FILE = "checkpoint.pt"
@@ -115,7 +115,7 @@ def load(
     target = model_or_optimizer if model is None else model
     if not sharded and not isinstance(target, nn.Module):
         raise ValueError("sharded=False divides whole tensors as a model has them: give model=.")
-    path = _file(load_dir, master_dp_only) if sharded else Path(load_dir)
+    path = _file(load_dir, master_dp_only) if sharded else local_path(load_dir)
     content = read_file(path, in_file=target is not None)
     if target is None:
         return content
@@ -129,11 +129,11 @@ def load(
 
 def _file(directory: str | os.PathLike[str], master_dp_only: bool) -> Path:
     if _is_alone():
-        return Path(directory) / rank_name(0, 0, None if master_dp_only else 0) / _FILE
+        return local_path(directory) / rank_name(0, 0, None if master_dp_only else 0) / _FILE
     tensor = parallel_state.get_tensor_model_parallel_rank()
     pipeline = parallel_state.get_pipeline_model_parallel_rank()
     data = None if master_dp_only else parallel_state.get_data_parallel_rank()
-    return Path(directory) / rank_name(tensor, pipeline, data) / _FILE
+    return local_path(directory) / rank_name(tensor, pipeline, data) / _FILE
 
 
 def _is_alone() -> bool:

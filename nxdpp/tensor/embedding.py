@@ -36,9 +36,10 @@ class ParallelEmbedding(ParallelLayer):
             torch. The rank then waits for its device.
         norm_type: order of that norm.
         sequence_parallel_enabled: return this rank's part of the sequence.
-        sequence_dimension: the dimension of the sequence.
+        sequence_dimension: the dimension of the sequence in the result. Ids are ``(B, S)`` in either case.
 
-    Shape: ids ``(...)`` -> ``(..., H)``.
+    Shape: ids ``(...)`` -> ``(..., H)``. With ``sequence_parallel_enabled`` ids ``(B, S)`` -> ``(S / ranks, B, H)``, as
+    in NeuronX Distributed, and ``(B, S / ranks, H)`` with ``sequence_dimension=1``.
     """
 
     def __init__(
@@ -88,13 +89,14 @@ class ParallelEmbedding(ParallelLayer):
                 self.weight[row].fill_(0)
 
     def forward(self, input_: torch.Tensor) -> torch.Tensor:
-        """Return the embeddings ``(..., H)`` of the ids ``(...)``.
+        """Return the embeddings ``(..., H)`` of the ids ``(...)``, under sequence parallelism this rank's part.
 
         Raises ``IndexError`` for an id outside. XLA has no such error: the embedding is not-a-number.
         """
         self._check_group()
         if self.tensor_parallel_size == 1:
-            return functional.embedding(input_, self.weight, self.padding_idx, self.max_norm, self.norm_type)
+            whole = functional.embedding(input_, self.weight, self.padding_idx, self.max_norm, self.norm_type)
+            return self._with_sequence_first(whole)
         elsewhere = (input_ < self.start_index) | (input_ >= self.end_index)
         outside = (input_ < 0) | (input_ >= self.num_embeddings)
         rows = (input_ - self.start_index).masked_fill(elsewhere, 0)
@@ -107,8 +109,14 @@ class ParallelEmbedding(ParallelLayer):
         if not device_of(parts.device).refuses_indices:
             parts = parts.masked_fill(outside[..., None], math.nan)
         if self.sequence_parallel_enabled:
-            return mappings.reduce_scatter_to_sequence_parallel_region(parts, self.sequence_dimension)
+            first = self._with_sequence_first(parts)
+            return mappings.reduce_scatter_to_sequence_parallel_region(first, self.sequence_dimension)
         return mappings.reduce_from_tensor_model_parallel_region(parts)
+
+    def _with_sequence_first(self, embedded: torch.Tensor) -> torch.Tensor:
+        """``(B, S, H)`` as ``(S, B, H)``, if the sequence comes first under sequence parallelism."""
+        is_first = self.sequence_parallel_enabled and self.sequence_dimension == 0 and embedded.ndim > 2
+        return embedded.transpose(0, 1).contiguous() if is_first else embedded
 
     def _own_padding_row(self) -> int | None:
         if self.padding_idx is None or not self.start_index <= self.padding_idx < self.end_index:

@@ -7,6 +7,7 @@ import errno
 import io
 import os
 import pickle
+import re
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +27,19 @@ def rank_name(tensor: int, pipeline: int, data: int | None = None) -> str:
     """Name of the directory of a tensor and pipeline rank, and with ``data`` of one data-parallel rank of them."""
     name = f"tp_rank_{tensor:02d}_pp_rank_{pipeline:02d}"
     return name if data is None else f"{name}_dp_rank_{data:02d}"
+
+
+def local_path(path: str | os.PathLike[str]) -> Path:
+    """``path`` as a ``Path``. Raises ``ValueError`` for one without a name, and for one of a store, such as ``s3://``."""
+    name = os.fspath(path)
+    if not name:
+        raise ValueError("path='' has no name: give one, '.' for the working directory.")
+    if store := re.match(r"[A-Za-z][\w+.-]+:/", name):
+        raise ValueError(
+            f"path={name!r} is not on a file system, and would be a folder {store[0][:-1]!r} of this host. Give a "
+            f"folder that all hosts share, such as a mounted bucket, and copy it from there."
+        )
+    return Path(name)
 
 
 def check_loadable(content: Any, path: str = "state_dict") -> None:

@@ -20,6 +20,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
+from nxdpp.gradients.average_checks import replica_step_check
 from nxdpp.ranks import parallel_state
 
 _DEFAULTS: dict[str, Any] = {
@@ -35,6 +36,8 @@ def set_tensor_model_parallel_attributes(
     tensor: torch.Tensor, is_parallel: bool, dim: int, stride: int = 1, num_partitions: int = 1
 ) -> None:
     """Mark ``tensor`` as a part of a whole that is divided along ``dim``, or as the whole."""
+    if is_parallel:
+        replica_step_check.begin()
     values = (is_parallel, dim, stride, num_partitions)
     for name, value in zip(_DEFAULTS, values, strict=True):
         setattr(tensor, name, value)

@@ -16,6 +16,7 @@ from nxdpp.initialization.initialisers import ParameterInitialiser
 from nxdpp.initialization.materialise import MetaTensor, initial_weights
 from nxdpp.initialization.parts import own_part, whole_of
 from nxdpp.initialization.record import record_of
+from nxdpp.pipeline.autocast import note_blocks_that_are_off
 from nxdpp.pipeline.local.changes import ChangeRecord
 from nxdpp.pipeline.local.own_save import refuse_own_save
 from nxdpp.pipeline.local.partial_norms import refuse_partial_norms
@@ -29,6 +30,7 @@ from nxdpp.pipeline.local.tree import (
     names_elsewhere,
     shared_names,
     tied_names,
+    with_tied_names,
 )
 from nxdpp.pipeline.partition.assignment import Owners
 from nxdpp.ranks import parallel_state
@@ -51,6 +53,7 @@ class LocalPart:
         root: the whole model; parameters of other ranks are on the meta device.
         module: the tree of local modules, under their original names.
         tied: the weights that other ranks hold, too.
+        named_only: names of tied weights that this rank holds under another name, for its stages.
         any_ties: ``True`` if any rank of the pipeline has such weights.
         aliases: the names, in the whole model, of each parameter and each buffer that has several.
         origin: the seed or generator state of the initial weights, as text; ``None`` where none were drawn. It must
@@ -72,7 +75,10 @@ class LocalPart:
         param_init_fn: ParameterInitialiser | None,
         changes: ChangeRecord | None = None,
     ) -> None:
+        used = local_names(owners, rank)
+        owners = with_tied_names(root, owners)
         local, elsewhere = local_names(owners, rank), names_elsewhere(owners, rank)
+        self.named_only = local - used
         check_not_freed(root, local)
         self.root = root
         self._rank = rank
@@ -98,11 +104,11 @@ class LocalPart:
         watch_replaced({name: parameter for name, parameter in whole.items() if id(parameter) not in kept})
         # Numbers count the ties of the whole model, so that a number is the same weight on all ranks.
         weights = [
-            TiedWeight(next(name for name in names if name in local), tuple(ranks), number)
+            TiedWeight(next(name for name in names if name in used), tuple(names), tuple(ranks), number)
             for number, (names, ranks) in enumerate(tied)
             if rank in ranks
         ]
-        self.tied = TiedWeights(self.module, weights, rank)
+        self.tied = TiedWeights(self.module, weights, rank, self.named_only)
         self.any_ties = bool(tied)
         self._first_names = {name: first_names[name] for name, _ in _named_tensors(self.module) if name in first_names}
         self._built_on_meta = frozenset(self.names_on_meta())
@@ -110,6 +116,7 @@ class LocalPart:
         self.changes = changes or ChangeRecord()
         self.changes.follow(self.module, self.hooks.modules)
         refuse_partial_norms()
+        note_blocks_that_are_off()
 
     @property
     def is_initialised_at_once(self) -> bool:

@@ -7,7 +7,7 @@ objects. Above layers the tree has containers, and a replacement in one has to b
     model     lm_head ─▶ Linear          follows
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -18,12 +18,16 @@ _STORES = ("_modules", "_parameters", "_buffers")
 
 
 class _Slot(NamedTuple):
-    """The place of a module, parameter or buffer in a container and in the module that it mirrors."""
+    """The place of a module, parameter or buffer in a container and in the module that it mirrors.
+
+    ``runs`` is ``False`` for another name of a tied weight, in a module that no stage of this rank runs.
+    """
 
     name: str
     key: str
     tree: dict[str, Any]
     whole: dict[str, Any]
+    runs: bool = True
 
     @property
     def found(self) -> tuple[Any, Any]:
@@ -37,9 +41,12 @@ class ReplacementSync:
     Args:
         tree: containers and held modules, as ``build_local_module`` makes it.
         root: the whole model.
+        named_only: names of tied weights in modules that no stage of this rank runs.
     """
 
-    def __init__(self, tree: nn.Module, root: nn.Module) -> None:
+    def __init__(self, tree: nn.Module, root: nn.Module, named_only: Collection[str] = ()) -> None:
+        self._named_only = named_only
+        self._names: list[tuple[_Slot, tuple[Any, Any]]] = []
         self._containers: list[tuple[_Slot, tuple[Any, Any]]] = []
         self._held: list[tuple[_Slot, Any]] = []
         self._elsewhere: list[tuple[dict[str, Any], str, Any]] = []
@@ -55,13 +62,21 @@ class ReplacementSync:
         for key, value in whole.items():
             if value is None:
                 continue
-            slot = _Slot(f"{name}.{key}" if name else key, key, tree, whole)
+            full = f"{name}.{key}" if name else key
+            slot = _Slot(full, key, tree, whole, full not in self._named_only)
             if key not in tree:
                 self._elsewhere.append((whole, key, value))
+            elif isinstance(value, nn.Module) and self._is_name_only(full, tree[key]):
+                self._names.append((slot, slot.found))
             elif tree[key] is value:
                 self._held.append((slot, value))
             else:
                 self._containers.append((slot, slot.found))
+
+    def _is_name_only(self, name: str, module: nn.Module) -> bool:
+        """Return whether ``module`` of the tree has only names of tied weights: a stage of another rank runs it."""
+        names = [f"{name}.{key}" for key, _ in listings.named_parameters(module, remove_duplicate=False)]
+        return bool(names) and set(names) <= set(self._named_only)
 
     def has_replacement_in_tree(self) -> bool:
         """Return whether a module of the tree was replaced, and not the one of the whole model."""
@@ -96,8 +111,11 @@ class ReplacementSync:
                 if isinstance(known, nn.Module):
                     replaced[slot.name] = known
         has_changed = bool(added) or any(
-            value is not known for (_, known), value in zip(self._held, present, strict=True)
+            value is not known and slot.runs for (slot, known), value in zip(self._held, present, strict=True)
         )
+        for slot, (tree, whole) in self._names:
+            has_changed = has_changed or slot.found[0] is not tree or slot.found[1] is not whole
+            slot.tree[slot.key], slot.whole[slot.key] = tree, whole
         for whole, key, value in self._elsewhere:
             has_changed = has_changed or whole.get(key) is not value
             whole[key] = value
@@ -110,7 +128,7 @@ class ReplacementSync:
 
     def _added(self) -> Iterator[_Slot]:
         """Yield what is new above the layers. Raises ``RuntimeError`` for new parameters, which no stage holds."""
-        known = {(id(slot.tree), slot.key) for slot, _ in (*self._held, *self._containers)}
+        known = {(id(slot.tree), slot.key) for slot, _ in (*self._held, *self._containers, *self._names)}
         elsewhere = {(id(whole), key) for whole, key, _ in self._elsewhere}
         for name, tree, whole in self._stores:
             for key in dict.fromkeys([*whole, *tree]):

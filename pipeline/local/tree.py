@@ -37,6 +37,15 @@ def tied_names(root: nn.Module, owners: Owners) -> list[tuple[list[str], list[in
     return [(group, ranks) for group, ranks in tied if len(ranks) > 1]
 
 
+def with_tied_names(root: nn.Module, owners: Owners) -> Owners:
+    """Return ``owners`` with all names of a tied parameter on each rank that holds it.
+
+    So what is done to one of its names, or to a module that has it, is done to each copy.
+    """
+    ranks_of = {name: set(ranks) for names, ranks in tied_names(root, owners) for name in names}
+    return {name: ranks_of.get(name, ranks) for name, ranks in owners.items()}
+
+
 def shared_names(root: nn.Module) -> list[list[str]]:
     """The names of each parameter, and of each buffer, that has several."""
     names: dict[torch.Tensor, list[str]] = {}

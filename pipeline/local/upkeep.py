@@ -60,11 +60,11 @@ class LocalUpkeep:
         self._part = part
         self._tree = part.module
         self._layers = layers
-        self._sync = ReplacementSync(part.module, part.root)
+        self._sync = ReplacementSync(part.module, part.root, part.named_only)
         self._on_replaced = on_replaced
         self._on_change = on_change
         self._on_new_values = on_new_values
-        self._has_run = False
+        self._runs = 0
         self._changes = part.changes
         self.ready_at = self._trained_at = 0
         self._entries = self._changes.watch(*ENTRIES)
@@ -107,12 +107,16 @@ class LocalUpkeep:
             self._trained_at = self._changes.number
 
     def unverified_values(self) -> RankValues | None:
-        """Return the values that the ranks have to compare; ``None`` where they have compared them."""
-        return self._part.values() if self._values.has_moved else None
+        """Return the values that the ranks have to compare; ``None`` where they have compared them.
+
+        They compare copies of tied weights, which a script may change on one rank, in runs 1, 2, 4, 8 and so on too.
+        """
+        run = self._runs + 1
+        return self._part.values() if self._values.has_moved or (self._part.any_ties and not run & run - 1) else None
 
     def note_verified(self) -> None:
         """Note that a step runs, in which the ranks have compared the values."""
-        self._has_run = True
+        self._runs += 1
         if self._values.has_moved:
             self._values.settle()
             self._part.forget_initial_weights()
@@ -142,15 +146,16 @@ class LocalUpkeep:
         self._is_following = True
         try:
             self._changes.look()
-            # The next step or refresh() knows of a replacement that only this rank has made.
-            if self._entries.has_moved and not (self._has_run and self._sync.has_replacement_in_tree()):
+            # The next step or refresh() knows of a replacement that only this rank has made, or under one name.
+            is_of_step = bool(self._runs) and self._sync.has_replacement_in_tree()
+            if self._entries.has_moved and not is_of_step and not self._part.tied.are_untied():
                 self._follow_replacements()
         finally:
             self._is_following = False
 
     def _follow_replacements(self) -> None:
         """Follow replacements that none of our methods made."""
-        if self._has_run and self._sync.has_replacement_in_tree():
+        if self._runs and self._sync.has_replacement_in_tree():
             raise RuntimeError(
                 "modules of local_module were replaced after the first step: call refresh() on every rank, also on "
                 "those that replaced none."
@@ -237,8 +242,13 @@ class LocalUpkeep:
 
     def _local(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return ``state_dict`` without the tensors that only other ranks hold."""
-        elsewhere = set(self._part.root.state_dict()) - set(self._tree.state_dict())
+        own = set(self._tree.state_dict())
+        elsewhere = set(self._part.root.state_dict()) - own
         local = OrderedDict((name, value) for name, value in state_dict.items() if name not in elsewhere)
+        for names in self._part.tied.names:
+            # A file of Hugging Face, and named_parameters(), have one name of a tied weight.
+            for given in [name for name in names if name in local][:1]:
+                local = OrderedDict(dict.fromkeys(own.intersection(names), local[given])) | local
         if hasattr(state_dict, "_metadata"):
             # Versions of modules, which torch keeps next to the tensors.
             vars(local)["_metadata"] = state_dict._metadata

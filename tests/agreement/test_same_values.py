@@ -108,6 +108,32 @@ def other_copy_that_is_moved(rank: int) -> NxDPPModel:
     return wrapped
 
 
+def frozen_copy(rank: int) -> NxDPPModel:
+    wrapped = wrap(5, ties=True)
+    wrapped.get_parameter("embed.weight").requires_grad_(rank == 1)
+    return wrapped
+
+
+def frozen_copy_by_the_remedy(rank: int) -> NxDPPModel:
+    wrapped = frozen_copy(rank)
+    wrapped.get_parameter("embed.weight").requires_grad_(False)
+    return wrapped
+
+
+def other_decay_of_a_copy(rank: int) -> NxDPPModel:
+    wrapped = wrap(5, ties=True)
+    groups = [{"params": [each], "weight_decay": rank / 2} for each in wrapped.parameters()]
+    OPTIMIZERS.append(torch.optim.AdamW(groups, lr=1e-3))
+    return wrapped
+
+
+def same_decay_of_a_copy(rank: int) -> NxDPPModel:
+    wrapped = wrap(5, ties=True)
+    groups = [{"params": [each], "weight_decay": len(name)} for name, each in wrapped.named_parameters()]
+    OPTIMIZERS.append(torch.optim.AdamW(groups, lr=1e-3))
+    return wrapped
+
+
 def other_dtype_of_a_copy(rank: int) -> NxDPPModel:
     wrapped = wrap(5, ties=True)
     if rank == 1:
@@ -172,6 +198,8 @@ def attributes_that_name_the_rank_or_are_not_read(rank: int) -> NxDPPModel:
     return wrap(5, rank=rank, rank_is_verbose=rank == 0, unread=rank)
 
 
+OPTIMIZERS: list[torch.optim.Optimizer] = []
+
 CASES: dict[Callable[[int], NxDPPModel], tuple[str, ...]] = {
     other_seed: (
         "pipeline rank 0 (rank 0) and pipeline rank 1 (rank 1) have built the model with different initial weights: "
@@ -189,6 +217,18 @@ CASES: dict[Callable[[int], NxDPPModel], tuple[str, ...]] = {
         "Call move_model_to_device() on every rank",
     ),
     other_copy_that_is_moved: (),
+    frozen_copy: (
+        "a tied weight is frozen on pipeline rank 0 (rank 0) (embed.weight) and trained on pipeline rank 1 (rank 1) "
+        "(head.weight): the copies would go apart. ",
+        "Write model.get_parameter('head.weight').requires_grad_(False) on every rank.",
+    ),
+    frozen_copy_by_the_remedy: (),
+    other_decay_of_a_copy: (
+        "a tied weight has other options of its optimizer on pipeline rank 1 (rank 1) (head.weight) than on pipeline "
+        "rank 0 (rank 0) (embed.weight): the copies would go apart.\n",
+        "weight_decay=0.5)\nMake the groups of the optimizer by the names of model.named_parameters()",
+    ),
+    same_decay_of_a_copy: (),
     other_dtype_of_a_copy: (
         "a tied weight is torch.float32 of [8, 4] on pipeline rank 0 (rank 0) (embed.weight) and torch.bfloat16 of "
         "[8, 4] on pipeline rank 1 (rank 1) (head.weight)",
@@ -238,7 +278,9 @@ def compare(rank: int) -> list[str]:
             messages.append(str(error))
         if not CASES[build] and build is not one_module_of_another_dtype:
             wrapped.run_train(ids=torch.arange(4).view(2, 2))
-            # Later steps send no values: training may leave copies with other last bits on other machines.
+            # Runs 2, 4, 8 and so on compare the copies again.
+            assert (wrapped._pipeline._upkeep.unverified_values() is not None) == wrapped._pipeline.part.any_ties
+            wrapped.run_train(ids=torch.arange(4).view(2, 2))
             assert wrapped._pipeline._upkeep.unverified_values() is None
     dist.barrier()
     return messages

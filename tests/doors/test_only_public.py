@@ -9,8 +9,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PUBLIC = ("nxdpp", "nxdpp.optimizer", "nxdpp.parallel_layers")
-# Comparisons of ranks, parts of batches and of tensors, ties, options of groups and modules to checkpoint have one
-# place each.
+# Comparisons of ranks, parts of batches and of tensors, ties, options of groups, modules to checkpoint and paths of
+# files have one place each.
 SHARED = (
     "nxdpp.doors.local_modules.",
     "nxdpp.agreement.",
@@ -19,6 +19,7 @@ SHARED = (
     "nxdpp.gradients.optimizer.zero1_state.",
     "nxdpp.pipeline.microbatches.rows.",
     "nxdpp.tensor.padding.",
+    "nxdpp.tensor.rank_files.",
 )
 FILES = sorted(
     path.relative_to(ROOT).as_posix()

@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 
 from nxdpp import NxDPPModel, parallel_state
-from nxdpp.gradients import step_hooks
 from nxdpp.gradients.average import bucket_allreduce_gradients
-from nxdpp.gradients.average_checks import FirstStepCheck
+from nxdpp.gradients.gradient_norm import clip_grad_norm
 from nxdpp.gradients.optimizer.zero1 import Zero1Optimizer
+from nxdpp.tensor.layers import ColumnParallelLinear
 from tests.support.models import gradient_differences, make, padded_batch, reference, train_in_one_process
 from tests.support.run_ranks import run_ranks
 
@@ -51,21 +51,41 @@ def left_out_averages(own: dict[str, torch.Tensor]) -> None:
         optimizer.step()
 
 
-def test_the_check_ends_with_its_model() -> None:
-    before = list(step_hooks._after)
-    parameter = torch.nn.Parameter(torch.ones(1))
-    no_group: Any = None
-    FirstStepCheck({"weight": parameter}, no_group)
-    assert len(step_hooks._after) == len(before) + 1
-    del parameter
+def loop_of_tensor_layers(rank: int, kind: str) -> None:
+    """Four steps of the loop of NxD's guide for tensor parallelism, which has no ``run_train``."""
+    torch.manual_seed(rank if kind == "seeds" else 0)
+    model: torch.nn.Module = torch.nn.Sequential(ColumnParallelLinear(4, 4), torch.nn.Linear(4, 2))
+    if kind == "DDP":
+        model = torch.nn.parallel.DistributedDataParallel(model, process_group=parallel_state.get_data_parallel_group())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for step in range(4):
+        of_rank = 0 if kind == "other batches later" and step == 0 else rank
+        inputs = torch.randn(3, 4, generator=torch.Generator().manual_seed(2 * step + of_rank))
+        model(inputs).square().sum().backward()
+        if kind == "average":
+            bucket_allreduce_gradients([p.grad for p in model.parameters() if p.grad is not None])
+        clip_grad_norm(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
 
-    torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]).step()
 
-    assert step_hooks._after == before
+def steps_of_tensor_layers(rank: int) -> None:
+    for kind in ("average", "DDP"):
+        loop_of_tensor_layers(rank, kind)
+    remedy = r"Call nxdpp\.parallel_layers\.grads\.bucket_allreduce_gradients\(.*before clipping"
+    with pytest.raises(RuntimeError, match=rf"in \d of 4 parameters after step 1 of AdamW: .*not averaged\. {remedy}"):
+        loop_of_tensor_layers(rank, "no average")
+    with pytest.raises(RuntimeError, match=r"after step 2 of AdamW: .*not averaged"):
+        loop_of_tensor_layers(rank, "other batches later")
+    with pytest.raises(
+        RuntimeError, match=r"other parameters than .* before the first step of AdamW\. Give torch\.manu"
+    ):
+        loop_of_tensor_layers(rank, "seeds")
 
 
 def train(rank: int) -> None:
     parallel_state.initialize_model_parallel()
+    steps_of_tensor_layers(rank)
     batch = padded_batch(4)
     own = {name: value.chunk(2)[rank] for name, value in batch.items()}
     model = make("llama", layers=2)
@@ -87,7 +107,7 @@ def train(rank: int) -> None:
     wrapped = NxDPPModel(make("llama", layers=2), num_microbatches=1, use_zero1_optimizer=True)
     optimizer = torch.optim.AdamW(wrapped.parameters(), lr=0.1)
     wrapped.run_train(**own)
-    with pytest.raises(RuntimeError, match=r"After the first step of AdamW .*Set use_zero1_optimizer=False"):
+    with pytest.raises(RuntimeError, match=r"after step 1 of AdamW: .*set use_zero1_optimizer=False"):
         optimizer.step()
     # A warm-up that begins with a learning rate of 0.
     wrapped = NxDPPModel(make("llama", layers=2), num_microbatches=1, use_zero1_optimizer=True)
@@ -96,14 +116,14 @@ def train(rank: int) -> None:
     wrapped.run_train(**own)
     optimizer.step()
     warm_up.step()
-    with pytest.raises(RuntimeError, match=r"After the first step of AdamW .*it does not average"):
+    with pytest.raises(RuntimeError, match=r"after step 2 of AdamW: .*or take one that averages"):
         optimizer.step()
     # The first of two optimizers averages.
     wrapped = NxDPPModel(make("llama", layers=2), num_microbatches=1, use_zero1_optimizer=True)
     parameters = list(wrapped.parameters())
     wrapped.run_train(**own)
     Averaging(parameters[:1], lr=0.1).step()
-    with pytest.raises(RuntimeError, match=r"After the first step of SGD .*it does not average"):
+    with pytest.raises(RuntimeError, match=r"after step 1 of SGD: .*or take one that averages"):
         torch.optim.SGD(parameters[1:], lr=0.1).step()
     left_out_averages(own)
     # The remedy.

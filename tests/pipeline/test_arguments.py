@@ -72,16 +72,3 @@ def test_invalid_python_modules(module: Any) -> None:
 
 def test_valid_functions_and_modules() -> None:
     arguments.check_wraps([math.sqrt, torch.relu, lambda x: x], [math, torch])
-
-
-def test_autocast_to_float16_without_a_scaled_loss_is_refused() -> None:
-    cpu = torch.device("cpu")
-    with torch.autocast("cpu", torch.float16), pytest.raises(RuntimeError, match=r"float16 needs a scaled loss"):
-        arguments.check_autocast(cpu, is_scaled=False)
-    # The remedies of the message.
-    with torch.autocast("cpu", torch.float16):
-        arguments.check_autocast(cpu, is_scaled=True)
-    with torch.autocast("cpu", torch.bfloat16):
-        arguments.check_autocast(cpu, is_scaled=False)
-    with torch.autocast("cpu", torch.float16, enabled=False):
-        arguments.check_autocast(cpu, is_scaled=False)

@@ -122,6 +122,17 @@ def misuse(rank: int) -> None:
         wrapped.run_train(**batch)
     with pytest.raises(TypeError, match=r"by name"):
         wrapped.run_train(batch["input_ids"])
+    for step in (wrapped.run_train, wrapped.run_eval):
+        # Each script of NeuronX Distributed has this line.
+        with pytest.warns(UserWarning, match="Disabling"):
+            block = torch.autocast(enabled=True, dtype=torch.bfloat16, device_type="cuda")
+        with block, pytest.raises(RuntimeError, match=r"in torch.autocast\('cuda', torch.bfloat16\) and runs on cpu"):
+            step(**batch)
+    del block
+    with torch.autocast(enabled=False, dtype=torch.bfloat16, device_type="cuda"):
+        wrapped.run_eval(**batch)
+    with torch.autocast(parallel_state.local_device().type, torch.bfloat16):
+        wrapped.run_eval(**batch)
     with pytest.raises(TypeError, match=r"pipeline_cuts='model.layers.1' must be a list"):
         NxDPPModel(make("llama"), pipeline_cuts="model.layers.1")
     with pytest.raises(TypeError, match=r"torch.nn.Module"):

@@ -39,14 +39,16 @@ def test_names_are_those_of_the_model() -> None:
     known = {name for name, _ in model.named_modules()}
     for rank in ranks:
         assert rank["own parameters"] == rank["parameters"]
-        assert rank["own state"] == rank["state"] == rank["parameters"]
+        assert rank["own state"] == rank["state"]
         assert set(rank["modules"]) <= known
         assert rank["buffers"] == [name for name, _ in model.named_buffers()]
+    # A tied weight is listed once, and a state dict has all its names.
     embedding, head = "model.embed_tokens.weight", "lm_head.weight"
+    assert [set(rank["state"]) - set(rank["parameters"]) for rank in ranks] == [{head}, set(), {head}]
     of_layers = [[n for n in model.state_dict() if n.startswith(tuple(f"{layer}." for layer in own))] for own in layers]
     assert ranks[0]["parameters"] == [embedding, *of_layers[0]]
     assert ranks[1]["parameters"] == of_layers[1]
-    assert sorted(ranks[2]["parameters"]) == sorted([*of_layers[2], "model.norm.weight", head])
+    assert sorted(ranks[2]["parameters"]) == sorted([*of_layers[2], "model.norm.weight", embedding])
     assert "model.layers.0.self_attn.q_proj" in ranks[0]["modules"]
 
 

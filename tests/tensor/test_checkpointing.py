@@ -195,6 +195,9 @@ def test_arguments_without_meaning_are_refused(tmp_path: Path) -> None:
         load(tmp_path, model, model=model)
     with pytest.raises(ValueError, match="give model="):
         load(tmp_path, sharded=False)
+    for call in (lambda: save({}, "s3://bucket/run"), lambda: load("s3://bucket/run")):
+        with pytest.raises(ValueError, match="'s3://bucket/run' is not on a file system, and would be a folder 's3:'"):
+            call()
     with pytest.raises(FileNotFoundError):
         load(tmp_path, model)
     save({"model": model.state_dict()}, tmp_path)

@@ -99,9 +99,12 @@ def _row(dims: int, bias: bool, parallel: bool, stride: int) -> None:
 def _embedding(vocabulary: int, padding_idx: int | None, sequence: bool) -> None:
     layer = partial(ParallelEmbedding, vocabulary, 6, padding_idx=padding_idx, sequence_parallel_enabled=sequence)
     part, whole = _built_like(layer, partial(nn.Embedding, vocabulary, 6, padding_idx=padding_idx))
-    ids = torch.randint(vocabulary, (4, 5), generator=torch.Generator().manual_seed(1))
+    ids = torch.randint(vocabulary, (5, 4), generator=torch.Generator().manual_seed(1))
     ids[0, 0] = padding_idx or 0
     found, expected = part(ids), whole(ids)
+    if sequence:
+        # As in NeuronX Distributed, ids (B, S) become (S / ranks, B, H).
+        expected = expected.transpose(0, 1)
     weights = _random(*expected.shape, seed=4)
     if sequence:
         (found * _own(weights, 0)).sum().backward()

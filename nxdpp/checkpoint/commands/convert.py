@@ -9,6 +9,7 @@ from nxdpp.checkpoint.commands.rank_directory import rank_source, write_ranks
 from nxdpp.checkpoint.commands.sharded import sharded_source, write_sharded
 from nxdpp.checkpoint.commands.source import Source
 from nxdpp.checkpoint.huggingface.save_plan import SHARD_BYTES
+from nxdpp.tensor.rank_files import local_path
 
 
 @dataclass(frozen=True)
@@ -42,10 +43,11 @@ def convert(asked: ConversionRequest) -> None:
     """Write the model of a source in a different format.
 
     Raises ``ValueError`` for a source that is no checkpoint or has the format already, for a destination that has
-    a checkpoint, and for options that do not fit the formats.
+    a checkpoint or is not on a file system, and for options that do not fit the formats.
     """
     if not asked.path.is_dir():
         raise ValueError(f"{asked.path} is not a directory: give a checkpoint, or a Hugging Face directory.")
+    local_path(asked.destination)
     kind = format_of(asked.path)
     if kind == asked.to:
         raise ValueError(f"{asked.path} has the format {asked.to} already.")

@@ -24,6 +24,7 @@ from nxdpp.devices.kinds import readable
 from nxdpp.initialization.allocation import with_type_of
 from nxdpp.ranks.faults import failure_watch
 from nxdpp.ranks.faults.board import board
+from nxdpp.tensor.rank_files import local_path
 
 
 def load_pretrained(
@@ -83,7 +84,7 @@ def load_pretrained(
     failure_watch.refuse_after_failure()
     accepted = Accepted(names=not strict, shapes=ignore_mismatched_sizes, widths=convert_dtype)
     with board.call("load_pretrained"):
-        return _load(model, Path(directory), accepted, dequantize)
+        return _load(model, local_path(directory), accepted, dequantize)
 
 
 def _load(model: WrappedModel, directory: Path, accepted: Accepted, dequantize: bool) -> LoadReport:

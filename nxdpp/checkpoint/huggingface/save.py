@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from nxdpp.agreement.same_values import sample_and_sum
 from nxdpp.agreement.together import from_all_ranks, together
 from nxdpp.checkpoint.files.checksummed_writer import check_dtype
 from nxdpp.checkpoint.files.layout import StoredLayout, layouts_of
@@ -21,6 +22,7 @@ from nxdpp.devices.kinds import readable
 from nxdpp.ranks import parallel_state
 from nxdpp.ranks.faults import failure_watch
 from nxdpp.ranks.faults.board import board
+from nxdpp.tensor.rank_files import local_path
 
 
 def save_pretrained(model: WrappedModel, directory: str | os.PathLike[str]) -> None:
@@ -51,29 +53,31 @@ def save_pretrained(model: WrappedModel, directory: str | os.PathLike[str]) -> N
             where ``directory`` has a whole model, and the other way round, and for an empty name.
         NotImplementedError: on every rank, before any write, for quantized models, adapters of transformers itself
             (``add_adapter``), and tensors with parts on several stages.
+        RuntimeError: on every rank, before any write, for copies of a tied weight that differ.
         OSError: on the rank that cannot write a file; the other ranks raise ``RuntimeError``.
     """
     check_wrapped(model, "save_pretrained")
     parallel_state.refuse_in_debug("save_pretrained")
-    if not os.fspath(directory):
-        raise ValueError("directory='' has no name: give one, '.' for the working directory.")
+    path = local_path(directory)
     failure_watch.refuse_after_failure()
     with board.call("save_pretrained"):
-        _save(model, directory)
+        _save(model, path)
 
 
-def _save(model: WrappedModel, directory: str | os.PathLike[str]) -> None:
+def _save(model: WrappedModel, directory: Path) -> None:
     module, rank = model.original_module, dist.get_rank()
     consequence = f"{directory} was not written"
     held = from_all_ranks(together(lambda: _layouts(model), consequence))
+    if tied_names_of(model):
+        _check_copies(from_all_ranks(_copies(model)), consequence)
     if is_adapted(module):
-        _save_adapter(model, Path(directory), held, consequence)
+        _save_adapter(model, directory, held, consequence)
         return
     shards = together(lambda: plan_shards(module, tied_names_of(model), held), consequence)
-    saved = SavedDirectory(Path(directory), shards)
+    saved = SavedDirectory(directory, shards)
     try:
         local = _local_tensors(model)
-        together(lambda: start_save(Path(directory), is_adapter=False) if rank == 0 else None, consequence)
+        together(lambda: start_save(directory, is_adapter=False) if rank == 0 else None, consequence)
         together(lambda: saved.write(rank, lambda shard: _tensors(model, local, shard), _writer()), consequence)
         together(lambda: saved.finish(module) if rank == 0 else None, consequence)
     except Exception:
@@ -112,6 +116,27 @@ def _layouts(model: WrappedModel) -> dict[str, StoredLayout] | None:
     for name, tensor in local.items():
         check_dtype(name, tensor.dtype, packed=True)
     return layouts_of(local)
+
+
+def _copies(model: WrappedModel) -> dict[tuple[str, int, int], bytes]:
+    """Hashes of this rank's tied tensors, by first name, replica and tensor-parallel rank."""
+    local = _local_tensors(model)
+    place = parallel_state.get_data_parallel_rank(), parallel_state.get_tensor_model_parallel_rank()
+    firsts = [names[0] for names in tied_names_of(model)]
+    return {(name, *place): sample_and_sum(local[name]) for name in firsts if name in local}
+
+
+def _check_copies(of_ranks: Sequence[Mapping[tuple[str, int, int], bytes]], consequence: str) -> None:
+    """Raise ``RuntimeError`` for copies of a tied tensor that differ: one of them would be lost."""
+    first: dict[tuple[str, int, int], tuple[int, bytes]] = {}
+    for rank, copies in enumerate(of_ranks):
+        for place, found in copies.items():
+            other, expected = first.setdefault(place, (rank, found))
+            if found != expected:
+                raise RuntimeError(
+                    f"{place[0]}, which is tied, has other values on rank {rank} than on rank {other}: {consequence}. "
+                    f"Change it on every rank. move_model_to_device() gives all copies the values of the first."
+                )
 
 
 def _writer() -> int | None:

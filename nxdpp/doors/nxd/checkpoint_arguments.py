@@ -13,17 +13,16 @@ from nxdpp.checkpoint.distributed.directory import DOCUMENT
 from nxdpp.checkpoint.distributed.model_state import local_module_of
 from nxdpp.doors.nxd.model import NxDModel
 from nxdpp.doors.nxd.optimizer import NxDOptimizer
+from nxdpp.tensor.rank_files import local_path
 
 _BUSY = ("wait", "skip")
 
 
 def path_of(path: str | os.PathLike[str]) -> Path:
-    """``path`` as a ``Path``. Raises ``TypeError``, and ``ValueError`` for an empty one."""
+    """``path`` as a ``Path``. Raises ``TypeError``, and ``ValueError`` as ``local_path`` does."""
     if not isinstance(path, str | os.PathLike) or not isinstance(os.fspath(path), str):
         raise TypeError(f"path={path!r} must be a string or a Path.")
-    if not os.fspath(path):
-        raise ValueError("path='' has no name: give one, '.' for the working directory.")
-    return Path(path)
+    return local_path(path)
 
 
 def tag_of(tag: str | int) -> str:

@@ -3,7 +3,6 @@
 import functools
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, NoReturn, Self, cast
 
 import torch
@@ -15,6 +14,7 @@ from nxdpp.doors.oslo.equal_ranks import allow, verify_equal
 from nxdpp.doors.oslo.mpu import MPU
 from nxdpp.doors.oslo.pipelined_model import methods_for
 from nxdpp.ranks import parallel_state
+from nxdpp.tensor.rank_files import local_path
 
 _made: dict[tuple[type[nn.Module], bool], type[nn.Module]] = {}
 
@@ -59,7 +59,7 @@ class ParallelModel:
             OSError: for a file that cannot be written.
             RuntimeError: on the other ranks, for an error of one rank.
         """
-        model, directory = cast(PreTrainedModel, self), _path(save_directory)
+        model, directory = cast(PreTrainedModel, self), local_path(save_directory)
         if not merge_checkpoints:
             state = checkpoints.local_state(model) if state_dict is None else state_dict
             checkpoints.save_parts(model, self.mpu, directory, state, save_config, save_function)
@@ -82,7 +82,7 @@ class ParallelModel:
             RuntimeError: on the other ranks, for an error of one rank.
         """
         model = cast(PreTrainedModel, self)
-        checkpoints.load_parts(model, self.mpu, _path(load_directory))
+        checkpoints.load_parts(model, self.mpu, local_path(load_directory))
         allow(model)
         return self
 
@@ -112,12 +112,6 @@ def _resize_token_embeddings(*args: Any, **kwargs: Any) -> NoReturn:
     raise RuntimeError(
         "resize_token_embeddings would give each rank a vocabulary of its own: call it before oslo.initialize"
     )
-
-
-def _path(directory: str | os.PathLike[str]) -> Path:
-    if not os.fspath(directory):
-        raise ValueError("the directory '' has no name: give one, '.' for the working directory")
-    return Path(directory)
 
 
 def _parallel_class(own: type[Any], is_pipelined: bool) -> type[Any]:

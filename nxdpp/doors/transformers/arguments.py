@@ -9,6 +9,8 @@ from typing import Any
 from transformers import TrainingArguments
 from transformers.training_args import OptimizerNames
 
+from nxdpp.tensor.rank_files import local_path
+
 HONOURED = frozenset(
     {
         # Length and batches of the training.
@@ -147,6 +149,7 @@ def check_replicas(args: TrainingArguments, replicas: int) -> None:
 
 
 def _check_values(args: TrainingArguments) -> None:
+    local_path(args.output_dir or ".")
     if args.optim not in OPTIMIZERS:
         names = ", ".join(sorted(each.value for each in OPTIMIZERS))
         name = str(OptimizerNames(args.optim).value)

@@ -19,6 +19,7 @@ from torch.utils.data import (
 )
 from transformers.trainer_utils import seed_worker
 
+from nxdpp.doors.transformers.data_randomness import DataRandomness
 from nxdpp.ranks import parallel_state
 
 
@@ -28,12 +29,14 @@ class FirstRanksOrder(Sampler[int]):
     Such samplers draw from torch's generator, and the collators of replicas may have drawn different numbers from it.
     """
 
-    def __init__(self, sampler: Sampler[int]) -> None:
+    def __init__(self, sampler: Sampler[int], randomness: DataRandomness) -> None:
         self.sampler = sampler
+        self._randomness = randomness
 
     def __iter__(self) -> Iterator[int]:
         # All ranks draw the order, so that their generators stay equal.
-        order: list[Any] = [list(self.sampler)]
+        with self._randomness.drawing_order():
+            order: list[Any] = [list(self.sampler)]
         dist.broadcast_object_list(order, src=0)
         return iter(order[0])
 
@@ -46,7 +49,9 @@ class FirstRanksOrder(Sampler[int]):
             self.sampler.set_epoch(epoch)
 
 
-def replica_loader(accelerator: Accelerator, loader: DataLoader[Any], seed: int) -> DataLoader[Any]:
+def replica_loader(
+    accelerator: Accelerator, loader: DataLoader[Any], seed: int, randomness: DataRandomness
+) -> DataLoader[Any]:
     """Return ``loader`` with the batches of this rank's replica, as accelerate divides them over processes.
 
     Batches stay in host memory: the labels are counted there. ``seed`` is for the workers, which draw alike on all
@@ -54,7 +59,7 @@ def replica_loader(accelerator: Accelerator, loader: DataLoader[Any], seed: int)
     """
     replicas, replica = parallel_state.get_data_parallel_size(), parallel_state.get_data_parallel_rank()
     if dist.get_world_size() > 1:
-        _share_order(loader, accelerator.use_seedable_sampler)
+        _share_order(loader, accelerator.use_seedable_sampler, randomness)
         if loader.num_workers:
             loader.generator = torch.Generator().manual_seed(seed)
             if isinstance(loader.worker_init_fn, partial):
@@ -86,7 +91,7 @@ def check_divided(loader: Any) -> None:
         )
 
 
-def _share_order(loader: DataLoader[Any], is_seedable: bool) -> None:
+def _share_order(loader: DataLoader[Any], is_seedable: bool, randomness: DataRandomness) -> None:
     """Take the order of a sampler without a seed from rank 0."""
     batches = loader.batch_sampler
     if isinstance(loader.dataset, IterableDataset) or type(batches) is not BatchSampler:
@@ -94,4 +99,4 @@ def _share_order(loader: DataLoader[Any], is_seedable: bool) -> None:
     sampler = batches.sampler
     has_seed = isinstance(sampler, RandomSampler) and is_seedable
     if isinstance(sampler, Sampler) and not has_seed and not isinstance(sampler, SequentialSampler):
-        batches.sampler = FirstRanksOrder(sampler)
+        batches.sampler = FirstRanksOrder(sampler, randomness)

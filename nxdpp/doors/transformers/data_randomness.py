@@ -25,9 +25,14 @@ class DataRandomness:
 
     A training or an evaluation continues the stream of the one before. A generator that the program has changed in
     between, such as by a seed, begins anew from its state on rank 0.
+
+    Attributes:
+        order: the states that the order of the training's epoch was drawn from. A checkpoint holds them.
     """
 
     def __init__(self) -> None:
+        self.order: States | None = None
+        self._resumed_order: States | None = None
         self._stream: States | None = None
         self._at_end: States | None = None
         self._calls = 0
@@ -38,10 +43,30 @@ class DataRandomness:
         """The states of the stream; ``None`` before the first batch. A checkpoint holds them."""
         return self._stream
 
-    def resume(self, stream: States) -> None:
-        """Continue with the ``stream`` of a checkpoint; every rank calls it."""
-        self._stream = stream
+    def resume(self, stream: States, order: States | None) -> None:
+        """Continue with the ``stream`` and the ``order`` of a checkpoint; every rank calls it."""
+        self._stream, self._resumed_order = stream, order
         self._has_begun = True
+
+    def begin_epoch(self) -> None:
+        """Draw a new order next: the checkpoint was at the end of an epoch."""
+        self._resumed_order = None
+
+    @contextmanager
+    def drawing_order(self) -> Iterator[None]:
+        """Draw an order in the block, in ``fetching()``: again that of the epoch in which a training resumes."""
+        if self._calls > 1:
+            # That of an evaluation inside of the training.
+            yield
+            return
+        resumed, self._resumed_order = self._resumed_order, None
+        if resumed is not None:
+            _set(resumed)
+        self.order = _states()
+        yield
+        if resumed is not None:
+            assert self._stream is not None
+            _set(self._stream)
 
     @contextmanager
     def of_call(self) -> Iterator[None]:

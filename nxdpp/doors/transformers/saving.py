@@ -46,8 +46,13 @@ class SavingTrainer(Trainer):
             torch.save(self.args, os.path.join(folder, TRAINING_ARGS_NAME))
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        stream = self._randomness.stream
-        save_checkpoint(output_dir, STATE, self.pipelined, _inner(self.optimizer), self.lr_scheduler, stream)
+        drawn = None if self._randomness.stream is None else (self._randomness.stream, self._randomness.order)
+        save_checkpoint(output_dir, STATE, self.pipelined, _inner(self.optimizer), self.lr_scheduler, drawn)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        # Trainer calls it before the first batch at the end of an epoch, and after it inside of one.
+        super()._load_rng_state(checkpoint)
+        self._randomness.begin_epoch()
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         folder = Path(resume_from_checkpoint)
@@ -66,9 +71,10 @@ class SavingTrainer(Trainer):
         if checkpoint is None:
             return
         if (Path(checkpoint) / STATE).is_dir():
-            stream = load_checkpoint(checkpoint, STATE, self.pipelined, _inner(self.optimizer), self.lr_scheduler)
-            if stream is not None:
-                self._randomness.resume(stream)
+            drawn = load_checkpoint(checkpoint, STATE, self.pipelined, _inner(self.optimizer), self.lr_scheduler)
+            if drawn is not None:
+                # A checkpoint of version 0.4 has only the stream, three states.
+                self._randomness.resume(*(drawn if len(drawn) == 2 else (drawn, None)))
         else:
             logger.warning(f"{checkpoint} has no {STATE}: the optimizer and the learning rate begin anew.")
 

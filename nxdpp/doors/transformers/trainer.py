@@ -165,7 +165,7 @@ class PipelineTrainer(SavingTrainer, EvaluatingTrainer, ControlledTrainer):
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
 
         def prepare(loader: DataLoader[Any], *_: Any, **__: Any) -> DataLoader[Any]:
-            return replica_loader(self.accelerator, loader, seed)
+            return replica_loader(self.accelerator, loader, seed, self._randomness)
 
         vars(self.accelerator)["prepare_data_loader"] = prepare
 

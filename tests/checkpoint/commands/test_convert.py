@@ -140,6 +140,11 @@ def test_a_module_of_ones_own_keeps_its_names(tmp_path: Path, capsys: pytest.Cap
     assert all(map(torch.equal, untied.state_dict().values(), other.state_dict().values()))
 
 
+def test_a_destination_in_a_store_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _convert(tmp_path, "s3://bucket/model", "--to", "huggingface") == 2
+    assert "path='s3:/bucket/model' is not on a file system" in capsys.readouterr().err
+
+
 def test_an_adapter_is_refused_with_the_way(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model: Any = peft.get_peft_model(llama(), peft.LoraConfig(target_modules=["q_proj"]))
     save_checkpoint(tmp_path / "out", "one", model)

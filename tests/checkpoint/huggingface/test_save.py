@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
 
-from nxdpp import NxDPPModel, parallel_state, save_pretrained
+from nxdpp import NxDPPModel, load_pretrained, parallel_state, save_pretrained
 from nxdpp.checkpoint.files.layout import StoredLayout
 from nxdpp.checkpoint.huggingface import save_plan
 from nxdpp.checkpoint.huggingface.save_plan import plan_shards
@@ -162,8 +162,12 @@ def test_an_unwrapped_model_is_refused(unwrapped: Any, tmp_path: Path) -> None:
 
 def test_a_directory_without_a_name_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match="directory='' has no name"):
-        save_pretrained(wrap(make("llama")), "")
+    wrapped = wrap(make("llama"))
+    with pytest.raises(ValueError, match="path='' has no name"):
+        save_pretrained(wrapped, "")
+    for function in (save_pretrained, load_pretrained):
+        with pytest.raises(ValueError, match="path='s3://bucket/run' is not on a file system"):
+            function(wrapped, "s3://bucket/run")
     assert not list(tmp_path.iterdir())
 
 

@@ -89,6 +89,7 @@ def test_a_field_of_a_newer_transformers_is_refused(make: Any) -> None:
         ({"train_sampling_strategy": "batch_rebalance"}, "batch_rebalance.*Use 'group_by_length'"),
         ({"accelerator_config": {"split_batches": True}}, "accelerator_config: split_batches=True"),
         ({"accelerator_config": {"dispatch_batches": True}}, "accelerator_config: dispatch_batches=True"),
+        ({"output_dir": "s3://bucket/run"}, "'s3://bucket/run' is not on a file system"),
     ],
 )
 def test_a_value_is_refused_by_name(given: dict[str, Any], message: str, make: Any) -> None:

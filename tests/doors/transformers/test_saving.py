@@ -41,8 +41,10 @@ def saved(callbacks: list[TrainerCallback] | None = None, **args: Any) -> Traini
 
 
 def with_dropout(**args: Any) -> Training:
+    """Its sampler draws the order of an epoch from torch's global generator, as dropout does."""
     given = {"data_collator": padded, "eval_dataset": Rows(7)}
-    return Training({**SAVED, **args}, model=lambda: gpt2(4, dropout=0.1), given=given)
+    order = {"accelerator_config": {"use_seedable_sampler": False}}
+    return Training({**SAVED, **order, **args}, model=lambda: gpt2(4, dropout=0.1), given=given)
 
 
 class Saved(NamedTuple):
@@ -73,6 +75,7 @@ def train_and_resume(rank: int, folder: Path) -> Saved:
     trained("in an epoch", saved(), "whole/checkpoint-2")
     trained("weights alone", saved(save_only_model=True, max_steps=2))
     trained("dropout", with_dropout())
+    # Inside of the second epoch.
     trained("dropout again", with_dropout(), "dropout/checkpoint-4")
     with pytest.raises(ValueError, match=r"is a checkpoint of Trainer itself.* Start .* its weights: from_pretrained"):
         trained("refused", saved(), "plain/checkpoint-2")

@@ -1,0 +1,199 @@
+"""A tied weight is one parameter for what a script does after wrapping, by name, by module or by type."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import nxdpp
+from nxdpp import parallel_state
+from tests.pipeline.after_wrapping.scripts import (
+    VOCABULARY,
+    WIDTH,
+    PipelinedTraining,
+    Plain,
+    Script,
+    compare,
+)
+from tests.pipeline.after_wrapping.scripts import Training as Training
+from tests.support.run_ranks import run_ranks
+
+
+class Adapted(nn.Module):
+    """A linear layer with an adapter of rank 2."""
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base = base
+        self.down = nn.Linear(WIDTH, 2, bias=False, dtype=torch.float64)
+        self.up = nn.Linear(2, VOCABULARY, bias=False, dtype=torch.float64)
+
+    def forward(self, hidden: torch.Tensor) -> Any:
+        return self.base(hidden) + self.up(self.down(hidden))
+
+
+class Tied(Plain):
+    """The head has the weight of the embedding, and a bias of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+        self.head.weight = self.embed.weight
+
+
+def freeze_by_name(training: Training) -> None:
+    for name, parameter in training.wrapped.named_parameters():
+        if "embed" in name:
+            parameter.requires_grad_(False)
+    training.steps(2)
+    for name, parameter in training.wrapped.named_parameters():
+        if "embed" in name:
+            parameter.requires_grad_(True)
+    training.steps(2)
+
+
+def freeze_by_module(training: Training) -> None:
+    training.steps(1)
+    training.model.get_submodule("embed").requires_grad_(False)
+    training.steps(2)
+
+
+def decay_by_name(training: Training) -> None:
+    named = list(training.wrapped.named_parameters())
+    without = [parameter for name, parameter in named if "embed" in name or "norm" in name]
+    others = [parameter for _, parameter in named if all(parameter is not each for each in without)]
+    groups = [{"params": without, "weight_decay": 0.0}, {"params": others, "weight_decay": 0.5}]
+    training.steps(4, torch.optim.AdamW([each for each in groups if each["params"]], lr=1e-2))
+
+
+def decay_by_type(training: Training) -> None:
+    modules = [each for each in training.wrapped.modules() if isinstance(each, nn.Embedding | nn.LayerNorm)]
+    without = {parameter for module in modules for parameter in module.parameters()}
+    others = [parameter for parameter in training.wrapped.parameters() if parameter not in without]
+    groups = [{"params": list(without), "weight_decay": 0.0}, {"params": others, "weight_decay": 0.5}]
+    training.steps(4, torch.optim.SGD([each for each in groups if each["params"]], lr=1e-1))
+
+
+def initialise_by_name(training: Training) -> None:
+    training.steps(1)
+    for name, parameter in training.wrapped.named_parameters():
+        nn.init.normal_(parameter, generator=torch.Generator().manual_seed(sum(map(ord, name))))
+    training.steps(3)
+
+
+def initialise_by_module(training: Training) -> None:
+    training.steps(1)
+    nn.init.constant_(training.model.get_parameter("head.weight"), 0.01)
+    training.steps(3)
+
+
+def tied_weight(training: Training) -> list[nn.Parameter]:
+    return [parameter for name, parameter in training.wrapped.named_parameters() if name == "embed.weight"]
+
+
+def mask_gradient(training: Training) -> None:
+    rows = (torch.arange(VOCABULARY) > 20).float().unsqueeze(1)
+    handles = [parameter.register_hook(lambda gradient: gradient * rows) for parameter in tied_weight(training)]
+    training.steps(3)
+    for handle in handles:
+        handle.remove()
+    training.steps(2)
+
+
+def adapt_head(training: Training) -> None:
+    training.steps(2)
+    training.model.head = Adapted(training.model.get_submodule("head"))
+    training.steps(3)
+
+
+def replace_under_all_names(training: Training) -> None:
+    training.steps(2)
+    weight = nn.Parameter(torch.linspace(-1, 1, VOCABULARY * WIDTH, dtype=torch.float64).view(VOCABULARY, WIDTH))
+    training.model.get_submodule("embed").weight = weight
+    training.model.get_submodule("head").weight = weight
+    training.steps(3)
+
+
+SCRIPTS: dict[str, tuple[Any, Script]] = {
+    each.__name__: (lambda: Tied().double(), each)
+    for each in (
+        freeze_by_name,
+        freeze_by_module,
+        decay_by_name,
+        decay_by_type,
+        initialise_by_name,
+        initialise_by_module,
+        mask_gradient,
+        adapt_head,
+        replace_under_all_names,
+    )
+}
+
+
+def compared(rank: int, world_size: int) -> dict[str, Any]:
+    compared = compare(rank, world_size, SCRIPTS)
+    wrapped = PipelinedTraining(Tied())
+    tied = [name for name, _ in wrapped.wrapped.named_parameters() if name in ("embed.weight", "head.weight")]
+    parts = (wrapped.model, wrapped.wrapped.local_module)
+    weights = (
+        {id(part.get_parameter(name)) for part in parts for name in ("embed.weight", "head.weight")} if tied else ()
+    )
+    return compared | {"tied": (tied, len(weights))}
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_a_tie_stays_a_tie(world_size: int) -> None:
+    for rank, result in enumerate(run_ranks(world_size, compared, world_size)):
+        holds = rank in (0, world_size - 1)
+        assert result.pop("tied") == ((["embed.weight"], 1) if holds else ([], 0))
+        for name, (alone, pipelined) in result.items():
+            # The sum of a tied gradient is in another order.
+            assert pipelined == pytest.approx(alone, abs=1e-7), name
+
+
+def change_one(training: PipelinedTraining, is_last: bool) -> None:
+    with torch.no_grad():
+        training.model.get_parameter("head.weight")[3, 5] += is_last
+
+
+def untie(training: PipelinedTraining, is_last: bool) -> None:
+    training.model.get_submodule("head").weight = nn.Parameter(torch.ones(VOCABULARY, WIDTH))
+
+
+def normalise_in_forward(training: PipelinedTraining, is_last: bool) -> None:
+    training.model.embed.max_norm = 0.5  # type: ignore[union-attr]
+
+
+def train_after(rank: int, change: Any, folder: str) -> None:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    torch.manual_seed(0)
+    training = PipelinedTraining(Tied())
+    training.steps(2)
+    change(training, rank == 1)
+    if change is change_one:
+        with pytest.raises(
+            RuntimeError, match=r"embed\.weight, which is tied, has other values on rank 1 than on rank 0"
+        ):
+            nxdpp.save_pretrained(training.wrapped, folder)
+        assert not Path(folder).exists()
+        # Run 3 compares nothing.
+        training.steps(1)
+    training.steps(1)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (change_one, r"a tied weight has other values on pipeline rank 1 .*\n.*\n.*\n.*Call move_model_to_device\(\)"),
+        (
+            untie,
+            r"embed\.weight and head\.weight were one parameter .* Untie the model before it is wrapped, or put one",
+        ),
+        (normalise_in_forward, r"rank 0 has changed its copy in place \(nn\.Embedding\(max_norm=\.\.\.\) does\)"),
+    ],
+)
+def test_copies_that_go_apart_are_refused(change: Any, text: str, tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match=text):
+        run_ranks(2, train_after, change, str(tmp_path / "saved"))
