@@ -11,6 +11,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
+from nxdpp.pipeline.recomputed_state import LayerState, RecomputedCall
+
 _logger = logging.getLogger(__name__)
 
 
@@ -30,7 +32,9 @@ def apply_checkpoint(model: CheckpointedModel, layers_to_checkpoint: Sequence[st
     """Recompute the forward of layers during their backward instead of keeping their activations.
 
     Parameter names do not change. Dropout repeats in the recomputation, on the devices of all tensors that a layer
-    gets. The call is not collective: each rank checkpoints its own layers and skips names of other stages. A
+    gets. Buffers and attributes that forward changes, such as statistics and counters, have the values of the forward
+    in the recomputation, which leaves them as they are. A step raises ``RuntimeError`` for a layer that depends on
+    other state. The call is not collective: each rank checkpoints its own layers and skips names of other stages. A
     checkpointed layer stays as it is.
 
     Args:
@@ -67,7 +71,7 @@ def apply_checkpoint(model: CheckpointedModel, layers_to_checkpoint: Sequence[st
     local = dict(model.local_named_modules())
     for name in layers_to_checkpoint:
         if name in local and name not in unknown:
-            _checkpoint(local[name])
+            _checkpoint(name, local[name])
 
 
 def remove_checkpoint(model: CheckpointedModel) -> None:
@@ -87,11 +91,10 @@ def is_checkpointed(module: nn.Module) -> bool:
 
 def _checkpoint_all(model: CheckpointedModel) -> None:
     local = dict(model.local_named_modules())
-    layers = [local[name] for name in model.stage_layers]
-    if not layers:
+    if not model.stage_layers:
         _logger.warning("no transformer layer is on pipeline rank %d; nothing to checkpoint", model.rank)
-    for layer in layers:
-        _checkpoint(layer)
+    for name in model.stage_layers:
+        _checkpoint(name, local[name])
 
 
 def _has(model: nn.Module, name: str) -> bool:
@@ -102,22 +105,27 @@ def _has(model: nn.Module, name: str) -> bool:
         return False
 
 
-def _checkpoint(module: nn.Module) -> None:
+def _checkpoint(name: str, module: nn.Module) -> None:
     if is_checkpointed(module) or isinstance(module, CheckpointWrapper):
         return
     # The instance's own forward is replaced, not the module: a wrapper would rename its parameters.
-    module.forward = functools.partial(_recomputed, module.forward)
+    module.forward = functools.partial(_recomputed, module.forward, LayerState(name, module))
 
 
-def _recomputed(forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+def _recomputed(forward: Callable[..., Any], state: LayerState, /, *args: Any, **kwargs: Any) -> Any:
     """Run ``forward`` now, and again in the backward.
 
     ``checkpoint`` keeps the random state only of the devices of positional tensors. So an empty tensor of each other
     device is passed by position too.
     """
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
     devices = _devices(kwargs) - _devices(args)
     witnesses = [torch.empty(0, device=device) for device in devices]
-    return checkpoint(_run, forward, witnesses, *args, use_reentrant=False, **kwargs)
+    if torch.compiler.is_compiling():
+        return checkpoint(_run, forward, witnesses, *args, use_reentrant=False, **kwargs)
+    call = RecomputedCall(state, forward)
+    return checkpoint(call, witnesses, *args, use_reentrant=False, early_stop=not call.is_compared, **kwargs)
 
 
 def _run(forward: Callable[..., Any], witnesses: list[torch.Tensor], /, *args: Any, **kwargs: Any) -> Any:

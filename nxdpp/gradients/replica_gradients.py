@@ -5,8 +5,12 @@
     train_step(average=True)    verify ─▶ begin, with the last backwards of the stages ─▶ finish
     in no_sync()                verify
     average_gradients()         verify ─▶ average
+
+The parameters are verified in steps 1, 2, 4, 8, ... of the model, counted anew from a load or ``refresh()``: a program
+may change them on each replica by itself.
 """
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
@@ -16,7 +20,7 @@ from torch import nn
 
 from nxdpp.agreement.exchange import ReplicaExchanges
 from nxdpp.agreement.fingerprint import parameter_lines
-from nxdpp.agreement.replicas import check_replica_values
+from nxdpp.agreement.replicas import SAME_MODEL, check_replica_values
 from nxdpp.gradients.average import average_gradients
 from nxdpp.gradients.average_checks import replica_step_check
 from nxdpp.gradients.average_plan import LastBackward
@@ -24,6 +28,12 @@ from nxdpp.gradients.overlapped_average import AverageReport, OverlappedAverage
 from nxdpp.ranks import parallel_state
 from nxdpp.ranks.faults import failure_watch
 from nxdpp.ranks.faults.board import board
+
+_APART = (
+    "The replicas had the same parameters {} ago. Since then the program has changed them on each replica by "
+    "itself: an optimizer that steps in a backward hook, before the average of the gradients, or new values after "
+    "different seeds. Step the optimizer after run_train, and draw new values after the same torch.manual_seed(...)."
+)
 
 
 class _Tied(Protocol):
@@ -73,7 +83,7 @@ class ReplicaGradients:
         self._module = part.module
         self._exchanges = exchanges
         self.is_averaged = True
-        self._verified = False
+        self._numbers = itertools.count(1)
         self._changed = False
         self._overlapped: OverlappedAverage | None = None
 
@@ -83,15 +93,19 @@ class ReplicaGradients:
         return AverageReport(0, 0, 0.0) if self._overlapped is None else self._overlapped.report
 
     def verify(self) -> None:
-        """Verify once that the replicas have the same parameters, values and attributes; collective over them.
+        """Verify in steps 1, 2, 4, 8, ... that the replicas have the same parameters; collective over them.
 
         Raises:
-            RuntimeError: for names, shapes or dtypes that differ from the first replica's, or values in a sample.
+            RuntimeError: for names, shapes or dtypes that differ from the first replica's, or values in a sample, and
+                in step 1 for attributes.
         """
-        if not self._verified:
-            replica_step_check.of_pipeline(self._module.parameters(), is_averaged=True)
-            self._compare(self._part.attribute_lines())
-            self._verified = True
+        if not (number := next(self._numbers)) & (number - 1):
+            before = number // 2
+            if not before:
+                replica_step_check.of_pipeline(self._module.parameters(), is_averaged=True)
+                self._compare(self._part.attribute_lines())
+            else:
+                self._compare(remedy=_APART.format(f"{before} step{'s' * (before > 1)}"))
 
     def average(self) -> None:
         """Average ``.grad`` over the replicas; collective over them.
@@ -212,7 +226,7 @@ class ReplicaGradients:
                 )
             if changed:
                 self._compare()
-                self._changed = False
+                self._changed, self._numbers = False, itertools.count(2)
 
         return check
 
@@ -232,10 +246,12 @@ class ReplicaGradients:
         """Verify the parameters again before the next average, on all replicas."""
         self._changed = True
 
-    def _compare(self, lines: Sequence[str] = ()) -> None:
+    def _compare(self, lines: Sequence[str] = (), remedy: str = SAME_MODEL) -> None:
+        if parallel_state.get_data_parallel_size() == 1:
+            return
         self._exchanges.begin("comparison of parameters")
         parameters = list(self._module.named_parameters())
         group = parallel_state.get_data_parallel_group()
         with failure_watch.reported():
             facts = [*lines, *parameter_lines(parameters)]
-            check_replica_values(parameters, self._part.origin, group, self._part.seed, facts)
+            check_replica_values(parameters, self._part.origin, group, self._part.seed, facts, remedy)

@@ -1,13 +1,20 @@
-"""Errors of the average over replicas that began during a step."""
+"""Errors of the average over replicas that began during a step, and replicas whose parameters go apart."""
 
+import re
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from torch import nn
 
+from nxdpp import NxDPPModel, parallel_state
 from nxdpp.gradients.replica_gradients import ReplicaGradients
 from nxdpp.ranks.faults import failure_watch
+from tests.pipeline.after_wrapping.scripts import Layer, Plain, batch
+from tests.support.run_ranks import run_ranks
 
 
 def test_an_error_at_the_end_of_the_average_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -25,3 +32,71 @@ def test_an_error_at_the_end_of_the_average_is_reported(monkeypatch: pytest.Monk
     with pytest.raises(ArithmeticError) as caught:
         replicas.finish()
     assert reported == [caught.value]
+
+
+def optimizer_in_a_hook(model: NxDPPModel, step: int) -> None:
+    """Step in the backward, before the average."""
+    for parameter in model.local_parameters() if step == 1 else ():
+        optimizer = torch.optim.SGD([parameter], lr=0.1)
+        parameter.register_post_accumulate_grad_hook(lambda _, optimizer=optimizer: optimizer.step())
+
+
+def reset(model: NxDPPModel, seed: int) -> None:
+    torch.manual_seed(seed)
+    for parameter in model.local_parameters():
+        nn.init.normal_(parameter)
+
+
+def reset_by_replica(model: NxDPPModel, step: int) -> None:
+    if step == 3:
+        reset(model, dist.get_rank())
+
+
+def reset_alike(model: NxDPPModel, step: int) -> None:
+    if step == 3:
+        reset(model, 0)
+
+
+def reset_after_refresh(model: NxDPPModel, step: int) -> None:
+    if step == 5:
+        model.refresh()
+    if step == 6:
+        reset(model, dist.get_rank())
+
+
+def train(change: Callable[[NxDPPModel, int], None]) -> tuple[int, str]:
+    """Train 8 steps with ``change`` before each; return the number of steps, and the error."""
+    torch.manual_seed(0)
+    model = NxDPPModel(Plain(), transformer_layer_cls=Layer, num_microbatches=1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    rows = slice(2 * parallel_state.get_data_parallel_rank(), None)
+    for step in range(1, 9):
+        change(model, step)
+        try:
+            model.run_train(**{name: values[rows][:2] for name, values in batch().items()})
+        except RuntimeError as error:
+            return step, str(error)
+        optimizer.step()
+        optimizer.zero_grad()
+    return 8, ""
+
+
+def replicas_that_go_apart(rank: int) -> list[tuple[int, str]]:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    # All ranks raise the same error here: the process can train the next model.
+    vars(failure_watch)["report"] = lambda error: None
+    return [train(each) for each in (optimizer_in_a_hook, reset_by_replica, reset_after_refresh, reset_alike)]
+
+
+def test_replicas_are_compared_in_steps_1_2_4_8() -> None:
+    for found in run_ranks(4, replicas_that_go_apart):
+        assert [step for step, _ in found] == [2, 4, 6, 8]
+        *messages, none = (message for _, message in found)
+        assert none == "", "the remedy works"
+        for message, ago in zip(messages, ("1 step ago", "2 steps ago", "1 step ago"), strict=True):
+            assert re.search(
+                r"data-parallel rank 1 \(rank \d\) has other parameters than data-parallel rank 0", message
+            )
+            assert re.search(r"values of (embed|layers.2.linear).weight", message)
+            assert f"had the same parameters {ago}." in message
+            assert "Step the optimizer after run_train, and draw new values after the same torch.manual_seed" in message

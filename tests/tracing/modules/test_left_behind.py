@@ -67,7 +67,7 @@ def check_exact(model: nn.Module, stages: int = 3, layer: str = "Layer", checkpo
     pipeline = InProcessPipeline(model, stages, transformer_layer_cls=layer)
     if checkpointed:
         for name in pipeline.partition.layers:
-            _checkpoint(model.get_submodule(name))
+            _checkpoint(name, model.get_submodule(name))
     for seed in (1, 2):
         torch.manual_seed(seed)
         inputs = torch.randn(4, WIDTH)
@@ -192,8 +192,8 @@ def test_another_trace_after_a_step_is_the_same() -> None:
             graph = pipeline.programs.cut_graph({"x": torch.randn(size // 2, WIDTH)}, model.training).traced
             graphs.append((str(graph.graph), [(str(fact.node), fact.answer) for fact in graph.facts]))
         if not is_checkpointed:
-            for layer in model.layers:
-                _checkpoint(layer)
+            for name, layer in model.layers.named_children():
+                _checkpoint(name, layer)
     assert len(set(map(str, graphs))) == 1
 
 

@@ -1,0 +1,179 @@
+"""Layers that are recomputed, and whose output depends on what each call changes."""
+
+import random
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils.parametrizations import spectral_norm
+
+from nxdpp import apply_checkpoint
+from tests.pipeline.after_wrapping.scripts import (
+    LAYERS,
+    WIDTH,
+    Layer,
+    PipelinedTraining,
+    Plain,
+    Script,
+    Training,
+    compare,
+)
+from tests.pipeline.test_activation_checkpoint import wrapped_layer
+from tests.support.run_ranks import run_ranks
+
+
+class RunningMean(Layer):
+    """Subtracts a mean of all calls, a buffer that it replaces or changes in place."""
+
+    mean: torch.Tensor
+
+    def __init__(self, in_place: bool = True) -> None:
+        super().__init__()
+        self.in_place = in_place
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, hidden: torch.Tensor) -> Any:
+        output = super().forward(hidden - self.mean)
+        new = hidden.detach().mean((0, 1))
+        if self.in_place:
+            self.mean.lerp_(new, 0.5)
+        else:
+            self.mean = self.mean.lerp(new, 0.5)
+        return output
+
+
+class Counting(Layer):
+    """Counts its calls, in an attribute or in a list."""
+
+    def __init__(self, in_list: bool = False) -> None:
+        super().__init__()
+        self.calls: Any = [0] if in_list else 0
+
+    def forward(self, hidden: torch.Tensor) -> Any:
+        calls = self.calls[0] if isinstance(self.calls, list) else self.calls
+        output = super().forward(hidden) / (1 + 0.5 * calls)
+        if isinstance(self.calls, list):
+            self.calls[0] += 1
+        else:
+            self.calls += 1
+        return output
+
+
+class Late(Counting):
+    """Changes a buffer in place from its sixth call."""
+
+    factor: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("factor", torch.ones(()))
+
+    def forward(self, hidden: torch.Tensor) -> Any:
+        if self.calls > 4:
+            self.factor.mul_(0.9)
+        return super().forward(hidden) * self.factor.clone()
+
+
+class Norm(Layer):
+    """With a batch norm, whose statistics no training output shows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batch_norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, hidden: torch.Tensor) -> Any:
+        return super().forward(self.batch_norm(hidden.flatten(0, 1)).view_as(hidden))
+
+
+class Drawing(Layer):
+    """Draws from Python's generator."""
+
+    def forward(self, hidden: torch.Tensor) -> Any:
+        return super().forward(hidden) * (1 + random.random())
+
+
+class Spectral(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        spectral_norm(self.linear)
+
+
+def of(make: Callable[[], nn.Module], layers: range = range(LAYERS)) -> Callable[[], nn.Module]:
+    """A constructor of the model with some layers from ``make``."""
+
+    def model() -> nn.Module:
+        random.seed(0)
+        plain = Plain()
+        for number in layers:
+            plain.layers[number] = make()
+        return plain
+
+    return model
+
+
+def recomputed(steps: int, *names: str) -> Script:
+    """A script whose pipeline recomputes layers, by default all. It ends with a step in evaluation mode."""
+
+    def script(training: Training) -> None:
+        if training.wrapped is not training.model:
+            apply_checkpoint(training.wrapped, list(names) or None)
+        training.steps(steps)
+        training.wrapped.eval()
+        training.steps(1)
+
+    return script
+
+
+SCRIPTS: dict[str, Any] = {
+    "running mean": (of(RunningMean), recomputed(3)),
+    "running mean, replaced": (of(lambda: RunningMean(in_place=False)), recomputed(3)),
+    "counter": (of(Counting), recomputed(3)),
+    "counter in a list": (of(lambda: Counting(in_list=True)), recomputed(3)),
+    "spectral norm": (of(Spectral), recomputed(3)),
+    "batch norm": (of(Norm), recomputed(3)),
+}
+SCRIPTS_OF_REMEDIES: dict[str, Any] = {
+    "draws": (of(Drawing, range(1)), recomputed(2, "layers.1", "layers.2", "layers.3")),
+    "late": (of(Late, range(1)), recomputed(4, "layers.1", "layers.2", "layers.3")),
+}
+
+
+def compared(rank: int, world_size: int) -> dict[str, Any]:
+    return compare(rank, world_size, SCRIPTS)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_a_recomputation_has_the_state_of_its_forward(world_size: int) -> None:
+    for found in run_ranks(world_size, compared, world_size):
+        for name, (expected, numbers) in found.items():
+            assert numbers == expected, name
+            assert len(set(expected)) == len(expected)
+
+
+def refused(rank: int) -> None:
+    for name, (expected, numbers) in compare(rank, 2, SCRIPTS_OF_REMEDIES).items():
+        assert numbers == expected, name
+    training = PipelinedTraining(of(Drawing, range(1))())
+    recomputed(2)(training)
+
+
+def test_other_state_is_refused_on_all_ranks_and_the_remedy_works() -> None:
+    with pytest.raises(AssertionError) as raised:
+        run_ranks(2, refused)
+    message = str(raised.value)
+    assert "RuntimeError: layers.0 has a different output in its recomputation than in its forward" in message
+    assert "Keep the activations of layers.0" in message
+    assert "failure, rank 0 first" in message
+
+
+def test_a_late_change_in_place_is_refused() -> None:
+    layer = Late()
+    apply_checkpoint(cast(Any, wrapped_layer(layer)))
+    losses = (layer(torch.ones(1, 2, WIDTH, requires_grad=True)).sum() for _ in range(6))
+    for _ in range(5):
+        next(losses).backward()
+    sixth = next(losses)
+    with pytest.raises(RuntimeError, match="0 has begun to change factor in place after its first calls"):
+        sixth.backward()
