@@ -112,6 +112,7 @@ class Pipeline(PipelineSteps):
                 "stages": self.partition.stages,
                 "pipeline_cuts": list(self.partition.cuts),
                 "num_microbatches": config.num_microbatches,
+                "shared_inputs": None if config.shared_inputs is None else list(config.shared_inputs),
                 **common,
                 "writes a timeline": timeline_path is not None,
                 "check_against_module": config.check_against_module,
