@@ -14,7 +14,7 @@ _TRACERS = ("hf", "torch")
 _PARTITIONS = ("even", "balanced", "profiled")
 
 
-def check_kinds(module: Any, pipeline_cuts: Any, input_names: Any, leaf_module_cls: Any) -> None:
+def check_kinds(module: Any, **lists: Any) -> None:
     """Raise ``TypeError`` unless ``module`` is an ``nn.Module`` and the others are lists or ``None``."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"the model must be a torch.nn.Module, not {module!r:.80}.")
@@ -24,7 +24,6 @@ def check_kinds(module: Any, pipeline_cuts: Any, input_names: Any, leaf_module_c
             f"{scripted or 'the model'} is a module of TorchScript (torch.jit), which cannot be cut, and whose "
             f"parameters cannot be freed. Give the Python module; torch.compile(layer) of its layers makes them fast."
         )
-    lists = {"pipeline_cuts": pipeline_cuts, "input_names": input_names, "leaf_module_cls": leaf_module_cls}
     for name, value in lists.items():
         if isinstance(value, str | type):
             raise TypeError(f"{name}={value!r} must be a list: {name}=[{value!r}].")
@@ -69,10 +68,15 @@ def check_number_of_microbatches(microbatches: Any) -> None:
         raise ValueError(f"num_microbatches={microbatches!r} must be a whole number of at least 1.")
 
 
-def check_split_inputs_fn(function: Any) -> None:
-    """Raise ``TypeError`` unless ``function`` is callable or ``None``."""
+def check_split_inputs_fn(function: Any, shared_inputs: Any) -> None:
+    """Raise ``TypeError`` unless ``function`` is callable or ``None``, and ``ValueError`` for both settings."""
     if function is not None and not callable(function):
         raise TypeError(f"split_inputs_fn={function!r} must be a function of the inputs and num_microbatches.")
+    if function is not None and shared_inputs is not None:
+        raise ValueError(
+            "split_inputs_fn and shared_inputs exclude each other: the function returns all inputs of each microbatch, "
+            "shared ones too. Leave shared_inputs out."
+        )
 
 
 def check_gradient_reduction(name: Any, loss_normalization: str) -> None:

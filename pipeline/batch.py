@@ -185,7 +185,8 @@ class Batches:
     def _split(self, inputs: Mapping[str, Any], device: torch.device, layout: Hashable = None) -> Batch:
         """Split ``inputs``, and note how, for batches of their ``layout``. Raises as ``split_batch`` does."""
         config = self._config
-        parts, are_alike = split_batch(self.module, inputs, config.num_microbatches, config.split_inputs_fn, device)
+        count, function, shared = config.num_microbatches, config.split_inputs_fn, config.shared_inputs
+        parts, are_alike = split_batch(self.module, inputs, count, function, device, shared)
         before, is_counted = self._normalization.prepared(parts, inputs)
         moved = on_device(before, device)
         # A function may split equal batches in different ways.

@@ -52,6 +52,9 @@ class PipelineConfig:
         split_inputs_fn: a function of the inputs, a dict, and ``num_microbatches``. It returns the inputs of each
             microbatch, for inputs whose first dimension is not the batch. By default tensors are split along
             dimension 0, and images of transformers' models go with their rows.
+        shared_inputs: names of inputs whose tensors go whole to each microbatch, such as a mask (T, T); for a value in
+            a dict, ``"batch['mask']"``. By default none, and tensors that may be such are refused: in a batch of T rows
+            of T tokens, floating and boolean ones (T,) and (T, T). An empty list splits them.
         output_loss_value_spec: position of the loss in the output.
         loss_fn: a function of the model's output and of inputs by name, ``loss_fn(output, labels)``. It returns the
             loss of a microbatch, a tensor of one element. It runs on the last stage, as a single node. An input that
@@ -89,6 +92,7 @@ class PipelineConfig:
     shares_optimizer_state: bool = False
     input_names: Sequence[str] | None = None
     split_inputs_fn: SplitInputs | None = None
+    shared_inputs: Sequence[str] | None = None
     output_loss_value_spec: LossSpec = None
     loss_fn: Callable[..., Any] | None = None
     loss_normalization: str = "microbatch"
@@ -114,13 +118,19 @@ class PipelineConfig:
 
     def check(self, module: nn.Module) -> None:
         """Raise ``ValueError`` or ``TypeError`` for a setting that ``module`` cannot honour."""
-        arguments.check_kinds(module, self.pipeline_cuts, self.input_names, self.leaf_module_cls)
+        arguments.check_kinds(
+            module,
+            pipeline_cuts=self.pipeline_cuts,
+            input_names=self.input_names,
+            shared_inputs=self.shared_inputs,
+            leaf_module_cls=self.leaf_module_cls,
+        )
         check_param_init_fn(self.param_init_fn, module)
         if self.trace_file_path is not None:
             check_path(self.trace_file_path)
             parallel_state.refuse_in_debug("trace_file_path")
         arguments.check_number_of_microbatches(self.num_microbatches)
-        arguments.check_split_inputs_fn(self.split_inputs_fn)
+        arguments.check_split_inputs_fn(self.split_inputs_fn, self.shared_inputs)
         arguments.check_tracer(self.tracer_cls)
         arguments.check_wraps(self.autowrap_functions or (), self.autowrap_modules or ())
         check_loss_spec(self.output_loss_value_spec)
@@ -132,6 +142,9 @@ class PipelineConfig:
         arguments.check_floating_inputs(self.check_inputs)
         if self.input_names is not None:
             self._check_names(module, self.input_names, "input_names")
+        if self.shared_inputs is not None:
+            of_forward = [name.partition("[")[0] for name in self.shared_inputs]
+            check_names(module, self.of_module(module, of_forward), "shared_inputs")
         arguments.check_partition(self.partition, self._opened_batch(), self.partition_memory_limit, self.pipeline_cuts)
         if self.partition == "profiled" and (ranks := parallel_state.get_tensor_model_parallel_size()) > 1:
             # The layers of one rank would wait for the layers of the others.

@@ -75,6 +75,8 @@ class NxDPPModel(PipelineView, Generic[OnEveryRank, PerMicrobatch]):
         schedule: name of a family, path of a CSV file, or the actions of each rank. By default ``"1f1b"``.
         post_partition_hooks: functions of the wrapped model, called in order at the end of construction.
         split_inputs_fn: a function of the inputs and ``num_microbatches`` that returns the inputs of each microbatch.
+        shared_inputs: names of inputs whose tensors go whole to each microbatch, such as a mask (T, T). See
+            ``PipelineConfig`` for the tensors that are refused without it.
         loss_normalization: ``"microbatch"``, the mean of the microbatches' losses, or ``"tokens"``, the mean over all
             labels of the batch, replicas included.
         count_items_fn: a function of a microbatch's inputs, for ``"tokens"``. It returns the number of items over which
@@ -130,6 +132,7 @@ class NxDPPModel(PipelineView, Generic[OnEveryRank, PerMicrobatch]):
         fuse_microbatches: bool = False,
         return_loss_on_cpu: bool = False,
         loss_fn: Callable[..., Any] | None = None,
+        shared_inputs: Sequence[str] | None = None,
     ) -> None:
         super().__init__()
         if auto_partition and pipeline_cuts is not None and not len(pipeline_cuts):
@@ -146,6 +149,7 @@ class NxDPPModel(PipelineView, Generic[OnEveryRank, PerMicrobatch]):
             shares_optimizer_state=use_zero1_optimizer,
             input_names=input_names,
             split_inputs_fn=split_inputs_fn,
+            shared_inputs=shared_inputs,
             output_loss_value_spec=output_loss_value_spec,
             loss_fn=loss_fn,
             loss_normalization=loss_normalization,

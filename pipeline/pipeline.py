@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from nxdpp.agreement.exchange import ReplicaExchanges
+from nxdpp.agreement.last_used import LastUsed
 from nxdpp.gradients.gradient_norm import clip_grad_norm
 from nxdpp.gradients.overlapped_average import AverageReport
 from nxdpp.gradients.replica_gradients import ReplicaGradients
@@ -111,6 +112,7 @@ class Pipeline(PipelineSteps):
                 "stages": self.partition.stages,
                 "pipeline_cuts": list(self.partition.cuts),
                 "num_microbatches": config.num_microbatches,
+                "shared_inputs": None if config.shared_inputs is None else list(config.shared_inputs),
                 **common,
                 "writes a timeline": timeline_path is not None,
                 "check_against_module": config.check_against_module,
@@ -135,6 +137,7 @@ class Pipeline(PipelineSteps):
         self.tied_names = self.part.aliases
         self._replicas = ReplicaGradients(self.part, self._exchanges, config.gradient_reduction == "mean")
         self._copies = TensorCopies(self.part.module)
+        self._loss_dtypes: LastUsed[int, torch.dtype] = LastUsed()
         self._upkeep = LocalUpkeep(
             self.part, self.partition.layers, self._programs.replace, self._forget, self._verify_again
         )
@@ -242,14 +245,17 @@ class Pipeline(PipelineSteps):
         return self._runner.compile_seconds
 
     def mean_loss(self, losses: Sequence[torch.Tensor], train: bool = True) -> torch.Tensor:
-        """Return the mean loss of all microbatches and replicas, float32, on every rank; collective over all ranks.
+        """Return the mean loss of all microbatches and replicas on every rank; collective over all ranks.
 
-        ``losses`` are the result of a step on this rank, a training step or an evaluation.
+        ``losses`` are the result of a step on this rank, a training step or an evaluation. The mean has their dtype.
         """
         with board.call("mean_loss"), failure_watch.reported():
             if self.holds_last_stage:
                 self._exchanges.begin(f"mean loss of {'a training step' if train else 'an evaluation'}")
-            return mean_loss(losses, self._last_rank, self.device)
+            known = self._loss_dtypes.get(self._runner.digest)
+            loss = mean_loss(losses, self._last_rank, self.device, known)
+            self._loss_dtypes[self._runner.digest] = loss.dtype
+            return loss
 
     def average_gradients(self) -> None:
         """Average ``.grad`` over the data-parallel replicas; collective over them.
@@ -331,6 +337,7 @@ class Pipeline(PipelineSteps):
         self._replicas.follow()
         self._programs.forget()
         self._engines.forget()
+        self._loss_dtypes.clear()
 
     def _verify_again(self) -> None:
         """Have the ranks compare the parameters again."""

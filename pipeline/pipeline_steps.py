@@ -60,9 +60,9 @@ class PipelineSteps:
 
         Args:
             inputs: the model's inputs, equal on all ranks of the pipeline. Tensors ``(B, ...)`` are split along
-                dimension 0, or by ``split_inputs_fn``; so are tensors in dicts among the inputs. Tensors of first
-                dimension 1 next to larger ones and other values go whole to each microbatch. Images of a transformers
-                model go with their rows.
+                dimension 0, or by ``split_inputs_fn``; so are tensors in dicts among the inputs. ``shared_inputs``,
+                tensors of first dimension 1 next to larger ones, and other values go whole to each microbatch. Images
+                of a transformers model go with their rows.
 
         Returns:
             The detached loss of each microbatch on the rank of the last stage, an empty list on others. Their mean is

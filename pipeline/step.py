@@ -58,6 +58,7 @@ class StepRunner:
     Attributes:
         timer: of the last step; ``None`` before the first one.
         compile_seconds: in which this process compiled graphs, from the end of the step before to the end of the last.
+        digest: of the last step; equal for steps of the same graph and signature.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class StepRunner:
         self.timer: StepTimer | None = None
         self._sent_before = 0
         self.compile_seconds = 0.0
+        self.digest = 0
         self._config = config
         self._partition = partition
         self._last_rank = last_rank
@@ -252,7 +254,7 @@ class StepRunner:
             watch = self._replicas.begin(running.last_backwards) if signature.train else None
             scales = step.scales if signature.train else None
             values = running.run(step.loss.microbatches, scales, watch, transform)
-        self.timer = running.timer
+        self.timer, self.digest = running.timer, digest
         compiled = device_of(device).compiled()
         assert self._compiled is not None, "set before the first verification"
         self.compile_seconds, self._compiled = compiled.seconds - self._compiled.seconds, compiled

@@ -1,10 +1,16 @@
-"""``save_pretrained`` of a model of which one rank holds a part."""
+"""``save_pretrained`` and ``state_dict`` of a model of which one rank holds a part."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import partial
 from typing import Any, NoReturn
 
 from torch import nn
 
 from nxdpp.tracing.modules.listings import modules
+
+_are_names_wanted = ContextVar("a state dict is read for its names", default=False)
 
 
 def refuse_own_save(root: nn.Module) -> None:
@@ -14,8 +20,40 @@ def refuse_own_save(root: nn.Module) -> None:
             vars(module)["save_pretrained"] = _refuse
 
 
+def refuse_own_state(module: nn.Module, key: str) -> None:
+    """Make state dicts with ``module``, of whose tensors another rank holds ``key``, raise ``RuntimeError``."""
+    module.register_state_dict_pre_hook(partial(_refuse_state, key))
+
+
+@contextmanager
+def naming() -> Iterator[None]:
+    """Allow state dicts with tensors of other ranks, on the meta device, for a reader of their names."""
+    token = _are_names_wanted.set(True)
+    try:
+        yield
+    finally:
+        _are_names_wanted.reset(token)
+
+
+def state_of_all_names(root: nn.Module) -> dict[str, Any]:
+    """The state dict of ``root``, with tensors of other ranks on the meta device."""
+    with naming():
+        state: dict[str, Any] = root.state_dict(keep_vars=True)
+    return state
+
+
 def _refuse(*args: Any, **kwargs: Any) -> NoReturn:
     raise RuntimeError(
         "this model's own save_pretrained would need the parameters of all stages, and this rank holds those of its "
         "own: call nxdpp.save_pretrained(model, directory) on every rank."
     )
+
+
+def _refuse_state(key: str, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    if not _are_names_wanted.get():
+        raise RuntimeError(
+            f"another rank holds {prefix}{key}, and a state dict of the module inside a pipeline would have no values "
+            f"of it. With model = NxDPPModel(module, ...), model.local_state_dict() has this rank's part. On every "
+            f"rank, nxdpp.gather_state_dict(model) returns the whole on rank 0, and nxdpp.save_checkpoint and "
+            f"nxdpp.save_pretrained write it."
+        )

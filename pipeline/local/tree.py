@@ -7,6 +7,7 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from nxdpp.pipeline.local.local_module import LocalModule
+from nxdpp.pipeline.local.own_save import refuse_own_state
 from nxdpp.pipeline.partition.assignment import Owners
 from nxdpp.tensor.tensor_attributes import copy_tensor_model_parallel_attributes
 from nxdpp.tracing.modules import listings
@@ -100,7 +101,8 @@ def check_not_freed(root: nn.Module, local: Collection[str]) -> None:
 def free_others(root: nn.Module, local: Collection[str], elsewhere: Collection[str] = ()) -> None:
     """Move the parameters of ``root`` that are not ``local`` to the meta device.
 
-    Buffers that are ``elsewhere`` and buffers of modules of other ranks are moved, too. Ties are kept.
+    Buffers that are ``elsewhere`` and buffers of modules of other ranks are moved, too. Ties are kept. A state dict
+    with one of the moved tensors is refused from now on.
     """
     ownership = _Ownership(local, elsewhere)
     replaced: dict[int, nn.Parameter] = {}
@@ -109,6 +111,7 @@ def free_others(root: nn.Module, local: Collection[str], elsewhere: Collection[s
     for prefix, module in listings.named_modules(root, remove_duplicate=False):
         prefixes.setdefault(module, []).append(prefix)
     for module, places in prefixes.items():
+        freed: list[str] = []
         for key, parameter in module._parameters.items():
             if parameter is not None and not any(_join(prefix, key) in local for prefix in places):
                 meta = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
@@ -116,9 +119,13 @@ def free_others(root: nn.Module, local: Collection[str], elsewhere: Collection[s
                 module._parameters[key] = replaced.setdefault(id(parameter), meta)
                 if not parameter.is_meta or parameter in _freed:
                     _freed[module._parameters[key]] = True
+                freed.append(key)
         for key, buffer in module._buffers.items():
             if buffer is not None and all(ownership.buffer_is_elsewhere(module, prefix, key) for prefix in places):
                 module._buffers[key] = torch.empty_like(buffer, device="meta")
+                freed += [key] if key not in module._non_persistent_buffers_set else []
+        if freed:
+            refuse_own_state(module, freed[0])
 
 
 def _fill(

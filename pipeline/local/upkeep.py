@@ -25,6 +25,7 @@ from nxdpp.initialization.allocation import allocate
 from nxdpp.pipeline import arguments
 from nxdpp.pipeline.local.changes import ENTRIES, TENSORS, Change
 from nxdpp.pipeline.local.other_wrappers import refuse_local_wrappers
+from nxdpp.pipeline.local.own_save import state_of_all_names
 from nxdpp.pipeline.local.part import LocalPart
 from nxdpp.pipeline.local.replaced_modules import ReplacementSync
 from nxdpp.pipeline.local.spine_hooks import warn_of_traced_hooks
@@ -243,7 +244,7 @@ class LocalUpkeep:
     def _local(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return ``state_dict`` without the tensors that only other ranks hold."""
         own = set(self._tree.state_dict())
-        elsewhere = set(self._part.root.state_dict()) - own
+        elsewhere = set(state_of_all_names(self._part.root)) - own
         local = OrderedDict((name, value) for name, value in state_dict.items() if name not in elsewhere)
         for names in self._part.tied.names:
             # A file of Hugging Face, and named_parameters(), have one name of a tied weight.

@@ -8,25 +8,34 @@ import torch.distributed as dist
 from nxdpp.ranks import parallel_state
 from nxdpp.ranks.host_wire import from_wire, on_wire, wire_device
 
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
-def mean_loss(losses: Sequence[torch.Tensor], source: int, device: torch.device) -> torch.Tensor:
+
+def mean_loss(
+    losses: Sequence[torch.Tensor], source: int, device: torch.device, dtype: torch.dtype | None = None
+) -> torch.Tensor:
     """Mean loss over all microbatches and data-parallel replicas, on every rank; all ranks must call this.
 
     Args:
         losses: the loss of each microbatch, on the rank of the last stage; ignored on others.
         source: the rank of the pipeline that has them.
         device: device of the result.
+        dtype: of the losses, where this rank knows it. Otherwise it waits for the device, and reads it.
 
     Returns:
-        A float32 tensor of shape ().
+        A tensor of shape () and of the dtype of the losses.
     """
     pipeline = parallel_state.get_pipeline_model_parallel_group()
     if parallel_state.get_pipeline_model_parallel_rank() == source:
+        mean = torch.stack(list(losses)).mean()
+        dtype = mean.dtype
         replicas = parallel_state.get_data_parallel_group()
-        loss = on_wire(torch.stack(list(losses)).mean().float(), replicas)
-        dist.all_reduce(loss, group=replicas)
-        loss /= parallel_state.get_data_parallel_size()
+        loss = on_wire(mean, replicas).double()
+        # float64 has the values of all dtypes.
+        message = torch.stack([loss, torch.full_like(loss, _DTYPES.index(dtype))])
+        dist.all_reduce(message, group=replicas)
+        message /= parallel_state.get_data_parallel_size()
     else:
-        loss = torch.empty((), dtype=torch.float32, device=wire_device(device, pipeline))
-    dist.broadcast(loss, group=pipeline, group_src=source)
-    return from_wire(loss, device)
+        message = torch.empty(2, dtype=torch.float64, device=wire_device(device, pipeline))
+    dist.broadcast(message, group=pipeline, group_src=source)
+    return from_wire(message[0].to(dtype or _DTYPES[int(message[1])]), device)

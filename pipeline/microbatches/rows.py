@@ -1,6 +1,6 @@
 """Split of a step's inputs into microbatches, and concatenation of their outputs."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy
@@ -56,19 +56,22 @@ def readable_opened(opened: Mapping[str, Any], device: torch.device) -> Mapping[
     return {name: copies.get(id(value), value) for name, value in opened.items()}
 
 
-def check_batch(inputs: Mapping[str, Any], microbatches: int) -> None:
+def check_batch(inputs: Mapping[str, Any], microbatches: int, shared: Collection[str] = ()) -> None:
     """Raise ``ValueError`` unless the inputs can be split.
 
     Tensors ``(B, ...)`` must agree on ``B``, a multiple of ``microbatches``. All microbatches share tensors of first
-    dimension 1 next to larger ones, and values of other types. A single microbatch takes tensors of any shape.
+    dimension 1 next to larger ones, ``shared`` inputs, and values of other types. A single microbatch takes tensors of
+    any shape.
     """
-    sizes = {name: value.size(0) for name, value in inputs.items() if isinstance(value, torch.Tensor) and value.ndim}
+    sizes = {name: tensor.size(0) for name, tensor in _tensors(inputs).items() if name not in shared}
     batches = {name: size for name, size in sizes.items() if size != 1} or sizes
     if len(set(batches.values())) > 1 and microbatches > 1:
         raise ValueError(
-            f"the inputs disagree on dimension 0, the batch: {batches}. Give all the same batch size (only a first "
-            f"dimension of 1 is shared by all microbatches), use num_microbatches=1, or give split_inputs_fn, a "
-            f"function of the inputs and num_microbatches that returns the inputs of each microbatch."
+            f"the inputs disagree on dimension 0, the batch: {batches}. Give all the same batch size. Name tensors "
+            f"that all rows share, such as a mask (T, T), in NxDPPModel(..., shared_inputs=[NAME]); without it a step "
+            f"in which they had the size of the batch has split them. Or use num_microbatches=1, or give "
+            f"split_inputs_fn, a function of the inputs and num_microbatches that returns the inputs of each "
+            f"microbatch."
         )
     batch = next(iter(batches.values()), None)
     if batch is not None and (batch == 0 or batch % microbatches):
@@ -104,15 +107,45 @@ def _refuse_lists_of_rows(inputs: Mapping[str, Any], batch: int | None, microbat
             )
 
 
-def split_inputs(inputs: Mapping[str, Any], microbatches: int) -> list[dict[str, Any]]:
-    """Return the inputs of each microbatch: ``(B / microbatches, ...)`` of each tensor ``(B, ...)``; others whole."""
-    batch = max((v.size(0) for v in inputs.values() if isinstance(v, torch.Tensor) and v.ndim), default=1)
+def check_not_shared(inputs: Mapping[str, Any], microbatches: int) -> None:
+    """Raise ``ValueError`` for tensors that a split may tear apart: ``(T,)`` or ``(T, T)`` in a batch of ``T`` rows.
 
-    def parts(value: Any) -> list[Any]:
-        whole = not isinstance(value, torch.Tensor) or value.ndim == 0 or value.size(0) != batch
+    Floating and boolean tensors may be weights or masks of the tokens for all rows. That the rows have ``T`` tokens
+    shows in whole numbers ``(B, T)`` or floating numbers ``(B, T, H)`` among the inputs.
+    """
+    # Tensors (B,) and (B, B, ...) of several rows.
+    tensors = {name: each for name, each in _tensors(inputs).items() if len({*each.shape[:2], 1}) == 2}
+    floating = {name for name, each in tensors.items() if each.is_floating_point()}
+    boolean = {name for name, each in tensors.items() if each.dtype == torch.bool}
+    tokens = {n: each.size(0) for n, each in tensors.items() if n not in boolean and each.ndim == 2 + (n in floating)}
+    doubtful = [
+        name
+        for name in tensors
+        if name in floating | boolean and tensors[name].ndim <= 2 and tensors[name].size(0) in tokens.values()
+    ]
+    if doubtful and microbatches > 1:
+        size = tensors[doubtful[0]].size(0)
+        raise ValueError(
+            f"the batch has {size} rows of {size} tokens, so that {', '.join(doubtful)} may have a part for each row, "
+            f"or be one for the tokens of all rows, such as a mask (T, T) or a weight (T,). Say which: "
+            f"NxDPPModel(..., shared_inputs={doubtful}) gives them whole to each of the {microbatches} microbatches, "
+            f"and shared_inputs=[] splits all inputs."
+        )
+
+
+def _tensors(inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor) and value.ndim}
+
+
+def split_inputs(inputs: Mapping[str, Any], microbatches: int, shared: Collection[str] = ()) -> list[dict[str, Any]]:
+    """Return the inputs of each microbatch: ``(B / microbatches, ...)`` of each tensor ``(B, ...)``; others whole."""
+    batch = max((tensor.size(0) for name, tensor in _tensors(inputs).items() if name not in shared), default=1)
+
+    def parts(name: str, value: Any) -> list[Any]:
+        whole = name in shared or not isinstance(value, torch.Tensor) or value.ndim == 0 or value.size(0) != batch
         return [value] * microbatches if whole or microbatches == 1 else list(value.chunk(microbatches))
 
-    columns = {name: parts(value) for name, value in inputs.items()}
+    columns = {name: parts(name, value) for name, value in inputs.items()}
     return [{name: column[i] for name, column in columns.items()} for i in range(microbatches)]
 
 

@@ -1,12 +1,13 @@
 """Microbatches of a step: a batch split by rows, by images or by a function of the user, or samples as they are."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
-from nxdpp.pipeline.microbatches.rows import check_batch, check_kinds, split_inputs
+from nxdpp.pipeline.microbatches.rows import check_batch, check_kinds, check_not_shared, split_inputs
 from nxdpp.tracing.models.image_rows import split_images
 from nxdpp.tracing.values.input_dicts import InputDict, levels, open_inputs
 
@@ -15,7 +16,12 @@ SplitInputs = Callable[[dict[str, Any], int], Sequence[Mapping[str, Any]]]
 
 
 def split_batch(
-    module: nn.Module, inputs: Mapping[str, Any], microbatches: int, function: SplitInputs | None, device: torch.device
+    module: nn.Module,
+    inputs: Mapping[str, Any],
+    microbatches: int,
+    function: SplitInputs | None,
+    device: torch.device,
+    shared: Collection[str] | None = None,
 ) -> tuple[list[dict[str, Any]], bool]:
     """Return the opened inputs of each microbatch, and whether all have the same shapes for certain.
 
@@ -25,6 +31,8 @@ def split_batch(
         microbatches: number of microbatches.
         function: splits the inputs in place of the rules.
         device: device of this rank's stages.
+        shared: names of inputs that go whole to each microbatch. ``None`` refuses tensors that may be such, except for
+            a transformers model, whose inputs have a part for each row.
 
     Raises:
         ValueError, TypeError: for inputs that cannot be split, and for a result of ``function`` that is no list of
@@ -37,8 +45,10 @@ def split_batch(
     check_kinds(inputs, device)
     images = _split_images(module, inputs, microbatches)
     rest = {name: value for name, value in inputs.items() if name not in images[0]}
-    check_batch(rest, microbatches)
-    parts = [part | own for part, own in zip(split_inputs(rest, microbatches), images, strict=True)]
+    check_batch(rest, microbatches, shared or ())
+    if shared is None and not isinstance(module, PreTrainedModel):
+        check_not_shared(rest, microbatches)
+    parts = [part | own for part, own in zip(split_inputs(rest, microbatches, shared or ()), images, strict=True)]
     return parts, not images[0]
 
 

@@ -4,16 +4,19 @@ import inspect
 from typing import Any, Literal, assert_type
 
 import pytest
+import torch
 from torch import Tensor, nn
 
 from nxdpp import NxDPPModel, parallel_state
 from nxdpp.planning.plan import Plan
-from tests.support.models import make, padded_batch
+from tests.pipeline.after_wrapping.scripts import Layer, Plain
+from tests.pipeline.after_wrapping.scripts import batch as tokens
+from tests.support.models import make, microbatches, padded_batch
 from tests.support.run_ranks import run_ranks
 
 
-def results(rank: int) -> tuple[Tensor | None, Tensor, list[Tensor] | None, bool]:
-    """Return the result of a step of each kind of model, and whether one process in an evaluation has the same."""
+def results(rank: int) -> tuple[Tensor | None, Tensor, list[Tensor] | None, bool, list[Tensor]]:
+    """Return the result of a step of each kind of model, and the losses of ``of_dtypes``."""
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
     batch = padded_batch(4)
     plain = NxDPPModel(make("llama"), num_microbatches=2)
@@ -23,11 +26,28 @@ def results(rank: int) -> tuple[Tensor | None, Tensor, list[Tensor] | None, bool
     assert_type(everywhere, Tensor)
     each = NxDPPModel(make("llama"), num_microbatches=2, return_mb_loss=True).run_train(**batch)
     assert_type(each, list[Tensor] | None)
-    return mean, everywhere, each, plain.holds_last_stage
+    return mean, everywhere, each, plain.holds_last_stage, of_dtypes()
 
 
-def test_a_step_returns_the_type_that_type_checkers_infer() -> None:
-    first, last = run_ranks(2, results)
+def of_dtypes() -> list[Tensor]:
+    """Return the losses of a model in float64, of one that becomes so after a step, and of one in bfloat16."""
+    losses = []
+    for dtypes, count in (([torch.float64], 1), ([torch.float32, torch.float64], 2), ([torch.bfloat16], 1)):
+        torch.manual_seed(0)
+        model = NxDPPModel(Plain(), Layer, num_microbatches=count, broadcast_and_average_loss=True)
+        for dtype in dtypes:
+            model.to(dtype)
+            losses += [model.run_train(**tokens()) for _ in range(2)]
+    return losses
+
+
+@pytest.fixture(scope="module")
+def of_ranks() -> list[Any]:
+    return run_ranks(2, results)
+
+
+def test_a_step_returns_the_type_that_type_checkers_infer(of_ranks: list[Any]) -> None:
+    first, last = of_ranks
 
     assert first[0] is None
     assert first[2] is None
@@ -37,6 +57,19 @@ def test_a_step_returns_the_type_that_type_checkers_infer() -> None:
     assert isinstance(last[2], list)
     assert len(last[2]) == 2
     assert (first[3], last[3]) == (False, True)
+
+
+def test_the_mean_loss_has_the_dtype_of_the_losses(of_ranks: list[Any]) -> None:
+    """Bit for bit as in one process: the mean of one or two."""
+    expected = []
+    for dtype, count in ((torch.float64, 1), (torch.float32, 2), (torch.float64, 2), (torch.bfloat16, 1)):
+        torch.manual_seed(0)
+        whole = Plain().to(dtype)
+        expected += [torch.stack([whole(**part) for part in microbatches(tokens(), count)]).mean()] * 2
+    for *_, losses in of_ranks:
+        for loss, own in zip(losses, expected, strict=True):
+            assert loss.dtype == own.dtype
+            assert torch.equal(loss, own)
 
 
 def of_other_calls(module: nn.Module, found: Plan, flag: bool, options: dict[str, Any]) -> None:

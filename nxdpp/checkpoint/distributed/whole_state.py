@@ -25,6 +25,7 @@ from nxdpp.checkpoint.distributed.model_state import (
 from nxdpp.checkpoint.distributed.rectangles import PlaceInWhole, placement_of
 from nxdpp.checkpoint.huggingface.model_tensors import WrappedModel, unwrapped_name
 from nxdpp.devices.kinds import device_of
+from nxdpp.pipeline.local.own_save import state_of_all_names
 from nxdpp.ranks import parallel_state
 from nxdpp.ranks.faults import failure_watch
 from nxdpp.ranks.faults.board import board
@@ -94,7 +95,7 @@ def _gather(model: nn.Module) -> dict[str, torch.Tensor] | None:
 def _names_of(model: nn.Module) -> list[str]:
     """All names of the whole model, in its order."""
     module = cast(WrappedModel, model).original_module if is_pipelined(model) else local_module_of(model)
-    return [unwrapped_name(name) for name in module.state_dict(keep_vars=True)]
+    return [unwrapped_name(name) for name in state_of_all_names(module)]
 
 
 def _with_values(local: ModelTensors, firsts: Mapping[str, str]) -> dict[str, torch.Tensor]:

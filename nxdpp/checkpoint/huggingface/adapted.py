@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from nxdpp.checkpoint.huggingface.model_tensors import tensors_of, unwrapped_name
+from nxdpp.pipeline.local.own_save import naming
 
 PROMPTS = "prompt_encoder."
 
@@ -37,7 +38,8 @@ def adapter_names(module: Any, adapter: str) -> dict[str, str]:
 
     state = {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors_of(module).items()}
     names = {id(tensor): name for name, tensor in state.items()}
-    selected = get_peft_model_state_dict(module, state_dict=state, adapter_name=adapter)
+    with naming():
+        selected = get_peft_model_state_dict(module, state_dict=state, adapter_name=adapter)
     made = [name for name, tensor in selected.items() if id(tensor) not in names]
     if made:
         kind = module.peft_config[adapter].peft_type

@@ -7,6 +7,8 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from nxdpp.pipeline.local.own_save import state_of_all_names
+
 _WRAPPERS = re.compile(r"\b(_checkpoint_wrapped_module|_orig_mod)\.")
 
 
@@ -30,11 +32,13 @@ class WrappedModel(Protocol):
 def tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:
     """Return the parameters and persistent buffers of ``module`` by name, a tied one under each of its names.
 
+    The ones that other ranks hold are on the meta device.
+
     A module that ``torch.compile`` or ``checkpoint_wrapper`` wraps has the names of the module itself.
 
     Raises ``ValueError`` if a state dict has anything else.
     """
-    state = module.state_dict(keep_vars=True)
+    state = state_of_all_names(module)
     others = [
         name
         for name, value in state.items()

@@ -23,6 +23,7 @@ from nxdpp.checkpoint.huggingface.adapted import PROMPTS, adapter_names, learns_
 from nxdpp.checkpoint.huggingface.model_tensors import tensors_of, unwrapped_name
 from nxdpp.checkpoint.huggingface.read_directory import UNFINISHED
 from nxdpp.checkpoint.huggingface.replace_adapter import replace_adapter
+from nxdpp.pipeline.local.own_save import naming
 
 
 def names_to_gather(module: Any) -> list[str]:
@@ -67,7 +68,7 @@ class SavedAdapter:
             tensors |= load_file(self._part(rank))
         made = self._unfinished / "adapter"
         made.mkdir(exist_ok=True)
-        with _put(tensors, module):
+        with _put(tensors, module), naming():
             type(module).save_pretrained(module, str(made))
         replace_adapter(made, self._directory)
         shutil.rmtree(self._unfinished, ignore_errors=True)

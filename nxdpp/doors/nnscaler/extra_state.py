@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 from nxdpp.checkpoint.distributed.model_state import tied_in
 from nxdpp.checkpoint.distributed.rectangles import Block, PlaceInWhole, placement_of
 from nxdpp.doors.nnscaler.compute_config import ComputeConfig
+from nxdpp.pipeline.local.own_save import state_of_all_names
 from nxdpp.tensor.padding import Range
 
 EXTRA_STATE_KEY = "nxdpp_extra_state"
@@ -46,7 +47,7 @@ def module_extra_state(
         config: ranks and settings of the parallel module.
         tied: the names of each tensor that has several, by default the names of one object in ``whole``.
     """
-    state = whole.state_dict(keep_vars=True)
+    state = state_of_all_names(whole)
     tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
     groups = tied_in(tensors) if tied is None else [list(names) for names in tied]
     others = {name for names in groups for name in names[1:]}

@@ -8,7 +8,14 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from nxdpp.devices.device import Device
 from nxdpp.devices.kinds import KINDS
-from nxdpp.pipeline.microbatches.rows import check_batch, check_kinds, join_outputs, on_device, split_inputs
+from nxdpp.pipeline.microbatches.rows import (
+    check_batch,
+    check_kinds,
+    check_not_shared,
+    join_outputs,
+    on_device,
+    split_inputs,
+)
 
 CPU = torch.device("cpu")
 
@@ -90,6 +97,47 @@ def test_tensors_of_different_batch_sizes() -> None:
 
     assert "{'input_ids': 4, 'labels': 6}" in message
     assert "position_ids" not in message
+
+
+def test_named_inputs_go_whole_to_every_microbatch() -> None:
+    inputs = {"ids": torch.zeros(4, 6), "mask": torch.zeros(6, 6), "weight": torch.zeros(4)}
+
+    assert "shared_inputs=[NAME]" in _refusal(inputs, 2)
+    shared = ["mask", "weight"]
+    check_batch(inputs, 2, shared)
+    parts = split_inputs(inputs, 2, shared)
+    assert [part["ids"].shape[0] for part in parts] == [2, 2]
+    assert all(part[name] is inputs[name] for part in parts for name in shared)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "names"),
+    [
+        ({"ids": torch.zeros(4, 4).long(), "mask": torch.zeros(4, 4)}, "mask"),
+        ({"ids": torch.zeros(4, 4).long(), "mask": torch.zeros(4, 4).bool(), "weight": torch.zeros(4)}, "mask, weight"),
+        ({"hidden": torch.zeros(4, 4, 6), "weight": torch.zeros(4).half()}, "weight"),
+    ],
+)
+def test_tensors_that_may_be_shared_are_a_question(inputs: dict[str, Any], names: str) -> None:
+    check_not_shared(inputs, 1)
+    with pytest.raises(ValueError, match=f"batch has 4 rows of 4 tokens, so that {names} may") as caught:
+        check_not_shared(inputs, 2)
+    assert f"shared_inputs={names.split(', ')}" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "inputs",
+    [
+        # Tokens and labels of as many rows as tokens.
+        {"ids": torch.zeros(4, 4).long(), "labels": torch.zeros(4, 4).long(), "kinds": torch.zeros(4).long()},
+        {"ids": torch.zeros(4, 6).long(), "mask": torch.zeros(4, 6), "weight": torch.zeros(4)},
+        {"x": torch.zeros(4, 4), "target": torch.zeros(4)},
+        {"latents": torch.zeros(4, 4, 8, 8), "sigma": torch.zeros(4), "positions": torch.zeros(1, 1).long()},
+        {"hidden": torch.zeros(4, 6, 4), "weight": torch.zeros(4), "scale": torch.zeros(1), "none": None},
+    ],
+)
+def test_usual_inputs_are_no_question(inputs: dict[str, Any]) -> None:
+    check_not_shared(inputs, 2)
 
 
 def test_an_empty_batch_beside_a_full_one() -> None:

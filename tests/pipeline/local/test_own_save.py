@@ -1,0 +1,65 @@
+"""``state_dict`` of a module of which one rank holds a part: refused by name, and what the message advises."""
+
+import copy
+import io
+
+import pytest
+import torch
+
+from nxdpp import NxDPPModel, gather_state_dict, parallel_state
+from nxdpp.pipeline.local.own_save import state_of_all_names
+from nxdpp.pipeline.local.tree import free_others
+from tests.pipeline.after_wrapping.scripts import Layer, Plain
+from tests.support.run_ranks import run_ranks
+
+
+def save(rank: int) -> list[str]:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    torch.manual_seed(0)
+    module = Plain()
+    whole = copy.deepcopy(module)
+    model = NxDPPModel(module, transformer_layer_cls=Layer)
+    messages = []
+    # In each module, and in its copy, are tensors of the other rank.
+    for part in (module, module.layers, (module.head, module.embed)[rank], copy.deepcopy(module)):
+        with pytest.raises(RuntimeError, match="another rank holds") as caught:
+            torch.save(part.state_dict(), io.BytesIO())
+        messages.append(str(caught.value))
+    here = (module.embed, module.head)[rank].state_dict()
+    assert not here["weight"].is_meta
+    # What the message advises, and loads.
+    assert not any(tensor.is_meta for tensor in model.local_state_dict().values())
+    expected = {name: value + 1 for name, value in whole.state_dict().items()}
+    model.load_state_dict(expected)
+    gathered = gather_state_dict(model)
+    if gathered is not None:
+        assert gathered.keys() == expected.keys()
+        assert all(torch.equal(value, expected[name]) for name, value in gathered.items())
+    return messages
+
+
+def test_a_state_dict_without_values_of_other_ranks_is_refused() -> None:
+    first, last = run_ranks(2, save)
+
+    assert "another rank holds layers.2.linear.weight, and a state dict of the module" in first[0]
+    assert "another rank holds embed.weight," in last[0]
+    assert "model.local_state_dict() has this rank's part" in first[0]
+    assert [message.split(",")[0] for message in first[1:]] == [
+        "another rank holds 2.linear.weight",
+        "another rank holds weight",
+        "another rank holds layers.2.linear.weight",
+    ]
+
+
+def test_only_a_module_with_freed_state_is_refused() -> None:
+    module = Plain()
+    names = [name for name, _ in module.named_parameters()]
+
+    free_others(module, names)
+    assert set(module.state_dict()) == {*names, "scale"}
+    free_others(module, [name for name in names if name != "head.weight"], ["head.weight"])
+    assert list(module.norm.state_dict()) == ["weight", "bias"]
+    with pytest.raises(RuntimeError, match=r"another rank holds head\.weight"):
+        module.state_dict()
+    assert set(state_of_all_names(module)) == {*names, "scale"}
+    assert state_of_all_names(module)["head.weight"].is_meta
