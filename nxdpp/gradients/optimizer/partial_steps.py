@@ -11,7 +11,7 @@ others are tried (``trial_steps``). One that cannot be tried, or draws random nu
 """
 
 import gc
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch import nn, optim
@@ -27,6 +27,7 @@ _BY_ELEMENT = (
     *(optim.RMSprop, optim.Rprop, optim.SGD, optim.SparseAdam),
 )
 _BY_TENSOR = (optim.Adafactor, optim.Muon)
+_RATES = ("params", "param_names", "lr", "initial_lr")
 
 Parameters = Callable[[], Iterable[nn.Parameter]]
 
@@ -76,30 +77,19 @@ def _refuse_wrong(optimizer: Optimizer, staged: set[int]) -> None:
     # Those of this package are right, or step by another optimizer.
     if kind in _BY_ELEMENT or any(each.__module__.startswith("nxdpp.") for each in kind.__mro__):
         return
-    # Groups often differ only in their rate.
-    alike = ("params", "param_names", "lr", "initial_lr")
-    groups = [(group, [p for p in group["params"] if _is_shard(p)]) for group in optimizer.param_groups]
-    different = {(bool(shards), repr({k: v for k, v in g.items() if k not in alike})): g for g, shards in groups}
-    for (has_shards, _), group in different.items():
-        if has_shards and not _is_right(optimizer, group, steps_quarters_alike):
-            shards = [p for _, each in groups for p in each]
-            raise RuntimeError(
-                f"{kind.__name__} computes the step of an element from other elements, and {len(shards)} of its "
-                f"parameters are this rank's parts of tensors that "
-                f"{parallel_state.get_tensor_model_parallel_size()} tensor ranks divide (the first has the shape "
-                f"{tuple(shards[0].shape)}): the step would not be the one of the whole tensors. Take one that steps "
-                f"each element by itself: {_names(_BY_ELEMENT)}, or a similar one. Or divide the model into more "
-                f"stages, with tensor_model_parallel_size=1."
-            )
-        if kind in _BY_TENSOR or not any(id(parameter) in staged for parameter in group["params"]):
+    tried = set()
+    for group in optimizer.param_groups:
+        shards = [parameter for parameter in group["params"] if _is_shard(parameter)]
+        is_staged = any(id(parameter) in staged for parameter in group["params"])
+        # Groups often differ only in their rate.
+        options = repr({name: value for name, value in group.items() if name not in _RATES})
+        if (bool(shards), is_staged, options) in tried:
             continue
-        if not _is_right(optimizer, group, steps_tensors_alike):
-            raise RuntimeError(
-                f"{kind.__name__} computes the step of a parameter from other parameters, and this rank has only the "
-                f"parameters of its part of {parallel_state.get_pipeline_model_parallel_size()} pipeline ranks: each "
-                f"rank would make a step of its own. Take one that steps each parameter by itself: "
-                f"{_names(_BY_ELEMENT + _BY_TENSOR)}, or a similar one."
-            )
+        tried.add((bool(shards), is_staged, options))
+        if shards and not _is_right(optimizer, group, steps_quarters_alike):
+            raise RuntimeError(_over_shards(kind.__name__, shards))
+        if is_staged and kind not in _BY_TENSOR and not _is_right(optimizer, group, steps_tensors_alike):
+            raise RuntimeError(_over_stages(kind.__name__))
 
 
 def _is_right(optimizer: Optimizer, group: dict[str, Any], alike: Callable[[Optimizer, Any], bool]) -> bool:
@@ -107,6 +97,24 @@ def _is_right(optimizer: Optimizer, group: dict[str, Any], alike: Callable[[Opti
         return alike(optimizer, group) or not repeats_steps(optimizer, group)
     except Exception:
         return True
+
+
+def _over_shards(kind: str, shards: Sequence[nn.Parameter]) -> str:
+    return (
+        f"{kind} computes the step of an element from other elements, and {len(shards)} parameters of a group are this "
+        f"rank's parts of tensors that {parallel_state.get_tensor_model_parallel_size()} tensor ranks divide (the "
+        f"first has the shape {tuple(shards[0].shape)}): it would not be the step of the whole tensors. Take an "
+        f"optimizer that steps each element by itself: {_names(_BY_ELEMENT)}, or a similar one. Or take more pipeline "
+        f"stages in place of tensor ranks."
+    )
+
+
+def _over_stages(kind: str) -> str:
+    return (
+        f"{kind} computes the step of a parameter from other parameters, and this rank has only those of its part of "
+        f"{parallel_state.get_pipeline_model_parallel_size()} pipeline ranks: each rank would make a step of its own. "
+        f"Take an optimizer that steps each parameter by itself: {_names(_BY_ELEMENT + _BY_TENSOR)}, or a similar one."
+    )
 
 
 def _names(kinds: Iterable[type[Optimizer]]) -> str:

@@ -134,8 +134,8 @@ def _copy(optimizer: Optimizer, group: dict[str, Any], parameters: list[nn.Param
     copied = object.__new__(type(optimizer))
     options: dict[str, Any] = copy.deepcopy({name: value for name, value in group.items() if name != "params"})
     # A warm-up may begin at a rate of zero, with which all optimizers are alike.
-    on_cpu = {"lr": 0.1, "fused": None, "capturable": False}
-    options |= {name: value for name, value in on_cpu.items() if name in options} | {"params": parameters}
+    changed = {"lr": max(float(options.get("lr") or 0.0), 0.1), "fused": None, "capturable": False}
+    options |= {name: value for name, value in changed.items() if name in options} | {"params": parameters}
     # What the copy has in place of objects of the optimizer, and of an optimizer that it wraps.
     memo: dict[int, Any] = {id(optimizer): copied}
     for each in (optimizer, *(value for value in vars(optimizer).values() if isinstance(value, Optimizer))):

@@ -40,6 +40,7 @@ class Sam(Optimizer):
         super().__init__(params, {"rho": rho, **options})
         self.base_optimizer = base_optimizer(self.param_groups, **options)
         self.param_groups = self.base_optimizer.param_groups
+        self.defaults.update(self.base_optimizer.defaults)
 
     @torch.no_grad()
     def first_step(self) -> None:
