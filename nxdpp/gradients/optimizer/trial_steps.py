@@ -120,7 +120,8 @@ def _no_traces(seed: int) -> Iterator[None]:
     # A step, which goes through the dicts of hooks, is running.
     hooks = {name: vars(optim)[name] for name in ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")}
     compiler = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
-    with torch.random.fork_rng(devices=[]), _NoMessages(), compiler:  # type: ignore[no-untyped-call]  # torch gives no type
+    no_messages: TorchDispatchMode = _NoMessages()  # type: ignore[no-untyped-call]  # torch gives no type
+    with torch.random.fork_rng(devices=[]), no_messages, compiler:
         torch.default_generator.manual_seed(seed)
         vars(optim).update({name: type(known)() for name, known in hooks.items()})
         try:

@@ -67,7 +67,7 @@ def check_elementwise(optimizer_class: Any, defaults: Mapping[str, Any], device:
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
         raise TypeError(f"optimizer_class must be a class such as torch.optim.AdamW, not {optimizer_class!r:.80}.")
     # Wrong options raise the error of the class.
-    optimizer = optimizer_class([nn.Parameter(torch.empty(2, 2, device=device))], **defaults)
+    optimizer = optimizer_class([nn.Parameter(torch.zeros(2, 2, device=device))], **defaults)
     try:
         is_alike = steps_flat_parts_alike(optimizer, optimizer.param_groups[0], device)
     except Exception as error:

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn, optim
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # public, though not in its __all__
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers.optimization import Adafactor
@@ -93,7 +94,7 @@ class Averaging(optim.SGD):
 
 
 def test_a_trial_sends_nothing() -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
         optimizer = made(Averaging)
         with pytest.raises(RuntimeError, match="a step that sends messages is not tried"):

@@ -111,6 +111,10 @@ def llama() -> LlamaForCausalLM:
     return LlamaForCausalLM(config).double()
 
 
+def step(optimizer: optim.Optimizer) -> None:
+    optimizer.step(lambda: 0.0)
+
+
 def divided(rank: int) -> tuple[list[float], list[float]]:
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
     ids = torch.arange(24).view(4, 6)
@@ -125,15 +129,17 @@ def divided(rank: int) -> tuple[list[float], list[float]]:
             rf"{BY_ELEMENT}"
         )
         with pytest.raises(RuntimeError, match=text):
-            make(matrices).step(lambda: None)
-    optim.Adafactor(norms, lr=0.0).step()
-    optim.LBFGS(norms, lr=0.0).step(lambda: torch.zeros(()))
+            step(make(matrices))
+    for make in (optim.Adafactor, optim.LBFGS):
+        step(make(norms, lr=0.0))
     model.zero_grad()
     alone, loop = llama(), []
     ours, theirs = (Lion(each.parameters()) for each in (model, alone))
     losses = []
     for _ in range(3):
-        losses.append(float(model.run_train(input_ids=ids, labels=ids)))
+        loss = model.run_train(input_ids=ids, labels=ids)
+        assert loss is not None
+        losses.append(loss.item())
         ours.step()
         ours.zero_grad()
         parts = [alone(input_ids=part, labels=part, use_cache=False).loss / 2 for part in ids.chunk(2)]
