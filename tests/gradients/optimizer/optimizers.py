@@ -33,6 +33,19 @@ class Lamb(Optimizer):
                 parameter.data -= group["lr"] * parameter.norm() * parameter.grad / parameter.grad.norm()
 
 
+class LateLamb(Lamb):
+    """Steps by the gradient 10 times, and as ``Lamb`` from then on."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["steps"] = group.get("steps", 0) + 1
+            if group["steps"] <= 10:
+                for parameter in group["params"]:
+                    parameter.data -= group["lr"] * parameter.grad
+        if self.param_groups[0]["steps"] > 10:
+            super().step()
+
+
 class Sam(Optimizer):
     """Steps by the gradients at the worst point near the parameters."""
 

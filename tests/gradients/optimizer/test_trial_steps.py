@@ -14,13 +14,14 @@ from transformers.optimization import Adafactor
 
 from nxdpp.gradients.optimizer.partial_steps import _BY_ELEMENT, _BY_TENSOR
 from nxdpp.gradients.optimizer.trial_steps import repeats_steps, steps_quarters_alike, steps_tensors_alike
-from tests.gradients.optimizer.optimizers import Lamb, Lion, Sam
+from tests.gradients.optimizer.optimizers import Lamb, LateLamb, Lion, Sam
 
 ELEMENT, TENSOR, ALL = (True, True), (False, True), (False, False)
 CASES: dict[str, tuple[Callable[[Any], Optimizer], tuple[bool, bool]]] = {
     "Lion": (Lion, ELEMENT),
     "fused": (lambda given: optim.AdamW(given, lr=torch.tensor(0.0), fused=True), ELEMENT),
     "Lamb": (Lamb, TENSOR),
+    "LateLamb": (LateLamb, TENSOR),
     "Adafactor of transformers": (Adafactor, TENSOR),
     "LBFGS": (optim.LBFGS, ALL),
     "LBFGS with a line search": (lambda given: optim.LBFGS(given, line_search_fn="strong_wolfe"), ALL),
