@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from nxdpp.gradients.average_checks import replica_step_check
+from nxdpp.gradients.optimizer.partial_steps import refuse_partial_steps
 from nxdpp.ranks import parallel_state
 
 _DEFAULTS: dict[str, Any] = {
@@ -38,6 +39,7 @@ def set_tensor_model_parallel_attributes(
     """Mark ``tensor`` as a part of a whole that is divided along ``dim``, or as the whole."""
     if is_parallel:
         replica_step_check.begin()
+        refuse_partial_steps()
     values = (is_parallel, dim, stride, num_partitions)
     for name, value in zip(_DEFAULTS, values, strict=True):
         setattr(tensor, name, value)

@@ -17,6 +17,7 @@ from torch.optim import LBFGS, Optimizer
 from nxdpp.doors.nnscaler.compute_config import ComputeConfig
 from nxdpp.doors.nnscaler.parallel_module import ParallelModule
 from nxdpp.doors.nnscaler.parallel_optimizer import ParallelOptimizer, Reducer, ZeroReducer, bucket_bytes_of
+from nxdpp.gradients.optimizer.partial_steps import refuse_partial_step
 from nxdpp.gradients.optimizer.zero1 import Zero1Optimizer
 
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
@@ -44,7 +45,8 @@ def build_optimizer(
         TypeError: for an ``optimizer_fn`` that returns no plain optimizer.
         ValueError: for parallel modules, or a ``compute_config``, with different sizes or ``use_zero``. So for
             ``zero_ngroups`` above 1, a module for inference, and an optimizer that evaluates its closure several times.
-        RuntimeError: for a module without parallel ones, and for an end-to-end module inside another module.
+        RuntimeError: for a module without parallel ones, for an end-to-end module inside another module, and for an
+            optimizer whose step over shards is not the one of the whole parameters.
     """
     parallel = _parallel_modules(module)
     config = _checked_config(module, parallel, compute_config)
@@ -57,6 +59,8 @@ def build_optimizer(
     if isinstance(made, LBFGS):
         raise ValueError("LBFGS follows the loss of one unit and a rank's own parameters: take another optimizer")
     _refuse_others(made, parameters)
+    # A parallel optimizer is not tried again.
+    refuse_partial_step(made)
     own = {id(parameter) for each in parallel for parameter in each.parameters_for_optimizer()}
     plain = [parameter for parameter in parameters if id(parameter) not in own]
     optimizer: Any = made

@@ -8,10 +8,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from nxdpp.gradients.gradient_dtype import dense
-
-_SHAPE = (4, 6)
-_CUT = 11
-_STEPS = 3
+from nxdpp.gradients.optimizer.trial_steps import steps_flat_parts_alike
 
 
 def check_dtypes(**dtypes: torch.dtype | None) -> None:
@@ -61,7 +58,7 @@ def refuse_sparse(parameters: Iterable[nn.Parameter]) -> None:
 def check_elementwise(optimizer_class: Any, defaults: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
     """Return the options of a group of ``optimizer_class(params, **defaults)``.
 
-    A small matrix is stepped as a whole and in two flat parts by optimizers of their own. Both must end alike.
+    A small matrix is stepped as a whole and in two flat parts. Both must end alike.
 
     Raises:
         TypeError: for something other than a class of optimizers.
@@ -69,34 +66,18 @@ def check_elementwise(optimizer_class: Any, defaults: Mapping[str, Any], device:
     """
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
         raise TypeError(f"optimizer_class must be a class such as torch.optim.AdamW, not {optimizer_class!r:.80}.")
-    values = torch.linspace(-1.0, 1.0, _SHAPE[0] * _SHAPE[1], device=device)
-    whole = nn.Parameter(values.view(_SHAPE).clone())
     # Wrong options raise the error of the class.
-    options = dict(optimizer_class([whole], **defaults).defaults)
-    # A warm-up may begin at a rate of zero, with which all optimizers are alike.
-    tried = {**defaults, **({"lr": 0.1} if "lr" in defaults else {})}
-    parts = [nn.Parameter(part.clone()) for part in values.split([_CUT, values.numel() - _CUT])]
+    optimizer = optimizer_class([nn.Parameter(torch.zeros(2, 2, device=device))], **defaults)
     try:
-        _step([whole], optimizer_class, tried)
-        for at, part in zip((0, _CUT), parts, strict=True):
-            _step([part], optimizer_class, tried, at)
+        is_alike = steps_flat_parts_alike(optimizer, optimizer.param_groups[0], device)
     except Exception as error:
         raise ValueError(
             f"{optimizer_class.__name__} with these options does not step flat parts of dense parameters, which a rank "
             f"has ({type(error).__name__}: {error}). {_remedy(optimizer_class)}"
         ) from error
-    if not torch.allclose(whole.detach().reshape(-1), torch.cat([part.detach() for part in parts]), rtol=1e-4):
+    if not is_alike:
         raise ValueError(_refusal(optimizer_class))
-    return options
-
-
-def _step(parameters: list[nn.Parameter], optimizer_class: Any, options: Mapping[str, Any], at: int = 0) -> None:
-    optimizer = optimizer_class(parameters, **options)
-    (parameter,) = parameters
-    numbers = torch.arange(at, at + parameter.numel(), dtype=torch.float32, device=parameter.device)
-    for step in range(_STEPS):
-        parameter.grad = torch.sin(7.0 * numbers + step).view_as(parameter)
-        optimizer.step()
+    return dict(optimizer.defaults)
 
 
 def _refusal(optimizer_class: type) -> str:

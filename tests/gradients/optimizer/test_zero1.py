@@ -16,6 +16,7 @@ from nxdpp.gradients.optimizer.neuron_zero1 import NeuronZero1Optimizer
 from nxdpp.gradients.optimizer.zero1 import Zero1Optimizer
 from nxdpp.ranks.faults.board import board
 from nxdpp.utils.adamw_fp32_optim_params import AdamW_FP32OptimParams
+from tests.gradients.optimizer.optimizers import Lamb
 from tests.support.run_ranks import run_ranks
 
 pytestmark = pytest.mark.one_python
@@ -37,18 +38,6 @@ CLASSES: dict[type[Optimizer], dict[str, Any]] = {
     torch.optim.Rprop: {},
     AdamW_FP32OptimParams: {"lr": 0.01},
 }
-
-
-class Lamb(Optimizer):
-    """Scales each update by the norm of its parameter."""
-
-    def __init__(self, params: Any, lr: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr})
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                parameter.data -= group["lr"] * parameter.norm() * parameter.grad / parameter.grad.norm()
 
 
 def make(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
