@@ -4,7 +4,6 @@ python -m tests.loops [--seeds 2000] [--first 0] [--jobs 2] [--show SEED] [--shr
 """
 
 import argparse
-import re
 import sys
 from collections import Counter, defaultdict
 
@@ -32,7 +31,7 @@ def main() -> None:
         if outcome.kind in _BAD:
             _print(script, outcome)
         elif outcome.kind != "equal":
-            refused[f"{outcome.kind}: {_short(outcome.reason)}"].append(script.seed)
+            refused[f"{outcome.kind}: {outcome.short}"].append(script.seed)
     for reason, found in sorted(refused.items(), key=lambda item: -len(item[1])):
         print(f"{len(found)} {reason}\n    seeds {', '.join(map(str, found))}")
     print(", ".join(f"{counts[kind]} {kind}" for kind in counts))
@@ -41,13 +40,6 @@ def main() -> None:
 
 def _print(script: Script, outcome: Outcome) -> None:
     print(f"{outcome.kind} {script.seed}: {outcome.reason}\n{script}", flush=True)
-
-
-def _short(reason: str) -> str:
-    """The beginning of a reason, with its numbers and names of tensors left out, and its place."""
-    text, _, place = reason.rpartition(" [")
-    text = re.sub(r"\b(layers|embed|head|norm|side|up|down|base)(\.\w+)*\b", "NAME", text.split("\n")[0])
-    return f"{re.sub(r'[0-9]+', 'N', text)[:110]} [{place}"
 
 
 def _parser() -> argparse.ArgumentParser:

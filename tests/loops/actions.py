@@ -85,7 +85,8 @@ def _selected(training: Training, root: str, by: str, what: str) -> Iterator[tup
         yield from training.module.get_submodule(what).named_parameters(what)
     else:
         for name, module in training.root(root).named_modules():
-            if type(module).__name__ == what:
+            # Tensor-parallel layers have longer names.
+            if type(module).__name__.endswith(what):
                 yield from module.named_parameters(name, recurse=False)
 
 

@@ -89,7 +89,6 @@ class Model(nn.Module):
 
     def __init__(self, kind: Kind, divided: bool = False) -> None:
         super().__init__()
-        self.reads = kind.reads
         self.factor = 1.0
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
         self.layers = nn.ModuleList(Layer(kind, divided) for _ in range(kind.layers))
@@ -100,41 +99,72 @@ class Model(nn.Module):
         self.register_buffer("scale", torch.ones(()))
 
     def forward(self, ids: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor | None = None) -> Any:
-        hidden = self._before(ids)
+        hidden = self.before_layers(ids)
         for layer in self.layers:
             hidden = layer(hidden)
         hidden = self.norm(hidden) * self.scale * self.factor
-        if self.reads == "head trained" and not self.head.weight.requires_grad:
-            hidden = hidden * 2
-        logits = self.head(hidden).transpose(1, 2)
+        logits = self.logits(hidden).transpose(1, 2)
         losses = nn.functional.cross_entropy(logits, labels, reduction="none")
         if weights is not None:
             losses = losses * weights
         return {"loss": losses.mean()}
 
-    def _before(self, ids: torch.Tensor) -> torch.Tensor:
-        if self.reads == "gradients set":
-            with torch.set_grad_enabled(self.embed.weight.requires_grad):
-                result: torch.Tensor = self.embed(ids)
-            return result
+    def before_layers(self, ids: torch.Tensor) -> torch.Tensor:
         hidden: torch.Tensor = self.embed(ids)
-        answer = True
-        if self.reads == "training":
-            answer = self.training
-        elif self.reads == "layer training":
-            answer = self.layers[0].training
-        elif self.reads == "hidden trained":
-            answer = hidden.requires_grad
-        return hidden if answer else hidden * 2
+        return hidden
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.head(hidden)
+        return logits
+
+
+class ReadsTraining(Model):
+    def before_layers(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden = super().before_layers(ids)
+        return hidden if self.training else hidden * 2
+
+
+class ReadsLayer(Model):
+    def before_layers(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden = super().before_layers(ids)
+        return hidden if self.layers[0].training else hidden * 2
+
+
+class ReadsHead(Model):
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return super().logits(hidden if self.head.weight.requires_grad else hidden * 2)
+
+
+class ReadsHidden(Model):
+    def before_layers(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden = super().before_layers(ids)
+        return hidden if hidden.requires_grad else hidden * 2
+
+
+class SetsGradients(Model):
+    def before_layers(self, ids: torch.Tensor) -> torch.Tensor:
+        with torch.set_grad_enabled(self.embed.weight.requires_grad):
+            return super().before_layers(ids)
+
+
+# Code of forward that no other model has: what forward's code may ask is found in its source.
+_READING: dict[str, type[Model]] = {
+    "": Model,
+    "training": ReadsTraining,
+    "layer training": ReadsLayer,
+    "head trained": ReadsHead,
+    "hidden trained": ReadsHidden,
+    "gradients set": SetsGradients,
+}
 
 
 def make(kind: Kind, divided: bool = False) -> Model:
     """Return the model with the same weights in every process; ``divided`` has this rank's part of them."""
     torch.manual_seed(0)
-    whole = Model(kind).double()
+    whole = _READING[kind.reads](kind).double()
     if not divided:
         return whole
-    result = Model(kind, divided).double()
+    result = _READING[kind.reads](kind, divided).double()
     values = whole.state_dict()
     with torch.no_grad():
         for name, parameter in result.named_parameters():

@@ -1,5 +1,6 @@
 """Drawn scripts run over ranks, many in one start of the processes."""
 
+import re
 import tempfile
 import time
 import traceback
@@ -36,6 +37,13 @@ class Outcome:
     kind: str
     reason: str = ""
 
+    @property
+    def short(self) -> str:
+        """The beginning of the reason without numbers and names of tensors, and its place."""
+        text, _, place = self.reason.rpartition(" [")
+        text = re.sub(r"\b(layers|embed|head|norm|side|up|down|base)(\.\w+)*\b", "NAME", text.split("\n")[0])
+        return f"{re.sub(r'[0-9]+', 'N', text)[:110]} [{place}"
+
 
 def outcomes(scripts: Sequence[Script], jobs: int = 1) -> Iterator[tuple[Script, Outcome]]:
     """Run the scripts; yield each with its outcome, in the order of the ends of their starts."""
@@ -54,40 +62,41 @@ def _of_start(scripts: list[Script]) -> list[tuple[Script, Outcome]]:
         with tempfile.TemporaryDirectory(prefix="nxdpp-loops-") as folder:
             error = ""
             try:
-                run_ranks(left[0].world_size, _run_scripts, left, Path(folder), timeout=30.0 + 3 * len(left))
+                run_ranks(left[0].world_size, run_scripts, left, Path(folder), timeout=30.0 + 3 * len(left))
             except AssertionError as raised:
                 error = str(raised)
             before = len(found)
             for place, script in enumerate(left):
-                written = _written(Path(folder), place, script.world_size)
-                if written:
-                    found.append((script, _of_ranks(written, script.world_size)))
+                of_ranks = written(Path(folder), place, script.world_size)
+                if of_ranks:
+                    found.append((script, _together(of_ranks, script.world_size)))
                 elif error:
                     found.append((script, Outcome("ended", error)))
                 # The start ended with the first script that not all ranks have ended.
-                if len(written) < script.world_size or not written:
+                if len(of_ranks) < script.world_size:
                     break
             assert len(found) > before
     return found
 
 
-def _of_ranks(written: list[Outcome], world_size: int) -> Outcome:
+def _together(of_ranks: list[Outcome], world_size: int) -> Outcome:
     """The outcome of a script from the outcomes of its ranks."""
     order = ("different", "invalid", "refused", "equal")
-    first = min(written, key=lambda outcome: order.index(outcome.kind))
-    if first.kind == "equal" and len(written) < world_size:
+    first = min(of_ranks, key=lambda outcome: order.index(outcome.kind))
+    if first.kind == "equal" and len(of_ranks) < world_size:
         return Outcome("ended", "a rank ended without an error, after the others had ended the script")
-    if first.kind == "different" and any(outcome.kind == "refused" for outcome in written):
-        return next(outcome for outcome in written if outcome.kind == "refused")
+    if first.kind == "different" and any(outcome.kind == "refused" for outcome in of_ranks):
+        return next(outcome for outcome in of_ranks if outcome.kind == "refused")
     return first
 
 
-def _written(folder: Path, place: int, world_size: int) -> list[Outcome]:
+def written(folder: Path, place: int, world_size: int) -> list[Outcome]:
+    """The outcomes that ranks have written for the script at ``place``."""
     texts = [file.read_text() for file in (folder / f"{place}.{rank}" for rank in range(world_size)) if file.exists()]
     return [Outcome(*text.split("\n", 1)) for text in texts]
 
 
-def _run_scripts(rank: int, scripts: list[Script], folder: Path) -> None:
+def run_scripts(rank: int, scripts: list[Script], folder: Path) -> None:
     """Run scripts on a rank, and write a file for each; raise if the ranks are not in step after one."""
     for place, script in enumerate(scripts):
         failed: Exception | None = None
@@ -126,9 +135,9 @@ def _all_refused(folder: Path, place: int, world_size: int) -> bool:
     """Wait for the other ranks; return whether they have all refused the script before anything was sent."""
     deadline = time.monotonic() + SECONDS
     while failure_watch._failure is None and time.monotonic() < deadline:
-        written = _written(folder, place, world_size)
-        if len(written) == world_size:
-            return all(outcome.kind == "refused" for outcome in written)
+        of_ranks = written(folder, place, world_size)
+        if len(of_ranks) == world_size:
+            return all(outcome.kind == "refused" for outcome in of_ranks)
         time.sleep(0.01)
     return False
 

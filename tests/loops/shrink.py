@@ -10,19 +10,22 @@ from tests.loops.run import Outcome, outcomes
 
 
 def shrunk(script: Script) -> tuple[Script, Outcome]:
-    """Leave out actions and options while the kind of the outcome stays; return the smallest script."""
+    """Leave out actions and options while the outcome stays; return the smallest script."""
     ((_, outcome),) = outcomes([script])
-    while smaller := _first(_simpler(script), outcome.kind):
+    while smaller := _first(_simpler(script), outcome):
         script, outcome = smaller
     return script, outcome
 
 
-def _first(scripts: Iterator[Script], kind: str) -> tuple[Script, Outcome] | None:
-    """The first script with an outcome of ``kind``. All of them run in one start."""
+def _first(scripts: Iterator[Script], wanted: Outcome) -> tuple[Script, Outcome] | None:
+    """The first script that is ``wanted`` too, if refused for the same reason. All of them run in one start."""
     candidates = list(scripts)
     found = {id(script): outcome for script, outcome in outcomes(candidates)}
-    kept = ((script, found[id(script)]) for script in candidates if found[id(script)].kind == kind)
-    return next(kept, None)
+    for script in candidates:
+        outcome = found[id(script)]
+        if outcome.kind == wanted.kind and (outcome.kind != "refused" or outcome.short == wanted.short):
+            return script, outcome
+    return None
 
 
 def _simpler(script: Script) -> Iterator[Script]:
@@ -36,7 +39,6 @@ def _simpler(script: Script) -> Iterator[Script]:
         if action.name == "steps" and action.arguments["count"] > 1:
             fewer = dataclasses.replace(action, arguments={"count": 1})
             yield dataclasses.replace(script, actions=(*script.actions[:place], fewer, *script.actions[place + 1 :]))
-    layers = script.kind.layers
     for field in dataclasses.fields(Kind):
         if field.name != "layers" and getattr(script.kind, field.name) != field.default:
             default: dict[str, Any] = {field.name: field.default}
@@ -45,5 +47,3 @@ def _simpler(script: Script) -> Iterator[Script]:
     simplest = dataclasses.replace(script, layout="pp2", schedule="1f1b", microbatches=2, rows=4, zero1=False)
     if simplest != script:
         yield dataclasses.replace(simplest, kind=dataclasses.replace(script.kind, layers=4))
-    if script.kind.layers != layers:
-        yield script
