@@ -4,6 +4,7 @@ python -m tests.loops [--seeds 2000] [--first 0] [--jobs 2] [--show SEED] [--shr
 """
 
 import argparse
+import os
 import sys
 from collections import Counter, defaultdict
 
@@ -17,6 +18,8 @@ _BAD = ("different", "ended")
 def main() -> None:
     """Print silent differences with their scripts, and seeds of refusals by reason; exit with 1 for a difference."""
     arguments = _parser().parse_args()
+    # As in tests/conftest.py: torch looks up the name of every address that connects.
+    os.environ.setdefault("RES_OPTIONS", "timeout:1")
     if arguments.show is not None:
         print(draw(arguments.show))
         return

@@ -9,6 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch.distributed as dist
+
 from nxdpp import parallel_state
 from nxdpp.ranks.faults import failure_watch
 from tests.loops import actions
@@ -98,6 +100,8 @@ def written(folder: Path, place: int, world_size: int) -> list[Outcome]:
 
 def run_scripts(rank: int, scripts: list[Script], folder: Path) -> None:
     """Run scripts on a rank, and write a file for each; raise if the ranks are not in step after one."""
+    # One world for all layouts.
+    dist.init_process_group("gloo")
     for place, script in enumerate(scripts):
         failed: Exception | None = None
         try:
