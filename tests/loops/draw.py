@@ -154,7 +154,7 @@ _DRAWN: dict[str, tuple[int, Callable[[Random], Arguments]]] = {
     "initialise": (4, _changed),
     "scale_values": (3, _changed),
     "replace": (7, _replace),
-    "adapt": (3, _of(what=("head", "layers.0.side", "layers.3.up"), makes_optimizer=(True, True, False))),
+    "adapt": (3, _of(what=("head", "layers.0.side", "layers.3.side"), makes_optimizer=(True, True, False))),
     "replace_parameter": (3, _of(what=("head.weight", "norm.weight", "embed.weight", "layers.2.norm.bias"))),
     "tie": (2, _of(makes_optimizer=(True, False))),
     "gradient_hook": (5, lambda random: {**_changed(random), "kind": random.choice(("clamp", "scale", "after"))}),
