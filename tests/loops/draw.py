@@ -1,0 +1,178 @@
+"""Training scripts as data, drawn at random from a seed."""
+
+import dataclasses
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+from tests.loops.models import READS, Kind
+
+Arguments = dict[str, Any]
+
+LAYOUTS = {
+    "pp2": (1, 2, 1),
+    "pp4": (1, 4, 1),
+    "tp2": (2, 1, 1),
+    "dp2": (1, 1, 2),
+    "pp2 dp2": (1, 2, 2),
+    "tp2 pp2": (2, 2, 1),
+}
+"""Numbers of tensor-parallel ranks, of ranks in a pipeline and of replicas."""
+_LAYOUT_WEIGHTS = (8, 5, 2, 2, 3, 2)
+SCHEDULES = ("1f1b", "interleaved", "zb1p", "zb-v")
+
+_NAMES = ("embed", "head", "norm", "layers.0", "layers.3", "side", "down", "weight", "")
+_MODULES = ("embed", "head", "norm", "layers.0", "layers.2.norm", "layers.3.side", "layers.1.up", "layers")
+_TYPES = ("Linear", "Embedding", "LayerNorm")
+_ROOTS = ("wrapped", "wrapped", "wrapped", "module", "local")
+
+
+@dataclass(frozen=True)
+class Action:
+    """A line of a script: the function of ``actions`` and its arguments."""
+
+    name: str
+    arguments: Arguments
+
+    def __str__(self) -> str:
+        return f"{self.name}({', '.join(f'{key}={value!r}' for key, value in self.arguments.items())})"
+
+
+@dataclass(frozen=True)
+class Script:
+    """A training script.
+
+    Attributes:
+        layout: key of ``LAYOUTS``.
+        microbatches: of each replica.
+        rows: of the batch of all replicas.
+        length: number of tokens in a row.
+        zero1: the optimizers are ``Zero1Optimizer``.
+    """
+
+    seed: int
+    layout: str
+    schedule: str
+    microbatches: int
+    rows: int
+    length: int
+    zero1: bool
+    kind: Kind
+    actions: tuple[Action, ...]
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        tensor, pipeline, data = LAYOUTS[self.layout]
+        return tensor * pipeline * data
+
+    def without(self, places: set[int]) -> "Script":
+        """The script without the actions at ``places``."""
+        kept = tuple(action for place, action in enumerate(self.actions) if place not in places)
+        return dataclasses.replace(self, actions=kept)
+
+    def __str__(self) -> str:
+        fields = {name: value for name, value in vars(self).items() if name not in ("actions", "kind")}
+        lines = [json.dumps(fields), json.dumps(vars(self.kind)), *map(str, self.actions)]
+        return "\n".join(f"    {line}" for line in lines)
+
+
+def draw(seed: int) -> Script:
+    """Return the script of ``seed``."""
+    random = Random(seed)
+    (layout,) = random.choices(list(LAYOUTS), _LAYOUT_WEIGHTS)
+    _, pipeline, data = LAYOUTS[layout]
+    schedule = random.choice(SCHEDULES) if pipeline > 1 else "1f1b"
+    stages = pipeline * (1 if schedule == "1f1b" else 2)
+    microbatches = random.choice((1, 2, 4)) if pipeline == 1 else random.choice((pipeline, 4))
+    kind = Kind(
+        layers=max(4, stages),
+        tied=random.random() < 0.35,
+        adapted=random.random() < 0.25,
+        # A replica sees only its rows, so a running mean is not the mean of one process.
+        running=random.random() < 0.2 and data == 1,
+        reads=random.choice(READS),
+        weighted=random.random() < 0.1,
+    )
+    rows = microbatches * data * random.choice((1, 2))
+    actions = [Action("optimizer", _optimizer(random))]
+    if random.random() < 0.7:
+        actions.append(_steps(random))
+    for _ in range(random.randint(2, 5)):
+        (name,) = random.choices(list(_DRAWN), [weight for weight, _ in _DRAWN.values()])
+        arguments = _DRAWN[name][1](random)
+        if name == "gradient_hook" and data > 1:
+            # A hook sees the gradient of a replica: only a linear one is the same in one process.
+            arguments["kind"] = "scale"
+        actions.append(Action(name, arguments))
+        if random.random() < 0.65:
+            actions.append(_steps(random))
+    actions.append(Action("steps", {"count": 2}))
+    zero1 = data > 1 and random.random() < 0.3
+    return Script(seed, layout, schedule, microbatches, rows, random.choice((3, 4, rows)), zero1, kind, tuple(actions))
+
+
+def _steps(random: Random) -> Action:
+    return Action("steps", {"count": random.choice((1, 1, 2, 3))})
+
+
+def _optimizer(random: Random) -> Arguments:
+    kinds = ("SGD", "momentum", "AdamW", "AdamW", "AdamW", "Adagrad", "Adafactor", "Muon")
+    return {"kind": random.choice(kinds), "groups": random.choice(("all", "all", "name", "type", "size", "trained"))}
+
+
+def _freeze(random: Random) -> Arguments:
+    return {"root": random.choice(_ROOTS), **_selected(random), "trained": random.random() < 0.3}
+
+
+def _selected(random: Random) -> Arguments:
+    by = random.choice(("name", "name", "module", "type"))
+    return {"by": by, "what": random.choice({"name": _NAMES[:-2], "module": _MODULES, "type": _TYPES}[by])}
+
+
+def _changed(random: Random) -> Arguments:
+    return {"root": random.choice(_ROOTS), **_selected(random)}
+
+
+def _replace(random: Random) -> Arguments:
+    what = ("head", "head", "norm", "embed", "layers.0", "layers.3", "layers.1.norm", "layers.2.side")
+    return {"what": random.choice(what), "makes_optimizer": random.random() < 0.7}
+
+
+def _of(**values: tuple[Any, ...]) -> Callable[[Random], Arguments]:
+    """A function that draws one of the values of each argument."""
+    return lambda random: {name: random.choice(each) for name, each in values.items()}
+
+
+_DRAWN: dict[str, tuple[int, Callable[[Random], Arguments]]] = {
+    "freeze": (10, _freeze),
+    "optimizer": (4, _optimizer),
+    "add_group": (2, _of(what=_NAMES[:-2])),
+    "learning_rate": (2, _of(factor=(0.5, 2.0), group=(0, -1, None))),
+    "initialise": (4, _changed),
+    "scale_values": (3, _changed),
+    "replace": (7, _replace),
+    "adapt": (3, _of(what=("head", "layers.0.side", "layers.3.side"), makes_optimizer=(True, True, False))),
+    "replace_parameter": (3, _of(what=("head.weight", "norm.weight", "embed.weight", "layers.2.norm.bias"))),
+    "tie": (2, _of(makes_optimizer=(True, False))),
+    "gradient_hook": (5, lambda random: {**_changed(random), "kind": random.choice(("clamp", "scale", "after"))}),
+    "forward_hook": (4, _of(what=_MODULES[:-1], kind=("output", "input", "record"))),
+    "mode": (5, _of(root=("wrapped", "module"), what=("", "", *_MODULES), trains=(True, False))),
+    "evaluate": (4, _of(switches=(True, False))),
+    "clip": (4, _of(norm=(0.1, 1.0, None), kind=("method", "method", "method", "torch"))),
+    "save_and_load": (4, _of(steps=(0, 1, 2), makes=(True, False))),
+    "files": (4, _of(way=("checkpoint", "gathered", "gathered"))),
+    "state": (3, _of(root=("wrapped", "module", "local"))),
+    "load_values": (4, _of(root=("wrapped", "wrapped", "module"), what=("", "", "head", "layers"))),
+    "buffer": (4, _of(what=("scale", "layers.3.mean"), kind=("fill", "assign", "register"))),
+    "accumulate": (3, _of(count=(1, 2), syncs=(True, False))),
+    "keep_gradients": (2, _of(how=("zeros", "none", "kept"))),
+    "recompute": (2, _of()),
+    "attribute": (4, _of(what=("", "layers.0", "layers.3"), value=(0.5, 2.0))),
+    "enable_adapters": (3, _of(enabled=(True, False))),
+    "batch": (3, _of(rows=(1, 2), length=(2, 3, 5))),
+    "remember": (2, _of(root=("wrapped", "local"), steps=(1, 2))),
+}
+"""Weight and arguments of each action."""

@@ -1,0 +1,65 @@
+"""A short draw of training scripts, and what the search says about trainings that differ."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.loops import actions
+from tests.loops.compare import Event, difference
+from tests.loops.draw import LAYOUTS, Action, draw
+from tests.loops.run import run_scripts, written
+from tests.loops.training import Training
+from tests.support.run_ranks import run_ranks
+
+SEEDS = (4, 5, 13, 16, 18, 21, 24, 26, 28, 37, 45, 47, 49, 51, 53, 59, 60, 67, 69, 73, 79)
+"""Of two ranks. Seed 53 is refused, on both ranks before anything is sent, and the start continues."""
+
+
+def run_with_other(rank: int, seeds: tuple[int, ...], folder: Path) -> None:
+    """Run the scripts of ``seeds``, and the first with an action that does something else over ranks."""
+
+    def half(training: Any) -> None:
+        if type(training) is not Training:
+            training.optimizer.param_groups[0]["lr"] /= 2
+
+    actions.half = half  # type: ignore[attr-defined]  # of this test only
+    scripts = [draw(seed) for seed in seeds]
+    first = scripts[0]
+    object.__setattr__(first, "actions", (first.actions[0], Action("half", {}), *first.actions[1:]))
+    run_scripts(rank, scripts, folder)
+
+
+def test_a_short_draw_has_no_silent_difference(tmp_path: Path) -> None:
+    run_ranks(2, run_with_other, (SEEDS[0], *SEEDS), tmp_path)
+    (changed, *found) = (written(tmp_path, place, 2) for place in range(len(SEEDS) + 1))
+    assert "different" in {outcome.kind for outcome in changed}
+    assert any("value of " in outcome.reason for outcome in changed)
+    for seed, outcomes in zip(SEEDS, found, strict=True):
+        expected = "refused" if seed == 53 else "equal"
+        assert [outcome.kind for outcome in outcomes] == [expected] * 2, f"{seed}: {outcomes}\n{draw(seed)}"
+
+
+def test_a_seed_is_a_script() -> None:
+    scripts = [draw(seed) for seed in range(300)]
+    assert scripts == [draw(seed) for seed in range(300)]
+    assert {script.layout for script in scripts} == set(LAYOUTS)
+    names = {action.name for script in scripts for action in script.actions}
+    assert all(callable(getattr(actions, name)) for name in names)
+    assert str(scripts[3].without({0})).count("\n") == str(scripts[3]).count("\n") - 1
+
+
+def test_a_difference_says_where() -> None:
+    event = Event("2: steps(count=1)", "value", {"a": torch.tensor([1.0, 2.0]), "b": None})
+
+    def found(is_whole: bool = False, **numbers: torch.Tensor | None) -> str:
+        return difference(event, numbers, {}, 1e-9, is_whole)
+
+    assert not found(a=torch.tensor([1.0, 2.0]), b=torch.zeros(3))
+    assert found(a=torch.tensor([1.0, 2.5])) == "value of a: 2.5 for 2"
+    assert found(a=torch.tensor([1.0, float("nan")])) == "value of a: not finite in one of them"
+    assert found(a=None) == "value of a: none on the rank, one in one process"
+    assert found(a=torch.ones(3)) == "value of a: shape (3,) for (2,)"
+    assert found(a=torch.ones(2, device="meta")) == "value of a on the meta device"
+    assert found(c=torch.ones(2)) == "value of c, which one process does not have"
+    assert found(is_whole=True, a=torch.tensor([1.0, 2.0])) == "value without b"
