@@ -36,8 +36,13 @@ def test_an_error_at_the_end_of_the_average_is_reported(monkeypatch: pytest.Monk
 
 def step_in_a_hook(model: NxDPPModel, step: int) -> None:
     """Step by hand in the backward, before the average."""
+
+    def descend(parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.data.sub_(parameter.grad, alpha=0.1)
+
     for parameter in model.local_parameters() if step == 1 else ():
-        parameter.register_post_accumulate_grad_hook(lambda each: each.data.sub_(each.grad, alpha=0.1))
+        parameter.register_post_accumulate_grad_hook(descend)
 
 
 def reset(model: NxDPPModel, seed: int) -> None:

@@ -11,7 +11,12 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from nxdpp.checkpoint.distributed.rectangles import placement_of
 from nxdpp.checkpoint.distributed.tensor_blocks import TensorBlocks, blocks_of
-from nxdpp.checkpoint.huggingface.model_tensors import WrappedModel, tied_names_of, unwrapped_name
+from nxdpp.checkpoint.huggingface.model_tensors import (
+    WrappedModel,
+    check_still_tied,
+    tied_names_of,
+    unwrapped_name,
+)
 
 
 class ModelTensors(NamedTuple):
@@ -39,10 +44,12 @@ def model_tensors(model: nn.Module) -> ModelTensors:
 
     A module in ``DistributedDataParallel`` or ``torch.compile`` has the names of the module itself.
 
-    Raises ``ValueError`` for state other than dense parameters and buffers, and for a state dict that omits some.
+    Raises ``ValueError`` for state other than dense parameters and buffers, for a state dict that omits some, and for
+    a tie that was undone.
     """
     state = _state_of(local_module_of(model))
     groups = tied_names_of(cast(WrappedModel, model)) if is_pipelined(model) else tied_in(state)
+    check_still_tied(state, groups)
     ties = {name: names[0] for names in groups for name in names[1:]}
     return ModelTensors({ties.get(name, name): tensor for name, tensor in state.items()}, ties)
 

@@ -1,7 +1,7 @@
 """Tensors of a model under the names of its state dict."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -55,6 +55,16 @@ def tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:
 def tied_names_of(model: WrappedModel) -> list[list[str]]:
     """Return ``model.tied_names``, with the names of ``tensors_of``."""
     return [[unwrapped_name(name) for name in names] for names in model.tied_names]
+
+
+def check_still_tied(state: Mapping[str, torch.Tensor], groups: Sequence[Sequence[str]]) -> None:
+    """Raise ``ValueError`` where names of a tied parameter have different ones in ``state``: one would be lost."""
+    for names in groups:
+        if len({id(state[name]) for name in names if isinstance(state.get(name), nn.Parameter)}) > 1:
+            raise ValueError(
+                f"{' and '.join(names)} were one parameter when the model was wrapped, and are different ones now: "
+                f"only one would be saved. Untie the model before it is wrapped."
+            )
 
 
 def unwrapped_name(name: str) -> str:

@@ -14,7 +14,13 @@ from nxdpp.checkpoint.files.checksummed_writer import check_dtype
 from nxdpp.checkpoint.files.layout import StoredLayout, layouts_of
 from nxdpp.checkpoint.huggingface.adapted import is_adapted
 from nxdpp.checkpoint.huggingface.divided import as_in_files, check_no_padding, joined
-from nxdpp.checkpoint.huggingface.model_tensors import WrappedModel, check_wrapped, tensors_of, tied_names_of
+from nxdpp.checkpoint.huggingface.model_tensors import (
+    WrappedModel,
+    check_still_tied,
+    check_wrapped,
+    tensors_of,
+    tied_names_of,
+)
 from nxdpp.checkpoint.huggingface.save_adapter import SavedAdapter, holders_of, names_to_gather
 from nxdpp.checkpoint.huggingface.save_plan import Shard, plan_shards
 from nxdpp.checkpoint.huggingface.write_directory import SavedDirectory, start_save
@@ -153,6 +159,7 @@ def _check_can_be_saved(model: WrappedModel) -> None:
         if getattr(model.original_module, sign, None):
             raise NotImplementedError(f"saving {kind} is not implemented: save local_state_dict() on each rank.")
     local = tensors_of(model.local_module)
+    check_still_tied(local, tied_names_of(model))
     on_meta = [name for name, tensor in local.items() if tensor.is_meta]
     if on_meta:
         raise ValueError(

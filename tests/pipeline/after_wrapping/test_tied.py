@@ -197,3 +197,22 @@ def train_after(rank: int, change: Any, folder: str) -> None:
 def test_copies_that_go_apart_are_refused(change: Any, text: str, tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match=text):
         run_ranks(2, train_after, change, str(tmp_path / "saved"))
+
+
+def save_untied(rank: int, folder: str) -> None:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=1)
+    training = PipelinedTraining(Tied())
+    training.steps(1)
+    untie(training, True)
+    training.steps(1)
+    with pytest.raises(
+        ValueError, match=r"embed\.weight and head\.weight were one parameter when the model was wrapped"
+    ):
+        nxdpp.save_pretrained(training.wrapped, folder)
+    with pytest.raises(ValueError, match="Untie the model before it is wrapped"):
+        nxdpp.save_checkpoint(folder, "1", model=training.wrapped)
+    assert not any(Path(folder).rglob("*.*"))
+
+
+def test_a_tie_that_was_undone_is_not_saved_as_one(tmp_path: Path) -> None:
+    run_ranks(1, save_untied, str(tmp_path / "saved"))
