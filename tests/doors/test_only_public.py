@@ -9,14 +9,16 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PUBLIC = ("nxdpp", "nxdpp.optimizer", "nxdpp.parallel_layers")
-# Comparisons of ranks, parts of batches and of tensors, ties, options of groups, modules to checkpoint and paths of
-# files have one place each.
+# Comparisons of ranks, parts of batches and of tensors, ties, options of groups, refusals of a step or a save
+# of a part, modules to checkpoint and paths of files have one place each.
 SHARED = (
     "nxdpp.doors.local_modules.",
     "nxdpp.agreement.",
     "nxdpp.checkpoint.distributed.model_state.",
     "nxdpp.checkpoint.distributed.rectangles.",
+    "nxdpp.gradients.optimizer.partial_steps.",
     "nxdpp.gradients.optimizer.zero1_state.",
+    "nxdpp.pipeline.local.own_save.",
     "nxdpp.pipeline.microbatches.rows.",
     "nxdpp.tensor.padding.",
     "nxdpp.tensor.rank_files.",
