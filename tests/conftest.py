@@ -37,7 +37,8 @@ ONE_PYTHON = (
     "pipeline/whole/test_peft.py", "pipeline/whole/test_shared_keys.py", "pipeline/whole/test_tensor_parallel.py",
     "pipeline/whole/test_three_dimensions.py", "pipeline/whole/test_vision_language.py",
     "pipeline/whole/test_wrapped_transformers.py", "pipeline/whole/test_wrapping_allocates_nothing.py", "planning",
-    "schedules", "tensor", "tracing/models/test_captured_outputs.py", "tracing/models/test_torch_transformer.py",
+    "schedules", "tensor", "tracing/costs", "tracing/models/test_captured_outputs.py",
+    "tracing/models/test_torch_transformer.py",
 )  # fmt: skip
 COLLECTED = pytest.StashKey[set[str]]()
 """Files with collected tests below tests/, and the lines of sweeps.toml that some of them match."""

@@ -6,11 +6,11 @@ from typing import NamedTuple
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from nxdpp.devices.collective_bytes import least_sent
 from nxdpp.planning.dimensions import divided
 from nxdpp.planning.layout import Dimensions
 from nxdpp.planning.stage_summary import StageSummary, summarise_stages
 from nxdpp.schedules.chosen import ChosenSchedule
-from nxdpp.tensor.collective_bytes import least_sent
 
 FLOAT = 4
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nxdpp.tensor.collective_bytes import Kind, least_sent
+from nxdpp.devices.collective_bytes import Kind, least_sent
 
 # torch has no public way from the name of a group to the group.
 _group_by_name: Any = vars(dist.distributed_c10d)["_resolve_process_group"]

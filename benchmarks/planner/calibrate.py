@@ -18,8 +18,8 @@ from torch.optim import AdamW
 from benchmarks.layouts.job import FLOAT, Shape
 from benchmarks.planner.cores import stay_on_core
 from nxdpp import NxDPPModel, parallel_state
+from nxdpp.devices.collective_bytes import least_sent
 from nxdpp.planning.machine import DeviceSpeed, Link, Machine
-from nxdpp.tensor.collective_bytes import least_sent
 from tests.support.run_ranks import run_ranks
 
 _SECONDS = 0.1

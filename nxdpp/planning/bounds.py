@@ -9,6 +9,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from nxdpp.devices.collective_bytes import least_sent
 from nxdpp.planning.layer_times import LayerTimes
 from nxdpp.planning.layout import Layout
 from nxdpp.planning.model_costs import ModelCosts
@@ -17,7 +18,6 @@ from nxdpp.planning.rank_memory import rank_memory
 from nxdpp.planning.stage_costs import StageCosts, stage_costs, stage_ends
 from nxdpp.planning.step_times import data_link
 from nxdpp.schedules.families.registry import find_family
-from nxdpp.tensor.collective_bytes import least_sent
 
 # Families of full backwards: a rank's last backward is of its first stage.
 _ENDS_WITH_BACKWARDS = frozenset({"gpipe", "1f1b", "1f1b-eager", "interleaved", "looped-bfs"})

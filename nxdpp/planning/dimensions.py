@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from nxdpp.devices.collective_bytes import least_sent
 from nxdpp.pipeline.partition.layer_costs import StateBytes
 from nxdpp.planning.layout import Dimensions
 from nxdpp.ranks import parallel_state
-from nxdpp.tensor.collective_bytes import least_sent
 from nxdpp.tensor.sequence_parallel import marked
 
 

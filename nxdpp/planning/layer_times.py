@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from nxdpp.pipeline.partition.count import NodeCost
 from nxdpp.pipeline.partition.layer_costs import activation_bytes, layers_and_head, shared_names, state_bytes
-from nxdpp.pipeline.partition.node_parts import NodeParts
 from nxdpp.planning.machine import Link
+from nxdpp.tracing.costs.count import NodeCost
+from nxdpp.tracing.costs.node_parts import NodeParts
 from nxdpp.tracing.graph.trace import TracedGraph
 from nxdpp.tracing.modules import listings
 

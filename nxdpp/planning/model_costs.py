@@ -13,10 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import fx, nn
 
-from nxdpp.pipeline.partition.count import NodeCost, count_costs
 from nxdpp.pipeline.partition.layer_costs import layers_and_head, shared_bytes, shared_names
-from nxdpp.pipeline.partition.measure import measure_nodes
-from nxdpp.pipeline.partition.node_parts import CountedParts
 from nxdpp.pipeline.partition.transport_bytes import largest_message
 from nxdpp.planning.dimensions import divided
 from nxdpp.planning.dtypes import dtype_of
@@ -24,6 +21,9 @@ from nxdpp.planning.layer_times import CountedModel, LayerTimes, counted_layers
 from nxdpp.planning.layout import Dimensions
 from nxdpp.planning.machine import Job, Machine
 from nxdpp.ranks.launch import choose_device
+from nxdpp.tracing.costs.count import NodeCost, count_costs
+from nxdpp.tracing.costs.measure import measure_nodes
+from nxdpp.tracing.costs.node_parts import CountedParts
 from nxdpp.tracing.graph.trace import TracedGraph, TracingOptions, trace_for
 from nxdpp.tracing.modules import listings
 from nxdpp.tracing.modules.layers import find_layer_classes

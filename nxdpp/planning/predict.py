@@ -3,13 +3,13 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from nxdpp.devices.collective_bytes import least_sent
 from nxdpp.planning.layout import Layout
 from nxdpp.planning.model_costs import ModelCosts
 from nxdpp.planning.rank_memory import RankMemory, activation_peak, rank_memory
 from nxdpp.planning.stage_costs import RankState, StageCosts, rank_state, stage_costs, stage_ends
 from nxdpp.planning.step_times import RankTimes, built, shares_cores, step_times, whole_makespan
 from nxdpp.schedules.families.registry import find_family
-from nxdpp.tensor.collective_bytes import least_sent
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,7 @@ from torch import fx, nn
 
 from nxdpp.devices.roofline import machine_balance
 from nxdpp.pipeline.partition.balanced_partition import CostPolicy
-from nxdpp.pipeline.partition.count import NodeCost, count_costs
 from nxdpp.pipeline.partition.layer_costs import StateBytes, activation_bytes, state_bytes
-from nxdpp.pipeline.partition.node_parts import CountedParts
 from nxdpp.pipeline.partition.partition import GivenCuts, PartitionPolicy, even, make_partition
 from nxdpp.pipeline.partition.transport_bytes import transport_bytes
 from nxdpp.pipeline.stages.cut_graph import CutGraph
@@ -20,6 +18,8 @@ from nxdpp.planning.layout import Dimensions
 from nxdpp.schedules.actions import ActionKind
 from nxdpp.schedules.chosen import ChosenSchedule
 from nxdpp.schedules.memory import in_flight
+from nxdpp.tracing.costs.count import NodeCost, count_costs
+from nxdpp.tracing.costs.node_parts import CountedParts
 from nxdpp.tracing.graph.trace import TracingOptions, trace_for
 from nxdpp.tracing.modules import listings
 from nxdpp.tracing.modules.layers import find_layer_classes, layer_names

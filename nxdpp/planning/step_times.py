@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from nxdpp.devices.collective_bytes import Kind, least_sent
 from nxdpp.planning.layer_times import BUCKET_BYTES
 from nxdpp.planning.layout import Layout
 from nxdpp.planning.machine import Link, Machine
@@ -15,7 +16,6 @@ from nxdpp.schedules.families.registry import find_family
 from nxdpp.schedules.placement import Placement
 from nxdpp.schedules.shared_execution import shared_run
 from nxdpp.schedules.steady import steady_makespan
-from nxdpp.tensor.collective_bytes import Kind, least_sent
 
 
 def pipeline_link(machine: Machine, layout: Layout, source: int, destination: int) -> Link:

@@ -20,11 +20,11 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import is_fake
 from torch.distributed import ProcessGroup
 
+from nxdpp.devices.collective_bytes import note_collective
 from nxdpp.devices.kinds import device_of
 from nxdpp.ranks import parallel_state
 from nxdpp.ranks.faults.board import board
 from nxdpp.ranks.host_wire import on_wire
-from nxdpp.tensor.collective_bytes import note_collective
 
 _ops = torch.ops._c10d_functional
 

@@ -15,7 +15,7 @@ from torch import fx, nn
 
 from nxdpp.pipeline.partition.assignment import Owners, assign_layers, assign_nodes, parameter_owners
 from nxdpp.pipeline.partition.balance import LayerCost
-from nxdpp.pipeline.partition.count import NodeCost
+from nxdpp.tracing.costs.count import NodeCost
 from nxdpp.tracing.graph.trace import TracedGraph
 from nxdpp.tracing.modules import listings
 

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 import torch
 from torch import fx
 
-from nxdpp.pipeline.partition.count import NodeCost
 from nxdpp.ranks.transfer_groups import communicators
+from nxdpp.tracing.costs.count import NodeCost
 from nxdpp.tracing.graph.trace import TracedGraph
 
 # A communicator of NCCL with its default buffers. The figure is published; it was not measured here.

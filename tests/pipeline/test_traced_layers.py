@@ -6,8 +6,8 @@ from torch import nn
 
 import nxdpp
 from nxdpp.initialization.init_on_device import init_on_device
-from nxdpp.pipeline.partition.count import count_costs
 from nxdpp.pipeline.partition.layer_costs import layer_costs
+from nxdpp.tracing.costs.count import count_costs
 from tests.support import models, traced_models
 
 

@@ -24,11 +24,11 @@ from transformers import (
 )
 
 from nxdpp.__main__ import main
-from nxdpp.pipeline.partition import count as count_module
 from nxdpp.planning.text_table import bytes_text
 from nxdpp.schedules.actions import ActionKind
 from nxdpp.schedules.families.registry import FAMILIES, find_family
 from nxdpp.schedules.simulate import Span, simulate
+from nxdpp.tracing.costs import count as count_module
 from tests.planning.json_keys import keys_in, keys_of
 from tests.support.llama_405b import llama_3_1_405b
 

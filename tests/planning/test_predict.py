@@ -138,8 +138,8 @@ def test_more_stages_than_layers_are_refused(counted: CountedModel) -> None:
 
 
 def test_parts_of_layers_add_up_to_the_counted_work() -> None:
-    from nxdpp.pipeline.partition.count import count_costs
-    from nxdpp.pipeline.partition.node_parts import CountedParts
+    from nxdpp.tracing.costs.count import count_costs
+    from nxdpp.tracing.costs.node_parts import CountedParts
     from nxdpp.tracing.graph.trace import TracingOptions, trace_for
     from nxdpp.tracing.modules.layers import find_layer_classes
 

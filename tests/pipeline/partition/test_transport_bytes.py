@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from nxdpp.pipeline.partition.balanced_partition import CostPolicy
-from nxdpp.pipeline.partition.count import count_costs
 from nxdpp.pipeline.partition.transport_bytes import COMMUNICATOR_BYTES, MESSAGES_HELD, transport_bytes
 from nxdpp.ranks.transfer_groups import communicators
 from nxdpp.schedules.chosen import ChosenSchedule
 from nxdpp.schedules.lowering.transport_rules import neighbouring_pairs
+from nxdpp.tracing.costs.count import count_costs
 from nxdpp.tracing.graph.trace import TracingOptions, trace_for
 from tests.support.plain_models import WIDTH, Block, Skips
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from nxdpp import parallel_state, tensor_parallelize
-from nxdpp.tensor.collective_bytes import sent_bytes
+from nxdpp.devices.collective_bytes import sent_bytes
 from nxdpp.tensor.models.compared_types import COMPARED, COMPARED_SEQUENCES
 from nxdpp.tensor.sequence_parallel import allreduce_sequence_parallel_gradients
 from tests.support.run_ranks import run_ranks

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from nxdpp import parallel_state, tensor_parallelize
-from nxdpp.tensor.collective_bytes import sent_bytes
+from nxdpp.devices.collective_bytes import sent_bytes
 from tests.pipeline.backward.split_and_plain import compare
 from tests.support.run_ranks import run_ranks
 from tests.support.tensor_models import gradient_distance, make

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import fx, nn
 
-from nxdpp.pipeline.partition.node_parts import CountedParts, count_parts
-from nxdpp.pipeline.partition.run_node import NodeRun, backward, run_of
+from nxdpp.tracing.costs.node_parts import CountedParts, count_parts
+from nxdpp.tracing.costs.run_node import NodeRun, backward, run_of
 
 
 def _backward(run: NodeRun) -> None:

@@ -13,10 +13,10 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.flop_counter import FlopCounterMode
 
+from nxdpp.devices.collective_bytes import SentBytes, sent_bytes
 from nxdpp.devices.live_bytes import LiveBytes
 from nxdpp.devices.roofline import FLOP_FORMULAS, WorkCounter
-from nxdpp.pipeline.partition.run_node import NodeRun, graph_nodes, map_tensors, outer_gradients_kept, tensors_in
-from nxdpp.tensor.collective_bytes import SentBytes, sent_bytes
+from nxdpp.tracing.costs.run_node import NodeRun, graph_nodes, map_tensors, outer_gradients_kept, tensors_in
 from nxdpp.tracing.modules import listings
 
 

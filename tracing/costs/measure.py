@@ -15,7 +15,7 @@ import torch
 from torch import fx, nn
 
 from nxdpp.devices.kinds import device_of
-from nxdpp.pipeline.partition.run_node import NodeRun, backward, cost_key, detached, initial_value, map_tensors, run_of
+from nxdpp.tracing.costs.run_node import NodeRun, backward, cost_key, detached, initial_value, map_tensors, run_of
 from nxdpp.tracing.graph.trace import TracedGraph
 from nxdpp.tracing.modules import listings
 

@@ -16,9 +16,10 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from nxdpp.devices.collective_bytes import sent_bytes
 from nxdpp.devices.roofline import FLOP_FORMULAS, WorkCounter, machine_balance
-from nxdpp.pipeline.partition.node_parts import CountedParts, NodeParts, count_parts
-from nxdpp.pipeline.partition.run_node import (
+from nxdpp.tracing.costs.node_parts import CountedParts, NodeParts, count_parts
+from nxdpp.tracing.costs.run_node import (
     NodeRun,
     backward,
     cost_key,
@@ -28,7 +29,6 @@ from nxdpp.pipeline.partition.run_node import (
     run_of,
     tensors_in,
 )
-from nxdpp.tensor.collective_bytes import sent_bytes
 from nxdpp.tracing.graph.function_caches import uncached_functions, without_caches
 from nxdpp.tracing.graph.trace import TracedGraph
 from nxdpp.tracing.modules import listings

@@ -7,7 +7,7 @@ import torch
 from torch import fx, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from nxdpp.pipeline.partition.count import NodeCost, count_costs
+from nxdpp.tracing.costs.count import NodeCost, count_costs
 from nxdpp.tracing.graph.trace import TracedGraph
 from tests.support.models import llama, make, padded_batch, reference
 from tests.support.traced_models import options_for, trace_with

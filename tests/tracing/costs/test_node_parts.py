@@ -6,8 +6,8 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from nxdpp.pipeline.partition.count import count_costs
-from nxdpp.pipeline.partition.node_parts import CountedParts
+from nxdpp.tracing.costs.count import count_costs
+from nxdpp.tracing.costs.node_parts import CountedParts
 from nxdpp.tracing.graph.trace import TracingOptions, trace_for
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from nxdpp.pipeline.partition.assignment import assign_layers
-from nxdpp.pipeline.partition.measure import measure_nodes
+from nxdpp.tracing.costs.measure import measure_nodes
 from tests.support.models import MODELS, make, padded_batch
 from tests.support.traced_models import options_for, trace_with
 
