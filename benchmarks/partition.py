@@ -23,10 +23,10 @@ import torch  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel  # noqa: E402
 
 from benchmarks.report import markdown_table  # noqa: E402
-from nxdpp.pipeline.partition.balance import LayerCost, balanced_cuts  # noqa: E402
 from nxdpp.pipeline.partition.balanced_partition import measured_costs  # noqa: E402
 from nxdpp.pipeline.partition.layer_costs import layer_costs  # noqa: E402
 from nxdpp.pipeline.partition.partition import GivenCuts, even  # noqa: E402
+from nxdpp.schedules.balance import LayerCost, balanced_cuts  # noqa: E402
 from nxdpp.tracing.costs.count import count_costs  # noqa: E402
 from nxdpp.tracing.graph.trace import TracedGraph  # noqa: E402
 from tests.support.in_process import InProcessPipeline, stage_arguments  # noqa: E402

@@ -23,9 +23,9 @@ from nxdpp.pipeline.activation_checkpoint import apply_checkpoint as apply_check
 from nxdpp.pipeline.config import PipelineConfig as PipelineConfig
 from nxdpp.pipeline.model import NxDPPModel as NxDPPModel
 from nxdpp.pipeline.pipeline import Pipeline as Pipeline
-from nxdpp.pipeline.traced_layers import TracedLayers as TracedLayers
-from nxdpp.pipeline.traced_layers import trace_layers as trace_layers
 from nxdpp.planning.planner import plan as plan
+from nxdpp.planning.traced_layers import TracedLayers as TracedLayers
+from nxdpp.planning.traced_layers import trace_layers as trace_layers
 from nxdpp.ranks import parallel_state as parallel_state
 from nxdpp.tensor.data_parallel_sampler import data_parallel_sampler as data_parallel_sampler
 from nxdpp.tensor.models.comparison import check_tensor_parallel as check_tensor_parallel

@@ -22,11 +22,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from nxdpp.pipeline.example_inputs import example_shapes, example_specs
 from nxdpp.pipeline.partition.partition import Partition, PartitionPolicy, make_partition, reads_layers_alone
 from nxdpp.tracing.graph.errors import TRACING, TracingError
 from nxdpp.tracing.graph.registration import graph_by_registration
 from nxdpp.tracing.graph.trace import TracedGraph, TracingOptions, trace
+from nxdpp.tracing.sizes.example_inputs import example_shapes, example_specs
 from nxdpp.tracing.sizes.input_specs import UNKNOWN, InputSpec
 from nxdpp.tracing.sizes.sizes import Shapes, WrongShapesError
 from nxdpp.tracing.values.input_dicts import open_inputs

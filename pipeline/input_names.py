@@ -21,6 +21,7 @@ from torch import nn
 from nxdpp.tracing.code.names import is_framework, names_in
 from nxdpp.tracing.modules import listings
 from nxdpp.tracing.modules.closest_name import closest
+from nxdpp.tracing.sizes.example_inputs import required_inputs
 
 _logger = logging.getLogger(__name__)
 
@@ -144,16 +145,6 @@ def check_required(module: nn.Module, names: Sequence[str], argument: str) -> No
     missing = [name for name in required_inputs(module) if name not in names]
     if missing:
         raise ValueError(f"{argument}: {type(module).__name__}.forward needs {missing}, too. Give {argument} with it.")
-
-
-def required_inputs(module: nn.Module) -> list[str]:
-    """Names of the inputs of ``module.forward`` without a default."""
-    return [
-        parameter.name
-        for parameter in inspect.signature(module.forward).parameters.values()
-        if parameter.default is parameter.empty
-        and parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
-    ]
 
 
 def check_exact_names(given: Sequence[str], expected: Sequence[str]) -> None:

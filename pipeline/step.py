@@ -20,8 +20,8 @@ from nxdpp.agreement.step_verifier import StepIdentity, StepVerifier
 from nxdpp.agreement.tensor_ranks import verify_tensor_ranks
 from nxdpp.devices.device import Compilations
 from nxdpp.devices.kinds import device_of
+from nxdpp.gradients.autocast import check_autocast
 from nxdpp.gradients.replica_gradients import ReplicaGradients
-from nxdpp.pipeline.autocast import check_autocast
 from nxdpp.pipeline.batch import Batch
 from nxdpp.pipeline.config import PipelineConfig
 from nxdpp.pipeline.local.part import LocalPart

@@ -10,18 +10,18 @@ from transformers import PreTrainedModel
 from nxdpp.agreement.configurations import configuration_lines
 from nxdpp.agreement.plain_attributes import attribute_lines, plain_attributes
 from nxdpp.agreement.same_values import InitialWeights, RankValues
+from nxdpp.gradients.autocast import note_blocks_that_are_off
 from nxdpp.gradients.optimizer.partial_steps import refuse_partial_steps
+from nxdpp.gradients.partial_norms import refuse_partial_norms
 from nxdpp.gradients.replaced_parameters import check_no_optimizer_holds, watch_replaced
 from nxdpp.initialization.allocation import with_type_of
 from nxdpp.initialization.initialisers import ParameterInitialiser
 from nxdpp.initialization.materialise import MetaTensor, initial_weights
 from nxdpp.initialization.parts import own_part, whole_of
 from nxdpp.initialization.record import record_of
-from nxdpp.pipeline.autocast import note_blocks_that_are_off
 from nxdpp.pipeline.local.changes import ChangeRecord, parameters_of_all_models
 from nxdpp.pipeline.local.elsewhere_calls import refuse_calls_elsewhere
 from nxdpp.pipeline.local.own_save import refuse_own_save
-from nxdpp.pipeline.local.partial_norms import refuse_partial_norms
 from nxdpp.pipeline.local.spine_hooks import SpineHooks
 from nxdpp.pipeline.local.steps_in_backward import refuse_steps_in_backward
 from nxdpp.pipeline.local.tied_weights import TiedWeight, TiedWeights
@@ -119,7 +119,7 @@ class LocalPart:
         self.hooks = SpineHooks(root, self.module, layers)
         self.changes = changes or ChangeRecord()
         self.changes.follow(self.module, self.hooks.modules)
-        refuse_partial_norms()
+        refuse_partial_norms(parameters_of_all_models)
         refuse_partial_steps(parameters_of_all_models)
         note_blocks_that_are_off()
         refuse_steps_in_backward()

@@ -20,10 +20,10 @@ import torch.distributed as dist
 from torch import nn
 
 from nxdpp.agreement.same_values import Copy, sample_and_sum
+from nxdpp.devices.host_sends import Transfer
 from nxdpp.devices.kinds import device_of
 from nxdpp.gradients.gradient_dtype import gradient_dtype
 from nxdpp.gradients.replaced_parameters import holders
-from nxdpp.pipeline.p2p.host_sends import Transfer
 from nxdpp.pipeline.p2p.layout import layout_of
 from nxdpp.pipeline.p2p.missing_gradients import are_zeros, zeros_like
 from nxdpp.pipeline.p2p.transport import Direction, Transport

@@ -21,7 +21,6 @@ import torch
 from torch import fx, nn
 
 from nxdpp.agreement.exchange import ReplicaExchanges
-from nxdpp.pipeline.example_inputs import example_shapes, example_specs
 from nxdpp.pipeline.loss.item_counts import REMEDY, CountItems, counted, counts_of, number_of, of_all_replicas
 from nxdpp.pipeline.partition.partition import Partition
 from nxdpp.pipeline.stages.cut_graph import CutGraph
@@ -37,6 +36,7 @@ from nxdpp.tracing.models.loss_terms import (
     means,
     takes_number_of_items,
 )
+from nxdpp.tracing.sizes.example_inputs import example_shapes, example_specs
 from nxdpp.tracing.sizes.input_specs import InputSpec
 
 _LABELS_EVERYWHERE = (

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from nxdpp.devices.host_sends import HostBuffers, HostSends, Transfer, unchanged
 from nxdpp.devices.kinds import device_of
-from nxdpp.pipeline.p2p.host_sends import HostBuffers, HostSends, Transfer, unchanged
 from nxdpp.pipeline.p2p.layout import TensorLayout
 from nxdpp.pipeline.p2p.missing_gradients import MISSING, is_mark
 from nxdpp.ranks.transfer_groups import TransferGroups

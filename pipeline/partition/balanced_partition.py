@@ -8,11 +8,11 @@ from torch import fx, nn
 
 from nxdpp.agreement.together import from_first_rank
 from nxdpp.pipeline.partition.assignment import assign_layers
-from nxdpp.pipeline.partition.balance import MemoryLimit, balanced_cuts
 from nxdpp.pipeline.partition.layer_costs import layer_costs, shared_bytes
 from nxdpp.pipeline.partition.transport_bytes import transport_bytes
 from nxdpp.ranks import parallel_state
 from nxdpp.ranks.faults.board import board
+from nxdpp.schedules.balance import MemoryLimit, balanced_cuts
 from nxdpp.schedules.chosen import ChosenSchedule
 from nxdpp.schedules.memory import in_flight
 from nxdpp.tracing.costs.count import NodeCost, count_costs

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from torch import fx, nn
 
 from nxdpp.pipeline.partition.assignment import Owners, assign_layers, assign_nodes, parameter_owners
-from nxdpp.pipeline.partition.balance import LayerCost
+from nxdpp.schedules.balance import LayerCost
 from nxdpp.tracing.costs.count import NodeCost
 from nxdpp.tracing.graph.trace import TracedGraph
 from nxdpp.tracing.modules import listings

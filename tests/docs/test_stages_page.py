@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from nxdpp.pipeline.traced_layers import trace_layers
+from nxdpp.planning.traced_layers import trace_layers
 from nxdpp.schedules.families.registry import FAMILIES
 from nxdpp.schedules.simulate import Timeline, simulate
 from tests.docs.pages import GUIDE

@@ -67,7 +67,7 @@ def _late(call: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def _change_while_it_is_copied(rank: int) -> str:
-    from nxdpp.pipeline.p2p.host_sends import HostSends, unchanged
+    from nxdpp.devices.host_sends import HostSends, unchanged
 
     parallel_state.initialize_model_parallel(device="xla")
     device = device_of(parallel_state.local_device())

@@ -10,7 +10,7 @@ from nxdpp.doors.nnscaler.compute_config import INFERENCE_SCHEDULERS, ComputeCon
 from nxdpp.doors.nnscaler.generic_plan import plan_for
 from nxdpp.doors.nnscaler.unit_layout import UnitLayout
 from nxdpp.pipeline.config import PipelineConfig
-from nxdpp.pipeline.traced_layers import TracedLayers, trace_layers
+from nxdpp.planning.traced_layers import TracedLayers, trace_layers
 
 _OURS = {"1f1b": "1f1b", "gpipe": "gpipe", "1f1b_interleaved": "interleaved", "infer_pipe": "1f1b"}
 _REFUSED = {

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from nxdpp.agreement import last_used
-from nxdpp.pipeline.example_inputs import example_specs
 from nxdpp.pipeline.local.changes import ChangeRecord
 from nxdpp.pipeline.partition.partition import make_partition
 from nxdpp.pipeline.stages import program_cache as programs
@@ -19,6 +18,7 @@ from nxdpp.pipeline.stages.cut_graph import fill_output
 from nxdpp.pipeline.stages.program_cache import ProgramCache
 from nxdpp.tracing.graph.trace import trace
 from nxdpp.tracing.modules.layers import layer_names
+from nxdpp.tracing.sizes.example_inputs import example_specs
 from nxdpp.tracing.sizes.sizes import shapes_of
 from tests.support.in_process import InProcessPipeline
 from tests.support.traced_models import PlainLayer, PlainModel, make_inputs, make_model, options_for, scaled_by_modes

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, ViTConfig, ViTForImageClassification, WhisperConfig
 
-from nxdpp.pipeline.example_inputs import example_shapes, example_specs
+from nxdpp.tracing.sizes.example_inputs import example_shapes, example_specs
 from nxdpp.tracing.sizes.input_specs import InputSpec
 from tests.support import wrapped_models as models
 from tests.support.traced_models import PlainModel, make_model

@@ -8,9 +8,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from nxdpp.pipeline.input_names import required_inputs
 from nxdpp.tracing.models.transformers_models import transformers_models
-from nxdpp.tracing.sizes.input_specs import InputSpec
+from nxdpp.tracing.sizes.input_specs import UNKNOWN, InputSpec
 from nxdpp.tracing.sizes.sizes import Shapes, shapes_of
 
 # Inputs of these names have a known spec. Other inputs of a transformers model are tokens.
@@ -21,7 +20,6 @@ _SPECS = {
     "pixel_values": InputSpec(4, torch.float32),
 }
 _TOKENS = InputSpec(2, torch.int64)
-_UNKNOWN = InputSpec(None, None)
 # The names of tokens among the inputs of a module around a transformers model.
 _TOKEN_NAMES = re.compile(r"(.*_)?(ids|input_ids|labels|mask)")
 
@@ -49,8 +47,8 @@ def example_specs(
     if isinstance(module, PreTrainedModel):
         # An input that a subclass requires need not be tokens.
         usual = names if input_names is not None else _main_inputs(module)
-        return {name: _SPECS.get(name, _TOKENS if name in usual else _UNKNOWN) for name in names}
-    return {name: _spec_of_known(name) if models else _UNKNOWN for name in names}
+        return {name: _SPECS.get(name, _TOKENS if name in usual else UNKNOWN) for name in names}
+    return {name: _spec_of_known(name) if models else UNKNOWN for name in names}
 
 
 def _input_names(module: nn.Module, models: Mapping[str, PreTrainedModel]) -> list[str]:
@@ -70,12 +68,22 @@ def _input_names(module: nn.Module, models: Mapping[str, PreTrainedModel]) -> li
     return [*required, *(name for name in main if name in parameters and name not in required)]
 
 
+def required_inputs(module: nn.Module) -> list[str]:
+    """Names of the inputs of ``module.forward`` without a default."""
+    return [
+        parameter.name
+        for parameter in inspect.signature(module.forward).parameters.values()
+        if parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+    ]
+
+
 def _main_inputs(model: PreTrainedModel) -> tuple[str, str]:
     return str(model.main_input_name), "labels"
 
 
 def _spec_of_known(name: str) -> InputSpec:
-    return _SPECS.get(name) or (_TOKENS if _TOKEN_NAMES.fullmatch(name) else _UNKNOWN)
+    return _SPECS.get(name) or (_TOKENS if _TOKEN_NAMES.fullmatch(name) else UNKNOWN)
 
 
 def example_shapes(

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from nxdpp.pipeline.p2p import host_sends
-from nxdpp.pipeline.p2p.host_sends import HostBuffers, HostSends, unchanged
+from nxdpp.devices import host_sends
+from nxdpp.devices.host_sends import HostBuffers, HostSends, unchanged
 
 _BLOCKED = """
 import threading
-from nxdpp.pipeline.p2p.host_sends import HostSends
+from nxdpp.devices.host_sends import HostSends
 sends, begun = HostSends(print), threading.Event()
 def blocked():
     begun.set()

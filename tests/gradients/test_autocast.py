@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nxdpp.pipeline.autocast import check_autocast, note_blocks_that_are_off
+from nxdpp.gradients.autocast import check_autocast, note_blocks_that_are_off
 
 CPU = torch.device("cpu")
 

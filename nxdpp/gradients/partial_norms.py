@@ -10,17 +10,23 @@ from typing import Any
 import torch
 from torch.nn.utils import clip_grad
 
-from nxdpp.pipeline.local.changes import parameters_of_all_models
+from nxdpp.gradients.optimizer.partial_steps import Parameters
 from nxdpp.ranks import parallel_state
 
 # All functions of torch that take a norm call this one by its global name, however a program has imported them.
 _GROUPS = "_group_tensors_by_device_and_dtype"
 _NORM = "_get_total_norm"
 _group = vars(clip_grad)[_GROUPS]
+_of_models: Parameters = tuple
 
 
-def refuse_partial_norms() -> None:
-    """Make torch's norms of gradients raise ``RuntimeError`` where a rank has only a part of them."""
+def refuse_partial_norms(of_models: Parameters) -> None:
+    """Make torch's norms of gradients raise ``RuntimeError`` where a rank has only a part of them.
+
+    ``of_models`` returns the present parameters of pipelined models.
+    """
+    global _of_models
+    _of_models = of_models
     vars(clip_grad)[_GROUPS] = _checked_group
 
 
@@ -35,7 +41,7 @@ def _check(gradients: Sequence[torch.Tensor]) -> None:
     if ranks == 1:
         return
     measured = set(map(id, gradients))
-    found = sum(id(each.grad) in measured for each in parameters_of_all_models() if each.grad is not None)
+    found = sum(id(each.grad) in measured for each in _of_models() if each.grad is not None)
     if found:
         raise RuntimeError(
             f"torch would take the norm of {found} gradients of this rank. The model is divided over {ranks} ranks, "

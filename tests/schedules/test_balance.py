@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nxdpp.pipeline.partition.balance import LayerCost, MemoryLimit, balanced_cuts
+from nxdpp.schedules.balance import LayerCost, MemoryLimit, balanced_cuts
 from nxdpp.schedules.families.registry import FAMILIES
 from nxdpp.schedules.memory import in_flight
 
