@@ -84,21 +84,20 @@ class Batches:
     def __init__(
         self, part: LocalPart, upkeep: LocalUpkeep, config: PipelineConfig, normalization: LossNormalization
     ) -> None:
-        self._part = part
         self.module = part.root
         self._upkeep = upkeep
         self._config = config
         self._normalization = normalization
         self._input_names = None if config.input_names is None else tuple(config.input_names)
         self._loss_function = config.loss_function
+        self._changes = part.changes
         self._entries = part.changes.watch(*ENTRIES)
         self._forward: Any = None
         self._known: LastUsed[Hashable, _Split] = LastUsed()
 
     def of_inputs(self, inputs: Mapping[str, Any]) -> Batch:
         """Split the inputs of a step. Raises ``ValueError`` or ``TypeError`` for inputs that cannot be used."""
-        changes = self._part.changes.look()
-        device = self._part.device
+        changes, device = self._changes.look(), self._changes.device
         layout = self._layout(inputs, device)
         if layout is not None and changes == self._upkeep.ready_at and (known := self._known.get(layout)) is not None:
             return self._split_as_before(inputs, device, known)
@@ -106,14 +105,14 @@ class Batches:
         self._upkeep.make_ready()
         inputs = readable_inputs(inputs, device)
         self._refuse_packed(open_inputs(inputs))
-        return self._split(inputs, device, layout)
+        return self._split(inputs, device, None if device_of(device).is_lazy else layout)
 
     def of_trace(self, inputs: Mapping[str, Any]) -> Batch:
         """Split ``inputs``, which may be on any device, of a part without values too."""
         self._check_names(inputs)
         self._upkeep.check_modules()
         tensors = (value for value in open_inputs(inputs).values() if isinstance(value, torch.Tensor))
-        device = next((tensor.device for tensor in tensors), self._part.device)
+        device = next((tensor.device for tensor in tensors), self._changes.device)
         return self._split(inputs, device)
 
     def of_samples(self, samples: Sequence[Mapping[str, Any]]) -> Batch:
@@ -134,7 +133,7 @@ class Batches:
         for microbatch in microbatches:
             self._check_names(microbatch)
         self._upkeep.make_ready()
-        device = self._part.device
+        device = self._changes.device
         parts = [dict(readable_opened(each, device)) for each in opened_samples(microbatches, device)]
         for each in parts:
             self._refuse_packed(each)
@@ -163,7 +162,7 @@ class Batches:
             self._forward = forward
         if type(inputs) is not dict or {*map(type, inputs.values())} != {torch.Tensor}:
             return None
-        if self._config.split_inputs_fn is not None or device_of(device).is_lazy:
+        if self._config.split_inputs_fn is not None:
             return None
         if any(map(_is_nested, inputs.values())) or any(map(_grad_fn, inputs.values())):
             return None

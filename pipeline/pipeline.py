@@ -210,11 +210,6 @@ class Pipeline(PipelineSteps):
         return self.part.device
 
     @property
-    def is_averaged(self) -> bool:
-        """``True`` if the gradients of the last training step are averaged over the replicas."""
-        return self._replicas.is_averaged
-
-    @property
     def average_report(self) -> AverageReport:
         """Figures of the last average of gradients that began during a step."""
         return self._replicas.report

@@ -2,10 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
+from nxdpp.gradients.replica_gradients import ReplicaGradients
 from nxdpp.pipeline.batch import Batches
 from nxdpp.pipeline.microbatches.rows import join_outputs
 from nxdpp.pipeline.prepared_step import StepPreparation
@@ -35,6 +37,12 @@ class PipelineSteps:
     _batches: Batches
     _preparation: StepPreparation
     _runner: StepRunner
+    _replicas: ReplicaGradients
+
+    @property
+    def is_averaged(self) -> bool:
+        """``True`` if the gradients of the last training step are averaged over the replicas."""
+        return self._replicas.is_averaged
 
     def trace(self, inputs: Mapping[str, Any]) -> None:
         """Trace for ``inputs`` of a step, and verify the partition with the graph; not collective, sends nothing.
@@ -115,8 +123,8 @@ class PipelineSteps:
             TracingError, RuntimeError: as ``train_step`` does.
         """
         with _call("train_samples"):
-            prepare = self._preparation.with_loss_and_output
-            result = self._runner.train(lambda: self._batches.of_samples(samples), prepare, average, transform)
+            prepare = partial(self._preparation.with_loss_and_output, transform=transform)
+            result = self._runner.train(lambda: self._batches.of_samples(samples), prepare, average)
             with failure_watch.reported():
                 # Raises for a loss that is not-a-number for lack of labels.
                 result.losses()
@@ -176,10 +184,8 @@ class PipelineSteps:
                 of microbatches that the schedule cannot run.
         """
         with _call("train_microbatches"):
-            prepare = self._preparation.with_loss
-            result = self._runner.train(
-                lambda: self._batches.of_microbatches(microbatches), prepare, average, transform
-            )
+            prepare = partial(self._preparation.with_loss, transform=transform)
+            result = self._runner.train(lambda: self._batches.of_microbatches(microbatches), prepare, average)
             return result.shared_losses()
 
     def eval_microbatches(self, microbatches: Sequence[Mapping[str, Any]], outputs: bool = False) -> list[Any]:

@@ -1,13 +1,20 @@
-"""Preparation of a step from its batch: graph, program, and the part of each microbatch in the loss."""
+"""A step before and after it runs: graph, program and loss of its batch; losses and outputs that ranks get."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
 
 from nxdpp.pipeline.batch import Batch
 from nxdpp.pipeline.config import PipelineConfig
-from nxdpp.pipeline.loss.normalization import LossNormalization, StepLoss
-from nxdpp.pipeline.stages.cut_graph import CutGraph, EndsWith, RankStages
+from nxdpp.pipeline.loss.normalization import LossNormalization
+from nxdpp.pipeline.loss.step_loss import StepLoss
+from nxdpp.pipeline.outputs.shared_outputs import shared_outputs
+from nxdpp.pipeline.stages.cut_graph import CutGraph, EndsWith, RankStages, fill_output
+from nxdpp.pipeline.stages.loss import LossTransform
 from nxdpp.pipeline.stages.program_cache import ProgramCache
+from nxdpp.ranks import parallel_state
+from nxdpp.ranks.faults import failure_watch
 from nxdpp.tracing.models.loss_terms import NUM_ITEMS
 
 
@@ -20,7 +27,6 @@ class PreparedStep:
         cut: the graph of its microbatches.
         program: the stages of this rank.
         loss: the microbatches, and the part of each in the loss.
-        scales: factor of each microbatch's loss in the loss that is differentiated; ``None`` for the mean.
         has_loss: ``True`` if the program ends with the loss, ``False`` if it ends with the whole output.
     """
 
@@ -28,7 +34,6 @@ class PreparedStep:
     cut: CutGraph
     program: RankStages
     loss: StepLoss
-    scales: Sequence[float] | None = None
     has_loss: bool = True
 
 
@@ -42,7 +47,8 @@ class StepPreparation:
     """
 
     def __init__(self, config: PipelineConfig, programs: ProgramCache, normalization: LossNormalization) -> None:
-        self._config = config
+        self._loss_spec = config.output_loss_value_spec
+        self._is_sum = config.gradient_reduction == "sum"
         self._programs = programs
         self._normalization = normalization
 
@@ -58,22 +64,22 @@ class StepPreparation:
         """Return whether the loss of ``batch`` depends on the ``num_items_in_batch`` among its inputs."""
         return self._normalization.takes_number(self._graph(batch))
 
-    def with_loss(self, batch: Batch) -> PreparedStep:
-        """Prepare a training step that ends with the loss of ``batch``."""
-        return self._losing(self._graph(batch), batch, train=True)
+    def with_loss(self, batch: Batch, transform: LossTransform | None = None) -> PreparedStep:
+        """Prepare a training step that ends with the loss of ``batch``, of which ``transform`` is differentiated."""
+        return self._losing(self._graph(batch), batch, True, transform)
 
-    def with_loss_and_output(self, batch: Batch) -> PreparedStep:
+    def with_loss_and_output(self, batch: Batch, transform: LossTransform | None) -> PreparedStep:
         """Prepare a training step that ends with the loss and the output of each sample."""
         cut = self._graph(batch)
-        node = cut.loss_of_sample(self._config.output_loss_value_spec)
+        node = cut.loss_of_sample(self._loss_spec)
         loss = self._normalization.of_step(cut, batch.microbatches, batch.is_counted, batch.before, True, node)
-        return self._prepared(batch, cut, "loss and output", loss)
+        return self._prepared(batch, cut, "loss and output", loss, transform)
 
     def with_named_loss(self, batch: Batch) -> PreparedStep:
         """Prepare an evaluation, which ends with the loss where the output names one."""
         cut = self._graph(batch)
         if self._programs.evaluation_ends_with(cut) == "loss":
-            return self._losing(cut, batch, train=False)
+            return self._losing(cut, batch, False)
         return self._prepared(batch, cut, "output", StepLoss(batch.microbatches))
 
     def with_losses(self, batch: Batch) -> PreparedStep:
@@ -90,17 +96,67 @@ class StepPreparation:
         """Prepare an evaluation that ends with the output of each microbatch."""
         return self._prepared(batch, self._graph(batch), "output", StepLoss(batch.microbatches))
 
-    def _losing(self, cut: CutGraph, batch: Batch, train: bool) -> PreparedStep:
+    def _losing(self, cut: CutGraph, batch: Batch, train: bool, transform: LossTransform | None = None) -> PreparedStep:
         loss = self._normalization.of_step(cut, batch.microbatches, batch.is_counted, batch.before, train)
         if loss.microbatches is not batch.microbatches and NUM_ITEMS not in cut.traced.inputs:
             # The model's control flow depends on the number of items, which is then part of the graph.
             cut = self._programs.cut_graph_of_all(loss.microbatches)
-        return self._prepared(batch, cut, "loss", loss)
+        return self._prepared(batch, cut, "loss", loss, transform)
 
-    def _prepared(self, batch: Batch, cut: CutGraph, ends_with: EndsWith, loss: StepLoss) -> PreparedStep:
-        is_sum = self._config.gradient_reduction == "sum"
-        scales = [1.0] * len(loss.microbatches) if is_sum else loss.scales
-        return PreparedStep(batch, cut, self._programs.program(cut, ends_with), loss, scales, ends_with != "output")
+    def _prepared(
+        self,
+        batch: Batch,
+        cut: CutGraph,
+        ends_with: EndsWith,
+        loss: StepLoss,
+        transform: LossTransform | None = None,
+    ) -> PreparedStep:
+        if self._is_sum or transform is not None:
+            loss = replace(loss, is_sum=self._is_sum, transform=transform)
+        return PreparedStep(batch, cut, self._programs.program(cut, ends_with), loss, ends_with != "output")
 
     def _graph(self, batch: Batch) -> CutGraph:
         return self._programs.cut_graph_of_all(batch.distinct, batch.layout)
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """A step that this rank has run.
+
+    Attributes:
+        step: the prepared step.
+        values: for each microbatch the values that the program ends with; empty on ranks without the last stage.
+        last_rank: rank of the last stage.
+        device: the device of this rank's stages.
+    """
+
+    step: PreparedStep
+    values: list[list[Any]]
+    last_rank: int
+    device: torch.device
+
+    def losses(self) -> list[torch.Tensor]:
+        """Return the loss of each microbatch. Raises ``ValueError`` for one without labels."""
+        return self.step.loss.scaled([values[0] for values in self.values if values])
+
+    def outputs(self) -> list[Any]:
+        """Return the model's output of each microbatch."""
+        return self._filled(self.values)
+
+    def shared_losses(self) -> list[torch.Tensor]:
+        """Return the losses on all ranks; collective over the pipeline."""
+        with failure_watch.reported():
+            losses: list[torch.Tensor] = self._shared(self.losses())
+            return losses
+
+    def shared_outputs(self) -> list[Any]:
+        """Return the outputs on all ranks; collective over the pipeline."""
+        with failure_watch.reported():
+            return self._filled(self._shared(self.values))
+
+    def _shared(self, own: Any) -> Any:
+        return shared_outputs(own, self.last_rank, parallel_state.get_pipeline_control_group(), self.device)
+
+    def _filled(self, values: list[list[Any]]) -> list[Any]:
+        named = [dict(zip(self.step.program.results, each, strict=True)) for each in values]
+        return [fill_output(self.step.cut.output, each) for each in named]

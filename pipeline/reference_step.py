@@ -24,8 +24,9 @@ from nxdpp.devices.kinds import device_of
 from nxdpp.gradients.gradient_dtype import accumulate_in, gradient_dtype
 from nxdpp.initialization.allocation import with_type_of
 from nxdpp.pipeline.local.part import LocalPart
+from nxdpp.pipeline.loss.step_loss import StepLoss
 from nxdpp.pipeline.partition.assignment import Owners
-from nxdpp.pipeline.stages.loss import LossGradient, LossSpec, LossTransform, loss_of_sample
+from nxdpp.pipeline.stages.loss import LossGradient, LossSpec, loss_of_sample
 from nxdpp.pipeline.stages.split import StagePlan
 from nxdpp.ranks.faults import failure_watch
 from nxdpp.ranks.faults.board import board
@@ -84,16 +85,10 @@ class ReferenceStep:
         self._losses: list[torch.Tensor] = []
         self._gradients: dict[str, torch.Tensor | None] = {}
 
-    def run(
-        self,
-        microbatches: Sequence[Mapping[str, Any]],
-        scales: Sequence[float] | None = None,
-        transform: LossTransform | None = None,
-    ) -> None:
+    def run(self, step: StepLoss) -> None:
         """Run the module before the step of the pipeline; collective over the pipeline.
 
-        Parameters, buffers, gradients and global random generators are as before. ``scales`` and ``transform`` are
-        the step's.
+        Parameters, buffers, gradients and global random generators are as before. ``step`` is the loss of the step.
 
         Raises ``RuntimeError``, on all ranks, for a module that draws random numbers or cannot be run in one process.
         """
@@ -103,7 +98,7 @@ class ReferenceStep:
             with _unchanged_generators(self._device) as have_moved:
                 module = self._copy(values)
                 with _noted_progress(module):
-                    self._train(module, microbatches, scales, transform)
+                    self._train(module, step)
                 return [_DRAWS] if have_moved() else []
 
         self._raise_together(act, "check_against_module cannot compare this step")
@@ -167,20 +162,13 @@ class ReferenceStep:
             model.config.use_cache = False
         return module
 
-    def _train(
-        self,
-        module: nn.Module,
-        microbatches: Sequence[Mapping[str, Any]],
-        scales: Sequence[float] | None,
-        transform: LossTransform | None,
-    ) -> None:
-        for number, microbatch in enumerate(microbatches):
+    def _train(self, module: nn.Module, step: StepLoss) -> None:
+        for number, microbatch in enumerate(step.microbatches):
             loss = loss_of_sample(module, close_inputs(microbatch), self._loss_spec, self._loss_function)
-            own = loss if transform is None else transform(number, loss)
-            # As in the step of the pipeline.
-            with torch._C._DisableAutocast():
-                if scales is None or scales[number]:
-                    part = own / len(microbatches) if scales is None else own * scales[number]
+            part = step.differentiated(number, loss)
+            if part is not None:
+                # As in the step of the pipeline.
+                with torch._C._DisableAutocast():
                     part.backward(self._loss_gradient(part))
             self._losses.append(loss.detach())
             board.moved()

@@ -27,14 +27,13 @@ from nxdpp.pipeline.config import PipelineConfig
 from nxdpp.pipeline.local.part import LocalPart
 from nxdpp.pipeline.local.upkeep import LocalUpkeep
 from nxdpp.pipeline.partition.partition import Partition
-from nxdpp.pipeline.prepared_step import PreparedStep
+from nxdpp.pipeline.prepared_step import PreparedStep, StepResult
 from nxdpp.pipeline.reference_step import ReferenceStep
 from nxdpp.pipeline.runtime.engine import Engine
 from nxdpp.pipeline.runtime.engines import Engines
-from nxdpp.pipeline.stages.loss import LossGradient, LossTransform
-from nxdpp.pipeline.step_result import StepResult
+from nxdpp.pipeline.stages.loss import LossGradient
 from nxdpp.pipeline.timeline.clock import StepTimer
-from nxdpp.ranks import parallel_state
+from nxdpp.ranks import current_state, parallel_state
 from nxdpp.ranks.faults import background_errors, failure_watch
 from nxdpp.ranks.faults.board import board
 from nxdpp.tensor.sequence_parallel import StepGradients
@@ -100,24 +99,18 @@ class StepRunner:
         """Bytes of the tensors that this rank has sent to other ranks of the pipeline in the last step."""
         return max(0, self._engines.sent_bytes - self._sent_before)
 
-    def train(
-        self,
-        take: Callable[[], Batch],
-        prepare: Callable[[Batch], PreparedStep],
-        average: bool,
-        transform: LossTransform | None = None,
-    ) -> StepResult:
+    def train(self, take: Callable[[], Batch], prepare: Callable[[Batch], PreparedStep], average: bool) -> StepResult:
         """Run the training step that ``prepare`` makes of the batch, which ``take`` gives.
 
-        ``average`` and ``transform`` as ``Pipeline.train_samples`` takes them. Raises as ``Pipeline.train_step`` does.
+        ``average`` as ``Pipeline.train_step`` takes it. Raises as ``Pipeline.train_step`` does.
         """
-        parallel_state.refuse_in_debug("a training step")
+        current_state.with_groups("a training step")
         background_errors.begin_step()
         with self._noted(), self._replicas.step(average):
             # Prepare.
             if not torch.is_grad_enabled():
                 raise RuntimeError("training needs gradients, and they are off (torch.no_grad()): evaluate there.")
-            batch, device = take(), self._part.device
+            batch, device = take(), self._part.changes.device
             scaler = self._config.grad_scaler
             check_autocast(device, is_scaled=scaler is not None and scaler.is_enabled())
             self._upkeep.check_trained()
@@ -127,17 +120,17 @@ class StepRunner:
             reference = self._reference(device) if self._check_first else None
             # Verify.
             signature, digest, engine = self._verify(step, device, train=True)
-            self._part.tied.set_aside()
+            if self._part.any_ties:
+                self._part.tied.set_aside()
             if self._has_tensor_ranks:
                 self._sequence.set_aside()
-            if self._has_tensor_ranks:
                 self._copies.verify(self._part.seed)
             self._replicas.verify()
             if reference is not None:
-                reference.run(step.loss.microbatches, step.scales, transform)
+                reference.run(step.loss)
             # Run, and add up the gradients of several ranks.
-            values = self._run(step, signature, digest, engine, device, transform)
-            if self._has_tensor_ranks or self._part.tied.parameters:
+            values = self._run(step, signature, digest, engine, device)
+            if self._has_tensor_ranks or self._part.any_ties:
                 with failure_watch.reported():
                     self._sequence.add_up()
                     self._part.tied.add_up(self._engines.transport(device))
@@ -154,9 +147,9 @@ class StepRunner:
 
         It has no gradients, also in the caller's inference mode, whose tensors no training step could use later.
         """
-        parallel_state.refuse_in_debug("an evaluation")
+        current_state.with_groups("an evaluation")
         with self._noted(), torch.inference_mode(mode=False), torch.no_grad():
-            step, device = prepare(take()), self._part.device
+            step, device = prepare(take()), self._part.changes.device
             check_autocast(device, is_scaled=True)
             signature, digest, engine = self._verify(step, device, train=False)
             values = self._run(step, signature, digest, engine, device)
@@ -242,7 +235,6 @@ class StepRunner:
         digest: int,
         engine: Engine | None,
         device: torch.device,
-        transform: LossTransform | None = None,
     ) -> list[list[Any]]:
         """Run the actions of the stages; return the results of each microbatch on the rank of the last stage.
 
@@ -252,10 +244,9 @@ class StepRunner:
         running = engine or self._engines.make(step.program, device, signature)
         with failure_watch.reported(), self._engines.timeline(device, signature.train):
             watch = self._replicas.begin(running.last_backwards) if signature.train else None
-            scales = step.scales if signature.train else None
-            values = running.run(step.loss.microbatches, scales, watch, transform)
+            values = running.run(step.loss, watch)
         self.timer, self.digest = running.timer, digest
-        compiled = device_of(device).compiled()
+        compiled = running.device.compiled()
         assert self._compiled is not None, "set before the first verification"
         self.compile_seconds, self._compiled = compiled.seconds - self._compiled.seconds, compiled
         if engine is None:

@@ -78,6 +78,7 @@ class ReplicaGradients:
     def __init__(self, part: RankParameters, exchanges: ReplicaExchanges, mean: bool = True) -> None:
         self.is_left_out = False
         self._mean = mean
+        self._replicas = parallel_state.get_data_parallel_size()
         self._is_summed = False
         self._part = part
         self._module = part.module
@@ -147,7 +148,7 @@ class ReplicaGradients:
 
     def _refuse_second_sum(self) -> None:
         """Raise ``RuntimeError`` where gradients are sums over the replicas: a second sum would count them again."""
-        if self._mean or not self._is_summed or parallel_state.get_data_parallel_size() == 1:
+        if self._mean or not self._is_summed or self._replicas == 1:
             return
         if any(parameter.grad is not None for parameter in self._module.parameters()):
             raise RuntimeError(
@@ -158,7 +159,7 @@ class ReplicaGradients:
 
     def check_averaged(self) -> None:
         """Raise ``RuntimeError`` where the gradients of the last training step are not averaged."""
-        if not self.is_averaged and parallel_state.get_data_parallel_size() > 1:
+        if not self.is_averaged and self._replicas > 1:
             raise RuntimeError(
                 "the gradients of the last training step are not averaged over replicas, so each would clip by its own "
                 "norm. Clip after a run_train outside of no_sync(). If the program has averaged them itself, call "
@@ -171,7 +172,7 @@ class ReplicaGradients:
         ``last`` has the last backward of each local stage. The errors of ``average`` are raised before a gradient is
         sent.
         """
-        if not self.is_averaged or parallel_state.get_data_parallel_size() == 1:
+        if not self.is_averaged or self._replicas == 1:
             return None
         number, modes = board.training_steps(), self._modes()
         if self._overlapped is None:
@@ -247,7 +248,7 @@ class ReplicaGradients:
         self._changed = True
 
     def _compare(self, lines: Sequence[str] = (), remedy: str = SAME_MODEL) -> None:
-        if parallel_state.get_data_parallel_size() == 1:
+        if self._replicas == 1:
             return
         self._exchanges.begin("comparison of parameters")
         parameters = list(self._module.named_parameters())

@@ -34,11 +34,14 @@ def initialized() -> ProcessGroups | DebugState:
     return state
 
 
-def with_groups() -> ProcessGroups:
-    """The state of a running job. Raises ``RuntimeError`` before an initialization and in the debug mode."""
+def with_groups(what: str = "a process group") -> ProcessGroups:
+    """The state of a running job, which ``what`` needs.
+
+    Raises ``RuntimeError`` before an initialization and in the debug mode.
+    """
     state = initialized()
     if isinstance(state, DebugState):
-        raise state.refusal("a process group")
+        raise state.refusal(what)
     return state
 
 

@@ -20,9 +20,11 @@ from itertools import chain, compress
 from operator import attrgetter, is_, itemgetter, not_
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.modules import module as registration
 
+from nxdpp.ranks import parallel_state
 from nxdpp.tracing.modules import listings
 
 
@@ -78,6 +80,12 @@ class ChangeRecord:
     def parameters(self) -> list[nn.Parameter]:
         """This rank's parameters, each once, as of the last look."""
         return self._sight.parameters
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this rank's parameters; without parameters, the rank's own."""
+        parameters = self._sight.parameters
+        return parameters[0].device if parameters else parallel_state.local_device()
 
     @property
     def modules(self) -> list[nn.Module]:

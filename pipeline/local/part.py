@@ -36,7 +36,6 @@ from nxdpp.pipeline.local.tree import (
     with_tied_names,
 )
 from nxdpp.pipeline.partition.assignment import Owners
-from nxdpp.ranks import parallel_state
 from nxdpp.tracing.modules import listings
 
 
@@ -131,9 +130,8 @@ class LocalPart:
 
     @property
     def device(self) -> torch.device:
-        """The device of the parameters of this rank; without parameters, the rank's own."""
-        parameters = self.changes.parameters
-        return parameters[0].device if parameters else parallel_state.local_device()
+        """The device of this rank's parameters; without parameters, the rank's own."""
+        return self.changes.device
 
     def names_on_meta(self) -> list[str]:
         """Names of the parameters and buffers that have no values yet."""

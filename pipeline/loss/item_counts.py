@@ -14,7 +14,7 @@ from nxdpp.agreement.exchange import ReplicaExchanges
 from nxdpp.ranks import parallel_state
 from nxdpp.ranks.faults import failure_watch
 from nxdpp.tracing.models.loss_function import LossFunction
-from nxdpp.tracing.models.loss_terms import NUM_ITEMS, LossTerm
+from nxdpp.tracing.models.loss_terms import NUM_ITEMS
 from nxdpp.tracing.models.transformers_models import transformers_models
 from nxdpp.tracing.values.input_dicts import close_inputs
 
@@ -53,15 +53,6 @@ def _takes_number(module: nn.Module) -> bool:
     parameters = inspect.signature(module.forward).parameters
     takes = NUM_ITEMS in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
     return takes and bool(transformers_models(module))
-
-
-def counts_of(term: LossTerm, microbatches: Sequence[Mapping[str, Any]]) -> dict[int, float]:
-    """Return the number of labels of each microbatch whose inputs tell it. Waits for labels on a device, once."""
-    found = {number: term.count(microbatch) for number, microbatch in enumerate(microbatches)}
-    known = {number: items for number, items in found.items() if items is not None}
-    tensors = [items.reshape(()).double() for items in known.values() if isinstance(items, torch.Tensor)]
-    values = iter(torch.stack(tensors).tolist() if tensors else ())
-    return {n: next(values) if isinstance(items, torch.Tensor) else float(items) for n, items in known.items()}
 
 
 def counted(function: CountItems, microbatches: Sequence[Mapping[str, Any]]) -> list[float]:

@@ -13,7 +13,7 @@ added to it (a router's) is the mean over microbatches. The loss of other models
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -21,7 +21,8 @@ import torch
 from torch import fx, nn
 
 from nxdpp.agreement.exchange import ReplicaExchanges
-from nxdpp.pipeline.loss.item_counts import REMEDY, CountItems, counted, counts_of, number_of, of_all_replicas
+from nxdpp.pipeline.loss.item_counts import REMEDY, CountItems, counted, number_of, of_all_replicas
+from nxdpp.pipeline.loss.step_loss import LABELS_EVERYWHERE, StepLoss, no_label
 from nxdpp.pipeline.partition.partition import Partition
 from nxdpp.pipeline.stages.cut_graph import CutGraph
 from nxdpp.pipeline.stages.loss import LossSpec
@@ -32,51 +33,13 @@ from nxdpp.tracing.models.loss_terms import (
     NUM_ITEMS,
     LossTerm,
     all_terms,
+    counts_of,
     labels_of_modules,
     means,
     takes_number_of_items,
 )
 from nxdpp.tracing.sizes.example_inputs import example_shapes, example_specs
 from nxdpp.tracing.sizes.input_specs import InputSpec
-
-_LABELS_EVERYWHERE = (
-    f"Give batches in which each microbatch has a label; or loss_normalization='tokens', the mean over all labels of "
-    f"the batch. {REMEDY}"
-)
-
-
-@dataclass(frozen=True)
-class StepLoss:
-    """Microbatches of a step, and the part of each in its loss.
-
-    Attributes:
-        microbatches: the inputs of each.
-        scales: factor of each microbatch's loss in the loss of the step; ``None`` for the mean.
-        empty: the labels of microbatches that have none, as far as a module may have a loss without any.
-    """
-
-    microbatches: list[dict[str, Any]]
-    scales: list[float] | None = None
-    empty: Mapping[int, LossTerm] = field(default_factory=dict)
-
-    def scaled(self, losses: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the losses of the microbatches such that their mean is the loss of the step.
-
-        Raises ``ValueError`` for a loss that is not-a-number for lack of labels.
-        """
-        for number, term in self.empty.items():
-            if number < len(losses) and losses[number].isnan().any():
-                raise ValueError(
-                    f"{_no_label([number], len(losses), f'all values of its {term.targets.name} are -100')}, "
-                    f"and the loss of {term.name} is 0 / 0. {_LABELS_EVERYWHERE}"
-                )
-        if self.scales is None:
-            return list(losses)
-        # Without items a loss is not-a-number.
-        return [
-            loss * (scale * len(losses)) if scale else torch.zeros_like(loss)
-            for loss, scale in zip(losses, self.scales, strict=False)
-        ]
 
 
 class LossNormalization:
@@ -189,15 +152,14 @@ class LossNormalization:
         labels that cannot be counted, and for a batch without items.
         """
         on_host = microbatches if counted_from is None else counted_from
-        count = len(microbatches)
-        replicas = parallel_state.get_data_parallel_size()
-        if is_given:
-            self._check_given(self._known(cut, loss), on_host, train)
-            return StepLoss(microbatches, [float(replicas)] * count)
-        if self._rule == "microbatch":
+        if not is_given and self._rule == "microbatch":
             terms = self._known(cut, loss)
             _refuse_empty(terms.means, on_host)
             return StepLoss(microbatches, empty=_empty(terms.of_modules, on_host))
+        count, replicas = len(microbatches), parallel_state.get_data_parallel_size()
+        if is_given:
+            self._check_given(self._known(cut, loss), on_host, train)
+            return StepLoss(microbatches, [float(replicas)] * count)
         if self._count_items is not None:
             items = counted(self._count_items, on_host)
         else:
@@ -258,18 +220,14 @@ def _refuse_empty(terms: Sequence[LossTerm], microbatches: Sequence[Mapping[str,
         empty = [number for number, items in counts_of(term, microbatches).items() if items == 0]
         if empty:
             raise ValueError(
-                f"{_no_label(empty, len(microbatches), term.without_labels)}, and the loss would be 0 / 0. "
-                f"{_LABELS_EVERYWHERE}"
+                f"{no_label(empty, len(microbatches), term.without_labels)}, and the loss would be 0 / 0. "
+                f"{LABELS_EVERYWHERE}"
             )
 
 
 def _empty(terms: Sequence[LossTerm], microbatches: Sequence[Mapping[str, Any]]) -> dict[int, LossTerm]:
     """Return the microbatches in which one of ``terms`` has no label."""
     return {number: term for term in terms for number, items in counts_of(term, microbatches).items() if items == 0}
-
-
-def _no_label(empty: Sequence[int], count: int, reason: str) -> str:
-    return f"microbatch {', '.join(map(str, empty))} of {count} has no label: {reason}"
 
 
 @dataclass(frozen=True)

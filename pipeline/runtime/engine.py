@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from nxdpp.devices.kinds import device_of
 from nxdpp.gradients.average_plan import LastBackward
 from nxdpp.pipeline.backward.structure import warn_of_hidden_hooks
+from nxdpp.pipeline.loss.step_loss import StepLoss
 from nxdpp.pipeline.p2p.channel import Channel, RemoteChannel
 from nxdpp.pipeline.p2p.transport import Direction, Transport
 from nxdpp.pipeline.runtime.engine_config import EngineConfig
@@ -22,7 +23,6 @@ from nxdpp.pipeline.runtime.input_ranges import note_ranges
 from nxdpp.pipeline.runtime.stage_channels import StageChannels
 from nxdpp.pipeline.runtime.stage_runner import StageRunner
 from nxdpp.pipeline.stages.cut_graph import StageProgram
-from nxdpp.pipeline.stages.loss import LossTransform
 from nxdpp.pipeline.timeline.clock import StepTimer
 from nxdpp.pipeline.timeline.recorder import StepRecorder
 from nxdpp.ranks.faults import failure_watch
@@ -63,6 +63,7 @@ class Engine:
         recorder: collects the times of this rank's actions; ``None`` records nothing, at no cost.
 
     Attributes:
+        device: of the stages.
         timer: the share of the last step in which this rank computed.
         last_backwards: the last backward of each stage of a training step, in the order of the actions.
     """
@@ -79,7 +80,7 @@ class Engine:
         self._config = config
         self._transport = transport
         self._recorder = recorder
-        self._device = device_of(config.device)
+        self.device = device_of(config.device)
         self.timer = StepTimer(config.device)
         # By stage and form.
         self._channels_in: dict[tuple[int, int], dict[int, Channel]] = {}
@@ -90,7 +91,7 @@ class Engine:
         if splits:
             warn_of_hidden_hooks()
         for stage, program in sorted(programs.items()):
-            self._device.expect_updates((*program.module.parameters(), *program.module.buffers()))
+            self.device.expect_updates((*program.module.parameters(), *program.module.buffers()))
             for key in ((stage, form) for form in sorted({0, *config.forms})):
                 self._channels_in[key] = channels.incoming(program.plan, key[1])
                 self._channels_out[key] = channels.outgoing(program.plan, key[1])
@@ -115,28 +116,20 @@ class Engine:
         called_for = self._called_for
         self._describe_call = lambda at: _text(called_for[at])
 
-    def run(
-        self,
-        inputs: Sequence[dict[str, Any]],
-        scales: Sequence[float] | None = None,
-        watch: LastBackwardWatch | None = None,
-        transform: LossTransform | None = None,
-    ) -> list[list[Any]]:
+    def run(self, loss: StepLoss, watch: LastBackwardWatch | None = None) -> list[list[Any]]:
         """Run one step; all ranks of the pipeline must call this.
 
-        ``inputs`` are the model's inputs of each microbatch, for example ``input_ids`` of (B, T). ``scales`` are the
-        factors of their losses in the loss of the step, by default of a mean. ``watch`` is told of each stage's
-        last backward. ``transform`` gives the loss that is scaled and differentiated, from the number of a microbatch
-        and its loss. Returns the last stage's results of each microbatch, in order and not scaled, on the rank of
-        that stage, and nothing on others. An exception gets a note with its action, is reported to the other ranks,
-        and raised.
+        ``loss`` has the model's inputs of each microbatch, for example ``input_ids`` of (B, T), and their part in the
+        loss. ``watch`` is told of each stage's last backward. Returns the last stage's results of each microbatch, in
+        order and not scaled, on the rank of that stage, and nothing on others. An exception gets a note with its
+        action, is reported to the other ranks, and raised.
         """
         self._watch = watch
         # Operations of the program, such as the optimizer's step, are not part of the first action.
-        self._device.submit()
+        self.device.submit()
         self.timer.start()
         for runner in self._runners.values():
-            runner.begin(inputs, scales, transform)
+            runner.begin(loss)
         at = 0
         board.describe_action = self._describe_call
         try:
@@ -148,7 +141,7 @@ class Engine:
             action = self._called_for[at]
             _note(error, action)
             if isinstance(error, IndexError):
-                note_ranges(error, inputs[action.microbatch], self._runners[self._key(action)].program)
+                note_ranges(error, loss.microbatches[action.microbatch], self._runners[self._key(action)].program)
             failure_watch.report(error)
             raise
         finally:
@@ -186,7 +179,7 @@ class Engine:
         for i, action in enumerate(actions):
             new = self._calls_of(action, last_sends[action.stage, action.kind, action.microbatch] == i)
             if action.kind not in _RECEIVES and action.kind not in _SENDS:
-                if self._device.is_lazy:
+                if self.device.is_lazy:
                     new = [partial(self._submitted, call) for call in new]
                 if self._recorder is not None:
                     new = [self._recorder.computing(action, call) for call in new]
@@ -227,7 +220,7 @@ class Engine:
     def _submitted(self, compute: Callable[[], None]) -> None:
         """Make the call ``compute`` of a lazy device, and start its operations, before another action adds to them."""
         compute()
-        self._device.submit()
+        self.device.submit()
 
     def _release(self, send: Action) -> Callable[[], None]:
         (channel,) = self._remote(send)

@@ -21,18 +21,20 @@ from nxdpp.devices.kinds import has_own_memory
 from nxdpp.pipeline.backward.graph import BackwardAnalysis
 from nxdpp.pipeline.backward.run import ReceivedTensor, run_backward
 from nxdpp.pipeline.backward.split import SplitBackward
+from nxdpp.pipeline.loss.step_loss import StepLoss
 from nxdpp.pipeline.p2p.channel import Channel, LocalChannel
 from nxdpp.pipeline.p2p.layout import ValueLayout, check_layout, tensors_of
 from nxdpp.pipeline.p2p.strides import copied
 from nxdpp.pipeline.p2p.transport import Direction
 from nxdpp.pipeline.runtime.metadata_exchange import MetadataExchange
 from nxdpp.pipeline.runtime.module_memory import copy_values, names_in_module_memory
-from nxdpp.pipeline.runtime.step_losses import StepLosses
 from nxdpp.pipeline.stages.cut_graph import StageProgram
 from nxdpp.pipeline.stages.in_place_guard import expect_unchanged, versions
-from nxdpp.pipeline.stages.loss import LossGradient, LossTransform
+from nxdpp.pipeline.stages.loss import LossGradient
 from nxdpp.pipeline.timeline.clock import StepTimer
 from nxdpp.schedules.actions import ActionKind
+
+_NO_STEP = StepLoss(())
 
 
 @dataclass
@@ -61,7 +63,7 @@ class StageRunner:
         channels_out: the channels to destination stages, by their number.
         device: device of the stage.
         train: ``True`` if backwards follow. The stage's first result is then the loss. Its mean over the microbatches
-            is differentiated, or its sum with the ``scales`` of a step.
+            is differentiated, or what the ``StepLoss`` of a step makes of it.
         keep_outputs: hold sent activations until their backward, as plain autograd would.
         splits: ``True`` if input-gradients and weight-gradients are computed apart.
         timer: measures the time in which the stage computes.
@@ -103,29 +105,18 @@ class StageRunner:
         # Of each sent value, known after the metadata exchange.
         self._layouts: dict[str, ValueLayout] = {}
         self._analysis = BackwardAnalysis()
-        self._inputs: Sequence[dict[str, Any]] = ()
-        self._losses: StepLosses | None = None
+        self._loss = _NO_STEP
         self._made: dict[int, dict[str, Any]] = {}
         self._in_flight: dict[int, _InFlight] = {}
         self._gradients: dict[int, dict[int, list[torch.Tensor | None]]] = {}
 
-    def begin(
-        self,
-        inputs: Sequence[dict[str, Any]],
-        scales: Sequence[float] | None = None,
-        transform: LossTransform | None = None,
-    ) -> None:
-        """Begin a step with the model's inputs of each microbatch, and the factor of each loss in the loss of the step.
-
-        ``transform`` gives the loss that is scaled, from the number of a microbatch and its loss.
-        """
-        self._inputs = inputs
-        self._losses = StepLosses(len(inputs), scales, transform)
+    def begin(self, loss: StepLoss) -> None:
+        """Begin a step with the model's inputs of each microbatch, and their part in its ``loss``."""
+        self._loss = loss
 
     def end(self) -> None:
         """End the step: free all that belongs to it."""
-        self._inputs = ()
-        self._losses = None
+        self._loss = _NO_STEP
         self.results = {}
         for state in (self._made, self._in_flight, self._gradients):
             state.clear()
@@ -136,7 +127,7 @@ class StageRunner:
         in_flight, plan = _InFlight([]), self._plan
         received = self._receive(microbatch, in_flight)
         arguments = [
-            *map(self._inputs[microbatch].__getitem__, plan.inputs),
+            *map(self._loss.microbatches[microbatch].__getitem__, plan.inputs),
             *map(received.__getitem__, plan.received),
             *map(self._metadata.placeholders.__getitem__, plan.received_metadata),
         ]
@@ -253,8 +244,7 @@ class StageRunner:
                 if tensor.requires_grad:
                     in_flight.roots[name, position] = get_gradient_edge(tensor)
         if self._plan.results:
-            assert self._losses is not None, "a step has begun"
-            in_flight.loss = self._losses.differentiated(microbatch, made[self._plan.results[0]])
+            in_flight.loss = self._loss.differentiated(microbatch, made[self._plan.results[0]])
             # Without items the loss has no backward, and earlier stages get zeros.
             in_flight.has_items = in_flight.loss is not None
 

@@ -9,6 +9,7 @@ from torch.utils import _pytree as pytree
 
 from nxdpp.pipeline.first_partition import first_partition
 from nxdpp.pipeline.local.changes import ChangeRecord
+from nxdpp.pipeline.loss.step_loss import StepLoss
 from nxdpp.pipeline.microbatches.split_batch import split_batch
 from nxdpp.pipeline.p2p.layout import layout_of
 from nxdpp.pipeline.partition.partition import PartitionPolicy, even, make_partition
@@ -111,7 +112,7 @@ class InProcessPipeline:
             actions.sort(key=lambda action: (kinds.index(action.kind), order[action.kind].index(action.stage)))
         config = EngineConfig(Placement(1, stages), 0, microbatches, _CPU, backward, keep_outputs=True)
         engine = Engine(config, program.stages, None, actions, [])
-        return [result[0] for result in engine.run(parts)]
+        return [result[0] for result in engine.run(StepLoss(parts))]
 
     def loss_plans(self, inputs: Mapping[str, Any]) -> tuple[CutGraph, list[StagePlan]]:
         """Return the graph for a microbatch like ``inputs``, and the plans of the stages that end with its loss."""

@@ -12,7 +12,7 @@ of each microbatch before it runs.
 
 import inspect
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -111,6 +111,15 @@ class LossTerm:
             return int(numpy.count_nonzero((values[..., 1:] if self.shifted else values) != self.ignore_index))
         counted = targets[..., 1:] if self.shifted else targets
         return (counted != self.ignore_index).sum()
+
+
+def counts_of(term: LossTerm, microbatches: Sequence[Mapping[str, Any]]) -> dict[int, float]:
+    """Return the number of labels of each microbatch whose inputs tell it. Waits for labels on a device, once."""
+    found = {number: term.count(microbatch) for number, microbatch in enumerate(microbatches)}
+    known = {number: items for number, items in found.items() if items is not None}
+    tensors = [items.reshape(()).double() for items in known.values() if isinstance(items, torch.Tensor)]
+    values = iter(torch.stack(tensors).tolist() if tensors else ())
+    return {n: next(values) if isinstance(items, torch.Tensor) else float(items) for n, items in known.items()}
 
 
 def in_place_of(theirs: Callable[..., Any]) -> Callable[[Loss], Loss]:

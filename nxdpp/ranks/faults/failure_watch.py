@@ -12,6 +12,7 @@ exit, mostly less than one.
 """
 
 import multiprocessing.util
+import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -99,7 +100,7 @@ def refuse_after_failure() -> None:
     Other ranks may still wait in the failed call. A later call must not take their messages for its own. A fork of
     a rank is refused too: it has no connections of its own.
     """
-    if _watch is not None and not _watch.is_of_this_process():
+    if _watch is not None and _watch.process != os.getpid():
         raise RuntimeError(
             "this process is a fork of a rank (os.fork, or a worker of a DataLoader), and other ranks know nothing of "
             "it. Make collective calls in the process that called initialize_model_parallel."

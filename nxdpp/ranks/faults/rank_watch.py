@@ -39,12 +39,13 @@ class RankWatch:
 
     Attributes:
         owns_failure: ``True`` if this rank is the first to fail, so that its error is the one to print.
+        process: that started the watch; a fork inherits it.
     """
 
     def __init__(self, store: Store, hang_timeout: float) -> None:
         self.owns_failure = False
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
-        self._process = os.getpid()
+        self.process = os.getpid()
         self._left = threading.Event()
         self._hosts = self._rank == 0 and not launcher_has_store()
         self._notes_departure = threading.Lock()
@@ -66,11 +67,7 @@ class RankWatch:
 
     def is_active(self) -> bool:
         """Return whether this process started the watch and has not left it."""
-        return not self._left.is_set() and self.is_of_this_process()
-
-    def is_of_this_process(self) -> bool:
-        """Return whether this process started the watch, and did not inherit it by a fork."""
-        return self._process == os.getpid()
+        return not self._left.is_set() and self.process == os.getpid()
 
     def report(self, error: BaseException) -> bool:
         """Claim the failure for this rank, or end the process because of an earlier failure of another rank.

@@ -17,6 +17,7 @@ from torch import nn
 
 from nxdpp.agreement.input_hash import InputHasher, hash_of
 from nxdpp.gradients import average, buckets
+from nxdpp.pipeline.loss.step_loss import StepLoss
 from nxdpp.pipeline.p2p.channel import RemoteChannel
 from nxdpp.pipeline.p2p.transport import Transport
 from nxdpp.pipeline.partition.assignment import Owners
@@ -265,7 +266,7 @@ class _Rank:
         """Run a step, on NCCL without a wait for the device; its losses, and the gradients of the rank's parameters."""
         inputs = [{"x": part.to(DEVICE)} for part in rows(2 * MICROBATCHES, step).chunk(MICROBATCHES)]
         with no_waits(self._rank) if self._rules == NCCL else nullcontext():
-            losses = self._engine.run(inputs)
+            losses = self._engine.run(StepLoss(inputs))
             results = [loss for (loss,) in losses] + [_gradient(p) for p in self._own]
             for parameter in self._own:
                 parameter.grad = None
