@@ -6,6 +6,7 @@ from numbers import Integral
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch import fx, nn
 
 from nxdpp.gradients.grad_scaler import GradScaler, check_grad_scaler
@@ -17,7 +18,7 @@ from nxdpp.pipeline.microbatches.split_batch import SplitInputs
 from nxdpp.pipeline.partition.balanced_partition import CostPolicy
 from nxdpp.pipeline.partition.cuts import modules_to_cut_after
 from nxdpp.pipeline.partition.partition import GivenCuts, PartitionPolicy, even
-from nxdpp.pipeline.stages.loss import LossSpec, check_loss_fn, check_loss_spec
+from nxdpp.pipeline.stages.loss import LossGradient, LossSpec, check_loss_fn, check_loss_spec
 from nxdpp.ranks import parallel_state
 from nxdpp.ranks.known_keywords import knows_its_keywords
 from nxdpp.schedules.chosen import ChosenSchedule, Written
@@ -159,6 +160,11 @@ class PipelineConfig:
     def loss_function(self) -> LossFunction | None:
         """``loss_fn`` with the names of its inputs."""
         return None if self.loss_fn is None else LossFunction.of(self.loss_fn)
+
+    @property
+    def loss_gradient(self) -> LossGradient:
+        """A function of a loss that gives the gradient with which its backward begins: 1, or the scaler's scale."""
+        return torch.ones_like if self.grad_scaler is None else self.grad_scaler.loss_gradient
 
     def of_module(self, module: nn.Module, names: Sequence[str]) -> list[str]:
         """Return the ``names`` of inputs, except the ones that go only to ``loss_fn``."""

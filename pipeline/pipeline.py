@@ -43,7 +43,6 @@ from nxdpp.ranks import parallel_state
 from nxdpp.ranks.faults import failure_watch
 from nxdpp.ranks.faults.board import board
 from nxdpp.schedules.chosen import ChosenSchedule
-from nxdpp.schedules.timeline_file import check_path
 from nxdpp.tensor.tensor_copies import TensorCopies
 from nxdpp.tracing.graph.trace import TracingOptions
 
@@ -100,8 +99,10 @@ class Pipeline(PipelineSteps):
                 "grad_scaler": config.grad_scaler is not None,
             }
         )
-        normalization = self._normalization(options)
-        timeline_path = None if config.trace_file_path is None else check_path(config.trace_file_path)
+        normalization = LossNormalization(module, config, self._exchanges)
+        normalization.check_example(self.partition, options)
+        warn_of_traced_hooks(module, self.partition.layers)
+        arguments.warn_of_own_listings(module)
         self._programs = ProgramCache(
             self.partition,
             options,
@@ -114,15 +115,13 @@ class Pipeline(PipelineSteps):
                 "num_microbatches": config.num_microbatches,
                 "shared_inputs": None if config.shared_inputs is None else list(config.shared_inputs),
                 **common,
-                "writes a timeline": timeline_path is not None,
+                "writes a timeline": config.trace_file_path is not None,
                 "check_against_module": config.check_against_module,
                 "check_inputs": config.check_inputs,
             },
             changes,
         )
-        loss_gradient = torch.ones_like if config.grad_scaler is None else config.grad_scaler.loss_gradient
-        keeps_outputs = not config.deallocate_pipeline_outputs
-        self._engines = Engines(self.schedule, self.rank, keeps_outputs, timeline_path, loss_gradient)
+        self._engines = Engines(config, self.schedule, self.rank)
         # From here on the parameters of other stages are freed.
         self.part = LocalPart(
             module,
@@ -148,7 +147,6 @@ class Pipeline(PipelineSteps):
             self.partition,
             self._last_rank,
             self._engines,
-            loss_gradient,
             self.part,
             self._upkeep,
             self._replicas,
@@ -175,15 +173,6 @@ class Pipeline(PipelineSteps):
         self.partition = first_partition(module, options, stages, policy, names, config.partition_batch)
         self._last_rank = self.schedule.placement.rank_of(self.partition.stages - 1)
         return options
-
-    def _normalization(self, options: TracingOptions) -> LossNormalization:
-        module, config = self.original_module, self.config
-        spec = config.output_loss_value_spec
-        made = LossNormalization(module, config.loss_normalization, config.count_items_fn, spec, self._exchanges)
-        made.check_example(self.partition, options, config.input_names, config.partition_batch)
-        warn_of_traced_hooks(module, self.partition.layers)
-        arguments.warn_of_own_listings(module)
-        return made
 
     @property
     def local_stages(self) -> list[int]:

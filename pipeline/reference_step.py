@@ -16,21 +16,21 @@ from typing import Any
 
 import numpy
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from nxdpp.agreement.comparison import gathered
 from nxdpp.devices.kinds import device_of
 from nxdpp.gradients.gradient_dtype import accumulate_in, gradient_dtype
 from nxdpp.initialization.allocation import with_type_of
+from nxdpp.pipeline.config import PipelineConfig
 from nxdpp.pipeline.local.part import LocalPart
 from nxdpp.pipeline.loss.step_loss import StepLoss
 from nxdpp.pipeline.partition.assignment import Owners
-from nxdpp.pipeline.stages.loss import LossGradient, LossSpec, loss_of_sample
+from nxdpp.pipeline.stages.loss import loss_of_sample
 from nxdpp.pipeline.stages.split import StagePlan
+from nxdpp.ranks import parallel_state
 from nxdpp.ranks.faults import failure_watch
 from nxdpp.ranks.faults.board import board
-from nxdpp.tracing.models.loss_function import LossFunction
 from nxdpp.tracing.models.transformers_models import transformers_models
 from nxdpp.tracing.modules import listings
 from nxdpp.tracing.values.input_dicts import close_inputs
@@ -55,32 +55,18 @@ class ReferenceStep:
     Args:
         part: of this rank. Tensors of other ranks are on the meta device in its whole model.
         owners: the stages of each parameter.
-        group: the ranks of the pipeline, for CPU tensors.
-        loss_spec: the output that is the loss.
+        config: settings of the pipeline.
         device: of the tensors.
-        loss_gradient: gives the gradient with which the backward of a loss begins.
-        loss_function: makes the loss of the output.
     """
 
-    def __init__(
-        self,
-        part: LocalPart,
-        owners: Owners,
-        group: dist.ProcessGroup,
-        loss_spec: LossSpec,
-        device: torch.device,
-        loss_gradient: LossGradient = torch.ones_like,
-        loss_function: LossFunction | None = None,
-    ) -> None:
+    def __init__(self, part: LocalPart, owners: Owners, config: PipelineConfig, device: torch.device) -> None:
         self._part = part
         self._owners = owners
+        self._config = config
         self._whole = part.root
         self._local = part.module
-        self._group = group
-        self._loss_spec = loss_spec
+        self._group = parallel_state.get_pipeline_control_group()
         self._device = device
-        self._loss_gradient = loss_gradient
-        self._loss_function = loss_function
         self._earlier = {name: parameter.grad for name, parameter in listings.named_parameters(part.module)}
         self._losses: list[torch.Tensor] = []
         self._gradients: dict[str, torch.Tensor | None] = {}
@@ -163,13 +149,14 @@ class ReferenceStep:
         return module
 
     def _train(self, module: nn.Module, step: StepLoss) -> None:
+        function = self._config.loss_function
         for number, microbatch in enumerate(step.microbatches):
-            loss = loss_of_sample(module, close_inputs(microbatch), self._loss_spec, self._loss_function)
+            loss = loss_of_sample(module, close_inputs(microbatch), self._config.output_loss_value_spec, function)
             part = step.differentiated(number, loss)
             if part is not None:
                 # As in the step of the pipeline.
                 with torch._C._DisableAutocast():
-                    part.backward(self._loss_gradient(part))
+                    part.backward(self._config.loss_gradient(part))
             self._losses.append(loss.detach())
             board.moved()
         gradients = {n: parameter.grad for n, parameter in listings.named_parameters(module, remove_duplicate=False)}

@@ -31,7 +31,6 @@ from nxdpp.pipeline.prepared_step import PreparedStep, StepResult
 from nxdpp.pipeline.reference_step import ReferenceStep
 from nxdpp.pipeline.runtime.engine import Engine
 from nxdpp.pipeline.runtime.engines import Engines
-from nxdpp.pipeline.stages.loss import LossGradient
 from nxdpp.pipeline.timeline.clock import StepTimer
 from nxdpp.ranks import current_state, parallel_state
 from nxdpp.ranks.faults import background_errors, failure_watch
@@ -48,7 +47,6 @@ class StepRunner:
         partition: the stage of each layer and parameter.
         last_rank: rank of the last stage.
         engines: run the programs.
-        loss_gradient: gradient that the backward of a loss begins with.
         part: parameters, buffers and modules of this rank.
         upkeep: makes the part ready for a step.
         replicas: the average of gradients.
@@ -66,7 +64,6 @@ class StepRunner:
         partition: Partition,
         last_rank: int,
         engines: Engines,
-        loss_gradient: LossGradient,
         part: LocalPart,
         upkeep: LocalUpkeep,
         replicas: ReplicaGradients,
@@ -80,7 +77,6 @@ class StepRunner:
         self._partition = partition
         self._last_rank = last_rank
         self._engines = engines
-        self._loss_gradient = loss_gradient
         self._part = part
         self._upkeep = upkeep
         self._replicas = replicas
@@ -117,7 +113,8 @@ class StepRunner:
             if scaler is not None:
                 scaler.begin_step(device)
             step = prepare(batch)
-            reference = self._reference(device) if self._check_first else None
+            owners = self._partition.owners
+            reference = ReferenceStep(self._part, owners, self._config, device) if self._check_first else None
             # Verify.
             signature, digest, engine = self._verify(step, device, train=True)
             if self._part.any_ties:
@@ -174,18 +171,6 @@ class StepRunner:
             else:
                 self._refused = f"{board.position().call} raised {type(error).__name__}: {error}"
             raise
-
-    def _reference(self, device: torch.device) -> ReferenceStep:
-        """The step of the unwrapped module, for the first training step with ``check_against_module``."""
-        return ReferenceStep(
-            self._part,
-            self._partition.owners,
-            parallel_state.get_pipeline_control_group(),
-            self._config.output_loss_value_spec,
-            device,
-            self._loss_gradient,
-            self._config.loss_function,
-        )
 
     def _verify(
         self, step: PreparedStep, device: torch.device, train: bool

@@ -17,15 +17,14 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import torch
 from torch import fx, nn
 
 from nxdpp.agreement.exchange import ReplicaExchanges
-from nxdpp.pipeline.loss.item_counts import REMEDY, CountItems, counted, number_of, of_all_replicas
+from nxdpp.pipeline.config import PipelineConfig
+from nxdpp.pipeline.loss.item_counts import REMEDY, counted, number_of, of_all_replicas
 from nxdpp.pipeline.loss.step_loss import LABELS_EVERYWHERE, StepLoss, no_label
 from nxdpp.pipeline.partition.partition import Partition
 from nxdpp.pipeline.stages.cut_graph import CutGraph
-from nxdpp.pipeline.stages.loss import LossSpec
 from nxdpp.ranks import parallel_state
 from nxdpp.tracing.graph.errors import TracingError
 from nxdpp.tracing.graph.trace import TracingOptions, trace
@@ -47,24 +46,16 @@ class LossNormalization:
 
     Args:
         module: the model.
-        rule: ``"microbatch"`` or ``"tokens"``.
-        count_items: counts the items of a microbatch; ``None`` leaves that to ``num_items_in_batch``.
-        loss_spec: the output that is the loss.
+        config: settings of the pipeline.
         exchanges: with the data-parallel replicas.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        rule: str,
-        count_items: CountItems | None,
-        loss_spec: LossSpec,
-        exchanges: ReplicaExchanges,
-    ) -> None:
+    def __init__(self, module: nn.Module, config: PipelineConfig, exchanges: ReplicaExchanges) -> None:
         self._module = module
-        self._rule = rule
-        self._count_items = count_items
-        self._loss_spec = loss_spec
+        self._config = config
+        self._rule = config.loss_normalization
+        self._count_items = config.count_items_fn
+        self._loss_spec = config.output_loss_value_spec
         self._exchanges = exchanges
         self._terms: WeakKeyDictionary[CutGraph, _Terms] = WeakKeyDictionary()
 
@@ -103,17 +94,12 @@ class LossNormalization:
         """Return whether the loss of ``cut`` depends on a number of items that is given."""
         return self._known(cut).takes_number
 
-    def check_example(
-        self,
-        partition: Partition,
-        options: TracingOptions,
-        input_names: Sequence[str] | None,
-        batch: Mapping[str, torch.Tensor] | None,
-    ) -> None:
+    def check_example(self, partition: Partition, options: TracingOptions) -> None:
         """Check, as ``check`` does, the graph for the example inputs of a construction; without one, a step checks."""
         if not self.by_keyword or partition.assumed:
             return
-        specs = example_specs(self._module, input_names, batch)
+        batch = self._config.partition_batch
+        specs = example_specs(self._module, self._config.input_names, batch)
         shapes = example_shapes(self._module, specs, batch)
         try:
             traced = trace(self._module, {**specs, NUM_ITEMS: InputSpec(None, None, float)}, {}, options, shapes)

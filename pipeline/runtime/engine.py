@@ -99,12 +99,9 @@ class Engine:
                     program,
                     list(self._channels_in[key].values()),
                     list(self._channels_out[key].values()),
-                    config.device,
-                    config.train,
-                    config.keep_outputs,
+                    config,
                     splits,
                     self.timer,
-                    config.loss_gradient,
                 )
         self.last_backwards = [
             LastBackward(actions[at].stage, list(programs[actions[at].stage].module.parameters()))

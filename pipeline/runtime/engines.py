@@ -1,7 +1,6 @@
 """Engines of one rank: one for each program and signature of a step. They share the transfers to other ranks."""
 
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -9,11 +8,11 @@ import torch
 
 from nxdpp.agreement.last_used import LastUsed
 from nxdpp.agreement.step_signature import StepSignature
+from nxdpp.pipeline.config import PipelineConfig
 from nxdpp.pipeline.p2p.transport import Transport
 from nxdpp.pipeline.runtime.engine import Engine
 from nxdpp.pipeline.runtime.engine_config import EngineConfig
 from nxdpp.pipeline.stages.cut_graph import RankStages
-from nxdpp.pipeline.stages.loss import LossGradient
 from nxdpp.pipeline.timeline.step_timeline import StepTimeline
 from nxdpp.ranks import parallel_state
 from nxdpp.ranks.faults import failure_watch
@@ -21,32 +20,25 @@ from nxdpp.schedules.chosen import ChosenSchedule
 from nxdpp.schedules.lowering.lowering import StagePair
 from nxdpp.schedules.lowering.rank_program import RankProgram, in_flight_limit, rank_program
 from nxdpp.schedules.lowering.transport_rules import TransportRules
+from nxdpp.schedules.timeline_file import check_path
 
 
 class Engines:
     """The engines of this rank.
 
     Args:
-        schedule: the schedule of the pipeline.
+        config: settings of the pipeline.
+        schedule: its schedule.
         rank: this rank of the pipeline.
-        keep_outputs: hold sent activations until their backward.
-        timeline_path: file for the timeline of each step; ``None`` writes none.
-        loss_gradient: gives the gradient with which the backward of a microbatch's loss begins.
     """
 
-    def __init__(
-        self,
-        schedule: ChosenSchedule,
-        rank: int,
-        keep_outputs: bool,
-        timeline_path: Path | None = None,
-        loss_gradient: LossGradient = torch.ones_like,
-    ) -> None:
+    def __init__(self, config: PipelineConfig, schedule: ChosenSchedule, rank: int) -> None:
         self._schedule = schedule
         self._rank = rank
-        self._keep_outputs = keep_outputs
-        self._loss_gradient = loss_gradient
-        self._timeline = None if timeline_path is None else StepTimeline(timeline_path, schedule.name)
+        self._keep_outputs = not config.deallocate_pipeline_outputs
+        self._loss_gradient = config.loss_gradient
+        path = config.trace_file_path
+        self._timeline = None if path is None else StepTimeline(check_path(path), schedule.name)
         self._transport: Transport | None = None
         # By signature: each engine with the digest of its steps.
         self._engines: WeakKeyDictionary[RankStages, LastUsed[Any, tuple[Engine, int]]] = WeakKeyDictionary()

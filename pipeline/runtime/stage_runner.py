@@ -26,11 +26,11 @@ from nxdpp.pipeline.p2p.channel import Channel, LocalChannel
 from nxdpp.pipeline.p2p.layout import ValueLayout, check_layout, tensors_of
 from nxdpp.pipeline.p2p.strides import copied
 from nxdpp.pipeline.p2p.transport import Direction
+from nxdpp.pipeline.runtime.engine_config import EngineConfig
 from nxdpp.pipeline.runtime.metadata_exchange import MetadataExchange
 from nxdpp.pipeline.runtime.module_memory import copy_values, names_in_module_memory
 from nxdpp.pipeline.stages.cut_graph import StageProgram
 from nxdpp.pipeline.stages.in_place_guard import expect_unchanged, versions
-from nxdpp.pipeline.stages.loss import LossGradient
 from nxdpp.pipeline.timeline.clock import StepTimer
 from nxdpp.schedules.actions import ActionKind
 
@@ -61,13 +61,9 @@ class StageRunner:
         program: the stage.
         channels_in: the channels to source stages, by their number.
         channels_out: the channels to destination stages, by their number.
-        device: device of the stage.
-        train: ``True`` if backwards follow. The stage's first result is then the loss. Its mean over the microbatches
-            is differentiated, or what the ``StepLoss`` of a step makes of it.
-        keep_outputs: hold sent activations until their backward, as plain autograd would.
+        config: settings of the steps. In training the stage's first result is the loss.
         splits: ``True`` if input-gradients and weight-gradients are computed apart.
         timer: measures the time in which the stage computes.
-        loss_gradient: gives the gradient with which the backward of a microbatch's loss begins.
     """
 
     def __init__(
@@ -75,12 +71,9 @@ class StageRunner:
         program: StageProgram,
         channels_in: Sequence[Channel],
         channels_out: Sequence[Channel],
-        device: torch.device,
-        train: bool,
-        keep_outputs: bool,
+        config: EngineConfig,
         splits: bool,
         timer: StepTimer,
-        loss_gradient: LossGradient,
     ) -> None:
         self.results: dict[int, list[Any]] = {}
         self.program = program
@@ -94,13 +87,13 @@ class StageRunner:
         self._local_in = [channel for channel in channels_in if isinstance(channel, LocalChannel)]
         self._sends_activations = any(c.boundary.values for c in channels_out if c not in self._local_out)
         self._sends_gradients = any(c.boundary.values for c in channels_in if c not in self._local_in)
-        self._train = train
-        self._device = device
-        self._keep_outputs = keep_outputs
+        self._train = config.train
+        self._device = config.device
+        self._keep_outputs = config.keep_outputs
         self._splits = splits
         self._blocks, self._stamp = timer.blocks, timer.stamp
-        self._loss_gradient = loss_gradient
-        self._metadata = MetadataExchange(program.plan, channels_in, channels_out, device)
+        self._loss_gradient = config.loss_gradient
+        self._metadata = MetadataExchange(program.plan, channels_in, channels_out, config.device)
         self._in_module_memory: list[str] | None = None
         # Of each sent value, known after the metadata exchange.
         self._layouts: dict[str, ValueLayout] = {}
