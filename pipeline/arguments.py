@@ -1,8 +1,9 @@
-"""Checks of arguments and inputs, before anything is changed."""
+"""Checks of arguments, before anything is changed, and calls of the functions that are given as arguments."""
 
+import functools
 import inspect
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -194,3 +195,38 @@ def _check_batch(partition: str, batch: Any) -> None:
     others = [name for name, value in batch.items() if not isinstance(value, torch.Tensor)]
     if others:
         raise ValueError(f"partition_batch takes tensors only; other values: {others}.")
+
+
+PostPartitionHook = Callable[[Any], None]
+"""A function of the wrapped model."""
+
+
+def checked_hooks(hooks: Any) -> tuple[PostPartitionHook, ...]:
+    """Return ``post_partition_hooks`` as a tuple. Raises ``TypeError`` unless they are a list of functions."""
+    if hooks is None:
+        return ()
+    if not isinstance(hooks, Iterable):
+        raise TypeError(f"post_partition_hooks={hooks!r} must be a list of functions of the wrapped model.")
+    found = tuple(hooks)
+    for number, hook in enumerate(found):
+        if not callable(hook):
+            raise TypeError(
+                f"post_partition_hooks[{number}] is {hook!r}, which cannot be called. Give functions of the wrapped "
+                f"model, as in post_partition_hooks=[apply_checkpoint]."
+            )
+    return found
+
+
+def call_hooks(hooks: Iterable[PostPartitionHook], model: Any, rank: int) -> None:
+    """Call ``hooks`` in order. An error gets a note with the hook and the pipeline ``rank``."""
+    for number, hook in enumerate(hooks):
+        try:
+            hook(model)
+        except Exception as error:
+            error.add_note(f"raised by post_partition_hooks[{number}], {_name(hook)}, on pipeline rank {rank}")
+            raise
+
+
+def _name(hook: Any) -> str:
+    function = hook.func if isinstance(hook, functools.partial) else hook
+    return getattr(function, "__qualname__", None) or type(function).__qualname__

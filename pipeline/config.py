@@ -16,8 +16,7 @@ from nxdpp.pipeline.input_names import check_names, check_required
 from nxdpp.pipeline.loss.item_counts import CountItems, check_normalization
 from nxdpp.pipeline.microbatches.split_batch import SplitInputs
 from nxdpp.pipeline.partition.balanced_partition import CostPolicy
-from nxdpp.pipeline.partition.cuts import modules_to_cut_after
-from nxdpp.pipeline.partition.partition import GivenCuts, PartitionPolicy, even
+from nxdpp.pipeline.partition.partition import GivenCuts, PartitionPolicy, even, modules_to_cut_after
 from nxdpp.pipeline.stages.loss import LossGradient, LossSpec, check_loss_fn, check_loss_spec
 from nxdpp.ranks import parallel_state
 from nxdpp.ranks.known_keywords import knows_its_keywords

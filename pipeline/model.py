@@ -12,6 +12,7 @@ from torch import fx, nn
 from nxdpp.gradients.average_checks import OptimizerCheck, check_optimizers
 from nxdpp.gradients.grad_scaler import GradScaler
 from nxdpp.pipeline import arguments
+from nxdpp.pipeline.arguments import PostPartitionHook, call_hooks, checked_hooks
 from nxdpp.pipeline.config import PipelineConfig
 from nxdpp.pipeline.input_names import check_not_positional
 from nxdpp.pipeline.loss.item_counts import CountItems
@@ -20,7 +21,6 @@ from nxdpp.pipeline.microbatches.split_batch import SplitInputs
 from nxdpp.pipeline.partition.partition import PartitionPolicy
 from nxdpp.pipeline.pipeline import Pipeline
 from nxdpp.pipeline.pipeline_view import PipelineView
-from nxdpp.pipeline.post_partition_hooks import PostPartitionHook, call_hooks, checked_hooks
 from nxdpp.pipeline.stages.loss import LossSpec
 from nxdpp.ranks import parallel_state
 from nxdpp.ranks.faults.board import board

@@ -8,8 +8,8 @@ from torch import nn
 
 from nxdpp.pipeline.config import PipelineConfig
 from nxdpp.pipeline.partition.assignment import layers_in_order
-from nxdpp.pipeline.partition.cuts import even_cuts
 from nxdpp.pipeline.partition.layer_costs import layer_costs
+from nxdpp.pipeline.partition.partition import even_cuts
 from nxdpp.schedules.balance import LayerCost
 from nxdpp.tracing.costs.count import count_costs
 from nxdpp.tracing.graph.trace import trace_for

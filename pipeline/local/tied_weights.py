@@ -25,8 +25,7 @@ from nxdpp.devices.kinds import device_of
 from nxdpp.gradients.gradient_dtype import gradient_dtype
 from nxdpp.gradients.replaced_parameters import holders
 from nxdpp.pipeline.p2p.layout import layout_of
-from nxdpp.pipeline.p2p.missing_gradients import are_zeros, zeros_like
-from nxdpp.pipeline.p2p.transport import Direction, Transport
+from nxdpp.pipeline.p2p.transport import Direction, Transport, are_zeros, zeros_like
 from nxdpp.ranks.faults import failure_watch
 from nxdpp.tracing.modules import listings
 

@@ -14,10 +14,8 @@ from typing import Any
 import torch
 
 from nxdpp.devices.host_sends import Transfer
-from nxdpp.pipeline.p2p.boundary import Boundary, BoundaryTensor
-from nxdpp.pipeline.p2p.layout import TensorLayout, tensor_layout
-from nxdpp.pipeline.p2p.missing_gradients import MISSING, is_mark, mark_like, zeros_like
-from nxdpp.pipeline.p2p.transport import Direction, Transport
+from nxdpp.pipeline.p2p.layout import Boundary, BoundaryTensor, TensorLayout, tensor_layout
+from nxdpp.pipeline.p2p.transport import MISSING, Direction, Transport, is_mark, mark_like, zeros_like
 
 
 class LocalChannel:

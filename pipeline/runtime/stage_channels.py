@@ -2,8 +2,8 @@
 
 from functools import partial
 
-from nxdpp.pipeline.p2p.boundary import Boundary
 from nxdpp.pipeline.p2p.channel import Channel, LocalChannel, Peer, RemoteChannel
+from nxdpp.pipeline.p2p.layout import Boundary
 from nxdpp.pipeline.p2p.transport import Transport
 from nxdpp.pipeline.runtime.engine_config import EngineConfig
 from nxdpp.pipeline.stages.split import StagePlan

@@ -12,7 +12,7 @@ from torch import nn
 
 from nxdpp import NxDPPModel, deferred_init, load_pretrained, parallel_state
 from nxdpp.pipeline.activation_checkpoint import apply_checkpoint
-from nxdpp.pipeline.post_partition_hooks import checked_hooks
+from nxdpp.pipeline.arguments import checked_hooks
 from tests.support.models import gradient_differences, make, padded_batch, reference, train_in_one_process
 from tests.support.run_ranks import run_ranks
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from nxdpp.pipeline.partition.cuts import even_cuts
+from nxdpp.pipeline.partition.partition import even_cuts
 from nxdpp.tracing.graph.errors import TracingError
 from nxdpp.tracing.graph.trace import TracingOptions, trace
 from nxdpp.tracing.modules.layers import find_layer_classes

@@ -8,11 +8,9 @@ from typing import Any, cast
 import pytest
 import torch
 
-from nxdpp.pipeline.p2p.boundary import Boundary
 from nxdpp.pipeline.p2p.channel import LocalChannel, Peer, RemoteChannel
-from nxdpp.pipeline.p2p.layout import ValueLayout, layout_of
-from nxdpp.pipeline.p2p.missing_gradients import are_zeros, is_mark
-from nxdpp.pipeline.p2p.transport import Direction, Transport
+from nxdpp.pipeline.p2p.layout import Boundary, ValueLayout, layout_of
+from nxdpp.pipeline.p2p.transport import Direction, Transport, are_zeros, is_mark
 
 HIDDEN = torch.randn(2, 3, 4, requires_grad=True)
 MASK = torch.ones(2, 3)
