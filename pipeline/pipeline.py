@@ -24,11 +24,10 @@ from nxdpp.pipeline.batch import Batches
 from nxdpp.pipeline.config import PipelineConfig
 from nxdpp.pipeline.first_partition import first_partition
 from nxdpp.pipeline.local.changes import ChangeRecord
-from nxdpp.pipeline.local.grouped_experts import refuse_grouped_experts
 from nxdpp.pipeline.local.local_module import stage_module
-from nxdpp.pipeline.local.lost_ties import refuse_lost_ties
 from nxdpp.pipeline.local.other_wrappers import refuse_other_wrappers
 from nxdpp.pipeline.local.part import LocalPart
+from nxdpp.pipeline.local.refused_models import refuse_grouped_experts, refuse_lost_ties
 from nxdpp.pipeline.local.spine_hooks import warn_of_traced_hooks
 from nxdpp.pipeline.local.upkeep import LocalUpkeep
 from nxdpp.pipeline.loss.mean_loss import mean_loss

@@ -48,6 +48,9 @@ class LossNormalization:
         module: the model.
         config: settings of the pipeline.
         exchanges: with the data-parallel replicas.
+
+    Attributes:
+        by_keyword: ``True`` if the model divides by a number of items that it is given.
     """
 
     def __init__(self, module: nn.Module, config: PipelineConfig, exchanges: ReplicaExchanges) -> None:
@@ -56,13 +59,9 @@ class LossNormalization:
         self._rule = config.loss_normalization
         self._count_items = config.count_items_fn
         self._loss_spec = config.output_loss_value_spec
+        self.by_keyword = self._rule == "tokens" and self._count_items is None
         self._exchanges = exchanges
         self._terms: WeakKeyDictionary[CutGraph, _Terms] = WeakKeyDictionary()
-
-    @property
-    def by_keyword(self) -> bool:
-        """``True`` if the model divides by a number of items that it is given."""
-        return self._rule == "tokens" and self._count_items is None
 
     def prepared(
         self, microbatches: Sequence[Mapping[str, Any]], inputs: Mapping[str, Any]

@@ -12,11 +12,11 @@ from torch import fx, nn
 from nxdpp.agreement.configurations import configuration_lines
 from nxdpp.agreement.fingerprint import fingerprint, graph_lines, parameter_lines
 from nxdpp.agreement.last_used import LastUsed
+from nxdpp.initialization.meta_copy import meta_copy
 from nxdpp.pipeline.local.changes import ENTRIES, ChangeRecord
 from nxdpp.pipeline.partition.partition import Partition
 from nxdpp.pipeline.stages.cut_graph import CutGraph, EndsWith, RankStages
 from nxdpp.pipeline.stages.loss import LossSpec
-from nxdpp.pipeline.stages.meta_copy import meta_copy
 from nxdpp.pipeline.stages.shared_objects import SharedBuffers
 from nxdpp.tracing.graph.errors import TracingError
 from nxdpp.tracing.graph.graph_values import compute_the_same

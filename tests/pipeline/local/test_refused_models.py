@@ -1,4 +1,4 @@
-"""A tied weight that a move to a lazy device has made two parameters. The CPU stands for that device here."""
+"""Models that a device does not run as they are are refused, and the remedies of the messages are accepted."""
 
 from typing import Any
 
@@ -8,7 +8,8 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from nxdpp.devices.device import Device
-from nxdpp.pipeline.local.lost_ties import refuse_lost_ties
+from nxdpp.pipeline.local.refused_models import refuse_grouped_experts, refuse_lost_ties
+from tests.support.models import make
 
 
 def _untied(**options: Any) -> LlamaForCausalLM:
@@ -43,3 +44,20 @@ def test_weights_that_were_made_different_or_are_not_tied_pass() -> None:
 
 def test_a_program_may_untie_weights_on_other_devices() -> None:
     refuse_lost_ties(_untied(tie_word_embeddings=True))
+
+
+XLA = torch.device("xla")
+
+
+def test_the_remedy_of_a_refusal_is_accepted() -> None:
+    model = make("mixtral", layers=1)
+    with pytest.raises(ValueError, match=r"model\.layers\.0\.mlp\.experts, a MixtralExperts, .*xla devices"):
+        refuse_grouped_experts(model, XLA)
+
+    model.set_experts_implementation("batched_mm")
+    refuse_grouped_experts(model, XLA)
+
+
+def test_experts_of_the_cpu_and_models_without_experts_are_accepted() -> None:
+    refuse_grouped_experts(make("mixtral", layers=1), torch.device("cpu"))
+    refuse_grouped_experts(make("llama", layers=1), XLA)

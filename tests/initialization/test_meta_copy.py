@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from nxdpp.pipeline.stages.meta_copy import meta_copy
+from nxdpp.initialization.meta_copy import meta_copy
 
 
 def test_classes_and_ties_are_those_of_the_original() -> None:
