@@ -113,8 +113,9 @@ class StepRunner:
             if scaler is not None:
                 scaler.begin_step(device)
             step = prepare(batch)
-            owners = self._partition.owners
-            reference = ReferenceStep(self._part, owners, self._config, device) if self._check_first else None
+            reference = None
+            if self._check_first:
+                reference = ReferenceStep(self._part, self._partition.owners, self._config, device)
             # Verify.
             signature, digest, engine = self._verify(step, device, train=True)
             if self._part.any_ties:

@@ -67,6 +67,21 @@ class ReplicaExchanges:
 
         return end
 
+    def gathered(self, name: str, values: Sequence[float]) -> list[list[float]]:
+        """Return the ``values`` of each replica in the exchange ``name``; collective over them, between their hosts.
+
+        Raises as ``begin`` does.
+        """
+        replicas = parallel_state.get_data_parallel_size()
+        if replicas == 1:
+            return [list(values)]
+        self.begin(name)
+        own = torch.tensor(values, dtype=torch.float64, device="cpu")
+        everyones = [torch.empty_like(own) for _ in range(replicas)]
+        with failure_watch.reported():
+            dist.all_gather(everyones, own, group=parallel_state.get_data_parallel_control_group())
+        return [each.tolist() for each in everyones]
+
 
 def _difference(name: str, settings: list[str], details: list[str], group: dist.ProcessGroup) -> str | None:
     """Return how the replicas differ, and ``None`` if they do not; collective over them."""

@@ -7,12 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from nxdpp.agreement.exchange import ReplicaExchanges
-from nxdpp.ranks import parallel_state
-from nxdpp.ranks.faults import failure_watch
 from nxdpp.tracing.models.loss_function import LossFunction
 from nxdpp.tracing.models.loss_terms import NUM_ITEMS
 from nxdpp.tracing.models.transformers_models import transformers_models
@@ -80,19 +76,3 @@ def number_of(value: Any, name: str, positive: bool = True) -> float:
     if not math.isfinite(number) or number < 0 or (positive and number == 0):
         raise ValueError(f"{name} must be a finite number {'above' if positive else 'of at least'} 0, not {number:g}.")
     return number
-
-
-def of_all_replicas(values: list[float], exchanges: ReplicaExchanges, name: str) -> list[list[float]]:
-    """Return the ``values`` of each data-parallel replica; collective over the replicas, between their hosts.
-
-    ``name`` names this exchange among the ``exchanges``. Raises ``RuntimeError`` for replicas in a different one.
-    """
-    replicas = parallel_state.get_data_parallel_size()
-    if replicas == 1:
-        return [values]
-    exchanges.begin(name)
-    own = torch.tensor(values, dtype=torch.float64, device="cpu")
-    everyones = [torch.empty_like(own) for _ in range(replicas)]
-    with failure_watch.reported():
-        dist.all_gather(everyones, own, group=parallel_state.get_data_parallel_control_group())
-    return [each.tolist() for each in everyones]

@@ -21,7 +21,7 @@ from torch import fx, nn
 
 from nxdpp.agreement.exchange import ReplicaExchanges
 from nxdpp.pipeline.config import PipelineConfig
-from nxdpp.pipeline.loss.item_counts import REMEDY, counted, number_of, of_all_replicas
+from nxdpp.pipeline.loss.item_counts import REMEDY, counted, number_of
 from nxdpp.pipeline.loss.step_loss import LABELS_EVERYWHERE, StepLoss, no_label
 from nxdpp.pipeline.partition.partition import Partition
 from nxdpp.pipeline.stages.cut_graph import CutGraph
@@ -149,7 +149,7 @@ class LossNormalization:
             items = counted(self._count_items, on_host)
         else:
             items = self._labels(self._known(cut, loss).one_that_divides(), on_host)
-        everyones = of_all_replicas([math.fsum(items)], self._exchanges, f"number of items {_of(train)}")
+        everyones = self._exchanges.gathered(f"number of items {_of(train)}", [math.fsum(items)])
         total = sum(found for (found,) in everyones)
         if total == 0:
             raise ValueError(
@@ -186,7 +186,7 @@ class LossNormalization:
         number = float(microbatches[0][NUM_ITEMS])
         own = [counts_of(term, microbatches) for term in terms.dividing]
         known = math.fsum(own[0].values()) if own and len(own[0]) == len(microbatches) else math.nan
-        everyones = of_all_replicas([number, known], self._exchanges, f"given {NUM_ITEMS} {_of(train)}")
+        everyones = self._exchanges.gathered(f"given {NUM_ITEMS} {_of(train)}", [number, known])
         given = [replicas_number for replicas_number, _ in everyones]
         if len(set(given)) > 1 or (number == known != math.fsum(items for _, items in everyones)):
             raise ValueError(

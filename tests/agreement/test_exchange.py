@@ -13,7 +13,6 @@ from nxdpp.agreement import exchange as replica_exchange
 from nxdpp.agreement.exchange import ReplicaExchanges
 from nxdpp.gradients import replica_gradients as replica_gradients
 from nxdpp.gradients.replica_gradients import RankParameters, ReplicaGradients
-from nxdpp.pipeline.loss.item_counts import of_all_replicas
 from tests.support.run_ranks import run_ranks
 from tests.support.traced_models import PlainLayer
 
@@ -33,7 +32,7 @@ def exchange(rank: int) -> dict[str, str]:
         vars(module)["failure_watch"] = SimpleNamespace(reported=nullcontext)
     same = ReplicaExchanges({"number": 1})
     same.begin("average", ["a"])
-    assert of_all_replicas([2.0 + rank], same, "items") == [[2.0], [3.0]]
+    assert same.gathered("items", [2.0 + rank]) == [[2.0], [3.0]]
     # Equal notes take one message, others a second exchange. The exchange goes on while the rank does other things.
     equal, different = same.start("average", ["a"], [3, -3]), same.start("average", ["a"], [rank, -rank, 7])
     assert (equal(), different()) == ([3, -3], [1, 0, 7])
