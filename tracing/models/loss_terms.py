@@ -115,11 +115,13 @@ class LossTerm:
 
 def counts_of(term: LossTerm, microbatches: Sequence[Mapping[str, Any]]) -> dict[int, float]:
     """Return the number of labels of each microbatch whose inputs tell it. Waits for labels on a device, once."""
-    found = {number: term.count(microbatch) for number, microbatch in enumerate(microbatches)}
-    known = {number: items for number, items in found.items() if items is not None}
-    tensors = [items.reshape(()).double() for items in known.values() if isinstance(items, torch.Tensor)]
-    values = iter(torch.stack(tensors).tolist() if tensors else ())
-    return {n: next(values) if isinstance(items, torch.Tensor) else float(items) for n, items in known.items()}
+    found = enumerate(map(term.count, microbatches))
+    known = {number: items for number, items in found if items is not None}
+    tensors = {number: items for number, items in known.items() if isinstance(items, torch.Tensor)}
+    if tensors:
+        values = torch.stack([items.reshape(()).double() for items in tensors.values()]).tolist()
+        known |= zip(tensors, values, strict=True)
+    return known
 
 
 def in_place_of(theirs: Callable[..., Any]) -> Callable[[Loss], Loss]:
