@@ -23,6 +23,7 @@ def test_an_error_at_the_end_of_the_average_is_reported(monkeypatch: pytest.Monk
     def finish() -> None:
         raise ArithmeticError("no average")
 
+    monkeypatch.setattr("nxdpp.gradients.replica_gradients.parallel_state.get_data_parallel_size", lambda: 2)
     part: Any = SimpleNamespace(module=nn.Linear(2, 2))
     overlapped: Any = SimpleNamespace(finish=finish)
     replicas = ReplicaGradients(part, exchanges=part)
