@@ -17,6 +17,7 @@ from torch import nn
 from nxdpp.agreement.exchange import ReplicaExchanges
 from nxdpp.agreement.last_used import LastUsed
 from nxdpp.gradients.gradient_norm import clip_grad_norm
+from nxdpp.gradients.mean_loss import mean_loss
 from nxdpp.gradients.overlapped_average import AverageReport
 from nxdpp.gradients.replica_gradients import ReplicaGradients
 from nxdpp.pipeline import arguments
@@ -30,7 +31,6 @@ from nxdpp.pipeline.local.part import LocalPart
 from nxdpp.pipeline.local.refused_models import refuse_grouped_experts, refuse_lost_ties
 from nxdpp.pipeline.local.spine_hooks import warn_of_traced_hooks
 from nxdpp.pipeline.local.upkeep import LocalUpkeep
-from nxdpp.pipeline.loss.mean_loss import mean_loss
 from nxdpp.pipeline.loss.normalization import LossNormalization
 from nxdpp.pipeline.partition.partition import Partition
 from nxdpp.pipeline.pipeline_steps import PipelineSteps

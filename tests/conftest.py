@@ -38,7 +38,8 @@ ONE_PYTHON = (
     "pipeline/whole/test_three_dimensions.py", "pipeline/whole/test_vision_language.py",
     "pipeline/whole/test_wrapped_transformers.py", "pipeline/whole/test_wrapping_allocates_nothing.py", "planning",
     "schedules", "tensor", "tracing/costs", "tracing/models/test_captured_outputs.py",
-    "tracing/models/test_torch_transformer.py",
+    "tracing/models/test_torch_transformer.py", "tracing/state/test_data_changes.py",
+    "tracing/state/test_shared_objects.py",
 )  # fmt: skip
 COLLECTED = pytest.StashKey[set[str]]()
 """Files with collected tests below tests/, and the lines of sweeps.toml that some of them match."""

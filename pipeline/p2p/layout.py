@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from nxdpp.devices.kinds import memory_of
-from nxdpp.pipeline.p2p.strides import with_strides
+from nxdpp.devices.strides import with_strides
 from nxdpp.tracing.values.nested import Leaf, leaves_of, map_leaves
 
 

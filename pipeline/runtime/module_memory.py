@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from nxdpp.devices.kinds import memory_of
+from nxdpp.devices.strides import copied
 from nxdpp.pipeline.p2p.layout import tensors_of
-from nxdpp.pipeline.p2p.strides import copied
 from nxdpp.tracing.modules import listings
 from nxdpp.tracing.values.nested import map_leaves
 

@@ -18,13 +18,13 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from nxdpp.devices.kinds import has_own_memory
+from nxdpp.devices.strides import copied
 from nxdpp.pipeline.backward.graph import BackwardAnalysis
 from nxdpp.pipeline.backward.run import ReceivedTensor, run_backward
 from nxdpp.pipeline.backward.split import SplitBackward
 from nxdpp.pipeline.loss.step_loss import StepLoss
 from nxdpp.pipeline.p2p.channel import Channel, LocalChannel
 from nxdpp.pipeline.p2p.layout import ValueLayout, check_layout, tensors_of
-from nxdpp.pipeline.p2p.strides import copied
 from nxdpp.pipeline.p2p.transport import Direction
 from nxdpp.pipeline.runtime.engine_config import EngineConfig
 from nxdpp.pipeline.runtime.metadata_exchange import MetadataExchange

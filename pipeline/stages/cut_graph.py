@@ -12,9 +12,9 @@ from nxdpp.pipeline.input_names import forward_names
 from nxdpp.pipeline.partition.partition import Partition
 from nxdpp.pipeline.stages.first_run import FirstRun
 from nxdpp.pipeline.stages.loss import LossSpec, pick_loss, pick_loss_of_sample
-from nxdpp.pipeline.stages.shared_objects import SharedBuffers, SharedObjects
 from nxdpp.pipeline.stages.split import StagePlan, build_stage, plan_stages
 from nxdpp.tracing.graph.trace import TracedGraph
+from nxdpp.tracing.state.shared_objects import SharedBuffers, SharedObjects
 from nxdpp.tracing.values.nested import is_dataclass_instance, leaves_of, map_leaves
 
 EndsWith = Literal["loss", "output", "loss and output"]

@@ -22,12 +22,12 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from nxdpp.pipeline.stages.data_changes import DataOfModule
-from nxdpp.pipeline.stages.shared_objects import SharedObjects
 from nxdpp.tracing.code.names import is_framework
 from nxdpp.tracing.graph.calls import OpaqueCall
 from nxdpp.tracing.graph.checks import passes_on
+from nxdpp.tracing.state.data_changes import DataOfModule
 from nxdpp.tracing.state.reachable_state import ChangedState, ReachableState, snapshot_of_data
+from nxdpp.tracing.state.shared_objects import SharedObjects
 from nxdpp.tracing.values.nested import leaves_of
 
 

@@ -17,7 +17,6 @@ from nxdpp.pipeline.local.changes import ENTRIES, ChangeRecord
 from nxdpp.pipeline.partition.partition import Partition
 from nxdpp.pipeline.stages.cut_graph import CutGraph, EndsWith, RankStages
 from nxdpp.pipeline.stages.loss import LossSpec
-from nxdpp.pipeline.stages.shared_objects import SharedBuffers
 from nxdpp.tracing.graph.errors import TracingError
 from nxdpp.tracing.graph.graph_values import compute_the_same
 from nxdpp.tracing.graph.modes import Modes, current_modes
@@ -29,6 +28,7 @@ from nxdpp.tracing.sizes.input_specs import InputSpec
 from nxdpp.tracing.sizes.sizes import Shapes, Sizes, shapes_of
 from nxdpp.tracing.state.read_values import ReadValues
 from nxdpp.tracing.state.settings import Settings, SpineSettings
+from nxdpp.tracing.state.shared_objects import SharedBuffers
 from nxdpp.tracing.values.input_dicts import NUMBERS
 
 _UNKNOWN = object()

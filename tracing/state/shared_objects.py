@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from nxdpp.pipeline.stages.data_changes import same_content
 from nxdpp.tracing.code.names import loaded_names, names_in
 from nxdpp.tracing.code.reads import Uses, uses_of_items, uses_of_name
 from nxdpp.tracing.modules import listings
+from nxdpp.tracing.state.data_changes import same_content
 from nxdpp.tracing.state.layer_objects import PlainValue, Reached, TensorPlace, runs_user_code
 
 _MOST_ITEMS_OF_TENSOR = 1 << 20

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from nxdpp.devices.strides import copied, with_strides
 from nxdpp.pipeline.p2p.layout import tensor_layout
-from nxdpp.pipeline.p2p.strides import copied, with_strides
 
 BASE = torch.randn(2, 6, 4)
 TENSORS = {
