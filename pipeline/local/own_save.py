@@ -1,9 +1,8 @@
-"""``save_pretrained`` and ``state_dict`` of a model of which one rank holds a part."""
+"""``save_pretrained``, ``state_dict`` and pickles of a model of which one rank holds a part."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import partial
 from typing import Any, NoReturn
 
 from torch import nn
@@ -21,8 +20,13 @@ def refuse_own_save(root: nn.Module) -> None:
 
 
 def refuse_own_state(module: nn.Module, key: str) -> None:
-    """Make state dicts with ``module``, of whose tensors another rank holds ``key``, raise ``RuntimeError``."""
-    module.register_state_dict_pre_hook(partial(_refuse_state, key))
+    """Make state dicts and pickles with ``module``, of whose tensors another rank holds ``key``, raise."""
+    module.register_state_dict_pre_hook(_StateElsewhere(key))
+
+
+def refuse_pickle(name: str, *_: Any) -> NoReturn:
+    """Raise ``RuntimeError`` for a pickle of the tensor ``name``, which another rank holds, or of its module."""
+    raise RuntimeError(_without_values(name, "a pickle (torch.save) of it or of its module"))
 
 
 @contextmanager
@@ -49,11 +53,27 @@ def _refuse(*args: Any, **kwargs: Any) -> NoReturn:
     )
 
 
-def _refuse_state(key: str, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-    if not _are_names_wanted.get():
-        raise RuntimeError(
-            f"another rank holds {prefix}{key}, and a state dict of the module inside a pipeline would have no values "
-            f"of it. With model = NxDPPModel(module, ...), model.local_state_dict() has this rank's part. On every "
-            f"rank, nxdpp.gather_state_dict(model) returns the whole on rank 0, and nxdpp.save_checkpoint and "
-            f"nxdpp.save_pretrained write it."
-        )
+class _StateElsewhere:
+    """The hook of a module without the values of ``key``. Copies of the module have it too; pickles are refused."""
+
+    def __init__(self, key: str) -> None:
+        self._key = key
+
+    def __call__(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        """Raise ``RuntimeError`` for a state dict of ``module`` that is not read for its names."""
+        if not _are_names_wanted.get():
+            raise RuntimeError(_without_values(prefix + self._key, "a state dict of the module inside a pipeline"))
+
+    def __reduce__(self) -> NoReturn:
+        refuse_pickle(self._key)
+
+    def __deepcopy__(self, memo: Any) -> "_StateElsewhere":
+        return self
+
+
+def _without_values(name: str, what: str) -> str:
+    return (
+        f"another rank holds {name}, and {what} would have no values of it. With model = NxDPPModel(module, ...), "
+        f"model.local_state_dict() has this rank's part. On every rank, nxdpp.gather_state_dict(model) returns the "
+        f"whole on rank 0, and nxdpp.save_checkpoint and nxdpp.save_pretrained write it."
+    )

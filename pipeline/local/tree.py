@@ -1,13 +1,14 @@
 """The tree of a rank: its modules under their original names. Other parameters of the model are freed."""
 
 from collections.abc import Collection
+from functools import partial
 
 import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from nxdpp.pipeline.local.local_module import LocalModule
-from nxdpp.pipeline.local.own_save import refuse_own_state
+from nxdpp.pipeline.local.own_save import refuse_own_state, refuse_pickle
 from nxdpp.pipeline.partition.assignment import Owners
 from nxdpp.tensor.tensor_attributes import copy_tensor_model_parallel_attributes
 from nxdpp.tracing.modules import listings
@@ -101,8 +102,8 @@ def check_not_freed(root: nn.Module, local: Collection[str]) -> None:
 def free_others(root: nn.Module, local: Collection[str], elsewhere: Collection[str] = ()) -> None:
     """Move the parameters of ``root`` that are not ``local`` to the meta device.
 
-    Buffers that are ``elsewhere`` and buffers of modules of other ranks are moved, too. Ties are kept. A state dict
-    with one of the moved tensors is refused from now on.
+    Buffers that are ``elsewhere`` and buffers of modules of other ranks are moved, too. Ties are kept. A state dict or
+    a pickle with one of the moved tensors is refused from now on.
     """
     ownership = _Ownership(local, elsewhere)
     replaced: dict[int, nn.Parameter] = {}
@@ -117,6 +118,7 @@ def free_others(root: nn.Module, local: Collection[str], elsewhere: Collection[s
                 meta = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
                 copy_tensor_model_parallel_attributes(meta, parameter)
                 module._parameters[key] = replaced.setdefault(id(parameter), meta)
+                vars(meta)["__reduce_ex__"] = partial(refuse_pickle, _join(places[0], key))
                 if not parameter.is_meta or parameter in _freed:
                     _freed[module._parameters[key]] = True
                 freed.append(key)
