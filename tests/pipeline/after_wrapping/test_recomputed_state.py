@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm
+from torch.utils.checkpoint import checkpoint
 
 from nxdpp import apply_checkpoint
 from tests.pipeline.after_wrapping.scripts import (
@@ -42,6 +43,20 @@ class RunningMean(Layer):
         else:
             self.mean = self.mean.lerp(new, 0.5)
         return output
+
+
+class Nested(RunningMean):
+    """Recomputes itself where a script asks for it."""
+
+    def __init__(self, use_reentrant: bool, in_place: bool) -> None:
+        super().__init__(in_place)
+        self.use_reentrant = use_reentrant
+        self.is_recomputed = False
+
+    def forward(self, hidden: torch.Tensor) -> Any:
+        if self.is_recomputed:
+            return checkpoint(super().forward, hidden, use_reentrant=self.use_reentrant)
+        return super().forward(hidden)
 
 
 class Counting(Layer):
@@ -118,6 +133,8 @@ def recomputed(steps: int, *names: str) -> Script:
 
     def script(training: Training) -> None:
         if training.wrapped is not training.model:
+            for layer in training.model.layers:  # type: ignore[union-attr]
+                vars(layer).update(is_recomputed=True)
             apply_checkpoint(training.wrapped, list(names) or None)
         training.steps(steps)
         training.wrapped.eval()
@@ -131,6 +148,9 @@ SCRIPTS: dict[str, Any] = {
     "running mean, replaced": (of(lambda: RunningMean(in_place=False)), recomputed(3)),
     "counter": (of(Counting), recomputed(3)),
     "counter in a list": (of(lambda: Counting(in_list=True)), recomputed(3)),
+    "nested": (of(lambda: Nested(use_reentrant=False, in_place=True)), recomputed(3)),
+    "nested, replaced": (of(lambda: Nested(use_reentrant=False, in_place=False)), recomputed(3)),
+    "nested, reentrant": (of(lambda: Nested(use_reentrant=True, in_place=True)), recomputed(3)),
     "spectral norm": (of(Spectral), recomputed(3)),
     "batch norm": (of(Norm), recomputed(3)),
 }
