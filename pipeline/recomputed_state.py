@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from nxdpp.devices.kinds import device_of
-from nxdpp.pipeline.inner_checkpoints import inner_checkpoints
+from nxdpp.pipeline.torch_checkpoints import inner_checkpoints
 from nxdpp.tracing.modules import listings
 
 _MISSING = object()

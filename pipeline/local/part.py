@@ -36,6 +36,7 @@ from nxdpp.pipeline.local.tree import (
     with_tied_names,
 )
 from nxdpp.pipeline.partition.assignment import Owners
+from nxdpp.pipeline.torch_checkpoints import follow_checkpoints
 from nxdpp.ranks import parallel_state
 from nxdpp.tracing.modules import listings
 
@@ -123,6 +124,7 @@ class LocalPart:
         refuse_partial_steps(parameters_of_all_models)
         note_blocks_that_are_off()
         refuse_steps_in_backward()
+        follow_checkpoints()
 
     @property
     def is_initialised_at_once(self) -> bool:

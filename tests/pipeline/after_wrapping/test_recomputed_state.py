@@ -11,6 +11,8 @@ from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.checkpoint import checkpoint
 
 from nxdpp import apply_checkpoint
+from nxdpp.pipeline.local.changes import ChangeRecord
+from nxdpp.pipeline.torch_checkpoints import follow_checkpoints
 from tests.pipeline.after_wrapping.scripts import (
     LAYERS,
     WIDTH,
@@ -197,3 +199,22 @@ def test_a_late_change_in_place_is_refused() -> None:
     sixth = next(losses)
     with pytest.raises(RuntimeError, match="0 has begun to change factor in place after its first calls"):
         sixth.backward()
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_checkpoint_of_its_own_is_refused_where_later_forwards_come_first(use_reentrant: bool) -> None:
+    layer, record = Nested(use_reentrant, in_place=False), ChangeRecord()
+    record.follow(layer, [])
+    follow_checkpoints()
+    layer.is_recomputed = True
+    losses = (layer(torch.ones(1, 2, WIDTH, requires_grad=True)).sum() for _ in range(6))
+    for _ in range(3):
+        next(losses).backward()
+    fourth, _ = next(losses), next(losses)
+    with pytest.raises(RuntimeError, match=r"Nested computes its forward again .* later microbatches .* buffer mean;"):
+        fourth.backward()
+    # What the message advises.
+    layer.is_recomputed = False
+    apply_checkpoint(cast(Any, wrapped_layer(layer)))
+    sixth, _ = next(losses), layer(torch.ones(1, 2, WIDTH, requires_grad=True))
+    sixth.backward()
