@@ -20,6 +20,7 @@ from nxdpp.initialization.record import record_of
 from nxdpp.pipeline.autocast import note_blocks_that_are_off
 from nxdpp.pipeline.local.changes import ChangeRecord, parameters_of_all_models
 from nxdpp.pipeline.local.elsewhere_calls import refuse_calls_elsewhere
+from nxdpp.pipeline.local.elsewhere_tensors import take_back
 from nxdpp.pipeline.local.own_save import refuse_own_save
 from nxdpp.pipeline.local.partial_norms import refuse_partial_norms
 from nxdpp.pipeline.local.spine_hooks import SpineHooks
@@ -84,6 +85,7 @@ class LocalPart:
         local, elsewhere = local_names(owners, rank), names_elsewhere(owners, rank)
         self.named_only = local - used
         check_not_freed(root, local)
+        take_back(root)
         self.root = root
         self._rank = rank
         self.origin: str | None = None
