@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any, NoReturn
 
 from torch import nn
@@ -20,13 +21,8 @@ def refuse_own_save(root: nn.Module) -> None:
 
 
 def refuse_own_state(module: nn.Module, key: str) -> None:
-    """Make state dicts and pickles with ``module``, of whose tensors another rank holds ``key``, raise."""
-    module.register_state_dict_pre_hook(_StateElsewhere(key))
-
-
-def refuse_pickle(name: str, *_: Any) -> NoReturn:
-    """Raise ``RuntimeError`` for a pickle of the tensor ``name``, which another rank holds, or of its module."""
-    raise RuntimeError(_without_values(name, "a pickle (torch.save) of it or of its module"))
+    """Make state dicts with ``module``, of whose tensors another rank holds ``key``, raise ``RuntimeError``."""
+    module.register_state_dict_pre_hook(partial(_refuse_state, key))
 
 
 @contextmanager
@@ -53,22 +49,14 @@ def _refuse(*args: Any, **kwargs: Any) -> NoReturn:
     )
 
 
-class _StateElsewhere:
-    """The hook of a module without the values of ``key``. Copies of the module have it too; pickles are refused."""
+def refuse_pickle(name: str) -> NoReturn:
+    """Raise ``RuntimeError`` for a pickle with the tensor ``name``, which another rank holds."""
+    raise RuntimeError(_without_values(name, "a pickle (torch.save) of it or of its module"))
 
-    def __init__(self, key: str) -> None:
-        self._key = key
 
-    def __call__(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        """Raise ``RuntimeError`` for a state dict of ``module`` that is not read for its names."""
-        if not _are_names_wanted.get():
-            raise RuntimeError(_without_values(prefix + self._key, "a state dict of the module inside a pipeline"))
-
-    def __reduce__(self) -> NoReturn:
-        refuse_pickle(self._key)
-
-    def __deepcopy__(self, memo: Any) -> "_StateElsewhere":
-        return self
+def _refuse_state(key: str, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    if not _are_names_wanted.get():
+        raise RuntimeError(_without_values(prefix + key, "a state dict of the module inside a pipeline"))
 
 
 def _without_values(name: str, what: str) -> str:
