@@ -30,7 +30,7 @@ from nxdpp.tracing.models.loss_terms import NUM_ITEMS
 from nxdpp.tracing.values.input_dicts import levels, open_inputs
 
 _is_nested = attrgetter("is_nested")
-_grad_fn = attrgetter("grad_fn")
+_requires_grad = attrgetter("requires_grad")
 
 
 @dataclass(frozen=True)
@@ -93,6 +93,7 @@ class Batches:
         self._changes = part.changes
         self._entries = part.changes.watch(*ENTRIES)
         self._forward: Any = None
+        self._of_rows: set[str] = set()
         self._known: LastUsed[Hashable, _Split] = LastUsed()
 
     def of_inputs(self, inputs: Mapping[str, Any]) -> Batch:
@@ -164,7 +165,7 @@ class Batches:
             return None
         if self._config.split_inputs_fn is not None:
             return None
-        if any(map(_is_nested, inputs.values())) or any(map(_grad_fn, inputs.values())):
+        if any(map(_is_nested, inputs.values())) or any(map(_requires_grad, inputs.values())):
             return None
         return device, *[(name, value.shape, value.dtype, value.device, value.layout) for name, value in inputs.items()]
 
@@ -185,7 +186,7 @@ class Batches:
         """Split ``inputs``, and note how, for batches of their ``layout``. Raises as ``split_batch`` does."""
         config = self._config
         count, function, shared = config.num_microbatches, config.split_inputs_fn, config.shared_inputs
-        parts, are_alike = split_batch(self.module, inputs, count, function, device, shared)
+        parts, are_alike = split_batch(self.module, inputs, count, function, device, shared, self._of_rows)
         before, is_counted = self._normalization.prepared(parts, inputs)
         moved = on_device(before, device)
         # A function may split equal batches in different ways.

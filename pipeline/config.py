@@ -54,7 +54,8 @@ class PipelineConfig:
             dimension 0, and images of transformers' models go with their rows.
         shared_inputs: names of inputs whose tensors go whole to each microbatch, such as a mask (T, T); for a value in
             a dict, ``"batch['mask']"``. By default none, and tensors that may be such are refused: in a batch of T rows
-            of T tokens, floating and boolean ones (T,) and (T, T). An empty list splits them.
+            of T tokens, tensors (T,), and floating and boolean ones (T, T), unless a batch of other sizes has shown
+            that they have a part for each row. An empty list splits them.
         output_loss_value_spec: position of the loss in the output.
         loss_fn: a function of the model's output and of inputs by name, ``loss_fn(output, labels)``. It returns the
             loss of a microbatch, a tensor of one element. It runs on the last stage, as a single node. An input that

@@ -22,6 +22,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from nxdpp.devices.kinds import device_of
+from nxdpp.pipeline.torch_checkpoints import inner_checkpoints
 from nxdpp.tracing.modules import listings
 
 _MISSING = object()
@@ -169,16 +170,30 @@ class RecomputedCall:
         """Run the forward. Raises ``RuntimeError`` for a recomputation with a different output."""
         if self._noted is None:
             self._noted = self._state.note(self.is_compared)
-            output = self._forward(*args, **kwargs)
+            output = self._run(args, kwargs)
             self._state.settle(self._noted, self.is_compared)
             if self.is_compared:
                 self._sums = _sums(output)
             return output
         with self._state.as_noted(self._noted):
-            output = self._forward(*args, **kwargs)
+            output = self._run(args, kwargs)
         if self.is_compared:
             self._compare(_sums(output))
         return output
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with inner_checkpoints(self._with_present_state):
+            return self._forward(*args, **kwargs)
+
+    def _with_present_state(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``function`` for a later call in the layer's present state."""
+        noted = self._state.note(self.is_compared)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with self._state.as_noted(noted):
+                return function(*args, **kwargs)
+
+        return call
 
     def _compare(self, sums: list[torch.Tensor]) -> None:
         for before, now in zip(self._sums, sums, strict=False):

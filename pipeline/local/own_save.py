@@ -1,4 +1,4 @@
-"""``save_pretrained`` and ``state_dict`` of a model of which one rank holds a part."""
+"""``save_pretrained``, ``state_dict`` and pickles of a model of which one rank holds a part."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -49,11 +49,19 @@ def _refuse(*args: Any, **kwargs: Any) -> NoReturn:
     )
 
 
+def refuse_pickle(name: str) -> NoReturn:
+    """Raise ``RuntimeError`` for a pickle with the tensor ``name``, which another rank holds."""
+    raise RuntimeError(_without_values(name, "a pickle (torch.save) of it or of its module"))
+
+
 def _refuse_state(key: str, module: nn.Module, prefix: str, keep_vars: bool) -> None:
     if not _are_names_wanted.get():
-        raise RuntimeError(
-            f"another rank holds {prefix}{key}, and a state dict of the module inside a pipeline would have no values "
-            f"of it. With model = NxDPPModel(module, ...), model.local_state_dict() has this rank's part. On every "
-            f"rank, nxdpp.gather_state_dict(model) returns the whole on rank 0, and nxdpp.save_checkpoint and "
-            f"nxdpp.save_pretrained write it."
-        )
+        raise RuntimeError(_without_values(prefix + key, "a state dict of the module inside a pipeline"))
+
+
+def _without_values(name: str, what: str) -> str:
+    return (
+        f"another rank holds {name}, and {what} would have no values of it. With model = NxDPPModel(module, ...), "
+        f"model.local_state_dict() has this rank's part. On every rank, nxdpp.gather_state_dict(model) returns the "
+        f"whole on rank 0, and nxdpp.save_checkpoint and nxdpp.save_pretrained write it."
+    )

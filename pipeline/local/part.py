@@ -21,6 +21,7 @@ from nxdpp.initialization.parts import own_part, whole_of
 from nxdpp.initialization.record import record_of
 from nxdpp.pipeline.local.changes import ChangeRecord, parameters_of_all_models
 from nxdpp.pipeline.local.elsewhere_calls import refuse_calls_elsewhere
+from nxdpp.pipeline.local.elsewhere_tensors import take_back
 from nxdpp.pipeline.local.own_save import refuse_own_save
 from nxdpp.pipeline.local.spine_hooks import SpineHooks
 from nxdpp.pipeline.local.steps_in_backward import refuse_steps_in_backward
@@ -36,6 +37,7 @@ from nxdpp.pipeline.local.tree import (
     with_tied_names,
 )
 from nxdpp.pipeline.partition.assignment import Owners
+from nxdpp.pipeline.torch_checkpoints import follow_checkpoints
 from nxdpp.tracing.modules import listings
 
 
@@ -82,6 +84,7 @@ class LocalPart:
         local, elsewhere = local_names(owners, rank), names_elsewhere(owners, rank)
         self.named_only = local - used
         check_not_freed(root, local)
+        take_back(root)
         self.root = root
         self._rank = rank
         self.origin: str | None = None
@@ -122,6 +125,7 @@ class LocalPart:
         refuse_partial_steps(parameters_of_all_models)
         note_blocks_that_are_off()
         refuse_steps_in_backward()
+        follow_checkpoints()
 
     @property
     def is_initialised_at_once(self) -> bool:

@@ -31,5 +31,7 @@ def _check(optimizer: Optimizer) -> None:
             f"an optimizer, {type(optimizer).__name__}, steps in the backward of a microbatch\n"
             f"  at {model_line(frame and stack_line(frame))}\n"
             f"Forwards of later microbatches have run with the weights from before, and the gradient of the step is "
-            f"whole only after run_train. Remove the hook, and call optimizer.step() and optimizer.zero_grad() there."
+            f"whole only after run_train. That holds for num_microbatches=1 too: tied weights, replicas and tensor "
+            f"ranks add their gradients after the backward. Remove the hook, and call optimizer.step() and "
+            f"optimizer.zero_grad() after run_train."
         )

@@ -4,21 +4,21 @@ from collections.abc import Collection
 
 import torch
 from torch import nn
-from torch.utils.weak import WeakIdKeyDictionary
 
+from nxdpp.pipeline.local.elsewhere_tensors import (
+    ElsewhereParameter,
+    buffer_elsewhere,
+    parameter_elsewhere,
+)
 from nxdpp.pipeline.local.local_module import LocalModule
 from nxdpp.pipeline.local.own_save import refuse_own_state
 from nxdpp.pipeline.partition.assignment import Owners
-from nxdpp.tensor.tensor_attributes import copy_tensor_model_parallel_attributes
 from nxdpp.tracing.modules import listings
-
-_freed = WeakIdKeyDictionary()
-"""Parameters on the meta device that replaced parameters with values."""
 
 
 def is_freed(parameter: nn.Parameter) -> bool:
     """Return whether ``parameter`` has no values because other ranks hold it."""
-    return parameter in _freed
+    return isinstance(parameter, ElsewhereParameter) and parameter.is_freed
 
 
 def local_names(owners: Owners, rank: int) -> set[str]:
@@ -91,7 +91,7 @@ def follow_training_modes(local_module: nn.Module, root: nn.Module, mode: bool) 
 def check_not_freed(root: nn.Module, local: Collection[str]) -> None:
     """Raise ``ValueError`` where an earlier ``free_others`` freed a parameter that is now ``local``."""
     for name, parameter in listings.named_parameters(root, remove_duplicate=False):
-        if name in local and parameter in _freed:
+        if name in local and is_freed(parameter):
             raise ValueError(
                 f"{name} had values, which were freed when this {type(root).__name__} was wrapped before, for another "
                 f"rank or with other cuts. Build the model again for each pipeline."
@@ -101,8 +101,8 @@ def check_not_freed(root: nn.Module, local: Collection[str]) -> None:
 def free_others(root: nn.Module, local: Collection[str], elsewhere: Collection[str] = ()) -> None:
     """Move the parameters of ``root`` that are not ``local`` to the meta device.
 
-    Buffers that are ``elsewhere`` and buffers of modules of other ranks are moved, too. Ties are kept. A state dict
-    with one of the moved tensors is refused from now on.
+    Buffers that are ``elsewhere`` and buffers of modules of other ranks are moved, too. Ties are kept. A state dict or
+    a pickle with one of the moved tensors is refused from now on.
     """
     ownership = _Ownership(local, elsewhere)
     replaced: dict[int, nn.Parameter] = {}
@@ -114,15 +114,12 @@ def free_others(root: nn.Module, local: Collection[str], elsewhere: Collection[s
         freed: list[str] = []
         for key, parameter in module._parameters.items():
             if parameter is not None and not any(_join(prefix, key) in local for prefix in places):
-                meta = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
-                copy_tensor_model_parallel_attributes(meta, parameter)
+                meta = parameter_elsewhere(parameter, _join(places[0], key))
                 module._parameters[key] = replaced.setdefault(id(parameter), meta)
-                if not parameter.is_meta or parameter in _freed:
-                    _freed[module._parameters[key]] = True
                 freed.append(key)
         for key, buffer in module._buffers.items():
             if buffer is not None and all(ownership.buffer_is_elsewhere(module, prefix, key) for prefix in places):
-                module._buffers[key] = torch.empty_like(buffer, device="meta")
+                module._buffers[key] = buffer_elsewhere(buffer, _join(places[0], key))
                 freed += [key] if key not in module._non_persistent_buffers_set else []
         if freed:
             refuse_own_state(module, freed[0])

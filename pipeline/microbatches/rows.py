@@ -23,7 +23,7 @@ def check_kinds(inputs: Mapping[str, Any], device: torch.device, advice: str = _
     """Raise ``TypeError`` for an input of another kind, ``ValueError`` for a tensor on another device than ``device``.
 
     Tensors in host memory are moved there, see ``on_device``. ``advice`` tells which kinds are taken. Raises
-    ``ValueError`` for a tensor that follows from trained parameters too, where gradients are on.
+    ``ValueError`` for a tensor that requires gradients too, where gradients are on.
     """
     for name, value in inputs.items():
         if not isinstance(value, _ACCEPTED):
@@ -85,8 +85,9 @@ def check_batch(inputs: Mapping[str, Any], microbatches: int, shared: Collection
 
 def _refuse_trained(name: str, tensor: torch.Tensor) -> None:
     function = tensor.grad_fn
-    if function is not None or (isinstance(tensor, nn.Parameter) and tensor.requires_grad):
-        origin = "is a parameter" if function is None else f"was computed with gradients ({function.name()})"
+    if tensor.requires_grad:
+        origin = "is a parameter" if isinstance(tensor, nn.Parameter) else "requires gradients"
+        origin = origin if function is None else f"was computed with gradients ({function.name()})"
         raise ValueError(
             f"input {name} {origin} outside the model: each microbatch would go back through it, and only on ranks "
             f"whose stages use {name}. Make what computes it a part of the model before wrapping: set the parameter or "
@@ -107,29 +108,35 @@ def _refuse_lists_of_rows(inputs: Mapping[str, Any], batch: int | None, microbat
             )
 
 
-def check_not_shared(inputs: Mapping[str, Any], microbatches: int) -> None:
+def check_not_shared(inputs: Mapping[str, Any], microbatches: int, of_rows: set[str]) -> None:
     """Raise ``ValueError`` for tensors that a split may tear apart: ``(T,)`` or ``(T, T)`` in a batch of ``T`` rows.
 
-    Floating and boolean tensors may be weights or masks of the tokens for all rows. That the rows have ``T`` tokens
-    shows in whole numbers ``(B, T)`` or floating numbers ``(B, T, H)`` among the inputs.
+    They may be positions, weights or masks of the tokens for all rows. That the rows have ``T`` tokens shows in whole
+    numbers ``(B, T)`` or floating numbers ``(B, T, H)`` among the inputs, so whole numbers ``(T, T)`` are no question.
+
+    Args:
+        inputs: of a batch that ``check_batch`` accepts.
+        microbatches: the number of parts.
+        of_rows: names that had a part for each row in an earlier batch, whose rows had a different number of tokens.
+            Those of such a batch are added.
     """
-    # Tensors (B,) and (B, B, ...) of several rows.
-    tensors = {name: each for name, each in _tensors(inputs).items() if len({*each.shape[:2], 1}) == 2}
-    floating = {name for name, each in tensors.items() if each.is_floating_point()}
-    boolean = {name for name, each in tensors.items() if each.dtype == torch.bool}
-    tokens = {n: each.size(0) for n, each in tensors.items() if n not in boolean and each.ndim == 2 + (n in floating)}
-    doubtful = [
-        name
-        for name in tensors
-        if name in floating | boolean and tensors[name].ndim <= 2 and tensors[name].size(0) in tokens.values()
-    ]
+    tensors = {name: tensor for name, tensor in _tensors(inputs).items() if tensor.size(0) > 1}
+    boolean = {name for name, tensor in tensors.items() if tensor.dtype == torch.bool}
+    in_rows = [each for name, each in tensors.items() if name not in boolean]
+    tokens = {each.size(1) for each in in_rows if each.ndim == 2 + each.is_floating_point()}
+    batch = next((each.size(0) for each in tensors.values()), 1)
+    if batch not in tokens:
+        of_rows.update(tensors if tokens else ())
+        return
+    squares = {name for name, each in tensors.items() if each.ndim == 2 and each.size(1) == batch}
+    masks = {name for name in squares if name in boolean or tensors[name].is_floating_point()}
+    doubtful = [n for n, each in tensors.items() if n not in of_rows and (each.ndim == 1 or n in masks)]
     if doubtful and microbatches > 1:
-        size = tensors[doubtful[0]].size(0)
         raise ValueError(
-            f"the batch has {size} rows of {size} tokens, so that {', '.join(doubtful)} may have a part for each row, "
-            f"or be one for the tokens of all rows, such as a mask (T, T) or a weight (T,). Say which: "
-            f"NxDPPModel(..., shared_inputs={doubtful}) gives them whole to each of the {microbatches} microbatches, "
-            f"and shared_inputs=[] splits all inputs."
+            f"the batch has {batch} rows of {batch} tokens, so that {', '.join(doubtful)} may have a part for each "
+            f"row, or be one for the tokens of all rows, such as a mask (T, T), positions (T,) or a weight (T,). Say "
+            f"which: NxDPPModel(..., shared_inputs={doubtful}) gives them whole to each of the {microbatches} "
+            f"microbatches, and shared_inputs=[] splits all inputs."
         )
 
 

@@ -22,6 +22,7 @@ def split_batch(
     function: SplitInputs | None,
     device: torch.device,
     shared: Collection[str] | None = None,
+    of_rows: set[str] | None = None,
 ) -> tuple[list[dict[str, Any]], bool]:
     """Return the opened inputs of each microbatch, and whether all have the same shapes for certain.
 
@@ -33,6 +34,8 @@ def split_batch(
         device: device of this rank's stages.
         shared: names of inputs that go whole to each microbatch. ``None`` refuses tensors that may be such, except for
             a transformers model, whose inputs have a part for each row.
+        of_rows: names that have a part for each row, as earlier batches have shown. Those that this one shows are
+            added.
 
     Raises:
         ValueError, TypeError: for inputs that cannot be split, and for a result of ``function`` that is no list of
@@ -47,7 +50,7 @@ def split_batch(
     rest = {name: value for name, value in inputs.items() if name not in images[0]}
     check_batch(rest, microbatches, shared or ())
     if shared is None and not isinstance(module, PreTrainedModel):
-        check_not_shared(rest, microbatches)
+        check_not_shared(rest, microbatches, set() if of_rows is None else of_rows)
     parts = [part | own for part, own in zip(split_inputs(rest, microbatches, shared or ()), images, strict=True)]
     return parts, not images[0]
 

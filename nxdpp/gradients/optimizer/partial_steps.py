@@ -7,11 +7,13 @@
     whole tensors of a pipeline's stages  one tensor                       LBFGS, SAM, Prodigy
 
 An optimizer is judged before its first step, and again when it has got another group. Torch's own optimizers are known,
-others are tried (``trial_steps``). One that cannot be tried, or draws random numbers, is not refused.
+others are tried (``trial_steps``). One that cannot be tried, or draws random numbers, is named in a warning.
 """
 
 import gc
+import logging
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from typing import Any
 
 from torch import nn, optim
@@ -28,6 +30,8 @@ _BY_ELEMENT = (
 )
 _BY_TENSOR = (optim.Adafactor, optim.Muon)
 _RATES = ("params", "param_names", "lr", "initial_lr")
+
+_logger = logging.getLogger(__name__)
 
 Parameters = Callable[[], Iterable[nn.Parameter]]
 
@@ -93,10 +97,29 @@ def _refuse_wrong(optimizer: Optimizer, staged: set[int]) -> None:
 
 
 def _is_right(optimizer: Optimizer, group: dict[str, Any], alike: Callable[[Optimizer, Any], bool]) -> bool:
+    """Return whether a trial shows the steps of whole tensors, or shows nothing. Warns in the second case."""
     try:
-        return alike(optimizer, group) or not repeats_steps(optimizer, group)
-    except Exception:
-        return True
+        if alike(optimizer, group):
+            return True
+        if repeats_steps(optimizer, group):
+            return False
+        reason = "it draws random numbers"
+    except Exception as error:
+        reason = f"it raises {type(error).__name__}: {error}"
+    _warn(type(optimizer).__name__, reason)
+    return True
+
+
+@cache
+def _warn(kind: str, reason: str) -> None:
+    _logger.warning(
+        "%s steps a part of a model on each rank, and trial steps on small tensors tell nothing of it, since %s. Where "
+        "its step of an element depends on other tensors or elements, losses are not those of one process. Of these "
+        "none does: %s.",
+        kind,
+        reason,
+        _names(_BY_ELEMENT),
+    )
 
 
 def _over_shards(kind: str, shards: Sequence[nn.Parameter]) -> str:

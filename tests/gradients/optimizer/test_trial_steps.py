@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers.optimization import Adafactor
 
-from nxdpp.gradients.optimizer.partial_steps import _BY_ELEMENT, _BY_TENSOR
+from nxdpp.gradients.optimizer.partial_steps import _BY_ELEMENT, _BY_TENSOR, _refuse_wrong
 from nxdpp.gradients.optimizer.trial_steps import repeats_steps, steps_quarters_alike, steps_tensors_alike
 from tests.gradients.optimizer.optimizers import Lamb, LateLamb, Lion, Sam
 
@@ -102,3 +102,24 @@ def test_a_trial_sends_nothing() -> None:
             steps_tensors_alike(optimizer, optimizer.param_groups[0])
     finally:
         dist.destroy_process_group()
+
+
+class Unknown(optim.SGD):
+    """Needs what a trial does not have."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        raise KeyError("layers.0")
+
+
+def test_an_optimizer_that_no_trial_judges_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    for make in (Unknown, Unknown, Noisy, optim.SGD):
+        parameter = nn.Parameter(torch.ones(2, 2))
+        optimizer = make([parameter], lr=0.1)
+        _refuse_wrong(optimizer, set())
+        _refuse_wrong(optimizer, {id(parameter)})
+    unknown, noisy = caplog.messages
+    assert "Unknown steps a part of a model on each rank" in unknown
+    assert "since it raises KeyError: 'layers.0'" in unknown
+    assert "Noisy steps a part" in noisy
+    assert "since it draws random numbers" in noisy
+    assert "RMSprop, Rprop, SGD, SparseAdam" in unknown

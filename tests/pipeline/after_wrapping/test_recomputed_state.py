@@ -8,8 +8,11 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm
+from torch.utils.checkpoint import checkpoint
 
 from nxdpp import apply_checkpoint
+from nxdpp.pipeline.local.changes import ChangeRecord
+from nxdpp.pipeline.torch_checkpoints import follow_checkpoints
 from tests.pipeline.after_wrapping.scripts import (
     LAYERS,
     WIDTH,
@@ -42,6 +45,20 @@ class RunningMean(Layer):
         else:
             self.mean = self.mean.lerp(new, 0.5)
         return output
+
+
+class Nested(RunningMean):
+    """Recomputes itself where a script asks for it."""
+
+    def __init__(self, use_reentrant: bool, in_place: bool) -> None:
+        super().__init__(in_place)
+        self.use_reentrant = use_reentrant
+        self.is_recomputed = False
+
+    def forward(self, hidden: torch.Tensor) -> Any:
+        if self.is_recomputed:
+            return checkpoint(super().forward, hidden, use_reentrant=self.use_reentrant)
+        return super().forward(hidden)
 
 
 class Counting(Layer):
@@ -118,6 +135,8 @@ def recomputed(steps: int, *names: str) -> Script:
 
     def script(training: Training) -> None:
         if training.wrapped is not training.model:
+            for layer in training.model.layers:  # type: ignore[union-attr]
+                vars(layer).update(is_recomputed=True)
             apply_checkpoint(training.wrapped, list(names) or None)
         training.steps(steps)
         training.wrapped.eval()
@@ -131,6 +150,9 @@ SCRIPTS: dict[str, Any] = {
     "running mean, replaced": (of(lambda: RunningMean(in_place=False)), recomputed(3)),
     "counter": (of(Counting), recomputed(3)),
     "counter in a list": (of(lambda: Counting(in_list=True)), recomputed(3)),
+    "nested": (of(lambda: Nested(use_reentrant=False, in_place=True)), recomputed(3)),
+    "nested, replaced": (of(lambda: Nested(use_reentrant=False, in_place=False)), recomputed(3)),
+    "nested, reentrant": (of(lambda: Nested(use_reentrant=True, in_place=True)), recomputed(3)),
     "spectral norm": (of(Spectral), recomputed(3)),
     "batch norm": (of(Norm), recomputed(3)),
 }
@@ -177,3 +199,22 @@ def test_a_late_change_in_place_is_refused() -> None:
     sixth = next(losses)
     with pytest.raises(RuntimeError, match="0 has begun to change factor in place after its first calls"):
         sixth.backward()
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_checkpoint_of_its_own_is_refused_where_later_forwards_come_first(use_reentrant: bool) -> None:
+    layer, record = Nested(use_reentrant, in_place=False), ChangeRecord()
+    record.follow(layer, [])
+    follow_checkpoints()
+    layer.is_recomputed = True
+    losses = (layer(torch.ones(1, 2, WIDTH, requires_grad=True)).sum() for _ in range(6))
+    for _ in range(3):
+        next(losses).backward()
+    fourth, _ = next(losses), next(losses)
+    with pytest.raises(RuntimeError, match=r"Nested computes its forward again .* later microbatches .* buffer mean;"):
+        fourth.backward()
+    # What the message advises.
+    layer.is_recomputed = False
+    apply_checkpoint(cast(Any, wrapped_layer(layer)))
+    sixth, _ = next(losses), layer(torch.ones(1, 2, WIDTH, requires_grad=True))
+    sixth.backward()

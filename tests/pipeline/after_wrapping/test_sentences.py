@@ -153,19 +153,27 @@ def give(hidden: torch.Tensor) -> Any:
     return PipelinedTraining(FromHidden()).wrapped.run_train(hidden=hidden, labels=batch()["labels"])
 
 
-def called(call: Callable[[Plain, Any], Any]) -> None:
-    training = PipelinedTraining(Plain())
+def follow_by_data(model: Plain) -> None:
+    """Torch adds nothing, and raises nothing, where the other layer is on the meta device."""
+    for ours, theirs in itertools.pairwise(model.layers):
+        for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+            one.data.mul_(0.9).add_(0.1 * other.data)
+
+
+def called(call: Callable[[Any, Any], Any], model: Plain | None = None) -> None:
+    training = PipelinedTraining(model or Plain())
     training.loss()
-    call(training.model, training.wrapped)  # type: ignore[arg-type]
+    call(training.model, training.wrapped)
 
 
+LINE = r"\n  at .*test_sentences.py:\d+, in"
 IS_CALLED = (
     r"(layers.\d \(Layer\)|embed \(Embedding\)) is called .* the Plain holds .* "
     r"is on pipeline rank \d\..*run_train\("
 )
 OUTSIDE = "outside the model: .* set the parameter or module as an attribute, and use it in forward"
+MIXED = rf"layers.\d.linear.weight, and this rank computes with it .*{LINE} [\s\S]*one rank has both"
 NEXT_TO_LAYERS = "inside a module next to the layers"
-LINE = r"\n  at .*test_sentences.py:\d+, in"
 CASES: list[tuple[str, Callable[[], Any], str]] = [
     ("the user's model", lambda: called(lambda model, _: model(**batch())), IS_CALLED),
     ("a copy of it", lambda: called(lambda model, _: copy.deepcopy(model)(**batch())), IS_CALLED),
@@ -177,7 +185,9 @@ CASES: list[tuple[str, Callable[[], Any], str]] = [
     ("derivative", lambda: train(Penalised()), rf"through layers.0{LINE} penalty.*\n.*{NEXT_TO_LAYERS}"),
     ("backward", lambda: train(Backward()), rf"\(backward\){LINE} forward: loss.backward"),
     ("mode of functions", lambda: train(UsesMode()), rf"a TorchFunctionMode is .* next to the layers.{LINE}"),
-    ("mixed parameters", lambda: PipelinedTraining(Follows()).wrapped.update(), r"update\(\) .* one rank has both"),
+    ("mixed parameters", lambda: PipelinedTraining(Follows()).wrapped.update(), MIXED),
+    ("mixed in the user's model", lambda: called(lambda model, _: model.update(), Follows()), MIXED),
+    ("mixed by data", lambda: called(lambda model, _: follow_by_data(model)), MIXED),
     ("changed in forward", lambda: train(FollowsInForward()), rf"one rank has both parameters.{LINE} follow"),
 ]  # fmt: skip
 

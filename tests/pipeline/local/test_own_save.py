@@ -1,4 +1,4 @@
-"""``state_dict`` of a module of which one rank holds a part: refused by name, and what the message advises."""
+"""State dicts and pickles of a module of which one rank holds a part: refused by name, and what is advised."""
 
 import copy
 import io
@@ -25,6 +25,19 @@ def save(rank: int) -> list[str]:
         with pytest.raises(RuntimeError, match="another rank holds") as caught:
             torch.save(part.state_dict(), io.BytesIO())
         messages.append(str(caught.value))
+    # Neither are they written with the modules, or as values of a dict.
+    parameters = dict(module.named_parameters())
+    for value in (
+        module,
+        {"model": module.layers},
+        (module.head, module.embed)[rank],
+        copy.deepcopy(module),
+        parameters,
+    ):
+        with pytest.raises(RuntimeError, match=r"another rank holds .* a pickle \(torch.save\)") as caught:
+            torch.save(value, io.BytesIO())
+        messages.append(str(caught.value))
+    torch.save(model.local_module, io.BytesIO())
     here = (module.embed, module.head)[rank].state_dict()
     assert not here["weight"].is_meta
     # What the message advises, and loads.
@@ -44,8 +57,15 @@ def test_a_state_dict_without_values_of_other_ranks_is_refused() -> None:
     assert "another rank holds layers.2.linear.weight, and a state dict of the module" in first[0]
     assert "another rank holds embed.weight," in last[0]
     assert "model.local_state_dict() has this rank's part" in first[0]
-    assert [message.split(",")[0] for message in first[1:]] == [
+    assert [message.split(",")[0] for message in first[1:4]] == [
         "another rank holds 2.linear.weight",
+        "another rank holds weight",
+        "another rank holds layers.2.linear.weight",
+    ]
+    assert [message.split(",")[0] for message in first[4:]] == [
+        "another rank holds layers.2.linear.weight",
+        "another rank holds layers.2.linear.weight",
+        "another rank holds head.weight",
         "another rank holds weight",
         "another rank holds layers.2.linear.weight",
     ]

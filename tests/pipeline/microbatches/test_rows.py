@@ -116,12 +116,14 @@ def test_named_inputs_go_whole_to_every_microbatch() -> None:
         ({"ids": torch.zeros(4, 4).long(), "mask": torch.zeros(4, 4)}, "mask"),
         ({"ids": torch.zeros(4, 4).long(), "mask": torch.zeros(4, 4).bool(), "weight": torch.zeros(4)}, "mask, weight"),
         ({"hidden": torch.zeros(4, 4, 6), "weight": torch.zeros(4).half()}, "weight"),
+        ({"ids": torch.zeros(4, 4).long(), "positions": torch.arange(4)}, "positions"),
+        ({"ids": torch.zeros(4, 6).long(), "target": torch.zeros(4, 4).long(), "order": torch.arange(4)}, "order"),
     ],
 )
 def test_tensors_that_may_be_shared_are_a_question(inputs: dict[str, Any], names: str) -> None:
-    check_not_shared(inputs, 1)
+    check_not_shared(inputs, 1, set())
     with pytest.raises(ValueError, match=f"batch has 4 rows of 4 tokens, so that {names} may") as caught:
-        check_not_shared(inputs, 2)
+        check_not_shared(inputs, 2, set())
     assert f"shared_inputs={names.split(', ')}" in str(caught.value)
 
 
@@ -129,7 +131,8 @@ def test_tensors_that_may_be_shared_are_a_question(inputs: dict[str, Any], names
     "inputs",
     [
         # Tokens and labels of as many rows as tokens.
-        {"ids": torch.zeros(4, 4).long(), "labels": torch.zeros(4, 4).long(), "kinds": torch.zeros(4).long()},
+        {"ids": torch.zeros(4, 4).long(), "labels": torch.zeros(4, 4).long()},
+        {"ids": torch.zeros(4, 6).long(), "kinds": torch.zeros(4).long()},
         {"ids": torch.zeros(4, 6).long(), "mask": torch.zeros(4, 6), "weight": torch.zeros(4)},
         {"x": torch.zeros(4, 4), "target": torch.zeros(4)},
         {"latents": torch.zeros(4, 4, 8, 8), "sigma": torch.zeros(4), "positions": torch.zeros(1, 1).long()},
@@ -137,7 +140,25 @@ def test_tensors_that_may_be_shared_are_a_question(inputs: dict[str, Any], names
     ],
 )
 def test_usual_inputs_are_no_question(inputs: dict[str, Any]) -> None:
-    check_not_shared(inputs, 2)
+    check_not_shared(inputs, 2, set())
+
+
+def test_what_a_batch_of_other_sizes_has_shown_is_no_question() -> None:
+    def sizes(rows: int, tokens: int) -> dict[str, Any]:
+        mask = {"mask": torch.ones(rows, tokens), "alone": torch.ones(1, tokens)}
+        return {"ids": torch.zeros(rows, tokens).long(), "kinds": torch.zeros(rows).long(), **mask}
+
+    of_rows: set[str] = set()
+    with pytest.raises(ValueError, match="so that kinds, mask may"):
+        check_not_shared(sizes(4, 4), 2, of_rows)
+    # Numbers (B, H) do not show how many tokens a row has.
+    check_not_shared({"kinds": torch.zeros(4).long(), "mask": torch.ones(4, 6)}, 2, of_rows)
+    assert not of_rows
+    check_not_shared(sizes(4, 6), 2, of_rows)
+    assert of_rows == {"ids", "kinds", "mask"}
+    check_not_shared(sizes(4, 4), 2, of_rows)
+    with pytest.raises(ValueError, match="so that weight may"):
+        check_not_shared(sizes(4, 4) | {"weight": torch.ones(4)}, 2, of_rows)
 
 
 def test_an_empty_batch_beside_a_full_one() -> None:
@@ -213,9 +234,12 @@ def test_splitting_and_joining_restores_the_batch() -> None:
     assert all(torch.equal(joined[name], whole[name]) for name in whole)
 
 
-def test_a_computed_tensor_is_an_input_without_gradients_or_detached() -> None:
+def test_a_tensor_with_gradients_is_an_input_without_them_or_detached() -> None:
     computed = torch.ones(4, 2, requires_grad=True) * 2
     assert "hidden was computed with gradients (MulBackward0) outside the model" in _refusal({"hidden": computed}, 2)
     assert len(_split({"hidden": computed.detach()}, 2)) == 2
+    leaf = torch.ones(4, 2, requires_grad=True)
+    assert "hidden requires gradients outside the model" in _refusal({"hidden": leaf}, 2)
+    assert len(_split({"hidden": leaf.detach()}, 2)) == 2
     with torch.no_grad():
-        assert len(_split({"hidden": computed}, 2)) == 2
+        assert len(_split({"hidden": computed, "leaf": leaf}, 2)) == 2

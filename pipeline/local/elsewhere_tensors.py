@@ -1,0 +1,124 @@
+"""Tensors that other ranks hold: what a program computes with them and with values of this rank raises an error.
+
+Torch takes some of it without a word. ``target.data.mul_(0.9).add_(online.data, alpha=0.1)`` (BYOL, MoCo) adds nothing
+where ``online`` is on the meta device.
+"""
+
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Any, NoReturn, TypeVar
+
+import torch
+from torch import nn
+
+from nxdpp.pipeline.local.own_save import refuse_pickle
+from nxdpp.tensor.tensor_attributes import copy_tensor_model_parallel_attributes
+from nxdpp.tracing.graph.errors import calling_frame, model_line, stack_line
+from nxdpp.tracing.modules import listings
+from nxdpp.tracing.values.nested import leaves_of
+
+# They write a tensor that no stage of this rank reads, as the load of a whole state dict does.
+_WRITES = frozenset({torch.Tensor.copy_, torch.Tensor.data.__set__, torch.Tensor.grad.__set__})  # type: ignore[attr-defined]  # a descriptor
+
+
+class ElsewhereTensor(torch.Tensor):
+    """A tensor on the meta device that another rank has the values of, or that follows from one.
+
+    Attributes:
+        held_as: the name in the model.
+    """
+
+    held_as: str
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Call ``func``. Raises ``RuntimeError`` if tensors with values are among the arguments."""
+        if not all(issubclass(each, torch.Tensor) for each in types):
+            return NotImplemented
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            tensors = [leaf for leaf in leaves_of((args, dict(kwargs))) if isinstance(leaf, torch.Tensor)]
+            first = next(tensor for tensor in tensors if isinstance(tensor, ElsewhereTensor))
+            is_write = func in _WRITES and args[0] is first
+            if not is_write and any(tensor.ndim and not tensor.is_meta for tensor in tensors):
+                _refuse(first.held_as)
+            result = func(*args, **kwargs)
+        if type(result) is torch.Tensor and result.is_meta:
+            result = _held_as(first.held_as, result.as_subclass(ElsewhereTensor))
+        return result
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        refuse_pickle(self.held_as)
+
+
+class ElsewhereParameter(ElsewhereTensor, nn.Parameter):
+    """A parameter that another rank holds.
+
+    Attributes:
+        is_freed: ``True`` if this rank had its values before the model was wrapped.
+    """
+
+    is_freed = False
+
+    def __deepcopy__(self, memo: Any) -> "ElsewhereParameter":
+        memo[id(self)] = copied = parameter_elsewhere(self, self.held_as)
+        return copied
+
+
+_Held = TypeVar("_Held", bound=ElsewhereTensor)
+
+
+def parameter_elsewhere(parameter: nn.Parameter, name: str) -> ElsewhereParameter:
+    """Return what is in place of ``parameter`` on a rank that does not hold it; ``name`` is its name."""
+    made = ElsewhereParameter(_on_meta(parameter), parameter.requires_grad)
+    made.is_freed = not parameter.is_meta or (isinstance(parameter, ElsewhereParameter) and parameter.is_freed)
+    copy_tensor_model_parallel_attributes(made, parameter)
+    return _held_as(name, made)
+
+
+def buffer_elsewhere(buffer: torch.Tensor, name: str) -> ElsewhereTensor:
+    """Return what is in place of ``buffer`` on a rank that does not hold it; ``name`` is its name."""
+    return _held_as(name, _on_meta(buffer).as_subclass(ElsewhereTensor))
+
+
+def take_back(root: nn.Module) -> None:
+    """Put ordinary tensors on the meta device in place of those that never had values on this rank.
+
+    A model that is built on the meta device may be wrapped again, with other cuts.
+    """
+    made: dict[int, torch.Tensor] = {}
+    for module in listings.modules(root):
+        registries: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for registry in registries:
+            for key, tensor in registry.items():
+                if isinstance(tensor, ElsewhereTensor) and not getattr(tensor, "is_freed", False):
+                    registry[key] = made.setdefault(id(tensor), _ordinary(tensor))
+
+
+def _ordinary(tensor: ElsewhereTensor) -> torch.Tensor:
+    if not isinstance(tensor, nn.Parameter):
+        return _on_meta(tensor)
+    parameter = nn.Parameter(_on_meta(tensor), tensor.requires_grad)
+    copy_tensor_model_parallel_attributes(parameter, tensor)
+    return parameter
+
+
+def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
+    with torch._C.DisableTorchFunctionSubclass():
+        return torch.empty_like(tensor, device="meta")
+
+
+def _held_as(name: str, tensor: _Held) -> _Held:
+    tensor.held_as = name
+    return tensor
+
+
+def _refuse(name: str) -> NoReturn:
+    frame = calling_frame(sys._getframe(2))
+    raise RuntimeError(
+        f"another rank holds {name}, and this rank computes with it and with values of its own\n"
+        f"  at {model_line(frame and stack_line(frame))}\n"
+        f"Make one layer of the modules that belong together (a layer and its average), so that one rank has both."
+    )
