@@ -16,7 +16,7 @@ from nxdpp.pipeline.local.changes import ENTRIES, ChangeRecord
 from nxdpp.pipeline.partition.partition import Partition
 from nxdpp.pipeline.stages.cut_graph import CutGraph, EndsWith, RankStages
 from nxdpp.pipeline.stages.loss import LossSpec
-from nxdpp.pipeline.stages.meta_copy import meta_copy
+from nxdpp.pipeline.stages.meta_copy import copy_modes, meta_copy
 from nxdpp.pipeline.stages.shared_objects import SharedBuffers
 from nxdpp.tracing.graph.errors import TracingError
 from nxdpp.tracing.graph.graph_values import compute_the_same
@@ -219,7 +219,7 @@ class ProgramCache:
             for name, module in self._as_cut.items():
                 parent, _, key = name.rpartition(".")
                 modules: dict[str, Any] = self._module.get_submodule(parent)._modules
-                module.train(modules[key].training)
+                copy_modes(modules[key], module)
                 stack.enter_context(swapped(modules, {key: module}))
             yield
 
