@@ -13,6 +13,7 @@
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 
 from torch import fx, nn
 
@@ -28,6 +29,7 @@ from nxdpp.pipeline.partition.assignment import (
 )
 from nxdpp.pipeline.partition.cuts import check_cuts, even_cuts, stages_of_layers
 from nxdpp.tracing.graph.trace import TracedGraph
+from nxdpp.tracing.modules import listings
 
 PartitionPolicy = Callable[[TracedGraph, int], Sequence[str]]
 """A function of the traced model and the number of stages. It returns the layers after which to cut."""
@@ -61,6 +63,13 @@ class Partition:
     def layers(self) -> list[str]:
         """Names of all transformer layers, in the order of execution."""
         return list(self.layer_stages)
+
+    @property
+    def first_trained(self) -> int:
+        """The first stage with a parameter that requires a gradient; the number of stages where none does."""
+        named = listings.named_parameters(self.module, remove_duplicate=False)
+        trained = [self.owners.get(name, ()) for name, parameter in named if parameter.requires_grad]
+        return min(chain.from_iterable(trained), default=self.stages)
 
     def layers_of(self, stages: Collection[int]) -> list[str]:
         """Names of the transformer layers of ``stages``."""
