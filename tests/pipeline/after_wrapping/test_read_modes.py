@@ -199,7 +199,7 @@ def change_on_own_rank(rank: int, change: Callable[[PipelinedTraining], None]) -
 @pytest.mark.parametrize(
     ("change", "line"),
     [
-        (new_head_frozen_by_type, "requires_grad of head.weight: False"),
+        (new_head_frozen_by_type, "requires_grad of layers.2.linear.weight: False"),
         (first_stage_trained_later, "requires_grad of embed.weight: False"),
     ],
 )
