@@ -152,11 +152,7 @@ class StepVerifier:
                 f"gradients would be averaged over the data-parallel replicas. Enter no_sync() on every rank."
             )
         if theirs[2] != ours[2]:
-            changed, unchanged = (self._rank, previous) if ours[2] % _IN_NO_SYNC else (previous, self._rank)
-            raise RuntimeError(
-                f"{self._name(changed)} has been refreshed, moved or loaded, and {self._name(unchanged)} has not: "
-                f"their stages would wait for each other. Call refresh() on every rank."
-            )
+            raise RuntimeError(self._new_on_one(self._heard.get(theirs[1]), step, bool(ours[2] % _IN_NO_SYNC)))
         raise RuntimeError(self._other_inputs(*inputs.different(theirs[_HEAD:])))
 
     def _receive_text(self, step_digest: int, length: int) -> str | None:
@@ -193,6 +189,18 @@ class StepVerifier:
             return f"{here} was given other inputs than {there}, or makes another call:\n{lines}{_REMEDY}"
         remedy = _REMEDY_OF_MODES if difference.is_of_modes else _REMEDY
         return f"{here} has {difference.has} than {there}:\n{difference.lines}{remedy}"
+
+    def _new_on_one(self, theirs: StepIdentity | None, ours: StepIdentity, is_here: bool) -> str:
+        """Say why a step that both ranks know is new to one of them."""
+        previous = self._rank - 1
+        here, there = self._name(self._rank), self._name(previous)
+        if theirs is not None and show_difference(there, theirs.graph, here, ours.graph).is_of_modes:
+            return self._difference(theirs, ours)
+        changed, unchanged = (here, there) if is_here else (there, here)
+        return (
+            f"{changed} has been refreshed, moved or loaded, and {unchanged} has not: their stages would wait for each "
+            f"other. Call refresh() on every rank."
+        )
 
     def _other_inputs(self, now: list[str], before: list[str]) -> str:
         here, there = self._name(self._rank), self._name(self._rank - 1)

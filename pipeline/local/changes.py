@@ -74,7 +74,8 @@ class ChangeRecord:
         self._is_stale = False
         self._tree: nn.Module = nn.Module()
         self._above: Sequence[nn.Module] = ()
-        self._sight = _Sight(self._tree, ())
+        self._whole = self._tree
+        self._sight = _Sight(self._tree, (), self._whole)
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -92,13 +93,14 @@ class ChangeRecord:
         """This rank's modules and the modules above the layers, as of the last look."""
         return self._sight.modules
 
-    def follow(self, tree: nn.Module, above: Sequence[nn.Module]) -> None:
+    def follow(self, tree: nn.Module, above: Sequence[nn.Module], whole: nn.Module | None = None) -> None:
         """Follow the modules of ``tree``, which are this rank's, and those ``above`` the layers of all ranks.
 
         It follows only the buffers of ``above``: a module that a stage runs may have new buffers after each forward.
+        Of the other modules in ``whole`` it follows the registrations: forward's code may read their modes.
         """
-        self._tree, self._above = tree, above
-        self._sight = _Sight(tree, above)
+        self._tree, self._above, self._whole = tree, above, tree if whole is None else whole
+        self._sight = _Sight(tree, above, self._whole)
         _records.add(self)
         if not _handles:
             _handles.extend(_follow_registrations())
@@ -136,12 +138,12 @@ class ChangeRecord:
 
     def registered(self, change: Change, module: nn.Module, name: str, value: Any) -> None:
         """Note that ``value`` is about to be registered in ``module``, if the record follows it."""
-        followed = self._sight.above if change is Change.BUFFER else self._sight.ids
+        followed = self._sight.above if change is Change.BUFFER else self._sight.registering
         if id(module) in followed and vars(module)[_STORES[change]].get(name) is not value:
             self.note(change)
 
     def _look_at_all(self) -> None:
-        before, self._sight = self._sight, _Sight(self._tree, self._above)
+        before, self._sight = self._sight, _Sight(self._tree, self._above, self._whole)
         changes = self._sight.changes_since(before)
         if changes:
             self.note(*changes)
@@ -177,13 +179,15 @@ class _Sight:
     Attributes:
         modules, parameters: that are followed, each once.
         ids: of the modules.
+        registering: ids of the modules, and of the modules of other ranks.
         above: ids of the modules above the layers, and of the containers.
     """
 
-    def __init__(self, tree: nn.Module, above: Sequence[nn.Module]) -> None:
+    def __init__(self, tree: nn.Module, above: Sequence[nn.Module], whole: nn.Module) -> None:
         self.modules = list(dict.fromkeys([*listings.modules(tree), *above]))
         self.parameters = list(listings.parameters(tree))
         self.ids = frozenset(map(id, self.modules))
+        self.registering = self.ids.union(map(id, listings.modules(whole)))
         self.above = frozenset(map(id, above))
         # The module that torch.compile makes has the mode of the one inside.
         self._attributes = [vars(module) for module in self.modules if "training" in vars(module)]

@@ -120,7 +120,7 @@ class LocalPart:
         self._built_on_meta = frozenset(self.names_on_meta())
         self.hooks = SpineHooks(root, self.module, layers)
         self.changes = changes or ChangeRecord()
-        self.changes.follow(self.module, self.hooks.modules)
+        self.changes.follow(self.module, self.hooks.modules, self.root)
         refuse_partial_norms(parameters_of_all_models)
         refuse_partial_steps(parameters_of_all_models)
         note_blocks_that_are_off()

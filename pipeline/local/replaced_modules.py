@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from nxdpp.initialization.meta_copy import copy_modes
 from nxdpp.tracing.modules import listings
 
 _STORES = ("_modules", "_parameters", "_buffers")
@@ -88,7 +89,8 @@ class ReplacementSync:
     def follow(self) -> tuple[dict[str, nn.Module], bool]:
         """Make each replacement in both; return the modules that were replaced, by name, and whether stages changed.
 
-        Replacements of what other ranks hold are undone: those ranks make them themselves.
+        Replacements of what other ranks hold are undone: those ranks make them themselves. Their modes are kept, since
+        the code of forward may read them on every rank.
 
         Raises:
             RuntimeError: for a removal, new parameters above the layers, two different replacements of one module, and
@@ -117,8 +119,10 @@ class ReplacementSync:
             has_changed = has_changed or slot.found[0] is not tree or slot.found[1] is not whole
             slot.tree[slot.key], slot.whole[slot.key] = tree, whole
         for whole, key, value in self._elsewhere:
-            has_changed = has_changed or whole.get(key) is not value
-            whole[key] = value
+            if (put := whole.get(key)) is not value:
+                has_changed = True
+                whole[key] = value
+                _take_modes(value, put)
         self._held = [(slot, value) for (slot, _), value in zip(self._held, present, strict=True)]
         for slot in added:
             value = next(each for each in slot.found if each is not None)
@@ -144,6 +148,14 @@ class ReplacementSync:
                     continue
                 _refuse_without_stage(slot, None, *slot.found)
                 yield slot
+
+
+def _take_modes(value: Any, put: Any) -> None:
+    """Give ``value`` the modes of what a script has put in its place."""
+    if isinstance(value, nn.Module) and isinstance(put, nn.Module):
+        copy_modes(put, value)
+    elif isinstance(value, nn.Parameter) and isinstance(put, nn.Parameter):
+        value.requires_grad_(put.requires_grad)
 
 
 def _refuse_without_stage(slot: _Slot, known: Any, *values: Any) -> None:

@@ -13,6 +13,7 @@
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 
 from torch import fx, nn
 
@@ -63,6 +64,13 @@ class Partition:
     def layers(self) -> list[str]:
         """Names of all transformer layers, in the order of execution."""
         return list(self.layer_stages)
+
+    @property
+    def first_trained(self) -> int:
+        """The first stage with a parameter that requires a gradient; the number of stages where none does."""
+        named = listings.named_parameters(self.module, remove_duplicate=False)
+        trained = [self.owners.get(name, ()) for name, parameter in named if parameter.requires_grad]
+        return min(chain.from_iterable(trained), default=self.stages)
 
     def layers_of(self, stages: Collection[int]) -> list[str]:
         """Names of the transformer layers of ``stages``."""

@@ -62,6 +62,7 @@ class CutGraph:
         training: ``True`` if the model was in training mode.
         programs: of this rank, by their end; ``ProgramCache`` keeps them here.
         assigned: the stage of each node that has one.
+        first_trained: the first stage with a trained parameter. Engines expect no gradients for earlier stages.
         output: the model's output, with a node in place of each value.
 
     Raises ``ValueError`` for a graph that does not run the layers of the partition in order.
@@ -73,6 +74,7 @@ class CutGraph:
         self.training = training
         self.programs: dict[EndsWith, RankStages] = {}
         self.assigned = partition.assign(traced)
+        self.first_trained = partition.first_trained
         (values,) = next(node.args for node in traced.graph.nodes if node.op == "output")
         self.output: Any = pytree.tree_unflatten(list(values), traced.output_spec)
 

@@ -12,7 +12,7 @@ from torch import fx, nn
 from nxdpp.agreement.configurations import configuration_lines
 from nxdpp.agreement.fingerprint import fingerprint, graph_lines, parameter_lines
 from nxdpp.agreement.last_used import LastUsed
-from nxdpp.initialization.meta_copy import meta_copy
+from nxdpp.initialization.meta_copy import copy_modes, meta_copy
 from nxdpp.pipeline.local.changes import ENTRIES, ChangeRecord
 from nxdpp.pipeline.partition.partition import Partition
 from nxdpp.pipeline.stages.cut_graph import CutGraph, EndsWith, RankStages
@@ -27,7 +27,7 @@ from nxdpp.tracing.modules.spine_modules import spine_names
 from nxdpp.tracing.sizes.input_specs import InputSpec
 from nxdpp.tracing.sizes.sizes import Shapes, Sizes, shapes_of
 from nxdpp.tracing.state.read_values import ReadValues
-from nxdpp.tracing.state.settings import Settings, SpineSettings
+from nxdpp.tracing.state.settings import OF_LAYERS, Settings, SpineSettings
 from nxdpp.tracing.state.shared_objects import SharedBuffers
 from nxdpp.tracing.values.input_dicts import NUMBERS
 
@@ -53,6 +53,13 @@ class _Variant:
         """Return the variant in which numbers are part of the graph."""
         traced = tuple(item for item in self.traced if item[0] not in numbers)
         return replace(self, traced=traced, constants=(*self.constants, *_constants(numbers)))
+
+    def with_other_values(self) -> "_Variant":
+        """Return the variant without the values and the modes of layers that code reads.
+
+        The stages of a graph hold the modules and buffers of its other settings.
+        """
+        return replace(self, settings=(tuple(each for each in self.settings[0] if each[0] != OF_LAYERS), 0))
 
 
 class ProgramCache:
@@ -219,7 +226,7 @@ class ProgramCache:
             for name, module in self._as_cut.items():
                 parent, _, key = name.rpartition(".")
                 modules: dict[str, Any] = self._module.get_submodule(parent)._modules
-                module.train(modules[key].training)
+                copy_modes(modules[key], module)
                 stack.enter_context(swapped(modules, {key: module}))
             yield
 
@@ -249,22 +256,23 @@ class ProgramCache:
         return graph
 
     def _with_other_values(self, traced: TracedGraph, variant: _Variant) -> CutGraph | None:
-        """Take a graph out of the cache that differs from ``traced`` only in values that its code has read, if any.
+        """The graph in the cache that differs from ``traced`` only in values or modes that its code reads, if any.
 
-        Its engines stay in use: a value that changes on one rank only, as a counter for a log, needs no step of others.
+        Its engines stay in use: a value that changes on one rank only needs no step of others. It may be a counter for
+        a log, or ``requires_grad`` of this rank's parameters for which the code does not ask.
         """
         for key, graph in self._graphs.items():
             other = graph.traced
-            attributes, number = key[0].settings
-            # The stages of a graph hold the modules and buffers of its attributes.
-            is_same_but_values = replace(key[0], settings=(attributes, variant.settings[1])) == variant
-            is_other = is_same_but_values and number != variant.settings[1]
             if (
-                is_other
+                key[0] != variant
+                and key[0].with_other_values() == variant.with_other_values()
                 and (other.inputs, other.output_spec) == (traced.inputs, traced.output_spec)
+                and self._partition.first_trained >= graph.first_trained
                 and compute_the_same(self._module, other.graph, other.facts, traced.graph, traced.facts)
             ):
-                del self._graphs[key]
+                if key[0].settings[1] != variant.settings[1]:
+                    # A counter would fill the cache.
+                    del self._graphs[key]
                 return graph
         return None
 

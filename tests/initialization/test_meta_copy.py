@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from nxdpp.initialization.meta_copy import meta_copy
+from nxdpp.initialization.meta_copy import copy_modes, meta_copy
 
 
 def test_classes_and_ties_are_those_of_the_original() -> None:
@@ -15,3 +15,23 @@ def test_classes_and_ties_are_those_of_the_original() -> None:
     assert copied[1].weight is copied[0].weight  # type: ignore[index]
     copied.eval()
     assert all(module.training for module in model.modules())
+
+
+def test_modes_are_taken_by_name() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)))
+    copied = meta_copy(model)
+    model[0].requires_grad_(False)
+    model[1] = nn.Linear(2, 2).eval()
+    copy_modes(model, copied)
+    assert {name: parameter.requires_grad for name, parameter in copied.named_parameters()} == {
+        "0.weight": False,
+        "0.bias": False,
+        "1.0.weight": True,
+        "1.0.bias": True,
+    }
+    assert {name: module.training for name, module in copied.named_modules()} == {
+        "": True,
+        "0": True,
+        "1": False,
+        "1.0": True,
+    }

@@ -120,11 +120,13 @@ def recorded_modes(graph: fx.Graph) -> Iterator[None]:
         "autocast_increment_nesting": recorder.increment_nesting,
         "autocast_decrement_nesting": recorder.decrement_nesting,
         "clear_autocast_cache": recorder.clear_cache,
+        "set_autocast_enabled": _answered(torch.set_autocast_enabled),
     }
+    gradients = {"_set_grad_enabled": _answered(torch._C._set_grad_enabled)}
     before = current_modes()
     vars(graph)["create_node"] = recorder.create_node
     try:
-        with swapped_in_this_thread(vars(torch), nesting):
+        with swapped_in_this_thread(vars(torch), nesting), swapped_in_this_thread(vars(torch._C), gradients):
             yield
         left = [name for name, value in before.changes if _modes()[name].read() != value]
         if left:
@@ -136,6 +138,15 @@ def recorded_modes(graph: fx.Graph) -> Iterator[None]:
         del vars(graph)["create_node"]
         for name, value in before.changes:
             _modes()[name].write(value)
+
+
+def _answered(write: Callable[..., Any]) -> Callable[..., Any]:
+    """``write`` with the answer of a traced question (``weight.requires_grad``), which C code takes for ``False``."""
+
+    def call(*arguments: Any) -> Any:
+        return write(*(bool(each) if isinstance(each, fx.Proxy) else each for each in arguments))
+
+    return call
 
 
 class _ModeRecorder:

@@ -21,6 +21,9 @@ from nxdpp.tracing.state.object_state import PLAIN
 from nxdpp.tracing.state.state_walk import ANY_ATTRIBUTE, HOOKS, OF_MODULES
 
 Settings = tuple[tuple[int, str, Hashable], ...]
+"""Values with the number of their module and their path; the number of modes of layers is ``OF_LAYERS``."""
+
+OF_LAYERS = -1
 
 _MOST_ITEMS = 100
 _MOST_BYTES = 1 << 16
@@ -86,7 +89,7 @@ class SpineSettings:
         )
         if not self.of_layers:
             return present
-        return *present, *((-1, name, bytes(map(attrgetter(name), things))) for name, things in self.of_layers)
+        return *present, *((OF_LAYERS, name, bytes(map(attrgetter(name), things))) for name, things in self.of_layers)
 
     def lines(self) -> list[str]:
         """A line for each parameter that is not trained, and each module in another mode than the model, if asked."""

@@ -108,6 +108,16 @@ def test_what_is_no_change_does_not_move_it(change: Callable[[nn.Module], object
     assert kinds_after(change) == set()
 
 
+def test_registrations_in_modules_of_other_ranks_move_it() -> None:
+    tree, whole = tree_of(1), tree_of(3)
+    record = ChangeRecord()
+    record.follow(tree, [tree], whole)
+    watch = record.watch(Change.PARAMETER)
+    watch.settle()
+    at(whole, "layers.2.linear").weight = nn.Parameter(torch.ones(4, 4))
+    assert watch.has_moved
+
+
 @pytest.mark.parametrize(
     "change",
     [

@@ -54,6 +54,18 @@ def test_each_node_has_the_modes_in_which_it_ran(tracer: str | type[fx.Tracer]) 
     }
 
 
+def test_the_answer_to_a_traced_question_sets_a_mode() -> None:
+    def asks(hidden: torch.Tensor) -> torch.Tensor:
+        many, few = hidden.shape[0] > 1, hidden.shape[0] > 2
+        with torch.set_grad_enabled(many), torch.autocast("cpu", dtype=torch.bfloat16, enabled=many):
+            hidden = torch.sin(hidden)
+        with torch.set_grad_enabled(few), torch.autocast("cpu", dtype=torch.bfloat16, enabled=few):
+            return torch.cos(hidden)
+
+    low = ("autocast cpu", (True, torch.bfloat16))
+    assert _modes(_trace(asks)) == {"sin": Modes((low,), 1), "cos": Modes((("gradients", False),), 2)}
+
+
 class _Doubling(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))
