@@ -2,8 +2,7 @@
 
 import functools
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any
 
@@ -16,8 +15,7 @@ _logger = logging.getLogger(__name__)
 _NAME = "_checkpoint_without_reentrant_generator"
 
 
-@contextmanager
-def told_checkpoints() -> Iterator[None]:
+def told_checkpoints() -> AbstractContextManager[None]:
     """Log a warning, once for each line, for a call of ``checkpoint`` in the spine; its numbers are the same.
 
     A layer of transformers gives its own call (a ``partial``), which each run of the layer repeats.
@@ -30,8 +28,7 @@ def told_checkpoints() -> Iterator[None]:
             _warn_once(model_line(calling_line()))
         return original(function, *args, **kwargs)
 
-    with swapped_in_this_thread(namespace, {_NAME: generator}):
-        yield
+    return swapped_in_this_thread(namespace, {_NAME: generator})
 
 
 @cache

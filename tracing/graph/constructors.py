@@ -5,9 +5,8 @@ Functions of a sequence of tensors are here too: such a sequence may be one trac
 
 import random
 import re
-import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch import fx, nn
 from nxdpp.devices import cuda
 from nxdpp.tracing.code.frames import caller, module_of
 from nxdpp.tracing.graph.calls import has_proxy
-from nxdpp.tracing.graph.swap import sources, swapped, swapped_in_this_thread
+from nxdpp.tracing.graph.swap import all_swapped, in_this_thread, replaced, sources, swapped_in_this_thread
 from nxdpp.tracing.modules import listings
 from nxdpp.tracing.values.type_answers import traced_is_tensor
 
@@ -41,8 +40,7 @@ _REPLACED = (*_CONSTRUCTORS, *_RANDOM, *_OF_METADATA, *_OF_SEQUENCES, "is_tensor
 _ORIGINALS = {id(getattr(torch, name)): name for name in _REPLACED}
 
 
-@contextmanager
-def recorded_constructors(tracer: fx.Tracer) -> Iterator[None]:
+def recorded_constructors(tracer: fx.Tracer) -> AbstractContextManager[None]:
     """Record every new tensor as a node, so that each stage that needs it makes it.
 
     Raises ``RuntimeError`` for random tensors outside the layers, which the trace would draw once.
@@ -51,17 +49,13 @@ def recorded_constructors(tracer: fx.Tracer) -> Iterator[None]:
     replacements |= {name: _refusal(name, _DRAWN_ONCE) for name in _RANDOM}
     replacements |= {name: _recorder(tracer, getattr(torch, name), False) for name in _OF_METADATA}
     replacements |= {name: _recorder_of_sequence(tracer, getattr(torch, name)) for name in _OF_SEQUENCES}
-    replacements["is_tensor"] = traced_is_tensor
-    with swapped_in_this_thread(vars(torch), replacements):
-        yield
+    return swapped_in_this_thread(vars(torch), {**replacements, "is_tensor": traced_is_tensor})
 
 
-@contextmanager
-def refused_random_tensors() -> Iterator[None]:
+def refused_random_tensors() -> AbstractContextManager[None]:
     """Refuse random tensors without a traced argument: a tracer that does not record them would draw them once."""
     replacements = {name: _refusal(name, _DRAWN_ONCE, getattr(torch, name)) for name in _RANDOM}
-    with swapped_in_this_thread(vars(torch), replacements):
-        yield
+    return swapped_in_this_thread(vars(torch), replacements)
 
 
 @contextmanager
@@ -81,14 +75,9 @@ def refused_seeds(namespaces: Iterable[dict[str, Any]]) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def under_all_names(namespaces: Iterable[dict[str, Any]]) -> Iterator[None]:
+def under_all_names(namespaces: Iterable[dict[str, Any]]) -> AbstractContextManager[None]:
     """Replace functions of torch in ``namespaces`` (``from torch import arange``) as they are now in ``torch``."""
-    with ExitStack() as stack:
-        for namespace in namespaces:
-            found = {n: _ORIGINALS[id(value)] for n, value in namespace.items() if id(value) in _ORIGINALS}
-            stack.enter_context(swapped(namespace, {n: vars(torch)[original] for n, original in found.items()}))
-        yield
+    return replaced(namespaces, {function: vars(torch)[name] for function, name in _ORIGINALS.items()})
 
 
 def _recorder(tracer: fx.Tracer, function: Callable[..., Any], always: bool = True) -> Callable[..., Any]:
@@ -136,32 +125,32 @@ _FUNCTIONS = {
 }
 
 
-@contextmanager
-def refused_random_numbers(model: nn.Module) -> Iterator[None]:
+def refused_random_numbers(model: nn.Module) -> AbstractContextManager[None]:
     """Refuse the global generators of Python and NumPy, also their functions that the code of ``model`` imports.
 
     A layer that is skipped if ``random.random() < p`` would be skipped in all steps, or in none.
 
     Raises ``RuntimeError`` at the call.
     """
-    thread = threading.get_ident()
-    with ExitStack() as stack:
-        for module in (random, numpy.random, *sources(list(listings.modules(model)), _NOTHING)):
-            methods = {n: f for n, f in vars(module).items() if isinstance(getattr(f, "__self__", None), _GENERATORS)}
-            found = {name: f for name, f in methods.items() if f in _FUNCTIONS}
-            stack.enter_context(swapped(vars(module), {name: _refuse_function(f, thread) for name, f in found.items()}))
-        yield
+    modules = (random, numpy.random, *sources(list(listings.modules(model)), _NOTHING))
+    # Two reads of a method make two objects.
+    return all_swapped(
+        (vars(module), {name: _refuse_function(f) for name, f in vars(module).items() if _draws(f)})
+        for module in modules
+    )
 
 
-def _refuse_function(function: Callable[..., Any], thread: int) -> Callable[..., Any]:
+def _draws(value: Any) -> bool:
+    return isinstance(getattr(value, "__self__", None), _GENERATORS) and value in _FUNCTIONS
+
+
+def _refuse_function(function: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
-        # The thread of a data loader may draw. transformers draws only to drop layers, and ``refuse_untraceable``
-        # refuses rates other than 0.
-        drops_layers = module_of(caller()).startswith("transformers.models.")
-        if threading.get_ident() != thread or drops_layers:
+        # transformers draws only to drop layers, and ``refuse_untraceable`` refuses rates other than 0.
+        if module_of(caller(1)).startswith("transformers.models."):
             return function(*args, **kwargs)
         raise RuntimeError(
             f"{_FUNCTIONS[function]} is used outside the transformer layers; traced, it would {_DRAWN_ONCE}"
         )
 
-    return call
+    return in_this_thread(call, function)

@@ -5,14 +5,12 @@ A run on fake tensors would leave fake tensors in the cache, and a later step wo
 
 import functools
 import re
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from types import FunctionType
 from typing import Any
 
 from torch import nn
 
-from nxdpp.tracing.graph.swap import sources, swapped
+from nxdpp.tracing.graph.swap import sources
 from nxdpp.tracing.modules import listings
 from nxdpp.tracing.state.object_state import content_of
 
@@ -22,7 +20,10 @@ Uncached = list[tuple[dict[str, Any], dict[str, Any]]]
 
 
 def uncached_functions(root: nn.Module) -> Uncached:
-    """The functions with a cache that are globals next to the classes of modules in ``root``, without their caches."""
+    """The functions with a cache that are globals next to the classes of modules in ``root``, without their caches.
+
+    ``all_swapped`` puts them in place.
+    """
     found = []
     for source in sources(list(listings.modules(root)), _FRAMEWORKS):
         plain = {name: _without_cache(value) for name, value in vars(source).items()}
@@ -30,15 +31,6 @@ def uncached_functions(root: nn.Module) -> Uncached:
         if changes:
             found.append((vars(source), changes))
     return found
-
-
-@contextmanager
-def without_caches(uncached: Uncached) -> Iterator[None]:
-    """Call the functions of ``uncached`` instead of the ones with a cache."""
-    with ExitStack() as stack:
-        for names, changes in uncached:
-            stack.enter_context(swapped(names, changes))
-        yield
 
 
 def _without_cache(value: Any) -> Any:

@@ -8,7 +8,7 @@ import builtins
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import ModuleType
 from typing import Any
@@ -29,15 +29,31 @@ def swapped(dictionary: dict[str, Any], changes: Mapping[str, Any]) -> Iterator[
         dictionary.update(originals)
 
 
+@contextmanager
+def all_swapped(changes: Iterable[tuple[dict[str, Any], Mapping[str, Any]]]) -> Iterator[None]:
+    """Put changes into each of several dictionaries, as ``swapped`` does."""
+    with ExitStack() as stack:
+        for dictionary, new in changes:
+            stack.enter_context(swapped(dictionary, new))
+        yield
+
+
+def replaced(namespaces: Iterable[dict[str, Any]], changes: Mapping[int, Any]) -> AbstractContextManager[None]:
+    """Put the values of ``changes`` in place of the objects of these ids, under all names in ``namespaces``."""
+    return all_swapped(
+        (names, {n: changes[id(v)] for n, v in names.items() if id(v) in changes}) for names in namespaces
+    )
+
+
 def swapped_in_this_thread(
     dictionary: dict[str, Any], changes: Mapping[str, Callable[..., Any]]
 ) -> AbstractContextManager[None]:
     """Put functions into ``dictionary`` as ``swapped`` does. Other threads still call the present ones."""
-    return swapped(dictionary, {n: _in_this_thread(new, dictionary[n]) for n, new in changes.items()})
+    return swapped(dictionary, {n: in_this_thread(new, dictionary[n]) for n, new in changes.items()})
 
 
-def _in_this_thread(replacement: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
-    # The thread of a data loader makes tensors at the same time.
+def in_this_thread(replacement: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    """``replacement`` for this thread, ``original`` for others: a data loader makes tensors at the same time."""
     thread = threading.get_ident()
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -58,14 +74,12 @@ class StableSet(builtins.set[Any], metaclass=_AnySet):
         return iter(sorted(super().__iter__(), key=repr))
 
 
-@contextmanager
-def stable_attributes(modules: list[nn.Module]) -> Iterator[None]:
+def stable_attributes(modules: list[nn.Module]) -> AbstractContextManager[None]:
     """Make the sets that are attributes of ``modules`` stable sets; restore them afterwards."""
-    with ExitStack() as stack:
-        for module in modules:
-            sets = {name: StableSet(value) for name, value in vars(module).items() if type(value) is builtins.set}
-            stack.enter_context(swapped(vars(module), sets))
-        yield
+    return all_swapped(
+        (vars(m), {name: StableSet(value) for name, value in vars(m).items() if type(value) is builtins.set})
+        for m in modules
+    )
 
 
 def sources(modules: list[nn.Module], frameworks: re.Pattern[str]) -> list[ModuleType]:

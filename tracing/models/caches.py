@@ -11,7 +11,6 @@ A layer that uses the part of a different layer raises. The cache is no output o
 """
 
 import copy
-import threading
 from collections.abc import Callable, Collection
 from typing import Any, NoReturn
 
@@ -22,6 +21,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, EncoderDecoderCache
 from transformers.utils.generic import ModelOutput
 
 from nxdpp.tracing.graph.calls import record_opaque_call, recorded
+from nxdpp.tracing.graph.swap import in_this_thread
 
 _CACHES = (Cache, EncoderDecoderCache)
 _TENSORS = ("keys", "values")
@@ -71,7 +71,6 @@ def recorded_with_shapes(function: Callable[..., Any]) -> Callable[..., Any]:
     Other threads call ``function`` itself.
     """
     record = recorded(function)
-    tracing_thread = threading.get_ident()
 
     def shapes(leaf: Any) -> Any:
         if not _is_cache(leaf):
@@ -79,14 +78,12 @@ def recorded_with_shapes(function: Callable[..., Any]) -> Callable[..., Any]:
         return _record(_Template(leaf, None), leaf)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        if threading.get_ident() != tracing_thread:
-            return function(*args, **kwargs)
         if any(_is_cache(value) for value in (*args, *kwargs.values())):
             args = tuple(map(shapes, args))
             kwargs = {name: shapes(value) for name, value in kwargs.items()}
         return record(*args, **kwargs)
 
-    return call
+    return in_this_thread(call, function)
 
 
 def without_cache(output: Any) -> Any:

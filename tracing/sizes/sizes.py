@@ -17,9 +17,9 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.utils import _pytree as pytree
 
 from nxdpp.tracing.graph.calls import OpaqueCall
-from nxdpp.tracing.graph.function_caches import Uncached, uncached_functions, without_caches
+from nxdpp.tracing.graph.function_caches import Uncached, uncached_functions
 from nxdpp.tracing.graph.modes import Modes, applied, applied_to_fakes, current_modes, modes_of
-from nxdpp.tracing.graph.swap import swapped
+from nxdpp.tracing.graph.swap import all_swapped, swapped
 from nxdpp.tracing.sizes.example_run import run_on_examples, takes_examples
 from nxdpp.tracing.sizes.fake_copies import FakeCopies, GuessingMode, TooManyGuessesError, unchanged_generators
 from nxdpp.tracing.sizes.input_specs import COMPARISONS
@@ -144,7 +144,7 @@ class Sizes:
         try:
             quiet = swapped(vars(_LOG), {"disabled": True})
             unchanged = unchanged_generators()
-            with quiet, unchanged, without_caches(self._uncached), self._mode, applied_to_fakes(self._modes):
+            with quiet, unchanged, all_swapped(self._uncached), self._mode, applied_to_fakes(self._modes):
                 for needed in _in_order(node):
                     if needed not in self._values:
                         with applied(modes_of(needed)):

@@ -175,10 +175,10 @@ def snapshot_of_data(values: Mapping[Any, Any]) -> Snapshot:
 
 def has_user_code(spine: Iterable[nn.Module]) -> bool:
     """Return whether code of neither torch nor transformers runs in the ``forward`` of the modules ``spine``."""
-    classes = {type(module) for module in spine}
-    if any(not is_framework(cls.__module__) for kind in classes for cls in kind.__mro__):
+    modules = list(spine)
+    if any("forward" in vars(module) or any(vars(module).get(hooks) for hooks in HOOKS) for module in modules):
         return True
-    return any("forward" in vars(module) or any(vars(module).get(hooks) for hooks in HOOKS) for module in spine)
+    return any(not is_framework(cls.__module__) for kind in set(map(type, modules)) for cls in kind.__mro__)
 
 
 def _shown(key: Any) -> str:

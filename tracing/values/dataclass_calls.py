@@ -5,15 +5,15 @@ A run on fake tensors gives the class. It answers ``fields(out)`` and ``is_datac
 """
 
 import dataclasses
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from types import ModuleType
 from typing import Any
 
 from torch import fx
 
 from nxdpp.tracing.graph.calls import recorded
-from nxdpp.tracing.graph.swap import swapped
+from nxdpp.tracing.graph.swap import replaced
 from nxdpp.tracing.values.type_answers import class_of
 
 _FUNCTIONS: tuple[Any, ...] = (
@@ -21,8 +21,7 @@ _FUNCTIONS: tuple[Any, ...] = (
 )  # fmt: skip
 
 
-@contextmanager
-def recorded_dataclasses(sources: Iterable[ModuleType]) -> Iterator[None]:
+def recorded_dataclasses(sources: Iterable[ModuleType]) -> AbstractContextManager[None]:
     """Follow the functions of ``dataclasses`` in ``sources``, under any name.
 
     The module itself stays as it is: the tracer asks ``is_dataclass`` of each value.
@@ -48,10 +47,4 @@ def recorded_dataclasses(sources: Iterable[ModuleType]) -> Iterator[None]:
     module = ModuleType(dataclasses.__name__)
     own = vars(dataclasses)
     vars(module).update(own, **{name: changes[id(own[name])] for name in own if id(own[name]) in changes})
-    changes[id(dataclasses)] = module
-    with ExitStack() as stack:
-        for source in sources:
-            namespace = vars(source)
-            found = {name: changes[id(value)] for name, value in namespace.items() if id(value) in changes}
-            stack.enter_context(swapped(namespace, found))
-        yield
+    return replaced(map(vars, sources), {**changes, id(dataclasses): module})
