@@ -47,8 +47,8 @@ def recorded_constructors(tracer: fx.Tracer) -> AbstractContextManager[None]:
     """
     replacements = {name: _recorder(tracer, getattr(torch, name)) for name in _CONSTRUCTORS}
     replacements |= {name: _refusal(name, _DRAWN_ONCE) for name in _RANDOM}
-    replacements |= {name: _recorder(tracer, getattr(torch, name), False) for name in _OF_METADATA}
-    replacements |= {name: _recorder_of_sequence(tracer, getattr(torch, name)) for name in _OF_SEQUENCES}
+    replacements |= {name: _recorder(tracer, getattr(torch, name), has_proxy) for name in _OF_METADATA}
+    replacements |= {name: _recorder(tracer, getattr(torch, name), _takes_a_sequence) for name in _OF_SEQUENCES}
     return swapped_in_this_thread(vars(torch), {**replacements, "is_tensor": traced_is_tensor})
 
 
@@ -80,23 +80,20 @@ def under_all_names(namespaces: Iterable[dict[str, Any]]) -> AbstractContextMana
     return replaced(namespaces, {function: vars(torch)[name] for function, name in _ORIGINALS.items()})
 
 
-def _recorder(tracer: fx.Tracer, function: Callable[..., Any], always: bool = True) -> Callable[..., Any]:
+def _recorder(
+    tracer: fx.Tracer, function: Callable[..., Any], is_meant: Callable[[Any, Any], bool] = lambda args, kwargs: True
+) -> Callable[..., Any]:
     def record(*args: Any, **kwargs: Any) -> Any:
-        if always or has_proxy(args, kwargs):
+        if is_meant(args, kwargs):
             return tracer.create_proxy("call_function", function, args, kwargs)
         return function(*args, **kwargs)
 
     return record
 
 
-def _recorder_of_sequence(tracer: fx.Tracer, function: Callable[..., Any]) -> Callable[..., Any]:
+def _takes_a_sequence(args: Any, kwargs: Any) -> bool:
     # torch's C code takes a traced sequence of tensors for a tensor by its class, and refuses it.
-    def record(*args: Any, **kwargs: Any) -> Any:
-        if isinstance(args[0] if args else kwargs.get("tensors"), fx.Proxy):
-            return tracer.create_proxy("call_function", function, args, kwargs)
-        return function(*args, **kwargs)
-
-    return record
+    return isinstance(args[0] if args else kwargs.get("tensors"), fx.Proxy)
 
 
 def _refusal(name: str, reason: str, if_traced: Callable[..., Any] | None = None) -> Callable[..., Any]:

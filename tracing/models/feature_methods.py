@@ -15,6 +15,7 @@ import inspect
 import operator
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
@@ -58,15 +59,15 @@ def _descendants(path: str, spine: dict[str, nn.Module]) -> list[nn.Module]:
     return [module for other, module in spine.items() if not path or other.startswith(f"{path}.")]
 
 
+@dataclass(eq=False)
 class _MethodRecorder:
-    """A method of ``owner`` that adds a node for a call with a traced value."""
+    """A method of ``_owner`` that adds a node for a call with a traced value."""
 
-    def __init__(self, tracer: fx.Tracer, path: str, owner: nn.Module, name: str, spine: dict[str, nn.Module]) -> None:
-        self._tracer = tracer
-        self._path = path
-        self._owner = owner
-        self._name = name
-        self._spine = spine
+    _tracer: fx.Tracer
+    _path: str
+    _owner: nn.Module
+    _name: str
+    _spine: dict[str, nn.Module]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not has_proxy(args, kwargs) or self._runs_layers():

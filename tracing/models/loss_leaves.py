@@ -22,6 +22,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import get_gradient_edge
 
+from nxdpp.tracing.graph.search import reached
 from nxdpp.tracing.modules import listings
 from nxdpp.tracing.values.nested import leaves_of
 
@@ -90,16 +91,9 @@ def _leaves(loss: torch.Tensor, before: CallersGraph) -> list[torch.Tensor]:
     """Return the leaves from which ``loss`` is computed other than through the arguments of its function."""
     if not loss.requires_grad:
         return []
-    first = get_gradient_edge(loss).node
-    seen, waiting, leaves = {first}, [first], []
-    while waiting:
-        node: Any = waiting.pop()
-        if node in before.nodes:
-            continue
-        if type(node).__name__ == "AccumulateGrad":
-            leaves.append(node.variable)
-        for source, _ in node.next_functions:
-            if source is not None and source not in seen:
-                seen.add(source)
-                waiting.append(source)
-    return leaves
+
+    def sources(node: Any) -> list[Any]:
+        return [] if node in before.nodes else [source for source, _ in node.next_functions if source is not None]
+
+    nodes: Iterable[Any] = reached([get_gradient_edge(loss).node], sources)
+    return [n.variable for n in nodes if n not in before.nodes and type(n).__name__ == "AccumulateGrad"]

@@ -4,7 +4,6 @@
 node that holds the tensor. fx itself handles a single traced tensor, and functions with one among their arguments.
 """
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -13,6 +12,7 @@ from unittest.mock import patch
 import torch
 
 from nxdpp.tracing.graph.calls import has_proxy, record_opaque_call
+from nxdpp.tracing.graph.swap import in_this_thread
 
 _WITH_SIZES = (
     "expand",
@@ -48,11 +48,9 @@ def recorded_sizes() -> Iterator[None]:
 
 
 def _recorded(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    thread = threading.get_ident()
-
     def call(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if threading.get_ident() == thread and has_proxy(args, kwargs):
+        if has_proxy(args, kwargs):
             return record_opaque_call(_Method(name), (tensor, *args), kwargs)
         return method(tensor, *args, **kwargs)
 
-    return call
+    return in_this_thread(call, method)

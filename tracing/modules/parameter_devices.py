@@ -66,6 +66,8 @@ def _own(shown_parameter: ParameterOfModel) -> torch.Tensor:
 
 def shown(parameter: nn.Parameter, device: Any, detached: bool = False) -> ParameterOfModel:
     """Return ``parameter`` for code of the spine, with the traced ``device`` of an input."""
+    if isinstance(parameter, ParameterOfModel):
+        return parameter
     requires_grad = parameter.requires_grad and not detached
     made: ParameterOfModel = torch.Tensor._make_subclass(ParameterOfModel, parameter, requires_grad)
     made.own, made.traced_device, made.is_detached = parameter, device, detached

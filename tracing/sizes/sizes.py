@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 from nxdpp.tracing.graph.calls import OpaqueCall
 from nxdpp.tracing.graph.function_caches import Uncached, uncached_functions
 from nxdpp.tracing.graph.modes import Modes, applied, applied_to_fakes, current_modes, modes_of
+from nxdpp.tracing.graph.search import reached
 from nxdpp.tracing.graph.swap import all_swapped, swapped
 from nxdpp.tracing.sizes.example_run import run_on_examples, takes_examples
 from nxdpp.tracing.sizes.fake_copies import FakeCopies, GuessingMode, TooManyGuessesError, unchanged_generators
@@ -246,14 +247,7 @@ def _is_device(node: fx.Node) -> bool:
 
 def _in_order(node: fx.Node) -> list[fx.Node]:
     """``node`` and all nodes that its size depends on, in the order of the graph."""
-    needed = {node}
-    pending = [node]
-    while pending:
-        last = pending.pop()
-        new = [] if _is_device(last) else [argument for argument in last.all_input_nodes if argument not in needed]
-        needed.update(new)
-        pending += new
-    return sorted(needed)
+    return sorted(reached([node], lambda each: () if _is_device(each) else each.all_input_nodes))
 
 
 def shapes_of(inputs: Mapping[str, Any]) -> Shapes:

@@ -47,6 +47,9 @@ class ReadValues:
     Args:
         spine: the modules whose ``forward`` is traced.
         find_state: finds the state that code of the user in the spine can reach; ``None`` without such code.
+
+    Attributes:
+        objects: the tensors and other whole objects that the code read when ``number`` was last asked for.
     """
 
     def __init__(self, spine: Sequence[nn.Module], find_state: Callable[[], ReachableState | None]) -> None:
@@ -54,6 +57,7 @@ class ReadValues:
         self._find_state = find_state
         self._places: list[ReadPlace] = []
         self._values: Values = {}
+        self.objects: frozenset[Any] = frozenset()
         self._known: dict[frozenset[tuple[str, Any]], int] = {}
         self._unread: set[str | None] = set()
         self._counter = count()
@@ -72,6 +76,7 @@ class ReadValues:
         values, self._places = found.values, [ReadPlace(read) for read in found.reads]
         if state is not None:
             self._find_unread(values, state)
+        self.objects = frozenset(known for known in found.objects if known[0] not in self._unread)
         before, self._values = self._values, values
         content = self._read_part(values.items())
         number = self._known.pop(content, None)

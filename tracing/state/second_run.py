@@ -24,9 +24,11 @@ from torch.utils import _pytree as pytree
 from nxdpp.tracing.code.reads import is_read, writing_line
 from nxdpp.tracing.graph.errors import StaleValueError, TracingError, model_line, source_line
 from nxdpp.tracing.graph.graph_values import ForeignNodeError, NumberedGraph, ValueNumbers
+from nxdpp.tracing.graph.search import reached
 from nxdpp.tracing.graph.uses import draws_random_numbers
 from nxdpp.tracing.sizes.sizes import Fact, whole_number
-from nxdpp.tracing.state.reachable_state import ChangedState, ReachableState, Snapshot
+from nxdpp.tracing.state.reachable_state import ChangedState, ReachableState, differences
+from nxdpp.tracing.state.state_walk import StateWalk
 from nxdpp.tracing.values.lost_changes import ROOT
 
 _logger = logging.getLogger(__name__)
@@ -47,7 +49,7 @@ class Run:
 
 
 def refuse_differences(
-    module: nn.Module, state: ReachableState, before: Snapshot, first: Run, run_again: Callable[["Carried"], Run]
+    module: nn.Module, state: ReachableState, before: StateWalk, first: Run, run_again: Callable[["Carried"], Run]
 ) -> None:
     """Run the spine a second time and compare it with the first run.
 
@@ -91,7 +93,7 @@ def refuse_differences(
             f"step would repeat the first\n  at {model_line(node.stack_trace if node else None)}\n{_REMEDY}"
         )
     after = state.snapshot()
-    _refuse_changes(name, state, [*between.differences(after), *filter(_is_counted, before.differences(between))])
+    _refuse_changes(name, state, [*differences(between, after), *filter(_is_counted, differences(before, between))])
     if first.output_spec != second.output_spec:
         raise TracingError(
             f"{name}.forward differs in two runs: its outputs have the structures {first.output_spec} and "
@@ -106,7 +108,7 @@ class Carried:
     run. Others must not be used.
     """
 
-    def __init__(self, root: nn.Module, state: Snapshot, first: Run, numbers: NumberedGraph) -> None:
+    def __init__(self, root: nn.Module, state: StateWalk, first: Run, numbers: NumberedGraph) -> None:
         self._root = root
         self._values = state.traced
         self._numbers = numbers
@@ -136,17 +138,11 @@ class Carried:
         )
 
     def _is_table(self, node: fx.Node) -> bool:
-        seen: set[fx.Node] = set()
-        pending = [node]
-        while pending:
-            node = pending.pop()
-            if node in seen or node in self._sizes or _asks_for_device(node):
-                continue
-            seen.add(node)
-            if node.op == "placeholder" or self._may_change(node):
-                return False
-            pending += node.all_input_nodes
-        return True
+        def is_given(node: fx.Node) -> bool:
+            return node in self._sizes or _asks_for_device(node)
+
+        needed = reached([node], lambda node: () if is_given(node) else node.all_input_nodes)
+        return all(is_given(each) or not (each.op == "placeholder" or self._may_change(each)) for each in needed)
 
     def _may_change(self, node: fx.Node) -> bool:
         if node.op not in ("get_attr", "call_module"):
@@ -170,15 +166,8 @@ class Carried:
 
     def _in_order(self, node: fx.Node, copies: Mapping[fx.Node, Any]) -> list[fx.Node]:
         """``node`` and the nodes that it depends on and that have no copy yet."""
-        needed = {node} - copies.keys()
-        pending = list(needed)
-        while pending:
-            node = pending.pop()
-            arguments = [] if _asks_for_device(node) else node.all_input_nodes
-            new = [argument for argument in arguments if argument not in needed and argument not in copies]
-            needed.update(new)
-            pending += new
-        return sorted(needed)
+        needed = reached([node], lambda each: () if _asks_for_device(each) or each in copies else each.all_input_nodes)
+        return sorted(needed.keys() - copies.keys())
 
 
 def _refuse_changes(name: str, state: ReachableState, changes: list[ChangedState]) -> None:

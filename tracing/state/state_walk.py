@@ -67,7 +67,7 @@ class StateWalk:
         caches: functions with a cache (``functools.lru_cache``).
         keys: by path and name, a key of the content of each place.
         undo: calls that put the content of all objects back.
-        kept: all objects.
+        kept: all objects: no other object gets the id of one of them.
         traced: traced values, with their paths.
     """
 
@@ -96,6 +96,11 @@ class StateWalk:
         while self._pending and len(self._seen) < _MOST_OBJECTS:
             self._owner, self._owner_path, *_ = entered = self._pending.popleft()
             self._enter(*entered)
+
+    def restore(self) -> None:
+        """Put the content of all objects back, as it was in this pass."""
+        for undo in reversed(self.undo):
+            undo()
 
     def _visit_roots(self, spine: Sequence[nn.Module], of_leaves: Iterable[tuple[nn.Module, str, str]]) -> None:
         for module in spine:

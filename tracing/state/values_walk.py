@@ -15,29 +15,32 @@ from types import FunctionType, MethodType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy
+import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
 from nxdpp.tracing.code.names import is_framework, names_in
-from nxdpp.tracing.code.source import code_of
-from nxdpp.tracing.state.object_state import MISSING, PLAIN, member_key
+from nxdpp.tracing.state.object_state import PLAIN, Same, member_key
 from nxdpp.tracing.state.reachable_state import ReachableState
 from nxdpp.tracing.state.state_walk import OF_MODULES, StateWalk
 
 # By path: the name under which code knows the value, or None where any code may read it, and a key of the value.
 Values = dict[str, tuple[str | None, Any]]
 
-_MOST_BYTES = 1 << 12
+_MOST_BYTES = 1 << 16
 # Objects that cannot change, with a text that has all of their content.
 _SHOWN = (enum.Enum, range, slice, Fraction, Decimal, PurePath, date, time, timedelta, numpy.generic)
 _OPEN = (SimpleNamespace, Namespace, UserDict, UserList, PreTrainedConfig)
 _ENTERED = (Mapping, list, tuple, deque, ContextVar, functools.partial, MethodType)
 
+# Objects that are compared as a whole: another one may compute other values.
+_WHOLE = (nn.Module, torch.Tensor, type, FunctionType)
+
 _OF_ENVIRONMENT = frozenset({"environ", "environb", "getenv", "getenvb"})
 
 
 class _Summary(NamedTuple):
-    """The class of a value that is not kept, such as a tensor, and content that may change in place."""
+    """The class of a value, and content that may change in place."""
 
     type: type
     content: Any = None
@@ -51,34 +54,28 @@ def _role(cls: type) -> str:
         return "set"
     if issubclass(cls, numpy.ndarray):
         return "array"
-    if issubclass(cls, FunctionType):
-        return "function"
-    if issubclass(cls, nn.Module | type) or cls is type(MISSING):
-        return "identity"
     is_open = issubclass(cls, (*_OPEN, *_ENTERED)) or not is_framework(cls.__module__)
-    return "content" if is_open else "class"
+    return "content" if is_open and not issubclass(cls, _WHOLE) else "identity"
 
 
 def kept(value: Any) -> Any:
-    """``value``, or its description where it may change in place, or where code of the user reads nothing of it."""
+    """``value``, or its description where it may change in place."""
     role = _role(type(value))
     if role == "set":
         return _Summary(type(value), frozenset(member_key(item) for item in value))
     if role == "array" and value.nbytes <= _MOST_BYTES and not value.dtype.hasobject:
         return _Summary(type(value), (value.shape, value.dtype, value.tobytes()))
-    return _Summary(type(value)) if role in ("class", "array") else value
+    return value
 
 
 def _key(kept: Any) -> Any:
-    """A key, equal for values that code cannot tell apart by their class and their plain content."""
+    """A key, equal for the same object, and for values that code cannot tell apart by their plain content."""
     if type(kept) is _Summary:
         return kept
     role = _role(type(kept))
     if role == "text":
         return type(kept), repr(kept)
-    if role == "function":
-        return code_of(kept)
-    return kept if role == "identity" else _Summary(type(kept))
+    return _Summary(type(kept)) if role == "content" else Same(kept)
 
 
 def is_equal(value: Any, before: Any) -> bool:
@@ -98,11 +95,13 @@ class ValuesWalk(StateWalk):
 
     Attributes:
         values: the values.
+        objects: tensors and other whole objects that code may read. The stages of a graph may hold them.
         reads: calls that read the places to look at for a change of them.
     """
 
     def __init__(self, spine: Sequence[nn.Module], state: ReachableState | None) -> None:
         self.values: Values = {}
+        self.objects: set[tuple[str | None, Same]] = set()
         self.reads: list[Callable[[], Sequence[Any]]] = []
         self._state = state
         super().__init__(spine, set() if state is None else state.names, () if state is None else state.of_leaves)
@@ -135,7 +134,10 @@ class ValuesWalk(StateWalk):
 
     def _visit(self, value: Any, path: str, name: str | None, depth: int) -> None:
         self.kept.append(value)
-        self.values[path] = (None if self._all else name, _key(kept(value)))
+        known, key = None if self._all else name, _key(kept(value))
+        self.values[path] = known, key
+        if isinstance(key, Same) and not isinstance(value, FunctionType):
+            self.objects.add((known, key))
         is_entered = _role(type(value)) == "content" or isinstance(value, type)
         if is_entered and id(value) not in self._seen:
             self._enter_later(value, path, name, depth)

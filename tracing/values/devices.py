@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from nxdpp.tracing.graph.search import reached
 from nxdpp.tracing.modules import listings
 from nxdpp.tracing.values.metadata import is_metadata
 
@@ -62,14 +63,8 @@ def _reads_device(node: fx.Node) -> bool:
 
 def _refuse_elsewhere(value: Any) -> None:
     """Raise ``ElsewhereError`` unless ``value`` is an input or follows from values of the model, and is not moved."""
-    pending, seen = [value], set()
-    while pending:
-        node = pending.pop()
-        if node in seen:
-            continue
-        seen.add(node)
+    for node in reached([value], lambda node: [a for a in node.all_input_nodes if not is_metadata(a)]):
         moves = node.op == "call_method" and node.target in _MOVES
         made = node.op == "call_function" and not any(not is_metadata(a) for a in node.all_input_nodes)
         if moves or made or "device" in node.kwargs:
             raise ElsewhereError(f"the device of {node.name} is asked, which may be another one than the model's")
-        pending += [argument for argument in node.all_input_nodes if not is_metadata(argument)]

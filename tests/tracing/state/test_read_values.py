@@ -2,6 +2,7 @@
 
 import enum
 import logging
+import math
 import os
 from argparse import Namespace
 from collections.abc import Callable
@@ -24,7 +25,7 @@ from tests.support.in_process import InProcessPipeline
 from tests.support.traced_models import PlainLayer, PlainModel
 
 SCALE = 1.0
-TABLE = {"loss": {"scale": 1.0}}
+TABLE: dict[str, Any] = {"loss": {"scale": 1.0}, "round": math.floor}
 LOGGED = 0
 CONTEXT: ContextVar[float] = ContextVar("CONTEXT", default=1.0)
 
@@ -115,6 +116,7 @@ def print_at_times(model: Any) -> float:
 READS_AND_CHANGES: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     "global": (lambda m: SCALE, set_global),
     "entry of a global": (lambda m: TABLE["loss"]["scale"], lambda m: TABLE["loss"].update(scale=2.0)),
+    "function in a global": (lambda m: TABLE["round"](1.5), lambda m: TABLE.update(round=math.ceil)),
     "global of this module": (lambda m: models.VOCABULARY / 61, lambda m: setattr(models, "VOCABULARY", 122)),
     "context": (lambda m: CONTEXT.get(), lambda m: CONTEXT.set(2.0)),
     "class attribute": (lambda m: m.class_scale, lambda m: setattr(type(m), "class_scale", 2.0)),
@@ -154,7 +156,7 @@ def _put_back(monkeypatch: pytest.MonkeyPatch) -> Any:
     before = SCALE, models.VOCABULARY, Model.class_scale
     yield
     globals()["SCALE"], models.VOCABULARY, Model.class_scale = before
-    TABLE["loss"]["scale"] = 1.0
+    TABLE["loss"]["scale"], TABLE["round"] = 1.0, math.floor
     CONTEXT.set(1.0)
 
 
