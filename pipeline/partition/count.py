@@ -29,11 +29,10 @@ from nxdpp.pipeline.partition.run_node import (
     tensors_in,
 )
 from nxdpp.tensor.collective_bytes import sent_bytes
-from nxdpp.tracing.graph.function_caches import uncached_functions
 from nxdpp.tracing.graph.swap import all_swapped
 from nxdpp.tracing.graph.trace import TracedGraph
 from nxdpp.tracing.modules import listings
-from nxdpp.tracing.sizes.fake_copies import FakeCopies
+from nxdpp.tracing.sizes.fake_runs import FakeCopies, uncached_functions
 
 # Plans without a device are for accelerators.
 _ACCELERATOR = torch.device("cuda")

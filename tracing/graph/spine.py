@@ -25,7 +25,6 @@ from nxdpp.tracing.graph.checks import mark_must_run, value_or_none
 from nxdpp.tracing.graph.constructors import recorded_constructors
 from nxdpp.tracing.graph.data_checks import DataChecks, is_check, recorded_checks
 from nxdpp.tracing.graph.errors import StaleValueError, calling_line
-from nxdpp.tracing.graph.selections import answer_with_items
 from nxdpp.tracing.graph.swap import StableSet, sources, stable_attributes, swapped
 from nxdpp.tracing.models.captured_outputs import call_capturing
 from nxdpp.tracing.models.einops_calls import recorded_einops
@@ -38,6 +37,7 @@ from nxdpp.tracing.modules.left_behind import LeftBehind
 from nxdpp.tracing.modules.parameter_devices import devices_of_inputs, on_device_of_input
 from nxdpp.tracing.modules.spine_modules import without_forward
 from nxdpp.tracing.sizes.answering_tracer import AnsweringTracer
+from nxdpp.tracing.sizes.checked_answers import answer_with_items
 from nxdpp.tracing.sizes.input_specs import constant_of
 from nxdpp.tracing.sizes.sizes import Shapes, UnknownSizeError
 from nxdpp.tracing.values.dataclass_calls import recorded_dataclasses

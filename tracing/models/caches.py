@@ -1,4 +1,4 @@
-"""Key-value caches that the spine fills before the layers run: the prefixes of PEFT's prefix tuning.
+"""Key-value caches that the spine hands to layers: filled ones (the prefixes of PEFT's prefix tuning) and empty ones.
 
 A cache is an object that all layers change. In a graph each layer gets a cache of its own, made of the keys and values
 that the spine put in for this layer, and functions that make masks get one without data::
@@ -8,9 +8,13 @@ that the spine put in for this layer, and functions that make masks get one with
                               └── shapes ── cache without data ── create_causal_mask
 
 A layer that uses the part of a different layer raises. The cache is no output of the model.
+
+Some models make a cache although ``use_cache`` is off (XLM, FlauBERT). It is empty at each layer, and a layer only adds
+its keys and values to it. The layers get ``None``, as from a model that heeds ``use_cache=False``.
 """
 
 import copy
+import inspect
 from collections.abc import Callable, Collection
 from typing import Any, NoReturn
 
@@ -189,3 +193,22 @@ def _record(template: _Template, cache: Any) -> Any:
             f"cache. Call the model with past_key_values=None"
         )
     return record_opaque_call(template, values, {})
+
+
+def without_empty_caches(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of ``module`` with ``None`` in place of empty caches, where that is the default."""
+    if not any(_is_empty_cache(value) for value in (*args, *kwargs.values())):
+        return args, kwargs
+    # A forward may be wrapped on the module while it is traced; its class has the names.
+    given = inspect.signature(type(module).forward).bind(module, *args, **kwargs)
+    for name, value in given.arguments.items():
+        if given.signature.parameters[name].default is None and _is_empty_cache(value):
+            given.arguments[name] = None
+    return given.args[1:], given.kwargs
+
+
+def _is_empty_cache(value: Any) -> bool:
+    # A traced value would look through the stack for the answer to isinstance.
+    return issubclass(type(value), Cache) and value.get_seq_length() == 0

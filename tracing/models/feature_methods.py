@@ -27,7 +27,7 @@ from transformers import PreTrainedConfig
 from nxdpp.tracing.code.names import attributes_in
 from nxdpp.tracing.graph.calls import OpaqueCall, has_proxy, record_opaque_call
 from nxdpp.tracing.graph.swap import swapped
-from nxdpp.tracing.sizes.any_data import check_in_every_step
+from nxdpp.tracing.sizes.checked_answers import check_in_every_step
 from nxdpp.tracing.sizes.input_specs import InputSpec
 from nxdpp.tracing.values.lost_changes import ROOT
 

@@ -38,13 +38,12 @@ from transformers.utils.generic import ModelOutput
 
 from nxdpp.tracing.graph.calls import recorded
 from nxdpp.tracing.graph.data_checks import compilable_check
-from nxdpp.tracing.graph.seeded import may_draw
 from nxdpp.tracing.graph.spine import SpineTracer
 from nxdpp.tracing.graph.swap import StableSet, in_this_thread, sources, swapped
-from nxdpp.tracing.models.caches import Caches, recorded_with_shapes, without_cache
+from nxdpp.tracing.graph.uses import may_draw
+from nxdpp.tracing.models.caches import Caches, recorded_with_shapes, without_cache, without_empty_caches
 from nxdpp.tracing.models.feature_methods import recorded_feature_methods
 from nxdpp.tracing.models.transformers_models import transformers_models
-from nxdpp.tracing.modules.empty_caches import without_empty_caches
 from nxdpp.tracing.values.type_answers import traced_isinstance
 
 _LAYER_DROPS = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")

@@ -11,7 +11,7 @@ from typing import Any, Self
 from torch import fx
 
 from nxdpp.tracing.graph.modes import current_modes
-from nxdpp.tracing.sizes.any_data import check_in_every_step, is_checked
+from nxdpp.tracing.sizes.checked_answers import check_in_every_step, is_checked
 from nxdpp.tracing.sizes.guesses import MOST_GUESSES, guessed_answer
 from nxdpp.tracing.sizes.sizes import (
     DataInModuleError,

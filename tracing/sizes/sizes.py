@@ -17,17 +17,26 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.utils import _pytree as pytree
 
 from nxdpp.tracing.graph.calls import OpaqueCall
-from nxdpp.tracing.graph.function_caches import Uncached, uncached_functions
 from nxdpp.tracing.graph.modes import Modes, applied, applied_to_fakes, current_modes, modes_of
 from nxdpp.tracing.graph.search import reached
 from nxdpp.tracing.graph.swap import all_swapped, swapped
-from nxdpp.tracing.sizes.example_run import run_on_examples, takes_examples
-from nxdpp.tracing.sizes.fake_copies import FakeCopies, GuessingMode, TooManyGuessesError, unchanged_generators
+from nxdpp.tracing.sizes.fake_runs import (
+    FakeCopies,
+    GuessingMode,
+    TooManyGuessesError,
+    Uncached,
+    run_on_examples,
+    takes_examples,
+    uncached_functions,
+    unchanged_generators,
+)
 from nxdpp.tracing.sizes.input_specs import COMPARISONS
-from nxdpp.tracing.values.devices import ElsewhereError, answer_for, asks_for_device, device_of_model
+from nxdpp.tracing.values.metadata import ElsewhereError, answer_for, asks_for_device, device_of_model, reads
 
 # Fake tensors log the errors that end here as UnknownSizeError.
 _LOG = logging.getLogger("torch._subclasses.fake_tensor")
+# All fakes are on the CPU, also one whose size data decide.
+_DEVICE = ("device",)
 _OF_FAKES = frozenset({"autocast cpu", "autocast cache"})
 # Types of the errors that operations raise for shapes that they do not take. Fake tensors have subclasses for data.
 _OF_SHAPES = (IndexError, RuntimeError, ValueError)
@@ -169,7 +178,7 @@ class Sizes:
         return uncached_functions(self._root)
 
     def _value(self, node: fx.Node) -> Any:
-        if _is_device(node):
+        if reads(node, _DEVICE):
             return torch.device("cpu")
         if node.op == "placeholder":
             if str(node.target) not in self._shapes:
@@ -240,14 +249,9 @@ def _mutable(value: Any) -> Any:
     return {key: _mutable(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
-def _is_device(node: fx.Node) -> bool:
-    """Return whether the node reads a device. All fakes are on the CPU, also one whose size data decide."""
-    return node.op == "call_function" and node.target is getattr and node.args[1] == "device"
-
-
 def _in_order(node: fx.Node) -> list[fx.Node]:
     """``node`` and all nodes that its size depends on, in the order of the graph."""
-    return sorted(reached([node], lambda each: () if _is_device(each) else each.all_input_nodes))
+    return sorted(reached([node], lambda each: () if reads(each, _DEVICE) else each.all_input_nodes))
 
 
 def shapes_of(inputs: Mapping[str, Any]) -> Shapes:

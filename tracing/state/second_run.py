@@ -30,9 +30,11 @@ from nxdpp.tracing.sizes.sizes import Fact, whole_number
 from nxdpp.tracing.state.reachable_state import ChangedState, ReachableState, differences
 from nxdpp.tracing.state.state_walk import StateWalk
 from nxdpp.tracing.values.lost_changes import ROOT
+from nxdpp.tracing.values.metadata import reads
 
 _logger = logging.getLogger(__name__)
 
+_METADATA = ("device", "dtype")
 _REMEDY = (
     "Move it into a layer, or into a module without layers, which runs as one node in each step (for a counter: a "
     "buffer of it); or give it to forward as an input."
@@ -139,7 +141,7 @@ class Carried:
 
     def _is_table(self, node: fx.Node) -> bool:
         def is_given(node: fx.Node) -> bool:
-            return node in self._sizes or _asks_for_device(node)
+            return node in self._sizes or reads(node, _METADATA)
 
         needed = reached([node], lambda node: () if is_given(node) else node.all_input_nodes)
         return all(is_given(each) or not (each.op == "placeholder" or self._may_change(each)) for each in needed)
@@ -154,7 +156,7 @@ class Carried:
 
     def _copied(self, node: fx.Node, graph: fx.Graph, copies: dict[fx.Node, Any]) -> fx.Node:
         for needed in self._in_order(node, copies):
-            if _asks_for_device(needed):
+            if reads(needed, _METADATA):
                 # Of any tensor: the graph is only for comparison.
                 inputs = next(other for other in graph.nodes if other.op == "placeholder")
                 copies[needed] = graph.call_function(getattr, (inputs, needed.args[1]))
@@ -166,7 +168,7 @@ class Carried:
 
     def _in_order(self, node: fx.Node, copies: Mapping[fx.Node, Any]) -> list[fx.Node]:
         """``node`` and the nodes that it depends on and that have no copy yet."""
-        needed = reached([node], lambda each: () if _asks_for_device(each) or each in copies else each.all_input_nodes)
+        needed = reached([node], lambda each: () if reads(each, _METADATA) or each in copies else each.all_input_nodes)
         return sorted(needed.keys() - copies.keys())
 
 
@@ -195,10 +197,6 @@ def _is_counted(change: ChangedState) -> bool:
     """Return whether a number has changed, or a generator has drawn."""
     contents = (change.before, change.after)
     return all(isinstance(content, tuple) and content[0] in (int, float, "a generator") for content in contents)
-
-
-def _asks_for_device(node: fx.Node) -> bool:
-    return node.op == "call_function" and node.target is getattr and node.args[1] in ("device", "dtype")
 
 
 def _shown(node: fx.Node | None) -> str:

@@ -17,7 +17,7 @@ from torch.nn import functional
 from nxdpp.tracing.graph.errors import TracingError, model_line
 from nxdpp.tracing.graph.search import reached
 from nxdpp.tracing.values.in_place import ASSIGNMENTS, IN_PLACE_OPERATORS, changes_argument
-from nxdpp.tracing.values.metadata import is_metadata
+from nxdpp.tracing.values.metadata import is_metadata, reads
 
 _VIEWS = frozenset(
     {"H", "T", "adjoint", "as_strided", "atleast_1d", "atleast_2d", "atleast_3d", "bfloat16", "broadcast_to", "chunk",
@@ -217,13 +217,9 @@ def _is_moved(node: Any, module: nn.Module, name: str, proxy: fx.Proxy) -> bool:
     return (
         node.op == "call_method"
         and node.target == "to"
-        and all(_is_metadata(argument) for argument in others)
+        and all(reads(argument, _METADATA) for argument in others)
         and _is_moved(node.args[0], module, name, proxy)
     )
-
-
-def _is_metadata(node: fx.Node) -> bool:
-    return node.op == "call_function" and node.target is getattr and node.args[1] in _METADATA
 
 
 def _put_back(store: dict[str, Any], name: str, old: dict[str, Any]) -> None:

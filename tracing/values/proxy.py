@@ -20,12 +20,11 @@ from nxdpp.tracing.graph.tensor_hooks import hook_method
 from nxdpp.tracing.modules import listings
 from nxdpp.tracing.sizes.input_specs import InputSpec, length_of, spec_of
 from nxdpp.tracing.sizes.sizes import UnknownSizeError, number_of_items
-from nxdpp.tracing.values.fields import is_field, may_be_field
 from nxdpp.tracing.values.in_place import IN_PLACE_OPERATORS, assignment, in_place, in_place_method
 from nxdpp.tracing.values.items_of_dicts import ITEMS, METHODS, items_of, known_items
 from nxdpp.tracing.values.metadata import has_name, is_metadata, is_shape
 from nxdpp.tracing.values.number_proxy import NumberProxy
-from nxdpp.tracing.values.type_answers import class_of, reads_parameter
+from nxdpp.tracing.values.type_answers import class_of, is_field, may_be_field, reads_parameter
 
 _logger = logging.getLogger(__name__)
 

@@ -1,6 +1,7 @@
-"""Types of traced values for code that asks: ``isinstance(x, c)``, ``type(x)``, ``callable(x)``.
+"""Types of traced values for code that asks: ``isinstance(x, c)``, ``type(x)``, ``callable(x)``; fields of outputs.
 
-A type that is not sure is checked in every step (``tracing/graph/checks.py``).
+A type that is not sure is checked in every step (``tracing/graph/checks.py``). A field is an attribute of an object
+that a module returns: ``output.mask``, and one with a name that tensors have (``output.mean``).
 """
 
 import builtins
@@ -10,8 +11,9 @@ from typing import Any, get_origin
 import torch
 from torch import fx, nn
 
+from nxdpp.tracing.code.frames import Frame, calls_attribute
 from nxdpp.tracing.graph.calls import OpaqueCall, record_opaque_call
-from nxdpp.tracing.graph.checks import expect_type, mark_must_run, passes_on, return_annotation
+from nxdpp.tracing.graph.checks import expect_type, is_user_function, mark_must_run, passes_on, return_annotation
 from nxdpp.tracing.graph.uses import is_from_torch
 from nxdpp.tracing.modules.listings import submodule, unwrapped
 from nxdpp.tracing.sizes.input_specs import UNKNOWN
@@ -153,3 +155,32 @@ def _type_of_output(value: fx.Proxy, module: nn.Module) -> type:
         origin = get_origin(declared)
         return origin if origin in (tuple, list) else torch.Tensor
     return found
+
+
+# Methods of outputs that are mappings.
+_METHODS_OF_MAPPINGS = frozenset({"get", "items", "keys", "pop", "to_tuple", "values"})
+# Attributes of tensors that are not methods, and that an object may have as a field.
+_NAMES = frozenset({"H", "T", "data", "imag", "layout", "mH", "mT", "name", "names", "real", "volatile"})
+
+
+def is_field(node: fx.Node, name: str) -> bool:
+    """Return whether ``name`` is a field of an object that a module or a function returns: no tensor has it."""
+    return not hasattr(torch.Tensor, name) and name not in _METHODS_OF_MAPPINGS and _is_part_of_output(node)
+
+
+def may_be_field(node: fx.Node, name: str, asker: Frame) -> bool:
+    """Return whether ``name``, which tensors have, may be a field here: ``asker`` does not call it as a method."""
+    if name.startswith("_") or not _is_part_of_output(node):
+        return False
+    if name in _NAMES:
+        return True
+    return callable(getattr(torch.Tensor, name, None)) and not calls_attribute(asker)
+
+
+def _is_part_of_output(node: fx.Node) -> bool:
+    """Return whether ``node`` is what a module or a function of the user returns, or a part of it."""
+    while node.op == "call_function" and (passes_on(node) or node.target in (getattr, operator.getitem)):
+        if not isinstance(node.args[0], fx.Node):
+            break
+        node = node.args[0]
+    return node.op == "call_module" or is_user_function(node)

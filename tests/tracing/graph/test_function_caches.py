@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nxdpp.tracing.graph.function_caches import uncached_functions
 from nxdpp.tracing.graph.swap import all_swapped
+from nxdpp.tracing.sizes.fake_runs import uncached_functions
 from tests.support.in_process import InProcessPipeline
 from tests.support.traced_models import PlainModel
 
