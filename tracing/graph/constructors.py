@@ -5,8 +5,8 @@ Functions of a sequence of tensors are here too: such a sequence may be one trac
 
 import random
 import re
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from types import ModuleType
 from typing import Any
 
@@ -58,21 +58,23 @@ def refused_random_tensors() -> AbstractContextManager[None]:
     return swapped_in_this_thread(vars(torch), replacements)
 
 
-@contextmanager
-def refused_seeds(namespaces: Iterable[dict[str, Any]]) -> Iterator[None]:
+def refused_seeds(namespaces: Iterable[dict[str, Any]]) -> AbstractContextManager[None]:
     """Refuse to set the state of torch's generators, also by ``fork_rng``: no step would do so.
 
     ``namespaces`` may have the functions under names of their own.
     """
     # torch.compile replaces torch.manual_seed, and not torch.random.manual_seed.
     names = {id(vars(module)[name]): name for module in (torch, torch.random) for name in _SEEDS}
-    with ExitStack() as stack:
-        for namespace in (vars(torch), vars(torch.random), *namespaces):
-            refusals = {n: _refusal(names[id(v)], "have no effect") for n, v in namespace.items() if id(v) in names}
-            stack.enter_context(swapped_in_this_thread(namespace, refusals))
-        refusals = {name: _refusal(f"cuda.{name}", "have no effect") for name in _DEVICE_SEEDS}
-        stack.enter_context(swapped_in_this_thread(cuda.functions(), refusals))
-        yield
+
+    def refused(name: str, seed: Callable[..., Any]) -> Callable[..., Any]:
+        return in_this_thread(_refusal(name, "have no effect"), seed)
+
+    own = [
+        (known, {n: refused(names[id(v)], v) for n, v in known.items() if id(v) in names})
+        for known in (vars(torch), vars(torch.random), *namespaces)
+    ]
+    of_devices = {name: refused(f"cuda.{name}", cuda.functions()[name]) for name in _DEVICE_SEEDS}
+    return all_swapped([*own, (cuda.functions(), of_devices)])
 
 
 def under_all_names(namespaces: Iterable[dict[str, Any]]) -> AbstractContextManager[None]:

@@ -24,7 +24,7 @@ from transformers.utils import import_utils
 from nxdpp.tracing.code.frames import Frame
 from nxdpp.tracing.code.raising import Question, Raises, follows, question_of
 from nxdpp.tracing.graph.calls import record_opaque_call
-from nxdpp.tracing.graph.checks import mark_must_run
+from nxdpp.tracing.graph.checks import run_in_every_step
 from nxdpp.tracing.graph.errors import calling_line, model_line, stack_line
 from nxdpp.tracing.graph.swap import replaced, swapped
 
@@ -134,4 +134,4 @@ def _all_true(value: Any) -> bool:
 
 def _record(conditions: list[_Condition], raises: Raises, place: str) -> None:
     values, truths = [value for value, _ in conditions], [truth for _, truth in conditions]
-    mark_must_run(record_opaque_call(raise_where, (values, truths, raises.error, raises.text, place), {}).node)
+    run_in_every_step(record_opaque_call(raise_where, (values, truths, raises.error, raises.text, place), {}).node)

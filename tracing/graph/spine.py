@@ -21,7 +21,7 @@ from nxdpp.tracing.graph.calls import (
     recorded_direct_calls,
     refuse_made,
 )
-from nxdpp.tracing.graph.checks import mark_must_run, value_or_none
+from nxdpp.tracing.graph.checks import run_in_every_step, value_or_none
 from nxdpp.tracing.graph.constructors import recorded_constructors
 from nxdpp.tracing.graph.data_checks import DataChecks, is_check, recorded_checks
 from nxdpp.tracing.graph.errors import StaleValueError, calling_line
@@ -193,7 +193,7 @@ class SpineTracer(AnsweringTracer):
         node = super().create_node(*args, **kwargs)
         node.stack_trace = calling_line()
         if is_check(node):
-            mark_must_run(node)
+            run_in_every_step(node)
         return node
 
     def create_proxy(

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from nxdpp.tracing.graph.calls import OpaqueCall, has_proxy, record_opaque_call
-from nxdpp.tracing.graph.checks import mark_must_run
+from nxdpp.tracing.graph.checks import run_in_every_step
 from nxdpp.tracing.state.object_state import content_of
 
 
@@ -44,7 +44,7 @@ def hook_method(owner: fx.Proxy) -> Callable[[Callable[[torch.Tensor], Any]], "H
                 )
             )
         owner.node = record_opaque_call(with_hook, (owner, hook), {}).node
-        mark_must_run(owner.node)
+        run_in_every_step(owner.node)
         return HookHandle()
 
     return register

@@ -19,7 +19,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from nxdpp.tracing.graph.calls import OpaqueCall
-from nxdpp.tracing.models.loss_leaves import CallersGraph, LossLeaves
+from nxdpp.tracing.models.loss_leaves import explain, nodes_of, verify_leaves
 from nxdpp.tracing.sizes.input_specs import InputSpec
 from nxdpp.tracing.values.input_dicts import close_inputs
 from nxdpp.tracing.values.nested import flatten
@@ -69,12 +69,8 @@ class LossFunction:
         required = tuple(parameter.name for parameter in named if parameter.default is parameter.empty)
         return cls(function, tuple(parameter.name for parameter in named), required)
 
-    def is_given(self, inputs: Iterable[str]) -> bool:
-        """Return whether ``inputs``, opened or not, have all that the function needs."""
-        return not self.lacking(inputs)
-
     def lacking(self, inputs: Iterable[str]) -> tuple[str, ...]:
-        """Names that the function needs and ``inputs`` lack."""
+        """Names that the function needs and ``inputs``, opened or not, lack."""
         given = set(inputs)
         return tuple(name for name in self.required if name not in given)
 
@@ -137,19 +133,19 @@ class LossCall(OpaqueCall):
         self.traced = [leaf for leaf in leaves if isinstance(leaf, fx.Node)]
         self._positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, fx.Node)]
         self._leaves = [None if isinstance(leaf, fx.Node) else leaf for leaf in leaves]
-        self._verified = LossLeaves(module)
+        self._module = module
 
     def __call__(self, *traced: Any) -> Any:
         """Call the function. Raises ``ValueError`` or ``RuntimeError`` for a tensor that no step would train."""
-        before = CallersGraph.of(traced)
+        before = nodes_of(traced)
         if before is None:
             return super().__call__(*traced)
         try:
             loss = super().__call__(*traced)
         except RuntimeError as error:
-            self._verified.explain(error)
+            explain(error, self._module)
             raise
-        self._verified.verify(loss, before)
+        verify_leaves(loss, before, self._module)
         return loss
 
 

@@ -5,7 +5,7 @@ stage boundaries. Each layer then packs its input and pads its output, which kee
 """
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -25,9 +25,8 @@ _detect_is_causal_mask = transformer._detect_is_causal_mask
 @contextmanager
 def recorded_transformers() -> Iterator[None]:
     """Record the comparison of a mask with the causal one, and the packing of padded sequences."""
-    with ExitStack() as stack:
-        stack.enter_context(swapped(vars(transformer), {"_detect_is_causal_mask": _is_causal_mask}))
-        stack.enter_context(patch.object(nn.TransformerEncoder, "forward", _traced_encode))
+    masks = swapped(vars(transformer), {"_detect_is_causal_mask": _is_causal_mask})
+    with masks, patch.object(nn.TransformerEncoder, "forward", _traced_encode):
         yield
 
 

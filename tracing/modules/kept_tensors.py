@@ -4,8 +4,8 @@
 node that holds the tensor. fx itself handles a single traced tensor, and functions with one among their arguments.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 from unittest.mock import patch
 
@@ -15,17 +15,8 @@ from nxdpp.tracing.graph.calls import has_proxy, record_opaque_call
 from nxdpp.tracing.graph.swap import in_this_thread
 
 _WITH_SIZES = (
-    "expand",
-    "narrow",
-    "new_empty",
-    "new_full",
-    "new_ones",
-    "new_zeros",
-    "repeat",
-    "reshape",
-    "tile",
-    "view",
-)
+    "expand", "narrow", "new_empty", "new_full", "new_ones", "new_zeros", "repeat", "reshape", "tile", "view",
+)  # fmt: skip
 
 
 class _Method:
@@ -38,13 +29,9 @@ class _Method:
         return getattr(tensor, self.__name__)(*args, **kwargs)
 
 
-@contextmanager
-def recorded_sizes() -> Iterator[None]:
+def recorded_sizes() -> AbstractContextManager[Any]:
     """Record methods of tensors that take sizes, where a size is a traced value."""
-    with ExitStack() as stack:
-        for name in _WITH_SIZES:
-            stack.enter_context(patch.object(torch.Tensor, name, _recorded(name, getattr(torch.Tensor, name))))
-        yield
+    return patch.multiple(torch.Tensor, **{n: _recorded(n, getattr(torch.Tensor, n)) for n in _WITH_SIZES})
 
 
 def _recorded(name: str, method: Callable[..., Any]) -> Callable[..., Any]:

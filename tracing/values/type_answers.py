@@ -13,7 +13,7 @@ from torch import fx, nn
 
 from nxdpp.tracing.code.frames import Frame, calls_attribute
 from nxdpp.tracing.graph.calls import OpaqueCall, record_opaque_call
-from nxdpp.tracing.graph.checks import expect_type, is_user_function, mark_must_run, passes_on, return_annotation
+from nxdpp.tracing.graph.checks import expect_type, is_user_function, passes_on, return_annotation, run_in_every_step
 from nxdpp.tracing.graph.uses import is_from_torch
 from nxdpp.tracing.modules.listings import submodule, unwrapped
 from nxdpp.tracing.sizes.input_specs import UNKNOWN
@@ -33,7 +33,7 @@ def traced_isinstance(value: Any, classes: Any) -> bool:
     answer = issubclass(_type_of(value), classes)
     if value.node.op != "placeholder":
         value.node = record_opaque_call(expect_type, (value, classes, answer), {}).node
-        mark_must_run(value.node)
+        run_in_every_step(value.node)
     return answer
 
 
@@ -121,15 +121,21 @@ def _type_of(value: fx.Proxy) -> type:
 
 def _source(node: fx.Node, root: nn.Module) -> nn.Module | None:
     """Return the module whose output, or an item or a field of it, ``node`` is; ``None`` if it gives only tensors."""
-    while passes_on(node) or node.target in (operator.getitem, getattr):
-        if not builtins.isinstance(node.args[0], fx.Node):
-            return None
-        node = node.args[0]
+    node = _whole(node)
     if node.op != "call_module":
         return None
     module = unwrapped(submodule(root, str(node.target)))
     gives_tensors = is_from_torch(module) and not builtins.isinstance(module, _WITH_ANY_OUTPUT)
     return None if gives_tensors else module
+
+
+def _whole(node: fx.Node) -> fx.Node:
+    """The node of which ``node`` is an item or a field, or ``node`` itself."""
+    while passes_on(node) or node.target in (operator.getitem, getattr):
+        if not builtins.isinstance(node.args[0], fx.Node):
+            break
+        node = node.args[0]
+    return node
 
 
 def _is_whole(node: fx.Node) -> bool:
@@ -179,8 +185,5 @@ def may_be_field(node: fx.Node, name: str, asker: Frame) -> bool:
 
 def _is_part_of_output(node: fx.Node) -> bool:
     """Return whether ``node`` is what a module or a function of the user returns, or a part of it."""
-    while node.op == "call_function" and (passes_on(node) or node.target in (getattr, operator.getitem)):
-        if not isinstance(node.args[0], fx.Node):
-            break
-        node = node.args[0]
+    node = _whole(node)
     return node.op == "call_module" or is_user_function(node)
