@@ -138,12 +138,9 @@ class SpineTracer(AnsweringTracer):
         return record(args, kwargs)
 
     def _run(self, m: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], record: Callable[..., Any]) -> Any:
+        share = partial(call_sharing, self, m, call=record)
         if self._left_behind is None:
-            return call_sharing(self, m, args, kwargs, record)
-
-        def share(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            return call_sharing(self, m, args, kwargs, record)
-
+            return share(args, kwargs)
         name = self.path_of_module(m).removeprefix(f"{ROOT}.")
         args, kwargs = self._left_behind.before_run(name, args, kwargs)
         output = call_capturing(self, m, args, kwargs, share)

@@ -112,22 +112,21 @@ class AnsweringTracer(fx.Tracer):
         It is a guess where it depends on data, and ``None`` where no guess is possible. A sure ``None`` becomes a fact
         of the graph.
         """
-        try:
-            answer = bool(self.read(node, is_none))
-        except UnknownSizeError:
-            return self._guess_none(node), False
-        if answer:
-            self.facts.append(Fact(node, is_none, answer))
-        return answer, True
+        answer = self._sure_truth(node, is_none)
+        return (self._guess_none(node), False) if answer is None else (answer, True)
 
     def is_tensor(self, node: fx.Node) -> bool:
         """Return whether a value is surely a tensor for inputs of the sizes at hand. It then is a fact of the graph."""
+        return bool(self._sure_truth(node, is_tensor))
+
+    def _sure_truth(self, node: fx.Node, read: Callable[[Any], bool]) -> bool | None:
+        """``read(value)``, a fact where it is true; ``None`` where it depends on more than sizes."""
         try:
-            answer = bool(self.read(node, is_tensor))
+            answer = bool(self.read(node, read))
         except UnknownSizeError:
-            return False
+            return None
         if answer:
-            self.facts.append(Fact(node, is_tensor, answer))
+            self.facts.append(Fact(node, read, answer))
         return answer
 
     @cached_property

@@ -27,19 +27,20 @@ from nxdpp.tracing.values.number_proxy import constant_value
 _QUESTIONS = {read.__name__: read for read in (bool, constant_value, keys_of, len, number_of_items, whole_number)}
 
 
-def expect_answer(value: Any, question: str, answer: Any) -> None:
+def expect_answer(value: Any, question: str, answer: Any, message: str | None) -> None:
     """Raise ``RuntimeError`` unless ``answer`` is the answer to ``question`` about ``value``."""
     found = _QUESTIONS[question](value)
     if found != answer:
         raise RuntimeError(
-            f"the data decide about a size between layers: the answer to {question} is {found}, and the trace took "
+            message
+            or f"the data decide about a size between layers: the answer to {question} is {found}, and the trace took "
             f"{answer}. Make the module that asks for it a leaf (leaf_module_cls)."
         )
 
 
-def check_in_every_step(value: fx.Proxy, read: Callable[[Any], Any], answer: Any) -> None:
+def check_in_every_step(value: fx.Proxy, read: Callable[[Any], Any], answer: Any, message: str | None = None) -> None:
     """Add a node that compares ``read(value)`` with ``answer`` in every step."""
-    run_in_every_step(record_opaque_call(expect_answer, (value, read.__name__, answer), {}))
+    run_in_every_step(record_opaque_call(expect_answer, (value, read.__name__, answer, message), {}))
 
 
 def is_checked(read: Callable[[Any], Any]) -> bool:
@@ -54,16 +55,6 @@ _WITH_ITEMS: dict[tuple[Any, int], bool] = {
 }  # fmt: skip
 
 
-def expect_items(answer: Any, expected: bool, place: str) -> None:
-    """Raise ``RuntimeError`` unless ``answer`` is ``expected``."""
-    if bool(answer) is not expected:
-        raise RuntimeError(
-            f"the data select no item; the trace took them to select some\n  at {place}\n"
-            f"Give every microbatch an item that is selected, or make the module that holds this line a leaf "
-            f"(leaf_module_cls)."
-        )
-
-
 def answer_with_items(question: fx.Proxy) -> bool | None:
     """Return the answer of ``question`` if its data select items, and record a check; ``None`` for any other question.
 
@@ -75,7 +66,12 @@ def answer_with_items(question: fx.Proxy) -> bool | None:
     number = node.args[1]
     expected = _WITH_ITEMS.get((node.target, number)) if type(number) is int else None
     if expected is not None:
-        run_in_every_step(record_opaque_call(expect_items, (question, expected, model_line(calling_line())), {}))
+        message = (
+            f"the data select no item; the trace took them to select some\n  at {model_line(calling_line())}\n"
+            f"Give every microbatch an item that is selected, or make the module that holds this line a leaf "
+            f"(leaf_module_cls)."
+        )
+        check_in_every_step(question, bool, expected, message)
     return expected
 
 

@@ -68,9 +68,12 @@ class TooManyGuessesError(Exception):
 
 
 class GuessingMode(FakeTensorMode):
-    """Fake tensors whose every element is ``guess``; ``asks`` tells whether the running code may read one."""
+    """Fake tensors whose every element is ``guess``; ``asks`` tells whether the running code may read one.
 
-    def __init__(self, guess: bool) -> None:
+    Without a guess no code may.
+    """
+
+    def __init__(self, guess: bool | None) -> None:
         super().__init__(allow_non_fake_inputs=True)
         self.guess = guess
         self._guesses = 0
@@ -82,7 +85,7 @@ class GuessingMode(FakeTensorMode):
         return self
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not torch.ops.aten._local_scalar_dense.default or not self.asks:
+        if func is not torch.ops.aten._local_scalar_dense.default or not self.asks or self.guess is None:
             return super().__torch_dispatch__(func, types, args, kwargs)
         # A loop that data end would not end with a guess.
         self._guesses += 1

@@ -13,7 +13,7 @@ from typing import Any, Self
 
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.utils import _pytree as pytree
 
 from nxdpp.tracing.graph.calls import OpaqueCall
@@ -94,7 +94,7 @@ class Sizes:
     ) -> None:
         self._root = root
         self._shapes = shapes
-        self._mode = FakeTensorMode(allow_non_fake_inputs=True) if guess is None else GuessingMode(guess)
+        self._mode = GuessingMode(guess)
         self._in_modules = in_modules
         self._copies = FakeCopies()
         self._values: dict[fx.Node, Any] = {}
@@ -149,8 +149,7 @@ class Sizes:
         return kinds, places
 
     def _read(self, node: fx.Node, read: Callable[[Any], Any]) -> Any:
-        if isinstance(self._mode, GuessingMode):
-            self._mode.asks = not self._in_modules
+        self._mode.asks = not self._in_modules
         try:
             quiet = swapped(vars(_LOG), {"disabled": True})
             unchanged = unchanged_generators()
@@ -207,21 +206,19 @@ class Sizes:
         except Exception as error:
             if not takes_examples(module):
                 raise
-            if isinstance(self._mode, GuessingMode) and self._in_modules:
+            if self._mode.guess is not None and self._in_modules:
                 return run_on_examples(module, args, kwargs, self._mode.guess)
             raise DataInModuleError(f"{type(error).__name__}: {error}") from error
 
     def _ask(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run the code of a node, which may ask data."""
-        if isinstance(self._mode, GuessingMode):
-            self._mode.asks = True
+        self._mode.asks = True
         try:
             return call(*args, **kwargs)
         except DataDependentOutputException as error:
             raise DataInModuleError(f"{type(error).__name__}: {error}") from error
         finally:
-            if isinstance(self._mode, GuessingMode):
-                self._mode.asks = not self._in_modules
+            self._mode.asks = not self._in_modules
 
     def _refuse_other_autocast(self, node: fx.Node) -> None:
         # The fake tensors are on the CPU.
