@@ -1,6 +1,9 @@
 """Tensors and random numbers that code outside the layers makes: recorded or refused while tracing.
 
-Functions of a sequence of tensors are here too: such a sequence may be one traced value.
+Functions of a sequence of tensors are here too: such a sequence may be one traced value. So are methods with sizes of
+tensors that are neither parameters nor buffers, which the spine keeps in a dict or in plain attributes:
+``self.tokens.expand(batch_size, -1)`` needs a number where the trace has a value. The call becomes a node that holds
+the tensor. fx itself handles a single traced tensor, and functions with one among their arguments.
 """
 
 import random
@@ -9,6 +12,7 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 import numpy
 import torch
@@ -16,7 +20,7 @@ from torch import fx, nn
 
 from nxdpp.devices import cuda
 from nxdpp.tracing.code.frames import caller, module_of
-from nxdpp.tracing.graph.calls import has_proxy
+from nxdpp.tracing.graph.calls import has_proxy, record_opaque_call
 from nxdpp.tracing.graph.swap import all_swapped, in_this_thread, replaced, sources, swapped_in_this_thread
 from nxdpp.tracing.modules import listings
 from nxdpp.tracing.values.type_answers import traced_is_tensor
@@ -153,3 +157,32 @@ def _refuse_function(function: Callable[..., Any]) -> Callable[..., Any]:
         )
 
     return in_this_thread(call, function)
+
+
+_WITH_SIZES = (
+    "expand", "narrow", "new_empty", "new_full", "new_ones", "new_zeros", "repeat", "reshape", "tile", "view",
+)  # fmt: skip
+
+
+class _Method:
+    """A method of a tensor, called with the tensor first."""
+
+    def __init__(self, name: str) -> None:
+        self.__name__ = name
+
+    def __call__(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return getattr(tensor, self.__name__)(*args, **kwargs)
+
+
+def recorded_sizes() -> AbstractContextManager[Any]:
+    """Record methods of tensors that take sizes, where a size is a traced value."""
+    return patch.multiple(torch.Tensor, **{n: _recorded(n, getattr(torch.Tensor, n)) for n in _WITH_SIZES})
+
+
+def _recorded(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    def call(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if has_proxy(args, kwargs):
+            return record_opaque_call(_Method(name), (tensor, *args), kwargs)
+        return method(tensor, *args, **kwargs)
+
+    return in_this_thread(call, method)

@@ -22,17 +22,15 @@ from nxdpp.tracing.graph.calls import (
     refuse_made,
 )
 from nxdpp.tracing.graph.checks import run_in_every_step, value_or_none
-from nxdpp.tracing.graph.constructors import recorded_constructors
+from nxdpp.tracing.graph.constructors import recorded_constructors, recorded_sizes
 from nxdpp.tracing.graph.data_checks import DataChecks, is_check, recorded_checks
 from nxdpp.tracing.graph.errors import StaleValueError, calling_line
 from nxdpp.tracing.graph.swap import StableSet, sources, stable_attributes, swapped
 from nxdpp.tracing.models.captured_outputs import call_capturing
-from nxdpp.tracing.models.einops_calls import recorded_einops
 from nxdpp.tracing.models.feature_methods import answer_of_features
+from nxdpp.tracing.models.library_calls import recorded_einops, recorded_transformers
 from nxdpp.tracing.models.shared_state import call_sharing, with_unfilled_lists
-from nxdpp.tracing.models.torch_transformer import recorded_transformers
 from nxdpp.tracing.modules import listings
-from nxdpp.tracing.modules.kept_tensors import recorded_sizes
 from nxdpp.tracing.modules.left_behind import LeftBehind
 from nxdpp.tracing.modules.parameter_devices import devices_of_inputs, on_device_of_input
 from nxdpp.tracing.modules.spine_modules import without_forward

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from nxdpp import NxDPPModel, parallel_state
-from nxdpp.tracing.models.loss_leaves import explain, nodes_of, verify_leaves
+from nxdpp.tracing.models.loss_function import explain, nodes_of, verify_leaves
 from tests.support.models import gradient_differences
 from tests.support.run_ranks import run_ranks
 

@@ -1,9 +1,12 @@
-"""Masks and nested tensors of ``nn.TransformerEncoder``, ``nn.TransformerDecoder`` and ``nn.Transformer`` in the spine.
+"""Functions of einops, and of ``nn.TransformerEncoder`` and its kin, that the spine calls: recorded as nodes.
 
-In evaluation without gradients, an encoder with a padding mask runs its layers on nested tensors. These do not cross
-stage boundaries. Each layer then packs its input and pads its output, which keeps every value.
+Each rearrangement of einops is one node. Nothing here imports einops.
+
+In evaluation without gradients, an encoder of torch with a padding mask runs its layers on nested tensors. These do not
+cross stage boundaries. Each layer then packs its input and pads its output, which keeps every value.
 """
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,9 +17,46 @@ from torch import fx, nn
 from torch.nn import functional as F
 from torch.nn.modules import transformer
 
-from nxdpp.tracing.graph.calls import OpaqueCall, record_opaque_call
+from nxdpp.tracing.graph.calls import OpaqueCall, has_proxy, record_opaque_call
 from nxdpp.tracing.graph.swap import swapped
 from nxdpp.tracing.modules import listings
+
+_MODULE = "einops.einops"
+_PACKING = "einops.packing"
+_BACKEND = "einops._backends"
+
+
+@contextmanager
+def recorded_einops() -> Iterator[None]:
+    """Record ``rearrange``, ``reduce`` and ``repeat`` of traced values, under any name of the functions.
+
+    ``einsum``, ``pack``, ``unpack`` and ``parse_shape`` are traced through: they call torch.
+    """
+    if _MODULE not in sys.modules:
+        yield
+        return
+    functions, packing = vars(sys.modules[_MODULE]), vars(sys.modules[_PACKING])
+    get_backend, apply_recipe = functions["get_backend"], functions["_apply_recipe"]
+
+    def backend_of(tensor: Any) -> Any:
+        return vars(sys.modules[_BACKEND])["TorchBackend"]() if isinstance(tensor, fx.Proxy) else get_backend(tensor)
+
+    def apply(backend: Any, recipe: Any, tensor: Any, reduction_type: Any, axes_lengths: Any) -> Any:
+        if has_proxy((tensor, axes_lengths), {}):
+            return record_opaque_call(rearrange, (tensor, recipe, reduction_type, axes_lengths), {})
+        return apply_recipe(backend, recipe, tensor, reduction_type, axes_lengths)
+
+    changes = {"get_backend": backend_of, "_apply_recipe": apply}
+    with swapped(functions, changes), swapped(packing, {"get_backend": backend_of}):
+        yield
+
+
+def rearrange(tensor: Any, recipe: Any, reduction: Any, axes_lengths: Any) -> Any:
+    """``tensor`` after a rearrangement of einops, which has parsed it to a recipe."""
+    functions = vars(sys.modules[_MODULE])
+    backend = functions["get_backend"](tensor)
+    return functions["_apply_recipe"](backend, recipe, tensor, reduction, axes_lengths)
+
 
 _encode = nn.TransformerEncoder.forward
 _detect_is_causal_mask = transformer._detect_is_causal_mask
