@@ -28,7 +28,7 @@ from nxdpp.tracing.graph.errors import StaleValueError, calling_line
 from nxdpp.tracing.graph.swap import StableSet, sources, stable_attributes, swapped
 from nxdpp.tracing.models.captured_outputs import call_capturing
 from nxdpp.tracing.models.feature_methods import answer_of_features
-from nxdpp.tracing.models.library_calls import recorded_einops, recorded_transformers
+from nxdpp.tracing.models.library_calls import recorded_dataclasses, recorded_einops, recorded_transformers
 from nxdpp.tracing.models.shared_state import call_sharing, with_unfilled_lists
 from nxdpp.tracing.modules import listings
 from nxdpp.tracing.modules.left_behind import LeftBehind
@@ -38,7 +38,6 @@ from nxdpp.tracing.sizes.answering_tracer import AnsweringTracer
 from nxdpp.tracing.sizes.checked_answers import answer_with_items
 from nxdpp.tracing.sizes.input_specs import constant_of
 from nxdpp.tracing.sizes.sizes import Shapes, UnknownSizeError
-from nxdpp.tracing.values.dataclass_calls import recorded_dataclasses
 from nxdpp.tracing.values.in_place import change_argument
 from nxdpp.tracing.values.items_of_dicts import refuse_changed_items
 from nxdpp.tracing.values.lost_changes import ROOT, unchanged_modules

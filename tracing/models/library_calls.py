@@ -1,14 +1,19 @@
-"""Functions of einops, and of ``nn.TransformerEncoder`` and its kin, that the spine calls: recorded as nodes.
+"""Functions of einops, of ``dataclasses``, and of ``nn.TransformerEncoder`` and its kin that the spine calls.
 
 Each rearrangement of einops is one node. Nothing here imports einops.
 
 In evaluation without gradients, an encoder of torch with a padding mask runs its layers on nested tensors. These do not
 cross stage boundaries. Each layer then packs its input and pads its output, which keeps every value.
+
+A run on fake tensors gives the class of a dataclass that a module returned. It answers ``fields(out)`` and
+``is_dataclass(out)``, and ``replace(out, hidden=h)`` makes an object of it. ``asdict`` and ``astuple`` are nodes.
 """
 
+import dataclasses
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
@@ -17,9 +22,10 @@ from torch import fx, nn
 from torch.nn import functional as F
 from torch.nn.modules import transformer
 
-from nxdpp.tracing.graph.calls import OpaqueCall, has_proxy, record_opaque_call
-from nxdpp.tracing.graph.swap import swapped
+from nxdpp.tracing.graph.calls import OpaqueCall, has_proxy, record_opaque_call, recorded
+from nxdpp.tracing.graph.swap import replaced, swapped
 from nxdpp.tracing.modules import listings
+from nxdpp.tracing.values.type_answers import class_of
 
 _MODULE = "einops.einops"
 _PACKING = "einops.packing"
@@ -132,3 +138,37 @@ def _is_nested(x: torch.Tensor, mask: torch.Tensor, trains: bool, checks_mask: b
     if torch.is_grad_enabled() and (trains or x.requires_grad):
         return False
     return not checks_mask or bool(torch._nested_tensor_from_mask_left_aligned(x, mask.logical_not()))
+
+
+_FUNCTIONS: tuple[Any, ...] = (
+    dataclasses.replace, dataclasses.asdict, dataclasses.astuple, dataclasses.fields, dataclasses.is_dataclass,
+)  # fmt: skip
+
+
+def recorded_dataclasses(sources: Iterable[ModuleType]) -> AbstractContextManager[None]:
+    """Follow the functions of ``dataclasses`` in ``sources``, under any name.
+
+    The module itself stays as it is: the tracer asks ``is_dataclass`` of each value.
+    """
+    replace, asdict, astuple, fields, is_dataclass = _FUNCTIONS
+    changes: dict[int, Any] = {id(function): recorded(function) for function in (asdict, astuple)}
+
+    def replace_fields(obj: Any, /, **values: Any) -> Any:
+        if not issubclass(type(obj), fx.Proxy):
+            return replace(obj, **values)
+        cls = class_of(obj)
+        others = [each.name for each in fields(cls) if each.init and each.name not in values]
+        return cls(**{name: getattr(obj, name) for name in others}, **values)
+
+    def fields_of(class_or_instance: Any) -> Any:
+        value = class_or_instance
+        return fields(class_of(value) if issubclass(type(value), fx.Proxy) else value)
+
+    def is_one(obj: Any) -> Any:
+        return is_dataclass(class_of(obj) if issubclass(type(obj), fx.Proxy) else obj)
+
+    changes |= {id(replace): replace_fields, id(fields): fields_of, id(is_dataclass): is_one}
+    module = ModuleType(dataclasses.__name__)
+    own = vars(dataclasses)
+    vars(module).update(own, **{name: changes[id(own[name])] for name in own if id(own[name]) in changes})
+    return replaced(map(vars, sources), {**changes, id(dataclasses): module})

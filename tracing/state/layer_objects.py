@@ -71,14 +71,14 @@ class Reached(StateWalk):
     ) -> None:
         self.names = {"forward"} if names is None else set(names)
         self._roots = roots
-        self._names_of = names_of  # type: ignore[method-assign]  # the names that the code loads, for example
         found = -1
         while found != len(self.names):
             found = len(self.names)
             self.holders: dict[int, tuple[Any, str]] = {}
             self.places: dict[tuple[int, str], TensorPlace] = {}
             self.plain: dict[tuple[int, str], PlainValue] = {}
-            super().__init__((), self.names - ANY_ATTRIBUTE)
+            # An attribute whose name is computed is not looked for: layers keep many for later looks at them.
+            super().__init__((), self.names - ANY_ATTRIBUTE, names_of=names_of)
             if names is None:
                 self.names.update(*map(names_of, self.functions))
 

@@ -14,14 +14,14 @@ import operator
 import os
 from argparse import Namespace
 from collections import UserDict, UserList, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
 from datetime import date, time, timedelta
 from decimal import Decimal
 from fractions import Fraction
 from itertools import count
 from pathlib import PurePath
-from types import FunctionType, MethodType, SimpleNamespace
+from types import FunctionType, MappingProxyType, MethodType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy
@@ -33,7 +33,7 @@ from nxdpp.tracing.code.names import is_framework, names_in
 from nxdpp.tracing.code.reads import is_read
 from nxdpp.tracing.state.object_state import PLAIN, Same, member_key
 from nxdpp.tracing.state.reachable_state import ReachableState
-from nxdpp.tracing.state.state_walk import OF_MODULES, StateWalk
+from nxdpp.tracing.state.state_walk import MOST_ITEMS, OF_MODULES, StateWalk
 
 # By path: the name under which code knows the value, or None where any code may read it, and a key of the value.
 Values = dict[str, tuple[str | None, Any]]
@@ -42,7 +42,8 @@ _MOST_BYTES = 1 << 16
 # Objects that cannot change, with a text that has all of their content.
 _SHOWN = (enum.Enum, range, slice, Fraction, Decimal, PurePath, date, time, timedelta, numpy.generic)
 _OPEN = (SimpleNamespace, Namespace, UserDict, UserList, PreTrainedConfig)
-_ENTERED = (Mapping, list, tuple, deque, ContextVar, functools.partial, MethodType)
+_CONTAINERS = (dict, MappingProxyType, list, tuple, deque)
+_ENTERED = (*_CONTAINERS, ContextVar, functools.partial, MethodType)
 
 # Objects that are compared as a whole: another one may compute other values.
 _WHOLE = (nn.Module, torch.Tensor, type, FunctionType)
@@ -86,7 +87,9 @@ def _key(kept: Any) -> Any:
     role = _role(type(kept))
     if role == "text":
         return type(kept), repr(kept)
-    return _Summary(type(kept)) if role == "content" else Same(kept)
+    if role != "content":
+        return Same(kept)
+    return _Summary(type(kept), tuple(kept.keywords) if isinstance(kept, functools.partial) else None)
 
 
 def is_equal(value: Any, before: Any) -> bool:
@@ -146,12 +149,14 @@ class ValuesWalk(StateWalk):
     def _visit(self, value: Any, path: str, name: str | None, depth: int) -> None:
         self.kept.append(value)
         known, key = None if self._all else name, _key(kept(value))
+        is_entered = _role(type(value)) == "content" or isinstance(value, type)
+        if is_entered and id(value) not in self._seen:
+            is_large = isinstance(value, _CONTAINERS) and len(value) > MOST_ITEMS
+            if is_large or not self._enter_later(value, path, name, depth):
+                key = Same(value)
         self.values[path] = known, key
         if isinstance(key, Same) and not isinstance(value, FunctionType):
             self.objects.add((known, key))
-        is_entered = _role(type(value)) == "content" or isinstance(value, type)
-        if is_entered and id(value) not in self._seen:
-            self._enter_later(value, path, name, depth)
 
     def _note(self, read: Callable[[], Sequence[Any]], restore: Callable[[], Any]) -> None:
         self.reads.append(read)

@@ -60,7 +60,8 @@ OF_MODULES = frozenset(vars(nn.Module()))
 class StateWalk:
     """One pass over the objects that the code of the modules ``spine`` can reach by the names ``reached``.
 
-    ``of_leaves`` has attributes of other modules, each as module, path and name.
+    ``of_leaves`` has attributes of other modules, each as module, path and name. ``names_of`` gives the names that the
+    code of a function uses.
 
     Attributes:
         functions: functions of the user.
@@ -76,6 +77,7 @@ class StateWalk:
         spine: Sequence[nn.Module],
         reached: AbstractSet[str],
         of_leaves: Iterable[tuple[nn.Module, str, str]] = (),
+        names_of: Callable[[FunctionType], AbstractSet[str]] = names_in,
     ) -> None:
         self.functions: dict[FunctionType, None] = {}
         self.caches: list[Any] = []
@@ -84,6 +86,7 @@ class StateWalk:
         self.kept: list[Any] = []
         self.traced: dict[fx.Proxy, str] = {}
         self._names = reached
+        self._names_of = names_of
         self._all = bool(reached & ANY_ATTRIBUTE)
         self._spine = {id(module) for module in spine}
         self._classes = {cls for module in spine for cls in type(module).__mro__}
@@ -93,7 +96,7 @@ class StateWalk:
         self._owner: Any = None
         self._owner_path = ""
         self._visit_roots(spine, of_leaves)
-        while self._pending and len(self._seen) < _MOST_OBJECTS:
+        while self._pending:
             self._owner, self._owner_path, *_ = entered = self._pending.popleft()
             self._enter(*entered)
 
@@ -127,10 +130,13 @@ class StateWalk:
         else:
             self._enter_later(value, path, name, depth)
 
-    def _enter_later(self, value: Any, path: str, name: str | None, depth: int) -> None:
-        if depth < _DEEPEST:
-            self._seen[id(value)] = path
-            self._pending.append((value, path, name, depth + 1))
+    def _enter_later(self, value: Any, path: str, name: str | None, depth: int) -> bool:
+        """Enter ``value`` later; return ``False`` for one that is too deep, or one too many."""
+        if depth >= _DEEPEST or len(self._seen) >= _MOST_OBJECTS:
+            return False
+        self._seen[id(value)] = path
+        self._pending.append((value, path, name, depth + 1))
+        return True
 
     def _enter(self, value: Any, path: str, name: str | None, depth: int) -> None:
         if isinstance(value, nn.Module):
@@ -140,8 +146,8 @@ class StateWalk:
         elif isinstance(value, type):
             self._enter_class(value, path, depth)
         elif (parts := parts_of(value)) is not None:
-            for part in parts:
-                self._visit(part, path, name, depth)
+            for position, part in enumerate(parts):
+                self._visit(part, f"{path} ({position})" if position else path, name, depth)
         elif isinstance(value, BuiltinMethodType):
             if not isinstance(value.__self__, ModuleType | type):
                 self._visit(value.__self__, path, name, depth)
@@ -173,10 +179,6 @@ class StateWalk:
             self._enter_object(module, path, name, depth)
         else:
             self.keys[path, name] = (type(module), id(module))
-
-    def _names_of(self, function: FunctionType) -> AbstractSet[str]:
-        """The names that the code of ``function`` uses."""
-        return names_in(function)
 
     def _runs(self, cls: type[nn.Module]) -> bool:
         """Return whether code of the class of a module is walked. The trace does not run the code of layers."""

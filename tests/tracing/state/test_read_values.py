@@ -85,6 +85,8 @@ class Model(PlainModel):
         self.array = numpy.ones(2)
         self.mode, self.fraction = Mode.ONE, Fraction(1)
         self.function: Callable[[], float] = partial(float, 1.0)
+        self.root: Callable[[], float] = partial(pow, 1.0, 0.5)
+        self.long = [1.0] * 2000
         self.names = {"x"}
         self.cache: Any = None
         self.calls = 0
@@ -134,7 +136,12 @@ READS_AND_CHANGES: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] 
     "enum": (lambda m: m.mode.value, lambda m: setattr(m, "mode", Mode.TWO)),
     "fraction": (lambda m: m.fraction, lambda m: setattr(m, "fraction", Fraction(2))),
     "partial": (lambda m: m.function(), lambda m: setattr(m, "function", partial(float, 2.0))),
+    "partial of several": (
+        lambda m: m.product(),
+        lambda m: setattr(m, "product", partial(math.prod, [2.0], start=1.0)),
+    ),
     "function": (lambda m: m.function(), replace_function),
+    "long list": (lambda m: m.long[-1], lambda m: setattr(m, "long", [*m.long[:-1], 2.0])),
     "set": (lambda m: len(m.names), lambda m: m.names.add("y")),
     "none": (lambda m: 1.0 if m.cache is None else 2.0, lambda m: setattr(m, "cache", "set")),
     "new attribute": (lambda m: getattr(m, "late", 1.0), lambda m: setattr(m, "late", 2.0)),
