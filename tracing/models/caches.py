@@ -16,6 +16,7 @@ its keys and values to it. The layers get ``None``, as from a model that heeds `
 import copy
 import inspect
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -106,23 +107,20 @@ def _is_cache(value: Any) -> bool:
     return issubclass(type(value), _CACHES)
 
 
+@dataclass(frozen=True)
 class _Traced:
-    """The place of a traced value, number ``index`` in a cache."""
+    """The place of a traced value, number ``index`` in a cache, or of a tensor without data that has it as shape."""
 
-    def __init__(self, index: int) -> None:
-        self.index = index
-
-
-class _Shape(_Traced):
-    """The place of a tensor without data, whose shape is a traced value."""
+    index: int
+    is_shape: bool
 
 
+@dataclass(frozen=True)
 class _Object:
     """An object of ``cls`` with ``attributes``."""
 
-    def __init__(self, cls: type, attributes: dict[str, Any]) -> None:
-        self.cls = cls
-        self.attributes = attributes
+    cls: type
+    attributes: dict[str, Any]
 
 
 class _OfAnotherLayer:
@@ -159,7 +157,7 @@ class _Template:
         if isinstance(value, fx.Proxy):
             without_data = self._numbers is None and name in _TENSORS
             self._values.append(value.shape if without_data else value)
-            return (_Shape if without_data else _Traced)(len(self._values) - 1)
+            return _Traced(len(self._values) - 1, without_data)
         if isinstance(value, (*_CACHES, CacheLayerMixin)):
             left_out = _OF_TENSORS if self._numbers is None else ()
             attributes = {key: self._open(item, key) for key, item in vars(value).items() if key not in left_out}
@@ -172,10 +170,9 @@ class _Template:
 
 
 def _build(opened: Any, values: tuple[Any, ...]) -> Any:
-    if isinstance(opened, _Shape):
-        return torch.empty(values[opened.index], device="meta")
     if isinstance(opened, _Traced):
-        return values[opened.index]
+        value = values[opened.index]
+        return torch.empty(value, device="meta") if opened.is_shape else value
     if isinstance(opened, _Object):
         made: Any = object.__new__(opened.cls)
         vars(made).update({key: _build(item, values) for key, item in opened.attributes.items()})

@@ -14,7 +14,7 @@ from nxdpp.tracing.modules import listings
 from nxdpp.tracing.state.object_state import Same
 from nxdpp.tracing.state.state_walk import ANY_ATTRIBUTE, HOOKS
 
-Settings = tuple[Hashable, ...]
+Settings = tuple[tuple[int, str, Hashable], ...]
 
 
 class SpineSettings:
