@@ -115,7 +115,7 @@ class ValuesWalk(StateWalk):
 
     def __init__(self, spine: Sequence[nn.Module], state: ReachableState | None) -> None:
         self.values: Values = {}
-        self.objects: set[tuple[str | None, Same]] = set()
+        self.objects: set[tuple[str, str | None, Same]] = set()
         self.reads: list[Callable[[], Sequence[Any]]] = []
         self._state = state
         super().__init__(spine, set() if state is None else state.names, () if state is None else state.of_leaves)
@@ -156,7 +156,7 @@ class ValuesWalk(StateWalk):
                 key = Same(value)
         self.values[path] = known, key
         if isinstance(key, Same) and not isinstance(value, FunctionType):
-            self.objects.add((known, key))
+            self.objects.add((path, known, key))
 
     def _note(self, read: Callable[[], Sequence[Any]], restore: Callable[[], Any]) -> None:
         self.reads.append(read)
@@ -222,7 +222,7 @@ class ReadValues:
         values, self._places = found.values, [ReadPlace(read) for read in found.reads]
         if state is not None:
             self._find_unread(values, state)
-        self.objects = frozenset(known for known in found.objects if known[0] not in self._unread)
+        self.objects = frozenset(each for each in found.objects if each[1] not in self._unread)
         before, self._values = self._values, values
         content = self._read_part(values.items())
         number = self._known.pop(content, None)
