@@ -176,7 +176,9 @@ class _Method:
 
 def recorded_sizes() -> AbstractContextManager[Any]:
     """Record methods of tensors that take sizes, where a size is a traced value."""
-    return patch.multiple(torch.Tensor, **{n: _recorded(n, getattr(torch.Tensor, n)) for n in _WITH_SIZES})
+    methods: dict[str, Any] = {name: _recorded(name, getattr(torch.Tensor, name)) for name in _WITH_SIZES}
+    patched: AbstractContextManager[Any] = patch.multiple(torch.Tensor, **methods)
+    return patched
 
 
 def _recorded(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
