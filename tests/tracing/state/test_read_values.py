@@ -136,10 +136,7 @@ READS_AND_CHANGES: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] 
     "enum": (lambda m: m.mode.value, lambda m: setattr(m, "mode", Mode.TWO)),
     "fraction": (lambda m: m.fraction, lambda m: setattr(m, "fraction", Fraction(2))),
     "partial": (lambda m: m.function(), lambda m: setattr(m, "function", partial(float, 2.0))),
-    "partial of several": (
-        lambda m: m.product(),
-        lambda m: setattr(m, "product", partial(math.prod, [2.0], start=1.0)),
-    ),
+    "partial of several": (lambda m: m.root(), lambda m: setattr(m, "root", partial(pow, 4.0, 0.5))),
     "function": (lambda m: m.function(), replace_function),
     "long list": (lambda m: m.long[-1], lambda m: setattr(m, "long", [*m.long[:-1], 2.0])),
     "set": (lambda m: len(m.names), lambda m: m.names.add("y")),
