@@ -9,33 +9,32 @@ import re
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import ModuleType
 from typing import Any
 
 from torch import nn
 
 
-@contextmanager
-def swapped(dictionary: dict[str, Any], changes: Mapping[str, Any]) -> Iterator[None]:
+def swapped(dictionary: dict[str, Any], changes: Mapping[str, Any]) -> AbstractContextManager[None]:
     """Put ``changes`` into ``dictionary``, an object's ``__dict__`` or a module's globals; restore it afterwards."""
-    originals = {name: dictionary[name] for name in changes if name in dictionary}
-    dictionary.update(changes)
-    try:
-        yield
-    finally:
-        for name in changes.keys() - originals.keys():
-            del dictionary[name]
-        dictionary.update(originals)
+    return all_swapped([(dictionary, changes)])
 
 
 @contextmanager
 def all_swapped(changes: Iterable[tuple[dict[str, Any], Mapping[str, Any]]]) -> Iterator[None]:
     """Put changes into each of several dictionaries, as ``swapped`` does."""
-    with ExitStack() as stack:
+    done: list[tuple[dict[str, Any], dict[str, Any], Mapping[str, Any]]] = []
+    try:
         for dictionary, new in changes:
-            stack.enter_context(swapped(dictionary, new))
+            done.append((dictionary, {name: dictionary[name] for name in new if name in dictionary}, new))
+            dictionary.update(new)
         yield
+    finally:
+        for dictionary, originals, new in reversed(done):
+            for name in new.keys() - originals.keys():
+                del dictionary[name]
+            dictionary.update(originals)
 
 
 def replaced(namespaces: Iterable[dict[str, Any]], changes: Mapping[int, Any]) -> AbstractContextManager[None]:
