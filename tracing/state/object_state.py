@@ -30,19 +30,6 @@ ITERATORS: tuple[type, ...] = (
 )
 
 
-class Same:
-    """An object that is equal only to itself."""
-
-    def __init__(self, value: Any) -> None:
-        self._object = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Same) and self._object is other._object
-
-    def __hash__(self) -> int:
-        return id(self._object)
-
-
 def generator_state(value: Any) -> tuple[Any, Callable[[], Any] | None] | None:
     """Return the state of a random generator, or of a generator of Python, and a call that puts it back, if any.
 

@@ -31,8 +31,9 @@ from transformers import PreTrainedConfig
 
 from nxdpp.tracing.code.names import is_framework, names_in
 from nxdpp.tracing.code.reads import is_read
-from nxdpp.tracing.state.object_state import PLAIN, Same, member_key
+from nxdpp.tracing.state.object_state import PLAIN, member_key
 from nxdpp.tracing.state.reachable_state import ReachableState
+from nxdpp.tracing.state.settings import Same
 from nxdpp.tracing.state.state_walk import MOST_ITEMS, OF_MODULES, StateWalk
 
 # By path: the name under which code knows the value, or None where any code may read it, and a key of the value.

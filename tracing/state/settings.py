@@ -11,7 +11,6 @@ from typing import Any
 from torch import nn
 
 from nxdpp.tracing.modules import listings
-from nxdpp.tracing.state.object_state import Same
 from nxdpp.tracing.state.state_walk import ANY_ATTRIBUTE, HOOKS
 
 Settings = tuple[tuple[int, str, Hashable], ...]
@@ -97,3 +96,16 @@ class SpineSettings:
         yield from ((key, Same(module._modules.get(key))) for key in self._children[number])
         if self._has_names:
             yield from ((key, Same(module._buffers.get(key))) for key in self._buffers[number])
+
+
+class Same:
+    """An object that is equal only to itself."""
+
+    def __init__(self, value: Any) -> None:
+        self._object = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Same) and self._object is other._object
+
+    def __hash__(self) -> int:
+        return id(self._object)
