@@ -22,8 +22,8 @@ from nxdpp.tracing.graph.uses import (
     modules_of,
 )
 from nxdpp.tracing.models.captured_outputs import ends_capture
+from nxdpp.tracing.models.library_calls import pads_a_result
 from nxdpp.tracing.models.shared_state import contents
-from nxdpp.tracing.models.torch_transformer import pads_a_result
 from nxdpp.tracing.modules import listings
 from nxdpp.tracing.modules.attribute_nodes import reads_left_behind
 

@@ -26,7 +26,7 @@ from nxdpp.tracing.code.names import is_framework
 from nxdpp.tracing.graph.calls import OpaqueCall
 from nxdpp.tracing.graph.checks import passes_on
 from nxdpp.tracing.state.data_changes import DataOfModule
-from nxdpp.tracing.state.reachable_state import ChangedState, ReachableState, snapshot_of_data
+from nxdpp.tracing.state.reachable_state import ChangedState, DataWalk, ReachableState, differences
 from nxdpp.tracing.state.shared_objects import SharedObjects
 from nxdpp.tracing.values.nested import leaves_of
 
@@ -76,13 +76,13 @@ class _Watched:
         given = {name: value for name, value in _arguments(args, kwargs) if name in self._given}
         state = None if self._state is None else self._state.snapshot()
         shared = None if self._shared is None else self._shared.snapshot()
-        data = snapshot_of_data(given)
+        data = DataWalk(given)
         content = DataOfModule(self._call) if isinstance(self._call, nn.Module) else None
         output = self._call(*args, **kwargs)
         if self._state is not None and state is not None:
-            changes = [change for change in state.differences(self._state.snapshot()) if change.is_of_values]
+            changes = [change for change in differences(state, self._state.snapshot()) if change.is_of_values]
             self._refuse(changes, "", "the code between the layers reads it")
-        self._refuse(data.differences(snapshot_of_data(given)), "its argument ", "other users of it may be elsewhere")
+        self._refuse(differences(data, DataWalk(given)), "its argument ", "other users of it may be elsewhere")
         if self._shared is not None and shared is not None:
             self._refuse_shared(shared.first_change(self._shared.snapshot()))
         if content is not None:

@@ -157,7 +157,8 @@ class ProgramCache:
             self._state = _UNKNOWN
             return self._settings()
         assert self._read_values is not None, "made with the state"
-        return present, self._read_values.number
+        number = self._read_values.number
+        return (*present, (0, "objects", self._read_values.objects)), number
 
     def _layers(self) -> list[str]:
         return self._options.layers_of(self._module)

@@ -8,8 +8,8 @@ import ast
 import functools
 import re
 import sys
-from collections.abc import Iterator
-from functools import lru_cache
+from collections.abc import Callable, Iterator
+from functools import lru_cache, wraps
 from types import CodeType, FunctionType, MethodType
 from typing import Any
 
@@ -27,24 +27,22 @@ def is_framework(module: str | None) -> bool:
     return bool(_FRAMEWORKS.match(name)) or name.partition(".")[0] in sys.stdlib_module_names
 
 
-def used_names(function: FunctionType | CodeType) -> frozenset[str]:
-    """Names of globals and attributes in ``function`` and the functions inside."""
-    return _used_names(code_of(function))
+def _of_code(names: Callable[[CodeType], frozenset[str]]) -> Callable[[FunctionType | CodeType], frozenset[str]]:
+    """``names`` of a code or of a function, kept."""
+    kept = lru_cache(_KEPT)(names)
+    return wraps(names)(lambda function: kept(code_of(function)))
 
 
-@lru_cache(_KEPT)
-def _used_names(code: CodeType) -> frozenset[str]:
+@_of_code
+def used_names(code: CodeType) -> frozenset[str]:
+    """Names of globals and attributes in a function and the functions inside."""
     return frozenset(name for part in _codes(code) for name in part.co_names)
 
 
-def names_in(function: FunctionType | CodeType) -> frozenset[str]:
-    """Names of globals and attributes in ``function`` and the functions inside, and its strings."""
-    return _names_in(code_of(function))
-
-
-@lru_cache(_KEPT)
-def _names_in(code: CodeType) -> frozenset[str]:
-    return frozenset({*_used_names(code), *_texts(code)})
+@_of_code
+def names_in(code: CodeType) -> frozenset[str]:
+    """Names of globals and attributes in a function and the functions inside, and its strings."""
+    return frozenset({*used_names(code), *_texts(code)})
 
 
 def _texts(code: CodeType) -> Iterator[str]:
@@ -61,9 +59,9 @@ def _strings_in(constants: tuple[Any, ...]) -> Iterator[str]:
             yield from _strings_in(constant)
 
 
-@lru_cache(_KEPT)
+@_of_code
 def all_names(code: CodeType) -> frozenset[str]:
-    """All names and strings in ``code``, also the names of variables."""
+    """All names and strings in a function, also the names of variables."""
     names: set[str] = set()
     for part in _codes(code):
         names.update(part.co_names, part.co_freevars, part.co_cellvars, part.co_varnames)
@@ -100,19 +98,15 @@ def _attributes_of_others(tree: ast.AST, own: set[str | None]) -> Iterator[str]:
             yield node.attr
 
 
-def loaded_names(function: FunctionType | CodeType) -> frozenset[str]:
-    """Names of globals and attributes that ``function`` loads, and the strings that it uses.
+@_of_code
+def loaded_names(code: CodeType) -> frozenset[str]:
+    """Names of globals and attributes that a function loads, and the strings that it uses.
 
     A string with which code only stores an item (``items["name"] = value``) is left out.
     """
-    return _loaded_names(code_of(function))
-
-
-@lru_cache(_KEPT)
-def _loaded_names(code: CodeType) -> frozenset[str]:
     tree = tree_of(code)
     if tree is None:
-        return _names_in(code)
+        return names_in(code)
     names = set(_strings(tree))
     local = {name for part in _codes(code) for name in part.co_varnames}
     for node in ast.walk(tree):

@@ -29,11 +29,8 @@ def is_read(name: str, functions: Iterable[FunctionType]) -> bool:
 
     ``x.n += 1``, ``x.n[k] = v`` and a lone ``x.n.append(v)`` write ``n``. Code without a source may read it.
     """
-    for function in functions:
-        code = function.__code__
-        if name in all_names(code) and any(kind == "read" for kind, _ in _uses(code, name)):
-            return True
-    return not any(name in all_names(function.__code__) for function in functions)
+    using = [function.__code__ for function in functions if name in all_names(function)]
+    return not using or any(kind == "read" for code in using for kind, _ in _uses(code, name))
 
 
 def writing_line(name: str, functions: Iterable[FunctionType]) -> str:
@@ -41,7 +38,7 @@ def writing_line(name: str, functions: Iterable[FunctionType]) -> str:
     found: dict[str, str] = {}
     for function in functions:
         code = function.__code__
-        for kind, line in _uses(code, name) if name in all_names(code) else ():
+        for kind, line in _uses(code, name) if name in all_names(function) else ():
             text = linecache.getline(code.co_filename, line).strip()
             found.setdefault(kind, f"{code.co_filename}:{line}, in {code.co_name}: {text}")
     return found.get("write") or found.get("read") or _UNKNOWN

@@ -29,10 +29,11 @@ from nxdpp.tracing.costs.run_node import (
     run_of,
     tensors_in,
 )
-from nxdpp.tracing.graph.function_caches import uncached_functions, without_caches
+from nxdpp.tracing.graph.function_caches import uncached_functions
+from nxdpp.tracing.graph.swap import all_swapped
 from nxdpp.tracing.graph.trace import TracedGraph
 from nxdpp.tracing.modules import listings
-from nxdpp.tracing.sizes.fake_copies import FakeCopies
+from nxdpp.tracing.sizes.fake_runs import FakeCopies
 
 # Plans without a device are for accelerators.
 _ACCELERATOR = torch.device("cuda")
@@ -112,7 +113,7 @@ class _Counter:
 
     def run(self, traced: TracedGraph, inputs: Mapping[str, Any]) -> dict[fx.Node, NodeCost]:
         costs = {}
-        with without_caches(uncached_functions(self._root)), self._mode, _quiet():
+        with all_swapped(uncached_functions(self._root)), self._mode, _quiet():
             for node in traced.graph.nodes:
                 if node.op == "output":
                     continue

@@ -3,7 +3,7 @@
 import copy
 import threading
 from collections.abc import Callable, Container, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig
 
 from nxdpp.tracing.code.frames import other_code, plain_copy
 from nxdpp.tracing.code.names import is_framework
-from nxdpp.tracing.graph.swap import swapped
+from nxdpp.tracing.graph.swap import all_swapped, swapped
 from nxdpp.tracing.modules import listings
 
 # Levels of objects in objects that are searched for traced values.
@@ -87,9 +87,9 @@ def record_opaque_call(function: Callable[..., Any], args: tuple[Any, ...], kwar
     return traced[0].tracer.create_proxy("call_function", call, tuple(traced), {}, name=call.__name__)
 
 
-def has_proxy(args: Any, kwargs: Any) -> bool:
-    """Return whether a leaf of the arguments is a proxy."""
-    return any(isinstance(leaf, fx.Proxy) for leaf in pytree.tree_leaves((args, kwargs)))
+def has_proxy(args: Any, kwargs: Any, kind: type = fx.Proxy) -> bool:
+    """Return whether a leaf of the arguments is a proxy, or of a different ``kind``."""
+    return any(isinstance(leaf, kind) for leaf in pytree.tree_leaves((args, kwargs)))
 
 
 def holds_proxy(module: nn.Module) -> bool:
@@ -107,10 +107,6 @@ def refuse_made(module: nn.Module, known: Container[nn.Module]) -> None:
                 f"forward makes a {type(part).__name__} with parameters. Make it in __init__; only an nn.Sequential of "
                 f"the model's modules may be made."
             )
-
-
-def _has_module(args: Any, kwargs: Any) -> bool:
-    return any(isinstance(leaf, nn.Module) for leaf in pytree.tree_leaves((args, kwargs)))
 
 
 def _object_with_proxy(value: Any, depth: int = _DEEPEST) -> Any:
@@ -132,7 +128,7 @@ def recorded(function: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        if not has_proxy(args, kwargs) or _has_module(args, kwargs):
+        if not has_proxy(args, kwargs) or has_proxy(args, kwargs, nn.Module):
             return function(*args, **kwargs)
         holder = _object_with_proxy((args, kwargs))
         if holder is None:
@@ -167,7 +163,7 @@ def recorded_autograd_functions() -> Iterator[None]:
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if threading.get_ident() != tracing_thread or not has_proxy(args, kwargs):
             return original(cls, *args, **kwargs)
-        if _has_module(args, kwargs):
+        if has_proxy(args, kwargs, nn.Module):
             if cls is CheckpointFunction:
                 raise RuntimeError(
                     "forward calls checkpoint with use_reentrant=True, which runs modules itself; they cannot be cut. "
@@ -207,21 +203,10 @@ class _Apply:
         return self.function.apply(*args, **kwargs)
 
 
-@contextmanager
-def recorded_direct_calls(tracer: fx.Tracer, leaves: Iterable[nn.Module]) -> Iterator[None]:
+def recorded_direct_calls(tracer: fx.Tracer, leaves: Iterable[nn.Module]) -> AbstractContextManager[None]:
     """Record ``leaf.forward(x)`` as ``leaf(x)``. The graph calls the whole module, so that its hooks run."""
     called = [leaf for leaf in leaves if type(leaf).forward is not nn.Module.forward]
-    originals = [vars(leaf).get("forward") for leaf in called]
-    try:
-        for leaf in called:
-            vars(leaf)["forward"] = _DirectCall(tracer, leaf)
-        yield
-    finally:
-        for leaf, original in zip(called, originals, strict=True):
-            if original is not None:
-                vars(leaf)["forward"] = original
-            else:
-                vars(leaf).pop("forward", None)
+    return all_swapped((vars(leaf), {"forward": _DirectCall(tracer, leaf)}) for leaf in called)
 
 
 class _DirectCall:

@@ -64,14 +64,9 @@ def expect_none(value: Any, place: str) -> None:
         )
 
 
-def mark_must_run(node: fx.Node) -> None:
-    """Let ``node`` run although no other node uses its value."""
-    node.meta[_MUST_RUN] = True
-
-
-def run_in_every_step(value: fx.Proxy) -> None:
+def run_in_every_step(value: fx.Proxy | fx.Node) -> None:
     """Make a node run although no other node uses its value."""
-    value.node.meta[_MUST_RUN] = True
+    (value.node if builtins.isinstance(value, fx.Proxy) else value).meta[_MUST_RUN] = True
 
 
 def must_run(node: fx.Node) -> bool:

@@ -1,15 +1,18 @@
 """Tensors and random numbers that code outside the layers makes: recorded or refused while tracing.
 
-Functions of a sequence of tensors are here too: such a sequence may be one traced value.
+Functions of a sequence of tensors are here too: such a sequence may be one traced value. So are methods with sizes of
+tensors that are neither parameters nor buffers, which the spine keeps in a dict or in plain attributes:
+``self.tokens.expand(batch_size, -1)`` needs a number where the trace has a value. The call becomes a node that holds
+the tensor. fx itself handles a single traced tensor, and functions with one among their arguments.
 """
 
 import random
 import re
-import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 import numpy
 import torch
@@ -17,8 +20,8 @@ from torch import fx, nn
 
 from nxdpp.devices import cuda
 from nxdpp.tracing.code.frames import caller, module_of
-from nxdpp.tracing.graph.calls import has_proxy
-from nxdpp.tracing.graph.swap import sources, swapped, swapped_in_this_thread
+from nxdpp.tracing.graph.calls import has_proxy, record_opaque_call
+from nxdpp.tracing.graph.swap import all_swapped, in_this_thread, replaced, sources, swapped_in_this_thread
 from nxdpp.tracing.modules import listings
 from nxdpp.tracing.values.type_answers import traced_is_tensor
 
@@ -41,73 +44,62 @@ _REPLACED = (*_CONSTRUCTORS, *_RANDOM, *_OF_METADATA, *_OF_SEQUENCES, "is_tensor
 _ORIGINALS = {id(getattr(torch, name)): name for name in _REPLACED}
 
 
-@contextmanager
-def recorded_constructors(tracer: fx.Tracer) -> Iterator[None]:
+def recorded_constructors(tracer: fx.Tracer) -> AbstractContextManager[None]:
     """Record every new tensor as a node, so that each stage that needs it makes it.
 
     Raises ``RuntimeError`` for random tensors outside the layers, which the trace would draw once.
     """
     replacements = {name: _recorder(tracer, getattr(torch, name)) for name in _CONSTRUCTORS}
     replacements |= {name: _refusal(name, _DRAWN_ONCE) for name in _RANDOM}
-    replacements |= {name: _recorder(tracer, getattr(torch, name), False) for name in _OF_METADATA}
-    replacements |= {name: _recorder_of_sequence(tracer, getattr(torch, name)) for name in _OF_SEQUENCES}
-    replacements["is_tensor"] = traced_is_tensor
-    with swapped_in_this_thread(vars(torch), replacements):
-        yield
+    replacements |= {name: _recorder(tracer, getattr(torch, name), has_proxy) for name in _OF_METADATA}
+    replacements |= {name: _recorder(tracer, getattr(torch, name), _takes_a_sequence) for name in _OF_SEQUENCES}
+    return swapped_in_this_thread(vars(torch), {**replacements, "is_tensor": traced_is_tensor})
 
 
-@contextmanager
-def refused_random_tensors() -> Iterator[None]:
+def refused_random_tensors() -> AbstractContextManager[None]:
     """Refuse random tensors without a traced argument: a tracer that does not record them would draw them once."""
     replacements = {name: _refusal(name, _DRAWN_ONCE, getattr(torch, name)) for name in _RANDOM}
-    with swapped_in_this_thread(vars(torch), replacements):
-        yield
+    return swapped_in_this_thread(vars(torch), replacements)
 
 
-@contextmanager
-def refused_seeds(namespaces: Iterable[dict[str, Any]]) -> Iterator[None]:
+def refused_seeds(namespaces: Iterable[dict[str, Any]]) -> AbstractContextManager[None]:
     """Refuse to set the state of torch's generators, also by ``fork_rng``: no step would do so.
 
     ``namespaces`` may have the functions under names of their own.
     """
     # torch.compile replaces torch.manual_seed, and not torch.random.manual_seed.
     names = {id(vars(module)[name]): name for module in (torch, torch.random) for name in _SEEDS}
-    with ExitStack() as stack:
-        for namespace in (vars(torch), vars(torch.random), *namespaces):
-            refusals = {n: _refusal(names[id(v)], "have no effect") for n, v in namespace.items() if id(v) in names}
-            stack.enter_context(swapped_in_this_thread(namespace, refusals))
-        refusals = {name: _refusal(f"cuda.{name}", "have no effect") for name in _DEVICE_SEEDS}
-        stack.enter_context(swapped_in_this_thread(cuda.functions(), refusals))
-        yield
+
+    def refused(name: str, seed: Callable[..., Any]) -> Callable[..., Any]:
+        return in_this_thread(_refusal(name, "have no effect"), seed)
+
+    own = [
+        (known, {n: refused(names[id(v)], v) for n, v in known.items() if id(v) in names})
+        for known in (vars(torch), vars(torch.random), *namespaces)
+    ]
+    of_devices = {name: refused(f"cuda.{name}", cuda.functions()[name]) for name in _DEVICE_SEEDS}
+    return all_swapped([*own, (cuda.functions(), of_devices)])
 
 
-@contextmanager
-def under_all_names(namespaces: Iterable[dict[str, Any]]) -> Iterator[None]:
+def under_all_names(namespaces: Iterable[dict[str, Any]]) -> AbstractContextManager[None]:
     """Replace functions of torch in ``namespaces`` (``from torch import arange``) as they are now in ``torch``."""
-    with ExitStack() as stack:
-        for namespace in namespaces:
-            found = {n: _ORIGINALS[id(value)] for n, value in namespace.items() if id(value) in _ORIGINALS}
-            stack.enter_context(swapped(namespace, {n: vars(torch)[original] for n, original in found.items()}))
-        yield
+    return replaced(namespaces, {function: vars(torch)[name] for function, name in _ORIGINALS.items()})
 
 
-def _recorder(tracer: fx.Tracer, function: Callable[..., Any], always: bool = True) -> Callable[..., Any]:
+def _recorder(
+    tracer: fx.Tracer, function: Callable[..., Any], is_meant: Callable[[Any, Any], bool] = lambda args, kwargs: True
+) -> Callable[..., Any]:
     def record(*args: Any, **kwargs: Any) -> Any:
-        if always or has_proxy(args, kwargs):
+        if is_meant(args, kwargs):
             return tracer.create_proxy("call_function", function, args, kwargs)
         return function(*args, **kwargs)
 
     return record
 
 
-def _recorder_of_sequence(tracer: fx.Tracer, function: Callable[..., Any]) -> Callable[..., Any]:
+def _takes_a_sequence(args: Any, kwargs: Any) -> bool:
     # torch's C code takes a traced sequence of tensors for a tensor by its class, and refuses it.
-    def record(*args: Any, **kwargs: Any) -> Any:
-        if isinstance(args[0] if args else kwargs.get("tensors"), fx.Proxy):
-            return tracer.create_proxy("call_function", function, args, kwargs)
-        return function(*args, **kwargs)
-
-    return record
+    return isinstance(args[0] if args else kwargs.get("tensors"), fx.Proxy)
 
 
 def _refusal(name: str, reason: str, if_traced: Callable[..., Any] | None = None) -> Callable[..., Any]:
@@ -136,32 +128,63 @@ _FUNCTIONS = {
 }
 
 
-@contextmanager
-def refused_random_numbers(model: nn.Module) -> Iterator[None]:
+def refused_random_numbers(model: nn.Module) -> AbstractContextManager[None]:
     """Refuse the global generators of Python and NumPy, also their functions that the code of ``model`` imports.
 
     A layer that is skipped if ``random.random() < p`` would be skipped in all steps, or in none.
 
     Raises ``RuntimeError`` at the call.
     """
-    thread = threading.get_ident()
-    with ExitStack() as stack:
-        for module in (random, numpy.random, *sources(list(listings.modules(model)), _NOTHING)):
-            methods = {n: f for n, f in vars(module).items() if isinstance(getattr(f, "__self__", None), _GENERATORS)}
-            found = {name: f for name, f in methods.items() if f in _FUNCTIONS}
-            stack.enter_context(swapped(vars(module), {name: _refuse_function(f, thread) for name, f in found.items()}))
-        yield
+    modules = (random, numpy.random, *sources(list(listings.modules(model)), _NOTHING))
+    # Two reads of a method make two objects.
+    return all_swapped(
+        (vars(module), {name: _refuse_function(f) for name, f in vars(module).items() if _draws(f)})
+        for module in modules
+    )
 
 
-def _refuse_function(function: Callable[..., Any], thread: int) -> Callable[..., Any]:
+def _draws(value: Any) -> bool:
+    return isinstance(getattr(value, "__self__", None), _GENERATORS) and value in _FUNCTIONS
+
+
+def _refuse_function(function: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
-        # The thread of a data loader may draw. transformers draws only to drop layers, and ``refuse_untraceable``
-        # refuses rates other than 0.
-        drops_layers = module_of(caller()).startswith("transformers.models.")
-        if threading.get_ident() != thread or drops_layers:
+        # transformers draws only to drop layers, and ``refuse_untraceable`` refuses rates other than 0.
+        if module_of(caller(1)).startswith("transformers.models."):
             return function(*args, **kwargs)
         raise RuntimeError(
             f"{_FUNCTIONS[function]} is used outside the transformer layers; traced, it would {_DRAWN_ONCE}"
         )
 
-    return call
+    return in_this_thread(call, function)
+
+
+_WITH_SIZES = (
+    "expand", "narrow", "new_empty", "new_full", "new_ones", "new_zeros", "repeat", "reshape", "tile", "view",
+)  # fmt: skip
+
+
+class _Method:
+    """A method of a tensor, called with the tensor first."""
+
+    def __init__(self, name: str) -> None:
+        self.__name__ = name
+
+    def __call__(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return getattr(tensor, self.__name__)(*args, **kwargs)
+
+
+def recorded_sizes() -> AbstractContextManager[Any]:
+    """Record methods of tensors that take sizes, where a size is a traced value."""
+    methods: dict[str, Any] = {name: _recorded(name, getattr(torch.Tensor, name)) for name in _WITH_SIZES}
+    patched: AbstractContextManager[Any] = patch.multiple(torch.Tensor, **methods)
+    return patched
+
+
+def _recorded(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    def call(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if has_proxy(args, kwargs):
+            return record_opaque_call(_Method(name), (tensor, *args), kwargs)
+        return method(tensor, *args, **kwargs)
+
+    return in_this_thread(call, method)

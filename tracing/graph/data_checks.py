@@ -12,7 +12,7 @@ code between layers                                         node of the graph
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -24,9 +24,9 @@ from transformers.utils import import_utils
 from nxdpp.tracing.code.frames import Frame
 from nxdpp.tracing.code.raising import Question, Raises, follows, question_of
 from nxdpp.tracing.graph.calls import record_opaque_call
-from nxdpp.tracing.graph.checks import mark_must_run
+from nxdpp.tracing.graph.checks import run_in_every_step
 from nxdpp.tracing.graph.errors import calling_line, model_line, stack_line
-from nxdpp.tracing.graph.swap import swapped
+from nxdpp.tracing.graph.swap import replaced, swapped
 
 _CHECKS = frozenset({torch._assert, torch._assert_async})
 # transformers 5.0 has no such function.
@@ -97,11 +97,8 @@ def recorded_checks(sources: list[ModuleType]) -> Iterator[None]:
         "_check_with": _check_with(torch._check_with),
         "_check_tensor_all_with": _check_with(torch._check_tensor_all_with, of_all=True),
     }
-    with ExitStack() as stack:
-        stack.enter_context(swapped(vars(torch), kin))
-        for source in sources:
-            names = [name for name, value in vars(source).items() if _COMPILABLE is not None and value is _COMPILABLE]
-            stack.enter_context(swapped(vars(source), dict.fromkeys(names, compilable_check)))
+    changes = {} if _COMPILABLE is None else {id(_COMPILABLE): compilable_check}
+    with swapped(vars(torch), kin), replaced(map(vars, sources), changes):
         yield
 
 
@@ -137,4 +134,4 @@ def _all_true(value: Any) -> bool:
 
 def _record(conditions: list[_Condition], raises: Raises, place: str) -> None:
     values, truths = [value for value, _ in conditions], [truth for _, truth in conditions]
-    mark_must_run(record_opaque_call(raise_where, (values, truths, raises.error, raises.text, place), {}).node)
+    run_in_every_step(record_opaque_call(raise_where, (values, truths, raises.error, raises.text, place), {}).node)

@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from nxdpp.tracing.graph.errors import TracingError, model_line
+from nxdpp.tracing.graph.search import reached
 
 _REMEDY = (
     "A stage goes back through its own layers only, and only after all forwards. Take derivatives inside one layer, or "
@@ -40,15 +41,9 @@ def _argument(node: fx.Node, name: str, position: int) -> list[fx.Node]:
 
 def _between(ends: Collection[fx.Node], starts: Collection[fx.Node]) -> list[str]:
     """Names of the modules on the ways from ``starts`` to ``ends``, in their order."""
-    above: set[fx.Node] = set()
-    pending = list(ends)
-    while pending:
-        node = pending.pop()
-        if node not in above and node not in starts:
-            above.add(node)
-            pending += node.all_input_nodes
-    reached = set(starts)
+    above = reached(ends, lambda node: () if node in starts else node.all_input_nodes)
+    between = set(starts)
     for node in sorted(above):
-        if not reached.isdisjoint(node.all_input_nodes):
-            reached.add(node)
-    return [str(node.target) for node in sorted(reached) if node.op == "call_module" and node not in starts]
+        if not between.isdisjoint(node.all_input_nodes):
+            between.add(node)
+    return [str(node.target) for node in sorted(between) if node.op == "call_module" and node not in starts]

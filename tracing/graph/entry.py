@@ -10,7 +10,6 @@ from transformers import PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
 from nxdpp.tracing.graph.calls import recorded_autograd_functions
-from nxdpp.tracing.graph.checkpoint_calls import told_checkpoints
 from nxdpp.tracing.graph.constructors import (
     refused_random_numbers,
     refused_random_tensors,
@@ -19,6 +18,7 @@ from nxdpp.tracing.graph.constructors import (
 )
 from nxdpp.tracing.graph.modes import recorded_modes
 from nxdpp.tracing.graph.spine import SpineTracer
+from nxdpp.tracing.graph.told_once import told_checkpoints
 from nxdpp.tracing.modules import listings
 from nxdpp.tracing.modules.parameter_devices import refused_functional_calls
 from nxdpp.tracing.sizes.input_specs import InputSpec

@@ -7,6 +7,7 @@ own (a module, a draw, an in-place change) is also told by its place among all s
 import functools
 import re
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
@@ -74,12 +75,12 @@ class ValueNumbers:
         return not is_pure or isinstance(node.target, OpaqueCall) or draws_random_numbers(node, self._root)
 
 
+@dataclass(frozen=True)
 class NumberedGraph:
     """A graph with a number for each node, and the nodes with an effect in their order."""
 
-    def __init__(self, numbers: Mapping[fx.Node, int], effects: list[fx.Node]) -> None:
-        self._numbers = numbers
-        self._effects = effects
+    _numbers: Mapping[fx.Node, int]
+    _effects: list[fx.Node]
 
     def of(self, node: fx.Node) -> int:
         """The number of a node."""

@@ -1,7 +1,8 @@
 """Graph of a model that no trace finishes: what a trace reached, then the order in which the code uses modules."""
 
 import operator
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from itertools import accumulate
 
 import torch
 from torch import fx, nn
@@ -32,10 +33,8 @@ def graph_by_registration(
         while name:
             places.setdefault(name, place)
             name = name.rpartition(".")[0]
-    order = _CodeOrder(module, spine)
-    steps = sorted(
-        _registered(module, spine), key=lambda step: (places.get(step[1], len(places)), order.place(step[1]))
-    )
+    order = _code_order(module, spine)
+    steps = sorted(_registered(module, spine), key=lambda step: (places.get(step[1], len(places)), order(step[1])))
     for op, name in steps:
         if op == "get_attr":
             value = graph.call_function(operator.add, (value, graph.get_attr(name)))
@@ -57,21 +56,22 @@ def _registered(module: nn.Module, spine: Collection[str]) -> Iterator[tuple[str
             yield "call_module", name
 
 
-class _CodeOrder:
-    """Places of the parts of the modules ``spine`` in the order of the code. An unknown part follows the one before."""
+def _code_order(module: nn.Module, spine: Collection[str]) -> Callable[[str], tuple[tuple[int, int], ...]]:
+    """A function of a name: the place in the code and the registration of each module in it, from the outermost one.
 
-    def __init__(self, module: nn.Module, spine: Collection[str]) -> None:
-        self._places: dict[str, tuple[int, int]] = {}
-        for path in spine:
-            owner = listings.submodule(module, path)
-            used = {name: place for place, name in enumerate(parts_in_order(owner))}
-            place = -1
-            for index, name in enumerate((*owner._parameters, *owner._modules)):
-                place = used.get(name, place)
-                self._places[f"{path}.{name}" if path else name] = (place, index)
+    The modules are parts of the modules ``spine``. An unknown part follows the one before.
+    """
+    places: dict[str, tuple[int, int]] = {}
+    for path in spine:
+        owner = listings.submodule(module, path)
+        used = {name: place for place, name in enumerate(parts_in_order(owner))}
+        place = -1
+        for index, name in enumerate((*owner._parameters, *owner._modules)):
+            place = used.get(name, place)
+            places[f"{path}.{name}" if path else name] = (place, index)
 
-    def place(self, name: str) -> tuple[tuple[int, int], ...]:
-        """Return the place of each module in the path ``name`` and its registration, from the outermost one."""
-        parts = name.split(".")
-        paths = (".".join(parts[:length]) for length in range(1, len(parts) + 1))
-        return tuple(self._places[path] for path in paths if path in self._places)
+    def order(name: str) -> tuple[tuple[int, int], ...]:
+        paths = accumulate(name.split("."), "{}.{}".format)
+        return tuple(places[path] for path in paths if path in places)
+
+    return order

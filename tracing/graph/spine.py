@@ -21,26 +21,23 @@ from nxdpp.tracing.graph.calls import (
     recorded_direct_calls,
     refuse_made,
 )
-from nxdpp.tracing.graph.checks import mark_must_run, value_or_none
-from nxdpp.tracing.graph.constructors import recorded_constructors
+from nxdpp.tracing.graph.checks import run_in_every_step, value_or_none
+from nxdpp.tracing.graph.constructors import recorded_constructors, recorded_sizes
 from nxdpp.tracing.graph.data_checks import DataChecks, is_check, recorded_checks
 from nxdpp.tracing.graph.errors import StaleValueError, calling_line
-from nxdpp.tracing.graph.selections import answer_with_items
 from nxdpp.tracing.graph.swap import StableSet, sources, stable_attributes, swapped
 from nxdpp.tracing.models.captured_outputs import call_capturing
-from nxdpp.tracing.models.einops_calls import recorded_einops
 from nxdpp.tracing.models.feature_methods import answer_of_features
+from nxdpp.tracing.models.library_calls import recorded_dataclasses, recorded_einops, recorded_transformers
 from nxdpp.tracing.models.shared_state import call_sharing, with_unfilled_lists
-from nxdpp.tracing.models.torch_transformer import recorded_transformers
 from nxdpp.tracing.modules import listings
-from nxdpp.tracing.modules.kept_tensors import recorded_sizes
 from nxdpp.tracing.modules.left_behind import LeftBehind
 from nxdpp.tracing.modules.parameter_devices import devices_of_inputs, on_device_of_input
 from nxdpp.tracing.modules.spine_modules import without_forward
 from nxdpp.tracing.sizes.answering_tracer import AnsweringTracer
+from nxdpp.tracing.sizes.checked_answers import answer_with_items
 from nxdpp.tracing.sizes.input_specs import constant_of
 from nxdpp.tracing.sizes.sizes import Shapes, UnknownSizeError
-from nxdpp.tracing.values.dataclass_calls import recorded_dataclasses
 from nxdpp.tracing.values.in_place import change_argument
 from nxdpp.tracing.values.items_of_dicts import refuse_changed_items
 from nxdpp.tracing.values.lost_changes import ROOT, unchanged_modules
@@ -138,12 +135,9 @@ class SpineTracer(AnsweringTracer):
         return record(args, kwargs)
 
     def _run(self, m: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], record: Callable[..., Any]) -> Any:
+        share = partial(call_sharing, self, m, call=record)
         if self._left_behind is None:
-            return call_sharing(self, m, args, kwargs, record)
-
-        def share(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            return call_sharing(self, m, args, kwargs, record)
-
+            return share(args, kwargs)
         name = self.path_of_module(m).removeprefix(f"{ROOT}.")
         args, kwargs = self._left_behind.before_run(name, args, kwargs)
         output = call_capturing(self, m, args, kwargs, share)
@@ -193,7 +187,7 @@ class SpineTracer(AnsweringTracer):
         node = super().create_node(*args, **kwargs)
         node.stack_trace = calling_line()
         if is_check(node):
-            mark_must_run(node)
+            run_in_every_step(node)
         return node
 
     def create_proxy(

@@ -8,36 +8,51 @@ import builtins
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from types import ModuleType
 from typing import Any
 
 from torch import nn
 
 
-@contextmanager
-def swapped(dictionary: dict[str, Any], changes: Mapping[str, Any]) -> Iterator[None]:
+def swapped(dictionary: dict[str, Any], changes: Mapping[str, Any]) -> AbstractContextManager[None]:
     """Put ``changes`` into ``dictionary``, an object's ``__dict__`` or a module's globals; restore it afterwards."""
-    originals = {name: dictionary[name] for name in changes if name in dictionary}
-    dictionary.update(changes)
+    return all_swapped([(dictionary, changes)])
+
+
+@contextmanager
+def all_swapped(changes: Iterable[tuple[dict[str, Any], Mapping[str, Any]]]) -> Iterator[None]:
+    """Put changes into each of several dictionaries, as ``swapped`` does."""
+    done: list[tuple[dict[str, Any], dict[str, Any], Mapping[str, Any]]] = []
     try:
+        for dictionary, new in changes:
+            done.append((dictionary, {name: dictionary[name] for name in new if name in dictionary}, new))
+            dictionary.update(new)
         yield
     finally:
-        for name in changes.keys() - originals.keys():
-            del dictionary[name]
-        dictionary.update(originals)
+        for dictionary, originals, new in reversed(done):
+            for name in new.keys() - originals.keys():
+                del dictionary[name]
+            dictionary.update(originals)
+
+
+def replaced(namespaces: Iterable[dict[str, Any]], changes: Mapping[int, Any]) -> AbstractContextManager[None]:
+    """Put the values of ``changes`` in place of the objects of these ids, under all names in ``namespaces``."""
+    return all_swapped(
+        (names, {n: changes[id(v)] for n, v in names.items() if id(v) in changes}) for names in namespaces
+    )
 
 
 def swapped_in_this_thread(
     dictionary: dict[str, Any], changes: Mapping[str, Callable[..., Any]]
 ) -> AbstractContextManager[None]:
     """Put functions into ``dictionary`` as ``swapped`` does. Other threads still call the present ones."""
-    return swapped(dictionary, {n: _in_this_thread(new, dictionary[n]) for n, new in changes.items()})
+    return swapped(dictionary, {n: in_this_thread(new, dictionary[n]) for n, new in changes.items()})
 
 
-def _in_this_thread(replacement: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
-    # The thread of a data loader makes tensors at the same time.
+def in_this_thread(replacement: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    """``replacement`` for this thread, ``original`` for others: a data loader makes tensors at the same time."""
     thread = threading.get_ident()
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -58,14 +73,12 @@ class StableSet(builtins.set[Any], metaclass=_AnySet):
         return iter(sorted(super().__iter__(), key=repr))
 
 
-@contextmanager
-def stable_attributes(modules: list[nn.Module]) -> Iterator[None]:
+def stable_attributes(modules: list[nn.Module]) -> AbstractContextManager[None]:
     """Make the sets that are attributes of ``modules`` stable sets; restore them afterwards."""
-    with ExitStack() as stack:
-        for module in modules:
-            sets = {name: StableSet(value) for name, value in vars(module).items() if type(value) is builtins.set}
-            stack.enter_context(swapped(vars(module), sets))
-        yield
+    return all_swapped(
+        (vars(m), {name: StableSet(value) for name, value in vars(m).items() if type(value) is builtins.set})
+        for m in modules
+    )
 
 
 def sources(modules: list[nn.Module], frameworks: re.Pattern[str]) -> list[ModuleType]:

@@ -13,7 +13,8 @@ import torch
 from torch import fx
 
 from nxdpp.tracing.graph.calls import OpaqueCall, has_proxy, record_opaque_call
-from nxdpp.tracing.graph.checks import mark_must_run
+from nxdpp.tracing.graph.checks import run_in_every_step
+from nxdpp.tracing.state.object_state import content_of
 
 
 def with_hook(value: torch.Tensor, hook: Callable[[torch.Tensor], Any]) -> torch.Tensor:
@@ -27,25 +28,26 @@ def registers_hook(node: fx.Node) -> bool:
     return isinstance(node.target, OpaqueCall) and node.target.function is with_hook
 
 
-class HookMethod:
-    """``register_hook`` of a traced value."""
+def hook_method(owner: fx.Proxy) -> Callable[[Callable[[torch.Tensor], Any]], "HookHandle"]:
+    """``register_hook`` of a traced value: a call records the hook for each step.
 
-    def __init__(self, owner: fx.Proxy) -> None:
-        self._owner = owner
+    It raises ``RuntimeError`` for a hook that holds traced values.
+    """
 
-    def __call__(self, hook: Callable[[torch.Tensor], Any]) -> "HookHandle":
-        """Record the hook for each step. Raises ``RuntimeError`` for a hook that holds traced values."""
+    def register(hook: Callable[[torch.Tensor], Any]) -> HookHandle:
         if _holds_proxy(hook):
-            tracer: Any = self._owner.tracer
+            tracer: Any = owner.tracer
             raise tracer.refused(
                 RuntimeError(
-                    f"a hook on {self._owner.node.name} uses other values of forward, which are those of the trace. "
-                    f"Register it in a module of its own, which takes both values and returns the first one."
+                    f"a hook on {owner.node.name} uses other values of forward, which are those of the trace. Register "
+                    f"it in a module of its own, which takes both values and returns the first one."
                 )
             )
-        self._owner.node = record_opaque_call(with_hook, (self._owner, hook), {}).node
-        mark_must_run(self._owner.node)
+        owner.node = record_opaque_call(with_hook, (owner, hook), {}).node
+        run_in_every_step(owner.node)
         return HookHandle()
+
+    return register
 
 
 class HookHandle:
@@ -66,13 +68,5 @@ def _holds_proxy(hook: Any) -> bool:
         return has_proxy(hook.args, hook.keywords) or _holds_proxy(hook.func)
     if not isinstance(hook, FunctionType):
         return False
-    cells = [cell.cell_contents for cell in hook.__closure__ or () if _is_filled(cell)]
+    cells = [content_of(cell) for cell in hook.__closure__ or ()]
     return has_proxy([*cells, *(hook.__defaults__ or ())], hook.__kwdefaults__ or {})
-
-
-def _is_filled(cell: Any) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018
-    except ValueError:
-        return False
-    return True

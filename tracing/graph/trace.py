@@ -26,7 +26,7 @@ from nxdpp.tracing.graph.entry import Entry
 from nxdpp.tracing.graph.errors import TracingError, calling_line, model_line, source_line
 from nxdpp.tracing.graph.remedies import remedy, remedy_for_constants
 from nxdpp.tracing.graph.spine import SpineTracer
-from nxdpp.tracing.graph.unused_numbers import warn_of_unused_numbers
+from nxdpp.tracing.graph.told_once import warn_of_unused_numbers
 from nxdpp.tracing.models.captured_outputs import lasting_hooks
 from nxdpp.tracing.models.huggingface import HuggingFaceTracer, refuse_untraceable
 from nxdpp.tracing.models.loss_function import LossFunction

@@ -1,12 +1,23 @@
-"""Use that a node makes of its arguments (data or metadata), of random numbers and of buffers."""
+"""Use that a node makes of its arguments (data or metadata), of random numbers and of buffers.
+
+Functions that may draw from torch's random generators are found without a list of our own. torch tags each of its
+operations that follows from a seed. A function written in Python may draw if its code names such an operation, or a
+function of torch or transformers that does.
+"""
 
 import re
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import cache
+from types import FunctionType
 from typing import Any
 
+import torch
 from torch import fx, nn
+from torch.nn import functional
 
+from nxdpp.tracing.code.names import used_names
 from nxdpp.tracing.graph.calls import OpaqueCall
-from nxdpp.tracing.graph.seeded import forward_may_draw, is_seeded, may_draw
 from nxdpp.tracing.modules import listings
 from nxdpp.tracing.values.metadata import LIKE
 
@@ -41,7 +52,7 @@ def draws_random_numbers(node: fx.Node, root: nn.Module) -> bool:
 
     Modules and functions of neither torch nor transformers may.
     """
-    if any(_may_draw(child) for module in modules_of(node, root).values() for child in listings.modules(module)):
+    if any(_module_may_draw(child) for module in modules_of(node, root).values() for child in listings.modules(module)):
         return True
     if node.op == "call_method":
         return is_seeded(str(node.target))
@@ -50,7 +61,7 @@ def draws_random_numbers(node: fx.Node, root: nn.Module) -> bool:
     function: Any = node.target.function if isinstance(node.target, OpaqueCall) else node.target
     if isinstance(function, nn.Module):
         # A module that forward makes.
-        return any(_may_draw(child) for child in listings.modules(function))
+        return any(_module_may_draw(child) for child in listings.modules(function))
     if isinstance(node.target, OpaqueCall) and not _KNOWN.match(getattr(function, "__module__", None) or ""):
         return True
     return may_draw(function)
@@ -71,9 +82,9 @@ def is_module(node: fx.Node, root: nn.Module) -> bool:
     return name in listings.submodule(root, owner)._modules
 
 
-def _may_draw(module: nn.Module) -> bool:
+def _module_may_draw(module: nn.Module) -> bool:
     known = _KNOWN.match(type(module).__module__)
-    return not known or forward_may_draw(module) or may_change_buffers(module)
+    return not known or may_draw(type(module).forward) or may_change_buffers(module)
 
 
 def is_from_torch(module: nn.Module) -> bool:
@@ -137,3 +148,48 @@ def _references_of_function(node: fx.Node, nodes: list[fx.Node]) -> list[fx.Node
 def _first_argument(node: fx.Node) -> list[fx.Node]:
     first = node.args[0] if node.args else next(iter(node.kwargs.values()), None)
     return [first] if isinstance(first, fx.Node) else []
+
+
+_LIBRARIES = ("torch.", "transformers.")
+
+
+@cache
+def is_seeded(operation: str) -> bool:
+    """Return whether torch has an operation of this name that draws random numbers."""
+    packet = getattr(torch.ops.aten, operation, None)
+    if not isinstance(packet, torch._ops.OpOverloadPacket):
+        return False
+    return any(torch.Tag.nondeterministic_seeded in getattr(packet, name).tags for name in packet.overloads())
+
+
+def may_draw(function: Callable[..., Any]) -> bool:
+    """Return whether a function of torch may draw random numbers, with any arguments."""
+    try:
+        return _may_draw(function)
+    except TypeError:  # not hashable
+        return False
+
+
+@cache
+def _may_draw(function: Callable[..., Any]) -> bool:
+    return any(is_seeded(name) for name in _names(function, set()))
+
+
+def _names(function: Any, seen: set[Any]) -> Iterator[str]:
+    """The names in the code of ``function`` and of the library functions that it names; its own without a code."""
+    if not isinstance(function, FunctionType):
+        yield getattr(function, "__name__", "")
+        return
+    if function in seen:
+        return
+    seen.add(function)
+    for name in used_names(function):
+        yield name
+        used = function.__globals__.get(name) or getattr(functional, name, None)
+        if isinstance(used, FunctionType) and (used.__module__ or "").startswith(_LIBRARIES):
+            yield from _names(used, seen)
+    # boolean_dispatch of torch chooses between two functions.
+    for cell in function.__closure__ or ():
+        with suppress(ValueError):  # an empty cell
+            if isinstance(cell.cell_contents, FunctionType):
+                yield from _names(cell.cell_contents, seen)

@@ -1,4 +1,4 @@
-"""Key-value caches that the spine fills before the layers run: the prefixes of PEFT's prefix tuning.
+"""Key-value caches that the spine hands to layers: filled ones (the prefixes of PEFT's prefix tuning) and empty ones.
 
 A cache is an object that all layers change. In a graph each layer gets a cache of its own, made of the keys and values
 that the spine put in for this layer, and functions that make masks get one without data::
@@ -8,11 +8,15 @@ that the spine put in for this layer, and functions that make masks get one with
                               └── shapes ── cache without data ── create_causal_mask
 
 A layer that uses the part of a different layer raises. The cache is no output of the model.
+
+Some models make a cache although ``use_cache`` is off (XLM, FlauBERT). It is empty at each layer, and a layer only adds
+its keys and values to it. The layers get ``None``, as from a model that heeds ``use_cache=False``.
 """
 
 import copy
-import threading
+import inspect
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -22,6 +26,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, EncoderDecoderCache
 from transformers.utils.generic import ModelOutput
 
 from nxdpp.tracing.graph.calls import record_opaque_call, recorded
+from nxdpp.tracing.graph.swap import in_this_thread
 
 _CACHES = (Cache, EncoderDecoderCache)
 _TENSORS = ("keys", "values")
@@ -71,7 +76,6 @@ def recorded_with_shapes(function: Callable[..., Any]) -> Callable[..., Any]:
     Other threads call ``function`` itself.
     """
     record = recorded(function)
-    tracing_thread = threading.get_ident()
 
     def shapes(leaf: Any) -> Any:
         if not _is_cache(leaf):
@@ -79,14 +83,12 @@ def recorded_with_shapes(function: Callable[..., Any]) -> Callable[..., Any]:
         return _record(_Template(leaf, None), leaf)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        if threading.get_ident() != tracing_thread:
-            return function(*args, **kwargs)
         if any(_is_cache(value) for value in (*args, *kwargs.values())):
             args = tuple(map(shapes, args))
             kwargs = {name: shapes(value) for name, value in kwargs.items()}
         return record(*args, **kwargs)
 
-    return call
+    return in_this_thread(call, function)
 
 
 def without_cache(output: Any) -> Any:
@@ -105,23 +107,20 @@ def _is_cache(value: Any) -> bool:
     return issubclass(type(value), _CACHES)
 
 
+@dataclass(frozen=True)
 class _Traced:
-    """The place of a traced value, number ``index`` in a cache."""
+    """The place of a traced value, number ``index`` in a cache, or of a tensor without data that has it as shape."""
 
-    def __init__(self, index: int) -> None:
-        self.index = index
-
-
-class _Shape(_Traced):
-    """The place of a tensor without data, whose shape is a traced value."""
+    index: int
+    is_shape: bool
 
 
+@dataclass(frozen=True)
 class _Object:
     """An object of ``cls`` with ``attributes``."""
 
-    def __init__(self, cls: type, attributes: dict[str, Any]) -> None:
-        self.cls = cls
-        self.attributes = attributes
+    cls: type
+    attributes: dict[str, Any]
 
 
 class _OfAnotherLayer:
@@ -158,7 +157,7 @@ class _Template:
         if isinstance(value, fx.Proxy):
             without_data = self._numbers is None and name in _TENSORS
             self._values.append(value.shape if without_data else value)
-            return (_Shape if without_data else _Traced)(len(self._values) - 1)
+            return _Traced(len(self._values) - 1, without_data)
         if isinstance(value, (*_CACHES, CacheLayerMixin)):
             left_out = _OF_TENSORS if self._numbers is None else ()
             attributes = {key: self._open(item, key) for key, item in vars(value).items() if key not in left_out}
@@ -171,10 +170,9 @@ class _Template:
 
 
 def _build(opened: Any, values: tuple[Any, ...]) -> Any:
-    if isinstance(opened, _Shape):
-        return torch.empty(values[opened.index], device="meta")
     if isinstance(opened, _Traced):
-        return values[opened.index]
+        value = values[opened.index]
+        return torch.empty(value, device="meta") if opened.is_shape else value
     if isinstance(opened, _Object):
         made: Any = object.__new__(opened.cls)
         vars(made).update({key: _build(item, values) for key, item in opened.attributes.items()})
@@ -192,3 +190,22 @@ def _record(template: _Template, cache: Any) -> Any:
             f"cache. Call the model with past_key_values=None"
         )
     return record_opaque_call(template, values, {})
+
+
+def without_empty_caches(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of ``module`` with ``None`` in place of empty caches, where that is the default."""
+    if not any(_is_empty_cache(value) for value in (*args, *kwargs.values())):
+        return args, kwargs
+    # A forward may be wrapped on the module while it is traced; its class has the names.
+    given = inspect.signature(type(module).forward).bind(module, *args, **kwargs)
+    for name, value in given.arguments.items():
+        if given.signature.parameters[name].default is None and _is_empty_cache(value):
+            given.arguments[name] = None
+    return given.args[1:], given.kwargs
+
+
+def _is_empty_cache(value: Any) -> bool:
+    # A traced value would look through the stack for the answer to isinstance.
+    return issubclass(type(value), Cache) and value.get_seq_length() == 0

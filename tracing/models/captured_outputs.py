@@ -73,12 +73,6 @@ def captured_for_cost(output: Any, collected: Collected, before: dict[str, int],
     return {key: (collected[key][before[key] :] + [like] * count)[:count] for key, count in expected.items()}
 
 
-def takes_collector(node: fx.Node) -> bool:
-    """Return whether ``node`` is the argument of a layer in which hooks collect outputs."""
-    source = node.args[0] if node.target is getitem else None
-    return isinstance(source, fx.Node) and source.target is begin_capture
-
-
 def ends_capture(node: fx.Node) -> bool:
     """Return whether ``node`` ends the collection in a layer, and so stays on its stage."""
     return node.target is captured

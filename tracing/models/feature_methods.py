@@ -13,8 +13,8 @@ The modules are values of the graph. The node runs on the stage of their paramet
 import copy
 import inspect
 import operator
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
@@ -25,8 +25,8 @@ from transformers import PreTrainedConfig
 
 from nxdpp.tracing.code.names import attributes_in
 from nxdpp.tracing.graph.calls import OpaqueCall, has_proxy, record_opaque_call
-from nxdpp.tracing.graph.swap import swapped
-from nxdpp.tracing.sizes.any_data import check_in_every_step
+from nxdpp.tracing.graph.swap import all_swapped
+from nxdpp.tracing.sizes.checked_answers import check_in_every_step
 from nxdpp.tracing.sizes.input_specs import InputSpec
 from nxdpp.tracing.values.lost_changes import ROOT
 
@@ -40,33 +40,30 @@ _LISTS_OF_FEATURES = frozenset({"idefics2", "idefics3", "smolvlm"})
 _LIST = InputSpec(None, None, list)
 
 
-@contextmanager
-def recorded_feature_methods(tracer: fx.Tracer, spine: dict[str, nn.Module]) -> Iterator[None]:
+def recorded_feature_methods(tracer: fx.Tracer, spine: dict[str, nn.Module]) -> AbstractContextManager[None]:
     """Record calls of the feature methods of ``spine``, the modules above layers by their names."""
-    with ExitStack() as stack:
-        for path, module in spine.items():
-            for name in (*FEATURES, *_POSITIONS):
-                below = any(other is not module and hasattr(other, name) for other in _descendants(path, spine))
-                if hasattr(type(module), name) and not below:
-                    stack.enter_context(
-                        swapped(vars(module), {name: _MethodRecorder(tracer, path, module, name, spine)})
-                    )
-        yield
+
+    def is_below(name: str, path: str, module: nn.Module) -> bool:
+        parts = [part for other, part in spine.items() if not path or other.startswith(f"{path}.")]
+        return any(part is not module and hasattr(part, name) for part in parts)
+
+    return all_swapped(
+        (vars(module), {name: _MethodRecorder(tracer, path, module, name, spine)})
+        for path, module in spine.items()
+        for name in (*FEATURES, *_POSITIONS)
+        if hasattr(type(module), name) and not is_below(name, path, module)
+    )
 
 
-def _descendants(path: str, spine: dict[str, nn.Module]) -> list[nn.Module]:
-    return [module for other, module in spine.items() if not path or other.startswith(f"{path}.")]
-
-
+@dataclass(eq=False)
 class _MethodRecorder:
-    """A method of ``owner`` that adds a node for a call with a traced value."""
+    """A method of ``_owner`` that adds a node for a call with a traced value."""
 
-    def __init__(self, tracer: fx.Tracer, path: str, owner: nn.Module, name: str, spine: dict[str, nn.Module]) -> None:
-        self._tracer = tracer
-        self._path = path
-        self._owner = owner
-        self._name = name
-        self._spine = spine
+    _tracer: fx.Tracer
+    _path: str
+    _owner: nn.Module
+    _name: str
+    _spine: dict[str, nn.Module]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not has_proxy(args, kwargs) or self._runs_layers():

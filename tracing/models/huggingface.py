@@ -23,7 +23,6 @@ methods that keep their results        called without their caches
 import copy
 import inspect
 import re
-import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial, update_wrapper
@@ -39,13 +38,12 @@ from transformers.utils.generic import ModelOutput
 
 from nxdpp.tracing.graph.calls import recorded
 from nxdpp.tracing.graph.data_checks import compilable_check
-from nxdpp.tracing.graph.seeded import may_draw
 from nxdpp.tracing.graph.spine import SpineTracer
-from nxdpp.tracing.graph.swap import StableSet, sources, swapped
-from nxdpp.tracing.models.caches import Caches, recorded_with_shapes, without_cache
+from nxdpp.tracing.graph.swap import StableSet, in_this_thread, sources, swapped
+from nxdpp.tracing.graph.uses import may_draw
+from nxdpp.tracing.models.caches import Caches, recorded_with_shapes, without_cache, without_empty_caches
 from nxdpp.tracing.models.feature_methods import recorded_feature_methods
 from nxdpp.tracing.models.transformers_models import transformers_models
-from nxdpp.tracing.modules.empty_caches import without_empty_caches
 from nxdpp.tracing.values.type_answers import traced_isinstance
 
 _LAYER_DROPS = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
@@ -194,9 +192,8 @@ def _inside(spine: list[nn.Module], models: Mapping[str, PreTrainedModel]) -> li
 def _while_traced(name: str, read: Callable[[Callable[[Any], Any], Any], Any]) -> property:
     """The property ``name`` of ``PreTrainedModel``, read by ``read(getter, model)`` in this thread."""
     pick = getattr(PreTrainedModel, name).fget
-    thread = threading.get_ident()
     # A model that runs on fake tensors, in another thread, needs its own device.
-    return property(lambda model: read(pick, model) if threading.get_ident() == thread else pick(model))
+    return property(in_this_thread(partial(read, pick), pick))
 
 
 def _recorded_loss(pick: Callable[[Any], Any], model: Any) -> Any:
@@ -238,9 +235,8 @@ def recorded_masks() -> Iterator[None]:
     """Record each mask that ``create_masks_for_generate`` makes as a node of its own."""
     functions: dict[str, Any] = {name: recorded_with_shapes(getattr(masking_utils, name)) for name in _ONE_MASK}
     by_layer_type = masking_utils.LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING
-    with ExitStack() as stack:
-        stack.enter_context(swapped(by_layer_type, {key: _recorded(value) for key, value in by_layer_type.items()}))
-        stack.enter_context(swapped(vars(masking_utils), {**functions, "set": StableSet}))
+    recorded_types = {key: _recorded(value) for key, value in by_layer_type.items()}
+    with swapped(by_layer_type, recorded_types), swapped(vars(masking_utils), {**functions, "set": StableSet}):
         yield
 
 

@@ -24,6 +24,7 @@ from transformers.loss import loss_utils
 
 from nxdpp.tracing.graph.calls import OpaqueCall
 from nxdpp.tracing.graph.checks import passes_on
+from nxdpp.tracing.graph.search import ancestors, reached
 from nxdpp.tracing.models.loss_function import LossCall
 from nxdpp.tracing.values.in_place import IN_PLACE_OPERATORS
 
@@ -149,17 +150,14 @@ def labels_of_modules(loss: fx.Node, module: nn.Module) -> list[LossTerm]:
 
     It is one node, so its operations are not known.
     """
-    found: dict[fx.Node, LossTerm] = {}
-    seen, waiting = {loss}, [loss]
-    while waiting:
-        node = waiting.pop()
-        is_known = _is_known(node, module)
-        for argument in node.all_input_nodes:
-            if is_known and argument not in seen:
-                seen.add(argument)
-                waiting.append(argument)
-            elif not is_known and not any(each.op == "call_module" for each in _ancestors(argument)):
-                found[argument] = LossTerm(getattr(node.target, "__name__", str(node.target)), argument)
+    nodes = reached([loss], lambda node: node.all_input_nodes if _is_known(node, module) else ())
+    found = {
+        argument: LossTerm(getattr(node.target, "__name__", str(node.target)), argument)
+        for node in nodes
+        if not _is_known(node, module)
+        for argument in node.all_input_nodes
+        if not any(each.op == "call_module" for each in ancestors(argument))
+    }
     return list(found.values())
 
 
@@ -172,13 +170,13 @@ def _is_known(node: fx.Node, module: nn.Module) -> bool:
 
 def all_terms(loss: fx.Node, module: nn.Module) -> list[LossTerm]:
     """Return all means and sums over labels on which ``loss`` depends."""
-    return [term for node in _ancestors(loss) for term in _terms(node, module)]
+    return [term for node in ancestors(loss) for term in _terms(node, module)]
 
 
 def takes_number_of_items(loss: fx.Node, layers: tuple[str, ...]) -> bool:
     """Return whether ``loss`` depends on ``num_items_in_batch`` other than through ``layers``, which may ignore it."""
     inside = tuple(f"{layer}." for layer in layers)
-    for node in _ancestors(loss):
+    for node in ancestors(loss):
         is_layer = node.op == "call_module" and (str(node.target) in layers or str(node.target).startswith(inside))
         if not is_layer and any(arg.op == "placeholder" and arg.target == NUM_ITEMS for arg in node.all_input_nodes):
             return True
@@ -230,30 +228,14 @@ def _bound(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[
     return {**bound, **bound.pop("kwargs", {})}
 
 
-def _with_nan(loss: fx.Node) -> Iterator[fx.Node]:
+def _with_nan(loss: fx.Node) -> Iterable[fx.Node]:
     """The nodes whose not-a-number makes ``loss`` one."""
-    seen: dict[fx.Node, None] = {loss: None}
-    waiting = [loss]
-    while waiting:
-        node = waiting.pop()
-        yield node
+
+    def keeps(node: fx.Node) -> bool:
         is_method = node.op == "call_method" and node.target in _METHODS_KEEP_NAN
-        keeps = is_method or _is_one_of(node.target, _KEEP_NAN) or passes_on(node)
-        for argument in node.all_input_nodes if keeps else ():
-            if argument not in seen:
-                seen[argument] = None
-                waiting.append(argument)
+        return is_method or _is_one_of(node.target, _KEEP_NAN) or passes_on(node)
 
-
-def _ancestors(loss: fx.Node) -> list[fx.Node]:
-    seen: dict[fx.Node, None] = {loss: None}
-    waiting = [loss]
-    while waiting:
-        for argument in waiting.pop().all_input_nodes:
-            if argument not in seen:
-                seen[argument] = None
-                waiting.append(argument)
-    return list(seen)
+    return reached([loss], lambda node: node.all_input_nodes if keeps(node) else ())
 
 
 def _value(node: fx.Node, inputs: Mapping[str, Any]) -> Any:

@@ -18,7 +18,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from nxdpp.tracing.modules import listings
-from nxdpp.tracing.sizes.example_run import takes_examples
+from nxdpp.tracing.sizes.fake_runs import takes_examples
 
 
 class SharedState:

@@ -1,8 +1,9 @@
-"""The transformer layers of a model: given, declared, or the longest run of equal modules."""
+"""The transformer layers of a model: given, declared, or the longest run of equal modules in its lists of modules."""
 
 import logging
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from itertools import groupby
 from typing import Any
 
 from torch import nn
@@ -12,9 +13,11 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from nxdpp.tracing.models.transformers_models import language_model, transformers_models
 from nxdpp.tracing.modules import listings
 from nxdpp.tracing.modules.closest_name import meant
-from nxdpp.tracing.modules.layer_runs import longest_runs
 
 _logger = logging.getLogger(__name__)
+
+_LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+_SHORTEST = 2
 
 
 def find_layer_classes(module: nn.Module, transformer_layer_cls: Any | None) -> tuple[type[nn.Module], ...]:
@@ -32,7 +35,7 @@ def find_layer_classes(module: nn.Module, transformer_layer_cls: Any | None) -> 
         if declared := _declared_layer_classes(module):
             return declared
         _refuse_shared_groups(module, (nn.Module,))
-        return longest_runs(module, _names(_listed_classes(module)))
+        return _longest_runs(module, _names(_listed_classes(module)))
     wanted = transformer_layer_cls if isinstance(transformer_layer_cls, list | tuple) else [transformer_layer_cls]
     classes = resolve_classes(module, wanted, "transformer_layer_cls")
     if not any(is_instance(child, classes) for child in listings.modules(module)):
@@ -149,3 +152,59 @@ def _listed_classes(module: nn.Module) -> list[type[nn.Module]]:
 def _names(classes: Iterable[type[nn.Module]]) -> str:
     counts = Counter(cls.__name__ for cls in classes)
     return ", ".join(name if count == 1 else f"{name} ({count} classes)" for name, count in counts.items())
+
+
+def _longest_runs(module: nn.Module, listed: str) -> tuple[type[nn.Module], ...]:
+    """Return the class of the longest run of equal modules in the lists of ``module``, and log it as a warning.
+
+    Runs of one class count together: the blocks of an encoder that has four lists of them. Lists inside a member of a
+    run do not count, such as the experts of a layer. Neither do modules of torch without children. Several classes of
+    equally long runs are all returned: the encoder and the decoder of one depth. The trace tells their order.
+
+    Raises ``ValueError`` with the ``listed`` classes for a module without a run.
+    """
+    runs: dict[type[nn.Module], list[tuple[str, int]]] = {}
+    roots: Mapping[str, nn.Module] = transformers_models(module) or {"": module}
+    for prefix, root in roots.items():
+        for name, cls, length in _runs(root, prefix):
+            runs.setdefault(cls, []).append((name, length))
+    counts = {cls: sum(length for _, length in found) for cls, found in runs.items()}
+    longest = [cls for cls, count in counts.items() if count == max(counts.values())]
+    name = type(module).__name__
+    if not longest:
+        raise ValueError(
+            f"{name} does not declare its transformer layers, and has no list of equal modules that could be layers. "
+            f"Pass transformer_layer_cls; lists of modules in it hold: {listed or 'nothing'}."
+        )
+    told = " and ".join(f"{counts[cls]} {cls.__name__} in {_places(runs[cls])}" for cls in longest)
+    _logger.warning(
+        "%s declares no transformer layers: its longest %s of equal modules %s taken, %s; pass "
+        "transformer_layer_cls for other layers",
+        name, *(("run", "is") if len(longest) == 1 else ("runs", "are")), told,
+    )  # fmt: skip
+    return tuple(longest)
+
+
+def _runs(module: nn.Module, name: str) -> Iterator[tuple[str, type[nn.Module], int]]:
+    """The list, the class and the length of each run, outermost lists first."""
+    members = [*module.named_children()]
+    taken: set[str] = set()
+    if isinstance(module, _LISTS):
+        for cls, group in groupby(members, key=lambda member: type(listings.unwrapped(member[1]))):
+            run = [key for key, _ in group]
+            if len(run) >= _SHORTEST and _may_be_layer(listings.unwrapped(module.get_submodule(run[0]))):
+                taken |= set(run)
+                yield name, cls, len(run)
+    for key, child in members:
+        if key not in taken:
+            yield from _runs(child, f"{name}.{key}" if name else key)
+
+
+def _may_be_layer(member: nn.Module) -> bool:
+    # A list of linear modules holds heads, or a projection for each of several inputs.
+    has_children = any(True for _ in member.children())
+    return has_children and any(True for _ in listings.parameters(member)) and not isinstance(member, _LISTS)
+
+
+def _places(found: list[tuple[str, int]]) -> str:
+    return ", ".join(name or "the model" for name, _ in found)

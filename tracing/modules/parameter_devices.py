@@ -4,9 +4,8 @@ A rank has only some of the parameters; the others are on the meta device. So th
 input, on every rank. Tensors that code makes like a parameter (``weight.new_zeros(())``) are on that device too.
 """
 
-import threading
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -16,6 +15,7 @@ from torch.nn.utils import stateless
 from torch.utils import _pytree as pytree
 
 from nxdpp.tracing.code.frames import caller, module_of
+from nxdpp.tracing.graph.swap import in_this_thread
 from nxdpp.tracing.modules import listings
 from nxdpp.tracing.values.metadata import LIKE
 from nxdpp.tracing.values.type_answers import reads_parameter
@@ -66,6 +66,8 @@ def _own(shown_parameter: ParameterOfModel) -> torch.Tensor:
 
 def shown(parameter: nn.Parameter, device: Any, detached: bool = False) -> ParameterOfModel:
     """Return ``parameter`` for code of the spine, with the traced ``device`` of an input."""
+    if isinstance(parameter, ParameterOfModel):
+        return parameter
     requires_grad = parameter.requires_grad and not detached
     made: ParameterOfModel = torch.Tensor._make_subclass(ParameterOfModel, parameter, requires_grad)
     made.own, made.traced_device, made.is_detached = parameter, device, detached
@@ -109,23 +111,18 @@ def devices_of_inputs(first_input: fx.Proxy | None) -> Iterator[None]:
     if first_input is None:
         yield
         return
-    original, thread, device = nn.Module.named_parameters, threading.get_ident(), first_input.device
+    device = first_input.device
 
-    def named_parameters(self: nn.Module, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        named = original(self, *args, **kwargs)
-        if threading.get_ident() != thread or f"{module_of(caller())}.".startswith(_MACHINERY):
-            return named
-        return ((name, shown(parameter, device)) for name, parameter in named)
+    def in_the_spine(original: Callable[..., Any], show: Callable[[Any], Any]) -> Any:
+        def listed(*args: Any, **kwargs: Any) -> Iterator[Any]:
+            found = original(*args, **kwargs)
+            return found if f"{module_of(caller(1))}.".startswith(_MACHINERY) else map(show, found)
 
-    def parameters(self: nn.Module, recurse: bool = True) -> Iterator[nn.Parameter]:
-        named = original(self, recurse=recurse)
-        if threading.get_ident() != thread or f"{module_of(caller())}.".startswith(_MACHINERY):
-            return (parameter for _, parameter in named)
-        return (shown(parameter, device) for _, parameter in named)
+        return in_this_thread(listed, original)
 
-    with ExitStack() as stack:
-        stack.enter_context(patch.object(nn.Module, "named_parameters", named_parameters))
-        stack.enter_context(patch.object(nn.Module, "parameters", parameters))
+    named = in_the_spine(nn.Module.named_parameters, lambda item: (item[0], shown(item[1], device)))
+    plain = in_the_spine(nn.Module.parameters, lambda parameter: shown(parameter, device))
+    with patch.object(nn.Module, "named_parameters", named), patch.object(nn.Module, "parameters", plain):
         yield
 
 
@@ -136,21 +133,19 @@ def refused_functional_calls() -> Iterator[None]:
     The node of a module has only the module's name, so each step would run it with its own. Raises ``RuntimeError``.
     """
     original = stateless._functional_call
-    thread = threading.get_ident()
 
     def call(module: nn.Module, given: dict[str, torch.Tensor], *args: Any, **kwargs: Any) -> Any:
-        if threading.get_ident() == thread:
-            own: dict[str, torch.Tensor] = dict(listings.named_parameters(module, remove_duplicate=False))
-            own |= dict(listings.named_buffers(module, remove_duplicate=False))
-            given = {name: v.own if isinstance(v, ParameterOfModel) else v for name, v in given.items()}
-            other = [name for name, value in given.items() if value is not own.get(name)]
-            if other:
-                raise RuntimeError(
-                    f"functional_call runs {type(module).__name__} with another {other[0]} than its own; a stage would "
-                    f"run it with its own. Move the call into the forward of a layer, or of a module without layers, "
-                    f"which runs as one node."
-                )
+        own: dict[str, torch.Tensor] = dict(listings.named_parameters(module, remove_duplicate=False))
+        own |= dict(listings.named_buffers(module, remove_duplicate=False))
+        given = {name: v.own if isinstance(v, ParameterOfModel) else v for name, v in given.items()}
+        other = [name for name, value in given.items() if value is not own.get(name)]
+        if other:
+            raise RuntimeError(
+                f"functional_call runs {type(module).__name__} with another {other[0]} than its own; a stage would "
+                f"run it with its own. Move the call into the forward of a layer, or of a module without layers, "
+                f"which runs as one node."
+            )
         return original(module, given, *args, **kwargs)
 
-    with patch.object(stateless, "_functional_call", call):
+    with patch.object(stateless, "_functional_call", in_this_thread(call, original)):
         yield

@@ -1,18 +1,24 @@
 """Tracer that answers questions of traced code about a value by the specs and sizes of the inputs.
 
 Each answer that the code has is a fact: the graph serves only inputs with the same facts.
+
+For inputs of unknown shape the tracer may guess. A partition needs only the order of the modules. A trace with guesses
+finds it before a step gives real inputs. Its graph is never run.
 """
 
+import math
+import operator
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cached_property
 from typing import Any, Self
 
-from torch import fx
+from torch import fx, nn
 
+from nxdpp.tracing.graph.calls import OpaqueCall
 from nxdpp.tracing.graph.modes import current_modes
-from nxdpp.tracing.sizes.any_data import check_in_every_step, is_checked
-from nxdpp.tracing.sizes.guesses import MOST_GUESSES, guessed_answer
+from nxdpp.tracing.graph.uses import metadata_arguments
+from nxdpp.tracing.sizes.checked_answers import check_in_every_step, is_checked
 from nxdpp.tracing.sizes.sizes import (
     DataInModuleError,
     Fact,
@@ -112,22 +118,21 @@ class AnsweringTracer(fx.Tracer):
         It is a guess where it depends on data, and ``None`` where no guess is possible. A sure ``None`` becomes a fact
         of the graph.
         """
-        try:
-            answer = bool(self.read(node, is_none))
-        except UnknownSizeError:
-            return self._guess_none(node), False
-        if answer:
-            self.facts.append(Fact(node, is_none, answer))
-        return answer, True
+        answer = self._sure_truth(node, is_none)
+        return (self._guess_none(node), False) if answer is None else (answer, True)
 
     def is_tensor(self, node: fx.Node) -> bool:
         """Return whether a value is surely a tensor for inputs of the sizes at hand. It then is a fact of the graph."""
+        return bool(self._sure_truth(node, is_tensor))
+
+    def _sure_truth(self, node: fx.Node, read: Callable[[Any], bool]) -> bool | None:
+        """``read(value)``, a fact where it is true; ``None`` where it depends on more than sizes."""
         try:
-            answer = bool(self.read(node, is_tensor))
+            answer = bool(self.read(node, read))
         except UnknownSizeError:
-            return False
+            return None
         if answer:
-            self.facts.append(Fact(node, is_tensor, answer))
+            self.facts.append(Fact(node, read, answer))
         return answer
 
     @cached_property
@@ -161,3 +166,63 @@ class AnsweringTracer(fx.Tracer):
     @cached_property
     def _known_sizes(self) -> Sizes:
         return Sizes(self.root, self._shapes, modes=self._modes)
+
+
+# A loop that sizes end would not end with a guess.
+MOST_GUESSES = 1000
+_SIZE = 2
+_ARITHMETIC = frozenset({operator.__name__, math.__name__, "_operator", "builtins"})
+# Attributes of a tensor that have its elements.
+_VIEWS = frozenset({"T", "mT", "H", "mH", "data", "real", "imag", "grad"})
+# Methods and functions that read no elements.
+_OF_METADATA = frozenset(
+    {"size", "dim", "numel", "nelement", "ndimension", "is_floating_point", "is_complex", "is_contiguous",
+     "element_size", "get_device"}
+)  # fmt: skip
+
+
+def guessed_answer(node: fx.Node, read: Callable[[Any], Any], guess: bool, root: nn.Module) -> Any:
+    """Return a guess of ``read(value of node)``; ``None`` where the elements of a tensor decide.
+
+    Questions of yes and no are answered by ``guess``, numbers are small.
+    """
+    if read is bool:
+        return None if _reads_elements(node, root) else guess
+    if read.__name__ == "number_of_items" or read is len:
+        return _SIZE
+    if read.__name__ == "keys_of":
+        return None
+    return None if _reads_elements(node, root) else _SIZE
+
+
+def _reads_elements(node: fx.Node, root: nn.Module) -> bool:
+    """Return whether the value of ``node`` follows from the elements of a tensor, not only from its shape."""
+    pending: list[tuple[fx.Node, bool]] = [(node, False)]
+    seen: set[fx.Node] = set()
+    while pending:
+        current, is_item = pending.pop()
+        if current in seen:
+            continue
+        seen.add(current)
+        if _makes_a_tensor(current, is_item):
+            return True
+        is_attribute = current.target is getattr and current.args[1] not in _VIEWS
+        if is_attribute or getattr(current.target, "__name__", current.target) in _OF_METADATA:
+            continue
+        only_metadata = metadata_arguments(current, root)
+        is_item = current.target is operator.getitem
+        pending += [(argument, is_item) for argument in current.all_input_nodes if argument not in only_metadata]
+    return False
+
+
+def _makes_a_tensor(node: fx.Node, is_item: bool) -> bool:
+    # An item of a module's output may be a size, as may an input of the model and the result of a user's function.
+    if node.op == "call_module":
+        return not is_item
+    if node.op == "call_method":
+        return node.target not in _OF_METADATA
+    if node.op != "call_function" or isinstance(node.target, OpaqueCall):
+        return False
+    if getattr(node.target, "__name__", None) in _OF_METADATA:
+        return False
+    return getattr(node.target, "__module__", None) not in _ARITHMETIC

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx, nn
 
+from nxdpp.tracing.values.metadata import is_shape, reads
+
 
 class InputSpec(NamedTuple):
     """Number of dimensions and dtype of an input. Another spec needs another trace.
@@ -56,9 +58,7 @@ def spec_of(node: fx.Node, root: nn.Module) -> InputSpec:
 
 def length_of(node: fx.Node, root: nn.Module) -> int | None:
     """The length of a value that is a shape."""
-    asks_shape = node.op == "call_function" and node.target is getattr and node.args[1] == "shape"
-    asks_size = node.op == "call_method" and node.target == "size" and len(node.args) == 1 and not node.kwargs
-    if asks_shape or asks_size:
+    if is_shape(node):
         return _dimensions(node.args[0], root)
     if node.op == "call_function" and node.target is operator.getitem and isinstance(node.args[1], slice):
         return _length_of_slice(node.args[0], node.args[1], root)
@@ -83,8 +83,7 @@ def constant_of(value: Any, root: nn.Module) -> Any:
 
 
 def _written_size(shape: Any, index: Any, root: nn.Module) -> int | None:
-    asks_shape = isinstance(shape, fx.Node) and shape.target is getattr and shape.args[1] == "shape"
-    owner = shape.args[0] if asks_shape else None
+    owner = shape.args[0] if reads(shape, ("shape",)) else None
     if not isinstance(owner, fx.Node) or owner.op != "call_method" or not isinstance(index, int):
         return None
     if owner.target not in ("expand", "view", "reshape"):

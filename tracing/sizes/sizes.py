@@ -13,20 +13,30 @@ from typing import Any, Self
 
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.utils import _pytree as pytree
 
 from nxdpp.tracing.graph.calls import OpaqueCall
-from nxdpp.tracing.graph.function_caches import Uncached, uncached_functions, without_caches
 from nxdpp.tracing.graph.modes import Modes, applied, applied_to_fakes, current_modes, modes_of
-from nxdpp.tracing.graph.swap import swapped
-from nxdpp.tracing.sizes.example_run import run_on_examples, takes_examples
-from nxdpp.tracing.sizes.fake_copies import FakeCopies, GuessingMode, TooManyGuessesError, unchanged_generators
+from nxdpp.tracing.graph.search import reached
+from nxdpp.tracing.graph.swap import all_swapped, swapped
+from nxdpp.tracing.sizes.fake_runs import (
+    FakeCopies,
+    GuessingMode,
+    TooManyGuessesError,
+    Uncached,
+    run_on_examples,
+    takes_examples,
+    uncached_functions,
+    unchanged_generators,
+)
 from nxdpp.tracing.sizes.input_specs import COMPARISONS
-from nxdpp.tracing.values.devices import ElsewhereError, answer_for, asks_for_device, device_of_model
+from nxdpp.tracing.values.metadata import ElsewhereError, answer_for, asks_for_device, device_of_model, reads
 
 # Fake tensors log the errors that end here as UnknownSizeError.
 _LOG = logging.getLogger("torch._subclasses.fake_tensor")
+# All fakes are on the CPU, also one whose size data decide.
+_DEVICE = ("device",)
 _OF_FAKES = frozenset({"autocast cpu", "autocast cache"})
 # Types of the errors that operations raise for shapes that they do not take. Fake tensors have subclasses for data.
 _OF_SHAPES = (IndexError, RuntimeError, ValueError)
@@ -84,7 +94,7 @@ class Sizes:
     ) -> None:
         self._root = root
         self._shapes = shapes
-        self._mode = FakeTensorMode(allow_non_fake_inputs=True) if guess is None else GuessingMode(guess)
+        self._mode = GuessingMode(guess)
         self._in_modules = in_modules
         self._copies = FakeCopies()
         self._values: dict[fx.Node, Any] = {}
@@ -139,12 +149,11 @@ class Sizes:
         return kinds, places
 
     def _read(self, node: fx.Node, read: Callable[[Any], Any]) -> Any:
-        if isinstance(self._mode, GuessingMode):
-            self._mode.asks = not self._in_modules
+        self._mode.asks = not self._in_modules
         try:
             quiet = swapped(vars(_LOG), {"disabled": True})
             unchanged = unchanged_generators()
-            with quiet, unchanged, without_caches(self._uncached), self._mode, applied_to_fakes(self._modes):
+            with quiet, unchanged, all_swapped(self._uncached), self._mode, applied_to_fakes(self._modes):
                 for needed in _in_order(node):
                     if needed not in self._values:
                         with applied(modes_of(needed)):
@@ -168,7 +177,7 @@ class Sizes:
         return uncached_functions(self._root)
 
     def _value(self, node: fx.Node) -> Any:
-        if _is_device(node):
+        if reads(node, _DEVICE):
             return torch.device("cpu")
         if node.op == "placeholder":
             if str(node.target) not in self._shapes:
@@ -197,21 +206,19 @@ class Sizes:
         except Exception as error:
             if not takes_examples(module):
                 raise
-            if isinstance(self._mode, GuessingMode) and self._in_modules:
+            if self._mode.guess is not None and self._in_modules:
                 return run_on_examples(module, args, kwargs, self._mode.guess)
             raise DataInModuleError(f"{type(error).__name__}: {error}") from error
 
     def _ask(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run the code of a node, which may ask data."""
-        if isinstance(self._mode, GuessingMode):
-            self._mode.asks = True
+        self._mode.asks = True
         try:
             return call(*args, **kwargs)
         except DataDependentOutputException as error:
             raise DataInModuleError(f"{type(error).__name__}: {error}") from error
         finally:
-            if isinstance(self._mode, GuessingMode):
-                self._mode.asks = not self._in_modules
+            self._mode.asks = not self._in_modules
 
     def _refuse_other_autocast(self, node: fx.Node) -> None:
         # The fake tensors are on the CPU.
@@ -239,21 +246,9 @@ def _mutable(value: Any) -> Any:
     return {key: _mutable(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
-def _is_device(node: fx.Node) -> bool:
-    """Return whether the node reads a device. All fakes are on the CPU, also one whose size data decide."""
-    return node.op == "call_function" and node.target is getattr and node.args[1] == "device"
-
-
 def _in_order(node: fx.Node) -> list[fx.Node]:
     """``node`` and all nodes that its size depends on, in the order of the graph."""
-    needed = {node}
-    pending = [node]
-    while pending:
-        last = pending.pop()
-        new = [] if _is_device(last) else [argument for argument in last.all_input_nodes if argument not in needed]
-        needed.update(new)
-        pending += new
-    return sorted(needed)
+    return sorted(reached([node], lambda each: () if reads(each, _DEVICE) else each.all_input_nodes))
 
 
 def shapes_of(inputs: Mapping[str, Any]) -> Shapes:

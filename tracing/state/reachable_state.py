@@ -15,11 +15,12 @@ torch, transformers, NumPy and the standard library, and the modules below the s
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import FunctionType, MethodType
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 
 from nxdpp.tracing.code.names import is_framework, names_in, names_on_others
 from nxdpp.tracing.code.stored_names import stored_names
@@ -28,14 +29,14 @@ from nxdpp.tracing.state.object_state import MISSING, PLAIN
 from nxdpp.tracing.state.state_walk import ANY_ATTRIBUTE, HOOKS, MOST_ITEMS, OF_MODULES, StateWalk
 
 
+@dataclass(frozen=True)
 class ChangedState:
     """One place with a different content: its path, the name under which code knows it, and both contents."""
 
-    def __init__(self, path: str, name: str, before: Any, after: Any) -> None:
-        self.path = path
-        self.name = name
-        self.before = before
-        self.after = after
+    path: str
+    name: str
+    before: Any
+    after: Any
 
     @property
     def is_of_values(self) -> bool:
@@ -74,15 +75,12 @@ class ReachableState:
         found = -1
         while found != len(self.functions):
             found = len(self.functions)
-            for function in self._walk().functions:
+            for function in self.snapshot().functions:
                 if function not in self.functions:
                     self.functions[function] = None
                     self.names |= names_in(function)
         self.asked = frozenset(name for function in self.functions for name in names_on_others(function))
         self.of_leaves = self._attributes_of_leaves()
-
-    def _walk(self) -> StateWalk:
-        return StateWalk(self.spine, self.names, self.of_leaves)
 
     def _attributes_of_leaves(self) -> list[tuple[nn.Module, str, str]]:
         """Attributes of leaves that code names, with module and path; except the ones that a run of the leaf stores."""
@@ -97,12 +95,12 @@ class ReachableState:
             if name not in OF_MODULES
         ]
 
-    def snapshot(self) -> "Snapshot":
+    def snapshot(self) -> StateWalk:
         """The state as it is now."""
-        return Snapshot(self._walk())
+        return StateWalk(self.spine, self.names, self.of_leaves)
 
     @contextmanager
-    def put_back(self) -> Iterator["Snapshot"]:
+    def put_back(self) -> Iterator[StateWalk]:
         """Put the state back afterwards, as it is now."""
         self.clear_caches()
         before = self.snapshot()
@@ -114,42 +112,23 @@ class ReachableState:
 
     def clear_caches(self) -> None:
         """Empty the caches of ``functools.lru_cache``: their results may be values of a trace."""
-        for cache in self._walk().caches:
+        for cache in self.snapshot().caches:
             cache.cache_clear()
 
 
-class Snapshot:
-    """The state at one time.
-
-    Attributes:
-        traced: traced values in it, with their paths.
-    """
-
-    def __init__(self, walk: StateWalk) -> None:
-        self.traced: dict[fx.Proxy, str] = walk.traced
-        self._keys = walk.keys
-        self._undo = walk.undo
-        # No other object gets the id of one that is kept.
-        self._kept = walk.kept
-
-    def restore(self) -> None:
-        """Put the content of all objects back."""
-        for undo in reversed(self._undo):
-            undo()
-
-    def differences(self, later: "Snapshot") -> list[ChangedState]:
-        """The places with a different content in ``later``."""
-        paths = dict.fromkeys([*self._keys, *later._keys])
-        pairs = ((path, self._keys.get(path, MISSING), later._keys.get(path, MISSING)) for path in paths)
-        return [
-            ChangedState(path[0], str(path[1]), before, after)
-            for path, before, after in pairs
-            if before is not after and before != after
-        ]
+def differences(earlier: StateWalk, later: StateWalk) -> list[ChangedState]:
+    """The places with a different content in ``later``."""
+    paths = dict.fromkeys([*earlier.keys, *later.keys])
+    pairs = ((path, earlier.keys.get(path, MISSING), later.keys.get(path, MISSING)) for path in paths)
+    return [
+        ChangedState(path[0], str(path[1]), before, after)
+        for path, before, after in pairs
+        if before is not after and before != after
+    ]
 
 
-class _DataWalk(StateWalk):
-    """One pass over the containers and objects in ``values``, by name, without the code of their classes."""
+class DataWalk(StateWalk):
+    """The content of the containers and objects in ``values``, by name, without the code of their classes."""
 
     def __init__(self, values: Mapping[Any, Any]) -> None:
         self._data = values
@@ -168,17 +147,12 @@ class _DataWalk(StateWalk):
             super()._visit(value, path, name, depth)
 
 
-def snapshot_of_data(values: Mapping[Any, Any]) -> Snapshot:
-    """The content of the containers and objects in ``values``, by name; tensors by identity."""
-    return Snapshot(_DataWalk(values))
-
-
 def has_user_code(spine: Iterable[nn.Module]) -> bool:
     """Return whether code of neither torch nor transformers runs in the ``forward`` of the modules ``spine``."""
-    classes = {type(module) for module in spine}
-    if any(not is_framework(cls.__module__) for kind in classes for cls in kind.__mro__):
+    modules = list(spine)
+    if any("forward" in vars(module) or any(vars(module).get(hooks) for hooks in HOOKS) for module in modules):
         return True
-    return any("forward" in vars(module) or any(vars(module).get(hooks) for hooks in HOOKS) for module in spine)
+    return any(not is_framework(cls.__module__) for kind in set(map(type, modules)) for cls in kind.__mro__)
 
 
 def _shown(key: Any) -> str:

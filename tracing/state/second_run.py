@@ -24,13 +24,17 @@ from torch.utils import _pytree as pytree
 from nxdpp.tracing.code.reads import is_read, writing_line
 from nxdpp.tracing.graph.errors import StaleValueError, TracingError, model_line, source_line
 from nxdpp.tracing.graph.graph_values import ForeignNodeError, NumberedGraph, ValueNumbers
+from nxdpp.tracing.graph.search import reached
 from nxdpp.tracing.graph.uses import draws_random_numbers
 from nxdpp.tracing.sizes.sizes import Fact, whole_number
-from nxdpp.tracing.state.reachable_state import ChangedState, ReachableState, Snapshot
+from nxdpp.tracing.state.reachable_state import ChangedState, ReachableState, differences
+from nxdpp.tracing.state.state_walk import StateWalk
 from nxdpp.tracing.values.lost_changes import ROOT
+from nxdpp.tracing.values.metadata import reads
 
 _logger = logging.getLogger(__name__)
 
+_METADATA = ("device", "dtype")
 _REMEDY = (
     "Move it into a layer, or into a module without layers, which runs as one node in each step (for a counter: a "
     "buffer of it); or give it to forward as an input."
@@ -47,7 +51,7 @@ class Run:
 
 
 def refuse_differences(
-    module: nn.Module, state: ReachableState, before: Snapshot, first: Run, run_again: Callable[["Carried"], Run]
+    module: nn.Module, state: ReachableState, before: StateWalk, first: Run, run_again: Callable[["Carried"], Run]
 ) -> None:
     """Run the spine a second time and compare it with the first run.
 
@@ -91,7 +95,7 @@ def refuse_differences(
             f"step would repeat the first\n  at {model_line(node.stack_trace if node else None)}\n{_REMEDY}"
         )
     after = state.snapshot()
-    _refuse_changes(name, state, [*between.differences(after), *filter(_is_counted, before.differences(between))])
+    _refuse_changes(name, state, [*differences(between, after), *filter(_is_counted, differences(before, between))])
     if first.output_spec != second.output_spec:
         raise TracingError(
             f"{name}.forward differs in two runs: its outputs have the structures {first.output_spec} and "
@@ -106,7 +110,7 @@ class Carried:
     run. Others must not be used.
     """
 
-    def __init__(self, root: nn.Module, state: Snapshot, first: Run, numbers: NumberedGraph) -> None:
+    def __init__(self, root: nn.Module, state: StateWalk, first: Run, numbers: NumberedGraph) -> None:
         self._root = root
         self._values = state.traced
         self._numbers = numbers
@@ -136,17 +140,11 @@ class Carried:
         )
 
     def _is_table(self, node: fx.Node) -> bool:
-        seen: set[fx.Node] = set()
-        pending = [node]
-        while pending:
-            node = pending.pop()
-            if node in seen or node in self._sizes or _asks_for_device(node):
-                continue
-            seen.add(node)
-            if node.op == "placeholder" or self._may_change(node):
-                return False
-            pending += node.all_input_nodes
-        return True
+        def is_given(node: fx.Node) -> bool:
+            return node in self._sizes or reads(node, _METADATA)
+
+        needed = reached([node], lambda node: () if is_given(node) else node.all_input_nodes)
+        return all(is_given(each) or not (each.op == "placeholder" or self._may_change(each)) for each in needed)
 
     def _may_change(self, node: fx.Node) -> bool:
         if node.op not in ("get_attr", "call_module"):
@@ -158,7 +156,7 @@ class Carried:
 
     def _copied(self, node: fx.Node, graph: fx.Graph, copies: dict[fx.Node, Any]) -> fx.Node:
         for needed in self._in_order(node, copies):
-            if _asks_for_device(needed):
+            if reads(needed, _METADATA):
                 # Of any tensor: the graph is only for comparison.
                 inputs = next(other for other in graph.nodes if other.op == "placeholder")
                 copies[needed] = graph.call_function(getattr, (inputs, needed.args[1]))
@@ -170,15 +168,8 @@ class Carried:
 
     def _in_order(self, node: fx.Node, copies: Mapping[fx.Node, Any]) -> list[fx.Node]:
         """``node`` and the nodes that it depends on and that have no copy yet."""
-        needed = {node} - copies.keys()
-        pending = list(needed)
-        while pending:
-            node = pending.pop()
-            arguments = [] if _asks_for_device(node) else node.all_input_nodes
-            new = [argument for argument in arguments if argument not in needed and argument not in copies]
-            needed.update(new)
-            pending += new
-        return sorted(needed)
+        needed = reached([node], lambda each: () if reads(each, _METADATA) or each in copies else each.all_input_nodes)
+        return sorted(needed.keys() - copies.keys())
 
 
 def _refuse_changes(name: str, state: ReachableState, changes: list[ChangedState]) -> None:
@@ -206,10 +197,6 @@ def _is_counted(change: ChangedState) -> bool:
     """Return whether a number has changed, or a generator has drawn."""
     contents = (change.before, change.after)
     return all(isinstance(content, tuple) and content[0] in (int, float, "a generator") for content in contents)
-
-
-def _asks_for_device(node: fx.Node) -> bool:
-    return node.op == "call_function" and node.target is getattr and node.args[1] in ("device", "dtype")
 
 
 def _shown(node: fx.Node | None) -> str:

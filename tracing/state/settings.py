@@ -1,41 +1,26 @@
-"""Attributes of modules above layers that code of the user reads: a graph belongs to their values.
+"""Modes, hooks, loss modules and buffers of modules above layers: a graph belongs to them.
 
-A loss weight may change between two steps (``model.beta = 0.1``), and so may a function, a loss module or a mode. The
-trace reads them, so other values need another graph.
+They may change between two steps. The trace reads them, so other ones need another graph. Other attributes that code of
+the user reads are in ``read_values``.
 """
 
-from argparse import Namespace
 from collections.abc import Collection, Hashable, Iterator, Sequence
-from enum import Enum
 from operator import attrgetter
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
-import numpy
-from torch import fx, nn
-from transformers import PreTrainedConfig
+from torch import nn
 
-from nxdpp.tracing.code.names import is_framework
 from nxdpp.tracing.modules import listings
-from nxdpp.tracing.state.object_state import PLAIN
-from nxdpp.tracing.state.state_walk import ANY_ATTRIBUTE, HOOKS, OF_MODULES
+from nxdpp.tracing.state.state_walk import ANY_ATTRIBUTE, HOOKS
 
 Settings = tuple[tuple[int, str, Hashable], ...]
 """Values with the number of their module and their path; the number of modes of layers is ``OF_LAYERS``."""
 
 OF_LAYERS = -1
 
-_MOST_ITEMS = 100
-_MOST_BYTES = 1 << 16
-_DEEPEST = 4
-_MOST_VALUES = 1_000
-
-# Objects without a content of their own.
-_WHOLE = (nn.Module, fx.Proxy, type, BuiltinFunctionType, FunctionType, MethodType, ModuleType)
-
 
 class SpineSettings:
-    """The attributes on which a trace of the spine depends.
+    """The parts of modules on which a trace of the spine depends.
 
     Args:
         spine: the modules that are traced through.
@@ -55,15 +40,14 @@ class SpineSettings:
         asked: Collection[str] = (),
     ) -> None:
         self._spine = list(spine)
-        self._names = frozenset(names)
-        self._all = bool(self._names & ANY_ATTRIBUTE)
-        self._left = 0
+        self._has_names = bool(names)
+        takes_all = not ANY_ATTRIBUTE.isdisjoint(names)
         whole = self._spine[0] if self._spine else nn.Module()
         things: dict[str, list[Any]] = {
             "training": list(listings.modules(whole)),
             "requires_grad": list(listings.parameters(whole)),
         }
-        self.of_layers = [(name, each) for name, each in things.items() if self._all or name in asked]
+        self.of_layers = [(name, each) for name, each in things.items() if takes_all or name in asked]
         parts = {id(module) for module in self._spine}
         places = {module: name for name, module in listings.named_modules(self._spine[0])} if self._spine else {}
         self._buffers = [
@@ -81,7 +65,6 @@ class SpineSettings:
 
     def present(self) -> Settings:
         """The present values, each with the number of its module and its path."""
-        self._left = _MOST_VALUES
         present = tuple(
             (number, path, value)
             for number, module in enumerate(self._spine)
@@ -110,59 +93,22 @@ class SpineSettings:
         attributes = vars(module)
         yield "training", module.training
         for name in HOOKS:
-            yield from ((name, _Same(hook)) for hook in attributes[name].values())
+            yield from ((name, Same(hook)) for hook in attributes[name].values())
         if "forward" in attributes:
-            yield "forward", _Same(attributes["forward"])
-        yield from ((key, _Same(module._modules.get(key))) for key in self._children[number])
-        if not self._names:
-            return
-        yield from ((key, _Same(module._buffers.get(key))) for key in self._buffers[number])
-        for name, value in attributes.items():
-            if name not in OF_MODULES and self._is_named(name):
-                yield name, self._key(value, 0)
-
-    def _is_named(self, name: str) -> bool:
-        return self._all or name in self._names
-
-    def _key(self, value: Any, depth: int) -> Hashable:
-        kind = type(value)
-        self._left -= 1
-        if kind in PLAIN or isinstance(value, Enum):
-            # 0.0 is not -0.0, NaN is NaN.
-            return kind, repr(value) if kind in (float, complex) else value
-        if isinstance(value, numpy.ndarray) and value.nbytes <= _MOST_BYTES and not value.dtype.hasobject:
-            return kind, value.shape, str(value.dtype), value.tobytes()
-        if depth < _DEEPEST and self._left > 0 and (items := self._content(value)) is not None:
-            return kind, tuple((_plain(key), self._key(item, depth + 1)) for key, item in items)
-        return _Same(value)
-
-    def _content(self, value: Any) -> list[tuple[Any, Any]] | None:
-        """The content of a container, or of an object of the user; ``None`` for others."""
-        if isinstance(value, dict | list | tuple):
-            if len(value) > _MOST_ITEMS:
-                return None
-            return list(value.items() if isinstance(value, dict) else enumerate(value))
-        is_known = isinstance(value, SimpleNamespace | Namespace | PreTrainedConfig)
-        if isinstance(value, _WHOLE):
-            return None
-        attributes = getattr(value, "__dict__", None)
-        if not isinstance(attributes, dict) or (is_framework(type(value).__module__) and not is_known):
-            return None
-        return [(name, item) for name, item in attributes.items() if self._is_named(name)]
+            yield "forward", Same(attributes["forward"])
+        yield from ((key, Same(module._modules.get(key))) for key in self._children[number])
+        if self._has_names:
+            yield from ((key, Same(module._buffers.get(key))) for key in self._buffers[number])
 
 
-def _plain(key: Any) -> Hashable:
-    return (type(key), key) if type(key) in PLAIN else _Same(key)
-
-
-class _Same:
+class Same:
     """An object that is equal only to itself."""
 
     def __init__(self, value: Any) -> None:
         self._object = value
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self._object is other._object
+        return isinstance(other, Same) and self._object is other._object
 
     def __hash__(self) -> int:
         return id(self._object)

@@ -19,11 +19,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from nxdpp.tracing.code.names import loaded_names, names_in
+from nxdpp.tracing.code.names import loaded_names
 from nxdpp.tracing.code.reads import Uses, uses_of_items, uses_of_name
 from nxdpp.tracing.modules import listings
 from nxdpp.tracing.state.data_changes import same_content
-from nxdpp.tracing.state.layer_objects import PlainValue, Reached, TensorPlace, runs_user_code
+from nxdpp.tracing.state.layer_objects import PlainValue, Reached, TensorPlace, tensor_place
+from nxdpp.tracing.state.reachable_state import has_user_code
 
 _MOST_ITEMS_OF_TENSOR = 1 << 20
 
@@ -69,7 +70,6 @@ class SharedObjects:
         self._root = root
         self._shared: list[tuple[str, Any]] = []
         self._names: set[str] = set()
-        self._names_of = functools.cache(loaded_names)
         self._buffers = {
             name: (*_registry(root, name), other) for name, other in (buffers.elsewhere if buffers else {}).items()
         }
@@ -79,10 +79,10 @@ class SharedObjects:
         ]
         own = [(name, root.get_submodule(name)) for name, of in stages.items() if stage in of]
         others = [(name, root.get_submodule(name)) for name, of in stages.items() if of - {stage}]
-        self.has_user_code = runs_user_code(part for _, module in own for part in listings.modules(module))
+        self.has_user_code = has_user_code(part for _, module in own for part in listings.modules(module))
         if self.has_user_code and others:
-            elsewhere = Reached(others, self._names_of)
-            here = Reached(own, functools.cache(names_in))
+            elsewhere = Reached(others, loaded_names)
+            here = Reached(own)
             for key, (holder, path) in elsewhere.holders.items():
                 if key in here.holders and not isinstance(holder, nn.Parameter):
                     self._shared.append((path, holder))
@@ -94,13 +94,13 @@ class SharedObjects:
     def snapshot(self) -> "SharedSnapshot":
         """The tensors as they are now."""
         guarded = {id(buffer) for module in self._guarded for buffer in module._buffers.values()}
-        reached = Reached(self._shared, self._names_of, self._names) if self._shared else None
+        reached = Reached(self._shared, loaded_names, self._names) if self._shared else None
         found = {} if reached is None else reached.places
         places = {key: place for key, place in found.items() if id(place.tensor) not in guarded}
         for name, (registry, key, other) in self._buffers.items():
             if (buffer := registry.get(key)) is not None and not buffer.is_meta:
                 path = f"{name}, which is also {other}"
-                places[id(registry), key] = TensorPlace(buffer, buffer._version, path, key, None)
+                places[id(registry), key] = tensor_place(buffer, path, key)
         return SharedSnapshot(places, {} if reached is None else reached.plain, self._names, self)
 
     def needs_name(self, name: str, holder: Any, is_item: bool) -> bool:
@@ -128,7 +128,7 @@ class SharedObjects:
         """For each other stage the functions of its modules, in their order."""
         functions: dict[int, list[list[FunctionType]]] = {}
         for name, stages in self._stages.items():
-            reached = Reached([(name, self._root.get_submodule(name))], functools.cache(names_in))
+            reached = Reached([(name, self._root.get_submodule(name))])
             for stage in stages:
                 functions.setdefault(stage, []).append(list(reached.functions))
         return functions
@@ -139,8 +139,8 @@ class SharedSnapshot:
 
     def __init__(
         self,
-        places: dict[tuple[int, Any], TensorPlace],
-        plain: dict[tuple[int, Any], PlainValue],
+        places: dict[tuple[int, str], TensorPlace],
+        plain: dict[tuple[int, str], PlainValue],
         names: set[str],
         shared: SharedObjects,
     ) -> None:
@@ -169,12 +169,10 @@ class SharedSnapshot:
 
     def _is_read(self, place: TensorPlace) -> bool:
         """Return whether code may read a new tensor. Additions to a list, or under other keys, may be for the user."""
-        if place.length is None and not place.path.endswith("]"):
+        if not place.in_list and (not place.path.endswith("]") or place.name in self._names):
             return True
-        if place.length is None and isinstance(place.key, str) and place.key in self._names:
-            return True
-        is_replaced = any(other.key == place.key and other.path == place.path for other in self._places.values())
-        return (place.length is not None and is_replaced) or self._shared.needs_items(place.path)
+        is_replaced = place.in_list and any(other.path == place.path for other in self._places.values())
+        return is_replaced or self._shared.needs_items(place.path)
 
     @staticmethod
     def _is_another(before: PlainValue | None, now: PlainValue) -> bool:
@@ -183,9 +181,8 @@ class SharedSnapshot:
         return type(before.value) is not type(now.value) or repr(before.value) != repr(now.value)
 
     def _is_needed(self, value: PlainValue) -> bool:
-        key = value.key[-1] if isinstance(value.key, tuple) and value.key else value.key
         is_item = value.path.endswith("]")
-        if isinstance(key, str) and self._shared.needs_name(key, value.holder, is_item):
+        if value.name is not None and self._shared.needs_name(value.name, value.holder, is_item):
             return True
         return is_item and self._shared.needs_items(value.path)
 

@@ -3,6 +3,7 @@
 import functools
 import operator
 import threading
+import weakref
 from argparse import Namespace
 from collections import UserDict, UserList, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -59,14 +60,15 @@ OF_MODULES = frozenset(vars(nn.Module()))
 class StateWalk:
     """One pass over the objects that the code of the modules ``spine`` can reach by the names ``reached``.
 
-    ``of_leaves`` has attributes of other modules, each as module, path and name.
+    ``of_leaves`` has attributes of other modules, each as module, path and name. ``names_of`` gives the names that the
+    code of a function uses.
 
     Attributes:
         functions: functions of the user.
         caches: functions with a cache (``functools.lru_cache``).
         keys: by path and name, a key of the content of each place.
         undo: calls that put the content of all objects back.
-        kept: all objects.
+        kept: all objects: no other object gets the id of one of them.
         traced: traced values, with their paths.
     """
 
@@ -75,6 +77,7 @@ class StateWalk:
         spine: Sequence[nn.Module],
         reached: AbstractSet[str],
         of_leaves: Iterable[tuple[nn.Module, str, str]] = (),
+        names_of: Callable[[FunctionType], AbstractSet[str]] = names_in,
     ) -> None:
         self.functions: dict[FunctionType, None] = {}
         self.caches: list[Any] = []
@@ -83,14 +86,24 @@ class StateWalk:
         self.kept: list[Any] = []
         self.traced: dict[fx.Proxy, str] = {}
         self._names = reached
+        self._names_of = names_of
         self._all = bool(reached & ANY_ATTRIBUTE)
         self._spine = {id(module) for module in spine}
         self._classes = {cls for module in spine for cls in type(module).__mro__}
         self._seen: dict[int, str] = {}
         self._pending: deque[tuple[Any, str, str | None, int]] = deque()
+        # The object whose content is visited, and its path.
+        self._owner: Any = None
+        self._owner_path = ""
         self._visit_roots(spine, of_leaves)
-        while self._pending and len(self._seen) < _MOST_OBJECTS:
-            self._enter(*self._pending.popleft())
+        while self._pending:
+            self._owner, self._owner_path, *_ = entered = self._pending.popleft()
+            self._enter(*entered)
+
+    def restore(self) -> None:
+        """Put the content of all objects back, as it was in this pass."""
+        for undo in reversed(self.undo):
+            undo()
 
     def _visit_roots(self, spine: Sequence[nn.Module], of_leaves: Iterable[tuple[nn.Module, str, str]]) -> None:
         for module in spine:
@@ -117,24 +130,24 @@ class StateWalk:
         else:
             self._enter_later(value, path, name, depth)
 
-    def _enter_later(self, value: Any, path: str, name: str | None, depth: int) -> None:
-        if depth < _DEEPEST:
-            self._seen[id(value)] = path
-            self._pending.append((value, path, name, depth + 1))
+    def _enter_later(self, value: Any, path: str, name: str | None, depth: int) -> bool:
+        """Enter ``value`` later; return ``False`` for one that is too deep, or one too many."""
+        if depth >= _DEEPEST or len(self._seen) >= _MOST_OBJECTS:
+            return False
+        self._seen[id(value)] = path
+        self._pending.append((value, path, name, depth + 1))
+        return True
 
     def _enter(self, value: Any, path: str, name: str | None, depth: int) -> None:
         if isinstance(value, nn.Module):
-            if id(value) in self._spine:
-                self._enter_object(value, path, name, depth)
-            else:
-                self.keys[path, name] = (type(value), id(value))
+            self._enter_module(value, path, name, depth)
         elif isinstance(value, FunctionType):
             self._enter_function(value, path, depth)
         elif isinstance(value, type):
             self._enter_class(value, path, depth)
         elif (parts := parts_of(value)) is not None:
-            for part in parts:
-                self._visit(part, path, name, depth)
+            for position, part in enumerate(parts):
+                self._visit(part, f"{path} ({position})" if position else path, name, depth)
         elif isinstance(value, BuiltinMethodType):
             if not isinstance(value.__self__, ModuleType | type):
                 self._visit(value.__self__, path, name, depth)
@@ -142,6 +155,8 @@ class StateWalk:
             if not is_framework(getattr(value, "__module__", None)):
                 self.caches.append(value)
                 self._visit(value.__wrapped__, path, name, depth)
+        elif isinstance(value, weakref.ref):
+            self._visit(value(), f"{path}()", name, depth)
         elif isinstance(value, ContextVar):
             content = value.get(MISSING)
             self._note(lambda: (value.get(MISSING),), functools.partial(set_variable, value, content))
@@ -159,15 +174,25 @@ class StateWalk:
         else:
             self._enter_data(value, path, name, depth)
 
+    def _enter_module(self, module: nn.Module, path: str, name: str | None, depth: int) -> None:
+        if id(module) in self._spine:
+            self._enter_object(module, path, name, depth)
+        else:
+            self.keys[path, name] = (type(module), id(module))
+
+    def _runs(self, cls: type[nn.Module]) -> bool:
+        """Return whether code of the class of a module is walked. The trace does not run the code of layers."""
+        return cls in self._classes
+
     def _enter_function(self, function: FunctionType, path: str, depth: int) -> None:
         globals_ = function.__globals__
         is_own = not is_framework(globals_.get("__name__"))
         if is_own:
             self.functions[function] = None
-            names = [name for name in names_in(function) if name in globals_]
-            self._note_names(globals_, names_in(function))
-            for name in names:
-                self._visit_global(globals_[name], f"{globals_.get('__name__')}.{name}", name, function, depth)
+            names = self._names_of(function)
+            self._note_names(globals_, names)
+            for name in names & globals_.keys():
+                self._visit_global(globals_[name], f"{globals_.get('__name__')}.{name}", name, names, depth)
             for position, value in enumerate(function.__defaults__ or ()):
                 self._visit(value, f"{path} (default {position})", function.__name__, depth)
             self._visit_items(function.__kwdefaults__ or {}, f"{path} (default ", ")", depth)
@@ -188,11 +213,10 @@ class StateWalk:
                 )
                 self._visit(content, f"{function.__name__}'s variable {name}", name, depth)
 
-    def _visit_global(self, value: Any, path: str, name: str, function: FunctionType, depth: int) -> None:
+    def _visit_global(self, value: Any, path: str, name: str, names: AbstractSet[str], depth: int) -> None:
         if not isinstance(value, ModuleType):
             self._visit(value, path, name, depth)
         elif not is_framework(value.__name__):
-            names = names_in(function)
             self._note_names(vars(value), names)
             for attribute in names & vars(value).keys():
                 member = vars(value)[attribute]
@@ -203,8 +227,7 @@ class StateWalk:
         for base in cls.__mro__:
             if is_framework(base.__module__):
                 continue
-            # The trace does not run the code of layers.
-            runs = not issubclass(base, nn.Module) or base in self._classes
+            runs = not issubclass(base, nn.Module) or self._runs(base)
             own = {
                 name: value
                 for name, value in vars(base).items()

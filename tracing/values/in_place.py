@@ -92,19 +92,14 @@ def in_place(function: InPlaceOperator) -> Callable[[Any, Any], Any]:
     return change
 
 
-class InPlaceMethod:
-    """A method of a traced value that changes it in place; a call rebinds the value."""
+def in_place_method(owner: fx.Proxy, name: str) -> Callable[..., fx.Proxy]:
+    """A method of a traced value that changes it in place: a call rebinds the value, and returns it."""
 
-    def __init__(self, owner: fx.Proxy, name: str) -> None:
-        self._owner = owner
-        self._name = name
+    def change(*args: Any, **kwargs: Any) -> fx.Proxy:
+        owner.node = owner.tracer.create_proxy("call_method", name, (owner, *args), kwargs).node
+        return owner
 
-    def __call__(self, *args: Any, **kwargs: Any) -> fx.Proxy:
-        """Record the method; return the value, which is the changed one now."""
-        tracer = self._owner.tracer
-        changed = tracer.create_proxy("call_method", self._name, (self._owner, *args), kwargs)
-        self._owner.node = changed.node
-        return self._owner
+    return change
 
 
 def change_argument(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], changed: fx.Proxy) -> None:

@@ -5,7 +5,7 @@ its base, is not. The graph may read that name before the change runs, or on ano
 """
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -15,8 +15,9 @@ from torch import fx, nn
 from torch.nn import functional
 
 from nxdpp.tracing.graph.errors import TracingError, model_line
+from nxdpp.tracing.graph.search import reached
 from nxdpp.tracing.values.in_place import ASSIGNMENTS, IN_PLACE_OPERATORS, changes_argument
-from nxdpp.tracing.values.metadata import is_metadata
+from nxdpp.tracing.values.metadata import is_metadata, reads
 
 _VIEWS = frozenset(
     {"H", "T", "adjoint", "as_strided", "atleast_1d", "atleast_2d", "atleast_3d", "bfloat16", "broadcast_to", "chunk",
@@ -83,13 +84,12 @@ def changes_in_place(node: fx.Node) -> bool:
     return target in ASSIGNMENTS or target in IN_PLACE_OPERATORS or changes_argument(target, node.kwargs)
 
 
-def _aliases(node: fx.Node) -> Iterator[fx.Node]:
+def _aliases(node: fx.Node) -> Iterable[fx.Node]:
     """The base of which ``node`` is a view, and all views of the base."""
-    pending = [_viewed(node)]
-    while pending:
-        alias = pending.pop()
-        yield alias
-        pending += [user for user in _sharing(alias, node) if _is_view(user) and user.args[0] is alias]
+    return reached(
+        [_viewed(node)],
+        lambda alias: [user for user in _sharing(alias, node) if _is_view(user) and user.args[0] is alias],
+    )
 
 
 def _changed(node: fx.Node) -> fx.Node | None:
@@ -217,13 +217,9 @@ def _is_moved(node: Any, module: nn.Module, name: str, proxy: fx.Proxy) -> bool:
     return (
         node.op == "call_method"
         and node.target == "to"
-        and all(_is_metadata(argument) for argument in others)
+        and all(reads(argument, _METADATA) for argument in others)
         and _is_moved(node.args[0], module, name, proxy)
     )
-
-
-def _is_metadata(node: fx.Node) -> bool:
-    return node.op == "call_function" and node.target is getattr and node.args[1] in _METADATA
 
 
 def _put_back(store: dict[str, Any], name: str, old: dict[str, Any]) -> None:

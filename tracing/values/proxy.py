@@ -16,16 +16,15 @@ from nxdpp.tracing.code.names import is_framework
 from nxdpp.tracing.graph.checks import mask_with_items, value_or_none
 from nxdpp.tracing.graph.errors import TRACING
 from nxdpp.tracing.graph.modes import applied, current_modes
-from nxdpp.tracing.graph.tensor_hooks import HookMethod
+from nxdpp.tracing.graph.tensor_hooks import hook_method
 from nxdpp.tracing.modules import listings
 from nxdpp.tracing.sizes.input_specs import InputSpec, length_of, spec_of
 from nxdpp.tracing.sizes.sizes import UnknownSizeError, number_of_items
-from nxdpp.tracing.values.fields import is_field, may_be_field
-from nxdpp.tracing.values.in_place import IN_PLACE_OPERATORS, InPlaceMethod, assignment, in_place
+from nxdpp.tracing.values.in_place import IN_PLACE_OPERATORS, assignment, in_place, in_place_method
 from nxdpp.tracing.values.items_of_dicts import ITEMS, METHODS, items_of, known_items
 from nxdpp.tracing.values.metadata import has_name, is_metadata, is_shape
 from nxdpp.tracing.values.number_proxy import NumberProxy
-from nxdpp.tracing.values.type_answers import class_of, reads_parameter
+from nxdpp.tracing.values.type_answers import class_of, is_field, may_be_field, reads_parameter
 
 _logger = logging.getLogger(__name__)
 
@@ -96,14 +95,14 @@ class RecordingProxy(_SizedProxy):
         if name == "device" and _tracer(self).first_input is not None and reads_parameter(self):
             return _tracer(self).first_input.device  # the parameter may be on the meta device here
         if name.endswith("_") and not name.endswith("__"):
-            return InPlaceMethod(self, name)
+            return in_place_method(self, name)
         if name in ("_is_param", "_is_buffer"):
             # ``isinstance(x, nn.Parameter)`` asks.
             return name == "_is_param" and reads_parameter(self)
         if not has_name(self.node, name):
             raise AttributeError(name)
         if name == "register_hook" and not reads_parameter(self):
-            return HookMethod(self)
+            return hook_method(self)
         if name in _OF_AUTOGRAD:
             raise _tracer(self).refused(
                 RuntimeError(

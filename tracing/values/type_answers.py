@@ -1,6 +1,7 @@
-"""Types of traced values for code that asks: ``isinstance(x, c)``, ``type(x)``, ``callable(x)``.
+"""Types of traced values for code that asks: ``isinstance(x, c)``, ``type(x)``, ``callable(x)``; fields of outputs.
 
-A type that is not sure is checked in every step (``tracing/graph/checks.py``).
+A type that is not sure is checked in every step (``tracing/graph/checks.py``). A field is an attribute of an object
+that a module returns: ``output.mask``, and one with a name that tensors have (``output.mean``).
 """
 
 import builtins
@@ -10,8 +11,9 @@ from typing import Any, get_origin
 import torch
 from torch import fx, nn
 
+from nxdpp.tracing.code.frames import Frame, calls_attribute
 from nxdpp.tracing.graph.calls import OpaqueCall, record_opaque_call
-from nxdpp.tracing.graph.checks import expect_type, mark_must_run, passes_on, return_annotation
+from nxdpp.tracing.graph.checks import expect_type, is_user_function, passes_on, return_annotation, run_in_every_step
 from nxdpp.tracing.graph.uses import is_from_torch
 from nxdpp.tracing.modules.listings import submodule, unwrapped
 from nxdpp.tracing.sizes.input_specs import UNKNOWN
@@ -31,7 +33,7 @@ def traced_isinstance(value: Any, classes: Any) -> bool:
     answer = issubclass(_type_of(value), classes)
     if value.node.op != "placeholder":
         value.node = record_opaque_call(expect_type, (value, classes, answer), {}).node
-        mark_must_run(value.node)
+        run_in_every_step(value.node)
     return answer
 
 
@@ -119,15 +121,21 @@ def _type_of(value: fx.Proxy) -> type:
 
 def _source(node: fx.Node, root: nn.Module) -> nn.Module | None:
     """Return the module whose output, or an item or a field of it, ``node`` is; ``None`` if it gives only tensors."""
-    while passes_on(node) or node.target in (operator.getitem, getattr):
-        if not builtins.isinstance(node.args[0], fx.Node):
-            return None
-        node = node.args[0]
+    node = _whole(node)
     if node.op != "call_module":
         return None
     module = unwrapped(submodule(root, str(node.target)))
     gives_tensors = is_from_torch(module) and not builtins.isinstance(module, _WITH_ANY_OUTPUT)
     return None if gives_tensors else module
+
+
+def _whole(node: fx.Node) -> fx.Node:
+    """The node of which ``node`` is an item or a field, or ``node`` itself."""
+    while passes_on(node) or node.target in (operator.getitem, getattr):
+        if not builtins.isinstance(node.args[0], fx.Node):
+            break
+        node = node.args[0]
+    return node
 
 
 def _is_whole(node: fx.Node) -> bool:
@@ -153,3 +161,29 @@ def _type_of_output(value: fx.Proxy, module: nn.Module) -> type:
         origin = get_origin(declared)
         return origin if origin in (tuple, list) else torch.Tensor
     return found
+
+
+# Methods of outputs that are mappings.
+_METHODS_OF_MAPPINGS = frozenset({"get", "items", "keys", "pop", "to_tuple", "values"})
+# Attributes of tensors that are not methods, and that an object may have as a field.
+_NAMES = frozenset({"H", "T", "data", "imag", "layout", "mH", "mT", "name", "names", "real", "volatile"})
+
+
+def is_field(node: fx.Node, name: str) -> bool:
+    """Return whether ``name`` is a field of an object that a module or a function returns: no tensor has it."""
+    return not hasattr(torch.Tensor, name) and name not in _METHODS_OF_MAPPINGS and _is_part_of_output(node)
+
+
+def may_be_field(node: fx.Node, name: str, asker: Frame) -> bool:
+    """Return whether ``name``, which tensors have, may be a field here: ``asker`` does not call it as a method."""
+    if name.startswith("_") or not _is_part_of_output(node):
+        return False
+    if name in _NAMES:
+        return True
+    return callable(getattr(torch.Tensor, name, None)) and not calls_attribute(asker)
+
+
+def _is_part_of_output(node: fx.Node) -> bool:
+    """Return whether ``node`` is what a module or a function of the user returns, or a part of it."""
+    node = _whole(node)
+    return node.op == "call_module" or is_user_function(node)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from nxdpp import NxDPPModel, parallel_state
-from nxdpp.tracing.models.loss_leaves import CallersGraph, LossLeaves
+from nxdpp.tracing.models.loss_function import explain, nodes_of, verify_leaves
 from tests.support.models import gradient_differences
 from tests.support.run_ranks import run_ranks
 
@@ -119,41 +119,40 @@ def test_a_complex_loss_is_refused() -> None:
         model.run_train(x=X, labels=LABELS)
 
 
-def on_another_rank(model: Model) -> LossLeaves:
-    """Verify for a rank without the first layer."""
+def on_another_rank() -> Model:
+    """A model on a rank without the first layer."""
+    model = Model()
     model.layers[0].to("meta")
-    return LossLeaves(model)
+    return model
 
 
 def test_a_parameter_of_another_rank_is_named() -> None:
-    model = Model()
-    leaves = on_another_rank(model)
+    model = on_another_rank()
     elsewhere = model.layers[0].get_parameter("linear.weight")
     output = torch.ones(4, 3, requires_grad=True)
-    before = CallersGraph.of([output, LABELS])
+    before = nodes_of([output, LABELS])
     assert before is not None
-    leaves.verify(F.cross_entropy(output, LABELS) + model.head.weight.sum(), before)
+    verify_leaves(F.cross_entropy(output, LABELS) + model.head.weight.sum(), before, model)
     with pytest.raises(ValueError, match=r"loss_fn reads layers\.0\.linear\.weight, which another rank holds"):
-        leaves.verify(F.cross_entropy(output, LABELS) + elsewhere.sum(), before)
+        verify_leaves(F.cross_entropy(output, LABELS) + elsewhere.sum(), before, model)
     with pytest.raises(ValueError, match="reads values of the model that another rank holds"):
-        leaves.verify(F.cross_entropy(output, LABELS) + elsewhere.detach().sum(), before)
+        verify_leaves(F.cross_entropy(output, LABELS) + elsewhere.detach().sum(), before, model)
 
 
 def test_an_error_of_torch_about_values_of_another_rank_is_explained() -> None:
-    model = Model()
-    leaves = on_another_rank(model)
+    model = on_another_rank()
     with pytest.raises(RuntimeError) as caught:
         float(model.layers[0].get_parameter("linear.weight").detach().sum())
     with pytest.raises(ValueError, match="reads values of the model that another rank holds"):
-        leaves.explain(caught.value)
+        explain(caught.value, model)
     # Other errors are those of the function.
-    leaves.explain(RuntimeError("no metal"))
-    LossLeaves(Model()).explain(caught.value)
+    explain(RuntimeError("no metal"), model)
+    explain(caught.value, Model())
 
 
 def test_arguments_without_values_are_not_verified() -> None:
-    assert CallersGraph.of([torch.ones(1, device="meta")]) is None
-    assert CallersGraph.of([object()]) is None
+    assert nodes_of([torch.ones(1, device="meta")]) is None
+    assert nodes_of([object()]) is None
 
 
 class WithWeight(Model):

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from nxdpp.tracing.graph.errors import TracingError
 from nxdpp.tracing.graph.trace import TracedGraph, trace
-from nxdpp.tracing.sizes.fake_copies import FakeCopies
+from nxdpp.tracing.sizes.fake_runs import FakeCopies
 from nxdpp.tracing.sizes.input_specs import InputSpec
 from nxdpp.tracing.sizes.sizes import Sizes, shapes_of
 from tests.support.traced_models import PlainLayer, options_for, run_graph, trace_with

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from nxdpp.tracing.state.reachable_state import ReachableState, has_user_code, snapshot_of_data
+from nxdpp.tracing.state.reachable_state import DataWalk, ReachableState, differences, has_user_code
 
 NAMED: dict[str, Any] = {"n": 0}
 UNNAMED = {"n": 0}
@@ -178,13 +178,13 @@ def test_a_change_is_found_and_put_back(change: Callable[[Any], Any]) -> None:
     spine = Spine()
     state = ReachableState([spine])
     before = state.snapshot()
-    assert not before.differences(state.snapshot())
+    assert not differences(before, state.snapshot())
 
     change(spine)
-    assert before.differences(state.snapshot())
+    assert differences(before, state.snapshot())
 
     before.restore()
-    assert not before.differences(state.snapshot())
+    assert not differences(before, state.snapshot())
 
 
 def test_an_iterator_is_compared() -> None:
@@ -192,7 +192,7 @@ def test_an_iterator_is_compared() -> None:
     state = ReachableState([spine])
     before = state.snapshot()
     next(spine.iterator)
-    assert [str(change) for change in before.differences(state.snapshot())]
+    assert [str(change) for change in differences(before, state.snapshot())]
 
 
 @pytest.mark.parametrize(
@@ -211,7 +211,7 @@ def test_a_change_that_code_does_not_name_is_not_found(change: Callable[[Any], A
     state = ReachableState([spine])
     before = state.snapshot()
     change(spine)
-    assert not before.differences(state.snapshot())
+    assert not differences(before, state.snapshot())
 
 
 class ReadsItsLayers(nn.Module):
@@ -235,11 +235,11 @@ def test_containers_of_layers_that_code_names_are_found() -> None:
         layer.own.append(1)
         if change != "own":
             getattr(layer, change).clear() if change == "state" else layer.losses.append(1)
-        changed = [difference.path for difference in before.differences(state.snapshot())]
+        changed = [difference.path for difference in differences(before, state.snapshot())]
         assert all(path.startswith(f"ReadsItsLayers.layers.0.{change}") for path in changed)
         assert bool(changed) == (change != "own")
         before.restore()
-        assert not before.differences(state.snapshot())
+        assert not differences(before, state.snapshot())
 
 
 def test_an_object_that_a_run_makes_is_forgotten() -> None:
@@ -259,7 +259,7 @@ def test_circles_and_large_containers_are_walked_once() -> None:
     state = ReachableState([spine])
     before = state.snapshot()
     spine.mapping["large"].append(1)
-    (change,) = before.differences(state.snapshot())
+    (change,) = differences(before, state.snapshot())
     assert str(change) == "Spine.mapping['large'] (a list of 100000, then a list of 100001)"
     before.restore()
     assert len(spine.mapping["large"]) == 100_000
@@ -278,8 +278,8 @@ def test_nothing_of_torch_and_transformers_is_code_of_the_user() -> None:
 def test_data_are_compared_without_changes_of_tensors_in_place() -> None:
     tensor = torch.zeros(2)
     data: dict[str, Any] = {"given": {"x": tensor, "settings": SimpleNamespace(n=1)}}
-    before = snapshot_of_data(data)
+    before = DataWalk(data)
     tensor.add_(1)
-    assert not before.differences(snapshot_of_data(data))
+    assert not differences(before, DataWalk(data))
     data["given"]["settings"].n = 2
-    assert before.differences(snapshot_of_data(data))
+    assert differences(before, DataWalk(data))

@@ -2,6 +2,7 @@
 
 import enum
 import logging
+import math
 import os
 from argparse import Namespace
 from collections.abc import Callable
@@ -24,7 +25,7 @@ from tests.support.in_process import InProcessPipeline
 from tests.support.traced_models import PlainLayer, PlainModel
 
 SCALE = 1.0
-TABLE = {"loss": {"scale": 1.0}}
+TABLE: dict[str, Any] = {"loss": {"scale": 1.0}, "round": math.floor}
 LOGGED = 0
 CONTEXT: ContextVar[float] = ContextVar("CONTEXT", default=1.0)
 
@@ -84,6 +85,8 @@ class Model(PlainModel):
         self.array = numpy.ones(2)
         self.mode, self.fraction = Mode.ONE, Fraction(1)
         self.function: Callable[[], float] = partial(float, 1.0)
+        self.root: Callable[[], float] = partial(pow, 1.0, 0.5)
+        self.long = [1.0] * 2000
         self.names = {"x"}
         self.cache: Any = None
         self.calls = 0
@@ -115,6 +118,7 @@ def print_at_times(model: Any) -> float:
 READS_AND_CHANGES: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     "global": (lambda m: SCALE, set_global),
     "entry of a global": (lambda m: TABLE["loss"]["scale"], lambda m: TABLE["loss"].update(scale=2.0)),
+    "function in a global": (lambda m: TABLE["round"](1.5), lambda m: TABLE.update(round=math.ceil)),
     "global of this module": (lambda m: models.VOCABULARY / 61, lambda m: setattr(models, "VOCABULARY", 122)),
     "context": (lambda m: CONTEXT.get(), lambda m: CONTEXT.set(2.0)),
     "class attribute": (lambda m: m.class_scale, lambda m: setattr(type(m), "class_scale", 2.0)),
@@ -132,7 +136,9 @@ READS_AND_CHANGES: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] 
     "enum": (lambda m: m.mode.value, lambda m: setattr(m, "mode", Mode.TWO)),
     "fraction": (lambda m: m.fraction, lambda m: setattr(m, "fraction", Fraction(2))),
     "partial": (lambda m: m.function(), lambda m: setattr(m, "function", partial(float, 2.0))),
+    "partial of several": (lambda m: m.root(), lambda m: setattr(m, "root", partial(pow, 4.0, 0.5))),
     "function": (lambda m: m.function(), replace_function),
+    "long list": (lambda m: m.long[-1], lambda m: setattr(m, "long", [*m.long[:-1], 2.0])),
     "set": (lambda m: len(m.names), lambda m: m.names.add("y")),
     "none": (lambda m: 1.0 if m.cache is None else 2.0, lambda m: setattr(m, "cache", "set")),
     "new attribute": (lambda m: getattr(m, "late", 1.0), lambda m: setattr(m, "late", 2.0)),
@@ -154,7 +160,7 @@ def _put_back(monkeypatch: pytest.MonkeyPatch) -> Any:
     before = SCALE, models.VOCABULARY, Model.class_scale
     yield
     globals()["SCALE"], models.VOCABULARY, Model.class_scale = before
-    TABLE["loss"]["scale"] = 1.0
+    TABLE["loss"]["scale"], TABLE["round"] = 1.0, math.floor
     CONTEXT.set(1.0)
 
 

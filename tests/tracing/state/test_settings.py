@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nxdpp.tracing.state.settings import SpineSettings
+from nxdpp.tracing.state.reachable_state import ReachableState
+from nxdpp.tracing.state.read_values import ReadValues
 from tests.support.in_process import InProcessPipeline
 from tests.support.traced_models import PlainLayer, PlainModel
 
@@ -159,15 +160,18 @@ def test_an_attribute_that_only_the_new_function_reads() -> None:
 
 def test_only_attributes_that_code_names_count() -> None:
     model: Any = Model()
-    settings = SpineSettings([model, model.layers], {"weights"}, {"scale"})
-    before = settings.present()
+    values = _values(model)
+    before, objects = values.number, values.objects
 
-    model.pair, model.scale = (5.0,), torch.zeros(4)
-    model.weights = [1.0, 2.0]
-    assert settings.present() == before
+    model.other, model.weights = (5.0,), [1.0, 2.0]
+    assert values.number == before
 
     model.weights.append(3.0)
-    assert settings.present() != before
+    assert values.number != before
+    assert values.objects == objects
+    model.plain_tensor = torch.ones(4)
+    assert values.number != before
+    assert values.objects != objects
 
 
 def test_large_and_circular_objects_are_looked_at_in_part() -> None:
@@ -176,6 +180,11 @@ def test_large_and_circular_objects_are_looked_at_in_part() -> None:
     model.table["first"] = model.table
     model.deep.inner = [[[float(i)] * 90] * 90 for i in range(90)]
 
-    settings = SpineSettings([model], {"weights", "table", "deep", "inner"})
+    values = _values(model)
 
-    assert settings.present() == settings.present()
+    assert values.number == values.number
+
+
+def _values(model: Any) -> ReadValues:
+    spine = [model, model.layers]
+    return ReadValues(spine, lambda: ReachableState(spine))

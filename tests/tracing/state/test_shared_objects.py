@@ -102,6 +102,13 @@ class ReadsAGlobal(Layer):
         return STORE.get("first", 0.0)
 
 
+class ReadsADefault(Layer):
+    def use(self, y: Tensor, store: dict[Any, Any] = {}) -> Any:  # noqa: B006  # all layers have this one
+        if self.number == 0:
+            store["first"] = y
+        return store.get("first", 0.0)
+
+
 class ReadsItsClass(Layer):
     cache: Any = None
 
@@ -276,6 +283,7 @@ CASES: dict[str, tuple[type[Layer], Callable[[Any], None], str]] = {
     "object": (ReadsAContext, one(lambda: SimpleNamespace(value=None)), r"context\.value"),
     "dict": (ReadsAnEntry, one(dict), r"context\['value'\]"),
     "global": (ReadsAGlobal, nothing, r"test_shared_objects\.STORE\['first'\]"),
+    "default": (ReadsADefault, nothing, r"use \(default 0\)\['first'\]"),
     "class": (ReadsItsClass, nothing, r"ReadsItsClass\.cache"),
     "tensor in a list": (ChangesATensor, one(lambda: [torch.zeros(4)], "memory"), r"memory\[0\]"),
     "data of a tensor": (ChangesData, one(lambda: [torch.zeros(4)], "memory"), r"memory\[0\]"),

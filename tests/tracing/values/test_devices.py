@@ -8,7 +8,7 @@ from torch import nn
 
 from nxdpp.tracing.graph.errors import TracingError
 from nxdpp.tracing.sizes import sizes
-from nxdpp.tracing.values.devices import device_of_model
+from nxdpp.tracing.values.metadata import device_of_model
 from tests.support.exact import assert_exact
 from tests.support.traced_models import PlainLayer, PlainModel, options_for, trace_with
 

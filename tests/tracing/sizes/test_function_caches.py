@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nxdpp.tracing.graph.function_caches import uncached_functions, without_caches
+from nxdpp.tracing.graph.swap import all_swapped
+from nxdpp.tracing.sizes.fake_runs import uncached_functions
 from tests.support.in_process import InProcessPipeline
 from tests.support.traced_models import PlainModel
 
@@ -58,7 +59,7 @@ def test_a_step_after_a_run_on_fake_tensors_has_the_numbers_of_the_model() -> No
 
 def test_caches_are_back_afterwards() -> None:
     before = positions, scales
-    with without_caches(uncached_functions(Cached())):
+    with all_swapped(uncached_functions(Cached())):
         assert not hasattr(positions, "cache_info")
         assert positions(3) is not positions(3)
     assert (positions, scales) == before

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from transformers import DynamicCache, EncoderDecoderCache
 
-from nxdpp.tracing.modules.empty_caches import without_empty_caches
+from nxdpp.tracing.models.caches import without_empty_caches
 from tests.zoo.sweep import judge_quietly
 from tests.zoo.training import judge
 
