@@ -14,18 +14,8 @@ def get_tensor_model_parallel_size() -> int:
     return _size("tensor")
 
 
-def get_tensor_parallel_size() -> int:
-    """The same as ``get_tensor_model_parallel_size``: the name in NxD's tensor-parallel guide."""
-    return _size("tensor")
-
-
 def get_data_parallel_size() -> int:
     """Number of replicas of the model, which train on different data."""
-    return _size("data")
-
-
-def get_data_parallel_world_size() -> int:
-    """The same as ``get_data_parallel_size``: the name in NxD's tensor-parallel guide."""
     return _size("data")
 
 
@@ -44,11 +34,6 @@ def get_expert_model_parallel_size() -> int:
     """Number of ranks that share the experts of a layer: 1."""
     current_state.initialized()
     return 1
-
-
-def get_expert_data_parallel_size() -> int:
-    """Number of replicas of each expert: as many as of the model."""
-    return _size("data")
 
 
 def get_tensor_model_parallel_rank() -> int:
@@ -76,11 +61,6 @@ def get_expert_model_parallel_rank() -> int:
     """This rank's index among the ranks that share the experts of a layer: 0."""
     current_state.initialized()
     return 0
-
-
-def get_expert_data_parallel_rank() -> int:
-    """This rank's index among the replicas of its experts, as of the model."""
-    return _rank("data")
 
 
 def get_tensor_model_parallel_src_rank() -> int:
@@ -135,6 +115,14 @@ def rmsg(msg: str) -> str:
     rank = state.rank_mesh.rank_at(**place)
     kind = "debug mode, rank" if isinstance(state, DebugState) else "rank"
     return f"[{kind} {rank}: {', '.join(f'{dimension} {index}' for dimension, index in place.items())}] {msg}"
+
+
+# The names in NxD's tensor-parallel guide.
+get_tensor_parallel_size = get_tensor_model_parallel_size
+get_data_parallel_world_size = get_data_parallel_size
+# Experts have as many replicas as the model.
+get_expert_data_parallel_size = get_data_parallel_size
+get_expert_data_parallel_rank = get_data_parallel_rank
 
 
 def _size(dimension: str) -> int:
