@@ -70,7 +70,7 @@ def get_model_parallel_group(as_list: bool = False) -> ProcessGroup | list[list[
 def get_world_group(as_list: bool = False) -> ProcessGroup | list[list[int]]:
     """Group of all ranks."""
     if as_list:
-        return [current_state.initialized().rank_mesh.ranks.flatten().sort().values.tolist()]
+        return [list(range(current_state.initialized().rank_mesh.ranks.numel()))]
     return current_state.with_groups().world
 
 
@@ -159,5 +159,4 @@ def _groups(dimension: str) -> list[list[int]]:
 
 
 def _alone() -> list[list[int]]:
-    ranks = current_state.initialized().rank_mesh.ranks.flatten().sort().values
-    return [[int(rank)] for rank in ranks]
+    return [[rank] for rank in get_world_group(as_list=True)[0]]

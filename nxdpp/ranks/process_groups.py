@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import count
 
 import torch
 import torch.distributed as dist
@@ -17,9 +16,6 @@ from nxdpp.schedules.lowering.transport_rules import RULES
 
 # torch_xla replaces ``dist.new_group`` by one with fewer arguments.
 _new_group = distributed_c10d.new_group
-
-# Number of times that this process has built groups, equal on all ranks.
-_built = count()
 
 
 @dataclass(frozen=True)
@@ -101,9 +97,8 @@ def build_groups(
     Raises ``ValueError`` for a ``rank_mesh`` that differs from the first rank's, and ``RuntimeError`` for
     other versions of libraries.
     """
-    number = next(_built)
     check_same_versions(store)
-    _check_same_mesh(rank_mesh, store, number)
+    _check_same_mesh(rank_mesh, store)
     # A mesh on an XLA device would make groups of XLA's own collectives.
     mesh = DeviceMesh(device.type if device.type == "cuda" else "cpu", rank_mesh.ranks, mesh_dim_names=DIMENSIONS)
     pipelines = rank_mesh.groups("pipeline")
@@ -115,8 +110,9 @@ def build_groups(
     transfer_groups = build_transfer_groups(RULES[backend], backend, pipelines, mesh.get_group("pipeline"), device)
     world = dist.group.WORLD
     assert world is not None
-    _wait_for_all_ranks(dist.get_world_size(), store, number)
     exchange = StoreExchange(store, dist.get_rank(), dist.get_world_size())
+    # gloo connects all pairs of a group. A rank that ended earlier would close connections that others still wait for.
+    exchange.gather("groups are made")
     return ProcessGroups(
         rank_mesh,
         mesh,
@@ -130,10 +126,10 @@ def build_groups(
     )
 
 
-def _check_same_mesh(rank_mesh: RankMesh, store: Store, number: int) -> None:
+def _check_same_mesh(rank_mesh: RankMesh, store: Store) -> None:
     """Raise before a group is made: ranks would wait for each other in different groups."""
     own = f"{dist.get_rank()}|{rank_mesh.tensor}|{rank_mesh.pipeline}|{rank_mesh.order}"
-    first = store.compare_set(f"nxdpp_groups_{number}_mesh", "", own).decode()
+    first = store.compare_set("nxdpp_mesh", "", own).decode()
     names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "order")
     pairs = list(zip(names, first.split("|")[1:], own.split("|")[1:], strict=True))
     different = [(name, theirs, ours) for name, theirs, ours in pairs if theirs != ours]
@@ -143,14 +139,3 @@ def _check_same_mesh(rank_mesh: RankMesh, store: Store, number: int) -> None:
             f"rank {first.partition('|')[0]} has called initialize_model_parallel with {there}, and rank "
             f"{dist.get_rank()} with {here}. Give all ranks the same."
         )
-
-
-def _wait_for_all_ranks(world_size: int, store: Store, number: int) -> None:
-    """Wait until all ranks have made their groups.
-
-    gloo connects all pairs of a group. A rank that ended earlier would close connections that others still wait for.
-    """
-    key = f"nxdpp_groups_{number}"
-    if store.add(f"{key}_ranks", 1) == world_size:
-        store.set(key, "made")
-    store.wait([key])

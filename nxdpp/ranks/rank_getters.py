@@ -65,22 +65,22 @@ def get_expert_model_parallel_rank() -> int:
 
 def get_tensor_model_parallel_src_rank() -> int:
     """Global rank of the first rank of this rank's tensor group."""
-    return _along("tensor")[0]
+    return current_state.own_ranks("tensor")[0]
 
 
 def get_data_parallel_src_rank() -> int:
     """Global rank of the first rank of this rank's data group."""
-    return _along("data")[0]
+    return current_state.own_ranks("data")[0]
 
 
 def get_pipeline_model_parallel_first_rank() -> int:
     """Global rank of the first rank of this rank's pipeline."""
-    return _along("pipeline")[0]
+    return current_state.own_ranks("pipeline")[0]
 
 
 def get_pipeline_model_parallel_last_rank() -> int:
     """Global rank of the last rank of this rank's pipeline."""
-    return _along("pipeline")[-1]
+    return current_state.own_ranks("pipeline")[-1]
 
 
 def get_pipeline_model_parallel_next_rank() -> int:
@@ -133,11 +133,6 @@ def _rank(dimension: str) -> int:
     return current_state.initialized().rank(dimension)
 
 
-def _along(dimension: str) -> list[int]:
-    """Global ranks of this rank's group along ``dimension``."""
-    return current_state.own_ranks(dimension)
-
-
 def _beside(step: int) -> int:
-    ranks = _along("pipeline")
+    ranks = current_state.own_ranks("pipeline")
     return ranks[(_rank("pipeline") + step) % len(ranks)]
