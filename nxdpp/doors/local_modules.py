@@ -5,6 +5,8 @@ from typing import Any
 
 from torch import nn
 
+from nxdpp.tensor.move_model_to_device import keep_attributes
+
 
 class LocalModules:
     """The attributes that ``apply_checkpoint`` reads of a wrapped model.
@@ -30,7 +32,5 @@ class LocalModules:
 def over_the_same_memory(parameter: nn.Parameter) -> nn.Parameter:
     """Return a parameter over the memory of ``parameter``, with its class and attributes."""
     other = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
-    if type(parameter) is not nn.Parameter:
-        other.__class__ = type(parameter)
-    vars(other).update(vars(parameter))
+    keep_attributes(parameter, other)
     return other

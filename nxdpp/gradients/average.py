@@ -26,6 +26,7 @@ from nxdpp.gradients.buckets import (
 )
 from nxdpp.gradients.gradient_dtype import dense, gradient_dtype, zero_gradient
 from nxdpp.ranks import parallel_state
+from nxdpp.ranks.extremes import extremes
 from nxdpp.ranks.faults import failure_watch
 from nxdpp.ranks.host_wire import needs_host
 
@@ -216,12 +217,9 @@ def _check_alike(
     Collective over ``control``. The message has the least and the largest ``count`` of ``things``, and ends with
     ``remedy``.
     """
-    numbers = (count, zlib.crc32(repr(kinds).encode()))
-    both = torch.tensor([*numbers, *(-number for number in numbers)], device="cpu")
-    dist.all_reduce(both, dist.ReduceOp.MAX, control)
-    largest, negative = both.chunk(2)
-    if not torch.equal(largest, -negative):
+    smallest, largest = extremes((count, zlib.crc32(repr(kinds).encode())), control)
+    if smallest != largest:
         raise RuntimeError(
-            f"the data-parallel ranks give {caller} other {things}, {-int(negative[0])} to {int(largest[0])} of them, "
+            f"the data-parallel ranks give {caller} other {things}, {smallest[0]} to {largest[0]} of them, "
             f"and this rank {count}: each would be averaged with another's. {remedy}"
         )

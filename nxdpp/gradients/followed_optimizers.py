@@ -9,7 +9,7 @@
 Empty groups stay, so that a learning-rate scheduler finds each group in its place.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -56,7 +56,7 @@ def followed_by_optimizers(model: nn.Module) -> Iterator[None]:
         raise
     successors = _successors(model, names, held, known, was_meta)
     for optimizer in optimizers:
-        _replace(optimizer, held, successors)
+        replace_held(optimizer, held, successors)
 
 
 def _names(model: nn.Module) -> dict[int, list[str]]:
@@ -95,10 +95,14 @@ def _successors(
     return successors
 
 
-def _replace(
-    optimizer: Optimizer, held: Mapping[int, nn.Parameter], successors: Mapping[int, list[nn.Parameter]]
+def replace_held(
+    optimizer: Any, held: Mapping[int, nn.Parameter], successors: Mapping[int, Sequence[nn.Parameter]]
 ) -> None:
-    for group in optimizer.param_groups:
+    """Replace the parameters ``held`` in the groups and the state of ``optimizer`` by their ``successors``, by id.
+
+    Empty groups stay. An ``optimizer`` without groups is left as it is.
+    """
+    for group in getattr(optimizer, "param_groups", []):
         before = list(group["params"])
         taken = [successors.get(id(old), [old]) for old in before]
         # Another object may have the same list: torch's LBFGS has.
@@ -107,7 +111,7 @@ def _replace(
             pairs = zip(group["param_names"], taken, strict=True)
             group["param_names"][:] = [name for name, each in pairs for _ in each]
     for key, old in held.items():
-        state = optimizer.state.pop(old, None)
+        state = getattr(optimizer, "state", {}).pop(old, None)
         if state is not None:
             for new in successors[key]:
                 optimizer.state[new] = {name: _of_shape(value, old, new) for name, value in state.items()}

@@ -19,12 +19,12 @@ def zero_gradient(parameter: torch.Tensor) -> torch.Tensor:
     return torch.zeros_like(parameter, dtype=gradient_dtype(parameter), requires_grad=False)
 
 
-def dense(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Return ``gradient`` of ``parameter``. Raises ``ValueError`` for a sparse one."""
+def dense(gradient: torch.Tensor, parameter: torch.Tensor, use: str = "averaged in buckets") -> torch.Tensor:
+    """Return ``gradient`` of ``parameter``. Raises ``ValueError`` for a sparse one, which cannot be of ``use``."""
     if gradient.layout != torch.strided:
         raise ValueError(
-            f"a parameter of shape {tuple(parameter.shape)} has a sparse gradient, which cannot be "
-            "averaged in buckets: build its embedding with sparse=False"
+            f"a parameter of shape {tuple(parameter.shape)} has a sparse gradient, which cannot be {use}: build its "
+            f"embedding with sparse=False"
         )
     return gradient
 

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 
+from nxdpp.gradients.gradient_dtype import dense
 from nxdpp.ranks import parallel_state
 from nxdpp.ranks.faults import failure_watch
 from nxdpp.ranks.faults.board import board
@@ -56,8 +57,7 @@ def clip_grad_norm(
     parallel_state.refuse_in_debug("clip_grad_norm")
     given = [parameters] if isinstance(parameters, torch.Tensor) else parameters
     trained = list({id(each): each for each in given if each.grad is not None}.values())
-    gradients = [each.grad for each in trained if each.grad is not None]
-    _check_dense(gradients)
+    gradients = [dense(each.grad, each, "clipped") for each in trained if each.grad is not None]
     shares = [counted_share(each) for each in trained]
     with board.call("clip_grad_norm"), failure_watch.reported():
         norm = total_norm(gradients, shares, order, [parallel_state.get_model_parallel_group()])
@@ -144,12 +144,3 @@ def _checked_order(max_norm: float, norm_type: float) -> float:
     if not float(max_norm) > 0:
         raise ValueError(f"max_norm must be above 0, not {max_norm!r}. float('inf') measures and does not clip.")
     return order
-
-
-def _check_dense(gradients: Sequence[torch.Tensor]) -> None:
-    for gradient in gradients:
-        if gradient.layout != torch.strided:
-            raise ValueError(
-                f"a gradient of shape {tuple(gradient.shape)} is sparse, and sparse gradients cannot be clipped: build "
-                f"its embedding with sparse=False."
-            )

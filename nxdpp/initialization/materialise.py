@@ -107,7 +107,7 @@ def _initialised(
             made = zip(_tensors_at(root, metas), allocated, strict=True)
             values = [value if value is own else replacement(own, value) for value, own in made]
             values = [_own(value, meta) for value, meta in zip(values, metas, strict=True)]
-            return values, initialiser.has_drawn
+            return values, initialiser.streams.has_drawn
     finally:
         for meta, tensor in zip(metas, before, strict=True):
             _put(root, meta, tensor)
@@ -135,32 +135,28 @@ class _Initialisation:
         everything = [*nn.Module.parameters(root), *nn.Module.buffers(root)]
         # Tensors that were loaded before, or built in memory.
         self._done = [tensor for tensor in everything if id(tensor) not in own and not tensor.is_meta]
-        self._streams = NamedStreams(seed, allocated, self._done)
-
-    @property
-    def has_drawn(self) -> bool:
-        return self._streams.has_drawn
+        self.streams = NamedStreams(seed, allocated, self._done)
 
     def run(self) -> None:
         if self._function is None:
-            with MarkedMemory(), self._streams:
-                self._huggingface.run(set(self._modules(self._metas)), self._done, self._streams.begin)
+            with MarkedMemory(), self.streams:
+                self._huggingface.run(set(self._modules(self._metas)), self._done, self.streams.begin)
         else:
-            with MarkedMemory(), self._streams:
+            with MarkedMemory(), self.streams:
                 for name in self._modules(self._metas):
                     self._call(self._function, name)
             self._check_written([meta for meta in self._unwritten() if isinstance(meta.tensor, nn.Parameter)])
             self._replay_recorded()
             self._guard_written()
         # Tensors that are left: children first, as a parent may change the values of its children.
-        with MarkedMemory(), self._streams:
+        with MarkedMemory(), self.streams:
             for name in reversed(self._modules_to_complete()):
                 self._complete(name)
         self._check_written(self._unwritten())
         self._check_layouts()
 
     def _call(self, function: ParameterInitialiser, name: str) -> None:
-        self._streams.begin(name)
+        self.streams.begin(name)
         try:
             call_param_init_fn(function, self._root.get_submodule(name))
         except Exception as error:
@@ -176,7 +172,7 @@ class _Initialisation:
     def _guard_written(self) -> None:
         written = [tensor for _, tensor in self._current() if self._is_written(tensor)]
         self._done += written
-        self._streams.guard(written)
+        self.streams.guard(written)
 
     def _modules_to_complete(self) -> list[str]:
         """Modules with unwritten tensors, and their ancestors, in the model's order.
@@ -197,7 +193,7 @@ class _Initialisation:
 
     def _complete(self, name: str) -> None:
         """Initialise in the order of the constructor: the module itself first, then its transformers model."""
-        self._streams.begin(name)
+        self.streams.begin(name)
         reset_parameters(self._root.get_submodule(name))
         if self._huggingface.knows(name):
             self._huggingface.run_one(name, self._done)
@@ -214,7 +210,7 @@ class _Initialisation:
             return False
         if tensor.is_floating_point() or tensor.is_complex():
             return count_unwritten(tensor) == 0
-        return self._streams.wrote(tensor) or tensor.numel() == 0
+        return self.streams.wrote(tensor) or tensor.numel() == 0
 
     def _modules(self, metas: Sequence[MetaTensor]) -> list[str]:
         """Names of the modules of ``metas``, in the model's order."""

@@ -74,13 +74,9 @@ def _power_of_x(exponent: int) -> NDArray[np.int64]:
     squarings = max(0, exponent.bit_length() - _DEGREE.bit_length() + 1)
     power = 1 << (exponent >> squarings)
     for place in reversed(range(squarings)):
-        power = _remainder(_square(power) << (exponent >> place & 1))
+        # Bit i of a square moves to bit 2i, as the digits of base 2 read in base 4.
+        power = _remainder(int(f"{power:b}", 4) << (exponent >> place & 1))
     return np.array(_exponents(power))
-
-
-def _square(polynomial: int) -> int:
-    """Square a polynomial: bit i moves to bit 2i, as the digits of base 2 read in base 4."""
-    return int(f"{polynomial:b}", 4)
 
 
 def _remainder(polynomial: int) -> int:

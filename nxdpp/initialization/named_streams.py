@@ -30,6 +30,9 @@ class NamedStreams(TorchDispatchMode):
         seed: the model's seed, from ``torch.initial_seed()``.
         names: the named tensors, by name.
         guarded: tensors that must not change; writes to them are dropped.
+
+    Attributes:
+        has_drawn: ``True`` once a random number was drawn from a stream.
     """
 
     def __init__(self, seed: int, names: Mapping[str, torch.Tensor], guarded: list[torch.Tensor]) -> None:
@@ -40,7 +43,7 @@ class NamedStreams(TorchDispatchMode):
         self._guarded = {_key(tensor) for tensor in guarded}
         self._states: dict[tuple[str, str], torch.Tensor] = {}
         self._written: set[int] = set()
-        self._has_drawn = False
+        self.has_drawn = False
 
     def begin(self, module: str) -> None:
         """Make ``module`` the name of the current module, which is initialised from now on."""
@@ -66,11 +69,6 @@ class NamedStreams(TorchDispatchMode):
         """Return whether an operation has written to the memory of ``tensor``."""
         return _key(tensor) in self._written
 
-    @property
-    def has_drawn(self) -> bool:
-        """Return whether any random number was drawn from a stream."""
-        return self._has_drawn
-
     def name(self, tensor: torch.Tensor, name: str | None) -> str | None:
         """Give ``tensor`` a name, or take it away for ``None``; return the name that it had."""
         before = self._names.pop(_key(tensor), None)
@@ -95,7 +93,7 @@ class NamedStreams(TorchDispatchMode):
                 torch.default_generator.manual_seed(_stream_seed(self._seed, *stream))
             result = func(*args, **kwargs)
             self._states[stream] = torch.get_rng_state()
-            self._has_drawn = True
+            self.has_drawn = True
         finally:
             torch.set_rng_state(before)
         return result

@@ -10,12 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from nxdpp.devices.collective_bytes import least_sent
-from nxdpp.planning.layer_times import LayerTimes
 from nxdpp.planning.layout import Layout
 from nxdpp.planning.model_costs import ModelCosts
 from nxdpp.planning.predict import states_of
 from nxdpp.planning.rank_memory import rank_memory
-from nxdpp.planning.stage_costs import StageCosts, stage_costs, stage_ends
+from nxdpp.planning.stage_costs import RankState, StageCosts, rank_state, stage_costs, stage_ends
 from nxdpp.planning.step_times import data_link
 from nxdpp.schedules.families.registry import find_family
 
@@ -31,70 +30,39 @@ class Bounds:
     bytes: float
 
 
-@dataclass(frozen=True)
-class _Totals:
-    """Sums over all layers, for one microbatch on one rank without a pipeline."""
-
-    work: float
-    recomputed: float
-    held: float
-    held_recomputed: float
-    weights: float
-    gradients: float
-    optimizer: float
-    sharded: float
-
-    @classmethod
-    def of(cls, layers: Sequence[LayerTimes]) -> "_Totals":
-        again = [layer for layer in layers if layer.is_layer]
-        return cls(
-            work=sum(layer.work for layer in layers),
-            recomputed=sum(layer.forward + layer.forward_tensor for layer in again),
-            held=sum(layer.held for layer in layers),
-            held_recomputed=sum(layer.taken if layer.is_layer else layer.held for layer in layers),
-            weights=sum(layer.weights for layer in layers),
-            gradients=sum(layer.gradients for layer in layers),
-            optimizer=sum(layer.optimizer for layer in layers),
-            sharded=sum(layer.sharded for layer in layers),
-        )
-
-
 class LowerBounds:
     """Bounds of layouts of one model on one machine."""
 
     def __init__(self, costs: ModelCosts) -> None:
         self._costs = costs
-        self._totals: dict[tuple[int, bool, int], _Totals] = {}
+        self._groups: dict[tuple[int, bool, int, bool], tuple[StageCosts, RankState]] = {}
         self._stages: dict[tuple[int, bool, int, bool, int], list[StageCosts]] = {}
 
     def of_undivided(self, layout: Layout) -> Bounds:
         """Return bounds of a group from the model that no tensor group divides, shared evenly by the group."""
-        return self._of_group(layout, self._total(1, False, layout.microbatch), layout.tensor)
+        return self._of_group(layout, 1, False, layout.tensor)
 
     def of_group(self, layout: Layout) -> Bounds:
         """Return bounds of all schedules of ``layout``. Raises ``ValueError`` where the model cannot be divided."""
-        return self._of_group(layout, self._total(layout.tensor, layout.sequence, layout.microbatch), 1)
+        return self._of_group(layout, layout.tensor, layout.sequence, 1)
 
-    def _of_group(self, layout: Layout, one: _Totals, share: int) -> Bounds:
-        work, held = one.work, one.held
-        if layout.checkpoint:
-            work, held = one.work + one.recomputed, one.held_recomputed
+    def _of_group(self, layout: Layout, tensor: int, sequence: bool, share: int) -> Bounds:
+        key = (tensor, sequence, layout.microbatch, layout.checkpoint)
+        if key not in self._groups:
+            model = self._costs.of(*key[:3])
+            (one,) = stage_costs(model, [len(model.layers)], layout.checkpoint, 0.0)
+            self._groups[key] = one, rank_state(model, [one])
+        one, state = self._groups[key]
         ranks = share * layout.pipeline
         microbatches = layout.microbatches(self._costs.job.global_batch)
         shared = layout.zero1 and layout.data > 1
-        state = one.weights + one.gradients + (one.sharded / layout.data if shared else one.optimizer)
+        optimizer = state.sharded / layout.data if shared else state.optimizer
         # Gradients may come after the peak of the activations.
-        held = max(held - one.gradients, 0.0)
-        gradients = one.gradients / ranks
+        held = max(one.held - state.gradients, 0.0)
+        gradients = state.gradients / ranks
         exchange = 2 * least_sent("all_gather", gradients, layout.data) if shared else 0.0
-        seconds = microbatches * work / ranks + exchange / data_link(self._costs.machine, layout).bytes_per_second
-        return Bounds(seconds, (state + held) / ranks)
-
-    def _total(self, tensor: int, sequence: bool, microbatch: int) -> _Totals:
-        key = (tensor, sequence, microbatch)
-        if key not in self._totals:
-            self._totals[key] = _Totals.of(self._costs.of(*key).layers)
-        return self._totals[key]
+        seconds = microbatches * one.work / ranks + exchange / data_link(self._costs.machine, layout).bytes_per_second
+        return Bounds(seconds, (state.weights + state.gradients + optimizer + held) / ranks)
 
     def of_layout(self, layout: Layout) -> Bounds:
         """Return bounds of ``layout`` with its cuts."""

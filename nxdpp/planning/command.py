@@ -16,6 +16,16 @@ if TYPE_CHECKING:
     from nxdpp.planning.layout_report import LayoutResult
     from nxdpp.planning.rank_summary import LayoutSummary
 
+_NUMBERS = {
+    "--pipeline-parallel-size": "ranks of a pipeline",
+    "--num-microbatches": "microbatches of a step",
+    "--virtual-pipeline-size": "stages of a rank (1, or the schedule's)",
+    "--batch-size": "samples of a replica in a step (one a microbatch)",
+    "--seq-length": "length of a sequence (2048 tokens, or all positions)",
+    "--tensor-parallel-size": "ranks that divide each layer (1)",
+    "--data-parallel-size": "data-parallel replicas (1)",
+}
+
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add the command to ``python -m nxdpp``."""
@@ -26,22 +36,13 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "each rank of a pipeline and of its stages. No weights are allocated.",
     )
     parser.add_argument("config", metavar="CONFIG", type=Path, help="Hugging Face configuration file, or its folder")
-    parser.add_argument("--pipeline-parallel-size", type=whole_number, metavar="N", help="ranks of a pipeline")
-    parser.add_argument("--num-microbatches", type=whole_number, metavar="N", help="microbatches of a step")
+    for flag, text in _NUMBERS.items():
+        parser.add_argument(flag, type=whole_number, metavar="N", help=text)
     parser.add_argument(
         "--schedule",
         metavar="NAME",
         help=f"{', '.join(FAMILIES)}, or a CSV file of actions, one row a rank (1f1b; interleaved with several stages "
         f"a rank)",
-    )
-    parser.add_argument(
-        "--virtual-pipeline-size", type=whole_number, metavar="N", help="stages of a rank (1, or the schedule's)"
-    )
-    parser.add_argument(
-        "--batch-size", type=whole_number, metavar="N", help="samples of a replica in a step (one a microbatch)"
-    )
-    parser.add_argument(
-        "--seq-length", type=whole_number, metavar="N", help="length of a sequence (2048 tokens, or all positions)"
     )
     parser.add_argument("--partition", choices=("even", "balanced"), default="even", help="choice of the cuts (even)")
     parser.add_argument("--memory-limit", type=_gib, metavar="GIB", help="GiB of a rank, for --partition balanced")
@@ -55,10 +56,6 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument(
         "--dtype", metavar="NAME", help=f"dtype of the parameters, {', '.join(DTYPES)} (the constructor's: float32)"
     )
-    parser.add_argument(
-        "--tensor-parallel-size", type=whole_number, metavar="N", help="ranks that divide each layer (1)"
-    )
-    parser.add_argument("--data-parallel-size", type=whole_number, metavar="N", help="data-parallel replicas (1)")
     parser.add_argument(
         "--sequence-parallel", action="store_true", help="the tensor group divides the sequence between linear layers"
     )

@@ -1,13 +1,19 @@
 """Seconds and bytes of each layer of a model, counted for one tensor-parallel size and number of samples."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import astuple, dataclass, fields, replace
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from nxdpp.pipeline.partition.layer_costs import activation_bytes, layers_and_head, shared_names, state_bytes
+from nxdpp.pipeline.partition.layer_costs import (
+    StateBytes,
+    activation_bytes,
+    layers_and_head,
+    shared_names,
+    state_bytes,
+)
 from nxdpp.planning.machine import Link
 from nxdpp.tracing.costs.count import NodeCost
 from nxdpp.tracing.costs.node_parts import NodeParts
@@ -16,6 +22,24 @@ from nxdpp.tracing.modules import listings
 
 # The average over replicas copies gradients into buckets of this size; larger ones are sent from their memory.
 BUCKET_BYTES = 25 * 2**20
+
+
+@dataclass(frozen=True)
+class PlannedState(StateBytes):
+    """Number of parameters and bytes of their state; ``sharded`` is the state of all replicas together, with ZeRO-1."""
+
+    sharded: int = 0
+
+    @classmethod
+    def of(cls, parameters: Iterable[nn.Parameter]) -> "PlannedState":
+        """Return the state of ``parameters``, each once."""
+        given = list(parameters)
+        return cls(**vars(state_bytes(given)), sharded=state_bytes(given, 1).optimizer)
+
+    def plus(self, other: "PlannedState", times: int = 1) -> "PlannedState":
+        """Return this and ``times`` times ``other``."""
+        sums = (a + times * b for a, b in zip(astuple(self), astuple(other), strict=True))
+        return PlannedState(*sums)
 
 
 @dataclass(frozen=True)
@@ -35,8 +59,7 @@ class LayerTimes:
         forward_extra, backward_extra: the most bytes that it adds to ``held`` while it runs.
         sent: bytes of its values that later layers read. They leave the stage at a cut behind it.
         passed: bytes of values of earlier layers that later ones read too, such as the output of an encoder.
-        parameters, weights, gradients, optimizer: number of parameters, and bytes; AdamW's state without ZeRO-1.
-        sharded: bytes of the state of all replicas together, with ZeRO-1.
+        state: of its parameters.
         largest: bytes of the largest parameter.
         copied: bytes of gradients that the average over replicas copies into buckets.
         is_layer: False for the head. Checkpoints are of layers.
@@ -59,11 +82,7 @@ class LayerTimes:
     backward_extra: float
     sent: float
     passed: float
-    parameters: int
-    weights: int
-    gradients: int
-    optimizer: int
-    sharded: int
+    state: PlannedState
     largest: int
     copied: int
     is_layer: bool = True
@@ -140,11 +159,7 @@ class TiedState:
     """A parameter that several layers have: the layers by number, and what each of them counts."""
 
     layers: tuple[int, ...]
-    parameters: int
-    weights: int
-    gradients: int
-    optimizer: int
-    sharded: int
+    state: PlannedState
 
 
 def counted_layers(
@@ -174,7 +189,6 @@ def counted_layers(
     for index, name in enumerate(names):
         nodes = by_layer[index]
         held_here = [parameters[parameter] for parameter, held in owners.items() if index in held]
-        state, sharded = state_bytes(held_here), state_bytes(held_here, 1)
         parts = [costs[node].parts or NodeParts() for node in nodes]
         held = activation_bytes(nodes, costs, traced, shared)
         forward_peak, backward_peak = _peaks(nodes, costs, parts)
@@ -201,11 +215,7 @@ def counted_layers(
                 backward_extra=max(backward_peak - held, 0.0),
                 sent=sent,
                 passed=_sent_bytes(earlier, assigned, costs, index),
-                parameters=state.parameters,
-                weights=state.weights,
-                gradients=state.gradients,
-                optimizer=state.optimizer,
-                sharded=sharded.optimizer,
+                state=PlannedState.of(held_here),
                 largest=max(map(_bytes, held_here), default=0),
                 copied=sum(_bytes(each) for each in held_here if each.requires_grad and _bytes(each) < BUCKET_BYTES),
                 is_layer=name in traced.layers,
@@ -220,14 +230,11 @@ def _tied(parameters: Mapping[str, nn.Parameter], owners: Mapping[str, set[int]]
         if name in parameters:
             held.setdefault(id(parameters[name]), set()).update(layers)
     by_identity = {id(parameter): parameter for parameter in parameters.values()}
-    found = []
-    for identity, layers in held.items():
-        if len(layers) > 1:
-            own = [by_identity[identity]]
-            state = state_bytes(own)
-            sizes = (state.parameters, state.weights, state.gradients, state.optimizer)
-            found.append(TiedState(tuple(sorted(layers)), *sizes, state_bytes(own, 1).optimizer))
-    return found
+    return [
+        TiedState(tuple(sorted(layers)), PlannedState.of([by_identity[identity]]))
+        for identity, layers in held.items()
+        if len(layers) > 1
+    ]
 
 
 def _bytes(tensor: torch.Tensor) -> int:

@@ -1,6 +1,5 @@
 """JSON of a layout: all numbers of its ranks and stages, with units in the names. docs/partition.md lists the keys."""
 
-from collections.abc import Sequence
 from typing import Any
 
 from nxdpp.pipeline.partition.layer_costs import StateBytes
@@ -9,6 +8,11 @@ from nxdpp.planning.rank_summary import RankSummary
 from nxdpp.planning.stage_summary import StageSummary
 
 VERSION = 1
+# Figures of the ranks of one pipeline that have a sum.
+_SUMMED = (
+    *("layers", "parameters", "weight_bytes", "gradient_bytes", "optimizer_bytes", "state_bytes", "work_flops"),
+    *("peak_activation_bytes", "transport_bytes", "memory_bytes"),
+)
 
 
 def as_json(result: LayoutResult) -> dict[str, Any]:
@@ -16,6 +20,7 @@ def as_json(result: LayoutResult) -> dict[str, Any]:
     options, layout = result.options, result.layout
     placement = options.schedule.placement
     whole = sum(rank.work for rank in layout.ranks)
+    ranks = [_rank(number, rank, whole) for number, rank in enumerate(layout.ranks)]
     return {
         "version": VERSION,
         "kind": "layout",
@@ -46,9 +51,9 @@ def as_json(result: LayoutResult) -> dict[str, Any]:
             "bubble_share_of_equal_stages": layout.equal_bubble,
         },
         "microbatch_shapes": {name: list(shape) for name, shape in result.inputs.items()},
-        "ranks": [_rank(number, rank, whole) for number, rank in enumerate(layout.ranks)],
+        "ranks": ranks,
         "stages": [_stage(number, stage, whole) for number, stage in enumerate(layout.stages)],
-        "total": _total(layout.ranks),
+        "total": {name: sum(rank[name] for rank in ranks) for name in _SUMMED},
         "slowest_rank": layout.slowest,
         "slowest_rank_over_mean": layout.imbalance,
         "rank_of_most_memory": layout.fullest,
@@ -96,18 +101,6 @@ def _of_both(summary: RankSummary | StageSummary, whole: float) -> dict[str, Any
         "microbatches_in_flight": summary.in_flight,
         "peak_activation_bytes": summary.peak_activations,
         "estimated": summary.estimated,
-    }
-
-
-def _total(ranks: Sequence[RankSummary]) -> dict[str, Any]:
-    """Return the sums over the ranks of one pipeline."""
-    return {
-        "layers": sum(rank.layers for rank in ranks),
-        **{name: sum(_state(rank.state)[name] for rank in ranks) for name in _state(ranks[0].state)},
-        "work_flops": sum(rank.work for rank in ranks),
-        "peak_activation_bytes": sum(rank.peak_activations for rank in ranks),
-        "transport_bytes": sum(rank.transport for rank in ranks),
-        "memory_bytes": sum(rank.memory for rank in ranks),
     }
 
 

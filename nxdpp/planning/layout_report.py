@@ -127,50 +127,34 @@ def _ranks(result: LayoutResult) -> list[str]:
     places = _places(layout.stages)
     rows = []
     for number, rank in enumerate(layout.ranks):
-        rows.append(_rank_row(number, rank, places, whole))
+        layers = str(rank.layers) if len(rank.stages) > 1 else _layers(places[rank.stages[0]])
+        rows.append(_row(f"{number}", layers, rank, whole, bytes_text(rank.memory)))
         if len(rank.stages) > 1:
-            rows += [_stage_row(stage, layout.stages[stage], places, whole) for stage in rank.stages]
+            rows += [_row(f"  stage {n}", _layers(places[n]), layout.stages[n], whole, "") for n in rank.stages]
+    rows.append(
+        [
+            "total",
+            str(sum(rank.layers for rank in layout.ranks)),
+            f"{sum(rank.state.parameters for rank in layout.ranks):,}",
+            "100 %",
+            bytes_text(sum(rank.state.total for rank in layout.ranks)),
+            bytes_text(sum(rank.peak_activations for rank in layout.ranks)),
+            bytes_text(sum(rank.memory for rank in layout.ranks)),
+        ]
+    )
     heads = ("rank", "layers", "parameters", "work", "state", "activations", "memory")
-    rows.append(_total_row(layout.ranks))
     return table(heads, rows, left=2, total=True)
 
 
-def _rank_row(number: int, rank: RankSummary, places: list[range], whole: float) -> list[str]:
-    mark = "*" if rank.estimated else ""
-    layers = str(rank.layers) if len(rank.stages) > 1 else _layers(places[rank.stages[0]])
+def _row(name: str, layers: str, of: RankSummary | StageSummary, whole: float, memory: str) -> list[str]:
     return [
-        f"{number}{mark}",
+        f"{name}{'*' if of.estimated else ''}",
         layers,
-        f"{rank.state.parameters:,}",
-        _share(rank.work / whole),
-        bytes_text(rank.state.total),
-        bytes_text(rank.peak_activations),
-        bytes_text(rank.memory),
-    ]
-
-
-def _stage_row(number: int, stage: StageSummary, places: list[range], whole: float) -> list[str]:
-    mark = "*" if stage.estimated else ""
-    return [
-        f"  stage {number}{mark}",
-        _layers(places[number]),
-        f"{stage.state.parameters:,}",
-        _share(stage.work / whole),
-        bytes_text(stage.state.total),
-        bytes_text(stage.peak_activations),
-        "",
-    ]
-
-
-def _total_row(ranks: list[RankSummary]) -> list[str]:
-    return [
-        "total",
-        str(sum(rank.layers for rank in ranks)),
-        f"{sum(rank.state.parameters for rank in ranks):,}",
-        "100 %",
-        bytes_text(sum(rank.state.total for rank in ranks)),
-        bytes_text(sum(rank.peak_activations for rank in ranks)),
-        bytes_text(sum(rank.memory for rank in ranks)),
+        f"{of.state.parameters:,}",
+        f"{100 * of.work / whole:.2f} %",
+        bytes_text(of.state.total),
+        bytes_text(of.peak_activations),
+        memory,
     ]
 
 
@@ -250,7 +234,3 @@ def _runs(stages: list[StageSummary]) -> list[str]:
         places = [place for place, _ in run]
         found.append(f"{places[0]}..{places[-1]} {name}" if len(places) > 1 else f"{places[0]} {name}")
     return found
-
-
-def _share(share: float) -> str:
-    return f"{100 * share:.2f} %"

@@ -182,7 +182,7 @@ def states_of(
             rank_state(model, [stages[each] for each in placement.stages_of(rank)]) for rank in range(layout.pipeline)
         ]
         gradients = {
-            number: float(sum(layer.gradients for layer in model.layers[stage.first : stage.end]))
+            number: float(sum(layer.state.gradients for layer in model.layers[stage.first : stage.end]))
             for number, stage in enumerate(stages)
         }
         costs.states[key] = states, gradients

@@ -8,7 +8,7 @@ layouts replace their group, a prediction its layout. So a prediction that is ta
 
 import heapq
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import count
 from typing import Any, Literal
@@ -144,7 +144,7 @@ class _Order:
     def _groups(self) -> Iterator[Layout]:
         machine, job = self._costs.machine, self._costs.job
         layers = len(self._costs.of(1, False, 1).layers)
-        tensors = self._only("tensor", divisors(machine.devices_per_host))
+        tensors = divisors(machine.devices_per_host)
         for group in groups_of(machine.devices, machine.devices_per_host, job.global_batch, layers, tensors):
             # ``_layouts`` chooses the fields of the schedule.
             chosen = {name: value for name, value in self._fixed.items() if name not in ("schedule", "chunks")}
@@ -156,9 +156,6 @@ class _Order:
         for schedule, chunks in schedules_of(group.pipeline, layers):
             if self._fixed.get("schedule", schedule) == schedule and self._fixed.get("chunks", chunks) == chunks:
                 yield replace(group, schedule=schedule, chunks=chunks)
-
-    def _only(self, name: str, values: Iterable[int]) -> list[int]:
-        return [value for value in values if self._fixed.get(name, value) == value]
 
 
 def _nothing_fits(costs: ModelCosts, fixed: Mapping[str, Any], found: Found) -> str:

@@ -1,11 +1,11 @@
 """Cuts of counted layers into stages, and the seconds and bytes of each stage."""
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from nxdpp.planning.layer_times import CountedModel, LayerTimes, TiedState
+from nxdpp.planning.layer_times import CountedModel, LayerTimes, PlannedState
 
 
 @dataclass(frozen=True)
@@ -49,20 +49,11 @@ class StageCosts:
 
 
 @dataclass(frozen=True)
-class RankState:
-    """Number of parameters of a rank, and bytes of their state.
+class RankState(PlannedState):
+    """State of a rank; ``largest`` is its largest parameter, ``copied`` what the average copies into buckets."""
 
-    ``optimizer`` is AdamW's state without ZeRO-1, ``sharded`` the state of all replicas with it. ``largest`` is the
-    largest parameter, ``copied`` what the average copies into buckets.
-    """
-
-    parameters: int
-    weights: int
-    gradients: int
-    optimizer: int
-    sharded: int
-    largest: int
-    copied: int
+    largest: int = 0
+    copied: int = 0
 
 
 def stage_ends(model: CountedModel, stages: int, checkpoint: bool) -> list[int]:
@@ -158,8 +149,8 @@ def _stage(model: CountedModel, first: int, end: int, checkpoint: bool, action_s
         held=held + of_all,
         kept=sum(layer.kept for layer in whole),
         kept_gradients=sum(layer.kept_gradients for layer in whole),
-        at_once=sum(layer.gradients for layer in recomputed),
-        deferred=sum(layer.gradients for layer in whole),
+        at_once=sum(layer.state.gradients for layer in recomputed),
+        deferred=sum(layer.state.gradients for layer in whole),
         forward_extra=forward_extra,
         backward_extra=backward_extra,
         sent=leaving,
@@ -182,17 +173,10 @@ def rank_state(model: CountedModel, stages: Sequence[StageCosts]) -> RankState:
     """Return the state of a rank that has ``stages``; a tied parameter counts once."""
     held = {number for stage in stages for number in range(stage.first, stage.end)}
     layers = [model.layers[number] for number in sorted(held)]
-    repeated = [(tied, max(len(held.intersection(tied.layers)) - 1, 0)) for tied in model.tied]
-
-    def total(size: Callable[[LayerTimes | TiedState], int]) -> int:
-        return sum(map(size, layers)) - sum(times * size(tied) for tied, times in repeated)
-
-    return RankState(
-        parameters=total(lambda each: each.parameters),
-        weights=total(lambda each: each.weights),
-        gradients=total(lambda each: each.gradients),
-        optimizer=total(lambda each: each.optimizer),
-        sharded=total(lambda each: each.sharded),
-        largest=max(layer.largest for layer in layers),
-        copied=sum(layer.copied for layer in layers),
-    )
+    state = PlannedState(0, 0, 0, 0)
+    for layer in layers:
+        state = state.plus(layer.state)
+    for tied in model.tied:
+        state = state.plus(tied.state, -max(len(held.intersection(tied.layers)) - 1, 0))
+    largest, copied = max(layer.largest for layer in layers), sum(layer.copied for layer in layers)
+    return RankState(**vars(state), largest=largest, copied=copied)

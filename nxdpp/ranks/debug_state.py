@@ -1,27 +1,23 @@
 """State of the debug mode: rank and size in each dimension of a job that does not run."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from nxdpp.ranks.rank_mesh import DIMENSIONS, RankMesh, checked_order
+from nxdpp.ranks.rank_mesh import DIMENSIONS, RankMesh
 
 
 @dataclass(frozen=True)
 class DebugState:
-    """Ranks and sizes by dimension (``"pipeline"``, ``"data"``, ``"tensor"``, in this order), without process groups.
+    """This rank's index by dimension (``"pipeline"``, ``"data"``, ``"tensor"``, in this order), without process groups.
 
-    Raises ``ValueError`` for a size below 1, a rank that is not below its size, or an ``order`` that does not name each
-    dimension once.
+    Raises ``ValueError`` for a size below 1, and for a rank that is not below its size.
     """
 
     ranks: dict[str, int]
-    sizes: dict[str, int]
-    order: Sequence[str] = DIMENSIONS
+    rank_mesh: RankMesh
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "order", checked_order(self.order))
-        for dimension, size in self.sizes.items():
-            name, rank = f"{_argument(dimension)}_size", self.ranks[dimension]
+        for dimension, rank in self.ranks.items():
+            name, size = f"{_argument(dimension)}_size", self.rank_mesh.size(dimension)
             if not _is_integer(size) or size < 1:
                 raise ValueError(f"{name}={size!r} must be an integer of at least 1.")
             if not _is_integer(rank) or not 0 <= rank < size:
@@ -34,14 +30,9 @@ class DebugState:
         """This rank's index along ``dimension``."""
         return self.ranks[dimension]
 
-    @property
-    def rank_mesh(self) -> RankMesh:
-        """The global ranks of the job."""
-        return RankMesh(**self.sizes, order=tuple(self.order))
-
     def refusal(self, what: str) -> RuntimeError:
         """The error for ``what``, which needs the processes of a running job."""
-        place = f"pipeline rank {self.rank('pipeline')} of {self.sizes['pipeline']}"
+        place = f"pipeline rank {self.rank('pipeline')} of {self.rank_mesh.pipeline}"
         return RuntimeError(
             f"{what} needs the processes of a running job, but this process is in the debug mode of parallel_state "
             f"(initialize_debug, {place}). Start the ranks with torchrun and call "
@@ -49,8 +40,8 @@ class DebugState:
         )
 
     def __str__(self) -> str:
-        places = (f"{name} rank {self.rank(name)} of {size}" for name, size in self.sizes.items())
-        order = "" if tuple(self.order) == DIMENSIONS else f", order {' > '.join(self.order)}"
+        places = (f"{name} rank {rank} of {self.rank_mesh.size(name)}" for name, rank in self.ranks.items())
+        order = "" if self.rank_mesh.order == DIMENSIONS else f", order {' > '.join(self.rank_mesh.order)}"
         return ", ".join(places) + order
 
 

@@ -108,20 +108,14 @@ def verify_own_devices(store: Store, rank: int, world_size: int, identity: str) 
         identity: of this rank's device on its host.
     """
     here = f"{identity} of host {socket.gethostname()}"
-    owner = int(store.compare_set(f"device {here}", "", str(rank)))
-    if owner != rank:
-        store.set(
-            "devices",
-            f"ranks {owner} and {rank} both see {here} as their first device, and NCCL needs one for each. Start at "
-            f"most as many processes on a host as it has devices; or give each task its own (srun "
-            f"--gpus-per-task=1); {_REMEDY}.",
-        )
-    elif store.add("ranks with a device", 1) == world_size:
-        store.set("devices", "verified")
-    store.wait(["devices"])
-    verdict = store.get("devices").decode()
-    if verdict != "verified":
-        raise RuntimeError(verdict)
+    devices: list[str] = StoreExchange(store, rank, world_size, "devices").gather(here)
+    for other, device in enumerate(devices):
+        if (owner := devices.index(device)) != other:
+            raise RuntimeError(
+                f"ranks {owner} and {other} both see {device} as their first device, and NCCL needs one for each. "
+                f"Start at most as many processes on a host as it has devices; or give each task its own (srun "
+                f"--gpus-per-task=1); {_REMEDY}."
+            )
 
 
 def verify_same_kind(store: Store, rank: int, world_size: int, device: torch.device) -> None:

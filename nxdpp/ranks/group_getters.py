@@ -4,7 +4,8 @@ With ``as_list=True``, and as replica groups, a getter returns the global ranks 
 It does so in the debug mode too. All raise ``RuntimeError`` before ``initialize_model_parallel``.
 """
 
-from typing import Literal, overload
+from collections.abc import Callable
+from typing import Literal, Protocol, cast, overload
 
 import torch
 from torch.distributed import ProcessGroup
@@ -16,87 +17,65 @@ from nxdpp.ranks.store_exchange import StoreExchange
 from nxdpp.ranks.transfer_groups import TransferGroups
 
 
-@overload
-def get_tensor_model_parallel_group(as_list: Literal[False] = False) -> ProcessGroup: ...
-@overload
-def get_tensor_model_parallel_group(as_list: Literal[True]) -> list[list[int]]: ...
+class _GroupGetter(Protocol):
+    """Type of a getter of this rank's group, or ``as_list`` of the ranks of all groups of the kind."""
+
+    @overload
+    def __call__(self, as_list: Literal[False] = False) -> ProcessGroup: ...
+    @overload
+    def __call__(self, as_list: Literal[True]) -> list[list[int]]: ...
+
+
+def _overloaded(getter: Callable[[bool], ProcessGroup | list[list[int]]]) -> _GroupGetter:
+    return cast(_GroupGetter, getter)
+
+
+@_overloaded
 def get_tensor_model_parallel_group(as_list: bool = False) -> ProcessGroup | list[list[int]]:
     """This rank's tensor group; with ``as_list``, the global ranks of every tensor group."""
     return _groups("tensor") if as_list else current_state.with_groups().mesh.get_group("tensor")
 
 
-@overload
-def get_data_parallel_group(as_list: Literal[False] = False) -> ProcessGroup: ...
-@overload
-def get_data_parallel_group(as_list: Literal[True]) -> list[list[int]]: ...
+@_overloaded
 def get_data_parallel_group(as_list: bool = False) -> ProcessGroup | list[list[int]]:
     """This rank's data group; with ``as_list``, the global ranks of every data group."""
     return _groups("data") if as_list else current_state.with_groups().mesh.get_group("data")
 
 
-@overload
-def get_pipeline_model_parallel_group(as_list: Literal[False] = False) -> ProcessGroup: ...
-@overload
-def get_pipeline_model_parallel_group(as_list: Literal[True]) -> list[list[int]]: ...
+@_overloaded
 def get_pipeline_model_parallel_group(as_list: bool = False) -> ProcessGroup | list[list[int]]:
     """This rank's pipeline group, in stage order; with ``as_list``, the global ranks of every pipeline group."""
     return _groups("pipeline") if as_list else current_state.with_groups().mesh.get_group("pipeline")
 
 
-@overload
-def get_context_model_parallel_group(as_list: Literal[False] = False) -> ProcessGroup: ...
-@overload
-def get_context_model_parallel_group(as_list: Literal[True]) -> list[list[int]]: ...
+@_overloaded
 def get_context_model_parallel_group(as_list: bool = False) -> ProcessGroup | list[list[int]]:
     """Group of the ranks that share each sequence: only this rank."""
     return _alone() if as_list else current_state.with_groups().own_group
 
 
-@overload
-def get_expert_model_parallel_group(as_list: Literal[False] = False) -> ProcessGroup: ...
-@overload
-def get_expert_model_parallel_group(as_list: Literal[True]) -> list[list[int]]: ...
+@_overloaded
 def get_expert_model_parallel_group(as_list: bool = False) -> ProcessGroup | list[list[int]]:
     """Group of the ranks that share the experts of a layer: only this rank."""
     return _alone() if as_list else current_state.with_groups().own_group
 
 
-@overload
-def get_expert_data_parallel_group(as_list: Literal[False] = False) -> ProcessGroup: ...
-@overload
-def get_expert_data_parallel_group(as_list: Literal[True]) -> list[list[int]]: ...
-def get_expert_data_parallel_group(as_list: bool = False) -> ProcessGroup | list[list[int]]:
-    """Group of the replicas of this rank's experts: the data group."""
-    return get_data_parallel_group(True) if as_list else get_data_parallel_group()
-
-
-@overload
-def get_model_parallel_group(as_list: Literal[False] = False) -> ProcessGroup: ...
-@overload
-def get_model_parallel_group(as_list: Literal[True]) -> list[list[int]]: ...
+@_overloaded
 def get_model_parallel_group(as_list: bool = False) -> ProcessGroup | list[list[int]]:
     """Group of the pipeline and tensor ranks of this rank's replica; its first use is collective over it."""
     return current_state.initialized().rank_mesh.models() if as_list else current_state.with_groups().model_group
 
 
-@overload
-def get_world_group(as_list: Literal[False] = False) -> ProcessGroup: ...
-@overload
-def get_world_group(as_list: Literal[True]) -> list[list[int]]: ...
+@_overloaded
 def get_world_group(as_list: bool = False) -> ProcessGroup | list[list[int]]:
     """Group of all ranks."""
     if as_list:
-        return [current_state.initialized().rank_mesh.ranks.flatten().sort().values.tolist()]
+        return [list(range(current_state.initialized().rank_mesh.ranks.numel()))]
     return current_state.with_groups().world
 
 
 def get_tensor_model_parallel_replica_groups() -> list[list[int]]:
     """Global ranks of every tensor group."""
-    return _groups("tensor")
-
-
-def get_tensor_parallel_replica_groups() -> list[list[int]]:
-    """The same as ``get_tensor_model_parallel_replica_groups``."""
     return _groups("tensor")
 
 
@@ -120,11 +99,6 @@ def get_expert_model_parallel_replica_groups() -> list[list[int]]:
     return _alone()
 
 
-def get_expert_data_parallel_replica_groups() -> list[list[int]]:
-    """Global ranks of the replicas of each expert: every data group."""
-    return _groups("data")
-
-
 def get_device_mesh() -> DeviceMesh:
     """Device mesh with the dimensions (pipeline, data, tensor), under any order of the ranks."""
     return current_state.with_groups().mesh
@@ -135,7 +109,7 @@ def get_pipeline_control_group() -> ProcessGroup:
 
     On gloo it is the pipeline group itself.
     """
-    return current_state.with_groups().control_group
+    return current_state.with_groups().control_groups["pipeline"]
 
 
 def get_data_parallel_control_group() -> ProcessGroup:
@@ -143,7 +117,7 @@ def get_data_parallel_control_group() -> ProcessGroup:
 
     On gloo it is the data group itself.
     """
-    return current_state.with_groups().replica_control_group
+    return current_state.with_groups().control_groups["data"]
 
 
 def get_tensor_control_group() -> ProcessGroup:
@@ -151,7 +125,7 @@ def get_tensor_control_group() -> ProcessGroup:
 
     On gloo it is the tensor group itself.
     """
-    return current_state.with_groups().tensor_control_group
+    return current_state.with_groups().control_groups["tensor"]
 
 
 def get_pipeline_transfer_groups() -> TransferGroups:
@@ -174,10 +148,15 @@ def local_device() -> torch.device:
     return torch.device("cpu") if isinstance(state, DebugState) else state.device
 
 
+get_tensor_parallel_replica_groups = get_tensor_model_parallel_replica_groups
+# The replicas of an expert are the model's.
+get_expert_data_parallel_group = get_data_parallel_group
+get_expert_data_parallel_replica_groups = get_data_parallel_replica_groups
+
+
 def _groups(dimension: str) -> list[list[int]]:
     return current_state.initialized().rank_mesh.groups(dimension)
 
 
 def _alone() -> list[list[int]]:
-    ranks = current_state.initialized().rank_mesh.ranks.flatten().sort().values
-    return [[int(rank)] for rank in ranks]
+    return [[rank] for rank in get_world_group(as_list=True)[0]]

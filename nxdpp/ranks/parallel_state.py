@@ -15,128 +15,21 @@ In the debug mode (``initialize_debug``) one process acts as a single rank of a 
 
 import os
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
 from nxdpp.devices.kinds import device_of
-from nxdpp.ranks import current_state, launch
-from nxdpp.ranks.compilation_cache import checked_folder
+from nxdpp.ranks import current_state, group_getters, launch, rank_getters
 from nxdpp.ranks.debug_state import DebugState
 from nxdpp.ranks.faults import failure_watch, mistakes
 from nxdpp.ranks.faults.board import board
-from nxdpp.ranks.faults.hang_timeout import check_hang_timeout
-from nxdpp.ranks.group_getters import (
-    get_context_model_parallel_group,
-    get_context_model_parallel_replica_groups,
-    get_data_parallel_control_group,
-    get_data_parallel_group,
-    get_data_parallel_replica_groups,
-    get_device_mesh,
-    get_expert_data_parallel_group,
-    get_expert_data_parallel_replica_groups,
-    get_expert_model_parallel_group,
-    get_expert_model_parallel_replica_groups,
-    get_model_parallel_group,
-    get_pipeline_control_group,
-    get_pipeline_model_parallel_group,
-    get_pipeline_model_parallel_replica_groups,
-    get_pipeline_transfer_groups,
-    get_tensor_control_group,
-    get_tensor_model_parallel_group,
-    get_tensor_model_parallel_replica_groups,
-    get_tensor_parallel_replica_groups,
-    get_world_group,
-    local_device,
-)
-
-# For other packages of nxdpp; not public.
-from nxdpp.ranks.group_getters import get_exchange as get_exchange
+from nxdpp.ranks.group_getters import *  # noqa: F403
 from nxdpp.ranks.known_keywords import knows_its_keywords
 from nxdpp.ranks.process_groups import ProcessGroups, build_groups
-from nxdpp.ranks.rank_getters import (
-    get_context_model_parallel_rank,
-    get_context_model_parallel_size,
-    get_data_parallel_rank,
-    get_data_parallel_size,
-    get_data_parallel_src_rank,
-    get_data_parallel_world_size,
-    get_expert_data_parallel_rank,
-    get_expert_data_parallel_size,
-    get_expert_model_parallel_rank,
-    get_expert_model_parallel_size,
-    get_pipeline_model_parallel_first_rank,
-    get_pipeline_model_parallel_last_rank,
-    get_pipeline_model_parallel_next_rank,
-    get_pipeline_model_parallel_prev_rank,
-    get_pipeline_model_parallel_rank,
-    get_pipeline_model_parallel_size,
-    get_tensor_model_parallel_rank,
-    get_tensor_model_parallel_size,
-    get_tensor_model_parallel_src_rank,
-    get_tensor_parallel_size,
-    is_pipeline_first_stage,
-    is_pipeline_last_stage,
-    rmsg,
-)
+from nxdpp.ranks.rank_getters import *  # noqa: F403
 from nxdpp.ranks.rank_mesh import DIMENSIONS, RankMesh, checked_order
-from nxdpp.ranks.start_checks import check_ones, check_same_device, check_same_mesh, check_sizes
-
-__all__ = [
-    "destroy_model_parallel",
-    "get_context_model_parallel_group",
-    "get_context_model_parallel_rank",
-    "get_context_model_parallel_replica_groups",
-    "get_context_model_parallel_size",
-    "get_data_parallel_control_group",
-    "get_data_parallel_group",
-    "get_data_parallel_rank",
-    "get_data_parallel_replica_groups",
-    "get_data_parallel_size",
-    "get_data_parallel_src_rank",
-    "get_data_parallel_world_size",
-    "get_device_mesh",
-    "get_expert_data_parallel_group",
-    "get_expert_data_parallel_rank",
-    "get_expert_data_parallel_replica_groups",
-    "get_expert_data_parallel_size",
-    "get_expert_model_parallel_group",
-    "get_expert_model_parallel_rank",
-    "get_expert_model_parallel_replica_groups",
-    "get_expert_model_parallel_size",
-    "get_model_parallel_group",
-    "get_pipeline_control_group",
-    "get_pipeline_model_parallel_first_rank",
-    "get_pipeline_model_parallel_group",
-    "get_pipeline_model_parallel_last_rank",
-    "get_pipeline_model_parallel_next_rank",
-    "get_pipeline_model_parallel_prev_rank",
-    "get_pipeline_model_parallel_rank",
-    "get_pipeline_model_parallel_replica_groups",
-    "get_pipeline_model_parallel_size",
-    "get_pipeline_transfer_groups",
-    "get_tensor_control_group",
-    "get_tensor_model_parallel_group",
-    "get_tensor_model_parallel_rank",
-    "get_tensor_model_parallel_replica_groups",
-    "get_tensor_model_parallel_size",
-    "get_tensor_model_parallel_src_rank",
-    "get_tensor_parallel_replica_groups",
-    "get_tensor_parallel_size",
-    "get_world_group",
-    "initialize_debug",
-    "initialize_model_parallel",
-    "is_pipeline_first_stage",
-    "is_pipeline_last_stage",
-    "local_device",
-    "model_parallel_is_initialized",
-    "rmsg",
-]
-
-_hang_timeout = 0.0
-
-
-def __dir__() -> list[str]:
-    return __all__
+from nxdpp.ranks.start_checks import check_hang_timeout, check_ones, check_same, check_sizes, checked_folder
 
 
 @knows_its_keywords
@@ -190,7 +83,6 @@ def initialize_model_parallel(
             or cannot be used, or cannot use the ``compilation_cache``. Nothing is changed then. Also for ranks with
             devices of different kinds; all ranks end.
     """
-    global _hang_timeout
     state = current_state.running()
     if isinstance(state, DebugState):
         raise state.refusal("initialize_model_parallel")
@@ -205,11 +97,9 @@ def initialize_model_parallel(
     check_hang_timeout(hang_timeout)
     cache = checked_folder(compilation_cache, device)
     if state is not None:
-        check_same_mesh(state, rank_mesh)
-        check_same_device(state, backend, device)
-        _check_same_hang_timeout(hang_timeout)
+        check_same(state, rank_mesh, backend, device, hang_timeout)
         if cache is not None:
-            device_of(local_device()).keep_graphs(cache)
+            device_of(group_getters.local_device()).keep_graphs(cache)
         return
     failure_watch.refuse_after_failure()
     mistakes.install()
@@ -221,8 +111,7 @@ def initialize_model_parallel(
     if world_size > 1:
         failure_watch.start(store, hang_timeout)
     with failure_watch.reported():
-        current_state.replace(build_groups(rank_mesh, started_world, own_device, store))
-    _hang_timeout = hang_timeout
+        current_state.replace(build_groups(rank_mesh, started_world, own_device, store, hang_timeout))
     board.is_compiling = device_of(own_device).is_compiling
     board.members["pipeline"] = frozenset(current_state.own_ranks("pipeline"))
 
@@ -267,12 +156,9 @@ def initialize_debug(
             "data": data_parallel_rank,
             "tensor": tensor_model_parallel_rank,
         },
-        sizes={
-            "pipeline": pipeline_model_parallel_size,
-            "data": data_parallel_size,
-            "tensor": tensor_model_parallel_size,
-        },
-        order=order,
+        rank_mesh=RankMesh(
+            pipeline_model_parallel_size, data_parallel_size, tensor_model_parallel_size, checked_order(order)
+        ),
     )
     present = current_state.running()
     if present is not None and present != state:
@@ -317,9 +203,15 @@ def destroy_model_parallel() -> None:
         state.destroy()
 
 
-def _check_same_hang_timeout(seconds: float) -> None:
-    if seconds != _hang_timeout:
-        raise RuntimeError(
-            f"model parallelism is already initialized with hang_timeout={_hang_timeout:g}, which differs from "
-            f"{seconds:g}: call destroy_model_parallel() first"
-        )
+# For other packages of nxdpp; not public.
+_OWN = ("get_exchange", "is_debug", "refuse_in_debug")
+_MODULES = (__name__, group_getters.__name__, rank_getters.__name__)
+
+# Type checkers read the star imports.
+if not TYPE_CHECKING:
+    _functions = {name: each for name, each in globals().items() if getattr(each, "__module__", "") in _MODULES}
+    __all__ = sorted(name for name in _functions if not name.startswith("_") and name not in _OWN)
+
+
+def __dir__() -> list[str]:
+    return list(globals()["__all__"])

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import count
 
 import torch
 import torch.distributed as dist
@@ -18,9 +17,6 @@ from nxdpp.schedules.lowering.transport_rules import RULES
 # torch_xla replaces ``dist.new_group`` by one with fewer arguments.
 _new_group = distributed_c10d.new_group
 
-# Number of times that this process has built groups, equal on all ranks.
-_built = count()
-
 
 @dataclass(frozen=True)
 class ProcessGroups:
@@ -30,25 +26,23 @@ class ProcessGroups:
         rank_mesh: the global rank at each place.
         mesh: device mesh of shape (pipeline, data, tensor).
         device: this rank's device.
-        control_group: gloo group over this rank's pipeline group.
-        replica_control_group: gloo group over this rank's data group.
-        tensor_control_group: gloo group over this rank's tensor group.
+        control_groups: gloo groups over this rank's groups, by dimension.
         transfer_groups: groups for the P2P transfers of this rank's pipeline.
         world: the default process group at the time of construction.
         started_world: ``True`` if nxdpp started ``torch.distributed``.
         exchange: exchange of small values between all ranks.
+        hang_timeout: seconds after which the job ends if no rank has moved.
     """
 
     rank_mesh: RankMesh
     mesh: DeviceMesh
     device: torch.device
-    control_group: ProcessGroup
-    replica_control_group: ProcessGroup
-    tensor_control_group: ProcessGroup
+    control_groups: dict[str, ProcessGroup]
     transfer_groups: TransferGroups
     world: ProcessGroup
     started_world: bool
     exchange: StoreExchange
+    hang_timeout: float = 0.0
 
     def rank(self, dimension: str) -> int:
         """This rank's index along ``dimension``."""
@@ -86,9 +80,7 @@ class ProcessGroups:
             return
         groups = [
             *self.mesh.get_all_groups(),
-            self.control_group,
-            self.replica_control_group,
-            self.tensor_control_group,
+            *self.control_groups.values(),
             *self.transfer_groups.all,
             *(vars(self)[name] for name in ("own_group", "model_group") if name in vars(self)),
         ]
@@ -97,51 +89,47 @@ class ProcessGroups:
                 dist.destroy_process_group(group)
 
 
-def build_groups(rank_mesh: RankMesh, started_world: bool, device: torch.device, store: Store) -> ProcessGroups:
+def build_groups(
+    rank_mesh: RankMesh, started_world: bool, device: torch.device, store: Store, hang_timeout: float = 0.0
+) -> ProcessGroups:
     """Create the groups, on all ranks the same ones in the same order; collective over all ranks.
 
     Raises ``ValueError`` for a ``rank_mesh`` that differs from the first rank's, and ``RuntimeError`` for
     other versions of libraries.
     """
-    number = next(_built)
     check_same_versions(store)
-    _check_same_mesh(rank_mesh, store, number)
+    _check_same_mesh(rank_mesh, store)
     # A mesh on an XLA device would make groups of XLA's own collectives.
     mesh = DeviceMesh(device.type if device.type == "cuda" else "cpu", rank_mesh.ranks, mesh_dim_names=DIMENSIONS)
     pipelines = rank_mesh.groups("pipeline")
-    pipeline_group = mesh.get_group("pipeline")
     backend = "nccl" if device.type == "cuda" else "gloo"
-    control_group, replica_control_group = pipeline_group, mesh.get_group("data")
-    tensor_control_group = mesh.get_group("tensor")
-    if backend == "nccl":
-        control_group = own_group(pipelines, "gloo")
-        if rank_mesh.data > 1:
-            replica_control_group = own_group(rank_mesh.groups("data"), "gloo")
-        if rank_mesh.tensor > 1:
-            tensor_control_group = own_group(rank_mesh.groups("tensor"), "gloo")
-    transfer_groups = build_transfer_groups(RULES[backend], backend, pipelines, pipeline_group, device)
+    control_groups = {dimension: mesh.get_group(dimension) for dimension in DIMENSIONS}
+    for dimension in DIMENSIONS if backend == "nccl" else ():
+        if dimension == "pipeline" or rank_mesh.size(dimension) > 1:
+            control_groups[dimension] = own_group(rank_mesh.groups(dimension), "gloo")
+    transfer_groups = build_transfer_groups(RULES[backend], backend, pipelines, mesh.get_group("pipeline"), device)
     world = dist.group.WORLD
     assert world is not None
-    _wait_for_all_ranks(dist.get_world_size(), store, number)
     exchange = StoreExchange(store, dist.get_rank(), dist.get_world_size())
+    # gloo connects all pairs of a group. A rank that ended earlier would close connections that others still wait for.
+    exchange.gather("groups are made")
     return ProcessGroups(
         rank_mesh,
         mesh,
         device,
-        control_group,
-        replica_control_group,
-        tensor_control_group,
+        control_groups,
         transfer_groups,
         world,
         started_world,
         exchange,
+        hang_timeout,
     )
 
 
-def _check_same_mesh(rank_mesh: RankMesh, store: Store, number: int) -> None:
+def _check_same_mesh(rank_mesh: RankMesh, store: Store) -> None:
     """Raise before a group is made: ranks would wait for each other in different groups."""
     own = f"{dist.get_rank()}|{rank_mesh.tensor}|{rank_mesh.pipeline}|{rank_mesh.order}"
-    first = store.compare_set(f"nxdpp_groups_{number}_mesh", "", own).decode()
+    first = store.compare_set("nxdpp_mesh", "", own).decode()
     names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "order")
     pairs = list(zip(names, first.split("|")[1:], own.split("|")[1:], strict=True))
     different = [(name, theirs, ours) for name, theirs, ours in pairs if theirs != ours]
@@ -151,14 +139,3 @@ def _check_same_mesh(rank_mesh: RankMesh, store: Store, number: int) -> None:
             f"rank {first.partition('|')[0]} has called initialize_model_parallel with {there}, and rank "
             f"{dist.get_rank()} with {here}. Give all ranks the same."
         )
-
-
-def _wait_for_all_ranks(world_size: int, store: Store, number: int) -> None:
-    """Wait until all ranks have made their groups.
-
-    gloo connects all pairs of a group. A rank that ended earlier would close connections that others still wait for.
-    """
-    key = f"nxdpp_groups_{number}"
-    if store.add(f"{key}_ranks", 1) == world_size:
-        store.set(key, "made")
-    store.wait([key])

@@ -14,18 +14,8 @@ def get_tensor_model_parallel_size() -> int:
     return _size("tensor")
 
 
-def get_tensor_parallel_size() -> int:
-    """The same as ``get_tensor_model_parallel_size``: the name in NxD's tensor-parallel guide."""
-    return _size("tensor")
-
-
 def get_data_parallel_size() -> int:
     """Number of replicas of the model, which train on different data."""
-    return _size("data")
-
-
-def get_data_parallel_world_size() -> int:
-    """The same as ``get_data_parallel_size``: the name in NxD's tensor-parallel guide."""
     return _size("data")
 
 
@@ -44,11 +34,6 @@ def get_expert_model_parallel_size() -> int:
     """Number of ranks that share the experts of a layer: 1."""
     current_state.initialized()
     return 1
-
-
-def get_expert_data_parallel_size() -> int:
-    """Number of replicas of each expert: as many as of the model."""
-    return _size("data")
 
 
 def get_tensor_model_parallel_rank() -> int:
@@ -78,29 +63,24 @@ def get_expert_model_parallel_rank() -> int:
     return 0
 
 
-def get_expert_data_parallel_rank() -> int:
-    """This rank's index among the replicas of its experts, as of the model."""
-    return _rank("data")
-
-
 def get_tensor_model_parallel_src_rank() -> int:
     """Global rank of the first rank of this rank's tensor group."""
-    return _along("tensor")[0]
+    return current_state.own_ranks("tensor")[0]
 
 
 def get_data_parallel_src_rank() -> int:
     """Global rank of the first rank of this rank's data group."""
-    return _along("data")[0]
+    return current_state.own_ranks("data")[0]
 
 
 def get_pipeline_model_parallel_first_rank() -> int:
     """Global rank of the first rank of this rank's pipeline."""
-    return _along("pipeline")[0]
+    return current_state.own_ranks("pipeline")[0]
 
 
 def get_pipeline_model_parallel_last_rank() -> int:
     """Global rank of the last rank of this rank's pipeline."""
-    return _along("pipeline")[-1]
+    return current_state.own_ranks("pipeline")[-1]
 
 
 def get_pipeline_model_parallel_next_rank() -> int:
@@ -137,6 +117,14 @@ def rmsg(msg: str) -> str:
     return f"[{kind} {rank}: {', '.join(f'{dimension} {index}' for dimension, index in place.items())}] {msg}"
 
 
+# The names in NxD's tensor-parallel guide.
+get_tensor_parallel_size = get_tensor_model_parallel_size
+get_data_parallel_world_size = get_data_parallel_size
+# Experts have as many replicas as the model.
+get_expert_data_parallel_size = get_data_parallel_size
+get_expert_data_parallel_rank = get_data_parallel_rank
+
+
 def _size(dimension: str) -> int:
     return current_state.initialized().rank_mesh.size(dimension)
 
@@ -145,11 +133,6 @@ def _rank(dimension: str) -> int:
     return current_state.initialized().rank(dimension)
 
 
-def _along(dimension: str) -> list[int]:
-    """Global ranks of this rank's group along ``dimension``."""
-    return current_state.own_ranks(dimension)
-
-
 def _beside(step: int) -> int:
-    ranks = _along("pipeline")
+    ranks = current_state.own_ranks("pipeline")
     return ranks[(_rank("pipeline") + step) % len(ranks)]

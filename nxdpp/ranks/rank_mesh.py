@@ -33,8 +33,8 @@ class RankMesh:
 
     def size(self, dimension: str) -> int:
         """Number of ranks along ``dimension``."""
-        sizes = {"pipeline": self.pipeline, "data": self.data, "tensor": self.tensor}
-        return sizes[dimension]
+        size: int = getattr(self, dimension)
+        return size
 
     @property
     def ranks(self) -> torch.Tensor:

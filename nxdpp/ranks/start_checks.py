@@ -1,6 +1,9 @@
 """Checks of the arguments of ``initialize_model_parallel``, before anything is started."""
 
-from numbers import Integral
+import numbers
+import os
+import threading
+from pathlib import Path
 
 from nxdpp.ranks.device_arguments import wanted_device, written
 from nxdpp.ranks.process_groups import ProcessGroups
@@ -13,7 +16,7 @@ def check_sizes(tensor: int, pipeline: int, world_size: int) -> None:
     Raises ``TypeError`` for a size that is no whole number.
     """
     for name, size in (("tensor_model_parallel_size", tensor), ("pipeline_model_parallel_size", pipeline)):
-        if isinstance(size, bool) or not isinstance(size, Integral):
+        if isinstance(size, bool) or not isinstance(size, numbers.Integral):
             raise TypeError(f"{name}={size!r} must be a whole number of at least 1.")
     if tensor < 1 or pipeline < 1:
         raise ValueError(
@@ -48,8 +51,10 @@ def check_ones(context: int, expert: int, lnc: int) -> None:
         )
 
 
-def check_same_mesh(state: ProcessGroups, wanted: RankMesh) -> None:
-    """Raise ``RuntimeError`` unless ``state`` has the groups of ``wanted``."""
+def check_same(
+    state: ProcessGroups, wanted: RankMesh, backend: str | None, device: str | None, hang_timeout: float
+) -> None:
+    """Raise ``RuntimeError`` unless ``state`` has the groups, the devices and the limit that are asked for."""
     before = state.rank_mesh
     if (before.tensor, before.pipeline) != (wanted.tensor, wanted.pipeline):
         raise RuntimeError(
@@ -62,14 +67,49 @@ def check_same_mesh(state: ProcessGroups, wanted: RankMesh) -> None:
             f"model parallelism is already initialized with order={before.order!r}, which differs from "
             f"order={wanted.order!r}: call destroy_model_parallel() first"
         )
-
-
-def check_same_device(state: ProcessGroups, backend: str | None, device: str | None) -> None:
-    """Raise ``RuntimeError`` unless ``state`` has the devices that the arguments ask for."""
-    before = state.device.type
-    if wanted_device(backend, device) not in (None, before):
-        on = state.transfer_groups.backend if device is None and before != "xla" else f"device={before!r}"
+    kind = state.device.type
+    if wanted_device(backend, device) not in (None, kind):
+        on = state.transfer_groups.backend if device is None and kind != "xla" else f"device={kind!r}"
         raise RuntimeError(
             f"model parallelism is already initialized on {on}, which differs from {written(backend, device)}: call "
             f"destroy_model_parallel() first"
         )
+    if hang_timeout != state.hang_timeout:
+        raise RuntimeError(
+            f"model parallelism is already initialized with hang_timeout={state.hang_timeout:g}, which differs from "
+            f"{hang_timeout:g}: call destroy_model_parallel() first"
+        )
+
+
+def check_hang_timeout(seconds: object) -> None:
+    """Raise ``TypeError`` or ``ValueError`` for seconds that are not a time limit."""
+    if isinstance(seconds, bool) or not isinstance(seconds, numbers.Real):
+        raise TypeError(f"hang_timeout must be a number of seconds, not {seconds!r:.80}; 0 is for no limit")
+    if seconds != 0 and not 1 <= float(seconds) <= threading.TIMEOUT_MAX:
+        raise ValueError(f"hang_timeout must be at least 1 second, not {float(seconds):g}; 0 is for no limit")
+
+
+def checked_folder(given: object, device: str | None) -> Path | None:
+    """Return ``compilation_cache`` as an absolute path; ``None`` for none. XLA keeps compiled graphs in the folder.
+
+    Raises ``TypeError`` for anything but a path, ``ValueError`` for a device other than XLA's and for a path where no
+    folder can be.
+    """
+    if given is None:
+        return None
+    if not isinstance(given, str | os.PathLike):
+        raise TypeError(f"compilation_cache={given!r:.80} must be the path of a folder, or None for no cache.")
+    if device != "xla":
+        raise ValueError(
+            f"compilation_cache={str(given)!r} is for device='xla', and device={device!r} compiles no graphs: leave "
+            f"it out."
+        )
+    if not str(given):
+        raise ValueError("compilation_cache='' names no folder: give its path, or None for no cache.")
+    folder = Path(given).absolute()
+    nearest = next(path for path in (folder, *folder.parents) if path.exists())
+    if not nearest.is_dir():
+        raise ValueError(f"compilation_cache={str(given)!r} must be a folder, and {nearest} is a file.")
+    if not os.access(nearest, os.W_OK):
+        raise ValueError(f"compilation_cache={str(given)!r} cannot be written: no permission in {nearest}.")
+    return folder

@@ -56,7 +56,17 @@ class StoreExchange:
         if self._world_size == 1:
             return [pickle.loads(own)]
         store = self._begin()
-        values = self._collect(store, own) if self._rank == 0 else self._contribute(store, own)
+        key = self._key("all")
+        if self._rank == 0:
+            values = self._read_all(store, own)
+            _set(store, key, zlib.compress(pickle.dumps(values), 1))
+            # All ranks have read the list before: each of them takes part in this exchange.
+            store.delete_key(f"{self._number - 1}_all")
+        else:
+            _set(store, self._key(self._rank), own)
+            self._wait(store, key)
+            values = pickle.loads(zlib.decompress(store.get(key)))
+            store.delete_key(self._key(self._rank))
         return [pickle.loads(pickled) for pickled in values]
 
     def through_first(self, value: Any, answer: Callable[[list[Any]], Sequence[Any]]) -> Any:
@@ -133,20 +143,6 @@ class StoreExchange:
             raise RuntimeError(f"rank {shown} did not take part in {self._exchange} within {_LIMIT}") from error
         return [own, *store.multi_get(keys)]
 
-    def _collect(self, store: Store, own: bytes) -> list[bytes]:
-        values = self._read_all(store, own)
-        _set(store, self._key("all"), zlib.compress(pickle.dumps(values), 1))
-        # All ranks have read the list before: each of them takes part in this exchange.
-        store.delete_key(self._key("all", self._number - 1))
-        return values
-
-    def _contribute(self, store: Store, own: bytes) -> list[bytes]:
-        _set(store, self._key(self._rank), own)
-        self._wait(store, self._key("all"))
-        values: list[bytes] = pickle.loads(zlib.decompress(store.get(self._key("all"))))
-        store.delete_key(self._key(self._rank))
-        return values
-
     def _wait(self, store: Store, key: str, awaited: int = 0) -> None:
         try:
             store.wait([key], _LIMIT)
@@ -157,8 +153,8 @@ class StoreExchange:
     def _exchange(self) -> str:
         return f"exchange {self._number} of all ranks (a call that is collective over all ranks)"
 
-    def _key(self, what: int | str, number: int | None = None) -> str:
-        return f"{self._number if number is None else number}_{what}"
+    def _key(self, what: int | str) -> str:
+        return f"{self._number}_{what}"
 
 
 def _set(store: Store, key: str, value: bytes) -> None:

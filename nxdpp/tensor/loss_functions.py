@@ -77,7 +77,7 @@ class _ParallelCrossEntropy(torch.autograd.Function):
             )
         rows, ids = _without_padding(logits, vocabulary), labels.reshape(-1)
         index, elsewhere = _own_columns(ids, logits.shape[-1], vocabulary)
-        dtype = _computed_in(logits)
+        dtype = torch.promote_types(logits.dtype, torch.float32)
         largest = all_reduce(_largest(rows).to(dtype), operation="max")
         # Per row: sum of exponentials, logit of the label, and for the smoothing the sum of the logits.
         sums = largest.new_zeros(2 + (smoothing > 0), len(rows))
@@ -136,10 +136,6 @@ def _own_columns(ids: torch.Tensor, columns: int, vocabulary: int) -> tuple[torc
     elsewhere = (index < 0) | (index >= columns)
     # For a label outside, torch's own assertion follows on CUDA.
     return index.masked_fill(elsewhere, 0).masked_fill(outside, columns), elsewhere
-
-
-def _computed_in(logits: torch.Tensor) -> torch.dtype:
-    return torch.promote_types(logits.dtype, torch.float32)
 
 
 def _without_padding(logits: torch.Tensor, vocabulary: int) -> torch.Tensor:

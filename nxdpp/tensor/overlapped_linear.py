@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
-from torch.distributed import ProcessGroup
 from torch.nn import functional
 
 from nxdpp.tensor.collectives import all_gather, outside_of_graph, size_of, start_all_reduce, start_reduce_scatter, wait
@@ -34,23 +33,22 @@ class WeightRows(NamedTuple):
 
 
 def overlapped_linear(
-    x: torch.Tensor, parts: list[WeightRows], group: ProcessGroup | None = None, sequence_dimension: int | None = None
+    x: torch.Tensor, parts: list[WeightRows], sequence_dimension: int | None = None
 ) -> list[torch.Tensor]:
     """Return ``x @ weight.T + bias`` of shape ``(..., O)`` for each part; arguments as of ``SharedInput``."""
-    shared = SharedInput(x, parts, group, sequence_dimension)
+    shared = SharedInput(x, parts, sequence_dimension)
     return [shared.product(index) for index in range(len(parts))]
 
 
 class SharedInput:
     """Input of several parts, whose products may be computed one after another, by the code of a model.
 
-    The gradient of ``x`` is the sum over the parts and over ``group``, in one message. With several parts there are
-    nodes 2, 4 and 5 of each, and node 3 runs after all nodes 4. A part without a product does not matter.
+    The gradient of ``x`` is the sum over the parts and over the tensor group, in one message. With several parts there
+    are nodes 2, 4 and 5 of each, and node 3 runs after all nodes 4. A part without a product does not matter.
 
     Args:
         x: ``(..., I)``, the same on all ranks; under sequence parallelism this rank's part of the sequence.
         parts: weights and biases.
-        group: this rank's tensor group by default.
         sequence_dimension: the dimension of ``x`` along which the sequence is divided; ``None`` for no division.
 
     Attributes:
@@ -61,7 +59,6 @@ class SharedInput:
         self,
         x: torch.Tensor,
         parts: list[WeightRows],
-        group: ProcessGroup | None = None,
         sequence_dimension: int | None = None,
     ) -> None:
         device = x.device.type
@@ -75,13 +72,13 @@ class SharedInput:
             sequence = None
             if sequence_dimension is not None:
                 count = sum(weight.requires_grad for weight, _ in parts)
-                sequence = _Sequence(sequence_dimension, group, count)
+                sequence = _Sequence(sequence_dimension, count)
             finished = _Finish.apply(x)  # type: ignore[no-untyped-call]
             self._tokens = [
                 _Weight.apply(finished.detach(), *part, sequence)  # type: ignore[no-untyped-call]
                 for part in parts
             ]
-            self.whole: torch.Tensor = _Start.apply(finished, group, sequence)  # type: ignore[no-untyped-call]
+            self.whole: torch.Tensor = _Start.apply(finished, sequence)  # type: ignore[no-untyped-call]
             self._rows = self.whole.reshape(-1, x.shape[-1])
 
     def product(self, index: int) -> torch.Tensor:
@@ -94,19 +91,19 @@ class SharedInput:
 
 
 class _Sequence:
-    """The dimension of the sequence, and the group over which it is divided.
+    """The dimension of the sequence, which the tensor group divides.
 
     The nodes of ``count`` weights share the sequence that the first of them gathers; the last one frees it.
     """
 
-    def __init__(self, dim: int, group: ProcessGroup | None, count: int) -> None:
-        self.dim, self.group = dim, group
+    def __init__(self, dim: int, count: int) -> None:
+        self.dim = dim
         self._count = self._left = count
         self._gathered: torch.Tensor | None = None
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         """Return the whole sequence of the part ``x``, for one weight."""
-        whole = all_gather(x, self.dim, self.group) if self._gathered is None else self._gathered
+        whole = all_gather(x, self.dim) if self._gathered is None else self._gathered
         self._left -= 1
         if self._left == 0:
             self._left = self._count
@@ -133,19 +130,19 @@ class _Start(torch.autograd.Function):
     """Begin of the collective of the input-gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: ProcessGroup | None, sequence: _Sequence | None) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, sequence: _Sequence | None) -> torch.Tensor:
         """Return the input, or the whole sequence."""
-        ctx.group, ctx.sequence = group, sequence
-        return outside_of_graph(x if sequence is None else all_gather(x, sequence.dim, group))
+        ctx.sequence = sequence
+        return outside_of_graph(x if sequence is None else all_gather(x, sequence.dim))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
         """Start the sum of all ranks' gradients, of which no other node reads the content before ``_Finish``."""
         (gradient,) = gradients
         if ctx.sequence is None:
-            return start_all_reduce(gradient, ctx.group), None, None
-        return start_reduce_scatter(gradient, ctx.sequence.dim, ctx.group), None, None
+            return start_all_reduce(gradient), None
+        return start_reduce_scatter(gradient, ctx.sequence.dim), None
 
 
 class _Weight(torch.autograd.Function):
@@ -160,7 +157,7 @@ class _Weight(torch.autograd.Function):
         ctx.sequence = sequence
         rows = x.numel() // x.shape[-1]
         if sequence is not None:
-            rows *= size_of(sequence.group)
+            rows *= size_of(None)
         return weight.new_zeros(()).expand(rows, weight.shape[0])
 
     @staticmethod

@@ -25,6 +25,7 @@ from nxdpp.agreement.same_values import sample
 from nxdpp.devices.kinds import device_of
 from nxdpp.gradients.step_hooks import run_before_steps
 from nxdpp.ranks import parallel_state
+from nxdpp.ranks.extremes import extremes
 from nxdpp.ranks.faults import failure_watch
 from nxdpp.tensor.tensor_attributes import is_tensor_parallel
 
@@ -71,7 +72,7 @@ class TensorCopies:
         if before & (before - 1):
             return
         with failure_watch.reported():
-            if _largest([float(self._is_changed)], parallel_state.get_tensor_control_group())[0] > 0:
+            if any(extremes([self._is_changed], parallel_state.get_tensor_control_group())[1]):
                 self.check_values(seed)
                 self._is_changed = False
             self.check_gradients()
@@ -85,9 +86,8 @@ class TensorCopies:
         """Compare the names, shapes, dtypes and a sample of the values of the copies; as ``verify``, in any step."""
         group = parallel_state.get_tensor_control_group()
         own = {name: (str(p.dtype), tuple(p.shape), sample(p).hex()) for name, p in self._copies().items()}
-        number = float(int.from_bytes(digest(repr(own).encode()), "little") >> 12)
-        largest, negative_smallest = _largest([number, -number], group)
-        if largest != -negative_smallest:
+        smallest, largest = extremes([int.from_bytes(digest(repr(own).encode()), "little") >> 12], group)
+        if smallest != largest:
             raise RuntimeError(_unequal_values(own, seed, group))
 
     def check_gradients(self) -> None:
@@ -96,8 +96,7 @@ class TensorCopies:
         noted = [float(self._norms.get(parameter, _MISSING)) for parameter in copies.values()]
         # A norm that is not finite is so on all ranks, or differs from every number.
         own = [norm if math.isfinite(norm) else _NOT_FINITE for norm in noted]
-        both = _largest([*own, *(-norm for norm in own)], parallel_state.get_tensor_control_group())
-        largest, smallest = both[: len(own)], [-norm for norm in both[len(own) :]]
+        smallest, largest = extremes(own, parallel_state.get_tensor_control_group(), dtype=torch.float64)
         floor = _NOISE * max((norm for norm in largest if norm < _NOT_FINITE), default=0.0)
         different = [
             (name, low, high)
@@ -163,14 +162,6 @@ def _tolerance(parameter: torch.Tensor) -> float:
     if parameter.dtype.itemsize < torch.float32.itemsize:
         return _IN_HALF
     return _ON_CPU if parameter.device.type == "cpu" else _ELSEWHERE
-
-
-def _largest(numbers: list[float], group: dist.ProcessGroup) -> list[float]:
-    """The largest of all ranks of ``group`` for each number; collective over ``group``, which takes CPU tensors."""
-    values = torch.tensor(numbers, dtype=torch.float64, device="cpu")
-    dist.all_reduce(values, dist.ReduceOp.MAX, group)
-    result: list[float] = values.tolist()
-    return result
 
 
 def _unequal_values(own: Mapping[str, Any], seed: int, group: dist.ProcessGroup) -> str:

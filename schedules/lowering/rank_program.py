@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from nxdpp.schedules.actions import Action, Schedule
 from nxdpp.schedules.lowering.lowering import StagePair, lower, lower_rank
-from nxdpp.schedules.lowering.releases import releases, releases_of_all
+from nxdpp.schedules.lowering.releases import releases
 from nxdpp.schedules.lowering.rendezvous import sends_in_flight
 from nxdpp.schedules.lowering.transport_rules import TransportRules
 
@@ -31,15 +31,6 @@ def rank_program(
     """Return the program of ``rank`` for the compute actions of all ranks."""
     actions = lower_rank(schedule, rank, edges, rules.posted_ahead)
     return RankProgram(actions, releases(schedule, rank, edges) if trains else [])
-
-
-def rank_programs(
-    schedule: Schedule, edges: Collection[StagePair], rules: TransportRules, trains: bool
-) -> list[RankProgram]:
-    """Return the programs of all ranks."""
-    lowered = lower(schedule, edges, rules.posted_ahead)
-    released = releases_of_all(schedule, edges) if trains else [[] for _ in schedule]
-    return [RankProgram(*each) for each in zip(lowered, released, strict=True)]
 
 
 def in_flight_limit(schedule: Schedule, edges: Collection[StagePair], rules: TransportRules) -> int:

@@ -15,12 +15,11 @@ from collections.abc import Collection
 from nxdpp.schedules.actions import Action, ActionKind, Schedule
 from nxdpp.schedules.lowering.lowering import Exchanges, StagePair
 
-_USED_BY = {
+# The actions that use what is sent, and that make what is received.
+_AT_OTHER_END = {
     ActionKind.SEND_ACTIVATION: (ActionKind.FORWARD,),
-    ActionKind.SEND_GRADIENT: (ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT),
-}
-_MADE_BY = {
     ActionKind.RECEIVE_ACTIVATION: (ActionKind.FORWARD,),
+    ActionKind.SEND_GRADIENT: (ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT),
     ActionKind.RECEIVE_GRADIENT: (ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT),
 }
 
@@ -30,29 +29,15 @@ def releases(schedule: Schedule, rank: int, edges: Collection[StagePair]) -> lis
 
     Sends without such an action are in none of the lists.
     """
-    return _releases(schedule, rank, Exchanges(schedule, edges), _places(schedule))
-
-
-def releases_of_all(schedule: Schedule, edges: Collection[StagePair]) -> list[list[list[Action]]]:
-    """Return ``releases`` of every rank."""
-    exchanges, places = Exchanges(schedule, edges), _places(schedule)
-    return [_releases(schedule, rank, exchanges, places) for rank in range(len(schedule))]
-
-
-def _places(schedule: Schedule) -> list[dict[Action, int]]:
-    return [{action: place for place, action in enumerate(actions)} for actions in schedule]
-
-
-def _releases(
-    schedule: Schedule, rank: int, exchanges: Exchanges, places: list[dict[Action, int]]
-) -> list[list[Action]]:
+    exchanges = Exchanges(schedule, edges)
+    places = [{action: place for place, action in enumerate(actions)} for actions in schedule]
     heard = _heard(schedule, rank, exchanges, places)
     over: list[list[Action]] = [[] for _ in schedule[rank]]
     for action in schedule[rank]:
         for send in exchanges.sends(action):
             assert send.peer is not None, "exchanges name their peers"
             other = exchanges.rank_of[send.peer]
-            used = _place(places[other], send.peer, _USED_BY[send.kind], send.microbatch)
+            used = _place(places[other], send)
             own_places, latest = heard.get(other, ([], []))
             # ``latest`` only grows.
             first = bisect_left(latest, used)
@@ -73,12 +58,14 @@ def _heard(
         for receive in exchanges.receives(action):
             assert receive.peer is not None, "exchanges name their peers"
             other = exchanges.rank_of[receive.peer]
-            made = _place(places[other], receive.peer, _MADE_BY[receive.kind], receive.microbatch)
+            made = _place(places[other], receive)
             own_places, latest = heard.setdefault(other, ([], []))
             own_places.append(place)
             latest.append(max(made, latest[-1] if latest else made))
     return heard
 
 
-def _place(places: dict[Action, int], stage: int, kinds: Collection[ActionKind], microbatch: int) -> int:
-    return next(places[action] for kind in kinds if (action := Action(stage, kind, microbatch)) in places)
+def _place(places: dict[Action, int], transfer: Action) -> int:
+    assert transfer.peer is not None, "exchanges name their peers"
+    actions = (Action(transfer.peer, kind, transfer.microbatch) for kind in _AT_OTHER_END[transfer.kind])
+    return next(places[action] for action in actions if action in places)

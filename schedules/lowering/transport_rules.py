@@ -39,13 +39,6 @@ NCCL = TransportRules("nccl", posted_ahead=None, pair_groups=True, has_tags=Fals
 RULES = {rules.name: rules for rules in (GLOO, NCCL)}
 
 
-def find_rules(name: str) -> TransportRules:
-    """Return the rules of the backend ``name``; ``ValueError`` with all names for an unknown name."""
-    if name not in RULES:
-        raise ValueError(f"there is no transport {name!r}. Choose one of {', '.join(RULES)}.")
-    return RULES[name]
-
-
 def neighbouring_pairs(ranks: int) -> list[RankPair]:
     """Return the pairs of neighbours in a ring of ``ranks``, each in both ways, in the order of their groups.
 

@@ -7,7 +7,7 @@ import pytest
 import torch.distributed as dist
 
 from nxdpp import parallel_state
-from nxdpp.ranks.compilation_cache import checked_folder
+from nxdpp.ranks.start_checks import checked_folder
 
 
 @pytest.mark.parametrize(

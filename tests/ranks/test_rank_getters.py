@@ -111,7 +111,7 @@ def test_rmsg_names_the_place_and_never_raises() -> None:
     assert parallel_state.rmsg("hello") == f"[debug mode, rank {OWN_RANK}: pipeline 1, data 1, tensor 0] hello"
 
 
-@pytest.mark.parametrize("getter", [name for name in parallel_state.__all__ if name.startswith(("get_", "is_pipe"))])
+@pytest.mark.parametrize("getter", [name for name in dir(parallel_state) if name.startswith(("get_", "is_pipe"))])
 def test_every_getter_before_initialisation_names_the_remedy(getter: str) -> None:
     with pytest.raises(RuntimeError, match=r"call nxdpp\.parallel_state\.initialize_model_parallel"):
         getattr(parallel_state, getter)()

@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from nxdpp import parallel_state
 from nxdpp.ranks import transfer_groups
-from nxdpp.schedules.lowering.transport_rules import NCCL, find_rules, neighbouring_pairs
+from nxdpp.schedules.lowering.transport_rules import NCCL, neighbouring_pairs
 from tests.support.nccl_rules import use_nccl_rules
 from tests.support.run_ranks import run_ranks
 
@@ -34,11 +34,6 @@ def test_pairs_are_made_in_a_few_rounds(ranks: int) -> None:
         rounds |= dict.fromkeys(pair, 1 + max(rounds[rank] for rank in pair))
 
     assert max(rounds.values()) <= 6
-
-
-def test_another_backend_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"there is no transport 'mpi'\. Choose one of gloo, nccl\."):
-        find_rules("mpi")
 
 
 def _groups(rank: int, pipeline: int) -> dict[str, object]:

@@ -11,35 +11,17 @@ from nxdpp.doors.nnscaler.unit_layout import read_layout, write_layout
 from nxdpp.planning.planner import plan
 from nxdpp.ranks import parallel_state
 
-_HONOURED = (
-    "partition_constraints_path",
-    "pipeline_nstages",
-    "pipeline_nmicros",
-    "update_freq",
-    "pipeline_scheduler",
-    "pipeline_pivots",
-    "mem_constraint",
-    "max_partition_degree",
-    "recompute_modules",
-    "load_plan_path",
-    "save_plan_path",
-)
+_HONOURED = """
+    partition_constraints_path pipeline_nstages pipeline_nmicros update_freq pipeline_scheduler pipeline_pivots
+    mem_constraint max_partition_degree recompute_modules load_plan_path save_plan_path
+"""
 # They tune a profiler and a solver that nxdpp does not have.
-_WITHOUT_EFFECT = (
-    "task_name",
-    "verbose",
-    "re_profile",
-    "parallel_profile",
-    "transient_mem_coef",
-    "max_pipeline_bubble_ratio",
-    "max_pipeline_unbalance_ratio",
-    "use_fp16",
-    "use_bf16",
-    "use_memory_efficient_fp16",
-    "use_memory_efficient_bf16",
-    "use_apex_fused_adam_v2",
-)
-SETTINGS = (*_HONOURED, *_WITHOUT_EFFECT)
+_WITHOUT_EFFECT = """
+    task_name verbose re_profile parallel_profile transient_mem_coef max_pipeline_bubble_ratio
+    max_pipeline_unbalance_ratio use_fp16 use_bf16 use_memory_efficient_fp16 use_memory_efficient_bf16
+    use_apex_fused_adam_v2
+"""
+SETTINGS = (*_HONOURED.split(), *_WITHOUT_EFFECT.split())
 """Names that ``pas_config`` may have."""
 
 _GIB = 2**30

@@ -81,7 +81,7 @@ def _styles(module: nn.Module, prefix: str, ranks: int) -> list[tuple[str, str]]
 
 def _of_first_rank(args: dict[str, Any]) -> dict[str, Any]:
     """Return ``args`` with the tensors, numbers and texts of the first tensor-parallel rank; collective."""
-    sent: list[Any] = [[_on_host(value) if _has_value(value) else None for value in values_in(args)]]
+    sent: list[Any] = [[_sent(value) for value in values_in(args)]]
     dist.broadcast_object_list(sent, group=parallel_state.get_tensor_control_group(), group_src=0)
     if len(sent[0]) != len(values_in(args)):
         raise ValueError("dummy_forward_args have another structure than on the first rank of the unit: give the same")
@@ -95,8 +95,8 @@ def _of_first_rank(args: dict[str, Any]) -> dict[str, Any]:
     return taken
 
 
-def _on_host(value: Any) -> Any:
-    return value.detach().cpu() if isinstance(value, torch.Tensor) else value
+def _sent(value: Any) -> Any:
+    return value.detach().cpu() if isinstance(value, torch.Tensor) else value if _has_value(value) else None
 
 
 def _has_value(value: Any) -> bool:

@@ -73,10 +73,6 @@ def _one_rank(policy: str, graph: PolicyGraph, compute_config: ComputeConfig) ->
         )
 
 
-def _tp(graph: PolicyGraph, compute_config: ComputeConfig) -> None:
-    graph.divide(compute_config.plan_ngpus)
-
-
 def _pp(graph: PolicyGraph, compute_config: ComputeConfig) -> None:
     stages = compute_config.pas_config.get("pipeline_nstages", "auto")
     if stages not in ("auto", compute_config.plan_ngpus):
@@ -108,7 +104,7 @@ def _hybrid(graph: PolicyGraph, compute_config: ComputeConfig) -> None:
 
 POLICIES: dict[str, tuple[Callable[[PolicyGraph, ComputeConfig], None], tuple[str, ...]]] = {
     "dp": (partial(_one_rank, "dp"), ()),
-    "tp": (_tp, ("seed",)),
+    "tp": (lambda graph, compute_config: graph.divide(compute_config.plan_ngpus), ("seed",)),
     "pp": (_pp, _PIPELINE),
     "data": (partial(_one_rank, "data"), ()),
     "hybrid": (_hybrid, _PIPELINE),

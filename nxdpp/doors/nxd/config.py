@@ -175,12 +175,9 @@ def _check_flag(name: str, value: Any) -> None:
 
 def _check_checkpointing(value: Any) -> None:
     classes = value if isinstance(value, tuple | list) else [value]
-    if value is None or value == "full" or (classes and all(_is_module_class(each) for each in classes)):
+    are_modules = all(isinstance(each, type) and issubclass(each, nn.Module) for each in classes)
+    if value is None or value == "full" or (classes and are_modules):
         return
     raise TypeError(
         f"activation_checkpoint_config={value!r:.80} must be 'full', None, a class of modules or a tuple of them."
     )
-
-
-def _is_module_class(value: Any) -> bool:
-    return isinstance(value, type) and issubclass(value, nn.Module)

@@ -68,14 +68,10 @@ def initialize_parallel_model(
         _checkpoint(LocalModules(module, module, layers), nxd_config["activation_checkpoint_config"])
     move_model_to_device(module, parallel_state.local_device())
     check_replica_values(module.named_parameters(), None, parallel_state.get_data_parallel_group())
-    return NxDModel(module, nxd_config, _verified_copies(module))
-
-
-def _verified_copies(module: nn.Module) -> TensorCopies:
-    """The copies of a model that steps without a pipeline. The optimizer's steps compare their gradients."""
+    # The optimizer's steps compare the gradients of the copies.
     copies = TensorCopies(module)
     copies.verify(torch.initial_seed())
-    return copies
+    return NxDModel(module, nxd_config, copies)
 
 
 def _checkpoint(model: Any, config: Any) -> None:

@@ -13,13 +13,13 @@ ranks compare their flags before Trainer reads them::
 from dataclasses import fields
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from transformers import Trainer, TrainerControl
 
 from nxdpp.agreement.together import from_all_ranks
 from nxdpp.doors.transformers.step_batches import StepBatches
+from nxdpp.ranks.extremes import extremes
 from nxdpp.ranks.faults.board import board
 
 _FLAGS = tuple(field.name for field in fields(TrainerControl))
@@ -59,11 +59,8 @@ class ControlledTrainer(Trainer):
         own = [place, *(int(bool(getattr(self.control, name))) for name in _FLAGS)]
         if dist.get_world_size() > 1:
             with board.call("comparison of TrainerControl"):
-                largest = torch.tensor([*own, *(-value for value in own)], device=self.args.device)
-                dist.all_reduce(largest, dist.ReduceOp.MAX)
-            # The maximum of the negated values is the negated minimum.
-            most, least = largest.view(2, -1).tolist()
-            if most != [-value for value in least]:
+                least, most = extremes(own, None, self.args.device)
+            if least != most:
                 raise RuntimeError(_difference(from_all_ranks(own), int(self.state.global_step)))
         return any(own[1:])
 

@@ -27,25 +27,21 @@ class DataRandomness:
     between, such as by a seed, begins anew from its state on rank 0.
 
     Attributes:
+        stream: the states of the stream; ``None`` before the first batch. A checkpoint holds them.
         order: the states that the order of the training's epoch was drawn from. A checkpoint holds them.
     """
 
     def __init__(self) -> None:
         self.order: States | None = None
         self._resumed_order: States | None = None
-        self._stream: States | None = None
+        self.stream: States | None = None
         self._at_end: States | None = None
         self._calls = 0
         self._has_begun = False
 
-    @property
-    def stream(self) -> States | None:
-        """The states of the stream; ``None`` before the first batch. A checkpoint holds them."""
-        return self._stream
-
     def resume(self, stream: States, order: States | None) -> None:
         """Continue with the ``stream`` and the ``order`` of a checkpoint; every rank calls it."""
-        self._stream, self._resumed_order = stream, order
+        self.stream, self._resumed_order = stream, order
         self._has_begun = True
 
     def begin_epoch(self) -> None:
@@ -65,8 +61,8 @@ class DataRandomness:
         self.order = _states()
         yield
         if resumed is not None:
-            assert self._stream is not None
-            _set(self._stream)
+            assert self.stream is not None
+            _set(self.stream)
 
     @contextmanager
     def of_call(self) -> Iterator[None]:
@@ -89,20 +85,20 @@ class DataRandomness:
         own = _states()
         if not self._has_begun:
             self._begin(own)
-        assert self._stream is not None
-        _set(self._stream)
+        assert self.stream is not None
+        _set(self.stream)
         try:
             yield
         finally:
-            self._stream = _states()
+            self.stream = _states()
             _set(own)
 
     def _begin(self, own: States) -> None:
-        known, at_end = self._stream or own, self._at_end or own
-        is_first = self._stream is None
+        known, at_end = self.stream or own, self._at_end or own
+        is_first = self.stream is None
         begun = [state if is_first or state != end else None for state, end in zip(own, at_end, strict=True)]
         dist.broadcast_object_list(begun, src=0)
-        self._stream = tuple(state or old for state, old in zip(begun, known, strict=True))
+        self.stream = tuple(state or old for state, old in zip(begun, known, strict=True))
         self._has_begun = True
 
 

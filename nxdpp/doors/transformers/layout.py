@@ -6,8 +6,10 @@ import torch.distributed as dist
 from torch import nn
 from transformers import TrainingArguments
 
+from nxdpp.gradients.followed_optimizers import replace_held
 from nxdpp.ranks import parallel_state
 from nxdpp.tensor.embedding import ParallelEmbedding
+from nxdpp.tensor.tensor_attributes import is_tensor_parallel
 
 
 def initialize(args: TrainingArguments, ranks: int | None) -> None:
@@ -42,14 +44,10 @@ def number_of_parameters(model: nn.Module) -> int:
     }
     size = parallel_state.get_tensor_model_parallel_size()
     return sum(
-        parameter.numel() * (getattr(parameter, "num_partitions", size) if _is_divided(parameter) else 1)
+        parameter.numel() * (getattr(parameter, "num_partitions", size) if is_tensor_parallel(parameter) else 1)
         for parameter in model.parameters()
         if id(parameter) not in embeddings
     )
-
-
-def _is_divided(parameter: nn.Parameter) -> bool:
-    return bool(getattr(parameter, "tensor_model_parallel", False))
 
 
 def keep_own_parameters(optimizer: Any, model: nn.Module) -> None:
@@ -62,14 +60,5 @@ def keep_own_parameters(optimizer: Any, model: nn.Module) -> None:
         groups of the subclass    [a, b]  [c, d]      b and c are other ranks' parameters, on the meta device
         groups afterwards         [a]     [d]
     """
-    others = {id(parameter) for parameter in model.parameters() if parameter.is_meta}
-    for group in getattr(optimizer, "param_groups", []):
-        before = list(group["params"])
-        # Another object may have the same list: torch's LBFGS has.
-        group["params"][:] = [each for each in before if id(each) not in others]
-        if "param_names" in group:
-            pairs = zip(group["param_names"], before, strict=True)
-            group["param_names"][:] = [name for name, each in pairs if id(each) not in others]
-        for each in before:
-            if id(each) in others:
-                optimizer.state.pop(each, None)
+    others = {id(parameter): parameter for parameter in model.parameters() if parameter.is_meta}
+    replace_held(optimizer, others, dict.fromkeys(others, ()))

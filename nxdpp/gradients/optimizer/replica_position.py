@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from nxdpp.gradients.optimizer.zero1_state import options_of
 from nxdpp.ranks import parallel_state
+from nxdpp.ranks.extremes import extremes
 
 
 class ReplicaPosition(NamedTuple):
@@ -45,11 +46,9 @@ def present_anywhere(present: Sequence[bool], own: ReplicaPosition) -> list[bool
     """
     control = parallel_state.get_data_parallel_control_group()
     # The first message has a length that all replicas know.
-    head = torch.tensor([*own, *(-number for number in own)], dtype=torch.int64, device="cpu")
-    dist.all_reduce(head, dist.ReduceOp.MAX, control)
-    largest, negative = head.chunk(2)
-    if not torch.equal(largest, -negative):
-        raise RuntimeError(_difference(ReplicaPosition(*(-negative).tolist()), ReplicaPosition(*largest.tolist())))
+    smallest, largest = extremes(own, control)
+    if smallest != largest:
+        raise RuntimeError(_difference(ReplicaPosition(*smallest), ReplicaPosition(*largest)))
     flags = torch.tensor(present, dtype=torch.uint8, device="cpu")
     dist.all_reduce(flags, dist.ReduceOp.MAX, control)
     return [bool(flag) for flag in flags.tolist()]

@@ -118,18 +118,14 @@ def to_vocabulary(module: nn.Embedding) -> None:
 def become(module: nn.Module, parallel: type[nn.Module]) -> None:
     """Make ``module`` a ``parallel``, behind the methods of its own class if that is not torch's."""
     own = type(module)
-    module.__class__ = parallel if own in parallel.__mro__ else _under(own, parallel)
+    # ``super().forward(...)`` in the methods of ``own`` calls ``parallel``'s.
+    module.__class__ = parallel if own in parallel.__mro__ else _joined(own, own, parallel)
 
 
 def override(module: nn.Module, methods: type[nn.Module]) -> None:
     """Put ``methods`` before the methods of the class of ``module``."""
     own = type(module)
     module.__class__ = _joined(own, methods, own)
-
-
-def _under(own: type[nn.Module], parallel: type[nn.Module]) -> type[nn.Module]:
-    # ``super().forward(...)`` in the methods of ``own`` calls ``parallel``'s.
-    return _joined(own, own, parallel)
 
 
 def _joined(own: type[nn.Module], first: type[nn.Module], second: type[nn.Module]) -> type[nn.Module]:

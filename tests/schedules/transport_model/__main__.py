@@ -15,7 +15,7 @@ from nxdpp.schedules.actions import Schedule
 from nxdpp.schedules.check import check
 from nxdpp.schedules.families.forward_only import evaluation
 from nxdpp.schedules.families.registry import find_family
-from nxdpp.schedules.lowering.transport_rules import GLOO, RULES, TransportRules, find_rules
+from nxdpp.schedules.lowering.transport_rules import GLOO, RULES, TransportRules
 from nxdpp.schedules.placement import ListedPlacement, Placement, placement_of
 from nxdpp.schedules.written import read_schedule
 from tests.schedules.transport_model.boundaries import chain, with_skips
@@ -61,10 +61,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, metavar="N", default=4, help="ranks of a family's schedule (4)")
     parser.add_argument("--microbatches", type=int, metavar="N", default=8, help="microbatches of it (8)")
     parser.add_argument("--virtual", type=int, metavar="N", help="chunks a rank of it (default of the family)")
-    parser.add_argument("--transport", metavar="NAME", default="nccl", help=f"one of {', '.join(RULES)} (nccl)")
+    parser.add_argument("--transport", choices=tuple(RULES), default="nccl", help="rules of the messages (nccl)")
     options = parser.parse_args(arguments)
     try:
-        rules = find_rules(options.transport)
+        rules = RULES[options.transport]
         placement: Placement | ListedPlacement
         if options.name.endswith(".csv"):
             schedule = read_schedule(Path(options.name))

@@ -5,8 +5,9 @@ from typing import NamedTuple
 
 from nxdpp.schedules.actions import Schedule
 from nxdpp.schedules.check import ScheduleError
-from nxdpp.schedules.lowering.lowering import Exchanges, StagePair
-from nxdpp.schedules.lowering.rank_program import in_flight_limit, rank_programs
+from nxdpp.schedules.lowering.lowering import Exchanges, StagePair, lower
+from nxdpp.schedules.lowering.rank_program import RankProgram, in_flight_limit
+from nxdpp.schedules.lowering.releases import releases
 from nxdpp.schedules.lowering.transport_rules import GLOO, TransportRules
 from tests.schedules.transport_model.model import Model, Programs
 from tests.schedules.transport_model.situation import Backend, Situation, Synchronises
@@ -27,7 +28,10 @@ class Deadlock(NamedTuple):
 
 def programs(schedule: Schedule, edges: Collection[StagePair], rules: TransportRules, trains: bool = True) -> Programs:
     """Return the programs that the ranks' engines compile, with the lowest limit of sends in flight."""
-    ranks = rank_programs(schedule, edges, rules, trains)
+    lowered = lower(schedule, edges, rules.posted_ahead)
+    ranks = [
+        RankProgram(actions, releases(schedule, rank, edges) if trains else []) for rank, actions in enumerate(lowered)
+    ]
     return Programs(ranks, Exchanges(schedule, edges), rules, in_flight_limit(schedule, edges, rules))
 
 

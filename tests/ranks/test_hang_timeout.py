@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from nxdpp.ranks.faults.hang_timeout import check_hang_timeout
 from nxdpp.ranks.parallel_state import destroy_model_parallel, initialize_model_parallel
+from nxdpp.ranks.start_checks import check_hang_timeout
 
 
 @pytest.mark.parametrize("seconds", [0, 1, 2.5, 300.0, np.int64(300), np.float32(2.5)])
