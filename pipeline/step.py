@@ -130,17 +130,16 @@ class StepRunner:
             self._part.tied.set_aside()
             if self._has_tensor_ranks:
                 self._sequence.set_aside()
-            if self._has_tensor_ranks:
                 self._copies.verify(self._part.seed)
             self._replicas.verify()
             if reference is not None:
                 reference.run(step.loss.microbatches, step.scales, transform)
             # Run, and add up the gradients of several ranks.
-            values = self._run(step, signature, digest, engine, device, transform)
+            engine, values = self._run(step, signature, digest, engine, device, transform)
             if self._has_tensor_ranks or self._part.tied.parameters:
                 with failure_watch.reported():
-                    self._sequence.add_up()
-                    self._part.tied.add_up(self._engines.transport(device))
+                    self._sequence.add_up(engine.microbatches)
+                    self._part.tied.add_up(self._engines.transport(device), engine.microbatches)
             # Compare with the reference, and average over the replicas.
             if reference is not None:
                 plans = step.cut.plans([step.cut.loss_of_sample(self._config.output_loss_value_spec)])
@@ -159,7 +158,7 @@ class StepRunner:
             step, device = prepare(take()), self._part.device
             check_autocast(device, is_scaled=True)
             signature, digest, engine = self._verify(step, device, train=False)
-            values = self._run(step, signature, digest, engine, device)
+            _, values = self._run(step, signature, digest, engine, device)
             return StepResult(step, values, self._last_rank, device)
 
     @contextmanager
@@ -231,6 +230,7 @@ class StepRunner:
                 self._upkeep.unverified_values(),
                 begun["world"],
                 leaves_average,
+                self._part.tied.hooks_after if self._part.any_ties and train else None,
             )
         self._is_verified, self._refused = True, None
         return signature, digest, engine
@@ -243,8 +243,8 @@ class StepRunner:
         engine: Engine | None,
         device: torch.device,
         transform: LossTransform | None = None,
-    ) -> list[list[Any]]:
-        """Run the actions of the stages; return the results of each microbatch on the rank of the last stage.
+    ) -> tuple[Engine, list[list[Any]]]:
+        """Run the actions of the stages; return the results of each microbatch, on the rank of the last stage.
 
         An error of the step is raised as it is, with a note.
         """
@@ -261,4 +261,4 @@ class StepRunner:
         if engine is None:
             self._engines.of(step.program)[signature] = running, digest
         self._upkeep.note_verified()
-        return values
+        return running, values

@@ -65,6 +65,7 @@ class Engine:
     Attributes:
         timer: the share of the last step in which this rank computed.
         last_backwards: the last backward of each stage of a training step, in the order of the actions.
+        microbatches: of each action, in the order of the numbers on the board.
     """
 
     def __init__(
@@ -113,6 +114,7 @@ class Engine:
         self._calls, self._called_for = self._compile(actions, releases)
         # Without a reference to this engine, which the board would keep alive.
         called_for = self._called_for
+        self.microbatches = [action.microbatch for action in called_for]
         self._describe_call = lambda at: _text(called_for[at])
 
     def run(
