@@ -130,6 +130,7 @@ class Pipeline(PipelineSteps):
             torch.initial_seed(),
             config.param_init_fn,
             changes,
+            self.partition.owners,
         )
         self.local_module: nn.Module = self.part.module
         self.tied_names = self.part.aliases

@@ -127,11 +127,11 @@ class StepRunner:
             if reference is not None:
                 reference.run(step.loss)
             # Run, and add up the gradients of several ranks.
-            values = self._run(step, signature, digest, engine, device)
+            engine, values = self._run(step, signature, digest, engine, device)
             if self._has_tensor_ranks or self._part.any_ties:
                 with failure_watch.reported():
-                    self._sequence.add_up()
-                    self._part.tied.add_up(self._engines.transport(device))
+                    self._sequence.add_up(engine.microbatches)
+                    self._part.tied.add_up(self._engines.transport(device), engine.microbatches)
             # Compare with the reference, and average over the replicas.
             if reference is not None:
                 plans = step.cut.plans([step.cut.loss_of_sample(self._config.output_loss_value_spec)])
@@ -150,7 +150,7 @@ class StepRunner:
             step, device = prepare(take()), self._part.changes.device
             check_autocast(device, is_scaled=True)
             signature, digest, engine = self._verify(step, device, train=False)
-            values = self._run(step, signature, digest, engine, device)
+            _, values = self._run(step, signature, digest, engine, device)
             return StepResult(step, values, self._last_rank, device)
 
     @contextmanager
@@ -210,6 +210,7 @@ class StepRunner:
                 self._upkeep.unverified_values(),
                 begun["world"],
                 leaves_average,
+                self._part.tied.hooks_after if self._part.any_ties and train else None,
             )
         self._is_verified, self._refused = True, None
         return signature, digest, engine
@@ -221,7 +222,7 @@ class StepRunner:
         digest: int,
         engine: Engine | None,
         device: torch.device,
-    ) -> list[list[Any]]:
+    ) -> tuple[Engine, list[list[Any]]]:
         """Run the actions of the stages; return the results of each microbatch on the rank of the last stage.
 
         An error of the step is raised as it is, with a note.
@@ -238,4 +239,4 @@ class StepRunner:
         if engine is None:
             self._engines.of(step.program)[signature] = running, digest
         self._upkeep.note_verified()
-        return values
+        return running, values

@@ -13,6 +13,7 @@ when one of two ranks knows its signature.
 """
 
 import pickle
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -79,6 +80,7 @@ class StepVerifier:
         self._sent = torch.empty(_HEAD + 2 * SLOTS, dtype=torch.int64, device="cpu")
         self._text = torch.empty(0, device="cpu")
         self._values = Values()
+        self._hooks: dict[int, int] = {}
 
     def check(
         self,
@@ -91,6 +93,7 @@ class StepVerifier:
         values: RankValues | None = None,
         calls: int = 0,
         leaves_average: bool = False,
+        hooks_after: Callable[[dict[int, int]], dict[int, int]] | None = None,
     ) -> int:
         """Raise ``RuntimeError`` unless the previous rank is about to run the same step.
 
@@ -106,6 +109,7 @@ class StepVerifier:
             calls: number of calls of all ranks that this rank has begun. It may differ.
             leaves_average: ``True`` for a step in ``no_sync()``.
             values: of this rank's parameters, to compare with the ranks before it.
+            hooks_after: compares the numbers of gradient hooks of tied weights, and returns those for the next rank.
         """
         self._origin = step.origin or self._origin
         header = self._sent.numpy()
@@ -113,18 +117,20 @@ class StepVerifier:
             self._sends.pop().wait()
         header[:_HEAD] = number, step_digest, is_new + _IN_NO_SYNC * leaves_average, 0, calls
         header[_HEAD:] = inputs.words()
-        self._values = Values()
+        self._values, self._hooks = Values(), {}
         if self._rank > 0:
             self._receive(step, inputs, refused)
         if values is not None:
             self._values = values.after(self._values, self._name)
+        if hooks_after is not None:
+            self._hooks = hooks_after(self._hooks)
         if self._rank + 1 < self._size:
             self._send(step, is_new or values is not None, refused)
         return int(header[4])
 
     def _send(self, step: StepIdentity, is_told: bool, refused: str | None) -> None:
         known = (tuple(step.graph), step.signature, self._origin, self._values) if is_told else None
-        text = pickle.dumps((known, refused)) if known or refused else b""
+        text = pickle.dumps((known, refused, self._hooks)) if known or refused or self._hooks else b""
         self._sent[3] = len(text)
         self._sends.append(self._group.send([self._sent], self._rank + 1, _TAG))
         if text:
@@ -159,7 +165,7 @@ class StepVerifier:
         """Receive the previous rank's text; return the step that it refused, if any."""
         text = torch.empty(length, dtype=torch.uint8, device="cpu")
         self._group.recv([text], self._rank - 1, _TAG).wait()
-        known, refused = pickle.loads(text.numpy().tobytes())
+        known, refused, self._hooks = pickle.loads(text.numpy().tobytes())
         if known is not None:
             graph, signature, origin, self._values = known
             self._heard[step_digest] = StepIdentity(Fingerprint(*graph), signature, origin)

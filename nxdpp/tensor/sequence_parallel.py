@@ -8,11 +8,14 @@ gradients are added up once a step::
     step      rank 0: a         rank 1: b            (first and second half of the sequence)
     after     rank 0: G+(a+b)   rank 1: G+(a+b)
 
+Hooks of such a gradient see the sum of each microbatch (``held_hooks``).
+
 ``run_train`` and ``train_step`` do it by themselves. Your own loop calls ``allreduce_sequence_parallel_gradients``
 before the optimizer's step.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from functools import partial
 
 import torch
 from torch import nn
@@ -20,6 +23,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from nxdpp.gradients.gradient_dtype import gradient_dtype, zero_gradient
+from nxdpp.gradients.held_hooks import HeldHooks, count_hooks
 from nxdpp.ranks import parallel_state
 from nxdpp.tensor.collectives import all_reduce
 from nxdpp.tensor.tensor_attributes import is_sequence_parallel, mark_again
@@ -48,22 +52,28 @@ class StepGradients:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         mark_again(module)
-        self._earlier: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+        self._earlier: list[tuple[torch.Tensor, torch.Tensor | None, HeldHooks | None]] = []
 
     def set_aside(self) -> None:
-        """Take earlier gradients out of ``.grad``, before the step's first backward."""
+        """Take earlier gradients out of ``.grad``, and the hooks away, before the step's first backward."""
         if parallel_state.get_tensor_model_parallel_size() == 1:
             return
-        self._earlier = [(parameter, parameter.grad) for parameter in marked(self._module.parameters())]
-        for parameter, _ in self._earlier:
+        for parameter in marked(self._module.parameters()):
+            hooks = HeldHooks(parameter) if count_hooks(parameter) else None
+            self._earlier.append((parameter, parameter.grad, hooks))
             parameter.grad = None
             _summed_in_steps[parameter] = True
 
-    def add_up(self) -> None:
-        """Sum the gradients of the step, and add them to the earlier ones; collective over the tensor group."""
-        sum_gradients([parameter for parameter, _ in self._earlier])
-        for parameter, earlier in self._earlier:
-            if earlier is not None:
+    def add_up(self, microbatches: Sequence[int]) -> None:
+        """Sum the gradients of the step, and add them to the earlier ones; collective over the tensor group.
+
+        ``microbatches`` has the microbatch of each action of the step.
+        """
+        sum_gradients([parameter for parameter, _, hooks in self._earlier if hooks is None])
+        for parameter, earlier, hooks in self._earlier:
+            if hooks is not None:
+                hooks.run(microbatches, earlier, partial(_summed, parameter))
+            elif earlier is not None:
                 parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
         self._earlier = []
 
@@ -86,6 +96,14 @@ def sum_gradients(parameters: Iterable[torch.Tensor]) -> None:
     with torch.no_grad():
         for group in alike.values():
             _sum_alike(group)
+
+
+def _summed(parameter: torch.Tensor, own: torch.Tensor | None) -> torch.Tensor | None:
+    """The sum of a microbatch's gradients over the tensor group."""
+    kept, parameter.grad = parameter.grad, own
+    sum_gradients([parameter])
+    total, parameter.grad = parameter.grad, kept
+    return total
 
 
 def _sum_alike(parameters: list[torch.Tensor]) -> None:

@@ -22,10 +22,11 @@ from nxdpp.initialization.record import record_of
 from nxdpp.pipeline.local.changes import ChangeRecord, parameters_of_all_models
 from nxdpp.pipeline.local.elsewhere_calls import refuse_calls_elsewhere
 from nxdpp.pipeline.local.elsewhere_tensors import take_back
+from nxdpp.pipeline.local.equal_copies import TiedWeight
 from nxdpp.pipeline.local.own_save import refuse_own_save
 from nxdpp.pipeline.local.spine_hooks import SpineHooks
 from nxdpp.pipeline.local.steps_in_backward import refuse_steps_in_backward
-from nxdpp.pipeline.local.tied_weights import TiedWeight, TiedWeights
+from nxdpp.pipeline.local.tied_weights import TiedWeights
 from nxdpp.pipeline.local.tree import (
     build_local_module,
     check_not_freed,
@@ -52,6 +53,7 @@ class LocalPart:
         seed: for the random numbers of parameters on the meta device.
         param_init_fn: initialises a module; see ``initial_weights``.
         changes: the record that follows the part; by default one of its own.
+        stages: the stages that hold each parameter, where a rank may have several.
 
     Attributes:
         root: the whole model; parameters of other ranks are on the meta device.
@@ -78,6 +80,7 @@ class LocalPart:
         seed: int,
         param_init_fn: ParameterInitialiser | None,
         changes: ChangeRecord | None = None,
+        stages: Owners | None = None,
     ) -> None:
         used = local_names(owners, rank)
         owners = with_tied_names(root, owners)
@@ -99,6 +102,8 @@ class LocalPart:
         first_names = _first_names(root)
         self.aliases = shared_names(root)
         tied = tied_names(root, owners)
+        over_ranks = [names for names, _ in tied]
+        over_stages = [names for names, _ in tied_names(root, stages or owners) if names not in over_ranks]
         whole = dict(listings.named_parameters(root))
         self._initial = InitialWeights(whole.items(), local)
         free_others(root, local, elsewhere)
@@ -114,7 +119,8 @@ class LocalPart:
             for number, (names, ranks) in enumerate(tied)
             if rank in ranks
         ]
-        self.tied = TiedWeights(self.module, weights, rank, self.named_only)
+        of_stages = [names[0] for names in over_stages if names[0] in local]
+        self.tied = TiedWeights(self.module, weights, rank, self.named_only, of_stages)
         self.any_ties = bool(tied)
         self._first_names = {name: first_names[name] for name, _ in _named_tensors(self.module) if name in first_names}
         self._built_on_meta = frozenset(self.names_on_meta())

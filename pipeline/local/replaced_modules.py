@@ -5,14 +5,17 @@ objects. Above layers the tree has containers, and a replacement in one has to b
 
     tree      lm_head ─▶ LoRA(Linear)    replaced by a hook
     model     lm_head ─▶ Linear          follows
+
+A rank that has a tied weight under the name of a module of another rank makes the replacement too, to have its names.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from torch import nn
 
 from nxdpp.initialization.meta_copy import copy_modes
+from nxdpp.pipeline.local.tree import names_of_module
 from nxdpp.tracing.modules import listings
 
 _STORES = ("_modules", "_parameters", "_buffers")
@@ -45,15 +48,19 @@ class ReplacementSync:
         named_only: names of tied weights in modules that no stage of this rank runs.
     """
 
-    def __init__(self, tree: nn.Module, root: nn.Module, named_only: Collection[str] = ()) -> None:
-        self._named_only = named_only
+    def __init__(self, tree: nn.Module, root: nn.Module, named_only: set[str] | None = None) -> None:
+        self._tree, self._root = tree, root
+        self._named_only = set() if named_only is None else named_only
+        self._note_all()
+
+    def _note_all(self) -> None:
         self._names: list[tuple[_Slot, tuple[Any, Any]]] = []
         self._containers: list[tuple[_Slot, tuple[Any, Any]]] = []
         self._held: list[tuple[_Slot, Any]] = []
         self._elsewhere: list[tuple[dict[str, Any], str, Any]] = []
         self._stores: list[tuple[str, dict[str, Any], dict[str, Any]]] = []
-        for name, container in listings.named_modules(tree):
-            module = root.get_submodule(name)
+        for name, container in listings.named_modules(self._tree):
+            module = self._root.get_submodule(name)
             if container is not module:
                 for store in _STORES:
                     self._note(name, vars(container)[store], vars(module)[store])
@@ -115,9 +122,13 @@ class ReplacementSync:
         has_changed = bool(added) or any(
             value is not known and slot.runs for (slot, known), value in zip(self._held, present, strict=True)
         )
+        renamed = {}
         for slot, (tree, whole) in self._names:
             has_changed = has_changed or slot.found[0] is not tree or slot.found[1] is not whole
-            slot.tree[slot.key], slot.whole[slot.key] = tree, whole
+            new = self._with_new_names(slot, tree, whole)
+            if new is not None:
+                renamed[slot.name] = whole
+            slot.tree[slot.key], slot.whole[slot.key] = new or (tree, whole)
         for whole, key, value in self._elsewhere:
             if (put := whole.get(key)) is not value:
                 has_changed = True
@@ -128,7 +139,23 @@ class ReplacementSync:
             value = next(each for each in slot.found if each is not None)
             slot.tree[slot.key] = slot.whole[slot.key] = value
             self._held.append((slot, value))
-        return replaced, has_changed
+        if renamed:
+            self._note_all()
+        return replaced | renamed, has_changed
+
+    def _with_new_names(self, slot: _Slot, tree: nn.Module, whole: nn.Module) -> tuple[nn.Module, nn.Module] | None:
+        """Return what takes the place of a module of another rank, if tied weights of this rank have new names in it.
+
+        The first has only these weights, and the second the other ones on the meta device.
+        """
+        new = next((each for each in slot.found if each is not tree and each is not whole), None)
+        tied = set(map(id, listings.parameters(tree)))
+        named = listings.named_parameters(new, remove_duplicate=False) if isinstance(new, nn.Module) else ()
+        names = {f"{slot.name}.{key}" for key, parameter in named if id(parameter) in tied}
+        if new is None or not names:
+            return None
+        self._named_only.update(names)
+        return names_of_module(new, slot.name, names), new
 
     def _added(self) -> Iterator[_Slot]:
         """Yield what is new above the layers. Raises ``RuntimeError`` for new parameters, which no stage holds."""

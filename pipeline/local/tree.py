@@ -78,6 +78,16 @@ def build_local_module(
     return container
 
 
+def names_of_module(module: nn.Module, name: str, local: Collection[str]) -> nn.Module:
+    """Return the tree of ``module`` called ``name``, with its ``local`` parameters; free the others in ``module``."""
+    whole, above = nn.Module(), nn.Module()
+    whole.add_module("at", module)
+    places = {f"at{place[len(name) :]}" for place in local}
+    free_others(whole, places)
+    _fill(above, whole, "", _Ownership(places, ()), ())
+    return above.get_submodule("at")
+
+
 def follow_training_modes(local_module: nn.Module, root: nn.Module, mode: bool) -> None:
     """Give each module of ``local_module`` the training mode of the module of ``root`` with its name.
 

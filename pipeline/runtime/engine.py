@@ -66,6 +66,7 @@ class Engine:
         device: of the stages.
         timer: the share of the last step in which this rank computed.
         last_backwards: the last backward of each stage of a training step, in the order of the actions.
+        microbatches: of each action, in the order of the numbers on the board.
     """
 
     def __init__(
@@ -111,6 +112,7 @@ class Engine:
         self._calls, self._called_for = self._compile(actions, releases)
         # Without a reference to this engine, which the board would keep alive.
         called_for = self._called_for
+        self.microbatches = [action.microbatch for action in called_for]
         self._describe_call = lambda at: _text(called_for[at])
 
     def run(self, loss: StepLoss, watch: LastBackwardWatch | None = None) -> list[list[Any]]:

@@ -12,7 +12,9 @@ from nxdpp.gradients.optimizer.zero1_state import options_of
 
 
 class ShardedParameters:
-    """Buckets of the parameters that require a gradient; later ones are added.
+    """Buckets of the parameters that an optimizer steps; later ones are added.
+
+    These require a gradient, or have one from before they were frozen: torch's optimizers step them too.
 
     Args:
         sharding: the ranks that share the parameters.
@@ -32,13 +34,13 @@ class ShardedParameters:
         self._bucket_bytes = bucket_bytes
 
     def add(self, groups: Sequence[dict[str, Any]]) -> list[ShardedBucket]:
-        """Shard the parameters of ``groups`` that require a gradient and were not sharded before.
+        """Shard the parameters of ``groups`` that require or have a gradient, and were not sharded before.
 
         Returns the new buckets. Raises ``RuntimeError`` for parameters on the meta device.
         """
         known = {member.index for member in self.sharded()}
         self.members = _members(groups)
-        new = [m for m in self.members if m.parameter.requires_grad and m.index not in known]
+        new = [m for m in self.members if m.index not in known and _is_stepped(m.parameter)]
         if not new:
             return []
         refuse_meta(member.parameter for member in new)
@@ -70,6 +72,10 @@ class ShardedParameters:
         """Follow parameters that a program has changed. Raises as ``ShardedBucket.follow`` does."""
         for bucket in self.buckets:
             bucket.follow()
+
+
+def _is_stepped(parameter: nn.Parameter) -> bool:
+    return parameter.requires_grad or parameter.grad is not None
 
 
 def _members(groups: Sequence[dict[str, Any]]) -> list[Member]:

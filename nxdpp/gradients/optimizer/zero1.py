@@ -53,7 +53,8 @@ class Zero1Optimizer(Optimizer):
     Every replica makes it with the same parameters, after the model is moved and loaded.
 
     Args:
-        params: parameters, groups of them, or pairs of name and parameter. The trained ones are sharded.
+        params: parameters, groups of them, or pairs of name and parameter. Those that require or have a gradient are
+            sharded.
         optimizer_class: class of an elementwise optimizer, such as ``torch.optim.AdamW``.
         optimizer_dtype: of the values and state; by default float32 for half parameters, else the parameter's dtype.
         grad_clipping: clip the gradients by their norm over all ranks, each parameter counted once.
@@ -200,7 +201,7 @@ class Zero1Optimizer(Optimizer):
     def shards(self) -> Iterator[tuple[ParameterShard, nn.Parameter, dict[str, Any]]]:
         """Give each part of a parameter that this rank keeps, its values, and its state; not collective.
 
-        Parameters that require a gradient since the last step have parts too.
+        Parameters that require or have a gradient since the last step have parts too.
         """
         self._add_members()
         for piece in self._ordered():
@@ -282,7 +283,7 @@ class Zero1Optimizer(Optimizer):
         return present_anywhere(present, position)
 
     def _add_members(self) -> None:
-        """Shard parameters that were added, or that require a gradient since the last step."""
+        """Shard parameters that were added, or that require or have a gradient since the last step."""
         for bucket in self._sharded.add(self.param_groups):
             for piece in bucket.pieces:
                 self.base_optimizer.param_groups[piece.member.group]["params"].append(piece.tensor)

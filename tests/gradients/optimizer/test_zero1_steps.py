@@ -109,6 +109,24 @@ def frozen_for_a_step(rank: int) -> None:
     assert_same(ours, theirs)
 
 
+def frozen_with_a_gradient(rank: int) -> None:
+    """A parameter frozen after a backward that no optimizer has stepped is stepped while it has the gradient."""
+    ours, theirs = make(), make()
+    set_gradients(ours, rank, 0)
+    set_means(theirs, 0)
+    for parameters in (ours, theirs):
+        parameters[0].requires_grad_(False)
+        parameters[1].requires_grad_(False).grad = None
+    optimizer = Zero1Optimizer(ours, torch.optim.AdamW, grad_clipping=False, lr=0.1)
+    plain = torch.optim.AdamW(theirs, lr=0.1)
+    for _ in range(2):
+        optimizer.step()
+        plain.step()
+        assert_same(ours, theirs)
+        optimizer.zero_grad()
+        plain.zero_grad()
+
+
 def infinite_gradients(rank: int) -> None:
     for max_norm in (1.0, math.inf):
         ours, theirs = make(), make()
@@ -186,6 +204,7 @@ CASES: list[Callable[[int], None]] = [
     schedulers,
     options,
     frozen_for_a_step,
+    frozen_with_a_gradient,
     infinite_gradients,
     other_options,
     messages,

@@ -96,33 +96,37 @@ class Training:
 
 
 class PipelinedTraining(Training):
-    """The same over the ranks of a pipeline."""
+    """The same over the ranks of a pipeline, with ``settings`` of the wrapped model."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, **settings: Any) -> None:
         super().__init__(model)
-        self.wrapped = NxDPPModel(model, transformer_layer_cls=Layer, num_microbatches=MICROBATCHES)
+        self.wrapped = NxDPPModel(model, transformer_layer_cls=Layer, num_microbatches=MICROBATCHES, **settings)
 
     def loss(self) -> float:
         loss = self.wrapped.run_train(**batch())
         everyones: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyones, None if loss is None else loss.item())
-        return float(everyones[-1])
+        # With some schedules another rank than the last one has the last stage.
+        return float(next(each for each in everyones if each is not None))
 
 
 Script = Callable[[Training], object]
 
 
 def compare(
-    rank: int, world_size: int, scripts: Mapping[str, tuple[Callable[[], nn.Module], Script]]
+    rank: int, world_size: int, scripts: Mapping[str, tuple[Callable[[], nn.Module], Script]], **settings: Any
 ) -> dict[str, Any]:
-    """Run each script in one process and by a pipeline of all ranks; return the numbers of both by its name."""
+    """Run each script in one process and by a pipeline of all ranks; return the numbers of both by its name.
+
+    The pipeline has the ``settings`` of a wrapped model.
+    """
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=world_size)
     compared = {}
     for name, (make, script) in scripts.items():
         numbers = []
-        for kind in (Training, PipelinedTraining):
+        for is_alone in (True, False):
             torch.manual_seed(0)
-            training = kind(make())
+            training = Training(make()) if is_alone else PipelinedTraining(make(), **settings)
             script(training)
             numbers.append(training.record)
         compared[name] = tuple(numbers)

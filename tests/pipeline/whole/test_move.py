@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from nxdpp import NxDPPModel, parallel_state
-from nxdpp.pipeline.local import tied_weights
+from nxdpp.pipeline.local import equal_copies
 from tests.pipeline.local.test_tied_weights import Layer, SeveralTies
 from tests.support.models import make, padded_batch, reference
 from tests.support.run_ranks import run_ranks
@@ -56,7 +56,7 @@ def test_copies_get_the_values_of_the_first_owner(dtype: torch.dtype, transposed
 def large_copies(rank: int) -> None:
     start(2)
     wrapped = NxDPPModel(make("tied_llama"))
-    tied_weights._PIECE_BYTES = 1000
+    equal_copies._PIECE_BYTES = 1000
     if rank == 1:
         with torch.no_grad():
             wrapped.local_module.get_parameter("lm_head.weight").zero_()

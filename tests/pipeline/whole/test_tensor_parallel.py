@@ -60,9 +60,36 @@ def _check(schedule: str, chunks: int, sequence: bool) -> dict[str, float]:
     return found
 
 
+def _halve(parameter: Any) -> None:
+    parameter.grad.mul_(0.5)
+
+
+def _check_hooks(schedule: str, chunks: int) -> None:
+    """Compare the gradients of norms, whose hooks are not linear, with microbatches in one process."""
+    torch.manual_seed(2)
+    model = _wrap(ParallelModel(LAYERS, VOCABULARY, True), schedule, chunks)
+    torch.manual_seed(2)
+    whole = Model(LAYERS, VOCABULARY)
+    for module in (model, whole):
+        for name, parameter in module.named_parameters():
+            if "norm" in name:
+                parameter.register_hook(lambda gradient: gradient.clamp(-2e-3, 2e-3))
+                parameter.register_post_accumulate_grad_hook(_halve)
+    for seed in range(2):
+        model.run_train(**_batch(seed))
+        for part in zip(*(value.chunk(MICROBATCHES) for value in _batch(seed).values()), strict=True):
+            (whole(*part) / MICROBATCHES).backward()
+    norms = [(name, parameter) for name, parameter in model.named_parameters() if "norm" in name]
+    assert norms
+    for name, parameter in norms:
+        torch.testing.assert_close(parameter.grad, whole.get_parameter(name).grad, rtol=1e-5, atol=1e-7, msg=name)
+
+
 def _cases(rank: int) -> list[Any]:
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
     results = [_check(*schedule, sequence) for sequence in (False, True) for schedule in SCHEDULES]
+    for schedule in SCHEDULES[:2]:
+        _check_hooks(*schedule)
     parallel_state.destroy_model_parallel()
     return results
 
