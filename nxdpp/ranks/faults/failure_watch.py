@@ -24,6 +24,7 @@ from nxdpp.ranks.faults.board import board
 from nxdpp.ranks.faults.launcher_file import sentence_of, tell_launcher
 from nxdpp.ranks.faults.mistakes import add_note
 from nxdpp.ranks.faults.rank_watch import RankWatch
+from nxdpp.ranks.faults.timeouts import NO_LIMITS, Timeouts
 
 _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
@@ -32,18 +33,18 @@ _watch: RankWatch | None = None
 _failure: tuple[BaseException, str] | None = None
 
 
-def start(store: Store, hang_timeout: float = 0.0) -> None:
+def start(store: Store, timeouts: Timeouts = NO_LIMITS) -> None:
     """Start the watch of the default process group; collective over all ranks.
 
-    ``initialize_model_parallel`` calls it, with the ``store`` of this start. ``hang_timeout`` is the limit in seconds
-    for a job that does not move; 0 for no limit.
+    ``initialize_model_parallel`` calls it, with the ``store`` of this start and the ``timeouts`` of a job that does not
+    move.
     """
     global _watch, _failure
     if _watch is not None:
         _watch.leave()
     _failure = None
     board.reset()
-    _watch = RankWatch(store, hang_timeout)
+    _watch = RankWatch(store, timeouts)
     sys.excepthook = _hook(_watch, sys.excepthook)
     # Unlike atexit, this also runs at the end of a multiprocessing child.
     multiprocessing.util.Finalize(None, _at_exit, exitpriority=100)

@@ -14,6 +14,7 @@ from nxdpp.ranks.faults.ending_process import print_line, wait_until
 from nxdpp.ranks.faults.local_peers import LocalPeers
 from nxdpp.ranks.faults.progress import Progress
 from nxdpp.ranks.faults.roll_call import Answer, judge, own_answer
+from nxdpp.ranks.faults.timeouts import Timeouts
 from nxdpp.ranks.faults.watch_store import Ending, RollCall, WatchStore, launcher_has_store
 
 _ANSWER_SECONDS = 3.5  # wait for answers; other ranks poll at least every 2 s
@@ -29,17 +30,19 @@ class HangWatch:
         peers: the other ranks on this host.
         rank: this rank.
         world_size: number of ranks.
-        limit: seconds without progress after which the job ends; 0 for no limit.
+        timeouts: times without progress after which the job ends.
     """
 
-    def __init__(self, store: WatchStore, peers: LocalPeers, rank: int, world_size: int, limit: float) -> None:
+    def __init__(self, store: WatchStore, peers: LocalPeers, rank: int, world_size: int, timeouts: Timeouts) -> None:
         self._store = store
         self._peers = peers
         self._rank = rank
         self._world_size = world_size
+        limit = timeouts.hang
+        self._timeouts = timeouts
         self._limit = limit
         self._sample_seconds = min(max(limit / 20, 0.1), _MOST_SECONDS_OF_A_SAMPLE)
-        self._progress = Progress(board, 2 * self._sample_seconds)
+        self._progress = Progress(board, 2 * self._sample_seconds, timeouts.compile)
         self._answers = threading.Lock()
         self._answered = 0
         self._postponed_by = 0
@@ -71,7 +74,7 @@ class HangWatch:
         if answers is None:
             return None
         present, missing, call = answers
-        verdict = judge(present, missing, self._rank, self._limit)
+        verdict = judge(present, missing, self._rank, self._timeouts)
         if not verdict.hangs:
             self._store.close_roll_call(call, goes_on=bool(verdict.sentence))
             self._next_limit = self._progress.unmoved_seconds + 0.25 * self._limit
