@@ -29,6 +29,8 @@ from nxdpp.ranks.faults.timeouts import NO_LIMITS, Timeouts
 _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
 _watch: RankWatch | None = None
+# Our hook of uncaught exceptions; None before the first start.
+_installed: _Hook | None = None
 # The first error of a step of this rank, and the call that it ended.
 _failure: tuple[BaseException, str] | None = None
 
@@ -45,9 +47,7 @@ def start(store: Store, timeouts: Timeouts = NO_LIMITS) -> None:
     _failure = None
     board.reset()
     _watch = RankWatch(store, timeouts)
-    sys.excepthook = _hook(_watch, sys.excepthook)
-    # Unlike atexit, this also runs at the end of a multiprocessing child.
-    multiprocessing.util.Finalize(None, _at_exit, exitpriority=100)
+    _install()
 
 
 def stop() -> None:
@@ -123,11 +123,22 @@ def _remember(error: BaseException) -> None:
         _failure = error, position.call or "a collective call"
 
 
-def _hook(watch: RankWatch, previous: _Hook) -> _Hook:
+def _install() -> None:
+    """Make the ends of this process known to the present watch: once, however often a program starts."""
+    global _installed
+    if _installed is None:
+        # Unlike atexit, this also runs at the end of a multiprocessing child.
+        multiprocessing.util.Finalize(None, _at_exit, exitpriority=100)
+    if _installed is None or sys.excepthook is not _installed:
+        sys.excepthook = _installed = _hook(sys.excepthook)
+
+
+def _hook(previous: _Hook) -> _Hook:
     """Exception hook that reports an uncaught exception before the previous hook prints it."""
 
     def report_and_print(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if watch is _active() and watch.report(error):
+        watch = _active()
+        if watch is not None and watch.report(error):
             add_note(error)
             tell_launcher(sentence_of(error))
             watch.end_process(lambda: previous(kind, error, trace))

@@ -135,8 +135,13 @@ class RankWatch:
         self._peers.wake()
         if threading.current_thread() is not self._thread:
             self._thread.join(ANSWER_SECONDS)
-        if self._causes.host_departure is not None:
-            return
+        if self._causes.host_departure is None:
+            self._depart()
+        if not self._thread.is_alive():
+            self._peers.close()
+
+    def _depart(self) -> None:
+        """Tell the other ranks that this one ends well."""
         own = Departure(self._rank, dict(board.begun), board.position().last)
         try:
             if self._hosts:
