@@ -20,6 +20,7 @@ from nxdpp.ranks.faults.watch_store import Ending, RollCall, WatchStore, launche
 _ANSWER_SECONDS = 3.5  # wait for answers; other ranks poll at least every 2 s
 _SILENCE_SECONDS = 5.0  # the least time after which the store counts as silent
 _MOST_SECONDS_OF_A_SAMPLE = 10.0
+_PAUSE_SECONDS = 0.1  # between two looks at another rank's roll call
 
 
 class HangWatch:
@@ -96,14 +97,23 @@ class HangWatch:
                 answer = own_answer(board, self._progress, self._peers)
                 self._store.answer_roll_call(call, self._rank, answer.as_dict())
 
-    def gone(self, seconds: float) -> int | None:
-        """The first rank that does not answer a roll call within ``seconds``."""
-        called = self._call_roll(seconds)
-        if called is None:
-            return None
+    def gone(self, seconds: float) -> list[int]:
+        """The ranks that do not answer a roll call within ``seconds``.
+
+        Ranks of one host lose their connections together. Each waits for the roll call of another, and calls its own if
+        that one has ended without an ending of the job.
+        """
+        deadline = time.monotonic() + 3 * seconds
+        while (called := self._call_roll(seconds)) is None:
+            state = self._store.state()
+            if isinstance(state, Ending) or time.monotonic() > deadline:
+                return []
+            if isinstance(state, RollCall):
+                self.answer(state)
+            time.sleep(_PAUSE_SECONDS)
         _, missing, call = called
         self._store.close_roll_call(call)
-        return missing[0] if missing else None
+        return list(missing)
 
     def _call_roll(self, seconds: float) -> tuple[dict[int, Answer], Sequence[int], RollCall] | None:
         """Call the roll; returns the answers and the ranks without one, or ``None`` if another state came first."""
