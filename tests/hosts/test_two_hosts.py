@@ -1,8 +1,6 @@
 """Two agents of torchrun with a c10d rendezvous, on two network namespaces joined by a veth pair."""
 
-import os
 import re
-import signal
 import time
 from collections.abc import Iterator, Sequence
 from multiprocessing.process import BaseProcess
