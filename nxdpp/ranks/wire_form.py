@@ -26,9 +26,9 @@ import torch
 
 _LENGTH = 8
 _PLAIN = (bool, int, str)
-_SEQUENCES = {"tuple": tuple, "set": set, "frozenset": frozenset, "size": torch.Size}
-_MARKS = {kind: mark for mark, kind in _SEQUENCES.items()}
-_OF_TORCH = {torch.dtype: "dtype", torch.layout: "layout", torch.memory_format: "memory_format"}
+_SEQUENCES: dict[str, type] = {"tuple": tuple, "set": set, "frozenset": frozenset, "size": torch.Size}
+_MARKS: dict[type, str] = {kind: mark for mark, kind in _SEQUENCES.items()}
+_OF_TORCH: dict[type, str] = {torch.dtype: "dtype", torch.layout: "layout", torch.memory_format: "memory_format"}
 _CONTAINERS = (dict, list, tuple)
 
 

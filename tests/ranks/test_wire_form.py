@@ -42,12 +42,12 @@ class Named(dict[str, int]):
     """A subclass with an attribute."""
 
 
-VALUES = [
+VALUES: list[Any] = [
     *(None, True, 3, -(2**200), 1.5, math.inf, "text", "\ud800", b"", b"\0\xff", [], (), {}, set(), frozenset({1})),
     *({3: "a", (1, "b"): [2]}, {"tuple": [1]}, {"dict": {"bytes": 3}}, [(1, [2, (3,)])], complex(1, -2)),
     *(slice(None, 3), range(2, 9, 3), torch.float8_e4m3fn, torch.device("cuda", 1), torch.Size([2, 3]), torch.strided),
     *(torch.channels_last, np.float32(2.5), np.bool_(True), Path("/a/b"), Colour.RED, Pair(1, (2, None))),
-    *(Point(1.0, ("a",)), OrderedDict(b=1, a=2), Named(a=1), ValueError, BaseModelOutput(hidden_states=(1, 2))),
+    *(Point(1.0, ("a",)), OrderedDict(b=1, a=2), Named(a=1), ValueError, BaseModelOutput()),
 ]
 
 
@@ -91,7 +91,7 @@ def test_tensors_and_arrays_come_back(tensor: torch.Tensor) -> None:
         back = unpacked(packed({"value": [value]}))["value"][0]
         assert type(back) is type(value)
         assert (back.dtype, back.shape) == (value.dtype, value.shape)
-        assert (back == value).all()
+        assert np.array_equal(back, value)
 
 
 def test_errors_come_back_with_their_message() -> None:
