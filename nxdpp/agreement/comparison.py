@@ -15,6 +15,7 @@ import torch.distributed as dist
 from nxdpp.agreement.fingerprint import digest
 from nxdpp.agreement.same_values import sample
 from nxdpp.agreement.together import from_all_ranks
+from nxdpp.ranks.group_values import gather_values
 
 T = TypeVar("T")
 
@@ -64,9 +65,7 @@ def gathered(value: T, *groups: dist.ProcessGroup) -> list[T]:
         return from_all_ranks(value)
     everyones = [value]
     for group in groups:
-        of_group: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(of_group, everyones, group=group)
-        everyones = [each for some in of_group for each in some]
+        everyones = [each for some in gather_values(everyones, group) for each in some]
     return everyones
 
 

@@ -78,7 +78,8 @@ def canonical(value: Any, depth: int = _DEPTH) -> str:
         return f"slice({', '.join(canonical(part, depth - 1) for part in (value.start, value.stop, value.step))})"
     if isinstance(value, Mapping):
         items = (f"{canonical(key, depth - 1)}: {canonical(item, depth - 1)}" for key, item in value.items())
-        return f"{{{', '.join(items)}}}"
+        # A dict that was filled from a set has another order in each process.
+        return f"{{{', '.join(sorted(items))}}}"
     if isinstance(value, set | frozenset):
         return f"{{{', '.join(sorted(canonical(item, depth - 1) for item in value))}}}"
     if isinstance(value, torch.device):

@@ -12,7 +12,6 @@ no random numbers passes on the origin of the ranks before it. Texts are kept, s
 when one of two ranks knows its signature.
 """
 
-import pickle
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -25,6 +24,7 @@ from nxdpp.agreement.input_hash import SLOTS, InputHashes
 from nxdpp.agreement.last_used import LastUsed
 from nxdpp.agreement.same_values import RankValues, Values
 from nxdpp.agreement.step_signature import StepSignature, signature_differences
+from nxdpp.ranks.wire_form import packed, unpacked
 
 # Above the tags of all other messages of the group.
 _TAG = 2**31 - 1
@@ -130,7 +130,7 @@ class StepVerifier:
 
     def _send(self, step: StepIdentity, is_told: bool, refused: str | None) -> None:
         known = (tuple(step.graph), step.signature, self._origin, self._values) if is_told else None
-        text = pickle.dumps((known, refused, self._hooks)) if known or refused or self._hooks else b""
+        text = packed((known, refused, self._hooks)) if known or refused or self._hooks else b""
         self._sent[3] = len(text)
         self._sends.append(self._group.send([self._sent], self._rank + 1, _TAG))
         if text:
@@ -165,7 +165,7 @@ class StepVerifier:
         """Receive the previous rank's text; return the step that it refused, if any."""
         text = torch.empty(length, dtype=torch.uint8, device="cpu")
         self._group.recv([text], self._rank - 1, _TAG).wait()
-        known, refused, self._hooks = pickle.loads(text.numpy().tobytes())
+        known, refused, self._hooks = unpacked(text.numpy().tobytes())
         if known is not None:
             graph, signature, origin, self._values = known
             self._heard[step_digest] = StepIdentity(Fingerprint(*graph), signature, origin)

@@ -22,7 +22,7 @@ class Failure(NamedTuple):
 
 
 def from_all_ranks(value: T) -> list[T]:
-    """Gather the pickled ``value`` of every rank, in the order of global ranks; collective over all ranks.
+    """Gather the ``value`` of every rank, in the order of global ranks; collective over all ranks.
 
     The values pass through the world's store, so that no group over all ranks is needed. They should be small.
     """
@@ -64,7 +64,7 @@ def all_together(
 
 
 def from_first_rank(make: Callable[[], T]) -> T:
-    """Return the pickled result of ``make`` on global rank 0 to every rank; collective over all ranks.
+    """Return the result of ``make`` on global rank 0 to every rank; collective over all ranks.
 
     An error of ``make`` is raised on all ranks, see ``together``. Raises ``RuntimeError`` in the debug mode.
     """

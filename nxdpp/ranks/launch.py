@@ -1,6 +1,7 @@
 """Start of ``torch.distributed`` from the variables of the launcher, or as a world of one process."""
 
 import os
+import socket
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,8 @@ from nxdpp.ranks.device_choice import (
 from nxdpp.ranks.faults.watch_store import launcher_has_store
 from nxdpp.ranks.launcher import Launcher, launcher
 from nxdpp.ranks.start_store import store_of_start
+
+_LOOPBACK = "lo"
 
 
 def world_size() -> int:
@@ -56,6 +59,8 @@ def start_world(device: torch.device) -> Store:
     different kinds.
     """
     started_by = launcher()
+    if started_by.is_on_one_host:
+        _listen_on_loopback()
     identity = start_device(device) if device.type == "cuda" else None
     store, rank, size = _rendezvous(started_by)
     # torchrun's store outlives a world: without a prefix gloo would find the addresses of the previous world.
@@ -78,6 +83,12 @@ def join_world(device: torch.device) -> Store:
     return store
 
 
+def _listen_on_loopback() -> None:
+    """Let gloo listen where no other host can connect, unless the user has chosen a device."""
+    if any(name == _LOOPBACK for _, name in socket.if_nameindex()):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK)
+
+
 def _rendezvous(started_by: Launcher) -> tuple[Store, int, int]:
     """A store shared by all ranks, this rank, and the world size."""
     if started_by.is_alone:
@@ -87,14 +98,27 @@ def _rendezvous(started_by: Launcher) -> tuple[Store, int, int]:
     if launcher_has_store():
         store, rank, size = next(rendezvous("env://", rank, size))
         return store, rank, size
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    listening = _listening(host, port) if rank == 0 and started_by.is_on_one_host else None
     # Torch's own call waits for all ranks here, without a word about the missing ones.
     store = TCPStore(
-        os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
+        host,
+        port,
         size,
         is_master=rank == 0,
         timeout=default_pg_timeout,
         wait_for_workers=False,
-        multi_tenant=True,
+        multi_tenant=listening is None,
+        master_listen_fd=listening,
     )
     return store, rank, size
+
+
+def _listening(host: str, port: int) -> int | None:
+    """A socket that listens on a loopback address; ``None`` for another ``host``, where torch listens on all."""
+    address = socket.gethostbyname(host)
+    if not address.startswith("127."):
+        return None
+    listening = socket.create_server((address, port))
+    # The store closes it.
+    return listening.detach()

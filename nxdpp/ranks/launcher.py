@@ -41,6 +41,11 @@ class Launcher:
         """``True`` for a plain ``python script.py``."""
         return self.name == "python"
 
+    @property
+    def is_on_one_host(self) -> bool:
+        """``True`` if all ranks are known to be on this host."""
+        return self.local_world_size == self.world_size
+
 
 def launcher() -> Launcher:
     """Return the numbers of this rank; raises ``RuntimeError`` if the variables are incomplete or no numbers."""

@@ -24,12 +24,13 @@ from nxdpp.ranks import current_state, group_getters, launch, rank_getters
 from nxdpp.ranks.debug_state import DebugState
 from nxdpp.ranks.faults import failure_watch, mistakes
 from nxdpp.ranks.faults.board import board
+from nxdpp.ranks.faults.timeouts import Timeouts
 from nxdpp.ranks.group_getters import *  # noqa: F403
 from nxdpp.ranks.known_keywords import knows_its_keywords
 from nxdpp.ranks.process_groups import ProcessGroups, build_groups
 from nxdpp.ranks.rank_getters import *  # noqa: F403
 from nxdpp.ranks.rank_mesh import DIMENSIONS, RankMesh, checked_order
-from nxdpp.ranks.start_checks import check_hang_timeout, check_ones, check_same, check_sizes, checked_folder
+from nxdpp.ranks.start_checks import check_ones, check_same, check_sizes, checked_folder
 
 
 @knows_its_keywords
@@ -44,6 +45,7 @@ def initialize_model_parallel(
     backend: str | None = None,
     device: str | None = None,
     hang_timeout: float = 300.0,
+    compile_timeout: float = 3600.0,
     compilation_cache: str | os.PathLike[str] | None = None,
 ) -> None:
     """Divide the world into tensor, data and pipeline groups; collective over all ranks.
@@ -66,18 +68,20 @@ def initialize_model_parallel(
         hang_timeout: seconds, at least 1. After that time in which no rank has moved, the position and the Python code
             of each rank are printed, and the job ends. 0 is for no limit. Code outside of nxdpp has no limit, see
             docs/faults.md. A single process has no limit either.
+        compile_timeout: seconds, at least 1, that a rank may compile (``torch.compile``, XLA) while others wait for it.
+            Then it counts as a rank that has not moved. 0 is for no limit.
         compilation_cache: folder in which an XLA device keeps its compiled graphs from one start to the next; made if
             absent. It must be given before the first computation on the device. PJRT's CPU device cannot load graphs
             and refuses it; a device that fails to load one warns. See docs/xla.md.
 
     Raises:
         ValueError: for a size below 1, a world size that is no multiple of ``tensor * pipeline``, a size other than 1
-            where only 1 is possible, an ``order`` without each dimension once, a ``hang_timeout`` between 0 and 1 or
-            below 0. For a backend or device that does not fit: an unknown one, NCCL without CUDA, two that exclude each
+            where only 1 is possible, an ``order`` without each dimension once, a timeout between 0 and 1 or below 0.
+            For a backend or device that does not fit: an unknown one, NCCL without CUDA, two that exclude each
             other, or one that differs from a running world's, which must not have the backend ``"xla"``. Also for
             sizes or an order that differ from another rank's; all ranks then end. For a ``compilation_cache``
             with another device than XLA's, and for one that is no folder.
-        TypeError: for a ``hang_timeout`` that is no number, and a ``compilation_cache`` that is no path.
+        TypeError: for a timeout that is no number, and a ``compilation_cache`` that is no path.
         RuntimeError: after a call with other arguments, in the debug mode, if the launcher's variables
             are incomplete, if CUDA is present and this rank cannot use a device of its own, or if torch_xla is absent
             or cannot be used, or cannot use the ``compilation_cache``. Nothing is changed then. Also for ranks with
@@ -94,10 +98,11 @@ def initialize_model_parallel(
     check_sizes(tensor, pipeline, world_size)
     check_ones(context_parallel_size, expert_model_parallel_size, lnc_size)
     rank_mesh = RankMesh(pipeline, world_size // (tensor * pipeline), tensor, checked_order(order))
-    check_hang_timeout(hang_timeout)
+    timeouts = Timeouts(hang_timeout, compile_timeout)
+    timeouts.check()
     cache = checked_folder(compilation_cache, device)
     if state is not None:
-        check_same(state, rank_mesh, backend, device, hang_timeout)
+        check_same(state, rank_mesh, backend, device, timeouts)
         if cache is not None:
             device_of(group_getters.local_device()).keep_graphs(cache)
         return
@@ -109,9 +114,9 @@ def initialize_model_parallel(
         device_of(own_device).keep_graphs(cache)
     store = launch.start_world(own_device) if started_world else launch.join_world(own_device)
     if world_size > 1:
-        failure_watch.start(store, hang_timeout)
+        failure_watch.start(store, timeouts)
     with failure_watch.reported():
-        current_state.replace(build_groups(rank_mesh, started_world, own_device, store, hang_timeout))
+        current_state.replace(build_groups(rank_mesh, started_world, own_device, store, timeouts))
     board.is_compiling = device_of(own_device).is_compiling
     board.members["pipeline"] = frozenset(current_state.own_ranks("pipeline"))
 

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup, Store, distributed_c10d  # type: ignore[attr-defined]  # Store is public
 from torch.distributed.device_mesh import DeviceMesh
 
+from nxdpp.ranks.faults.timeouts import NO_LIMITS, Timeouts
 from nxdpp.ranks.rank_mesh import DIMENSIONS, RankMesh
 from nxdpp.ranks.same_versions import check_same_versions
 from nxdpp.ranks.store_exchange import StoreExchange
@@ -31,7 +32,7 @@ class ProcessGroups:
         world: the default process group at the time of construction.
         started_world: ``True`` if nxdpp started ``torch.distributed``.
         exchange: exchange of small values between all ranks.
-        hang_timeout: seconds after which the job ends if no rank has moved.
+        timeouts: after which the job ends if no rank has moved.
     """
 
     rank_mesh: RankMesh
@@ -42,7 +43,7 @@ class ProcessGroups:
     world: ProcessGroup
     started_world: bool
     exchange: StoreExchange
-    hang_timeout: float = 0.0
+    timeouts: Timeouts = NO_LIMITS
 
     def rank(self, dimension: str) -> int:
         """This rank's index along ``dimension``."""
@@ -90,7 +91,7 @@ class ProcessGroups:
 
 
 def build_groups(
-    rank_mesh: RankMesh, started_world: bool, device: torch.device, store: Store, hang_timeout: float = 0.0
+    rank_mesh: RankMesh, started_world: bool, device: torch.device, store: Store, timeouts: Timeouts = NO_LIMITS
 ) -> ProcessGroups:
     """Create the groups, on all ranks the same ones in the same order; collective over all ranks.
 
@@ -122,7 +123,7 @@ def build_groups(
         world,
         started_world,
         exchange,
-        hang_timeout,
+        timeouts,
     )
 
 

@@ -2,10 +2,10 @@
 
 import numbers
 import os
-import threading
 from pathlib import Path
 
 from nxdpp.ranks.device_arguments import wanted_device, written
+from nxdpp.ranks.faults.timeouts import Timeouts
 from nxdpp.ranks.process_groups import ProcessGroups
 from nxdpp.ranks.rank_mesh import RankMesh
 
@@ -52,9 +52,9 @@ def check_ones(context: int, expert: int, lnc: int) -> None:
 
 
 def check_same(
-    state: ProcessGroups, wanted: RankMesh, backend: str | None, device: str | None, hang_timeout: float
+    state: ProcessGroups, wanted: RankMesh, backend: str | None, device: str | None, timeouts: Timeouts
 ) -> None:
-    """Raise ``RuntimeError`` unless ``state`` has the groups, the devices and the limit that are asked for."""
+    """Raise ``RuntimeError`` unless ``state`` has the groups, the devices and the limits that are asked for."""
     before = state.rank_mesh
     if (before.tensor, before.pipeline) != (wanted.tensor, wanted.pipeline):
         raise RuntimeError(
@@ -74,19 +74,7 @@ def check_same(
             f"model parallelism is already initialized on {on}, which differs from {written(backend, device)}: call "
             f"destroy_model_parallel() first"
         )
-    if hang_timeout != state.hang_timeout:
-        raise RuntimeError(
-            f"model parallelism is already initialized with hang_timeout={state.hang_timeout:g}, which differs from "
-            f"{hang_timeout:g}: call destroy_model_parallel() first"
-        )
-
-
-def check_hang_timeout(seconds: object) -> None:
-    """Raise ``TypeError`` or ``ValueError`` for seconds that are not a time limit."""
-    if isinstance(seconds, bool) or not isinstance(seconds, numbers.Real):
-        raise TypeError(f"hang_timeout must be a number of seconds, not {seconds!r:.80}; 0 is for no limit")
-    if seconds != 0 and not 1 <= float(seconds) <= threading.TIMEOUT_MAX:
-        raise ValueError(f"hang_timeout must be at least 1 second, not {float(seconds):g}; 0 is for no limit")
+    state.timeouts.refuse_change(timeouts)
 
 
 def checked_folder(given: object, device: str | None) -> Path | None:

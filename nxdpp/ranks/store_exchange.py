@@ -9,7 +9,6 @@ of each rank already, and rank 0 gathers::
 A rank that waits blocks on a connection of its own and makes no further requests.
 """
 
-import pickle
 import zlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -20,6 +19,8 @@ from torch.distributed import (  # type: ignore[attr-defined]  # public, though 
     PrefixStore,
     Store,
 )
+
+from nxdpp.ranks.wire_form import packed, unpacked
 
 _LIMIT = timedelta(minutes=30)
 _RANKS_SHOWN = 8
@@ -48,26 +49,26 @@ class StoreExchange:
         return StoreExchange(self._world_store, self._rank, self._world_size, name)
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the pickled ``value`` of each rank, in the order of ranks; collective over all ranks.
+        """Return a copy of the ``value`` of each rank, in the order of ranks; collective over all ranks.
 
         Raises ``RuntimeError`` if some rank does not take part within 30 minutes.
         """
-        own = pickle.dumps(value)
+        own = packed(value)
         if self._world_size == 1:
-            return [pickle.loads(own)]
+            return [unpacked(own)]
         store = self._begin()
         key = self._key("all")
         if self._rank == 0:
             values = self._read_all(store, own)
-            _set(store, key, zlib.compress(pickle.dumps(values), 1))
+            _set(store, key, zlib.compress(packed(values), 1))
             # All ranks have read the list before: each of them takes part in this exchange.
             store.delete_key(f"{self._number - 1}_all")
         else:
             _set(store, self._key(self._rank), own)
             self._wait(store, key)
-            values = pickle.loads(zlib.decompress(store.get(key)))
+            values = unpacked(zlib.decompress(store.get(key)))
             store.delete_key(self._key(self._rank))
-        return [pickle.loads(pickled) for pickled in values]
+        return [unpacked(form) for form in values]
 
     def through_first(self, value: Any, answer: Callable[[list[Any]], Sequence[Any]]) -> Any:
         """Return what ``answer`` on rank 0 gives for this rank; collective over all ranks.
@@ -76,25 +77,25 @@ class StoreExchange:
         together.
 
         Args:
-            value: pickled for rank 0.
+            value: of this rank, for rank 0; of a type that has a form (``wire_form``).
             answer: a function on rank 0 of the values of all ranks, which returns a value for each of them. It must
                 not raise: other ranks would wait.
 
         Raises ``RuntimeError`` as ``gather`` does.
         """
         if self._world_size == 1:
-            return answer([pickle.loads(pickle.dumps(value))])[0]
+            return answer([unpacked(packed(value))])[0]
         store = self._begin()
         if self._rank == 0:
-            values = self._read_all(store, pickle.dumps(value))
-            answers = answer([pickle.loads(pickled) for pickled in values])
+            values = self._read_all(store, packed(value))
+            answers = answer([unpacked(form) for form in values])
             for rank, reply in enumerate(answers[1:], 1):
-                _set(store, self._key(f"answer_{rank}"), pickle.dumps(reply))
+                _set(store, self._key(f"answer_{rank}"), packed(reply))
             return answers[0]
-        _set(store, self._key(self._rank), pickle.dumps(value))
+        _set(store, self._key(self._rank), packed(value))
         key = self._key(f"answer_{self._rank}")
         self._wait(store, key)
-        reply = pickle.loads(store.get(key))
+        reply = unpacked(store.get(key))
         store.delete_key(key)
         store.delete_key(self._key(self._rank))
         return reply

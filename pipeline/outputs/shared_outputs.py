@@ -7,7 +7,6 @@
     each large tensor, from host memory       ───▶  its memory
 """
 
-import pickle
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +15,7 @@ import torch.distributed as dist
 
 from nxdpp.devices.kinds import device_of
 from nxdpp.pipeline.p2p.layout import TensorLayout, ValueLayout, layout_of, tensors_of
+from nxdpp.ranks.wire_form import packed, unpacked
 
 # Bytes of the first message. A longer text continues in a second one.
 _FIRST = 4096
@@ -51,7 +51,7 @@ def _send(values: list[Any], source: int, group: dist.ProcessGroup, device: torc
     on_host = device_of(device).to_host_together(tensors)()
     in_memory = [_bytes(own.arrange(tensor)) for own, tensor in zip(layout.tensors, on_host, strict=True)]
     small = [raw.numpy().tobytes() if raw.numel() <= _SMALL else None for raw in in_memory]
-    text = pickle.dumps((layout.skeleton, small))
+    text = packed((layout.skeleton, small))
     message = torch.zeros(max(_FIRST, _LENGTH + len(text)), dtype=torch.uint8, device="cpu")
     message[:_LENGTH] = torch.frombuffer(bytearray(len(text).to_bytes(_LENGTH, "little")), dtype=torch.uint8)
     message[_LENGTH : _LENGTH + len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
@@ -71,7 +71,7 @@ def _receive(source: int, group: dist.ProcessGroup, device: torch.device) -> Any
         rest = torch.empty(_LENGTH + length - _FIRST, dtype=torch.uint8, device="cpu")
         dist.broadcast(rest, group=group, group_src=source)
         message = torch.cat([message, rest])
-    skeleton, small = pickle.loads(message[_LENGTH : _LENGTH + length].numpy().tobytes())
+    skeleton, small = unpacked(message[_LENGTH : _LENGTH + length].numpy().tobytes())
     layout = ValueLayout(skeleton)
     tensors = []
     for tensor_layout, content in zip(layout.tensors, small, strict=True):

@@ -14,7 +14,6 @@ it gets zeros of a negative sign, which change no sum.
 """
 
 import ctypes
-import pickle
 from collections import deque
 from collections.abc import Callable
 from enum import IntEnum
@@ -27,6 +26,7 @@ from nxdpp.devices.host_sends import HostBuffers, HostSends, Transfer, unchanged
 from nxdpp.devices.kinds import device_of
 from nxdpp.pipeline.p2p.layout import TensorLayout
 from nxdpp.ranks.transfer_groups import TransferGroups
+from nxdpp.ranks.wire_form import packed, unpacked
 
 # The gradient that a receive returns for a mark.
 MISSING = torch.empty(0, device="cpu")
@@ -194,8 +194,11 @@ class Transport:
             self._metadata_sends.popleft()[0].wait()
 
     def send_object(self, value: Any, destination: int, tag: int, direction: Direction) -> None:
-        """Start to send any picklable value, its length first. It describes tensors that go in ``direction``."""
-        payload = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        """Start to send a value that has a form (``wire_form``): its length, then the form.
+
+        It describes tensors that go in ``direction``.
+        """
+        payload = torch.frombuffer(bytearray(packed(value)), dtype=torch.uint8)
         length = torch.tensor([payload.numel()], dtype=torch.int64, device="cpu")
         for message in (length, payload):
             work = self._control.send([message], destination, _wire_tag(len(Direction) + direction, tag))
@@ -208,7 +211,7 @@ class Transport:
         self._control.recv([length], source, wire_tag).wait()
         payload = torch.empty(int(length), dtype=torch.uint8, device="cpu")
         self._control.recv([payload], source, wire_tag).wait()
-        return pickle.loads(payload.numpy().tobytes())
+        return unpacked(payload.numpy().tobytes())
 
 
 def _wire_tag(kind: int, tag: int) -> int:

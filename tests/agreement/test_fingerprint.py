@@ -22,6 +22,7 @@ def added(amount: int) -> Any:
         ((1, 1.5, True, None, ..., "a"), "[1, 1.5, True, None, Ellipsis, 'a']"),
         (slice(None, 2), "slice(None, 2, None)"),
         ({"b", "a"}, "{'a', 'b'}"),
+        ({"b": 1, "a": {"d": 2, "c": 3}}, "{'a': {'c': 3, 'd': 2}, 'b': 1}"),
         (torch.device("cuda:3"), "cuda"),
         (torch.zeros(2, 3), "tensor [2, 3] torch.float32"),
         (torch.nn.functional.relu, "torch.nn.functional.relu<>"),

@@ -1,8 +1,6 @@
 """Two agents of torchrun with a c10d rendezvous, on two network namespaces joined by a veth pair."""
 
-import os
 import re
-import signal
 import time
 from collections.abc import Iterator, Sequence
 from multiprocessing.process import BaseProcess
@@ -35,6 +33,7 @@ class _Agents:
     def __init__(
         self, hosts: list[Host], ranks: int, folder: Path, program: Sequence[str], options: Sequence[str] = ()
     ) -> None:
+        self._hosts = hosts
         self._files = [folder / f"host{number}.txt" for number in range(2)]
         self.processes: list[BaseProcess] = []
         for number, (host, file) in enumerate(zip(hosts, self._files, strict=True)):
@@ -53,13 +52,17 @@ class _Agents:
         return "".join(self.outputs)
 
     def processes_of_ranks(self, ranks: int) -> dict[int, int]:
-        """Return the process of each rank, once all have started."""
+        """Return the process of each rank, by its number on this machine, once all have started."""
         deadline = time.monotonic() + START_SECONDS
-        while len(found := re.findall(r"rank (\d) is process (\d+)", "".join(self.outputs))) < ranks:
+        while len(re.findall(r"rank \d is process", "".join(self.outputs))) < ranks:
             assert time.monotonic() < deadline, self.outputs
             assert all(process.is_alive() for process in self.processes), self.outputs
             time.sleep(0.1)
-        return {int(rank): int(process) for rank, process in found}
+        return {
+            int(rank): host.processes()[int(process)]
+            for host, output in zip(self._hosts, self.outputs, strict=True)
+            for rank, process in re.findall(r"rank (\d) is process (\d+)", output)
+        }
 
 
 def test_losses_are_those_of_one_process_also_over_a_slow_link(hosts: list[Host], tmp_path: Path) -> None:
@@ -85,15 +88,14 @@ def test_an_agent_that_is_killed_ends_the_ranks_of_both_hosts(
     """The agent of host 0 has the store. Without it the other agent ends its ranks, at times before they print."""
     agents = _Agents(hosts, 2, tmp_path, ["hosts/looping_program.py"])
     ranks = agents.processes_of_ranks(4)
-    there = hosts[host].processes()
+    there = hosts[host].processes().values()
     theirs = {rank for rank, process in ranks.items() if process in there}
     assert len(theirs) == 2
     began = time.monotonic()
     if with_ranks:
-        for process in there:
-            os.kill(process, signal.SIGKILL)
-    agents.processes[host].kill()
-    agents.processes[host].join()
+        hosts[host].lose()
+    else:
+        hosts[host].kill_agent()
     while running := [rank for rank, process in ranks.items() if _runs(process)]:
         assert time.monotonic() - began < BOUND_SECONDS, (running, agents.outputs)
         time.sleep(0.05)
@@ -109,6 +111,21 @@ def test_an_agent_that_is_killed_ends_the_ranks_of_both_hosts(
         named = re.findall(r"launcher \(torchrun\) of rank (\d)|^rank (\d) died|launcher's store", reasons[0])
         assert named, output
         assert {int(number) for names in named for number in names if number} <= theirs, output
+
+
+def test_a_lost_host_is_named_by_all_ranks_of_the_other(hosts: list[Host], tmp_path: Path) -> None:
+    """Two ranks lose their connections at the same time, and agree on what both can no longer reach."""
+    agents = _Agents(hosts, 2, tmp_path, ["hosts/looping_program.py", "2"])
+    ranks = agents.processes_of_ranks(4)
+    hosts[1].lose()
+    agents.processes[0].join(BOUND_SECONDS)
+    assert agents.processes[0].exitcode not in (None, 0), agents.outputs
+    assert not any(map(_runs, ranks.values()))
+    output = agents.outputs[0]
+    reasons = re.findall(r"^rank (\d) stops because (.*)", output, re.M)
+    lost = f"ranks 2 and 3 on host {hosts[1].name} are gone: they do not answer"
+    assert sorted(reasons) == [("0", lost), ("1", lost)], output
+    assert lost in output.partition("Root Cause")[2], output
 
 
 def _runs(process: int) -> bool:

@@ -1,10 +1,14 @@
 """Exchange of values between all ranks over a store."""
 
+import os
+import pickle
 import threading
-from collections.abc import Iterator
+import zlib
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]  # public, not in its __all__
@@ -82,3 +86,24 @@ def test_a_leader_that_takes_no_part_is_named(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(store_exchange, "_LIMIT", timedelta(seconds=0.2))
     with _ranks() as (_, exchanges, _), pytest.raises(RuntimeError, match="rank 1 did not end exchange 1"):
         exchanges[3].from_leader(1, 1, None)
+
+
+class _Command:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Callable[[str], None], tuple[str]]:
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.parametrize("packs", [lambda form: form, zlib.compress], ids=["for rank 0", "for the others"])
+def test_what_a_stranger_writes_runs_nothing(packs: Callable[[bytes], bytes], tmp_path: Path) -> None:
+    """A process that reaches the store writes an entry in place of a rank."""
+    form = packs(pickle.dumps([pickle.dumps(_Command(tmp_path / "ran"))]))
+    with _ranks(2) as (host, exchanges, pool):
+        reader = 0 if packs is not zlib.compress else 1
+        key = "1_1" if reader == 0 else "1_all"
+        host.set(f"exchange/{key}", form)  # type: ignore[arg-type]  # bytes are missing in torch's stubs
+        with pytest.raises(ValueError, match="sent bytes that are no value"):
+            pool.submit(exchanges[reader].gather, "value").result(timeout=20)
+    assert not (tmp_path / "ran").exists()

@@ -1,15 +1,18 @@
-"""Two hosts on one machine: network namespaces, joined by a pair of virtual Ethernet devices.
+"""Two hosts on one machine: namespaces of networks, processes and names, joined by virtual Ethernet devices.
 
 ::
 
     namespace a                        namespace b
     10.231.7.1 on eth_nxdpp ────────── 10.231.7.2 on eth_nxdpp
+    process 1 (init), 2 (torchrun)     process 1 (init), 2 (torchrun)
 """
 
 import ctypes
 import os
+import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,7 +28,13 @@ from tests.support.run_ranks import fork_server
 ADDRESSES = ("10.231.7.1", "10.231.7.2")
 DEVICE = "eth_nxdpp"
 _PORT = 29517
+_AGENT = 2
 _CLONE_NEWNET = 0x40000000
+_CLONE_NEWPID = 0x20000000
+_CLONE_NEWUTS = 0x04000000
+_CLONE_NEWNS = 0x00020000
+_MS_PRIVATE = (1 << 14) | (1 << 18)  # of all mounts below
+_PR_SET_PDEATHSIG = 1
 
 
 @cache
@@ -82,10 +91,23 @@ class Host:
         self._started.append(process)
         return process
 
-    def processes(self) -> list[int]:
-        """Processes in the namespace."""
-        listed = _ip("netns", "pids", self.name)
-        return [int(process) for process in listed.split()]
+    def processes(self) -> dict[int, int]:
+        """Processes of the host: their numbers on this machine by their numbers there."""
+        found = {}
+        for process in _ip("netns", "pids", self.name).split():
+            with suppress(OSError):
+                status = Path(f"/proc/{process}/status").read_text()
+                outer, *inner = re.findall(r"\d+", re.findall(r"NSpid:(.*)", status)[0])
+                found.update({int(number): int(outer) for number in inner})
+        return found
+
+    def kill_agent(self) -> None:
+        """Kill torchrun, and not its ranks."""
+        os.kill(self.processes()[_AGENT], signal.SIGKILL)
+
+    def lose(self) -> None:
+        """Kill all processes at once."""
+        os.kill(self.processes()[1], signal.SIGKILL)
 
     def end(self) -> None:
         """Kill all that runs in the namespace."""
@@ -93,9 +115,9 @@ class Host:
             process.kill()
             process.join()
         with suppress(subprocess.CalledProcessError):
-            for number in self.processes():
+            for number in _ip("netns", "pids", self.name).split():
                 with suppress(ProcessLookupError):
-                    os.kill(number, signal.SIGKILL)
+                    os.kill(int(number), signal.SIGKILL)
 
 
 def agent(host: int, ranks: int, program: Sequence[str], *options: str) -> list[str]:
@@ -116,10 +138,36 @@ def _torchrun(namespace: str, arguments: list[str], output: Path, environment: M
     os.environ.clear()
     os.environ.update(environment)
     with Path("/var/run/netns", namespace).open() as file:
-        libc = ctypes.CDLL(None, use_errno=True)
-        if libc.setns(file.fileno(), _CLONE_NEWNET):
-            raise OSError(ctypes.get_errno(), f"setns: {os.strerror(ctypes.get_errno())}", file.name)
+        _system("setns", file.fileno(), _CLONE_NEWNET)
+    _system("unshare", _CLONE_NEWPID | _CLONE_NEWUTS)
+    socket.sethostname(namespace)
+    if init := os.fork():
+        os._exit(os.waitstatus_to_exitcode(os.waitpid(init, 0)[1]) & 255)
+    # The end of the process that the test knows is the end of the host.
+    _system("prctl", _PR_SET_PDEATHSIG, signal.SIGKILL)
+    _system("unshare", _CLONE_NEWNS)
+    _system("mount", None, b"/", None, _MS_PRIVATE, None)
+    _system("mount", b"proc", b"/proc", b"proc", 0, None)
+    if os.fork():
+        os._exit(_outlast_children())
     torch.distributed.run.main(arguments)
+
+
+def _outlast_children() -> int:
+    """Be the init of a host, whose end would end all: wait for its processes, and return torchrun's exit code."""
+    code = 0
+    while True:
+        try:
+            process, status = os.wait()
+        except ChildProcessError:
+            return code
+        if process == _AGENT:
+            code = os.waitstatus_to_exitcode(status) & 255
+
+
+def _system(call: str, *arguments: object) -> None:
+    if getattr(ctypes.CDLL(None, use_errno=True), call)(*arguments):
+        raise OSError(ctypes.get_errno(), f"{call}: {os.strerror(ctypes.get_errno())}")
 
 
 def _ip(*arguments: str) -> str:

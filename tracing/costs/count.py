@@ -29,11 +29,10 @@ from nxdpp.tracing.costs.run_node import (
     run_of,
     tensors_in,
 )
-from nxdpp.tracing.graph.function_caches import uncached_functions
 from nxdpp.tracing.graph.swap import all_swapped
 from nxdpp.tracing.graph.trace import TracedGraph
 from nxdpp.tracing.modules import listings
-from nxdpp.tracing.sizes.fake_runs import FakeCopies
+from nxdpp.tracing.sizes.fake_runs import FakeCopies, uncached_functions
 
 # Plans without a device are for accelerators.
 _ACCELERATOR = torch.device("cuda")

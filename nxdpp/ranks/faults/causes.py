@@ -110,10 +110,14 @@ class Causes:
             if fault is not None:
                 return fault
             time.sleep(pause_seconds(self._world_size))
-        verdict = self._hangs.gone(poll_seconds(self._world_size) + _ROLL_CALL_SECONDS)
-        if verdict is None:
-            return self.departed(error)
-        return Ending("fault", verdict, f"rank {verdict} is gone: it does not answer", [verdict])
+        gone = self._hangs.gone(poll_seconds(self._world_size) + _ROLL_CALL_SECONDS)
+        if not gone:
+            state = self._store.state()
+            return state if isinstance(state, Ending) else self.departed(error)
+        hosts = sorted({self._store.host_of(rank) for rank in gone})
+        on = f"host{'s' * (len(hosts) > 1)} {', '.join(hosts)}"
+        does = "is gone: it does not answer" if len(gone) == 1 else "are gone: they do not answer"
+        return Ending("fault", gone[0], f"{names(gone)} on {on} {does}", gone)
 
     def of_lost_store(self, polls: bool) -> Ending:
         """The fault that took the store away; ``polls`` is ``True`` on the thread that waits for the ends of peers."""

@@ -25,29 +25,30 @@ from nxdpp.ranks.faults.board import board
 from nxdpp.ranks.faults.launcher_file import sentence_of, tell_launcher
 from nxdpp.ranks.faults.mistakes import add_note
 from nxdpp.ranks.faults.rank_watch import RankWatch
+from nxdpp.ranks.faults.timeouts import NO_LIMITS, Timeouts
 
 _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
 _watch: RankWatch | None = None
+# Our hook of uncaught exceptions; None before the first start.
+_installed: _Hook | None = None
 # The first error of a step of this rank, and the call that it ended.
 _failure: tuple[BaseException, str] | None = None
 
 
-def start(store: Store, hang_timeout: float = 0.0) -> None:
+def start(store: Store, timeouts: Timeouts = NO_LIMITS) -> None:
     """Start the watch of the default process group; collective over all ranks.
 
-    ``initialize_model_parallel`` calls it, with the ``store`` of this start. ``hang_timeout`` is the limit in seconds
-    for a job that does not move; 0 for no limit.
+    ``initialize_model_parallel`` calls it, with the ``store`` of this start and the ``timeouts`` of a job that does not
+    move.
     """
     global _watch, _failure
     if _watch is not None:
         _watch.leave()
     _failure = None
     board.reset()
-    _watch = RankWatch(store, hang_timeout)
-    sys.excepthook = _hook(_watch, sys.excepthook)
-    # Unlike atexit, this also runs at the end of a multiprocessing child.
-    multiprocessing.util.Finalize(None, _at_exit, exitpriority=100)
+    _watch = RankWatch(store, timeouts)
+    _install()
 
 
 def stop() -> None:
@@ -123,11 +124,22 @@ def _remember(error: BaseException) -> None:
         _failure = error, position.call or "a collective call"
 
 
-def _hook(watch: RankWatch, previous: _Hook) -> _Hook:
+def _install() -> None:
+    """Make the ends of this process known to the present watch: once, however often a program starts."""
+    global _installed
+    if _installed is None:
+        # Unlike atexit, this also runs at the end of a multiprocessing child.
+        multiprocessing.util.Finalize(None, _at_exit, exitpriority=100)
+    if _installed is None or sys.excepthook is not _installed:
+        sys.excepthook = _installed = _hook(sys.excepthook)
+
+
+def _hook(previous: _Hook) -> _Hook:
     """Exception hook that reports an uncaught exception before the previous hook prints it."""
 
     def report_and_print(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if watch is _active() and watch.report(error):
+        watch = _active()
+        if watch is not None and watch.report(error):
             add_note(error)
             tell_launcher(sentence_of(error))
             watch.end_process(lambda: previous(kind, error, trace))

@@ -14,11 +14,13 @@ from nxdpp.ranks.faults.ending_process import print_line, wait_until
 from nxdpp.ranks.faults.local_peers import LocalPeers
 from nxdpp.ranks.faults.progress import Progress
 from nxdpp.ranks.faults.roll_call import Answer, judge, own_answer
+from nxdpp.ranks.faults.timeouts import Timeouts
 from nxdpp.ranks.faults.watch_store import Ending, RollCall, WatchStore, launcher_has_store
 
 _ANSWER_SECONDS = 3.5  # wait for answers; other ranks poll at least every 2 s
 _SILENCE_SECONDS = 5.0  # the least time after which the store counts as silent
 _MOST_SECONDS_OF_A_SAMPLE = 10.0
+_PAUSE_SECONDS = 0.1  # between two looks at another rank's roll call
 
 
 class HangWatch:
@@ -29,17 +31,19 @@ class HangWatch:
         peers: the other ranks on this host.
         rank: this rank.
         world_size: number of ranks.
-        limit: seconds without progress after which the job ends; 0 for no limit.
+        timeouts: times without progress after which the job ends.
     """
 
-    def __init__(self, store: WatchStore, peers: LocalPeers, rank: int, world_size: int, limit: float) -> None:
+    def __init__(self, store: WatchStore, peers: LocalPeers, rank: int, world_size: int, timeouts: Timeouts) -> None:
         self._store = store
         self._peers = peers
         self._rank = rank
         self._world_size = world_size
+        limit = timeouts.hang
+        self._timeouts = timeouts
         self._limit = limit
         self._sample_seconds = min(max(limit / 20, 0.1), _MOST_SECONDS_OF_A_SAMPLE)
-        self._progress = Progress(board, 2 * self._sample_seconds)
+        self._progress = Progress(board, 2 * self._sample_seconds, timeouts.compile)
         self._answers = threading.Lock()
         self._answered = 0
         self._postponed_by = 0
@@ -71,7 +75,7 @@ class HangWatch:
         if answers is None:
             return None
         present, missing, call = answers
-        verdict = judge(present, missing, self._rank, self._limit)
+        verdict = judge(present, missing, self._rank, self._timeouts)
         if not verdict.hangs:
             self._store.close_roll_call(call, goes_on=bool(verdict.sentence))
             self._next_limit = self._progress.unmoved_seconds + 0.25 * self._limit
@@ -93,14 +97,23 @@ class HangWatch:
                 answer = own_answer(board, self._progress, self._peers)
                 self._store.answer_roll_call(call, self._rank, answer.as_dict())
 
-    def gone(self, seconds: float) -> int | None:
-        """The first rank that does not answer a roll call within ``seconds``."""
-        called = self._call_roll(seconds)
-        if called is None:
-            return None
+    def gone(self, seconds: float) -> list[int]:
+        """The ranks that do not answer a roll call within ``seconds``.
+
+        Ranks of one host lose their connections together. Each waits for the roll call of another, and calls its own if
+        that one has ended without an ending of the job.
+        """
+        deadline = time.monotonic() + 3 * seconds
+        while (called := self._call_roll(seconds)) is None:
+            state = self._store.state()
+            if isinstance(state, Ending) or time.monotonic() > deadline:
+                return []
+            if isinstance(state, RollCall):
+                self.answer(state)
+            time.sleep(_PAUSE_SECONDS)
         _, missing, call = called
         self._store.close_roll_call(call)
-        return missing[0] if missing else None
+        return list(missing)
 
     def _call_roll(self, seconds: float) -> tuple[dict[int, Answer], Sequence[int], RollCall] | None:
         """Call the roll; returns the answers and the ranks without one, or ``None`` if another state came first."""

@@ -17,11 +17,12 @@ from pathlib import Path
 def tell_launcher(sentence: str, is_consequence: bool = False) -> None:
     """Write ``sentence`` for torchrun; does nothing without torchrun, or if there is a file already.
 
+    One that ``is_consequence`` replaces a file: torch's ``record`` has written the error of a lost connection there.
     The file appears whole: torchrun may end this process in the middle, and gives up on a file that it cannot parse.
-    torchrun takes the earliest error for the cause, in whole seconds. One that ``is_consequence`` comes after it.
+    torchrun takes the earliest error for the cause, in whole seconds. A consequence comes after it.
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if not path or os.path.exists(path):
+    if not path or (os.path.exists(path) and not is_consequence):
         return
     message = {"message": sentence, "extraInfo": {"timestamp": str(int(time.time()) + is_consequence)}}
     unfinished = Path(f"{path}.{os.getpid()}")

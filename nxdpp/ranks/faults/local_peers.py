@@ -76,6 +76,11 @@ class LocalPeers:
         self.ended += ended
         return ended
 
+    def close(self) -> None:
+        """Give back all descriptors; no other method may be called afterwards."""
+        for descriptor in (self._wake, self._wakes, *self._descriptors.values()):
+            os.close(descriptor)
+
     def wake(self) -> None:
         """End a ``wait`` of another thread."""
         with contextlib.suppress(OSError):

@@ -1,8 +1,9 @@
 """Progress of this rank: the time since its last move, and the Python code that it is in.
 
 A rank moves when a call or an action begins or ends, when a node of its stage's graph ends, and when a long call says
-so (``board.moved``). Time in a compiler is progress too: its stacks tell nothing. A device compiles in C++, and tells
-it by ``board.is_compiling``.
+so (``board.moved``). Time in a compiler is progress too, up to a limit of its own: its stacks tell nothing. Dynamo
+counts its compilations, inductor's workers among them. A device compiles in C++, and tells it by
+``board.is_compiling``.
 """
 
 import os
@@ -38,11 +39,10 @@ _COMMUNICATION = tuple(
         (_NXDPP, ("tensor",)),
     )
 )
+# They tell nothing of their state. All of their code compiles.
 _COMPILERS = (
-    os.path.join(_TORCH, "_dynamo", ""),
-    os.path.join(_TORCH, "_inductor", ""),
     os.path.join(_TORCH, "utils", "cpp_extension.py"),
-    os.path.join(os.path.dirname(_TORCH), "triton", ""),
+    os.path.join(os.path.dirname(_TORCH), "triton", "compiler", ""),
 )
 # The file name that fx gives to the code of a graph.
 _GRAPH = "<eval_with_key>"
@@ -74,17 +74,19 @@ class Progress:
         board: of this process.
         longest: seconds that one sample counts at most. So time in which the whole process was stopped, or Python's
             lock was held, counts as one sample.
+        compile_limit: seconds for which compiling is progress; 0 for no limit.
 
     Attributes:
         unmoved_seconds: time since the last move, as of the last sample.
         compiling_seconds: time for which this rank compiles, as of the last sample; 0 when it does not.
     """
 
-    def __init__(self, board: Board, longest: float) -> None:
+    def __init__(self, board: Board, longest: float, compile_limit: float = 0.0) -> None:
         self.unmoved_seconds = 0.0
         self.compiling_seconds = 0.0
         self._board = board
         self._longest = longest
+        self._compile_limit = compile_limit
         self._mark: tuple[int, int, int] = (-1, -1, -1)
         self._time = time.monotonic()
 
@@ -94,10 +96,21 @@ class Progress:
         mark = (self._board.moves, self._board.action, -1 if place is None else place.node)
         now = time.monotonic()
         passed = min(now - self._time, self._longest)
-        compiles = self._board.is_compiling() or (place is not None and place.compiles)
+        compiles = self._board.is_compiling() or _dynamo_compiles() or (place is not None and place.compiles)
         self.compiling_seconds = self.compiling_seconds + passed if compiles else 0.0
-        self.unmoved_seconds = 0.0 if compiles or mark != self._mark else self.unmoved_seconds + passed
+        if self._compile_limit and self.compiling_seconds >= self._compile_limit:
+            self.unmoved_seconds = self.compiling_seconds
+        else:
+            self.unmoved_seconds = 0.0 if compiles or mark != self._mark else self.unmoved_seconds + passed
         self._mark, self._time = mark, now
+
+
+def _dynamo_compiles() -> bool:
+    """Return whether dynamo converts a frame, or waits for the backend that it has called."""
+    # Not imported: it takes a second, and a program may never compile. A callback would be lost by a reset of dynamo.
+    module = sys.modules.get("torch._dynamo.callback")
+    handler = getattr(module, "callback_handler", None)
+    return bool(getattr(handler, "_CompilationCallbackHandler__pending_callbacks_counter", 0))
 
 
 def current_place(thread: int | None) -> CodePlace | None:

@@ -23,6 +23,7 @@ from nxdpp.ranks.faults.hang_watch import HangWatch
 from nxdpp.ranks.faults.local_peers import LAUNCHER, LocalPeers
 from nxdpp.ranks.faults.other_calls import OtherCalls
 from nxdpp.ranks.faults.rank_end import ANSWER_SECONDS, RankEnd
+from nxdpp.ranks.faults.timeouts import Timeouts
 from nxdpp.ranks.faults.watch_store import Departure, Ending, RollCall, WatchStore, launcher_has_store, poll_seconds
 
 _LEAVING_SECONDS = 10.0  # wait of a leaving host for the other ranks
@@ -35,14 +36,14 @@ class RankWatch:
 
     Args:
         store: the world's store, under a prefix of this start.
-        hang_timeout: seconds without progress after which the job ends; 0 for no limit.
+        timeouts: times without progress after which the job ends.
 
     Attributes:
         owns_failure: ``True`` if this rank is the first to fail, so that its error is the one to print.
         process: that started the watch; a fork inherits it.
     """
 
-    def __init__(self, store: Store, hang_timeout: float) -> None:
+    def __init__(self, store: Store, timeouts: Timeouts) -> None:
         self.owns_failure = False
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         self.process = os.getpid()
@@ -57,7 +58,7 @@ class RankWatch:
         self._store = WatchStore(PrefixStore(f"nxdpp_failure_watch_{next(_watches)}", connection))
         self._peers = LocalPeers(self._store, self._rank, self._world_size)
         self._poll_seconds = poll_seconds(self._world_size)
-        self._hangs = HangWatch(self._store, self._peers, self._rank, self._world_size, hang_timeout)
+        self._hangs = HangWatch(self._store, self._peers, self._rank, self._world_size, timeouts)
         self._end = RankEnd(self._store, self._peers, self._rank, self._world_size, self._hosts)
         calls = OtherCalls(self._store.connection, board, self._rank)
         self._causes = Causes(self._store, self._peers, self._hangs, calls, self._end, self._rank, self._world_size)
@@ -131,8 +132,13 @@ class RankWatch:
         self._peers.wake()
         if threading.current_thread() is not self._thread:
             self._thread.join(ANSWER_SECONDS)
-        if self._causes.host_departure is not None:
-            return
+        if self._causes.host_departure is None:
+            self._depart()
+        if not self._thread.is_alive():
+            self._peers.close()
+
+    def _depart(self) -> None:
+        """Tell the other ranks that this one ends well."""
         own = Departure(self._rank, dict(board.begun), board.position().last)
         try:
             if self._hosts:

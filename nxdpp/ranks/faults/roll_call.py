@@ -5,7 +5,7 @@ a rank                  in                                                      
 ======================  ==========================================================  =======================
 waits                   communication with other ranks                              not the cause
 works                   a step, not in communication                                the cause
-compiles                a compiler                                                  no hang, a notice
+compiles                a compiler, up to compile_timeout                           no hang, a notice
 is outside              the program's own code, or a call that saves, loads, moves  no hang, a notice
 does not answer         stopped by a signal, or gone with its host                  the cause
 does not answer, runs   code that holds Python's lock                               no hang, a notice
@@ -22,6 +22,7 @@ from typing import Any, Literal
 from nxdpp.ranks.faults.board import Board
 from nxdpp.ranks.faults.local_peers import LocalPeers
 from nxdpp.ranks.faults.progress import Progress, current_place
+from nxdpp.ranks.faults.timeouts import Timeouts
 
 _MOST_STACKS = 4
 _MOST_NAMES = 8
@@ -97,10 +98,11 @@ def own_answer(board: Board, progress: Progress, peers: LocalPeers) -> Answer:
     )
 
 
-def judge(answers: Mapping[int, Answer], missing: Sequence[int], asking: int, limit: float) -> Verdict:
-    """Judge the answers to rank ``asking``, when ranks ``missing`` have not answered; ``limit`` in seconds."""
+def judge(answers: Mapping[int, Answer], missing: Sequence[int], asking: int, timeouts: Timeouts) -> Verdict:
+    """Judge the answers to rank ``asking``, when ranks ``missing`` have not answered."""
+    limit = timeouts.hang
     if any(answer.unmoved_seconds < 0.8 * limit for answer in answers.values() if answer.state != "outside"):
-        return _moves(answers, asking, limit)
+        return _moves(answers, asking, timeouts)
     stopped = sorted({rank for answer in answers.values() for rank in answer.stopped} & set(missing))
     running = {rank for answer in answers.values() for rank in answer.running}
     busy = sorted(set(missing) & running - set(stopped))
@@ -122,7 +124,9 @@ def judge(answers: Mapping[int, Answer], missing: Sequence[int], asking: int, li
         return Verdict(False, rank, f"rank {rank} {what}{waiters}")
     elif working:
         rank = working[0]
-        sentence = f"rank {rank} hangs: {_line(answers[rank])}{waiters}"
+        compiles = f"compiles for longer than compile_timeout={timeouts.compile:g} s"
+        does = compiles if answers[rank].compiling_seconds else "hangs"
+        sentence = f"rank {rank} {does}: {_line(answers[rank])}{waiters}"
     else:
         rank = asking
         sentence = f"all ranks wait for each other for {seconds:.0f} s: rank {rank} in {_line(answers[rank])}"
@@ -130,15 +134,18 @@ def judge(answers: Mapping[int, Answer], missing: Sequence[int], asking: int, li
     return Verdict(True, rank, sentence, report, tuple(stopped))
 
 
-def _moves(answers: Mapping[int, Answer], asking: int, limit: float) -> Verdict:
+def _moves(answers: Mapping[int, Answer], asking: int, timeouts: Timeouts) -> Verdict:
     """The judgement of a job that moves; it names the rank that compiles while others wait for the limit."""
     compiling = [rank for rank, answer in answers.items() if answer.compiling_seconds]
-    waiting = sorted(r for r, answer in answers.items() if answer.state == "waits" and answer.unmoved_seconds >= limit)
+    waits = (rank for rank, answer in answers.items() if answer.state == "waits")
+    waiting = sorted(rank for rank in waits if answers[rank].unmoved_seconds >= timeouts.hang)
     if not compiling or not waiting:
         return Verdict(False, asking)
     rank = max(compiling, key=lambda rank: answers[rank].compiling_seconds)
     sentence = f"rank {rank} compiles: {_line(answers[rank])}; {_waits(waiting)}"
-    return Verdict(False, rank, sentence, reason="compilation has no limit")
+    limit = f"is compile_timeout={timeouts.compile:g} s" if timeouts.compile else "is off (compile_timeout=0)"
+    reason = f"the limit of a compilation {limit}"
+    return Verdict(False, rank, sentence, reason=reason)
 
 
 def _waits(ranks: Sequence[int]) -> str:

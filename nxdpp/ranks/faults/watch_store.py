@@ -29,6 +29,7 @@ _ANSWERS = "answers"  # number of ranks that know the ending or have left the wa
 _PRINTED = "printed"  # present once the failed rank has printed its error
 _DONE = "done"  # number of ranks that stop and no longer need the store
 _LEFT = "left"  # number of departures; each has a key
+_HOST = "host"  # of a rank
 _PROCESSES = "processes"  # number of processes of a host; each has a key
 
 
@@ -162,10 +163,15 @@ class WatchStore:
             return dict(self._departures)
 
     def add_process(self, host: str, process: dict[str, int]) -> None:
-        """Note a process of ``host``."""
+        """Note a process of ``host``, and the name that people know this host by."""
+        self.connection.set(f"{_HOST}/{process['rank']}", os.uname().nodename)
         number = self.connection.add(f"{_PROCESSES}/{host}", 1)
         self.connection.set(f"{_PROCESSES}/{host}/{number}", json.dumps(process))
         self.connection.add(_PROCESSES, 1)
+
+    def host_of(self, rank: int) -> str:
+        """The name of the host of ``rank``; ``"?"`` if the rank has not noted it."""
+        return self._read(f"{_HOST}/{rank}") or "?"
 
     def number_of_processes(self) -> int:
         """Number of processes that are noted, on all hosts."""

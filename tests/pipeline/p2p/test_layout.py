@@ -1,6 +1,5 @@
 """The layout of a value is enough to build it again from its tensors."""
 
-import pickle
 from typing import Any
 
 import pytest
@@ -8,6 +7,7 @@ import torch
 from transformers.modeling_outputs import BaseModelOutput
 
 from nxdpp.pipeline.p2p.layout import check_layout, layout_of, shared_memory, tensors_of
+from nxdpp.ranks.wire_form import packed, unpacked
 
 A = torch.randn(2, 3)
 B = torch.randn(4, dtype=torch.float64, requires_grad=True)
@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
     [A, (A, B), [A, None, "text", 3], {"b": B, "a": (A, A)}, BaseModelOutput(last_hidden_state=A), None, 7, ()],
 )
 def test_a_value_is_rebuilt_from_its_layout_and_tensors(value: Any) -> None:
-    layout = pickle.loads(pickle.dumps(layout_of(value)))
+    layout = unpacked(packed(layout_of(value)))
 
     rebuilt = layout.build(tensors_of(value))
 

@@ -1,6 +1,5 @@
 """Progress counts moves and the time between samples, but no time in which the process was stopped."""
 
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -9,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import fx, nn
+from torch.utils.checkpoint import checkpoint
 
 from nxdpp.ranks.faults import progress as progress_module
 from nxdpp.ranks.faults.board import Board
@@ -96,31 +96,56 @@ def test_each_layer_of_a_stage_is_a_move_and_the_place_is_the_models() -> None:
     assert current_place(thread.ident) is None
 
 
-@pytest.mark.parametrize(("folder", "unmoved"), [("_dynamo", 0.0), ("_inductor", 0.0), ("nn", 10.0)])
-def test_time_in_a_compiler_is_progress(clock: list[float], folder: str, unmoved: float) -> None:
-    """The code of a compiler is told by its file, at any depth of the stack."""
+def _wait_in_dynamo_disable(wait: Callable[[], None]) -> None:
+    torch.compiler.disable(wait)()
+
+
+def _wait_in_a_checkpoint(wait: Callable[[], None]) -> None:
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        wait()
+        return x * 2
+
+    checkpoint(layer, torch.ones(1, requires_grad=True), use_reentrant=False)
+
+
+def _wait_in_a_backend(wait: Callable[[], None]) -> None:
+    def backend(graph: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., object]:
+        wait()
+        return graph.forward
+
+    torch.compile(lambda x: x * 2, backend=backend)(torch.ones(1))
+
+
+@pytest.mark.parametrize(
+    ("run", "compiles"), [(_wait_in_dynamo_disable, False), (_wait_in_a_checkpoint, False), (_wait_in_a_backend, True)]
+)
+def test_only_compiling_is_progress(
+    clock: list[float], run: Callable[[Callable[[], None]], None], compiles: bool
+) -> None:
+    """A compilation is progress for its limit. Code below a frame of dynamo that compiles nothing is none."""
+    # The import of dynamo takes seconds.
+    torch._dynamo.reset()
     reached, leave = threading.Event(), threading.Event()
 
     def wait() -> None:
         reached.set()
-        leave.wait(30)
+        leave.wait(60)
 
-    names: dict[str, Callable[[], None]] = {"wait": wait}
-    file = os.path.join(os.path.dirname(torch.__file__), folder, "module.py")
-    exec(compile("def run(): wait()", file, "exec"), names)
-    thread = threading.Thread(target=names["run"])
+    thread = threading.Thread(target=run, args=(wait,))
     thread.start()
-    assert reached.wait(30)
+    assert reached.wait(60)
     board = Board()
     board.thread = thread.ident
-    progress = Progress(board, longest=20.0)
-    for _ in range(2):
-        progress.sample()
-        clock[0] += 10.0
+    progress = Progress(board, longest=20.0, compile_limit=30.0)
     progress.sample()
+    unmoved = []
+    for _ in range(3):
+        clock[0] += 10.0
+        progress.sample()
+        unmoved.append(progress.unmoved_seconds)
     leave.set()
-    thread.join(30)
-    assert progress.unmoved_seconds == 2 * unmoved
+    thread.join(60)
+    assert unmoved == ([0.0, 0.0, 30.0] if compiles else [10.0, 20.0, 30.0])
 
 
 def test_time_in_a_compilation_of_the_device_is_progress(clock: list[float]) -> None:

@@ -7,8 +7,9 @@ from typing import Any, Literal
 import pytest
 
 from nxdpp.ranks.faults.roll_call import Answer, judge, names
+from nxdpp.ranks.faults.timeouts import Timeouts
 
-LIMIT = 300.0
+LIMIT = Timeouts(hang=300.0, compile=3600.0)
 
 
 def _answer(state: Literal["waits", "works", "outside"], seconds: float = 301.0, **changed: Any) -> Answer:
@@ -98,8 +99,22 @@ def test_names_of_ranks(ranks: list[int], text: str) -> None:
 def test_a_rank_that_compiles_is_named_and_no_hang() -> None:
     compiles = _answer("works", seconds=0.0, compiling_seconds=400.0)
     verdict = judge({0: _answer("waits"), 1: compiles, 2: _answer("waits")}, [], 0, LIMIT)
-    assert (verdict.hangs, verdict.rank, verdict.reason) == (False, 1, "compilation has no limit")
+    assert (verdict.hangs, verdict.rank, verdict.reason) == (
+        False,
+        1,
+        "the limit of a compilation is compile_timeout=3600 s",
+    )
     assert verdict.sentence == "rank 1 compiles: run_train step 18, stage 2, for 400 s; ranks 0 and 2 wait for it"
+
+
+def test_a_rank_that_compiles_for_longer_than_its_limit_is_the_cause() -> None:
+    compiles = _answer("works", seconds=3601.0, compiling_seconds=3601.0)
+    verdict = judge({0: _answer("waits", seconds=3600.0), 1: compiles}, [], 0, LIMIT)
+    assert (verdict.hangs, verdict.rank) == (True, 1)
+    assert verdict.sentence == (
+        "rank 1 compiles for longer than compile_timeout=3600 s: run_train step 18, stage 2, for 3601 s; "
+        "rank 0 waits for it"
+    )
 
 
 def test_a_rank_that_compiles_is_not_named_before_others_wait_for_the_limit() -> None:

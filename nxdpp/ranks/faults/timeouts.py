@@ -1,0 +1,41 @@
+"""The arguments ``hang_timeout`` and ``compile_timeout``."""
+
+import numbers
+import threading
+from typing import NamedTuple
+
+
+class Timeouts(NamedTuple):
+    """Limits in seconds for a rank that does not move; 0 is for no limit.
+
+    Attributes:
+        hang: for a rank that waits or works.
+        compile: for a rank that compiles.
+    """
+
+    hang: float = 0.0
+    compile: float = 0.0
+
+    def check(self) -> None:
+        """Raise ``TypeError`` or ``ValueError`` for seconds that are not a time limit."""
+        for name, seconds in self.named().items():
+            if isinstance(seconds, bool) or not isinstance(seconds, numbers.Real):
+                raise TypeError(f"{name} must be a number of seconds, not {seconds!r:.80}; 0 is for no limit")
+            if seconds != 0 and not 1 <= float(seconds) <= threading.TIMEOUT_MAX:
+                raise ValueError(f"{name} must be at least 1 second, not {float(seconds):g}; 0 is for no limit")
+
+    def refuse_change(self, to: "Timeouts") -> None:
+        """Raise ``RuntimeError`` if a second initialisation has other limits than these."""
+        for (name, seconds), other in zip(self.named().items(), to, strict=True):
+            if seconds != other:
+                raise RuntimeError(
+                    f"model parallelism is already initialized with {name}={seconds:g}, which differs from {other:g}: "
+                    f"call destroy_model_parallel() first"
+                )
+
+    def named(self) -> dict[str, float]:
+        """The limits by the names of the arguments."""
+        return {f"{name}_timeout": seconds for name, seconds in self._asdict().items()}
+
+
+NO_LIMITS = Timeouts()

@@ -1,0 +1,39 @@
+"""Values of one rank for all ranks of a group, in the fixed form of ``wire_form``: lengths go first."""
+
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from nxdpp.ranks.wire_form import packed, unpacked
+
+T = TypeVar("T")
+
+
+def gather_values(value: T, group: dist.ProcessGroup) -> list[T]:
+    """Return a copy of the ``value`` of each rank of ``group``, for CPU tensors; collective over it."""
+    own = _bytes_of(packed(value))
+    lengths = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(dist.get_world_size(group))]
+    dist.all_gather(lengths, torch.tensor([own.numel()], device="cpu"), group=group)
+    longest = max(map(int, lengths))
+    padded = torch.nn.functional.pad(own, (0, longest - own.numel()))
+    forms = [torch.empty(longest, dtype=torch.uint8, device="cpu") for _ in lengths]
+    dist.all_gather(forms, padded, group=group)
+    return [unpacked(form[: int(length)].numpy().tobytes()) for form, length in zip(forms, lengths, strict=True)]
+
+
+def broadcast_value(value: T | None, group: dist.ProcessGroup, source: int = 0) -> T:
+    """Return a copy of ``value`` of the rank ``source`` of ``group``, for CPU tensors; collective over it."""
+    is_source = dist.get_rank(group) == source
+    form = _bytes_of(packed(value) if is_source else b"")
+    length = torch.tensor([form.numel()], device="cpu")
+    dist.broadcast(length, group=group, group_src=source)
+    if not is_source:
+        form = torch.empty(int(length), dtype=torch.uint8, device="cpu")
+    dist.broadcast(form, group=group, group_src=source)
+    read: T = unpacked(form.numpy().tobytes())
+    return read
+
+
+def _bytes_of(form: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(form), dtype=torch.uint8) if form else torch.empty(0, dtype=torch.uint8)

@@ -1,0 +1,136 @@
+"""Values come back from their form as they were, and no form makes a reader run code."""
+
+import json
+import math
+import os
+import tempfile
+from collections import OrderedDict
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers.modeling_outputs import BaseModelOutput
+
+from nxdpp.ranks.wire_form import packed, unpacked
+
+
+class Colour(Enum):
+    RED = 1
+
+
+class Pair(NamedTuple):
+    first: int
+    second: Any
+
+
+@dataclass(frozen=True)
+class Point:
+    x: float
+    names: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        assert "RAN" not in os.environ, "a reader runs no code of a class"
+
+
+class Named(dict[str, int]):
+    """A subclass with an attribute."""
+
+
+VALUES: list[Any] = [
+    *(None, True, 3, -(2**200), 1.5, math.inf, "text", "\ud800", b"", b"\0\xff", [], (), {}, set(), frozenset({1})),
+    *({3: "a", (1, "b"): [2]}, {"tuple": [1]}, {"dict": {"bytes": 3}}, [(1, [2, (3,)])], complex(1, -2)),
+    *(slice(None, 3), range(2, 9, 3), torch.float8_e4m3fn, torch.device("cuda", 1), torch.Size([2, 3]), torch.strided),
+    *(torch.channels_last, np.float32(2.5), np.bool_(True), Path("/a/b"), Colour.RED, Pair(1, (2, None))),
+    *(Point(1.0, ("a",)), OrderedDict(b=1, a=2), Named(a=1), ValueError, BaseModelOutput()),
+]
+
+
+@pytest.mark.parametrize("value", VALUES, ids=repr)
+def test_a_value_comes_back_as_it_was(value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    form = packed(value)
+    monkeypatch.setenv("RAN", "1")
+    back = unpacked(form)
+    assert type(back) is type(value)
+    assert back == value
+    assert getattr(back, "__dict__", None) == getattr(value, "__dict__", None)
+
+
+_LEAVES = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary()
+
+
+@given(
+    st.recursive(
+        _LEAVES,
+        lambda inner: st.lists(inner) | st.dictionaries(st.text() | st.integers(), inner) | st.tuples(inner, inner),
+        max_leaves=20,
+    )
+)
+def test_nested_values_come_back(value: Any) -> None:
+    assert unpacked(packed(value)) == value
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.arange(6).view(2, 3).T,
+        torch.tensor(2.5, dtype=torch.bfloat16),
+        torch.empty(0, 3, dtype=torch.complex64),
+        torch.tensor([1 + 2j]).conj(),
+        torch.tensor([True, False]),
+    ],
+    ids=lambda tensor: f"{tensor.dtype}{list(tensor.shape)}",
+)
+def test_tensors_and_arrays_come_back(tensor: torch.Tensor) -> None:
+    array: Any = tensor.float().numpy() if not tensor.is_complex() else np.array([1 + 2j])
+    for value in (tensor, array):
+        back: Any = unpacked(packed({"value": [value]}))["value"][0]
+        assert type(back) is type(value)
+        assert (back.dtype, back.shape) == (value.dtype, value.shape)
+        assert bool((back == value).all())
+
+
+def test_errors_come_back_with_their_message() -> None:
+    for error in (ValueError("a", 3), FileNotFoundError(2, "No such file", "model.safetensors"), KeyError("k")):
+        back = unpacked(packed(error))
+        assert (type(back), str(back)) == (type(error), str(error))
+
+
+def test_a_value_without_a_form_is_refused_by_the_sender() -> None:
+    class Local(NamedTuple):
+        x: int
+
+    for value in (lambda: None, object(), Local(1), torch.nn.Linear(1, 1), torch.eye(2).to_sparse(), os, print):
+        with pytest.raises(TypeError, match="has no form in which it goes to other ranks"):
+            packed([value])
+
+
+def _form(content: Any) -> bytes:
+    text = json.dumps(content).encode()
+    return len(text).to_bytes(8, "little") + text
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        *(b"", b"\x80\x04\x95", _form({})[:-1], _form({"what": 1}), _form({"dict": 1, "tuple": []})),
+        *(_form({"bytes": [0, 5]}), _form({"bytes": [-1, 1]}), _form({"tensor": ["float32", [2], [0, 0]]})),
+        *(_form({"dtype": "nn"}), _form({"dtype": "compile"}), _form({"tensor": ["Tensor", [1], [0, 0]]})),
+        *(_form({"error": ["subprocess", "CalledProcessError"]}), _form({"error": ["os", "system"]})),
+        _form({"raised": ["builtins", "eval", ["1"]]}),
+        _form({"instance": ["os", "system", [], []]}),
+        _form({"instance": ["subprocess", "Popen", None, [["args", "true"]]]}),
+        _form({"instance": ["pathlib", "Path", None, []]}),
+        _form({"instance": ["tempfile", "_TemporaryFileCloser", None, [["name", "/tmp/x"]]]}),
+        _form({"instance": ["no.such.module", "X", None, []]}),
+    ],
+)
+def test_a_strangers_bytes_are_refused(form: bytes) -> None:
+    assert tempfile
+    with pytest.raises(ValueError, match="sent bytes that are no value"):
+        unpacked(form)
