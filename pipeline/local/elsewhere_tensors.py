@@ -18,7 +18,7 @@ from nxdpp.tracing.modules import listings
 from nxdpp.tracing.values.nested import leaves_of
 
 # They write a tensor that no stage of this rank reads, as the load of a whole state dict does.
-_WRITES = frozenset({torch.Tensor.copy_, torch.Tensor.data.__set__, torch.Tensor.grad.__set__})  # type: ignore[attr-defined]  # a descriptor
+_WRITES = frozenset({torch.Tensor.copy_, torch.Tensor.data.__set__, torch.Tensor.grad.__set__})  # type: ignore[attr-defined, union-attr]  # descriptors
 
 
 class ElsewhereTensor(torch.Tensor):
