@@ -18,6 +18,7 @@ import socket
 import warnings
 import zlib
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +36,9 @@ from nxdpp.checkpoint.distributed.optimizer_state import MASTER, held_state
 from nxdpp.checkpoint.distributed.ranks import Exchange
 from nxdpp.checkpoint.distributed.shared_reads import SharedReads
 from nxdpp.checkpoint.distributed.tensor_blocks import BlocksLoadPlanner
-from nxdpp.checkpoint.files.checksummed_reader import ChecksummedReader, DamagedFile, read_region
+from nxdpp.checkpoint.files.checksummed_reader import ChecksummedReader, DamagedFile
 from nxdpp.checkpoint.files.layout import listed
-from nxdpp.checkpoint.files.pieces import FileSpan
+from nxdpp.checkpoint.files.pieces import FileSpan, read_region
 
 _logger = logging.getLogger(__name__)
 
@@ -187,7 +188,8 @@ def read_plan(folder: Path, metadata: Metadata, planner: BlocksLoadPlanner, plan
             saved = tensors[index.fqn]
             assert index.index is not None, "the planner gives the place among the rectangles"
             shape, dtype = saved.chunks[index.index].sizes, saved.properties.dtype
-            read_region(reader, spans[index], shape, item.storage_offsets, planner.resolve_tensor(item), dtype)
+            read = partial(reader.read, spans[index])
+            read_region(read, shape, dtype, item.storage_offsets, planner.resolve_tensor(item), reader.wait)
 
 
 def load_first_whole(folders: Sequence[Path], exchange: Exchange, given: LoadArguments) -> Any:

@@ -26,6 +26,11 @@ class Block(NamedTuple):
     offsets: tuple[int, ...]
     values: torch.Tensor
 
+    @property
+    def region(self) -> tuple[slice, ...]:
+        """Index of the rectangle in the whole."""
+        return tuple(slice(at, at + size) for at, size in zip(self.offsets, self.values.shape, strict=True))
+
 
 class PlaceInWhole(NamedTuple):
     """The place of a rank's tensor in the whole.

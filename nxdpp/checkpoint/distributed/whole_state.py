@@ -162,8 +162,7 @@ def _joined(tensor: torch.Tensor, source: _Source) -> torch.Tensor | None:
     whole = torch.empty(placement.shape, dtype=host.dtype, device="cpu")
     for part, held in zip(host.chunk(len(source.ranks)), source.parts, strict=True):
         for block in held.placement.blocks(part):
-            place = tuple(slice(at, at + size) for at, size in zip(block.offsets, block.values.shape, strict=True))
-            whole[place] = block.values
+            whole[block.region] = block.values
     return whole
 
 

@@ -8,8 +8,8 @@ import torch
 from nxdpp.checkpoint.files.layout import printable
 from nxdpp.checkpoint.files.safetensors_reader import StoredTensor
 from nxdpp.checkpoint.huggingface.conversion import Conversion
-from nxdpp.checkpoint.huggingface.divided import division_of, own_elements
 from nxdpp.checkpoint.huggingface.load_target import Target
+from nxdpp.checkpoint.huggingface.model_tensors import own_blocks, place_in_files
 
 Wanted = list[tuple[Conversion, list[tuple[str, torch.Tensor]]]]
 """Conversions, each with the names and local tensors that it fills."""
@@ -52,25 +52,24 @@ class FileTensors:
 
     def fill(self, conversion: Conversion, tensors: list[tuple[str, torch.Tensor]]) -> None:
         """Write the results of ``conversion`` to ``tensors`` of the same names."""
-        if conversion.converter is None:
-            stored = self._stored[conversion.names[0]]
-            for _, tensor in tensors:
-                stored.read_into(own_elements(tensor), division_of(tensor))
-            return
-        made = self._converted(conversion, tensors[0][1].dtype)
+        is_plain = conversion.converter is None
+        made = {} if is_plain else self._converted(conversion, tensors[0][1].dtype)
         for name, tensor in tensors:
-            division = division_of(tensor)
-            part = made[name] if division is None else division.of(made[name])
-            own_elements(tensor).copy_(part)
+            for block in own_blocks(tensor):
+                if is_plain:
+                    self._stored[conversion.names[0]].read_into(block.values, block.offsets)
+                else:
+                    block.values.copy_(made[name][block.region])
 
     def check_numbers(self, conversions: Wanted) -> None:
         """Raise ``ValueError`` for a value of the sources of ``conversions`` that is not a number."""
         for conversion, wanted in conversions:
             # A rank looks only at its part, if the files hold the tensor itself.
-            divisions = {division_of(tensor) for _, tensor in wanted}
-            division = divisions.pop() if conversion.converter is None and len(divisions) == 1 else None
+            places = {place_in_files(tensor): tensor for _, tensor in wanted}
+            is_part = conversion.converter is None and len(places) == 1
+            blocks = [(each.offsets, each.values.shape) for place in places for each in place.blocks(places[place])]
             for name in conversion.names:
-                if self._stored[name].has_nan(division):
+                if self._stored[name].has_nan(blocks if is_part else [None]):
                     raise ValueError(
                         f"{printable(name)} in {self._stored[name].path} has values that are not a number (NaN). "
                         f"Nothing was loaded. Copy or download the checkpoint again, or take one from before the loss "

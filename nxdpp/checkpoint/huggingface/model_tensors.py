@@ -1,4 +1,4 @@
-"""Tensors of a model under the names of its state dict."""
+"""Tensors of a model under the names of its state dict, and the parts of them that a tensor-parallel rank has."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -7,7 +7,11 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from nxdpp.checkpoint.distributed.rectangles import Block, PlaceInWhole, placement_of
 from nxdpp.pipeline.local.own_save import state_of_all_names
+from nxdpp.ranks import parallel_state
+from nxdpp.tensor.embedding import ParallelEmbedding
+from nxdpp.tensor.padding import whole_of
 
 _WRAPPERS = re.compile(r"\b(_checkpoint_wrapped_module|_orig_mod)\.")
 
@@ -79,3 +83,58 @@ def check_wrapped(model: WrappedModel, function: str) -> None:
             f"{function} is for an NxDPPModel or a Pipeline, not for a {type(model).__name__}: wrap the model "
             f"first, or use the method of the model."
         )
+
+
+def place_in_files(tensor: torch.Tensor) -> PlaceInWhole:
+    """The place of ``tensor`` in the whole, which files hold.
+
+    Raises ``NotImplementedError`` where several ranks hold one part, and for blocks that are padded.
+    """
+    place, size = placement_of(tensor), parallel_state.get_tensor_model_parallel_size()
+    if place.dim < 0 or size == 1:
+        return place
+    count = getattr(tensor, "num_partitions", size)
+    if count != size:
+        raise NotImplementedError(
+            f"a parameter has {count} parts over {size} tensor-parallel ranks, which checkpoints of Hugging Face "
+            f"cannot have: use local_state_dict() and load_local_state_dict() on each rank."
+        )
+    whole, padded = place.shape[place.dim], tensor.shape[place.dim] * count
+    if len(place.ranges) > 1 and whole != padded:
+        raise NotImplementedError(
+            f"a parameter has {whole} elements in {padded}, padded in {len(place.ranges)} blocks, and files "
+            f"would have the padding too: use local_state_dict() and load_local_state_dict() on each rank."
+        )
+    return place
+
+
+def as_in_files(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` itself, or a meta tensor of the whole that it is a part of."""
+    place = place_in_files(tensor)
+    return tensor if place.dim < 0 else torch.empty(place.shape, dtype=tensor.dtype, device="meta")
+
+
+def joined(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole of ``tensor``; collective over the tensor group for a part."""
+    return tensor.detach() if place_in_files(tensor).dim < 0 else whole_of(tensor)
+
+
+def own_blocks(tensor: torch.Tensor) -> list[Block]:
+    """Rectangles of the whole that are in ``tensor``; padding becomes zero."""
+    place = place_in_files(tensor)
+    if place.dim >= 0 and sum(each.length for each in place.ranges) < place.local_shape[place.dim]:
+        tensor.detach().zero_()
+    return place.blocks(tensor)
+
+
+def check_no_padding(module: nn.Module) -> None:
+    """Raise ``NotImplementedError`` for an embedding with rows behind its vocabulary."""
+    for name, child in module.named_modules():
+        if not isinstance(child, ParallelEmbedding):
+            continue
+        rows = child.num_embeddings_per_partition * child.tensor_parallel_size
+        if rows != child.num_embeddings:
+            raise NotImplementedError(
+                f"{name} has {child.num_embeddings} tokens in {rows} rows, of which files would have the "
+                f"{rows - child.num_embeddings} of padding too: use local_state_dict() on each rank."
+            )

@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 
 from nxdpp.checkpoint.distributed.shared_reads import broadcast
-from nxdpp.checkpoint.huggingface.divided import division_of
 from nxdpp.checkpoint.huggingface.file_tensors import Wanted
 from nxdpp.checkpoint.huggingface.loading_ranks import LoadingRanks
+from nxdpp.checkpoint.huggingface.model_tensors import place_in_files
 from nxdpp.ranks import parallel_state
 from nxdpp.ranks.faults.board import board
 
@@ -85,7 +85,7 @@ def _digest(conversions: Wanted) -> int:
     described = [
         (
             conversion.names,
-            [(name, tuple(each.shape), each.stride(), str(each.dtype), division_of(each)) for name, each in wanted],
+            [(name, tuple(each.shape), each.stride(), str(each.dtype), place_in_files(each)) for name, each in wanted],
         )
         for conversion, wanted in conversions
     ]

@@ -13,11 +13,13 @@ from nxdpp.agreement.together import from_all_ranks, together
 from nxdpp.checkpoint.files.checksummed_writer import check_dtype
 from nxdpp.checkpoint.files.layout import StoredLayout, layouts_of
 from nxdpp.checkpoint.huggingface.adapted import is_adapted
-from nxdpp.checkpoint.huggingface.divided import as_in_files, check_no_padding, joined
 from nxdpp.checkpoint.huggingface.model_tensors import (
     WrappedModel,
+    as_in_files,
+    check_no_padding,
     check_still_tied,
     check_wrapped,
+    joined,
     tensors_of,
     tied_names_of,
 )
