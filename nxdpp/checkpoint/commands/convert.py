@@ -8,7 +8,7 @@ from nxdpp.checkpoint.commands.huggingface import huggingface_source, write_hugg
 from nxdpp.checkpoint.commands.rank_directory import rank_source, write_ranks
 from nxdpp.checkpoint.commands.sharded import sharded_source, write_sharded
 from nxdpp.checkpoint.commands.source import Source
-from nxdpp.checkpoint.huggingface.save_plan import SHARD_BYTES
+from nxdpp.checkpoint.huggingface.write_directory import SHARD_BYTES
 from nxdpp.tensor.rank_files import local_path
 
 

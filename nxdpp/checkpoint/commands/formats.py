@@ -8,8 +8,14 @@ from nxdpp.checkpoint.distributed.directory import DOCUMENT
 from nxdpp.checkpoint.distributed.document import Document, parsed_document, read_document
 from nxdpp.checkpoint.files.checksummed_reader import DamagedFile
 from nxdpp.checkpoint.files.rank_file import rank_files
-from nxdpp.checkpoint.huggingface.read_directory import CONFIG_FILE, INDEX_FILE, SINGLE_FILE, WEIGHTS_FIELD, settings_of
-from nxdpp.checkpoint.huggingface.replace_adapter import adapter_weights
+from nxdpp.checkpoint.huggingface.read_directory import (
+    CONFIG_FILE,
+    INDEX_FILE,
+    SINGLE_FILE,
+    WEIGHTS_FIELD,
+    adapter_weights,
+    settings_of,
+)
 
 Format = Literal["nxdpp", "nxd", "huggingface"]
 _KINDS: dict[str, tuple[type, ...]] = {

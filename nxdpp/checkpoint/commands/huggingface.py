@@ -21,13 +21,12 @@ from nxdpp.checkpoint.huggingface.read_directory import (
     CONFIG_FILE,
     INDEX_FILE,
     SINGLE_FILE,
+    adapter_weights,
     settings_of,
     stored_tensors,
     texts_in,
 )
-from nxdpp.checkpoint.huggingface.replace_adapter import adapter_weights
-from nxdpp.checkpoint.huggingface.save_plan import SHARD_BYTES, Shard, plan_shards
-from nxdpp.checkpoint.huggingface.write_directory import SavedDirectory, start_save
+from nxdpp.checkpoint.huggingface.write_directory import SHARD_BYTES, SavedDirectory, Shard, plan_shards, start_save
 
 _REMEDY = "Give the configuration of the files' model: --config DIR."
 

@@ -8,8 +8,7 @@ from nxdpp.checkpoint.files.layout import layouts_of
 from nxdpp.checkpoint.files.rank_file import KEY, RankFile, rank_files
 from nxdpp.checkpoint.files.safetensors_reader import OpenFile, StoredTensor, read_header
 from nxdpp.checkpoint.huggingface.quantised import method_of
-from nxdpp.checkpoint.huggingface.read_directory import settings_of, stored_tensors
-from nxdpp.checkpoint.huggingface.replace_adapter import adapter_weights
+from nxdpp.checkpoint.huggingface.read_directory import adapter_weights, settings_of, stored_tensors
 from nxdpp.tensor.rank_files import rank_name
 
 _NO_CHECKSUMS = "Such files have no checksums of values, so changed values are not found."

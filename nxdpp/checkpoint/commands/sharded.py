@@ -19,7 +19,7 @@ from nxdpp.checkpoint.distributed import directory
 from nxdpp.checkpoint.distributed.directory import DOCUMENT
 from nxdpp.checkpoint.distributed.document import OF_MODEL, write_document
 from nxdpp.checkpoint.distributed.load import read_plan
-from nxdpp.checkpoint.distributed.tensor_blocks import BlocksLoadPlanner, whole
+from nxdpp.checkpoint.distributed.rectangles import BlocksLoadPlanner, whole
 from nxdpp.checkpoint.files.checksummed_writer import write_streamed
 from nxdpp.checkpoint.files.layout import StoredLayout
 

@@ -17,9 +17,9 @@ from nxdpp.checkpoint.distributed.model_state import ModelTensors, model_tensors
 from nxdpp.checkpoint.distributed.optimizer_state import Description, held_state, optimizer_class
 from nxdpp.checkpoint.distributed.parameter_groups import SavedGroup, groups_of
 from nxdpp.checkpoint.distributed.random_state import random_state
-from nxdpp.checkpoint.distributed.rectangles import placement_of
+from nxdpp.checkpoint.distributed.rectangles import TensorBlocks, blocks_of, placement_of, whole
+from nxdpp.checkpoint.distributed.shared_reads import owners
 from nxdpp.checkpoint.distributed.structured import encoded
-from nxdpp.checkpoint.distributed.tensor_blocks import TensorBlocks, blocks_of, owners, whole
 from nxdpp.checkpoint.huggingface.read_directory import texts_in
 from nxdpp.devices.kinds import readable
 from nxdpp.ranks import parallel_state
@@ -183,5 +183,5 @@ def _samples(tensors: ModelTensors, values: Mapping[str, torch.Tensor]) -> dict[
 def _own_share(tensors: dict[str, TensorBlocks]) -> dict[str, TensorBlocks]:
     """The tensors that this replica writes, of all that every replica has: each writes about as much."""
     own, replicas = ranks.replica()
-    chosen = owners(tensors, replicas)
+    chosen = owners({name: tensors[name].nbytes for name in sorted(tensors)}, replicas)
     return {name: blocks for name, blocks in tensors.items() if chosen[name] == own}

@@ -12,7 +12,6 @@
 
 import errno
 import json
-import os
 import stat
 import zlib
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from nxdpp.checkpoint.distributed.directory import DOCUMENT
+from nxdpp.checkpoint.distributed.directory import DOCUMENT, write_text
 from nxdpp.checkpoint.distributed.document_checks import DIGITS, metadata_of
 from nxdpp.checkpoint.files.checksummed_reader import DamagedFile
 from nxdpp.checkpoint.files.layout import StoredLayout
@@ -86,11 +85,7 @@ def write_document(
     body = {"content": content, "tensors": tensors}
     checksum = _checksum({**head, **body})
     # json.dump has no fast encoder for a file.
-    text = json.dumps({**head, "checksum": checksum, **body}, allow_nan=False)
-    with path.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+    write_text(path, json.dumps({**head, "checksum": checksum, **body}, allow_nan=False))
 
 
 def read_document(directory: Path) -> bytes:

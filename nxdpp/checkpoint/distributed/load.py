@@ -30,12 +30,12 @@ from nxdpp.checkpoint.distributed.captured import Stateful
 from nxdpp.checkpoint.distributed.document import Document, parsed_document, read_document, tensors_of
 from nxdpp.checkpoint.distributed.document_checks import check_content
 from nxdpp.checkpoint.distributed.load_targets import LoadArguments, LoadTargets
-from nxdpp.checkpoint.distributed.looks_whole import check_files, keep_damaged
 from nxdpp.checkpoint.distributed.model_state import model_tensors
 from nxdpp.checkpoint.distributed.optimizer_state import MASTER, held_state
+from nxdpp.checkpoint.distributed.pruning import check_files, keep_damaged
 from nxdpp.checkpoint.distributed.ranks import Exchange
+from nxdpp.checkpoint.distributed.rectangles import BlocksLoadPlanner
 from nxdpp.checkpoint.distributed.shared_reads import SharedReads
-from nxdpp.checkpoint.distributed.tensor_blocks import BlocksLoadPlanner
 from nxdpp.checkpoint.files.checksummed_reader import ChecksummedReader, DamagedFile
 from nxdpp.checkpoint.files.layout import listed
 from nxdpp.checkpoint.files.pieces import FileSpan, read_region
@@ -91,10 +91,11 @@ class Load:
     def read(self) -> Any:
         """Read this rank's part, take over the state, and return the user's content."""
         targets = self._targets
-        shared = {name: blocks for name, blocks in targets.tensors.items() if name in targets.of_replicas}
-        reads = SharedReads(shared, self.exchange)
+        shared = {name: targets.tensors[name] for name in sorted(targets.of_replicas)}
+        described = repr([(name, each.described()) for name, each in shared.items()])
+        reads = SharedReads(self.exchange, {name: each.nbytes for name, each in shared.items()}, described)
         self.exchange.together(lambda: self._read(reads))
-        reads.send()
+        reads.send({name: [block.values for block in each.blocks] for name, each in shared.items()})
         self.exchange.together(targets.take_over)
         return targets.user_content
 
@@ -166,9 +167,9 @@ class Load:
                 stacklevel=4,
             )
 
-    def _read(self, reads: SharedReads) -> None:
+    def _read(self, reads: SharedReads[str]) -> None:
         planner = BlocksLoadPlanner()
-        own = {name: blocks for name, blocks in self._targets.tensors.items() if reads.is_read_here(name)}
+        own = {name: blocks for name, blocks in self._targets.tensors.items() if reads.is_here(name)}
         planner.set_up_planner(own, self._metadata)
         try:
             read_plan(self._folder, self._metadata, planner, planner.create_local_plan())

@@ -9,8 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from nxdpp.checkpoint.distributed.rectangles import placement_of
-from nxdpp.checkpoint.distributed.tensor_blocks import TensorBlocks, blocks_of
+from nxdpp.checkpoint.distributed.rectangles import TensorBlocks, blocks_of, placement_of
 from nxdpp.checkpoint.huggingface.model_tensors import (
     WrappedModel,
     check_still_tied,

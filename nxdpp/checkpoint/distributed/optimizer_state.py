@@ -15,9 +15,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from nxdpp.checkpoint.distributed.rectangles import PlaceInWhole, placement_of
+from nxdpp.checkpoint.distributed.rectangles import PlaceInWhole, TensorBlocks, blocks_of, placement_of
 from nxdpp.checkpoint.distributed.structured import dtype_named, is_scalar, read_scalar, written_scalar
-from nxdpp.checkpoint.distributed.tensor_blocks import TensorBlocks, blocks_of
 from nxdpp.gradients.gradient_dtype import master_dtype
 from nxdpp.gradients.optimizer.fp32_adamw import AdamW_FP32OptimParams
 from nxdpp.gradients.optimizer.zero1 import Zero1Optimizer

@@ -21,13 +21,11 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from nxdpp.checkpoint.distributed import directory
 from nxdpp.checkpoint.distributed.captured import Captured, Described, Part
-from nxdpp.checkpoint.distributed.claim import claim
 from nxdpp.checkpoint.distributed.document import write_document
-from nxdpp.checkpoint.distributed.looks_whole import ends_of
 from nxdpp.checkpoint.distributed.parameter_groups import joined_groups
-from nxdpp.checkpoint.distributed.pruning import prune
+from nxdpp.checkpoint.distributed.pruning import ends_of, prune
 from nxdpp.checkpoint.distributed.ranks import Exchange
-from nxdpp.checkpoint.distributed.tensor_blocks import BlocksSavePlanner, key_of
+from nxdpp.checkpoint.distributed.rectangles import BlocksSavePlanner, key_of
 from nxdpp.checkpoint.files.checksummed_writer import write_checksummed
 from nxdpp.checkpoint.files.pieces import FileSpan
 
@@ -93,7 +91,7 @@ class Save:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             if self.exchange.rank == 0:
-                claim(self._folder.parent)
+                directory.claim(self._folder.parent)
             return write_checksummed(file, tensors) if tensors else {}
         except OSError as error:
             raise _cannot_write(error, self.exchange.rank, file) from error

@@ -9,17 +9,16 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from nxdpp.checkpoint.distributed.ranks import Exchange
+from nxdpp.checkpoint.distributed.shared_reads import SharedReads
 from nxdpp.checkpoint.files.safetensors_reader import has_nan
-from nxdpp.checkpoint.huggingface.contents import Contents
 from nxdpp.checkpoint.huggingface.conversion import Conversion, loading_plan
 from nxdpp.checkpoint.huggingface.file_tensors import FileTensors, Wanted
-from nxdpp.checkpoint.huggingface.load_report import LoadReport, print_once
 from nxdpp.checkpoint.huggingface.load_target import Target, target_of
-from nxdpp.checkpoint.huggingface.loading_ranks import LoadingRanks
-from nxdpp.checkpoint.huggingface.mismatch import Accepted, check_fits, fit
-from nxdpp.checkpoint.huggingface.model_tensors import WrappedModel, check_wrapped, tensors_of
+from nxdpp.checkpoint.huggingface.mismatch import Accepted, LoadReport, check_fits, fit, print_once
+from nxdpp.checkpoint.huggingface.model_tensors import WrappedModel, check_wrapped, place_in_files, tensors_of
 from nxdpp.checkpoint.huggingface.quantised import check_no_parts, check_none_replaces, forget_quantisation
-from nxdpp.checkpoint.huggingface.replica_reads import ReplicaReads
+from nxdpp.checkpoint.huggingface.read_directory import Contents, contents_of
 from nxdpp.devices.kinds import readable
 from nxdpp.initialization.allocation import with_type_of
 from nxdpp.ranks.faults import failure_watch
@@ -88,16 +87,20 @@ def load_pretrained(
 
 
 def _load(model: WrappedModel, directory: Path, accepted: Accepted, dequantize: bool) -> LoadReport:
-    ranks = LoadingRanks(directory)
-    contents = ranks.contents()
-    plan = ranks.together(lambda: _plan(model, contents, accepted, dequantize))
-    reads = ReplicaReads(plan.conversions, plan.sizes(), ranks, contents.digest)
+    exchange = Exchange(consequence=f"{directory} was not loaded", kinds=(ValueError,))
+    contents = contents_of(directory, exchange)
+    plan = exchange.together(lambda: _plan(model, contents, accepted, dequantize))
+    digests = exchange.all_of(contents.digest)
+    sizes = {conversion: plan.source.size_of(conversion) for conversion, _ in plan.conversions}
+    reads = SharedReads(exchange, sizes, f"{contents.digest} {plan.described()}")
     # Values on the meta device are read once, and looked at before they replace anything.
     only_meta = all(tensor.is_meta for _, wanted in plan.conversions for _, tensor in wanted)
-    ranks.together(lambda: _check(plan, reads, only_meta))
-    filled = ranks.together(lambda: _read(plan, reads, only_meta))
-    reads.send([filled[conversion] for conversion, _ in plan.conversions])
-    ranks.together(lambda: _take_over(model, plan, filled))
+    # With the same files on all ranks one rank compares the copies of each weight.
+    tied = plan.tied[exchange.rank :: exchange.ranks] if len(set(digests)) == 1 else plan.tied
+    exchange.together(lambda: _check(plan, tied, reads, only_meta))
+    filled = exchange.together(lambda: _read(plan, reads, only_meta))
+    reads.send(filled)
+    exchange.together(lambda: _take_over(model, plan, filled))
     print_once(plan.report, directory, type(model.original_module).__name__)
     return plan.report
 
@@ -124,9 +127,17 @@ class _Plan:
     used: list[Any] | None
     report: LoadReport
 
-    def sizes(self) -> list[int]:
-        """Bytes that each conversion reads."""
-        return [self.source.size_of(conversion) for conversion, _ in self.conversions]
+    def described(self) -> str:
+        """The conversions with the tensors that they fill, for a comparison with other ranks."""
+        return repr(
+            [
+                (
+                    conversion.names,
+                    [(name, each.shape, each.stride(), each.dtype, place_in_files(each)) for name, each in wanted],
+                )
+                for conversion, wanted in self.conversions
+            ]
+        )
 
 
 def _plan(model: WrappedModel, contents: Contents, accepted: Accepted, dequantize: bool) -> _Plan:
@@ -147,17 +158,19 @@ def _plan(model: WrappedModel, contents: Contents, accepted: Accepted, dequantiz
     return _Plan(target, source, [names for names in tied if len(names) > 1], conversions, initial, plan.used, report)
 
 
-def _check(plan: _Plan, reads: ReplicaReads, only_meta: bool) -> None:
-    for names in reads.compared_here(plan.tied):
+def _check(plan: _Plan, tied: list[list[str]], reads: SharedReads[Conversion], only_meta: bool) -> None:
+    for names in tied:
         plan.source.check_copies_are_equal(names)
     if not only_meta:
-        plan.source.check_numbers(reads.here())
+        plan.source.check_numbers([each for each in plan.conversions if reads.is_here(each[0])])
 
 
-def _read(plan: _Plan, reads: ReplicaReads, only_meta: bool) -> dict[Conversion, list[torch.Tensor]]:
+def _read(plan: _Plan, reads: SharedReads[Conversion], only_meta: bool) -> dict[Conversion, list[torch.Tensor]]:
     """The tensors with memory that each conversion fills; the ones that this rank reads have their values."""
     filled = {conversion: [_with_memory(tensor) for _, tensor in wanted] for conversion, wanted in plan.conversions}
-    for conversion, wanted in reads.here():
+    for conversion, wanted in plan.conversions:
+        if not reads.is_here(conversion):
+            continue
         board.moved()
         tensors = filled[conversion]
         plan.source.fill(conversion, [(name, real) for (name, _), real in zip(wanted, tensors, strict=True)])

@@ -9,11 +9,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from nxdpp.checkpoint.files.safetensors_reader import StoredTensor
-from nxdpp.checkpoint.huggingface.adapted import adapter_names, base_names, is_adapted, learns_prompts
-from nxdpp.checkpoint.huggingface.contents import Contents
+from nxdpp.checkpoint.huggingface.adapter import adapter_names, base_names, is_adapted, learns_prompts
 from nxdpp.checkpoint.huggingface.model_tensors import WrappedModel, as_in_files, tensors_of, tied_names_of
 from nxdpp.checkpoint.huggingface.quantised import quantiser_of
-from nxdpp.checkpoint.huggingface.read_directory import ADAPTER_CONFIG, ADAPTER_FILE
+from nxdpp.checkpoint.huggingface.read_directory import ADAPTER_CONFIG, ADAPTER_FILE, Contents
 
 _FITTING = (
     "Wrap a model with the class and configuration of the checkpoint. To change its class, load it once with "

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from nxdpp import NxDPPModel, tensor_parallelize
 from nxdpp.checkpoint.distributed.document import Document, parsed_document, read_document, tensors_of
 from nxdpp.checkpoint.distributed.load import read_plan
-from nxdpp.checkpoint.distributed.tensor_blocks import BlocksLoadPlanner, whole
+from nxdpp.checkpoint.distributed.rectangles import BlocksLoadPlanner, whole
 from nxdpp.doors.nxd.checkpoint import load_checkpoint, save_checkpoint
 from nxdpp.gradients.optimizer.fp32_adamw import AdamW_FP32OptimParams
 from nxdpp.gradients.optimizer.zero1 import Zero1Optimizer

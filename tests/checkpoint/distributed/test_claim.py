@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from nxdpp.checkpoint.distributed import claim
+from nxdpp.checkpoint.distributed import directory
 from nxdpp.doors.nxd.checkpoint import finalize_checkpoint
 from tests.checkpoint.distributed.small_training import Training
 
 _HOLDER = """
 import sys
 from pathlib import Path
-from nxdpp.checkpoint.distributed.claim import claim
+from nxdpp.checkpoint.distributed.directory import claim
 claim(Path(sys.argv[1]))
 print("held", flush=True)
 sys.stdin.read()
@@ -22,8 +22,8 @@ sys.stdin.read()
 
 
 def test_two_programs_cannot_save_in_one_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    claim.release()
-    monkeypatch.setattr(claim, "_SECONDS", 0.2)
+    directory.release()
+    monkeypatch.setattr(directory, "_CLAIM_SECONDS", 0.2)
     training = Training()
     training.save(tmp_path, "before")
     finalize_checkpoint()
@@ -39,7 +39,7 @@ def test_two_programs_cannot_save_in_one_directory(tmp_path: Path, monkeypatch: 
         holder.kill()
     training.save(tmp_path, "after", num_kept_ckpts=1)
     assert training.load(tmp_path) == {"tag": "after"}
-    claim.release()
+    directory.release()
 
 
 def test_a_file_system_without_locks_is_not_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,14 +47,14 @@ def test_a_file_system_without_locks_is_not_locked(tmp_path: Path, monkeypatch: 
         raise OSError(38, "Function not implemented")
 
     monkeypatch.setattr("fcntl.lockf", without)
-    claim.claim(tmp_path)
-    claim.release()
+    directory.claim(tmp_path)
+    directory.release()
 
 
 def test_a_directory_that_is_made_anew_is_locked_again(tmp_path: Path) -> None:
-    claim.claim(tmp_path)
-    first = os.stat(tmp_path / claim.LOCK)
-    (tmp_path / claim.LOCK).rename(tmp_path / "moved")
-    claim.claim(tmp_path)
-    assert not os.path.samestat(first, os.stat(tmp_path / claim.LOCK))
-    claim.release()
+    directory.claim(tmp_path)
+    first = os.stat(tmp_path / directory.LOCK)
+    (tmp_path / directory.LOCK).rename(tmp_path / "moved")
+    directory.claim(tmp_path)
+    assert not os.path.samestat(first, os.stat(tmp_path / directory.LOCK))
+    directory.release()

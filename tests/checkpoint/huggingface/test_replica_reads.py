@@ -1,5 +1,6 @@
 """Replicas read each byte of a checkpoint once, and hosts each header; an error of one rank is that of all."""
 
+import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from nxdpp import NxDPPModel, init_on_device, load_pretrained, parallel_state, tensor_parallelize
 from nxdpp.checkpoint.files.safetensors_reader import OpenFile, StoredTensor, read_header
-from nxdpp.checkpoint.huggingface import contents, file_tensors, loading_ranks
+from nxdpp.checkpoint.huggingface import file_tensors, read_directory
 from tests.checkpoint.huggingface.checkpointed_models import differing, make, on_meta, saved_by_transformers, tensors_in
 from tests.support.run_ranks import run_ranks
 from tests.support.tensor_models import llama as divisible_llama
@@ -113,10 +114,10 @@ def replicas_with_other_files_read_all_of_their_own(folder: Path) -> None:
 
 
 def each_host_reads_the_headers(folder: Path) -> None:
-    view = loading_ranks._view
+    view = read_directory._view
     with pytest.MonkeyPatch.context() as patch, counted() as counts:
         host = "ab"[dist.get_rank() // 2]
-        patch.setattr(loading_ranks, "_view", lambda directory: (host, *view(directory)[1:]))
+        patch.setattr(read_directory, "_view", lambda directory: (host, *view(directory)[1:]))
         load_pretrained(wrapped(on_meta("llama"), 2), folder / "llama")
     files = len(list((folder / "llama").glob("*.safetensors")))
     assert counts.of_all()["headers"] == [files, 0, files, 0]
@@ -237,15 +238,16 @@ def test_four_ranks(tmp_path: Path) -> None:
 
 def test_contents_travel_with_their_errors(tmp_path: Path) -> None:
     saved_by_transformers("llama", tmp_path, max_shard_size="100KB")
-    read = contents.read_contents(tmp_path)
-    other = contents.unpacked(read.packed())
+    read = read_directory.read_contents(tmp_path)
+    other = pickle.loads(pickle.dumps(read))
     assert list(other.tensors) == list(read.tensors)
     assert {name: each.read(torch.float32).sum() for name, each in other.tensors.items()} == {
         name: each.read(torch.float32).sum() for name, each in read.tensors.items()
     }
     assert (other.settings, other.digest, other.adapter) == (read.settings, read.digest, None)
     (tmp_path / "config.json").write_text("{")
-    for each in (contents.read_contents(tmp_path), contents.unpacked(contents.read_contents(tmp_path).packed())):
+    read = read_directory.read_contents(tmp_path)
+    for each in (read, pickle.loads(pickle.dumps(read))):
         with pytest.raises(ValueError, match=r"config\.json is corrupt"):
             _ = each.settings
         with pytest.raises(ValueError, match=r"config\.json is corrupt"):

@@ -16,8 +16,8 @@ from torch import nn
 
 from nxdpp import NxDPPModel, load_pretrained, parallel_state, save_pretrained
 from nxdpp.checkpoint.files.layout import StoredLayout
-from nxdpp.checkpoint.huggingface import save_plan
-from nxdpp.checkpoint.huggingface.save_plan import plan_shards
+from nxdpp.checkpoint.huggingface import write_directory
+from nxdpp.checkpoint.huggingface.write_directory import plan_shards
 from nxdpp.tensor.layers import ParallelEmbedding
 from tests.checkpoint.huggingface.checkpointed_models import differing, make, on_meta, tensors_in, wrap
 from tests.support.run_ranks import run_ranks
@@ -182,7 +182,7 @@ def test_changes_after_wrapping_are_saved(tmp_path: Path) -> None:
 
 
 def save_in_small_files(rank: int, folder: Path) -> None:
-    save_plan.SHARD_BYTES = 20_000
+    write_directory.SHARD_BYTES = 20_000
     for name in ("llama", "mixtral"):
         save_pretrained(wrap(make(name), 2), folder / name)
 
