@@ -101,27 +101,26 @@ def run_show(options: argparse.Namespace) -> int:
 
 def run_verify(options: argparse.Namespace) -> int:
     """Compare all checksums, and return 0 for a whole checkpoint and 1 for any other."""
-    from nxdpp.checkpoint.commands.verify import verify
+    from nxdpp.checkpoint.commands.show import verify
 
     return verify(options.path, options.all)
 
 
 def run_convert(options: argparse.Namespace) -> int:
     """Write the model in a different format. Raises ``ValueError`` for a source that does not fit the format."""
-    from nxdpp.checkpoint.commands.convert import ConversionRequest, convert
+    from nxdpp.checkpoint.commands.convert import convert
 
-    asked = ConversionRequest(
+    convert(
         options.source,
         options.destination,
         options.to,
-        options.config,
-        options.tensor_parallel_size,
-        options.pipeline_parallel_size,
-        options.blocks,
-        options.plain,
-        options.max_shard_size,
+        config=options.config,
+        tensor=options.tensor_parallel_size,
+        pipeline=options.pipeline_parallel_size,
+        blocks=options.blocks,
+        plain=options.plain,
+        largest=options.max_shard_size,
     )
-    convert(asked)
     return 0
 
 

@@ -1,7 +1,7 @@
 """The format of the files in a path of a command, and the checkpoint of nxdpp that it means."""
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from nxdpp.checkpoint.distributed import directory
 from nxdpp.checkpoint.distributed.directory import DOCUMENT
@@ -18,13 +18,6 @@ from nxdpp.checkpoint.huggingface.read_directory import (
 )
 
 Format = Literal["nxdpp", "nxd", "huggingface"]
-_KINDS: dict[str, tuple[type, ...]] = {
-    "layout": (dict,),
-    "ties": (dict,),
-    "configuration": (dict,),
-    "optimizer": (dict,),
-    "random": (list,),
-}
 
 
 def format_of(path: Path) -> Format:
@@ -67,9 +60,7 @@ def opened(path: Path) -> tuple[Path, Document]:
         if not found:
             raise missing(path)
         folder = path / found[0]
-    document = parsed_document(folder, read_document(folder))
-    _check(folder, document.content)
-    return folder, document
+    return folder, parsed_document(folder, read_document(folder))
 
 
 def unfinished(path: Path) -> list[Path]:
@@ -98,11 +89,3 @@ def missing(path: Path) -> ValueError:
         f"{path} has no checkpoint: neither {DOCUMENT} of nxdpp nor a directory with one, no model.safetensors of "
         f"Hugging Face, and no files of NeuronX Distributed's ranks."
     )
-
-
-def _check(folder: Path, content: Any) -> None:
-    """Raise ``DamagedFile`` for a content that no save has written."""
-    for name, kinds in _KINDS.items():
-        value = content.get(name) if isinstance(content, dict) else ...
-        if value is not None and not isinstance(value, kinds):
-            raise DamagedFile(f"{folder / DOCUMENT} is damaged: its {name} is another thing than saves write.")

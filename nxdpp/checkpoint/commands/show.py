@@ -1,8 +1,8 @@
-"""``python -m nxdpp checkpoint show``: what a checkpoint has, in lines and a table."""
+"""``python -m nxdpp checkpoint show`` and ``verify``: what a checkpoint has, and whether its bytes are as written."""
 
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +10,15 @@ from nxdpp.checkpoint.commands.formats import format_of, opened, unfinished
 from nxdpp.checkpoint.commands.listing import Listing, sized
 from nxdpp.checkpoint.distributed import directory
 from nxdpp.checkpoint.distributed.directory import DOCUMENT, number_of
-from nxdpp.checkpoint.distributed.document import OF_MODEL, OF_OPTIMIZER, Document
+from nxdpp.checkpoint.distributed.document import OF_MODEL, OF_OPTIMIZER, Document, tensors_of
+from nxdpp.checkpoint.files.checksummed_reader import ChecksummedReader, DamagedFile
+from nxdpp.checkpoint.files.layout import layouts_of, printable
+from nxdpp.checkpoint.files.rank_file import KEY, RankFile, rank_files
+from nxdpp.checkpoint.files.safetensors_reader import OpenFile, StoredTensor, read_header
+from nxdpp.checkpoint.huggingface.read_directory import adapter_weights, method_of, settings_of, stored_tensors
+from nxdpp.tensor.rank_files import rank_name
 
+_NO_CHECKSUMS = "Such files have no checksums of values, so changed values are not found."
 _STEPS = ("step", "global_step", "total_steps")
 
 
@@ -21,17 +28,61 @@ def show(path: Path, as_json: bool) -> None:
     Raises ``ValueError`` for a path without a checkpoint, and ``DamagedFile`` for a damaged or unfinished one.
     """
     kind = format_of(path)
-    if kind == "nxdpp":
-        found = _listing(path, *opened(path))
-    else:
-        # transformers takes seconds to import.
-        from nxdpp.checkpoint.commands.other_formats import show_huggingface, show_ranks
-
-        found = (show_huggingface if kind == "huggingface" else show_ranks)(path)
+    found = _listing(path, *opened(path)) if kind == "nxdpp" else _OTHERS[kind](path)
     if as_json:
         print(found.as_json())
     else:
         found.print()
+
+
+def verify(path: Path, every: bool = False) -> int:
+    """Print each damaged tensor of the checkpoint with its file, and the result; return 1 for a damaged one.
+
+    Files in other formats have no checksums: their headers and lengths are compared. ``every`` is for all checkpoints
+    of a training, not only the newest.
+
+    Raises ``ValueError`` for a path without a checkpoint, and for ``every`` unless the path is a training's.
+    """
+    try:
+        kind = format_of(path)
+    except DamagedFile as error:
+        print(error)
+        return 1
+    tags = directory.tags(path)
+    if every and (kind != "nxdpp" or not tags or (path / DOCUMENT).is_file()):
+        raise ValueError(f"{path} is not the directory of a training's checkpoints: leave --all out.")
+    if every:
+        return max(_verify(path / tag) for tag in tags)
+    if kind == "nxdpp":
+        return _verify(path)
+    return _verify_files(path, _OTHERS[kind])
+
+
+def _verify(path: Path) -> int:
+    try:
+        folder, document = opened(path)
+    except DamagedFile as error:
+        print(error)
+        return 1
+    spans = document.metadata.storage_data
+    order = sorted(spans, key=lambda index: (spans[index].file, spans[index].start))
+    damaged: dict[str, None] = {}
+    with ChecksummedReader(folder) as reader:
+        for index in order:
+            try:
+                reader.verify(spans[index])
+            except (DamagedFile, OSError) as error:
+                damaged[index.fqn] = None
+                print(f"{printable(index.fqn, 300)}: {error}")
+    tensors = tensors_of(document.metadata)
+    files = len({span.file for span in spans.values()})
+    size = sum(span.length for span in spans.values())
+    held = f"{len(tensors):,} tensors in {files:,} files, {size:,} bytes"
+    if damaged:
+        print(f"{folder} is damaged: {len(damaged):,} of {held}.")
+        return 1
+    print(f"{folder} is whole: {held}.")
+    return 0
 
 
 def _listing(path: Path, folder: Path, document: Document) -> Listing:
@@ -126,3 +177,60 @@ def _step(user_content: Any) -> int | None:
 
 def _json(value: Any) -> str:
     return json.dumps(value, allow_nan=False)
+
+
+def _huggingface(path: Path) -> Listing:
+    """Return the content of a Hugging Face directory. Raises ``ValueError`` for a damaged one."""
+    adapter, stored = _stored(path)
+    layouts = layouts_of(stored)
+    files = len({each.path for each in stored.values()})
+    size = sum(each.bytes for each in layouts.values())
+    settings = settings_of(path)
+    classes = settings.get("architectures") or settings.get("model_type") or "unknown, without config.json"
+    named = ", ".join(map(str, classes)) if isinstance(classes, list) else str(classes)
+    lines = [("model", "adapter" if adapter else named)]
+    quantised = method_of(settings)
+    if quantised is not None:
+        lines.append(("quantised", quantised))
+    held = f"{len(layouts):,} tensors, {files:,} files, {sized(size)}"
+    values = {"model": lines[0][1], "quantised": quantised, "all_tensors": len(layouts), "all_bytes": size}
+    return Listing("huggingface", str(path), f"Hugging Face directory, {held}", lines, layouts, values=values)
+
+
+def _ranks(path: Path) -> Listing:
+    """Return the tensors of tensor rank 0 on each stage. Raises ``ValueError`` for damaged files."""
+    files = {place: RankFile(file, KEY) for place, file in rank_files(path).items()}
+    tensor, pipeline = (max(place[at] for place in files) + 1 for at in (0, 1))
+    layouts = {name: layout for stage in range(pipeline) for name, layout in files[0, stage].layouts.items()}
+    size = sum(layout.bytes for file in files.values() for layout in file.layouts.values())
+    lines = [(rank_name(*place), f"{len(file.layouts):,} tensors") for place, file in sorted(files.items())]
+    held = f"{tensor} tensor x {pipeline} pipeline, {len(files):,} files, {sized(size)}"
+    values = {"layout": {"tensor": tensor, "pipeline": pipeline}, "all_bytes": size}
+    title = f"files of NeuronX Distributed's ranks, {held}. Shapes are those of tensor rank 0"
+    return Listing("nxd", str(path), title, lines, layouts, values=values)
+
+
+def _verify_files(path: Path, read: Callable[[Path], Listing]) -> int:
+    """Print whether the files of ``path`` are complete, by their headers and lengths; return 1 where they are not."""
+    try:
+        found = read(path)
+    except ValueError as error:
+        print(error)
+        print(f"{path} is damaged.")
+        return 1
+    size = f"{found.values['all_bytes']:,} bytes"
+    print(f"{path} has all its tensors: {len(found.tensors):,} names, {size}. {_NO_CHECKSUMS}")
+    return 0
+
+
+def _stored(path: Path) -> tuple[bool, dict[str, StoredTensor]]:
+    """Return whether ``path`` is an adapter, and its tensors."""
+    weights = adapter_weights(path)
+    if weights is None:
+        return False, stored_tensors(path)
+    if not weights.is_file():
+        raise ValueError(f"{path} has the configuration of an adapter, and {weights} is missing.")
+    return True, read_header(weights, OpenFile())
+
+
+_OTHERS: Mapping[str, Callable[[Path], Listing]] = {"huggingface": _huggingface, "nxd": _ranks}

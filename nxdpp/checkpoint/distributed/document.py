@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from nxdpp.checkpoint.distributed.directory import DOCUMENT, write_text
-from nxdpp.checkpoint.distributed.document_checks import DIGITS, metadata_of
+from nxdpp.checkpoint.distributed.document_checks import DIGITS, check_content, metadata_of
 from nxdpp.checkpoint.files.checksummed_reader import DamagedFile
 from nxdpp.checkpoint.files.layout import StoredLayout
 from nxdpp.checkpoint.files.pieces import FileSpan
@@ -130,7 +130,9 @@ def parsed_document(directory: Path, text: bytes) -> Document:
     if version != _VERSION:
         raise ValueError(f"{path} has version {version!r:.100}, and this nxdpp reads version {_VERSION}: update nxdpp.")
     try:
-        return Document(parsed["content"], metadata_of(parsed["tensors"]))
+        document = Document(parsed["content"], metadata_of(parsed["tensors"]))
+        check_content(document.content, tensors_of(document.metadata))
+        return document
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise DamagedFile(f"{path} is damaged ({type(error).__name__}: {error}).") from error
 

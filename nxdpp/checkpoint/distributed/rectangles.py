@@ -70,6 +70,18 @@ class PlaceInWhole(NamedTuple):
             found += self._in_whole(offsets, local)
         return found
 
+    def part_of(self, whole: torch.Tensor, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        """Return the rank's part of ``whole``, a new tensor; ``whole`` itself if that is not divided.
+
+        With ``stop`` it is elements ``start`` to ``stop`` of the flattened part, of shape ``(stop - start,)``.
+        """
+        if self.dim < 0 and stop is None:
+            return whole
+        part = whole.new_zeros(self.local_shape if stop is None else (stop - start,))
+        for block in self.blocks(part, start):
+            block.values.copy_(whole[block.region])
+        return part
+
     def _in_whole(self, offsets: tuple[int, ...], local: torch.Tensor) -> Iterator[Block]:
         if self.dim < 0:
             yield Block(offsets, local)

@@ -189,19 +189,6 @@ def placement_in(fields: Mapping[str, Any]) -> PlaceInWhole:
     return PlaceInWhole(whole, shape, dim, tuple(Range(*each) for each in fields["ranges"]))
 
 
-def part_of(whole: torch.Tensor, placement: PlaceInWhole, start: int = 0, stop: int | None = None) -> torch.Tensor:
-    """Return a rank's part of ``whole``, a new tensor; ``whole`` itself if that is not divided.
-
-    With ``stop`` it is elements ``start`` to ``stop`` of the flattened part, of shape ``(stop - start,)``.
-    """
-    if placement.dim < 0 and stop is None:
-        return whole
-    part = whole.new_zeros(placement.local_shape if stop is None else (stop - start,))
-    for block in placement.blocks(part, start):
-        block.values.copy_(whole[block.region])
-    return part
-
-
 def joined(parts: Sequence[tuple[PlaceInWhole, int, torch.Tensor]]) -> tuple[torch.Tensor, int]:
     """Return the whole of ``parts``, which may repeat, and the number of elements that they lack.
 
