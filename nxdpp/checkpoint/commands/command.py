@@ -1,13 +1,4 @@
-"""``python -m nxdpp checkpoint``: show a checkpoint, verify it, or convert it to a different format.
-
-::
-
-    python -m nxdpp checkpoint show out                 the newest checkpoint of a training, or out/step_300
-    python -m nxdpp checkpoint show model --json        of a Hugging Face directory, for programs
-    python -m nxdpp checkpoint verify out/step_300      exit status 1 for a damaged one
-    python -m nxdpp checkpoint convert out/step_300 model --to huggingface
-    python -m nxdpp checkpoint convert model ranks --to nxd --tensor-parallel-size 2
-"""
+"""``python -m nxdpp checkpoint``: show a checkpoint, verify it, or convert it to a different format."""
 
 import argparse
 from pathlib import Path

@@ -23,10 +23,10 @@ from nxdpp.checkpoint.commands.source import Source, check_free, meta_model, pla
 from nxdpp.checkpoint.distributed import directory
 from nxdpp.checkpoint.distributed.directory import DOCUMENT
 from nxdpp.checkpoint.distributed.document import OF_MODEL, write_document
-from nxdpp.checkpoint.distributed.load import read_plan
-from nxdpp.checkpoint.distributed.rectangles import BlocksLoadPlanner, whole
+from nxdpp.checkpoint.distributed.load import read_tensors
+from nxdpp.checkpoint.distributed.rectangles import whole
 from nxdpp.checkpoint.files.checksummed_writer import write_streamed
-from nxdpp.checkpoint.files.layout import StoredLayout
+from nxdpp.checkpoint.files.pieces import StoredLayout
 from nxdpp.checkpoint.huggingface.write_directory import SHARD_BYTES
 from nxdpp.tensor.rank_files import local_path
 
@@ -109,11 +109,8 @@ def sharded_source(path: Path, config: Path | None, plain: bool = False) -> Sour
     with_dtypes(model, layouts)
 
     def read(name: str) -> torch.Tensor:
-        full = f"{OF_MODEL}{sources[name]}"
         values = torch.empty(layouts[name].shape, dtype=layouts[name].dtype)
-        planner = BlocksLoadPlanner()
-        planner.set_up_planner({full: whole(values)}, metadata)
-        read_plan(folder, metadata, planner, planner.create_local_plan())
+        read_tensors(folder, metadata, {f"{OF_MODEL}{sources[name]}": whole(values)})
         return values
 
     return Source(model, layouts, read)

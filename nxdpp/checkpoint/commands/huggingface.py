@@ -8,10 +8,10 @@ from torch import nn
 
 from nxdpp.checkpoint.commands.source import Source, check_free, meta_model, plain_model
 from nxdpp.checkpoint.files.checksummed_writer import write_streamed
-from nxdpp.checkpoint.files.layout import layout_of, layouts_of
+from nxdpp.checkpoint.files.pieces import layout_of, layouts_of
 from nxdpp.checkpoint.files.safetensors_reader import StoredTensor
 from nxdpp.checkpoint.huggingface.conversion import Conversion, loading_plan
-from nxdpp.checkpoint.huggingface.file_tensors import FileTensors
+from nxdpp.checkpoint.huggingface.load import FileTensors
 from nxdpp.checkpoint.huggingface.load_target import Target
 from nxdpp.checkpoint.huggingface.mismatch import Accepted, check_fits, fit
 from nxdpp.checkpoint.huggingface.model_tensors import tensors_of

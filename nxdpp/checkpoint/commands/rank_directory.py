@@ -16,7 +16,7 @@ import torch
 
 from nxdpp.checkpoint.commands.source import MetaModel, Source, check_free, meta_model
 from nxdpp.checkpoint.distributed.rectangles import PlaceInWhole
-from nxdpp.checkpoint.files.layout import StoredLayout, layout_of
+from nxdpp.checkpoint.files.pieces import StoredLayout, layout_of
 from nxdpp.checkpoint.files.rank_file import FILE, KEY, RankFile, make_file, rank_files
 from nxdpp.checkpoint.huggingface.model_tensors import tensors_of
 from nxdpp.checkpoint.huggingface.read_directory import texts_in

@@ -12,7 +12,7 @@ from nxdpp.checkpoint.distributed import directory
 from nxdpp.checkpoint.distributed.directory import DOCUMENT, number_of
 from nxdpp.checkpoint.distributed.document import OF_MODEL, OF_OPTIMIZER, Document, tensors_of
 from nxdpp.checkpoint.files.checksummed_reader import ChecksummedReader, DamagedFile
-from nxdpp.checkpoint.files.layout import layouts_of, printable
+from nxdpp.checkpoint.files.pieces import layouts_of, printable
 from nxdpp.checkpoint.files.rank_file import KEY, RankFile, rank_files
 from nxdpp.checkpoint.files.safetensors_reader import OpenFile, StoredTensor, read_header
 from nxdpp.checkpoint.huggingface.read_directory import adapter_weights, method_of, settings_of, stored_tensors
@@ -111,7 +111,7 @@ def _listing(path: Path, folder: Path, document: Document) -> Listing:
         "nxdpp",
         str(folder),
         f"checkpoint {number_of(folder)}, {held}",
-        [*_listed(checkpoints), *_lines(content)],
+        [*(checkpoints if len(checkpoints) > 1 else []), *_lines(content)],
         of_model,
         {name: each.bytes + state[name] for name, each in of_model.items()},
         "with state",
@@ -128,10 +128,6 @@ def _checkpoints(path: Path) -> list[tuple[str, str]]:
         newest = ", the newest, shown below" if place == 0 else ""
         found.append((tag, f"checkpoint {number_of(path / tag)}, {sized(size)} on the disk{newest}"))
     return [*found, *((folder.name, f"unfinished: {DOCUMENT} is missing") for folder in unfinished(path))]
-
-
-def _listed(checkpoints: list[tuple[str, str]]) -> list[tuple[str, str]]:
-    return checkpoints if len(checkpoints) > 1 else []
 
 
 def _lines(content: Mapping[str, Any]) -> list[tuple[str, str]]:

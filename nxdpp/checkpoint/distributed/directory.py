@@ -44,23 +44,19 @@ _held: dict[tuple[int, Path], int] = {}
 _logger = logging.getLogger(__name__)
 
 
-def has_our_head(directory: Path) -> bool:
-    """Return whether the document in ``directory`` begins as one of nxdpp; ``False`` where it cannot be read."""
-    try:
-        with (directory / DOCUMENT).open("rb") as file:
-            return file.read(len(_BEGINNING)) == _BEGINNING
-    except OSError:
-        return False
-
-
 def number_of(directory: Path) -> int:
     """Return the number of the checkpoint in ``directory``; 0 where it cannot be read. Reads only the head."""
+    found = _NUMBER.match(_head(directory))
+    return int(found[1]) if found else 0
+
+
+def _head(directory: Path) -> bytes:
+    """The first bytes of the document in ``directory``; none where it cannot be read."""
     try:
         with (directory / DOCUMENT).open("rb") as file:
-            found = _NUMBER.match(file.read(_HEAD_BYTES))
+            return file.read(_HEAD_BYTES)
     except OSError:
-        return 0
-    return int(found[1]) if found else 0
+        return b""
 
 
 def check_tag(tag: str) -> None:
@@ -191,7 +187,7 @@ def folders(path: Path) -> Iterator[Path]:
 
 def _is_ours(folder: Path) -> bool:
     """Return whether nxdpp wrote the document: by its head or, where that is damaged, by the files next to it."""
-    if has_our_head(folder):
+    if _head(folder).startswith(_BEGINNING):
         return True
     with suppress(OSError):
         return any(_OURS.fullmatch(name) for name in os.listdir(folder))

@@ -27,8 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 from nxdpp.checkpoint.distributed.directory import DOCUMENT, write_text
 from nxdpp.checkpoint.distributed.document_checks import DIGITS, check_content, metadata_of
 from nxdpp.checkpoint.files.checksummed_reader import DamagedFile
-from nxdpp.checkpoint.files.layout import StoredLayout
-from nxdpp.checkpoint.files.pieces import FileSpan
+from nxdpp.checkpoint.files.pieces import FileSpan, StoredLayout
 
 OF_MODEL = "model."
 """Begins the name of each tensor of the model."""

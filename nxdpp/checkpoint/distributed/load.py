@@ -17,27 +17,26 @@ import logging
 import socket
 import warnings
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import LoadPlan
 from torch.optim import Optimizer
 
 from nxdpp.checkpoint.distributed.captured import Stateful
-from nxdpp.checkpoint.distributed.document import Document, parsed_document, read_document, tensors_of
+from nxdpp.checkpoint.distributed.document import OF_MODEL, Document, parsed_document, read_document, tensors_of
 from nxdpp.checkpoint.distributed.load_targets import LoadArguments, LoadTargets
 from nxdpp.checkpoint.distributed.model_state import model_tensors
 from nxdpp.checkpoint.distributed.optimizer_state import MASTER, held_state
 from nxdpp.checkpoint.distributed.pruning import check_files, keep_damaged
 from nxdpp.checkpoint.distributed.ranks import Exchange
-from nxdpp.checkpoint.distributed.rectangles import BlocksLoadPlanner
+from nxdpp.checkpoint.distributed.rectangles import TensorBlocks
 from nxdpp.checkpoint.distributed.shared_reads import SharedReads
 from nxdpp.checkpoint.files.checksummed_reader import ChecksummedReader, DamagedFile
-from nxdpp.checkpoint.files.layout import listed
-from nxdpp.checkpoint.files.pieces import FileSpan, read_region
+from nxdpp.checkpoint.files.pieces import FileSpan, listed, read_region
 
 _logger = logging.getLogger(__name__)
 
@@ -73,12 +72,28 @@ class Load:
         tensors = self.exchange.together(lambda: None if model is None else model_tensors(model))
         self.exchange.together(lambda: self._targets.prepare(given, tensors))
         if tensors is not None and given.strict:
-            self.exchange.through_first(list(tensors.tensors), self._check_unexpected)
+            ties = self.content["ties"]
+            of_model = [name.removeprefix(OF_MODEL) for name in tensors_of(self._metadata) if name.startswith(OF_MODEL)]
+            self._check_known(
+                [ties.get(name, name) for name in tensors.tensors],
+                of_model,
+                lambda others: (
+                    f"{self._folder} has {others}, which the model does not have. Nothing was loaded; "
+                    f"strict=False leaves them out."
+                ),
+            )
         if tensors is not None and optimizer is not None:
             names = tensors.names()
             if given.strict:
                 own = [names[id(each)] for group in optimizer.param_groups for each in group["params"]]
-                self.exchange.through_first(own, self._check_stepped)
+                self._check_known(
+                    own,
+                    [name for group in self.content["optimizer"]["groups"] for name in group["names"]],
+                    lambda others: (
+                        f"the optimizer of {self._folder} has {others}, and this optimizer does not: make "
+                        f"it with the parameters that were saved. Nothing was loaded; strict=False leaves their state out."
+                    ),
+                )
             self._warn_of_masters(optimizer, names)
             self._warn_of_left_out({"scheduler": given.scheduler, "grad_scaler": given.grad_scaler})
 
@@ -113,32 +128,17 @@ class Load:
                 f"it must be on a file system that all hosts share. Nothing was loaded",
             )
 
-    def _check_unexpected(self, of_ranks: list[list[str]]) -> Sequence[None]:
-        """On rank 0: raise ``ValueError`` for saved names that no rank's model has."""
-        known = {name for names in of_ranks for name in names}
-        ties = self.content["ties"]
-        known |= {ties.get(name, name) for name in known}
-        every = tensors_of(self._metadata)
-        saved = [name.removeprefix("model.") for name in every if name.startswith("model.")]
-        unexpected = [name for name in saved if name not in known]
-        if unexpected:
-            raise ValueError(
-                f"{self._folder} has {listed(unexpected)}, which the model does not have. Nothing was loaded; "
-                f"strict=False leaves them out."
-            )
-        return [None] * len(of_ranks)
+    def _check_known(self, own: list[str], saved: list[str], message: Callable[[str], str]) -> None:
+        """Raise ``ValueError`` on all ranks for names of ``saved`` that are ``own`` on none."""
 
-    def _check_stepped(self, of_ranks: list[list[str]]) -> Sequence[None]:
-        """On rank 0: raise ``ValueError`` for parameters of the saved optimizer that no rank's optimizer has."""
-        known = {name for names in of_ranks for name in names}
-        saved = [name for group in self.content["optimizer"]["groups"] for name in group["names"]]
-        others = [name for name in saved if name not in known]
-        if others:
-            raise ValueError(
-                f"the optimizer of {self._folder} has {listed(others)}, and this optimizer does not: make it with the "
-                f"parameters that were saved. Nothing was loaded; strict=False leaves their state out."
-            )
-        return [None] * len(of_ranks)
+        def check(of_ranks: list[list[str]]) -> Sequence[None]:
+            known = {name for names in of_ranks for name in names}
+            others = [name for name in saved if name not in known]
+            if others:
+                raise ValueError(message(listed(others)))
+            return [None] * len(of_ranks)
+
+        self.exchange.through_first(own, check)
 
     def _warn_of_left_out(self, given: Mapping[str, Stateful | None]) -> None:
         """Warn on rank 0 of state that the training had and this load leaves out."""
@@ -163,29 +163,33 @@ class Load:
             )
 
     def _read(self, reads: SharedReads[str]) -> None:
-        planner = BlocksLoadPlanner()
         own = {name: blocks for name, blocks in self._targets.tensors.items() if reads.is_here(name)}
-        planner.set_up_planner(own, self._metadata)
         try:
-            read_plan(self._folder, self._metadata, planner, planner.create_local_plan())
+            read_tensors(self._folder, self._metadata, own)
         except (DamagedFile, OSError) as error:
             if self.names_in_use():
                 error.add_note(MIXED)
             raise
 
 
-def read_plan(folder: Path, metadata: Metadata, planner: BlocksLoadPlanner, plan: LoadPlan) -> None:
-    """Read the rectangles of ``plan`` in the order of the files. Raises ``DamagedFile`` and ``OSError``."""
+def read_tensors(folder: Path, metadata: Metadata, tensors: dict[str, TensorBlocks]) -> None:
+    """Read saved rectangles into ``tensors`` by name, in the order of the files.
+
+    Raises ``DamagedFile`` and ``OSError``.
+    """
     spans: Mapping[MetadataIndex, FileSpan] = metadata.storage_data
-    tensors = tensors_of(metadata)
+    described = tensors_of(metadata)
+    plan = create_default_local_load_plan(tensors, metadata)
     with ChecksummedReader(folder) as reader:
         for item in sorted(plan.items, key=lambda item: spans[item.storage_index][:2]):
             index = item.storage_index
-            saved = tensors[index.fqn]
-            assert index.index is not None, "the planner gives the place among the rectangles"
+            saved = described[index.fqn]
+            assert index.index is not None, "the plan gives the place among the rectangles"
             shape, dtype = saved.chunks[index.index].sizes, saved.properties.dtype
+            block = tensors[index.fqn].__get_tensor_shard__(item.dest_index)
+            part = tuple(slice(at, at + size) for at, size in zip(item.dest_offsets, item.lengths, strict=True))
             read = partial(reader.read, spans[index])
-            read_region(read, shape, dtype, item.storage_offsets, planner.resolve_tensor(item), reader.wait)
+            read_region(read, shape, dtype, item.storage_offsets, block[part], reader.wait)
 
 
 def load_first_whole(folders: Sequence[Path], exchange: Exchange, given: LoadArguments) -> Any:

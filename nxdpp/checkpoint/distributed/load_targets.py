@@ -17,16 +17,15 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from nxdpp.checkpoint.distributed import ranks
-from nxdpp.checkpoint.distributed.captured import Stateful, layout
+from nxdpp.checkpoint.distributed.captured import Stateful, check_random_state, layout, set_random_state
 from nxdpp.checkpoint.distributed.document import Document, tensors_of
 from nxdpp.checkpoint.distributed.model_state import ModelTensors, is_pipelined
 from nxdpp.checkpoint.distributed.optimizer_state import held_state, is_stepped, not_sharded, optimizer_class
 from nxdpp.checkpoint.distributed.parameter_groups import SavedGroup, new_options
-from nxdpp.checkpoint.distributed.random_state import check_random_state, set_random_state
 from nxdpp.checkpoint.distributed.rectangles import TensorBlocks, blocks_of, placement_of, whole
 from nxdpp.checkpoint.distributed.structured import decoded
 from nxdpp.checkpoint.files.checksummed_reader import DamagedFile
-from nxdpp.checkpoint.files.layout import listed
+from nxdpp.checkpoint.files.pieces import listed
 from nxdpp.checkpoint.huggingface.model_tensors import WrappedModel
 from nxdpp.devices.kinds import readable
 from nxdpp.gradients.replaced_parameters import check_no_optimizer_holds
@@ -144,8 +143,8 @@ class LoadTargets:
                     raise ValueError(f"{name} is on the meta device: wrap the model, or give it memory by to_empty().")
                 real = with_type_of(torch.zeros_like(tensor, device="cpu", requires_grad=False), tensor)
                 replaced.append((tensor, real))
-            self.of_replicas.add(f"model.{saved_ties.get(name, name)}")
             key = f"model.{saved_ties.get(name, name)}"
+            self.of_replicas.add(key)
             self._add(key, blocks_of(self._writable(key, real), placement))
         if missing and strict:
             raise ValueError(
@@ -185,7 +184,7 @@ class LoadTargets:
                     name = f"optimizer.{held.name}.{key}"
                     self.tensors[name] = held.blocks(self._writable(name, value))
                     if not held.is_shard:
-                        self.of_replicas.add(f"optimizer.{held.name}.{key}")
+                        self.of_replicas.add(name)
             self._after.append(partial(held.give, state, described))
         frozen = [name for name in not_sharded(optimizer, names) if is_stepped(states.get(name, {}))]
         if frozen and strict:
@@ -207,13 +206,10 @@ class LoadTargets:
 
     def _add_made(self, prefix: str) -> None:
         """Read whole the tensors that are ``prefix``, or begin with it and a separator, into new memory."""
-        for name in self._saved:
-            if name != prefix and not name.startswith((f"{prefix}.", f"{prefix}[")):
-                continue
-            saved = self._saved.get(name)
-            assert saved is not None
-            self._made[name] = torch.empty(saved.size, dtype=saved.properties.dtype, device="cpu")
-            self._add(name, whole(self._made[name]))
+        for name, saved in self._saved.items():
+            if name == prefix or name.startswith((f"{prefix}.", f"{prefix}[")):
+                self._made[name] = torch.empty(saved.size, dtype=saved.properties.dtype, device="cpu")
+                self._add(name, whole(self._made[name]))
 
     def _add(self, name: str, blocks: TensorBlocks) -> None:
         first = self.tensors.setdefault(name, blocks)

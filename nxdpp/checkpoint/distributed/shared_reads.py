@@ -15,10 +15,9 @@ import torch.distributed as dist
 
 from nxdpp.checkpoint.distributed import ranks
 from nxdpp.checkpoint.distributed.ranks import Exchange
-from nxdpp.devices.kinds import device_of
 from nxdpp.ranks import parallel_state
 from nxdpp.ranks.faults.board import board
-from nxdpp.ranks.host_wire import needs_host
+from nxdpp.ranks.host_wire import in_place, needs_host
 
 T = TypeVar("T")
 
@@ -70,7 +69,8 @@ def broadcast(values: torch.Tensor, source: int) -> None:
     """Broadcast ``values`` in pieces, in place; values that are not contiguous through a copy of a piece."""
     group = parallel_state.get_data_parallel_group()
     if needs_host(values, group):
-        _broadcast_through_host(values, source)
+        # A copy of all of it: a piece of a lazy device is a graph of its own.
+        in_place(values, group, lambda host: broadcast(host, source))
         return
     # A backend only of devices, such as NCCL, takes no memory of the host.
     takes_host = dist.get_backend(group) == dist.Backend.GLOO
@@ -80,15 +80,6 @@ def broadcast(values: torch.Tensor, source: int) -> None:
         dist.broadcast(sent.view(-1).view(torch.uint8), group=group, group_src=source)
         if sent is not piece:
             piece.copy_(sent)
-
-
-def _broadcast_through_host(values: torch.Tensor, source: int) -> None:
-    """Broadcast ``values`` of a device through a copy of all of it: a piece of a lazy device is a graph of its own."""
-    device, is_source = device_of(values.device), parallel_state.get_data_parallel_rank() == source
-    host = device.to_host(values)() if is_source else torch.empty_like(values, device="cpu")
-    broadcast(host, source)
-    if not is_source:
-        device.fill(values, host)
 
 
 def _pieces(values: torch.Tensor) -> Iterator[torch.Tensor]:

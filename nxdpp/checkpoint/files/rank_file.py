@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.serialization import set_default_mmap_options, skip_data
 
 from nxdpp.checkpoint.files.checksummed_reader import DamagedFile
-from nxdpp.checkpoint.files.layout import StoredLayout, layouts_of
+from nxdpp.checkpoint.files.pieces import StoredLayout, layouts_of
 from nxdpp.tensor.rank_files import rank_name, read_file
 
 KEY = "model"

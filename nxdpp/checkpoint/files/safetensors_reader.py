@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from nxdpp.checkpoint.files.layout import StoredLayout, layout_of, printable
-from nxdpp.checkpoint.files.pieces import read_bytes, read_region, region_values
+from nxdpp.checkpoint.files.pieces import StoredLayout, layout_of, printable, read_bytes, read_region, region_values
 
 Rectangle = tuple[Sequence[int], Sequence[int]]
 """Offsets and sizes."""

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from nxdpp.checkpoint.files.layout import listed, printable
+from nxdpp.checkpoint.files.pieces import listed, printable
 from nxdpp.checkpoint.files.safetensors_reader import StoredTensor
 from nxdpp.checkpoint.huggingface.conversion import Conversion, LoadingPlan
 from nxdpp.ranks import parallel_state

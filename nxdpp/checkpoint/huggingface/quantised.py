@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.quantizers.auto import AutoHfQuantizer
 
-from nxdpp.checkpoint.files.layout import printable
+from nxdpp.checkpoint.files.pieces import printable
 from nxdpp.checkpoint.files.safetensors_reader import StoredTensor
 from nxdpp.checkpoint.huggingface.read_directory import CONFIG_FILE, method_of, quantisation_of, settings_of
 

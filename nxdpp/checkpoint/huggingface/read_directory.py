@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from nxdpp.checkpoint.distributed.ranks import Exchange
-from nxdpp.checkpoint.files.layout import printable
+from nxdpp.checkpoint.files.pieces import printable
 from nxdpp.checkpoint.files.safetensors_reader import OpenFile, StoredTensor, read_header
 from nxdpp.ranks import parallel_state
 

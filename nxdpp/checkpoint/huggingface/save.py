@@ -12,7 +12,7 @@ from nxdpp.agreement.same_values import sample_and_sum
 from nxdpp.agreement.together import from_all_ranks, together
 from nxdpp.checkpoint.distributed.whole_state import gather_tensors
 from nxdpp.checkpoint.files.checksummed_writer import check_dtype
-from nxdpp.checkpoint.files.layout import StoredLayout, layouts_of
+from nxdpp.checkpoint.files.pieces import StoredLayout, layouts_of
 from nxdpp.checkpoint.huggingface.adapter import is_adapted, names_in_files, write_adapter
 from nxdpp.checkpoint.huggingface.model_tensors import (
     WrappedModel,

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from nxdpp.checkpoint.files.checksummed_writer import write_shard
-from nxdpp.checkpoint.files.layout import StoredLayout, layouts_of
+from nxdpp.checkpoint.files.pieces import StoredLayout, layouts_of
 from nxdpp.checkpoint.huggingface.adapter import finish_adapter
 from nxdpp.checkpoint.huggingface.conversion import Conversion, saving_conversions
 from nxdpp.checkpoint.huggingface.read_directory import (

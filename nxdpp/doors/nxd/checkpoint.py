@@ -16,12 +16,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from nxdpp.checkpoint.distributed import directory
-from nxdpp.checkpoint.distributed.background import BackgroundSaves
 from nxdpp.checkpoint.distributed.captured import Stateful, captured
 from nxdpp.checkpoint.distributed.load import load_first_whole
 from nxdpp.checkpoint.distributed.load_targets import LoadArguments
 from nxdpp.checkpoint.distributed.ranks import CollectiveCall, Exchange, given, same_call
-from nxdpp.checkpoint.distributed.save import Save
+from nxdpp.checkpoint.distributed.save import BackgroundSaves, Save
 from nxdpp.doors.nxd import checkpoint_arguments as arguments
 from nxdpp.ranks.faults import failure_watch
 from nxdpp.ranks.faults.board import board

@@ -15,8 +15,7 @@ from safetensors.torch import load_file
 from nxdpp.checkpoint.files import checksummed_writer, pieces
 from nxdpp.checkpoint.files.checksummed_reader import ChecksummedReader, DamagedFile
 from nxdpp.checkpoint.files.checksummed_writer import write_checksummed, write_shard, write_streamed
-from nxdpp.checkpoint.files.layout import layouts_of
-from nxdpp.checkpoint.files.pieces import FileSpan, read_region
+from nxdpp.checkpoint.files.pieces import FileSpan, layouts_of, read_region
 
 DTYPES = list(checksummed_writer._NAMES)
 

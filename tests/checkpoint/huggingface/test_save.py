@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from nxdpp import NxDPPModel, load_pretrained, parallel_state, save_pretrained
-from nxdpp.checkpoint.files.layout import StoredLayout
+from nxdpp.checkpoint.files.pieces import StoredLayout
 from nxdpp.checkpoint.huggingface import write_directory
 from nxdpp.checkpoint.huggingface.write_directory import plan_shards
 from nxdpp.tensor.layers import ParallelEmbedding
