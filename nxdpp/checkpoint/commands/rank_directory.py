@@ -140,9 +140,7 @@ class Whole:
         """Return the values."""
         values = torch.empty(self.layout.shape, dtype=self.layout.dtype)
         for rank, file in enumerate(self._files if self._is_divided else self._files[:1]):
-            part = torch.empty(self._part.shape, dtype=self.layout.dtype)
-            file.read(self._name, part)
-            for block in self._part.place(rank).blocks(part):
+            for block in self._part.place(rank).blocks(file.read(self._name)):
                 values[block.region] = block.values
         return values
 
@@ -153,7 +151,7 @@ class Whole:
         values = self.read()
         for rank, file in enumerate(files):
             own = self._part.place(rank).part_of(values)
-            if file.layouts.get(name) != layout_of(own) or not file.equals(name, own):
+            if file.layouts.get(name) != layout_of(own) or not torch.equal(file.read(name), own):
                 raise ValueError(
                     f"{name} on tensor rank {rank} differs from {self._name} on rank 0 or on another stage, and the "
                     f"configuration's model has one tensor there: give the configuration of the model that was saved."
@@ -253,4 +251,4 @@ def _write_stage(source: Source, parts: Mapping[str, RankPart], paths: Sequence[
         for rank, file in enumerate(files):
             file.write(name, part.place(rank).part_of(values))
     for file in files:
-        file.close()
+        file.flush()

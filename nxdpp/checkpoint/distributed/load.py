@@ -90,8 +90,8 @@ class Load:
                     own,
                     [name for group in self.content["optimizer"]["groups"] for name in group["names"]],
                     lambda others: (
-                        f"the optimizer of {self._folder} has {others}, and this optimizer does not: make "
-                        f"it with the parameters that were saved. Nothing was loaded; strict=False leaves their state out."
+                        f"the optimizer of {self._folder} has {others}, and this optimizer does not: make it with the "
+                        f"parameters that were saved. Nothing was loaded; strict=False leaves their state out."
                     ),
                 )
             self._warn_of_masters(optimizer, names)

@@ -101,7 +101,8 @@ class LoadTargets:
     def take_over(self) -> None:
         """Give the objects their state, once all ranks have read."""
         for first, other in self._copies:
-            _copy_blocks(first, other)
+            for source, destination in zip(first.blocks, other.blocks, strict=True):
+                destination.values.copy_(source.values)
         with torch.no_grad():
             for tensor, values in self._host_copies:
                 tensor.copy_(values)
@@ -153,9 +154,11 @@ class LoadTargets:
             )
         if is_pipelined(model):
             pipelined = cast(WrappedModel, model)
-            check_no_optimizer_holds(_parameters(tensors, replaced), "Make the optimizer after load_checkpoint.")
-            # Tensors that a checkpoint does not have get initial weights, such as buffers that are not persistent.
             loaded = {id(old) for old, _ in replaced}
+            named = {name: each for name, each in tensors.tensors.items() if id(each) in loaded}
+            parameters = {name: each for name, each in named.items() if isinstance(each, nn.Parameter)}
+            check_no_optimizer_holds(parameters, "Make the optimizer after load_checkpoint.")
+            # Tensors that a checkpoint does not have get initial weights, such as buffers that are not persistent.
             local = pipelined.local_module
             rest = [tensor for tensor in (*local.parameters(), *local.buffers()) if tensor.is_meta]
             rest = [tensor for tensor in rest if id(tensor) not in loaded]
@@ -232,18 +235,6 @@ class LoadTargets:
             raise DamagedFile(f"{name} of {self._folder} is damaged ({type(error).__name__}: {error}).") from error
 
 
-def _parameters(
-    tensors: ModelTensors, replaced: Sequence[tuple[torch.Tensor, torch.Tensor]]
-) -> dict[str, nn.Parameter]:
-    """The parameters that are replaced, by name."""
-    old = {id(tensor) for tensor, _ in replaced}
-    return {
-        name: tensor
-        for name, tensor in tensors.tensors.items()
-        if id(tensor) in old and isinstance(tensor, nn.Parameter)
-    }
-
-
 def _give_options(optimizer: Optimizer, options: Sequence[dict[str, Any]]) -> None:
     for group, own in zip(optimizer.param_groups, options, strict=True):
         for key, value in own.items():
@@ -252,8 +243,3 @@ def _give_options(optimizer: Optimizer, options: Sequence[dict[str, Any]]) -> No
             if isinstance(value, torch.Tensor) and isinstance(old, torch.Tensor):
                 value = value.to(old.device)
             group[key] = value
-
-
-def _copy_blocks(source: TensorBlocks, destination: TensorBlocks) -> None:
-    for one, other in zip(source.blocks, destination.blocks, strict=True):
-        other.values.copy_(one.values)

@@ -1,25 +1,27 @@
 """Load of a Hugging Face directory: each rank reads only the tensors that it holds."""
 
 import os
+import sys
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from nxdpp.checkpoint.distributed.ranks import Exchange
+from nxdpp.checkpoint.distributed.rectangles import placement_of
 from nxdpp.checkpoint.distributed.shared_reads import SharedReads
 from nxdpp.checkpoint.files.pieces import printable
 from nxdpp.checkpoint.files.safetensors_reader import StoredTensor, has_nan
 from nxdpp.checkpoint.huggingface.conversion import Conversion, loading_plan
 from nxdpp.checkpoint.huggingface.load_target import Target, target_of
-from nxdpp.checkpoint.huggingface.mismatch import Accepted, LoadReport, check_fits, fit, print_once
+from nxdpp.checkpoint.huggingface.mismatch import Accepted, Fit, LoadReport, check_fits, fit
 from nxdpp.checkpoint.huggingface.model_tensors import (
     WrappedModel,
     check_wrapped,
     own_blocks,
-    place_in_files,
     tensors_of,
 )
 from nxdpp.checkpoint.huggingface.quantised import check_no_parts, check_none_replaces, forget_quantisation
@@ -106,7 +108,9 @@ def _load(model: WrappedModel, directory: Path, accepted: Accepted, dequantize: 
     filled = exchange.together(lambda: _read(plan.source, reads))
     reads.send(filled)
     exchange.together(lambda: _take_over(model, plan, filled))
-    print_once(plan.report, directory, type(model.original_module).__name__)
+    if plan.report and exchange.rank == 0:
+        kind = type(model.original_module).__name__
+        print(f"{directory} has other tensors than this {kind}:\n{plan.report}", file=sys.stderr, flush=True)
     return plan.report
 
 
@@ -128,17 +132,26 @@ class _Plan(NamedTuple):
 
 def _plan(model: WrappedModel, contents: Contents, accepted: Accepted, dequantize: bool) -> _Plan:
     target, stored = target_of(model, contents, dequantize)
-    plan = loading_plan(target.module, target.expected, stored, target.quantiser)
-    if target.quantiser is None:
-        check_no_parts(plan.unexpected.values(), contents.directory)
-    found = fit(target.module, target.expected, target.tied_names, stored, plan)
-    if target.quantiser is None:
-        check_none_replaces(found.missing, plan.unexpected, stored, contents.directory)
-    check_fits(found, accepted, model.original_module, contents.directory, target.remedy)
-    source = FileTensors(target, stored, found.provided)
+    source, found = fitting_tensors(target, stored, accepted, contents.directory, type(model.original_module))
     without = source.local_without_values([*found.missing, *(each.name for each in found.misshaped)])
     initial = list(zip(without, model.initial_weights_of(without), strict=True))
-    return _Plan(source, initial, plan.used, found.report(target.copies))
+    return _Plan(source, initial, found.used, found.report(target.copies))
+
+
+def fitting_tensors(
+    target: Target, stored: Mapping[str, StoredTensor], accepted: Accepted, directory: Path, kind: type[nn.Module]
+) -> tuple["FileTensors", Fit]:
+    """Return the tensors of ``target`` in the files of ``directory``, and how they fit a model of class ``kind``.
+
+    Raises ``ValueError`` for differences that are not ``accepted``, and for parts of quantised weights.
+    """
+    plan = loading_plan(target.module, target.expected, stored, target.quantiser)
+    found = fit(target, stored, plan)
+    if target.quantiser is None:
+        check_no_parts(plan.unexpected.values(), directory)
+        check_none_replaces(found.missing, plan.unexpected, stored, directory)
+    check_fits(found, accepted, kind.__name__, directory, target.remedy)
+    return FileTensors(target, stored, found.provided), found
 
 
 def _check(source: "FileTensors", tied: list[list[str]], reads: SharedReads[Conversion]) -> None:
@@ -234,7 +247,7 @@ class FileTensors:
         """The conversions with the tensors that they fill, for a comparison with other ranks."""
 
         def fields(name: str, tensor: torch.Tensor) -> tuple[object, ...]:
-            return name, tensor.shape, tensor.stride(), tensor.dtype, place_in_files(tensor)
+            return name, tensor.shape, tensor.stride(), tensor.dtype, placement_of(tensor)
 
         return repr([(each.names, [fields(*one) for one in wanted]) for each, wanted in self.conversions])
 
@@ -259,7 +272,7 @@ class FileTensors:
         """Raise ``ValueError`` for a value of the sources of ``conversions`` that is not a number."""
         for conversion, wanted in conversions:
             # A rank looks only at its part, if the files hold the tensor itself.
-            places = {place_in_files(tensor): tensor for _, tensor in wanted}
+            places = {placement_of(tensor): tensor for _, tensor in wanted}
             is_part = conversion.converter is None and len(places) == 1
             blocks = [(each.offsets, each.values.shape) for place in places for each in place.blocks(places[place])]
             for name in conversion.names:

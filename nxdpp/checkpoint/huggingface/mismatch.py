@@ -1,8 +1,7 @@
 """Comparison of a checkpoint with a model: one error for all differences, or a report of those that a load accepts."""
 
 import re
-import sys
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +14,7 @@ from transformers import PreTrainedModel
 from nxdpp.checkpoint.files.pieces import listed, printable
 from nxdpp.checkpoint.files.safetensors_reader import StoredTensor
 from nxdpp.checkpoint.huggingface.conversion import Conversion, LoadingPlan
-from nxdpp.ranks import parallel_state
+from nxdpp.checkpoint.huggingface.load_target import Target
 
 _SHOWN = 10
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)")
@@ -100,6 +99,7 @@ class Fit:
         unmade: texts about tensors that the stored ones cannot be converted to.
         mistyped: texts about tensors whose dtype cannot give the values of the model.
         widths: texts about floating tensors of a different width.
+        used: transforms that ``save_pretrained`` must revert.
     """
 
     provided: dict[str, Conversion] = field(default_factory=dict)
@@ -109,6 +109,7 @@ class Fit:
     unmade: list[str] = field(default_factory=list)
     mistyped: list[str] = field(default_factory=list)
     widths: list[str] = field(default_factory=list)
+    used: list[Any] | None = None
 
     def report(self, copies: Collection[str]) -> LoadReport:
         """The differences that a load has accepted, without tensors that are ``copies``."""
@@ -117,24 +118,18 @@ class Fit:
         return LoadReport(missing, tuple(self.unexpected), misshaped)
 
 
-def fit(
-    model: nn.Module,
-    expected: Mapping[str, torch.Tensor],
-    tied_names: Sequence[Sequence[str]],
-    stored: Mapping[str, StoredTensor],
-    plan: LoadingPlan,
-) -> Fit:
-    """Compare the tensors that ``plan`` makes from ``stored`` with the ``expected`` state dict of ``model``.
+def fit(target: Target, stored: Mapping[str, StoredTensor], plan: LoadingPlan) -> Fit:
+    """Compare the tensors that ``plan`` makes from ``stored`` with the tensors of ``target``.
 
     Conversions run on the meta device, so no values are read. The checkpoint needs one of the names of each tied
-    weight. Tensors that ``model`` allows to be missing or unexpected are left out.
+    weight. Tensors that the module allows to be missing or unexpected are left out.
     """
-    found = Fit()
+    expected, found = target.expected, Fit(used=plan.used)
     unexpected = dict(plan.unexpected)
     present: set[str] = set()
     for conversion in plan.conversions:
         try:
-            made = conversion.convert(lambda name: stored[name].on_meta(), model)
+            made = conversion.convert(lambda name: stored[name].on_meta(), target.module)
         except Exception as error:
             shapes = ", ".join(f"{printable(name)} {list(stored[name].shape)}" for name in conversion.names[:_SHOWN])
             reason = printable(error, 500)
@@ -152,7 +147,7 @@ def fit(
                 found.misshaped.append(OtherShape(name, tuple(tensor.shape), tuple(expected[name].shape)))
             _compare_dtypes(found, name, tensor.dtype, expected[name].dtype)
     missing = expected.keys() - present
-    for names in tied_names:
+    for names in target.tied_names:
         if any(name in present for name in names):
             missing -= set(names)
         if any(name in found.provided for name in names):
@@ -160,14 +155,16 @@ def fit(
             other = [each for each in found.misshaped if each.name in names]
             found.misshaped = [each for each in found.misshaped if each not in other]
             found.unmade += [f"{each}, tied to a name of the right shape" for each in other]
-    missing, unexpected = _not_ignored(model, missing, unexpected)
+    missing, unexpected = _not_ignored(target.module, missing, unexpected)
     found.missing = [name for name in expected if name in missing]
     found.unexpected = list(dict.fromkeys(unexpected.values()))
     return found
 
 
-def check_fits(found: Fit, accepted: Accepted, model: nn.Module, directory: Path, remedy: str) -> None:
+def check_fits(found: Fit, accepted: Accepted, kind: str, directory: Path, remedy: str) -> None:
     """Raise one ``ValueError`` with all differences that are not ``accepted``, and ``remedy``.
+
+    ``kind`` is the class of the model.
 
     A checkpoint that gives the model no tensor at all is never accepted.
     """
@@ -179,7 +176,7 @@ def check_fits(found: Fit, accepted: Accepted, model: nn.Module, directory: Path
     if not any(kinds.values()):
         if not found.provided and (found.missing or found.unexpected or found.misshaped):
             raise ValueError(
-                f"{directory} has no tensor of this {type(model).__name__}: its names are "
+                f"{directory} has no tensor of this {kind}: its names are "
                 f"{listed(found.unexpected)}. Nothing was loaded. {remedy}"
             )
         return
@@ -187,7 +184,7 @@ def check_fits(found: Fit, accepted: Accepted, model: nn.Module, directory: Path
     counts = ", ".join(f"{len(texts)} {kind}" for kind, texts in kinds.items() if texts or kind in always)
     lists = "".join(f"\n  {kind}: {listed(texts)}" for kind, texts in kinds.items() if texts)
     raise ValueError(
-        f"the tensors in {directory} are not those of this {type(model).__name__}: {counts}.{lists}\n"
+        f"the tensors in {directory} are not those of this {kind}: {counts}.{lists}\n"
         f"Nothing was loaded. {_remedies(found, accepted, remedy)}"
     )
 
@@ -243,17 +240,6 @@ def _converts(stored: torch.dtype, expected: torch.dtype) -> bool:
         return stored.is_complex
     kinds = stored.is_floating_point or stored.is_complex
     return not kinds and torch.bool not in (stored, expected)
-
-
-def print_once(report: LoadReport, source: object, kind: str) -> None:
-    """Print ``report`` about ``source`` and a model of class ``kind`` on the first rank of the job, unless empty."""
-    places = (
-        parallel_state.get_pipeline_model_parallel_rank(),
-        parallel_state.get_data_parallel_rank(),
-        parallel_state.get_tensor_model_parallel_rank(),
-    )
-    if report and not any(places):
-        print(f"{source} has other tensors than this {kind}:\n{report}", file=sys.stderr, flush=True)
 
 
 def _grouped(names: Iterable[str]) -> Iterable[str]:

@@ -7,9 +7,8 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from nxdpp.checkpoint.distributed.rectangles import Block, PlaceInWhole, placement_of
+from nxdpp.checkpoint.distributed.rectangles import Block, placement_of
 from nxdpp.pipeline.local.own_save import state_of_all_names
-from nxdpp.ranks import parallel_state
 from nxdpp.tensor.embedding import ParallelEmbedding
 from nxdpp.tensor.padding import whole_of
 
@@ -85,43 +84,20 @@ def check_wrapped(model: WrappedModel, function: str) -> None:
         )
 
 
-def place_in_files(tensor: torch.Tensor) -> PlaceInWhole:
-    """The place of ``tensor`` in the whole, which files hold.
-
-    Raises ``NotImplementedError`` where several ranks hold one part, and for blocks that are padded.
-    """
-    place, size = placement_of(tensor), parallel_state.get_tensor_model_parallel_size()
-    if place.dim < 0 or size == 1:
-        return place
-    count = getattr(tensor, "num_partitions", size)
-    if count != size:
-        raise NotImplementedError(
-            f"a parameter has {count} parts over {size} tensor-parallel ranks, which checkpoints of Hugging Face "
-            f"cannot have: use local_state_dict() and load_local_state_dict() on each rank."
-        )
-    whole, padded = place.shape[place.dim], tensor.shape[place.dim] * count
-    if len(place.ranges) > 1 and whole != padded:
-        raise NotImplementedError(
-            f"a parameter has {whole} elements in {padded}, padded in {len(place.ranges)} blocks, and files "
-            f"would have the padding too: use local_state_dict() and load_local_state_dict() on each rank."
-        )
-    return place
-
-
 def as_in_files(tensor: torch.Tensor) -> torch.Tensor:
     """``tensor`` itself, or a meta tensor of the whole that it is a part of."""
-    place = place_in_files(tensor)
+    place = placement_of(tensor)
     return tensor if place.dim < 0 else torch.empty(place.shape, dtype=tensor.dtype, device="meta")
 
 
 def joined(tensor: torch.Tensor) -> torch.Tensor:
     """The whole of ``tensor``; collective over the tensor group for a part."""
-    return tensor.detach() if place_in_files(tensor).dim < 0 else whole_of(tensor)
+    return tensor.detach() if placement_of(tensor).dim < 0 else whole_of(tensor)
 
 
 def own_blocks(tensor: torch.Tensor) -> list[Block]:
     """Rectangles of the whole that are in ``tensor``; padding becomes zero."""
-    place = place_in_files(tensor)
+    place = placement_of(tensor)
     if place.dim >= 0 and sum(each.length for each in place.ranges) < place.local_shape[place.dim]:
         tensor.detach().zero_()
     return place.blocks(tensor)
