@@ -11,7 +11,7 @@ from nxdpp.checkpoint.files.checksummed_writer import write_streamed
 from nxdpp.checkpoint.files.pieces import layout_of, layouts_of
 from nxdpp.checkpoint.files.safetensors_reader import StoredTensor
 from nxdpp.checkpoint.huggingface.conversion import Conversion
-from nxdpp.checkpoint.huggingface.load import fitting_tensors
+from nxdpp.checkpoint.huggingface.file_tensors import fitting_tensors
 from nxdpp.checkpoint.huggingface.load_target import Target
 from nxdpp.checkpoint.huggingface.mismatch import Accepted
 from nxdpp.checkpoint.huggingface.model_tensors import tensors_of

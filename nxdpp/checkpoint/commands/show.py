@@ -14,8 +14,7 @@ from nxdpp.checkpoint.distributed.document import OF_MODEL, OF_OPTIMIZER, Docume
 from nxdpp.checkpoint.files.checksummed_reader import ChecksummedReader, DamagedFile
 from nxdpp.checkpoint.files.pieces import layouts_of, printable
 from nxdpp.checkpoint.files.rank_file import KEY, RankFile, rank_files
-from nxdpp.checkpoint.files.safetensors_reader import OpenFile, StoredTensor, read_header
-from nxdpp.checkpoint.huggingface.read_directory import adapter_weights, method_of, settings_of, stored_tensors
+from nxdpp.checkpoint.huggingface.read_directory import method_of, read_contents
 from nxdpp.tensor.rank_files import rank_name
 
 _NO_CHECKSUMS = "Such files have no checksums of values, so changed values are not found."
@@ -177,14 +176,16 @@ def _json(value: Any) -> str:
 
 def _huggingface(path: Path) -> Listing:
     """Return the content of a Hugging Face directory. Raises ``ValueError`` for a damaged one."""
-    adapter, stored = _stored(path)
+    contents = read_contents(path)
+    if contents.adapter is not None and contents.lacks_weights:
+        raise ValueError(f"{path} has the configuration of an adapter, and {contents.adapter} is missing.")
+    stored, settings = contents.tensors, contents.settings
     layouts = layouts_of(stored)
     files = len({each.path for each in stored.values()})
     size = sum(each.bytes for each in layouts.values())
-    settings = settings_of(path)
     classes = settings.get("architectures") or settings.get("model_type") or "unknown, without config.json"
     named = ", ".join(map(str, classes)) if isinstance(classes, list) else str(classes)
-    lines = [("model", "adapter" if adapter else named)]
+    lines = [("model", named if contents.adapter is None else "adapter")]
     quantised = method_of(settings)
     if quantised is not None:
         lines.append(("quantised", quantised))
@@ -217,16 +218,6 @@ def _verify_files(path: Path, read: Callable[[Path], Listing]) -> int:
     size = f"{found.values['all_bytes']:,} bytes"
     print(f"{path} has all its tensors: {len(found.tensors):,} names, {size}. {_NO_CHECKSUMS}")
     return 0
-
-
-def _stored(path: Path) -> tuple[bool, dict[str, StoredTensor]]:
-    """Return whether ``path`` is an adapter, and its tensors."""
-    weights = adapter_weights(path)
-    if weights is None:
-        return False, stored_tensors(path)
-    if not weights.is_file():
-        raise ValueError(f"{path} has the configuration of an adapter, and {weights} is missing.")
-    return True, read_header(weights, OpenFile())
 
 
 _OTHERS: Mapping[str, Callable[[Path], Listing]] = {"huggingface": _huggingface, "nxd": _ranks}

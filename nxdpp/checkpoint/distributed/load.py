@@ -63,10 +63,11 @@ class Load:
         self._metadata = document.metadata
         self._targets = LoadTargets(folder, document)
 
-    def prepare(self, given: LoadArguments) -> None:
+    def prepare(self, given: LoadArguments, half_read: set[str]) -> None:
         """Verify that the checkpoint fits, before anything is changed.
 
-        Raises ``ValueError`` on all ranks for names, shapes, dtypes or groups that do not.
+        Raises ``ValueError`` on all ranks for names, shapes, dtypes or groups that do not, and where the checkpoint
+        lacks a name of ``half_read``, which were read from a damaged one.
         """
         model, optimizer = given.model, given.optimizer
         tensors = self.exchange.together(lambda: None if model is None else model_tensors(model))
@@ -96,6 +97,8 @@ class Load:
                 )
             self._warn_of_masters(optimizer, names)
             self._warn_of_left_out({"scheduler": given.scheduler, "grad_scaler": given.grad_scaler})
+        if half_read:
+            self.exchange.together(lambda: self._check_overwrites(half_read))
 
     def names_in_use(self) -> set[str]:
         """Names of the tensors that are read into memory in use: of the model, and master copies of an optimizer."""
@@ -119,6 +122,14 @@ class Load:
         if self.exchange.rank == 0:
             check_files(self._folder, document.metadata)
         return document
+
+    def _check_overwrites(self, half_read: set[str]) -> None:
+        left = sorted(half_read - self.names_in_use())
+        if left:
+            raise ValueError(
+                f"{self._folder} lacks {left[0]} and {len(left) - 1} more that were read from a damaged checkpoint: "
+                f"load a checkpoint with all names of the model."
+            )
 
     def _check_shared(self) -> None:
         if not self._folder.is_dir():
@@ -202,7 +213,7 @@ def load_first_whole(folders: Sequence[Path], exchange: Exchange, given: LoadArg
         load = None
         try:
             load = Load(folder, exchange)
-            _prepare(load, folder, given, half_read)
+            load.prepare(given, half_read)
             return load.read()
         except Exception as error:
             # All ranks know the same kinds of errors: no rank continues by itself.
@@ -219,19 +230,3 @@ def load_first_whole(folders: Sequence[Path], exchange: Exchange, given: LoadArg
                     "%s: the next older checkpoint is loaded in the place of %s", str(error).rstrip("."), folder
                 )
     raise AssertionError("there is a folder")
-
-
-def _prepare(load: Load, folder: Path, given: LoadArguments, half_read: set[str]) -> None:
-    """Verify that ``load`` fits, and that it overwrites the names that were read of a damaged checkpoint."""
-    load.prepare(given)
-    left = sorted(half_read - load.names_in_use())
-
-    def check() -> None:
-        if left:
-            raise ValueError(
-                f"{folder} lacks {left[0]} and {len(left) - 1} more that were read from a damaged checkpoint: load a "
-                f"checkpoint with all names of the model."
-            )
-
-    if half_read:
-        load.exchange.together(check)

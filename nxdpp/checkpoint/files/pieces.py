@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -20,14 +20,6 @@ SMALL_BYTES = 1 << 20
 SHORTEST_RUN = 1 << 12
 """Bytes; shorter runs share pages."""
 _LONGEST = 150
-
-
-class _Shaped(Protocol):
-    @property
-    def shape(self) -> Sequence[int]: ...
-
-    @property
-    def dtype(self) -> torch.dtype: ...
 
 
 @dataclass(frozen=True)
@@ -47,12 +39,12 @@ class StoredLayout:
         return torch.empty(self.shape, dtype=self.dtype, device="meta")
 
 
-def layout_of(tensor: _Shaped) -> StoredLayout:
+def layout_of(tensor: torch.Tensor | StoredLayout) -> StoredLayout:
     """StoredLayout of ``tensor``."""
     return StoredLayout(tuple(tensor.shape), tensor.dtype)
 
 
-def layouts_of(tensors: Mapping[str, _Shaped]) -> dict[str, StoredLayout]:
+def layouts_of(tensors: Mapping[str, torch.Tensor] | Mapping[str, StoredLayout]) -> dict[str, StoredLayout]:
     """Layouts of ``tensors`` by name."""
     return {name: layout_of(tensor) for name, tensor in tensors.items()}
 

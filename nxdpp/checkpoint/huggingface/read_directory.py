@@ -13,14 +13,17 @@ import json
 import os
 import pickle
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from nxdpp.checkpoint.distributed.ranks import Exchange
 from nxdpp.checkpoint.files.pieces import printable
 from nxdpp.checkpoint.files.safetensors_reader import OpenFile, StoredTensor, read_header
 from nxdpp.ranks import parallel_state
+
+T = TypeVar("T")
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -51,16 +54,12 @@ class Contents:
     @property
     def settings(self) -> dict[str, Any]:
         """The content of ``config.json``. Raises ``ValueError`` for a damaged file, and ``OSError``."""
-        if isinstance(self._settings, Exception):
-            raise self._settings
-        return self._settings
+        return _value(self._settings)
 
     @property
     def tensors(self) -> dict[str, StoredTensor]:
         """All tensors by their stored names. Raises the ``ValueError`` and ``OSError`` of ``stored_tensors``."""
-        if isinstance(self._tensors, Exception):
-            raise self._tensors
-        return self._tensors
+        return _value(self._tensors)
 
     @property
     def lacks_weights(self) -> bool:
@@ -82,17 +81,21 @@ class Contents:
 def read_contents(directory: Path) -> Contents:
     """Read the contents of ``directory``. Errors are raised later, see ``Contents``."""
     adapter = adapter_weights(directory)
-    settings: dict[str, Any] | Exception
-    tensors: dict[str, StoredTensor] | Exception
+    tensors = _tried(lambda: stored_tensors(directory) if adapter is None else read_header(adapter, OpenFile()))
+    return Contents(directory, adapter, _tried(lambda: settings_of(directory)), tensors)
+
+
+def _tried(read: Callable[[], T]) -> T | Exception:
     try:
-        settings = settings_of(directory)
+        return read()
     except (ValueError, OSError) as error:
-        settings = error
-    try:
-        tensors = stored_tensors(directory) if adapter is None else read_header(adapter, OpenFile())
-    except (ValueError, OSError) as error:
-        tensors = error
-    return Contents(directory, adapter, settings, tensors)
+        return error
+
+
+def _value(read: T | Exception) -> T:
+    if isinstance(read, Exception):
+        raise read
+    return read
 
 
 def contents_of(directory: Path, exchange: Exchange) -> Contents:

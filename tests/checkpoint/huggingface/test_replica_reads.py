@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from nxdpp import NxDPPModel, init_on_device, load_pretrained, parallel_state, tensor_parallelize
 from nxdpp.checkpoint.files.safetensors_reader import OpenFile, StoredTensor, read_header
-from nxdpp.checkpoint.huggingface import load, read_directory
+from nxdpp.checkpoint.huggingface import file_tensors, read_directory
 from tests.checkpoint.huggingface.checkpointed_models import differing, make, on_meta, saved_by_transformers, tensors_in
 from tests.support.run_ranks import run_ranks
 from tests.support.tensor_models import llama as divisible_llama
@@ -129,7 +129,7 @@ def errors_of_one_rank_are_raised_on_all(folder: Path) -> None:
     def fail(*_: object) -> Any:
         raise own
 
-    broken: list[tuple[Any, str]] = [(OpenFile, "read"), (load.FileTensors, "_local_conversions")]
+    broken: list[tuple[Any, str]] = [(OpenFile, "read"), (file_tensors.FileTensors, "_local_conversions")]
     for place, name in broken:
         model = wrapped(on_meta("llama"), 2)
         with pytest.MonkeyPatch.context() as patch:
