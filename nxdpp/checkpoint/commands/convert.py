@@ -8,13 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.default_planner import create_default_global_save_plan, create_default_local_save_plan
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from nxdpp.checkpoint.commands.formats import Format, format_of, opened
 from nxdpp.checkpoint.commands.huggingface import huggingface_source, write_huggingface
@@ -26,7 +21,6 @@ from nxdpp.checkpoint.distributed.document import OF_MODEL, write_document
 from nxdpp.checkpoint.distributed.load import read_tensors
 from nxdpp.checkpoint.distributed.rectangles import whole
 from nxdpp.checkpoint.files.checksummed_writer import write_streamed
-from nxdpp.checkpoint.files.pieces import StoredLayout
 from nxdpp.checkpoint.huggingface.write_directory import SHARD_BYTES
 from nxdpp.tensor.rank_files import local_path
 
@@ -131,7 +125,8 @@ def write_sharded(source: Source, destination: Path) -> None:
     layouts = {f"{OF_MODEL}{name}": each for name, each in source.layouts.items()}
     try:
         spans = write_streamed(file, layouts, ((f"{OF_MODEL}{name}", source.read(name)) for name in source.layouts))
-        metadata = Metadata({name: _whole_tensor(each) for name, each in layouts.items()})
+        tensors = {name: whole(each.on_meta()) for name, each in layouts.items()}
+        _, metadata = create_default_global_save_plan([create_default_local_save_plan(tensors, True)])
         places = {MetadataIndex(name, torch.Size([0] * len(layouts[name].shape))): span for name, span in spans.items()}
         number = directory.next_number(destination.parent)
         write_document(document, number, _content(source), metadata, places)
@@ -141,12 +136,6 @@ def write_sharded(source: Source, destination: Path) -> None:
         raise
     directory.put_document(destination, save)
     directory.flush_directory(destination)
-
-
-def _whole_tensor(layout: StoredLayout) -> TensorStorageMetadata:
-    size = torch.Size(layout.shape)
-    chunk = ChunkStorageMetadata(torch.Size([0] * len(size)), size)
-    return TensorStorageMetadata(TensorProperties(dtype=layout.dtype), size, [chunk])
 
 
 def _content(source: Source) -> dict[str, Any]:

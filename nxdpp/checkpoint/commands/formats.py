@@ -26,27 +26,22 @@ def format_of(path: Path) -> Format:
     Raises ``ValueError`` for a path without a checkpoint and for missing ranks, and ``DamagedFile`` for an unfinished
     checkpoint.
     """
-    if is_checkpoint(path):
+    if (path / DOCUMENT).is_file() or directory.tags(path) or unfinished(path):
         return "nxdpp"
     if rank_files(path):
         return "nxd"
-    if is_huggingface(path):
+    if _is_huggingface(path):
         return "huggingface"
     raise missing(path)
 
 
-def is_huggingface(path: Path) -> bool:
+def _is_huggingface(path: Path) -> bool:
     """Return whether ``path`` has weights of a Hugging Face directory, or an adapter."""
     if not path.is_dir():
         return False
     weights = any((path / name).is_file() for name in (SINGLE_FILE, INDEX_FILE)) or any(path.glob("*.bin"))
     named = (path / CONFIG_FILE).is_file() and WEIGHTS_FIELD in settings_of(path)
     return weights or named or adapter_weights(path) is not None
-
-
-def is_checkpoint(path: Path) -> bool:
-    """Return whether ``path`` is a checkpoint of nxdpp, has some, or has files of an unfinished one."""
-    return (path / DOCUMENT).is_file() or bool(directory.tags(path)) or bool(unfinished(path))
 
 
 def opened(path: Path) -> tuple[Path, Document]:
