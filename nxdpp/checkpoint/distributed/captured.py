@@ -9,11 +9,12 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import nn
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
 from nxdpp.agreement.same_values import sample
@@ -31,17 +32,6 @@ from nxdpp.ranks import parallel_state
 from nxdpp.tensor.padding import Range
 from nxdpp.tensor.random import get_xla_rng_tracker
 from nxdpp.tensor.tensor_attributes import param_is_not_tensor_parallel_duplicate
-
-
-class Stateful(Protocol):
-    """A learning-rate scheduler, a ``GradScaler``, a sampler."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state."""
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
-        """Load the state."""
-
 
 Part = tuple[str, tuple[Range, ...], tuple[int, ...]]
 """Name of a parameter, the elements along its divided dimension that a rank has, and the shape there."""

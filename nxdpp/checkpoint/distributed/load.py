@@ -24,9 +24,9 @@ from typing import Any
 
 from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
-from nxdpp.checkpoint.distributed.captured import Stateful
 from nxdpp.checkpoint.distributed.document import OF_MODEL, Document, parsed_document, read_document, tensors_of
 from nxdpp.checkpoint.distributed.load_targets import LoadArguments, LoadTargets
 from nxdpp.checkpoint.distributed.model_state import model_tensors

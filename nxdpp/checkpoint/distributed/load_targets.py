@@ -13,11 +13,12 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from nxdpp.checkpoint.distributed import ranks
-from nxdpp.checkpoint.distributed.captured import Stateful, check_random_state, layout, set_random_state
+from nxdpp.checkpoint.distributed.captured import check_random_state, layout, set_random_state
 from nxdpp.checkpoint.distributed.document import Document, tensors_of
 from nxdpp.checkpoint.distributed.model_state import ModelTensors, is_pipelined
 from nxdpp.checkpoint.distributed.optimizer_state import held_state, is_stepped, not_sharded, optimizer_class

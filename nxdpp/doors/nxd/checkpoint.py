@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
 from nxdpp.checkpoint.distributed import directory
-from nxdpp.checkpoint.distributed.captured import Stateful, captured
+from nxdpp.checkpoint.distributed.captured import captured
 from nxdpp.checkpoint.distributed.load import load_first_whole
 from nxdpp.checkpoint.distributed.load_targets import LoadArguments
 from nxdpp.checkpoint.distributed.ranks import CollectiveCall, Exchange, given, same_call
