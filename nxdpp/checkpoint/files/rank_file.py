@@ -40,6 +40,8 @@ class RankFile:
         for name, value in self._tensors.items():
             if not isinstance(value, torch.Tensor):
                 raise ValueError(f"{name} in {path} is a {type(value).__name__}, and a model's state has tensors.")
+            if value.untyped_storage()._checkpoint_offset is None:
+                raise ValueError(f"{path} has the format of torch before 1.6: load and save it again with torch.")
         self.layouts = layouts_of(self._tensors)
 
     def read(self, name: str) -> torch.Tensor:
@@ -66,8 +68,9 @@ class RankFile:
 
     def _place(self, stored: torch.Tensor) -> int:
         """The byte of the file at which a tensor begins, of which torch tells the place of the storage."""
-        start: int = vars(stored.untyped_storage())["_checkpoint_offset"]
-        return start + int(stored.storage_offset()) * stored.dtype.itemsize
+        start = stored.untyped_storage()._checkpoint_offset
+        assert start is not None, "the file has the place of each storage"
+        return start + stored.storage_offset() * stored.dtype.itemsize
 
 
 def make_file(path: Path, layouts: Mapping[str, StoredLayout], key: str) -> RankFile:
