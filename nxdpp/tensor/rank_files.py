@@ -78,8 +78,10 @@ def write_file(path: Path, content: Any) -> None:
         raise
 
 
-def read_file(path: Path) -> Any:
+def read_file(path: Path, in_file: bool = False) -> Any:
     """Return the content of ``path``, with its tensors on the CPU; runs no code of the file.
+
+    With ``in_file`` the tensors are in the mapped file, and take memory when they are read.
 
     Raises ``ValueError`` for a damaged file and for one that needs code, and ``OSError`` for one that cannot be read.
     """
@@ -87,7 +89,7 @@ def read_file(path: Path) -> Any:
         # torch reports a directory or a missing file differently.
         pass
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=in_file)
     except pickle.UnpicklingError as error:
         raise ValueError(
             f"{path} has values that only code can restore, and a load runs none: {_first_line(error)} Save the file "
