@@ -70,7 +70,7 @@ class RankFile:
         """The byte of the file at which a tensor begins, of which torch tells the place of the storage."""
         start = stored.untyped_storage()._checkpoint_offset
         assert start is not None, "the file has the place of each storage"
-        return start + stored.storage_offset() * stored.dtype.itemsize
+        return start + int(stored.storage_offset()) * stored.dtype.itemsize
 
 
 def make_file(path: Path, layouts: Mapping[str, StoredLayout], key: str) -> RankFile:
