@@ -120,9 +120,9 @@ def test_a_model_without_values_is_refused_on_every_rank(tmp_path: Path) -> None
 PADDED = torch.arange(36.0).view(9, 4)
 
 
-def layers_with_parts(rank: int) -> nn.Sequential:
+def layers_with_parts(rank: int) -> Any:
     """Layers with a parameter of three blocks, padded from 3 to 4 rows, and one that both tensor ranks hold."""
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     padded = torch.zeros(6, 4)
     for start, own, length in ranges(9, 6, 3, rank):
         padded[own : own + length] = PADDED[start : start + length]
