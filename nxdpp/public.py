@@ -6,7 +6,7 @@ from nxdpp import parallel_layers as parallel_layers
 from nxdpp import trainer as trainer
 from nxdpp.checkpoint.distributed.whole_state import gather_state_dict as gather_state_dict
 from nxdpp.checkpoint.huggingface.load import load_pretrained as load_pretrained
-from nxdpp.checkpoint.huggingface.load_report import LoadReport as LoadReport
+from nxdpp.checkpoint.huggingface.mismatch import LoadReport as LoadReport
 from nxdpp.checkpoint.huggingface.save import save_pretrained as save_pretrained
 from nxdpp.devices.memory import device_memory as device_memory
 from nxdpp.doors.nxd.checkpoint import finalize_checkpoint as finalize_checkpoint

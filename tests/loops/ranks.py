@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 import nxdpp
 from nxdpp import NxDPPModel, parallel_state
-from nxdpp.checkpoint.commands.convert import ConversionRequest, convert
+from nxdpp.checkpoint.commands.convert import convert
 from nxdpp.optimizer import Zero1Optimizer
 from tests.loops.compare import COARSE, TOLERANCE, Event, Numbers, difference
 from tests.loops.draw import LAYOUTS, Script
@@ -122,7 +122,7 @@ class RankTraining(Training):
             return
         written = self._folder / f"written {len(self.events)}"
         with contextlib.redirect_stdout(None):
-            convert(ConversionRequest(self._folder / "file", written, "huggingface", plain=True))
+            convert(self._folder / "file", written, "huggingface", plain=True)
         self.note(what, load_file(written / "model.safetensors"))
 
     def recompute(self) -> None:

@@ -1,13 +1,4 @@
-"""``python -m nxdpp checkpoint``: show a checkpoint, verify it, or convert it to a different format.
-
-::
-
-    python -m nxdpp checkpoint show out                 the newest checkpoint of a training, or out/step_300
-    python -m nxdpp checkpoint show model --json        of a Hugging Face directory, for programs
-    python -m nxdpp checkpoint verify out/step_300      exit status 1 for a damaged one
-    python -m nxdpp checkpoint convert out/step_300 model --to huggingface
-    python -m nxdpp checkpoint convert model ranks --to nxd --tensor-parallel-size 2
-"""
+"""``python -m nxdpp checkpoint``: show a checkpoint, verify it, or convert it to a different format."""
 
 import argparse
 from pathlib import Path
@@ -37,6 +28,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.set_defaults(run=run)
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     show = actions.add_parser(
         "show",
@@ -45,7 +37,6 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     show.add_argument("path", metavar="PATH", type=Path, help=_ANY)
     show.add_argument("--json", action="store_true", help="print one JSON object, with sizes in bytes")
-    show.set_defaults(run=run_show)
     verify = actions.add_parser(
         "verify",
         help="compare all checksums",
@@ -55,7 +46,6 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     verify.add_argument("path", metavar="PATH", type=Path, help=_ANY)
     verify.add_argument("--all", action="store_true", help="all checkpoints of a training, not the newest alone")
-    verify.set_defaults(run=run_verify)
     _add_convert(actions)
 
 
@@ -88,40 +78,34 @@ def _add_convert(actions: "argparse._SubParsersAction[argparse.ArgumentParser]")
         convert.add_argument(
             f"--{name}-parallel-size", type=_count, default=1, metavar="N", help=f"{name} ranks, for --to nxd (1)"
         )
-    convert.set_defaults(run=run_convert)
 
 
-def run_show(options: argparse.Namespace) -> int:
-    """Print what a checkpoint has. Raises ``ValueError`` for a path without one, and for a damaged document."""
-    from nxdpp.checkpoint.commands.show import show
+def run(options: argparse.Namespace) -> int:
+    """Do the action of ``options``, and return the exit status: 1 for a damaged checkpoint of ``verify``.
 
+    Raises ``ValueError`` for a path without a checkpoint, and for a source that does not fit a format.
+    """
+    if options.action == "convert":
+        # transformers takes seconds to import.
+        from nxdpp.checkpoint.commands.convert import convert
+
+        convert(
+            options.source,
+            options.destination,
+            options.to,
+            config=options.config,
+            tensor=options.tensor_parallel_size,
+            pipeline=options.pipeline_parallel_size,
+            blocks=options.blocks,
+            plain=options.plain,
+            largest=options.max_shard_size,
+        )
+        return 0
+    from nxdpp.checkpoint.commands.show import show, verify
+
+    if options.action == "verify":
+        return verify(options.path, options.all)
     show(options.path, options.json)
-    return 0
-
-
-def run_verify(options: argparse.Namespace) -> int:
-    """Compare all checksums, and return 0 for a whole checkpoint and 1 for any other."""
-    from nxdpp.checkpoint.commands.verify import verify
-
-    return verify(options.path, options.all)
-
-
-def run_convert(options: argparse.Namespace) -> int:
-    """Write the model in a different format. Raises ``ValueError`` for a source that does not fit the format."""
-    from nxdpp.checkpoint.commands.convert import ConversionRequest, convert
-
-    asked = ConversionRequest(
-        options.source,
-        options.destination,
-        options.to,
-        options.config,
-        options.tensor_parallel_size,
-        options.pipeline_parallel_size,
-        options.blocks,
-        options.plain,
-        options.max_shard_size,
-    )
-    convert(asked)
     return 0
 
 

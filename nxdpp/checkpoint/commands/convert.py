@@ -1,22 +1,45 @@
-"""``python -m nxdpp checkpoint convert``: write the model of a checkpoint in a different format."""
+"""``python -m nxdpp checkpoint convert``: write the model of a checkpoint in a different format.
 
-from dataclasses import dataclass
+Here are the dispatch, and a checkpoint of nxdpp as source and as destination.
+"""
+
+import secrets
 from pathlib import Path
+from typing import Any
 
-from nxdpp.checkpoint.commands.formats import Format, format_of
+import torch
+from torch.distributed.checkpoint.default_planner import create_default_global_save_plan, create_default_local_save_plan
+from torch.distributed.checkpoint.metadata import MetadataIndex
+
+from nxdpp.checkpoint.commands.formats import Format, format_of, opened
 from nxdpp.checkpoint.commands.huggingface import huggingface_source, write_huggingface
 from nxdpp.checkpoint.commands.rank_directory import rank_source, write_ranks
-from nxdpp.checkpoint.commands.sharded import sharded_source, write_sharded
-from nxdpp.checkpoint.commands.source import Source
-from nxdpp.checkpoint.huggingface.save_plan import SHARD_BYTES
+from nxdpp.checkpoint.commands.source import Source, check_free, meta_model, plain_model, with_dtypes
+from nxdpp.checkpoint.distributed import directory
+from nxdpp.checkpoint.distributed.directory import DOCUMENT
+from nxdpp.checkpoint.distributed.document import OF_MODEL, write_document
+from nxdpp.checkpoint.distributed.load import read_tensors
+from nxdpp.checkpoint.distributed.rectangles import whole
+from nxdpp.checkpoint.files.checksummed_writer import write_streamed
+from nxdpp.checkpoint.huggingface.write_directory import SHARD_BYTES
 from nxdpp.tensor.rank_files import local_path
 
 
-@dataclass(frozen=True)
-class ConversionRequest:
-    """A conversion that is asked for.
+def convert(
+    path: Path,
+    destination: Path,
+    to: Format,
+    *,
+    config: Path | None = None,
+    tensor: int = 1,
+    pipeline: int = 1,
+    blocks: bool = False,
+    plain: bool = False,
+    largest: int | None = None,
+) -> None:
+    """Write the model of ``path`` in a different format.
 
-    Attributes:
+    Args:
         path: the source.
         destination: a directory without a checkpoint.
         to: its format.
@@ -26,60 +49,100 @@ class ConversionRequest:
         blocks: fused weights of ranks are divided as ``tensor_parallelize`` divides them.
         plain: the model is not of transformers; its tensors keep their names.
         largest: bytes of a file, for the format ``huggingface``; ``None`` for 1 GB.
-    """
-
-    path: Path
-    destination: Path
-    to: Format
-    config: Path | None = None
-    tensor: int = 1
-    pipeline: int = 1
-    blocks: bool = False
-    plain: bool = False
-    largest: int | None = None
-
-
-def convert(asked: ConversionRequest) -> None:
-    """Write the model of a source in a different format.
 
     Raises ``ValueError`` for a source that is no checkpoint or has the format already, for a destination that has
     a checkpoint or is not on a file system, and for options that do not fit the formats.
     """
-    if not asked.path.is_dir():
-        raise ValueError(f"{asked.path} is not a directory: give a checkpoint, or a Hugging Face directory.")
-    local_path(asked.destination)
-    kind = format_of(asked.path)
-    if kind == asked.to:
-        raise ValueError(f"{asked.path} has the format {asked.to} already.")
-    _check_options(asked, kind)
-    source = _source(asked, kind)
-    if asked.to == "nxdpp":
-        write_sharded(source, asked.destination)
-    elif asked.to == "nxd":
-        write_ranks(source, asked.destination, asked.tensor, asked.pipeline, asked.blocks)
-    else:
-        write_huggingface(source, asked.destination, asked.largest or SHARD_BYTES)
-    count = sum(layout.bytes for layout in source.layouts.values())
-    print(f"{asked.destination}: {len(source.layouts):,} tensors of {asked.path}, {count:,} bytes, as {asked.to}.")
-
-
-def _check_options(asked: ConversionRequest, kind: Format) -> None:
-    """Raise ``ValueError`` for an option that would have no effect."""
-    if asked.to != "nxd" and (asked.tensor, asked.pipeline) != (1, 1):
-        raise ValueError(
-            f"numbers of ranks are for --to nxd, and {asked.to} is the same for all of them: leave them out."
-        )
-    if asked.blocks and "nxd" not in (asked.to, kind):
+    if not path.is_dir():
+        raise ValueError(f"{path} is not a directory: give a checkpoint, or a Hugging Face directory.")
+    local_path(destination)
+    kind = format_of(path)
+    if kind == to:
+        raise ValueError(f"{path} has the format {to} already.")
+    # Options without an effect.
+    if to != "nxd" and (tensor, pipeline) != (1, 1):
+        raise ValueError(f"numbers of ranks are for --to nxd, and {to} is the same for all of them: leave them out.")
+    if blocks and "nxd" not in (to, kind):
         raise ValueError("--blocks is for files of ranks, and neither format has them: leave it out.")
-    if asked.largest is not None and asked.to != "huggingface":
+    if largest is not None and to != "huggingface":
         raise ValueError("--max-shard-size is for --to huggingface: leave it out.")
-    if asked.plain and asked.config is not None:
+    if plain and config is not None:
         raise ValueError("--plain is for a module without a configuration: leave it or --config out.")
-    if asked.plain and "nxd" in (asked.to, kind):
+    if plain and "nxd" in (to, kind):
         raise ValueError("files of ranks need the configuration of a transformers model: give --config, not --plain.")
-
-
-def _source(asked: ConversionRequest, kind: Format) -> Source:
     if kind == "nxd":
-        return rank_source(asked.path, asked.config, asked.blocks)
-    return (sharded_source if kind == "nxdpp" else huggingface_source)(asked.path, asked.config, asked.plain)
+        source = rank_source(path, config, blocks)
+    else:
+        source = (sharded_source if kind == "nxdpp" else huggingface_source)(path, config, plain)
+    if to == "nxdpp":
+        write_sharded(source, destination)
+    elif to == "nxd":
+        write_ranks(source, destination, tensor, pipeline, blocks)
+    else:
+        write_huggingface(source, destination, largest or SHARD_BYTES)
+    count = sum(layout.bytes for layout in source.layouts.values())
+    print(f"{destination}: {len(source.layouts):,} tensors of {path}, {count:,} bytes, as {to}.")
+
+
+def sharded_source(path: Path, config: Path | None, plain: bool = False) -> Source:
+    """Return the model of the checkpoint ``path``, as ``plain`` tensors by their own names or of its configuration.
+
+    Raises ``ValueError`` for a checkpoint without a model, and where its tensors do not fit the configuration.
+    """
+    folder, document = opened(path)
+    content, metadata = document.content, document.metadata
+    if content["ties"] is None:
+        raise ValueError(f"{folder} has no model to convert.")
+    saved = document.layouts(OF_MODEL)
+    if plain:
+        model = plain_model(saved, content["ties"], folder)
+    else:
+        model = meta_model(content.get("configuration"), config, folder)
+    sources = model.sources({name: each.shape for name, each in saved.items()}, content["ties"], folder)
+    layouts = {name: saved[source] for name, source in sources.items()}
+    with_dtypes(model, layouts)
+
+    def read(name: str) -> torch.Tensor:
+        values = torch.empty(layouts[name].shape, dtype=layouts[name].dtype)
+        read_tensors(folder, metadata, {f"{OF_MODEL}{sources[name]}": whole(values)})
+        return values
+
+    return Source(model, layouts, read)
+
+
+def write_sharded(source: Source, destination: Path) -> None:
+    """Write a checkpoint with only the model, which ``load_checkpoint`` reads in any layout of ranks.
+
+    Raises ``ValueError`` where there is one already, and ``OSError`` if it cannot be written.
+    """
+    check_free(destination, DOCUMENT)
+    if not destination.name:
+        raise ValueError(f"{destination} has no name, which is the tag of the checkpoint: give its absolute path.")
+    destination.mkdir(parents=True, exist_ok=True)
+    save = secrets.token_hex(4)
+    file = destination / directory.file_name(save, 0)
+    document = directory.new_document(destination, save)
+    layouts = {f"{OF_MODEL}{name}": each for name, each in source.layouts.items()}
+    try:
+        spans = write_streamed(file, layouts, ((f"{OF_MODEL}{name}", source.read(name)) for name in source.layouts))
+        tensors = {name: whole(each.on_meta()) for name, each in layouts.items()}
+        _, metadata = create_default_global_save_plan([create_default_local_save_plan(tensors, True)])
+        places = {MetadataIndex(name, torch.Size([0] * len(layouts[name].shape))): span for name, span in spans.items()}
+        number = directory.next_number(destination.parent)
+        write_document(document, number, _content(source), metadata, places)
+    except BaseException:
+        file.unlink(missing_ok=True)
+        document.unlink(missing_ok=True)
+        raise
+    directory.put_document(destination, save)
+    directory.flush_directory(destination)
+
+
+def _content(source: Source) -> dict[str, Any]:
+    absent = ("layout", "optimizer", "scheduler", "grad_scaler", "user_content")
+    return {
+        **dict.fromkeys(absent),
+        "ties": source.model.tensors.ties,
+        "configuration": source.model.texts or None,
+        "random": [],
+    }

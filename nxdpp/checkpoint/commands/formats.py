@@ -1,24 +1,23 @@
 """The format of the files in a path of a command, and the checkpoint of nxdpp that it means."""
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from nxdpp.checkpoint.distributed import directory
 from nxdpp.checkpoint.distributed.directory import DOCUMENT
 from nxdpp.checkpoint.distributed.document import Document, parsed_document, read_document
 from nxdpp.checkpoint.files.checksummed_reader import DamagedFile
 from nxdpp.checkpoint.files.rank_file import rank_files
-from nxdpp.checkpoint.huggingface.read_directory import CONFIG_FILE, INDEX_FILE, SINGLE_FILE, WEIGHTS_FIELD, settings_of
-from nxdpp.checkpoint.huggingface.replace_adapter import adapter_weights
+from nxdpp.checkpoint.huggingface.read_directory import (
+    CONFIG_FILE,
+    INDEX_FILE,
+    SINGLE_FILE,
+    WEIGHTS_FIELD,
+    adapter_weights,
+    settings_of,
+)
 
 Format = Literal["nxdpp", "nxd", "huggingface"]
-_KINDS: dict[str, tuple[type, ...]] = {
-    "layout": (dict,),
-    "ties": (dict,),
-    "configuration": (dict,),
-    "optimizer": (dict,),
-    "random": (list,),
-}
 
 
 def format_of(path: Path) -> Format:
@@ -27,27 +26,22 @@ def format_of(path: Path) -> Format:
     Raises ``ValueError`` for a path without a checkpoint and for missing ranks, and ``DamagedFile`` for an unfinished
     checkpoint.
     """
-    if is_checkpoint(path):
+    if (path / DOCUMENT).is_file() or directory.tags(path) or unfinished(path):
         return "nxdpp"
     if rank_files(path):
         return "nxd"
-    if is_huggingface(path):
+    if _is_huggingface(path):
         return "huggingface"
     raise missing(path)
 
 
-def is_huggingface(path: Path) -> bool:
+def _is_huggingface(path: Path) -> bool:
     """Return whether ``path`` has weights of a Hugging Face directory, or an adapter."""
     if not path.is_dir():
         return False
     weights = any((path / name).is_file() for name in (SINGLE_FILE, INDEX_FILE)) or any(path.glob("*.bin"))
     named = (path / CONFIG_FILE).is_file() and WEIGHTS_FIELD in settings_of(path)
     return weights or named or adapter_weights(path) is not None
-
-
-def is_checkpoint(path: Path) -> bool:
-    """Return whether ``path`` is a checkpoint of nxdpp, has some, or has files of an unfinished one."""
-    return (path / DOCUMENT).is_file() or bool(directory.tags(path)) or bool(unfinished(path))
 
 
 def opened(path: Path) -> tuple[Path, Document]:
@@ -61,9 +55,7 @@ def opened(path: Path) -> tuple[Path, Document]:
         if not found:
             raise missing(path)
         folder = path / found[0]
-    document = parsed_document(folder, read_document(folder))
-    _check(folder, document.content)
-    return folder, document
+    return folder, parsed_document(folder, read_document(folder))
 
 
 def unfinished(path: Path) -> list[Path]:
@@ -92,11 +84,3 @@ def missing(path: Path) -> ValueError:
         f"{path} has no checkpoint: neither {DOCUMENT} of nxdpp nor a directory with one, no model.safetensors of "
         f"Hugging Face, and no files of NeuronX Distributed's ranks."
     )
-
-
-def _check(folder: Path, content: Any) -> None:
-    """Raise ``DamagedFile`` for a content that no save has written."""
-    for name, kinds in _KINDS.items():
-        value = content.get(name) if isinstance(content, dict) else ...
-        if value is not None and not isinstance(value, kinds):
-            raise DamagedFile(f"{folder / DOCUMENT} is damaged: its {name} is another thing than saves write.")

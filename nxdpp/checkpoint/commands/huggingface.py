@@ -8,12 +8,12 @@ from torch import nn
 
 from nxdpp.checkpoint.commands.source import Source, check_free, meta_model, plain_model
 from nxdpp.checkpoint.files.checksummed_writer import write_streamed
-from nxdpp.checkpoint.files.layout import layout_of, layouts_of
+from nxdpp.checkpoint.files.pieces import layout_of, layouts_of
 from nxdpp.checkpoint.files.safetensors_reader import StoredTensor
-from nxdpp.checkpoint.huggingface.conversion import Conversion, loading_plan
-from nxdpp.checkpoint.huggingface.file_tensors import FileTensors
+from nxdpp.checkpoint.huggingface.conversion import Conversion
+from nxdpp.checkpoint.huggingface.file_tensors import fitting_tensors
 from nxdpp.checkpoint.huggingface.load_target import Target
-from nxdpp.checkpoint.huggingface.mismatch import Accepted, check_fits, fit
+from nxdpp.checkpoint.huggingface.mismatch import Accepted
 from nxdpp.checkpoint.huggingface.model_tensors import tensors_of
 from nxdpp.checkpoint.huggingface.quantised import can_dequantise, check_no_parts, quantiser_of
 from nxdpp.checkpoint.huggingface.read_directory import (
@@ -21,13 +21,12 @@ from nxdpp.checkpoint.huggingface.read_directory import (
     CONFIG_FILE,
     INDEX_FILE,
     SINGLE_FILE,
+    adapter_weights,
     settings_of,
     stored_tensors,
     texts_in,
 )
-from nxdpp.checkpoint.huggingface.replace_adapter import adapter_weights
-from nxdpp.checkpoint.huggingface.save_plan import SHARD_BYTES, Shard, plan_shards
-from nxdpp.checkpoint.huggingface.write_directory import SavedDirectory, start_save
+from nxdpp.checkpoint.huggingface.write_directory import SHARD_BYTES, SavedDirectory, Shard, plan_shards, start_save
 
 _REMEDY = "Give the configuration of the files' model: --config DIR."
 
@@ -56,10 +55,8 @@ def huggingface_source(path: Path, config: Path | None, plain: bool = False) -> 
     stored = stored_tensors(path)
     check_no_parts(stored, path)
     expected = tensors_of(model.module)
-    plan = loading_plan(model.module, expected, stored)
-    found = fit(model.module, expected, model.tied_names, stored, plan)
-    check_fits(found, Accepted(widths=True), model.module, path, _REMEDY)
-    files = FileTensors(Target(model.module, expected, expected, model.tied_names), stored, found.provided)
+    target = Target(model.module, expected, expected, model.tied_names, remedy=_REMEDY)
+    files, found = fitting_tensors(target, stored, Accepted(widths=True), path, type(model.module))
     provided: dict[str, str] = {}
     for names in (*([name] for name in model.tensors.tensors), *model.tied_names):
         given = [name for name in names if name in found.provided]

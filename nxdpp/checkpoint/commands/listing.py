@@ -9,7 +9,7 @@ from typing import Any
 from rich.cells import cell_len
 from rich.console import Console
 
-from nxdpp.checkpoint.files.layout import StoredLayout, printable
+from nxdpp.checkpoint.files.pieces import StoredLayout, printable
 from nxdpp.schedules.view.tables import NARROWEST, tables
 
 _UNITS = ("B", "KiB", "MiB", "GiB")

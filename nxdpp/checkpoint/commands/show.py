@@ -1,8 +1,8 @@
-"""``python -m nxdpp checkpoint show``: what a checkpoint has, in lines and a table."""
+"""``python -m nxdpp checkpoint show`` and ``verify``: what a checkpoint has, and whether its bytes are as written."""
 
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +10,14 @@ from nxdpp.checkpoint.commands.formats import format_of, opened, unfinished
 from nxdpp.checkpoint.commands.listing import Listing, sized
 from nxdpp.checkpoint.distributed import directory
 from nxdpp.checkpoint.distributed.directory import DOCUMENT, number_of
-from nxdpp.checkpoint.distributed.document import OF_MODEL, OF_OPTIMIZER, Document
+from nxdpp.checkpoint.distributed.document import OF_MODEL, OF_OPTIMIZER, Document, tensors_of
+from nxdpp.checkpoint.files.checksummed_reader import ChecksummedReader, DamagedFile
+from nxdpp.checkpoint.files.pieces import layouts_of, printable
+from nxdpp.checkpoint.files.rank_file import KEY, RankFile, rank_files
+from nxdpp.checkpoint.huggingface.read_directory import method_of, read_contents
+from nxdpp.tensor.rank_files import rank_name
 
+_NO_CHECKSUMS = "Such files have no checksums of values, so changed values are not found."
 _STEPS = ("step", "global_step", "total_steps")
 
 
@@ -21,17 +27,61 @@ def show(path: Path, as_json: bool) -> None:
     Raises ``ValueError`` for a path without a checkpoint, and ``DamagedFile`` for a damaged or unfinished one.
     """
     kind = format_of(path)
-    if kind == "nxdpp":
-        found = _listing(path, *opened(path))
-    else:
-        # transformers takes seconds to import.
-        from nxdpp.checkpoint.commands.other_formats import show_huggingface, show_ranks
-
-        found = (show_huggingface if kind == "huggingface" else show_ranks)(path)
+    found = _listing(path, *opened(path)) if kind == "nxdpp" else _OTHERS[kind](path)
     if as_json:
         print(found.as_json())
     else:
         found.print()
+
+
+def verify(path: Path, every: bool = False) -> int:
+    """Print each damaged tensor of the checkpoint with its file, and the result; return 1 for a damaged one.
+
+    Files in other formats have no checksums: their headers and lengths are compared. ``every`` is for all checkpoints
+    of a training, not only the newest.
+
+    Raises ``ValueError`` for a path without a checkpoint, and for ``every`` unless the path is a training's.
+    """
+    try:
+        kind = format_of(path)
+    except DamagedFile as error:
+        print(error)
+        return 1
+    tags = directory.tags(path)
+    if every and (kind != "nxdpp" or not tags or (path / DOCUMENT).is_file()):
+        raise ValueError(f"{path} is not the directory of a training's checkpoints: leave --all out.")
+    if every:
+        return max(_verify(path / tag) for tag in tags)
+    if kind == "nxdpp":
+        return _verify(path)
+    return _verify_files(path, _OTHERS[kind])
+
+
+def _verify(path: Path) -> int:
+    try:
+        folder, document = opened(path)
+    except DamagedFile as error:
+        print(error)
+        return 1
+    spans = document.metadata.storage_data
+    order = sorted(spans, key=lambda index: (spans[index].file, spans[index].start))
+    damaged: dict[str, None] = {}
+    with ChecksummedReader(folder) as reader:
+        for index in order:
+            try:
+                reader.verify(spans[index])
+            except (DamagedFile, OSError) as error:
+                damaged[index.fqn] = None
+                print(f"{printable(index.fqn, 300)}: {error}")
+    tensors = tensors_of(document.metadata)
+    files = len({span.file for span in spans.values()})
+    size = sum(span.length for span in spans.values())
+    held = f"{len(tensors):,} tensors in {files:,} files, {size:,} bytes"
+    if damaged:
+        print(f"{folder} is damaged: {len(damaged):,} of {held}.")
+        return 1
+    print(f"{folder} is whole: {held}.")
+    return 0
 
 
 def _listing(path: Path, folder: Path, document: Document) -> Listing:
@@ -60,7 +110,7 @@ def _listing(path: Path, folder: Path, document: Document) -> Listing:
         "nxdpp",
         str(folder),
         f"checkpoint {number_of(folder)}, {held}",
-        [*_listed(checkpoints), *_lines(content)],
+        [*(checkpoints if len(checkpoints) > 1 else []), *_lines(content)],
         of_model,
         {name: each.bytes + state[name] for name, each in of_model.items()},
         "with state",
@@ -77,10 +127,6 @@ def _checkpoints(path: Path) -> list[tuple[str, str]]:
         newest = ", the newest, shown below" if place == 0 else ""
         found.append((tag, f"checkpoint {number_of(path / tag)}, {sized(size)} on the disk{newest}"))
     return [*found, *((folder.name, f"unfinished: {DOCUMENT} is missing") for folder in unfinished(path))]
-
-
-def _listed(checkpoints: list[tuple[str, str]]) -> list[tuple[str, str]]:
-    return checkpoints if len(checkpoints) > 1 else []
 
 
 def _lines(content: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -126,3 +172,52 @@ def _step(user_content: Any) -> int | None:
 
 def _json(value: Any) -> str:
     return json.dumps(value, allow_nan=False)
+
+
+def _huggingface(path: Path) -> Listing:
+    """Return the content of a Hugging Face directory. Raises ``ValueError`` for a damaged one."""
+    contents = read_contents(path)
+    if contents.adapter is not None and contents.lacks_weights:
+        raise ValueError(f"{path} has the configuration of an adapter, and {contents.adapter} is missing.")
+    stored, settings = contents.tensors, contents.settings
+    layouts = layouts_of(stored)
+    files = len({each.path for each in stored.values()})
+    size = sum(each.bytes for each in layouts.values())
+    classes = settings.get("architectures") or settings.get("model_type") or "unknown, without config.json"
+    named = ", ".join(map(str, classes)) if isinstance(classes, list) else str(classes)
+    lines = [("model", named if contents.adapter is None else "adapter")]
+    quantised = method_of(settings)
+    if quantised is not None:
+        lines.append(("quantised", quantised))
+    held = f"{len(layouts):,} tensors, {files:,} files, {sized(size)}"
+    values = {"model": lines[0][1], "quantised": quantised, "all_tensors": len(layouts), "all_bytes": size}
+    return Listing("huggingface", str(path), f"Hugging Face directory, {held}", lines, layouts, values=values)
+
+
+def _ranks(path: Path) -> Listing:
+    """Return the tensors of tensor rank 0 on each stage. Raises ``ValueError`` for damaged files."""
+    files = {place: RankFile(file, KEY) for place, file in rank_files(path).items()}
+    tensor, pipeline = (max(place[at] for place in files) + 1 for at in (0, 1))
+    layouts = {name: layout for stage in range(pipeline) for name, layout in files[0, stage].layouts.items()}
+    size = sum(layout.bytes for file in files.values() for layout in file.layouts.values())
+    lines = [(rank_name(*place), f"{len(file.layouts):,} tensors") for place, file in sorted(files.items())]
+    held = f"{tensor} tensor x {pipeline} pipeline, {len(files):,} files, {sized(size)}"
+    values = {"layout": {"tensor": tensor, "pipeline": pipeline}, "all_bytes": size}
+    title = f"files of NeuronX Distributed's ranks, {held}. Shapes are those of tensor rank 0"
+    return Listing("nxd", str(path), title, lines, layouts, values=values)
+
+
+def _verify_files(path: Path, read: Callable[[Path], Listing]) -> int:
+    """Print whether the files of ``path`` are complete, by their headers and lengths; return 1 where they are not."""
+    try:
+        found = read(path)
+    except ValueError as error:
+        print(error)
+        print(f"{path} is damaged.")
+        return 1
+    size = f"{found.values['all_bytes']:,} bytes"
+    print(f"{path} has all its tensors: {len(found.tensors):,} names, {size}. {_NO_CHECKSUMS}")
+    return 0
+
+
+_OTHERS: Mapping[str, Callable[[Path], Listing]] = {"huggingface": _huggingface, "nxd": _ranks}

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from nxdpp.checkpoint.distributed.model_state import ModelTensors, model_tensors
-from nxdpp.checkpoint.files.layout import StoredLayout, listed
+from nxdpp.checkpoint.files.pieces import StoredLayout, listed
 from nxdpp.checkpoint.huggingface.read_directory import texts_in
 from nxdpp.planning.configured_model import build_on_meta, read_configuration
 from nxdpp.planning.dtypes import dtype_named

@@ -1,14 +1,20 @@
-"""State of a training as a checkpoint stores it: tensors in rectangles, and everything else as JSON."""
+"""State of a training as a checkpoint stores it: tensors in rectangles, and everything else as JSON.
 
+A rank's random generators are Python's, NumPy's, torch's on the CPU and the device, and the tracker's.
+"""
+
+import random
 import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
 from nxdpp.agreement.same_values import sample
@@ -16,26 +22,16 @@ from nxdpp.checkpoint.distributed import ranks
 from nxdpp.checkpoint.distributed.model_state import ModelTensors, model_tensors
 from nxdpp.checkpoint.distributed.optimizer_state import Description, held_state, optimizer_class
 from nxdpp.checkpoint.distributed.parameter_groups import SavedGroup, groups_of
-from nxdpp.checkpoint.distributed.random_state import random_state
-from nxdpp.checkpoint.distributed.rectangles import placement_of
-from nxdpp.checkpoint.distributed.structured import encoded
-from nxdpp.checkpoint.distributed.tensor_blocks import TensorBlocks, blocks_of, owners, whole
+from nxdpp.checkpoint.distributed.rectangles import TensorBlocks, blocks_of, placement_of, whole
+from nxdpp.checkpoint.distributed.shared_reads import owners
+from nxdpp.checkpoint.distributed.structured import decoded, encoded
+from nxdpp.checkpoint.files.checksummed_reader import DamagedFile
 from nxdpp.checkpoint.huggingface.read_directory import texts_in
-from nxdpp.devices.kinds import readable
+from nxdpp.devices.kinds import device_of, readable
 from nxdpp.ranks import parallel_state
 from nxdpp.tensor.padding import Range
+from nxdpp.tensor.random import get_xla_rng_tracker
 from nxdpp.tensor.tensor_attributes import param_is_not_tensor_parallel_duplicate
-
-
-class Stateful(Protocol):
-    """A learning-rate scheduler, a ``GradScaler``, a sampler."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state."""
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
-        """Load the state."""
-
 
 Part = tuple[str, tuple[Range, ...], tuple[int, ...]]
 """Name of a parameter, the elements along its divided dimension that a rank has, and the shape there."""
@@ -183,5 +179,63 @@ def _samples(tensors: ModelTensors, values: Mapping[str, torch.Tensor]) -> dict[
 def _own_share(tensors: dict[str, TensorBlocks]) -> dict[str, TensorBlocks]:
     """The tensors that this replica writes, of all that every replica has: each writes about as much."""
     own, replicas = ranks.replica()
-    chosen = owners(tensors, replicas)
+    chosen = owners({name: tensors[name].nbytes for name in sorted(tensors)}, replicas)
     return {name: blocks for name, blocks in tensors.items() if chosen[name] == own}
+
+
+def random_state(prefix: str) -> tuple[Any, dict[str, torch.Tensor]]:
+    """Return the states as JSON, and its tensors under names that begin with ``prefix``."""
+    tensors: dict[str, torch.Tensor] = {}
+    states = {
+        "python": _python_state(),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(),
+        "device": _device_state(),
+        "tracker": get_xla_rng_tracker().get_states(),
+    }
+    return encoded(states, prefix, tensors), tensors
+
+
+def check_random_state(saved: Any, folder: Path) -> None:
+    """Raise ``DamagedFile`` for JSON of ``folder`` that ``random_state`` cannot have written."""
+    own, _ = random_state("")
+    is_right = isinstance(saved, dict) and saved.keys() == own.keys()
+    if not is_right or not all(_has_form(saved[key], own[key]) for key in ("python", "numpy", "torch")):
+        raise DamagedFile(f"the states of random generators in {folder} are not as a save writes them.")
+
+
+def _has_form(saved: Any, own: Any) -> bool:
+    """Return whether ``saved`` has the containers of ``own``; numbers may differ."""
+    if isinstance(own, dict):
+        return (
+            isinstance(saved, dict) and saved.keys() == own.keys() and all(map(_has_form, saved.values(), own.values()))
+        )
+    if isinstance(own, list):
+        return isinstance(saved, list) and len(saved) == len(own) and all(map(_has_form, saved, own))
+    return isinstance(saved, str) == isinstance(own, str) and not isinstance(saved, dict | list)
+
+
+def set_random_state(saved: Any, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Continue with the states of ``random_state``."""
+    states = decoded(saved, tensors)
+    version, numbers, following = states["python"]
+    random.setstate((version, tuple(numbers.tolist()), following))
+    np.random.set_state(states["numpy"])
+    torch.set_rng_state(states["torch"])
+    get_xla_rng_tracker().set_states(states["tracker"])
+    if parallel_state.model_parallel_is_initialized() and states["device"]:
+        device_of(parallel_state.local_device()).set_random_state(states["device"])
+
+
+def _python_state() -> tuple[int, torch.Tensor, float | None]:
+    version, numbers, following = random.getstate()
+    return version, torch.tensor(numbers, dtype=torch.int64, device="cpu"), following
+
+
+def _device_state() -> bytes:
+    if not parallel_state.model_parallel_is_initialized():
+        return b""
+    device = device_of(parallel_state.local_device())
+    # This training then continues as one that loads the state: XLA has a different state for operations of a graph.
+    device.submit()
+    return device.random_state()

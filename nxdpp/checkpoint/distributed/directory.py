@@ -8,49 +8,55 @@
 
 A save writes the files, then the document, then ``latest``, and removes older checkpoints after that. Each name comes
 by a rename. So a process that is killed at any moment leaves whole checkpoints, or files that no document names.
-Nothing here needs torch.
+
+::
+
+    path/.lock                                  host and process; locked until that process ends, also by a kill
+
+One program saves in a directory: two trainings would remove each other's files. Nothing here needs torch.
 """
 
 import errno
+import fcntl
 import logging
 import os
 import re
+import socket
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 DOCUMENT = "checkpoint.json"
+LATEST = "latest"
+LOCK = ".lock"
 _HEAD_BYTES = 200
 _BEGINNING = b'{"format": "nxdpp", '
 _NUMBER = re.compile(rb'\{"format": "nxdpp", "version": \d+, "number": (\d+),')
-
-
-def has_our_head(directory: Path) -> bool:
-    """Return whether the document in ``directory`` begins as one of nxdpp; ``False`` where it cannot be read."""
-    try:
-        with (directory / DOCUMENT).open("rb") as file:
-            return file.read(len(_BEGINNING)) == _BEGINNING
-    except OSError:
-        return False
-
-
-def number_of(directory: Path) -> int:
-    """Return the number of the checkpoint in ``directory``; 0 where it cannot be read. Reads only the head."""
-    try:
-        with (directory / DOCUMENT).open("rb") as file:
-            found = _NUMBER.match(file.read(_HEAD_BYTES))
-    except OSError:
-        return 0
-    return int(found[1]) if found else 0
-
-
-LATEST = "latest"
-
 _OURS = re.compile(rf"[0-9a-f]{{8}}-rank\d{{5,}}\.safetensors|\.[0-9a-f]{{8}}-{re.escape(DOCUMENT)}")
 _NEW_LATEST = re.compile(rf"\.{LATEST}\.\d+")
 _LONGEST_NAME = 255
 
+_CLAIM_SECONDS = 10.0
+"""Time that a process of the training before has to end."""
+
+_held: dict[tuple[int, Path], int] = {}
 _logger = logging.getLogger(__name__)
+
+
+def number_of(directory: Path) -> int:
+    """Return the number of the checkpoint in ``directory``; 0 where it cannot be read. Reads only the head."""
+    found = _NUMBER.match(_head(directory))
+    return int(found[1]) if found else 0
+
+
+def _head(directory: Path) -> bytes:
+    """The first bytes of the document in ``directory``; none where it cannot be read."""
+    try:
+        with (directory / DOCUMENT).open("rb") as file:
+            return file.read(_HEAD_BYTES)
+    except OSError:
+        return b""
 
 
 def check_tag(tag: str) -> None:
@@ -79,12 +85,17 @@ def put_document(folder: Path, save: str) -> None:
 def write_latest(path: Path, tag: str) -> None:
     """Name ``tag`` in ``latest``, by a rename."""
     new = path / f".{LATEST}.{os.getpid()}"
-    with new.open("w", encoding="utf-8") as file:
-        file.write(tag)
-        file.flush()
-        os.fsync(file.fileno())
+    write_text(new, tag)
     _rename(new, path / LATEST)
     flush_directory(path)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write ``text`` to ``path``, and flush it to the disk."""
+    with path.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _rename(source: Path, target: Path) -> None:
@@ -176,8 +187,63 @@ def folders(path: Path) -> Iterator[Path]:
 
 def _is_ours(folder: Path) -> bool:
     """Return whether nxdpp wrote the document: by its head or, where that is damaged, by the files next to it."""
-    if has_our_head(folder):
+    if _head(folder).startswith(_BEGINNING):
         return True
     with suppress(OSError):
         return any(_OURS.fullmatch(name) for name in os.listdir(folder))
     return False
+
+
+def claim(path: Path) -> None:
+    """Lock the directory ``path`` for this process, until it ends or calls ``release``.
+
+    A file system without locks is not locked. Raises ``RuntimeError`` if another process holds it, and ``OSError``.
+    """
+    file = path.resolve() / LOCK
+    key = os.getpid(), file
+    if key in _held and _is_open(_held[key], file):
+        return
+    if key in _held:
+        os.close(_held.pop(key))
+    descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        _lock(descriptor, path)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    _held[key] = descriptor
+
+
+def release() -> None:
+    """Give up the locks of this process."""
+    for key in [key for key in _held if key[0] == os.getpid()]:
+        os.close(_held.pop(key))
+
+
+def _lock(descriptor: int, path: Path) -> None:
+    end = time.monotonic() + _CLAIM_SECONDS
+    while True:
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except (BlockingIOError, PermissionError) as error:
+            if time.monotonic() > end:
+                holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "another process"
+                raise RuntimeError(
+                    f"{holder} saves checkpoints in {path} at the same time: give each training a directory of its "
+                    f"own, or end the other one. No checkpoint was made."
+                ) from error
+            time.sleep(0.1)
+        except OSError:
+            # This file system has no locks.
+            return
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+
+
+def _is_open(descriptor: int, file: Path) -> bool:
+    """Return whether ``file`` is still the one that is open: the directory can have been replaced."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), file.stat())
+    except OSError:
+        return False

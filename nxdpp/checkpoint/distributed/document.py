@@ -12,7 +12,6 @@
 
 import errno
 import json
-import os
 import stat
 import zlib
 from dataclasses import dataclass
@@ -25,11 +24,10 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from nxdpp.checkpoint.distributed.directory import DOCUMENT
-from nxdpp.checkpoint.distributed.document_checks import DIGITS, metadata_of
+from nxdpp.checkpoint.distributed.directory import DOCUMENT, write_text
+from nxdpp.checkpoint.distributed.document_checks import DIGITS, check_content, metadata_of
 from nxdpp.checkpoint.files.checksummed_reader import DamagedFile
-from nxdpp.checkpoint.files.layout import StoredLayout
-from nxdpp.checkpoint.files.pieces import FileSpan
+from nxdpp.checkpoint.files.pieces import FileSpan, StoredLayout
 
 OF_MODEL = "model."
 """Begins the name of each tensor of the model."""
@@ -86,11 +84,7 @@ def write_document(
     body = {"content": content, "tensors": tensors}
     checksum = _checksum({**head, **body})
     # json.dump has no fast encoder for a file.
-    text = json.dumps({**head, "checksum": checksum, **body}, allow_nan=False)
-    with path.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+    write_text(path, json.dumps({**head, "checksum": checksum, **body}, allow_nan=False))
 
 
 def read_document(directory: Path) -> bytes:
@@ -135,7 +129,9 @@ def parsed_document(directory: Path, text: bytes) -> Document:
     if version != _VERSION:
         raise ValueError(f"{path} has version {version!r:.100}, and this nxdpp reads version {_VERSION}: update nxdpp.")
     try:
-        return Document(parsed["content"], metadata_of(parsed["tensors"]))
+        document = Document(parsed["content"], metadata_of(parsed["tensors"]))
+        check_content(document.content, tensors_of(document.metadata))
+        return document
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise DamagedFile(f"{path} is damaged ({type(error).__name__}: {error}).") from error
 

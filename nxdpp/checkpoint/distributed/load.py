@@ -17,27 +17,26 @@ import logging
 import socket
 import warnings
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import LoadPlan
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
-from nxdpp.checkpoint.distributed.captured import Stateful
-from nxdpp.checkpoint.distributed.document import Document, parsed_document, read_document, tensors_of
-from nxdpp.checkpoint.distributed.document_checks import check_content
+from nxdpp.checkpoint.distributed.document import OF_MODEL, Document, parsed_document, read_document, tensors_of
 from nxdpp.checkpoint.distributed.load_targets import LoadArguments, LoadTargets
-from nxdpp.checkpoint.distributed.looks_whole import check_files, keep_damaged
 from nxdpp.checkpoint.distributed.model_state import model_tensors
 from nxdpp.checkpoint.distributed.optimizer_state import MASTER, held_state
+from nxdpp.checkpoint.distributed.pruning import check_files, keep_damaged
 from nxdpp.checkpoint.distributed.ranks import Exchange
+from nxdpp.checkpoint.distributed.rectangles import TensorBlocks
 from nxdpp.checkpoint.distributed.shared_reads import SharedReads
-from nxdpp.checkpoint.distributed.tensor_blocks import BlocksLoadPlanner
-from nxdpp.checkpoint.files.checksummed_reader import ChecksummedReader, DamagedFile, read_region
-from nxdpp.checkpoint.files.layout import listed
-from nxdpp.checkpoint.files.pieces import FileSpan
+from nxdpp.checkpoint.files.checksummed_reader import ChecksummedReader, DamagedFile
+from nxdpp.checkpoint.files.pieces import FileSpan, listed, read_region
 
 _logger = logging.getLogger(__name__)
 
@@ -64,23 +63,42 @@ class Load:
         self._metadata = document.metadata
         self._targets = LoadTargets(folder, document)
 
-    def prepare(self, given: LoadArguments) -> None:
+    def prepare(self, given: LoadArguments, half_read: set[str]) -> None:
         """Verify that the checkpoint fits, before anything is changed.
 
-        Raises ``ValueError`` on all ranks for names, shapes, dtypes or groups that do not.
+        Raises ``ValueError`` on all ranks for names, shapes, dtypes or groups that do not, and where the checkpoint
+        lacks a name of ``half_read``, which were read from a damaged one.
         """
         model, optimizer = given.model, given.optimizer
         tensors = self.exchange.together(lambda: None if model is None else model_tensors(model))
         self.exchange.together(lambda: self._targets.prepare(given, tensors))
         if tensors is not None and given.strict:
-            self.exchange.through_first(list(tensors.tensors), self._check_unexpected)
+            ties = self.content["ties"]
+            of_model = [name.removeprefix(OF_MODEL) for name in tensors_of(self._metadata) if name.startswith(OF_MODEL)]
+            self._check_known(
+                [ties.get(name, name) for name in tensors.tensors],
+                of_model,
+                lambda others: (
+                    f"{self._folder} has {others}, which the model does not have. Nothing was loaded; "
+                    f"strict=False leaves them out."
+                ),
+            )
         if tensors is not None and optimizer is not None:
             names = tensors.names()
             if given.strict:
                 own = [names[id(each)] for group in optimizer.param_groups for each in group["params"]]
-                self.exchange.through_first(own, self._check_stepped)
+                self._check_known(
+                    own,
+                    [name for group in self.content["optimizer"]["groups"] for name in group["names"]],
+                    lambda others: (
+                        f"the optimizer of {self._folder} has {others}, and this optimizer does not: make it with the "
+                        f"parameters that were saved. Nothing was loaded; strict=False leaves their state out."
+                    ),
+                )
             self._warn_of_masters(optimizer, names)
             self._warn_of_left_out({"scheduler": given.scheduler, "grad_scaler": given.grad_scaler})
+        if half_read:
+            self.exchange.together(lambda: self._check_overwrites(half_read))
 
     def names_in_use(self) -> set[str]:
         """Names of the tensors that are read into memory in use: of the model, and master copies of an optimizer."""
@@ -90,23 +108,28 @@ class Load:
     def read(self) -> Any:
         """Read this rank's part, take over the state, and return the user's content."""
         targets = self._targets
-        shared = {name: blocks for name, blocks in targets.tensors.items() if name in targets.of_replicas}
-        reads = SharedReads(shared, self.exchange)
+        shared = {name: targets.tensors[name] for name in sorted(targets.of_replicas)}
+        described = repr([(name, each.described()) for name, each in shared.items()])
+        reads = SharedReads(self.exchange, {name: each.nbytes for name, each in shared.items()}, described)
         self.exchange.together(lambda: self._read(reads))
-        reads.send()
+        reads.send({name: [block.values for block in each.blocks] for name, each in shared.items()})
         self.exchange.together(targets.take_over)
         return targets.user_content
 
     def _document(self, text: bytes) -> Document:
         """The document, checked; rank 0 compares the sizes of all files too, before anything is allocated."""
         document = parsed_document(self._folder, text)
-        try:
-            check_content(document.content, tensors_of(document.metadata))
-        except ValueError as error:
-            raise DamagedFile(f"the document of {self._folder} is damaged: {error}.") from error
         if self.exchange.rank == 0:
             check_files(self._folder, document.metadata)
         return document
+
+    def _check_overwrites(self, half_read: set[str]) -> None:
+        left = sorted(half_read - self.names_in_use())
+        if left:
+            raise ValueError(
+                f"{self._folder} lacks {left[0]} and {len(left) - 1} more that were read from a damaged checkpoint: "
+                f"load a checkpoint with all names of the model."
+            )
 
     def _check_shared(self) -> None:
         if not self._folder.is_dir():
@@ -116,32 +139,17 @@ class Load:
                 f"it must be on a file system that all hosts share. Nothing was loaded",
             )
 
-    def _check_unexpected(self, of_ranks: list[list[str]]) -> Sequence[None]:
-        """On rank 0: raise ``ValueError`` for saved names that no rank's model has."""
-        known = {name for names in of_ranks for name in names}
-        ties = self.content["ties"]
-        known |= {ties.get(name, name) for name in known}
-        every = tensors_of(self._metadata)
-        saved = [name.removeprefix("model.") for name in every if name.startswith("model.")]
-        unexpected = [name for name in saved if name not in known]
-        if unexpected:
-            raise ValueError(
-                f"{self._folder} has {listed(unexpected)}, which the model does not have. Nothing was loaded; "
-                f"strict=False leaves them out."
-            )
-        return [None] * len(of_ranks)
+    def _check_known(self, own: list[str], saved: list[str], message: Callable[[str], str]) -> None:
+        """Raise ``ValueError`` on all ranks for names of ``saved`` that are ``own`` on none."""
 
-    def _check_stepped(self, of_ranks: list[list[str]]) -> Sequence[None]:
-        """On rank 0: raise ``ValueError`` for parameters of the saved optimizer that no rank's optimizer has."""
-        known = {name for names in of_ranks for name in names}
-        saved = [name for group in self.content["optimizer"]["groups"] for name in group["names"]]
-        others = [name for name in saved if name not in known]
-        if others:
-            raise ValueError(
-                f"the optimizer of {self._folder} has {listed(others)}, and this optimizer does not: make it with the "
-                f"parameters that were saved. Nothing was loaded; strict=False leaves their state out."
-            )
-        return [None] * len(of_ranks)
+        def check(of_ranks: list[list[str]]) -> Sequence[None]:
+            known = {name for names in of_ranks for name in names}
+            others = [name for name in saved if name not in known]
+            if others:
+                raise ValueError(message(listed(others)))
+            return [None] * len(of_ranks)
+
+        self.exchange.through_first(own, check)
 
     def _warn_of_left_out(self, given: Mapping[str, Stateful | None]) -> None:
         """Warn on rank 0 of state that the training had and this load leaves out."""
@@ -165,29 +173,34 @@ class Load:
                 stacklevel=4,
             )
 
-    def _read(self, reads: SharedReads) -> None:
-        planner = BlocksLoadPlanner()
-        own = {name: blocks for name, blocks in self._targets.tensors.items() if reads.is_read_here(name)}
-        planner.set_up_planner(own, self._metadata)
+    def _read(self, reads: SharedReads[str]) -> None:
+        own = {name: blocks for name, blocks in self._targets.tensors.items() if reads.is_here(name)}
         try:
-            read_plan(self._folder, self._metadata, planner, planner.create_local_plan())
+            read_tensors(self._folder, self._metadata, own)
         except (DamagedFile, OSError) as error:
             if self.names_in_use():
                 error.add_note(MIXED)
             raise
 
 
-def read_plan(folder: Path, metadata: Metadata, planner: BlocksLoadPlanner, plan: LoadPlan) -> None:
-    """Read the rectangles of ``plan`` in the order of the files. Raises ``DamagedFile`` and ``OSError``."""
+def read_tensors(folder: Path, metadata: Metadata, tensors: dict[str, TensorBlocks]) -> None:
+    """Read saved rectangles into ``tensors`` by name, in the order of the files.
+
+    Raises ``DamagedFile`` and ``OSError``.
+    """
     spans: Mapping[MetadataIndex, FileSpan] = metadata.storage_data
-    tensors = tensors_of(metadata)
+    described = tensors_of(metadata)
+    plan = create_default_local_load_plan(tensors, metadata)
     with ChecksummedReader(folder) as reader:
         for item in sorted(plan.items, key=lambda item: spans[item.storage_index][:2]):
             index = item.storage_index
-            saved = tensors[index.fqn]
-            assert index.index is not None, "the planner gives the place among the rectangles"
+            saved = described[index.fqn]
+            assert index.index is not None, "the plan gives the place among the rectangles"
             shape, dtype = saved.chunks[index.index].sizes, saved.properties.dtype
-            read_region(reader, spans[index], shape, item.storage_offsets, planner.resolve_tensor(item), dtype)
+            block = tensors[index.fqn].__get_tensor_shard__(item.dest_index)
+            part = tuple(slice(at, at + size) for at, size in zip(item.dest_offsets, item.lengths, strict=True))
+            read = partial(reader.read, spans[index])
+            read_region(read, shape, dtype, item.storage_offsets, block[part], reader.wait)
 
 
 def load_first_whole(folders: Sequence[Path], exchange: Exchange, given: LoadArguments) -> Any:
@@ -200,7 +213,7 @@ def load_first_whole(folders: Sequence[Path], exchange: Exchange, given: LoadArg
         load = None
         try:
             load = Load(folder, exchange)
-            _prepare(load, folder, given, half_read)
+            load.prepare(given, half_read)
             return load.read()
         except Exception as error:
             # All ranks know the same kinds of errors: no rank continues by itself.
@@ -217,19 +230,3 @@ def load_first_whole(folders: Sequence[Path], exchange: Exchange, given: LoadArg
                     "%s: the next older checkpoint is loaded in the place of %s", str(error).rstrip("."), folder
                 )
     raise AssertionError("there is a folder")
-
-
-def _prepare(load: Load, folder: Path, given: LoadArguments, half_read: set[str]) -> None:
-    """Verify that ``load`` fits, and that it overwrites the names that were read of a damaged checkpoint."""
-    load.prepare(given)
-    left = sorted(half_read - load.names_in_use())
-
-    def check() -> None:
-        if left:
-            raise ValueError(
-                f"{folder} lacks {left[0]} and {len(left) - 1} more that were read from a damaged checkpoint: load a "
-                f"checkpoint with all names of the model."
-            )
-
-    if half_read:
-        load.exchange.together(check)

@@ -13,21 +13,20 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from nxdpp.checkpoint.distributed import ranks
-from nxdpp.checkpoint.distributed.captured import Stateful, layout
+from nxdpp.checkpoint.distributed.captured import check_random_state, layout, set_random_state
 from nxdpp.checkpoint.distributed.document import Document, tensors_of
 from nxdpp.checkpoint.distributed.model_state import ModelTensors, is_pipelined
 from nxdpp.checkpoint.distributed.optimizer_state import held_state, is_stepped, not_sharded, optimizer_class
 from nxdpp.checkpoint.distributed.parameter_groups import SavedGroup, new_options
-from nxdpp.checkpoint.distributed.random_state import check_random_state, set_random_state
-from nxdpp.checkpoint.distributed.rectangles import placement_of
+from nxdpp.checkpoint.distributed.rectangles import TensorBlocks, blocks_of, placement_of, whole
 from nxdpp.checkpoint.distributed.structured import decoded
-from nxdpp.checkpoint.distributed.tensor_blocks import TensorBlocks, blocks_of, whole
 from nxdpp.checkpoint.files.checksummed_reader import DamagedFile
-from nxdpp.checkpoint.files.layout import listed
+from nxdpp.checkpoint.files.pieces import listed
 from nxdpp.checkpoint.huggingface.model_tensors import WrappedModel
 from nxdpp.devices.kinds import readable
 from nxdpp.gradients.replaced_parameters import check_no_optimizer_holds
@@ -103,7 +102,8 @@ class LoadTargets:
     def take_over(self) -> None:
         """Give the objects their state, once all ranks have read."""
         for first, other in self._copies:
-            _copy_blocks(first, other)
+            for source, destination in zip(first.blocks, other.blocks, strict=True):
+                destination.values.copy_(source.values)
         with torch.no_grad():
             for tensor, values in self._host_copies:
                 tensor.copy_(values)
@@ -145,8 +145,8 @@ class LoadTargets:
                     raise ValueError(f"{name} is on the meta device: wrap the model, or give it memory by to_empty().")
                 real = with_type_of(torch.zeros_like(tensor, device="cpu", requires_grad=False), tensor)
                 replaced.append((tensor, real))
-            self.of_replicas.add(f"model.{saved_ties.get(name, name)}")
             key = f"model.{saved_ties.get(name, name)}"
+            self.of_replicas.add(key)
             self._add(key, blocks_of(self._writable(key, real), placement))
         if missing and strict:
             raise ValueError(
@@ -155,9 +155,11 @@ class LoadTargets:
             )
         if is_pipelined(model):
             pipelined = cast(WrappedModel, model)
-            check_no_optimizer_holds(_parameters(tensors, replaced), "Make the optimizer after load_checkpoint.")
-            # Tensors that a checkpoint does not have get initial weights, such as buffers that are not persistent.
             loaded = {id(old) for old, _ in replaced}
+            named = {name: each for name, each in tensors.tensors.items() if id(each) in loaded}
+            parameters = {name: each for name, each in named.items() if isinstance(each, nn.Parameter)}
+            check_no_optimizer_holds(parameters, "Make the optimizer after load_checkpoint.")
+            # Tensors that a checkpoint does not have get initial weights, such as buffers that are not persistent.
             local = pipelined.local_module
             rest = [tensor for tensor in (*local.parameters(), *local.buffers()) if tensor.is_meta]
             rest = [tensor for tensor in rest if id(tensor) not in loaded]
@@ -186,7 +188,7 @@ class LoadTargets:
                     name = f"optimizer.{held.name}.{key}"
                     self.tensors[name] = held.blocks(self._writable(name, value))
                     if not held.is_shard:
-                        self.of_replicas.add(f"optimizer.{held.name}.{key}")
+                        self.of_replicas.add(name)
             self._after.append(partial(held.give, state, described))
         frozen = [name for name in not_sharded(optimizer, names) if is_stepped(states.get(name, {}))]
         if frozen and strict:
@@ -208,13 +210,10 @@ class LoadTargets:
 
     def _add_made(self, prefix: str) -> None:
         """Read whole the tensors that are ``prefix``, or begin with it and a separator, into new memory."""
-        for name in self._saved:
-            if name != prefix and not name.startswith((f"{prefix}.", f"{prefix}[")):
-                continue
-            saved = self._saved.get(name)
-            assert saved is not None
-            self._made[name] = torch.empty(saved.size, dtype=saved.properties.dtype, device="cpu")
-            self._add(name, whole(self._made[name]))
+        for name, saved in self._saved.items():
+            if name == prefix or name.startswith((f"{prefix}.", f"{prefix}[")):
+                self._made[name] = torch.empty(saved.size, dtype=saved.properties.dtype, device="cpu")
+                self._add(name, whole(self._made[name]))
 
     def _add(self, name: str, blocks: TensorBlocks) -> None:
         first = self.tensors.setdefault(name, blocks)
@@ -237,18 +236,6 @@ class LoadTargets:
             raise DamagedFile(f"{name} of {self._folder} is damaged ({type(error).__name__}: {error}).") from error
 
 
-def _parameters(
-    tensors: ModelTensors, replaced: Sequence[tuple[torch.Tensor, torch.Tensor]]
-) -> dict[str, nn.Parameter]:
-    """The parameters that are replaced, by name."""
-    old = {id(tensor) for tensor, _ in replaced}
-    return {
-        name: tensor
-        for name, tensor in tensors.tensors.items()
-        if id(tensor) in old and isinstance(tensor, nn.Parameter)
-    }
-
-
 def _give_options(optimizer: Optimizer, options: Sequence[dict[str, Any]]) -> None:
     for group, own in zip(optimizer.param_groups, options, strict=True):
         for key, value in own.items():
@@ -257,8 +244,3 @@ def _give_options(optimizer: Optimizer, options: Sequence[dict[str, Any]]) -> No
             if isinstance(value, torch.Tensor) and isinstance(old, torch.Tensor):
                 value = value.to(old.device)
             group[key] = value
-
-
-def _copy_blocks(source: TensorBlocks, destination: TensorBlocks) -> None:
-    for one, other in zip(source.blocks, destination.blocks, strict=True):
-        other.values.copy_(one.values)

@@ -9,8 +9,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from nxdpp.checkpoint.distributed.rectangles import placement_of
-from nxdpp.checkpoint.distributed.tensor_blocks import TensorBlocks, blocks_of
 from nxdpp.checkpoint.huggingface.model_tensors import (
     WrappedModel,
     check_still_tied,
@@ -29,10 +27,6 @@ class ModelTensors(NamedTuple):
 
     tensors: dict[str, torch.Tensor]
     ties: dict[str, str]
-
-    def blocks(self) -> dict[str, TensorBlocks]:
-        """The tensors as rectangles of the whole ones."""
-        return {name: blocks_of(tensor, placement_of(tensor)) for name, tensor in self.tensors.items()}
 
     def names(self) -> dict[int, str]:
         """The name of each tensor by its ``id``."""

@@ -15,9 +15,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from nxdpp.checkpoint.distributed.rectangles import PlaceInWhole, placement_of
+from nxdpp.checkpoint.distributed.rectangles import PlaceInWhole, TensorBlocks, blocks_of, placement_of
 from nxdpp.checkpoint.distributed.structured import dtype_named, is_scalar, read_scalar, written_scalar
-from nxdpp.checkpoint.distributed.tensor_blocks import TensorBlocks, blocks_of
 from nxdpp.gradients.gradient_dtype import master_dtype
 from nxdpp.gradients.optimizer.fp32_adamw import AdamW_FP32OptimParams
 from nxdpp.gradients.optimizer.zero1 import Zero1Optimizer
@@ -187,11 +186,9 @@ _KINDS = (
 def held_state(optimizer: Optimizer, names: Mapping[int, str]) -> Iterator[Held]:
     """Give the state of each parameter that ``optimizer`` keeps on this rank, with its name by ``id`` of ``names``.
 
-    Raises ``ValueError`` for a parameter without a name, which the model does not have, and as ``check_is_held``.
+    ``names_of_group`` has found a name for each. Raises ``ValueError`` as ``check_is_held``.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for parameter in parameters:
-        _check_name(parameter, names)
     check_is_held(optimizer)
     if isinstance(optimizer, Zero1Optimizer):
         states = optimizer.base_optimizer.state
@@ -242,11 +239,3 @@ def optimizer_class(optimizer: Optimizer) -> str:
 def _is_number(key: str, value: Any) -> bool:
     """Return whether the document has ``value``; a master copy is read into existing memory."""
     return key != MASTER and is_scalar(value)
-
-
-def _check_name(parameter: nn.Parameter, names: Mapping[int, str]) -> None:
-    if id(parameter) not in names:
-        raise ValueError(
-            f"the optimizer has a parameter of shape {list(parameter.shape)} that the model does not have: make the "
-            f"optimizer with the parameters of this model, after the model is moved to its device."
-        )

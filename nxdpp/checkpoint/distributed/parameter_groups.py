@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from torch.optim import Optimizer
 
 from nxdpp.checkpoint.distributed.structured import decoded, encoded
-from nxdpp.checkpoint.files.layout import listed
+from nxdpp.checkpoint.files.pieces import listed
 
 _SHOWN = 5
 

@@ -1,7 +1,13 @@
-"""The ranks that save or load a checkpoint together."""
+"""The ranks that save or load a checkpoint together, and what they tell each other.
 
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, cast
+Each rank checks its arguments, and all compare their calls before anything is changed::
+
+    rank 0   optimizer=AdamW ─┐ one exchange ┌─▶ ValueError
+    rank 1   optimizer=None  ─┴──────────────┴─▶ ValueError: optimizer=None on rank 1, and optimizer=AdamW on rank 0
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch.distributed as dist
 
@@ -12,7 +18,6 @@ from nxdpp.ranks.store_exchange import StoreExchange
 
 T = TypeVar("T")
 
-# Errors of one rank that the others raise too.
 _KINDS = (DamagedFile, OSError, ValueError)
 
 
@@ -27,11 +32,13 @@ def count() -> int:
 
 
 def is_several() -> bool:
-    """Return whether there are several ranks.
+    """Return whether there are several ranks; one in the debug mode.
 
     Raises ``RuntimeError`` for several ranks before ``initialize_model_parallel``, even if only the launcher knows of
     them.
     """
+    if parallel_state.is_debug():
+        return False
     is_alone = (dist.get_world_size() if dist.is_initialized() else _launched()) == 1
     if not is_alone and not parallel_state.model_parallel_is_initialized():
         raise RuntimeError("a checkpoint is that of all ranks: call parallel_state.initialize_model_parallel() first.")
@@ -59,13 +66,18 @@ class Exchange:
 
     Args:
         name: of the exchange. Without a name it is the exchange of all calls of nxdpp, for the main thread.
+        consequence: a sentence on the state after a failure, for the other ranks' errors.
+        kinds: classes of errors of one rank that the others raise too.
 
     Attributes:
         failures: kinds of the errors of all ranks in the last ``together``; the same on each rank.
     """
 
-    def __init__(self, name: str | None = None) -> None:
+    def __init__(
+        self, name: str | None = None, consequence: str = "", kinds: Sequence[type[Exception]] = _KINDS
+    ) -> None:
         self.rank, self.ranks = rank(), count()
+        self._consequence, self._kinds = consequence, kinds
         self.failures: list[type[Exception]] = []
         self._store: StoreExchange | None = None
         if self.ranks > 1:
@@ -103,16 +115,71 @@ class Exchange:
     def together(self, act: Callable[[], T]) -> T:
         """Return the result of ``act``, or raise on all ranks.
 
-        A rank that fails raises its own error, others an ``OSError``, ``ValueError`` or ``RuntimeError`` that names it.
+        A rank that fails raises its own error. The others raise the first of the kinds that fits it, or
+        ``RuntimeError``, with the rank.
         """
-        return together(act, gather=self._all_of_outcomes, kinds=_KINDS)
+        return together(act, self._consequence, gather=self._all_of_outcomes, kinds=self._kinds)
 
     def all_together(self, act: Callable[[], T]) -> list[T]:
         """Return the results of ``act`` on all ranks, or raise as ``together`` does, in one exchange."""
-        return all_together(act, gather=self._all_of_outcomes, kinds=_KINDS)
+        return all_together(act, gather=self._all_of_outcomes, kinds=self._kinds)
 
     def _all_of_outcomes(self, own: tuple[Failure | None, T]) -> list[tuple[Failure | None, T]]:
         """The outcomes of all ranks, whose kinds of errors are kept."""
         everyones = self.all_of(own)
         self.failures = [failure.kind for failure, _ in everyones if failure is not None]
         return everyones
+
+
+class CollectiveCall(NamedTuple):
+    """A collective call of one rank.
+
+    Attributes:
+        name: of the function.
+        arguments: text by name of the arguments that must be equal on all ranks.
+        of_first: names of arguments that count on rank 0, and that this rank gives.
+        note: a value that the ranks tell each other.
+    """
+
+    name: str
+    arguments: Mapping[str, str] = {}
+    of_first: Sequence[str] = ()
+    note: Any = None
+
+
+def same_call(exchange: Exchange, describe: Callable[[], CollectiveCall]) -> list[Any]:
+    """Return the notes of all ranks; collective over all ranks.
+
+    Args:
+        exchange: of all ranks.
+        describe: checks the arguments of this rank, and returns its call. Its error is raised on all ranks.
+
+    Raises ``ValueError`` on all ranks for calls that differ.
+    """
+    calls = exchange.all_together(describe)
+    for rank, call in enumerate(calls):
+        _compare(calls[0], call, rank)
+    return [call.note for call in calls]
+
+
+def given(value: object) -> str:
+    """Text of an argument of which only the class is compared."""
+    return "None" if value is None else type(value).__name__
+
+
+def _compare(first: CollectiveCall, other: CollectiveCall, rank: int) -> None:
+    if first.name != other.name:
+        raise ValueError(f"rank 0 calls {first.name}, and rank {rank} calls {other.name}: {_REMEDY}")
+    for name, text in first.arguments.items():
+        if other.arguments[name] != text:
+            found = f"{name}={other.arguments[name]} on rank {rank}, and {name}={text} on rank 0"
+            raise ValueError(f"{first.name} has {found}: {_REMEDY}")
+    lost = [name for name in other.of_first if name not in first.of_first]
+    if lost:
+        raise ValueError(
+            f"{first.name} has {lost[0]}= on rank {rank} and not on rank 0, of which it is taken: give it on rank 0. "
+            f"Nothing was changed."
+        )
+
+
+_REMEDY = "make the same call on every rank. Nothing was changed."

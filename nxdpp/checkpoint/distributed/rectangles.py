@@ -7,13 +7,18 @@ few rectangles. Here a range of a part of 4 x 5 elements becomes three::
     2 2 2 2 2
     2 2 2 2 2
     3 3 . . .
+
+torch.distributed.checkpoint plans which rank writes which rectangle, and which saved ones a rank reads.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from nxdpp.ranks import parallel_state
 from nxdpp.tensor.padding import Range, own_ranges
@@ -25,6 +30,11 @@ class Block(NamedTuple):
 
     offsets: tuple[int, ...]
     values: torch.Tensor
+
+    @property
+    def region(self) -> tuple[slice, ...]:
+        """Index of the rectangle in the whole."""
+        return tuple(slice(at, at + size) for at, size in zip(self.offsets, self.values.shape, strict=True))
 
 
 class PlaceInWhole(NamedTuple):
@@ -58,6 +68,18 @@ class PlaceInWhole(NamedTuple):
             local = flat[first - start : first - start + prod(sizes)].view(sizes)
             found += self._in_whole(offsets, local)
         return found
+
+    def part_of(self, whole: torch.Tensor, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        """Return the rank's part of ``whole``, a new tensor; ``whole`` itself if that is not divided.
+
+        With ``stop`` it is elements ``start`` to ``stop`` of the flattened part, of shape ``(stop - start,)``.
+        """
+        if self.dim < 0 and stop is None:
+            return whole
+        part = whole.new_zeros(self.local_shape if stop is None else (stop - start,))
+        for block in self.blocks(part, start):
+            block.values.copy_(whole[block.region])
+        return part
 
     def _in_whole(self, offsets: tuple[int, ...], local: torch.Tensor) -> Iterator[Block]:
         if self.dim < 0:
@@ -120,3 +142,69 @@ def _in_row(
     base = index * prod(shape[1:])
     for first, offsets, sizes in rectangles(shape[1:], start - base, stop - base):
         yield base + first, (index, *offsets), (1, *sizes)
+
+
+@dataclass(frozen=True)
+class TensorBlocks:
+    """Rectangles of a tensor of global ``shape`` in this rank's memory.
+
+    The planner of torch.distributed.checkpoint knows such objects by three methods (``_Checkpointable``), and divides
+    saved rectangles to fit the ones that a rank loads.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    blocks: Sequence[Block]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of this rank's rectangles."""
+        return sum(block.values.nbytes for block in self.blocks)
+
+    def described(self) -> object:
+        """The places and strides of the rectangles, for a comparison with other ranks."""
+        blocks = [(each.offsets, tuple(each.values.shape), each.values.is_contiguous()) for each in self.blocks]
+        return self.shape, str(self.dtype), blocks
+
+    def size(self) -> torch.Size:
+        """Global shape, which the planner compares."""
+        return torch.Size(self.shape)
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
+        properties = TensorProperties(dtype=self.dtype)
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, torch.Size(block.offsets)),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=_chunk(block), properties=properties, size=self.size()),
+            )
+            for block in self.blocks
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [_chunk(block) for block in self.blocks]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        """The values of a rectangle of this rank."""
+        offsets = tuple(index.offset or ())
+        return next(block.values for block in self.blocks if block.offsets == offsets)
+
+
+def blocks_of(values: torch.Tensor, placement: PlaceInWhole, start: int = 0) -> TensorBlocks:
+    """Return the rectangles of ``values``, elements of the rank's flattened tensor from ``start`` on."""
+    return TensorBlocks(placement.shape, values.dtype, placement.blocks(values, start))
+
+
+def whole(values: torch.Tensor) -> TensorBlocks:
+    """Return a tensor that this rank has whole."""
+    return TensorBlocks(tuple(values.shape), values.dtype, [Block((0,) * values.ndim, values)])
+
+
+def _chunk(block: Block) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(torch.Size(block.offsets), block.values.shape)
+
+
+def key_of(index: MetadataIndex) -> str:
+    """Name of a rectangle in the file of a rank."""
+    offsets = index.offset or ()
+    return index.fqn if not any(offsets) else f"{index.fqn}@{','.join(map(str, offsets))}"

@@ -4,34 +4,45 @@
 
     all ranks    what each has ─▶ rank 0: rectangles of each rank ─▶ all ranks: write their files
     all ranks    places and checksums ─▶ rank 0: document, latest, removal of older checkpoints
+
+A thread can write the files while the training continues::
+
+    main thread    plan, copy to host memory ─▶ next steps ...                       error, if there was one
+    thread                                   └▶ files, document, latest ─▶ done ────────┘
+
+The ranks' threads exchange by a connection of their own. One save is in flight at a time.
 """
 
 import errno
+import itertools
 import logging
 import secrets
 import socket
-from collections.abc import Sequence
+import threading
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from nxdpp.checkpoint.distributed import directory
 from nxdpp.checkpoint.distributed.captured import Captured, Described, Part
-from nxdpp.checkpoint.distributed.claim import claim
 from nxdpp.checkpoint.distributed.document import write_document
-from nxdpp.checkpoint.distributed.looks_whole import ends_of
 from nxdpp.checkpoint.distributed.parameter_groups import joined_groups
-from nxdpp.checkpoint.distributed.pruning import prune
+from nxdpp.checkpoint.distributed.pruning import ends_of, prune
 from nxdpp.checkpoint.distributed.ranks import Exchange
-from nxdpp.checkpoint.distributed.tensor_blocks import BlocksSavePlanner, key_of
+from nxdpp.checkpoint.distributed.rectangles import key_of
 from nxdpp.checkpoint.files.checksummed_writer import write_checksummed
 from nxdpp.checkpoint.files.pieces import FileSpan
+from nxdpp.ranks.faults import background_errors
 
 _logger = logging.getLogger(__name__)
+_numbers = itertools.count()
 
 
 class Save:
@@ -47,7 +58,8 @@ class Save:
         self.exchange = exchange
         self._folder = folder
         self._kept = kept
-        self._planner = BlocksSavePlanner()
+        # Of replicas with the same rectangle, the rank with the fewest bytes writes it.
+        self._planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._plan = SavePlan([])
         self._name = ""
         # Of rank 0.
@@ -65,8 +77,7 @@ class Save:
         self._plan = self._planner.finish_plan(plan)
         found = {}
         for item in self._plan.items:
-            values = self._planner.resolve_data(item)
-            assert isinstance(values, torch.Tensor)
+            values = state.tensors[item.index.fqn].__get_tensor_shard__(item.index)
             # A copy of only the memory would lose the conjugation of a view.
             found[key_of(item.index)] = values.resolve_conj().resolve_neg()
         return found
@@ -93,7 +104,7 @@ class Save:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             if self.exchange.rank == 0:
-                claim(self._folder.parent)
+                directory.claim(self._folder.parent)
             return write_checksummed(file, tensors) if tensors else {}
         except OSError as error:
             raise _cannot_write(error, self.exchange.rank, file) from error
@@ -212,3 +223,69 @@ def _check_copies(of_ranks: list[Described]) -> None:
                     f"the ranks have gone apart. Load the same checkpoint on all ranks. A module that is not wrapped "
                     f"must be the same on all of them."
                 )
+
+
+class BackgroundSaves:
+    """The background saves of a process, which its main thread starts."""
+
+    def __init__(self) -> None:
+        self._stager: DefaultStager | None = None
+        self._thread: threading.Thread | None = None
+
+    @property
+    def is_in_flight(self) -> bool:
+        """A save has not ended on this rank."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def start(self, save: Save, state: Captured) -> None:
+        """Plan ``save``, copy its values, and write them in a thread; collective over all ranks.
+
+        Waits for the previous save and raises its error. Also raises as ``Save.plan`` does.
+        """
+        self.wait()
+        tensors = save.plan(state)
+        staged = save.exchange.together(lambda: self._copied(tensors))
+        save.exchange = Exchange(f"checkpoint_{next(_numbers)}")
+        self._thread = threading.Thread(target=_write, args=(save, staged), name="nxdpp checkpoint")
+        self._thread.start()
+
+    def _copied(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Copy ``tensors`` to host memory, which the next copy reuses."""
+        if self._stager is None:
+            self._stager = _new_stager(tensors)
+        try:
+            staged = self._stager.stage(tensors)
+        except AssertionError:
+            # A tensor was resized since the last copy: that memory is too small or too large.
+            self.close()
+            self._stager = _new_stager(tensors)
+            staged = self._stager.stage(tensors)
+        assert isinstance(staged, dict)
+        return staged
+
+    def wait(self) -> None:
+        """Wait for the save in flight, and raise its error."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        background_errors.raise_first()
+
+    def close(self) -> None:
+        """Free the memory of the copies."""
+        if self._stager is not None:
+            self._stager.close()
+            self._stager = None
+
+
+def _new_stager(tensors: Mapping[str, torch.Tensor]) -> DefaultStager:
+    # Staging in another thread would copy values that the next step changes.
+    is_cuda = any(tensor.is_cuda for tensor in tensors.values())
+    return DefaultStager(StagingOptions(is_cuda, False, False, is_cuda))
+
+
+def _write(save: Save, staged: dict[str, torch.Tensor]) -> None:
+    try:
+        save.write(staged)
+    except Exception as error:
+        # An error of one rank is raised in the threads of all ranks.
+        background_errors.keep(error, save.exchange.all_of)

@@ -1,62 +1,76 @@
-"""Tensors that all data-parallel replicas need: each is read by one replica, and sent to the others.
+"""Reads that all data-parallel replicas need: one replica does each, and sends the values to the others.
 
 ::
 
-    replica 0   reads a, c ─┐ all reads    ┌ sends a, c ─▶ has a, b, c
-    replica 1   reads b ────┴ succeeded ───┴ sends b ────▶ has a, b, c
+    replica 0   reads a, b ─┐ all reads    ┌ sends a, b ─▶ has a, b, c, d
+    replica 1   reads c, d ─┴ succeeded ───┴ sends c, d ─▶ has a, b, c, d
 """
 
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Generic, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from nxdpp.checkpoint.distributed import ranks
 from nxdpp.checkpoint.distributed.ranks import Exchange
-from nxdpp.checkpoint.distributed.tensor_blocks import TensorBlocks, owners
-from nxdpp.devices.kinds import device_of
 from nxdpp.ranks import parallel_state
-from nxdpp.ranks.host_wire import needs_host
+from nxdpp.ranks.faults.board import board
+from nxdpp.ranks.host_wire import in_place, needs_host
+
+T = TypeVar("T")
 
 _PIECE_BYTES = 8 << 20
 
 
-class SharedReads:
-    """The tensors of this rank that other replicas need too, and the replica that reads each.
+class SharedReads(Generic[T]):
+    """The replica that does each read; collective over all ranks.
 
-    Collective over all ranks. Replicas that need different rectangles read all of their own.
+    Args:
+        exchange: of all ranks.
+        sizes: bytes of each read, in one order on all replicas.
+        described: text on all that is read, and where. Replicas with different texts read all of their own.
     """
 
-    def __init__(self, tensors: Mapping[str, TensorBlocks], exchange: Exchange) -> None:
+    def __init__(self, exchange: Exchange, sizes: Mapping[T, int], described: str) -> None:
         self._replica, replicas = ranks.replica()
-        self._tensors: dict[str, TensorBlocks] = {}
-        self._owners: dict[str, int] = {}
+        self._owners: dict[T, int] = {}
         if exchange.ranks == 1:
             return
-        digests = exchange.all_of(_digest(tensors))
+        digests = exchange.all_of(zlib.crc32(described.encode()))
         group = dist.get_process_group_ranks(parallel_state.get_data_parallel_group())
         if replicas > 1 and len({digests[rank] for rank in group}) == 1:
-            self._tensors = dict(sorted(tensors.items()))
-            self._owners = owners(self._tensors, replicas)
+            self._owners = owners(sizes, replicas)
 
-    def is_read_here(self, name: str) -> bool:
-        """Return whether this rank reads the tensor ``name``."""
-        return self._owners.get(name, self._replica) == self._replica
+    def is_here(self, read: T) -> bool:
+        """Return whether this rank does ``read``."""
+        return self._owners.get(read, self._replica) == self._replica
 
     @torch.no_grad()
-    def send(self) -> None:
-        """Send each tensor from the replica that has read it; collective over the replicas."""
-        for name, tensor in self._tensors.items():
-            for block in tensor.blocks:
-                broadcast(block.values.detach(), self._owners[name])
+    def send(self, values: Mapping[T, Sequence[torch.Tensor]]) -> None:
+        """Send the values of each read, in place, from the replica that has done it; collective over the replicas."""
+        for read, owner in self._owners.items():
+            for tensor in values[read]:
+                board.moved()
+                broadcast(tensor.detach(), owner)
+
+
+def owners(sizes: Mapping[T, int], replicas: int) -> dict[T, int]:
+    """The replica of each of ``sizes``: neighbours share one, and all replicas get about as many bytes."""
+    whole, before, found = sum(sizes.values()), 0, {}
+    for each, size in sizes.items():
+        found[each] = min(replicas - 1, (2 * before + size) * replicas // max(1, 2 * whole))
+        before += size
+    return found
 
 
 def broadcast(values: torch.Tensor, source: int) -> None:
     """Broadcast ``values`` in pieces, in place; values that are not contiguous through a copy of a piece."""
     group = parallel_state.get_data_parallel_group()
     if needs_host(values, group):
-        _broadcast_through_host(values, source)
+        # A copy of all of it: a piece of a lazy device is a graph of its own.
+        in_place(values, group, lambda host: broadcast(host, source))
         return
     # A backend only of devices, such as NCCL, takes no memory of the host.
     takes_host = dist.get_backend(group) == dist.Backend.GLOO
@@ -68,15 +82,6 @@ def broadcast(values: torch.Tensor, source: int) -> None:
             piece.copy_(sent)
 
 
-def _broadcast_through_host(values: torch.Tensor, source: int) -> None:
-    """Broadcast ``values`` of a device through a copy of all of it: a piece of a lazy device is a graph of its own."""
-    device, is_source = device_of(values.device), parallel_state.get_data_parallel_rank() == source
-    host = device.to_host(values)() if is_source else torch.empty_like(values, device="cpu")
-    broadcast(host, source)
-    if not is_source:
-        device.fill(values, host)
-
-
 def _pieces(values: torch.Tensor) -> Iterator[torch.Tensor]:
     """Views of ``values`` of ``_PIECE_BYTES`` or less, or of one row."""
     if values.numel() == 0:
@@ -86,12 +91,3 @@ def _pieces(values: torch.Tensor) -> Iterator[torch.Tensor]:
         return
     row = values[0].numel() * values.element_size()
     yield from values.split(max(1, _PIECE_BYTES // row))
-
-
-def _digest(tensors: Mapping[str, TensorBlocks]) -> int:
-    described = [
-        (name, tensor.shape, str(tensor.dtype), [(block.offsets, tuple(block.values.shape)) for block in tensor.blocks])
-        for name, tensor in sorted(tensors.items())
-    ]
-    contiguous = [[block.values.is_contiguous() for block in tensor.blocks] for _, tensor in sorted(tensors.items())]
-    return zlib.crc32(repr((described, contiguous)).encode())

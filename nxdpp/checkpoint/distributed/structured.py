@@ -54,6 +54,9 @@ def encoded(value: Any, path: str, tensors: dict[str, torch.Tensor] | None = Non
 
 
 def _encoded(value: Any, path: str, tensors: dict[str, torch.Tensor] | None, levels: int) -> Any:
+    def inner(each: Any, place: str) -> Any:
+        return _encoded(each, place, tensors, levels - 1)
+
     if isinstance(value, _NUMPY):
         value = value.item()
     if levels < 0:
@@ -73,24 +76,15 @@ def _encoded(value: Any, path: str, tensors: dict[str, torch.Tensor] | None, lev
     if isinstance(value, torch.dtype | torch.device):
         return {f"${type(value).__name__}": str(value).removeprefix("torch.")}
     if type(value) is list:
-        return [_encoded(each, f"{path}[{number}]", tensors, levels - 1) for number, each in enumerate(value)]
+        return [inner(each, f"{path}[{number}]") for number, each in enumerate(value)]
     if type(value) in _SEQUENCES:
-        return {
-            _SEQUENCES[type(value)]: [
-                _encoded(each, f"{path}[{n}]", tensors, levels - 1) for n, each in enumerate(value)
-            ]
-        }
+        return {_SEQUENCES[type(value)]: [inner(each, f"{path}[{number}]") for number, each in enumerate(value)]}
     if type(value) in _DICTS:
         if type(value) is dict and all(type(key) is str and not key.startswith("$") for key in value):
-            return {key: _encoded(each, f"{path}.{key}", tensors, levels - 1) for key, each in value.items()}
-        pairs = [
-            [
-                _encoded(key, f"a key of {path}", None, levels - 1),
-                _encoded(each, f"{path}[{key!r}]", tensors, levels - 1),
-            ]
-            for key, each in value.items()
-        ]
-        return {_DICTS[type(value)]: pairs}
+            return {key: inner(each, f"{path}.{key}") for key, each in value.items()}
+        keys = [_encoded(key, f"a key of {path}", None, levels - 1) for key in value]
+        values = [inner(each, f"{path}[{key!r}]") for key, each in value.items()]
+        return {_DICTS[type(value)]: list(map(list, zip(keys, values, strict=True)))}
     raise ValueError(
         f"{path} is a {type(value).__name__}, which a checkpoint cannot hold: it has numbers, strings, bytes, tensors, "
         f"lists, tuples, sets and dicts. Give its content in these, or leave it out."

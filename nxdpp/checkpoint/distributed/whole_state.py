@@ -7,7 +7,7 @@ Only ranks of the first data-parallel replica send, one tensor at a time::
     rank 0                                           receives
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from math import prod
 from typing import NamedTuple, cast
 
@@ -69,14 +69,21 @@ def gather_state_dict(model: nn.Module | WrappedModel) -> dict[str, torch.Tensor
     parallel_state.refuse_in_debug("gather_state_dict")
     failure_watch.refuse_after_failure()
     with board.call("gather_state_dict"):
-        return _gather(cast(nn.Module, model))
+        return gather_tensors(cast(nn.Module, model), "no state was gathered")
 
 
-def _gather(model: nn.Module) -> dict[str, torch.Tensor] | None:
-    consequence = "no state was gathered"
+def gather_tensors(
+    model: nn.Module | WrappedModel, consequence: str, names: Collection[str] | None = None
+) -> dict[str, torch.Tensor] | None:
+    """Return the tensors of ``model`` with one of ``names``, by default all, as ``gather_state_dict`` does.
+
+    Errors say the ``consequence``.
+    """
+    model = cast(nn.Module, model)
     local = together(lambda: model_tensors(model), consequence)
+    wanted = [name for name in _names_of(model) if names is None or name in names]
     # Rank 0's names and ties count: a module whose tensors are elsewhere may have lost its ties.
-    firsts = {name: local.ties.get(name, name) for name in _names_of(model)} if dist.get_rank() == 0 else {}
+    firsts = {name: local.ties.get(name, name) for name in wanted} if dist.get_rank() == 0 else {}
     firsts = from_all_ranks(firsts)[0]
     here = _with_values(local, firsts)
     is_first_replica = parallel_state.get_data_parallel_rank() == 0
@@ -162,8 +169,7 @@ def _joined(tensor: torch.Tensor, source: _Source) -> torch.Tensor | None:
     whole = torch.empty(placement.shape, dtype=host.dtype, device="cpu")
     for part, held in zip(host.chunk(len(source.ranks)), source.parts, strict=True):
         for block in held.placement.blocks(part):
-            place = tuple(slice(at, at + size) for at, size in zip(block.offsets, block.values.shape, strict=True))
-            whole[place] = block.values
+            whole[block.region] = block.values
     return whole
 
 

@@ -4,12 +4,9 @@ import errno
 import os
 import zlib
 from collections import deque
-from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-
-import torch
 
 from nxdpp.checkpoint.files import pieces
 from nxdpp.checkpoint.files.pieces import FileSpan
@@ -137,61 +134,3 @@ class ChecksummedReader:
                 f"saved."
             ) from error
         self._name = name
-
-
-def read_region(
-    reader: ChecksummedReader,
-    span: FileSpan,
-    shape: Sequence[int],
-    offsets: Sequence[int],
-    destination: torch.Tensor,
-    dtype: torch.dtype,
-) -> None:
-    """Read a rectangle of a saved tensor of ``shape`` into ``destination``, which has the rectangle's shape.
-
-    Args:
-        reader, span: the place of the tensor.
-        shape, dtype: of the saved tensor.
-        offsets: of the rectangle in it.
-        destination: on any device, of any dtype and strides. It has its values after ``reader.wait()``.
-    """
-    _read(reader, span, 0, tuple(shape), tuple(offsets), destination.detach(), dtype)
-
-
-def _read(
-    reader: ChecksummedReader,
-    span: FileSpan,
-    base: int,
-    shape: tuple[int, ...],
-    offsets: tuple[int, ...],
-    destination: torch.Tensor,
-    dtype: torch.dtype,
-) -> None:
-    """``read_region`` of a part of the tensor that begins at byte ``base``."""
-    if destination.numel() == 0:
-        return
-    if not shape:
-        shape, offsets, destination = (1,), (0,), destination.view(1)
-    row = dtype.itemsize * torch.Size(shape[1:]).numel()
-    first, count = offsets[0], destination.shape[0]
-    are_whole_rows = tuple(destination.shape[1:]) == shape[1:]
-    if are_whole_rows and _is_plain(destination, dtype):
-        reader.read(span, base + first * row, pieces.bytes_of(destination))
-        return
-    if row > pieces.PIECE_BYTES and len(shape) > 1:
-        for number in range(count):
-            _read(reader, span, base + (first + number) * row, shape[1:], offsets[1:], destination[number], dtype)
-        return
-    together = max(1, pieces.PIECE_BYTES // row)
-    for begin in range(0, count, together):
-        rows = min(together, count - begin)
-        values = torch.empty((rows, *shape[1:]), dtype=dtype, device="cpu")
-        reader.read(span, base + (first + begin) * row, pieces.bytes_of(values))
-        reader.wait()
-        for dim in range(1, len(shape)):
-            values = values.narrow(dim, offsets[dim], destination.shape[dim])
-        destination[begin : begin + rows].copy_(values)
-
-
-def _is_plain(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
-    return tensor.device.type == "cpu" and tensor.dtype == dtype and tensor.is_contiguous()

@@ -17,8 +17,7 @@ from typing import BinaryIO
 import torch
 
 from nxdpp.checkpoint.files import pieces
-from nxdpp.checkpoint.files.layout import StoredLayout, layout_of, layouts_of
-from nxdpp.checkpoint.files.pieces import FileSpan
+from nxdpp.checkpoint.files.pieces import FileSpan, StoredLayout, layout_of, layouts_of
 from nxdpp.devices.kinds import readable
 
 _BEHIND_BYTES = 32 << 20

@@ -1,25 +1,21 @@
 """Files of NeuronX Distributed's ranks: of ``torch.save``, each with a dict of tensors.
 
-They are read and written in pieces through a memory map.
-
-Pages of a map count as memory of the process until the file is unmapped. So it is mapped again after 32 MiB, and
-after each tensor of more than 1 MiB.
+A file is loaded and saved without values first, which tells the place of each tensor. Then tensors are read or written
+one at a time.
 """
 
-import mmap
 import os
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import nullcontext
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.serialization import set_default_mmap_options, skip_data
+from torch.serialization import skip_data
 
 from nxdpp.checkpoint.files.checksummed_reader import DamagedFile
-from nxdpp.checkpoint.files.layout import StoredLayout, layouts_of
+from nxdpp.checkpoint.files.pieces import StoredLayout, bytes_of, layouts_of, read_bytes
 from nxdpp.tensor.rank_files import rank_name, read_file
 
 KEY = "model"
@@ -29,9 +25,6 @@ _OF_SAVE = re.compile(r"tp_rank_(\d+)_pp_rank_(\d+)")
 
 Paths = Mapping[tuple[int, int], Path]
 """The file of each tensor and pipeline rank."""
-_MAPPED_BYTES = 1 << 25
-_KEPT_BYTES = 1 << 20
-_PIECE_BYTES = 1 << 23
 
 
 class RankFile:
@@ -40,73 +33,54 @@ class RankFile:
     Raises ``ValueError`` for a damaged file, for one that needs code, and for one that holds anything but tensors.
     """
 
-    def __init__(self, path: Path, key: str = "model", writable: bool = False) -> None:
+    def __init__(self, path: Path, key: str = KEY) -> None:
         self._path = path
-        self._key = key
-        self._writable = writable
-        self._state: Mapping[str, torch.Tensor] | None = None
-        self._used = 0
-        state = self._mapped()
-        for name, value in state.items():
+        with FakeTensorMode():
+            self._tensors = _state(read_file(path), key, path)
+        for name, value in self._tensors.items():
             if not isinstance(value, torch.Tensor):
                 raise ValueError(f"{name} in {path} is a {type(value).__name__}, and a model's state has tensors.")
-        self.layouts = layouts_of(state)
+            if value.untyped_storage()._checkpoint_offset is None:
+                raise ValueError(f"{path} has the format of torch before 1.6: load and save it again with torch.")
+        self.layouts = layouts_of(self._tensors)
 
-    def pieces(self, name: str) -> Iterator[tuple[int, torch.Tensor]]:
-        """The rows of a tensor in pieces, each with the number of its first row; they are in the map."""
-        shape, dtype = self.layouts[name].shape, self.layouts[name].dtype
-        if not shape:
-            yield 0, self._mapped()[name].view(1)
-            return
-        row = dtype.itemsize * torch.Size(shape[1:]).numel()
-        rows = max(1, _PIECE_BYTES // max(1, row))
-        for start in range(0, shape[0], rows):
-            yield start, self._mapped()[name][start : start + rows]
-            self._used += rows * row
-        if self._used > _KEPT_BYTES:
-            # Other ranks' files are mapped too.
-            self._state = None
+    def read(self, name: str) -> torch.Tensor:
+        """Return the values of a tensor."""
+        stored = self._tensors[name]
+        steps = zip(stored.shape, stored.stride(), strict=True)
+        count = 1 + sum((size - 1) * stride for size, stride in steps) if stored.numel() else 0
+        values = torch.empty(count, dtype=stored.dtype)
+        with self._path.open("rb") as file:
+            if read_bytes(file.fileno(), self._place(stored), bytes_of(values)) < values.nbytes:
+                raise ValueError(f"{self._path} is damaged: it ends before the values of {name}.")
+        return values.as_strided(stored.shape, stored.stride())
 
     def write(self, name: str, values: torch.Tensor) -> None:
-        """Write the values of a tensor to the map."""
-        rows = values if values.ndim else values.view(1)
-        for start, piece in self.pieces(name):
-            piece.copy_(rows[start : start + len(piece)])
+        """Write the values of a tensor of a new file."""
+        with self._path.open("r+b") as file:
+            file.seek(self._place(self._tensors[name]))
+            file.write(bytes_of(values.contiguous()))
 
-    def read(self, name: str, into: torch.Tensor) -> None:
-        """Read a tensor into memory of its shape."""
-        rows = into if into.ndim else into.view(1)
-        for start, piece in self.pieces(name):
-            rows[start : start + len(piece)].copy_(piece)
+    def flush(self) -> None:
+        """Write the file to the disk."""
+        with self._path.open("rb") as file:
+            os.fsync(file.fileno())
 
-    def equals(self, name: str, values: torch.Tensor) -> bool:
-        """Return whether the tensor ``name`` equals ``values``."""
-        rows = values if values.ndim else values.view(1)
-        return all(torch.equal(rows[start : start + len(piece)], piece) for start, piece in self.pieces(name))
-
-    def close(self) -> None:
-        """Unmap the file, and write its pages to the disk."""
-        self._state = None
-        if self._writable:
-            with self._path.open("rb") as file:
-                os.fsync(file.fileno())
-
-    def _mapped(self) -> Mapping[str, torch.Tensor]:
-        if self._state is None or self._used > _MAPPED_BYTES:
-            self._state, self._used = None, 0
-            with set_default_mmap_options(mmap.MAP_SHARED) if self._writable else nullcontext():
-                self._state = _state(read_file(self._path, in_file=True), self._key, self._path)
-        return self._state
+    def _place(self, stored: torch.Tensor) -> int:
+        """The byte of the file at which a tensor begins, of which torch tells the place of the storage."""
+        start = stored.untyped_storage()._checkpoint_offset
+        assert start is not None, "the file has the place of each storage"
+        return start + int(stored.storage_offset()) * stored.dtype.itemsize
 
 
 def make_file(path: Path, layouts: Mapping[str, StoredLayout], key: str) -> RankFile:
-    """Make a file with space for tensors under ``key``, whose values are written to its ``pieces``."""
+    """Make a file with space for tensors under ``key``, whose values are written later."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with FakeTensorMode():
         state = {name: torch.empty(each.shape, dtype=each.dtype) for name, each in layouts.items()}
     with skip_data(materialize_fake_tensors=True):
         torch.save({key: state}, path)
-    return RankFile(path, key, writable=True)
+    return RankFile(path, key)
 
 
 def _state(content: Any, key: str, path: Path) -> Mapping[str, torch.Tensor]:

@@ -1,27 +1,31 @@
 """Load of a Hugging Face directory: each rank reads only the tensors that it holds."""
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
+from nxdpp.checkpoint.distributed.ranks import Exchange
+from nxdpp.checkpoint.distributed.shared_reads import SharedReads
 from nxdpp.checkpoint.files.safetensors_reader import has_nan
-from nxdpp.checkpoint.huggingface.contents import Contents
-from nxdpp.checkpoint.huggingface.conversion import Conversion, loading_plan
-from nxdpp.checkpoint.huggingface.file_tensors import FileTensors, Wanted
-from nxdpp.checkpoint.huggingface.load_report import LoadReport, print_once
-from nxdpp.checkpoint.huggingface.load_target import Target, target_of
-from nxdpp.checkpoint.huggingface.loading_ranks import LoadingRanks
-from nxdpp.checkpoint.huggingface.mismatch import Accepted, check_fits, fit
-from nxdpp.checkpoint.huggingface.model_tensors import WrappedModel, check_wrapped, tensors_of
-from nxdpp.checkpoint.huggingface.quantised import check_no_parts, check_none_replaces, forget_quantisation
-from nxdpp.checkpoint.huggingface.replica_reads import ReplicaReads
+from nxdpp.checkpoint.huggingface.conversion import Conversion
+from nxdpp.checkpoint.huggingface.file_tensors import FileTensors, fitting_tensors
+from nxdpp.checkpoint.huggingface.load_target import target_of
+from nxdpp.checkpoint.huggingface.mismatch import Accepted, Fit, LoadReport
+from nxdpp.checkpoint.huggingface.model_tensors import (
+    WrappedModel,
+    check_wrapped,
+    tensors_of,
+)
+from nxdpp.checkpoint.huggingface.quantised import forget_quantisation
+from nxdpp.checkpoint.huggingface.read_directory import Contents, contents_of
 from nxdpp.devices.kinds import readable
 from nxdpp.initialization.allocation import with_type_of
+from nxdpp.ranks import parallel_state
 from nxdpp.ranks.faults import failure_watch
 from nxdpp.ranks.faults.board import board
 from nxdpp.tensor.rank_files import local_path
@@ -88,87 +92,66 @@ def load_pretrained(
 
 
 def _load(model: WrappedModel, directory: Path, accepted: Accepted, dequantize: bool) -> LoadReport:
-    ranks = LoadingRanks(directory)
-    contents = ranks.contents()
-    plan = ranks.together(lambda: _plan(model, contents, accepted, dequantize))
-    reads = ReplicaReads(plan.conversions, plan.sizes(), ranks, contents.digest)
-    # Values on the meta device are read once, and looked at before they replace anything.
-    only_meta = all(tensor.is_meta for _, wanted in plan.conversions for _, tensor in wanted)
-    ranks.together(lambda: _check(plan, reads, only_meta))
-    filled = ranks.together(lambda: _read(plan, reads, only_meta))
-    reads.send([filled[conversion] for conversion, _ in plan.conversions])
-    ranks.together(lambda: _take_over(model, plan, filled))
-    print_once(plan.report, directory, type(model.original_module).__name__)
-    return plan.report
+    exchange = Exchange(consequence=f"{directory} was not loaded", kinds=(ValueError,))
+    contents = contents_of(directory, exchange)
+    source, found, initial = exchange.together(lambda: _plan(model, contents, accepted, dequantize))
+    digests = exchange.all_of(contents.digest)
+    reads = SharedReads(exchange, source.sizes(), f"{contents.digest} {source.described()}")
+    # With the same files on all ranks one rank compares the copies of each weight.
+    tied = source.tied[exchange.rank :: exchange.ranks] if len(set(digests)) == 1 else source.tied
+    exchange.together(lambda: _check(source, tied, reads))
+    filled = exchange.together(lambda: _read(source, reads))
+    reads.send(filled)
+    exchange.together(lambda: _take_over(model, source, found.used, initial, filled))
+    report = found.report(source.target.copies)
+    # In the debug mode every stage is the only rank.
+    place = parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_tensor_model_parallel_rank()
+    if report and exchange.rank == 0 and not any(place):
+        kind = type(model.original_module).__name__
+        print(f"{directory} has other tensors than this {kind}:\n{report}", file=sys.stderr, flush=True)
+    return report
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """The tensors to load; only headers were read.
-
-    Attributes:
-        target: the tensors of the model.
-        source: the tensors of the files.
-        tied: names in the files of each weight that has several there.
-        conversions: the conversions of this rank.
-        initial: tensors on the meta device that get initial weights, and these weights.
-        used: transforms that ``save_pretrained`` reverts.
-        report: differences between the model and the files.
-    """
-
-    target: Target
-    source: FileTensors
-    tied: list[list[str]]
-    conversions: Wanted
-    initial: list[tuple[torch.Tensor, torch.Tensor]]
-    used: list[Any] | None
-    report: LoadReport
-
-    def sizes(self) -> list[int]:
-        """Bytes that each conversion reads."""
-        return [self.source.size_of(conversion) for conversion, _ in self.conversions]
-
-
-def _plan(model: WrappedModel, contents: Contents, accepted: Accepted, dequantize: bool) -> _Plan:
+def _plan(
+    model: WrappedModel, contents: Contents, accepted: Accepted, dequantize: bool
+) -> tuple[FileTensors, Fit, list[tuple[torch.Tensor, torch.Tensor]]]:
+    """The tensors to load, how they fit, and tensors on the meta device with initial weights for them."""
     target, stored = target_of(model, contents, dequantize)
-    plan = loading_plan(target.module, target.expected, stored, target.quantiser)
-    if target.quantiser is None:
-        check_no_parts(plan.unexpected.values(), contents.directory)
-    found = fit(target.module, target.expected, target.tied_names, stored, plan)
-    if target.quantiser is None:
-        check_none_replaces(found.missing, plan.unexpected, stored, contents.directory)
-    check_fits(found, accepted, model.original_module, contents.directory, target.remedy)
-    source = FileTensors(target, stored, found.provided)
-    tied = [[name for name in names if name in found.provided] for names in target.tied_names]
-    conversions = source.local_conversions()
+    source, found = fitting_tensors(target, stored, accepted, contents.directory, type(model.original_module))
     without = source.local_without_values([*found.missing, *(each.name for each in found.misshaped)])
-    initial = list(zip(without, model.initial_weights_of(without), strict=True))
-    report = found.report(target.copies)
-    return _Plan(target, source, [names for names in tied if len(names) > 1], conversions, initial, plan.used, report)
+    return source, found, list(zip(without, model.initial_weights_of(without), strict=True))
 
 
-def _check(plan: _Plan, reads: ReplicaReads, only_meta: bool) -> None:
-    for names in reads.compared_here(plan.tied):
-        plan.source.check_copies_are_equal(names)
-    if not only_meta:
-        plan.source.check_numbers(reads.here())
+def _check(source: FileTensors, tied: list[list[str]], reads: SharedReads[Conversion]) -> None:
+    for names in tied:
+        source.check_copies_are_equal(names)
+    if not source.only_meta:
+        source.check_numbers([each for each in source.conversions if reads.is_here(each[0])])
 
 
-def _read(plan: _Plan, reads: ReplicaReads, only_meta: bool) -> dict[Conversion, list[torch.Tensor]]:
+def _read(source: FileTensors, reads: SharedReads[Conversion]) -> dict[Conversion, list[torch.Tensor]]:
     """The tensors with memory that each conversion fills; the ones that this rank reads have their values."""
-    filled = {conversion: [_with_memory(tensor) for _, tensor in wanted] for conversion, wanted in plan.conversions}
-    for conversion, wanted in reads.here():
+    filled = {conversion: [_with_memory(tensor) for _, tensor in wanted] for conversion, wanted in source.conversions}
+    for conversion, wanted in source.conversions:
+        if not reads.is_here(conversion):
+            continue
         board.moved()
         tensors = filled[conversion]
-        plan.source.fill(conversion, [(name, real) for (name, _), real in zip(wanted, tensors, strict=True)])
-        if only_meta and any(map(has_nan, tensors)):
-            plan.source.check_numbers([(conversion, wanted)])
+        source.fill(conversion, [(name, real) for (name, _), real in zip(wanted, tensors, strict=True)])
+        if source.only_meta and any(map(has_nan, tensors)):
+            source.check_numbers([(conversion, wanted)])
     return filled
 
 
-def _take_over(model: WrappedModel, plan: _Plan, filled: Mapping[Conversion, list[torch.Tensor]]) -> None:
-    replaced = list(plan.initial)
-    for conversion, wanted in plan.conversions:
+def _take_over(
+    model: WrappedModel,
+    source: FileTensors,
+    used: list[Any] | None,
+    initial: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    filled: Mapping[Conversion, list[torch.Tensor]],
+) -> None:
+    replaced = list(initial)
+    for conversion, wanted in source.conversions:
         for (_, tensor), real in zip(wanted, filled[conversion], strict=True):
             if tensor.is_meta:
                 replaced.append((tensor, real))
@@ -176,13 +159,13 @@ def _take_over(model: WrappedModel, plan: _Plan, filled: Mapping[Conversion, lis
                 with torch.no_grad():
                     tensor.copy_(real)
     model.replace_local_tensors(replaced)
-    target = plan.target
+    target = source.target
     # A second directory brings the rest of an adapted model.
     if target.is_whole or not any(tensor.is_meta for tensor in tensors_of(model.local_module).values()):
         model.materialise()
     if isinstance(target.module, PreTrainedModel):
         # from_pretrained stores the transforms here for save_pretrained to revert.
-        target.module.__dict__["_weight_conversions"] = plan.used
+        target.module.__dict__["_weight_conversions"] = used
     if target.quantiser is not None:
         forget_quantisation(target.module)
 

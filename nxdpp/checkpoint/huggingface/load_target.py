@@ -9,12 +9,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from nxdpp.checkpoint.files.safetensors_reader import StoredTensor
-from nxdpp.checkpoint.huggingface.adapted import adapter_names, base_names, is_adapted, learns_prompts
-from nxdpp.checkpoint.huggingface.contents import Contents
-from nxdpp.checkpoint.huggingface.divided import as_in_files
-from nxdpp.checkpoint.huggingface.model_tensors import WrappedModel, tensors_of, tied_names_of
+from nxdpp.checkpoint.huggingface.adapter import adapter_names, base_names, is_adapted, learns_prompts
+from nxdpp.checkpoint.huggingface.model_tensors import WrappedModel, as_in_files, tensors_of, tied_names_of
 from nxdpp.checkpoint.huggingface.quantised import quantiser_of
-from nxdpp.checkpoint.huggingface.read_directory import ADAPTER_CONFIG, ADAPTER_FILE
+from nxdpp.checkpoint.huggingface.read_directory import ADAPTER_CONFIG, ADAPTER_FILE, Contents
 
 _FITTING = (
     "Wrap a model with the class and configuration of the checkpoint. To change its class, load it once with "
@@ -90,7 +88,7 @@ def _adapter(model: WrappedModel) -> Target:
     remedy = (
         f"Wrap a model with the adapter of {ADAPTER_CONFIG}: get_peft_model(model, PeftConfig.from_pretrained(...))."
     )
-    return _named(model, model.original_module, list(names.items()), nn.Module(), remedy)
+    return _named(model, list(names.items()), nn.Module(), remedy)
 
 
 def _prompt_embedding(module: Any, adapter: str) -> str:
@@ -117,15 +115,13 @@ def _base(model: WrappedModel) -> Target:
     copies: dict[str, list[str]] = {}
     for name in names:
         copies.setdefault(name.partition(" as ")[0], []).append(name)
-    target = _named(model, module, list(names.items()), module.get_base_model(), remedy)
+    target = _named(model, list(names.items()), module.get_base_model(), remedy)
     tied = _joined([*target.tied_names, *(group for group in copies.values() if len(group) > 1)])
     return replace(target, tied_names=tied, copies=names.keys() - copies.keys())
 
 
-def _named(
-    model: WrappedModel, whole: nn.Module, names: list[tuple[str, str]], module: nn.Module, remedy: str
-) -> Target:
-    tensors, local = tensors_of(whole), tensors_of(model.local_module)
+def _named(model: WrappedModel, names: list[tuple[str, str]], module: nn.Module, remedy: str) -> Target:
+    tensors, local = tensors_of(model.original_module), tensors_of(model.local_module)
     by_full: dict[str, list[str]] = {}
     for name, full in names:
         by_full.setdefault(full, []).append(name)

@@ -1,21 +1,75 @@
-"""Comparison of a checkpoint with a model, and one error for all differences."""
+"""Comparison of a checkpoint with a model: one error for all differences, or a report of those that a load accepts."""
 
-from collections.abc import Collection, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from nxdpp.checkpoint.files.layout import listed, printable
+from nxdpp.checkpoint.files.pieces import listed, printable
 from nxdpp.checkpoint.files.safetensors_reader import StoredTensor
 from nxdpp.checkpoint.huggingface.conversion import Conversion, LoadingPlan
-from nxdpp.checkpoint.huggingface.load_report import LoadReport, OtherShape
+from nxdpp.checkpoint.huggingface.load_target import Target
 
 _SHOWN = 10
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)")
+_LONGEST_NAME = 300
+
+
+class OtherShape(NamedTuple):
+    """A tensor that has different shapes in the checkpoint and in the model."""
+
+    name: str
+    stored: tuple[int, ...]
+    expected: tuple[int, ...]
+
+    def __str__(self) -> str:
+        shapes = f"{list(self.stored)} in the checkpoint, {list(self.expected)} in the model"
+        return f"{printable(self.name, _LONGEST_NAME)} ({shapes})"
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """Differences between a checkpoint and the whole model that it was loaded into; equal on all ranks.
+
+    It is true if there is any difference.
+
+    Attributes:
+        missing: names of the model's tensors that the checkpoint lacks. They have initial weights.
+        unexpected: names of the files' tensors that the model lacks. They were left out.
+        mismatched: tensors of a different shape. The model's have initial weights.
+    """
+
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    mismatched: tuple[OtherShape, ...] = ()
+
+    @property
+    def initialised(self) -> tuple[str, ...]:
+        """Names of the model's tensors that have initial weights."""
+        return (*self.missing, *(each.name for each in self.mismatched))
+
+    def __bool__(self) -> bool:
+        return bool(self.missing or self.unexpected or self.mismatched)
+
+    def __str__(self) -> str:
+        """A line for each kind; names that differ in a layer's number are one, with ``*`` and their count."""
+        lines = {
+            "missing, with initial weights": list(_grouped(self.missing)),
+            "unexpected, left out": list(_grouped(self.unexpected)),
+            "of another shape, with initial weights": list(map(str, self.mismatched)),
+        }
+        counts = (len(self.missing), len(self.unexpected), len(self.mismatched))
+        return "\n".join(
+            f"  {count} {kind}: {', '.join(names)}"
+            for count, (kind, names) in zip(counts, lines.items(), strict=True)
+            if count
+        )
 
 
 @dataclass(frozen=True)
@@ -45,6 +99,7 @@ class Fit:
         unmade: texts about tensors that the stored ones cannot be converted to.
         mistyped: texts about tensors whose dtype cannot give the values of the model.
         widths: texts about floating tensors of a different width.
+        used: transforms that ``save_pretrained`` must revert.
     """
 
     provided: dict[str, Conversion] = field(default_factory=dict)
@@ -54,6 +109,7 @@ class Fit:
     unmade: list[str] = field(default_factory=list)
     mistyped: list[str] = field(default_factory=list)
     widths: list[str] = field(default_factory=list)
+    used: list[Any] | None = None
 
     def report(self, copies: Collection[str]) -> LoadReport:
         """The differences that a load has accepted, without tensors that are ``copies``."""
@@ -62,24 +118,18 @@ class Fit:
         return LoadReport(missing, tuple(self.unexpected), misshaped)
 
 
-def fit(
-    model: nn.Module,
-    expected: Mapping[str, torch.Tensor],
-    tied_names: Sequence[Sequence[str]],
-    stored: Mapping[str, StoredTensor],
-    plan: LoadingPlan,
-) -> Fit:
-    """Compare the tensors that ``plan`` makes from ``stored`` with the ``expected`` state dict of ``model``.
+def fit(target: Target, stored: Mapping[str, StoredTensor], plan: LoadingPlan) -> Fit:
+    """Compare the tensors that ``plan`` makes from ``stored`` with the tensors of ``target``.
 
     Conversions run on the meta device, so no values are read. The checkpoint needs one of the names of each tied
-    weight. Tensors that ``model`` allows to be missing or unexpected are left out.
+    weight. Tensors that the module allows to be missing or unexpected are left out.
     """
-    found = Fit()
+    expected, found = target.expected, Fit(used=plan.used)
     unexpected = dict(plan.unexpected)
     present: set[str] = set()
     for conversion in plan.conversions:
         try:
-            made = conversion.convert(lambda name: stored[name].on_meta(), model)
+            made = conversion.convert(lambda name: stored[name].on_meta(), target.module)
         except Exception as error:
             shapes = ", ".join(f"{printable(name)} {list(stored[name].shape)}" for name in conversion.names[:_SHOWN])
             reason = printable(error, 500)
@@ -97,7 +147,7 @@ def fit(
                 found.misshaped.append(OtherShape(name, tuple(tensor.shape), tuple(expected[name].shape)))
             _compare_dtypes(found, name, tensor.dtype, expected[name].dtype)
     missing = expected.keys() - present
-    for names in tied_names:
+    for names in target.tied_names:
         if any(name in present for name in names):
             missing -= set(names)
         if any(name in found.provided for name in names):
@@ -105,14 +155,16 @@ def fit(
             other = [each for each in found.misshaped if each.name in names]
             found.misshaped = [each for each in found.misshaped if each not in other]
             found.unmade += [f"{each}, tied to a name of the right shape" for each in other]
-    missing, unexpected = _not_ignored(model, missing, unexpected)
+    missing, unexpected = _not_ignored(target.module, missing, unexpected)
     found.missing = [name for name in expected if name in missing]
     found.unexpected = list(dict.fromkeys(unexpected.values()))
     return found
 
 
-def check_fits(found: Fit, accepted: Accepted, model: nn.Module, directory: Path, remedy: str) -> None:
+def check_fits(found: Fit, accepted: Accepted, kind: str, directory: Path, remedy: str) -> None:
     """Raise one ``ValueError`` with all differences that are not ``accepted``, and ``remedy``.
+
+    ``kind`` is the class of the model.
 
     A checkpoint that gives the model no tensor at all is never accepted.
     """
@@ -124,7 +176,7 @@ def check_fits(found: Fit, accepted: Accepted, model: nn.Module, directory: Path
     if not any(kinds.values()):
         if not found.provided and (found.missing or found.unexpected or found.misshaped):
             raise ValueError(
-                f"{directory} has no tensor of this {type(model).__name__}: its names are "
+                f"{directory} has no tensor of this {kind}: its names are "
                 f"{listed(found.unexpected)}. Nothing was loaded. {remedy}"
             )
         return
@@ -132,7 +184,7 @@ def check_fits(found: Fit, accepted: Accepted, model: nn.Module, directory: Path
     counts = ", ".join(f"{len(texts)} {kind}" for kind, texts in kinds.items() if texts or kind in always)
     lists = "".join(f"\n  {kind}: {listed(texts)}" for kind, texts in kinds.items() if texts)
     raise ValueError(
-        f"the tensors in {directory} are not those of this {type(model).__name__}: {counts}.{lists}\n"
+        f"the tensors in {directory} are not those of this {kind}: {counts}.{lists}\n"
         f"Nothing was loaded. {_remedies(found, accepted, remedy)}"
     )
 
@@ -188,3 +240,12 @@ def _converts(stored: torch.dtype, expected: torch.dtype) -> bool:
         return stored.is_complex
     kinds = stored.is_floating_point or stored.is_complex
     return not kinds and torch.bool not in (stored, expected)
+
+
+def _grouped(names: Iterable[str]) -> Iterable[str]:
+    counts: dict[str, list[str]] = {}
+    for name in names:
+        counts.setdefault(_NUMBER.sub("*", name), []).append(name)
+    for pattern, members in counts.items():
+        shown = printable(members[0] if len(members) == 1 else pattern, _LONGEST_NAME)
+        yield shown if len(members) == 1 else f"{shown} ({len(members)})"

@@ -1,4 +1,4 @@
-"""Tensors of a model under the names of its state dict."""
+"""Tensors of a model under the names of its state dict, and the parts of them that a tensor-parallel rank has."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -7,7 +7,10 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from nxdpp.checkpoint.distributed.rectangles import Block, placement_of
 from nxdpp.pipeline.local.own_save import state_of_all_names
+from nxdpp.tensor.embedding import ParallelEmbedding
+from nxdpp.tensor.padding import whole_of
 
 _WRAPPERS = re.compile(r"\b(_checkpoint_wrapped_module|_orig_mod)\.")
 
@@ -79,3 +82,35 @@ def check_wrapped(model: WrappedModel, function: str) -> None:
             f"{function} is for an NxDPPModel or a Pipeline, not for a {type(model).__name__}: wrap the model "
             f"first, or use the method of the model."
         )
+
+
+def as_in_files(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` itself, or a meta tensor of the whole that it is a part of."""
+    place = placement_of(tensor)
+    return tensor if place.dim < 0 else torch.empty(place.shape, dtype=tensor.dtype, device="meta")
+
+
+def joined(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole of ``tensor``; collective over the tensor group for a part."""
+    return tensor.detach() if placement_of(tensor).dim < 0 else whole_of(tensor)
+
+
+def own_blocks(tensor: torch.Tensor) -> list[Block]:
+    """Rectangles of the whole that are in ``tensor``; padding becomes zero."""
+    place = placement_of(tensor)
+    if place.dim >= 0 and sum(each.length for each in place.ranges) < place.local_shape[place.dim]:
+        tensor.detach().zero_()
+    return place.blocks(tensor)
+
+
+def check_no_padding(module: nn.Module) -> None:
+    """Raise ``NotImplementedError`` for an embedding with rows behind its vocabulary."""
+    for name, child in module.named_modules():
+        if not isinstance(child, ParallelEmbedding):
+            continue
+        rows = child.num_embeddings_per_partition * child.tensor_parallel_size
+        if rows != child.num_embeddings:
+            raise NotImplementedError(
+                f"{name} has {child.num_embeddings} tokens in {rows} rows, of which files would have the "
+                f"{rows - child.num_embeddings} of padding too: use local_state_dict() on each rank."
+            )

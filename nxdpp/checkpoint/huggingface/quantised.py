@@ -16,12 +16,11 @@ from transformers import PreTrainedModel
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.quantizers.auto import AutoHfQuantizer
 
-from nxdpp.checkpoint.files.layout import printable
+from nxdpp.checkpoint.files.pieces import printable
 from nxdpp.checkpoint.files.safetensors_reader import StoredTensor
-from nxdpp.checkpoint.huggingface.read_directory import CONFIG_FILE, settings_of
+from nxdpp.checkpoint.huggingface.read_directory import CONFIG_FILE, method_of, quantisation_of, settings_of
 
 _DEQUANTISED = ("fp8", "mxfp8", "mxfp4")
-_FIELDS = ("quantization_config", "compression_config")
 # Names that only quantised weights have.
 _PARTS = ("qweight", "qzeros", "g_idx", "SCB", "absmax", "quant_map", "weight_packed", "weight_scale_inv")
 _PART_ENDINGS = ("_proj_blocks", "_proj_scales", "_proj_scale_inv")
@@ -53,10 +52,10 @@ def quantiser_of(directory: Path, settings: dict[str, Any], dequantize: bool, mo
     Raises ``ValueError`` for quantised weights unless ``dequantize``, for a method that cannot be dequantised, and for
     a ``model`` that is not from transformers.
     """
-    quantisation = _quantisation_of(settings)
+    quantisation = quantisation_of(settings)
     if quantisation is None:
         return None
-    method = printable(_method(quantisation))
+    method = printable(method_of(settings))
     says = f"{directory / CONFIG_FILE} says that the weights are quantized ({method})"
     if method not in _DEQUANTISED:
         raise ValueError(f"{says}, which cannot be loaded. Nothing was loaded. {_remedy(method)}")
@@ -76,22 +75,9 @@ def quantiser_of(directory: Path, settings: dict[str, Any], dequantize: bool, mo
     return quantiser
 
 
-def method_of(settings: dict[str, Any]) -> str | None:
-    """The method of quantisation that the ``settings`` of a ``config.json`` name; ``None`` for plain weights."""
-    quantisation = _quantisation_of(settings)
-    return None if quantisation is None else _method(quantisation)
-
-
 def can_dequantise(directory: Path) -> bool:
     """Return whether ``directory`` has quantised weights that ``load_pretrained`` dequantises."""
     return method_of(settings_of(directory)) in _DEQUANTISED
-
-
-def _quantisation_of(settings: dict[str, Any]) -> dict[str, Any] | None:
-    """The quantisation that the ``settings`` of a ``config.json`` name, also for the text part of a larger model."""
-    parts = [part for part in (settings, settings.get("text_config")) if isinstance(part, dict)]
-    found = next((part[field] for part in parts for field in _FIELDS if part.get(field)), None)
-    return found if found is None or isinstance(found, dict) else {"quant_method": found}
 
 
 def check_no_parts(names: Iterable[str], directory: Path) -> None:
@@ -132,13 +118,6 @@ def forget_quantisation(model: nn.Module) -> None:
     for part in parts:
         if hasattr(part, "quantization_config"):
             del part.quantization_config
-
-
-def _method(quantisation: dict[str, Any]) -> str:
-    method = quantisation.get("quant_method")
-    if method is None and (quantisation.get("load_in_8bit") or quantisation.get("load_in_4bit")):
-        method = "bitsandbytes"
-    return str(method)
 
 
 def _remedy(method: str) -> str:

@@ -1,11 +1,29 @@
-"""Tensors of a Hugging Face directory, found in the headers of its files."""
+"""Contents of a Hugging Face directory apart from values: its small files and the headers of its weights.
+
+One rank of a host reads them and sends them to the others. A read error travels with them: each rank raises it where
+it needs the contents.
+
+::
+
+    host a   rank 0   reads the headers ──▶ ranks 1, 2, 3
+    host b   rank 4   reads the headers ──▶ ranks 5, 6, 7
+"""
 
 import json
+import os
+import pickle
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from nxdpp.checkpoint.files.layout import printable
+from nxdpp.checkpoint.distributed.ranks import Exchange
+from nxdpp.checkpoint.files.pieces import printable
 from nxdpp.checkpoint.files.safetensors_reader import OpenFile, StoredTensor, read_header
+from nxdpp.ranks import parallel_state
+
+T = TypeVar("T")
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -14,6 +32,86 @@ WEIGHTS_FIELD = "transformers_weights"
 ADAPTER_FILE = "adapter_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
 UNFINISHED = ".unfinished"
+COMPLETE = "complete"
+"""Folder in ``UNFINISHED`` of a new adapter that gets its place."""
+_QUANTISATIONS = ("quantization_config", "compression_config")
+
+
+@dataclass(frozen=True)
+class Contents:
+    """Contents of ``directory``.
+
+    Attributes:
+        directory: the directory.
+        adapter: the file of an adapter's weights, which may be missing; ``None`` for a whole model.
+    """
+
+    directory: Path
+    adapter: Path | None
+    _settings: dict[str, Any] | Exception
+    _tensors: dict[str, StoredTensor] | Exception
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The content of ``config.json``. Raises ``ValueError`` for a damaged file, and ``OSError``."""
+        return _value(self._settings)
+
+    @property
+    def tensors(self) -> dict[str, StoredTensor]:
+        """All tensors by their stored names. Raises the ``ValueError`` and ``OSError`` of ``stored_tensors``."""
+        return _value(self._tensors)
+
+    @property
+    def lacks_weights(self) -> bool:
+        """``True`` for an adapter without a file of weights."""
+        return isinstance(self._tensors, FileNotFoundError)
+
+    @property
+    def digest(self) -> int:
+        """Of all tensors and of the names and sizes of their files; equal for copies on several hosts."""
+        if isinstance(self._tensors, Exception):
+            return 0
+        described = [
+            (name, each.path.name, each.stamp[1], each.shape, str(each.dtype), each.place)
+            for name, each in sorted(self._tensors.items())
+        ]
+        return zlib.crc32(repr((str(self.directory), described)).encode())
+
+
+def read_contents(directory: Path) -> Contents:
+    """Read the contents of ``directory``. Errors are raised later, see ``Contents``."""
+    adapter = adapter_weights(directory)
+    tensors = _tried(lambda: stored_tensors(directory) if adapter is None else read_header(adapter, OpenFile()))
+    return Contents(directory, adapter, _tried(lambda: settings_of(directory)), tensors)
+
+
+def _tried(read: Callable[[], T]) -> T | Exception:
+    try:
+        return read()
+    except (ValueError, OSError) as error:
+        return error
+
+
+def _value(read: T | Exception) -> T:
+    if isinstance(read, Exception):
+        raise read
+    return read
+
+
+def contents_of(directory: Path, exchange: Exchange) -> Contents:
+    """Return the contents of ``directory``, which one rank of each host reads; collective over all ranks.
+
+    Ranks are of one host if they see the directory as the same one: not in containers with other file systems.
+    """
+    if exchange.ranks == 1:
+        return read_contents(directory)
+    views = exchange.all_of(_view(directory))
+    own = [rank for rank, view in enumerate(views) if view == views[exchange.rank]]
+    read = read_contents(directory) if own[0] == exchange.rank else None
+    packed = b"" if read is None or len(own) == 1 else zlib.compress(pickle.dumps(read), 1)
+    received = parallel_state.get_exchange().from_leader(own[0], len(own) - 1, packed)
+    found: Contents = pickle.loads(zlib.decompress(received)) if read is None else read
+    return found
 
 
 def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
@@ -51,6 +149,36 @@ def settings_of(directory: Path) -> dict[str, Any]:
     config = directory / CONFIG_FILE
     settings = _read_json(config) if config.is_file() else None
     return settings if isinstance(settings, dict) else {}
+
+
+def quantisation_of(settings: dict[str, Any]) -> dict[str, Any] | None:
+    """The quantisation that the ``settings`` of a ``config.json`` name, also for the text part of a larger model."""
+    parts = [part for part in (settings, settings.get("text_config")) if isinstance(part, dict)]
+    found = next((part[field] for part in parts for field in _QUANTISATIONS if part.get(field)), None)
+    return found if found is None or isinstance(found, dict) else {"quant_method": found}
+
+
+def method_of(settings: dict[str, Any]) -> str | None:
+    """The method of quantisation that the ``settings`` of a ``config.json`` name; ``None`` for plain weights."""
+    quantisation = quantisation_of(settings)
+    if quantisation is None:
+        return None
+    method = quantisation.get("quant_method")
+    if method is None and (quantisation.get("load_in_8bit") or quantisation.get("load_in_4bit")):
+        method = "bitsandbytes"
+    return str(method)
+
+
+def adapter_weights(directory: Path) -> Path | None:
+    """The file of the adapter's weights in ``directory``, or after a killed save; ``None`` where no adapter is."""
+    if (directory / ADAPTER_CONFIG).is_file():
+        return directory / ADAPTER_FILE
+    above = directory.parent / UNFINISHED / COMPLETE / directory.name
+    for complete in (directory / UNFINISHED / COMPLETE, above):
+        if (complete / ADAPTER_CONFIG).is_file():
+            moved = not (complete / ADAPTER_FILE).is_file()
+            return (directory if moved else complete) / ADAPTER_FILE
+    return None
 
 
 def texts_in(folder: Path) -> dict[str, str]:
@@ -111,3 +239,17 @@ def _read_json(path: Path) -> Any:
         raise ValueError(
             f"{path} is corrupt ({type(error).__name__}: {printable(error)}). Copy or download it again."
         ) from error
+
+
+def _view(directory: Path) -> tuple[str, str, int, int]:
+    """The host, the directory's path, and its identity there: zeros if it cannot be found."""
+    try:
+        status = os.stat(directory)
+        identity = status.st_dev, status.st_ino
+    except OSError:
+        identity = 0, 0
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        boot = ""
+    return f"{os.uname().nodename} {boot}", str(directory), *identity

@@ -22,6 +22,7 @@ import re
 import secrets
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,54 +33,54 @@ _OURS = re.compile(r"model(-[0-9a-f]{8})?(-\d{5}-of-\d{5}\.safetensors|\.safeten
 _UNIMPORTANT = ("transformers_version", WEIGHTS_FIELD)
 
 
+@dataclass(frozen=True)
 class NewCheckpoint:
     """Complete files of a checkpoint, in a folder on the file system of ``directory``.
 
-    Args:
+    Attributes:
         directory: the directory that gets them.
         folder: for files that are made meanwhile.
         shards: files of weights in order, each with the names of its tensors.
         bytes: of all tensors.
     """
 
-    def __init__(self, directory: Path, folder: Path, shards: Mapping[Path, Sequence[str]], bytes: int) -> None:
-        self._directory = directory
-        self._folder = folder
-        self._shards = shards
-        self._bytes = bytes
+    directory: Path
+    folder: Path
+    shards: Mapping[Path, Sequence[str]]
+    bytes: int
 
     def replace_earlier(self, configuration: Sequence[Path]) -> None:
         """Put the files and the ``configuration`` in the place of the earlier checkpoint, and remove that."""
         has_other_config = self._has_weights() and any(
-            file.name == CONFIG_FILE and differs(self._directory / CONFIG_FILE, file) for file in configuration
+            file.name == CONFIG_FILE and differs(self.directory / CONFIG_FILE, file) for file in configuration
         )
-        if len(self._shards) == 1 and not has_other_config:
+        if len(self.shards) == 1 and not has_other_config:
             kept = self._put_single(configuration)
         else:
             kept = self._put_shards(configuration, has_other_config)
-        for file in list(self._directory.iterdir()):
+        for file in list(self.directory.iterdir()):
             if file.name not in kept and (file.name == SINGLE_FILE or _OURS.fullmatch(file.name)):
                 file.unlink(missing_ok=True)
 
     def _has_weights(self) -> bool:
-        return any((self._directory / name).is_file() for name in (SINGLE_FILE, INDEX_FILE))
+        return any((self.directory / name).is_file() for name in (SINGLE_FILE, INDEX_FILE))
 
     def _put_single(self, configuration: Sequence[Path]) -> set[str]:
         for file in configuration:
-            put(file, self._directory / file.name)
-        (shard,) = self._shards
-        put(shard, self._directory / SINGLE_FILE)
+            put(file, self.directory / file.name)
+        (shard,) = self.shards
+        put(shard, self.directory / SINGLE_FILE)
         return {SINGLE_FILE}
 
     def _put_shards(self, configuration: Sequence[Path], has_other_config: bool) -> set[str]:
         tag, names = self._free_names(has_other_config)
         moved = []
         try:
-            for shard, name in zip(self._shards, names, strict=True):
-                moved.append(self._directory / name)
+            for shard, name in zip(self.shards, names, strict=True):
+                moved.append(self.directory / name)
                 shard.replace(moved[-1])
             if has_other_config:
-                moved.append(self._directory / f"model{tag}.safetensors.index.json")
+                moved.append(self.directory / f"model{tag}.safetensors.index.json")
                 put(self._write_index(names), moved[-1])
         except BaseException:
             for path in moved:
@@ -87,33 +88,33 @@ class NewCheckpoint:
             raise
         if has_other_config:
             (config,) = (file for file in configuration if file.name == CONFIG_FILE)
-            put(self._write_pointing(config, moved[-1].name), self._directory / CONFIG_FILE)
-            finish_replacement(self._directory, self._folder)
+            put(self._write_pointing(config, moved[-1].name), self.directory / CONFIG_FILE)
+            finish_replacement(self.directory, self.folder)
         else:
-            put(self._write_index(names), self._directory / INDEX_FILE)
-            (self._directory / SINGLE_FILE).unlink(missing_ok=True)
+            put(self._write_index(names), self.directory / INDEX_FILE)
+            (self.directory / SINGLE_FILE).unlink(missing_ok=True)
         for file in configuration:
-            put(file, self._directory / file.name)
+            put(file, self.directory / file.name)
         return {*names, INDEX_FILE}
 
     def _free_names(self, needs_tag: bool) -> tuple[str, list[str]]:
         """Names of files that the directory does not have, with the tag in them."""
         tag = ""
         while True:
-            count = len(self._shards)
+            count = len(self.shards)
             names = [f"model{tag}-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
-            if not (needs_tag and not tag) and not any((self._directory / name).exists() for name in names):
+            if not (needs_tag and not tag) and not any((self.directory / name).exists() for name in names):
                 return tag, names
             tag = f"-{secrets.token_hex(4)}"
 
     def _write_index(self, names: Sequence[str]) -> Path:
-        files = {tensor: name for name, tensors in zip(names, self._shards.values(), strict=True) for tensor in tensors}
-        content = {"metadata": {"total_size": self._bytes}, "weight_map": files}
-        return _write(self._folder / INDEX_FILE, json.dumps(content, indent=2, sort_keys=True))
+        files = {tensor: name for name, tensors in zip(names, self.shards.values(), strict=True) for tensor in tensors}
+        content = {"metadata": {"total_size": self.bytes}, "weight_map": files}
+        return _write(self.folder / INDEX_FILE, json.dumps(content, indent=2, sort_keys=True))
 
     def _write_pointing(self, config: Path, index: str) -> Path:
         fields = {**json.loads(config.read_text()), WEIGHTS_FIELD: index}
-        return _write(self._folder / f"pointing.{CONFIG_FILE}", json.dumps(fields, indent=2, sort_keys=True))
+        return _write(self.folder / f"pointing.{CONFIG_FILE}", json.dumps(fields, indent=2, sort_keys=True))
 
 
 def finish_replacement(directory: Path, folder: Path) -> None:

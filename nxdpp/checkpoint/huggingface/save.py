@@ -10,20 +10,21 @@ import torch.distributed as dist
 
 from nxdpp.agreement.same_values import sample_and_sum
 from nxdpp.agreement.together import from_all_ranks, together
+from nxdpp.checkpoint.distributed.whole_state import gather_tensors
 from nxdpp.checkpoint.files.checksummed_writer import check_dtype
-from nxdpp.checkpoint.files.layout import StoredLayout, layouts_of
-from nxdpp.checkpoint.huggingface.adapted import is_adapted
-from nxdpp.checkpoint.huggingface.divided import as_in_files, check_no_padding, joined
+from nxdpp.checkpoint.files.pieces import StoredLayout, layouts_of
+from nxdpp.checkpoint.huggingface.adapter import is_adapted, names_in_files, write_adapter
 from nxdpp.checkpoint.huggingface.model_tensors import (
     WrappedModel,
+    as_in_files,
+    check_no_padding,
     check_still_tied,
     check_wrapped,
+    joined,
     tensors_of,
     tied_names_of,
 )
-from nxdpp.checkpoint.huggingface.save_adapter import SavedAdapter, holders_of, names_to_gather
-from nxdpp.checkpoint.huggingface.save_plan import Shard, plan_shards
-from nxdpp.checkpoint.huggingface.write_directory import SavedDirectory, start_save
+from nxdpp.checkpoint.huggingface.write_directory import SavedDirectory, Shard, plan_shards, start_save
 from nxdpp.devices.kinds import readable
 from nxdpp.ranks import parallel_state
 from nxdpp.ranks.faults import failure_watch
@@ -77,7 +78,7 @@ def _save(model: WrappedModel, directory: Path) -> None:
     if tied_names_of(model):
         _check_copies(from_all_ranks(_copies(model)), consequence)
     if is_adapted(module):
-        _save_adapter(model, directory, held, consequence)
+        _save_adapter(model, directory, consequence)
         return
     shards = together(lambda: plan_shards(module, tied_names_of(model), held), consequence)
     saved = SavedDirectory(directory, shards)
@@ -91,26 +92,18 @@ def _save(model: WrappedModel, directory: Path) -> None:
         raise
 
 
-def _save_adapter(
-    model: WrappedModel, directory: Path, held: Sequence[Mapping[str, StoredLayout] | None], consequence: str
-) -> None:
+def _save_adapter(model: WrappedModel, directory: Path, consequence: str) -> None:
     module: Any = model.original_module
-    rank = dist.get_rank()
-    # Adapters with different names have folders of their own.
-    is_adapter = "default" in module.peft_config
-    names = together(lambda: names_to_gather(module) if rank == 0 else [], consequence)
-    mates = {name: group for group in tied_names_of(model) for name in group}
-    names = from_all_ranks(names)[0]
-    saved = SavedAdapter(directory, holders_of(names, mates, held))
-    try:
-        together(lambda: start_save(directory, is_adapter) if rank == 0 else None, consequence)
-        local = _local_tensors(model)
-        whole = {name: readable(joined(local[name])) for name in names if name in local}
-        together(lambda: saved.write(rank, whole), consequence)
-        together(lambda: saved.finish(module) if rank == 0 else None, consequence)
-    except Exception:
-        saved.remove_unfinished(rank)
-        raise
+    is_first = dist.get_rank() == 0
+    names = from_all_ranks(together(lambda: names_in_files(module) if is_first else [], consequence))[0]
+    tensors = gather_tensors(model, consequence, names)
+
+    def write() -> None:
+        # Adapters with different names have folders of their own.
+        start_save(directory, is_adapter="default" in module.peft_config)
+        write_adapter(module, tensors or {}, directory)
+
+    together(lambda: write() if is_first else None, consequence)
 
 
 def _layouts(model: WrappedModel) -> dict[str, StoredLayout] | None:

@@ -25,7 +25,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from nxdpp.checkpoint.distributed.model_state import tied_in
-from nxdpp.checkpoint.distributed.rectangles import Block, PlaceInWhole, placement_of
+from nxdpp.checkpoint.distributed.rectangles import PlaceInWhole, placement_of
 from nxdpp.doors.nnscaler.compute_config import ComputeConfig
 from nxdpp.pipeline.local.own_save import state_of_all_names
 from nxdpp.tensor.padding import Range
@@ -189,19 +189,6 @@ def placement_in(fields: Mapping[str, Any]) -> PlaceInWhole:
     return PlaceInWhole(whole, shape, dim, tuple(Range(*each) for each in fields["ranges"]))
 
 
-def part_of(whole: torch.Tensor, placement: PlaceInWhole, start: int = 0, stop: int | None = None) -> torch.Tensor:
-    """Return a rank's part of ``whole``, a new tensor; ``whole`` itself if that is not divided.
-
-    With ``stop`` it is elements ``start`` to ``stop`` of the flattened part, of shape ``(stop - start,)``.
-    """
-    if placement.dim < 0 and stop is None:
-        return whole
-    part = whole.new_zeros(placement.local_shape if stop is None else (stop - start,))
-    for block in placement.blocks(part, start):
-        block.values.copy_(whole[_region(block)])
-    return part
-
-
 def joined(parts: Sequence[tuple[PlaceInWhole, int, torch.Tensor]]) -> tuple[torch.Tensor, int]:
     """Return the whole of ``parts``, which may repeat, and the number of elements that they lack.
 
@@ -217,15 +204,10 @@ def joined(parts: Sequence[tuple[PlaceInWhole, int, torch.Tensor]]) -> tuple[tor
     whole, lacks = first.new_empty(placement.shape), torch.ones(placement.shape, dtype=torch.bool)
     for each, start, values in parts:
         for block in each.blocks(values, start):
-            region = _region(block)
-            if lacks[region].any():
-                whole[region] = block.values
-                lacks[region] = False
+            if lacks[block.region].any():
+                whole[block.region] = block.values
+                lacks[block.region] = False
     return whole, int(lacks.sum())
-
-
-def _region(block: Block) -> tuple[slice, ...]:
-    return tuple(slice(at, at + size) for at, size in zip(block.offsets, block.values.shape, strict=True))
 
 
 def _placements(tensors: Mapping[str, Any]) -> dict[str, Any]:

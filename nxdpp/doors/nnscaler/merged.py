@@ -14,7 +14,6 @@ from nxdpp.doors.nnscaler.extra_state import (
     check_version,
     joined,
     parallel_modules,
-    part_of,
     placement_in,
 )
 from nxdpp.doors.nnscaler.merged_optimizer import divide_optimizer_state, merge_optimizers
@@ -207,7 +206,7 @@ def _taken(key: str, value: Any, placement: PlaceInWhole | None) -> Any:
     if not isinstance(value, torch.Tensor) or tuple(value.shape) != placement.shape:
         given = list(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
         raise ValueError(f"{key} has {given} in the merged state dict, and shape {list(placement.shape)} here")
-    return part_of(value, placement)
+    return placement.part_of(value)
 
 
 def _extras(state: Mapping[str, Any]) -> dict[str, Any]:

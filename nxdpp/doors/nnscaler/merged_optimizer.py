@@ -23,7 +23,6 @@ from nxdpp.doors.nnscaler.extra_state import (
     check_version,
     joined,
     optimizer_extra_state,
-    part_of,
     placement_in,
 )
 from nxdpp.gradients.optimizer.zero1_state import options_of
@@ -97,7 +96,7 @@ def divide_optimizer_state(module: nn.Module, optimizer: Optimizer, merged: Mapp
         if values := merged["state"].get(indices[name]):
             own["state"][number] = {key: _part(name, key, value, placement, *span) for key, value in values.items()}
         if is_sharded and (master := masters.get(indices[name])) is not None:
-            own["masters"][number] = part_of(master, placement, *span).clone()
+            own["masters"][number] = placement.part_of(master, *span).clone()
     return own
 
 
@@ -164,7 +163,7 @@ def _part(name: str, key: str, value: Any, placement: PlaceInWhole, start: int =
     if not isinstance(value, torch.Tensor):
         return value
     if tuple(value.shape) == placement.shape:
-        return part_of(value, placement, start, stop).clone()
+        return placement.part_of(value, start, stop).clone()
     if value.numel() > 1:
         raise ValueError(
             f"{key} of {name} has shape {list(value.shape)}, and the parameter {list(placement.shape)}: the state is "

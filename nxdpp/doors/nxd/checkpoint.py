@@ -13,17 +13,15 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
 from nxdpp.checkpoint.distributed import directory
-from nxdpp.checkpoint.distributed.background import BackgroundSaves
-from nxdpp.checkpoint.distributed.captured import Stateful, captured
-from nxdpp.checkpoint.distributed.claim import release
+from nxdpp.checkpoint.distributed.captured import captured
 from nxdpp.checkpoint.distributed.load import load_first_whole
 from nxdpp.checkpoint.distributed.load_targets import LoadArguments
-from nxdpp.checkpoint.distributed.ranks import Exchange
-from nxdpp.checkpoint.distributed.same_call import CollectiveCall, given, same_call
-from nxdpp.checkpoint.distributed.save import Save
+from nxdpp.checkpoint.distributed.ranks import CollectiveCall, Exchange, given, same_call
+from nxdpp.checkpoint.distributed.save import BackgroundSaves, Save
 from nxdpp.doors.nxd import checkpoint_arguments as arguments
 from nxdpp.ranks.faults import failure_watch
 from nxdpp.ranks.faults.board import board
@@ -130,7 +128,7 @@ def finalize_checkpoint() -> None:
         same_call(exchange, lambda: CollectiveCall("finalize_checkpoint"))
         exchange.together(_saves.wait)
         _saves.close()
-        release()
+        directory.release()
 
 
 def has_checkpoint(path: str | os.PathLike[str]) -> bool:

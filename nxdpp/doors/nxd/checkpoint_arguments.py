@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any, cast
 
 from torch import nn
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
 from nxdpp.checkpoint.distributed import directory
-from nxdpp.checkpoint.distributed.captured import Stateful
 from nxdpp.checkpoint.distributed.directory import DOCUMENT
 from nxdpp.checkpoint.distributed.model_state import local_module_of
 from nxdpp.doors.nxd.model import NxDModel

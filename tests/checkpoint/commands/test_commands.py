@@ -238,7 +238,7 @@ def test_content_that_no_save_writes_is_damage(change: Any, copied: Path, capsys
     write_document(copied / DOCUMENT, 1, document.content | change, metadata, metadata.storage_data)
     (name,) = change
     assert _run("show", copied) == 2
-    assert f"{DOCUMENT} is damaged: its {name} is" in capsys.readouterr().err
+    assert f"{DOCUMENT} is damaged (ValueError: its part {name!r} is not as a save writes it" in capsys.readouterr().err
 
 
 def test_no_checkpoint_and_a_wrong_configuration(tmp_path: Path, capsys: Captured) -> None:

@@ -27,8 +27,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from nxdpp.checkpoint.distributed import directory
-from nxdpp.checkpoint.distributed.claim import LOCK
-from nxdpp.checkpoint.distributed.directory import DOCUMENT
+from nxdpp.checkpoint.distributed.directory import DOCUMENT, LOCK
 from nxdpp.checkpoint.distributed.document import parsed_document, read_document
 from nxdpp.checkpoint.files.checksummed_reader import ChecksummedReader
 from tests.checkpoint.distributed.killable_training import INTERVAL, KEPT, MOMENTS, Job, Marks, launch

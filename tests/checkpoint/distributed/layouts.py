@@ -12,8 +12,8 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from nxdpp import NxDPPModel, tensor_parallelize
 from nxdpp.checkpoint.distributed.document import Document, parsed_document, read_document, tensors_of
-from nxdpp.checkpoint.distributed.load import read_plan
-from nxdpp.checkpoint.distributed.tensor_blocks import BlocksLoadPlanner, whole
+from nxdpp.checkpoint.distributed.load import read_tensors
+from nxdpp.checkpoint.distributed.rectangles import whole
 from nxdpp.doors.nxd.checkpoint import load_checkpoint, save_checkpoint
 from nxdpp.gradients.optimizer.fp32_adamw import AdamW_FP32OptimParams
 from nxdpp.gradients.optimizer.zero1 import Zero1Optimizer
@@ -92,7 +92,5 @@ def tensors_in(folder: Path) -> tuple[Document, dict[str, torch.Tensor]]:
         for name, saved in shapes.items()
         if not name.startswith("random.")
     }
-    planner = BlocksLoadPlanner()
-    planner.set_up_planner({name: whole(tensor) for name, tensor in tensors.items()}, document.metadata)
-    read_plan(folder, document.metadata, planner, planner.create_local_plan())
+    read_tensors(folder, document.metadata, {name: whole(tensor) for name, tensor in tensors.items()})
     return document, tensors

@@ -20,6 +20,10 @@ FOREIGN = ("notes.txt", "model.safetensors", "1f0c2a3b-rank0001.safetensors", ".
 """Names of files that no save has made."""
 
 _VALUES = b"values.."
+_CONTENT: dict[str, object] = {
+    **dict.fromkeys(("layout", "ties", "configuration", "optimizer", "scheduler", "grad_scaler", "user_content")),
+    "random": [],
+}
 
 
 def checkpoint(path: Path, tag: str, number: int, save: str = "0123abcd") -> set[str]:
@@ -33,6 +37,6 @@ def checkpoint(path: Path, tag: str, number: int, save: str = "0123abcd") -> set
         (folder / name).write_bytes(_VALUES)
         spans[MetadataIndex("model.a", [at])] = FileSpan(name, 4, 4, (zlib.crc32(_VALUES[4:]),))
     tensor = TensorStorageMetadata(TensorProperties(dtype=torch.float32), torch.Size([2]), chunks)
-    write_document(directory.new_document(folder, save), number, {}, Metadata({"model.a": tensor}), spans)
+    write_document(directory.new_document(folder, save), number, _CONTENT, Metadata({"model.a": tensor}), spans)
     directory.put_document(folder, save)
     return set(names)

@@ -13,7 +13,7 @@ from torch import nn
 
 from nxdpp import parallel_state
 from nxdpp.checkpoint.distributed import directory, save
-from nxdpp.checkpoint.distributed.background import BackgroundSaves
+from nxdpp.checkpoint.distributed.save import BackgroundSaves
 from nxdpp.checkpoint.files.checksummed_writer import write_checksummed
 from nxdpp.checkpoint.files.pieces import FileSpan
 from nxdpp.doors.nxd.checkpoint import finalize_checkpoint, load_checkpoint, save_checkpoint

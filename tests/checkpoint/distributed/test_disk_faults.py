@@ -13,8 +13,7 @@ import torch
 
 from nxdpp import parallel_state
 from nxdpp.checkpoint.distributed import directory, pruning, save
-from nxdpp.checkpoint.distributed.claim import LOCK
-from nxdpp.checkpoint.distributed.directory import DOCUMENT
+from nxdpp.checkpoint.distributed.directory import DOCUMENT, LOCK
 from nxdpp.checkpoint.files.checksummed_writer import write_checksummed
 from nxdpp.checkpoint.files.pieces import FileSpan
 from nxdpp.doors.nxd.checkpoint import save_checkpoint

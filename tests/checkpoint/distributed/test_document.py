@@ -21,7 +21,10 @@ from nxdpp.checkpoint.distributed.document import Document, parsed_document, rea
 from nxdpp.checkpoint.files.checksummed_reader import DamagedFile
 from nxdpp.checkpoint.files.pieces import FileSpan
 
-CONTENT = {"layout": {"ranks": 2}, "ties": {}, "user_content": {"text": 'a "quoted" \n'}}
+CONTENT = {
+    **dict.fromkeys(("configuration", "optimizer", "scheduler", "grad_scaler")),
+    **{"layout": {"ranks": 2}, "ties": {}, "random": [{}, {}], "user_content": {"text": 'a "quoted" \n'}},
+}
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from nxdpp.checkpoint.distributed import directory
-from nxdpp.checkpoint.distributed.claim import LOCK
+from nxdpp.checkpoint.distributed.directory import LOCK
 from tests.checkpoint.distributed.small_training import Training, is_same
 
 pytestmark = pytest.mark.one_python

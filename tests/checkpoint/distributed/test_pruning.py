@@ -9,8 +9,7 @@ import pytest
 
 from nxdpp.checkpoint.distributed import directory
 from nxdpp.checkpoint.distributed.directory import DOCUMENT
-from nxdpp.checkpoint.distributed.looks_whole import keep_damaged, looks_whole
-from nxdpp.checkpoint.distributed.pruning import prune
+from nxdpp.checkpoint.distributed.pruning import keep_damaged, looks_whole, prune
 from tests.checkpoint.distributed.made_checkpoints import FOREIGN, checkpoint
 
 

@@ -4,6 +4,7 @@ import errno
 import itertools
 import os
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,9 @@ import torch
 from safetensors.torch import load_file
 
 from nxdpp.checkpoint.files import checksummed_writer, pieces
-from nxdpp.checkpoint.files.checksummed_reader import ChecksummedReader, DamagedFile, read_region
+from nxdpp.checkpoint.files.checksummed_reader import ChecksummedReader, DamagedFile
 from nxdpp.checkpoint.files.checksummed_writer import write_checksummed, write_shard, write_streamed
-from nxdpp.checkpoint.files.layout import layouts_of
-from nxdpp.checkpoint.files.pieces import FileSpan
+from nxdpp.checkpoint.files.pieces import FileSpan, layouts_of, read_region
 
 DTYPES = list(checksummed_writer._NAMES)
 
@@ -47,7 +47,7 @@ def bytes_of(tensor: torch.Tensor) -> bytes:
 def read(folder: Path, span: FileSpan, like: torch.Tensor) -> torch.Tensor:
     destination = torch.zeros_like(like)
     with ChecksummedReader(folder) as reader:
-        read_region(reader, span, like.shape, (0,) * like.ndim, destination, like.dtype)
+        read_region(partial(reader.read, span), like.shape, like.dtype, (0,) * like.ndim, destination, reader.wait)
     return destination
 
 
@@ -99,8 +99,12 @@ def test_a_stream_is_that_of_its_plan(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("shape", [(9, 4), (3, 40), (2, 3, 30), (4, 5, 2), (50,), (2, 2, 2, 20)])
 @pytest.mark.parametrize("kind", ["plain", "transposed", "other dtype"])
-def test_each_rectangle_is_read(shape: tuple[int, ...], kind: str, tmp_path: Path) -> None:
-    """Rows are smaller than a piece, or larger: a piece has 16 numbers."""
+@pytest.mark.parametrize("shortest", [1, 16, 4096])
+def test_each_rectangle_is_read(
+    shape: tuple[int, ...], kind: str, shortest: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows are smaller than a piece, or larger: a piece has 16 numbers. Runs in rows are read, or whole rows."""
+    monkeypatch.setattr(pieces, "SHORTEST_RUN", shortest)
     whole = values(torch.int16, *shape).float()
     span = write_checksummed(tmp_path / "one", {"before": torch.ones(3), "whole": whole})["whole"]
     ends = [sorted({(0, size), (size // 2, size), (1, size), (0, 1)}) for size in shape]
@@ -113,7 +117,8 @@ def test_each_rectangle_is_read(shape: tuple[int, ...], kind: str, tmp_path: Pat
                 destination = torch.zeros(expected.shape[::-1]).permute(order)
             if kind == "other dtype":
                 destination = destination.double()
-            read_region(reader, span, shape, [first for first, _ in ranges], destination, torch.float32)
+            offsets = [first for first, _ in ranges]
+            read_region(partial(reader.read, span), shape, torch.float32, offsets, destination, reader.wait)
             reader.wait()
             assert torch.equal(destination.float(), expected), ranges
 
@@ -180,7 +185,7 @@ def test_a_small_rectangle_is_compared_with_its_pieces_alone(written: Written) -
     file.write_bytes(whole)
     last = torch.zeros(1, 7)
     with ChecksummedReader(file.parent) as reader:
-        read_region(reader, spans["first"], (5, 7), (4, 0), last, torch.float32)
+        read_region(partial(reader.read, spans["first"]), (5, 7), torch.float32, (4, 0), last)
     assert is_same(last, tensors["first"][4:])
 
 

@@ -12,9 +12,8 @@ import torch
 from transformers import LlamaForCausalLM
 
 from nxdpp import load_pretrained, parallel_state, save_pretrained
-from nxdpp.checkpoint.huggingface import save_plan
+from nxdpp.checkpoint.huggingface import save, write_directory
 from nxdpp.checkpoint.huggingface.read_directory import stored_tensors
-from nxdpp.checkpoint.huggingface.save_adapter import SavedAdapter
 from tests.checkpoint.huggingface.checkpointed_models import differing, make, tensors_in, wrap
 from tests.checkpoint.huggingface.killed_saves import kill_saves
 
@@ -68,8 +67,8 @@ def model(seed: int, layers: int = 2) -> Any:
     return make("llama", seed, layers=layers)
 
 
-def save(model: Any, folder: Path, bytes_of_a_file: int) -> None:
-    save_plan.SHARD_BYTES = bytes_of_a_file
+def save_in(model: Any, folder: Path, bytes_of_a_file: int) -> None:
+    write_directory.SHARD_BYTES = bytes_of_a_file
     save_pretrained(wrap(model), folder)
 
 
@@ -95,10 +94,10 @@ MORE_LAYERS = {"layers": 3}
 def test_a_checkpoint_loads_whenever_the_save_is_killed(
     before: int, after: int, other: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(save_plan, "SHARD_BYTES", WHOLE)
+    monkeypatch.setattr(write_directory, "SHARD_BYTES", WHOLE)
     folder = tmp_path / "checkpoint"
-    save(model(1), folder, before)
-    states = states_of(lambda: save(model(2, **other), folder, after), folder, tmp_path / "copies")
+    save_in(model(1), folder, before)
+    states = states_of(lambda: save_in(model(2, **other), folder, after), folder, tmp_path / "copies")
 
     expected = {False: model(1).state_dict(), True: model(2, **other).state_dict()}
     found = [is_new(LlamaForCausalLM.from_pretrained(state).state_dict(), expected) for state in states]
@@ -142,7 +141,7 @@ def leftovers(folder: Path) -> list[str]:
 def test_a_save_that_fails_while_it_replaces_leaves_the_earlier_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(save_plan, "SHARD_BYTES", SHARDS)
+    monkeypatch.setattr(write_directory, "SHARD_BYTES", SHARDS)
     save_pretrained(wrap(make("llama", seed=1)), tmp_path)
     before = {file: file.read_bytes() for file in tmp_path.iterdir()}
     replace = Path.replace
@@ -189,7 +188,7 @@ def test_an_adapter_whose_save_is_killed(rank: int, name: str, tmp_path: Path, m
     for state in (states[1], *between):
         if state in between:
             with monkeypatch.context() as patch:
-                patch.setattr(SavedAdapter, "write", failing)
+                patch.setattr(save, "write_adapter", failing)
                 with pytest.raises(OSError, match="no more"):
                     save_pretrained(new, state)
             assert value_of_adapter(state / place) == (rank, 2.0)

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from nxdpp import NxDPPModel, load_pretrained, parallel_state, save_pretrained
-from nxdpp.checkpoint.files.safetensors_reader import OpenFile, Piece, StoredTensor
+from nxdpp.checkpoint.files.safetensors_reader import OpenFile, StoredTensor
 from tests.checkpoint.huggingface.checkpointed_models import differing, make, on_meta, saved_by_transformers, wrap
 from tests.support.models import llama
 from tests.support.wrapped_models import RewardHead, initialised
@@ -30,13 +30,13 @@ def wrap_as(rank: int, ranks: int, model: nn.Module, **arguments: Any) -> NxDPPM
 
 @pytest.fixture
 def read(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
-    """Name, start and stop of all parts of tensors that are read."""
+    """Name, first and last byte of all parts of tensors that are read."""
     parts = []
     read = OpenFile.read
 
-    def noting(self: OpenFile, stored: StoredTensor, piece: Piece, values: torch.Tensor) -> None:
-        parts.append((stored.name, piece.first, piece.first + piece.numel))
-        read(self, stored, piece, values)
+    def noting(self: OpenFile, stored: StoredTensor, start: int, into: memoryview) -> None:
+        parts.append((stored.name, start, start + len(into)))
+        read(self, stored, start, into)
 
     monkeypatch.setattr(OpenFile, "read", noting)
     return parts
@@ -51,7 +51,7 @@ def test_a_rank_reads_its_own_tensors_once(name: str, tmp_path: Path, read: list
         load_pretrained(model, tmp_path)
         assert len(read) == len(set(read))
         counts.append(sum(stop - start for _, start, stop in read))
-        assert counts[-1] == sum(parameter.numel() for parameter in model.local_parameters())
+        assert counts[-1] == sum(parameter.nbytes for parameter in model.local_parameters())
         read.clear()
     assert len(set(counts)) > 1
 

@@ -7,7 +7,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from nxdpp import NxDPPModel, load_pretrained, parallel_state, save_pretrained
-from nxdpp.checkpoint.huggingface import save_plan
+from nxdpp.checkpoint.huggingface import write_directory
 from tests.checkpoint.huggingface.checkpointed_models import tensors_in
 from tests.support.process_memory import peak_bytes, reset_peak, resident_bytes
 from tests.support.run_ranks import run_ranks
@@ -69,7 +69,7 @@ def mixture() -> MixtralForCausalLM:
 def save_mixture(_: int, folder: Path) -> tuple[int, int]:
     """Peak bytes of saving in files of 40 MB, and bytes of the files."""
     parallel_state.initialize_model_parallel()
-    save_plan.SHARD_BYTES = 40_000_000
+    write_directory.SHARD_BYTES = 40_000_000
     wrapped = NxDPPModel(mixture())
     reset_peak()
     before = resident_bytes()

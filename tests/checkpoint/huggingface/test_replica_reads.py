@@ -1,5 +1,6 @@
 """Replicas read each byte of a checkpoint once, and hosts each header; an error of one rank is that of all."""
 
+import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,8 +12,8 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from nxdpp import NxDPPModel, init_on_device, load_pretrained, parallel_state, tensor_parallelize
-from nxdpp.checkpoint.files.safetensors_reader import Elements, OpenFile, StoredTensor, read_header
-from nxdpp.checkpoint.huggingface import contents, file_tensors, loading_ranks
+from nxdpp.checkpoint.files.safetensors_reader import OpenFile, StoredTensor, read_header
+from nxdpp.checkpoint.huggingface import file_tensors, read_directory
 from tests.checkpoint.huggingface.checkpointed_models import differing, make, on_meta, saved_by_transformers, tensors_in
 from tests.support.run_ranks import run_ranks
 from tests.support.tensor_models import llama as divisible_llama
@@ -39,18 +40,18 @@ class Counts:
 @contextmanager
 def counted() -> Iterator[Counts]:
     counts = Counts()
-    fill, header = OpenFile._fill, read_header
+    read, header = OpenFile.read, read_header
 
-    def filling(self: OpenFile, place: int, into: memoryview) -> None:
+    def filling(self: OpenFile, stored: StoredTensor, start: int, into: memoryview) -> None:
         counts.bytes += len(into)
-        fill(self, place, into)
+        read(self, stored, start, into)
 
     def reading(path: Path, opened: OpenFile) -> dict[str, StoredTensor]:
         counts.headers += 1
         return header(path, opened)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(OpenFile, "_fill", filling)
+        patch.setattr(OpenFile, "read", filling)
         patch.setattr("nxdpp.checkpoint.huggingface.read_directory.read_header", reading)
         before = _from_system()
         yield counts
@@ -113,10 +114,10 @@ def replicas_with_other_files_read_all_of_their_own(folder: Path) -> None:
 
 
 def each_host_reads_the_headers(folder: Path) -> None:
-    view = loading_ranks._view
+    view = read_directory._view
     with pytest.MonkeyPatch.context() as patch, counted() as counts:
         host = "ab"[dist.get_rank() // 2]
-        patch.setattr(loading_ranks, "_view", lambda directory: (host, *view(directory)[1:]))
+        patch.setattr(read_directory, "_view", lambda directory: (host, *view(directory)[1:]))
         load_pretrained(wrapped(on_meta("llama"), 2), folder / "llama")
     files = len(list((folder / "llama").glob("*.safetensors")))
     assert counts.of_all()["headers"] == [files, 0, files, 0]
@@ -128,7 +129,7 @@ def errors_of_one_rank_are_raised_on_all(folder: Path) -> None:
     def fail(*_: object) -> Any:
         raise own
 
-    broken: list[tuple[Any, str]] = [(OpenFile, "read"), (file_tensors.FileTensors, "local_conversions")]
+    broken: list[tuple[Any, str]] = [(OpenFile, "read"), (file_tensors.FileTensors, "_local_conversions")]
     for place, name in broken:
         model = wrapped(on_meta("llama"), 2)
         with pytest.MonkeyPatch.context() as patch:
@@ -237,15 +238,16 @@ def test_four_ranks(tmp_path: Path) -> None:
 
 def test_contents_travel_with_their_errors(tmp_path: Path) -> None:
     saved_by_transformers("llama", tmp_path, max_shard_size="100KB")
-    read = contents.read_contents(tmp_path)
-    other = contents.unpacked(read.packed())
+    read = read_directory.read_contents(tmp_path)
+    other = pickle.loads(pickle.dumps(read))
     assert list(other.tensors) == list(read.tensors)
     assert {name: each.read(torch.float32).sum() for name, each in other.tensors.items()} == {
         name: each.read(torch.float32).sum() for name, each in read.tensors.items()
     }
     assert (other.settings, other.digest, other.adapter) == (read.settings, read.digest, None)
     (tmp_path / "config.json").write_text("{")
-    for each in (contents.read_contents(tmp_path), contents.unpacked(contents.read_contents(tmp_path).packed())):
+    read = read_directory.read_contents(tmp_path)
+    for each in (read, pickle.loads(pickle.dumps(read))):
         with pytest.raises(ValueError, match=r"config\.json is corrupt"):
             _ = each.settings
         with pytest.raises(ValueError, match=r"config\.json is corrupt"):
@@ -265,8 +267,9 @@ def test_a_part_of_long_rows_is_read_alone(tmp_path: Path) -> None:
                 part = torch.empty(whole.shape[0], whole.shape[1] // 4, dtype=torch.float64)
                 counts.bytes = 0
                 length = whole.shape[1] // (4 * stride)
-                starts = tuple((4 * block + 3) * length for block in range(stride))
-                stored[name].read_into(part, Elements(1, starts, length))
+                for block, columns in enumerate(part.chunk(stride, 1)):
+                    stored[name].read_into(columns, (0, (4 * block + 3) * length))
                 chunks = torch.chunk(whole, 4 * stride, 1)
                 assert torch.equal(part, torch.cat(chunks[3::4], 1).double())
-                assert counts.bytes == times * whole.nbytes
+                # Each block of a short row is read with the row.
+                assert counts.bytes == times * whole.nbytes * (1 if name == "long" else stride)

@@ -15,10 +15,11 @@ from safetensors.torch import load_file
 from torch import nn
 
 from nxdpp import NxDPPModel, load_pretrained, parallel_state, save_pretrained
-from nxdpp.checkpoint.files.layout import StoredLayout
-from nxdpp.checkpoint.huggingface import save_plan
-from nxdpp.checkpoint.huggingface.save_plan import plan_shards
+from nxdpp.checkpoint.files.pieces import StoredLayout
+from nxdpp.checkpoint.huggingface import write_directory
+from nxdpp.checkpoint.huggingface.write_directory import plan_shards
 from nxdpp.tensor.layers import ParallelEmbedding
+from nxdpp.tensor.padding import ranges
 from tests.checkpoint.huggingface.checkpointed_models import differing, make, on_meta, tensors_in, wrap
 from tests.support.run_ranks import run_ranks
 from tests.zoo import build
@@ -116,15 +117,46 @@ def test_a_model_without_values_is_refused_on_every_rank(tmp_path: Path) -> None
     assert not (tmp_path / "none").exists()
 
 
+PADDED = torch.arange(36.0).view(9, 4)
+
+
+def layers_with_parts(rank: int) -> Any:
+    """Layers with a parameter of three blocks, padded from 3 to 4 rows, and one that both tensor ranks hold."""
+    model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    padded = torch.zeros(6, 4)
+    for start, own, length in ranges(9, 6, 3, rank):
+        padded[own : own + length] = PADDED[start : start + length]
+    shared = {"tensor_model_parallel": True, "partition_dim": 0}
+    model[0].padded = nn.Parameter(padded)
+    vars(model[0].padded).update(shared, partition_stride=3, num_partitions=2, whole_size=9)
+    model[1].copied = nn.Parameter(PADDED[:2].clone())
+    vars(model[1].copied).update(shared, partition_stride=1, num_partitions=1)
+    return model
+
+
+def check_parts(rank: int, folder: Path) -> None:
+    save_pretrained(NxDPPModel(layers_with_parts(rank), transformer_layer_cls=nn.Linear), folder)
+    saved = tensors_in(folder)
+    assert torch.equal(saved["0.padded"], PADDED)
+    assert torch.equal(saved["1.copied"], PADDED[:2])
+    model, expected = layers_with_parts(rank), layers_with_parts(rank)
+    model[0].padded.data.fill_(-1.0)
+    model[1].copied.data.fill_(-1.0)
+    load_pretrained(NxDPPModel(model, transformer_layer_cls=nn.Linear), folder)
+    assert torch.equal(model[0].padded, expected[0].padded)
+    assert torch.equal(model[1].copied, expected[1].copied)
+
+
 def save_padded_rows(rank: int, folder: Path) -> str:
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
     model = nn.Sequential(ParallelEmbedding(5, 4), nn.Linear(4, 4), nn.Linear(4, 4))
     with pytest.raises(NotImplementedError, match=r"\S") as caught:
         save_pretrained(NxDPPModel(model, transformer_layer_cls=nn.Linear), folder)
+    check_parts(rank, folder)
     return str(caught.value)
 
 
-def test_rows_behind_a_vocabulary_are_refused(tmp_path: Path) -> None:
+def test_rows_behind_a_vocabulary_are_refused_and_other_parts_are_whole_in_files(tmp_path: Path) -> None:
     for message in run_ranks(2, save_padded_rows, tmp_path):
         assert "0 has 5 tokens in 6 rows, of which files would have the 1 of padding too" in message
 
@@ -182,7 +214,7 @@ def test_changes_after_wrapping_are_saved(tmp_path: Path) -> None:
 
 
 def save_in_small_files(rank: int, folder: Path) -> None:
-    save_plan.SHARD_BYTES = 20_000
+    write_directory.SHARD_BYTES = 20_000
     for name in ("llama", "mixtral"):
         save_pretrained(wrap(make(name), 2), folder / name)
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from nxdpp import LoadReport, NxDPPModel, deferred_init, load_pretrained, parallel_state, tensor_parallelize
-from nxdpp.checkpoint.huggingface.load_report import OtherShape
+from nxdpp.checkpoint.huggingface.mismatch import OtherShape
 from tests.checkpoint.huggingface.changed_heads import OTHERS, speech
 from tests.checkpoint.huggingface.checkpointed_models import differing
 from tests.support.run_ranks import run_ranks

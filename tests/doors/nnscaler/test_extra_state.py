@@ -16,7 +16,6 @@ from nxdpp.doors.nnscaler.extra_state import (
     module_extra_state,
     optimizer_extra_state,
     parallel_modules,
-    part_of,
     placement_in,
     take_extra_state,
 )
@@ -103,7 +102,7 @@ def test_parts_are_joined_with_blocks_and_padding() -> None:
         PlaceInWhole((2, 12), (2, 8), 1, (Range(4, 0, 2), Range(10, 4, 2))),
     ]
 
-    taken = [(each, 0, part_of(whole, each)) for each in parts]
+    taken = [(each, 0, each.part_of(whole)) for each in parts]
 
     assert taken[1][2].tolist() == [[4, 5, 0, 0, 10, 11, 0, 0], [16, 17, 0, 0, 22, 23, 0, 0]]
     joined_parts, lacking = joined([taken[1], taken[0], taken[1]])
@@ -111,11 +110,11 @@ def test_parts_are_joined_with_blocks_and_padding() -> None:
     assert not lacking
     assert joined(taken[:1])[1] == 8
     # Flat shards that begin inside rows, of which one stands twice.
-    shards = [(each, at, part_of(whole, each, at, at + 8)) for each in parts for at in (0, 4, 8)]
+    shards = [(each, at, each.part_of(whole, at, at + 8)) for each in parts for at in (0, 4, 8)]
     assert shards[1][2].tolist() == [6, 7, 8, 9, 12, 13, 14, 15]
     assert torch.equal(joined(shards)[0], whole)
     undivided = placement_in(fields_of(whole))
-    assert part_of(whole, undivided) is whole
+    assert undivided.part_of(whole) is whole
     assert joined([(undivided, 0, whole)]) == (whole, 0)
 
 
@@ -143,7 +142,7 @@ def test_placements_are_those_of_the_layers() -> None:
             parallel_state.destroy_model_parallel()
     for name, placements in parts.items():
         whole = torch.rand(placements[0].shape)
-        assert torch.equal(joined([(each, 0, part_of(whole, each)) for each in placements])[0], whole), name
+        assert torch.equal(joined([(each, 0, each.part_of(whole)) for each in placements])[0], whole), name
     assert parts["rows.weight"][0].shape == (6, 4)
     assert parts["keys.weight_k"][0] == parts["keys.weight_k"][1] != parts["keys.weight_k"][2]
     assert len(parts["blocks.weight"][0].ranges) == 2
