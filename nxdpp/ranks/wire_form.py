@@ -32,10 +32,13 @@ _OF_TORCH: dict[type, str] = {torch.dtype: "dtype", torch.layout: "layout", torc
 _CONTAINERS = (dict, list, tuple)
 
 
-def packed(value: Any) -> bytes:
-    """Return the form of ``value``. Raises ``TypeError`` for a value that has none, with its type."""
+def packed(value: Any, with_tensors: bool = True) -> bytes:
+    """Return the form of ``value``.
+
+    Raises ``TypeError`` for a value that has none, with its type: a tensor too, unless it may be ``with_tensors``.
+    """
     blobs: list[bytes] = []
-    text = json.dumps(_Writer(blobs).form_of(value)).encode()
+    text = json.dumps(_Writer(blobs, with_tensors).form_of(value)).encode()
     return b"".join([len(text).to_bytes(_LENGTH, "little"), text, *blobs])
 
 
@@ -50,8 +53,9 @@ def unpacked(form: bytes) -> Any:
 
 
 class _Writer:
-    def __init__(self, blobs: list[bytes]) -> None:
+    def __init__(self, blobs: list[bytes], with_tensors: bool) -> None:
         self._blobs = blobs
+        self._with_tensors = with_tensors
         self._size = 0
 
     def form_of(self, value: Any) -> Any:
@@ -107,7 +111,8 @@ class _Writer:
         return [[self.form_of(key), self.form_of(each)] for key, each in value.items()]
 
     def _tensor(self, tensor: torch.Tensor) -> list[Any]:
-        if tensor.layout != torch.strided or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        is_plain = tensor.layout == torch.strided and type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        if not (is_plain and self._with_tensors):
             raise TypeError(f"a {type(tensor).__name__} of {tensor.layout} has no form in which it goes to other ranks")
         flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
         dtype = str(tensor.dtype).removeprefix("torch.")

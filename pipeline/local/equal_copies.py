@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch.distributed as dist
 from torch import nn
@@ -11,6 +11,7 @@ from nxdpp.devices.kinds import device_of
 from nxdpp.pipeline.p2p.layout import layout_of
 from nxdpp.pipeline.p2p.transport import Direction, Transport
 from nxdpp.ranks.faults import failure_watch
+from nxdpp.ranks.group_values import gather_values
 
 # Copies are sent in pieces of this size, so that no rank needs memory for a second copy.
 _PIECE_BYTES = 32 * 2**20
@@ -47,10 +48,9 @@ def make_equal(
     Raises:
         RuntimeError: on all ranks, where copies of a weight have different shapes or dtypes.
     """
-    everyones: list[Any] = [None] * dist.get_world_size(group)
     with failure_watch.reported():
         own = {w.number: _Copy(w.name, str(p.dtype), tuple(p.shape)) for w, p in weights}
-        dist.all_gather_object(everyones, own, group=group)
+        everyones = gather_values(own, group)
     # All ranks raise here or none does, so no rank is left waiting.
     _check_alike(everyones)
     with failure_watch.reported():

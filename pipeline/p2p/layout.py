@@ -1,7 +1,5 @@
 """Boundary between two stages, and layouts of its values: enough to allocate tensors and to build values of them."""
 
-import io
-import pickle
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,6 +10,7 @@ import torch
 
 from nxdpp.devices.kinds import memory_of
 from nxdpp.devices.strides import with_strides
+from nxdpp.ranks.wire_form import packed
 from nxdpp.tracing.values.nested import Leaf, leaves_of, map_leaves
 
 
@@ -183,22 +182,15 @@ def _constants(value: Any) -> list[Any]:
     return [leaf for leaf in leaves_of(value) if not isinstance(leaf, torch.Tensor | TensorLayout)]
 
 
-class _TensorFinder(pickle.Pickler):
-    def persistent_id(self, value: Any) -> None:
-        """Raise ``TypeError`` at the first tensor."""
-        if isinstance(value, torch.Tensor):
-            raise TypeError("a tensor")
-
-
 def _refuse_hidden_tensors(leaf: Any) -> None:
     if leaf is None or isinstance(leaf, bool | int | float | str):
         return
     try:
-        _TensorFinder(io.BytesIO()).dump(leaf)
-    except Exception as error:
+        packed(leaf, with_tensors=False)
+    except TypeError as error:
         raise TypeError(
-            f"a {type(leaf).__name__} with {error} in it cannot be sent to another stage. Tensors, numbers, strings, "
-            f"and tuples, lists, dicts and dataclasses of them can: make it one of those, or cut elsewhere."
+            f"a {type(leaf).__name__} cannot be sent to another stage: {error}. Tensors, numbers, strings, and tuples, "
+            f"lists, dicts and dataclasses of them can: make it one of those, or cut elsewhere."
         ) from error
 
 

@@ -4,7 +4,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,6 +11,7 @@ import torch.distributed as dist
 from nxdpp.pipeline.timeline.recorder import StepRecorder
 from nxdpp.ranks import parallel_state
 from nxdpp.ranks.faults import failure_watch
+from nxdpp.ranks.group_values import gather_values
 from nxdpp.schedules.timeline_file import TimelineWriter
 
 # Below the tag of the step verifier, above the tags of all other messages in the group.
@@ -59,9 +59,8 @@ class StepTimeline:
                 error.add_note(f"this step of rank {self._rank} is not in the timeline {self._file.path}: {problem}")
             raise
         with failure_watch.reported():
-            gathered: list[Any] | None = [None] * self._ranks if self._rank == 0 else None
-            dist.gather_object(self.recorder.end(ahead), gathered, group=self._group, group_dst=0)
-            if gathered is not None:
+            gathered = gather_values(self.recorder.end(ahead), self._group)
+            if self._rank == 0:
                 self._file.append(self._step, description, dict(enumerate(gathered)))
         self._step += 1
 

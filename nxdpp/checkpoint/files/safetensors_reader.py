@@ -40,10 +40,6 @@ class OpenFile:
         if not is_same or read_bytes(self._descriptor, stored.place + start, into) < len(into):
             raise OSError(f"{stored.path} was changed before all its tensors were read: load again.")
 
-    def __reduce__(self) -> tuple[type["OpenFile"], tuple[()]]:
-        """Tensors that another rank has read the header of are read by a descriptor of this process."""
-        return OpenFile, ()
-
     def __del__(self) -> None:
         self._close()
 

@@ -11,7 +11,6 @@ it needs the contents.
 
 import json
 import os
-import pickle
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from nxdpp.checkpoint.distributed.ranks import Exchange
 from nxdpp.checkpoint.files.pieces import printable
 from nxdpp.checkpoint.files.safetensors_reader import OpenFile, StoredTensor, read_header
 from nxdpp.ranks import parallel_state
+from nxdpp.ranks.wire_form import packed, unpacked
 
 T = TypeVar("T")
 
@@ -108,10 +108,30 @@ def contents_of(directory: Path, exchange: Exchange) -> Contents:
     views = exchange.all_of(_view(directory))
     own = [rank for rank, view in enumerate(views) if view == views[exchange.rank]]
     read = read_contents(directory) if own[0] == exchange.rank else None
-    packed = b"" if read is None or len(own) == 1 else zlib.compress(pickle.dumps(read), 1)
-    received = parallel_state.get_exchange().from_leader(own[0], len(own) - 1, packed)
-    found: Contents = pickle.loads(zlib.decompress(received)) if read is None else read
-    return found
+    sent = b"" if read is None or len(own) == 1 else zlib.compress(packed(_described(read)), 1)
+    received = parallel_state.get_exchange().from_leader(own[0], len(own) - 1, sent)
+    return _of_description(*unpacked(zlib.decompress(received))) if read is None else read
+
+
+def _described(read: Contents) -> tuple[Any, ...]:
+    """What another rank of this host needs to read the same files; each file is named once."""
+    found = read._tensors
+    if isinstance(found, Exception):
+        return read.directory, read.adapter, read._settings, found, {}
+    tensors = [(name, each.shape, each.dtype, each.path, each.place) for name, each in found.items()]
+    return read.directory, read.adapter, read._settings, tensors, {each.path: each.stamp for each in found.values()}
+
+
+def _of_description(
+    directory: Path, adapter: Path | None, settings: Any, tensors: Any, stamps: dict[Path, tuple[int, int, int]]
+) -> Contents:
+    if not isinstance(tensors, Exception):
+        file = OpenFile()
+        tensors = {
+            name: StoredTensor(shape, dtype, path, stamps[path], file, name, place)
+            for name, shape, dtype, path, place in tensors
+        }
+    return Contents(directory, adapter, settings, tensors)
 
 
 def stored_tensors(directory: Path) -> dict[str, StoredTensor]:

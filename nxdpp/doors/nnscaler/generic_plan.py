@@ -14,11 +14,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from nxdpp.doors.nnscaler.nested_values import map_values, values_in
 from nxdpp.ranks import parallel_state
+from nxdpp.ranks.group_values import broadcast_value
 from nxdpp.tensor.models.comparison import check_tensor_parallel
 from nxdpp.tensor.models.own_plans import tensor_plan
 
@@ -81,11 +81,10 @@ def _styles(module: nn.Module, prefix: str, ranks: int) -> list[tuple[str, str]]
 
 def _of_first_rank(args: dict[str, Any]) -> dict[str, Any]:
     """Return ``args`` with the tensors, numbers and texts of the first tensor-parallel rank; collective."""
-    sent: list[Any] = [[_sent(value) for value in values_in(args)]]
-    dist.broadcast_object_list(sent, group=parallel_state.get_tensor_control_group(), group_src=0)
-    if len(sent[0]) != len(values_in(args)):
+    sent = broadcast_value([_sent(value) for value in values_in(args)], parallel_state.get_tensor_control_group())
+    if len(sent) != len(values_in(args)):
         raise ValueError("dummy_forward_args have another structure than on the first rank of the unit: give the same")
-    values = iter(sent[0])
+    values = iter(sent)
 
     def first_of(own: Any) -> Any:
         value = next(values)

@@ -18,6 +18,7 @@ from nxdpp.agreement.comparison import unequal
 from nxdpp.agreement.same_values import sample
 from nxdpp.agreement.together import from_all_ranks
 from nxdpp.ranks import parallel_state
+from nxdpp.ranks.group_values import broadcast_value
 
 
 def take_first_values(module: nn.Module) -> None:
@@ -81,13 +82,13 @@ def send_state(values: Mapping[str, Any], is_everywhere: bool) -> dict[str, Any]
 
 def _shared_state(values: Mapping[str, Any], group: ProcessGroup) -> dict[str, Any]:
     # Tensors of one number go with the description of the others.
-    described = [{key: value.to("meta") if _is_large(value) else value for key, value in values.items()}]
-    dist.broadcast_object_list(described, group=group, group_src=0)
+    own = {key: (value.shape, value.dtype) if _is_large(value) else value for key, value in values.items()}
     received: dict[str, Any] = {}
-    for key, value in described[0].items():
-        if _is_large(value):
+    for key, value in broadcast_value(own, group).items():
+        if isinstance(value, tuple):
+            shape, dtype = value
             is_source = dist.get_rank(group) == 0
-            value = values[key].detach().cpu().contiguous() if is_source else torch.empty_like(value, device="cpu")
+            value = values[key].detach().cpu().contiguous() if is_source else torch.empty(shape, dtype=dtype)
             _broadcast(value, group, 0)
         received[key] = value
     return received

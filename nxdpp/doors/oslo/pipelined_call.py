@@ -19,6 +19,7 @@ from nxdpp.doors.oslo.shadow import Shadow
 from nxdpp.pipeline.microbatches.rows import check_batch, split_inputs
 from nxdpp.pipeline.pipeline import Pipeline
 from nxdpp.ranks import parallel_state
+from nxdpp.ranks.group_values import broadcast_value
 
 
 @dataclass
@@ -70,9 +71,8 @@ class PipelinedCall:
     def _on_all_ranks(self, loss: torch.Tensor | None) -> torch.Tensor:
         """The ``loss`` of the rank of the last stage, which is the last of the pipeline."""
         group = parallel_state.get_pipeline_control_group()
-        values = [None if loss is None else loss.cpu()]
-        dist.broadcast_object_list(values, group=group, group_src=dist.get_world_size(group) - 1)
-        (value,) = values
+        own = None if loss is None else loss.cpu()
+        value = broadcast_value(own, group, dist.get_world_size(group) - 1)
         assert value is not None
         return value.to(self._pipeline.device) if loss is None else loss
 

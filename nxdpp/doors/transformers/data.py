@@ -21,6 +21,7 @@ from transformers.trainer_utils import seed_worker
 
 from nxdpp.doors.transformers.data_randomness import DataRandomness
 from nxdpp.ranks import parallel_state
+from nxdpp.ranks.group_values import broadcast_value
 
 
 class FirstRanksOrder(Sampler[int]):
@@ -36,9 +37,8 @@ class FirstRanksOrder(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         # All ranks draw the order, so that their generators stay equal.
         with self._randomness.drawing_order():
-            order: list[Any] = [list(self.sampler)]
-        dist.broadcast_object_list(order, src=0)
-        return iter(order[0])
+            order = list(self.sampler)
+        return iter(broadcast_value(order, dist.group.WORLD))
 
     def __len__(self) -> int:
         return len(self.sampler)  # type: ignore[arg-type]  # samplers of map-style data sets have a length

@@ -16,6 +16,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from nxdpp.ranks.group_values import broadcast_value
+
 States = tuple[Any, ...]
 """States of Python's, NumPy's and torch's generators on the CPU, of values that compare by ``==``."""
 
@@ -97,7 +99,7 @@ class DataRandomness:
         known, at_end = self.stream or own, self._at_end or own
         is_first = self.stream is None
         begun = [state if is_first or state != end else None for state, end in zip(own, at_end, strict=True)]
-        dist.broadcast_object_list(begun, src=0)
+        begun = broadcast_value(begun, dist.group.WORLD)
         self.stream = tuple(state or old for state, old in zip(begun, known, strict=True))
         self._has_begun = True
 
