@@ -216,7 +216,7 @@ REFUSED = {
     "a buffer that is set": (models.assignment, r"CountsInForward\.steps"),
     "a layer that runs twice": (models.Repeats, r"Run several times: \['blocks\.0'\]; .* share the weights"),
     "one layer for all": (models.Universal, r"Run several times: \['block'\]; .* share the weights"),
-    "an object of its own between layers": (models.Objects, r"a Holder with a tensor in it cannot be sent"),
+    "an object of its own between layers": (models.Objects, r"a Holder cannot be sent to another stage: "),
 }
 
 
