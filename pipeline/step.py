@@ -118,8 +118,7 @@ class StepRunner:
                 reference = ReferenceStep(self._part, self._partition.owners, self._config, device)
             # Verify.
             signature, digest, engine = self._verify(step, device, train=True)
-            if self._part.any_ties:
-                self._part.tied.set_aside()
+            self._part.tied.set_aside()
             if self._has_tensor_ranks:
                 self._sequence.set_aside()
                 self._copies.verify(self._part.seed)
@@ -128,7 +127,7 @@ class StepRunner:
                 reference.run(step.loss)
             # Run, and add up the gradients of several ranks.
             engine, values = self._run(step, signature, digest, engine, device)
-            if self._has_tensor_ranks or self._part.any_ties:
+            if self._has_tensor_ranks or self._part.tied.parameters:
                 with failure_watch.reported():
                     self._sequence.add_up(engine.microbatches)
                     self._part.tied.add_up(self._engines.transport(device), engine.microbatches)
@@ -167,6 +166,8 @@ class StepRunner:
         try:
             yield
         except BaseException as error:
+            self._part.tied.put_back()
+            self._sequence.put_back()
             if self._is_verified:
                 self._engines.forget()
             else:

@@ -7,6 +7,7 @@ each microbatch in turn, as autograd runs them::
     after the last backward      a_i + b_i ─▶ register_hook ─▶ .grad += ─▶ register_post_accumulate_grad_hook
 """
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,8 +27,9 @@ class HeldHooks:
 
     def __init__(self, parameter: torch.Tensor) -> None:
         self._parameter = parameter
-        self._hooks = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
-        _set_hooks(parameter, None, None)
+        self._hooks = _hooks_of(parameter)
+        # None would not take the second kind away.
+        _set_hooks(parameter, None, OrderedDict())
         self._own = parameter.register_hook(self._keep)
         # By the action of the step.
         self._gradients: list[tuple[int, torch.Tensor]] = []
@@ -45,8 +47,7 @@ class HeldHooks:
             earlier: ``.grad`` from before the step.
             whole: makes the gradient of a microbatch from this rank's part. Both are ``None`` where there is none.
         """
-        self._own.remove()
-        _set_hooks(self._parameter, *self._hooks)
+        self.put_back()
         parts: dict[int, torch.Tensor] = {}
         for action, gradient in self._gradients:
             microbatch = microbatches[action]
@@ -60,8 +61,26 @@ class HeldHooks:
                 torch.autograd.backward(self._parameter, total)
         board.end_actions()
 
+    def put_back(self) -> None:
+        """Give the hooks back to the parameter, with those that it has got meanwhile."""
+        self._own.remove()
+        new = _hooks_of(self._parameter)
+        _set_hooks(self._parameter, *map(_joined, self._hooks, new))
+
     def _keep(self, gradient: torch.Tensor) -> None:
         self._gradients.append((board.action, gradient))
+
+
+def _hooks_of(parameter: Any) -> tuple[Any, Any]:
+    return parameter._backward_hooks, parameter._post_accumulate_grad_hooks
+
+
+def _joined(before: Any, now: Any) -> Any:
+    """The hooks of both. The dict from before stays: handles remove their hooks from it."""
+    if before is None:
+        return now or None
+    before.update(now or {})
+    return before
 
 
 def _set_hooks(parameter: Any, of_gradient: Any, of_accumulation: Any) -> None:

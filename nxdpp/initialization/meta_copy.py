@@ -1,11 +1,9 @@
-"""Copy of a module on the meta device, for tracing the graph that other ranks trace, with the modes of another."""
+"""Copy of a module on the meta device, for tracing the graph that other ranks trace."""
 
 from typing import Any
 
 import torch
 from torch import nn
-
-from nxdpp.tracing.modules import listings
 
 
 def meta_copy(module: nn.Module) -> nn.Module:
@@ -14,15 +12,6 @@ def meta_copy(module: nn.Module) -> nn.Module:
     Tensors and submodules that occur several times occur several times in the copy.
     """
     return _copy(module, {})
-
-
-def copy_modes(source: nn.Module, target: nn.Module) -> None:
-    """Give ``target`` the ``training`` and ``requires_grad`` of what has the same names in ``source``."""
-    modules, parameters = dict(listings.named_modules(source)), dict(listings.named_parameters(source))
-    for name, module in listings.named_modules(target):
-        module.training = modules.get(name, source).training
-    for name, parameter in listings.named_parameters(target):
-        parameter.requires_grad_(parameters.get(name, parameter).requires_grad)
 
 
 def _copy(module: nn.Module, made: dict[int, Any]) -> nn.Module:

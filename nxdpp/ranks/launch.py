@@ -59,7 +59,7 @@ def start_world(device: torch.device) -> Store:
     different kinds.
     """
     started_by = launcher()
-    if started_by.is_on_one_host:
+    if started_by.is_on_one_host and not started_by.is_alone:
         _listen_on_loopback()
     identity = start_device(device) if device.type == "cuda" else None
     store, rank, size = _rendezvous(started_by)
@@ -116,7 +116,11 @@ def _rendezvous(started_by: Launcher) -> tuple[Store, int, int]:
 
 def _listening(host: str, port: int) -> int | None:
     """A socket that listens on a loopback address; ``None`` for another ``host``, where torch listens on all."""
-    address = socket.gethostbyname(host)
+    try:
+        address = socket.gethostbyname(host)
+    except OSError:
+        # torch may know it, as an address of IPv6.
+        return None
     if not address.startswith("127."):
         return None
     listening = socket.create_server((address, port))

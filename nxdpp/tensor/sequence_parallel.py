@@ -64,6 +64,14 @@ class StepGradients:
             parameter.grad = None
             _summed_in_steps[parameter] = True
 
+    def put_back(self) -> None:
+        """Undo ``set_aside``, in a step that has failed."""
+        for parameter, earlier, hooks in self._earlier:
+            if hooks is not None:
+                hooks.put_back()
+            parameter.grad = earlier
+        self._earlier = []
+
     def add_up(self, microbatches: Sequence[int]) -> None:
         """Sum the gradients of the step, and add them to the earlier ones; collective over the tensor group.
 

@@ -39,15 +39,23 @@ class ElsewhereTensor(torch.Tensor):
             return NotImplemented
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
-            tensors = [leaf for leaf in leaves_of((args, dict(kwargs))) if isinstance(leaf, torch.Tensor)]
-            first = next(tensor for tensor in tensors if isinstance(tensor, ElsewhereTensor))
-            is_write = func in _WRITES and args[0] is first
-            if not is_write and any(tensor.ndim and not tensor.is_meta for tensor in tensors):
-                _refuse(first.held_as)
+            first: Any = args[0] if len(args) == 1 and not kwargs else None
+            # Code may ask for an attribute of each parameter in each step.
+            if not isinstance(first, ElsewhereTensor):
+                tensors = [leaf for leaf in leaves_of((args, dict(kwargs))) if isinstance(leaf, torch.Tensor)]
+                first = next(tensor for tensor in tensors if isinstance(tensor, ElsewhereTensor))
+                is_write = func in _WRITES and args[0] is first
+                # A number may be a tensor without dimensions.
+                if not is_write and any((t.ndim or not first.ndim) and not t.is_meta for t in tensors):
+                    _refuse(first.held_as)
             result = func(*args, **kwargs)
         if type(result) is torch.Tensor and result.is_meta:
             result = _held_as(first.held_as, result.as_subclass(ElsewhereTensor))
         return result
+
+    def __deepcopy__(self, memo: Any) -> "ElsewhereTensor":
+        memo[id(self)] = copied = buffer_elsewhere(self, self.held_as)
+        return copied
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         refuse_pickle(self.held_as)

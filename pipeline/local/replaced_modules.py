@@ -14,11 +14,19 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from nxdpp.initialization.meta_copy import copy_modes
 from nxdpp.pipeline.local.tree import names_of_module
 from nxdpp.tracing.modules import listings
 
 _STORES = ("_modules", "_parameters", "_buffers")
+
+
+def copy_modes(source: nn.Module, target: nn.Module) -> None:
+    """Give ``target`` the ``training`` and ``requires_grad`` of what has the same names in ``source``."""
+    modules, parameters = dict(listings.named_modules(source)), dict(listings.named_parameters(source))
+    for name, module in listings.named_modules(target):
+        module.training = modules.get(name, source).training
+    for name, parameter in listings.named_parameters(target):
+        parameter.requires_grad_(parameters.get(name, parameter).requires_grad)
 
 
 class _Slot(NamedTuple):

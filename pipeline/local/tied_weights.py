@@ -153,6 +153,14 @@ class TiedWeights:
             parameter.grad = None
         self.parameters = [each.parameter for each in self._set_aside]
 
+    def put_back(self) -> None:
+        """Undo ``set_aside``, in a step that has failed."""
+        for _, parameter, earlier, _, hooks in self._set_aside:
+            if hooks is not None:
+                hooks.put_back()
+            parameter.grad = earlier
+        self._set_aside = []
+
     def add_up(self, transport: Transport, microbatches: Sequence[int]) -> None:
         """Give every owner the sum of all owners' gradients, in the order of the ranks; after the last backward.
 

@@ -83,7 +83,7 @@ def names_of_module(module: nn.Module, name: str, local: Collection[str]) -> nn.
     whole, above = nn.Module(), nn.Module()
     whole.add_module("at", module)
     places = {f"at{place[len(name) :]}" for place in local}
-    free_others(whole, places)
+    free_others(whole, places, called=("at", name))
     _fill(above, whole, "", _Ownership(places, ()), ())
     return above.get_submodule("at")
 
@@ -108,11 +108,14 @@ def check_not_freed(root: nn.Module, local: Collection[str]) -> None:
             )
 
 
-def free_others(root: nn.Module, local: Collection[str], elsewhere: Collection[str] = ()) -> None:
+def free_others(
+    root: nn.Module, local: Collection[str], elsewhere: Collection[str] = (), called: tuple[str, str] = ("", "")
+) -> None:
     """Move the parameters of ``root`` that are not ``local`` to the meta device.
 
     Buffers that are ``elsewhere`` and buffers of modules of other ranks are moved, too. Ties are kept. A state dict or
-    a pickle with one of the moved tensors is refused from now on.
+    a pickle with one of the moved tensors is refused from now on. Its message replaces the first name in ``called`` by
+    the second.
     """
     ownership = _Ownership(local, elsewhere)
     replaced: dict[int, nn.Parameter] = {}
@@ -124,12 +127,12 @@ def free_others(root: nn.Module, local: Collection[str], elsewhere: Collection[s
         freed: list[str] = []
         for key, parameter in module._parameters.items():
             if parameter is not None and not any(_join(prefix, key) in local for prefix in places):
-                meta = parameter_elsewhere(parameter, _join(places[0], key))
+                meta = parameter_elsewhere(parameter, _join(places[0], key).replace(*called, 1))
                 module._parameters[key] = replaced.setdefault(id(parameter), meta)
                 freed.append(key)
         for key, buffer in module._buffers.items():
             if buffer is not None and all(ownership.buffer_is_elsewhere(module, prefix, key) for prefix in places):
-                module._buffers[key] = buffer_elsewhere(buffer, _join(places[0], key))
+                module._buffers[key] = buffer_elsewhere(buffer, _join(places[0], key).replace(*called, 1))
                 freed += [key] if key not in module._non_persistent_buffers_set else []
         if freed:
             refuse_own_state(module, freed[0])

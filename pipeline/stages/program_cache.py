@@ -12,8 +12,9 @@ from torch import fx, nn
 from nxdpp.agreement.configurations import configuration_lines
 from nxdpp.agreement.fingerprint import fingerprint, graph_lines, parameter_lines
 from nxdpp.agreement.last_used import LastUsed
-from nxdpp.initialization.meta_copy import copy_modes, meta_copy
+from nxdpp.initialization.meta_copy import meta_copy
 from nxdpp.pipeline.local.changes import ENTRIES, ChangeRecord
+from nxdpp.pipeline.local.replaced_modules import copy_modes
 from nxdpp.pipeline.partition.partition import Partition
 from nxdpp.pipeline.stages.cut_graph import CutGraph, EndsWith, RankStages
 from nxdpp.pipeline.stages.loss import LossSpec

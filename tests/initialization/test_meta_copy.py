@@ -2,7 +2,8 @@
 
 from torch import nn
 
-from nxdpp.initialization.meta_copy import copy_modes, meta_copy
+from nxdpp.initialization.meta_copy import meta_copy
+from nxdpp.pipeline.local.replaced_modules import copy_modes
 
 
 def test_classes_and_ties_are_those_of_the_original() -> None:

@@ -136,7 +136,7 @@ class LossFunction:
 class LossCall(OpaqueCall):
     """A call of a loss function, whose traced arguments are nodes of a finished graph.
 
-    It verifies what the function reads besides its arguments, see ``loss_leaves``.
+    It verifies what the function reads besides its arguments.
     """
 
     def __init__(self, function: Callable[..., Any], output: Any, inputs: dict[str, Any], module: nn.Module) -> None:

@@ -46,7 +46,7 @@ _OPEN = (SimpleNamespace, Namespace, UserDict, UserList, PreTrainedConfig)
 _CONTAINERS = (dict, MappingProxyType, list, tuple, deque)
 _ENTERED = (*_CONTAINERS, ContextVar, functools.partial, MethodType)
 
-# Objects that are compared as a whole: another one may compute other values.
+# Objects that are compared as a whole: a different one may compute different values.
 _WHOLE = (nn.Module, torch.Tensor, type, FunctionType)
 
 _OF_ENVIRONMENT = frozenset({"environ", "environb", "getenv", "getenvb"})

@@ -57,8 +57,10 @@ class RankFile:
 
     def write(self, name: str, values: torch.Tensor) -> None:
         """Write the values of a tensor of a new file."""
+        stored = self._tensors[name]
+        assert (values.shape, values.dtype) == (stored.shape, stored.dtype), name
         with self._path.open("r+b") as file:
-            file.seek(self._place(self._tensors[name]))
+            file.seek(self._place(stored))
             file.write(bytes_of(values.contiguous()))
 
     def flush(self) -> None:

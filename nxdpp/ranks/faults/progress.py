@@ -97,11 +97,13 @@ class Progress:
         now = time.monotonic()
         passed = min(now - self._time, self._longest)
         compiles = self._board.is_compiling() or _dynamo_compiles() or (place is not None and place.compiles)
-        self.compiling_seconds = self.compiling_seconds + passed if compiles else 0.0
+        has_moved = mark != self._mark
+        before = 0.0 if has_moved else self.compiling_seconds
+        self.compiling_seconds = before + passed if compiles else 0.0
         if self._compile_limit and self.compiling_seconds >= self._compile_limit:
             self.unmoved_seconds = self.compiling_seconds
         else:
-            self.unmoved_seconds = 0.0 if compiles or mark != self._mark else self.unmoved_seconds + passed
+            self.unmoved_seconds = 0.0 if compiles or has_moved else self.unmoved_seconds + passed
         self._mark, self._time = mark, now
 
 

@@ -1,11 +1,13 @@
 """Hooks of the gradient of a tied weight: they see what they see in one process, the whole gradient of a microbatch."""
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from nxdpp import parallel_state
+from nxdpp.gradients.replica_gradients import ReplicaGradients
 from tests.pipeline.after_wrapping.scripts import PipelinedTraining, Script, compare
 from tests.pipeline.after_wrapping.scripts import Training as Training
 from tests.pipeline.after_wrapping.test_tied import Tied, replace_under_all_names, tied_weight
@@ -54,10 +56,11 @@ REPLACED: dict[str, tuple[Any, Script]] = {"replaced": (lambda: Tied().double(),
 
 
 def seen(training: Training) -> list[float]:
-    """The norms that a hook of the tied weight has seen in two steps."""
+    """The norms that hooks of the tied weight have seen in two steps."""
     norms: list[float] = []
     for weight in tied_weight(training):
         weight.register_hook(lambda gradient: norms.append(gradient.norm().item()))
+        weight.register_post_accumulate_grad_hook(lambda weight: norms.append(weight.grad.norm().item()))
     training.steps(2)
     return norms
 
@@ -79,6 +82,32 @@ def test_hooks_see_the_gradient_of_each_microbatch(world_size: int, schedule: st
             # The sum of a tied gradient is in another order.
             assert losses == pytest.approx(expected, abs=1e-7), name
         assert pipelined == pytest.approx(alone if rank in holders else [], rel=1e-9)
+
+
+def caught(rank: int) -> None:
+    """A step that all ranks refuse leaves earlier gradients, hooks and the next step as they are."""
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    torch.manual_seed(0)
+    training = PipelinedTraining(Tied().double())
+    weight = training.model.get_parameter("embed.weight")
+    norms: list[float] = []
+    weight.register_hook(lambda gradient: norms.append(gradient.norm().item()))
+    training.loss()
+    assert weight.grad is not None
+    earlier, expected = weight.grad.clone(), list(norms)
+    refusal = patch.object(ReplicaGradients, "verify", side_effect=ValueError("refused before the step"))
+    with refusal, pytest.raises(ValueError, match="refused before the step"):
+        training.loss()
+    assert torch.equal(weight.grad, earlier)
+    norms.clear()
+    training.loss()
+    assert norms == expected
+    # In another order: the microbatches are added one by one.
+    torch.testing.assert_close(weight.grad, 2 * earlier, rtol=1e-12, atol=0)
+
+
+def test_a_refused_step_changes_nothing() -> None:
+    run_ranks(2, caught)
 
 
 def hook_on_one(rank: int, kind: str) -> None:
