@@ -66,7 +66,7 @@ def test_a_state_dict_without_values_of_other_ranks_is_refused() -> None:
         "another rank holds layers.2.linear.weight",
         "another rank holds layers.2.linear.weight",
         "another rank holds head.weight",
-        "another rank holds weight",
+        "another rank holds layers.2.linear.weight",
         "another rank holds layers.2.linear.weight",
     ]
 
