@@ -23,6 +23,7 @@ from nxdpp.devices.kinds import device_of
 from nxdpp.gradients.gradient_dtype import accumulate_in, gradient_dtype
 from nxdpp.initialization.allocation import with_type_of
 from nxdpp.pipeline.config import PipelineConfig
+from nxdpp.pipeline.local.elsewhere_tensors import ordinary
 from nxdpp.pipeline.local.part import LocalPart
 from nxdpp.pipeline.loss.step_loss import StepLoss
 from nxdpp.pipeline.partition.assignment import Owners
@@ -135,7 +136,7 @@ class ReferenceStep:
                 memo[id(tensor)] = by_name[first[name]]
             elif id(tensor) not in memo and name in known:
                 value, requires_grad = known[name]
-                made = with_type_of(value.to(self._device, copy=True), tensor).requires_grad_(requires_grad)
+                made = with_type_of(value.to(self._device, copy=True), ordinary(tensor)).requires_grad_(requires_grad)
                 accumulate_in(made, gradient_dtype(tensor))
                 earlier = self._earlier.get(name)
                 made.grad = None if earlier is None else earlier.clone()

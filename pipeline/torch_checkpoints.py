@@ -17,7 +17,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.utils import checkpoint
 from torch.utils.checkpoint import CheckpointFunction
 
@@ -66,6 +66,9 @@ class _Reentrant(CheckpointFunction):
     def apply(cls, function: Function, *args: Any) -> Any:
         """Run ``function`` now, and what is kept of it in the backward."""
         kept = _kept(function)
+        # A trace refuses the function by what it is.
+        if kept is function or any(isinstance(arg, fx.Proxy) for arg in args):
+            return CheckpointFunction.apply(function, *args)
         runs = iter((function,))
         output = CheckpointFunction.apply(lambda *inputs: next(runs, kept)(*inputs), *args)
         _end_forward(kept)

@@ -111,9 +111,8 @@ def build_groups(
     transfer_groups = build_transfer_groups(RULES[backend], backend, pipelines, mesh.get_group("pipeline"), device)
     world = dist.group.WORLD
     assert world is not None
+    _wait_for_all_ranks(dist.get_world_size(), store)
     exchange = StoreExchange(store, dist.get_rank(), dist.get_world_size())
-    # gloo connects all pairs of a group. A rank that ended earlier would close connections that others still wait for.
-    exchange.gather("groups are made")
     return ProcessGroups(
         rank_mesh,
         mesh,
@@ -140,3 +139,13 @@ def _check_same_mesh(rank_mesh: RankMesh, store: Store) -> None:
             f"rank {first.partition('|')[0]} has called initialize_model_parallel with {there}, and rank "
             f"{dist.get_rank()} with {here}. Give all ranks the same."
         )
+
+
+def _wait_for_all_ranks(world_size: int, store: Store) -> None:
+    """Wait until all ranks have made their groups.
+
+    gloo connects all pairs of a group. A rank that ended earlier would close connections that others still wait for.
+    """
+    if store.add("nxdpp_groups", 1) == world_size:
+        store.set("nxdpp_groups_made", "")
+    store.wait(["nxdpp_groups_made"])

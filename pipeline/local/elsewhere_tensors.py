@@ -102,10 +102,13 @@ def take_back(root: nn.Module) -> None:
         for registry in registries:
             for key, tensor in registry.items():
                 if isinstance(tensor, ElsewhereTensor) and not getattr(tensor, "is_freed", False):
-                    registry[key] = made.setdefault(id(tensor), _ordinary(tensor))
+                    registry[key] = made.setdefault(id(tensor), ordinary(tensor))
 
 
-def _ordinary(tensor: ElsewhereTensor) -> torch.Tensor:
+def ordinary(tensor: torch.Tensor) -> torch.Tensor:
+    """Return an ordinary tensor on the meta device like ``tensor``, which may be one that another rank holds."""
+    if not isinstance(tensor, ElsewhereTensor):
+        return tensor
     if not isinstance(tensor, nn.Parameter):
         return _on_meta(tensor)
     parameter = nn.Parameter(_on_meta(tensor), tensor.requires_grad)
