@@ -22,8 +22,11 @@ def gather_values(value: T, group: dist.ProcessGroup) -> list[T]:
     return [unpacked(form[: int(length)].numpy().tobytes()) for form, length in zip(forms, lengths, strict=True)]
 
 
-def broadcast_value(value: T | None, group: dist.ProcessGroup, source: int = 0) -> T:
-    """Return a copy of ``value`` of the rank ``source`` of ``group``, for CPU tensors; collective over it."""
+def broadcast_value(value: T | None, group: dist.ProcessGroup | None = None, source: int = 0) -> T:
+    """Return a copy of ``value`` of the rank ``source`` of ``group``, for CPU tensors; collective over it.
+
+    Without a ``group`` all ranks take part.
+    """
     is_source = dist.get_rank(group) == source
     form = _bytes_of(packed(value) if is_source else b"")
     length = torch.tensor([form.numel()], device="cpu")

@@ -38,7 +38,7 @@ class FirstRanksOrder(Sampler[int]):
         # All ranks draw the order, so that their generators stay equal.
         with self._randomness.drawing_order():
             order = list(self.sampler)
-        return iter(broadcast_value(order, dist.group.WORLD))
+        return iter(broadcast_value(order))
 
     def __len__(self) -> int:
         return len(self.sampler)  # type: ignore[arg-type]  # samplers of map-style data sets have a length

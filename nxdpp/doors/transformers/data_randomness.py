@@ -99,7 +99,7 @@ class DataRandomness:
         known, at_end = self.stream or own, self._at_end or own
         is_first = self.stream is None
         begun = [state if is_first or state != end else None for state, end in zip(own, at_end, strict=True)]
-        begun = broadcast_value(begun, dist.group.WORLD)
+        begun = broadcast_value(begun)
         self.stream = tuple(state or old for state, old in zip(begun, known, strict=True))
         self._has_begun = True
 
