@@ -25,10 +25,10 @@ from nxdpp.ranks.debug_state import DebugState
 from nxdpp.ranks.faults import failure_watch, mistakes
 from nxdpp.ranks.faults.board import board
 from nxdpp.ranks.faults.timeouts import Timeouts
-from nxdpp.ranks.group_getters import *  # noqa: F403
+from nxdpp.ranks.group_getters import *  # noqa: F403  # all getters are names of this module
 from nxdpp.ranks.known_keywords import knows_its_keywords
 from nxdpp.ranks.process_groups import ProcessGroups, build_groups
-from nxdpp.ranks.rank_getters import *  # noqa: F403
+from nxdpp.ranks.rank_getters import *  # noqa: F403  # all getters are names of this module
 from nxdpp.ranks.rank_mesh import DIMENSIONS, RankMesh, checked_order
 from nxdpp.ranks.start_checks import check_ones, check_same, check_sizes, checked_folder
 
@@ -69,7 +69,8 @@ def initialize_model_parallel(
             of each rank are printed, and the job ends. 0 is for no limit. Code outside of nxdpp has no limit, see
             docs/faults.md. A single process has no limit either.
         compile_timeout: seconds, at least 1, that a rank may compile (``torch.compile``, XLA) while others wait for it.
-            Then it counts as a rank that has not moved. 0 is for no limit.
+            Then it counts as a rank that has not moved, so the longer of both limits holds. 0 is for no limit, as is
+            ``hang_timeout=0``.
         compilation_cache: folder in which an XLA device keeps its compiled graphs from one start to the next; made if
             absent. It must be given before the first computation on the device. PJRT's CPU device cannot load graphs
             and refuses it; a device that fails to load one warns. See docs/xla.md.

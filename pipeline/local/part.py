@@ -83,7 +83,7 @@ class LocalPart:
         stages: Owners | None = None,
     ) -> None:
         used = local_names(owners, rank)
-        owners = with_tied_names(root, owners)
+        self._owners = owners = with_tied_names(root, owners)
         local, elsewhere = local_names(owners, rank), names_elsewhere(owners, rank)
         self.named_only = local - used
         check_not_freed(root, local)
@@ -146,6 +146,22 @@ class LocalPart:
     def names_on_meta(self) -> list[str]:
         """Names of the parameters and buffers that have no values yet."""
         return [name for name, tensor in _named_tensors(self.module) if tensor.is_meta]
+
+    def new_tie(self) -> list[str]:
+        """Names of a parameter that were parameters of different ranks when the model was wrapped; empty for none."""
+        for names in shared_names(self.root):
+            held_by = {frozenset(self._owners[name]) for name in names if name in self._owners}
+            if len(held_by) > 1:
+                return names
+        return []
+
+    def check_no_new_tie(self) -> None:
+        """Raise ``RuntimeError`` for parameters of different ranks that have become one."""
+        if names := self.new_tie():
+            raise RuntimeError(
+                f"{' and '.join(names)} have become one parameter, and different pipeline ranks hold them: each would "
+                f"train a copy of its own. Tie them before the model is wrapped."
+            )
 
     def check_materialised(self) -> None:
         """Raise ``RuntimeError`` for parameters or buffers without values."""

@@ -149,7 +149,8 @@ class LocalUpkeep:
             self._changes.look()
             # The next step or refresh() knows of a replacement that only this rank has made, or under one name.
             is_of_step = bool(self._runs) and self._sync.has_replacement_in_tree()
-            if self._entries.has_moved and not is_of_step and not self._part.tied.are_untied():
+            is_wrong = self._entries.has_moved and (self._part.tied.are_untied() or bool(self._part.new_tie()))
+            if self._entries.has_moved and not is_of_step and not is_wrong:
                 self._follow_replacements()
         finally:
             self._is_following = False
@@ -176,6 +177,7 @@ class LocalUpkeep:
 
     def _replace_in_both(self) -> bool:
         """Make replacements in the tree and in the whole model; return whether a stage runs another module."""
+        self._part.check_no_new_tie()
         replaced, has_changed = self._sync.follow()
         if replaced:
             self._on_replaced(replaced)

@@ -114,7 +114,7 @@ def contents_of(directory: Path, exchange: Exchange) -> Contents:
 
 
 def _described(read: Contents) -> tuple[Any, ...]:
-    """What another rank of this host needs to read the same files; each file is named once."""
+    """Describe the contents for another rank of this host, with each file named once."""
     found = read._tensors
     if isinstance(found, Exception):
         return read.directory, read.adapter, read._settings, found, {}

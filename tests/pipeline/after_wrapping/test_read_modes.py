@@ -99,7 +99,7 @@ def frozen_weight_replaced(training: Training) -> None:
 
 
 def frozen_on_its_ranks(part: str) -> Script:
-    """What no code asks for, by names that each rank lists of its own parameters."""
+    """Freeze what no code asks for, by names that each rank lists of its own parameters."""
 
     def script(training: Training) -> None:
         training.steps(1)
