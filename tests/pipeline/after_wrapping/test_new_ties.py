@@ -16,9 +16,10 @@ def tied_late(rank: int, world_size: int, is_replaced: bool) -> None:
     torch.manual_seed(0)
     training = PipelinedTraining(Plain())
     training.steps(1)
+    embed, head = training.model.get_submodule("embed"), training.model.get_submodule("head")
     if is_replaced:
-        training.model.embed.weight = nn.Parameter(torch.ones(VOCABULARY, WIDTH))
-    training.model.head.weight = training.model.embed.weight
+        embed.weight = nn.Parameter(torch.ones(VOCABULARY, WIDTH))
+    head.weight = embed.weight
     with pytest.raises(RuntimeError, match=TEXT):
         training.loss()
 
