@@ -17,6 +17,7 @@ from nxdpp.agreement.fingerprint import canonical, digest
 from nxdpp.ranks import parallel_state
 from nxdpp.ranks.faults import failure_watch
 from nxdpp.ranks.faults.board import board
+from nxdpp.ranks.faults.waits import Wait
 
 _REMEDY = "Wrap the same model with the same arguments, and set the same modes, in every data-parallel replica."
 
@@ -54,14 +55,16 @@ class ReplicaExchanges:
         def end() -> list[int]:
             with failure_watch.reported():
                 assert work is not None
-                work.wait()
+                with Wait(name, group):
+                    work.wait()
                 if both[0] == -both[1]:
                     return list(notes)
                 difference = _difference(name, self._settings, list(details), group)
                 if difference is not None:
                     raise RuntimeError(difference)
                 largest = torch.tensor(notes, device="cpu")
-                dist.all_reduce(largest, dist.ReduceOp.MAX, group)
+                with Wait(name, group):
+                    dist.all_reduce(largest, dist.ReduceOp.MAX, group)
             found: list[int] = largest.tolist()
             return found
 

@@ -24,6 +24,8 @@ from nxdpp.agreement.input_hash import SLOTS, InputHashes
 from nxdpp.agreement.last_used import LastUsed
 from nxdpp.agreement.same_values import RankValues, Values
 from nxdpp.agreement.step_signature import StepSignature, signature_differences
+from nxdpp.ranks.faults.board import board
+from nxdpp.ranks.faults.waits import Wait
 from nxdpp.ranks.wire_form import packed, unpacked
 
 # Above the tags of all other messages of the group.
@@ -71,6 +73,7 @@ class StepVerifier:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
+        self._wait = Wait("comparison of the pipeline's steps", group)
         self._origin: str | None = None
         self._rank = dist.get_rank(group)
         self._size = dist.get_world_size(group)
@@ -113,8 +116,10 @@ class StepVerifier:
         """
         self._origin = step.origin or self._origin
         header = self._sent.numpy()
+        board.wait = self._wait
         while self._sends:
             self._sends.pop().wait()
+        board.wait = None
         header[:_HEAD] = number, step_digest, is_new + _IN_NO_SYNC * leaves_average, 0, calls
         header[_HEAD:] = inputs.words()
         self._values, self._hooks = Values(), {}
@@ -139,7 +144,9 @@ class StepVerifier:
 
     def _receive(self, step: StepIdentity, inputs: InputHashes, refused: str | None) -> None:
         previous = self._rank - 1
+        board.wait = self._wait
         self._group.recv([self._received], previous, _TAG).wait()
+        board.wait = None
         theirs, ours = self._received.tolist(), self._sent.tolist()
         length, theirs[3] = theirs[3], 0
         # A call that only one rank has made, and that had no effect on others, shifts no later comparison of calls.
@@ -164,7 +171,8 @@ class StepVerifier:
     def _receive_text(self, step_digest: int, length: int) -> str | None:
         """Receive the previous rank's text; return the step that it refused, if any."""
         text = torch.empty(length, dtype=torch.uint8, device="cpu")
-        self._group.recv([text], self._rank - 1, _TAG).wait()
+        with self._wait:
+            self._group.recv([text], self._rank - 1, _TAG).wait()
         known, refused, self._hooks = unpacked(text.numpy().tobytes())
         if known is not None:
             graph, signature, origin, self._values = known

@@ -20,6 +20,7 @@ from nxdpp.agreement.comparison import unequal
 from nxdpp.agreement.fingerprint import digest
 from nxdpp.agreement.input_hash import InputHashes
 from nxdpp.agreement.step_signature import StepSignature, signature_differences
+from nxdpp.ranks.faults.waits import Wait
 
 _REMEDY = """\
 All ranks of a tensor group take the same batch: they share the layers. Feed them by \
@@ -47,7 +48,8 @@ def verify_tensor_ranks(
     kind = int.from_bytes(digest(repr((signature, is_new, leaves_average)).encode()), "little", signed=True)
     own = torch.tensor([number, kind, *inputs.words()], device="cpu")
     both = torch.cat([own, ~own])
-    dist.all_reduce(both, dist.ReduceOp.MAX, group)
+    with Wait("comparison of the tensor-parallel ranks' steps", group):
+        dist.all_reduce(both, dist.ReduceOp.MAX, group)
     largest, inverted = both.chunk(2)
     if torch.equal(largest, ~inverted):
         return

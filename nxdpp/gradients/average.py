@@ -28,6 +28,7 @@ from nxdpp.gradients.gradient_dtype import dense, gradient_dtype, zero_gradient
 from nxdpp.ranks import parallel_state
 from nxdpp.ranks.extremes import extremes
 from nxdpp.ranks.faults import failure_watch
+from nxdpp.ranks.faults.waits import Wait
 from nxdpp.ranks.host_wire import needs_host
 
 
@@ -186,14 +187,16 @@ def start(
             unpack(result, bucket)
 
     work = begin(bucket, is_through_host, all_reduce)
-    return SentBucket(flat, work, take, combination.after, 0 if is_in_place else flat.nbytes)
+    wait = Wait("average of the gradients", group)
+    return SentBucket(flat, work, wait, take, combination.after, 0 if is_in_place else flat.nbytes)
 
 
 def largest_flags(trained: Sequence[nn.Parameter], control: ProcessGroup, notes: Sequence[int] = ()) -> list[int]:
     """Return the largest ``notes`` of all ranks, then 1 for each parameter that has a gradient on any rank, else 0."""
     present = [parameter.grad is not None for parameter in trained]
     flags = torch.tensor([*notes, *present], dtype=torch.int32, device="cpu")
-    dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=control)
+    with Wait("gradients that replicas have", control):
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=control)
     largest: list[int] = flags.tolist()
     return largest
 

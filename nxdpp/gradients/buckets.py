@@ -20,6 +20,7 @@ from torch.distributed import ProcessGroup
 
 from nxdpp.devices.kinds import device_of
 from nxdpp.ranks.faults.board import board
+from nxdpp.ranks.faults.waits import Wait
 from nxdpp.ranks.host_wire import HostWork, begin_on_host
 
 BUCKET_BYTES = 25 * 2**20
@@ -93,6 +94,7 @@ class SentBucket:
     Attributes:
         flat: the flat vector that gets the result. It is in host memory where the group cannot send from the device.
         work: ``None`` for one rank.
+        wait: names the exchange.
         after: run on the result.
         take: copies the result to where it belongs.
         copied_bytes: memory of the flat vector; 0 for a single tensor that is sent from its own memory.
@@ -100,6 +102,7 @@ class SentBucket:
 
     flat: torch.Tensor
     work: CollectiveWork | None
+    wait: Wait
     take: Callable[[torch.Tensor], object]
     after: Sequence[Hook] = ()
     copied_bytes: int = 0
@@ -116,7 +119,8 @@ class SentBucket:
     def finish(self) -> None:
         """Wait for the result, and copy it to where it belongs."""
         if self.work is not None:
-            self.work.wait()
+            with self.wait:
+                self.work.wait()
         for hook in self.after:
             hook(self.flat)
         self.take(self.flat)

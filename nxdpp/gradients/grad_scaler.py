@@ -22,6 +22,7 @@ from nxdpp.devices.kinds import device_of
 from nxdpp.ranks import parallel_state
 from nxdpp.ranks.faults import failure_watch
 from nxdpp.ranks.faults.board import board
+from nxdpp.ranks.faults.waits import Wait
 from nxdpp.ranks.host_wire import on_wire
 
 
@@ -141,7 +142,8 @@ class GradScaler(torch.amp.GradScaler):
                 own[5], own[6] = shapes, -shapes
             if dist.get_world_size(group) > 1:
                 own = on_wire(own, group)
-                dist.all_reduce(own, dist.ReduceOp.MAX, group)
+                with Wait("overflows of the scaled gradients", group):
+                    dist.all_reduce(own, dist.ReduceOp.MAX, group)
         device_of(device).submit()
         overflows, largest, negative_smallest, *identities = own.tolist()
         if identities[0] != -identities[1] or identities[2] != -identities[3]:

@@ -22,6 +22,7 @@ from nxdpp.gradients.gradient_dtype import dense
 from nxdpp.ranks import parallel_state
 from nxdpp.ranks.faults import failure_watch
 from nxdpp.ranks.faults.board import board
+from nxdpp.ranks.faults.waits import Wait
 from nxdpp.ranks.host_wire import from_wire, on_wire
 
 
@@ -133,7 +134,8 @@ def _over(groups: Sequence[ProcessGroup], value: torch.Tensor, operation: dist.R
     for group in groups:
         if dist.get_world_size(group) > 1:
             value = on_wire(value, group)
-            dist.all_reduce(value, operation, group)
+            with Wait("norm of the gradients", group):
+                dist.all_reduce(value, operation, group)
     return from_wire(value, device)
 
 

@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from nxdpp.gradients.average import reduce_gradients
 from nxdpp.gradients.buckets import BUCKET_BYTES, Hook
+from nxdpp.ranks.faults.waits import Wait
 
 _REMEDY = "Call zero_grad() of the optimizer before the next backward."
 
@@ -83,7 +84,8 @@ class ReductionMarks:
         new = any(each.grad is not None and not self._is_kept(each) for each in self._parameters)
         flags = torch.tensor([kept, new or (bool(self._marked) and not kept)], dtype=torch.int32, device="cpu")
         if self._control is not None and dist.get_world_size(self._control) > 1:
-            dist.all_reduce(flags, dist.ReduceOp.MAX, self._control)
+            with Wait("comparison of kept gradients", self._control):
+                dist.all_reduce(flags, dist.ReduceOp.MAX, self._control)
         is_kept, is_new = flags.tolist()
         if is_kept and is_new:
             raise RuntimeError(

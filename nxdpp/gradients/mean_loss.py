@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 
 from nxdpp.ranks import parallel_state
+from nxdpp.ranks.faults.waits import Wait
 from nxdpp.ranks.host_wire import from_wire, on_wire, wire_device
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -33,9 +34,11 @@ def mean_loss(
         loss = on_wire(mean, replicas).double()
         # float64 has the values of all dtypes.
         message = torch.stack([loss, torch.full_like(loss, _DTYPES.index(dtype))])
-        dist.all_reduce(message, group=replicas)
+        with Wait("mean loss", replicas):
+            dist.all_reduce(message, group=replicas)
         message /= parallel_state.get_data_parallel_size()
     else:
         message = torch.empty(2, dtype=torch.float64, device=wire_device(device, pipeline))
-    dist.broadcast(message, group=pipeline, group_src=source)
+    with Wait("mean loss", pipeline):
+        dist.broadcast(message, group=pipeline, group_src=source)
     return from_wire(message[0].to(dtype or _DTYPES[int(message[1])]), device)

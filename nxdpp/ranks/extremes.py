@@ -7,6 +7,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from nxdpp.ranks.faults.waits import Wait
+
 _CPU = torch.device("cpu")
 
 
@@ -21,7 +23,8 @@ def extremes(
     ``None`` stands for all ranks. ``group`` takes tensors of ``device``. Numbers are exact within ``dtype``.
     """
     both = torch.tensor([*numbers, *(-number for number in numbers)], dtype=dtype, device=device)
-    dist.all_reduce(both, dist.ReduceOp.MAX, group)
+    with Wait("comparison of numbers", group):
+        dist.all_reduce(both, dist.ReduceOp.MAX, group)
     # The maximum of the negated values is the negated minimum.
     largest, negated = both.view(2, -1).tolist()
     return [-number for number in negated], largest

@@ -5,6 +5,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from nxdpp.ranks.faults.waits import Wait
 from nxdpp.ranks.wire_form import packed, unpacked
 
 T = TypeVar("T")
@@ -14,11 +15,12 @@ def gather_values(value: T, group: dist.ProcessGroup) -> list[T]:
     """Return a copy of the ``value`` of each rank of ``group``, for CPU tensors; collective over it."""
     own = _bytes_of(packed(value))
     lengths = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(dist.get_world_size(group))]
-    dist.all_gather(lengths, torch.tensor([own.numel()], device="cpu"), group=group)
-    longest = max(map(int, lengths))
-    padded = torch.nn.functional.pad(own, (0, longest - own.numel()))
-    forms = [torch.empty(longest, dtype=torch.uint8, device="cpu") for _ in lengths]
-    dist.all_gather(forms, padded, group=group)
+    with Wait("exchange of values", group):
+        dist.all_gather(lengths, torch.tensor([own.numel()], device="cpu"), group=group)
+        longest = max(map(int, lengths))
+        padded = torch.nn.functional.pad(own, (0, longest - own.numel()))
+        forms = [torch.empty(longest, dtype=torch.uint8, device="cpu") for _ in lengths]
+        dist.all_gather(forms, padded, group=group)
     return [unpacked(form[: int(length)].numpy().tobytes()) for form, length in zip(forms, lengths, strict=True)]
 
 
@@ -30,10 +32,11 @@ def broadcast_value(value: T | None, group: dist.ProcessGroup | None = None, sou
     is_source = dist.get_rank(group) == source
     form = _bytes_of(packed(value) if is_source else b"")
     length = torch.tensor([form.numel()], device="cpu")
-    dist.broadcast(length, group=group, group_src=source)
-    if not is_source:
-        form = torch.empty(int(length), dtype=torch.uint8, device="cpu")
-    dist.broadcast(form, group=group, group_src=source)
+    with Wait("exchange of values", group):
+        dist.broadcast(length, group=group, group_src=source)
+        if not is_source:
+            form = torch.empty(int(length), dtype=torch.uint8, device="cpu")
+        dist.broadcast(form, group=group, group_src=source)
     read: T = unpacked(form.numpy().tobytes())
     return read
 

@@ -9,6 +9,7 @@ from torch.distributed import ProcessGroup, Store, distributed_c10d  # type: ign
 from torch.distributed.device_mesh import DeviceMesh
 
 from nxdpp.ranks.faults.timeouts import NO_LIMITS, Timeouts
+from nxdpp.ranks.faults.waits import Wait
 from nxdpp.ranks.rank_mesh import DIMENSIONS, RankMesh
 from nxdpp.ranks.same_versions import check_same_versions
 from nxdpp.ranks.store_exchange import StoreExchange
@@ -59,7 +60,8 @@ class ProcessGroups:
         for dimension in DIMENSIONS:
             if self.rank_mesh.size(dimension) == 1:
                 return self.mesh.get_group(dimension)
-        group = _new_group([dist.get_rank()], use_local_synchronization=True)
+        with Wait("new process group"):
+            group = _new_group([dist.get_rank()], use_local_synchronization=True)
         assert isinstance(group, ProcessGroup)
         return group
 
@@ -70,7 +72,8 @@ class ProcessGroups:
             if self.rank_mesh.size(one) == 1:
                 return self.mesh.get_group(other)
         ranks = self.rank_mesh.models()[self.rank("data")]
-        group = _new_group(ranks, use_local_synchronization=True)
+        with Wait("new process group", ranks=ranks):
+            group = _new_group(ranks, use_local_synchronization=True)
         assert isinstance(group, ProcessGroup)
         return group
 
@@ -148,4 +151,5 @@ def _wait_for_all_ranks(world_size: int, store: Store) -> None:
     """
     if store.add("nxdpp_groups", 1) == world_size:
         store.set("nxdpp_groups_made", "")
-    store.wait(["nxdpp_groups_made"])
+    with Wait("new process groups"):
+        store.wait(["nxdpp_groups_made"])

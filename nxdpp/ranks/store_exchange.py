@@ -20,6 +20,7 @@ from torch.distributed import (  # type: ignore[attr-defined]  # public, though 
     Store,
 )
 
+from nxdpp.ranks.faults.waits import Wait
 from nxdpp.ranks.wire_form import packed, unpacked
 
 _LIMIT = timedelta(minutes=30)
@@ -137,7 +138,8 @@ class StoreExchange:
     def _read_all(self, store: Store, own: bytes) -> list[bytes]:
         keys = [self._key(rank) for rank in range(1, self._world_size)]
         try:
-            store.wait(keys, _LIMIT)
+            with Wait(self._exchange):
+                store.wait(keys, _LIMIT)
         except DistStoreError as error:
             missing = [rank for rank, key in enumerate(keys, 1) if not store.check([key])]
             shown = ", ".join(map(str, missing[:_RANKS_SHOWN])) + (", ..." if len(missing) > _RANKS_SHOWN else "")
@@ -146,13 +148,14 @@ class StoreExchange:
 
     def _wait(self, store: Store, key: str, awaited: int = 0) -> None:
         try:
-            store.wait([key], _LIMIT)
+            with Wait(self._exchange, ranks=[awaited]):
+                store.wait([key], _LIMIT)
         except DistStoreError as error:
             raise RuntimeError(f"rank {awaited} did not end {self._exchange} within {_LIMIT}") from error
 
     @property
     def _exchange(self) -> str:
-        return f"exchange {self._number} of all ranks (a call that is collective over all ranks)"
+        return f"exchange {self._number} of all ranks"
 
     def _key(self, what: int | str) -> str:
         return f"{self._number}_{what}"

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from nxdpp.ranks.faults.waits import Wait
 from nxdpp.schedules.lowering.transport_rules import RankPair, TransportRules, neighbouring_pairs
 
 
@@ -101,7 +102,5 @@ def _first_exchange(groups: TransferGroups, rank: int, device: torch.device) -> 
     for source, destination in groups.pairs:
         group, from_rank, to_rank = groups.between(source, destination)
         message = torch.zeros(1, device=device)
-        if rank == source:
-            group.send([message], to_rank, 0).wait()
-        else:
-            group.recv([message], from_rank, 0).wait()
+        with Wait("first message", group):
+            (group.send([message], to_rank, 0) if rank == source else group.recv([message], from_rank, 0)).wait()

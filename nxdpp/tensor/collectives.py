@@ -24,9 +24,12 @@ from nxdpp.devices.collective_bytes import note_collective
 from nxdpp.devices.kinds import device_of
 from nxdpp.ranks import parallel_state
 from nxdpp.ranks.faults.board import board
+from nxdpp.ranks.faults.waits import Wait
 from nxdpp.ranks.host_wire import on_wire
 
 _ops = torch.ops._c10d_functional
+
+_WAIT = Wait("collective of a tensor-parallel layer")
 
 
 def size_of(group: ProcessGroup | None) -> int:
@@ -43,7 +46,9 @@ def wait(tensor: torch.Tensor) -> torch.Tensor:
     """Wait for the started collective that fills ``tensor``, and return it; nothing to wait for is no error."""
     # A tensor of a lazy device passes through host memory, and its collective is finished.
     if has_values(tensor) and not device_of(tensor.device).is_lazy:
+        board.wait = _WAIT
         _ops.wait_tensor(tensor)
+        board.wait = None
         board.moved()
     return tensor
 

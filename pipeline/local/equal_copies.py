@@ -11,6 +11,7 @@ from nxdpp.devices.kinds import device_of
 from nxdpp.pipeline.p2p.layout import layout_of
 from nxdpp.pipeline.p2p.transport import Direction, Transport
 from nxdpp.ranks.faults import failure_watch
+from nxdpp.ranks.faults.waits import Wait
 from nxdpp.ranks.group_values import gather_values
 
 # Copies are sent in pieces of this size, so that no rank needs memory for a second copy.
@@ -86,8 +87,10 @@ def _send(parameter: nn.Parameter, weight: TiedWeight, transport: Transport, ran
     is_whole = device_of(values.device).is_lazy
     for piece in [values] if is_whole else values.view(-1).split(max(1, _PIECE_BYTES // values.element_size())):
         if rank == first:
-            for work, _ in [transport.send(piece, other, Direction.ACTIVATION, weight.number) for other in others]:
-                work.wait()
+            works = [transport.send(piece, other, Direction.ACTIVATION, weight.number) for other in others]
+            with Wait(f"values of {weight.name}"):
+                for work, _ in works:
+                    work.wait()
         else:
             (layout,) = layout_of(piece).tensors
             piece.copy_(transport.post_receive(layout, first, Direction.ACTIVATION, weight.number)())

@@ -31,6 +31,7 @@ from nxdpp.gradients.replaced_parameters import holders
 from nxdpp.pipeline.local.equal_copies import TiedWeight, make_equal
 from nxdpp.pipeline.p2p.layout import layout_of
 from nxdpp.pipeline.p2p.transport import Direction, Transport, are_zeros, zeros_like
+from nxdpp.ranks.faults.waits import Wait
 from nxdpp.tracing.modules import listings
 
 # Entries of a group of an optimizer that differ between the ranks of one script.
@@ -198,8 +199,9 @@ class TiedWeights:
         return None if own is None and are_zeros(total) else total
 
     def _finish_sends(self) -> None:
-        while self._sends:
-            self._sends.pop()[0].wait()
+        with Wait("gradients of tied weights"):
+            while self._sends:
+                self._sends.pop()[0].wait()
 
     def _mark(self) -> None:
         """Set ``shared`` of each copy, ``True`` except on the first owner: norms and counts take a weight once."""

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from nxdpp.devices.kinds import device_of
 from nxdpp.pipeline.p2p.layout import TensorLayout, ValueLayout, layout_of, tensors_of
+from nxdpp.ranks.faults.waits import Wait
 from nxdpp.ranks.wire_form import packed, unpacked
 
 # Bytes of the first message. A longer text continues in a second one.
@@ -55,21 +56,21 @@ def _send(values: list[Any], source: int, group: dist.ProcessGroup, device: torc
     message = torch.zeros(max(_FIRST, _LENGTH + len(text)), dtype=torch.uint8, device="cpu")
     message[:_LENGTH] = torch.frombuffer(bytearray(len(text).to_bytes(_LENGTH, "little")), dtype=torch.uint8)
     message[_LENGTH : _LENGTH + len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    dist.broadcast(message[:_FIRST], group=group, group_src=source)
+    _broadcast(message[:_FIRST], source, group)
     if message.numel() > _FIRST:
-        dist.broadcast(message[_FIRST:], group=group, group_src=source)
+        _broadcast(message[_FIRST:], source, group)
     for raw, content in zip(in_memory, small, strict=True):
         if content is None:
-            dist.broadcast(raw, group=group, group_src=source)
+            _broadcast(raw, source, group)
 
 
 def _receive(source: int, group: dist.ProcessGroup, device: torch.device) -> Any:
     message = torch.empty(_FIRST, dtype=torch.uint8, device="cpu")
-    dist.broadcast(message, group=group, group_src=source)
+    _broadcast(message, source, group)
     length = int.from_bytes(message[:_LENGTH].numpy().tobytes(), "little")
     if _LENGTH + length > _FIRST:
         rest = torch.empty(_LENGTH + length - _FIRST, dtype=torch.uint8, device="cpu")
-        dist.broadcast(rest, group=group, group_src=source)
+        _broadcast(rest, source, group)
         message = torch.cat([message, rest])
     skeleton, small = unpacked(message[_LENGTH : _LENGTH + length].numpy().tobytes())
     layout = ValueLayout(skeleton)
@@ -78,11 +79,16 @@ def _receive(source: int, group: dist.ProcessGroup, device: torch.device) -> Any
         memory = tensor_layout.allocate(torch.device("cpu"))
         raw = _bytes(memory)
         if content is None:
-            dist.broadcast(raw, group=group, group_src=source)
+            _broadcast(raw, source, group)
         elif content:
             raw.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
         tensors.append(_on(device, memory, tensor_layout))
     return layout.build(tensors)
+
+
+def _broadcast(message: torch.Tensor, source: int, group: dist.ProcessGroup) -> None:
+    with Wait("outputs of the pipeline", group):
+        dist.broadcast(message, group=group, group_src=source)
 
 
 def _on(device: torch.device, memory: torch.Tensor, layout: TensorLayout) -> torch.Tensor:

@@ -16,6 +16,7 @@ import torch
 from nxdpp.devices.host_sends import Transfer
 from nxdpp.pipeline.p2p.layout import Boundary, BoundaryTensor, TensorLayout, tensor_layout
 from nxdpp.pipeline.p2p.transport import MISSING, Direction, Transport, is_mark, mark_like, zeros_like
+from nxdpp.ranks.faults.board import board
 
 
 class LocalChannel:
@@ -93,6 +94,7 @@ class Peer:
     def __init__(self, transport: Transport, rank: int, pairs: int, microbatches: int, in_order: bool = False) -> None:
         self.transport = transport
         self.rank = rank
+        self.wait = transport.wait_for(rank)
         self.receives = {direction: ReceiveQueue(in_order) for direction in Direction}
         self.in_order = in_order
         self._pairs = pairs
@@ -224,8 +226,10 @@ class RemoteChannel:
 
     def release(self, direction: Direction, microbatch: int) -> None:
         """Wait for a finished send, which frees its memory; does nothing when that was done before."""
+        board.wait = self._peer.wait
         for work, _ in self._sent.pop((direction, microbatch), ()):
             work.wait()
+        board.wait = None
 
     def finish(self) -> None:
         """Wait until all tensors of the step have been sent."""

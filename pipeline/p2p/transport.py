@@ -25,6 +25,8 @@ import torch.distributed as dist
 from nxdpp.devices.host_sends import HostBuffers, HostSends, Transfer, unchanged
 from nxdpp.devices.kinds import device_of
 from nxdpp.pipeline.p2p.layout import TensorLayout
+from nxdpp.ranks.faults.board import board
+from nxdpp.ranks.faults.waits import Wait
 from nxdpp.ranks.transfer_groups import TransferGroups
 from nxdpp.ranks.wire_form import packed, unpacked
 
@@ -126,7 +128,7 @@ class Transport:
         self._sends, self._buffers = HostSends(report), HostBuffers()
         self._has_tags = groups.has_tags
         # By the other rank: the call of its group that receives or sends, and the number of the rank in the group.
-        self._receives: dict[int, tuple[_GroupCall, int]] = {}
+        self._receives: dict[int, tuple[_GroupCall, int, Wait]] = {}
         self._sending: dict[int, tuple[_GroupCall, int]] = {}
         self._metadata_sends: deque[tuple[Transfer, torch.Tensor]] = deque()
         self.is_in_host_memory = self._wire_device.type == "cpu"
@@ -145,17 +147,19 @@ class Transport:
             buffer = torch.empty_strided(layout.size, layout.stride, dtype=layout.dtype, device=self._wire_device)
         if source not in self._receives:
             group, number, _ = self._groups.between(source, self._rank)
-            self._receives[source] = group.recv, number
-        receive, number = self._receives[source]
+            self._receives[source] = group.recv, number, self.wait_for(source)
+        receive, number, waits = self._receives[source]
         memory = buffer if buffer.is_contiguous() else _flat(buffer)
         work = receive([memory], number, tag * _KINDS + direction if self._has_tags else 0)
 
         def wait() -> torch.Tensor:
+            board.wait = waits
             try:
                 work.wait()
             except RuntimeError:
                 self._sends.raise_error()
                 raise
+            board.wait = None
             received = MISSING if looks_for_marks and is_mark(buffer) else buffer
             if self._through_host:
                 received = MISSING if received is MISSING else device_of(self._device).from_host(buffer)
@@ -164,6 +168,10 @@ class Transport:
 
         looks_for_marks = direction is Direction.GRADIENT and self.is_in_host_memory
         return wait
+
+    def wait_for(self, peer: int) -> Wait:
+        """Name the P2P transfers between this rank and ``peer``, for the time in which this rank waits for one."""
+        return Wait("P2P transfer", ranks=[dist.get_global_rank(self._control, peer)])
 
     def send(
         self, tensor: torch.Tensor, destination: int, direction: Direction, tag: int
@@ -191,7 +199,8 @@ class Transport:
     def finish(self) -> None:
         """Wait at the end of a step until all objects have been sent."""
         while self._metadata_sends:
-            self._metadata_sends.popleft()[0].wait()
+            with Wait("descriptions of tensors", self._control):
+                self._metadata_sends.popleft()[0].wait()
 
     def send_object(self, value: Any, destination: int, tag: int, direction: Direction) -> None:
         """Start to send a value that has a form (``wire_form``): its length, then the form.
@@ -208,9 +217,10 @@ class Transport:
         """Receive the value of a ``send_object``."""
         length = torch.empty(1, dtype=torch.int64, device="cpu")
         wire_tag = _wire_tag(len(Direction) + direction, tag)
-        self._control.recv([length], source, wire_tag).wait()
-        payload = torch.empty(int(length), dtype=torch.uint8, device="cpu")
-        self._control.recv([payload], source, wire_tag).wait()
+        with self.wait_for(source):
+            self._control.recv([length], source, wire_tag).wait()
+            payload = torch.empty(int(length), dtype=torch.uint8, device="cpu")
+            self._control.recv([payload], source, wire_tag).wait()
         return unpacked(payload.numpy().tobytes())
 
 

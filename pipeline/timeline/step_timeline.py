@@ -11,6 +11,7 @@ import torch.distributed as dist
 from nxdpp.pipeline.timeline.recorder import StepRecorder
 from nxdpp.ranks import parallel_state
 from nxdpp.ranks.faults import failure_watch
+from nxdpp.ranks.faults.waits import Wait
 from nxdpp.ranks.group_values import gather_values
 from nxdpp.schedules.timeline_file import TimelineWriter
 
@@ -78,15 +79,17 @@ def offset_to_first(group: dist.ProcessGroup) -> int:
     if rank == 0:
         for other in range(1, size):
             for _ in range(_ROUND_TRIPS):
-                group.recv([message], other, _TAG).wait()
-                message[0] = time.perf_counter_ns()
-                group.send([message], other, _TAG).wait()
+                with Wait("clocks", group):
+                    group.recv([message], other, _TAG).wait()
+                    message[0] = time.perf_counter_ns()
+                    group.send([message], other, _TAG).wait()
         return 0
     answers = []
     for _ in range(_ROUND_TRIPS):
         asked = time.perf_counter_ns()
-        group.send([message], 0, _TAG).wait()
-        group.recv([message], 0, _TAG).wait()
+        with Wait("clocks", group):
+            group.send([message], 0, _TAG).wait()
+            group.recv([message], 0, _TAG).wait()
         answered = time.perf_counter_ns()
         answers.append((answered - asked, int(message), (asked + answered) // 2))
     return offset(*min(answers))

@@ -17,6 +17,7 @@ from nxdpp.checkpoint.distributed import ranks
 from nxdpp.checkpoint.distributed.ranks import Exchange
 from nxdpp.ranks import parallel_state
 from nxdpp.ranks.faults.board import board
+from nxdpp.ranks.faults.waits import Wait
 from nxdpp.ranks.host_wire import in_place, needs_host
 
 T = TypeVar("T")
@@ -77,7 +78,8 @@ def broadcast(values: torch.Tensor, source: int) -> None:
     device = values.device if takes_host or values.is_cuda else parallel_state.local_device()
     for piece in _pieces(values):
         sent = piece.contiguous().to(device)
-        dist.broadcast(sent.view(-1).view(torch.uint8), group=group, group_src=source)
+        with Wait("parts of a file", group):
+            dist.broadcast(sent.view(-1).view(torch.uint8), group=group, group_src=source)
         if sent is not piece:
             piece.copy_(sent)
 

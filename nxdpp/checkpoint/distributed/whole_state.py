@@ -29,6 +29,7 @@ from nxdpp.pipeline.local.own_save import state_of_all_names
 from nxdpp.ranks import parallel_state
 from nxdpp.ranks.faults import failure_watch
 from nxdpp.ranks.faults.board import board
+from nxdpp.ranks.faults.waits import Wait
 from nxdpp.tensor.collectives import all_gather
 
 _PIECE_BYTES = 2**26
@@ -146,12 +147,14 @@ def _on_rank_0(tensor: torch.Tensor | None, source: _Source) -> torch.Tensor | N
     if rank == first:
         assert whole is not None, "the first rank of the group joins the parts"
         for piece in _pieces(whole):
-            group.send([piece], dist.get_group_rank(group, 0), _TAG).wait()
+            with Wait("tensors of the model for rank 0", ranks=[0]):
+                group.send([piece], dist.get_group_rank(group, 0), _TAG).wait()
         return None
     held = source.parts[0]
     received = torch.empty(held.placement.shape, dtype=held.dtype, device="cpu")
     for piece in _pieces(received):
-        group.recv([piece], dist.get_group_rank(group, first), _TAG).wait()
+        with Wait("tensors of the model for rank 0", ranks=[first]):
+            group.recv([piece], dist.get_group_rank(group, first), _TAG).wait()
     return received
 
 

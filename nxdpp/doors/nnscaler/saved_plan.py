@@ -42,6 +42,7 @@ from nxdpp.agreement.together import all_together
 from nxdpp.doors.nnscaler.compute_config import ComputeConfig
 from nxdpp.doors.nnscaler.enums import BroadcastGenFilesStrategy, ReuseType
 from nxdpp.doors.nnscaler.unit_layout import UnitLayout
+from nxdpp.ranks.faults.waits import Wait
 
 _FORMAT = 1
 _FOLDER = "_parallel_modules"
@@ -194,14 +195,16 @@ def shared_layout(
         return plan.read(), is_new
 
     # Messages in host memory, whatever the backend of the world.
-    group = dist.new_group(backend="gloo")
+    with Wait("new process group"):
+        group = dist.new_group(backend="gloo")
     try:
         text, is_new = all_together(find, gather=lambda own: gathered(own, group), kinds=_KINDS)[0]
         assert text is not None, "rank 0 has read the file"
         writes = is_new and strategy is not BroadcastGenFilesStrategy.NONE and os.environ.get("LOCAL_RANK", "0") == "0"
         problem = _problem(plan, text, writes) if writes else None
         if load_module:
-            dist.barrier(group=group)  # every host has written
+            with Wait("files of the plan", group):
+                dist.barrier(group=group)  # every host has written
             _verify_configs(plan, group)
             _verify_files(problem or _problem(plan, text), is_new, group)
         elif problem is not None:

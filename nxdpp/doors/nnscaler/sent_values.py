@@ -18,6 +18,7 @@ from nxdpp.agreement.comparison import unequal
 from nxdpp.agreement.same_values import sample
 from nxdpp.agreement.together import from_all_ranks
 from nxdpp.ranks import parallel_state
+from nxdpp.ranks.faults.waits import Wait
 from nxdpp.ranks.group_values import broadcast_value
 
 
@@ -110,4 +111,5 @@ def _broadcast(message: torch.Tensor, group: ProcessGroup, source: int) -> None:
     """Give the contiguous ``message`` in host memory the values of rank ``source`` of ``group``."""
     if dist.get_world_size(group) > 1 and message.numel():
         # Bytes: gloo does not know all dtypes.
-        dist.broadcast(message.view(-1).view(torch.uint8), group=group, group_src=source)
+        with Wait("values of rank 0", group):
+            dist.broadcast(message.view(-1).view(torch.uint8), group=group, group_src=source)

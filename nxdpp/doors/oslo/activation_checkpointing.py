@@ -21,6 +21,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from nxdpp.doors.local_modules import LocalModules
 from nxdpp.pipeline.activation_checkpoint import apply_checkpoint
 from nxdpp.ranks import parallel_state
+from nxdpp.ranks.faults.waits import Wait
 
 
 def layers_of(module: nn.Module) -> list[str]:
@@ -107,5 +108,7 @@ def _restored(kept: _KeptTensor) -> torch.Tensor:
     if kept.parts == 1:
         return values
     parts = [torch.empty_like(values) for _ in range(kept.parts)]
-    dist.all_gather(parts, values, group=parallel_state.get_tensor_model_parallel_group())
+    group = parallel_state.get_tensor_model_parallel_group()
+    with Wait("kept activations", group):
+        dist.all_gather(parts, values, group=group)
     return torch.cat(parts, -1)

@@ -23,6 +23,7 @@ from nxdpp.doors.oslo.parallel_model import is_parallel, make_parallel
 from nxdpp.doors.oslo.pipelined_model import pipeline
 from nxdpp.gradients.followed_optimizers import followed_by_optimizers
 from nxdpp.ranks import parallel_state
+from nxdpp.ranks.faults.waits import Wait
 from nxdpp.tensor.models.parallelize import tensor_parallelize
 from nxdpp.tensor.move_model_to_device import move_model_to_device
 from nxdpp.tensor.tensor_copies import compare_tensor_copies
@@ -122,5 +123,6 @@ def _sum_partial_gradients(model: nn.Module, group: dist.ProcessGroup) -> None:
 
 def _summed(group: dist.ProcessGroup, gradient: torch.Tensor) -> torch.Tensor:
     total = gradient.detach().clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, group=group)
+    with Wait("gradient of a whole parameter", group):
+        dist.all_reduce(total, group=group)
     return total

@@ -27,6 +27,7 @@ from nxdpp.doors.transformers.data import check_divided
 from nxdpp.doors.transformers.data_randomness import DataRandomness
 from nxdpp.doors.transformers.pipelined_model import TrainerModel
 from nxdpp.ranks import parallel_state
+from nxdpp.ranks.faults.waits import Wait
 
 Prediction = tuple[torch.Tensor | None, Any, Any]
 """Loss, logits and labels of a batch, each on all ranks of the pipeline."""
@@ -232,7 +233,8 @@ def gathered(data: Any, windows: Windows) -> Any:
         parts = [own]
         if parallel_state.get_data_parallel_size() > 1:
             parts = [torch.empty_like(own) for _ in range(parallel_state.get_data_parallel_size())]
-            dist.all_gather(parts, own, group=parallel_state.get_data_parallel_group())
+            with Wait("outputs of the replicas", parallel_state.get_data_parallel_group()):
+                dist.all_gather(parts, own, group=parallel_state.get_data_parallel_group())
         return torch.cat(parts)[:rows]
 
     return recursively_apply(gather, data, error_on_other_type=True)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from nxdpp.gradients.optimizer.zero1_state import options_of
 from nxdpp.ranks import parallel_state
 from nxdpp.ranks.extremes import extremes
+from nxdpp.ranks.faults.waits import Wait
 
 
 class ReplicaPosition(NamedTuple):
@@ -50,7 +51,8 @@ def present_anywhere(present: Sequence[bool], own: ReplicaPosition) -> list[bool
     if smallest != largest:
         raise RuntimeError(_difference(ReplicaPosition(*smallest), ReplicaPosition(*largest)))
     flags = torch.tensor(present, dtype=torch.uint8, device="cpu")
-    dist.all_reduce(flags, dist.ReduceOp.MAX, control)
+    with Wait("gradients that replicas have", control):
+        dist.all_reduce(flags, dist.ReduceOp.MAX, control)
     return [bool(flag) for flag in flags.tolist()]
 
 

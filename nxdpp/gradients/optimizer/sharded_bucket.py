@@ -23,6 +23,7 @@ from nxdpp.devices.kinds import device_of
 from nxdpp.gradients.buckets import Combination, Hook, SentBucket, begin, cut, places_in, unpack
 from nxdpp.gradients.gradient_dtype import gradient_dtype, master_dtype, take_changes
 from nxdpp.ranks import parallel_state
+from nxdpp.ranks.faults.waits import Wait
 from nxdpp.ranks.host_wire import from_wire, needs_host
 
 # torch 2.13 names them anew, and warns of the old names.
@@ -176,7 +177,8 @@ class ShardedBucket:
                     own = result[piece.offset : piece.offset + piece.stop - piece.start]
                     piece.tensor.grad = from_wire(own.to(piece.tensor.dtype).view_as(piece.tensor), self._device)
 
-        return SentBucket(reduced, begin(gradients, self._is_through_host, scatter), take, after)
+        work = begin(gradients, self._is_through_host, scatter)
+        return SentBucket(reduced, work, Wait("average of the gradients", self._sharding.group), take, after)
 
     def drop_gradients(self) -> None:
         """Free the gradients of the pieces."""
@@ -202,7 +204,8 @@ class ShardedBucket:
             unpack(result, [parameter.detach() for parameter in self._parameters])
 
         values = [piece.tensor.detach() for piece in self.pieces]
-        return SentBucket(flat, begin(values, self._is_through_host, gather), take)
+        work = begin(values, self._is_through_host, gather)
+        return SentBucket(flat, work, Wait("new parameters", self._sharding.group), take)
 
     def masters(self) -> Iterator[ShardedPiece]:
         """The pieces that are not views of their parameters."""

@@ -60,6 +60,7 @@ class Board:
     Attributes:
         action: index of the action of the step that runs; ``NO_ACTION`` outside of its actions.
         describe_action: gives the text of an index.
+        wait: the exchange with other ranks that this rank waits in, as ``str`` gives it; ``None`` outside (``waits``).
         moves: grows with each sign of progress other than a new action.
         begun: number of calls begun, by scope.
         thread: the thread that made the last call; by default the main thread.
@@ -76,6 +77,7 @@ class Board:
         """Start anew, as all ranks do when they start a watch."""
         self.action = NO_ACTION
         self.describe_action: Callable[[int], str] = str
+        self.wait: object = None
         self.moves = 0
         self.begun: dict[str, int] = {"world": 0, "pipeline": 0}
         self.thread = threading.main_thread().ident
@@ -158,7 +160,7 @@ class Board:
         if self._outermost is not call:
             return
         self._failed = (id(error), self.position()) if isinstance(error, Exception) else _NOTHING_FAILED
-        self._outermost = None
+        self._outermost = self.wait = None
         self._last = call.text
         self.interrupted = "" if error is None or isinstance(error, Exception) else call.text
 

@@ -9,7 +9,7 @@ from nxdpp.ranks.faults.hang_watch import HangWatch
 from nxdpp.ranks.faults.local_peers import LAUNCHER, LocalPeers
 from nxdpp.ranks.faults.other_calls import OtherCalls
 from nxdpp.ranks.faults.rank_end import RankEnd
-from nxdpp.ranks.faults.roll_call import names
+from nxdpp.ranks.faults.waits import names
 from nxdpp.ranks.faults.watch_store import (
     Departure,
     Ending,

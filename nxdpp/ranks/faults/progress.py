@@ -6,6 +6,7 @@ counts its compilations, inductor's workers among them. A device compiles in C++
 ``board.is_compiling``.
 """
 
+import linecache
 import os
 import sys
 import sysconfig
@@ -30,14 +31,9 @@ _OWN = tuple(
     for folder in (_TORCH, _NXDPP, *(os.path.join(_TOP, name) for name in ("pipeline", "schedules", "tracing")))
 )
 _STANDARD = sysconfig.get_paths()["stdlib"]
-_COMMUNICATION = tuple(
-    os.path.join(root, *folder, "")
-    for root, folder in (
-        (_TORCH, ("distributed",)),
-        (_TOP, ("pipeline", "p2p")),
-        (_NXDPP, ("agreement",)),
-        (_NXDPP, ("tensor",)),
-    )
+# torch's own calls that wait for other ranks, where the script makes them.
+_COLLECTIVES = tuple(
+    os.path.join(_TORCH, "distributed", name) for name in ("distributed_c10d.py", "_functional_collectives.py")
 )
 # They tell nothing of their state. All of their code compiles.
 _COMPILERS = (
@@ -54,14 +50,14 @@ class CodePlace:
 
     Attributes:
         where: the innermost function of the user or of the model's library, such as ``"`Mlp.forward`, mlp.py:17"``.
-        waits: ``True`` in communication with other ranks.
+        collective: ``"a collective of the script, line.py:17"`` in one that the script itself calls; else empty.
         compiles: ``True`` in a compiler.
         node: place in the code of a stage's graph; -1 outside.
         stack: a line for each frame, the innermost last.
     """
 
     where: str
-    waits: bool
+    collective: str
     compiles: bool
     node: int
     stack: list[str]
@@ -122,7 +118,6 @@ def current_place(thread: int | None) -> CodePlace | None:
 
 
 def _place(frame: FrameType) -> CodePlace:
-    innermost = frame.f_code.co_filename
     where, node, compiles = "", -1, False
     stack: list[str] = []
     at: FrameType | None = frame
@@ -139,9 +134,21 @@ def _place(frame: FrameType) -> CodePlace:
             stack.append(f"{name}:{line} in {code.co_qualname}")
         at = at.f_back
     stack.reverse()
+    collective = f"a collective of the script: {where}" if _is_in_collective(frame) else ""
     if not where:
-        where = f"`{frame.f_code.co_qualname}`, {os.path.basename(innermost)}:{frame.f_lineno}"
-    return CodePlace(where, innermost.startswith(_COMMUNICATION), compiles, node, stack)
+        where = f"`{frame.f_code.co_qualname}`, {os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+    return CodePlace(where, collective, compiles, node, stack)
+
+
+def _is_in_collective(frame: FrameType) -> bool:
+    """Return whether the innermost code of the script waits for other ranks."""
+    at: FrameType | None = frame
+    while at is not None and at.f_code.co_filename.startswith(_TORCH):
+        if at.f_code.co_filename.startswith(_COLLECTIVES):
+            return True
+        at = at.f_back
+    # A ``Work`` of torch, or a store, waits in C++. A wait of Python's own has a frame of its own.
+    return at is not None and at is frame and ".wait(" in linecache.getline(at.f_code.co_filename, at.f_lineno or 0)
 
 
 def _is_of_the_model(name: str) -> bool:

@@ -3,8 +3,8 @@
 ======================  ==========================================================  =======================
 a rank                  in                                                          judged as
 ======================  ==========================================================  =======================
-waits                   communication with other ranks                              not the cause
-works                   a step, not in communication                                the cause
+waits                   an exchange with other ranks, or the script's collective    not the cause
+works                   a step, not in an exchange                                  the cause
 compiles                a compiler, up to compile_timeout                           no hang, a notice
 is outside              the program's own code, or a call that saves, loads, moves  no hang, a notice
 does not answer         stopped by a signal, or gone with its host                  the cause
@@ -23,9 +23,9 @@ from nxdpp.ranks.faults.board import Board
 from nxdpp.ranks.faults.local_peers import LocalPeers
 from nxdpp.ranks.faults.progress import Progress, current_place
 from nxdpp.ranks.faults.timeouts import Timeouts
+from nxdpp.ranks.faults.waits import names
 
 _MOST_STACKS = 4
-_MOST_NAMES = 8
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,7 @@ class Answer:
         stopped: ranks of its host whose processes are stopped by a signal.
         running: ranks of its host whose processes run.
         compiling_seconds: time for which it compiles; 0 when it does not.
+        waits_in: the exchange that it waits in; empty when it does not wait.
     """
 
     state: Literal["waits", "works", "outside"]
@@ -53,6 +54,7 @@ class Answer:
     stopped: list[int]
     running: list[int]
     compiling_seconds: float = 0.0
+    waits_in: str = ""
 
     def as_dict(self) -> dict[str, Any]:
         """The answer for JSON."""
@@ -84,9 +86,9 @@ def own_answer(board: Board, progress: Progress, peers: LocalPeers) -> Answer:
     """This rank's answer."""
     position = board.position()
     place = current_place(board.thread)
-    waits = place is not None and place.waits
+    waits_in = str(board.wait or ("" if place is None else place.collective))
     return Answer(
-        "waits" if waits else "works" if position.has_limit else "outside",
+        "waits" if waits_in else "works" if position.has_limit else "outside",
         str(position),
         bool(position.call),
         progress.unmoved_seconds,
@@ -95,6 +97,7 @@ def own_answer(board: Board, progress: Progress, peers: LocalPeers) -> Answer:
         peers.stopped(),
         peers.running(),
         progress.compiling_seconds,
+        waits_in,
     )
 
 
@@ -152,18 +155,9 @@ def _waits(ranks: Sequence[int]) -> str:
     return f"{names(ranks)} {'waits' if len(ranks) == 1 else 'wait'} for it"
 
 
-def names(ranks: Sequence[int]) -> str:
-    """``"rank 1"``, ``"ranks 0, 1 and 3"`` or a number of ranks."""
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    if len(ranks) > _MOST_NAMES:
-        return f"{len(ranks)} ranks"
-    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
-
-
 def _line(answer: Answer) -> str:
     if answer.state == "waits":
-        return f"{answer.position}, waits for {answer.unmoved_seconds:.0f} s"
+        return f"{answer.position}, waits for {answer.unmoved_seconds:.0f} s in {answer.waits_in}"
     if answer.compiling_seconds:
         return f"{answer.position}, for {answer.compiling_seconds:.0f} s"
     where = f", in {answer.where}" if answer.where else ""

@@ -1,0 +1,67 @@
+"""Waits for other ranks, which the board shows.
+
+::
+
+    with Wait("average of the gradients", group):        board.wait
+        work.wait()                                      "the average of the gradients, with ranks 0 and 2"
+
+The hang watch never takes a rank that waits for the cause of a hang. So each call that waits for another rank is within
+a ``Wait``, and nothing else is: no code of the user's, and no file. What a step does for each microbatch assigns a
+``Wait`` to ``board.wait``, and ``None`` after it, which costs less than the context.
+"""
+
+import threading
+from collections.abc import Sequence
+from types import TracebackType
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from nxdpp.ranks.faults.board import board
+
+_MOST_NAMES = 8
+
+
+class Wait:
+    """The time in which this rank waits for other ranks, as a context manager; the outermost one is shown.
+
+    Threads other than the one that trains show nothing.
+
+    Args:
+        name: the exchange that it waits in.
+        group: the ranks that take part; they are named where it is given.
+        ranks: the ranks that it waits for, in place of ``group``.
+    """
+
+    __slots__ = ("_group", "_name", "_ranks")
+
+    def __init__(self, name: str, group: ProcessGroup | None = None, ranks: Sequence[int] = ()) -> None:
+        self._name = name
+        self._group = group
+        self._ranks = ranks
+
+    def __enter__(self) -> None:
+        if board.wait is None and threading.get_ident() == board.thread:
+            board.wait = self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if board.wait is self:
+            board.wait = None
+
+    def __str__(self) -> str:
+        if not self._ranks and self._group is None:
+            return f"the {self._name}"
+        own = dist.get_rank()
+        ranks = self._ranks or dist.get_process_group_ranks(self._group)
+        return f"the {self._name}, with {names([rank for rank in ranks if rank != own])}"
+
+
+def names(ranks: Sequence[int]) -> str:
+    """``"rank 1"``, ``"ranks 0, 1 and 3"`` or a number of ranks."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if len(ranks) > _MOST_NAMES or not ranks:
+        return f"{len(ranks)} ranks"
+    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
