@@ -81,8 +81,9 @@ class ReplicaExchanges:
         self.begin(name)
         own = torch.tensor(values, dtype=torch.float64, device="cpu")
         everyones = [torch.empty_like(own) for _ in range(replicas)]
-        with failure_watch.reported():
-            dist.all_gather(everyones, own, group=parallel_state.get_data_parallel_control_group())
+        group = parallel_state.get_data_parallel_control_group()
+        with failure_watch.reported(), Wait(name, group):
+            dist.all_gather(everyones, own, group=group)
         return [each.tolist() for each in everyones]
 
 

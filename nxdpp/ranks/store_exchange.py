@@ -138,7 +138,7 @@ class StoreExchange:
     def _read_all(self, store: Store, own: bytes) -> list[bytes]:
         keys = [self._key(rank) for rank in range(1, self._world_size)]
         try:
-            with Wait(self._exchange):
+            with Wait("exchange of all ranks"):
                 store.wait(keys, _LIMIT)
         except DistStoreError as error:
             missing = [rank for rank, key in enumerate(keys, 1) if not store.check([key])]
@@ -148,7 +148,7 @@ class StoreExchange:
 
     def _wait(self, store: Store, key: str, awaited: int = 0) -> None:
         try:
-            with Wait(self._exchange, ranks=[awaited]):
+            with Wait("exchange of all ranks", ranks=[awaited]):
                 store.wait([key], _LIMIT)
         except DistStoreError as error:
             raise RuntimeError(f"rank {awaited} did not end {self._exchange} within {_LIMIT}") from error

@@ -1,13 +1,18 @@
 """Progress counts moves and the time between samples, but no time in which the process was stopped."""
 
+import contextlib
+import re
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import fx, nn
+from torch.distributed import distributed_c10d
 from torch.utils.checkpoint import checkpoint
 
 from nxdpp.ranks.faults import progress as progress_module
@@ -87,13 +92,41 @@ def test_each_layer_of_a_stage_is_a_move_and_the_place_is_the_models() -> None:
         assert place is not None
         assert place.where.startswith("`_Slow.forward`, test_progress.py:")
         assert "in _Slow.forward" in "".join(place.stack[-3:])
-        assert not place.waits
+        assert not place.collective
         nodes.append(place.node)
         reached.clear()
         leave.set()
     thread.join(30)
     assert nodes[1] > nodes[0] >= 0
     assert current_place(thread.ident) is None
+
+
+def _wait_of_a_store(reached: threading.Event) -> None:
+    store = dist.HashStore()
+    reached.set()
+    with contextlib.suppress(dist.DistStoreError):
+        store.wait(["a"], timedelta(seconds=1))
+
+
+def _collective_of_torch(reached: threading.Event) -> None:
+    lock = threading.Lock()
+    lock.acquire()
+    reached.set()
+    code = compile("lock.acquire(timeout=1)", str(distributed_c10d.__file__), "eval")
+    eval(code, {"lock": lock})
+
+
+@pytest.mark.parametrize("run", [_wait_of_a_store, _collective_of_torch])
+def test_collective_of_the_script_is_told(run: Callable[[threading.Event], None]) -> None:
+    reached = threading.Event()
+    thread = threading.Thread(target=run, args=(reached,))
+    thread.start()
+    assert reached.wait(30)
+    time.sleep(0.2)
+    place = current_place(thread.ident)
+    thread.join(30)
+    assert place is not None
+    assert re.fullmatch(r"a collective of the script: `_\w+`, test_progress.py:\d+", place.collective)
 
 
 def _wait_in_dynamo_disable(wait: Callable[[], None]) -> None:

@@ -1,0 +1,161 @@
+"""Each call that waits for another rank says so on the board."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import nxdpp
+from tests.ranks.faults import waiting_program
+from tests.support.run_program import run_program
+
+_ROOT = Path(nxdpp.__file__).resolve().parents[1]
+# Functions of torch that wait for other ranks, by the name that follows the last dot.
+_WAITS = {
+    "all_gather",
+    "all_reduce",
+    "barrier",
+    "broadcast",
+    "new_group",
+    "wait",
+    "wait_tensor",
+    "_all_gather",
+    "_new_group",
+    "_reduce_scatter",
+}
+# What waits for no other rank, or is called by what says so.
+_OTHER = {
+    "nxdpp/agreement/input_hash.py": "copies of a device",
+    "nxdpp/checkpoint/distributed/save.py": "a thread of this process",
+    "nxdpp/checkpoint/files/checksummed_reader.py": "a thread of this process",
+    "nxdpp/devices/host_sends.py": "its callers wait",
+    "nxdpp/doors/nxd/checkpoint.py": "a thread of this process",
+    "nxdpp/ranks/faults/causes.py": "threads of the failure watch",
+    "nxdpp/ranks/faults/hang_watch.py": "threads of the failure watch",
+    "nxdpp/ranks/faults/rank_watch.py": "threads of the failure watch",
+    "nxdpp/ranks/host_wire.py": "its callers wait",
+    "nxdpp/ranks/start_store.py": "before the failure watch starts",
+}
+"""By file, the reason."""
+
+
+class _Finder(ast.NodeVisitor):
+    """Lines of calls that wait outside of a ``Wait``."""
+
+    def __init__(self) -> None:
+        self.found: list[int] = []
+        self._within = 0
+        self._shown = False
+
+    def visit_With(self, node: ast.With) -> None:
+        shows = any("wait" in ast.unparse(item.context_expr).split("(")[0].lower() for item in node.items)
+        self._within += shows
+        self.generic_visit(node)
+        self._within -= shows
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
+        within, shown = self._within, self._shown
+        assigned = [target for each in ast.walk(node) if isinstance(each, ast.Assign) for target in each.targets]
+        self._within, self._shown = 0, "board.wait" in map(ast.unparse, assigned)
+        self.generic_visit(node)
+        self._within, self._shown = within, shown
+
+    def visit_Call(self, node: ast.Call) -> None:
+        name = ast.unparse(node.func).rsplit(".", 1)[-1]
+        is_begun = any(keyword.arg == "async_op" for keyword in node.keywords)
+        is_ours = isinstance(node.func, ast.Name) and not name.startswith("_")
+        if name in _WAITS and not (is_begun or is_ours or self._within or self._shown):
+            self.found.append(node.lineno)
+        self.generic_visit(node)
+
+
+def test_each_call_that_waits_for_another_rank_is_within_a_wait() -> None:
+    found = {}
+    for name, tree in _sources():
+        finder = _Finder()
+        finder.visit(tree)
+        if finder.found:
+            found[name] = finder.found
+    assert {name: lines for name, lines in found.items() if name not in _OTHER} == {}
+    assert set(_OTHER) - set(found) == set(), "these have none any more"
+
+
+def test_the_table_has_each_exchange() -> None:
+    """Those of doors, of NCCL and of the start are made alike, and are met in the tests of their modules."""
+    calls = [
+        call
+        for name, tree in _sources()
+        for call in ast.walk(tree)
+        if isinstance(call, ast.Call) and ast.unparse(call.func) == "Wait" and "/doors/" not in name
+    ]
+    made = {call.args[0].value for call in calls if isinstance(call.args[0], ast.Constant)}
+    met = set().union(*_EXCHANGES.values())
+    assert made - met == {"comparison of kept gradients", "first message", "new process groups"}
+
+
+def _sources() -> Iterator[tuple[str, ast.Module]]:
+    for room in ("nxdpp", "pipeline", "schedules", "tracing"):
+        for path in sorted((_ROOT / room).rglob("*.py")):
+            yield str(path.relative_to(_ROOT)), ast.parse(path.read_text())
+
+
+_STEP = {
+    "comparison of the pipeline's steps",
+    "exchange of values",
+    "gradients of tied weights",
+    "mean loss",
+}
+_FILES = {"exchange of all ranks"}
+_PIPELINE = {
+    "clocks",
+    "P2P transfer",
+    "descriptions of tensors",
+    "outputs of the pipeline",
+    "tensors of the model for rank 0",
+}
+_ONE_REPLICA = {"overflows of the scaled gradients", "norm of the gradients"}
+_TENSOR = {"collective of a tensor-parallel layer", "comparison of numbers"}
+_REPLICAS = {
+    "average of gradients during a step",
+    "average of the gradients",
+    "comparison of numbers",
+    "comparison of parameters",
+    "gradients that replicas have",
+    "mean loss of a training step",
+    "mean loss of an evaluation",
+    "new parameters",
+    "norm of the gradients",
+    "parts of a file",
+}
+_EXCHANGES = {
+    (2, 1, 1): (_STEP | _FILES | _REPLICAS) - {"gradients of tied weights"},
+    (2, 1, 2): _STEP | _FILES | _ONE_REPLICA | _TENSOR | {"comparison of the tensor-parallel ranks' steps"},
+    (2, 2, 1): _STEP | _FILES | _ONE_REPLICA | _PIPELINE,
+    (4, 1, 2): _STEP | _FILES | _REPLICAS | _TENSOR | {"comparison of the tensor-parallel ranks' steps"},
+    (4, 2, 1): (_STEP | _FILES | _REPLICAS | _PIPELINE) - {"tensors of the model for rank 0"},
+    (4, 2, 2): (_STEP | _FILES | _ONE_REPLICA | _PIPELINE | _TENSOR | {"new process group"}),
+    (8, 2, 2): (_STEP | _FILES | _REPLICAS | _PIPELINE | _TENSOR | {"new process group"})
+    - {"tensors of the model for rank 0"},
+}
+"""By number of ranks, pipeline and tensor-parallel size: the exchanges of the last rank."""
+
+
+@pytest.mark.parametrize("each", ["name", pytest.param("call", marks=pytest.mark.sweep)])
+@pytest.mark.parametrize(
+    "layout",
+    [each if each in ((2, 1, 2), (4, 2, 1)) else pytest.param(each, marks=pytest.mark.sweep) for each in _EXCHANGES],
+    ids=lambda layout: "{}ranks_pp{}_tp{}".format(*layout),
+)
+def test_rank_that_sleeps_before_an_exchange_is_named(layout: tuple[int, int, int], each: str, tmp_path: Path) -> None:
+    ranks, pipeline, tensor = layout
+    arguments = [str(pipeline), str(tensor), each, str(tmp_path)]
+    ended = run_program(str(waiting_program.__file__), arguments, ranks, timeout=300.0)
+    assert ended.codes == [0] * ranks, ended.output
+    _, *sleeps = re.split("^sleeps: ", ended.output, flags=re.M)
+    for sleep in sleeps:
+        asleep = sleep.split("\nwakes")[0]
+        named = re.findall(r"^verdict: rank (\d+) (?:hangs|is in|is outside)", asleep, re.M)
+        assert set(named) == {str(ranks - 1)}, sleep
+    assert {sleep.splitlines()[0] for sleep in sleeps} == _EXCHANGES[layout]
