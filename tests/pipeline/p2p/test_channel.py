@@ -11,6 +11,7 @@ import torch
 from nxdpp.pipeline.p2p.channel import LocalChannel, Peer, RemoteChannel
 from nxdpp.pipeline.p2p.layout import Boundary, ValueLayout, layout_of
 from nxdpp.pipeline.p2p.transport import Direction, Transport, are_zeros, is_mark
+from nxdpp.ranks.faults.waits import Wait
 
 HIDDEN = torch.randn(2, 3, 4, requires_grad=True)
 MASK = torch.ones(2, 3)
@@ -41,6 +42,9 @@ class NotedTransport:
 
         self.sent.append(tensor)
         return Sent(), tensor
+
+    def wait_for(self, peer: int) -> Wait:
+        return Wait("P2P transfer", ranks=[peer])
 
     def send_object(self, value: Any, destination: int, tag: int, direction: Direction) -> None:
         pass
