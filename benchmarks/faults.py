@@ -1,9 +1,11 @@
 """Faults of one of 4 ranks: who is named, and how soon all ranks have ended. ``python -m benchmarks.faults``.
 
 Each fault happens in a small training job, started with RANK and WORLD_SIZE by hand and by torchrun. The table has the
-time from the fault to the end of the last process, torchrun's own included. For faults that can only be seen as lack of
-progress it is the time beyond ``hang_timeout``. About 4 minutes on 2 idle cores. ``--write docs/faults.md`` also writes
-the table into the page. It exits with status 1, and writes nothing, if a rank has not named the faulty one.
+time from the fault to the end of the last process, torchrun's own included, and to the end of the first step after a
+restart by torchrun, which loads the checkpoint of the step before. For faults that can only be seen as lack of
+progress it is the time beyond ``hang_timeout``. About 8 minutes on 2 idle cores. ``--write docs/faults.md`` also writes
+the table into the page. It exits with status 1, and writes nothing, if a rank has not named the faulty one, or a job
+has not trained again.
 """
 
 import argparse
@@ -27,7 +29,9 @@ HANG_TIMEOUT = 5.0
 _LIMIT_SECONDS = 120.0
 _NOT_SEEN_PLAIN = "ImportError before the start"
 _TERM_SECONDS = 10.0
-_HEADER = "| fault | rank | by hand: time, ranks that name it | torchrun: time, ranks that name it |\n|---|---|---|---|"
+_HEADER = """\
+| fault | rank | by hand: time, ranks that name it | torchrun: time, ranks that name it | trains again |
+|---|---|---|---|---|"""
 
 
 @dataclass(frozen=True)
@@ -89,11 +93,26 @@ def run_plain(case: Case) -> Outcome:
 
 def run_torchrun(case: Case) -> Outcome:
     """Run ``case`` by torchrun."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(RANKS)]
+    return _outcome(case, _torchrun_output(case), time.time())
+
+
+def seconds_to_train_again(case: Case) -> float | None:
+    """Run ``case`` by torchrun, which restarts the job; ``None`` if not all ranks train again."""
+    with tempfile.TemporaryDirectory(prefix="nxdpp-faults-") as folder:
+        try:
+            output = _torchrun_output(case, "--max-restarts", "1", checkpoints=str(Path(folder) / "checkpoints"))
+        except subprocess.TimeoutExpired:
+            return None
+    again = [float(found) for found in re.findall(r"^trains again at (\S+)", output, re.M)]
+    return _seconds(case, output, max(again)) if len(again) == RANKS else None
+
+
+def _torchrun_output(case: Case, *options: str, checkpoints: str = "") -> str:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(RANKS), *options]
     command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", _program(), *_arguments(case)]
     kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     path = os.pathsep.join(path for path in sys.path if path)
-    environment = {**kept, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    environment = {**kept, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "FAULTY_CHECKPOINTS": checkpoints}
     with tempfile.TemporaryDirectory(prefix="nxdpp-faults-") as folder:
         output = Path(folder) / "output.txt"
         with output.open("w") as file:
@@ -107,12 +126,17 @@ def run_torchrun(case: Case) -> Outcome:
                     launcher.wait(_TERM_SECONDS)
                 finally:
                     launcher.kill()
-        return _outcome(case, output.read_text(), time.time())
+        return output.read_text()
+
+
+def _seconds(case: Case, output: str, end: float) -> float:
+    """Return the time from the fault to ``end``, beyond the limit of a hang."""
+    began = [float(found) for found in re.findall(r"^fault at (\S+)", output, re.M)]
+    return end - max(began) - (HANG_TIMEOUT if case.hangs else 0.0)
 
 
 def _outcome(case: Case, output: str, ended: float) -> Outcome:
-    began = [float(found) for found in re.findall(r"^fault at (\S+)", output, re.M)]
-    seconds = ended - max(began) - (HANG_TIMEOUT if case.hangs else 0.0)
+    seconds = _seconds(case, output, ended)
     lines = {int(rank): line for rank, line in re.findall(r"^(?:.*\]:)?rank (\d) stops because (.*)", output, re.M)}
     named = rf"\brank {case.rank}\b"
     return Outcome(seconds, sorted(rank for rank, line in lines.items() if re.search(named, line)), output)
@@ -165,6 +189,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             unnamed += outcome.naming != case.named_by
             if options.show:
                 print(outcome.output)
+        again = seconds_to_train_again(case)
+        cells.append("not restarted" if again is None else f"{again:.1f} s")
+        unnamed += again is None
         rows.append(f"| {case.name} | {case.rank} | {' | '.join(cells)} |")
         print(rows[-1], flush=True)
     if unnamed:

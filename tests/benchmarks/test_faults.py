@@ -27,7 +27,11 @@ def test_a_rank_that_does_not_name_the_faulty_one_is_an_error(monkeypatch: pytes
     naming = [0, 1, 2, 3]
     for run in ("run_plain", "run_torchrun"):
         monkeypatch.setattr(faults, run, lambda case: Outcome(1.0, naming, ""))
+    monkeypatch.setattr(faults, "seconds_to_train_again", lambda case: 2.0)
     main(["--only", "sleep"])
+    monkeypatch.setattr(faults, "seconds_to_train_again", lambda case: None)
+    with pytest.raises(SystemExit, match="1"):
+        main(["--only", "sleep"])
     naming.remove(3)
     with pytest.raises(SystemExit, match="1"):
         main(["--only", "sleep"])
@@ -36,12 +40,13 @@ def test_a_rank_that_does_not_name_the_faulty_one_is_an_error(monkeypatch: pytes
 def test_the_command_writes_its_table_into_a_page(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for run in ("run_plain", "run_torchrun"):
         monkeypatch.setattr(faults, run, lambda case: Outcome(1.25, case.named_by, ""))
+    monkeypatch.setattr(faults, "seconds_to_train_again", lambda case: 7.0)
     page = tmp_path / "faults.md"
     page.write_text((Path(__file__).parents[2] / "docs" / "faults.md").read_text())
     main(["--write", str(page)])
     written = page.read_text()
     assert f"{session_line().partition(',')[0]}, " in written
-    assert written.count(" | 1.2 s, 3 | 1.2 s, 3 |") == sum(len(case.named_by) == 3 for case in CASES)
+    assert written.count(" | 1.2 s, 3 | 1.2 s, 3 | 7.0 s |") == sum(len(case.named_by) == 3 for case in CASES)
     with pytest.raises(SystemExit, match="2"):
         main(["--only", "sleep", "--write", str(page)])
     monkeypatch.setattr(faults, "run_plain", lambda case: Outcome(1.0, [], ""))

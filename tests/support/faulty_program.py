@@ -1,7 +1,8 @@
 """Training on a pipeline of all ranks, in which one rank has a fault: ``faulty_program.py FAULT RANK HANG_TIMEOUT``.
 
 A fourth argument ``xla`` is for XLA devices. The faults are the functions below. ``in_layer`` ones happen in a forward
-of step 3, the others after step 3.
+of step 3, the others after step 3. With ``FAULTY_CHECKPOINTS``, a folder, step 2 is saved. A restart by torchrun has no
+fault: it loads step 2, and tells when it has trained step 3.
 """
 
 import os
@@ -124,14 +125,14 @@ def main() -> None:
     """Run the program."""
     fault, faulty, hang_timeout = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    has_fault = rank == faulty
+    has_fault = rank == faulty and not int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
     if has_fault and fault == "ImportError before the start":
         fails_now()
         raise ImportError("no module of that name")
     device = sys.argv[4] if len(sys.argv) > 4 else None
     if device == "xla":
         os.environ["PJRT_DEVICE"] = "CPU"
-    from nxdpp import NxDPPModel, parallel_state
+    from nxdpp import NxDPPModel, has_checkpoint, load_checkpoint, parallel_state, save_checkpoint
     from nxdpp.agreement.together import from_all_ranks
 
     parallel_state.initialize_model_parallel(
@@ -142,7 +143,11 @@ def main() -> None:
     model = NxDPPModel(module, transformer_layer_cls=Layer, num_microbatches=4, output_loss_value_spec=True)
     model.move_model_to_device()
     steps = STEPS + (STEPS_OFF.get(fault, 0) if has_fault else 0)
-    for step in range(1, steps + 1):
+    first, checkpoints = 1, os.environ.get("FAULTY_CHECKPOINTS")
+    if checkpoints and has_checkpoint(checkpoints):
+        load_checkpoint(checkpoints, "2", model)
+        first = FAULTY_STEP
+    for step in range(first, steps + 1):
         (layer,) = (module for module in model.local_module.modules() if isinstance(module, Layer))
         if has_fault and step == FAULTY_STEP:
             layer.fault = IN_LAYER.get(fault)
@@ -154,6 +159,10 @@ def main() -> None:
             layer.sorts = 0
         layer.seconds = 0.5 * hang_timeout if fault == "slow" and has_fault and step == 2 else 0.0
         model.run_train(x=torch.ones(8, 8))
+        if checkpoints and step == FAULTY_STEP - 1:
+            save_checkpoint(checkpoints, "2", model)
+        if step == first == FAULTY_STEP:
+            print(f"trains again at {time.time()}", flush=True)
         if has_fault and step == FAULTY_STEP:
             print(f"rank {rank} compiled for {model.last_compile_seconds} s", flush=True)
             if fault == "evaluates alone":
