@@ -1,4 +1,4 @@
-"""Program of ``test_two_hosts`` whose ranks exchange values again and again until they are ended.
+"""Program of ``test_hosts`` whose ranks exchange values again and again until they are ended.
 
 Run as ``looping_program.py [RANKS OF A PIPELINE]``; by default all ranks are one pipeline.
 """

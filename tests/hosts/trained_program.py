@@ -1,4 +1,4 @@
-"""Program of ``test_two_hosts``: trains over a pipeline, with a fast and a slow link between ranks.
+"""Program of ``test_hosts``: trains over a pipeline, with a fast and a slow link between ranks.
 
 Each rank of the last stage prints its losses, exactly, as ``losses [...]``.
 """

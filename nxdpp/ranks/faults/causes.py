@@ -1,5 +1,6 @@
 """Causes of a fault, as one rank sees them: deaths, departures, other calls, a lost connection, a lost store."""
 
+import os
 import time
 
 from nxdpp.ranks.faults.board import board
@@ -129,7 +130,9 @@ class Causes:
         if LAUNCHER in self._peers.ended:
             return self.death_of(LAUNCHER)
         if launcher_has_store():
-            return Ending("fault", self._rank, f"rank {self._rank} lost contact with the launcher's store")
+            host = os.environ.get("MASTER_ADDR", "its host")
+            sentence = f"the launcher's store, on {host}, is gone: this host, or torchrun on it, has ended"
+            return Ending("fault", self._rank, sentence)
         if self._peers.ended:
             return self.death_of(self._peers.ended[0])
         return Ending("fault", 0, "rank 0 died or was killed, and its store with it", [0])

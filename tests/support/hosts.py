@@ -1,10 +1,11 @@
-"""Two hosts on one machine: namespaces of networks, processes and names, joined by virtual Ethernet devices.
+"""Hosts on one machine: namespaces of networks, processes and names, joined by virtual Ethernet devices.
 
 ::
 
-    namespace a                        namespace b
-    10.231.7.1 on eth_nxdpp ────────── 10.231.7.2 on eth_nxdpp
-    process 1 (init), 2 (torchrun)     process 1 (init), 2 (torchrun)
+    namespace a                        namespace b                        further ones
+    10.231.7.1 on eth_nxdpp ──┐        10.231.7.2 on eth_nxdpp ──┐
+    process 1 (init)          │        process 1 (init)          │
+    process 2 (torchrun)      └─ bridge in a namespace, a switch ┴──────── ...
 """
 
 import ctypes
@@ -25,7 +26,7 @@ import torch.distributed.run
 
 from tests.support.run_ranks import fork_server
 
-ADDRESSES = ("10.231.7.1", "10.231.7.2")
+ADDRESSES = ("10.231.7.1", "10.231.7.2", "10.231.7.3")
 DEVICE = "eth_nxdpp"
 _PORT = 29517
 _AGENT = 2
@@ -43,30 +44,33 @@ def reason_against() -> str:
     if not shutil.which("ip"):
         return "there is no ip command (iproute2)"
     try:
-        with two_hosts():
+        with hosts_on_one_machine(2):
             return ""
     except subprocess.CalledProcessError as error:
         return f"{' '.join(error.cmd)}: {error.stderr.strip() or error.returncode}"
 
 
 @contextmanager
-def two_hosts() -> Iterator[list["Host"]]:
-    """Make two namespaces, and remove them and what runs in them at the end.
+def hosts_on_one_machine(number: int) -> Iterator[list["Host"]]:
+    """Make ``number`` namespaces and a switch, and remove them and what runs in them at the end.
 
     Raises ``CalledProcessError`` where that is not allowed.
     """
-    names = [f"nxdpp-{os.getpid()}-{side}" for side in "ab"]
-    ends = [f"nx{os.getpid()}{side}" for side in "ab"]
-    hosts = [Host(name) for name in names]
+    switch = f"nxdpp-{os.getpid()}"
+    hosts = [Host(f"{switch}-{side}") for side in "abc"[:number]]
+    names = [switch, *(host.name for host in hosts)]
     try:
         for name in names:
             _ip("netns", "add", name)
-        _ip("link", "add", ends[0], "type", "veth", "peer", "name", ends[1])
-        for name, end, address in zip(names, ends, ADDRESSES, strict=True):
-            _ip("link", "set", end, "netns", name, "name", DEVICE)
-            _ip("-n", name, "address", "add", f"{address}/24", "dev", DEVICE)
+        _ip("-n", switch, "link", "add", "bridge", "type", "bridge")
+        _ip("-n", switch, "link", "set", "bridge", "up")
+        for host, address in zip(hosts, ADDRESSES, strict=False):
+            plug = f"plug{host.name[-1]}"
+            _ip("-n", switch, "link", "add", plug, "type", "veth", "peer", "name", DEVICE, "netns", host.name)
+            _ip("-n", switch, "link", "set", plug, "master", "bridge", "up")
+            _ip("-n", host.name, "address", "add", f"{address}/24", "dev", DEVICE)
             for device in ("lo", DEVICE):
-                _ip("-n", name, "link", "set", device, "up")
+                _ip("-n", host.name, "link", "set", device, "up")
         yield hosts
     finally:
         for host in hosts:
@@ -120,11 +124,11 @@ class Host:
                     os.kill(int(number), signal.SIGKILL)
 
 
-def agent(host: int, ranks: int, program: Sequence[str], *options: str) -> list[str]:
-    """Arguments of torchrun on ``host`` (0 or 1) with ``ranks`` ranks, its forks; the hosts have a c10d rendezvous."""
+def agent(host: int, hosts: int, ranks: int, program: Sequence[str], *options: str) -> list[str]:
+    """Arguments of torchrun on ``host`` of ``hosts`` with ``ranks`` ranks, its forks; host 0 has the rendezvous."""
     return [
-        *("--nnodes", "2", "--nproc-per-node", str(ranks), "--run-path", "--start-method", "fork"),
-        *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{ADDRESSES[0]}:{_PORT}", "--rdzv-id", "two-hosts"),
+        *("--nnodes", str(hosts), "--nproc-per-node", str(ranks), "--run-path", "--start-method", "fork"),
+        *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{ADDRESSES[0]}:{_PORT}", "--rdzv-id", "hosts"),
         # torchrun would look for the address among those of the machine's name.
         *("--local-addr", ADDRESSES[host], "--rdzv-conf", f"is_host={int(host == 0)}", *options, *program),
     ]

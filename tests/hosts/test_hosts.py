@@ -1,4 +1,4 @@
-"""Two agents of torchrun with a c10d rendezvous, on two network namespaces joined by a veth pair."""
+"""Agents of torchrun with a c10d rendezvous, on network namespaces joined by a bridge."""
 
 import re
 import time
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.hosts.trained_program import losses_of_one_process
-from tests.support.two_hosts import Host, agent, reason_against, two_hosts
+from tests.support.hosts import ADDRESSES, Host, agent, hosts_on_one_machine, reason_against
 
 pytestmark = pytest.mark.one_python
 
@@ -20,10 +20,10 @@ BOUND_SECONDS = 20.0
 
 
 @pytest.fixture
-def hosts() -> Iterator[list[Host]]:
+def hosts(request: pytest.FixtureRequest) -> Iterator[list[Host]]:
     if reason := reason_against():
         pytest.skip(f"no network namespaces here: {reason}")
-    with two_hosts() as made:
+    with hosts_on_one_machine(getattr(request, "param", 2)) as made:
         yield made
 
 
@@ -34,10 +34,10 @@ class _Agents:
         self, hosts: list[Host], ranks: int, folder: Path, program: Sequence[str], options: Sequence[str] = ()
     ) -> None:
         self._hosts = hosts
-        self._files = [folder / f"host{number}.txt" for number in range(2)]
+        self._files = [folder / f"host{number}.txt" for number in range(len(hosts))]
         self.processes: list[BaseProcess] = []
         for number, (host, file) in enumerate(zip(hosts, self._files, strict=True)):
-            arguments = agent(number, ranks, [str(TESTS / program[0]), *program[1:]], *options)
+            arguments = agent(number, len(hosts), ranks, [str(TESTS / program[0]), *program[1:]], *options)
             self.processes.append(host.start(arguments, file))
 
     @property
@@ -126,6 +126,30 @@ def test_a_lost_host_is_named_by_all_ranks_of_the_other(hosts: list[Host], tmp_p
     lost = f"ranks 2 and 3 on host {hosts[1].name} are gone: they do not answer"
     assert sorted(reasons) == [("0", lost), ("1", lost)], output
     assert lost in output.partition("Root Cause")[2], output
+
+
+@pytest.mark.parametrize("hosts", [3], indirect=True)
+@pytest.mark.parametrize("lost", [2, 0])
+def test_a_lost_host_of_three_is_named(hosts: list[Host], tmp_path: Path, lost: int) -> None:
+    """Host 0 has the store. Without it the agents of the others end their ranks, at times before they print."""
+    agents = _Agents(hosts, 2, tmp_path, ["hosts/looping_program.py", "2"])
+    ranks = agents.processes_of_ranks(6)
+    hosts[lost].lose()
+    others = [number for number in range(3) if number != lost]
+    for number in others:
+        agents.processes[number].join(BOUND_SECONDS)
+        assert agents.processes[number].exitcode not in (None, 0), agents.outputs
+    assert not any(map(_runs, ranks.values()))
+    output = "".join(agents.outputs[number] for number in others)
+    reasons = {int(rank): reason for rank, reason in re.findall(r"^rank (\d) stops because (.*)", output, re.M)}
+    survivors = {rank for number in others for rank in (2 * number, 2 * number + 1)}
+    gone = f"ranks {2 * lost} and {2 * lost + 1} on host {hosts[lost].name} are gone: they do not answer"
+    if lost:
+        assert reasons == dict.fromkeys(survivors, gone), output
+    store = f"the launcher's store, on {ADDRESSES[0]}, is gone: this host, or torchrun on it, has ended"
+    assert set(reasons.values()) <= {gone, store}, output
+    for rank in survivors - set(reasons):
+        assert re.search(rf"Closing process {ranks[rank]} via signal", output), output
 
 
 def _runs(process: int) -> bool:
