@@ -10,9 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import fx, nn
-from torch.distributed import distributed_c10d
+from torch.distributed import DistStoreError, HashStore, distributed_c10d  # type: ignore[attr-defined]  # public, though not in its __all__
 from torch.utils.checkpoint import checkpoint
 
 from nxdpp.ranks.faults import progress as progress_module
@@ -102,9 +101,9 @@ def test_each_layer_of_a_stage_is_a_move_and_the_place_is_the_models() -> None:
 
 
 def _wait_of_a_store(reached: threading.Event) -> None:
-    store = dist.HashStore()
+    store = HashStore()
     reached.set()
-    with contextlib.suppress(dist.DistStoreError):
+    with contextlib.suppress(DistStoreError):
         store.wait(["a"], timedelta(seconds=1))
 
 

@@ -6,8 +6,9 @@ from typing import Any, Literal
 
 import pytest
 
-from nxdpp.ranks.faults.roll_call import Answer, judge, names
+from nxdpp.ranks.faults.roll_call import Answer, judge
 from nxdpp.ranks.faults.timeouts import Timeouts
+from nxdpp.ranks.faults.waits import names
 
 LIMIT = Timeouts(hang=300.0, compile=3600.0)
 

@@ -20,7 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import nxdpp
 from nxdpp import NxDPPModel, parallel_state
 from nxdpp.gradients.optimizer.zero1 import Zero1Optimizer
-from nxdpp.ranks.faults import hang_watch
+from nxdpp.ranks.faults import hang_watch, roll_call
 from nxdpp.ranks.faults.board import Board, board
 
 HANG_TIMEOUT = 1.0
@@ -35,7 +35,7 @@ class _Sleeper(Board):
     each = "name"
     is_on = False
 
-    @property  # type: ignore[override]  # an attribute of Board
+    @property
     def wait(self) -> object:
         return self.__dict__.get("wait")
 
@@ -67,16 +67,15 @@ def _say(text: str) -> None:
 
 def _tell_verdicts(folder: Path) -> None:
     """Write each verdict with a sentence, and let the job go on."""
-    judge = hang_watch.judge
 
     def judged(*arguments: Any) -> Any:
-        verdict = judge(*arguments)
+        verdict = roll_call.judge(*arguments)
         if verdict.sentence:
             _say(f"verdict: {verdict.sentence}")
             (folder / (folder / "now").read_text()).touch()
         return dataclasses.replace(verdict, hangs=False, sentence="")
 
-    hang_watch.judge = judged
+    vars(hang_watch)["judge"] = judged
 
 
 @contextmanager
