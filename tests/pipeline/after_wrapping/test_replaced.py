@@ -144,8 +144,6 @@ def warned_of(rank: int) -> list[str]:
         training.model.head = module
         # The listing follows the change, and the old parameter is noted.
         assert list(training.wrapped.parameters())
-    # The rank without the head has put its own one back already, and sees no second change.
-    training.wrapped.refresh()
     training.steps(1, optimizer)
     assert not messages
     old_optimizer(training)
@@ -157,6 +155,34 @@ def test_an_old_optimizer_is_told_of_once() -> None:
     assert not first
     (message,) = last
     assert "AdamW, holds 1 parameters that the program has replaced in the model (head.weight is the first)" in message
+
+
+def state_of_one_process(rank: int) -> list[str]:
+    """Load the whole state dict of one process after the head has an adapter; return what a call of the head says."""
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=3)
+    alone, training = Plain(), PipelinedTraining(Plain())
+    alone.head = Adapted(alone.head)  # type: ignore[assignment]
+    training.model.head = Adapted(training.model.get_submodule("head"))
+    training.wrapped.load_state_dict(alone.state_dict())
+    for name, value in training.wrapped.state_dict().items():
+        assert torch.equal(value, alone.state_dict()[name]), name
+    if rank == 2:
+        return []
+    found = []
+    for use in (training.model.head.state_dict, lambda: training.model.head(torch.ones(1, WIDTH))):
+        with pytest.raises(RuntimeError) as raised:
+            use()
+        found.append(str(raised.value))
+    return found
+
+
+def test_the_names_of_an_adapter_are_known_on_every_rank() -> None:
+    *others, last = run_ranks(3, state_of_one_process)
+    assert not last
+    for state, call in others:
+        assert "another rank holds base.weight, and a state dict of the module" in state
+        assert "head (Adapted) is called on a rank that has no values of it" in call
+        assert "head is on pipeline rank 2" in call
 
 
 def refused(rank: int, changes: list[str]) -> list[str]:
