@@ -65,6 +65,7 @@ class ReplacementSync:
         self._names: list[tuple[_Slot, tuple[Any, Any]]] = []
         self._containers: list[tuple[_Slot, tuple[Any, Any]]] = []
         self._held: list[tuple[_Slot, Any]] = []
+        self._without_parameters: set[str] = set()
         self._elsewhere: list[tuple[_Slot, Any]] = []
         self._stores: list[tuple[str, dict[str, Any], dict[str, Any]]] = []
         for name, container in listings.named_modules(self._tree):
@@ -86,6 +87,8 @@ class ReplacementSync:
                 self._names.append((slot, slot.found))
             elif tree[key] is value:
                 self._held.append((slot, value))
+                if not _holds_parameters(value):
+                    self._without_parameters.add(full)
             else:
                 self._containers.append((slot, slot.found))
 
@@ -119,8 +122,10 @@ class ReplacementSync:
                 )
         added = list(self._added())
         present = [_newest(slot, known) for slot, known in self._held]
-        for (slot, known), value in zip(self._held, present, strict=True):
-            _refuse_without_stage(slot, known, value)
+        for (slot, _), value in zip(self._held, present, strict=True):
+            # Also a module that has become one with parameters: nn.ModuleList().extend(...).
+            if slot.name in self._without_parameters:
+                _refuse_parameters(slot, value)
         replaced = {}
         for (slot, known), value in zip(self._held, present, strict=True):
             if value is not known:
@@ -183,13 +188,13 @@ class ReplacementSync:
                             f"model that was wrapped, by the same line on every rank."
                         )
                     continue
-                _refuse_without_stage(slot, None, *slot.found)
+                _refuse_parameters(slot, *slot.found)
                 yield slot
 
 
-def _refuse_without_stage(slot: _Slot, known: Any, *values: Any) -> None:
-    """Raise ``RuntimeError`` for one of ``values`` with parameters in place of ``known`` without."""
-    if any(map(_holds_parameters, values)) and not _holds_parameters(known):
+def _refuse_parameters(slot: _Slot, *values: Any) -> None:
+    """Raise ``RuntimeError`` for one of ``values`` with parameters, where there were none."""
+    if any(map(_holds_parameters, values)):
         raise RuntimeError(
             f"{slot.name} has parameters, and nothing of that name had any when the model was wrapped: no stage holds "
             f"them. Add it before NxDPPModel(module)."

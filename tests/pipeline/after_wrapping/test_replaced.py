@@ -33,11 +33,15 @@ class Open(Plain):
         self.activation: nn.Module = nn.Tanh()
         self.shift: nn.Parameter | None
         self.register_parameter("shift", None)
+        self.more = nn.ModuleList()
+        self.named = nn.ModuleDict()
 
     def after_layers(self, hidden: torch.Tensor) -> torch.Tensor:
         hidden = super().after_layers(hidden)
         if self.shift is not None:
             hidden = hidden + self.shift
+        for module in (*self.more, *self.named.values()):
+            hidden = module(hidden)
         if hasattr(self, "adapter"):
             hidden = self.adapter(hidden)
         if hasattr(self, "factor"):
@@ -203,6 +207,8 @@ CHANGES: dict[str, Any] = {
     "adapter": lambda model: model.add_module("adapter", nn.Linear(WIDTH, WIDTH)),
     "layers.4": lambda model: model.layers.append(Layer()),
     "activation": lambda model: model.set_submodule("activation", nn.PReLU()),
+    "more": lambda model: model.more.extend([nn.Linear(WIDTH, WIDTH)]),
+    "named": lambda model: model.named.update({"one": nn.Linear(WIDTH, WIDTH)}),
     "shift": lambda model: model.register_parameter("shift", nn.Parameter(torch.ones(WIDTH))),
 }
 
