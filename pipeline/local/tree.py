@@ -148,14 +148,16 @@ def free_others(
     for module, places in prefixes.items():
         freed: list[str] = []
         for key, parameter in module._parameters.items():
-            is_kept = parameter is None or isinstance(parameter, ElsewhereTensor)
-            if not is_kept and not any(_join(prefix, key) in local for prefix in places):
+            if parameter is None or isinstance(parameter, ElsewhereTensor):
+                continue
+            if not any(_join(prefix, key) in local for prefix in places):
                 meta = parameter_elsewhere(parameter, _join(places[0], key).replace(*called, 1))
                 module._parameters[key] = replaced.setdefault(id(parameter), meta)
                 freed.append(key)
         for key, buffer in module._buffers.items():
-            is_kept = buffer is None or isinstance(buffer, ElsewhereTensor)
-            if not is_kept and all(ownership.buffer_is_elsewhere(module, prefix, key) for prefix in places):
+            if buffer is None or isinstance(buffer, ElsewhereTensor):
+                continue
+            if all(ownership.buffer_is_elsewhere(module, prefix, key) for prefix in places):
                 module._buffers[key] = buffer_elsewhere(buffer, _join(places[0], key).replace(*called, 1))
                 freed += [key] if key not in module._non_persistent_buffers_set else []
         if freed:

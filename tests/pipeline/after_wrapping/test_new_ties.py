@@ -41,7 +41,7 @@ def tied_in_an_adapter(rank: int) -> None:
     training = PipelinedTraining(Plain())
     training.steps(1)
     head = nn.Linear(WIDTH, VOCABULARY, bias=False)
-    head.weight = training.model.embed.weight
+    head.weight = training.model.get_parameter("embed.weight")
     training.model.head = nn.Sequential(head)
     with pytest.raises(RuntimeError, match=TEXT.replace("head", "head.0")):
         training.loss()

@@ -69,13 +69,13 @@ def test_a_replaced_layer_of_another_rank_is_freed() -> None:
     sync = ReplacementSync(build(model), model)
     last, new = model.layers[3], PlainLayer()
     new.requires_grad_(False)
-    new.linear.weight = model.layers[2].linear.weight
+    new.linear.weight = model.get_parameter("layers.2.linear.weight")
 
     model.layers[3] = new
 
     assert sync.follow() == ({"layers.3": last}, True)
     assert model.layers[3] is new
-    assert new.linear.weight is model.layers[2].linear.weight
+    assert new.linear.weight is model.get_parameter("layers.2.linear.weight")
     assert new.linear.bias.is_meta
     assert not new.linear.bias.requires_grad
     assert sync.follow() == ({}, False)
