@@ -22,10 +22,16 @@ def refuse_calls_elsewhere(root: nn.Module, owners: Owners, local: nn.Module) ->
     """
     here = {name for name, _ in listings.named_modules(local, remove_duplicate=False)}
     for name, module in listings.named_modules(root, remove_duplicate=False):
-        if name not in here and name.rpartition(".")[0] in here and any(map(is_freed, listings.parameters(module))):
+        if name in here or name.rpartition(".")[0] not in here or _refuses(module):
+            continue
+        if any(map(is_freed, listings.parameters(module))):
             inside = (ranks for parameter, ranks in owners.items() if parameter.startswith(f"{name}."))
             refuse = _Refusal(name, type(root).__name__, sorted(set().union(*inside)))
             module.register_forward_pre_hook(refuse, with_kwargs=True)
+
+
+def _refuses(module: nn.Module) -> bool:
+    return any(isinstance(hook, _Refusal) for hook in module._forward_pre_hooks.values())
 
 
 class _Refusal:

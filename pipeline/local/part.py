@@ -33,6 +33,7 @@ from nxdpp.pipeline.local.tree import (
     free_others,
     local_names,
     names_elsewhere,
+    new_tie,
     shared_names,
     tied_names,
     with_tied_names,
@@ -147,13 +148,13 @@ class LocalPart:
         """Names of the parameters and buffers that have no values yet."""
         return [name for name, tensor in _named_tensors(self.module) if tensor.is_meta]
 
+    def refuse_calls_elsewhere(self) -> None:
+        """Make modules of other ranks, also those that have taken another's place, raise ``RuntimeError`` in a call."""
+        refuse_calls_elsewhere(self.root, self._owners, self.module)
+
     def new_tie(self) -> list[str]:
         """Names of a parameter that were parameters of different ranks when the model was wrapped; empty for none."""
-        for names in shared_names(self.root):
-            held_by = {frozenset(self._owners[name]) for name in names if name in self._owners}
-            if len(held_by) > 1:
-                return names
-        return []
+        return new_tie(self.root, self._owners)
 
     def check_no_new_tie(self) -> None:
         """Raise ``RuntimeError`` for parameters of different ranks that have become one."""

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from nxdpp.pipeline.local.tree import names_of_module
+from nxdpp.pipeline.local.tree import free_others, names_of_module
 from nxdpp.tracing.modules import listings
 
 _STORES = ("_modules", "_parameters", "_buffers")
@@ -65,7 +65,8 @@ class ReplacementSync:
         self._names: list[tuple[_Slot, tuple[Any, Any]]] = []
         self._containers: list[tuple[_Slot, tuple[Any, Any]]] = []
         self._held: list[tuple[_Slot, Any]] = []
-        self._elsewhere: list[tuple[dict[str, Any], str, Any]] = []
+        self._without_parameters: set[str] = set()
+        self._elsewhere: list[tuple[_Slot, Any]] = []
         self._stores: list[tuple[str, dict[str, Any], dict[str, Any]]] = []
         for name, container in listings.named_modules(self._tree):
             module = self._root.get_submodule(name)
@@ -81,11 +82,13 @@ class ReplacementSync:
             full = f"{name}.{key}" if name else key
             slot = _Slot(full, key, tree, whole, full not in self._named_only)
             if key not in tree:
-                self._elsewhere.append((whole, key, value))
+                self._elsewhere.append((slot, value))
             elif isinstance(value, nn.Module) and self._is_name_only(full, tree[key]):
                 self._names.append((slot, slot.found))
             elif tree[key] is value:
                 self._held.append((slot, value))
+                if not _holds_parameters(value):
+                    self._without_parameters.add(full)
             else:
                 self._containers.append((slot, slot.found))
 
@@ -104,8 +107,8 @@ class ReplacementSync:
     def follow(self) -> tuple[dict[str, nn.Module], bool]:
         """Make each replacement in both; return the modules that were replaced, by name, and whether stages changed.
 
-        Replacements of what other ranks hold are undone: those ranks make them themselves. Their modes are kept, since
-        the code of forward may read them on every rank.
+        What takes the place of a module of another rank is freed, and has the names and modes of one process: a state
+        dict has these names, and the code of forward may read the modes. A removal is undone: that rank refuses it.
 
         Raises:
             RuntimeError: for a removal, new parameters above the layers, two different replacements of one module, and
@@ -119,8 +122,10 @@ class ReplacementSync:
                 )
         added = list(self._added())
         present = [_newest(slot, known) for slot, known in self._held]
-        for (slot, known), value in zip(self._held, present, strict=True):
-            _refuse_without_stage(slot, known, value)
+        for (slot, _), value in zip(self._held, present, strict=True):
+            # Also a module that has become one with parameters: nn.ModuleList().extend(...).
+            if slot.name in self._without_parameters:
+                _refuse_parameters(slot, value)
         replaced = {}
         for (slot, known), value in zip(self._held, present, strict=True):
             if value is not known:
@@ -137,19 +142,21 @@ class ReplacementSync:
             if new is not None:
                 renamed[slot.name] = whole
             slot.tree[slot.key], slot.whole[slot.key] = new or (tree, whole)
-        for whole, key, value in self._elsewhere:
-            if (put := whole.get(key)) is not value:
+        for slot, known in self._elsewhere:
+            if (put := slot.whole.get(slot.key)) is not known:
                 has_changed = True
-                whole[key] = value
-                _take_modes(value, put)
-        self._held = [(slot, value) for (slot, _), value in zip(self._held, present, strict=True)]
+                slot.whole[slot.key] = known if put is None else put
+                if isinstance(known, nn.Module):
+                    replaced[slot.name] = known
         for slot in added:
-            value = next(each for each in slot.found if each is not None)
-            slot.tree[slot.key] = slot.whole[slot.key] = value
-            self._held.append((slot, value))
-        if renamed:
-            self._note_all()
+            slot.tree[slot.key] = slot.whole[slot.key] = next(each for each in slot.found if each is not None)
+        self._free_elsewhere()
+        self._note_all()
         return replaced | renamed, has_changed
+
+    def _free_elsewhere(self) -> None:
+        local = {name for name, _ in listings.named_parameters(self._tree, remove_duplicate=False)}
+        free_others(self._root, local, {slot.name for slot, _ in self._elsewhere})
 
     def _with_new_names(self, slot: _Slot, tree: nn.Module, whole: nn.Module) -> tuple[nn.Module, nn.Module] | None:
         """Return what takes the place of a module of another rank, if tied weights of this rank have new names in it.
@@ -168,7 +175,7 @@ class ReplacementSync:
     def _added(self) -> Iterator[_Slot]:
         """Yield what is new above the layers. Raises ``RuntimeError`` for new parameters, which no stage holds."""
         known = {(id(slot.tree), slot.key) for slot, _ in (*self._held, *self._containers, *self._names)}
-        elsewhere = {(id(whole), key) for whole, key, _ in self._elsewhere}
+        elsewhere = {(id(slot.whole), slot.key) for slot, _ in self._elsewhere}
         for name, tree, whole in self._stores:
             for key in dict.fromkeys([*whole, *tree]):
                 slot = _Slot(f"{name}.{key}" if name else key, key, tree, whole)
@@ -181,21 +188,13 @@ class ReplacementSync:
                             f"model that was wrapped, by the same line on every rank."
                         )
                     continue
-                _refuse_without_stage(slot, None, *slot.found)
+                _refuse_parameters(slot, *slot.found)
                 yield slot
 
 
-def _take_modes(value: Any, put: Any) -> None:
-    """Give ``value`` the modes of what a script has put in its place."""
-    if isinstance(value, nn.Module) and isinstance(put, nn.Module):
-        copy_modes(put, value)
-    elif isinstance(value, nn.Parameter) and isinstance(put, nn.Parameter):
-        value.requires_grad_(put.requires_grad)
-
-
-def _refuse_without_stage(slot: _Slot, known: Any, *values: Any) -> None:
-    """Raise ``RuntimeError`` for one of ``values`` with parameters in place of ``known`` without."""
-    if any(map(_holds_parameters, values)) and not _holds_parameters(known):
+def _refuse_parameters(slot: _Slot, *values: Any) -> None:
+    """Raise ``RuntimeError`` for one of ``values`` with parameters, where there were none."""
+    if any(map(_holds_parameters, values)):
         raise RuntimeError(
             f"{slot.name} has parameters, and nothing of that name had any when the model was wrapped: no stage holds "
             f"them. Add it before NxDPPModel(module)."

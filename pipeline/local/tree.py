@@ -7,6 +7,7 @@ from torch import nn
 
 from nxdpp.pipeline.local.elsewhere_tensors import (
     ElsewhereParameter,
+    ElsewhereTensor,
     buffer_elsewhere,
     parameter_elsewhere,
 )
@@ -59,6 +60,27 @@ def shared_names(root: nn.Module) -> list[list[str]]:
         for name, tensor in named(root, remove_duplicate=False):
             names.setdefault(tensor, []).append(name)
     return [group for group in names.values() if len(group) > 1]
+
+
+def new_tie(root: nn.Module, owners: Owners) -> list[str]:
+    """The names of a parameter that were parameters of different ranks; empty for none.
+
+    A new name (``head.base.weight``) is of the ranks that hold the module in whose place it is (``head``).
+    """
+    parameters = {name for name, _ in listings.named_parameters(root, remove_duplicate=False)}
+    for names in shared_names(root):
+        ranks = [owners.get(name) or (_ranks_around(name, owners) if name in parameters else set()) for name in names]
+        if len(set(map(frozenset, filter(None, ranks)))) > 1:
+            return names
+    return []
+
+
+def _ranks_around(name: str, owners: Owners) -> set[int]:
+    place = name.rpartition(".")[0]
+    if not place:
+        return set()
+    inside = [ranks for each, ranks in owners.items() if each.startswith(f"{place}.")]
+    return set().union(*inside) if inside else _ranks_around(place, owners)
 
 
 def build_local_module(
@@ -126,12 +148,16 @@ def free_others(
     for module, places in prefixes.items():
         freed: list[str] = []
         for key, parameter in module._parameters.items():
-            if parameter is not None and not any(_join(prefix, key) in local for prefix in places):
+            if parameter is None or isinstance(parameter, ElsewhereTensor):
+                continue
+            if not any(_join(prefix, key) in local for prefix in places):
                 meta = parameter_elsewhere(parameter, _join(places[0], key).replace(*called, 1))
                 module._parameters[key] = replaced.setdefault(id(parameter), meta)
                 freed.append(key)
         for key, buffer in module._buffers.items():
-            if buffer is not None and all(ownership.buffer_is_elsewhere(module, prefix, key) for prefix in places):
+            if buffer is None or isinstance(buffer, ElsewhereTensor):
+                continue
+            if all(ownership.buffer_is_elsewhere(module, prefix, key) for prefix in places):
                 module._buffers[key] = buffer_elsewhere(buffer, _join(places[0], key).replace(*called, 1))
                 freed += [key] if key not in module._non_persistent_buffers_set else []
         if freed:

@@ -181,6 +181,7 @@ class LocalUpkeep:
         replaced, has_changed = self._sync.follow()
         if replaced:
             self._on_replaced(replaced)
+            self._part.refuse_calls_elsewhere()
         self._part.tied.follow()
         return has_changed
 

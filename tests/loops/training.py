@@ -144,10 +144,7 @@ class Training:
         self.note(f"file ({way})", self.module.state_dict())
 
     def recompute(self) -> None:
-        """Recompute the layers in the backward, which changes no number.
-
-        torch's checkpoint would change the running mean of a layer twice.
-        """
+        """Do nothing: layers that are recomputed have the numbers of the others, also where they change buffers."""
 
 
 def values_of(name: str, shape: Any) -> torch.Tensor:

@@ -33,11 +33,15 @@ class Open(Plain):
         self.activation: nn.Module = nn.Tanh()
         self.shift: nn.Parameter | None
         self.register_parameter("shift", None)
+        self.more = nn.ModuleList()
+        self.named = nn.ModuleDict()
 
     def after_layers(self, hidden: torch.Tensor) -> torch.Tensor:
         hidden = super().after_layers(hidden)
         if self.shift is not None:
             hidden = hidden + self.shift
+        for module in (*self.more, *self.named.values()):
+            hidden = module(hidden)
         if hasattr(self, "adapter"):
             hidden = self.adapter(hidden)
         if hasattr(self, "factor"):
@@ -144,8 +148,6 @@ def warned_of(rank: int) -> list[str]:
         training.model.head = module
         # The listing follows the change, and the old parameter is noted.
         assert list(training.wrapped.parameters())
-    # The rank without the head has put its own one back already, and sees no second change.
-    training.wrapped.refresh()
     training.steps(1, optimizer)
     assert not messages
     old_optimizer(training)
@@ -157,6 +159,34 @@ def test_an_old_optimizer_is_told_of_once() -> None:
     assert not first
     (message,) = last
     assert "AdamW, holds 1 parameters that the program has replaced in the model (head.weight is the first)" in message
+
+
+def state_of_one_process(rank: int) -> list[str]:
+    """Load the whole state dict of one process after the head has an adapter; return what a call of the head says."""
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=3)
+    alone, training = Plain(), PipelinedTraining(Plain())
+    alone.head = Adapted(alone.head)  # type: ignore[assignment]
+    training.model.head = Adapted(training.model.get_submodule("head"))
+    training.wrapped.load_state_dict(alone.state_dict())
+    for name, value in training.wrapped.state_dict().items():
+        assert torch.equal(value, alone.state_dict()[name]), name
+    if rank == 2:
+        return []
+    found = []
+    for use in (training.model.head.state_dict, lambda: training.model.head(torch.ones(1, WIDTH))):
+        with pytest.raises(RuntimeError) as raised:
+            use()
+        found.append(str(raised.value))
+    return found
+
+
+def test_the_names_of_an_adapter_are_known_on_every_rank() -> None:
+    *others, last = run_ranks(3, state_of_one_process)
+    assert not last
+    for state, call in others:
+        assert "another rank holds base.weight, and a state dict of the module" in state
+        assert "head (Adapted) is called on a rank that has no values of it" in call
+        assert "head is on pipeline rank 2" in call
 
 
 def refused(rank: int, changes: list[str]) -> list[str]:
@@ -177,6 +207,8 @@ CHANGES: dict[str, Any] = {
     "adapter": lambda model: model.add_module("adapter", nn.Linear(WIDTH, WIDTH)),
     "layers.4": lambda model: model.layers.append(Layer()),
     "activation": lambda model: model.set_submodule("activation", nn.PReLU()),
+    "more": lambda model: model.more.extend([nn.Linear(WIDTH, WIDTH)]),
+    "named": lambda model: model.named.update({"one": nn.Linear(WIDTH, WIDTH)}),
     "shift": lambda model: model.register_parameter("shift", nn.Parameter(torch.ones(WIDTH))),
 }
 

@@ -1,5 +1,6 @@
 """Replacements after the cut: the rank's tree and the whole model follow each other."""
 
+import pytest
 import torch
 from torch import nn
 
@@ -63,12 +64,38 @@ def test_a_replaced_layer_is_found_in_either_tree() -> None:
     assert sync.follow() == ({}, False)
 
 
-def test_a_replaced_layer_of_another_rank_is_put_back() -> None:
+def test_a_replaced_layer_of_another_rank_is_freed() -> None:
+    model = WithState()
+    sync = ReplacementSync(build(model), model)
+    last, new = model.layers[3], PlainLayer()
+    new.requires_grad_(False)
+    new.linear.weight = model.get_parameter("layers.2.linear.weight")
+
+    model.layers[3] = new
+
+    assert sync.follow() == ({"layers.3": last}, True)
+    assert model.layers[3] is new
+    assert new.linear.weight is model.get_parameter("layers.2.linear.weight")
+    assert new.linear.bias.is_meta
+    assert not new.linear.bias.requires_grad
+    assert sync.follow() == ({}, False)
+
+
+def test_a_part_of_a_layer_of_another_rank_is_freed() -> None:
+    model = WithState()
+    sync = ReplacementSync(build(model), model)
+    model.layers[3].linear = nn.Linear(4, 4)
+
+    assert sync.follow() == ({}, False)
+    with pytest.raises(RuntimeError, match="another rank holds weight, and a state dict"):
+        model.layers[3].linear.state_dict()
+
+
+def test_a_layer_of_another_rank_that_was_removed_is_put_back() -> None:
     model = WithState()
     sync = ReplacementSync(build(model), model)
     last = model.layers[3]
+    del model.layers._modules["3"]
 
-    model.layers[3] = nn.Identity()
-
-    assert sync.follow() == ({}, True)
+    assert sync.follow() == ({"layers.3": last}, True)
     assert model.layers[3] is last
