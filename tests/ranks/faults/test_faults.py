@@ -60,7 +60,7 @@ def _last_lines(ended: Ended) -> dict[int, str]:
             "rank 0 ended after run_train step 3, and rank",
             marks=pytest.mark.sweep,
         ),
-        ("exception before an exchange", 0, True, "rank 0 failed; its error follows"),
+        ("exception before an exchange", 0, True, "rank 0 failed with ValueError: see the traceback of rank 0"),
     ],
 )
 def test_ranks_that_survive_name_the_one_that_is_gone(fault: str, rank: int, first_has_store: bool, text: str) -> None:
