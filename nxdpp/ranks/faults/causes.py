@@ -120,6 +120,8 @@ class Causes:
         """The ending that another rank reports within ``seconds``, or that this rank can ``find``."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
+            # The connections of a process end shortly before the process.
+            time.sleep(pause_seconds(self._world_size))
             if self._end.has_begun():
                 # The thread ends this process; the store may be gone soon.
                 self._end.wait_for_exit()
@@ -129,7 +131,6 @@ class Causes:
             fault = find()
             if fault is not None:
                 return fault
-            time.sleep(pause_seconds(self._world_size))
         return None
 
     def of_lost_store(self, polls: bool) -> Ending:

@@ -57,6 +57,8 @@ class RankWatch:
         connection = self._world_store.clone()  # type: ignore[attr-defined]  # missing in torch's stubs
         self._store = WatchStore(PrefixStore(f"nxdpp_failure_watch_{next(_watches)}", connection))
         self._peers = LocalPeers(self._store, self._rank, self._world_size)
+        if not launcher_has_store():
+            self._store.connection.host_has_ended = lambda: self._peers.has_ended(0)
         self._poll_seconds = poll_seconds(self._world_size)
         self._hangs = HangWatch(self._store, self._peers, self._rank, self._world_size, timeouts)
         self._end = RankEnd(self._store, self._peers, self._rank, self._world_size, self._hosts)
