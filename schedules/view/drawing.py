@@ -153,7 +153,8 @@ class _Drawing:
         length = end - start
         if not piece.label:
             # One dot a cell, and one at least.
-            dots = "".join("." if (column - piece.start) % self._cell == 0 else " " for column in range(start, end))
+            at = (start - piece.start) % self._cell
+            dots = (".".ljust(self._cell) * (1 + (at + length) // self._cell))[at : at + length]
             return dots if "." in dots else ".".ljust(length)
         cut = end < piece.end
         if start > piece.start:
