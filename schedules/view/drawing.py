@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from rich.console import Console
 from rich.text import Text
 
 from nxdpp.schedules.simulate import Timeline
@@ -190,9 +191,10 @@ def _legend(labels: Labels) -> list[Text]:
 
 
 def _joined(entries: Sequence[Text], width: int) -> Text:
-    """Return the entries in lines of at most ``width`` columns; a longer entry has a line of its own."""
+    """Return the entries in lines of at most ``width`` columns; a longer entry is cut between its words."""
     text, line = Text(), 0
-    for entry in entries:
+    console = Console(width=width)
+    for entry in (part for each in entries for part in each.wrap(console, width)):
         if line and line + 2 + len(entry) > width:
             text.append("\n")
             line = 0
