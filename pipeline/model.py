@@ -204,7 +204,8 @@ class NxDPPModel(PipelineView, Generic[OnEveryRank, PerMicrobatch]):
         self.__dict__["original_module"] = module
         self.local_module = self._pipeline.local_module
         self.training = module.training
-        call_hooks(hooks, self, self.rank)
+        with board.construction():
+            call_hooks(hooks, self, self.rank)
         self._pipeline.follow()
 
     @overload

@@ -77,6 +77,7 @@ class Pipeline(PipelineSteps):
     schedule: ChosenSchedule
     partition: Partition
 
+    @board.construction()
     def __init__(self, module: nn.Module, config: PipelineConfig, agreed: Mapping[str, Any] | None = None) -> None:
         self.rank = parallel_state.get_pipeline_model_parallel_rank()
         if not isinstance(config, PipelineConfig):

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from nxdpp.schedules.actions import parse_action
+from nxdpp.schedules.text_file import text_of
 
 _END = b"\n]\n"
 
@@ -73,6 +74,8 @@ def check_path(path: Any) -> Path:
     found = Path(path)
     if not str(path) or found.is_dir():
         raise ValueError(f"trace_file_path={str(path)!r} is a folder: give the path of a file in it.")
+    if found.exists() and not found.is_file():
+        raise ValueError(f"trace_file_path={str(path)!r} is a pipe or a device: give the path of a file.")
     if not found.parent.is_dir():
         raise ValueError(f"trace_file_path={str(path)!r}: there is no folder {found.parent}. Make it on every machine.")
     if not os.access(found if found.exists() else found.parent, os.W_OK):
@@ -187,7 +190,7 @@ def _event(row: dict[str, Any]) -> Event:
 
 def _read_rows(path: Path) -> list[dict[str, Any]]:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = text_of(path)
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} cannot be read as a timeline: {error}") from None
     found: Any = None

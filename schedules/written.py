@@ -8,10 +8,12 @@ A CSV file has one row a rank and one action a cell, ``0F0`` (see ``parse_action
 
 import csv
 from collections.abc import Sequence
+from io import StringIO
 from pathlib import Path
 
 from nxdpp.schedules.actions import Action, Schedule, parse_action
 from nxdpp.schedules.check import check
+from nxdpp.schedules.text_file import text_of
 
 
 def parse_schedule(ranks: Sequence[Sequence[str]]) -> Schedule:
@@ -29,8 +31,7 @@ def parse_schedule(ranks: Sequence[Sequence[str]]) -> Schedule:
 def read_schedule(path: Path) -> Schedule:
     """Read and check a CSV file; raises as ``parse_schedule``, and ``ValueError`` for a file that cannot be read."""
     try:
-        with path.open(newline="") as file:
-            rows = list(csv.reader(file))
+        rows = list(csv.reader(StringIO(text_of(path))))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ValueError(f"{path}: cannot be read as a CSV file of actions: {error}") from None
     # Empty lines at the end are not ranks.

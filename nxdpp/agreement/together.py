@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from nxdpp.ranks import parallel_state
 from nxdpp.ranks.faults.board import board
+from nxdpp.ranks.faults.connection_errors import told
 
 T = TypeVar("T")
 
@@ -96,4 +97,4 @@ def _raise_first(own: Exception | None, everyones: Sequence[tuple[Failure | None
     for rank, (failure, _) in enumerate(everyones):
         if failure is not None:
             prefix = f"{consequence}: " if consequence else ""
-            raise failure.kind(f"{prefix}on rank {rank}, {failure.text}")
+            raise told(failure.kind(f"{prefix}on rank {rank}, {failure.text}"))

@@ -20,6 +20,7 @@ from nxdpp.pipeline.p2p.channel import Channel, RemoteChannel
 from nxdpp.pipeline.p2p.transport import Direction, Transport
 from nxdpp.pipeline.runtime.engine_config import EngineConfig
 from nxdpp.pipeline.runtime.input_ranges import note_ranges
+from nxdpp.pipeline.runtime.raised_line import note_line
 from nxdpp.pipeline.runtime.stage_channels import StageChannels
 from nxdpp.pipeline.runtime.stage_runner import StageRunner
 from nxdpp.pipeline.stages.cut_graph import StageProgram
@@ -138,9 +139,11 @@ class Engine:
             self._finish()
         except Exception as error:
             action = self._called_for[at]
+            program = self._runners[self._key(action)].program
+            note_line(error, program)
             _note(error, action)
             if isinstance(error, IndexError):
-                note_ranges(error, loss.microbatches[action.microbatch], self._runners[self._key(action)].program)
+                note_ranges(error, loss.microbatches[action.microbatch], program)
             failure_watch.report(error)
             raise
         finally:

@@ -70,7 +70,8 @@ def run(options: argparse.Namespace) -> None:
 
     out = console(options.width)
     out.print(title)
-    out.print(draw(timeline, out.width, axis=axis))
+    # The lines of a drawing have the width: to look for words in them takes most of the time.
+    out.print(draw(timeline, out.width, axis=axis), soft_wrap=True)
     out.print(*rank_tables(timeline, out.width), sep="\n")
     out.print(f"makespan {number(timeline.makespan)}, bubble {100 * timeline.mean_bubble:.1f} % on average")
 
@@ -88,7 +89,6 @@ def _schedule(options: argparse.Namespace) -> tuple[str, Schedule]:
     schedule = read_schedule(Path(options.name))
     forwards = sum(action.kind is ActionKind.FORWARD for actions in schedule for action in actions)
     tell_size(forwards, f"{options.name} has", _MOST)
-    check(schedule)
     return Path(options.name).name, schedule
 
 

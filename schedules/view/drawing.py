@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from rich.console import Console
 from rich.text import Text
 
 from nxdpp.schedules.simulate import Timeline
@@ -153,7 +154,8 @@ class _Drawing:
         length = end - start
         if not piece.label:
             # One dot a cell, and one at least.
-            dots = "".join("." if (column - piece.start) % self._cell == 0 else " " for column in range(start, end))
+            at = (start - piece.start) % self._cell
+            dots = (".".ljust(self._cell) * (1 + (at + length) // self._cell))[at : at + length]
             return dots if "." in dots else ".".ljust(length)
         cut = end < piece.end
         if start > piece.start:
@@ -189,9 +191,10 @@ def _legend(labels: Labels) -> list[Text]:
 
 
 def _joined(entries: Sequence[Text], width: int) -> Text:
-    """Return the entries in lines of at most ``width`` columns; a longer entry has a line of its own."""
+    """Return the entries in lines of at most ``width`` columns; a longer entry is cut between its words."""
     text, line = Text(), 0
-    for entry in entries:
+    console = Console(width=width)
+    for entry in (part for each in entries for part in each.wrap(console, width)):
         if line and line + 2 + len(entry) > width:
             text.append("\n")
             line = 0

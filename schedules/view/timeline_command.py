@@ -58,9 +58,9 @@ def run(options: argparse.Namespace) -> None:
     # A path is not broken at the width of the terminal.
     out.print(f"{options.file} has {recorded.describe()}. Times are milliseconds.", soft_wrap=True)
     out.print(f"\n{step.name}, measured: {_figures(real)}")
-    out.print(draw(real, out.width, axis=_AXIS))
+    out.print(draw(real, out.width, axis=_AXIS), soft_wrap=True)
     out.print(f"simulated: {_figures(ideal)}")
-    out.print(draw(ideal, out.width, axis=_AXIS, like=real))
+    out.print(draw(ideal, out.width, axis=_AXIS, like=real), soft_wrap=True)
     out.print(*_ranks(step, real, ideal, out.width), sep="\n")
     out.print("sim.: simulated; sends: calls that start transfers; other: the rest")
     out.print(*_stages(times, step, out.width), sep="\n")

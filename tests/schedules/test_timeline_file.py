@@ -93,6 +93,9 @@ def test_paths_that_cannot_be_written_are_refused(tmp_path: Path, monkeypatch: p
         check_path(tmp_path)
     with pytest.raises(ValueError, match="is a folder"):
         check_path("")
+    os.mkfifo(tmp_path / "pipe.json")
+    with pytest.raises(ValueError, match="is a pipe or a device"):
+        check_path(tmp_path / "pipe.json")
     with pytest.raises(TypeError, match="must be the path of a file"):
         check_path(True)
     assert check_path(str(tmp_path / "trace.json")) == tmp_path / "trace.json"

@@ -1,5 +1,6 @@
 """Schedules from lists and CSV files."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -38,7 +39,9 @@ def test_files_without_a_schedule(text: str, message: str, tmp_path: Path) -> No
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "binary.csv").write_bytes(b"\xff\xfe\x00")
-    for path in (tmp_path / "none.csv", tmp_path, tmp_path / "binary.csv"):
+    # To open a pipe without a writer would block.
+    os.mkfifo(tmp_path / "pipe.csv")
+    for path in (tmp_path / "none.csv", tmp_path, tmp_path / "binary.csv", tmp_path / "pipe.csv"):
         with pytest.raises(ValueError, match="cannot be read as a CSV file"):
             read_schedule(path)
 

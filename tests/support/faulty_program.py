@@ -140,7 +140,14 @@ def main() -> None:
     )
     torch.manual_seed(0)
     module = Model(ranks)
-    model = NxDPPModel(module, transformer_layer_cls=Layer, num_microbatches=4, output_loss_value_spec=True)
+    is_late = has_fault and fault == "constructs long"
+    model = NxDPPModel(
+        module,
+        transformer_layer_cls=Layer,
+        num_microbatches=4,
+        output_loss_value_spec=True,
+        post_partition_hooks=[lambda model: time.sleep(3 * hang_timeout)] if is_late else None,
+    )
     model.move_model_to_device()
     steps = STEPS + (STEPS_OFF.get(fault, 0) if has_fault else 0)
     first, checkpoints = 1, os.environ.get("FAULTY_CHECKPOINTS")

@@ -5,6 +5,7 @@ import math
 import multiprocessing
 import os
 import pickle
+import re
 import signal
 import sys
 import tempfile
@@ -99,7 +100,7 @@ class _Rank:
     @property
     def stops(self) -> bool:
         """True once the rank has written that it stops for a failure of another rank, whose error the caller has."""
-        return self.written.rstrip().endswith("its error follows")
+        return re.search(r": see the traceback of rank \d+$", self.written.rstrip()) is not None
 
     @property
     def written(self) -> str:

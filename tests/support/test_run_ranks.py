@@ -67,7 +67,7 @@ def test_the_message_has_every_error_and_the_running_ranks() -> None:
 def _stop_for_rank_one(rank: int) -> None:
     if rank == 1:
         raise ValueError("the first error")
-    print("rank 0 stops because rank 1 failed; its error follows", flush=True)
+    print("rank 0 stops because rank 1 failed with ValueError: see the traceback of rank 1", flush=True)
     time.sleep(60)
 
 

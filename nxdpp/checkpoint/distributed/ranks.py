@@ -14,6 +14,7 @@ import torch.distributed as dist
 from nxdpp.agreement.together import Failure, all_together, together
 from nxdpp.checkpoint.files.checksummed_reader import DamagedFile
 from nxdpp.ranks import launch, parallel_state
+from nxdpp.ranks.faults.connection_errors import told
 from nxdpp.ranks.store_exchange import StoreExchange
 
 T = TypeVar("T")
@@ -100,7 +101,7 @@ class Exchange:
 
         reply, error = self._store.through_first(value, safely)
         if error is not None:
-            raise error
+            raise error if self.rank == 0 else told(error)
         return reply
 
     def all_of(self, value: T) -> list[T]:

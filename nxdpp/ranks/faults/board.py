@@ -12,7 +12,8 @@ The main thread writes plain attributes, at the cost of an assignment for each a
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Literal, NamedTuple, Self
 
@@ -31,7 +32,7 @@ class Position(NamedTuple):
         call: the outermost collective call with its number, such as ``"run_train step 17"``; ``""`` outside of calls.
         scope: the ranks that make the call together; ``""`` outside of calls.
         number: calls of ``scope`` that the rank has begun, this one included; 0 outside of calls.
-        action: what it does in the call, such as ``"stage 2, forward of microbatch 5"``; may be empty.
+        action: what it does, such as ``"stage 2, forward of microbatch 5"``; may be empty.
         last: the last call that has ended; ``""`` before the first end.
         begun: number of calls that the rank has begun, all scopes.
         has_limit: ``True`` in a call that is a hang when it does not move.
@@ -48,6 +49,8 @@ class Position(NamedTuple):
     def __str__(self) -> str:
         if self.call:
             return f"{self.call}, {self.action}" if self.action else self.call
+        if self.action:
+            return self.action
         return f"outside of nxdpp, after {self.last}" if self.last else "outside of nxdpp, before its first call"
 
 
@@ -86,6 +89,7 @@ class Board:
         self.pipelines = 0
         self.is_compiling: Callable[[], bool] = lambda: False
         self._outermost: Call | None = None
+        self._outside = ""
         self._last = ""
         # The error that ended the last call, and the place. The object itself would keep tensors.
         self._failed = _NOTHING_FAILED
@@ -99,6 +103,15 @@ class Board:
         hang. A call within a call is a part of the outer one.
         """
         return Call(self, name, unit, scope, has_limit)
+
+    @contextmanager
+    def construction(self) -> Iterator[None]:
+        """Time in which this rank constructs a model. It is no call: a rank may refuse a model, and continue."""
+        before, self._outside = self._outside, "in the construction of a model"
+        try:
+            yield
+        finally:
+            self._outside = before
 
     def calls_of(self, name: str) -> int:
         """Number of calls of this name that have begun."""
@@ -133,7 +146,7 @@ class Board:
         """Return the present place; any thread may ask."""
         call, action, begun = self._outermost, self.action, sum(self.begun.values())
         if call is None:
-            return Position("", "", 0, "", self._last, begun)
+            return Position("", "", 0, self._outside, self._last, begun)
         text = ""
         if action != NO_ACTION:
             try:

@@ -2,6 +2,7 @@
 
 import os
 import time
+from collections.abc import Callable
 
 from nxdpp.ranks.faults.board import board
 from nxdpp.ranks.faults.connection_errors import is_collective_error
@@ -21,6 +22,7 @@ from nxdpp.ranks.faults.watch_store import (
 )
 
 _SUSPECT_SECONDS = 1.0  # wait of a connection error for a report of the failure that caused it
+_TOLD_SECONDS = 3.0  # wait of a told error for the report of the rank that told it, which may also catch it
 _ROLL_CALL_SECONDS = 1.5  # wait for answers, beyond a poll
 _DIED = "died without an error: killed (a signal, no memory), crashed, or ended by os._exit"
 
@@ -99,18 +101,9 @@ class Causes:
 
     def of_lost_connection(self, error: BaseException) -> Ending | None:
         """The fault that broke a connection of this rank, with ``error``; ``None`` if only this rank sees one."""
-        deadline = time.monotonic() + _SUSPECT_SECONDS
-        while time.monotonic() < deadline:
-            if self._end.has_begun():
-                # The thread ends this process; the store may be gone soon.
-                self._end.wait_for_exit()
-            state = self._store.state()
-            if isinstance(state, Ending):
-                return state
-            fault = self.departed()
-            if fault is not None:
-                return fault
-            time.sleep(pause_seconds(self._world_size))
+        fault = self._awaited(_SUSPECT_SECONDS, self.departed)
+        if fault is not None:
+            return fault
         gone = self._hangs.gone(poll_seconds(self._world_size) + _ROLL_CALL_SECONDS)
         if not gone:
             state = self._store.state()
@@ -119,6 +112,27 @@ class Causes:
         on = f"host{'s' * (len(hosts) > 1)} {', '.join(hosts)}"
         does = "is gone: it does not answer" if len(gone) == 1 else "are gone: they do not answer"
         return Ending("fault", gone[0], f"{names(gone)} on {on} {does}", gone)
+
+    def of_told_error(self) -> Ending | None:
+        """The ending by the rank that told its error to this one; ``None`` if that rank has caught it."""
+        return self._awaited(_TOLD_SECONDS, lambda: None)
+
+    def _awaited(self, seconds: float, find: Callable[[], Ending | None]) -> Ending | None:
+        """The ending that another rank reports within ``seconds``, or that this rank can ``find``."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            # The connections of a process end shortly before the process.
+            time.sleep(pause_seconds(self._world_size))
+            if self._end.has_begun():
+                # The thread ends this process; the store may be gone soon.
+                self._end.wait_for_exit()
+            state = self._store.state()
+            if isinstance(state, Ending):
+                return state
+            fault = find()
+            if fault is not None:
+                return fault
+        return None
 
     def of_lost_store(self, polls: bool) -> Ending:
         """The fault that took the store away; ``polls`` is ``True`` on the thread that waits for the ends of peers."""

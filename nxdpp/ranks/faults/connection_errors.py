@@ -1,8 +1,11 @@
-"""Errors that only tell that another rank has gone."""
+"""Errors that only tell that another rank has gone or failed."""
 
 from collections.abc import Iterator
+from typing import TypeVar
 
 import torch.distributed as dist
+
+E = TypeVar("E", bound=BaseException)
 
 _WORDS = (
     "gloo/transport",
@@ -13,6 +16,17 @@ _WORDS = (
     "ncclRemoteError",
     "ncclSystemError",
 )
+
+
+def told(error: E) -> E:
+    """Mark ``error`` as one that another rank has told this rank, and return it."""
+    error._nxdpp_is_told = True  # type: ignore[attr-defined]  # a mark of ours
+    return error
+
+
+def is_told(error: BaseException) -> bool:
+    """Return whether another rank has told this rank of ``error``, or of one of its causes."""
+    return any(hasattr(cause, "_nxdpp_is_told") for cause in _causes(error))
 
 
 def is_connection_error(error: BaseException) -> bool:

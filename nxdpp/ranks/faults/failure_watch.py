@@ -22,6 +22,7 @@ from types import TracebackType
 from torch.distributed import Store  # type: ignore[attr-defined]  # public, though not in its __all__
 
 from nxdpp.ranks.faults.board import board
+from nxdpp.ranks.faults.folded_frames import fold
 from nxdpp.ranks.faults.launcher_file import sentence_of, tell_launcher
 from nxdpp.ranks.faults.mistakes import add_note
 from nxdpp.ranks.faults.rank_watch import RankWatch
@@ -172,12 +173,14 @@ def _at_exit() -> None:
             return
         # The program caught the error that ends the other ranks.
         passing = error = _failure[0]
+    elif isinstance(passing, SystemExit) and passing.__context__ is not None:
+        # torch.multiprocessing ends a child by SystemExit, while it handles the child's error.
+        passing = error = passing.__context__
 
     def print_error() -> None:
         if passing is not None:
-            # torch.multiprocessing ends a child by SystemExit, while it handles the child's error.
-            is_wrapped = isinstance(passing, SystemExit) and passing.__context__ is not None
-            traceback.print_exception(passing.__context__ if is_wrapped else passing)
+            fold(passing)
+            traceback.print_exception(passing)
 
     if watch.report(error):
         add_note(error)

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from nxdpp.ranks.faults.board import board
+from nxdpp.ranks.faults.folded_frames import fold
 
 _RAN_BACKWARD = (
     "run_train has run the backward of all microbatches, and the loss that it returns is detached. Leave "
@@ -29,7 +30,7 @@ _is_installed = False
 
 
 def install() -> None:
-    """Let ``sys.excepthook`` add notes to the errors that it prints, from now on."""
+    """Let ``sys.excepthook`` add notes to the errors that it prints, and fold their frames, from now on."""
     global _is_installed
     if _is_installed:
         return
@@ -38,7 +39,8 @@ def install() -> None:
 
     def print_with_note(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         add_note(error)
-        previous(kind, error, trace)
+        fold(error)
+        previous(kind, error, error.__traceback__)
 
     sys.excepthook = print_with_note
 

@@ -57,7 +57,7 @@ class RankEnd:
         time.sleep(_PRINT_SECONDS + ANSWER_SECONDS)
         exit_process()
 
-    def stop_for(self, ending: Ending, addition: str = "") -> NoReturn:
+    def stop_for(self, ending: Ending) -> NoReturn:
         """End this process because of ``ending``: after the error of the failed rank, or with the fault's sentence."""
         if not self.begin():
             self.wait_for_exit()
@@ -66,9 +66,9 @@ class RankEnd:
             # its store ends this process at once.
             time.sleep(_TRACES_SECONDS)
         is_error = ending.kind == "error"
-        reason = f"rank {ending.rank} failed{addition}; its error follows" if is_error else ending.sentence + addition
-        print_line(f"rank {self._rank} stops because {reason}")
-        tell_launcher(f"stops because {reason.removesuffix('; its error follows')}", is_consequence=True)
+        where = f": see the traceback of rank {ending.rank}" if is_error else ""
+        print_line(f"rank {self._rank} stops because {ending.reason}{where}")
+        tell_launcher(f"stops because {ending.reason}", is_consequence=True)
         if 0 not in ending.silent or launcher_has_store():
             # Before the launcher ends this process. A process that has the store comes last.
             self._peers.kill_stopped(ending.silent, waits=False)

@@ -17,7 +17,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  
 
 from nxdpp.ranks.faults.board import board
 from nxdpp.ranks.faults.causes import Causes
-from nxdpp.ranks.faults.connection_errors import is_connection_error
+from nxdpp.ranks.faults.connection_errors import is_connection_error, is_told
 from nxdpp.ranks.faults.ending_process import print_line
 from nxdpp.ranks.faults.hang_watch import HangWatch
 from nxdpp.ranks.faults.local_peers import LAUNCHER, LocalPeers
@@ -57,6 +57,8 @@ class RankWatch:
         connection = self._world_store.clone()  # type: ignore[attr-defined]  # missing in torch's stubs
         self._store = WatchStore(PrefixStore(f"nxdpp_failure_watch_{next(_watches)}", connection))
         self._peers = LocalPeers(self._store, self._rank, self._world_size)
+        if not launcher_has_store():
+            self._store.connection.host_has_ended = lambda: self._peers.has_ended(0)
         self._poll_seconds = poll_seconds(self._world_size)
         self._hangs = HangWatch(self._store, self._peers, self._rank, self._world_size, timeouts)
         self._end = RankEnd(self._store, self._peers, self._rank, self._world_size, self._hosts)
@@ -80,11 +82,11 @@ class RankWatch:
         if self._end.has_begun():
             # The thread ends this process for a failure of another rank, which may have caused this error.
             self._end.wait_for_exit()
-        own = Ending("error", self._rank)
-        is_consequence = is_connection_error(error)
+        own = Ending("error", self._rank, type(error).__name__)
+        is_consequence = not is_told(error) and is_connection_error(error)
         if self._causes.host_departure is None:
             try:
-                ending = self._store.end((self._causes.of_lost_connection(error) if is_consequence else None) or own)
+                ending = self._store.end(self._cause_of(error, is_consequence) or own)
             except RuntimeError:
                 # Without the store no other rank can be told.
                 self._end.store_is_gone = True
@@ -97,7 +99,7 @@ class RankWatch:
                         f"answering: look at the network between the hosts."
                     )
                 if not self.owns_failure:
-                    self._end.stop_for(ending, "" if is_consequence else f" ({type(error).__name__} here)")
+                    self._end.stop_for(ending)
                 return self.owns_failure
             self._note_host_left(ending)
         cause = self._causes.departed(error) if is_consequence else None
@@ -112,7 +114,7 @@ class RankWatch:
         sentence = f"rank {self._rank} ended its program within {call} (sys.exit)"
         with contextlib.suppress(RuntimeError):
             ending = self._store.end(Ending("fault", self._rank, sentence))
-            print_line(f"rank {self._rank} ends: {ending.sentence or 'another rank failed'}; the other ranks stop")
+            print_line(f"rank {self._rank} ends: {ending.reason}; the other ranks stop")
             self._end.wait_for_answers(ANSWER_SECONDS)
             self._end.finish()
             self._end.outlast_others()
@@ -224,6 +226,12 @@ class RankWatch:
         """End this process because the store does not answer."""
         self._end.store_is_gone = True
         self._end.stop_for(Ending("fault", 0, sentence, stopped))
+
+    def _cause_of(self, error: BaseException, is_of_connection: bool) -> Ending | None:
+        """The ending by another rank that ``error`` only tells of."""
+        if is_of_connection:
+            return self._causes.of_lost_connection(error)
+        return self._causes.of_told_error() if is_told(error) else None
 
     def _cause_of_lost_store(self) -> Ending:
         return self._causes.of_lost_store(polls=threading.current_thread() is self._thread)

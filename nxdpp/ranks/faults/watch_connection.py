@@ -17,12 +17,17 @@ class WatchConnection:
     """The requests of ``store`` that the failure watch makes, from all threads of a rank, one at a time.
 
     After ``add_last`` each request raises ``RuntimeError``, as after the loss of the store.
+
+    Attributes:
+        host_has_ended: tells whether the process that has the store is known to have ended. Torch would print the
+            trace of each request.
     """
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self._turn = threading.Lock()
         self._is_closed = False
+        self.host_has_ended: Callable[[], bool] = lambda: False
 
     def add(self, key: str, number: int) -> int:
         """Add ``number`` to the value of ``key``, 0 at first, and return the sum."""
@@ -52,5 +57,7 @@ class WatchConnection:
         with self._turn:
             if self._is_closed:
                 raise RuntimeError("this rank has made its last request of the failure watch's store")
+            if self.host_has_ended():
+                raise RuntimeError("the process that has the failure watch's store has ended")
             self._is_closed = is_last
             return request()

@@ -41,7 +41,7 @@ class Ending:
         kind: ``"error"``: the rank prints its error. ``"fault"``: the ``sentence`` is all that can be told.
             ``"host left"``: the rank that hosts the store ends well, and the watch ends on all ranks.
         rank: the rank that failed.
-        sentence: the fault, such as ``"rank 2 died"``.
+        sentence: the fault, such as ``"rank 2 died"``, or the class of the error.
         silent: ranks that are dead or stopped, and tell nothing any more.
         begun, last: calls of the store's host, as in ``Departure``.
     """
@@ -52,6 +52,11 @@ class Ending:
     silent: list[int] = field(default_factory=list)
     begun: dict[str, int] = field(default_factory=dict)
     last: str = ""
+
+    @property
+    def reason(self) -> str:
+        """The clause that names the failed rank."""
+        return f"rank {self.rank} failed with {self.sentence}" if self.kind == "error" else self.sentence
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,17 @@ def test_a_call_is_numbered_by_name_and_by_scope() -> None:
     assert str(board.position()) == "outside of nxdpp, after run_train step 3"
 
 
+def test_a_construction_is_a_place_and_no_call() -> None:
+    board = Board()
+    with board.construction():
+        assert str(board.position()) == "in the construction of a model"
+        with board.construction(), board.call("from_all_ranks"):
+            assert str(board.position()) == "from_all_ranks"
+        assert str(board.position()) == "in the construction of a model"
+        assert not board.position().call
+    assert str(board.position()) == "outside of nxdpp, after from_all_ranks"
+
+
 def test_an_action_is_described_while_it_runs() -> None:
     board = Board()
     with board.call("run_train", "step", "pipeline"):

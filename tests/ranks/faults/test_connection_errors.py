@@ -1,9 +1,9 @@
-"""Errors that only tell that another rank has gone, and those of a user's own connections."""
+"""Errors that only tell that another rank has gone or failed, and those of a user's own connections."""
 
 import pytest
 import torch.distributed as dist
 
-from nxdpp.ranks.faults.connection_errors import is_collective_error, is_connection_error
+from nxdpp.ranks.faults.connection_errors import is_collective_error, is_connection_error, is_told, told
 
 GLOO = RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [::1]:1")
 
@@ -29,6 +29,11 @@ def _caused_by(cause: BaseException) -> BaseException:
 def test_connection_errors(error: BaseException, is_connection: bool, is_collective: bool) -> None:
     assert is_connection_error(error) is is_connection
     assert is_collective_error(error) is is_collective
+
+
+def test_an_error_that_was_told_is_known_behind_another() -> None:
+    assert is_told(_caused_by(told(ValueError("on rank 0, ValueError: bad"))))
+    assert not is_told(_caused_by(ValueError("bad")))
 
 
 def test_a_circle_of_causes_ends() -> None:

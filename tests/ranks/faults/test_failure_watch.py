@@ -106,7 +106,11 @@ def test_an_error_ends_all_ranks_and_is_printed_last(tmp_path: Path, case: str, 
     assert ended.last_line.endswith(expected), ended.output
     assert "Traceback" in ended.output
     assert ended.output.count("ValueError: the first error") == 1
-    others = re.findall(rf"^rank (\d) stops because rank {rank} failed.*; its error follows$", ended.output, re.M)
+    others = re.findall(
+        rf"^rank (\d) stops because rank {rank} failed with ValueError: see the traceback of rank {rank}$",
+        ended.output,
+        re.M,
+    )
     assert sorted(map(int, others)) == [other for other in range(RANKS) if other != rank], ended.output
 
 

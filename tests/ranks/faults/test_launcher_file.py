@@ -23,7 +23,7 @@ def test_torchrun_shows_the_error_that_came_first(tmp_path: Path) -> None:
     assert ended.codes == [1, 1, 1], ended.output
     text = shown(tmp_path, 3)
     others, _, cause = text.partition("Root Cause")
-    assert others.count("traceback : stops because rank 2 failed\n") == 2
+    assert others.count("traceback : stops because rank 2 failed with RuntimeError\n") == 2
     assert "rank      : 2" in cause
     assert "traceback : RuntimeError: element 0 of tensors does not require grad" in cause
     assert "\n  nxdpp: run_train has run the backward of all microbatches" in cause

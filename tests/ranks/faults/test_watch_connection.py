@@ -70,3 +70,11 @@ def test_requests_are_those_of_a_store() -> None:
     connection.set("entry", "d")
     assert connection.check(["entry", "count"])
     assert connection.get("entry") == b"d"
+
+
+def test_a_store_whose_process_has_ended_is_not_asked() -> None:
+    connection = WatchConnection(HashStore())
+    connection.set("entry", "a")
+    connection.host_has_ended = lambda: True
+    with pytest.raises(RuntimeError, match="has ended"):
+        connection.get("entry")

@@ -1,6 +1,7 @@
 """Recorded timelines: complete files, cut files, other files, and measured times."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -108,6 +109,10 @@ def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
     (tmp_path / "bytes.json").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ValueError, match="cannot be read as a timeline"):
         RecordedTimeline(tmp_path / "bytes.json")
+    # To open a pipe without a writer would block.
+    os.mkfifo(tmp_path / "pipe.json")
+    with pytest.raises(ValueError, match="cannot be read as a timeline: it is a pipe or a device"):
+        RecordedTimeline(tmp_path / "pipe.json")
 
 
 def record(folder: Path, timeline: Timeline, transfer: float) -> RecordedStep:
