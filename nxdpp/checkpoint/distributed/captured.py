@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from nxdpp.agreement.same_values import sample
 from nxdpp.checkpoint.distributed import ranks
-from nxdpp.checkpoint.distributed.model_state import ModelTensors, model_tensors
+from nxdpp.checkpoint.distributed.model_state import ModelTensors, local_module_of, model_tensors
 from nxdpp.checkpoint.distributed.optimizer_state import Description, held_state, optimizer_class
 from nxdpp.checkpoint.distributed.parameter_groups import SavedGroup, groups_of
 from nxdpp.checkpoint.distributed.rectangles import TensorBlocks, blocks_of, placement_of, whole
@@ -28,6 +28,7 @@ from nxdpp.checkpoint.distributed.structured import decoded, encoded
 from nxdpp.checkpoint.files.checksummed_reader import DamagedFile
 from nxdpp.checkpoint.huggingface.read_directory import texts_in
 from nxdpp.devices.kinds import device_of, readable
+from nxdpp.pipeline.local.half_loaded import check_whole
 from nxdpp.ranks import parallel_state
 from nxdpp.tensor.padding import Range
 from nxdpp.tensor.random import get_xla_rng_tracker
@@ -84,6 +85,10 @@ def captured(
     replicated: dict[str, TensorBlocks] = {}
     of_first: dict[str, TensorBlocks] = {}
     tensors = None if model is None else model_tensors(model)
+    if model is not None:
+        check_whole(local_module_of(model))
+    if optimizer is not None:
+        check_whole(optimizer)
     if tensors is not None:
         result.ties = tensors.ties
         if any(tensor.is_meta for tensor in tensors.tensors.values()):

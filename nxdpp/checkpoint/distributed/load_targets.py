@@ -52,7 +52,7 @@ class LoadTargets:
 
     Attributes:
         tensors: rectangles in memory of this rank, by the names of the checkpoint.
-        in_host_memory: names of the tensors that are read into memory next to the memory in use.
+        in_new_memory: names of the tensors that are read into memory which nothing uses before ``take_over``.
         of_replicas: names of the tensors that all data-parallel replicas need.
         user_content: of the checkpoint. Tensors in it get their values by the read.
     """
@@ -65,7 +65,7 @@ class LoadTargets:
         self.of_replicas: set[str] = set()
         self.user_content: Any = None
         self._made: dict[str, torch.Tensor] = {}
-        self.in_host_memory: set[str] = set()
+        self.in_new_memory: set[str] = set()
         self._host_copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._copies: list[tuple[TensorBlocks, TensorBlocks]] = []
         self._after: list[Callable[[], Any]] = []
@@ -147,7 +147,8 @@ class LoadTargets:
                 replaced.append((tensor, real))
             key = f"model.{saved_ties.get(name, name)}"
             self.of_replicas.add(key)
-            self._add(key, blocks_of(self._writable(key, real), placement))
+            values = self._writable(real)
+            self._add(key, blocks_of(values, placement), is_new=values is not tensor)
         if missing and strict:
             raise ValueError(
                 f"{self._folder} lacks {listed(missing)} of the model. Nothing was loaded: build the model that was "
@@ -183,10 +184,12 @@ class LoadTargets:
         for held in list(held_state(optimizer, names)):
             described = states.get(held.name, {})
             state = held.new_state(described, options[place[held.name]])
+            in_use = {id(held.values), *map(id, held.states.get(held.values, {}).values())}
             for key, value in state.items():
                 if "tensor" in described[key]:
                     name = f"optimizer.{held.name}.{key}"
-                    self.tensors[name] = held.blocks(self._writable(name, value))
+                    values = self._writable(value)
+                    self._add(name, held.blocks(values), is_new=id(values) not in in_use)
                     if not held.is_shard:
                         self.of_replicas.add(name)
             self._after.append(partial(held.give, state, described))
@@ -213,19 +216,20 @@ class LoadTargets:
         for name, saved in self._saved.items():
             if name == prefix or name.startswith((f"{prefix}.", f"{prefix}[")):
                 self._made[name] = torch.empty(saved.size, dtype=saved.properties.dtype, device="cpu")
-                self._add(name, whole(self._made[name]))
+                self._add(name, whole(self._made[name]), is_new=True)
 
-    def _add(self, name: str, blocks: TensorBlocks) -> None:
+    def _add(self, name: str, blocks: TensorBlocks, is_new: bool) -> None:
         first = self.tensors.setdefault(name, blocks)
         if first is not blocks:
             # Two tensors of this model were one: the second gets the values of the first.
             self._copies.append((first, blocks))
+        elif is_new:
+            self.in_new_memory.add(name)
 
-    def _writable(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    def _writable(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return ``tensor``, or host memory from which it gets its values when all ranks have read."""
         values = readable(tensor)
         if values is not tensor:
-            self.in_host_memory.add(name)
             self._host_copies.append((tensor, values))
         return values
 
