@@ -25,7 +25,6 @@ from nxdpp.checkpoint.distributed.parameter_groups import SavedGroup, groups_of
 from nxdpp.checkpoint.distributed.rectangles import TensorBlocks, blocks_of, placement_of, whole
 from nxdpp.checkpoint.distributed.shared_reads import owners
 from nxdpp.checkpoint.distributed.structured import decoded, encoded
-from nxdpp.checkpoint.files.checksummed_reader import DamagedFile
 from nxdpp.checkpoint.huggingface.read_directory import texts_in
 from nxdpp.devices.kinds import device_of, readable
 from nxdpp.pipeline.local.half_loaded import check_whole
@@ -199,25 +198,6 @@ def random_state(prefix: str) -> tuple[Any, dict[str, torch.Tensor]]:
         "tracker": get_xla_rng_tracker().get_states(),
     }
     return encoded(states, prefix, tensors), tensors
-
-
-def check_random_state(saved: Any, folder: Path) -> None:
-    """Raise ``DamagedFile`` for JSON of ``folder`` that ``random_state`` cannot have written."""
-    own, _ = random_state("")
-    is_right = isinstance(saved, dict) and saved.keys() == own.keys()
-    if not is_right or not all(_has_form(saved[key], own[key]) for key in ("python", "numpy", "torch")):
-        raise DamagedFile(f"the states of random generators in {folder} are not as a save writes them.")
-
-
-def _has_form(saved: Any, own: Any) -> bool:
-    """Return whether ``saved`` has the containers of ``own``; numbers may differ."""
-    if isinstance(own, dict):
-        return (
-            isinstance(saved, dict) and saved.keys() == own.keys() and all(map(_has_form, saved.values(), own.values()))
-        )
-    if isinstance(own, list):
-        return isinstance(saved, list) and len(saved) == len(own) and all(map(_has_form, saved, own))
-    return isinstance(saved, str) == isinstance(own, str) and not isinstance(saved, dict | list)
 
 
 def set_random_state(saved: Any, tensors: Mapping[str, torch.Tensor]) -> None:

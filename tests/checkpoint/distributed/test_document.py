@@ -23,7 +23,7 @@ from nxdpp.checkpoint.files.pieces import FileSpan
 
 CONTENT = {
     **dict.fromkeys(("configuration", "optimizer", "scheduler", "grad_scaler")),
-    **{"layout": {"ranks": 2}, "ties": {}, "random": [{}, {}], "user_content": {"text": 'a "quoted" \n'}},
+    **{"layout": None, "ties": {}, "random": [], "user_content": {"text": 'a "quoted" \n'}},
 }
 
 
