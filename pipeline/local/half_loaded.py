@@ -41,6 +41,6 @@ def check_whole(each: object) -> None:
     sentence = half_load_of(each).sentence
     if sentence:
         raise RuntimeError(
-            f"{sentence} Its values are of two origins since then. Call load_checkpoint again: steps and saves are "
-            f"refused until a load succeeds."
+            f"{sentence} Values are of two origins since then: steps and saves are refused until a load succeeds. Load "
+            f"again."
         )

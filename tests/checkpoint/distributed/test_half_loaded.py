@@ -119,7 +119,7 @@ def test_all_ranks_refuse_steps_and_saves_until_a_load_succeeds(tmp_path: Path) 
         for message in refused:
             assert f"The load of {tmp_path / 'damaged'} failed midway (DamagedFile: " in message
             assert "rank00001.safetensors is damaged: " in message
-            assert "Call load_checkpoint again: steps and saves are refused until a load succeeds." in message
+            assert "Values are of two origins since then: steps and saves are refused until a load succeeds." in message
 
 
 def test_an_object_that_refuses_its_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
