@@ -23,7 +23,6 @@ from nxdpp.pipeline.local.changes import ChangeRecord, parameters_of_all_models
 from nxdpp.pipeline.local.elsewhere_calls import refuse_calls_elsewhere
 from nxdpp.pipeline.local.elsewhere_tensors import take_back
 from nxdpp.pipeline.local.equal_copies import TiedWeight
-from nxdpp.pipeline.local.half_loaded import check_whole
 from nxdpp.pipeline.local.own_save import refuse_own_save
 from nxdpp.pipeline.local.spine_hooks import SpineHooks
 from nxdpp.pipeline.local.steps_in_backward import refuse_steps_in_backward
@@ -165,8 +164,7 @@ class LocalPart:
             )
 
     def check_materialised(self) -> None:
-        """Raise ``RuntimeError`` for parameters or buffers without values, and after a load that has failed midway."""
-        check_whole(self.module)
+        """Raise ``RuntimeError`` for parameters or buffers without values."""
         without = self.names_on_meta()
         if without:
             raise RuntimeError(

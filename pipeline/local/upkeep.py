@@ -85,6 +85,7 @@ class LocalUpkeep:
         self.check_modules()
         if self._materialised.has_moved:
             self._part.check_materialised()
+            half_loaded.check_whole(self._tree)
             self._materialised.settle()
         self.ready_at = self._changes.number
 

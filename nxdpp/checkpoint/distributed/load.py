@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 from nxdpp.checkpoint.distributed.document import OF_MODEL, Document, parsed_document, read_document, tensors_of
 from nxdpp.checkpoint.distributed.load_targets import LoadArguments, LoadTargets
 from nxdpp.checkpoint.distributed.model_state import local_module_of, model_tensors
-from nxdpp.checkpoint.distributed.optimizer_state import MASTER, held_state
+from nxdpp.checkpoint.distributed.optimizer_state import held_state
 from nxdpp.checkpoint.distributed.pruning import check_files, keep_damaged
 from nxdpp.checkpoint.distributed.ranks import Exchange
 from nxdpp.checkpoint.distributed.reads import VerifiedReads
@@ -134,8 +134,8 @@ class Load:
         return targets.user_content
 
     def _names(self) -> set[str]:
-        """Names of the tensors of the model, and of master copies: all other state is replaced by any load."""
-        return {name for name in self._targets.tensors if name.startswith(OF_MODEL) or name.endswith(f".{MASTER}")}
+        """Names of the tensors of the model: all other state is replaced by any load of its object."""
+        return {name for name in self._targets.tensors if name.startswith(OF_MODEL)}
 
     def _document(self, text: bytes) -> Document:
         """The document, checked; rank 0 compares the sizes of all files too, before anything is allocated."""
