@@ -171,7 +171,7 @@ def part_of(name: str) -> str:
 
 def _decoded(saved: Any, tensors: Mapping[str, TensorStorageMetadata]) -> Any:
     """The value of a part with ``tensors``, which have no memory of their own."""
-    made = {name: torch.zeros((), dtype=each.properties.dtype) for name, each in tensors.items()}
+    made = {name: torch.zeros((), dtype=each.properties.dtype, device="cpu") for name, each in tensors.items()}
     return decoded(saved, {name: value.expand(tensors[name].size) for name, value in made.items()})
 
 
