@@ -227,7 +227,7 @@ def test_many_blocks_that_overlap_are_refused_soon(path: Path) -> None:
     document = json.loads((path / "tag" / DOCUMENT).read_text())
     count = 20_000
     one = {**document["tensors"][WEIGHT]["blocks"][0], "sizes": [1, 1], "checksums": "0" * 8}
-    begin = time.monotonic()
+    begin = time.process_time()
     for last in (count - 1, count - 2):
         blocks = [{**one, "sizes": [2, 1], "offsets": [0, place]} for place in (*range(count - 1), last)]
         tensor = {"dtype": "uint8", "shape": [2, count], "blocks": blocks}
@@ -236,4 +236,4 @@ def test_many_blocks_that_overlap_are_refused_soon(path: Path) -> None:
         else:
             with pytest.raises(ValueError, match="do not have each element of"):
                 metadata_of({"name": tensor})
-    assert time.monotonic() - begin < 10
+    assert time.process_time() - begin < 10
