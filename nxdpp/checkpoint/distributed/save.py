@@ -118,13 +118,13 @@ class Save:
             self._folder.rmdir()
 
     def _plan_all(self, of_ranks: list[tuple[SavePlan, Described]]) -> Sequence[tuple[str, SavePlan]]:
-        """On rank 0: lock the directory, in which no rank has made anything yet, and divide the rectangles."""
+        """On rank 0: divide the rectangles among the ranks, and lock the directory before any rank writes in it."""
+        plans, self._metadata = self._planner.create_global_plan([plan for plan, _ in of_ranks])
+        self._content = _content([described for _, described in of_ranks])
         try:
             directory.claim(self._folder)
         except OSError as error:
             raise _cannot_write(error, 0, self._folder) from error
-        plans, self._metadata = self._planner.create_global_plan([plan for plan, _ in of_ranks])
-        self._content = _content([described for _, described in of_ranks])
         name = secrets.token_hex(4)
         return [(name, plan) for plan in plans]
 
