@@ -175,8 +175,12 @@ def test_a_save_writes_through_no_link_and_no_pipe(tmp_path: Path) -> None:
     precious.write_text("mine")
     lock, new = path / directory.LOCK, path / f".{directory.LATEST}.{os.getpid()}"
     training = Training()
-    kinds: list[Callable[[Path], object]] = [lambda file: file.symlink_to(precious), os.mkfifo]
-    for make in (*kinds, lambda file: file.symlink_to("/dev/null")):
+    kinds: list[Callable[[Path], object]] = [
+        lambda file: file.symlink_to(precious),
+        os.mkfifo,
+        lambda file: file.symlink_to("/dev/null"),
+    ]
+    for make in kinds:
         make(lock)
         with pytest.raises(OSError, match=rf"rank 0 cannot write {lock}: it must be a file of its own, and no link"):
             training.save(path, "step_1")
