@@ -13,6 +13,7 @@ import argparse
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from math import isnan
 from pathlib import Path
 
@@ -36,13 +37,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print tables in Markdown, and write them into a page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a small model, 2 ranks and one round, to try the command")
+    parser.add_argument("--hidden", type=int, default=SIZE.hidden, metavar="N", help="width: 1088 for 1 GB (768)")
     parser.add_argument("--rounds", type=int, default=5, metavar="N", help="rounds of all ways (5)")
     parser.add_argument("--folder", type=Path, metavar="FOLDER", help="on the file system to measure")
     parser.add_argument("--write", type=Path, metavar="PAGE", help="write the tables between their marks in this page")
     options = parser.parse_args(arguments)
     if options.rounds < 1:
         parser.error(f"--rounds {options.rounds} must be at least 1")
-    size, counts, rounds = (QUICK_SIZE, QUICK_RANKS, 1) if options.quick else (SIZE, RANKS, options.rounds)
+    size = replace(SIZE, hidden=options.hidden)
+    size, counts, rounds = (QUICK_SIZE, QUICK_RANKS, 1) if options.quick else (size, RANKS, options.rounds)
     session = session_line()
     rows: dict[str, list[list[str]]] = {SAVES: [], LOADS: [], STEPS: []}
     for content in _CONTENTS:

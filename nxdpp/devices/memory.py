@@ -1,8 +1,14 @@
-"""Memory of a rank's device on this machine."""
+"""Memory of a rank's device on this machine, and of its host."""
 
 import os
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
 
 from nxdpp.devices import cuda
+
+_GROUPS = Path("/sys/fs/cgroup")
 
 
 def device_memory() -> int:
@@ -14,3 +20,27 @@ def device_memory() -> int:
         return cuda.total_memory(0)
     host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return host // int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
+
+
+def free_host_memory() -> int:
+    """Return the bytes of the host's memory that all its processes together can still take; 0 where it is unknown.
+
+    The limits of the control groups of this process, as of a container or a job of Slurm, count.
+    """
+    with suppress(OSError):
+        found = re.search(r"MemAvailable: +(\d+) kB", Path("/proc/meminfo").read_text())
+        if found is not None:
+            return max(0, min([int(found[1]) << 10, *_free_in_groups()]))
+    return 0
+
+
+def _free_in_groups() -> Iterator[int]:
+    """The bytes that each control group with a limit has left; pages of files give way."""
+    with suppress(OSError):
+        own = re.search(r"^0::(.*)$", Path("/proc/self/cgroup").read_text(), re.MULTILINE)
+        folder = _GROUPS / (own[1].strip("/") if own is not None else "")
+        for group in (folder, *folder.parents):
+            limit, current, statistics = (group / f"memory.{name}" for name in ("max", "current", "stat"))
+            if limit.is_file() and limit.read_text().strip().isdecimal():
+                files = re.search(r"^inactive_file (\d+)$", statistics.read_text(), re.MULTILINE)
+                yield int(limit.read_text()) - int(current.read_text()) + (int(files[1]) if files is not None else 0)

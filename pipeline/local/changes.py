@@ -155,6 +155,12 @@ def parameters_of_all_models() -> list[nn.Parameter]:
     return [parameter for record in list(_records) for parameter in record.parameters]
 
 
+def note_in_all_models(*changes: Change) -> None:
+    """Note ``changes`` in all wrapped models that are alive."""
+    for record in list(_records):
+        record.note(*changes)
+
+
 class Watch:
     """Tells whether the record has noted a change of one of the kinds ``changes`` since ``settle``."""
 

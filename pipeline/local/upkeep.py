@@ -23,6 +23,7 @@ from nxdpp.gradients.replaced_parameters import (
 )
 from nxdpp.initialization.allocation import allocate
 from nxdpp.pipeline import arguments
+from nxdpp.pipeline.local import half_loaded
 from nxdpp.pipeline.local.changes import ENTRIES, TENSORS, Change
 from nxdpp.pipeline.local.other_wrappers import refuse_local_wrappers
 from nxdpp.pipeline.local.own_save import state_of_all_names
@@ -84,6 +85,7 @@ class LocalUpkeep:
         self.check_modules()
         if self._materialised.has_moved:
             self._part.check_materialised()
+            half_loaded.check_whole(self._tree)
             self._materialised.settle()
         self.ready_at = self._changes.number
 
@@ -220,6 +222,8 @@ class LocalUpkeep:
         check_state(self._tree, local, strict)
         result = self._load_assigning(local, strict) if assign else self._load_in_place(local, strict)
         self._part.has_loaded_state = True
+        if strict:
+            half_loaded.clear(self._tree)
         self._on_new_values()
         self.follow()
         return result
@@ -233,6 +237,7 @@ class LocalUpkeep:
         if replaced:
             self._replace(replaced)
         self._part.loads += 1
+        half_loaded.clear(self._tree)
         self._on_new_values()
         # The next step compares the values, and finds a rank that has not loaded.
         self.follow()

@@ -1,11 +1,12 @@
-"""Memory of a device: an equal part of the host's without CUDA."""
+"""Memory of a device: an equal part of the host's without CUDA; and free memory of the host."""
 
 import os
+from pathlib import Path
 
 import pytest
 
 import nxdpp
-from nxdpp.devices import cuda
+from nxdpp.devices import cuda, memory
 
 
 def test_ranks_share_the_memory_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -20,3 +21,21 @@ def test_a_cuda_device_has_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "find", lambda: cuda.CudaProbe(2))
     monkeypatch.setattr(cuda, "total_memory", lambda index: 80 * 10**9 + index)
     assert nxdpp.device_memory() == 80 * 10**9
+
+
+def test_the_free_memory_of_a_host_is_below_its_whole(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(memory, "_GROUPS", tmp_path)
+    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert 0 < memory.free_host_memory() < whole
+
+
+def test_the_limit_of_a_control_group_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(memory, "_GROUPS", tmp_path)
+    (tmp_path / "memory.max").write_text("1000\n")
+    (tmp_path / "memory.current").write_text("700\n")
+    (tmp_path / "memory.stat").write_text("anon 5\ninactive_file 200\n")
+    assert memory.free_host_memory() == 500
+    (tmp_path / "memory.current").write_text("1300\n")
+    assert memory.free_host_memory() == 0
+    (tmp_path / "memory.max").write_text("max\n")
+    assert memory.free_host_memory() > 1000

@@ -18,7 +18,7 @@ from nxdpp.checkpoint.commands.source import Source, check_free, meta_model, pla
 from nxdpp.checkpoint.distributed import directory
 from nxdpp.checkpoint.distributed.directory import DOCUMENT
 from nxdpp.checkpoint.distributed.document import OF_MODEL, write_document
-from nxdpp.checkpoint.distributed.load import read_tensors
+from nxdpp.checkpoint.distributed.reads import read_tensors
 from nxdpp.checkpoint.distributed.rectangles import whole
 from nxdpp.checkpoint.files.checksummed_writer import write_streamed
 from nxdpp.checkpoint.huggingface.write_directory import SHARD_BYTES

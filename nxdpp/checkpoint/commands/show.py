@@ -1,7 +1,7 @@
 """``python -m nxdpp checkpoint show`` and ``verify``: what a checkpoint has, and whether its bytes are as written."""
 
 import json
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -66,15 +66,24 @@ def _verify(path: Path) -> int:
     spans = document.metadata.storage_data
     order = sorted(spans, key=lambda index: (spans[index].file, spans[index].start))
     damaged: dict[str, None] = {}
+    names: defaultdict[str, dict[str, None]] = defaultdict(dict)
     with ChecksummedReader(folder) as reader:
         for index in order:
+            names[spans[index].file][index.fqn] = None
             try:
                 reader.verify(spans[index])
             except (DamagedFile, OSError) as error:
                 damaged[index.fqn] = None
                 print(f"{printable(index.fqn, 300)}: {error}")
+        for file, (length, header) in document.headers().items():
+            try:
+                reader.verify_header(file, length, header)
+            except (DamagedFile, OSError) as error:
+                if not names[file].keys() <= damaged.keys():
+                    print(error)
+                damaged |= names[file]
     tensors = tensors_of(document.metadata)
-    files = len({span.file for span in spans.values()})
+    files = len(names)
     size = sum(span.length for span in spans.values())
     held = f"{len(tensors):,} tensors in {files:,} files, {size:,} bytes"
     if damaged:

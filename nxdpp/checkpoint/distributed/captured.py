@@ -19,15 +19,15 @@ from torch.optim import Optimizer
 
 from nxdpp.agreement.same_values import sample
 from nxdpp.checkpoint.distributed import ranks
-from nxdpp.checkpoint.distributed.model_state import ModelTensors, model_tensors
+from nxdpp.checkpoint.distributed.model_state import ModelTensors, local_module_of, model_tensors
 from nxdpp.checkpoint.distributed.optimizer_state import Description, held_state, optimizer_class
 from nxdpp.checkpoint.distributed.parameter_groups import SavedGroup, groups_of
 from nxdpp.checkpoint.distributed.rectangles import TensorBlocks, blocks_of, placement_of, whole
 from nxdpp.checkpoint.distributed.shared_reads import owners
 from nxdpp.checkpoint.distributed.structured import decoded, encoded
-from nxdpp.checkpoint.files.checksummed_reader import DamagedFile
 from nxdpp.checkpoint.huggingface.read_directory import texts_in
 from nxdpp.devices.kinds import device_of, readable
+from nxdpp.pipeline.local.half_loaded import check_whole
 from nxdpp.ranks import parallel_state
 from nxdpp.tensor.padding import Range
 from nxdpp.tensor.random import get_xla_rng_tracker
@@ -84,6 +84,10 @@ def captured(
     replicated: dict[str, TensorBlocks] = {}
     of_first: dict[str, TensorBlocks] = {}
     tensors = None if model is None else model_tensors(model)
+    if model is not None:
+        check_whole(local_module_of(model))
+    if optimizer is not None:
+        check_whole(optimizer)
     if tensors is not None:
         result.ties = tensors.ties
         if any(tensor.is_meta for tensor in tensors.tensors.values()):
@@ -194,25 +198,6 @@ def random_state(prefix: str) -> tuple[Any, dict[str, torch.Tensor]]:
         "tracker": get_xla_rng_tracker().get_states(),
     }
     return encoded(states, prefix, tensors), tensors
-
-
-def check_random_state(saved: Any, folder: Path) -> None:
-    """Raise ``DamagedFile`` for JSON of ``folder`` that ``random_state`` cannot have written."""
-    own, _ = random_state("")
-    is_right = isinstance(saved, dict) and saved.keys() == own.keys()
-    if not is_right or not all(_has_form(saved[key], own[key]) for key in ("python", "numpy", "torch")):
-        raise DamagedFile(f"the states of random generators in {folder} are not as a save writes them.")
-
-
-def _has_form(saved: Any, own: Any) -> bool:
-    """Return whether ``saved`` has the containers of ``own``; numbers may differ."""
-    if isinstance(own, dict):
-        return (
-            isinstance(saved, dict) and saved.keys() == own.keys() and all(map(_has_form, saved.values(), own.values()))
-        )
-    if isinstance(own, list):
-        return isinstance(saved, list) and len(saved) == len(own) and all(map(_has_form, saved, own))
-    return isinstance(saved, str) == isinstance(own, str) and not isinstance(saved, dict | list)
 
 
 def set_random_state(saved: Any, tensors: Mapping[str, torch.Tensor]) -> None:

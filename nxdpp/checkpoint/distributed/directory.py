@@ -22,8 +22,9 @@ import logging
 import os
 import re
 import socket
+import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -85,14 +86,15 @@ def put_document(folder: Path, save: str) -> None:
 def write_latest(path: Path, tag: str) -> None:
     """Name ``tag`` in ``latest``, by a rename."""
     new = path / f".{LATEST}.{os.getpid()}"
+    new.unlink(missing_ok=True)
     write_text(new, tag)
     _rename(new, path / LATEST)
     flush_directory(path)
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write ``text`` to ``path``, and flush it to the disk."""
-    with path.open("w", encoding="utf-8") as file:
+    """Write ``text`` to the new file ``path``, and flush it to the disk."""
+    with path.open("x", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
@@ -194,24 +196,41 @@ def _is_ours(folder: Path) -> bool:
     return False
 
 
-def claim(path: Path) -> None:
-    """Lock the directory ``path`` for this process, until it ends or calls ``release``.
+def claim(folder: Path) -> None:
+    """Lock the directory of the checkpoint ``folder`` for this process, until it ends or calls ``release``.
 
-    A file system without locks is not locked. Raises ``RuntimeError`` if another process holds it, and ``OSError``.
+    It is made if it is missing. A file system without locks is not locked.
+
+    Raises ``RuntimeError`` if another process holds it. Raises ``OSError`` if it cannot be written, and for a link, a
+    pipe or a device in the place of ``folder`` or the lock.
     """
+    path = folder.parent
+    if not path.is_dir():
+        path.mkdir(parents=True, exist_ok=True)
     file = path.resolve() / LOCK
+    _refuse_others(folder, stat.S_ISDIR, "directory")
+    _refuse_others(file, stat.S_ISREG, "file")
     key = os.getpid(), file
     if key in _held and _is_open(_held[key], file):
         return
     if key in _held:
         os.close(_held.pop(key))
-    descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
     try:
         _lock(descriptor, path)
     except BaseException:
         os.close(descriptor)
         raise
     _held[key] = descriptor
+
+
+def _refuse_others(path: Path, is_kind: Callable[[int], bool], kind: str) -> None:
+    """Raise ``OSError`` for anything that is there and no ``kind``."""
+    with suppress(FileNotFoundError):
+        if not is_kind(path.lstat().st_mode):
+            raise OSError(
+                errno.EEXIST, f"it must be a {kind} of its own, and no link, pipe or device. Remove it", str(path)
+            )
 
 
 def release() -> None:
@@ -228,7 +247,8 @@ def _lock(descriptor: int, path: Path) -> None:
             break
         except (BlockingIOError, PermissionError) as error:
             if time.monotonic() > end:
-                holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "another process"
+                text = os.pread(descriptor, 200, 0).decode(errors="replace").strip()
+                holder = text if text and text.isprintable() else "another process"
                 raise RuntimeError(
                     f"{holder} saves checkpoints in {path} at the same time: give each training a directory of its "
                     f"own, or end the other one. No checkpoint was made."

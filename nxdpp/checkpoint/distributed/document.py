@@ -26,8 +26,10 @@ from torch.distributed.checkpoint.metadata import (
 
 from nxdpp.checkpoint.distributed.directory import DOCUMENT, write_text
 from nxdpp.checkpoint.distributed.document_checks import DIGITS, check_content, metadata_of
+from nxdpp.checkpoint.distributed.rectangles import key_of
 from nxdpp.checkpoint.files.checksummed_reader import DamagedFile
-from nxdpp.checkpoint.files.pieces import FileSpan, StoredLayout
+from nxdpp.checkpoint.files.checksummed_writer import header_of
+from nxdpp.checkpoint.files.pieces import FileSpan, StoredLayout, printable
 
 OF_MODEL = "model."
 """Begins the name of each tensor of the model."""
@@ -51,6 +53,21 @@ class Document:
             for name, tensor in tensors_of(self.metadata).items()
             if name.startswith(prefix)
         }
+
+    def headers(self) -> dict[str, tuple[int, dict[str, object]]]:
+        """The header of each file by name, and the bytes before the values."""
+        spans: dict[MetadataIndex, FileSpan] = self.metadata.storage_data
+        layouts = {
+            MetadataIndex(name, chunk.offsets): StoredLayout(tuple(chunk.sizes), tensor.properties.dtype)
+            for name, tensor in tensors_of(self.metadata).items()
+            for chunk in tensor.chunks
+        }
+        files: dict[str, dict[str, StoredLayout]] = {}
+        starts: dict[str, int] = {}
+        for index, span in sorted(spans.items(), key=lambda item: item[1][:3]):
+            starts.setdefault(span.file, span.start)
+            files.setdefault(span.file, {})[key_of(index)] = layouts[index]
+        return {file: (starts[file], header_of(of_file)) for file, of_file in files.items()}
 
 
 def write_document(
@@ -132,8 +149,8 @@ def parsed_document(directory: Path, text: bytes) -> Document:
         document = Document(parsed["content"], metadata_of(parsed["tensors"]))
         check_content(document.content, tensors_of(document.metadata))
         return document
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise DamagedFile(f"{path} is damaged ({type(error).__name__}: {error}).") from error
+    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, OverflowError) as error:
+        raise DamagedFile(f"{path} is damaged ({type(error).__name__}: {printable(error, 300)}).") from error
 
 
 def _checksum(body: dict[str, Any]) -> str:

@@ -1,11 +1,13 @@
 """Checks of a document: it has the parts that a save writes, and the rectangles of each tensor cover it.
 
 A checkpoint can come from elsewhere. Its document may have any JSON, and a load must not read, allocate or leave out
-anything because of it.
+anything because of it. A document that passes can be loaded, so that ``verify`` refuses what a load refuses.
 """
 
 import re
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from itertools import product
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from nxdpp.checkpoint.distributed.structured import dtype_named
+from nxdpp.checkpoint.distributed.structured import decoded, dtype_named
 from nxdpp.checkpoint.files import pieces
 from nxdpp.checkpoint.files.checksummed_writer import holds_dtype
 from nxdpp.checkpoint.files.pieces import FileSpan
@@ -32,6 +34,17 @@ _LONGEST_NAME = 255
 _END = 2**63
 _OF_GROUP = ("options", "names")
 _NOT_OPTIONS = ("params", "param_names")
+_PART = re.compile(r"random\.\d+|[^.\[]*")
+_LAYOUT = ("ranks", "tensor", "data", "pipeline")
+_STATES = ("device", "tracker")
+_GENERATORS = {
+    "python": {"$tuple": [0, {"$tensor": ""}, 0]},
+    "numpy": {"$tuple": ["", {"$array": ""}, 0, 0, 0]},
+    "torch": {"$tensor": ""},
+}
+"""Form of the states of random generators; numbers may differ."""
+_MOST_DIVIDED = 8
+"""Dimensions along which the rectangles of a tensor differ; a flat range of a kernel has 5."""
 
 
 def metadata_of(tensors: Mapping[str, Any]) -> Metadata:
@@ -87,18 +100,17 @@ def _check_cover(name: str, shape: tuple[int, ...], blocks: Sequence[_Rectangle]
         )
         if not are_inside:
             raise ValueError(f"a block of {name} at {list(offsets)} of {list(sizes)} is outside of {list(shape)}")
-    if sum(prod(sizes) for _, sizes in blocks) != prod(shape):
-        raise ValueError(f"the blocks of {name} do not have the elements of {list(shape)}")
-    ordered = sorted(blocks)
-    for number, (offsets, sizes) in enumerate(ordered):
-        for others, other_sizes in ordered[number + 1 :]:
-            if not shape or others[0] >= offsets[0] + sizes[0]:
-                break
-            if all(
-                max(one, other) < min(one + size, other + other_size)
-                for one, size, other, other_size in zip(offsets, sizes, others, other_sizes, strict=True)
-            ):
-                raise ValueError(f"two blocks of {name} have the elements at {list(others)}")
+    divided = [dim for dim, whole in enumerate(shape) if any(sizes[dim] != whole for _, sizes in blocks)]
+    if len(divided) > _MOST_DIVIDED:
+        raise ValueError(f"the blocks of {name} divide it along {len(divided)} dimensions")
+    # Rectangles cover the whole exactly once where their corners, with signs, are those of the whole.
+    corners: Counter[tuple[int, ...]] = Counter()
+    for sign, (offsets, sizes) in [*((1, block) for block in blocks), (-1, ((0,) * len(shape), shape))]:
+        for ends in product((0, 1), repeat=len(divided)):
+            corner = tuple(offsets[dim] + end * sizes[dim] for dim, end in zip(divided, ends, strict=True))
+            corners[corner] += sign * (-1) ** sum(ends)
+    if any(corners.values()):
+        raise ValueError(f"the blocks of {name} do not have each element of {list(shape)} once")
 
 
 def check_content(content: Any, tensors: Mapping[str, TensorStorageMetadata]) -> None:
@@ -113,11 +125,20 @@ def check_content(content: Any, tensors: Mapping[str, TensorStorageMetadata]) ->
     # A conversion has no layout, and no random states.
     layout = {"ranks": 0} if content["layout"] is None else content["layout"]
     _need(_are(layout, lambda value: type(value) is int), "layout")
+    _need(content["layout"] is None or _has(layout, *_LAYOUT), "layout")
     for key in ("ties", "configuration"):
         _need(content[key] is None or _are(content[key], lambda value: isinstance(value, str)), key)
+    parts: dict[str, dict[str, TensorStorageMetadata]] = defaultdict(dict)
+    for name, saved in tensors.items():
+        parts[part_of(name)][name] = saved
     for key in ("scheduler", "grad_scaler"):
-        _need(content[key] is None or isinstance(content[key], dict), key)
+        _need(content[key] is None or isinstance(_decoded(content[key], parts[key]), dict), key)
+    _decoded(content["user_content"], parts["user_content"])
     _need(isinstance(content["random"], list) and len(content["random"]) == layout.get("ranks"), "random")
+    for rank, states in enumerate(content["random"]):
+        _need(_has(states, *_GENERATORS, *_STATES), "random")
+        _need(_has_form({key: states[key] for key in _GENERATORS}, _GENERATORS), "random")
+        _decoded(states, parts[f"random.{rank}"])
     if content["optimizer"] is not None:
         _check_optimizer(content["optimizer"], tensors)
 
@@ -128,6 +149,7 @@ def _check_optimizer(optimizer: Any, tensors: Mapping[str, TensorStorageMetadata
     for group in optimizer["groups"]:
         is_group = isinstance(group, dict) and tuple(group) == _OF_GROUP and isinstance(group["options"], dict)
         _need(is_group and not set(group["options"]) & set(_NOT_OPTIONS), "groups")
+        decoded(group["options"])
         _need(isinstance(group["names"], list) and all(isinstance(name, str) for name in group["names"]), "groups")
     _need(_are(optimizer["states"], lambda state: _are(state, lambda value: isinstance(value, dict))), "states")
     for name, state in optimizer["states"].items():
@@ -139,6 +161,31 @@ def _check_optimizer(optimizer: Any, tensors: Mapping[str, TensorStorageMetadata
             saved = tensors.get(f"optimizer.{name}.{key}")
             _need(saved is not None and described["tensor"] == str(saved.properties.dtype).removeprefix("torch."), key)
             _need(saved is not None and described.get("shape") in (None, list(saved.size)), key)
+
+
+def part_of(name: str) -> str:
+    """Return the part of the content that the tensor ``name`` is in, such as ``user_content`` or ``random.3``."""
+    found = _PART.match(name)
+    return found[0] if found is not None else ""
+
+
+def _decoded(saved: Any, tensors: Mapping[str, TensorStorageMetadata]) -> Any:
+    """The value of a part with ``tensors``, which have no memory of their own."""
+    made = {name: torch.zeros((), dtype=each.properties.dtype, device="cpu") for name, each in tensors.items()}
+    return decoded(saved, {name: value.expand(tensors[name].size) for name, value in made.items()})
+
+
+def _has_form(saved: Any, form: Any) -> bool:
+    """Return whether ``saved`` has the containers of ``form``; numbers may differ."""
+    if isinstance(form, dict):
+        return (
+            isinstance(saved, dict)
+            and saved.keys() == form.keys()
+            and all(map(_has_form, saved.values(), form.values()))
+        )
+    if isinstance(form, list):
+        return isinstance(saved, list) and len(saved) == len(form) and all(map(_has_form, saved, form))
+    return isinstance(saved, str) == isinstance(form, str) and not isinstance(saved, dict | list)
 
 
 def _has(value: Any, *keys: str) -> bool:

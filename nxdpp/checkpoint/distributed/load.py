@@ -3,13 +3,15 @@
 ::
 
     rank 0       reads the document ─▶ all ranks
-    all ranks    verify names, shapes and groups ─▶ read into existing memory ─▶ send to replicas
-    all ranks    take over the rest
+    all ranks    verify names, shapes and groups ─▶ verify all that is read ─▶ give it to memory in use
+    all ranks    send to replicas ─▶ take over the rest
 
-A damaged checkpoint is named in a warning, and the next older one is loaded::
+A damaged checkpoint has changed nothing. It is named in a warning, and the next older one is loaded::
 
     step_30    damaged: its checksum differs on rank 2    all ranks: the next one
-    step_20    whole: overwrites all that was read of step_30
+    step_20    whole
+
+A load that fails later, because files change under it, leaves values of two origins: steps and saves are then refused.
 """
 
 import errno
@@ -18,29 +20,29 @@ import socket
 import warnings
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
 from nxdpp.checkpoint.distributed.document import OF_MODEL, Document, parsed_document, read_document, tensors_of
 from nxdpp.checkpoint.distributed.load_targets import LoadArguments, LoadTargets
-from nxdpp.checkpoint.distributed.model_state import model_tensors
-from nxdpp.checkpoint.distributed.optimizer_state import MASTER, held_state
+from nxdpp.checkpoint.distributed.model_state import local_module_of, model_tensors
+from nxdpp.checkpoint.distributed.optimizer_state import held_state
 from nxdpp.checkpoint.distributed.pruning import check_files, keep_damaged
 from nxdpp.checkpoint.distributed.ranks import Exchange
-from nxdpp.checkpoint.distributed.rectangles import TensorBlocks
+from nxdpp.checkpoint.distributed.reads import VerifiedReads
 from nxdpp.checkpoint.distributed.shared_reads import SharedReads
-from nxdpp.checkpoint.files.checksummed_reader import ChecksummedReader, DamagedFile
-from nxdpp.checkpoint.files.pieces import FileSpan, listed, read_region
+from nxdpp.checkpoint.files.checksummed_reader import DamagedFile
+from nxdpp.checkpoint.files.pieces import listed
+from nxdpp.devices.memory import free_host_memory
+from nxdpp.pipeline.local import half_loaded
+from nxdpp.ranks.faults import failure_watch
 
 _logger = logging.getLogger(__name__)
 
-MIXED = "The model has values of two origins now: load another checkpoint, or end the program."
+MIXED = "The model has values of two origins now: steps and saves of it are refused until a load succeeds."
 
 
 class Load:
@@ -57,17 +59,19 @@ class Load:
         self._folder = folder
         self.exchange = exchange
         text = zlib.decompress(exchange.from_first(lambda: zlib.compress(read_document(folder), 1)))
-        exchange.together(self._check_shared)
+        hosts = exchange.all_together(self._host)
+        self._ranks_on_host = hosts.count(hosts[exchange.rank])
         document = exchange.together(lambda: self._document(text))
         self.content = document.content
         self._metadata = document.metadata
         self._targets = LoadTargets(folder, document)
+        self._marked: list[object] = []
 
-    def prepare(self, given: LoadArguments, half_read: set[str]) -> None:
+    def prepare(self, given: LoadArguments) -> None:
         """Verify that the checkpoint fits, before anything is changed.
 
         Raises ``ValueError`` on all ranks for names, shapes, dtypes or groups that do not, and where the checkpoint
-        lacks a name of ``half_read``, which were read from a damaged one.
+        lacks a name that a failed load may have changed.
         """
         model, optimizer = given.model, given.optimizer
         tensors = self.exchange.together(lambda: None if model is None else model_tensors(model))
@@ -97,24 +101,41 @@ class Load:
                 )
             self._warn_of_masters(optimizer, names)
             self._warn_of_left_out({"scheduler": given.scheduler, "grad_scaler": given.grad_scaler})
-        if half_read:
-            self.exchange.together(lambda: self._check_overwrites(half_read))
-
-    def names_in_use(self) -> set[str]:
-        """Names of the tensors that are read into memory in use: of the model, and master copies of an optimizer."""
-        names = self._targets.tensors.keys() - self._targets.in_host_memory
-        return {name for name in names if name.startswith("model.") or name.endswith(f".{MASTER}")}
+        self._marked = [] if model is None else [local_module_of(model), *([] if optimizer is None else [optimizer])]
+        self.exchange.together(self._check_overwrites)
 
     def read(self) -> Any:
-        """Read this rank's part, take over the state, and return the user's content."""
+        """Read this rank's part, take over the state, and return the user's content.
+
+        Raises ``DamagedFile`` and ``OSError`` before anything is changed. After a later error model and optimizer have
+        the mark of ``half_loaded`` on all ranks.
+        """
         targets = self._targets
         shared = {name: targets.tensors[name] for name in sorted(targets.of_replicas)}
         described = repr([(name, each.described()) for name, each in shared.items()])
-        reads = SharedReads(self.exchange, {name: each.nbytes for name, each in shared.items()}, described)
-        self.exchange.together(lambda: self._read(reads))
-        reads.send({name: [block.values for block in each.blocks] for name, each in shared.items()})
-        self.exchange.together(targets.take_over)
+        shares = SharedReads(self.exchange, {name: each.nbytes for name, each in shared.items()}, described)
+        own = {name: blocks for name, blocks in targets.tensors.items() if shares.is_here(name)}
+        # Half is left to whatever else the host runs.
+        room = free_host_memory() // (2 * self._ranks_on_host)
+        reads = VerifiedReads(self._folder, self._metadata, own, targets.in_new_memory, room)
+        self.exchange.together(reads.verify)
+        try:
+            self.exchange.together(reads.apply)
+            with failure_watch.reported():
+                shares.send({name: [block.values for block in each.blocks] for name, each in shared.items()})
+            self.exchange.together(targets.take_over)
+        except BaseException as error:
+            sentence = f"The load of {self._folder} failed midway ({type(error).__name__}: {error})."
+            for each in self._marked:
+                half_loaded.mark(each, sentence, self._names())
+            raise
+        for each in self._marked:
+            half_loaded.clear(each)
         return targets.user_content
+
+    def _names(self) -> set[str]:
+        """Names of the tensors of the model: all other state is replaced by any load of its object."""
+        return {name for name in self._targets.tensors if name.startswith(OF_MODEL)}
 
     def _document(self, text: bytes) -> Document:
         """The document, checked; rank 0 compares the sizes of all files too, before anything is allocated."""
@@ -123,21 +144,23 @@ class Load:
             check_files(self._folder, document.metadata)
         return document
 
-    def _check_overwrites(self, half_read: set[str]) -> None:
-        left = sorted(half_read - self.names_in_use())
-        if left:
-            raise ValueError(
-                f"{self._folder} lacks {left[0]} and {len(left) - 1} more that were read from a damaged checkpoint: "
-                f"load a checkpoint with all names of the model."
-            )
+    def _check_overwrites(self) -> None:
+        for each in self._marked:
+            left = sorted(half_loaded.half_load_of(each).names - self._names())
+            if left:
+                raise ValueError(
+                    f"{self._folder} lacks {left[0]} and {len(left) - 1} more that a failed load may have changed: "
+                    f"load a checkpoint with all names of the model."
+                )
 
-    def _check_shared(self) -> None:
+    def _host(self) -> str:
         if not self._folder.is_dir():
             raise OSError(
                 errno.ENOENT,
                 f"rank {self.exchange.rank} on {socket.gethostname()} does not find {self._folder}, and rank 0 does: "
                 f"it must be on a file system that all hosts share. Nothing was loaded",
             )
+        return socket.gethostname()
 
     def _check_known(self, own: list[str], saved: list[str], message: Callable[[str], str]) -> None:
         """Raise ``ValueError`` on all ranks for names of ``saved`` that are ``own`` on none."""
@@ -173,58 +196,26 @@ class Load:
                 stacklevel=4,
             )
 
-    def _read(self, reads: SharedReads[str]) -> None:
-        own = {name: blocks for name, blocks in self._targets.tensors.items() if reads.is_here(name)}
-        try:
-            read_tensors(self._folder, self._metadata, own)
-        except (DamagedFile, OSError) as error:
-            if self.names_in_use():
-                error.add_note(MIXED)
-            raise
-
-
-def read_tensors(folder: Path, metadata: Metadata, tensors: dict[str, TensorBlocks]) -> None:
-    """Read saved rectangles into ``tensors`` by name, in the order of the files.
-
-    Raises ``DamagedFile`` and ``OSError``.
-    """
-    spans: Mapping[MetadataIndex, FileSpan] = metadata.storage_data
-    described = tensors_of(metadata)
-    plan = create_default_local_load_plan(tensors, metadata)
-    with ChecksummedReader(folder) as reader:
-        for item in sorted(plan.items, key=lambda item: spans[item.storage_index][:2]):
-            index = item.storage_index
-            saved = described[index.fqn]
-            assert index.index is not None, "the plan gives the place among the rectangles"
-            shape, dtype = saved.chunks[index.index].sizes, saved.properties.dtype
-            block = tensors[index.fqn].__get_tensor_shard__(item.dest_index)
-            part = tuple(slice(at, at + size) for at, size in zip(item.dest_offsets, item.lengths, strict=True))
-            read = partial(reader.read, spans[index])
-            read_region(read, shape, dtype, item.storage_offsets, block[part], reader.wait)
-
 
 def load_first_whole(folders: Sequence[Path], exchange: Exchange, given: LoadArguments) -> Any:
     """Load the first whole checkpoint of ``folders``, and return its user content; collective over all ranks.
 
     Raises ``DamagedFile`` if none of them is whole, and as ``Load`` does.
     """
-    half_read: set[str] = set()
     for folder, is_last in zip(folders, [False] * (len(folders) - 1) + [True], strict=True):
-        load = None
         try:
             load = Load(folder, exchange)
-            load.prepare(given, half_read)
+            load.prepare(given)
             return load.read()
         except Exception as error:
             # All ranks know the same kinds of errors: no rank continues by itself.
             are_damaged = bool(exchange.failures) and all(kind is DamagedFile for kind in exchange.failures)
             if are_damaged:
                 keep_damaged(folder)
-            if half_read and MIXED not in getattr(error, "__notes__", ()):
+            if given.model is not None and half_loaded.half_load_of(local_module_of(given.model)).names:
                 error.add_note(MIXED)
             if is_last or not are_damaged:
                 raise
-            half_read |= load.names_in_use() if load is not None else set()
             if exchange.rank == 0:
                 _logger.warning(
                     "%s: the next older checkpoint is loaded in the place of %s", str(error).rstrip("."), folder

@@ -18,15 +18,15 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from nxdpp.checkpoint.distributed import ranks
-from nxdpp.checkpoint.distributed.captured import check_random_state, layout, set_random_state
+from nxdpp.checkpoint.distributed.captured import layout, set_random_state
 from nxdpp.checkpoint.distributed.document import Document, tensors_of
+from nxdpp.checkpoint.distributed.document_checks import part_of
 from nxdpp.checkpoint.distributed.model_state import ModelTensors, is_pipelined
 from nxdpp.checkpoint.distributed.optimizer_state import held_state, is_stepped, not_sharded, optimizer_class
 from nxdpp.checkpoint.distributed.parameter_groups import SavedGroup, new_options
 from nxdpp.checkpoint.distributed.rectangles import TensorBlocks, blocks_of, placement_of, whole
 from nxdpp.checkpoint.distributed.structured import decoded
-from nxdpp.checkpoint.files.checksummed_reader import DamagedFile
-from nxdpp.checkpoint.files.pieces import listed
+from nxdpp.checkpoint.files.pieces import listed, printable
 from nxdpp.checkpoint.huggingface.model_tensors import WrappedModel
 from nxdpp.devices.kinds import readable
 from nxdpp.gradients.replaced_parameters import check_no_optimizer_holds
@@ -52,7 +52,7 @@ class LoadTargets:
 
     Attributes:
         tensors: rectangles in memory of this rank, by the names of the checkpoint.
-        in_host_memory: names of the tensors that are read into memory next to the memory in use.
+        in_new_memory: names of the tensors that are read into memory which nothing uses before ``take_over``.
         of_replicas: names of the tensors that all data-parallel replicas need.
         user_content: of the checkpoint. Tensors in it get their values by the read.
     """
@@ -65,7 +65,7 @@ class LoadTargets:
         self.of_replicas: set[str] = set()
         self.user_content: Any = None
         self._made: dict[str, torch.Tensor] = {}
-        self.in_host_memory: set[str] = set()
+        self.in_new_memory: set[str] = set()
         self._host_copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._copies: list[tuple[TensorBlocks, TensorBlocks]] = []
         self._after: list[Callable[[], Any]] = []
@@ -73,7 +73,7 @@ class LoadTargets:
     def prepare(self, given: LoadArguments, tensors: ModelTensors | None) -> None:
         """Verify that the checkpoint fits ``given``, whose model has ``tensors``, before anything is changed.
 
-        Raises ``ValueError`` for names, shapes, dtypes or groups that do not fit, and ``DamagedFile``.
+        Raises ``ValueError`` for names, shapes, dtypes or groups that do not fit.
         """
         if tensors is not None:
             assert given.model is not None
@@ -88,15 +88,13 @@ class LoadTargets:
             if self._content[name] is None:
                 raise ValueError(f"{self._folder} has no {name}: leave out {name}=.")
             self._add_made(name)
-            state = self._decoded(name)
-            if not isinstance(state, dict):
-                raise DamagedFile(f"{name} of {self._folder} is damaged: it is a {type(state).__name__}.")
+            state = decoded(self._content[name], self._made)
             if isinstance(one, LRScheduler):
                 self._check_rates(one, state)
             self._after.append(partial(one.load_state_dict, state))
         self._add_made("user_content")
         # Tensors in it get their values later.
-        self.user_content = self._decoded("user_content")
+        self.user_content = decoded(self._content["user_content"], self._made)
         self._add_random()
 
     def take_over(self) -> None:
@@ -147,7 +145,8 @@ class LoadTargets:
                 replaced.append((tensor, real))
             key = f"model.{saved_ties.get(name, name)}"
             self.of_replicas.add(key)
-            self._add(key, blocks_of(self._writable(key, real), placement))
+            values = self._writable(real)
+            self._add(key, blocks_of(values, placement), is_new=values is not tensor)
         if missing and strict:
             raise ValueError(
                 f"{self._folder} lacks {listed(missing)} of the model. Nothing was loaded: build the model that was "
@@ -173,8 +172,8 @@ class LoadTargets:
         own = optimizer_class(optimizer)
         if saved["class"] != own:
             raise ValueError(
-                f"{self._folder} has the state of {saved['class']}, and the optimizer is {own}: make the optimizer "
-                f"that was saved, or leave out optimizer=."
+                f"{self._folder} has the state of {printable(saved['class'])}, and the optimizer is {own}: make the "
+                f"optimizer that was saved, or leave out optimizer=."
             )
         names = tensors.names()
         options = new_options(optimizer, names, [SavedGroup(**group) for group in saved["groups"]])
@@ -183,10 +182,12 @@ class LoadTargets:
         for held in list(held_state(optimizer, names)):
             described = states.get(held.name, {})
             state = held.new_state(described, options[place[held.name]])
+            in_use = {id(held.values), *map(id, held.states.get(held.values, {}).values())}
             for key, value in state.items():
                 if "tensor" in described[key]:
                     name = f"optimizer.{held.name}.{key}"
-                    self.tensors[name] = held.blocks(self._writable(name, value))
+                    values = self._writable(value)
+                    self._add(name, held.blocks(values), is_new=id(values) not in in_use)
                     if not held.is_shard:
                         self.of_replicas.add(name)
             self._after.append(partial(held.give, state, described))
@@ -205,35 +206,29 @@ class LoadTargets:
             return
         name = f"random.{ranks.rank()}"
         self._add_made(name)
-        check_random_state(saved[ranks.rank()], self._folder)
         self._after.append(lambda: set_random_state(saved[ranks.rank()], self._made))
 
-    def _add_made(self, prefix: str) -> None:
-        """Read whole the tensors that are ``prefix``, or begin with it and a separator, into new memory."""
+    def _add_made(self, part: str) -> None:
+        """Read whole the tensors of a ``part`` into new memory."""
         for name, saved in self._saved.items():
-            if name == prefix or name.startswith((f"{prefix}.", f"{prefix}[")):
+            if part_of(name) == part:
                 self._made[name] = torch.empty(saved.size, dtype=saved.properties.dtype, device="cpu")
-                self._add(name, whole(self._made[name]))
+                self._add(name, whole(self._made[name]), is_new=True)
 
-    def _add(self, name: str, blocks: TensorBlocks) -> None:
+    def _add(self, name: str, blocks: TensorBlocks, is_new: bool) -> None:
         first = self.tensors.setdefault(name, blocks)
         if first is not blocks:
             # Two tensors of this model were one: the second gets the values of the first.
             self._copies.append((first, blocks))
+        elif is_new:
+            self.in_new_memory.add(name)
 
-    def _writable(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    def _writable(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return ``tensor``, or host memory from which it gets its values when all ranks have read."""
         values = readable(tensor)
         if values is not tensor:
-            self.in_host_memory.add(name)
             self._host_copies.append((tensor, values))
         return values
-
-    def _decoded(self, name: str) -> Any:
-        try:
-            return decoded(self._content[name], self._made)
-        except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
-            raise DamagedFile(f"{name} of {self._folder} is damaged ({type(error).__name__}: {error}).") from error
 
 
 def _give_options(optimizer: Optimizer, options: Sequence[dict[str, Any]]) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch.optim import Optimizer
 
 from nxdpp.checkpoint.distributed.structured import decoded, encoded
@@ -75,7 +76,7 @@ def new_options(optimizer: Optimizer, names: Mapping[int, str], saved: Sequence[
     """Return the options of ``saved`` for each group of ``optimizer``.
 
     Raises ``ValueError`` for a different number of groups, and for a group whose parameters were in a different group
-    or in none: schedulers know groups by their place.
+    or in none: schedulers know groups by their place. Also for an option that is no number where the optimizer has one.
     """
     if len(optimizer.param_groups) != len(saved):
         raise ValueError(
@@ -97,4 +98,19 @@ def new_options(optimizer: Optimizer, names: Mapping[int, str], saved: Sequence[
                 f"{moved[0]} is in param_groups[{number}], and was in param_groups[{place[moved[0]]}] of the "
                 f"checkpoint: make the optimizer with the groups that were saved."
             )
-    return [decoded(group.options) for group in saved]
+    found = [decoded(group.options) for group in saved]
+    for number, (group, options) in enumerate(zip(optimizer.param_groups, found, strict=True)):
+        for key, value in options.items():
+            if _numbers_in(group.get(key)) and _numbers_in(value) != _numbers_in(group[key]):
+                raise ValueError(
+                    f"param_groups[{number}] of the checkpoint has {key}={value!r:.100}, and the optimizer "
+                    f"{key}={group[key]!r:.100}: make the optimizer with the options that were saved."
+                )
+    return found
+
+
+def _numbers_in(value: Any) -> int:
+    """How many numbers ``value`` is, such as 2 of the betas of Adam; 0 for anything else."""
+    several = value if isinstance(value, tuple) else (value,)
+    are_numbers = all(isinstance(each, int | float | torch.Tensor) and type(each) is not bool for each in several)
+    return len(several) if are_numbers else 0

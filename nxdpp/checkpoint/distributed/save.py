@@ -69,7 +69,8 @@ class Save:
     def plan(self, state: Captured) -> dict[str, torch.Tensor]:
         """Return the rectangles that this rank writes, by the keys of its file.
 
-        Raises ``ValueError`` on all ranks if their states contradict each other or lack a part.
+        Raises ``ValueError`` on all ranks if their states contradict each other or lack a part, and ``RuntimeError``
+        if another program saves in the directory.
         """
         self._planner.set_up_planner(state.tensors)
         local = self._planner.create_local_plan()
@@ -103,8 +104,6 @@ class Save:
     def _write_file(self, file: Path, tensors: dict[str, torch.Tensor]) -> dict[str, FileSpan]:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            if self.exchange.rank == 0:
-                directory.claim(self._folder.parent)
             return write_checksummed(file, tensors) if tensors else {}
         except OSError as error:
             raise _cannot_write(error, self.exchange.rank, file) from error
@@ -119,9 +118,13 @@ class Save:
             self._folder.rmdir()
 
     def _plan_all(self, of_ranks: list[tuple[SavePlan, Described]]) -> Sequence[tuple[str, SavePlan]]:
-        """On rank 0: divide the rectangles among the ranks."""
+        """On rank 0: divide the rectangles among the ranks, and lock the directory before any rank writes in it."""
         plans, self._metadata = self._planner.create_global_plan([plan for plan, _ in of_ranks])
         self._content = _content([described for _, described in of_ranks])
+        try:
+            directory.claim(self._folder)
+        except OSError as error:
+            raise _cannot_write(error, 0, self._folder) from error
         name = secrets.token_hex(4)
         return [(name, plan) for plan in plans]
 

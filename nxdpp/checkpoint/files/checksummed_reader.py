@@ -1,10 +1,13 @@
 """Reads of ranges of safetensors files, each piece of which is compared with the checksum from its write."""
 
 import errno
+import json
 import os
 import zlib
 from collections import deque
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +16,10 @@ from nxdpp.checkpoint.files.pieces import FileSpan
 
 _THREADS = 2
 """Pieces that are read, and whose checksums are taken, at the same time."""
+
+
+_LARGEST_HEADER = 100_000_008
+"""The limit of the safetensors library, with the length before it."""
 
 
 class DamagedFile(ValueError):
@@ -73,6 +80,16 @@ class ChecksummedReader:
         """Read all bytes of ``span``."""
         for number in range(len(span.checksums)):
             self._keep(span, number, min((number + 1) * pieces.PIECE_BYTES, span.length) - number * pieces.PIECE_BYTES)
+
+    def verify_header(self, name: str, length: int, header: Mapping[str, object]) -> None:
+        """Compare the first ``length`` bytes of the file ``name`` with the ``header`` that they should have."""
+        self._open(name)
+        found = bytearray(min(length, _LARGEST_HEADER))
+        count = pieces.read_bytes(self._descriptor, 0, memoryview(found))
+        with suppress(ValueError, RecursionError):
+            if count == length == 8 + int.from_bytes(found[:8], "little") and json.loads(found[8:]) == header:
+                return
+        raise DamagedFile(f"{self.directory / name} is damaged: its header does not have the tensors of the document.")
 
     def _read_whole(self, span: FileSpan, number: int, into: memoryview) -> None:
         """Read a whole piece; a large one in a thread."""

@@ -67,24 +67,20 @@ def write_streamed(
 ) -> dict[str, FileSpan]:
     """Write ``tensors``, which have the names and order of ``layouts``, and return the place of each.
 
-    One tensor is taken at a time. The file is on the disk when this returns. Values of another device, or not
+    One tensor is taken at a time. The file is new, and on the disk when this returns. Values of another device, or not
     contiguous, are copied piece by piece.
 
     Raises ``ValueError`` as ``check_dtype`` does, and ``OSError`` if the file cannot be written.
     """
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    end = 0
     for name, layout in layouts.items():
         check_dtype(name, layout.dtype, packed)
-        offsets = [end, end + layout.bytes]
-        header[name] = {"dtype": _NAMES[layout.dtype], "shape": _shape(layout), "data_offsets": offsets}
-        end += layout.bytes
-    text = json.dumps(header, separators=(",", ":")).encode()
+    text = json.dumps(header_of(layouts), separators=(",", ":")).encode()
     # The format asks for data that is aligned to 8 bytes.
     text += b" " * (-len(text) % 8)
     spans = {}
     expected = iter(layouts.items())
-    with path.open("wb") as file, ThreadPoolExecutor(1) as pool:
+    # A new file: no link or pipe in its place is written to.
+    with path.open("xb") as file, ThreadPoolExecutor(1) as pool:
         file.write(struct.pack("<Q", len(text)))
         file.write(text)
         at = 8 + len(text)
@@ -104,6 +100,17 @@ def write_streamed(
         file.flush()
         os.fsync(file.fileno())
     return spans
+
+
+def header_of(layouts: Mapping[str, StoredLayout]) -> dict[str, object]:
+    """Return the header of a file that has tensors of ``layouts``, in their order."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, layout in layouts.items():
+        offsets = [end, end + layout.bytes]
+        header[name] = {"dtype": _NAMES[layout.dtype], "shape": _shape(layout), "data_offsets": offsets}
+        end += layout.bytes
+    return header
 
 
 def _shape(layout: StoredLayout) -> list[int]:

@@ -129,6 +129,16 @@ def read_region(
         destination[place].copy_(values)
 
 
+def verify_region(
+    read: Read, shape: Sequence[int], dtype: torch.dtype, offsets: Sequence[int], sizes: Sequence[int]
+) -> None:
+    """Read a rectangle of ``sizes`` of a stored tensor of ``shape``, and drop its values."""
+    if not shape:
+        shape, offsets, sizes = (1,), (0,), (1,)
+    for _ in region_values(read, shape, dtype, offsets, sizes):
+        pass
+
+
 def region_values(
     read: Read, shape: Sequence[int], dtype: torch.dtype, offsets: Sequence[int], sizes: Sequence[int], base: int = 0
 ) -> Iterator[tuple[tuple[int | slice, ...], torch.Tensor]]:

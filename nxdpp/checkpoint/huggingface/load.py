@@ -25,6 +25,7 @@ from nxdpp.checkpoint.huggingface.quantised import forget_quantisation
 from nxdpp.checkpoint.huggingface.read_directory import Contents, contents_of
 from nxdpp.devices.kinds import readable
 from nxdpp.initialization.allocation import with_type_of
+from nxdpp.pipeline.local import half_loaded
 from nxdpp.ranks import parallel_state
 from nxdpp.ranks.faults import failure_watch
 from nxdpp.ranks.faults.board import board
@@ -80,7 +81,8 @@ def load_pretrained(
             a different shape or dtype, or quantised, and for values that are not a number. Every rank raises an
             error, before anything is changed.
         OSError: on the rank that cannot read a file, or finds it changed during the load. Other ranks raise
-            ``RuntimeError``. Parameters in memory may have values of the files then.
+            ``RuntimeError``. Where parameters in memory may have values of the files then, steps and saves are refused
+            until a load succeeds.
         RuntimeError: for an optimizer that holds parameters on the meta device, and for a tensor that neither the files
             nor an initialiser give values.
     """
@@ -100,9 +102,15 @@ def _load(model: WrappedModel, directory: Path, accepted: Accepted, dequantize: 
     # With the same files on all ranks one rank compares the copies of each weight.
     tied = source.tied[exchange.rank :: exchange.ranks] if len(set(digests)) == 1 else source.tied
     exchange.together(lambda: _check(source, tied, reads))
-    filled = exchange.together(lambda: _read(source, reads))
-    reads.send(filled)
-    exchange.together(lambda: _take_over(model, source, found.used, initial, filled))
+    try:
+        filled = exchange.together(lambda: _read(source, reads))
+        reads.send(filled)
+        exchange.together(lambda: _take_over(model, source, found.used, initial, filled))
+    except BaseException as error:
+        if not source.only_meta:
+            sentence = f"The load of {directory} failed midway ({type(error).__name__}: {error})."
+            half_loaded.mark(model.local_module, sentence, [])
+        raise
     report = found.report(source.target.copies)
     # In the debug mode every stage is the only rank.
     place = parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_tensor_model_parallel_rank()

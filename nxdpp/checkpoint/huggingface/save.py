@@ -26,6 +26,7 @@ from nxdpp.checkpoint.huggingface.model_tensors import (
 )
 from nxdpp.checkpoint.huggingface.write_directory import SavedDirectory, Shard, plan_shards, start_save
 from nxdpp.devices.kinds import readable
+from nxdpp.pipeline.local.half_loaded import check_whole
 from nxdpp.ranks import parallel_state
 from nxdpp.ranks.faults import failure_watch
 from nxdpp.ranks.faults.board import board
@@ -151,6 +152,7 @@ def _check_can_be_saved(model: WrappedModel) -> None:
     for sign, kind in (("hf_quantizer", "quantized models"), ("_hf_peft_config_loaded", "models with add_adapter()")):
         if getattr(model.original_module, sign, None):
             raise NotImplementedError(f"saving {kind} is not implemented: save local_state_dict() on each rank.")
+    check_whole(model.local_module)
     local = tensors_of(model.local_module)
     check_still_tied(local, tied_names_of(model))
     on_meta = [name for name, tensor in local.items() if tensor.is_meta]

@@ -78,7 +78,8 @@ def save_checkpoint(
             arguments that differ between ranks. Nothing is written then.
         TypeError: for a state dict instead of a model or an optimizer, and for other objects.
         OSError: for files that cannot be written. Earlier checkpoints stay, and the training can continue.
-        RuntimeError: in the debug mode, for a directory that hosts do not share, and after a step that has failed.
+        RuntimeError: in the debug mode, for a directory that hosts do not share, and after a step that has failed or a
+            load that failed midway. Where another program saves in ``path``.
     """
 
     def call() -> CollectiveCall:
@@ -153,6 +154,10 @@ def load_checkpoint(
     Values are read into the memory of ``model`` and ``optimizer``. Each rank reads its own part. In the layout that
     was saved the random generators continue too.
 
+    All bytes are verified on all ranks before a tensor changes. They are read once where half of the host's free memory
+    has room for them, and otherwise a second time. If the load fails after that, as of a file that changes under it,
+    steps and saves of ``model`` and ``optimizer`` are refused on all ranks until a load succeeds.
+
     Args:
         path: directory of the training's checkpoints.
         tag: ``None`` loads the newest. One that is damaged is named in a warning, and the next older one is loaded.
@@ -165,9 +170,9 @@ def load_checkpoint(
 
     Raises:
         FileNotFoundError: without a checkpoint, or without the one of ``tag``.
-        ValueError: for names, shapes, dtypes or groups that do not fit, and for arguments that differ between ranks,
-            before anything is changed. For a damaged file of ``tag``, with its name; without ``tag`` if no checkpoint
-            is whole.
+        ValueError: for names, shapes, dtypes or groups that do not fit, and for arguments that differ between ranks.
+            For a damaged file of ``tag``, with its name; without ``tag`` if no checkpoint is whole. Nothing is changed
+            then.
         TypeError: as in the save.
         OSError: for a file that cannot be read.
         RuntimeError: in the debug mode, and after a step that has failed.

@@ -105,6 +105,22 @@ def test_verify_finds_each_damaged_piece_of_a_tensor(
     assert _run("verify", tmp_path / "1") == 0
 
 
+def test_verify_finds_each_changed_bit_of_a_header(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A load reads no header, and other programs do."""
+    model = nn.Linear(3, 2)
+    save_checkpoint(tmp_path, "1", model)
+    file, _ = _place_of(tmp_path / "1", "model.weight")
+    content = file.read_bytes()
+    for place in range(8 + int.from_bytes(content[:8], "little")):
+        file.write_bytes(content[:place] + bytes([content[place] ^ 1 << place % 8]) + content[place + 1 :])
+        assert _run("verify", tmp_path / "1") == 1, place
+        first, last = capsys.readouterr().out.splitlines()
+        assert first == f"{file} is damaged: its header does not have the tensors of the document."
+        assert f"{tmp_path / '1'} is damaged: " in last
+
+
 def test_verify_names_all_tensors_of_a_truncated_file(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file, start = _place_of(copied, "model.model.norm.weight")
     file.write_bytes(file.read_bytes()[: start + 3])
@@ -235,6 +251,7 @@ def test_a_narrow_terminal_cuts_nothing(
 def test_content_that_no_save_writes_is_damage(change: Any, copied: Path, capsys: Captured) -> None:
     document = parsed_document(copied, read_document(copied))
     metadata = document.metadata
+    (copied / DOCUMENT).unlink()
     write_document(copied / DOCUMENT, 1, document.content | change, metadata, metadata.storage_data)
     (name,) = change
     assert _run("show", copied) == 2

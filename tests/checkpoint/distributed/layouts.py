@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from nxdpp import NxDPPModel, tensor_parallelize
 from nxdpp.checkpoint.distributed.document import Document, parsed_document, read_document, tensors_of
-from nxdpp.checkpoint.distributed.load import read_tensors
+from nxdpp.checkpoint.distributed.reads import read_tensors
 from nxdpp.checkpoint.distributed.rectangles import whole
 from nxdpp.doors.nxd.checkpoint import load_checkpoint, save_checkpoint
 from nxdpp.gradients.optimizer.fp32_adamw import AdamW_FP32OptimParams

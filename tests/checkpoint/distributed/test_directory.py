@@ -4,6 +4,7 @@ import errno
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ _HOLDER = """
 import sys
 from pathlib import Path
 from nxdpp.checkpoint.distributed.directory import claim
-claim(Path(sys.argv[1]))
+claim(Path(sys.argv[1]) / "tag")
 print("held", flush=True)
 sys.stdin.read()
 """
@@ -153,14 +154,73 @@ def test_a_file_system_without_locks_is_not_locked(tmp_path: Path, monkeypatch: 
         raise OSError(38, "Function not implemented")
 
     monkeypatch.setattr("fcntl.lockf", without)
-    directory.claim(tmp_path)
+    directory.claim(tmp_path / "tag")
     directory.release()
 
 
 def test_a_directory_that_is_made_anew_is_locked_again(tmp_path: Path) -> None:
-    directory.claim(tmp_path)
+    directory.claim(tmp_path / "tag")
     first = os.stat(tmp_path / directory.LOCK)
     (tmp_path / directory.LOCK).rename(tmp_path / "moved")
-    directory.claim(tmp_path)
+    directory.claim(tmp_path / "tag")
     assert not os.path.samestat(first, os.stat(tmp_path / directory.LOCK))
+    directory.release()
+
+
+def test_a_save_writes_through_no_link_and_no_pipe(tmp_path: Path) -> None:
+    """In the place of the lock or of the checkpoint each is named; a leftover of ``latest`` is replaced."""
+    directory.release()
+    path, precious = tmp_path / "out", tmp_path / "precious"
+    path.mkdir()
+    precious.write_text("mine")
+    lock, new = path / directory.LOCK, path / f".{directory.LATEST}.{os.getpid()}"
+    training = Training()
+    kinds: list[Callable[[Path], object]] = [
+        lambda file: file.symlink_to(precious),
+        os.mkfifo,
+        lambda file: file.symlink_to("/dev/null"),
+    ]
+    for make in kinds:
+        make(lock)
+        with pytest.raises(OSError, match=rf"rank 0 cannot write {lock}: it must be a file of its own, and no link"):
+            training.save(path, "step_1")
+        assert list(path.iterdir()) == [lock]
+        lock.unlink()
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (path / "step_1").symlink_to(elsewhere)
+    with pytest.raises(OSError, match=rf"rank 0 cannot write {path / 'step_1'}: it must be a directory of its own"):
+        training.save(path, "step_1")
+    assert not list(elsewhere.iterdir())
+    (path / "step_1").unlink()
+    for leave in kinds:
+        leave(new)
+        training.save(path, "step_1")
+        assert directory.latest(path) == "step_1"
+    assert precious.read_text() == "mine"
+    directory.release()
+
+
+@pytest.mark.parametrize("name", [directory.file_name("01234567", 0), f".01234567-{DOCUMENT}"])
+def test_files_of_a_save_are_new(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    precious = tmp_path / "precious"
+    precious.write_text("mine")
+    (tmp_path / "out" / "step_1").mkdir(parents=True)
+    (tmp_path / "out" / "step_1" / name).symlink_to(precious)
+    monkeypatch.setattr("secrets.token_hex", lambda _: "01234567")
+    with pytest.raises(OSError, match=f"rank 0 cannot write .*{name}: File exists"):
+        Training().save(tmp_path / "out", "step_1")
+    assert precious.read_text() == "mine"
+
+
+def test_a_directory_is_locked_before_anything_is_made_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a second job waits for the lock, the first one may remove what it takes for an unfinished save."""
+    claim = directory.claim
+
+    def waiting(folder: Path) -> None:
+        assert not folder.exists()
+        claim(folder)
+
+    monkeypatch.setattr(directory, "claim", waiting)
+    Training().save(tmp_path, "step_1")
     directory.release()

@@ -49,6 +49,15 @@ def _full_disk(rank: int, path: Path) -> list[str]:
     files = files_in(path)
     gather(None)
     messages = []
+
+    def busy(folder: Path) -> None:
+        assert not folder.exists(), "nothing is made before the directory is locked"
+        raise RuntimeError("process 7 saves checkpoints in it")
+
+    with patch.object(directory, "claim", busy), pytest.raises(RuntimeError, match="process 7 saves checkpoints in it"):
+        training.save(path, "step_0")
+    gather(None)
+    assert files_in(path) == files
     targets = [("write_checksummed", full_after_some_bytes, 1), ("write_document", full_after_some_bytes, 0)]
     for name, function, failing in targets:
         for tag in ("step_2", "step_1"):
@@ -198,4 +207,4 @@ def test_a_read_only_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     message = f"rank 0 cannot write {tmp_path / 'step_1'}: Read-only file system. Earlier checkpoints are there"
     with pytest.raises(OSError, match=message):
         Training().save(tmp_path, "step_1")
-    assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.iterdir()) == [tmp_path / LOCK]

@@ -21,9 +21,9 @@ from nxdpp.checkpoint.distributed.document import Document, parsed_document, rea
 from nxdpp.checkpoint.files.checksummed_reader import DamagedFile
 from nxdpp.checkpoint.files.pieces import FileSpan
 
-CONTENT = {
+CONTENT: dict[str, Any] = {
     **dict.fromkeys(("configuration", "optimizer", "scheduler", "grad_scaler")),
-    **{"layout": {"ranks": 2}, "ties": {}, "random": [{}, {}], "user_content": {"text": 'a "quoted" \n'}},
+    **{"layout": None, "ties": {}, "random": [], "user_content": {"text": 'a "quoted" \n'}},
 }
 
 

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import time
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+from nxdpp.__main__ import main
 from nxdpp.checkpoint.distributed.directory import DOCUMENT
+from nxdpp.checkpoint.distributed.document_checks import metadata_of
 from nxdpp.checkpoint.files.checksummed_reader import DamagedFile
 from tests.checkpoint.distributed.small_training import Training, is_same
 
@@ -111,10 +114,12 @@ CHANGES: list[Change] = [
     *each(top, "number", "x", None, 1.5),
     *each(top, "version", True, 1.0, [1], "1"),
     *each(content, "ties", [], "x", {"0.weight": 3}),
-    content(layout=3), content(layout={"ranks": 2}), content(configuration=[1]),
+    content(layout=3), content(layout={"ranks": 2}), content(layout={"ranks": 1}), content(configuration=[1]),
     *each(content, "optimizer", [], {}, 3, {"class": "AdamW"}),
     *each(optimizer, "groups", 3, [3], [{"options": {}, "names": [], "x": 1}]),
     optimizer(groups=[{"options": {"params": [1]}, "names": []}]),
+    optimizer(groups=[{"options": {"lr": {"$eval": "1"}}, "names": []}]),
+    tensor("\x1b[2J", dtype="os", shape=[], blocks=[]),
     *each(optimizer, "states", None, {"0.weight": "exp"}, {"0.weight": {"exp_avg": 3}}),
     optimizer(states={"0.weight": {"more": {"tensor": "float32"}}}),
     state("exp_avg", shape=[2**40]), state("exp_avg", tensor="load"),
@@ -127,7 +132,8 @@ CHANGES: list[Change] = [
         {"$scalar": 3},
         {"$float": "x"}, {"$float": []}, {"$bytes": "\u00e9"}, {"$dict": [1]}, {"$dict": [[[], 1]]}, {"$set": [[]]},
         {"$counter": 3}, {"$size": ["a"]}, {"$device": "cuda:x"}, {"$device": 3}, {"$dtype": "__class__"},
-        {"$dtype": 3}, {"$tuple": [1], "x": 2},
+        {"$dtype": 3}, {"$tuple": [1], "x": 2}, {"$device": "\x1b[2J"}, {"$tensor": "random.0.torch"},
+        {"$scalar": {"number": 2**70, "dtype": "int8"}},
     ),
     lambda document: document["content"].pop("user_content"),
     tensor("user_content.x", **HUGE, blocks=[]),
@@ -144,10 +150,12 @@ def test_a_document_that_no_save_writes_is_refused(number: int, path: Path) -> N
 
 
 def check_refused(path: Path) -> None:
+    assert main(["checkpoint", "verify", str(path / "tag")]) in (1, 2)
     training = Training()
     before, drawn, files = training.state(), torch.get_rng_state(), sorted(path.parent.rglob("*"))
-    with pytest.raises(ValueError, match=str(path)):
+    with pytest.raises(ValueError, match=str(path)) as caught:
         training.load(path, "tag")
+    assert str(caught.value).isprintable(), "a terminal obeys nothing of it"
     assert is_same(training.state(), before)
     assert torch.equal(torch.get_rng_state(), drawn)
     assert sorted(path.parent.rglob("*")) == files
@@ -196,3 +204,36 @@ def test_latest_is_read_from_a_file_alone(path: Path) -> None:
     (path / "latest").unlink()
     os.mkfifo(path / "latest")
     assert Training().load(path) == {"tag": "tag"}
+
+
+def test_texts_of_a_document_are_escaped_in_messages(path: Path) -> None:
+    document = json.loads((path / "tag" / DOCUMENT).read_text())
+    document["content"]["optimizer"]["class"] = "\x1b[2J"
+    document["content"]["optimizer"]["groups"][0]["names"][0] = "\x1b[3J"
+    write(path, document)
+    for strict in (True, False):
+        with pytest.raises(ValueError, match=r"\\x1b\[2J") as caught:
+            Training().load(path, "tag", strict)
+        assert str(caught.value).isprintable()
+    document["content"]["optimizer"]["class"] = "AdamW"
+    write(path, document)
+    with pytest.raises(ValueError, match="param_groups") as caught:
+        Training().load(path, "tag")
+    assert str(caught.value).isprintable()
+
+
+def test_many_blocks_that_overlap_are_refused_soon(path: Path) -> None:
+    """As many that do not overlap are read."""
+    document = json.loads((path / "tag" / DOCUMENT).read_text())
+    count = 20_000
+    one = {**document["tensors"][WEIGHT]["blocks"][0], "sizes": [1, 1], "checksums": "0" * 8}
+    begin = time.process_time()
+    for last in (count - 1, count - 2):
+        blocks = [{**one, "sizes": [2, 1], "offsets": [0, place]} for place in (*range(count - 1), last)]
+        tensor = {"dtype": "uint8", "shape": [2, count], "blocks": blocks}
+        if last == count - 1:
+            metadata_of({"name": tensor})
+        else:
+            with pytest.raises(ValueError, match="do not have each element of"):
+                metadata_of({"name": tensor})
+    assert time.process_time() - begin < 10

@@ -79,3 +79,16 @@ def test_parameters_of_other_groups_are_refused() -> None:
         new_options(SGD([A, B], lr=0.1), NAMES, saved)
     with pytest.raises(ValueError, match=r"b is in param_groups\[0\], and was in param_groups\[1\]"):
         new_options(SGD(_groups({"params": [B]}, {"params": [A]}), lr=0.1), NAMES, saved)
+
+
+@pytest.mark.parametrize(
+    "change", [{"lr": "x"}, {"lr": None}, {"lr": True}, {"betas": 0.9}, {"betas": {"$tuple": [1]}}]
+)
+def test_an_option_that_is_no_number_is_refused(change: dict[str, Any]) -> None:
+    optimizer = AdamW(_groups({"params": [A], "mine": [1, 2], "rate": torch.tensor(1.0)}), lr=0.2)
+    saved = groups_of(optimizer, NAMES)[0]
+    with pytest.raises(ValueError, match=rf"param_groups\[0\] of the checkpoint has {next(iter(change))}=.*, and the"):
+        new_options(optimizer, NAMES, [SavedGroup(saved.options | change, saved.names)])
+    others = {"rate": 2, "lr": 1, "mine": "text", "foreach": True, "betas": {"$tuple": [0, 0.5]}}
+    (options,) = new_options(optimizer, NAMES, [SavedGroup(saved.options | others, saved.names)])
+    assert options["betas"] == (0, 0.5)

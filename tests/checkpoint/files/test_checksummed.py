@@ -94,7 +94,7 @@ def test_a_stream_is_that_of_its_plan(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="missing"):
         write_streamed(tmp_path / "one", layouts_of(planned), [("a", planned["a"])])
     with pytest.raises(AssertionError, match="as planned"):
-        write_streamed(tmp_path / "one", layouts_of(planned), [("b", planned["b"])])
+        write_streamed(tmp_path / "two", layouts_of(planned), [("b", planned["b"])])
 
 
 @pytest.mark.parametrize("shape", [(9, 4), (3, 40), (2, 3, 30), (4, 5, 2), (50,), (2, 2, 2, 20)])

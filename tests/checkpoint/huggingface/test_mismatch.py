@@ -14,6 +14,8 @@ from torch import nn
 
 from nxdpp import NxDPPModel, load_pretrained, parallel_state
 from nxdpp.checkpoint.files.safetensors_reader import OpenFile, read_header
+from nxdpp.checkpoint.huggingface.file_tensors import FileTensors
+from nxdpp.pipeline.local import half_loaded
 from tests.checkpoint.huggingface.checkpointed_models import differing, make, on_meta, saved_by_transformers
 
 RANKS = 2
@@ -157,6 +159,28 @@ def test_a_file_changed_during_the_load(single: Path, change: Callable[[Path], o
 
     with pytest.raises(OSError, match=rf"{file} was changed before all its tensors were read: load again"):
         stored.read(torch.float32)
+
+
+def test_a_load_that_failed_midway_is_remembered_until_one_succeeds(
+    single: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = wrap_as(0, make("llama", seed=5))
+    fill = FileTensors.fill
+
+    def failing(self: FileTensors, conversion: Any, tensors: Any) -> None:
+        fill(self, conversion, tensors)
+        raise OSError("the file was changed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FileTensors, "fill", failing)
+        with pytest.raises(OSError, match="the file was changed"):
+            load_pretrained(model, single)
+    with pytest.raises(
+        RuntimeError, match=rf"{single} failed midway \(OSError: the file was changed\)\. Values are of"
+    ):
+        half_loaded.check_whole(model.local_module)
+    load_pretrained(model, single)
+    half_loaded.check_whole(model.local_module)
 
 
 @pytest.mark.parametrize(("dtype", "bytes_each"), [("F6_E2M3", 0.75), ("F4", 0.5)])
