@@ -20,7 +20,6 @@ from nxdpp.pipeline.p2p.channel import Channel, RemoteChannel
 from nxdpp.pipeline.p2p.transport import Direction, Transport
 from nxdpp.pipeline.runtime.engine_config import EngineConfig
 from nxdpp.pipeline.runtime.input_ranges import note_ranges
-from nxdpp.pipeline.runtime.raised_line import note_line
 from nxdpp.pipeline.runtime.stage_channels import StageChannels
 from nxdpp.pipeline.runtime.stage_runner import StageRunner
 from nxdpp.pipeline.stages.cut_graph import StageProgram
@@ -29,6 +28,7 @@ from nxdpp.pipeline.timeline.recorder import StepRecorder
 from nxdpp.ranks.faults import failure_watch
 from nxdpp.ranks.faults.board import board
 from nxdpp.schedules.actions import Action, ActionKind
+from nxdpp.tracing.graph.raised_line import note_line
 
 _RECEIVES = {
     ActionKind.RECEIVE_ACTIVATION: Direction.ACTIVATION,
@@ -140,7 +140,7 @@ class Engine:
         except Exception as error:
             action = self._called_for[at]
             program = self._runners[self._key(action)].program
-            note_line(error, program)
+            note_line(error, program.first_run or program.module)
             _note(error, action)
             if isinstance(error, IndexError):
                 note_ranges(error, loss.microbatches[action.microbatch], program)

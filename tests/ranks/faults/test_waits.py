@@ -29,6 +29,7 @@ _WAITS = {
 _OTHER = {
     "nxdpp/agreement/input_hash.py": "copies of a device",
     "nxdpp/checkpoint/distributed/save.py": "a thread of this process",
+    "nxdpp/checkpoint/distributed/reads.py": "a thread of this process",
     "nxdpp/checkpoint/files/checksummed_reader.py": "a thread of this process",
     "nxdpp/devices/host_sends.py": "its callers wait",
     "nxdpp/doors/nxd/checkpoint.py": "a thread of this process",

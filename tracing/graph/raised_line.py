@@ -5,13 +5,13 @@ The stage runs code that ``torch.fx`` has generated. The trace has kept the mode
 
 import traceback
 
-from nxdpp.pipeline.stages.cut_graph import StageProgram
+from torch import fx
+
 from nxdpp.tracing.graph.errors import model_line
 
 
-def note_line(error: Exception, stage: StageProgram) -> None:
-    """Add a note to ``error`` with the innermost line of the model's code, if the graph of ``stage`` raised it."""
-    module = stage.first_run or stage.module
+def note_line(error: Exception, module: fx.GraphModule) -> None:
+    """Add a note to ``error`` with the innermost line of the model's code, if the graph of ``module`` raised it."""
     run = type(module).forward.__code__
     frames = list(traceback.walk_tb(error.__traceback__))
     generated = [(at, line) for at, (frame, line) in enumerate(frames) if frame.f_code is run]
