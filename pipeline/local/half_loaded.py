@@ -4,7 +4,9 @@ Their steps and saves are refused until a load succeeds. The mark is an attribut
 """
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from torch.optim import Optimizer
 
 from nxdpp.pipeline.local.changes import Change, note_in_all_models
 
@@ -20,6 +22,8 @@ class HalfLoad(NamedTuple):
 
 def mark(each: object, sentence: str, names: Iterable[str]) -> None:
     """Mark a module or an optimizer, of which a load may have changed the tensors ``names``."""
+    if isinstance(each, Optimizer) and not half_load_of(each).sentence:
+        each.register_step_pre_hook(_refuse_step)
     vars(each)[_MARK] = HalfLoad(sentence, half_load_of(each).names.union(names))
     # The next step looks again at what it found out about the model.
     note_in_all_models(Change.VALUES)
@@ -34,6 +38,10 @@ def half_load_of(each: object) -> HalfLoad:
     """Return the mark; an empty one without a failed load."""
     found: HalfLoad = vars(each).get(_MARK, HalfLoad())
     return found
+
+
+def _refuse_step(optimizer: Optimizer, arguments: Any, keywords: Any) -> None:
+    check_whole(optimizer)
 
 
 def check_whole(each: object) -> None:

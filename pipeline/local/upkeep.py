@@ -237,7 +237,6 @@ class LocalUpkeep:
         if replaced:
             self._replace(replaced)
         self._part.loads += 1
-        half_loaded.clear(self._tree)
         self._on_new_values()
         # The next step compares the values, and finds a rank that has not loaded.
         self.follow()

@@ -139,11 +139,11 @@ class Engine:
             self._finish()
         except Exception as error:
             action = self._called_for[at]
-            program = self._runners[self._key(action)].program
-            note_line(error, program.first_run or program.module)
+            runner = self._runners[self._key(action)]
+            note_line(error, runner.module)
             _note(error, action)
             if isinstance(error, IndexError):
-                note_ranges(error, loss.microbatches[action.microbatch], program)
+                note_ranges(error, loss.microbatches[action.microbatch], runner.program)
             failure_watch.report(error)
             raise
         finally:

@@ -64,6 +64,9 @@ class StageRunner:
         config: settings of the steps. In training the stage's first result is the loss.
         splits: ``True`` if input-gradients and weight-gradients are computed apart.
         timer: measures the time in which the stage computes.
+
+    Attributes:
+        module: what runs in the next forward: the program's first run, then its module.
     """
 
     def __init__(
@@ -77,7 +80,7 @@ class StageRunner:
     ) -> None:
         self.results: dict[int, list[Any]] = {}
         self.program = program
-        self._module = program.first_run or program.module
+        self.module = program.first_run or program.module
         self._plan = program.plan
         self._names = program.plan.made
         self._channels_in = channels_in
@@ -128,10 +131,10 @@ class StageRunner:
         guarded = [(name, received[name], versions(received[name])) for name in sharing] if sharing else ()
         # Forward. Not through ``__call__``: the graph has no hooks, and the wrappers take time.
         start = self._stamp()
-        values = self._module.forward(*arguments)
+        values = self.module.forward(*arguments)
         self._blocks.append((plan.stage, ActionKind.FORWARD, microbatch, start, self._stamp()))
-        if self._module is not self.program.module:
-            self._module, self.program.first_run = self.program.module, None
+        if self.module is not self.program.module:
+            self.module, self.program.first_run = self.program.module, None
         for name, value, before in guarded:
             expect_unchanged(value, before, name)
         made = dict(zip(self._names, values, strict=True))

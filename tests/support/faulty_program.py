@@ -2,7 +2,7 @@
 
 A fourth argument ``xla`` is for XLA devices. The faults are the functions below. ``in_layer`` ones happen in a forward
 of step 3, the others after step 3. With ``FAULTY_CHECKPOINTS``, a folder, step 2 is saved. A restart by torchrun has no
-fault: it loads step 2, and tells when it has trained step 3.
+fault: it loads step 2, if there is one, and tells when it has trained a step.
 """
 
 import os
@@ -125,7 +125,8 @@ def main() -> None:
     """Run the program."""
     fault, faulty, hang_timeout = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    has_fault = rank == faulty and not int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+    is_again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    has_fault = rank == faulty and not is_again
     if has_fault and fault == "ImportError before the start":
         fails_now()
         raise ImportError("no module of that name")
@@ -168,7 +169,7 @@ def main() -> None:
         model.run_train(x=torch.ones(8, 8))
         if checkpoints and step == FAULTY_STEP - 1:
             save_checkpoint(checkpoints, "2", model)
-        if step == first == FAULTY_STEP:
+        if step == first and is_again:
             print(f"trains again at {time.time()}", flush=True)
         if has_fault and step == FAULTY_STEP:
             print(f"rank {rank} compiled for {model.last_compile_seconds} s", flush=True)
@@ -186,7 +187,7 @@ def main() -> None:
                 torch.distributed.barrier()
             else:
                 from_all_ranks(rank)
-    if fault in STEPS_OFF:
+    if fault in STEPS_OFF and not is_again:
         fails_now()
     print(f"rank {rank} ends well", flush=True)
 

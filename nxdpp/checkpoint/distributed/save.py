@@ -40,6 +40,7 @@ from nxdpp.checkpoint.distributed.rectangles import key_of
 from nxdpp.checkpoint.files.checksummed_writer import write_checksummed
 from nxdpp.checkpoint.files.pieces import FileSpan
 from nxdpp.ranks.faults import background_errors
+from nxdpp.ranks.faults.connection_errors import told
 
 _logger = logging.getLogger(__name__)
 _numbers = itertools.count()
@@ -99,7 +100,7 @@ class Save:
         if not counts:
             self._remove(file)
         if error is not None:
-            raise error
+            raise error if self.exchange.rank == 0 else told(error)
 
     def _write_file(self, file: Path, tensors: dict[str, torch.Tensor]) -> dict[str, FileSpan]:
         try:

@@ -25,6 +25,7 @@ from nxdpp.checkpoint.distributed.model_state import (
 from nxdpp.checkpoint.distributed.rectangles import PlaceInWhole, placement_of
 from nxdpp.checkpoint.huggingface.model_tensors import WrappedModel, unwrapped_name
 from nxdpp.devices.kinds import device_of
+from nxdpp.pipeline.local.half_loaded import check_whole
 from nxdpp.pipeline.local.own_save import state_of_all_names
 from nxdpp.ranks import parallel_state
 from nxdpp.ranks.faults import failure_watch
@@ -81,7 +82,12 @@ def gather_tensors(
     Errors say the ``consequence``.
     """
     model = cast(nn.Module, model)
-    local = together(lambda: model_tensors(model), consequence)
+
+    def tensors() -> ModelTensors:
+        check_whole(local_module_of(model))
+        return model_tensors(model)
+
+    local = together(tensors, consequence)
     wanted = [name for name in _names_of(model) if names is None or name in names]
     # Rank 0's names and ties count: a module whose tensors are elsewhere may have lost its ties.
     firsts = {name: local.ties.get(name, name) for name in wanted} if dist.get_rank() == 0 else {}

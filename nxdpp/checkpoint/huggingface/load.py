@@ -111,6 +111,8 @@ def _load(model: WrappedModel, directory: Path, accepted: Accepted, dequantize: 
             sentence = f"The load of {directory} failed midway ({type(error).__name__}: {error})."
             half_loaded.mark(model.local_module, sentence, [])
         raise
+    if source.target.is_whole and not (found.missing or found.misshaped):
+        half_loaded.clear(model.local_module)
     report = found.report(source.target.copies)
     # In the debug mode every stage is the only rank.
     place = parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_tensor_model_parallel_rank()

@@ -128,6 +128,8 @@ def start_save(directory: Path, is_adapter: bool) -> None:
     _refuse_other_kind(directory, is_adapter)
     directory.mkdir(parents=True, exist_ok=True)
     # A killed save also leaves temporary files of the library.
+    if unfinished.is_symlink():
+        unfinished.unlink()
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(exist_ok=True)
     finish_replacement(directory, unfinished)
@@ -162,13 +164,20 @@ class SavedDirectory:
         ``start_save`` comes before on rank 0. ``tensors_of`` is collective over a tensor group; its ``writer`` writes.
         """
         self._unfinished.mkdir(parents=True, exist_ok=True)
+        failed: Exception | None = None
         for file, shard in self._shards.items():
             if shard.rank == writer:
                 # The tensors of one file are in memory at a time.
-                if rank == writer:
-                    write_shard(self._unfinished / file, tensors_of(shard))
-                else:
-                    tensors_of(shard)
+                tensors = tensors_of(shard)
+                if rank == writer and failed is None:
+                    try:
+                        write_shard(self._unfinished / file, tensors)
+                    except Exception as error:
+                        # The other ranks of the group gather the rest.
+                        failed = error
+                del tensors
+        if failed is not None:
+            raise failed
 
     def files(self) -> list[tuple[Path, Shard]]:
         """The unfinished file of each shard."""

@@ -137,6 +137,8 @@ def _save(directory: Path, check: Callable[[], None], write: Callable[[], Iterat
 
 def _written(path: Path, write: Callable[[Path], object]) -> Path:
     unfinished = path.with_name(f"{path.name}{_UNFINISHED}")
+    # No link is written through.
+    unfinished.unlink(missing_ok=True)
     write(unfinished)
     return unfinished
 

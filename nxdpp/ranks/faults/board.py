@@ -161,6 +161,8 @@ class Board:
         # A second thread's call counts as a part of the first thread's.
         if self._outermost is not None:
             return
+        # A collective that raised outside of calls may have left it.
+        self.wait = None
         self.begun[call.scope] += 1
         call.number = self.begun[call.scope]
         self._named[call.name] = self._named.get(call.name, 0) + 1

@@ -25,14 +25,18 @@ def told(error: E) -> E:
 
 
 def is_told(error: BaseException) -> bool:
-    """Return whether another rank has told this rank of ``error``, or of one of its causes."""
-    return any(hasattr(cause, "_nxdpp_is_told") for cause in _causes(error))
+    """Return whether another rank has told this rank of ``error``, or of the first of its causes that tells of one."""
+    for cause in _causes(error):
+        if hasattr(cause, "_nxdpp_is_told"):
+            return True
+        if _is_of_connection(cause):
+            return False
+    return False
 
 
 def is_connection_error(error: BaseException) -> bool:
     """Return whether ``error``, or one of its causes, only tells that another rank has gone."""
-    kinds = (ConnectionError, dist.DistNetworkError, dist.DistStoreError)
-    return any(isinstance(cause, kinds) or _has_words(cause) for cause in _causes(error))
+    return any(map(_is_of_connection, _causes(error)))
 
 
 def is_collective_error(error: BaseException) -> bool:
@@ -41,6 +45,11 @@ def is_collective_error(error: BaseException) -> bool:
     A user's program may have connections of its own, which raise other connection errors.
     """
     return any(isinstance(cause, dist.DistNetworkError) or _has_words(cause) for cause in _causes(error))
+
+
+def _is_of_connection(error: BaseException) -> bool:
+    kinds = (ConnectionError, dist.DistNetworkError, dist.DistStoreError)
+    return isinstance(error, kinds) or _has_words(error)
 
 
 def _has_words(error: BaseException) -> bool:

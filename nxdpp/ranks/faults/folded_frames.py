@@ -17,7 +17,9 @@ _GENERATED = "<eval_with_key>"
 def fold(error: BaseException) -> None:
     """Leave the frames of nxdpp out of the traceback of ``error``, if code of a model raised it."""
     traces = list(_traces(error.__traceback__))
-    if not any(_is_generated(trace) for trace in traces) or _is_of_nxdpp(traces[-1]):
+    # A graph of torch.fx may be the program's own.
+    is_of_stage = any(map(_is_generated, traces)) and any(map(_is_of_nxdpp, traces))
+    if not is_of_stage or _is_of_nxdpp(traces[-1]):
         return
     kept = [trace for trace in traces if not _is_of_nxdpp(trace) and not _is_generated(trace)]
     folded = None

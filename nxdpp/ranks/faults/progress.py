@@ -6,6 +6,9 @@ counts its compilations, inductor's workers among them. A device compiles in C++
 ``board.is_compiling``.
 """
 
+import ast
+import contextlib
+import inspect
 import linecache
 import os
 import sys
@@ -32,9 +35,8 @@ _OWN = tuple(
 )
 _STANDARD = sysconfig.get_paths()["stdlib"]
 # torch's own calls that wait for other ranks, where the script makes them.
-_COLLECTIVES = tuple(
-    os.path.join(_TORCH, "distributed", name) for name in ("distributed_c10d.py", "_functional_collectives.py")
-)
+_DISTRIBUTED = os.path.join(_TORCH, "distributed", "")
+_COLLECTIVES = tuple(_DISTRIBUTED + name for name in ("distributed_c10d.py", "_functional_collectives.py"))
 # They tell nothing of their state. All of their code compiles.
 _COMPILERS = (
     os.path.join(_TORCH, "utils", "cpp_extension.py"),
@@ -142,13 +144,26 @@ def _place(frame: FrameType) -> CodePlace:
 
 def _is_in_collective(frame: FrameType) -> bool:
     """Return whether the innermost code of the script waits for other ranks."""
+    if frame.f_code.co_filename.startswith(_DISTRIBUTED):
+        return True
     at: FrameType | None = frame
     while at is not None and at.f_code.co_filename.startswith(_TORCH):
         if at.f_code.co_filename.startswith(_COLLECTIVES):
             return True
         at = at.f_back
-    # A ``Work`` of torch, or a store, waits in C++. A wait of Python's own has a frame of its own.
-    return at is not None and at is frame and ".wait(" in linecache.getline(at.f_code.co_filename, at.f_lineno or 0)
+    return at is frame and _called(frame) == "wait"
+
+
+def _called(frame: FrameType) -> str:
+    """Name of the method that ``frame`` calls now. A ``Work`` of torch, or a store, has no frame of its own."""
+    source = "".join(linecache.getlines(frame.f_code.co_filename))
+    positions = inspect.getframeinfo(frame, context=0).positions
+    with contextlib.suppress(SyntaxError, TypeError, ValueError):
+        text = ast.get_source_segment(source, positions)  # type: ignore[arg-type]  # it has the places of an AST
+        call = ast.parse(text or "", mode="eval").body
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute):
+            return call.func.attr
+    return ""
 
 
 def _is_of_the_model(name: str) -> bool:

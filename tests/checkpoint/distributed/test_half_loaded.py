@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
-from nxdpp import parallel_state, save_pretrained
+from nxdpp import gather_state_dict, parallel_state, save_pretrained
 from nxdpp.checkpoint.distributed import load
 from nxdpp.checkpoint.distributed.document import parsed_document, read_document
 from nxdpp.checkpoint.distributed.reads import VerifiedReads
@@ -101,6 +101,7 @@ def _loads(rank: int, path: Path) -> tuple[list[str], list[str]]:
         lambda: save_checkpoint(path, "mixed", *parts),
         lambda: save_checkpoint(path, "mixed", *parts, async_save=True),
         lambda: save_pretrained(training.model, path / "mixed"),
+        lambda: gather_state_dict(training.model),
     ]
     refused = [_refusal(act) for act in acts]
     with pytest.raises(DamagedFile):
@@ -136,9 +137,11 @@ def test_an_object_that_refuses_its_state(tmp_path: Path, monkeypatch: pytest.Mo
             training.load(tmp_path)
     assert "no such rate" in _refusal(lambda: training.save(tmp_path, "step_1"))
     load_checkpoint(tmp_path, None, training.model)
+    assert "no such rate" in _refusal(training.optimizer.step)
     save_checkpoint(tmp_path, "step_1", training.model)
     assert "no such rate" in _refusal(lambda: training.save(tmp_path, "step_2"))
     training.load(tmp_path, "step_0")
+    training.optimizer.step()
     training.save(tmp_path, "step_2")
 
 

@@ -162,7 +162,7 @@ def test_a_file_changed_during_the_load(single: Path, change: Callable[[Path], o
 
 
 def test_a_load_that_failed_midway_is_remembered_until_one_succeeds(
-    single: Path, monkeypatch: pytest.MonkeyPatch
+    single: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = wrap_as(0, make("llama", seed=5))
     fill = FileTensors.fill
@@ -178,6 +178,13 @@ def test_a_load_that_failed_midway_is_remembered_until_one_succeeds(
     with pytest.raises(
         RuntimeError, match=rf"{single} failed midway \(OSError: the file was changed\)\. Values are of"
     ):
+        half_loaded.check_whole(model.local_module)
+    part = tmp_path / "part"
+    part.mkdir()
+    name, tensor = next(iter(load_file(single / "model.safetensors").items()))
+    save_file({name: tensor}, part / "model.safetensors")
+    load_pretrained(model, part, strict=False)
+    with pytest.raises(RuntimeError, match="failed midway"):
         half_loaded.check_whole(model.local_module)
     load_pretrained(model, single)
     half_loaded.check_whole(model.local_module)

@@ -116,3 +116,10 @@ def test_the_board_keeps_nothing_of_a_step() -> None:
     del engine
     gc.collect()
     assert kept() is None
+
+
+def test_a_wait_that_was_left_is_over_in_the_next_call() -> None:
+    board = Board()
+    board.wait = "the collective of a layer that raised"
+    with board.call("run_train"):
+        assert board.wait is None

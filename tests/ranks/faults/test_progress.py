@@ -128,6 +128,26 @@ def test_collective_of_the_script_is_told(run: Callable[[threading.Event], None]
     assert re.fullmatch(r"a collective of the script: `_\w+`, test_progress.py:\d+", place.collective)
 
 
+def test_a_call_beside_a_wait_is_no_collective() -> None:
+    reached = threading.Event()
+
+    class Done:
+        def wait(self) -> None:
+            pass
+
+    def run(done: Done) -> None:
+        done.wait(), reached.set(), time.sleep(1)
+
+    thread = threading.Thread(target=run, args=(Done(),))
+    thread.start()
+    assert reached.wait(30)
+    time.sleep(0.1)
+    place = current_place(thread.ident)
+    thread.join(30)
+    assert place is not None
+    assert not place.collective
+
+
 def _wait_in_dynamo_disable(wait: Callable[[], None]) -> None:
     torch.compiler.disable(wait)()
 

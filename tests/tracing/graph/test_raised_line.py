@@ -65,3 +65,15 @@ def test_an_error_of_nxdpp_keeps_its_frames() -> None:
     before = caught.value.__traceback__
     fold(caught.value)
     assert caught.value.__traceback__ is before
+
+
+def test_a_graph_of_the_program_itself_keeps_its_frames() -> None:
+    def wrong(x: torch.Tensor) -> torch.Tensor:
+        return x.view(3)
+
+    graph = torch.fx.symbolic_trace(wrong)
+    with pytest.raises(RuntimeError) as caught:
+        graph(torch.ones(2))
+    before = traceback.format_exception(caught.value)
+    fold(caught.value)
+    assert traceback.format_exception(caught.value) == before
