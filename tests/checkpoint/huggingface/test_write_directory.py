@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from nxdpp.checkpoint.huggingface import write_directory
-from nxdpp.checkpoint.huggingface.write_directory import UNFINISHED, SavedDirectory, Shard, start_save
+from nxdpp.checkpoint.huggingface.read_directory import UNFINISHED
+from nxdpp.checkpoint.huggingface.write_directory import SavedDirectory, Shard, start_save
 
 
 def test_a_link_in_the_place_of_the_unfinished_folder_is_replaced(tmp_path: Path) -> None:

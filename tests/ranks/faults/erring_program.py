@@ -5,6 +5,7 @@ The rank unwinds slowly, so that another rank that is told of the error ends fir
 
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -58,7 +59,12 @@ def _fail_in(*cases: str) -> None:
 def main() -> None:
     """Wrap a model, save, load, evaluate and train."""
     put_document = directory.put_document
-    vars(directory)["put_document"] = lambda *names: (_fail_in("finish of a save"), put_document(*names))
+
+    def put_or_fail(folder: Path, name: str) -> None:
+        _fail_in("finish of a save")
+        put_document(folder, name)
+
+    vars(directory)["put_document"] = put_or_fail
     model = NxDPPModel(
         Model(),
         transformer_layer_cls=Layer,

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -135,10 +136,14 @@ def test_a_call_beside_a_wait_is_no_collective() -> None:
         def wait(self) -> None:
             pass
 
-    def run(done: Done) -> None:
-        done.wait(), reached.set(), time.sleep(1)
+    def slept(_: object) -> None:
+        pass
 
-    thread = threading.Thread(target=run, args=(Done(),))
+    def run(done: Any, sleep: Any) -> None:
+        reached.set()
+        slept((done.wait(), sleep(1)))
+
+    thread = threading.Thread(target=run, args=(Done(), time.sleep))
     thread.start()
     assert reached.wait(30)
     time.sleep(0.1)
