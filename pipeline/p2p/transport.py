@@ -171,7 +171,7 @@ class Transport:
 
     def wait_for(self, peer: int) -> Wait:
         """Name the P2P transfers between this rank and ``peer``, for the time in which this rank waits for one."""
-        return Wait("P2P transfer", ranks=[dist.get_global_rank(self._control, peer)])
+        return Wait("P2P transfer", self._control, [peer])
 
     def send(
         self, tensor: torch.Tensor, destination: int, direction: Direction, tag: int

@@ -28,7 +28,7 @@ from nxdpp.pipeline.timeline.recorder import StepRecorder
 from nxdpp.ranks.faults import failure_watch
 from nxdpp.ranks.faults.board import board
 from nxdpp.schedules.actions import Action, ActionKind
-from nxdpp.tracing.graph.raised_line import note_line
+from nxdpp.tracing.code.raised_line import note_line
 
 _RECEIVES = {
     ActionKind.RECEIVE_ACTIVATION: Direction.ACTIVATION,

@@ -26,7 +26,9 @@ def fold(error: BaseException) -> None:
     for trace in reversed(kept):
         folded = TracebackType(folded, trace.tb_frame, trace.tb_lasti, trace.tb_lineno)
     error.__traceback__ = folded
-    error.add_note(f"nxdpp: {len(traces) - len(kept)} frames of nxdpp are left out of the traceback.")
+    # The place in the pipeline stays the last line.
+    notes = [f"nxdpp: {len(traces) - len(kept)} frames of nxdpp are left out of the traceback."]
+    error.__notes__ = notes + getattr(error, "__notes__", [])
 
 
 def _traces(trace: TracebackType | None) -> Iterator[TracebackType]:

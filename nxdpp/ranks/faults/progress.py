@@ -6,11 +6,10 @@ counts its compilations, inductor's workers among them. A device compiles in C++
 ``board.is_compiling``.
 """
 
-import ast
-import contextlib
 import inspect
 import linecache
 import os
+import re
 import sys
 import sysconfig
 import time
@@ -37,6 +36,8 @@ _STANDARD = sysconfig.get_paths()["stdlib"]
 # torch's own calls that wait for other ranks, where the script makes them.
 _DISTRIBUTED = os.path.join(_TORCH, "distributed", "")
 _COLLECTIVES = tuple(_DISTRIBUTED + name for name in ("distributed_c10d.py", "_functional_collectives.py"))
+# The text of a call of ``wait``.
+_WAIT = re.compile(r"^[^()]*\.wait\(|\.wait\([^()]*\)$")
 # They tell nothing of their state. All of their code compiles.
 _COMPILERS = (
     os.path.join(_TORCH, "utils", "cpp_extension.py"),
@@ -52,14 +53,12 @@ class CodePlace:
 
     Attributes:
         where: the innermost function of the user or of the model's library, such as ``"`Mlp.forward`, mlp.py:17"``.
-        collective: ``"a collective of the script, line.py:17"`` in one that the script itself calls; else empty.
         compiles: ``True`` in a compiler.
         node: place in the code of a stage's graph; -1 outside.
         stack: a line for each frame, the innermost last.
     """
 
     where: str
-    collective: str
     compiles: bool
     node: int
     stack: list[str]
@@ -136,10 +135,17 @@ def _place(frame: FrameType) -> CodePlace:
             stack.append(f"{name}:{line} in {code.co_qualname}")
         at = at.f_back
     stack.reverse()
-    collective = f"a collective of the script: {where}" if _is_in_collective(frame) else ""
     if not where:
         where = f"`{frame.f_code.co_qualname}`, {os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
-    return CodePlace(where, collective, compiles, node, stack)
+    return CodePlace(where, compiles, node, stack)
+
+
+def script_collective(thread: int | None) -> str:
+    """``"a collective of the script: `main`, train.py:17"`` where ``thread`` is in one; else empty."""
+    frame = None if thread is None else sys._current_frames().get(thread)
+    if frame is None or not _is_in_collective(frame):
+        return ""
+    return f"a collective of the script: {_place(frame).where}"
 
 
 def _is_in_collective(frame: FrameType) -> bool:
@@ -151,19 +157,17 @@ def _is_in_collective(frame: FrameType) -> bool:
         if at.f_code.co_filename.startswith(_COLLECTIVES):
             return True
         at = at.f_back
-    return at is frame and _called(frame) == "wait"
+    return at is frame and _calls_wait(frame)
 
 
-def _called(frame: FrameType) -> str:
-    """Name of the method that ``frame`` calls now. A ``Work`` of torch, or a store, has no frame of its own."""
-    source = "".join(linecache.getlines(frame.f_code.co_filename))
-    positions = inspect.getframeinfo(frame, context=0).positions
-    with contextlib.suppress(SyntaxError, TypeError, ValueError):
-        text = ast.get_source_segment(source, positions)  # type: ignore[arg-type]  # it has the places of an AST
-        call = ast.parse(text or "", mode="eval").body
-        if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute):
-            return call.func.attr
-    return ""
+def _calls_wait(frame: FrameType) -> bool:
+    """Return whether ``frame`` calls a ``wait``. A ``Work`` of torch, or a store, has no frame of its own."""
+    at = inspect.getframeinfo(frame, context=0).positions
+    if at is None or at.lineno is None or at.col_offset is None:
+        return False
+    line = linecache.getline(frame.f_code.co_filename, at.lineno).encode()
+    call = line[at.col_offset : at.end_col_offset if at.end_lineno == at.lineno else None]
+    return _WAIT.search(call.decode(errors="replace")) is not None
 
 
 def _is_of_the_model(name: str) -> bool:

@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 from nxdpp.ranks.faults.board import Board
 from nxdpp.ranks.faults.local_peers import LocalPeers
-from nxdpp.ranks.faults.progress import Progress, current_place
+from nxdpp.ranks.faults.progress import Progress, current_place, script_collective
 from nxdpp.ranks.faults.timeouts import Timeouts
 from nxdpp.ranks.faults.waits import names
 
@@ -86,7 +86,7 @@ def own_answer(board: Board, progress: Progress, peers: LocalPeers) -> Answer:
     """This rank's answer."""
     position = board.position()
     place = current_place(board.thread)
-    waits_in = str(board.wait or ("" if place is None else place.collective))
+    waits_in = str(board.wait or script_collective(board.thread))
     return Answer(
         "waits" if waits_in else "works" if position.has_limit else "outside",
         str(position),

@@ -30,7 +30,7 @@ class Wait:
     Args:
         name: the exchange that it waits in.
         group: the ranks that take part; they are named where it is given.
-        ranks: the ranks that it waits for, in place of ``group``.
+        ranks: numbers in ``group`` of those that it waits for; without a group the ranks themselves.
     """
 
     __slots__ = ("_group", "_name", "_ranks")
@@ -53,8 +53,10 @@ class Wait:
     def __str__(self) -> str:
         if not self._ranks and self._group is None:
             return f"the {self._name}"
-        own = dist.get_rank()
-        ranks = self._ranks or dist.get_process_group_ranks(self._group)
+        own, ranks = dist.get_rank(), self._ranks
+        if self._group is not None:
+            members = dist.get_process_group_ranks(self._group)
+            ranks = [members[number] for number in ranks] if ranks else members
         return f"the {self._name}, with {names([rank for rank in ranks if rank != own])}"
 
 

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from nxdpp.ranks.faults import progress as progress_module
 from nxdpp.ranks.faults.board import Board
-from nxdpp.ranks.faults.progress import Progress, current_place
+from nxdpp.ranks.faults.progress import Progress, current_place, script_collective
 
 
 @pytest.fixture
@@ -92,7 +92,7 @@ def test_each_layer_of_a_stage_is_a_move_and_the_place_is_the_models() -> None:
         assert place is not None
         assert place.where.startswith("`_Slow.forward`, test_progress.py:")
         assert "in _Slow.forward" in "".join(place.stack[-3:])
-        assert not place.collective
+        assert not script_collective(thread.ident)
         nodes.append(place.node)
         reached.clear()
         leave.set()
@@ -123,10 +123,9 @@ def test_collective_of_the_script_is_told(run: Callable[[threading.Event], None]
     thread.start()
     assert reached.wait(30)
     time.sleep(0.2)
-    place = current_place(thread.ident)
+    found = script_collective(thread.ident)
     thread.join(30)
-    assert place is not None
-    assert re.fullmatch(r"a collective of the script: `_\w+`, test_progress.py:\d+", place.collective)
+    assert re.fullmatch(r"a collective of the script: `_\w+`, test_progress.py:\d+", found)
 
 
 def test_a_call_beside_a_wait_is_no_collective() -> None:
@@ -147,10 +146,9 @@ def test_a_call_beside_a_wait_is_no_collective() -> None:
     thread.start()
     assert reached.wait(30)
     time.sleep(0.1)
-    place = current_place(thread.ident)
+    found = script_collective(thread.ident)
     thread.join(30)
-    assert place is not None
-    assert not place.collective
+    assert not found
 
 
 def _wait_in_dynamo_disable(wait: Callable[[], None]) -> None:

@@ -24,7 +24,7 @@ from nxdpp.ranks.faults import hang_watch, roll_call
 from nxdpp.ranks.faults.board import Board, board
 
 HANG_TIMEOUT = 1.0
-_MOST_SECONDS = 12.0
+_MOST_SECONDS = 45.0
 _MICROBATCHES = 2
 
 
