@@ -3,7 +3,7 @@
 Each fault happens in a small training job, started with RANK and WORLD_SIZE by hand and by torchrun. The table has the
 time from the fault to the end of the last process, torchrun's own included, and to the end of the first step after a
 restart by torchrun, which loads the checkpoint of the step before. For faults that can only be seen as lack of
-progress it is the time beyond ``hang_timeout``. About 8 minutes on 2 idle cores. ``--write docs/faults.md`` also writes
+progress it is the time beyond ``hang_timeout``. About 20 minutes on 2 cores. ``--write docs/faults.md`` also writes
 the table into the page. It exits with status 1, and writes nothing, if a rank has not named the faulty one, or a job
 has not trained again.
 """

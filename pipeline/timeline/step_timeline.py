@@ -79,7 +79,7 @@ def offset_to_first(group: dist.ProcessGroup) -> int:
     if rank == 0:
         for other in range(1, size):
             for _ in range(_ROUND_TRIPS):
-                with Wait("clocks", group):
+                with Wait("clocks", group, [other]):
                     group.recv([message], other, _TAG).wait()
                     message[0] = time.perf_counter_ns()
                     group.send([message], other, _TAG).wait()
@@ -87,7 +87,7 @@ def offset_to_first(group: dist.ProcessGroup) -> int:
     answers = []
     for _ in range(_ROUND_TRIPS):
         asked = time.perf_counter_ns()
-        with Wait("clocks", group):
+        with Wait("clocks", group, [0]):
             group.send([message], 0, _TAG).wait()
             group.recv([message], 0, _TAG).wait()
         answered = time.perf_counter_ns()

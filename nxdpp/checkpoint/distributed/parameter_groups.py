@@ -110,7 +110,7 @@ def new_options(optimizer: Optimizer, names: Mapping[int, str], saved: Sequence[
 
 
 def _numbers_in(value: Any) -> int:
-    """How many numbers ``value`` is, such as 2 of the betas of Adam; 0 for anything else."""
+    """Count the numbers of ``value``, such as the 2 of Adam's betas; 0 for anything else."""
     several = value if isinstance(value, tuple) else (value,)
     are_numbers = all(isinstance(each, int | float | torch.Tensor) and type(each) is not bool for each in several)
     return len(several) if are_numbers else 0

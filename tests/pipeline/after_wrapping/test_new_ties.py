@@ -81,7 +81,7 @@ def replace_embedding(training: Training) -> None:
 
 def tie_and_replace_head(training: Training) -> None:
     training.steps(1)
-    training.model.head.weight = training.model.embed.weight  # type: ignore[union-attr]
+    training.model.head.weight = training.model.embed.weight  # type: ignore[union-attr]  # a Plain here
     training.steps(2)
     training.model.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
     training.steps(2)

@@ -165,7 +165,7 @@ def state_of_one_process(rank: int) -> list[str]:
     """Load the whole state dict of one process after the head has an adapter; return what a call of the head says."""
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=3)
     alone, training = Plain(), PipelinedTraining(Plain())
-    alone.head = Adapted(alone.head)  # type: ignore[assignment]
+    alone.head = Adapted(alone.head)  # type: ignore[assignment]  # declared as a Linear
     training.model.head = Adapted(training.model.get_submodule("head"))
     training.wrapped.load_state_dict(alone.state_dict())
     for name, value in training.wrapped.state_dict().items():
