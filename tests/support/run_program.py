@@ -38,7 +38,7 @@ def run_program(
     script: str,
     arguments: Sequence[str],
     ranks: int,
-    timeout: float = 60.0,
+    timeout: float = 240.0,
     first_rank_has_store: bool = False,
     own_outputs: bool = False,
 ) -> Ended:
