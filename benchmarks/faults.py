@@ -3,9 +3,8 @@
 Each fault happens in a small training job, started with RANK and WORLD_SIZE by hand and by torchrun. The table has the
 time from the fault to the end of the last process, torchrun's own included, and to the end of the first step after a
 restart by torchrun, which loads the checkpoint of the step before. For faults that can only be seen as lack of
-progress it is the time beyond ``hang_timeout``. About 20 minutes on 2 cores. ``--write docs/faults.md`` also writes
-the table into the page. It exits with status 1, and writes nothing, if a rank has not named the faulty one, or a job
-has not trained again.
+progress it is the time beyond ``hang_timeout``. 10 to 20 minutes on 2 cores. It exits with status 1 if a rank has not
+named the faulty one, or a job has not trained again. docs/faults.md has the longest times of each kind.
 """
 
 import argparse
@@ -19,7 +18,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.page import write_blocks
 from benchmarks.report import session_line
 from tests.support import faulty_program
 from tests.support.run_program import run_program
@@ -161,17 +159,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     names = ", ".join(dict.fromkeys(case.name for case in CASES))
     parser.add_argument("--only", default="", metavar="PART", help=f"run the faults with PART in their names: {names}")
-    parser.add_argument("--write", type=Path, metavar="PAGE", help="write the table between its marks in this page")
     parser.add_argument("--show", action="store_true", help="print what the ranks wrote, too")
     options = parser.parse_args(arguments)
     cases = [case for case in CASES if options.only in case.name]
     if not cases:
         parser.error(f"--only {options.only}: no fault has this in its name. There are {names}.")
-    if options.write is not None and len(cases) < len(CASES):
-        parser.error("--write replaces the whole table of the page: leave --only out")
-    session = session_line()
-    print(_HEADER)
-    rows: list[str] = []
+    print(session_line(), _HEADER, sep="\n\n")
     unnamed = 0
     for case in cases:
         cells = []
@@ -192,12 +185,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         again = seconds_to_train_again(case)
         cells.append("not restarted" if again is None else f"{again:.1f} s")
         unnamed += again is None
-        rows.append(f"| {case.name} | {case.rank} | {' | '.join(cells)} |")
-        print(rows[-1], flush=True)
+        print(f"| {case.name} | {case.rank} | {' | '.join(cells)} |", flush=True)
     if unnamed:
         raise SystemExit(1)
-    if options.write is not None:
-        write_blocks(options.write, {"times": "\n".join([session, "", _HEADER, *rows])})
 
 
 if __name__ == "__main__":

@@ -1,12 +1,9 @@
 """The table of faults: a line of a fault has the ranks that name the faulty one."""
 
-from pathlib import Path
-
 import pytest
 
 from benchmarks import faults
 from benchmarks.faults import CASES, Case, Outcome, _outcome, main, run_plain
-from benchmarks.report import session_line
 
 pytestmark = pytest.mark.one_python
 
@@ -35,24 +32,6 @@ def test_a_rank_that_does_not_name_the_faulty_one_is_an_error(monkeypatch: pytes
     naming.remove(3)
     with pytest.raises(SystemExit, match="1"):
         main(["--only", "sleep"])
-
-
-def test_the_command_writes_its_table_into_a_page(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for run in ("run_plain", "run_torchrun"):
-        monkeypatch.setattr(faults, run, lambda case: Outcome(1.25, case.named_by, ""))
-    monkeypatch.setattr(faults, "seconds_to_train_again", lambda case: 7.0)
-    page = tmp_path / "faults.md"
-    page.write_text((Path(__file__).parents[2] / "docs" / "faults.md").read_text())
-    main(["--write", str(page)])
-    written = page.read_text()
-    assert f"{session_line().partition(',')[0]}, " in written
-    assert written.count(" | 1.2 s, 3 | 1.2 s, 3 | 7.0 s |") == sum(len(case.named_by) == 3 for case in CASES)
-    with pytest.raises(SystemExit, match="2"):
-        main(["--only", "sleep", "--write", str(page)])
-    monkeypatch.setattr(faults, "run_plain", lambda case: Outcome(1.0, [], ""))
-    with pytest.raises(SystemExit, match="1"):
-        main(["--write", str(page)])
-    assert page.read_text() == written
 
 
 def test_each_fault_is_one_of_the_program() -> None:
