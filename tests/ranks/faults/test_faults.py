@@ -72,8 +72,8 @@ def test_ranks_that_survive_name_the_one_that_is_gone(fault: str, rank: int, fir
     assert sorted(lines) == [number for number in range(RANKS) if number != rank], ended.output
     assert all(line.startswith(text) for line in lines.values()), ended.output
     if text == "rank 0 died":
-        # Torch prints the trace of each request that is made of a lost store.
-        assert "frame #" not in ended.output, ended.output
+        # Torch prints a trace for each request of a lost store: at most for the one that was under way.
+        assert all(output.count("Exception raised from") <= 1 for output in ended.outputs), ended.output
 
 
 def test_a_rank_with_a_step_more_names_those_that_have_ended() -> None:
