@@ -127,6 +127,7 @@ def on_a_mesh(tensor: int, pipeline: int) -> None:
     parallel_state.initialize_model_parallel(tensor, pipeline)
     check_synthetic()
     check_not_finite()
+    check_shards()
 
 
 def check_model(model_class: Callable[[int], nn.Module], scaled: bool) -> None:

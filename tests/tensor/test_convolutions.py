@@ -82,7 +82,7 @@ def test_convolutions_equal_those_of_one_process() -> None:
 def test_refusals() -> None:
     parallel_state.initialize_debug(tensor_model_parallel_size=4)
     try:
-        with pytest.raises(ValueError, match="divides 6 channels.* size 4: give a multiple, or partition_pad=True"):
+        with pytest.raises(ValueError, match=r"divides 6 channels.* size 4: give a multiple, or partition_pad=True"):
             OutputChannelParallelConv2d(3, 6, 3)
         with pytest.raises(ValueError, match="groups=1 and padding_mode='zeros' only, not 2 and 'zeros'"):
             InputChannelParallelConv2d(8, 8, 3, groups=2)

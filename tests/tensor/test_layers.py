@@ -305,7 +305,7 @@ def _refusals(size: int) -> None:
         RowParallelLinear(9, 8, stride=3)
     with pytest.raises(ValueError, match="needs input_is_parallel=True"):
         RowParallelLinear(8, 8, sequence_parallel_enabled=True)
-    with pytest.raises(TypeError, match="fifth argument of ColumnParallelLinear is .*give dtype=torch.float16 and"):
+    with pytest.raises(TypeError, match=r"fifth argument of ColumnParallelLinear is .*give dtype=torch.float16 and"):
         ColumnParallelLinear(8, 8, True, False, torch.float16)  # type: ignore[arg-type]  # NxD's order
     with pytest.raises(ValueError, match="does not divide by the tensor-parallel size: 7 = "):
         RowParallelLinear(8, 8)(torch.zeros(2, 7))
