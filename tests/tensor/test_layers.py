@@ -236,7 +236,7 @@ def _padded(stride: int, parallel: bool) -> None:
 def _options() -> None:
     """What ``keep_master_weight``, ``skip_bias_add`` and ``tensor_model_parallel_group`` change, and nothing else."""
     group = parallel_state.get_tensor_model_parallel_group()
-    outside = torch.distributed.new_group([0])
+    alone, _ = torch.distributed.new_subgroups(1)
     options: dict[str, Any] = {"keep_master_weight": True, "tensor_model_parallel_group": group, "pad": True}
     for layer, sizes in ((ColumnParallelLinear, (INPUT, 5)), (RowParallelLinear, (5, INPUT))):
         part, whole = _built_like(partial(layer, *sizes, skip_bias_add=True, **options), partial(nn.Linear, *sizes))
@@ -249,8 +249,8 @@ def _options() -> None:
         assert torch.equal(bias, whole.bias)
         _close(product, functional.linear(x, whole.weight))
         _close(product + bias, whole(x))
-        with pytest.raises(ValueError, match=r"has the ranks \[0\], and a \w+ .* this rank, \[0, 1.*the size 1"):
-            layer(*sizes, pad=True, tensor_model_parallel_group=outside)
+        with pytest.raises(ValueError, match=r"has the ranks \[\d\], and a \w+ .* this rank, \[0, 1.*the size 1"):
+            layer(*sizes, pad=True, tensor_model_parallel_group=alone)
 
 
 def _reduce_dtype(rank: int, size: int) -> None:
