@@ -232,8 +232,10 @@ def _clipping(tensor: int, pipeline: int) -> None:
     _close(optimizer.clip_gradients(1.0), norm)
     shards = []
     for shard, values, _ in optimizer.shards():
-        vars(values).update(vars([*own.parameters()][shard.parameter]))
-        shards.append(values)
+        marked = nn.Parameter(values.detach())
+        marked.grad = values.grad
+        vars(marked).update(vars([*own.parameters()][shard.parameter]))
+        shards.append(marked)
     after = get_grad_norm(
         shards,
         norm_type=2,

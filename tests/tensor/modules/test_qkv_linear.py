@@ -124,7 +124,8 @@ def _options(rank: int, size: int) -> None:
     )
     _, key, _ = half(torch.ones(1, 1, dtype=torch.bfloat16))
     key.backward(torch.full_like(key, 256.0 if rank == 0 else 1.0))
-    assert vars(half.weight_k)["grad"].item() == torch.tensor(256.0 + size - 1).bfloat16().item()
+    assert half.weight_k.grad is not None
+    assert half.weight_k.grad.item() == torch.tensor(256.0 + size - 1).bfloat16().item()
 
 
 def _split() -> None:
