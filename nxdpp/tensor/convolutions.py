@@ -5,7 +5,6 @@ values are the same as in a whole ``torch.nn.Conv2d``, whatever the tensor-paral
 """
 
 import math
-from typing import Any
 
 import torch
 from torch import nn
@@ -34,43 +33,46 @@ class _ParallelConv2d(ParallelLayer):
         padding: _Sizes,
         dilation: _Sizes,
         groups: int,
-        bias: bool,
         padding_mode: str,
-        dtype: torch.dtype,
-        device: torch.device | str | int | None,
-        init_method: InitMethod | None,
-        keep_master_weight: bool,
-        partition_pad: bool,
     ) -> None:
         super().__init__()
         if groups != 1 or padding_mode != "zeros":
             raise ValueError(
                 f"{type(self).__name__} has groups=1 and padding_mode='zeros' only, not {groups} and {padding_mode!r}"
             )
-        divided, ranks = (out_channels, in_channels)[dim], self.tensor_parallel_size
+        self.in_channels, self.out_channels, self._dim = in_channels, out_channels, dim
+        self.kernel_size, self.stride = _pair(kernel_size), _pair(stride)
+        self.padding, self.dilation = _pair(padding), _pair(dilation)
+        self.weight: nn.Parameter
+        self.bias: nn.Parameter | None
+
+    def _add_parameters(
+        self,
+        bias: bool,
+        dtype: torch.dtype,
+        device: torch.device | str | int | None,
+        init_method: InitMethod | None,
+        keep_master_weight: bool,
+        partition_pad: bool,
+    ) -> None:
+        divided, ranks = (self.out_channels, self.in_channels)[self._dim], self.tensor_parallel_size
         if divided % ranks and not partition_pad:
             raise ValueError(
                 f"{type(self).__name__} divides {divided} channels, which is no multiple of the tensor-parallel size "
                 f"{ranks}: give a multiple, or partition_pad=True"
             )
-        self.in_channels, self.out_channels = in_channels, out_channels
-        self.kernel_size, self.stride = _pair(kernel_size), _pair(stride)
-        self.padding, self.dilation = _pair(padding), _pair(dilation)
         self.padded_channels = math.ceil(divided / ranks) * ranks
-        self.keep_master_weight = keep_master_weight
+        self.keep_master_weight, self._init_method = keep_master_weight, init_method
         self.master_weight: torch.Tensor | None = None
         self.master_bias: torch.Tensor | None = None
-        self._init_method = init_method
-        self.weight: nn.Parameter
-        self.bias: nn.Parameter | None
-        shape = (out_channels, in_channels, *self.kernel_size)
-        self._add_part("weight", shape, dim, dtype, device, padded=self.padded_channels)
+        shape = (self.out_channels, self.in_channels, *self.kernel_size)
+        self._add_part("weight", shape, self._dim, dtype, device, padded=self.padded_channels)
         if not bias:
             self.register_parameter("bias", None)
-        elif dim == 0:
-            self._add_part("bias", (out_channels,), 0, dtype, device, padded=self.padded_channels)
+        elif self._dim == 0:
+            self._add_part("bias", (self.out_channels,), 0, dtype, device, padded=self.padded_channels)
         else:
-            self.bias = nn.Parameter(torch.empty(out_channels, dtype=dtype, device=given_device(device)))
+            self.bias = nn.Parameter(torch.empty(self.out_channels, dtype=dtype, device=given_device(device)))
             set_tensor_model_parallel_attributes(self.bias, False, -1)
         self.reset_parameters()
 
@@ -128,9 +130,8 @@ class OutputChannelParallelConv2d(_ParallelConv2d):
         keep_master_weight: bool = False,
         partition_pad: bool = False,
     ) -> None:
-        geometry: tuple[Any, ...] = (kernel_size, stride, padding, dilation, groups, bias, padding_mode)
-        kept = (dtype, device, init_method, keep_master_weight, partition_pad)
-        super().__init__(in_channels, out_channels, 0, *geometry, *kept)
+        super().__init__(in_channels, out_channels, 0, kernel_size, stride, padding, dilation, groups, padding_mode)
+        self._add_parameters(bias, dtype, device, init_method, keep_master_weight, partition_pad)
         self.gather_output = gather_output
 
     def forward(self, in_tensor: torch.Tensor) -> torch.Tensor:
@@ -175,9 +176,8 @@ class InputChannelParallelConv2d(_ParallelConv2d):
         keep_master_weight: bool = False,
         partition_pad: bool = False,
     ) -> None:
-        geometry: tuple[Any, ...] = (kernel_size, stride, padding, dilation, groups, bias, padding_mode)
-        kept = (dtype, device, init_method, keep_master_weight, partition_pad)
-        super().__init__(in_channels, out_channels, 1, *geometry, *kept)
+        super().__init__(in_channels, out_channels, 1, kernel_size, stride, padding, dilation, groups, padding_mode)
+        self._add_parameters(bias, dtype, device, init_method, keep_master_weight, partition_pad)
         self.input_is_parallel = input_is_parallel
 
     def forward(self, in_tensor: torch.Tensor) -> torch.Tensor:

@@ -76,9 +76,9 @@ class ParallelEmbedding(ParallelLayer):
         if callable(padding_idx):
             init_method, padding_idx = padding_idx, None
             if isinstance(max_norm, torch.dtype):
-                max_norm, dtype = None, max_norm
+                dtype, max_norm = max_norm, None
             if not isinstance(norm_type, float):
-                norm_type, device = 2.0, norm_type
+                device, norm_type = norm_type, 2.0
         if isinstance(max_norm, torch.dtype) or not isinstance(norm_type, float | int):
             raise ValueError(
                 f"max_norm={max_norm} and norm_type={norm_type} must be numbers: give dtype and device by name"

@@ -107,6 +107,8 @@ class ColumnParallelLinear(ParallelLinear):
             reduce_dtype,
         )
         self.gather_output = gather_output
+        # A whole bias is added to the gathered output, a divided one to the product.
+        self._bias_follows = skip_bias_add or (gather_output and self.tensor_parallel_size > 1)
         padded = self._padded_at_first
         self._add_part("weight", (output_size, input_size), 0, dtype, device, stride=stride, padded=padded)
         if not bias:
@@ -120,23 +122,23 @@ class ColumnParallelLinear(ParallelLinear):
     def forward(self, input_: torch.Tensor) -> Any:
         """Return the product ``(..., O)`` or this rank's part of it; with ``skip_bias_add`` a pair with the bias."""
         self._check_group()
-        gathers = self.gather_output and self.tensor_parallel_size > 1
-        output = self._product(input_, None if gathers or self.skip_bias_add else self.bias)
-        if gathers:
+        output = self._product(input_)
+        if self.gather_output and self.tensor_parallel_size > 1:
             output = mappings.gather_from_tensor_model_parallel_region(output)
             if self.stride > 1 or self.padded_size > self.output_size:
                 output = self._in_order(output)
-        return self._biased(output) if gathers or self.skip_bias_add else output
+        return self._biased(output) if self._bias_follows else output
 
     @property
     def output_size_per_partition(self) -> int:
         """Number of outputs of this rank, with padding."""
         return self.padded_size // self.tensor_parallel_size
 
-    def _product(self, input_: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """This rank's part ``(..., O / ranks)`` of the product, with its part of the bias."""
+    def _product(self, input_: torch.Tensor) -> torch.Tensor:
+        """This rank's part ``(..., O / ranks)`` of the product, with the bias unless it follows."""
         sequence_dimension = self.sequence_dimension if self.sequence_parallel_enabled else None
-        (output,) = column_parallel(input_, [WeightRows(self.weight, bias)], sequence_dimension, self.reduce_dtype)
+        rows = WeightRows(self.weight, None if self._bias_follows else self.bias)
+        (output,) = column_parallel(input_, [rows], sequence_dimension, self.reduce_dtype)
         return output
 
     def _in_order(self, gathered: torch.Tensor) -> torch.Tensor:

@@ -15,8 +15,7 @@ from tests.support.run_ranks import run_ranks
 
 pytestmark = pytest.mark.one_python
 
-# Kernel, stride and padding.
-GEOMETRY: tuple[Any, ...] = ((3, 3), (1, 2), (1, 1))
+GEOMETRY: dict[str, Any] = {"kernel_size": (3, 3), "stride": (1, 2), "padding": (1, 1)}
 
 
 def _compare(build: Callable[[], nn.Module], build_whole: Callable[[], nn.Module], channels: int) -> None:
@@ -51,13 +50,15 @@ def _compare(build: Callable[[], nn.Module], build_whole: Callable[[], nn.Module
 
 
 def _pair(dilation: int) -> nn.Module:
-    first = OutputChannelParallelConv2d(3, 8, *GEOMETRY, dilation, gather_output=False, keep_master_weight=True)
-    second = InputChannelParallelConv2d(8, 5, 3, input_is_parallel=True, keep_master_weight=True, padding=2)
+    first = OutputChannelParallelConv2d(
+        3, 8, dilation=dilation, **GEOMETRY, gather_output=False, keep_master_weight=True
+    )
+    second = InputChannelParallelConv2d(8, 5, 3, input_is_parallel=True, padding=2, **kept)
     return nn.Sequential(first, nn.ReLU(), second)
 
 
 def _whole_pair(dilation: int) -> nn.Module:
-    return nn.Sequential(nn.Conv2d(3, 8, *GEOMETRY, dilation), nn.ReLU(), nn.Conv2d(8, 5, 3, padding=2))
+    return nn.Sequential(nn.Conv2d(3, 8, dilation=dilation, **GEOMETRY), nn.ReLU(), nn.Conv2d(8, 5, 3, padding=2))
 
 
 def _cases(rank: int) -> None:
@@ -66,10 +67,10 @@ def _cases(rank: int) -> None:
         for bias in (True, False):
             kept: dict[str, Any] = {"bias": bias, "keep_master_weight": True, "partition_pad": True}
             for channels in (8, 6):
-                output = partial(OutputChannelParallelConv2d, 3, channels, *GEOMETRY, **kept)
-                _compare(output, partial(nn.Conv2d, 3, channels, *GEOMETRY, bias=bias), 3)
-                inputs = partial(InputChannelParallelConv2d, channels, 3, *GEOMETRY, **kept)
-                _compare(inputs, partial(nn.Conv2d, channels, 3, *GEOMETRY, bias=bias), channels)
+                output = partial(OutputChannelParallelConv2d, 3, channels, **GEOMETRY, **kept)
+                _compare(output, partial(nn.Conv2d, 3, channels, **GEOMETRY, bias=bias), 3)
+                inputs = partial(InputChannelParallelConv2d, channels, 3, **GEOMETRY, **kept)
+                _compare(inputs, partial(nn.Conv2d, channels, 3, **GEOMETRY, bias=bias), channels)
         for dilation in (1, 2):
             _compare(partial(_pair, dilation), partial(_whole_pair, dilation), 3)
         parallel_state.destroy_model_parallel()

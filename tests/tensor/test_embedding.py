@@ -35,6 +35,7 @@ def _columns(width: int, padding_idx: int | None) -> None:
     (expected * weights).sum().backward()
     assert part.weight.grad is not None
     vars(part.weight.grad).update(vars(part.weight))
+    assert whole.weight.grad is not None
     assert torch.equal(whole_of(part.weight.grad), whole.weight.grad)
     with pytest.raises(IndexError):
         part(torch.tensor([9]))
@@ -107,4 +108,4 @@ def test_refusals(arguments: tuple[Any, ...], message: str) -> None:
         ParallelEmbedding(6, 4, *arguments)
     for further in ({"max_norm": 1.0}, {"sequence_parallel_enabled": True}):
         with pytest.raises(ValueError, match="shard_across_embedding=True goes without"):
-            ParallelEmbedding(6, 4, shard_across_embedding=True, **further)  # type: ignore[arg-type]  # of two types
+            ParallelEmbedding(6, 4, shard_across_embedding=True, **further)

@@ -230,7 +230,7 @@ class _Flat(Attention):
 @pytest.mark.usefixtures("two_ranks")
 def test_a_head_beside_the_attention_stays_as_it_is() -> None:
     for gather in (True, False):
-        model = _on_meta(lambda: _Flat(3, "plain"))
+        model: Any = _on_meta(lambda: _Flat(3, "plain"))
         model.head.gather_output = gather
         pad_model(model, 2, 3)
         shapes = [module.weight.shape for module in (model.q, model.out, model.head)]
@@ -247,7 +247,7 @@ def test_heads_are_padded_for_more_ranks_than_there_are() -> None:
             torch.manual_seed(1)
             model = pad_model(_Flat(3, "plain"), degree, 3)
             model.heads += get_number_of_extra_heads(3, degree)
-            assert model.q.weight.shape == (degree * HEAD, 12)  # type: ignore[union-attr]
+            assert model.q.weight.shape == (degree * HEAD, 12)
             x = torch.randn(2, 3, 12)
             torch.testing.assert_close(model(x), expected(x), rtol=1e-5, atol=1e-6)
     finally:
@@ -255,8 +255,9 @@ def test_heads_are_padded_for_more_ranks_than_there_are() -> None:
 
 
 def test_padding_masks_have_the_layout_of_copies_that_are_neighbours() -> None:
-    def masks(*sizes: int) -> torch.Tensor:
-        return torch.stack([generate_padding_mask(*sizes, rank) for rank in range(sizes[-1])])
+    def masks(heads: int, padded: int, key_value_heads: int, size: int) -> torch.Tensor:
+        ranks = range(size)
+        return torch.stack([generate_padding_mask(heads, padded, key_value_heads, size, rank) for rank in ranks])
 
     expected = torch.ones(32, 2, dtype=torch.bool)
     expected[3::4] = False
