@@ -53,7 +53,7 @@ def _pair(dilation: int) -> nn.Module:
     first = OutputChannelParallelConv2d(
         3, 8, dilation=dilation, **GEOMETRY, gather_output=False, keep_master_weight=True
     )
-    second = InputChannelParallelConv2d(8, 5, 3, input_is_parallel=True, padding=2, **kept)
+    second = InputChannelParallelConv2d(8, 5, 3, input_is_parallel=True, padding=2, keep_master_weight=True)
     return nn.Sequential(first, nn.ReLU(), second)
 
 
