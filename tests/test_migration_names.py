@@ -46,8 +46,11 @@ NAMES: Mapping[str, str | None] = {
     "parallel_state.get_data_parallel_group": "(as_list=False)",
     "parallel_state.get_tensor_model_parallel_group": "(as_list=False)",
     "parallel_state.get_pipeline_model_parallel_group": "(as_list=False)",
-    "parallel_layers.ParallelEmbedding": "(num_embeddings, embedding_dim, init_method=init.normal_, "
-    "dtype=torch.float32, device=None)",
+    # NeuronX Distributed's order. The guide prints init_method, dtype and device: tests/tensor/test_embedding.py.
+    "parallel_layers.ParallelEmbedding": "(num_embeddings, embedding_dim, padding_idx=None, max_norm=None, "
+    "norm_type=2.0, scale_grad_by_freq=False, sparse=False, init_method=init.normal_, device=None, "
+    "dtype=torch.float32, shard_across_embedding=False, pad=False, sequence_parallel_enabled=False, "
+    "tensor_model_parallel_group=None)",
     "parallel_layers.ColumnParallelLinear": "(input_size, output_size, bias=True, gather_output=True, "
     "sequence_parallel_enabled=False, dtype=torch.float32, device=None)",
     # The guide prints device=False here; its text says that the default is the CPU, as of the other layers.
@@ -105,7 +108,9 @@ NAMES: Mapping[str, str | None] = {
     "parallel_layers.layers.ColumnParallelLinear": None,
     "parallel_layers.layers.RowParallelLinear": None,
     "parallel_layers.layers.ParallelEmbedding": None,
-    "modules.qkv_linear.GQAQKVColumnParallelLinear": None,
+    "modules.qkv_linear.GQAQKVColumnParallelLinear": "(input_size, output_sizes, bias=True, gather_output=True, "
+    "dtype=torch.float32, device=None, init_method=None, sequence_parallel_enabled=False, keep_master_weight=False, "
+    "kv_size_multiplier=1, fuse_qkv=True)",
     "parallel_layers.utils.divide": "(numerator, denominator)",
     "parallel_layers.mappings.copy_to_tensor_model_parallel_region": None,
     "parallel_layers.mappings.gather_from_tensor_model_parallel_region": None,
@@ -114,7 +119,8 @@ NAMES: Mapping[str, str | None] = {
     "parallel_layers.mappings.gather_from_sequence_parallel_region": None,
     "parallel_layers.mappings.scatter_to_sequence_parallel_region": None,
     "parallel_layers.mappings.reduce_scatter_to_sequence_parallel_region": None,
-    "parallel_layers.grads.clip_grad_norm": "(parameters, max_norm, norm_type=2)",
+    "parallel_layers.grads.clip_grad_norm": "(parameters, max_norm, norm_type=2, zero1_optimizer=False, "
+    "zero1_optimizer_groups=None, force_spmd=True)",
     "parallel_layers.grads.bucket_allreduce_gradients": None,
     "parallel_layers.random.model_parallel_xla_manual_seed": "(seed)",
     "parallel_layers.checkpointing.save": None,

@@ -31,37 +31,34 @@ def clip_grad_norm(
     parameters: torch.Tensor | Iterable[torch.Tensor],
     max_norm: float,
     norm_type: float = 2.0,
+    zero1_optimizer: bool = False,
+    zero1_optimizer_groups: Sequence[Sequence[int]] | None = None,
+    force_spmd: bool = True,
+    *,
     error_if_nonfinite: bool = False,
 ) -> torch.Tensor:
     """Scale the gradients of the whole model in place so that their norm is ``max_norm`` at most; return the norm.
 
-    Collective over the tensor and pipeline ranks of a replica: each gives its own parameters, and calls it even if it
-    has none. Gradients must be ready for the step: averaged over replicas, and unscaled (``scaler.unscale_``). The
-    result equals ``torch.nn.utils.clip_grad_norm_`` on the unwrapped model, to rounding.
+    Collective as ``get_grad_norm`` is. The result equals ``torch.nn.utils.clip_grad_norm_`` on the unwrapped model, to
+    rounding.
 
     Args:
-        parameters: of this rank. One that is given twice counts once.
+        parameters, norm_type, zero1_optimizer, zero1_optimizer_groups, force_spmd: as of ``get_grad_norm``.
         max_norm: largest norm, above 0. Infinity only measures.
-        norm_type: order of the norm, above 0; infinity is for the largest absolute value.
         error_if_nonfinite: raise if the norm is NaN or infinite, on all ranks alike. The rank then waits for its
             device.
 
     Returns:
-        The norm before clipping, a float32 tensor without dimensions on the device of the gradients, equal on all
-        ranks.
+        The norm before clipping, as ``get_grad_norm`` does.
 
     Raises:
-        ValueError: for an invalid ``max_norm`` or ``norm_type``, and for sparse gradients.
+        ValueError: for an invalid ``max_norm``, and as ``get_grad_norm`` does.
         RuntimeError: in the debug mode, before ``initialize_model_parallel``, and for ``error_if_nonfinite``.
     """
-    order = _checked_order(max_norm, norm_type)
-    parallel_state.refuse_in_debug("clip_grad_norm")
-    given = [parameters] if isinstance(parameters, torch.Tensor) else parameters
-    trained = list({id(each): each for each in given if each.grad is not None}.values())
-    gradients = [dense(each.grad, each, "clipped") for each in trained if each.grad is not None]
-    shares = [counted_share(each) for each in trained]
-    with board.call("clip_grad_norm"), failure_watch.reported():
-        norm = total_norm(gradients, shares, order, [parallel_state.get_model_parallel_group()])
+    if not float(max_norm) > 0:
+        raise ValueError(f"max_norm must be above 0, not {max_norm!r}. float('inf') measures and does not clip.")
+    trained = _trained(parameters)
+    norm = _norm_of("clip_grad_norm", trained, norm_type, zero1_optimizer, zero1_optimizer_groups)
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(
             f"the norm of the gradients of the whole model is {norm.item()}. Look for the layer or the loss that is "
@@ -70,6 +67,75 @@ def clip_grad_norm(
     if max_norm != math.inf:
         nn.utils.clip_grads_with_norm_(trained, max_norm, norm)
     return norm
+
+
+@torch.no_grad()
+def get_grad_norm(
+    parameters: torch.Tensor | Iterable[torch.Tensor],
+    norm_type: float = 2.0,
+    zero1_optimizer: bool = False,
+    zero1_optimizer_groups: Sequence[Sequence[int]] | None = None,
+    force_spmd: bool = True,
+) -> torch.Tensor:
+    """Return the norm of the gradients of the whole model.
+
+    Collective over the tensor and pipeline ranks of a replica: each gives its own parameters, and calls it even if it
+    has none. Gradients must be ready for the step: averaged over replicas, and unscaled (``scaler.unscale_``).
+
+    Args:
+        parameters: of this rank. One that is given twice counts once.
+        norm_type: order of the norm, above 0; infinity is for the largest absolute value.
+        zero1_optimizer: the gradients are shards of ZeRO-1, of which each replica has different ones. The call is then
+            collective over all ranks.
+        zero1_optimizer_groups: with ``zero1_optimizer``, the ranks with shards of one parameter: the data-parallel
+            groups, which are the default.
+        force_spmd: NeuronX Distributed counts a gradient that all tensor ranks have in shares for ``True``, and on the
+            first rank for ``False``. Both give the same norm; it is added up in float64.
+
+    Returns:
+        A float32 tensor without dimensions on the device of the gradients, equal on all ranks.
+
+    Raises:
+        ValueError: for an invalid ``norm_type``, for sparse gradients, for ``zero1_optimizer_groups`` of other ranks,
+            and without ``zero1_optimizer``.
+        RuntimeError: in the debug mode, and before ``initialize_model_parallel``.
+    """
+    return _norm_of("get_grad_norm", _trained(parameters), norm_type, zero1_optimizer, zero1_optimizer_groups)
+
+
+def _trained(parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """The parameters with a gradient, each once."""
+    given = [parameters] if isinstance(parameters, torch.Tensor) else parameters
+    return list({id(each): each for each in given if each.grad is not None}.values())
+
+
+def _norm_of(
+    caller: str,
+    trained: Sequence[torch.Tensor],
+    norm_type: float,
+    zero1_optimizer: bool,
+    zero1_optimizer_groups: Sequence[Sequence[int]] | None,
+) -> torch.Tensor:
+    order = _checked_order(norm_type)
+    parallel_state.refuse_in_debug(caller)
+    if zero1_optimizer_groups is not None:
+        _check_zero1_groups(zero1_optimizer, zero1_optimizer_groups)
+    gradients = [dense(each.grad, each, "clipped") for each in trained if each.grad is not None]
+    shares = [counted_share(each) for each in trained]
+    groups = [parallel_state.get_model_parallel_group()]
+    if zero1_optimizer:
+        groups.append(parallel_state.get_data_parallel_group())
+    with board.call(caller), failure_watch.reported():
+        return total_norm(gradients, shares, order, groups)
+
+
+def _check_zero1_groups(zero1_optimizer: bool, given: Sequence[Sequence[int]]) -> None:
+    own = parallel_state.get_data_parallel_group(as_list=True)
+    if not zero1_optimizer or {frozenset(group) for group in given} != {frozenset(group) for group in own}:
+        raise ValueError(
+            f"zero1_optimizer_groups={[list(group) for group in given]} goes with zero1_optimizer=True, and has the "
+            f"data-parallel groups {own}: leave it out"
+        )
 
 
 def counted_share(parameter: torch.Tensor) -> float:
@@ -139,10 +205,8 @@ def _over(groups: Sequence[ProcessGroup], value: torch.Tensor, operation: dist.R
     return from_wire(value, device)
 
 
-def _checked_order(max_norm: float, norm_type: float) -> float:
+def _checked_order(norm_type: float) -> float:
     order = float(norm_type)
     if not order > 0:
         raise ValueError(f"norm_type must be above 0 or infinity, not {norm_type!r}: 2 is the Euclidean norm.")
-    if not float(max_norm) > 0:
-        raise ValueError(f"max_norm must be above 0, not {max_norm!r}. float('inf') measures and does not clip.")
     return order

@@ -1,4 +1,4 @@
-"""Embedding divided over the tensor-parallel ranks by tokens, with the name of NeuronX Distributed.
+"""Embedding divided over the tensor-parallel ranks, with the name of NeuronX Distributed.
 
 The initial values are the same as in a whole ``torch.nn.Embedding``, whatever the tensor-parallel size, and so is the
 state of the generator afterwards. They are drawn on the CPU.
@@ -8,10 +8,10 @@ import math
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 from torch.nn import functional, init
 
 from nxdpp.devices.kinds import device_of
-from nxdpp.ranks import parallel_state
 from nxdpp.tensor import mappings
 from nxdpp.tensor.collectives import has_values
 from nxdpp.tensor.initial_parts import InitMethod, fill_parameter
@@ -19,61 +19,101 @@ from nxdpp.tensor.parallel_layer import ParallelLayer
 
 
 class ParallelEmbedding(ParallelLayer):
-    """``torch.nn.Embedding`` whose rows, the tokens, are divided over the tensor-parallel ranks.
+    """``torch.nn.Embedding`` that is divided over the tensor-parallel ranks by rows, the tokens, or by columns.
 
-    The number of rows is padded to a multiple of the tensor-parallel size. The rows behind ``num_embeddings`` are zero,
-    and no id can reach them.
+    The divided size is padded to a multiple of the tensor-parallel size. The rows behind ``num_embeddings`` are zero,
+    and no id can reach them; columns behind ``embedding_dim`` are no part of a gathered result.
+
+    The arguments have the order of NeuronX Distributed. Its API guide prints ``init_method``, ``dtype`` and ``device``
+    in the places of ``padding_idx``, ``max_norm`` and ``norm_type``: a function in the third place begins that order.
 
     Args:
         num_embeddings: size of the vocabulary.
         embedding_dim: size ``H`` of an embedding.
-        init_method: initialises the whole weight ``(num_embeddings, H)`` in place. As in real scripts for NeuronX
-            Distributed, an integer or ``None`` in its place is the ``padding_idx``.
-        dtype: of the weight.
-        device: of the weight, by default the context's device.
         padding_idx: id whose embedding starts as zeros and gets no gradient.
         max_norm: largest norm of an embedding. Each forward scales larger ones of its ids down, in the weight, as in
             torch. The rank then waits for its device.
         norm_type: order of that norm.
+        scale_grad_by_freq, sparse: ``False``.
+        init_method: initialises the whole weight ``(num_embeddings, H)`` in place.
+        device: of the weight, by default the context's device.
+        dtype: of the weight.
+        shard_across_embedding: divide the columns: each rank has ``H / ranks`` numbers of every token.
+        pad: both values pad.
         sequence_parallel_enabled: return this rank's part of the sequence.
+        tensor_model_parallel_group: this rank's tensor group.
         sequence_dimension: the dimension of the sequence in the result. Ids are ``(B, S)`` in either case.
+        collect_output: ``False`` leaves out the last collective: ranks return ``(..., H)`` with zeros for the tokens of
+            others, or their ``(..., H / ranks)``.
 
     Shape: ids ``(...)`` -> ``(..., H)``. With ``sequence_parallel_enabled`` ids ``(B, S)`` -> ``(S / ranks, B, H)``, as
     in NeuronX Distributed, and ``(B, S / ranks, H)`` with ``sequence_dimension=1``.
+
+    Raises ``ValueError`` for arguments that it does not have.
     """
 
     def __init__(
         self,
         num_embeddings: int,
         embedding_dim: int,
-        init_method: InitMethod | int | None = init.normal_,
-        dtype: torch.dtype = torch.float32,
+        padding_idx: int | InitMethod | None = None,
+        max_norm: float | torch.dtype | None = None,
+        norm_type: float | torch.device | str | None = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
+        init_method: InitMethod = init.normal_,
         device: torch.device | str | int | None = None,
-        *,
-        padding_idx: int | None = None,
-        max_norm: float | None = None,
-        norm_type: float = 2.0,
+        dtype: torch.dtype = torch.float32,
+        shard_across_embedding: bool = False,
+        pad: bool = False,
         sequence_parallel_enabled: bool = False,
+        tensor_model_parallel_group: ProcessGroup | None = None,
+        *,
         sequence_dimension: int | None = None,
+        collect_output: bool = True,
     ) -> None:
-        super().__init__()
-        if init_method is None or isinstance(init_method, int):
-            padding_idx = init_method if padding_idx is None else padding_idx
-            init_method = init.normal_
+        super().__init__(tensor_model_parallel_group)
+        if callable(padding_idx):
+            init_method, padding_idx = padding_idx, None
+            if isinstance(max_norm, torch.dtype):
+                dtype, max_norm = max_norm, None
+            if not isinstance(norm_type, float):
+                device, norm_type = norm_type, 2.0
+        if isinstance(max_norm, torch.dtype) or not isinstance(norm_type, float | int):
+            raise ValueError(
+                f"max_norm={max_norm} and norm_type={norm_type} must be numbers: give dtype and device by name"
+            )
+        if scale_grad_by_freq or sparse:
+            raise ValueError(
+                "scale_grad_by_freq=True and sparse=True are not supported: a rank does not count the ids of other "
+                "ranks, and averages and ZeRO-1 take dense gradients"
+            )
+        if shard_across_embedding and (max_norm is not None or sequence_parallel_enabled):
+            raise ValueError(
+                "shard_across_embedding=True goes without max_norm, since no rank has a whole row, and without "
+                "sequence_parallel_enabled: use scatter_to_sequence_parallel_region on the result"
+            )
         if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
             raise ValueError(f"padding_idx={padding_idx} is not an id of a vocabulary of {num_embeddings}")
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self.padding_idx = padding_idx if padding_idx is None else padding_idx % num_embeddings
-        self.max_norm, self.norm_type = max_norm, norm_type
-        self.num_embeddings_per_partition = math.ceil(num_embeddings / self.tensor_parallel_size)
-        self.start_index = parallel_state.get_tensor_model_parallel_rank() * self.num_embeddings_per_partition
-        self.end_index = self.start_index + self.num_embeddings_per_partition
+        self.max_norm, self.norm_type = max_norm, float(norm_type)
+        self.shard_across_embedding, self.collect_output = shard_across_embedding, collect_output
+        rows, columns = num_embeddings, embedding_dim
+        if shard_across_embedding:
+            columns = math.ceil(columns / self.tensor_parallel_size)
+        else:
+            rows = math.ceil(rows / self.tensor_parallel_size)
+        self.num_embeddings_per_partition, self.embedding_dim_per_partition = rows, columns
+        self.start_index = 0 if shard_across_embedding else self.tensor_parallel_rank * rows
+        self.end_index = self.start_index + rows
         self.sequence_parallel_enabled = sequence_parallel_enabled
         self.sequence_dimension = sequence_dimension or 0
-        self._init_method: InitMethod = init_method
+        self._init_method = init_method
         self.weight: nn.Parameter
-        padded = self.num_embeddings_per_partition * self.tensor_parallel_size
-        self._add_part("weight", (num_embeddings, embedding_dim), 0, dtype, device, padded=padded)
+        dim = int(shard_across_embedding)
+        padded = (rows, columns)[dim] * self.tensor_parallel_size
+        self._add_part("weight", (num_embeddings, embedding_dim), dim, dtype, device, padded=padded)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -94,9 +134,11 @@ class ParallelEmbedding(ParallelLayer):
         Raises ``IndexError`` for an id outside. XLA has no such error: the embedding is not-a-number.
         """
         self._check_group()
-        if self.tensor_parallel_size == 1:
-            whole = functional.embedding(input_, self.weight, self.padding_idx, self.max_norm, self.norm_type)
-            return self._with_sequence_first(whole)
+        if self.tensor_parallel_size == 1 or self.shard_across_embedding:
+            found = functional.embedding(input_, self.weight, self.padding_idx, self.max_norm, self.norm_type)
+            if self.shard_across_embedding and self.collect_output:
+                return mappings.gather_from_tensor_model_parallel_region(found)[..., : self.embedding_dim]
+            return self._with_sequence_first(found) if self.collect_output else found
         elsewhere = (input_ < self.start_index) | (input_ >= self.end_index)
         outside = (input_ < 0) | (input_ >= self.num_embeddings)
         rows = (input_ - self.start_index).masked_fill(elsewhere, 0)
@@ -108,6 +150,8 @@ class ParallelEmbedding(ParallelLayer):
         parts = functional.embedding(rows, self.weight, self._own_padding_row()).masked_fill(elsewhere[..., None], 0)
         if not device_of(parts.device).refuses_indices:
             parts = parts.masked_fill(outside[..., None], math.nan)
+        if not self.collect_output:
+            return parts
         if self.sequence_parallel_enabled:
             first = self._with_sequence_first(parts)
             return mappings.reduce_scatter_to_sequence_parallel_region(first, self.sequence_dimension)

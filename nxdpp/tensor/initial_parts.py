@@ -38,7 +38,7 @@ _TOGETHER = 16
 _NUMBERS_AT_ONCE = 1 << 20
 
 
-def fill_parameter(parameter: nn.Parameter, init_method: InitMethod) -> None:
+def fill_parameter(parameter: nn.Parameter, init_method: InitMethod, keep_whole: bool = False) -> torch.Tensor | None:
     """Write what this rank holds of a tensor that ``init_method`` initialises; a meta tensor stays as it is.
 
     The CPU's generator ends in the state that it has after the whole tensor.
@@ -47,18 +47,26 @@ def fill_parameter(parameter: nn.Parameter, init_method: InitMethod) -> None:
         parameter: with the attributes that tell how the whole is divided, see ``tensor_attributes``. Its padding gets
             zeros.
         init_method: initialises the whole tensor in place, without padding.
+        keep_whole: draw the whole at once, and return it.
+
+    Returns:
+        The whole on the CPU with ``keep_whole``, else ``None``; ``None`` on the meta device and in ``deferred_init``.
     """
     if parameter.is_meta:
-        return
+        return None
+    keep_whole = keep_whole and not is_recording()
     with torch.no_grad():
         values = parameter if parameter.device.type == "cpu" else torch.empty_like(parameter, device="cpu")
         part = _OwnPart(values, parameter)
+        whole = None
         if part.is_whole:
             init_method(values)
+            whole = values.detach().clone() if keep_whole else None
         else:
-            part.fill(init_method)
+            whole = part.fill(init_method, keep_whole)
         if values is not parameter:
             parameter.copy_(values)
+    return whole
 
 
 class _OwnPart:
@@ -74,10 +82,12 @@ class _OwnPart:
         self._chunk = values.shape[self._dim] // vars(parameter)["partition_stride"] if self._dim >= 0 else 0
         self.is_whole = self._dim < 0 or (vars(parameter)["num_partitions"] == 1 and self._shape == list(values.shape))
 
-    def fill(self, init_method: InitMethod) -> None:
-        """Write the part of a whole tensor that ``init_method`` initialises."""
+    def fill(self, init_method: InitMethod, keep_whole: bool) -> torch.Tensor | None:
+        """Write the part of a whole tensor that ``init_method`` initialises; with ``keep_whole`` return the whole."""
         # The recorder of deferred_init keeps each operation; blocks would be many.
-        operations = None if is_recording() else _operations(init_method, self._shape, self._values.dtype)
+        in_one = keep_whole or is_recording()
+        operations = None if in_one else _operations(init_method, self._shape, self._values.dtype)
+        whole = None
         if operations is None:
             whole = self._empty(self._shape)
             with drawn_as(whole, self._values):
@@ -89,6 +99,7 @@ class _OwnPart:
         for _, own, count in self._ranges:
             if count < self._chunk:
                 self._values.narrow(self._dim, own + count, self._chunk - count).fill_(0)
+        return whole if keep_whole else None
 
     def _run(self, function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         if function.overloadpacket not in _FILL_WITH_RANDOM:

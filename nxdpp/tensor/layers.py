@@ -12,91 +12,35 @@ With ``sequence_parallel_enabled`` each rank has a part of the sequence outside 
 reduce-scatters. ``sequence_dimension`` is 0 by default, ``(S, B, H)``; 1 is for ``(B, S, H)``.
 
 The initial values are the same as in a whole ``torch.nn.Linear``, whatever the tensor-parallel size, and so is the
-state of the generator afterwards. They are drawn on the CPU. The embedding, whose name belongs here in NeuronX
-Distributed, is in ``embedding.py``.
+state of the generator afterwards. They are drawn on the CPU. The embedding and the convolutions, whose names belong
+here in NeuronX Distributed, are in ``embedding.py`` and ``convolutions.py``.
 """
 
-import math
-from fractions import Fraction
+from typing import Any
 
 import torch
-from torch import nn
-from torch.nn import functional, init
+from torch.distributed import ProcessGroup
+from torch.nn import functional
 
 from nxdpp.ranks import parallel_state
 from nxdpp.tensor import mappings
+from nxdpp.tensor.convolutions import InputChannelParallelConv2d, OutputChannelParallelConv2d
 from nxdpp.tensor.embedding import ParallelEmbedding
-from nxdpp.tensor.initial_parts import InitMethod, fill_parameter
+from nxdpp.tensor.initial_parts import InitMethod
 from nxdpp.tensor.overlapped_linear import WeightRows, overlapped_linear
 from nxdpp.tensor.padding import ranges
-from nxdpp.tensor.parallel_layer import ParallelLayer, given_device
-from nxdpp.tensor.tensor_attributes import is_tensor_parallel, set_tensor_model_parallel_attributes
+from nxdpp.tensor.parallel_linear import ParallelLinear
 
-__all__ = ["ColumnParallelLinear", "ParallelEmbedding", "RowParallelLinear"]
-
-
-class _ParallelLinear(ParallelLayer):
-    """Weight ``(output_size, input_size)`` divided along ``dim``, and a bias."""
-
-    def __init__(
-        self,
-        input_size: int,
-        output_size: int,
-        dim: int,
-        stride: int,
-        init_method: InitMethod | None,
-        sequence_parallel_enabled: bool,
-        sequence_dimension: int | None,
-        pad: bool,
-    ) -> None:
-        super().__init__()
-        self.input_size, self.output_size, self.stride = input_size, output_size, stride
-        self.sequence_parallel_enabled = sequence_parallel_enabled
-        self.sequence_dimension = sequence_dimension or 0
-        self._init_method = init_method
-        self._dim = dim
-        divided, name = ((output_size, "output_size"), (input_size, "input_size"))[dim]
-        parts = self.tensor_parallel_size * stride
-        if stride < 1 or divided % (stride if pad else parts):
-            blocks = "" if stride == 1 else f" times stride={stride}"
-            raise ValueError(
-                f"{type(self).__name__} divides {name}={divided}, which is no multiple of the tensor-parallel size "
-                f"{self.tensor_parallel_size}{blocks}: give a multiple of {parts}, or pad=True"
-            )
-        self._padded_at_first = math.ceil(divided / parts) * parts
-        self.weight: nn.Parameter
-        self.bias: nn.Parameter | None
-
-    @property
-    def padded_size(self) -> int:
-        """Divided size of the weight, with padding."""
-        return self.weight.shape[self._dim] * self.tensor_parallel_size
-
-    def reset_parameters(self) -> None:
-        """Initialise weight and bias."""
-        self.init_weight_cpu()
-        if self.bias is not None:
-            bound = 1 / math.sqrt(self.input_size) if self.input_size > 0 else 0
-            fill_parameter(self.bias, lambda whole: init.uniform_(whole, -bound, bound))
-
-    def init_weight_cpu(self) -> None:
-        """Initialise the weight from numbers that are drawn on the CPU."""
-        fill_parameter(self.weight, self._init_method or init_as_torch)
-
-    def padded_sizes(self, ratio: Fraction) -> dict[str, Fraction]:
-        """For ``ratio`` times as many heads, the size of each divided parameter with padding."""
-        divided = ("weight", "bias") if self.bias is not None and is_tensor_parallel(self.bias) else ("weight",)
-        return {name: vars(self.get_parameter(name))["whole_size"] * ratio for name in divided}
-
-    def extra_repr(self) -> str:
-        """Sizes, in the form of ``torch.nn.Linear``."""
-        return (
-            f"input_size={self.input_size}, output_size={self.output_size}, bias={self.bias is not None}, "
-            f"tensor_parallel_size={self.tensor_parallel_size}"
-        )
+__all__ = [
+    "ColumnParallelLinear",
+    "InputChannelParallelConv2d",
+    "OutputChannelParallelConv2d",
+    "ParallelEmbedding",
+    "RowParallelLinear",
+]
 
 
-class ColumnParallelLinear(_ParallelLinear):
+class ColumnParallelLinear(ParallelLinear):
     """``torch.nn.Linear`` whose outputs are divided over the tensor-parallel ranks.
 
     The all-reduce of the input-gradient runs while the weight-gradient is computed.
@@ -104,7 +48,7 @@ class ColumnParallelLinear(_ParallelLinear):
     Args:
         input_size: size ``I`` of an input.
         output_size: size ``O`` of an output, a multiple of the tensor-parallel size.
-        bias: add a bias, which is divided too.
+        bias: add a bias: the whole on each rank with ``gather_output``, else this rank's part.
         gather_output: return the whole output on each rank, else this rank's part.
         sequence_parallel_enabled: gather the sequence first; each rank gives its part.
         dtype: of the parameters.
@@ -112,9 +56,15 @@ class ColumnParallelLinear(_ParallelLinear):
         stride: number of blocks of outputs, each of which is divided, such as 3 for a fused query, key and value.
         init_method: initialises the whole weight ``(O, I)`` in place; by default as in ``torch.nn.Linear``.
         sequence_dimension: the dimension of the sequence.
+        keep_master_weight: keep the initial whole weight on the CPU as ``master_weight``, which is no parameter. It is
+            ``None`` without, on the meta device and in ``deferred_init``.
+        skip_bias_add: return the output without the bias, and the bias.
         pad: pad an ``output_size`` that does not divide. Outputs behind it are zero, and no part of a gathered output.
             Without ``gather_output`` the last ranks return them: ``parallel_cross_entropy`` leaves them out with
             ``vocabulary_size``.
+        tensor_model_parallel_group: this rank's tensor group.
+        reduce_dtype: in which the input-gradients of the ranks are summed, by default their own dtype. NeuronX
+            Distributed's default is float32. The sum in a different dtype does not overlap with the weight-gradient.
 
     Shape: ``(..., I)`` -> ``(..., O)`` with ``gather_output``, else ``(..., O / ranks)``; two dimensions or more under
     sequence parallelism.
@@ -136,29 +86,48 @@ class ColumnParallelLinear(_ParallelLinear):
         stride: int = 1,
         init_method: InitMethod | None = None,
         sequence_dimension: int | None = None,
+        keep_master_weight: bool = False,
+        skip_bias_add: bool = False,
         pad: bool = False,
+        tensor_model_parallel_group: ProcessGroup | None = None,
+        reduce_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(
-            input_size, output_size, 0, stride, init_method, sequence_parallel_enabled, sequence_dimension, pad
+            input_size,
+            output_size,
+            0,
+            stride,
+            init_method,
+            sequence_parallel_enabled,
+            sequence_dimension,
+            keep_master_weight,
+            skip_bias_add,
+            pad,
+            tensor_model_parallel_group,
+            reduce_dtype,
         )
         self.gather_output = gather_output
+        # A whole bias is added to the gathered output, a divided one to the product.
+        self._bias_follows = skip_bias_add or (gather_output and self.tensor_parallel_size > 1)
         padded = self._padded_at_first
         self._add_part("weight", (output_size, input_size), 0, dtype, device, stride=stride, padded=padded)
-        if bias:
-            self._add_part("bias", (output_size,), 0, dtype, device, stride=stride, padded=padded)
-        else:
+        if not bias:
             self.register_parameter("bias", None)
+        elif gather_output:
+            self._add_whole_bias(output_size, dtype, device)
+        else:
+            self._add_part("bias", (output_size,), 0, dtype, device, stride=stride, padded=padded)
         self.reset_parameters()
 
-    def forward(self, input_: torch.Tensor) -> torch.Tensor:
-        """Return the product ``(..., O)`` or this rank's part of it."""
+    def forward(self, input_: torch.Tensor) -> Any:
+        """Return the product ``(..., O)`` or this rank's part of it; with ``skip_bias_add`` a pair with the bias."""
         self._check_group()
         output = self._product(input_)
-        if not self.gather_output or self.tensor_parallel_size == 1:
-            return output
-        gathered = mappings.gather_from_tensor_model_parallel_region(output)
-        is_whole = self.stride == 1 and self.padded_size == self.output_size
-        return gathered if is_whole else self._in_order(gathered)
+        if self.gather_output and self.tensor_parallel_size > 1:
+            output = mappings.gather_from_tensor_model_parallel_region(output)
+            if self.stride > 1 or self.padded_size > self.output_size:
+                output = self._in_order(output)
+        return self._biased(output) if self._bias_follows else output
 
     @property
     def output_size_per_partition(self) -> int:
@@ -166,9 +135,10 @@ class ColumnParallelLinear(_ParallelLinear):
         return self.padded_size // self.tensor_parallel_size
 
     def _product(self, input_: torch.Tensor) -> torch.Tensor:
-        """This rank's part ``(..., O / ranks)`` of the product."""
+        """This rank's part ``(..., O / ranks)`` of the product, with the bias unless it follows."""
         sequence_dimension = self.sequence_dimension if self.sequence_parallel_enabled else None
-        (output,) = column_parallel(input_, [WeightRows(self.weight, self.bias)], sequence_dimension)
+        rows = WeightRows(self.weight, None if self._bias_follows else self.bias)
+        (output,) = column_parallel(input_, [rows], sequence_dimension, self.reduce_dtype)
         return output
 
     def _in_order(self, gathered: torch.Tensor) -> torch.Tensor:
@@ -179,7 +149,7 @@ class ColumnParallelLinear(_ParallelLinear):
         return ordered
 
 
-class RowParallelLinear(_ParallelLinear):
+class RowParallelLinear(ParallelLinear):
     """``torch.nn.Linear`` whose inputs are divided over the tensor-parallel ranks.
 
     Args:
@@ -193,7 +163,10 @@ class RowParallelLinear(_ParallelLinear):
         stride: number of blocks of inputs, each of which is divided.
         init_method: initialises the whole weight ``(O, I)`` in place; by default as in ``torch.nn.Linear``.
         sequence_dimension: the dimension of the sequence.
+        keep_master_weight, skip_bias_add, tensor_model_parallel_group: as in ``ColumnParallelLinear``.
         pad: pad an ``input_size`` that does not divide. Inputs behind it do not matter.
+        reduce_dtype: in which the products of the ranks are summed, by default their own dtype. NeuronX Distributed's
+            default is float32.
 
     Shape: ``(..., I / ranks)`` with ``input_is_parallel``, else ``(..., I)`` -> ``(..., O)``.
 
@@ -215,42 +188,59 @@ class RowParallelLinear(_ParallelLinear):
         stride: int = 1,
         init_method: InitMethod | None = None,
         sequence_dimension: int | None = None,
+        keep_master_weight: bool = False,
+        skip_bias_add: bool = False,
         pad: bool = False,
+        tensor_model_parallel_group: ProcessGroup | None = None,
+        reduce_dtype: torch.dtype | None = None,
     ) -> None:
+        super().__init__(
+            input_size,
+            output_size,
+            1,
+            stride,
+            init_method,
+            sequence_parallel_enabled,
+            sequence_dimension,
+            keep_master_weight,
+            skip_bias_add,
+            pad,
+            tensor_model_parallel_group,
+            reduce_dtype,
+        )
         if sequence_parallel_enabled and not input_is_parallel:
             raise ValueError(
                 "RowParallelLinear with sequence_parallel_enabled=True needs input_is_parallel=True: its input is the "
                 "whole sequence, divided along the last dimension, as a ColumnParallelLinear returns it"
             )
-        super().__init__(
-            input_size, output_size, 1, stride, init_method, sequence_parallel_enabled, sequence_dimension, pad
-        )
         self.input_is_parallel = input_is_parallel
         padded = self._padded_at_first
         self._add_part("weight", (output_size, input_size), 1, dtype, device, stride=stride, padded=padded)
         if bias:
-            parameter = nn.Parameter(torch.empty(output_size, dtype=dtype, device=given_device(device)))
-            set_tensor_model_parallel_attributes(parameter, False, -1)
             # Each rank adds it to its part of the sequence.
-            parameter.sequence_parallel_enabled = sequence_parallel_enabled  # type: ignore[attr-defined]  # an attribute of ours on a tensor
-            self.bias = parameter
+            whole = self._add_whole_bias(output_size, dtype, device)
+            whole.sequence_parallel_enabled = sequence_parallel_enabled  # type: ignore[attr-defined]  # an attribute of ours on a tensor
         else:
             self.register_parameter("bias", None)
         self.reset_parameters()
 
-    def forward(self, input_: torch.Tensor) -> torch.Tensor:
-        """Return the product ``(..., O)``, under sequence parallelism this rank's part of the sequence."""
+    def forward(self, input_: torch.Tensor) -> Any:
+        """Return the product ``(..., O)``, under sequence parallelism this rank's part of the sequence.
+
+        With ``skip_bias_add`` it is a pair with the bias.
+        """
         self._check_group()
-        if self.tensor_parallel_size == 1:
+        if self.tensor_parallel_size == 1 and not self.skip_bias_add:
             return functional.linear(input_, self.weight, self.bias)
         input_ = self._without_padding(input_) if self.input_is_parallel else self._own_part(input_)
         product = functional.linear(input_, self.weight)
         if self.sequence_parallel_enabled:
-            total = mappings.reduce_scatter_to_sequence_parallel_region(product, self.sequence_dimension)
+            total = mappings.reduce_scatter_to_sequence_parallel_region(
+                product, self.sequence_dimension, reduce_dtype=self.reduce_dtype
+            )
         else:
-            total = mappings.reduce_from_tensor_model_parallel_region(product)
-        # Under autocast the sum has its dtype, and the bias may have a different one.
-        return total if self.bias is None else total + self.bias.to(total.dtype)
+            total = mappings.reduce_from_tensor_model_parallel_region(product, reduce_dtype=self.reduce_dtype)
+        return self._biased(total)
 
     @property
     def input_size_per_partition(self) -> int:
@@ -277,23 +267,22 @@ class RowParallelLinear(_ParallelLinear):
 
 
 def column_parallel(
-    input_: torch.Tensor, parts: list[WeightRows], sequence_dimension: int | None = None
+    input_: torch.Tensor,
+    parts: list[WeightRows],
+    sequence_dimension: int | None = None,
+    reduce_dtype: torch.dtype | None = None,
 ) -> list[torch.Tensor]:
     """Return ``input_ @ weight.T + bias`` for this rank's rows of each weight; the input's gradient sums all ranks.
 
-    With a ``sequence_dimension`` the input is this rank's part of the sequence.
+    With a ``sequence_dimension`` the input is this rank's part of the sequence. ``reduce_dtype`` is the dtype of the
+    gradient's sum, by default its own.
     """
     if parallel_state.get_tensor_model_parallel_size() == 1:
         return [functional.linear(input_, *part) for part in parts]
     if torch.is_grad_enabled() and input_.requires_grad and any(part.weight.requires_grad for part in parts):
-        return overlapped_linear(input_, parts, sequence_dimension=sequence_dimension)
+        return overlapped_linear(input_, parts, sequence_dimension, reduce_dtype)
     if sequence_dimension is not None:
-        input_ = mappings.gather_from_sequence_parallel_region(input_, sequence_dimension)
+        input_ = mappings.gather_from_sequence_parallel_region(input_, sequence_dimension, reduce_dtype=reduce_dtype)
     else:
-        input_ = mappings.copy_to_tensor_model_parallel_region(input_)
+        input_ = mappings.copy_to_tensor_model_parallel_region(input_, reduce_dtype=reduce_dtype)
     return [functional.linear(input_, *part) for part in parts]
-
-
-def init_as_torch(weight: torch.Tensor) -> None:
-    """Initialise a whole weight as ``torch.nn.Linear`` does."""
-    init.kaiming_uniform_(weight, a=math.sqrt(5))

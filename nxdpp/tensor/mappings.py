@@ -13,8 +13,9 @@ last dimension in the tensor-parallel region, and along ``sequence_dimension`` i
     reduce_scatter_to_sequence_parallel_region          reduce-scatter  all-gather
 
 NeuronX Distributed has the sequence in dimension 0, ``(S, B, H)``. A model with ``(B, S, H)`` gives
-``sequence_dimension=1``. ``process_group`` is the tensor group of this rank by default. Sizes that do not divide raise
-``ValueError``. With one rank each mapping returns its input.
+``sequence_dimension=1``. ``process_group`` is the tensor group of this rank by default. ``reduce_dtype`` is the dtype
+in which the ranks' tensors are summed, by default their own, which the result has in any case. Sizes that do not divide
+raise ``ValueError``. With one rank each mapping returns its input.
 """
 
 from typing import Any, Literal, NamedTuple
@@ -27,20 +28,19 @@ from nxdpp.tensor.collectives import all_gather, all_reduce, outside_of_graph, o
 
 
 class _Collective(NamedTuple):
-    """A collective along ``dim``; plain data, since a traced graph is compared between ranks."""
+    """A collective along ``dim``, in ``dtype``; plain data, since a traced graph is compared between ranks."""
 
     kind: Literal["all_reduce", "all_gather", "reduce_scatter", "own_part"]
     dim: int = 0
+    dtype: torch.dtype | None = None
 
     def run(self, tensor: torch.Tensor, group: ProcessGroup | None) -> torch.Tensor:
-        """Run the collective over ``group``."""
+        """Run the collective over ``group``; the result has the dtype of ``tensor``."""
+        given = tensor if self.dtype is None else tensor.to(self.dtype)
         if self.kind == "all_reduce":
-            return all_reduce(tensor, group)
+            return all_reduce(given, group).to(tensor.dtype)
         function = {"all_gather": all_gather, "reduce_scatter": reduce_scatter, "own_part": own_part}[self.kind]
-        return function(tensor, self.dim, group)
-
-
-_SUM = _Collective("all_reduce")
+        return function(given, self.dim, group).to(tensor.dtype)
 
 
 class _Mapping(torch.autograd.Function):
@@ -63,17 +63,17 @@ class _Mapping(torch.autograd.Function):
 
 
 def copy_to_tensor_model_parallel_region(
-    input_: torch.Tensor, process_group: ProcessGroup | None = None
+    input_: torch.Tensor, process_group: ProcessGroup | None = None, *, reduce_dtype: torch.dtype | None = None
 ) -> torch.Tensor:
     """Return the input; its gradient is the sum of all ranks' gradients."""
-    return _map(input_, process_group, None, _SUM)
+    return _map(input_, process_group, None, _Collective("all_reduce", dtype=reduce_dtype))
 
 
 def reduce_from_tensor_model_parallel_region(
-    input_: torch.Tensor, process_group: ProcessGroup | None = None
+    input_: torch.Tensor, process_group: ProcessGroup | None = None, *, reduce_dtype: torch.dtype | None = None
 ) -> torch.Tensor:
     """Return the sum of all ranks' tensors."""
-    return _map(input_, process_group, _SUM, None)
+    return _map(input_, process_group, _Collective("all_reduce", dtype=reduce_dtype), None)
 
 
 def scatter_to_tensor_model_parallel_region(
@@ -110,8 +110,7 @@ def reduce_scatter_to_tensor_model_parallel_region_with_dim(
     input_: torch.Tensor, partition_dim: int, process_group: ProcessGroup | None = None
 ) -> torch.Tensor:
     """Return this rank's part along ``partition_dim`` of the sum of all ranks' tensors."""
-    there, back = _Collective("reduce_scatter", partition_dim), _Collective("all_gather", partition_dim)
-    return _map(input_, process_group, there, back)
+    return reduce_scatter_to_sequence_parallel_region(input_, partition_dim, process_group)
 
 
 def scatter_to_sequence_parallel_region(
@@ -126,6 +125,8 @@ def gather_from_sequence_parallel_region(
     sequence_dimension: int = 0,
     to_model_parallel: bool = True,
     process_group: ProcessGroup | None = None,
+    *,
+    reduce_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """Return the whole sequence, ``(S, B, H)`` of ``(S / ranks, B, H)``.
 
@@ -134,15 +135,20 @@ def gather_from_sequence_parallel_region(
     """
     if not to_model_parallel:
         return gather_from_tensor_model_parallel_region_with_dim(input_, sequence_dimension, process_group)
-    there, back = _Collective("all_gather", sequence_dimension), _Collective("reduce_scatter", sequence_dimension)
-    return _map(input_, process_group, there, back)
+    back = _Collective("reduce_scatter", sequence_dimension, reduce_dtype)
+    return _map(input_, process_group, _Collective("all_gather", sequence_dimension), back)
 
 
 def reduce_scatter_to_sequence_parallel_region(
-    input_: torch.Tensor, sequence_dimension: int = 0, process_group: ProcessGroup | None = None
+    input_: torch.Tensor,
+    sequence_dimension: int = 0,
+    process_group: ProcessGroup | None = None,
+    *,
+    reduce_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """Return this rank's part of the sequence of the sum of all ranks' tensors."""
-    return reduce_scatter_to_tensor_model_parallel_region_with_dim(input_, sequence_dimension, process_group)
+    there = _Collective("reduce_scatter", sequence_dimension, reduce_dtype)
+    return _map(input_, process_group, there, _Collective("all_gather", sequence_dimension))
 
 
 def _map(

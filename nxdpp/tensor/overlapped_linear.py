@@ -33,10 +33,13 @@ class WeightRows(NamedTuple):
 
 
 def overlapped_linear(
-    x: torch.Tensor, parts: list[WeightRows], sequence_dimension: int | None = None
+    x: torch.Tensor,
+    parts: list[WeightRows],
+    sequence_dimension: int | None = None,
+    reduce_dtype: torch.dtype | None = None,
 ) -> list[torch.Tensor]:
     """Return ``x @ weight.T + bias`` of shape ``(..., O)`` for each part; arguments as of ``SharedInput``."""
-    shared = SharedInput(x, parts, sequence_dimension)
+    shared = SharedInput(x, parts, sequence_dimension, reduce_dtype)
     return [shared.product(index) for index in range(len(parts))]
 
 
@@ -50,6 +53,8 @@ class SharedInput:
         x: ``(..., I)``, the same on all ranks; under sequence parallelism this rank's part of the sequence.
         parts: weights and biases.
         sequence_dimension: the dimension of ``x`` along which the sequence is divided; ``None`` for no division.
+        reduce_dtype: of the sum over the tensor group, by default that of the gradient. The sum in a different dtype
+            is finished before the weight-gradients.
 
     Attributes:
         whole: ``(..., I)``, ``x`` of the whole sequence. Its own gradient joins the sum.
@@ -60,6 +65,7 @@ class SharedInput:
         x: torch.Tensor,
         parts: list[WeightRows],
         sequence_dimension: int | None = None,
+        reduce_dtype: torch.dtype | None = None,
     ) -> None:
         device = x.device.type
         # Autocast leaves float64 as it is.
@@ -78,7 +84,7 @@ class SharedInput:
                 _Weight.apply(finished.detach(), *part, sequence)  # type: ignore[no-untyped-call]
                 for part in parts
             ]
-            self.whole: torch.Tensor = _Start.apply(finished, sequence)  # type: ignore[no-untyped-call]
+            self.whole: torch.Tensor = _Start.apply(finished, sequence, reduce_dtype)  # type: ignore[no-untyped-call]
             self._rows = self.whole.reshape(-1, x.shape[-1])
 
     def product(self, index: int) -> torch.Tensor:
@@ -130,19 +136,24 @@ class _Start(torch.autograd.Function):
     """Begin of the collective of the input-gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, sequence: _Sequence | None) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, sequence: _Sequence | None, reduce_dtype: torch.dtype | None
+    ) -> torch.Tensor:
         """Return the input, or the whole sequence."""
-        ctx.sequence = sequence
+        ctx.sequence, ctx.reduce_dtype = sequence, reduce_dtype
         return outside_of_graph(x if sequence is None else all_gather(x, sequence.dim))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         """Start the sum of all ranks' gradients, of which no other node reads the content before ``_Finish``."""
         (gradient,) = gradients
-        if ctx.sequence is None:
-            return start_all_reduce(gradient), None
-        return start_reduce_scatter(gradient, ctx.sequence.dim), None
+        given = gradient.to(ctx.reduce_dtype or gradient.dtype)
+        started = start_all_reduce(given) if ctx.sequence is None else start_reduce_scatter(given, ctx.sequence.dim)
+        if given.dtype != gradient.dtype:
+            # Autograd would convert the sum, whose content comes later.
+            started = wait(started).to(gradient.dtype)
+        return started, None, None
 
 
 class _Weight(torch.autograd.Function):

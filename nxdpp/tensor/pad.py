@@ -7,13 +7,15 @@ Heads of zeros are added behind the others, so that each rank has whole heads::
     after                        0000 1111            2222 pppp
 
 The padded heads do not matter: the layer behind the attention takes zeros in their place. Outputs, gradients and
-trained parameters equal the unpadded model's.
+trained parameters equal the unpadded model's. NeuronX Distributed appends zeros to each rank's own rows, ``0000 11pp``
+and ``11 2222pp``: there whole heads need a checkpoint that was padded before.
 """
 
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
 from nxdpp.gradients.replaced_parameters import check_no_optimizer_holds, watch_replaced
@@ -30,6 +32,34 @@ def get_number_of_extra_heads(n_head: int, tp_degree: int) -> int:
     return -n_head % tp_degree
 
 
+def generate_padding_mask(
+    num_heads: int, num_heads_with_pad: int, num_kv_heads: int, tp_degree: int, tp_rank: int, hardware_type: None = None
+) -> torch.Tensor:
+    """Return which of a rank's query heads are heads of the model: bool ``(num_heads_with_pad / tp_degree,)``.
+
+    It is for a model that pads the query heads of each key-value head, and not, as ``pad_model``, behind all heads:
+    with 6 heads, 1 key-value head and 4 ranks of 2, the last rank has 2 of padding. Copies of a key-value head are on
+    neighbouring ranks, as in ``GQAQKVColumnParallelLinear``: NeuronX Distributed's layout of ``hardware.TRN2``.
+
+    Args:
+        num_heads: query heads of the whole model, ``num_heads_with_pad`` with padding.
+        num_kv_heads: key-value heads of the whole model.
+        tp_degree: the tensor-parallel size, a multiple or a divisor of ``num_kv_heads``.
+        tp_rank: the tensor-parallel rank.
+        hardware_type: ``None``; there is one layout.
+
+    Raises ``ValueError`` for a ``hardware_type``.
+    """
+    if hardware_type is not None:
+        raise ValueError(
+            f"hardware_type={hardware_type!r} has no meaning: copies of a head are neighbours. Leave it out."
+        )
+    of_rank = num_heads_with_pad // tp_degree
+    copies = max(tp_degree // num_kv_heads, 1)
+    first = of_rank * (tp_rank % copies)
+    return torch.arange(first, first + of_rank) < num_heads // num_kv_heads * (num_kv_heads * copies // tp_degree)
+
+
 def pad_model(
     model: M,
     tp_degree: int,
@@ -41,20 +71,21 @@ def pad_model(
 
     The divided size of each layer grows by the ratio of padded heads to heads, with zeros. Column-parallel layers pad
     outputs, row-parallel layers inputs. The model must work with the padded number of heads: its attention divides
-    ``heads + get_number_of_extra_heads(heads, tp_degree)`` by ``tp_degree``. Call it before wrapping and before an
-    optimizer is made. Collective over the tensor group, unless the model is on the meta device.
+    ``heads + get_number_of_extra_heads(heads, tp_degree)`` by the tensor-parallel size. Call it before wrapping and
+    before an optimizer is made. Collective over the tensor group, unless the model is on the meta device.
 
     Args:
-        model: with layers for ``tp_degree`` ranks.
-        tp_degree: the tensor-parallel size.
+        model: with tensor-parallel layers.
+        tp_degree: a multiple of the tensor-parallel size, of which the padded number of heads is a multiple.
         n_heads: number of attention heads, without padding. Key-value heads grow by the same ratio.
-        wrapped_classes: classes in which layers are padded, such as the attention. By default layers are padded where
-            a row-parallel layer takes the output of column-parallel ones: in the smallest module that has both.
+        wrapped_classes: classes in which layers are padded, such as the attention. By default all layers of the model
+            are padded where a row-parallel layer takes the output of column-parallel ones: in the smallest module that
+            has both. A language model's head, which stands behind them, stays as it is, and so does its output.
         pad_hook_fn: called with each module of ``wrapped_classes`` and the ratio, to change its own sizes.
 
     Raises:
-        ValueError: for a wrong tensor-parallel size, for classes that the model does not have, for sizes that do not
-            divide after padding, and for layers whose use is not clear. Nothing is changed then.
+        ValueError: for a ``tp_degree`` that does not fit, for classes that the model does not have, for sizes that do
+            not divide after padding, and for layers whose use is not clear. Nothing is changed then.
         RuntimeError: for an optimizer that holds the parameters, and inside ``deferred_init``.
     """
     ratio = _ratio(n_heads, tp_degree)
@@ -111,23 +142,32 @@ def _layers_of_pairs(model: nn.Module) -> dict[str, ParallelLayer]:
         while parent and all(isinstance(layer, RowParallelLinear) for layer in inside.values()):
             parent = parent.rpartition(".")[0]
             inside = {n: layer for n, layer in free.items() if not parent or n.startswith(f"{parent}.")}
-        _check_pair(inside)
-        chosen.update(inside)
         free = {n: layer for n, layer in free.items() if n not in inside}
+        chosen.update(_without_heads(inside))
     return chosen
 
 
-def _check_pair(inside: dict[str, ParallelLayer]) -> None:
-    """Raise ``ValueError`` for a column-parallel layer whose output may go elsewhere, as a head's output does."""
+def _without_heads(inside: dict[str, ParallelLayer]) -> dict[str, ParallelLayer]:
+    """The layers but for those behind all row-parallel ones that none of them can take, as a language model's head.
+
+    Raises ``ValueError`` for such a layer in front of a row-parallel one: its output may go elsewhere.
+    """
     rows = {name: layer.input_size for name, layer in inside.items() if isinstance(layer, RowParallelLinear)}
+    last, order = [*rows][-1], [*inside]
+    chosen = dict(inside)
     for name, layer in inside.items():
-        if not isinstance(layer, ColumnParallelLinear) or layer.gather_output:
+        if not isinstance(layer, ColumnParallelLinear):
             continue
         if all(size % (layer.output_size // layer.stride) for size in rows.values()):
-            raise ValueError(
-                f"{name} has {layer.output_size} outputs, and the RowParallelLinear beside it other inputs ({rows}): "
-                f"padding of {name} may change the model. Give wrapped_classes, the classes of the attention."
-            )
+            if order.index(name) > order.index(last):
+                del chosen[name]
+            elif not layer.gather_output:
+                raise ValueError(
+                    f"{name} has {layer.output_size} outputs, and the RowParallelLinear beside it other inputs "
+                    f"({rows}): padding of {name} may change the model. Give wrapped_classes, the classes of the "
+                    f"attention."
+                )
+    return chosen
 
 
 def _is_linear(module: nn.Module) -> bool:
@@ -136,9 +176,10 @@ def _is_linear(module: nn.Module) -> bool:
 
 def _sizes(name: str, layer: Any, ratio: Fraction, tp_degree: int) -> dict[str, int]:
     """The padded sizes of the layer's parameters; ``ValueError`` where they are not whole or do not divide."""
-    if layer.tensor_parallel_size != tp_degree:
+    if tp_degree % layer.tensor_parallel_size:
         raise ValueError(
-            f"{name} was built for a tensor-parallel size of {layer.tensor_parallel_size}, not tp_degree={tp_degree}"
+            f"tp_degree={tp_degree} is no multiple of the tensor-parallel size {layer.tensor_parallel_size} for which "
+            f"{name} was built: no rank would have whole heads"
         )
     sizes: dict[str, Fraction] = layer.padded_sizes(ratio)
     for key, size in sizes.items():

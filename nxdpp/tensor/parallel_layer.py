@@ -3,7 +3,9 @@
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed import ProcessGroup
 
 from nxdpp.ranks import parallel_state
 from nxdpp.tensor.tensor_attributes import KeepsAttributes, set_tensor_model_parallel_attributes
@@ -12,11 +14,14 @@ from nxdpp.tensor.tensor_attributes import KeepsAttributes, set_tensor_model_par
 class ParallelLayer(KeepsAttributes):
     """A layer of which this rank has a part of each parameter.
 
-    Raises ``RuntimeError`` before ``initialize_model_parallel``.
+    Raises ``RuntimeError`` before ``initialize_model_parallel``, and ``ValueError`` for a
+    ``tensor_model_parallel_group`` that is not this rank's.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tensor_model_parallel_group: ProcessGroup | None = None) -> None:
         super().__init__()
+        if tensor_model_parallel_group is not None:
+            _check_ranks(type(self).__name__, tensor_model_parallel_group)
         self.tensor_parallel_size = parallel_state.get_tensor_model_parallel_size()
         self.tensor_parallel_rank = parallel_state.get_tensor_model_parallel_rank()
 
@@ -52,6 +57,16 @@ class ParallelLayer(KeepsAttributes):
                 f"{self.tensor_parallel_size}, and runs on rank {rank} of {size}: build the model after "
                 f"initialize_model_parallel"
             )
+
+
+def _check_ranks(layer: str, group: ProcessGroup) -> None:
+    own = dist.get_process_group_ranks(parallel_state.get_tensor_model_parallel_group())
+    given = dist.get_process_group_ranks(group)
+    if given != own:
+        raise ValueError(
+            f"tensor_model_parallel_group has the ranks {given}, and a {layer} is divided over the tensor group of "
+            f"this rank, {own}: leave it out, or give initialize_model_parallel the size {len(given)}"
+        )
 
 
 def given_device(device: torch.device | str | int | None) -> torch.device | str | int | None:

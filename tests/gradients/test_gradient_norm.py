@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from nxdpp import GradScaler, NxDPPModel, parallel_state
-from nxdpp.gradients.gradient_norm import clip_grad_norm
+from nxdpp.gradients.gradient_norm import clip_grad_norm, get_grad_norm
 from tests.pipeline.runtime.scheduled_models import Chain, Tied, make, rows
 from tests.support.plain_models import Block
 from tests.support.run_ranks import run_ranks
@@ -73,6 +73,8 @@ def check_synthetic() -> None:
         for max_norm in (0.5, 1e6):
             norm, clipped = torch_norm(whole, max_norm, norm_type)
             own = part_of_rank(whole)
+            for force_spmd in (True, False):
+                torch.testing.assert_close(get_grad_norm(own, norm_type, force_spmd=force_spmd), norm)
             # A parameter that is given twice counts once.
             torch.testing.assert_close(clip_grad_norm([*own, own[0]], max_norm, norm_type), norm)
             norm1 = own[0] if own[0].shape == (4,) else None
@@ -82,6 +84,28 @@ def check_synthetic() -> None:
     norm, _ = torch_norm({"norm1": whole["norm1"]}, 1.0, 2.0)
     last = parallel_state.get_pipeline_model_parallel_rank() == parallel_state.get_pipeline_model_parallel_size() - 1
     torch.testing.assert_close(clip_grad_norm([parameter(whole["norm1"])] if last else [], 1.0), norm)
+
+
+def check_shards() -> None:
+    """Each replica has a part of each gradient, as with ZeRO-1."""
+    whole = whole_gradients()
+    size, rank = parallel_state.get_data_parallel_size(), parallel_state.get_data_parallel_rank()
+    groups = parallel_state.get_data_parallel_replica_groups()
+    for norm_type in NORM_TYPES:
+        norm, clipped = torch_norm(whole, 0.5, norm_type)
+        for given in (None, groups):
+            shards = []
+            for each in part_of_rank(whole):
+                part = None if each.grad is None else each.grad.flatten().tensor_split(size)[rank]
+                shards.append(parameter(part, **vars(each)))
+            torch.testing.assert_close(get_grad_norm(shards, norm_type, True, given), norm)
+            torch.testing.assert_close(clip_grad_norm(shards, 0.5, norm_type, True, given), norm)
+            if parallel_state.get_pipeline_model_parallel_rank():
+                torch.testing.assert_close(shards[0].grad, clipped.tensor_split(size)[rank])
+    world = [list(range(torch.distributed.get_world_size()))]
+    for zero1, wrong in ((True, world), (False, groups)):
+        with pytest.raises(ValueError, match="goes with zero1_optimizer=True, and has the data-parallel groups"):
+            get_grad_norm([], 2.0, zero1, wrong)
 
 
 def check_not_finite() -> None:
@@ -103,6 +127,7 @@ def on_a_mesh(tensor: int, pipeline: int) -> None:
     parallel_state.initialize_model_parallel(tensor, pipeline)
     check_synthetic()
     check_not_finite()
+    check_shards()
 
 
 def check_model(model_class: Callable[[int], nn.Module], scaled: bool) -> None:

@@ -233,6 +233,47 @@ def _padded(stride: int, parallel: bool) -> None:
         _close(whole_of(parameter.grad), full.grad)
 
 
+def _options() -> None:
+    """What ``keep_master_weight``, ``skip_bias_add`` and ``tensor_model_parallel_group`` change, and nothing else."""
+    group = parallel_state.get_tensor_model_parallel_group()
+    alone, _ = torch.distributed.new_subgroups(1)
+    options: dict[str, Any] = {"keep_master_weight": True, "tensor_model_parallel_group": group, "pad": True}
+    for layer, sizes in ((ColumnParallelLinear, (INPUT, 5)), (RowParallelLinear, (5, INPUT))):
+        part, whole = _built_like(partial(layer, *sizes, skip_bias_add=True, **options), partial(nn.Linear, *sizes))
+        assert torch.equal(part.master_weight, whole.weight)
+        assert sorted(part.state_dict()) == ["bias", "weight"]
+        assert layer(*sizes, pad=True).master_weight is None
+        x = _random(3, whole.in_features)
+        product, bias = part(x)
+        assert bias is part.bias
+        assert torch.equal(bias, whole.bias)
+        _close(product, functional.linear(x, whole.weight))
+        _close(product + bias, whole(x))
+        with pytest.raises(ValueError, match=r"has the ranks \[\d\], and a \w+ .* this rank, \[0, 1.*the size 1"):
+            layer(*sizes, pad=True, tensor_model_parallel_group=alone)
+
+
+def _reduce_dtype(rank: int, size: int) -> None:
+    """Sums of 256 and ones: bfloat16 loses each one that is added to 256."""
+    half: dict[str, Any] = {"bias": False, "dtype": torch.bfloat16, "init_method": nn.init.ones_}
+    number = 256.0 if rank == 0 else 1.0
+    expected = torch.tensor(256.0 + size - 1).bfloat16()
+    for sequence in (False, True):
+        more: dict[str, Any] = {"reduce_dtype": torch.float32, "sequence_parallel_enabled": sequence, **half}
+        row = RowParallelLinear(size, 1, input_is_parallel=True, **more)
+        found = row(torch.full((size, 1), number).bfloat16())
+        assert found.dtype == torch.bfloat16
+        assert torch.equal(found, expected.expand_as(found))
+        column = ColumnParallelLinear(1, size, gather_output=False, **more)
+        for is_trained in (True, False):
+            column.requires_grad_(is_trained)
+            x = torch.ones(1 if sequence else size, 1, dtype=torch.bfloat16, requires_grad=True)
+            output = column(x)
+            output.backward(torch.full_like(output, number))
+            assert x.grad is not None
+            assert torch.equal(x.grad, expected.expand_as(x)), (sequence, is_trained)
+
+
 def _overlap() -> None:
     """The all-reduce of the input-gradient starts before the weight-gradient's product, and is awaited after it."""
     order: list[str] = []
@@ -264,6 +305,8 @@ def _refusals(size: int) -> None:
         RowParallelLinear(9, 8, stride=3)
     with pytest.raises(ValueError, match="needs input_is_parallel=True"):
         RowParallelLinear(8, 8, sequence_parallel_enabled=True)
+    with pytest.raises(TypeError, match=r"fifth argument of ColumnParallelLinear is .*give dtype=torch.float16 and"):
+        ColumnParallelLinear(8, 8, True, False, torch.float16)  # type: ignore[arg-type]  # NxD's order
     with pytest.raises(ValueError, match="does not divide by the tensor-parallel size: 7 = "):
         RowParallelLinear(8, 8)(torch.zeros(2, 7))
 
@@ -293,6 +336,8 @@ def _all_cases(rank: int, size: int) -> None:
     for stride in (1, 3):
         _padded(stride, parallel=True)
         _padded(stride, parallel=False)
+    _options()
+    _reduce_dtype(rank, size)
     _overlap()
     _refusals(size)
     parallel_state.destroy_model_parallel()

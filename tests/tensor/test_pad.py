@@ -13,7 +13,7 @@ from nxdpp import deferred_init, init_on_device
 from nxdpp.ranks import parallel_state
 from nxdpp.tensor.layers import ColumnParallelLinear, RowParallelLinear
 from nxdpp.tensor.modules.qkv_linear import GQAQKVColumnParallelLinear
-from nxdpp.tensor.pad import get_number_of_extra_heads, pad_model
+from nxdpp.tensor.pad import generate_padding_mask, get_number_of_extra_heads, pad_model
 from nxdpp.tensor.padding import own_ranges, whole_of
 from nxdpp.tensor.utils import divide
 from tests.support.run_ranks import run_ranks
@@ -214,6 +214,64 @@ def test_only_layers_with_a_known_use_are_padded() -> None:
     assert other.up.weight.shape == (12, 12)  # type: ignore[union-attr]
 
 
+class _Flat(Attention):
+    """A language model of one module: attention with a head of 7 outputs beside it."""
+
+    def __init__(self, heads: int, kind: str | None) -> None:
+        super().__init__(heads, heads, kind)
+        size = heads * HEAD
+        self.head: nn.Module = nn.Linear(size, 7) if kind is None else ColumnParallelLinear(size, 7, pad=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.head(super().forward(x))
+        return y
+
+
+@pytest.mark.usefixtures("two_ranks")
+def test_a_head_beside_the_attention_stays_as_it_is() -> None:
+    for gather in (True, False):
+        model: Any = _on_meta(lambda: _Flat(3, "plain"))
+        model.head.gather_output = gather
+        pad_model(model, 2, 3)
+        shapes = [module.weight.shape for module in (model.q, model.out, model.head)]
+        assert shapes == [(8, 12), (12, 8), (4, 12)]
+
+
+def test_heads_are_padded_for_more_ranks_than_there_are() -> None:
+    """In one process: 3 heads become 8, and 32 where the guide gives ``tp_degree=32``."""
+    parallel_state.initialize_model_parallel()
+    try:
+        for degree in (8, 32):
+            torch.manual_seed(1)
+            expected = _Flat(3, "plain")
+            torch.manual_seed(1)
+            model = pad_model(_Flat(3, "plain"), degree, 3)
+            model.heads += get_number_of_extra_heads(3, degree)
+            assert model.q.weight.shape == (degree * HEAD, 12)
+            x = torch.randn(2, 3, 12)
+            torch.testing.assert_close(model(x), expected(x), rtol=1e-5, atol=1e-6)
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
+def test_padding_masks_have_the_layout_of_copies_that_are_neighbours() -> None:
+    def masks(heads: int, padded: int, key_value_heads: int, size: int) -> torch.Tensor:
+        ranks = range(size)
+        return torch.stack([generate_padding_mask(heads, padded, key_value_heads, size, rank) for rank in ranks])
+
+    expected = torch.ones(32, 2, dtype=torch.bool)
+    expected[3::4] = False
+    assert torch.equal(masks(48, 64, 8, 32), expected)
+    expected = torch.ones(32, 7, dtype=torch.bool)
+    expected[3::4, 4:] = False
+    assert torch.equal(masks(200, 224, 8, 32), expected)
+    expected = torch.ones(4, 8, dtype=torch.bool)
+    expected[:, 6:] = False
+    assert torch.equal(masks(24, 32, 8, 4), expected)
+    with pytest.raises(ValueError, match="hardware_type='trn1' has no meaning"):
+        generate_padding_mask(48, 64, 8, 32, 0, hardware_type="trn1")  # type: ignore[arg-type]  # NxD's argument
+
+
 @pytest.mark.usefixtures("two_ranks")
 def test_refusals() -> None:
     def pads(match: str, model: nn.Module, *args: Any, **kwargs: Any) -> None:
@@ -223,13 +281,13 @@ def test_refusals() -> None:
         assert all(parameter is before[name] for name, parameter in model.named_parameters())
 
     block = _on_meta(lambda: Block(3, 3, "plain"))
-    pads("tensor-parallel size of 2, not tp_degree=4", block, 4, 3)
+    pads("tp_degree=3 is no multiple of the tensor-parallel size 2", block, 3, 3)
     pads(r"no module of wrapped_classes \(LSTM\)", block, 2, 3, [nn.LSTM])
     pads("pad_hook_fn is called with", block, 2, 3, pad_hook_fn=print)
     pads("n_heads=0", block, 2, 0)
     pads("is no multiple of 2", block, 2, 7)
     together = nn.ModuleDict(
-        {"out": RowParallelLinear(12, 12), "head": ColumnParallelLinear(12, 30, gather_output=False)}
+        {"head": ColumnParallelLinear(12, 30, gather_output=False), "out": RowParallelLinear(12, 12)}
     )
     pads("head has 30 outputs, and .*'out': 12.*Give wrapped_classes", together, 2, 3)
     optimizer = torch.optim.SGD(block.parameters(), lr=0.1)

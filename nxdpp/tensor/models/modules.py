@@ -108,6 +108,8 @@ def to_vocabulary(module: nn.Embedding) -> None:
         num_embeddings_per_partition=rows,
         start_index=start,
         end_index=start + rows,
+        shard_across_embedding=False,
+        collect_output=True,
         sequence_parallel_enabled=False,
         sequence_dimension=1,
         _init_method=nn.init.normal_,
@@ -143,6 +145,9 @@ def _become_linear(module: nn.Linear, parallel: type[nn.Linear], dim: int, strid
         stride=stride,
         sequence_parallel_enabled=False,
         sequence_dimension=1,
+        skip_bias_add=False,
+        reduce_dtype=None,
+        _bias_follows=False,
         _dim=dim,
         _init_method=None,
     )

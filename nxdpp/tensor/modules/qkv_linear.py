@@ -9,6 +9,7 @@ Groups of neighbouring ranks hold copies of the same key and value heads. With 2
 import math
 from collections.abc import Sequence
 from fractions import Fraction
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -20,9 +21,10 @@ from nxdpp.ranks import parallel_state
 from nxdpp.ranks.transfer_groups import own_group
 from nxdpp.tensor import mappings
 from nxdpp.tensor.initial_parts import InitMethod, fill_parameter
-from nxdpp.tensor.layers import column_parallel, init_as_torch
+from nxdpp.tensor.layers import column_parallel
 from nxdpp.tensor.overlapped_linear import WeightRows
 from nxdpp.tensor.parallel_layer import ParallelLayer
+from nxdpp.tensor.parallel_linear import init_as_torch
 
 _NAMES = ("q", "k", "v")
 # By number of copies: the tensor group for which the group was made, and this rank's group.
@@ -45,11 +47,15 @@ class GQAQKVColumnParallelLinear(ParallelLayer):
         output_sizes: sizes of the whole query, and of the whole key and value: ``[heads * D, kv_heads * D]``.
         bias: add biases.
         gather_output: return the whole query, key and value on each rank, without copies.
+        dtype, device, init_method: as in ``ColumnParallelLinear``.
         sequence_parallel_enabled: gather the sequence first; each rank gives its part.
-        dtype, device, init_method, sequence_dimension: as in ``ColumnParallelLinear``.
+        keep_master_weight: keep the initial whole weights on the CPU: ``master_weight_q`` and so on, no parameters.
         kv_size_multiplier: number of ranks that hold each part of key and value.
-        fuse_qkv: ``True`` is refused: one weight could not be clipped, saved and loaded where only parts of it are
-            copies. The layer has one message for the three products all the same.
+        fuse_qkv: both values give one message for the three products. NeuronX Distributed's ``True`` has one parameter
+            ``weight_qkv``. Here there are three in either case: a norm, a save and a load of one weight would have to
+            know which of its rows are copies.
+        reduce_dtype: in which gradients are summed over ranks, as in ``ColumnParallelLinear``.
+        sequence_dimension: the dimension of the sequence.
 
     Shape: ``(..., I)`` -> query ``(..., Q / ranks)``, key and value ``(..., KV * kv_size_multiplier / ranks)``.
 
@@ -63,26 +69,27 @@ class GQAQKVColumnParallelLinear(ParallelLayer):
         output_sizes: Sequence[int],
         bias: bool = True,
         gather_output: bool = True,
-        sequence_parallel_enabled: bool = False,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | int | None = None,
-        kv_size_multiplier: int = 1,
-        *,
         init_method: InitMethod | None = None,
+        sequence_parallel_enabled: bool = False,
+        keep_master_weight: bool = False,
+        kv_size_multiplier: int = 1,
+        fuse_qkv: bool = True,
+        reduce_dtype: torch.dtype | None = None,
+        *,
         sequence_dimension: int | None = None,
-        fuse_qkv: bool = False,
     ) -> None:
         super().__init__()
-        if fuse_qkv:
-            raise ValueError(
-                "fuse_qkv=True is not supported: the weights of query, key and value are three parameters, with one "
-                "message for the gradient of their input. Give fuse_qkv=False."
-            )
         query, key_value = output_sizes
         self._check_sizes(query, key_value, kv_size_multiplier)
         self.input_size, self.output_sizes = input_size, (query, key_value)
         self.kv_size_multiplier = kv_size_multiplier
-        self.gather_output = gather_output
+        self.gather_output, self.fuse_qkv = gather_output, fuse_qkv
+        self.keep_master_weight, self.reduce_dtype = keep_master_weight, reduce_dtype
+        self.master_weight_q: torch.Tensor | None
+        self.master_weight_k: torch.Tensor | None
+        self.master_weight_v: torch.Tensor | None
         self.sequence_parallel_enabled = sequence_parallel_enabled
         self.sequence_dimension = sequence_dimension or 0
         self._init_method = init_method
@@ -120,14 +127,18 @@ class GQAQKVColumnParallelLinear(ParallelLayer):
         """Initialise the weights and biases."""
         bound = 1 / math.sqrt(self.input_size) if self.input_size > 0 else 0
         for name in _NAMES:
-            fill_parameter(self.get_parameter(f"weight_{name}"), self._init_method or init_as_torch)
+            self._fill_weight(name)
             if self.bias_q is not None:
                 fill_parameter(self.get_parameter(f"bias_{name}"), lambda whole: init.uniform_(whole, -bound, bound))
 
     def init_weight_cpu(self) -> None:
-        """Initialise the weights from numbers that are drawn on the CPU."""
+        """Initialise the weights from numbers that are drawn on the CPU, and keep the wholes if asked for."""
         for name in _NAMES:
-            fill_parameter(self.get_parameter(f"weight_{name}"), self._init_method or init_as_torch)
+            self._fill_weight(name)
+
+    def _fill_weight(self, name: str) -> None:
+        weight, method = self.get_parameter(f"weight_{name}"), self._init_method or init_as_torch
+        setattr(self, f"master_weight_{name}", fill_parameter(weight, method, self.keep_master_weight))
 
     def padded_sizes(self, ratio: Fraction) -> dict[str, Fraction]:
         """For ``ratio`` times as many heads, the size of each parameter; copied key-value heads stay as they are.
@@ -154,7 +165,7 @@ class GQAQKVColumnParallelLinear(ParallelLayer):
             self._shared(self.weight_v, self.bias_v),
         ]
         dim = self.sequence_dimension if self.sequence_parallel_enabled else None
-        query, key, value = column_parallel(input_, parts, dim)
+        query, key, value = column_parallel(input_, parts, dim, self.reduce_dtype)
         if not self.gather_output:
             return query, key, value
         whole_query, whole_key_value = self.output_sizes
@@ -169,8 +180,10 @@ class GQAQKVColumnParallelLinear(ParallelLayer):
         group = kv_shared_group(self.kv_size_multiplier)
         if group is None:
             return WeightRows(weight, bias)
-        copied = mappings.copy_to_tensor_model_parallel_region
-        return WeightRows(copied(weight, group), None if bias is None else copied(bias, group))
+        copied = partial(
+            mappings.copy_to_tensor_model_parallel_region, process_group=group, reduce_dtype=self.reduce_dtype
+        )
+        return WeightRows(copied(weight), None if bias is None else copied(bias))
 
     def _gathered(self, part: torch.Tensor, copies: int, size: int) -> torch.Tensor:
         """The parts of all ranks, the first copy of each, without padding; that copy gets the gradient."""

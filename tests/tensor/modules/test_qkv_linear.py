@@ -96,6 +96,38 @@ def _check(key_value_heads: int, copies: int, gather: bool, sequence: bool, bias
         )
 
 
+def _options(rank: int, size: int) -> None:
+    """``fuse_qkv`` changes nothing, wholes are kept, and copies of half weights are summed in float32."""
+    built = []
+    for fuse in (True, False):
+        torch.manual_seed(1)
+        built.append(
+            GQAQKVColumnParallelLinear(
+                HIDDEN, [24, 6], False, False, torch.float64, None, nn.init.normal_, False, True, size, fuse
+            )
+        )
+    x = torch.randn(2, 4, HIDDEN, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    assert all(torch.equal(one, other) for one, other in zip(built[0](x), built[1](x), strict=True))
+    assert sorted(built[0].state_dict()) == ["weight_k", "weight_q", "weight_v"]
+    torch.manual_seed(1)
+    for letter, rows in (("q", 24), ("k", 6), ("v", 6)):
+        whole = torch.randn(rows, HIDDEN, dtype=torch.float64)
+        assert torch.equal(getattr(built[0], f"master_weight_{letter}"), whole)
+    half = GQAQKVColumnParallelLinear(
+        1,
+        [size, 1],
+        False,
+        gather_output=False,
+        dtype=torch.bfloat16,
+        kv_size_multiplier=size,
+        reduce_dtype=torch.float32,
+    )
+    _, key, _ = half(torch.ones(1, 1, dtype=torch.bfloat16))
+    key.backward(torch.full_like(key, 256.0 if rank == 0 else 1.0))
+    assert half.weight_k.grad is not None
+    assert half.weight_k.grad.item() == torch.tensor(256.0 + size - 1).bfloat16().item()
+
+
 def _split() -> None:
     torch.manual_seed(1)
     batches = [[torch.randn(2, 4, HIDDEN, generator=torch.Generator().manual_seed(seed))] for seed in range(3)]
@@ -110,6 +142,7 @@ def _cases(rank: int, size: int) -> None:
             _check(heads, copies, gather=False, sequence=sequence, bias=True)
         _check(heads, copies, gather=True, sequence=False, bias=False)
     _split()
+    _options(rank, size)
     layer = GQAQKVColumnParallelLinear(HIDDEN, [24, 6], kv_size_multiplier=size)
     move_model_to_device(layer, "meta")
     assert vars(layer.weight_k)["num_partitions"] == 1
@@ -131,7 +164,6 @@ def test_attention_equals_that_of_one_process(size: int) -> None:
         ({"output_sizes": [24, 6], "kv_size_multiplier": 3}, "kv_size_multiplier=3 does not divide .* 4"),
         ({"output_sizes": [24, 6]}, r"query=24 and key_value=6 \* kv_size_multiplier=1 over 4 ranks"),
         ({"output_sizes": [26, 8]}, "query=26"),
-        ({"output_sizes": [24, 8], "fuse_qkv": True}, "fuse_qkv=False"),
     ],
 )
 def test_refusals(arguments: dict[str, Any], message: str) -> None:
