@@ -1,0 +1,55 @@
+"""Kernel fusion by OSLO's keys, through ``torch.compile`` in place.
+
+::
+
+    enable                                        each activation function is one kernel
+    memory_efficient_fusion                       the whole model is compiled, and what its backward recomputes is
+                                                  chosen by a minimum cut of the graph
+    custom_cuda_kernels  FusedRMSNorm             each RMS norm is one kernel
+                         FusedNoRepeatNGram       not built: a warning, and transformers' own processor
+"""
+
+import warnings
+from collections.abc import Collection
+
+from torch import nn
+from transformers.activations import ACT2CLS
+
+_RMS_NORMS = ("RMSNorm", "T5LayerNorm")
+
+
+def check_kernels(model: nn.Module, kernels: Collection[str]) -> None:
+    """Raise ``ValueError`` for kernels that no module of ``model`` has a use for; warn for one that is not built."""
+    if "FusedRMSNorm" in kernels and not any(map(_is_rms_norm, model.modules())):
+        raise ValueError(f'"custom_cuda_kernels": {type(model).__name__} has no RMS norm: leave FusedRMSNorm out')
+    if "FusedNoRepeatNGram" in kernels:
+        warnings.warn(
+            "FusedNoRepeatNGram is not built: generate(no_repeat_ngram_size=...) gives the same tokens by the logits "
+            "processor of transformers, which runs on the CPU",
+            stacklevel=3,
+        )
+
+
+def fuse(module: nn.Module, whole: bool, kernels: Collection[str]) -> None:
+    """Compile ``module``, or only its activation functions and RMS norms, in place; their first calls compile.
+
+    Args:
+        module: the modules of this rank.
+        whole: compile all of ``module``.
+        kernels: ``"FusedRMSNorm"`` compiles RMS norms too.
+    """
+    if whole:
+        module.compile()
+        return
+    fused = [each for each in module.modules() if isinstance(each, _ACTIVATIONS)]
+    if "FusedRMSNorm" in kernels:
+        fused += filter(_is_rms_norm, module.modules())
+    for each in fused:
+        each.compile()
+
+
+def _is_rms_norm(module: nn.Module) -> bool:
+    return type(module).__name__.endswith(_RMS_NORMS)
+
+
+_ACTIVATIONS = tuple({each[0] if isinstance(each, tuple) else each for each in ACT2CLS.values()})
