@@ -55,14 +55,14 @@ def checkpoint_layers(module: nn.Module, names: list[str], to_cpu: bool, partiti
     if names:
         apply_checkpoint(LocalModules(module, module, names))
     lists = Counter(name.rpartition(".")[0] for name in names)
-    room = {prefix: _Room(count) if contiguous else None for prefix, count in lists.items()}
+    memories = {prefix: _PartMemory(count) if contiguous else None for prefix, count in lists.items()}
     for name in names:
         layer = module.get_submodule(name)
-        keep = _Keeper(to_cpu, partitions, room[name.rpartition(".")[0]])
+        keep = _KeepOptions(to_cpu, partitions, memories[name.rpartition(".")[0]])
         layer.forward = functools.partial(_without_cache, layer.forward, keep)
 
 
-def _without_cache(forward: Callable[..., Any], keep: "_Keeper", /, *args: Any, **kwargs: Any) -> Any:
+def _without_cache(forward: Callable[..., Any], keep: "_KeepOptions", /, *args: Any, **kwargs: Any) -> Any:
     """Run the checkpointed ``forward`` without a cache, which a recomputation would fill a second time."""
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
@@ -86,7 +86,7 @@ def _no_cache(value: Any) -> Any:
     return None
 
 
-class _Room:
+class _PartMemory:
     """Memory for the parts of the hidden states of ``layers`` layers, taken together by the first of them.
 
     So it does not lie between temporary tensors of the layers, and the backward frees it layer by layer.
@@ -104,12 +104,12 @@ class _Room:
         return self._free.pop().copy_(part)
 
 
-class _Keeper(NamedTuple):
-    """The settings of ``checkpoint_layers`` for a layer; ``room`` is common to the layers of its list."""
+class _KeepOptions(NamedTuple):
+    """The settings of ``checkpoint_layers`` for a layer; ``memory`` is common to the layers of its list."""
 
     to_cpu: bool
     partitions: bool
-    room: _Room | None
+    memory: _PartMemory | None
 
 
 class _KeptTensor(NamedTuple):
@@ -126,7 +126,7 @@ class _KeptTensor(NamedTuple):
     parts: int
 
 
-def _kept(hidden: torch.Tensor | None, keep: _Keeper, tensor: torch.Tensor) -> _KeptTensor:
+def _kept(hidden: torch.Tensor | None, keep: _KeepOptions, tensor: torch.Tensor) -> _KeptTensor:
     """``tensor`` as it is kept. Only hidden states are equal on all tensor-parallel ranks."""
     size = parallel_state.get_tensor_model_parallel_size()
     device = torch.device("cpu") if keep.to_cpu else tensor.device
@@ -134,7 +134,7 @@ def _kept(hidden: torch.Tensor | None, keep: _Keeper, tensor: torch.Tensor) -> _
     if not (keep.partitions and is_hidden and tensor.shape[-1] % size == 0):
         return _KeptTensor(tensor.to(device), tensor.device, 1)
     part = tensor.detach().chunk(size, -1)[parallel_state.get_tensor_model_parallel_rank()]
-    values = keep.room.copy(part, device) if keep.room else part.to(device, copy=True)
+    values = keep.memory.copy(part, device) if keep.memory else part.to(device, copy=True)
     return _KeptTensor(values, tensor.device, size)
 
 

@@ -63,14 +63,14 @@ def test_inputs_are_kept_in_host_memory(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_the_memory_of_all_parts_is_taken_at_once() -> None:
-    room, device, part = activation_checkpointing._Room(2), torch.device("cpu"), torch.rand(2, 3)
-    first = room.copy(part, device)
-    (second,) = room._free
-    assert room.copy(part + 1, device) is second
+    memory, device, part = activation_checkpointing._PartMemory(2), torch.device("cpu"), torch.rand(2, 3)
+    first = memory.copy(part, device)
+    (second,) = memory._free
+    assert memory.copy(part + 1, device) is second
     assert torch.equal(torch.stack((first, second)), torch.stack((part, part + 1)))
     # Another batch, whose last part is not taken before the shape changes.
-    assert room.copy(part, device).shape == (2, 3)
-    assert room.copy(part[:1], device).shape == room._free[0].shape == (1, 3)
+    assert memory.copy(part, device).shape == (2, 3)
+    assert memory.copy(part[:1], device).shape == memory._free[0].shape == (1, 3)
 
 
 def test_a_cache_is_used_without_gradients_only() -> None:
