@@ -43,7 +43,7 @@ def _check_gradients(model: Any, whole: Any) -> None:
 def test_their_configuration_compiles_the_whole_model(tmp_path: Path) -> None:
     path = tmp_path / "kernel_fusion.json"
     path.write_text(json.dumps(THEIR_CONFIGURATIONS["kernel_fusion"]))
-    model, whole = gpt2(), gpt2()
+    model, whole = gpt2(n_layer=1), gpt2(n_layer=1)
     with pytest.warns(UserWarning, match="FusedNoRepeatNGram is not built: generate"):
         assert oslo.initialize(model, config=str(path)) is model
     assert compiled_types(model) == {"GPT2LMHeadModel": 1}

@@ -16,11 +16,11 @@ VOCABULARY, ROWS, LENGTH = 32, 4, 8
 
 
 def gpt2(**changes: Any) -> Any:
-    """A GPT-2 of four layers without dropout; its head is tied to its embedding."""
+    """A GPT-2 of four layers by default, without dropout; its head is tied to its embedding."""
     torch.manual_seed(0)
     sizes: dict[str, Any] = {"n_layer": 4, "n_embd": 16, "n_head": 4, "vocab_size": VOCABULARY, "n_positions": LENGTH}
     rates: dict[str, Any] = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-    return GPT2LMHeadModel(GPT2Config(**sizes, **rates, bos_token_id=1, eos_token_id=2, **changes))
+    return GPT2LMHeadModel(GPT2Config(**sizes | rates | changes, bos_token_id=1, eos_token_id=2))
 
 
 def bert() -> Any:
