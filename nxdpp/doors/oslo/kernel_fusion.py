@@ -11,11 +11,14 @@
 
 import warnings
 from collections.abc import Collection
+from typing import Any
 
 from torch import nn
 from transformers.activations import ACT2CLS
 
 _RMS_NORMS = ("RMSNorm", "T5LayerNorm")
+_entries: list[Any] = list(ACT2CLS.values())
+_ACTIVATIONS: tuple[type[nn.Module], ...] = tuple({each[0] if isinstance(each, tuple) else each for each in _entries})
 
 
 def check_kernels(model: nn.Module, kernels: Collection[str]) -> None:
@@ -50,6 +53,3 @@ def fuse(module: nn.Module, whole: bool, kernels: Collection[str]) -> None:
 
 def _is_rms_norm(module: nn.Module) -> bool:
     return type(module).__name__.endswith(_RMS_NORMS)
-
-
-_ACTIVATIONS = tuple({each[0] if isinstance(each, tuple) else each for each in ACT2CLS.values()})
