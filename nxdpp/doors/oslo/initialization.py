@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from nxdpp.doors.oslo.activation_checkpointing import checkpoint_layers, layers_of
 from nxdpp.doors.oslo.config import OsloConfig
 from nxdpp.doors.oslo.equal_ranks import check_same, compare_first_inputs, digests
-from nxdpp.doors.oslo.kernel_fusion import check_kernels, fuse
+from nxdpp.doors.oslo.kernel_fusion import check_fusion, fuse
 from nxdpp.doors.oslo.mpu import MPU
 from nxdpp.doors.oslo.parallel_model import is_parallel, make_parallel
 from nxdpp.doors.oslo.pipelined_model import pipeline
@@ -60,7 +60,8 @@ def initialize(model: M, config: Mapping[str, Any] | str | os.PathLike[str], *, 
     layers = layers_of(model) if settings.checkpoints else []
     if settings.checkpoints and not layers:
         raise ValueError(f'{type(model).__name__} has no layers that "activation_checkpointing" could recompute')
-    check_kernels(model, settings.kernels)
+    if settings.fuses:
+        check_fusion(model, settings.fuses_model, settings.kernels)
     _check_microbatches(num_microbatches, settings.pipeline_parallel_size)
     mpu = MPU(settings.tensor_parallel_size, settings.pipeline_parallel_size)
     before = digests(model)

@@ -21,8 +21,13 @@ _entries: list[Any] = list(ACT2CLS.values())
 _ACTIVATIONS: tuple[type[nn.Module], ...] = tuple({each[0] if isinstance(each, tuple) else each for each in _entries})
 
 
-def check_kernels(model: nn.Module, kernels: Collection[str]) -> None:
-    """Raise ``ValueError`` for kernels that no module of ``model`` has a use for; warn for one that is not built."""
+def check_fusion(model: nn.Module, whole: bool, kernels: Collection[str]) -> None:
+    """Raise ``ValueError`` for a fusion that would find no module in ``model``; warn for a kernel that is not built."""
+    if not whole and not any(isinstance(module, _ACTIVATIONS) for module in model.modules()):
+        raise ValueError(
+            f'"kernel_fusion" compiles activation functions, and {type(model).__name__} has no module of one: leave it '
+            'out, or add "memory_efficient_fusion": true, which compiles the whole model'
+        )
     if "FusedRMSNorm" in kernels and not any(map(_is_rms_norm, model.modules())):
         raise ValueError(f'"custom_cuda_kernels": {type(model).__name__} has no RMS norm: leave FusedRMSNorm out')
     if "FusedNoRepeatNGram" in kernels:

@@ -68,5 +68,14 @@ def test_norms_are_compiled() -> None:
     model = oslo.initialize(qwen3(), config)
     assert compiled_types(model) == {"SiLUActivation": 2, "Qwen3RMSNorm": 9}
     _check_gradients(model, qwen3())
+
+
+def test_a_fusion_of_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match="GPT2LMHeadModel has no RMS norm: leave FusedRMSNorm out"):
-        oslo.initialize(gpt2(), config)
+        oslo.initialize(gpt2(), {"kernel_fusion": {"enable": True, "custom_cuda_kernels": ["FusedRMSNorm"]}})
+    model = gpt2()
+    for layer in model.transformer.h:
+        del layer.mlp.act
+        layer.mlp.act = torch.tanh
+    with pytest.raises(ValueError, match='GPT2LMHeadModel has no module of one: leave it out, or add "memory_eff'):
+        oslo.initialize(model, {"kernel_fusion": {"enable": True}})
