@@ -10,7 +10,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PUBLIC = ("nxdpp", "nxdpp.optimizer", "nxdpp.parallel_layers")
 # Comparisons of ranks, parts of batches and of tensors, ties, options of groups, refusals of a step or a save
-# of a part, values that are sent, waits for them, modules to checkpoint and paths of files have one place each.
+# of a part, values that are sent, waits for them, mappings, modules to checkpoint and paths of files have one place
+# each.
 SHARED = (
     "nxdpp.doors.local_modules.",
     "nxdpp.agreement.",
@@ -22,6 +23,7 @@ SHARED = (
     "nxdpp.pipeline.microbatches.rows.",
     "nxdpp.ranks.faults.waits.",
     "nxdpp.ranks.group_values.",
+    "nxdpp.tensor.mappings.",
     "nxdpp.tensor.padding.",
     "nxdpp.tensor.rank_files.",
 )

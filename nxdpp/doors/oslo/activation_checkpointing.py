@@ -5,9 +5,11 @@
     enable                        input (B, T, H) kept on the device
     cpu_checkpointing             ... in host memory
     partitioned_checkpointing     ... a part (B, T, H / ranks) on each tensor-parallel rank
+    contiguous_checkpointing      ... the memory of the parts of all layers is taken before the first layer runs
 """
 
 import functools
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -39,7 +41,7 @@ def layers_of(module: nn.Module) -> list[str]:
     return [f"{name}.{key}" for name in lists if name not in outer for key, _ in lists[name].named_children()]
 
 
-def checkpoint_layers(module: nn.Module, names: list[str], to_cpu: bool, partitions: bool) -> None:
+def checkpoint_layers(module: nn.Module, names: list[str], to_cpu: bool, partitions: bool, contiguous: bool) -> None:
     """Recompute the forward of the layers of ``module`` during their backward.
 
     Args:
@@ -48,24 +50,28 @@ def checkpoint_layers(module: nn.Module, names: list[str], to_cpu: bool, partiti
         to_cpu: keep the inputs of layers in host memory.
         partitions: keep this rank's part of the hidden states, whose gather in the backward is collective over the
             tensor-parallel ranks.
+        contiguous: take the memory of the parts of all layers of a list at once.
     """
     if names:
         apply_checkpoint(LocalModules(module, module, names))
+    lists = Counter(name.rpartition(".")[0] for name in names)
+    memories = {prefix: _PartMemory(count) if contiguous else None for prefix, count in lists.items()}
     for name in names:
         layer = module.get_submodule(name)
-        layer.forward = functools.partial(_without_cache, layer.forward, to_cpu, partitions)
+        keep = _KeepOptions(to_cpu, partitions, memories[name.rpartition(".")[0]])
+        layer.forward = functools.partial(_without_cache, layer.forward, keep)
 
 
-def _without_cache(forward: Callable[..., Any], to_cpu: bool, partitions: bool, /, *args: Any, **kwargs: Any) -> Any:
+def _without_cache(forward: Callable[..., Any], keep: "_KeepOptions", /, *args: Any, **kwargs: Any) -> Any:
     """Run the checkpointed ``forward`` without a cache, which a recomputation would fill a second time."""
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     args = tuple(map(_no_cache, args))
     kwargs = {name: False if name == "use_cache" else _no_cache(value) for name, value in kwargs.items()}
-    if not (to_cpu or partitions):
+    if not (keep.to_cpu or keep.partitions):
         return forward(*args, **kwargs)
     hidden = next((value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)), None)
-    with saved_tensors_hooks(functools.partial(_kept, hidden, to_cpu, partitions), _restored):
+    with saved_tensors_hooks(functools.partial(_kept, hidden, keep), _restored):
         return forward(*args, **kwargs)
 
 
@@ -78,6 +84,32 @@ def _no_cache(value: Any) -> Any:
             "leave it out, or call the model under torch.no_grad()"
         )
     return None
+
+
+class _PartMemory:
+    """Memory for the parts of the hidden states of ``layers`` layers, taken together by the first of them.
+
+    So it does not lie between temporary tensors of the layers, and the backward frees it layer by layer.
+    """
+
+    def __init__(self, layers: int) -> None:
+        self._layers = layers
+        self._free: list[torch.Tensor] = []
+
+    def copy(self, part: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """Return a copy of ``part`` on ``device``."""
+        like = self._free[-1] if self._free else None
+        if like is None or (like.shape, like.dtype, like.device) != (part.shape, part.dtype, device):
+            self._free = [part.new_empty(part.shape, device=device) for _ in range(self._layers)]
+        return self._free.pop().copy_(part)
+
+
+class _KeepOptions(NamedTuple):
+    """The settings of ``checkpoint_layers`` for a layer; ``memory`` is common to the layers of its list."""
+
+    to_cpu: bool
+    partitions: bool
+    memory: _PartMemory | None
 
 
 class _KeptTensor(NamedTuple):
@@ -94,13 +126,16 @@ class _KeptTensor(NamedTuple):
     parts: int
 
 
-def _kept(hidden: torch.Tensor | None, to_cpu: bool, partitions: bool, tensor: torch.Tensor) -> _KeptTensor:
+def _kept(hidden: torch.Tensor | None, keep: _KeepOptions, tensor: torch.Tensor) -> _KeptTensor:
     """``tensor`` as it is kept. Only hidden states are equal on all tensor-parallel ranks."""
-    values, parts, size = tensor, 1, parallel_state.get_tensor_model_parallel_size()
+    size = parallel_state.get_tensor_model_parallel_size()
+    device = torch.device("cpu") if keep.to_cpu else tensor.device
     is_hidden = hidden is not None and tensor.data_ptr() == hidden.data_ptr() and tensor.shape == hidden.shape
-    if partitions and is_hidden and tensor.shape[-1] % size == 0:
-        values, parts = tensor.chunk(size, -1)[parallel_state.get_tensor_model_parallel_rank()].clone(), size
-    return _KeptTensor(values.cpu() if to_cpu else values, tensor.device, parts)
+    if not (keep.partitions and is_hidden and tensor.shape[-1] % size == 0):
+        return _KeptTensor(tensor.to(device), tensor.device, 1)
+    part = tensor.detach().chunk(size, -1)[parallel_state.get_tensor_model_parallel_rank()]
+    values = keep.memory.copy(part, device) if keep.memory else part.to(device, copy=True)
+    return _KeptTensor(values, tensor.device, size)
 
 
 def _restored(kept: _KeptTensor) -> torch.Tensor:

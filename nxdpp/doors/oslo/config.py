@@ -10,6 +10,7 @@ from typing import Any, Self
 _SIZES = ("tensor_parallel_size", "pipeline_parallel_size")
 _CHECKPOINTING = ("cpu_checkpointing", "partitioned_checkpointing", "contiguous_checkpointing")
 _FUSION = ("memory_efficient_fusion", "custom_cuda_kernels")
+_KERNELS = ("FusedRMSNorm", "FusedNoRepeatNGram")
 _KEYS = {
     "model_parallelism": ("enable", *_SIZES),
     "activation_checkpointing": ("enable", *_CHECKPOINTING),
@@ -27,6 +28,10 @@ class OsloConfig:
         checkpoints: recompute the forward of layers during their backward.
         to_cpu: keep the inputs of checkpointed layers in host memory.
         partitions: each tensor-parallel rank keeps a part of the input of a checkpointed layer.
+        contiguous: the parts of all layers of a list get their memory together.
+        fuses: compile the activation functions.
+        fuses_model: compile the whole model.
+        kernels: names of OSLO's kernels, each once or more.
     """
 
     tensor_parallel_size: int = 1
@@ -34,6 +39,10 @@ class OsloConfig:
     checkpoints: bool = False
     to_cpu: bool = False
     partitions: bool = False
+    contiguous: bool = False
+    fuses: bool = False
+    fuses_model: bool = False
+    kernels: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, config: Mapping[str, Any] | str | os.PathLike[str]) -> Self:
@@ -41,8 +50,8 @@ class OsloConfig:
 
         Raises:
             TypeError: for a configuration, section or value of the wrong type.
-            ValueError: for an unknown section or key, an empty configuration, a size below 1, keys of a section
-                without ``"enable": true``, and settings that nxdpp lacks.
+            ValueError: for an unknown section, key or kernel, an empty configuration, a size below 1, keys of a section
+                without ``"enable": true``, and settings that exclude each other.
             OSError: for a file that cannot be read.
         """
         sections = _sections(config)
@@ -50,24 +59,38 @@ class OsloConfig:
             raise ValueError(f"the configuration is empty: give a section, {' or '.join(_KEYS)}")
         for name, section in sections.items():
             _check_section(name, section)
-        if sections.get("kernel_fusion", {}).get("enable"):
-            raise ValueError('"kernel_fusion" is not built: leave it out, and use torch.compile on the layers')
         parallelism = sections.get("model_parallelism", {})
         checkpointing = sections.get("activation_checkpointing", {})
-        if checkpointing.get("contiguous_checkpointing"):
-            raise ValueError('"contiguous_checkpointing": one buffer for all checkpoints is not built: leave it out')
+        fusion = sections.get("kernel_fusion", {})
         result = cls(
             **{key: parallelism[key] for key in _SIZES if key in parallelism},
             checkpoints=checkpointing.get("enable", False),
             to_cpu=checkpointing.get("cpu_checkpointing", False),
             partitions=checkpointing.get("partitioned_checkpointing", False),
+            contiguous=checkpointing.get("contiguous_checkpointing", False),
+            fuses=fusion.get("enable", False),
+            fuses_model=fusion.get("memory_efficient_fusion", False),
+            kernels=tuple(fusion.get("custom_cuda_kernels", ())),
         )
-        if result.partitions and result.tensor_parallel_size == 1:
+        result._check_together()
+        return result
+
+    def _check_together(self) -> None:
+        if self.partitions and self.tensor_parallel_size == 1:
             raise ValueError(
                 '"partitioned_checkpointing" divides hidden states over tensor-parallel ranks, and '
                 "tensor_parallel_size is 1: leave it out"
             )
-        return result
+        if self.contiguous and not self.partitions:
+            raise ValueError(
+                '"contiguous_checkpointing" is for the parts of hidden states: add "partitioned_checkpointing": true, '
+                "or leave it out"
+            )
+        if self.fuses_model and (self.checkpoints or self.tensor_parallel_size * self.pipeline_parallel_size > 1):
+            raise ValueError(
+                '"memory_efficient_fusion" compiles the whole model and chooses itself what is recomputed, as in OSLO '
+                "without model parallelism and activation checkpointing: leave it out, or these two sections"
+            )
 
 
 def _sections(config: Mapping[str, Any] | str | os.PathLike[str]) -> Mapping[str, Any]:
@@ -116,5 +139,10 @@ def _check_value(place: str, key: str, value: Any) -> None:
             raise TypeError(f"{place} must be a whole number, not {value!r:.80}")
         if value < 1:
             raise ValueError(f"{place} is {value}: it must be 1 or more")
+    elif key == "custom_cuda_kernels":
+        if not isinstance(value, list | tuple):
+            raise TypeError(f"{place} must be a list of names, {' or '.join(_KERNELS)}, not {value!r:.80}")
+        if unknown := [name for name in value if name not in _KERNELS]:
+            raise ValueError(f"{place} names {unknown[0]!r}: the kernels are {' and '.join(_KERNELS)}")
     elif not isinstance(value, bool):
         raise TypeError(f"{place} must be true or false, not {value!r:.80}")

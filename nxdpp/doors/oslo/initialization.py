@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from nxdpp.doors.oslo.activation_checkpointing import checkpoint_layers, layers_of
 from nxdpp.doors.oslo.config import OsloConfig
 from nxdpp.doors.oslo.equal_ranks import check_same, compare_first_inputs, digests
+from nxdpp.doors.oslo.kernel_fusion import check_fusion, fuse
 from nxdpp.doors.oslo.mpu import MPU
 from nxdpp.doors.oslo.parallel_model import is_parallel, make_parallel
 from nxdpp.doors.oslo.pipelined_model import pipeline
@@ -40,8 +41,8 @@ def initialize(model: M, config: Mapping[str, Any] | str | os.PathLike[str], *, 
 
     Args:
         model: of transformers, with the same weights on all ranks.
-        config: a dict or the path of a JSON file, with the sections ``"model_parallelism"`` and
-            ``"activation_checkpointing"``. docs/oslo.md lists the keys.
+        config: a dict or the path of a JSON file, with the sections ``"model_parallelism"``,
+            ``"activation_checkpointing"`` and ``"kernel_fusion"``. docs/oslo.md lists the keys.
         num_microbatches: number of parts of each batch that run through a pipeline; no key of OSLO's configuration.
 
     Returns:
@@ -59,6 +60,8 @@ def initialize(model: M, config: Mapping[str, Any] | str | os.PathLike[str], *, 
     layers = layers_of(model) if settings.checkpoints else []
     if settings.checkpoints and not layers:
         raise ValueError(f'{type(model).__name__} has no layers that "activation_checkpointing" could recompute')
+    if settings.fuses:
+        check_fusion(model, settings.fuses_model, settings.kernels)
     _check_microbatches(num_microbatches, settings.pipeline_parallel_size)
     mpu = MPU(settings.tensor_parallel_size, settings.pipeline_parallel_size)
     before = digests(model)
@@ -74,8 +77,10 @@ def initialize(model: M, config: Mapping[str, Any] | str | os.PathLike[str], *, 
     if settings.checkpoints:
         present = dict(local.named_modules())
         own = [name for name in layers if name in present]
-        checkpoint_layers(local, own, settings.to_cpu, settings.partitions)
+        checkpoint_layers(local, own, settings.to_cpu, settings.partitions, settings.contiguous)
     make_parallel(model, mpu)
+    if settings.fuses:
+        fuse(local, settings.fuses_model, settings.kernels)
     if settings.tensor_parallel_size > 1:
         check_same(model, before)
         compare_tensor_copies(model)

@@ -1,8 +1,16 @@
 """MPU: OSLO's names for the groups, ranks and sizes of data, tensor and pipeline parallelism."""
 
+import torch
+import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from nxdpp.ranks import parallel_state
+from nxdpp.tensor.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    scatter_to_tensor_model_parallel_region,
+)
 
 
 class MPU:
@@ -59,3 +67,60 @@ class MPU:
     def get_pipeline_parallel_world_size(self) -> int:
         """Return the number of ranks in a pipeline."""
         return parallel_state.get_pipeline_model_parallel_size()
+
+    def get_tensor_parallel_src_rank(self) -> int:
+        """Return the global rank of the first rank of this rank's tensor-parallel group."""
+        return parallel_state.get_tensor_model_parallel_src_rank()
+
+    def get_model_parallel_group(self) -> ProcessGroup:
+        """Return the group of the tensor and pipeline ranks of this replica; its first use is collective over it."""
+        return parallel_state.get_model_parallel_group()
+
+    def get_model_parallel_rank(self) -> int:
+        """Return this rank's place in its model-parallel group."""
+        pipeline, tensors = self.get_pipeline_parallel_rank(), self.get_tensor_parallel_world_size()
+        return pipeline * tensors + self.get_tensor_parallel_rank()
+
+    def get_model_parallel_world_size(self) -> int:
+        """Return the number of ranks that share one replica of the model."""
+        return self.get_tensor_parallel_world_size() * self.get_pipeline_parallel_world_size()
+
+    def is_pipeline_first_stage(self) -> bool:
+        """Return whether this rank has the first stage of its pipeline."""
+        return parallel_state.is_pipeline_first_stage()
+
+    def is_pipeline_last_stage(self) -> bool:
+        """Return whether this rank has the last stage of its pipeline."""
+        return parallel_state.is_pipeline_last_stage()
+
+    def get_pipeline_parallel_global_ranks_across_all_groups(self) -> list[list[int]]:
+        """Return the global ranks of each pipeline, in the order of the stages."""
+        return parallel_state.get_pipeline_model_parallel_replica_groups()
+
+    def get_pipeline_model_parallel_global_ranks_per_group(self) -> list[int]:
+        """Return the global ranks of this rank's pipeline, in the order of the stages."""
+        return dist.get_process_group_ranks(self.get_pipeline_parallel_group())
+
+    def model_parallel_is_initialized(self) -> bool:
+        """Return whether the groups exist."""
+        return parallel_state.model_parallel_is_initialized()
+
+    def destroy_model_parallel(self) -> None:
+        """End the groups of all ``MPU`` objects; all ranks must call it."""
+        parallel_state.destroy_model_parallel()
+
+    def broadcast(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Return ``inputs``; its gradient is the sum over the tensor-parallel ranks."""
+        return copy_to_tensor_model_parallel_region(inputs)
+
+    def reduce(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Return the sum of ``inputs`` over the tensor-parallel ranks, which all call it; ``inputs`` stays."""
+        return reduce_from_tensor_model_parallel_region(inputs)
+
+    def scatter(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part ``(..., H / ranks)`` of ``inputs`` ``(..., H)``; the gradient is gathered."""
+        return scatter_to_tensor_model_parallel_region(inputs)
+
+    def gather(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Return the parts ``(..., H / ranks)`` of the tensor-parallel ranks, which all call it, as ``(..., H)``."""
+        return gather_from_tensor_model_parallel_region(inputs)

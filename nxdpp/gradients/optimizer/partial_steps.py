@@ -78,8 +78,8 @@ def _wrappers(optimizer: Optimizer) -> list[Optimizer]:
 
 def _refuse_wrong(optimizer: Optimizer, staged: set[int]) -> None:
     kind = type(optimizer)
-    # Those of this package are right, or step by another optimizer.
-    if kind in _BY_ELEMENT or any(each.__module__.startswith("nxdpp.") for each in kind.__mro__):
+    # Optimizers of this package are right, or step by another optimizer, as accelerate's do.
+    if kind in _BY_ELEMENT or any(each.__module__.startswith(("nxdpp.", "accelerate.")) for each in kind.__mro__):
         return
     tried = set()
     for group in optimizer.param_groups:

@@ -55,6 +55,7 @@ PLANS: dict[str, dict[str, str]] = {
     "bart": _encoder_and_decoder(),
     "bert": _encoder(),
     "blenderbot": _encoder_and_decoder(),
+    "blenderbot-small": _encoder_and_decoder(),
     "electra": _encoder(),
     "gpt2": {
         "wte": "embedding_rowwise",

@@ -57,12 +57,14 @@ def check_several_ranks(tensor: int, pipeline: int) -> None:
     """Compare gradients with those of the same model without checkpointing; collective."""
     plain = oslo.initialize(gpt2(), {"model_parallelism": config(tensor, pipeline)["model_parallelism"]})
     expected, _ = gradients_of(plain)
-    choices = ("cpu_checkpointing",) if tensor == 1 else ("cpu_checkpointing", "partitioned_checkpointing")
+    choices = ["cpu_checkpointing"]
+    if tensor > 1:
+        choices = ["partitioned_checkpointing", "contiguous_checkpointing", *choices]
     with pytest.MonkeyPatch.context() as monkeypatch:
         kept = noted(monkeypatch)
         for count in range(len(choices) + 1):
             kept.clear()
-            keys = dict.fromkeys(choices[::-1][:count], True)
+            keys = dict.fromkeys(choices[:count], True)
             assert equal(gradients_of(oslo.initialize(gpt2(), config(tensor, pipeline, **keys)))[0], expected)
             shapes = [each.values.shape for each in kept if each.values.dim() == 3]
             # Each layer of this rank keeps its hidden states.

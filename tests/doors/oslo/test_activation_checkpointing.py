@@ -10,6 +10,7 @@ from transformers import AlbertConfig, AlbertForMaskedLM, BertForMaskedLM
 
 import nxdpp.oslo as oslo
 from nxdpp import parallel_state
+from nxdpp.doors.oslo import activation_checkpointing
 from tests.doors.oslo.checkpointing import config, equal, gradients_of, noted
 from tests.doors.oslo.training import LENGTH, MODELS, ROWS, VOCABULARY, batch, gpt2
 
@@ -59,6 +60,17 @@ def test_inputs_are_kept_in_host_memory(monkeypatch: pytest.MonkeyPatch) -> None
     hidden = [each for each in kept if each.values.shape == (ROWS, LENGTH, 16)]
     assert len(hidden) == 4
     assert all(each.values.device == torch.device("cpu") for each in hidden)
+
+
+def test_the_memory_of_all_parts_is_taken_at_once() -> None:
+    memory, device, part = activation_checkpointing._PartMemory(2), torch.device("cpu"), torch.rand(2, 3)
+    first = memory.copy(part, device)
+    (second,) = memory._free
+    assert memory.copy(part + 1, device) is second
+    assert torch.equal(torch.stack((first, second)), torch.stack((part, part + 1)))
+    # Another batch, whose last part is not taken before the shape changes.
+    assert memory.copy(part, device).shape == (2, 3)
+    assert memory.copy(part[:1], device).shape == memory._free[0].shape == (1, 3)
 
 
 def test_a_cache_is_used_without_gradients_only() -> None:

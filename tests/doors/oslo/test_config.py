@@ -1,5 +1,6 @@
 """The configuration of ``nxdpp.oslo.initialize``: a dict or a JSON file, each key honoured or refused."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -30,13 +31,23 @@ def test_checkpointing() -> None:
     keys = {"enable": True, "cpu_checkpointing": True, "partitioned_checkpointing": True}
     expected = OsloConfig(2, 1, checkpoints=True, to_cpu=True, partitions=True)
     assert OsloConfig.of({**TENSOR, "activation_checkpointing": keys}) == expected
+    keys["contiguous_checkpointing"] = True
+    expected = dataclasses.replace(expected, contiguous=True)
+    assert OsloConfig.of({**TENSOR, "activation_checkpointing": keys}) == expected
+
+
+def test_fusion() -> None:
+    assert OsloConfig.of({**TENSOR, "kernel_fusion": {"enable": True}}) == OsloConfig(2, fuses=True)
+    keys = {"enable": True, "memory_efficient_fusion": True, "custom_cuda_kernels": ["FusedNoRepeatNGram"]}
+    expected = OsloConfig(fuses=True, fuses_model=True, kernels=("FusedNoRepeatNGram",))
+    assert OsloConfig.of({"kernel_fusion": keys}) == expected
 
 
 def test_what_is_off_is_taken() -> None:
     off = {
         "model_parallelism": {"enable": False, "tensor_parallel_size": 1},
         "activation_checkpointing": {"enable": False, "contiguous_checkpointing": False},
-        "kernel_fusion": {"enable": False},
+        "kernel_fusion": {"enable": False, "custom_cuda_kernels": []},
     }
     assert OsloConfig.of(off) == OsloConfig()
 
@@ -53,14 +64,29 @@ def test_what_is_off_is_taken() -> None:
         ({"activation_checkpointing": {"cpu_checkpointing": True}}, "cpu_checkpointing=True would do nothing"),
         (
             {**TENSOR, "activation_checkpointing": {"enable": True, "contiguous_checkpointing": True}},
-            "one buffer for all checkpoints is not built: leave it out",
+            'add "partitioned_checkpointing": true, or leave it out',
         ),
         (
             {"activation_checkpointing": {"enable": True, "partitioned_checkpointing": True}},
             "tensor_parallel_size is 1: leave it out",
         ),
-        ({"kernel_fusion": {"enable": True}}, "use torch.compile on the layers"),
-        ({"kernel_fusion": {"custom_cuda_kernels": True}}, "custom_cuda_kernels=True would do nothing"),
+        (
+            {**TENSOR, "kernel_fusion": {"enable": True, "memory_efficient_fusion": True}},
+            "leave it out, or these two sections",
+        ),
+        (
+            {"activation_checkpointing": {"enable": True}}
+            | {"kernel_fusion": {"enable": True, "memory_efficient_fusion": True}},
+            "leave it out, or these two sections",
+        ),
+        (
+            {"kernel_fusion": {"enable": True, "custom_cuda_kernels": ["FusedGELU"]}},
+            "names 'FusedGELU': the kernels are FusedRMSNorm and FusedNoRepeatNGram",
+        ),
+        (
+            {"kernel_fusion": {"custom_cuda_kernels": ["FusedRMSNorm"]}},
+            r"custom_cuda_kernels=\['FusedRMSNorm'\] would do nothing",
+        ),
     ],
 )
 def test_refused_values(config: dict[str, Any], message: str) -> None:
@@ -76,6 +102,7 @@ def test_refused_values(config: dict[str, Any], message: str) -> None:
         ({"model_parallelism": {"enable": 1}}, "enable must be true or false, not 1"),
         ({"model_parallelism": {"enable": True, "tensor_parallel_size": "2"}}, "must be a whole number, not '2'"),
         ({"model_parallelism": {"enable": True, "tensor_parallel_size": True}}, "must be a whole number, not True"),
+        ({"kernel_fusion": {"custom_cuda_kernels": True}}, "must be a list of names, FusedRMSNorm or FusedNoRepeat"),
     ],
 )
 def test_refused_types(config: Any, message: str) -> None:

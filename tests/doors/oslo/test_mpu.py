@@ -1,7 +1,8 @@
-"""The nine methods of ``MPU``, at OSLO's import path, and through a model."""
+"""The methods of ``MPU``, at OSLO's import path, and through a model."""
 
-from collections.abc import Iterator
-from itertools import product
+from collections.abc import Callable, Iterator
+from itertools import chain, product
+from typing import Any
 
 import pytest
 import torch
@@ -17,8 +18,8 @@ LAYOUTS = ((2, 1), (1, 2), (2, 2))
 
 
 def _numbers(mpu: MPU) -> tuple[list[list[int]], list[int], list[int]]:
-    """Ranks of the groups, own ranks and sizes of data, tensor and pipeline parallelism."""
-    kinds = ("data", "tensor", "pipeline")
+    """Ranks of the groups, own ranks and sizes of data, tensor, pipeline and model parallelism."""
+    kinds = ("data", "tensor", "pipeline", "model")
     groups = [getattr(mpu, f"get_{kind}_parallel_group")() for kind in kinds]
     ranks = [getattr(mpu, f"get_{kind}_parallel_rank")() for kind in kinds]
     sizes = [getattr(mpu, f"get_{kind}_parallel_world_size")() for kind in kinds]
@@ -34,14 +35,62 @@ def _in_all_layouts(rank: int) -> list[tuple[list[list[int]], list[int], list[in
     found = []
     for tensor, pipeline in LAYOUTS:
         found.append(_numbers(MPU(tensor_parallel_size=tensor, pipeline_parallel_size=pipeline)))
+        _check_stages(rank, found[-1])
+        _check_mappings(found[-1][0][1])
         # The same sizes again are the same groups.
         assert _numbers(MPU(tensor, pipeline)) == found[-1]
         with pytest.raises(RuntimeError, match="already initialized"):
             MPU(tensor_parallel_size=3 - min(tensor, 2), pipeline_parallel_size=pipeline)
         parallel_state.destroy_model_parallel()
-    with pytest.raises(ValueError, match="4"):
-        MPU(tensor_parallel_size=3, pipeline_parallel_size=1)
+    _check_worlds_that_do_not_divide()
     return found
+
+
+def _check_stages(rank: int, numbers: tuple[list[list[int]], list[int], list[int]]) -> None:
+    (_, tensor, own, _), (_, _, stage, _), (_, _, stages, _) = numbers
+    mpu = MPU(len(tensor), stages)
+    assert mpu.get_tensor_parallel_src_rank() == tensor[0]
+    assert mpu.is_pipeline_first_stage() == (stage == 0)
+    assert mpu.is_pipeline_last_stage() == (stage == stages - 1)
+    assert mpu.get_pipeline_model_parallel_global_ranks_per_group() == own
+    all_ranks = mpu.get_pipeline_parallel_global_ranks_across_all_groups()
+    assert own in all_ranks
+    assert sorted(chain(*all_ranks)) == list(range(4))
+    assert mpu.model_parallel_is_initialized()
+
+
+def _check_mappings(members: list[int]) -> None:
+    """Values and gradients; a rank weights its results by its global rank plus one."""
+    mpu = MPU(len(members), parallel_state.get_pipeline_model_parallel_size())
+    weights, own = torch.tensor(members) + 1.0, dist.get_rank() + 1.0
+    whole, ones = torch.arange(4.0), torch.ones(4)
+    part = whole.chunk(len(members))[mpu.get_tensor_parallel_rank()]
+
+    def run(mapping: Callable[[torch.Tensor], torch.Tensor], inputs: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        leaf = inputs.clone().requires_grad_()
+        outputs = mapping(leaf)
+        (outputs * own).sum().backward()
+        assert torch.equal(leaf, inputs)
+        return outputs, leaf.grad
+
+    for found, expected in (
+        (run(mpu.broadcast, whole * own), (whole * own, ones * weights.sum())),
+        (run(mpu.reduce, whole * own), (whole * weights.sum(), ones * own)),
+        (run(mpu.scatter, whole), (part, weights.repeat_interleave(part.numel()))),
+        (run(mpu.gather, part), (whole, ones[: part.numel()] * own)),
+    ):
+        assert all(map(torch.equal, found, expected))
+
+
+def _check_worlds_that_do_not_divide() -> None:
+    """All ranks are refused before anything is started, for fewer ranks than all and for more."""
+    for size in (3, 8):
+        message = f"a world of 4 ranks does not .* start a multiple of {size} processes"
+        with pytest.raises(ValueError, match=message):
+            MPU(tensor_parallel_size=size, pipeline_parallel_size=1)
+        with pytest.raises(ValueError, match=message):
+            oslo.initialize(_gpt2(), {"model_parallelism": {"enable": True, "tensor_parallel_size": size}})
+    assert not dist.is_initialized()
 
 
 @pytest.mark.one_python
@@ -53,18 +102,23 @@ def test_groups_ranks_and_sizes() -> None:
         places = list(product(range(pipeline), range(data), range(tensor)))
         for rank, (groups, ranks, sizes) in enumerate(of_ranks):
             p, d, t = places[rank]
-            assert sizes == [data, tensor, pipeline]
-            assert ranks == [d, t, p]
+            assert sizes == [data, tensor, pipeline, tensor * pipeline]
+            assert ranks == [d, t, p, p * tensor + t]
             assert groups == [
                 [places.index((p, each, t)) for each in range(data)],
                 [places.index((p, d, each)) for each in range(tensor)],
                 [places.index((each, d, t)) for each in range(pipeline)],
+                [places.index((each, d, other)) for each in range(pipeline) for other in range(tensor)],
             ]
+
+
+def _gpt2() -> GPT2LMHeadModel:
+    return GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=16, n_positions=8))
 
 
 @pytest.fixture
 def model() -> Iterator[GPT2LMHeadModel]:
-    yield GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=16, n_positions=8))
+    yield _gpt2()
     parallel_state.destroy_model_parallel()
 
 
@@ -75,14 +129,14 @@ def test_a_model_of_one_process_has_it(model: GPT2LMHeadModel) -> None:
     assert isinstance(parallel, GPT2LMHeadModel)
     assert type(parallel).__name__ == "GPT2LMHeadModel"
     assert isinstance(parallel.mpu, MPU)
-    assert _numbers(parallel.mpu) == ([[0], [0], [0]], [0, 0, 0], [1, 1, 1])
+    assert _numbers(parallel.mpu) == ([[0]] * 4, [0] * 4, [1] * 4)
     with pytest.raises(RuntimeError, match="was given to initialize before"):
         oslo.initialize(parallel, {"model_parallelism": {"enable": True}})
 
 
 def test_other_models_are_refused() -> None:
     with torch.device("meta"):
-        without = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=16, n_positions=8))
+        without = _gpt2()
     with pytest.raises(ValueError, match="on the meta device: build it on the CPU"):
         oslo.initialize(without, {"model_parallelism": {"enable": True}})
     with pytest.raises(TypeError, match=r"takes a PreTrainedModel of transformers, not a Linear\."):

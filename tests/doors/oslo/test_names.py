@@ -13,8 +13,18 @@ from nxdpp.doors.oslo.parallel_model import ParallelModel
 from nxdpp.oslo.pytorch.model_parallelism.network.mpu import MPU
 
 PAGE = (Path(__file__).parents[3] / "docs/oslo.md").read_text()
-KINDS = ("data", "tensor", "pipeline")
+KINDS = ("data", "tensor", "pipeline", "model")
 METHODS = [f"get_{kind}_parallel_{name}" for kind in KINDS for name in ("group", "rank", "world_size")]
+OTHER_METHODS = (
+    "get_tensor_parallel_src_rank",
+    "is_pipeline_first_stage",
+    "is_pipeline_last_stage",
+    "get_pipeline_parallel_global_ranks_across_all_groups",
+    "get_pipeline_model_parallel_global_ranks_per_group",
+    "model_parallel_is_initialized",
+    "destroy_model_parallel",
+)
+MAPPINGS = ("broadcast", "reduce", "scatter", "gather")
 
 
 @pytest.mark.parametrize(
@@ -29,6 +39,8 @@ METHODS = [f"get_{kind}_parallel_{name}" for kind in KINDS for name in ("group",
         ),
         (ParallelModel.from_parallelized, "(self, load_directory)"),
         *((getattr(MPU, name), "(self)") for name in METHODS),
+        *((getattr(MPU, name), "(self)") for name in OTHER_METHODS),
+        *((getattr(MPU, name), "(self, inputs)") for name in MAPPINGS),
     ],
 )
 def test_arguments_and_defaults(named: Any, signature: str) -> None:
@@ -41,7 +53,7 @@ def test_arguments_and_defaults(named: Any, signature: str) -> None:
     ]
     assert str(inspect.Signature(parameters)) == signature
     kind = named.__name__.replace("rank", "group").replace("world_size", "group")
-    assert f"{kind}`" in PAGE or f"{named.__name__}(" in PAGE
+    assert any(text in PAGE for text in (f"`{kind}`", f"`{named.__name__}`", f"{named.__name__}("))
 
 
 def test_the_page_has_each_key() -> None:

@@ -13,7 +13,17 @@ import nxdpp.oslo as oslo
 from nxdpp import gather_state_dict, parallel_state
 from nxdpp.gradients.gradient_norm import clip_grad_norm
 from tests.doors.oslo.checkpointing import check_several_ranks
-from tests.doors.oslo.training import MODELS, ROWS, batch, distances, engine_of, gpt2, parallel_losses, whole_losses
+from tests.doors.oslo.training import (
+    MODELS,
+    ROWS,
+    batch,
+    compiled_without_code,
+    distances,
+    engine_of,
+    gpt2,
+    parallel_losses,
+    whole_losses,
+)
 from tests.support.run_ranks import run_ranks
 
 STEPS = range(3)
@@ -35,16 +45,21 @@ def _over_four_ranks(rank: int, folder: Path) -> None:
     _check_files(folder)
     check_several_ranks(1, 2)
     parallel_state.destroy_model_parallel()
-    _check_training("gpt2", 2, 2, 1, 1e-5)
+    with compiled_without_code():
+        _check_training("gpt2", 2, 2, 1, 1e-5, kernel_fusion={"enable": True})
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
     parallel_state.destroy_model_parallel()
 
 
-def _check_training(name: str, tensor: int, pipeline: int, microbatches: int, tolerance: float) -> None:
+def _check_training(
+    name: str, tensor: int, pipeline: int, microbatches: int, tolerance: float, **sections: Any
+) -> None:
     whole, model = MODELS[name](), MODELS[name]()
     optimizer, reference = Adam(model.parameters(), lr=1e-2), Adam(whole.parameters(), lr=1e-2)
 
     before = [weakref.ref(parameter) for parameter in model.parameters()]
-    assert oslo.initialize(model, _config(tensor, pipeline), num_microbatches=microbatches) is model
+    config = _config(tensor, pipeline) | sections
+    assert oslo.initialize(model, config, num_microbatches=microbatches) is model
 
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     local = [parameter for parameter in model.parameters() if not parameter.is_meta]

@@ -21,6 +21,7 @@ from tests.doors.oslo.checkpointing import check_several_ranks
 from tests.doors.oslo.training import (
     LENGTH,
     MODELS,
+    THEIR_CONFIGURATIONS,
     batch,
     distances,
     engine_of,
@@ -38,6 +39,7 @@ FAMILIES = {
     "bart": "BartForConditionalGeneration",
     "bert": "BertForMaskedLM",
     "blenderbot": "BlenderbotForConditionalGeneration",
+    "blenderbot-small": "BlenderbotSmallForConditionalGeneration",
     "electra": "ElectraForMaskedLM",
     "gpt2": "GPT2LMHeadModel",
     "gpt_neo": "GPTNeoForCausalLM",
@@ -62,6 +64,8 @@ def _over_tensor_ranks(rank: int, folder: Path) -> None:
     _check_generation()
     check_several_ranks(2, 1)
     _check_files(folder)
+    parallel_state.destroy_model_parallel()
+    _check_their_configurations(folder / f"{rank}.json")
 
 
 def _check_training(name: str, folder: Path) -> None:
@@ -211,7 +215,7 @@ def _seed(model: Any, number: int) -> None:
 
 
 def _check_families(folder: Path) -> None:
-    """The ten families of the tutorial's library: the loss, and the merged bits."""
+    """OSLO's eleven families: the loss, and the merged bits."""
     for model_type, class_name in FAMILIES.items():
         kind = getattr(transformers, class_name)
         config, sizes = CONFIGURATIONS[model_type]
@@ -225,6 +229,19 @@ def _check_families(folder: Path) -> None:
         model.save_parallelized(folder / model_type, merge_checkpoints=True)
         loaded = kind.from_pretrained(folder / model_type).state_dict()
         assert all(distance == 0 for _, distance in distances(loaded, whole.state_dict())), model_type
+
+
+def _check_their_configurations(path: Path) -> None:
+    """The configurations of OSLO's own tests for four ranks."""
+    whole = gpt2()
+    expected = whole_losses(whole, Adam(whole.parameters(), lr=1e-2), STEPS, 1)[0]
+    for name in ("model_parallelism", "activation_checkpointing"):
+        path.write_text(json.dumps(THEIR_CONFIGURATIONS[name]))
+        model = gpt2()
+        optimizer = Adam(model.parameters(), lr=1e-2)
+        model = oslo.initialize(model, config=str(path))
+        assert model.mpu.get_tensor_parallel_world_size() == 4
+        assert parallel_losses(engine_of(model), optimizer, STEPS, 0) == pytest.approx(expected, abs=1e-5)
 
 
 def _check_generation() -> None:

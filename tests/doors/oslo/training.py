@@ -1,8 +1,12 @@
 """Training of a tiny model by the loop of OSLO's tutorial, and the same training of the whole model by one process."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partialmethod
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -12,11 +16,11 @@ VOCABULARY, ROWS, LENGTH = 32, 4, 8
 
 
 def gpt2(**changes: Any) -> Any:
-    """A GPT-2 of four layers without dropout; its head is tied to its embedding."""
+    """A GPT-2 of four layers by default, without dropout; its head is tied to its embedding."""
     torch.manual_seed(0)
     sizes: dict[str, Any] = {"n_layer": 4, "n_embd": 16, "n_head": 4, "vocab_size": VOCABULARY, "n_positions": LENGTH}
     rates: dict[str, Any] = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-    return GPT2LMHeadModel(GPT2Config(**sizes, **rates, bos_token_id=1, eos_token_id=2, **changes))
+    return GPT2LMHeadModel(GPT2Config(**sizes | rates | changes, bos_token_id=1, eos_token_id=2))
 
 
 def bert() -> Any:
@@ -87,4 +91,34 @@ def distances(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor])
         yield name, float((tensor - expected[name]).abs().max())
 
 
+@contextmanager
+def compiled_without_code() -> Iterator[None]:
+    """Let modules compile to graphs that torch runs as they are, in the place of code that takes long to build."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend="eager"))
+        yield
+
+
+def compiled_types(model: nn.Module) -> dict[str, int]:
+    """Return the number of compiled modules of ``model`` by class."""
+    return dict(Counter(type(each).__name__ for each in model.modules() if each._compiled_call_impl is not None))
+
+
 MODELS: dict[str, Callable[[], Any]] = {"gpt2": gpt2, "bert": bert}
+_PARALLELISM = {"enable": True, "tensor_parallel_size": 4}
+_CHECKPOINTING = ("cpu_checkpointing", "partitioned_checkpointing", "contiguous_checkpointing")
+THEIR_CONFIGURATIONS: dict[str, dict[str, Any]] = {
+    "model_parallelism": {"model_parallelism": _PARALLELISM},
+    "activation_checkpointing": {
+        "model_parallelism": _PARALLELISM,
+        "activation_checkpointing": {"enable": True, **dict.fromkeys(_CHECKPOINTING, True)},
+    },
+    "kernel_fusion": {
+        "kernel_fusion": {
+            "enable": True,
+            "memory_efficient_fusion": True,
+            "custom_cuda_kernels": ["FusedNoRepeatNGram"],
+        }
+    },
+}
+"""The configurations of OSLO's own tests (``tests/pytorch/config`` of 2.0.1), by the names of their files."""

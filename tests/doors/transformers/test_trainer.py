@@ -41,15 +41,16 @@ class Run(NamedTuple):
 
 
 def train(rank: int, folder: Path, names: list[str], replicas: int) -> dict[str, Run]:
-    runs = {}
-    for name in names:
-        text = StringIO()
-        with redirect_stdout(text):
-            training = {**TRAININGS, "dropout": WITH_DROPOUT}[name]
-            trainer = training.trainer(PipelineTrainer, folder / name, replicas, pipeline_parallel_size=2)
-            trainer.train()
-        runs[name] = Run(trainer.state.log_history, text.getvalue())
-    return runs
+    trainings = {**TRAININGS, "dropout": WITH_DROPOUT}
+    return {name: _run(trainings[name], folder / name, replicas, pipeline_parallel_size=2) for name in names}
+
+
+def _run(training: Training, folder: Path, *others: Any, **pipeline: Any) -> Run:
+    text = StringIO()
+    with redirect_stdout(text):
+        trainer = training.trainer(PipelineTrainer, folder, *others, **pipeline)
+        trainer.train()
+    return Run(trainer.state.log_history, text.getvalue())
 
 
 class OwnLoaders(PipelineTrainer):
@@ -69,6 +70,10 @@ def train_replicas(rank: int, folder: Path, names: list[str]) -> dict[str, Run]:
     for call in (own.train, own.evaluate):
         with pytest.raises(ValueError, match=r"to each of 2 data-parallel replicas\. Return self.accelerator.prepare"):
             call()
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(2, 2, backend="gloo")
+    divided = replace(TRAININGS["evaluated"], model=lambda: tensor_parallelize(tied_llama()))
+    runs["divided"] = _run(divided, folder / "divided")
     return runs
 
 
@@ -129,19 +134,10 @@ def test_rank_0_alone_prints(two_replicas: list[Mapping[str, Run]]) -> None:
         assert not any(other[name].printed for other in others)
 
 
-def train_divided(rank: int, folder: Path) -> Logs:
-    parallel_state.initialize_model_parallel(2, 2, backend="gloo")
-    divided = replace(TRAININGS["evaluated"], model=lambda: tensor_parallelize(tied_llama()))
-    trainer = divided.trainer(PipelineTrainer, folder / "divided")
-    trainer.train()
-    return trainer.state.log_history
-
-
-def test_a_divided_model_trains_as_one_process(tmp_path: Path) -> None:
-    ranks = run_ranks(4, train_divided, tmp_path)
+def test_a_divided_model_trains_as_one_process(two_replicas: list[Mapping[str, Run]], tmp_path: Path) -> None:
     expected = _in_one_process("evaluated", tmp_path)
-    for logs in ranks:
-        assert_alike(logs, expected)
+    for runs in two_replicas:
+        assert_alike(runs["divided"].logs, expected)
 
 
 def _in_one_process(name: str, folder: Path, replicas: int = 1) -> Logs:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn, optim
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # public, though not in its __all__
 from torch.optim import Optimizer
@@ -109,6 +110,19 @@ class Unknown(optim.SGD):
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         raise KeyError("layers.0")
+
+
+def test_an_optimizer_of_accelerate_is_not_tried(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It steps by the optimizer that it wraps, which is judged when that steps."""
+    monkeypatch.delattr(AcceleratedOptimizer, "step")
+    parameter = nn.Parameter(torch.ones(2, 2))
+    optimizer = object.__new__(AcceleratedOptimizer)
+    optimizer.optimizer = optim.SGD([parameter], lr=0.1)
+    _refuse_wrong(optimizer, {id(parameter)})
+    # A trial would warn that it raises.
+    assert not caplog.messages
 
 
 def test_an_optimizer_that_no_trial_judges_is_named_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -44,6 +44,7 @@ CONFIGURATIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "bart": ("BartConfig", _BOTH | {"scale_embedding": True}),
     "bert": ("BertConfig", _ENCODER),
     "blenderbot": ("BlenderbotConfig", _BOTH),
+    "blenderbot-small": ("BlenderbotSmallConfig", _BOTH),
     "electra": ("ElectraConfig", _ENCODER | {"embedding_size": 16}),
     "gpt2": ("GPT2Config", _GPT | {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 16}),
     "gpt_neo": (
@@ -64,7 +65,8 @@ _WITH_LABELS = ("MaskedLM", "CausalLM", "LMHeadModel", "ConditionalGeneration")
 
 
 def _classes(model_type: str) -> list[type[Any]]:
-    module = import_module(f"transformers.models.{model_type}.modeling_{model_type}")
+    name = model_type.replace("-", "_")
+    module = import_module(f"transformers.models.{name}.modeling_{name}")
     return [
         each
         for name in module.__all__
