@@ -1,0 +1,55 @@
+"""``MixedPrecisionAdam`` and ``MixedPrecisionAdamW``: float32 values and state for half parameters."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from nxdpp.gradients.optimizer.fp32_adamw import AdamW_FP32OptimParams
+
+
+class MixedPrecisionAdamW(AdamW_FP32OptimParams):
+    """``torch.optim.AdamW`` that steps a float32 copy of each half parameter, in its state under ``master``.
+
+    Args:
+        params, lr, betas, eps, weight_decay, amsgrad, maximize, foreach, capturable, differentiable, fused: as of
+            ``torch.optim.AdamW``.
+
+    Raises as ``AdamW`` does.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+    ) -> None:
+        flags: dict[str, Any] = {"maximize": maximize, "capturable": capturable, "differentiable": differentiable}
+        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, foreach=foreach, fused=fused, **flags)
+
+
+class MixedPrecisionAdam(MixedPrecisionAdamW):
+    """``torch.optim.Adam`` that steps a float32 copy of each half parameter, in its state under ``master``.
+
+    Args:
+        params: as of ``torch.optim.Adam``.
+        weight_decay: factor of the penalty that is added to the gradient.
+        options: the other options of ``torch.optim.Adam``.
+
+    Raises as ``Adam`` does.
+    """
+
+    def __init__(self, params: Iterable[Any], *args: Any, weight_decay: float = 0.0, **options: Any) -> None:
+        super().__init__(params, *args, weight_decay=weight_decay, **options)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters, whose weights do not decay by themselves."""
+        super().add_param_group(param_group)
+        self.param_groups[-1]["decoupled_weight_decay"] = False

@@ -1,0 +1,1 @@
+"""nnScaler's import path ``nnscaler.runtime``."""
