@@ -11,6 +11,8 @@ from nxdpp.doors.nnscaler.enums import BroadcastGenFilesStrategy, ReuseType
 from nxdpp.late_names import late_names
 
 if TYPE_CHECKING:
+    from nxdpp.nnscaler import parallel as parallel
+    from nxdpp.nnscaler import runtime as runtime
     from nxdpp.nnscaler.parallel import *
 
 __all__ = [
@@ -39,7 +41,7 @@ _MODULES = ("parallel", "runtime")
 
 def _module_with(name: str) -> ModuleType:
     import nxdpp.nnscaler.parallel
-    import nxdpp.nnscaler.runtime.f16_optimizer
+    import nxdpp.nnscaler.runtime
 
     return nxdpp.nnscaler if name in _MODULES else nxdpp.nnscaler.parallel
 
