@@ -16,13 +16,15 @@ class MixedPrecisionAdamW(AdamW_FP32OptimParams):
     Raises as ``AdamW`` does.
     """
 
+    _DECAY = 1e-2
+
     def __init__(
         self,
         params: Iterable[Any],
         lr: float = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
-        weight_decay: float = 1e-2,
+        weight_decay: float | None = None,
         amsgrad: bool = False,
         *,
         maximize: bool = False,
@@ -31,25 +33,20 @@ class MixedPrecisionAdamW(AdamW_FP32OptimParams):
         differentiable: bool = False,
         fused: bool | None = None,
     ) -> None:
+        decay = self._DECAY if weight_decay is None else weight_decay
         flags: dict[str, Any] = {"maximize": maximize, "capturable": capturable, "differentiable": differentiable}
-        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, foreach=foreach, fused=fused, **flags)
+        super().__init__(params, lr, betas, eps, decay, amsgrad, foreach=foreach, fused=fused, **flags)
 
 
 class MixedPrecisionAdam(MixedPrecisionAdamW):
     """``torch.optim.Adam`` that steps a float32 copy of each half parameter, in its state under ``master``.
 
-    Args:
-        params: as of ``torch.optim.Adam``.
-        weight_decay: factor of the penalty that is added to the gradient.
-        options: the other options of ``torch.optim.Adam``.
-
-    Raises as ``Adam`` does.
+    Arguments and errors are the ones of ``torch.optim.Adam``.
     """
 
-    def __init__(self, params: Iterable[Any], *args: Any, weight_decay: float = 0.0, **options: Any) -> None:
-        super().__init__(params, *args, weight_decay=weight_decay, **options)
+    _DECAY = 0.0
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of parameters, whose weights do not decay by themselves."""
+        """Add a group of parameters, whose ``weight_decay`` is added to the gradients."""
         super().add_param_group(param_group)
         self.param_groups[-1]["decoupled_weight_decay"] = False
