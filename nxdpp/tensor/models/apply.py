@@ -124,15 +124,14 @@ def _remedy(model: nn.Module, module: nn.Module, rows: int) -> str:
 
 
 def _check_module(name: str, module: nn.Module, style: str, is_padded: bool) -> None:
-    is_linear = isinstance(module, nn.Linear | Conv1D)
     if style in MODULE:
-        if style == "rows" and not is_linear:
+        if style == "rows" and not isinstance(module, nn.Linear | Conv1D):
             raise ValueError(
                 f"the plan gives {name}, a {type(module).__name__}, the style rows, which linear layers take"
             )
         return
     fits = style in EMBEDDING if isinstance(module, nn.Embedding) else style in LINEAR
-    if not (is_linear or isinstance(module, nn.Embedding)) or not fits:
+    if not isinstance(module, nn.Linear | nn.Embedding | Conv1D) or not fits:
         raise ValueError(f"the plan gives {name}, a {type(module).__name__}, the style {style}, which does not fit it")
     own = type(module).forward
     if own not in (nn.Linear.forward, nn.Embedding.forward, Conv1D.forward) and not isinstance(module, nn.Embedding):

@@ -77,8 +77,9 @@ def _made(name: str) -> Any:
     if name in ("gpt2", "bert"):
         return models.make(name, layers=2)
     if name == "t5":
-        sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_heads": 4, "num_layers": 2, "dropout_rate": 0.0}
-        return T5ForConditionalGeneration(T5Config(vocab_size=64, decoder_start_token_id=0, **sizes))
+        sizes: dict[str, Any] = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_heads": 4, "num_layers": 2}
+        sizes |= {"dropout_rate": 0.0, "vocab_size": 64, "decoder_start_token_id": 0}
+        return T5ForConditionalGeneration(T5Config(**sizes))
     kind = {"roberta": RobertaConfig, "electra": ElectraConfig}[name]
     config: Any = kind(
         vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, pad_token_id=0

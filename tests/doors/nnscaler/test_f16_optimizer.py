@@ -12,7 +12,7 @@ from nxdpp.nnscaler.runtime.f16_optimizer import MixedPrecisionAdam, MixedPrecis
 from tests.doors.nnscaler.own_folders import parallelize
 from tests.doors.nnscaler.trained_modules import WIDTH, Net
 
-OPTIONS = {"lr": 0.01, "weight_decay": 0.1, "betas": (0.8, 0.9)}
+OPTIONS: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.1, "betas": (0.8, 0.9)}
 PAIRS: list[tuple[Any, Any]] = [
     (MixedPrecisionAdam, torch.optim.Adam),
     (MixedPrecisionAdamW, torch.optim.AdamW),
