@@ -168,7 +168,11 @@ class ComputeConfig:
     def apply_pipeline_scheduler(
         self, graph: "Schedulable", pipeline_nstages: int, pipeline_nmicros: int, pipeline_scheduler: str
     ) -> None:
-        """Set the pipeline of the graph of a policy function, as ``graph.schedule`` does."""
+        """Set the pipeline of the graph of a policy function, as ``graph.schedule`` does.
+
+        Raises ``ValueError`` for a pipeline that the fields do not allow.
+        """
+        self.check_pipeline(pipeline_nstages, pipeline_nmicros, pipeline_scheduler)
         graph.schedule(pipeline_scheduler, pipeline_nstages, pipeline_nmicros)
 
 

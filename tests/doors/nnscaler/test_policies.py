@@ -300,6 +300,12 @@ def test_a_policy_of_nnscalers_graph_is_refused_with_the_place_of_the_remedy(pol
         chosen(lambda graph, _: graph.layer, 2)
 
 
+def test_a_scheduler_of_the_other_mode_is_refused_at_once() -> None:
+    graph = PolicyGraph(Blocks(), {}, config(2))
+    with pytest.raises(ValueError, match="training cannot use pipeline_scheduler='infer_pipe'"):
+        config(2).apply_pipeline_scheduler(graph, 2, 2, "infer_pipe")
+
+
 def test_a_policy_that_is_no_policy() -> None:
     with pytest.raises(TypeError, match="a policy function must return the graph that it was given, not None"):
         chosen(lambda graph, _: None, 1)
