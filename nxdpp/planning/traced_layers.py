@@ -1,6 +1,6 @@
 """Transformer layers of a model and their costs, for policies that run before any rank holds a part."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -24,8 +24,15 @@ class TracedLayers:
         nodes: of the traced graph, in the order of execution.
     """
 
-    def __init__(self, module: nn.Module, example: Mapping[str, Any], transformer_layer_cls: Any | None) -> None:
-        options = PipelineConfig(transformer_layer_cls=transformer_layer_cls).tracing_options(module)
+    def __init__(
+        self,
+        module: nn.Module,
+        example: Mapping[str, Any],
+        transformer_layer_cls: Any | None,
+        autowrap_functions: Sequence[Callable[..., Any]] = (),
+    ) -> None:
+        config = PipelineConfig(transformer_layer_cls=transformer_layer_cls, autowrap_functions=autowrap_functions)
+        options = config.tracing_options(module)
         self._module = module
         self._example = example
         self._traced = trace_for(module, example, options)
@@ -51,7 +58,11 @@ class TracedLayers:
 
 
 def trace_layers(
-    module: nn.Module, example: Mapping[str, Any], *, transformer_layer_cls: Any | None = None
+    module: nn.Module,
+    example: Mapping[str, Any],
+    *,
+    transformer_layer_cls: Any | None = None,
+    autowrap_functions: Sequence[Callable[..., Any]] = (),
 ) -> TracedLayers:
     """Trace ``module`` and return its transformer layers; needs no ranks, changes and sends nothing.
 
@@ -61,9 +72,10 @@ def trace_layers(
             Only shapes and dtypes of tensors are read.
         transformer_layer_cls: class, or name of a class, of the layers, or a list of these. By default as in
             ``PipelineConfig``.
+        autowrap_functions: functions that are not traced through.
 
     Raises:
         TracingError: for a model that cannot be traced.
         ValueError: for a model without layers, and for a layer that runs several times.
     """
-    return TracedLayers(module, example, transformer_layer_cls)
+    return TracedLayers(module, example, transformer_layer_cls, autowrap_functions)

@@ -1,6 +1,6 @@
 """Process groups of this rank: the device mesh, and the extra groups of the pipeline dimension."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -45,6 +45,7 @@ class ProcessGroups:
     started_world: bool
     exchange: StoreExchange
     timeouts: Timeouts = NO_LIMITS
+    _data_parts: dict[int, ProcessGroup] = field(default_factory=dict)
 
     def rank(self, dimension: str) -> int:
         """This rank's index along ``dimension``."""
@@ -77,6 +78,18 @@ class ProcessGroups:
         assert isinstance(group, ProcessGroup)
         return group
 
+    def part_of_data_group(self, count: int) -> ProcessGroup:
+        """Group of consecutive ranks of the data group, one of ``count``; its first use is collective over it."""
+        if count not in self._data_parts:
+            ranks = dist.get_process_group_ranks(self.mesh.get_group("data"))
+            size = len(ranks) // count
+            first = self.rank("data") // size * size
+            with Wait("new process group", ranks=ranks[first : first + size]):
+                group = _new_group(ranks[first : first + size], use_local_synchronization=True)
+            assert isinstance(group, ProcessGroup)
+            self._data_parts[count] = group
+        return self._data_parts[count]
+
     def destroy(self) -> None:
         """Destroy the groups, or the whole world if nxdpp started it; collective over all ranks."""
         if self.started_world:
@@ -86,6 +99,7 @@ class ProcessGroups:
             *self.mesh.get_all_groups(),
             *self.control_groups.values(),
             *self.transfer_groups.all,
+            *self._data_parts.values(),
             *(vars(self)[name] for name in ("own_group", "model_group") if name in vars(self)),
         ]
         for group in dict.fromkeys(groups):

@@ -95,6 +95,9 @@ class _LayoutSearch:
         sizes = self._sizes()
         if self._recompute:
             graph.recompute(self._recompute)
+        whole = [each for each in sizes if each[1] == 1]
+        if self._stages is None and not self._pivots and sizes != whole and not graph.can_be_cut:
+            sizes = whole
         if len(sizes) == 1 and sizes[0][1] == 1 and self._memory is None:
             graph.divide(sizes[0][0])  # there is no choice
             return

@@ -26,7 +26,7 @@ class ComputeConfig:
         runtime_ngpus: number of ranks of the job, a multiple of ``plan_ngpus``. By default ``WORLD_SIZE``.
         constant_folding, trace_strategy: verified and kept in the plan. They have no effect.
         use_zero: share the optimizer state among the units (ZeRO-1).
-        zero_ngroups: number of groups of units that share the state. Only 1 can be loaded.
+        zero_ngroups: number of groups of units. The units of a group share the state, and each group has all of it.
         zero_use_reduce_scatter: verified. ZeRO-1 always reduces by reduce-scatter.
         inference_only: the module is never trained.
         use_end2end: forward takes one sample and returns the loss first.
@@ -69,8 +69,6 @@ class ComputeConfig:
             raise ValueError(f"trace_strategy must be one of {', '.join(TRACE_STRATEGIES)}, not {self.trace_strategy}")
         if (self.reducer_bucket_cap_mb or 0) < 0:
             raise ValueError(f"reducer_bucket_cap_mb must not be negative: {self.reducer_bucket_cap_mb}")
-        if self.use_async_reducer and not self.use_end2end:
-            raise ValueError("use_async_reducer=True needs use_end2end=True: give both, or leave it out")
 
     def _check_types(self) -> None:
         for name in ("plan_ngpus", "runtime_ngpus", "zero_ngroups"):
@@ -92,6 +90,8 @@ class ComputeConfig:
             return
         if self.zero_ngroups <= 0:
             raise ValueError(f"zero_ngroups must be above 0, not {self.zero_ngroups}")
+        if self.units % self.zero_ngroups:
+            raise ValueError(f"zero_ngroups={self.zero_ngroups} must divide the {self.units} units")
         if self.zero_use_reduce_scatter and self.zero_ngroups != 1:
             raise ValueError(f"zero_use_reduce_scatter=True needs zero_ngroups=1, not {self.zero_ngroups}")
 
@@ -168,7 +168,11 @@ class ComputeConfig:
     def apply_pipeline_scheduler(
         self, graph: "Schedulable", pipeline_nstages: int, pipeline_nmicros: int, pipeline_scheduler: str
     ) -> None:
-        """Set the pipeline of the graph of a policy function, as ``graph.schedule`` does."""
+        """Set the pipeline of the graph of a policy function, as ``graph.schedule`` does.
+
+        Raises ``ValueError`` for a pipeline that the fields do not allow.
+        """
+        self.check_pipeline(pipeline_nstages, pipeline_nmicros, pipeline_scheduler)
         graph.schedule(pipeline_scheduler, pipeline_nstages, pipeline_nmicros)
 
 

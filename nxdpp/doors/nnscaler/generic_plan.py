@@ -2,19 +2,23 @@
 
 ::
 
-    nn.Linear      colwise_gather_output   each rank computes some of the features
-    nn.Embedding   embedding_rowwise       each rank has some of the rows
+                   plan_for                                           rows_plan, of the policy data
+    nn.Linear      colwise_gather_output: some of the features        rows: some of the rows of the input
+    nn.Embedding   embedding_rowwise: some of the rows
+    others         replicated: each rank computes the same, and has the same gradients
 
-Transformers models inside the module keep the plans of their types. The plan of a module is always compared with one
-process before it is used.
+Transformers models inside the module keep the plans of their types. A plan is always compared with one process before
+it is used. Where it differs, the module is replicated.
 """
 
 import copy
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from nxdpp.doors.nnscaler.nested_values import map_values, values_in
 from nxdpp.ranks import parallel_state
@@ -26,16 +30,31 @@ from nxdpp.tensor.models.own_plans import tensor_plan
 def plan_for(module: nn.Module, ranks: int) -> dict[str, str] | None:
     """Return a plan that divides ``module`` over ``ranks``, or ``None`` if nxdpp has one for its type.
 
-    Raises ``ValueError`` for a module of which nothing can be divided.
+    What does not divide is not in it. A module of which nothing divides has an empty plan.
     """
-    if tensor_plan(module) is not None:
-        return None
-    plan = dict(_styles(module, "", ranks))
-    if not plan:
-        raise ValueError(
-            f"{type(module).__name__} has no nn.Linear or nn.Embedding that {ranks} ranks can share: use dp with "
-            f"plan_ngpus=1, or a policy function"
-        )
+    return None if tensor_plan(module) is not None else dict(_styles(module, "", ranks))
+
+
+def rows_plan(module: nn.Module) -> dict[str, str]:
+    """Return the plan by which ranks share the rows of the inputs of all linear layers."""
+    return {name: "rows" for name, part in module.named_modules() if type(part) in (nn.Linear, Conv1D)}
+
+
+def checked_plan(
+    module: nn.Module, dummy_forward_args: Mapping[str, Any], plan: Mapping[str, str], is_default: bool
+) -> Mapping[str, str]:
+    """Return ``plan`` where it gives the numbers of one process, as ``compare`` does; collective over the tensor group.
+
+    Where a plan that ``is_default`` differs, warn and return the empty plan, by which each rank computes the whole
+    module. Raises ``ValueError`` for a plan of the user that differs.
+    """
+    try:
+        compare(module, dummy_forward_args, plan)
+    except ValueError as error:
+        if not is_default:
+            raise
+        warnings.warn(f"each rank of a unit computes the whole module: {error}", stacklevel=3)
+        return {}
     return plan
 
 
@@ -57,7 +76,7 @@ def compare(module: nn.Module, dummy_forward_args: Mapping[str, Any], plan: Mapp
     try:
         with torch.enable_grad():
             check_tensor_parallel(compared, args, plan)
-    except (RuntimeError, TypeError, ValueError) as error:
+    except Exception as error:  # the module's own code may raise anything over a part of a weight
         raise ValueError(
             f"{type(module).__name__} cannot be divided over {parallel_state.get_tensor_model_parallel_size()} ranks: "
             f"{str(error).rstrip('.')}. Use dp with plan_ngpus=1, or a policy function that gives a plan"

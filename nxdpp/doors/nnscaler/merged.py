@@ -83,6 +83,28 @@ def load_merged_state_dict(
 load_merged_state_dicts = load_merged_state_dict
 
 
+def load_sharded_state_dict(
+    module: nn.Module,
+    module_state_dict: Mapping[str, Any],
+    optimizer: Optimizer | None = None,
+    optimizer_state_dict: Mapping[str, Any] | None = None,
+    *,
+    device: str | torch.device | None = None,
+) -> None:
+    """Load what ``state_dict()`` of this rank returned; not collective.
+
+    ``device`` is the device of the loaded tensors, by default the one of this rank.
+
+    Raises ``ValueError`` for the state of a different rank, and for an optimizer without a state dict.
+    """
+    if optimizer is not None and optimizer_state_dict is None:
+        raise ValueError("optimizer is given without optimizer_state_dict: give both, or the module alone")
+    to_device(module, optimizer, device)
+    module.load_state_dict(module_state_dict)
+    if optimizer is not None and optimizer_state_dict is not None:
+        optimizer.load_state_dict(dict(optimizer_state_dict))
+
+
 def to_device(module: nn.Module, optimizer: Optimizer | None, device: str | torch.device | None) -> None:
     """Move ``module`` to ``device``, by default the device of this rank, if it is elsewhere.
 

@@ -8,6 +8,7 @@
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -43,8 +44,8 @@ def build_optimizer(
 
     Raises:
         TypeError: for an ``optimizer_fn`` that returns no plain optimizer.
-        ValueError: for parallel modules, or a ``compute_config``, with different sizes or ``use_zero``. So for
-            ``zero_ngroups`` above 1, a module for inference, and an optimizer that evaluates its closure several times.
+        ValueError: for parallel modules, or a ``compute_config``, with different sizes, ``use_zero`` or
+            ``zero_ngroups``. So for a module for inference, and an optimizer that evaluates its closure several times.
         RuntimeError: for a module without parallel ones, for an end-to-end module inside another module, and for an
             optimizer whose step over shards is not the one of the whole parameters.
     """
@@ -67,7 +68,7 @@ def build_optimizer(
     reducers: list[Reducer]
     plain_reducer: Reducer | None
     if config.use_zero:
-        optimizer = zero_optimizer(made, kwargs, bucket_bytes_of(compute_config or config))
+        optimizer = zero_optimizer(made, kwargs, bucket_bytes_of(compute_config or config), config.zero_ngroups)
         reducers = [ZeroReducer(optimizer, bucket_bytes_of(config))]
         plain_reducer = reducers[0] if plain else None
     else:
@@ -79,6 +80,15 @@ def build_optimizer(
     optimizer._manage(module, parallel, reducers, plain_reducer)
     result: OptimizerT = optimizer
     return result
+
+
+def sync_grad_when(cond: bool) -> AbstractContextManager[None]:
+    """Return a context for backwards whose gradients are summed over the units if ``cond``; not collective.
+
+    It changes nothing: gradients stay this unit's until the optimizer's ``sync_shard_grad`` or step, and so a backward
+    sends none to other units.
+    """
+    return nullcontext()
 
 
 def _parallel_modules(module: nn.Module) -> list[ParallelModule]:
@@ -104,16 +114,13 @@ def _checked_config(
             raise ValueError(f"{type(each).__name__} is for inference: leave inference_only out to train it")
     configs = [each.compute_config for each in parallel] + ([] if compute_config is None else [compute_config])
     for config in configs:
-        if (config.gpu_config, config.use_zero) != (first.gpu_config, first.use_zero):
+        there, here = (
+            {**each.gpu_config, "use_zero": each.use_zero, "zero_ngroups": each.zero_ngroups}
+            for each in (first, config)
+        )
+        if there != here:
             raise ValueError(
-                f"one optimizer needs the same plan_ngpus, runtime_ngpus and use_zero everywhere, and was given "
-                f"{first.gpu_config} with use_zero={first.use_zero} and {config.gpu_config} with "
-                f"use_zero={config.use_zero}"
-            )
-        if config.zero_ngroups != 1:
-            raise ValueError(
-                f"zero_ngroups={config.zero_ngroups} shares the state inside groups of units, which Zero1Optimizer has "
-                f"not: give 1"
+                f"one optimizer needs the same {', '.join(there)} everywhere, and was given {there} and {here}"
             )
     return first
 
@@ -127,10 +134,11 @@ def _refuse_others(optimizer: Optimizer, parameters: Sequence[torch.Tensor]) -> 
         )
 
 
-def zero_optimizer(made: Optimizer, kwargs: Mapping[str, Any], bucket_bytes: int) -> Zero1Optimizer:
+def zero_optimizer(made: Optimizer, kwargs: Mapping[str, Any], bucket_bytes: int, groups: int = 1) -> Zero1Optimizer:
     """Return an optimizer of the class of ``made``, over its groups, whose state the units share.
 
-    ``made`` is not used any more. ``kwargs`` were the arguments of the class, or of a function that made it.
+    With several ``groups`` the units of a group share it. ``made`` is not used any more. ``kwargs`` were the arguments
+    of the class, or of a function that made it.
 
     Raises ``TypeError`` or ``ValueError`` for a class that is not elementwise, or that cannot be rebuilt the same way.
     """
@@ -145,6 +153,7 @@ def zero_optimizer(made: Optimizer, kwargs: Mapping[str, Any], bucket_bytes: int
         grad_clipping=False,
         bucket_cap_mb=bucket_bytes / 2**20,
         reduction="sum",
+        sharding_groups=groups,
         **options,
     )
     before, after = _plain_attributes(made), _plain_attributes(zero.base_optimizer)

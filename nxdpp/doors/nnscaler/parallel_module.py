@@ -6,6 +6,7 @@
                                                                              local module of a Pipeline
 """
 
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Self
 
@@ -19,6 +20,7 @@ from nxdpp.doors.nnscaler.equal_ranks import EqualCalls
 from nxdpp.doors.nnscaler.extra_state import EXTRA_STATE_KEY, module_extra_state, take_extra_state
 from nxdpp.doors.nnscaler.module_source import ModuleSource, take_own_memory
 from nxdpp.doors.nnscaler.nested_values import map_values
+from nxdpp.doors.nnscaler.registered_functions import registered_functions
 from nxdpp.doors.nnscaler.unit_layout import UnitLayout
 from nxdpp.pipeline.activation_checkpoint import apply_checkpoint
 from nxdpp.pipeline.config import PipelineConfig
@@ -84,8 +86,14 @@ class ParallelModule(nn.Module):
         # Tensor-parallel layers have other classes, derived from these.
         parts = module.modules() if layout.layer_classes else ()
         layer_classes = list(dict.fromkeys(type(part) for part in parts if type(part).__name__ in layout.layer_classes))
-        if layout.tensor > 1:
-            tensor_parallelize(module, layout.plan, gather_logits=True)
+        if layout.tensor > 1 and layout.plan != {}:
+            try:
+                tensor_parallelize(module, layout.plan, gather_logits=True)
+            except ValueError as error:
+                if layout.plan is not None:
+                    raise
+                # Nothing is changed then.
+                warnings.warn(f"each rank of a unit computes the whole module: {error}", stacklevel=4)
         if not layout.is_pipeline:
             return module
         assert layout.microbatches is not None
@@ -96,6 +104,7 @@ class ParallelModule(nn.Module):
                 virtual_pipeline_size=layout.chunks,
                 schedule=layout.schedule,
                 transformer_layer_cls=layer_classes or None,
+                autowrap_functions=registered_functions(),
                 pipeline_cuts=list(layout.cuts),
                 input_names=[self._sample_name],
                 gradient_reduction="sum",

@@ -7,6 +7,7 @@
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -85,14 +86,16 @@ def parallelize(
     if not load_module:
         return None
     # A pipeline makes the values of tensors without memory.
-    if not layout.is_pipeline or layout.plan is not None:
+    if not layout.is_pipeline or layout.plan:
         source.check_values()
     initialize_units(compute_config, layout)
     if is_alone:
         verify_same_plan(saved, layout)
     source.take_first_values()
-    if layout.tensor > 1 and layout.plan is not None:
-        generic_plan.compare(source.make(without_memory=False), dummy_forward_args, layout.plan)
+    if layout.tensor > 1 and layout.plan:
+        is_default = layout.plan in (generic_plan.plan_for(traced, layout.tensor), generic_plan.rows_plan(traced))
+        whole = source.make(without_memory=False)
+        layout = replace(layout, plan=generic_plan.checked_plan(whole, dummy_forward_args, layout.plan, is_default))
     attributes = {"_source": source, "_config": compute_config, "_layout": layout, "__module__": __name__}
     made: type[ParallelModule] = type(f"Parallel{source.kind.__name__}", (ParallelModule,), attributes)
     saved.note_loaded()

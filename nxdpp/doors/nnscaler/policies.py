@@ -2,7 +2,7 @@
 
 =========== =====================================================================================
 ``dp``      one rank a unit
-``data``    the same: rows are divided over units by the sampler
+``data``    all ranks of a unit share the rows of each linear layer
 ``tp``      all ranks of a unit share each layer
 ``pp``      a pipeline over all ranks of a unit
 ``hybrid``  a pipeline of ``pp_size`` ranks; ``plan_ngpus / pp_size`` ranks share each layer
@@ -11,13 +11,13 @@
 """
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 from torch import nn
 
 from nxdpp.doors.nnscaler.autodist import SETTINGS, autodist
 from nxdpp.doors.nnscaler.compute_config import ComputeConfig, is_whole
+from nxdpp.doors.nnscaler.generic_plan import rows_plan
 from nxdpp.doors.nnscaler.policy_graph import PolicyGraph
 from nxdpp.doors.nnscaler.unit_layout import UnitLayout
 
@@ -59,18 +59,23 @@ def layout_of(
         if not isinstance(returned, PolicyGraph):
             raise TypeError(f"a policy function must return the graph that it was given, not {returned!r:.80}")
         return returned.layout()
-    choose, known = POLICIES[policy]
-    _check_keys(policy, compute_config.pas_config, known)
+    choose, _ = POLICIES[policy]
+    _check_keys(compute_config.pas_config)
     choose(graph, compute_config)
     return graph.layout()
 
 
-def _one_rank(policy: str, graph: PolicyGraph, compute_config: ComputeConfig) -> None:
+def _dp(graph: PolicyGraph, compute_config: ComputeConfig) -> None:
     if compute_config.plan_ngpus != 1:
         raise ValueError(
-            f"{policy} with plan_ngpus={compute_config.plan_ngpus} would divide the rows of a sample over the ranks of "
-            f"a unit: give plan_ngpus=1, and let the sampler divide the rows over units"
+            f"dp has units of one rank, and plan_ngpus is {compute_config.plan_ngpus}: give plan_ngpus=1, and let the "
+            f"sampler divide the rows over units, or take another policy"
         )
+
+
+def _data(graph: PolicyGraph, compute_config: ComputeConfig) -> None:
+    ranks = compute_config.plan_ngpus
+    graph.divide(ranks, rows_plan(graph.module) if ranks > 1 else None)
 
 
 def _pp(graph: PolicyGraph, compute_config: ComputeConfig) -> None:
@@ -103,21 +108,24 @@ def _hybrid(graph: PolicyGraph, compute_config: ComputeConfig) -> None:
 
 
 POLICIES: dict[str, tuple[Callable[[PolicyGraph, ComputeConfig], None], tuple[str, ...]]] = {
-    "dp": (partial(_one_rank, "dp"), ()),
+    "dp": (_dp, ()),
     "tp": (lambda graph, compute_config: graph.divide(compute_config.plan_ngpus), ("seed",)),
     "pp": (_pp, _PIPELINE),
-    "data": (partial(_one_rank, "data"), ()),
+    "data": (_data, ()),
     "hybrid": (_hybrid, _PIPELINE),
     "autodist": (autodist, SETTINGS),
 }
 
 
-def _check_keys(policy: str, settings: Mapping[str, Any], known: tuple[str, ...]) -> None:
-    """Raise ``ValueError`` for a setting that ``policy`` does not have. Names with ``_`` are the user's."""
+def _check_keys(settings: Mapping[str, Any]) -> None:
+    """Raise ``ValueError`` for a setting that no policy has. Names with ``_`` are the user's.
+
+    Settings of other policies have no effect: one ``pas_config`` serves all policies.
+    """
+    known = dict.fromkeys(name for _, names in POLICIES.values() for name in names)
     unknown = [name for name in settings if name not in known and not str(name).startswith("_")]
     if unknown:
-        told = f"has {', '.join(known)}" if known else "has no settings"
         raise ValueError(
-            f"pas_config of the policy {policy} {told}, not {', '.join(map(str, unknown))}. Leave them out, or begin "
-            f"names of your own with _"
+            f"pas_config has {', '.join(map(str, unknown))}, and policies have {', '.join(known)}. Leave them out, or "
+            f"begin names of your own with _"
         )

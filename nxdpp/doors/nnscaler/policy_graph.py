@@ -2,21 +2,41 @@
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import nn
 
 from nxdpp.doors.nnscaler.compute_config import INFERENCE_SCHEDULERS, ComputeConfig, is_whole
 from nxdpp.doors.nnscaler.generic_plan import plan_for
+from nxdpp.doors.nnscaler.registered_functions import registered_functions
 from nxdpp.doors.nnscaler.unit_layout import UnitLayout
 from nxdpp.pipeline.config import PipelineConfig
 from nxdpp.planning.traced_layers import TracedLayers, trace_layers
 
 _OURS = {"1f1b": "1f1b", "gpipe": "gpipe", "1f1b_interleaved": "interleaved", "infer_pipe": "1f1b"}
+_OF_IRGRAPH = (
+    *("assign", "consumers", "full_tensors", "group", "inputs", "multiref", "node", "outputs", "partition"),
+    *("producers", "replicate", "select", "sequential", "staging"),
+)
 _REFUSED = {
     "1f1b_plus": "puts some stages on all ranks",
     "chimera_direct": "runs microbatches through the stages in two directions",
 }
+
+
+class Names(tuple[str, ...]):
+    """Names of parts of a model."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse a call: ``nodes()`` of nnScaler's IRGraph returns operations."""
+        raise _no_irgraph("nodes()")
+
+
+def _no_irgraph(name: str) -> ValueError:
+    return ValueError(
+        f"the policy function calls graph.{name}, an operation of nnScaler's IRGraph on single operations, which nxdpp "
+        f"does not have: write it with graph.divide, graph.cut_after and graph.schedule (docs/nnscaler.md#policies)"
+    )
 
 
 class PolicyGraph:
@@ -62,12 +82,26 @@ class PolicyGraph:
     @property
     def nodes(self) -> tuple[str, ...]:
         """Names of the nodes of the traced graph in the order of execution."""
-        return self._traced[0].nodes
+        return Names(self._traced[0].nodes)
+
+    def __getattr__(self, name: str) -> Any:
+        """Refuse operations of nnScaler's IRGraph by name."""
+        if name in _OF_IRGRAPH:
+            raise _no_irgraph(name)
+        raise AttributeError(f"PolicyGraph has no {name!r}: docs/nnscaler.md#policies has its names")
 
     @property
     def costs(self) -> dict[str, float]:
         """Work of each layer for one sample, in FLOPs of the roofline model, and of the ``head`` if it has any."""
         return {cost.layer: cost.work for cost in self._traced[0].costs}
+
+    @property
+    def can_be_cut(self) -> bool:
+        """``False`` for a model without layers between which a pipeline could be cut."""
+        try:
+            return len(self.layers) > 1
+        except (ValueError, RuntimeError):  # a TracingError is the second
+            return False
 
     @property
     def layer_classes(self) -> tuple[str, ...]:
@@ -98,14 +132,13 @@ class PolicyGraph:
         return plan_for(self.module, ranks) if ranks > 1 else None
 
     def divide(self, ranks: int, plan: Mapping[str, str] | None = None) -> None:
-        """Share each layer among ``ranks``.
+        """Share each layer among ``ranks``. What does not divide is computed by each of them.
 
         Args:
             ranks: number of tensor-parallel ranks, a divisor of ``plan_ngpus``.
             plan: styles as for ``nxdpp.tensor_parallelize``. By default the plan of the model's type, or a generic one.
 
-        Raises:
-            ValueError: for a number that does not divide, and for a module without a part that can be divided.
+        Raises ``ValueError`` for a number that does not divide.
         """
         if not is_whole(ranks) or ranks < 1 or self.compute_config.plan_ngpus % ranks:
             raise ValueError(f"divide({ranks!r}) needs a divisor of plan_ngpus={self.compute_config.plan_ngpus}")
@@ -182,11 +215,9 @@ class PolicyGraph:
     def _traced(self) -> tuple[TracedLayers, tuple[str, ...]]:
         """The layers, and the names of their classes if nxdpp would not take them by itself."""
         if self._given_classes:
-            return trace_layers(
-                self.module, self.example, transformer_layer_cls=self._given_classes
-            ), self._given_classes
+            return self._layers_of(self._given_classes), self._given_classes
         try:
-            return trace_layers(self.module, self.example), ()
+            return self._layers_of(None), ()
         except ValueError:
             pass
         try:
@@ -201,7 +232,12 @@ class PolicyGraph:
         """Layers of a model without transformer layers: each module with parameters and without children."""
         leaves = (part for part in self.module.modules() if not [*part.children()] and [*part.parameters()])
         classes = tuple(dict.fromkeys(type(leaf).__name__ for leaf in leaves))
-        return trace_layers(self.module, self.example, transformer_layer_cls=list(classes)), classes
+        return self._layers_of(classes), classes
+
+    def _layers_of(self, classes: Sequence[str] | None) -> TracedLayers:
+        given = None if classes is None else list(classes)
+        functions = registered_functions()
+        return trace_layers(self.module, self.example, transformer_layer_cls=given, autowrap_functions=functions)
 
 
 def _modules_named(module: nn.Module, names: Sequence[str]) -> tuple[str, ...]:

@@ -8,6 +8,8 @@ The parameters lie one after the other in a flat vector, padded to a multiple of
 
 Gradients are reduce-scattered in this layout, and parameters all-gathered. The pieces are what the optimizer sees. The
 flat vectors are in host memory where the group cannot send from the parameters' device.
+
+With several groups of ranks the ranks of a group share the parameters. Gradients are all-reduced over all ranks.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,7 +24,7 @@ from torch.distributed import ProcessGroup
 from nxdpp.devices.kinds import device_of
 from nxdpp.gradients.buckets import Combination, Hook, SentBucket, begin, cut, places_in, unpack
 from nxdpp.gradients.gradient_dtype import gradient_dtype, master_dtype, take_changes
-from nxdpp.ranks import parallel_state
+from nxdpp.ranks import current_state, parallel_state
 from nxdpp.ranks.faults.waits import Wait
 from nxdpp.ranks.host_wire import from_wire, needs_host
 
@@ -60,6 +62,8 @@ class ShardedPiece:
 class Sharding:
     """The data-parallel ranks that share the parameters; ``group`` is not used for one rank.
 
+    Where the data-parallel ranks are several ``groups``, ``everyone`` is the group of all of them.
+
     The values that the optimizer changes have ``dtype``, by default at least float32. ``accumulated`` is the dtype of
     ``.grad``, and ``averaged`` of the messages with gradients, where they have more bits than the parameter.
     ``mean`` is ``False`` for sums of gradients.
@@ -72,6 +76,13 @@ class Sharding:
     accumulated: torch.dtype | None = None
     averaged: torch.dtype | None = None
     mean: bool = True
+    groups: int = 1
+    everyone: ProcessGroup | None = None
+
+    @property
+    def replicas(self) -> int:
+        """Number of data-parallel ranks."""
+        return self.size * self.groups
 
     @classmethod
     def over_replicas(
@@ -80,11 +91,21 @@ class Sharding:
         accumulated: torch.dtype | None,
         averaged: torch.dtype | None,
         mean: bool,
+        groups: int = 1,
     ) -> Self:
-        """Return the sharding over the data-parallel ranks of this process."""
-        size = parallel_state.get_data_parallel_size()
-        group = parallel_state.get_data_parallel_group() if size > 1 else None
-        return cls(parallel_state.get_data_parallel_rank(), size, group, dtype, accumulated, averaged, mean)
+        """Return the sharding over the data-parallel ranks of this process, or over each of ``groups`` of them.
+
+        Raises ``ValueError`` for a number of groups that does not divide the ranks.
+        """
+        replicas = parallel_state.get_data_parallel_size()
+        if groups < 1 or replicas % groups:
+            raise ValueError(f"sharding_groups={groups} must divide the {replicas} data-parallel ranks.")
+        everyone = parallel_state.get_data_parallel_group() if replicas > 1 else None
+        size, group = replicas // groups, everyone
+        if groups > 1:
+            group = current_state.with_groups().part_of_data_group(groups) if size > 1 else None
+        rank = parallel_state.get_data_parallel_rank() % size
+        return cls(rank, size, group, dtype, accumulated, averaged, mean, groups, everyone)
 
 
 class ShardedBucket:
@@ -105,7 +126,7 @@ class ShardedBucket:
         self.averaged_dtype = own if sharding.averaged is None else torch.promote_types(own, sharding.averaged)
         self._parameters = [member.parameter for member in members]
         self._shard_numel = -(-sum(parameter.numel() for parameter in self._parameters) // sharding.size)
-        self._is_through_host = sharding.group is not None and needs_host(first, sharding.group)
+        self._is_through_host = sharding.everyone is not None and needs_host(first, sharding.everyone)
         self._wire = torch.device("cpu") if self._is_through_host else self._device
         dtype = master_dtype(self._dtype, sharding.dtype)
         self._values_dtype = dtype
@@ -154,21 +175,27 @@ class ShardedBucket:
             before: functions of the flat vector, which run before the division.
             after: functions of this rank's part of the flat vector of the result.
         """
-        size = self._sharding.size
-        combination = Combination(size if self._sharding.mean else 1, before)
+        sharding, size = self._sharding, self._sharding.size
+        combination = Combination(sharding.replicas if sharding.mean else 1, before)
         gradients = [m.parameter.grad for m in self.members if m.parameter.grad is not None]
-        new = torch.zeros if size == 1 else torch.empty
-        reduced = new(self._shard_numel, dtype=self.averaged_dtype, device=self._wire)
+        is_summed_whole = size == 1 or sharding.groups > 1
+        new = torch.zeros if is_summed_whole else torch.empty
+        whole = new((size if is_summed_whole else 1, self._shard_numel), dtype=self.averaged_dtype, device=self._wire)
+        reduced = whole[sharding.rank if is_summed_whole else 0]
 
         def scatter(gradients: Sequence[torch.Tensor]) -> dist.Work | None:
-            flat = reduced
-            if size > 1:
+            flat = whole.view(-1)
+            if not is_summed_whole:
                 flat = torch.zeros(self._shard_numel * size, dtype=self.averaged_dtype, device=self._wire)
             places = zip(self.members, places_in(flat, self._parameters), strict=True)
             combination.pack(gradients, [place for m, place in places if m.parameter.grad is not None], flat)
-            if size == 1:
+            if sharding.replicas == 1:
                 return None
-            work: dist.Work | None = _reduce_scatter(reduced, flat, group=self._sharding.group, async_op=True)
+            work: dist.Work | None
+            if is_summed_whole:
+                work = dist.all_reduce(flat, group=sharding.everyone, async_op=True)
+            else:
+                work = _reduce_scatter(reduced, flat, group=sharding.group, async_op=True)
             return work
 
         def take(result: torch.Tensor) -> None:
@@ -178,7 +205,7 @@ class ShardedBucket:
                     piece.tensor.grad = from_wire(own.to(piece.tensor.dtype).view_as(piece.tensor), self._device)
 
         work = begin(gradients, self._is_through_host, scatter)
-        return SentBucket(reduced, work, Wait("average of the gradients", self._sharding.group), take, after)
+        return SentBucket(reduced, work, Wait("average of the gradients", sharding.everyone), take, after)
 
     def drop_gradients(self) -> None:
         """Free the gradients of the pieces."""

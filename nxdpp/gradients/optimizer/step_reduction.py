@@ -10,7 +10,7 @@ from torch import nn
 from nxdpp.gradients.buckets import Hook, send_all
 from nxdpp.gradients.gradient_norm import counted_share, total_norm
 from nxdpp.gradients.gradient_reducer import ReductionMarks
-from nxdpp.gradients.optimizer.sharded_bucket import ShardedBucket, ShardedPiece
+from nxdpp.gradients.optimizer.sharded_bucket import ShardedBucket, ShardedPiece, Sharding
 from nxdpp.ranks import parallel_state
 
 
@@ -18,12 +18,13 @@ class StepReduction:
     """The buckets whose pieces have reduced gradients: the ones with a gradient on any replica.
 
     Args:
-        replicas: number of data-parallel ranks.
+        sharding: the ranks that share the parameters.
     """
 
-    def __init__(self, replicas: int) -> None:
+    def __init__(self, sharding: Sharding) -> None:
+        self._sharding = sharding
         self._buckets: list[ShardedBucket] = []
-        control = parallel_state.get_data_parallel_control_group() if replicas > 1 else None
+        control = parallel_state.get_data_parallel_control_group() if sharding.replicas > 1 else None
         self._marks = ReductionMarks(control)
 
     def reduce(
@@ -72,13 +73,14 @@ class StepReduction:
     def clip(self, max_norm: float) -> torch.Tensor:
         """Scale the reduced gradients so that their norm is ``max_norm`` at most; return the norm before.
 
-        Collective over all ranks. Infinity only measures. Each element counts once: pieces of replicas do not overlap.
+        Collective over all ranks. Infinity only measures. Each element counts once: pieces of a group do not overlap.
         Returns a float32 tensor of shape ().
         """
         pieces = list(self._pieces())
         gradients = [piece.tensor.grad for piece in pieces if piece.tensor.grad is not None]
         shares = [counted_share(piece.member.parameter) for piece in pieces if piece.tensor.grad is not None]
-        groups = [parallel_state.get_data_parallel_group(), parallel_state.get_model_parallel_group()]
+        of_shards = [] if self._sharding.group is None else [self._sharding.group]
+        groups = [*of_shards, parallel_state.get_model_parallel_group()]
         norm = total_norm(gradients, shares, 2.0, groups)
         if max_norm == math.inf:
             return norm

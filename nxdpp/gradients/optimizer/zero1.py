@@ -63,6 +63,7 @@ class Zero1Optimizer(Optimizer):
         accumulated_dtype: of ``.grad``, such as float32 for half parameters. It has effect where it has more bits than
             the parameter, and then needs torch 2.10. By default the parameter's dtype.
         averaged_dtype: of the messages with gradients, likewise. By default the dtype of ``.grad``.
+        sharding_groups: number of groups of replicas. Each group has the whole state, and sends parameters inside it.
         reduction: ``"mean"``, or ``"sum"`` for the sum of the gradients over the data-parallel ranks.
         optimizer_defaults: options of ``optimizer_class``.
 
@@ -87,6 +88,7 @@ class Zero1Optimizer(Optimizer):
         accumulated_dtype: torch.dtype | None = None,
         averaged_dtype: torch.dtype | None = None,
         reduction: str = "mean",
+        sharding_groups: int = 1,
         **optimizer_defaults: Any,
     ) -> None:
         zero1_checks.check_dtypes(
@@ -103,8 +105,10 @@ class Zero1Optimizer(Optimizer):
         self.grad_clipping = grad_clipping
         self.max_norm = max_norm
         self.grad_norm: torch.Tensor | None = None
-        self._sharding = Sharding.over_replicas(optimizer_dtype, accumulated_dtype, averaged_dtype, reduction == "mean")
-        self._reduction = StepReduction(self._sharding.size)
+        self._sharding = Sharding.over_replicas(
+            optimizer_dtype, accumulated_dtype, averaged_dtype, reduction == "mean", sharding_groups
+        )
+        self._reduction = StepReduction(self._sharding)
         self._sharded = ShardedParameters(self._sharding, int(bucket_cap_mb * 2**20))
         self._steps = 0
         self._is_made = False
@@ -276,7 +280,7 @@ class Zero1Optimizer(Optimizer):
     def _present_anywhere(self) -> list[bool]:
         """Return for each parameter whether a replica has its gradient. Raises as ``step`` does."""
         present = [member.parameter.grad is not None for member in self._sharded.members]
-        if self._sharding.size == 1:
+        if self._sharding.replicas == 1:
             return present
         options = hash_of_options(self.param_groups, (self.grad_clipping, self.max_norm, self._sharding.mean))
         position = ReplicaPosition(self._steps, board.training_steps(), self._sharded.layout, len(present), options)

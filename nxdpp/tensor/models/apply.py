@@ -125,6 +125,10 @@ def _remedy(model: nn.Module, module: nn.Module, rows: int) -> str:
 
 def _check_module(name: str, module: nn.Module, style: str, is_padded: bool) -> None:
     if style in MODULE:
+        if style == "rows" and not isinstance(module, nn.Linear | Conv1D):
+            raise ValueError(
+                f"the plan gives {name}, a {type(module).__name__}, the style rows, which linear layers take"
+            )
         return
     fits = style in EMBEDDING if isinstance(module, nn.Embedding) else style in LINEAR
     if not isinstance(module, nn.Linear | nn.Embedding | Conv1D) or not fits:

@@ -4,12 +4,16 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
+from transformers.pytorch_utils import Conv1D
 
 from nxdpp.ranks import parallel_state
 from nxdpp.tensor.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
+    gather_from_tensor_model_parallel_region_with_dim,
     reduce_from_tensor_model_parallel_region,
+    scatter_to_tensor_model_parallel_region_with_dim,
 )
 from nxdpp.tensor.models.modules import override
 from nxdpp.tensor.tensor_attributes import mark_sequence_parallel
@@ -28,6 +32,24 @@ class WholeGaussianTopk(nn.Module):
         return kept.narrow(-1, parallel_state.get_tensor_model_parallel_rank() * own, own)
 
 
+class DividedRows(nn.Module):
+    """Linear layer with whole parameters. Each rank computes some of the rows; the gradients are the ones of all."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Return the product ``(..., O)`` of the whole ``input`` ``(..., I)``."""
+        weight = copy_to_tensor_model_parallel_region(self.weight)
+        bias = None if self.bias is None else copy_to_tensor_model_parallel_region(self.bias)
+        rows = input.reshape(-1, input.shape[-1])
+        missing = -len(rows) % parallel_state.get_tensor_model_parallel_size()
+        own = scatter_to_tensor_model_parallel_region_with_dim(functional.pad(rows, (0, 0, 0, missing)), 0)
+        product = functional.linear(own, weight.t() if isinstance(self, Conv1D) else weight, bias)
+        whole = gather_from_tensor_model_parallel_region_with_dim(product, 0)
+        return whole[: len(rows)].reshape(*input.shape[:-1], whole.shape[-1])
+
+
 def install(module: nn.Module, style: str, rope_size: int | None) -> None:
     """Give ``module`` the collectives of ``style``."""
     if style == "replicated_with_grad_allreduce":
@@ -41,6 +63,8 @@ def install(module: nn.Module, style: str, rope_size: int | None) -> None:
         if style == "moe_tp_experts" or _has_parts(module):
             module.register_forward_pre_hook(_copy_expert_inputs, with_kwargs=True)
         module.register_forward_hook(_sum_output)
+    elif style == "rows":
+        override(module, DividedRows)
     elif style == "gaussian_topk":
         override(module, WholeGaussianTopk)
     elif style == "moe_identity_expert":

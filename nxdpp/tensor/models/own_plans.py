@@ -10,6 +10,7 @@ from torch import nn
 
 from nxdpp.tensor.models.adapters import adapted_plan, base_of
 from nxdpp.tensor.models.compared_types import COMPARED, is_compared
+from nxdpp.tensor.models.plan import expanded
 from nxdpp.tensor.models.type_plans import PLANS
 
 
@@ -109,7 +110,8 @@ def _type_and_prefix(model: Any) -> tuple[str, str]:
 def tensor_plan(model: nn.Module) -> dict[str, str] | None:
     """Return the style of each module by name pattern that ``tensor_parallelize`` takes for ``model`` by default.
 
-    ``None`` for a model that it refuses without ``plan=``. Needs no ranks, and does not look at sizes.
+    It has only patterns of parts that ``model`` has. ``None`` for a model that ``tensor_parallelize`` refuses without
+    ``plan=``. Needs no ranks, and does not look at sizes.
     """
     base = base_of(model)
     plan = plan_of(base)
@@ -117,7 +119,10 @@ def tensor_plan(model: nn.Module) -> dict[str, str] | None:
         return None
     if base is not model:
         plan = adapted_plan(model, plan)
-    return plan if has_compared_plan(model, plan) else None
+    if not has_compared_plan(model, plan):
+        return None
+    _, _, unmatched = expanded(plan, model)
+    return {pattern: style for pattern, style in plan.items() if pattern not in unmatched}
 
 
 def has_compared_plan(model: nn.Module, plan: Mapping[str, str]) -> bool:

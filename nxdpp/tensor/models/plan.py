@@ -27,6 +27,7 @@ MODULE = {
     "moe_tp_experts",
     "replicate",
     "replicated_with_grad_allreduce",
+    "rows",
 }
 STYLES = LINEAR | EMBEDDING | PARAMETER | MODULE
 

@@ -36,7 +36,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     ({"reducer_bucket_cap_mb": -1.0}, "reducer_bucket_cap_mb must not be negative: -1.0"),
     ({"trace_strategy": "cpux"}, "trace_strategy must be one of cpu, cuda, meta, cuda_run_cpu_offload, reuse_cache"),
-    ({"use_async_reducer": True}, "use_async_reducer=True needs use_end2end=True"),
+    ({"use_zero": True, "zero_ngroups": 3}, "zero_ngroups=3 must divide the 4 units"),
 ]
 
 WRONG_TYPES: list[tuple[dict[str, Any], str]] = [

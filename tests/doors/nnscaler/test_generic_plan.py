@@ -8,7 +8,7 @@ from torch import nn
 
 from nxdpp import parallel_state, tensor_parallelize
 from nxdpp.doors.nnscaler.generic_plan import compare, plan_for
-from tests.doors.nnscaler.modules import Blocks, EndToEnd, sample_of
+from tests.doors.nnscaler.modules import Blocks, EndToEnd, Wrapped, sample_of
 from tests.support import models
 from tests.support.run_ranks import run_ranks
 
@@ -57,6 +57,11 @@ def _compared(rank: int) -> dict[str, Any]:
         whole = sum(parameter.numel() for parameter in module.parameters())
         tensor_parallelize(module, plan)
         found[type(module).__name__] = sum(parameter.numel() for parameter in module.parameters()) / whole
+    for name in ("gpt2", "bert", "roberta", "electra", "t5"):
+        wrapped = Wrapped(name)
+        plan = plan_for(wrapped, 2)
+        assert plan
+        compare(wrapped, {"sample": wrapped.sample()}, plan)
     try:
         compare(HandMade(), {"x": torch.rand(2, 4)}, {"linear": "colwise_gather_output"})
     except ValueError as error:

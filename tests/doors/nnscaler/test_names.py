@@ -9,6 +9,8 @@ import pytest
 
 from nxdpp import nnscaler
 from nxdpp.doors.nnscaler.policies import POLICIES
+from nxdpp.nnscaler.runtime.f16_optimizer import MixedPrecisionAdamW
+from nxdpp.utils.adamw_fp32_optim_params import AdamW_FP32OptimParams
 
 PAGE = (Path(__file__).parents[3] / "docs/nnscaler.md").read_text()
 
@@ -24,7 +26,13 @@ SIGNATURES = {
     "deduped_state_dict": "(module, optimizer=None)",
     "deduped_state_dicts": "(module, optimizer=None)",
     "load_deduped_state_dict": "(module, module_state_dict, optimizer=None, optimizer_state_dict=None, *, device=None)",
+    "load_sharded_state_dict": "(module, module_state_dict, optimizer=None, optimizer_state_dict=None, *, device=None)",
     "broadcast_weights": "(module, stride_size=None)",
+    "init": "()",
+    "uninit": "()",
+    "register_op": "(annotation, name=None, code_impl_pattern='import', emit_fn=None, transform_rules=None, "
+    "input_gen_fn=None)",
+    "sync_grad_when": "(cond)",
     "ParallelModule.__init__": "(self, init_params=True)",
     "ParallelModule.train_step": "(self, samples, is_dummy_batch=None, scale_fn=None)",
     "ParallelModule.infer_step": "(self, samples)",
@@ -81,7 +89,13 @@ def test_two_names_of_one_function() -> None:
 
 def test_names_are_listed_and_lazy() -> None:
     names = {path.partition(".")[0] for path in SIGNATURES}
-    assert names <= set(nnscaler.__all__) == set(dir(nnscaler))
+    assert names <= set(nnscaler.__all__)
+    assert {*nnscaler.__all__, "parallel", "runtime"} == set(dir(nnscaler))
+    assert nnscaler.parallel.parallelize is nnscaler.parallelize
+    assert nnscaler.runtime.f16_optimizer.MixedPrecisionAdam.__mro__[1:3] == (
+        MixedPrecisionAdamW,
+        AdamW_FP32OptimParams,
+    )
     with pytest.raises(AttributeError, match="has no attribute 'parallelise'"):
         _ = nnscaler.parallelise
 

@@ -10,7 +10,7 @@ from torch import nn
 from nxdpp import parallel_state
 from nxdpp.doors.nnscaler.parallel_optimizer import Reducer
 from nxdpp.gradients.optimizer.zero1 import Zero1Optimizer
-from nxdpp.nnscaler import ComputeConfig, ParallelModule, ParallelOptimizer, build_optimizer
+from nxdpp.nnscaler import ComputeConfig, ParallelModule, ParallelOptimizer, build_optimizer, merge_state_dicts
 from tests.doors.nnscaler.own_folders import parallelize
 from tests.doors.nnscaler.trained_modules import WIDTH, Mlp, Net, sample
 from tests.support.run_ranks import run_ranks
@@ -66,10 +66,10 @@ def built(module: nn.Module, *args: Any, **kwargs: Any) -> ParallelOptimizer:
     return made
 
 
-def manual_and_automatic(plan: int, policy: str, use_zero: bool) -> None:
+def manual_and_automatic(plan: int, policy: str, use_zero: bool, zero_ngroups: int = 1) -> None:
     """Adam with clipping and scaling by hand, and by the step alone, as in one process."""
     for by_hand in (True, False):
-        model, expected = end_to_end(plan, policy, use_zero=use_zero), whole()
+        model, expected = end_to_end(plan, policy, use_zero=use_zero, zero_ngroups=zero_ngroups), whole()
         ours = built(model, torch.optim.Adam, lr=0.05)
         theirs = torch.optim.Adam(expected.parameters(), lr=0.05)
         assert isinstance(ours, Zero1Optimizer if use_zero else torch.optim.Adam)
@@ -218,7 +218,7 @@ def refusals() -> None:
         (ValueError, "LBFGS follows the loss of one unit", lambda: built(model, torch.optim.LBFGS)),
         (
             ValueError,
-            "the same plan_ngpus, runtime_ngpus and use_zero everywhere",
+            "the same plan_ngpus, runtime_ngpus, use_zero, zero_ngroups everywhere",
             lambda: built(model, adam, ComputeConfig(1, RANKS, use_zero=True)),
         ),
         (
@@ -233,9 +233,26 @@ def refusals() -> None:
             call()
 
 
-def saved_state(use_zero: bool) -> None:
+def grouped_state() -> None:
+    """Each of two groups of two units has the whole state, and a unit half of it."""
+    model, expected = end_to_end(use_zero=True, zero_ngroups=2), whole()
+    ours: Any = built(model, torch.optim.Adam, lr=0.05)
+    theirs = torch.optim.Adam(expected.parameters(), lr=0.05)
+    model.train_step(own_samples(model, 0))
+    accumulate(expected, RANKS, 0)
+    ours.step()
+    theirs.step()
+    assert sum(values.numel() for _, values, _ in ours.shards()) * 2 == sum(each.numel() for each in model.parameters())
+    states = parallel_state.get_exchange().gather((model.state_dict(), ours.state_dict()))
+    _, merged = merge_state_dicts([module for module, _ in states], [optimizer for _, optimizer in states])
+    assert merged is not None
+    for index, values in theirs.state_dict()["state"].items():
+        torch.testing.assert_close(merged["state"][index]["exp_avg"], values["exp_avg"])
+
+
+def saved_state(use_zero: bool, zero_ngroups: int = 1) -> None:
     """A state dict is that of its rank, and goes on in another optimizer."""
-    model = end_to_end(use_zero=use_zero)
+    model = end_to_end(use_zero=use_zero, zero_ngroups=zero_ngroups)
     first = built(model, torch.optim.Adam, lr=0.05)
     model.train_step(own_samples(model, 0))
     first.step()
@@ -255,6 +272,10 @@ def run_cases(rank: int) -> None:
         closures(use_zero, with_sum=False)
         plain_parts(use_zero)
         saved_state(use_zero)
+    for groups in (2, 4):
+        manual_and_automatic(1, "dp", True, groups)
+    saved_state(True, 2)
+    grouped_state()
     refusals()
     parallel_state.destroy_model_parallel()
     for use_zero in (False, True):

@@ -1,5 +1,6 @@
 """Policies: the layouts that they choose, and what they refuse; no processes."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ from nxdpp.doors.nnscaler.policy_graph import PolicyGraph
 from nxdpp.doors.nnscaler.unit_layout import UnitLayout
 from nxdpp.initialization.init_on_device import init_on_device
 from nxdpp.nnscaler import ComputeConfig
-from tests.doors.nnscaler.modules import Blocks, EndToEnd, sample_of
+from tests.doors.nnscaler.modules import Blocks, EndToEnd, Wrapped, sample_of
 from tests.support import models
 
 
@@ -91,8 +92,7 @@ def test_inference_takes_the_scheduler_of_inference() -> None:
 
 
 REFUSED: list[tuple[str, int, dict[str, Any], str]] = [
-    ("dp", 2, {}, "dp with plan_ngpus=2 would divide the rows of a sample over the ranks of a unit: give plan_ngpus=1"),
-    ("data", 2, {}, "data with plan_ngpus=2 would divide the rows of a sample"),
+    ("dp", 2, {}, "dp has units of one rank, and plan_ngpus is 2: give plan_ngpus=1"),
     ("ddp", 1, {}, "there is no policy 'ddp': give one of dp, tp, pp, data, hybrid, autodist"),
     ("pp", 2, {}, "pas_config needs pipeline_nmicros"),
     ("pp", 2, {"pipeline_nmicros": 0}, "pipeline_nmicros must be a whole number above 0, not 0"),
@@ -126,8 +126,7 @@ REFUSED: list[tuple[str, int, dict[str, Any], str]] = [
         {"pipeline_nmicros": 2, "pipeline_nstages": 4, "pp_size": 2},
         "pipeline_scheduler='1f1b' with 4 stages on 2 ranks: 1f1b has 1 stage a rank, not 2.",
     ),
-    ("tp", 2, {"pipeline_nmicros": 2}, "pas_config of the policy tp has seed, not pipeline_nmicros. Leave them out"),
-    ("dp", 1, {"nmicros": 2}, "pas_config of the policy dp has no settings, not nmicros"),
+    ("dp", 1, {"nmicros": 2}, "pas_config has nmicros, and policies have .*pipeline_nmicros.* Leave them out"),
 ]
 
 
@@ -166,9 +165,33 @@ def test_tp_takes_the_plan_of_the_type_where_there_is_one() -> None:
     }
 
 
-def test_a_module_that_cannot_be_shared_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"Linear has no nn\.Linear or nn\.Embedding that 2 ranks can share: use dp"):
-        layout_of("tp", nn.Linear(4, 3), {"input": torch.zeros(1, 4)}, ComputeConfig(2, 2))
+def test_a_module_that_cannot_be_shared_is_replicated() -> None:
+    for policy in ("tp", "autodist"):
+        layout = layout_of(policy, nn.Linear(4, 3), {"input": torch.zeros(1, 4)}, ComputeConfig(2, 2))
+        assert layout == UnitLayout(tensor=2, plan={})
+
+
+def test_data_shares_the_rows_of_linear_layers() -> None:
+    layout = chosen("data", 2, {}, module=Blocks(layers=1))
+    assert layout == UnitLayout(tensor=2, plan=dict.fromkeys(("blocks.0.up", "blocks.0.down", "head"), "rows"))
+
+
+def test_one_dict_of_settings_serves_all_policies() -> None:
+    settings = {"pipeline_nmicros": 4, "pipeline_nstages": 2, "pipeline_scheduler": "1f1b", "seed": 3, "verbose": True}
+    for policy in ("tp", "hybrid", "data", "pp"):
+        assert chosen(policy, 2, settings).ranks == 2
+    assert chosen("dp", 1, settings) == UnitLayout()
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert", "t5"])
+def test_the_plan_of_a_wrapped_model_names_only_its_parts(name: str) -> None:
+    wrapped = Wrapped(name)
+    config = ComputeConfig(4, 4, use_end2end=True, pas_config={"pipeline_nmicros": 2, "pipeline_nstages": 2})
+    for policy in ("tp", "hybrid", "autodist"):
+        plan = layout_of(policy, wrapped, {"sample": wrapped.sample()}, config).plan
+        names = [part for part, _ in (*wrapped.named_modules(), *wrapped.named_parameters())]
+        for pattern in plan or ():
+            assert any(re.sub(r"\.\d+(?=\.|$)", ".*", part) == pattern for part in names), pattern
 
 
 def test_a_module_without_memory() -> None:
@@ -260,6 +283,27 @@ def _thirds(graph: PolicyGraph, compute_config: ComputeConfig) -> PolicyGraph:
 def test_divisions_that_cannot_run_are_refused(policy: Callable[..., Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         chosen(policy, 2)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        lambda graph, _: graph.nodes()[:4],
+        lambda graph, _: graph.select(ntype=object),
+        lambda graph, _: [graph.replicate(node, times=2) for node in graph.nodes],
+    ],
+)
+def test_a_policy_of_nnscalers_graph_is_refused_with_the_place_of_the_remedy(policy: Callable[..., Any]) -> None:
+    with pytest.raises(ValueError, match=r"an operation of nnScaler's IRGraph .* \(docs/nnscaler\.md#policies\)"):
+        chosen(policy, 2)
+    with pytest.raises(AttributeError, match=r"PolicyGraph has no 'layer': docs/nnscaler\.md#policies has its names"):
+        chosen(lambda graph, _: graph.layer, 2)
+
+
+def test_a_scheduler_of_the_other_mode_is_refused_at_once() -> None:
+    graph = PolicyGraph(Blocks(), {}, config(2))
+    with pytest.raises(ValueError, match="training cannot use pipeline_scheduler='infer_pipe'"):
+        config(2).apply_pipeline_scheduler(graph, 2, 2, "infer_pipe")
 
 
 def test_a_policy_that_is_no_policy() -> None:

@@ -1,0 +1,118 @@
+"""Modules in which little or nothing divides, over two units of two ranks: the numbers of one process."""
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from nxdpp.nnscaler import ComputeConfig, ParallelModule, build_optimizer
+from tests.doors.nnscaler.own_folders import parallelize
+from tests.support.run_ranks import run_ranks
+
+pytestmark = pytest.mark.one_python
+
+RANKS, STEPS = 4, 2
+
+
+class Convolutional(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution, self.norm = nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3)
+        self.head = nn.Linear(12, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.norm(self.convolution(x.unflatten(1, (1, 4, 4)))).relu()
+        return self.head(hidden.flatten(1))  # type: ignore[no-any-return]
+
+
+class Raw(nn.Module):
+    """A parameter of its own, and one in another dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(16, 16))
+        self.wide = nn.Parameter(torch.randn(16, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return ((x @ self.weight).double() * self.wide).float()
+
+
+class HandMade(nn.Module):
+    """Uses the weight of a linear layer without calling it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.linear.weight.t() + self.linear.bias
+
+
+class Mixed(nn.Module):
+    """A layer that divides, one that does not, and dimensions before the features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.last = nn.Linear(16, 8), nn.Linear(8, 3, bias=False), nn.Linear(3, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.down(self.up(x[:, None]).tanh()).tanh())  # type: ignore[no-any-return]
+
+
+KINDS = (Convolutional, Raw, HandMade, Mixed)
+
+
+def batch(unit: int, step: int) -> torch.Tensor:
+    return torch.randn(3, 16, generator=torch.Generator().manual_seed(10 * step + unit))
+
+
+def loss(module: nn.Module, unit: int, step: int) -> torch.Tensor:
+    output: torch.Tensor = module(batch(unit, step))
+    return output.square().mean()
+
+
+def trained(rank: int, policy: str, kind: type[nn.Module], settings: dict[str, Any]) -> list[str]:
+    """Compare two steps with one process; return the warnings of ``parallelize``."""
+    torch.manual_seed(1)
+    whole = kind()
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        config = ComputeConfig(2, RANKS, pas_config={"pipeline_nmicros": 4, "seed": 1}, **settings)
+        model = parallelize(copy.deepcopy(whole), {"x": batch(0, 0)}, policy, config)
+    assert isinstance(model, ParallelModule)
+    ours: Any = build_optimizer(model, torch.optim.Adam, lr=0.01)
+    theirs = torch.optim.Adam(whole.parameters(), lr=0.01)
+    for step in range(STEPS):
+        loss(model, rank // 2, step).backward()
+        for unit in range(RANKS // 2):
+            loss(whole, unit, step).backward()
+        torch.testing.assert_close(ours.clip_gnorm(0.1), nn.utils.clip_grad_norm_(whole.parameters(), 0.1).float())
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+    expected = dict(whole.named_parameters())
+    for name, parameter in model.named_parameters():
+        if parameter.shape == expected[name].shape:
+            torch.testing.assert_close(parameter, expected[name], rtol=1e-5, atol=1e-6)
+    return [str(each.message) for each in seen if "computes the whole module" in str(each.message)]
+
+
+def _cases(rank: int) -> dict[tuple[str, str], list[str]]:
+    found = {
+        (policy, kind.__name__): trained(rank, policy, kind, {})
+        for policy in ("tp", "autodist", "data")
+        for kind in KINDS
+    }
+    for groups in (1, 2):
+        trained(rank, "data", Mixed, {"use_zero": True, "zero_ngroups": groups})
+    return found
+
+
+def test_what_does_not_divide_is_replicated() -> None:
+    for found in run_ranks(RANKS, _cases):
+        warned = {case: told for case, told in found.items() if told}
+        assert set(warned) == {("tp", "HandMade"), ("autodist", "HandMade")}
+        assert all("HandMade cannot be divided over 2 ranks" in told[0] for told in warned.values())

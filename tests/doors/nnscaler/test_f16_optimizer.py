@@ -1,0 +1,55 @@
+"""``MixedPrecisionAdam`` and ``MixedPrecisionAdamW``: the steps of torch's classes on float32 copies."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from nxdpp import parallel_state
+from nxdpp.nnscaler import ComputeConfig, ParallelModule, build_optimizer
+from nxdpp.nnscaler.runtime.f16_optimizer import MixedPrecisionAdam, MixedPrecisionAdamW
+from tests.doors.nnscaler.own_folders import parallelize
+from tests.doors.nnscaler.trained_modules import WIDTH, Net
+
+OPTIONS: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.1, "betas": (0.8, 0.9)}
+PAIRS: list[tuple[Any, Any]] = [
+    (MixedPrecisionAdam, torch.optim.Adam),
+    (MixedPrecisionAdamW, torch.optim.AdamW),
+]
+
+
+def _inputs(step: int) -> torch.Tensor:
+    return torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(step)).bfloat16()
+
+
+@pytest.mark.parametrize("use_zero", [False, True])
+@pytest.mark.parametrize(("kind", "torchs"), PAIRS)
+def test_float32_copies_are_stepped(kind: Any, torchs: Any, use_zero: bool) -> None:
+    torch.manual_seed(0)
+    net = Net().bfloat16()
+    masters = [nn.Parameter(parameter.detach().float()) for parameter in net.parameters()]
+    theirs = torchs(masters, **OPTIONS)
+    parallel_state.initialize_model_parallel()
+    try:
+        model = parallelize(net, {"x": _inputs(0)}, "dp", ComputeConfig(1, 1, use_zero=use_zero))
+        assert isinstance(model, ParallelModule)
+        ours = build_optimizer(model, kind, **OPTIONS)
+        for step in range(3):
+            model(_inputs(step)).square().mean().backward()
+            for master, parameter in zip(masters, model.parameters(), strict=True):
+                assert parameter.grad is not None
+                master.grad = parameter.grad.float()
+            ours.step()
+            ours.zero_grad()
+            theirs.step()
+            for master, parameter in zip(masters, model.parameters(), strict=True):
+                assert torch.equal(parameter, master.bfloat16())
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
+def test_adam_has_no_decay_by_default() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    assert MixedPrecisionAdam([weight]).param_groups[0]["weight_decay"] == 0.0
+    assert MixedPrecisionAdamW([weight]).param_groups[0]["weight_decay"] == 0.01
