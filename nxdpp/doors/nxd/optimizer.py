@@ -8,9 +8,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from nxdpp.doors.nxd.config import check_sizes
+from nxdpp.doors.nxd.neuron_zero1 import NeuronZero1Optimizer
 from nxdpp.gradients.average import average_gradients
 from nxdpp.gradients.gradient_norm import clip_grad_norm
-from nxdpp.doors.nxd.neuron_zero1 import NeuronZero1Optimizer
 from nxdpp.ranks import parallel_state
 from nxdpp.ranks.faults import failure_watch
 from nxdpp.ranks.faults.board import board

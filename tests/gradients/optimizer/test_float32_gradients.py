@@ -8,8 +8,8 @@ from torch import nn
 
 import nxdpp
 from nxdpp import parallel_state
-from nxdpp.gradients.gradient_dtype import accumulate_in
 from nxdpp.doors.nxd.neuron_zero1 import NeuronZero1Optimizer
+from nxdpp.gradients.gradient_dtype import accumulate_in
 from nxdpp.gradients.optimizer.zero1 import Zero1Optimizer
 from nxdpp.trainer import initialize_parallel_model, initialize_parallel_optimizer
 from tests.support.models import make, microbatches, padded_batch, reference
