@@ -62,7 +62,7 @@ def train(config: dict[str, Any], schedule: str, name: str = "llama") -> tuple[f
     """Return the largest distance of a master copy from one process, and the dtypes of gradients."""
     pipeline = {"num_microbatches": MICROBATCHES, "schedule": schedule}
     config = {**config, "pipeline_config": {**pipeline, "use_zero1_optimizer": True}}
-    model = initialize_parallel_model(config, model_in_half, name)
+    model = initialize_parallel_model(config, model_in_half, False, name)
     optimizer = initialize_parallel_optimizer(config, torch.optim.SGD, model.local_named_parameters(), lr=RATE)
     whole = OneProcess(name)
     replica = parallel_state.get_data_parallel_rank()
