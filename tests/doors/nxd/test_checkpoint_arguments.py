@@ -168,9 +168,8 @@ def test_arguments_of_a_script_without_effect_are_taken(tmp_path: Path) -> None:
     optimizer = AdamW(model.parameters())
     scheduler = StepLR(optimizer, 1)
     # As in the guides: by position, and with the options of another framework.
-    save_checkpoint(
-        str(tmp_path), "step_1", model, optimizer, scheduler, {"epoch": 1}, 8, True, -1, False, True, True, True
-    )
+    flags = True, -1, False, True, True, True
+    save_checkpoint(str(tmp_path), "step_1", model, optimizer, scheduler, {"epoch": 1}, 8, *flags)
     content = load_checkpoint(str(tmp_path), "step_1", model, optimizer, scheduler, 8, True, False)
     assert content == {"epoch": 1}
     assert has_checkpoint(str(tmp_path))

@@ -188,9 +188,10 @@ def pipelined(args: Namespace, expected: Run, folder: Path) -> None:
     for batch_idx, batch in enumerate(loader(BATCH)):
         if parallel_state.get_context_model_parallel_size() > 1:
             batch = get_batch_on_this_context_parallel_rank(batch)
-        loss = model.run_train(
-            input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], labels=batch["labels"]
-        )
+        with torch.autocast(enabled=args.use_amp > 0, dtype=torch.bfloat16, device_type="cuda"):
+            loss = model.run_train(
+                input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], labels=batch["labels"]
+            )
         optimizer.step()
         global_norm = optimizer.grad_norm
         optimizer.zero_grad()
@@ -311,6 +312,7 @@ DEFAULTS: dict[str, Any] = {
     "use_selective_checkpoint": 0,
     "deallocate_pipeline_outputs": 1,
     "fuse_microbatches": 0,
+    "use_amp": 0,
     "seed": SEED,
     "save_load_xser": 1,
     "num_kept_checkpoint": -1,
