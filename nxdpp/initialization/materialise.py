@@ -143,7 +143,7 @@ class _Initialisation:
                 self._huggingface.run(set(self._modules(self._metas)), self._done, self.streams.begin)
         else:
             with MarkedMemory(), self.streams:
-                for name in self._modules(self._metas):
+                for name in self._of_function():
                     self._call(self._function, name)
             self._check_written([meta for meta in self._unwritten() if isinstance(meta.tensor, nn.Parameter)])
             self._replay_recorded()
@@ -157,11 +157,20 @@ class _Initialisation:
 
     def _call(self, function: ParameterInitialiser, name: str) -> None:
         self.streams.begin(name)
+        module = self._root.get_submodule(name)
+        children = dict(module._modules)
         try:
-            call_param_init_fn(function, self._root.get_submodule(name))
+            call_param_init_fn(function, module)
         except Exception as error:
             error.add_note(f"in param_init_fn, called for {name or 'the model itself'}")
             raise
+        for key, child in children.items():
+            made = module._modules[key]
+            if child is not None and made is not None and made is not child:
+                # A child that is made anew gives its tensors to the child that all others know.
+                child._parameters.update(made._parameters)
+                child._buffers.update(made._buffers)
+                module._modules[key] = child
 
     def _replay_recorded(self) -> None:
         for meta in self._unwritten():
@@ -211,6 +220,13 @@ class _Initialisation:
         if tensor.is_floating_point() or tensor.is_complex():
             return count_unwritten(tensor) == 0
         return self.streams.wrote(tensor) or tensor.numel() == 0
+
+    def _of_function(self) -> list[str]:
+        """Modules that the function gets: of the tensors, and parents of buffers, which may make the child anew."""
+        having = {meta.module for meta in self._metas}
+        buffers = {meta.module for meta in self._metas if not isinstance(meta.tensor, nn.Parameter)}
+        having |= {name.rpartition(".")[0] for name in buffers if name}
+        return [name for name, _ in self._root.named_modules(remove_duplicate=False) if name in having]
 
     def _modules(self, metas: Sequence[MetaTensor]) -> list[str]:
         """Names of the modules of ``metas``, in the model's order."""

@@ -237,6 +237,7 @@ class Model(LlamaPreTrainedModel):
             sequence_parallel_enabled=config.sequence_parallel_enabled,
         )
         self.rotary_emb = Rotary(config=config)
+        self.post_init()
 
     def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
         length = input_ids.shape[1]

@@ -107,13 +107,13 @@ def one_process(flags: Namespace) -> Run:
         losses, norms = [], []
         for start in range(0, STEPS * BATCH, BATCH):
             parts = torch.stack([row["input_ids"] for row in dataset()[start : start + BATCH]]).chunk(4)
-            each = [model(input_ids=part, labels=part).loss for part in parts]
-            (sum(each) / len(each)).backward()  # type: ignore[union-attr]
+            each = torch.stack([model(input_ids=part, labels=part).loss for part in parts])
+            each.mean().backward()
             norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
             optimizer.step()
             optimizer.zero_grad()
             schedule.step()
-            losses.append(float(sum(each) / len(each)))
+            losses.append(each.mean().item())
         return losses, norms, {name: value.detach().clone() for name, value in model.named_parameters()}
     finally:
         parallel_state.destroy_model_parallel()
