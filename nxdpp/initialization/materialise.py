@@ -143,7 +143,7 @@ class _Initialisation:
                 self._huggingface.run(set(self._modules(self._metas)), self._done, self.streams.begin)
         else:
             with MarkedMemory(), self.streams:
-                for name in self._of_function():
+                for name in self._modules(self._metas):
                     self._call(self._function, name)
             self._check_written([meta for meta in self._unwritten() if isinstance(meta.tensor, nn.Parameter)])
             self._replay_recorded()
@@ -152,6 +152,10 @@ class _Initialisation:
         with MarkedMemory(), self.streams:
             for name in reversed(self._modules_to_complete()):
                 self._complete(name)
+            if self._function is not None:
+                # A function may make a child with buffers anew, as those of NeuronX Distributed's scripts do.
+                for name in dict.fromkeys(meta.module.rpartition(".")[0] for meta in self._unwritten() if meta.module):
+                    self._call(self._function, name)
         self._check_written(self._unwritten())
         self._check_layouts()
 
@@ -220,13 +224,6 @@ class _Initialisation:
         if tensor.is_floating_point() or tensor.is_complex():
             return count_unwritten(tensor) == 0
         return self.streams.wrote(tensor) or tensor.numel() == 0
-
-    def _of_function(self) -> list[str]:
-        """Modules that the function gets: of the tensors, and parents of buffers, which may make the child anew."""
-        having = {meta.module for meta in self._metas}
-        buffers = {meta.module for meta in self._metas if not isinstance(meta.tensor, nn.Parameter)}
-        having |= {name.rpartition(".")[0] for name in buffers if name}
-        return [name for name, _ in self._root.named_modules(remove_duplicate=False) if name in having]
 
     def _modules(self, metas: Sequence[MetaTensor]) -> list[str]:
         """Names of the modules of ``metas``, in the model's order."""
