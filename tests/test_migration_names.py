@@ -137,9 +137,6 @@ NAMES: Mapping[str, str | None] = {
     f"{STATE}.get_context_model_parallel_src_tgt_pairs": "()",
     "parallel_layers.utils.get_local_world_size": "()",
     "parallel_layers.utils.requires_init_pg_override": "()",
-    "parallel_layers.pad.generate_padding_mask": "(num_heads, num_heads_with_pad, num_kv_heads, tp_degree, tp_rank, "
-    "hardware_type=None)",
-    "parallel_layers.grads.allreduce_sequence_parallel_gradients": None,
     "modules.moe.expert_mlps.ExpertMLPs": None,
     "modules.moe.loss_function.load_balancing_loss_func": "(router_logits, num_experts, top_k)",
     "modules.moe.model.MoE": "(router, expert_mlps)",

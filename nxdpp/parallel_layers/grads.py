@@ -2,6 +2,5 @@
 
 from nxdpp.gradients.average import bucket_allreduce_gradients, reduce_gradients
 from nxdpp.gradients.gradient_norm import clip_grad_norm
-from nxdpp.tensor.sequence_parallel import allreduce_sequence_parallel_gradients
 
-__all__ = ["allreduce_sequence_parallel_gradients", "bucket_allreduce_gradients", "clip_grad_norm", "reduce_gradients"]
+__all__ = ["bucket_allreduce_gradients", "clip_grad_norm", "reduce_gradients"]

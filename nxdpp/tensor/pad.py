@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any, TypeVar
 
-import torch
 from torch import nn
 
 from nxdpp.gradients.replaced_parameters import check_no_optimizer_holds, watch_replaced
@@ -29,24 +28,6 @@ M = TypeVar("M", bound=nn.Module)
 def get_number_of_extra_heads(n_head: int, tp_degree: int) -> int:
     """Return how many heads ``n_head`` lacks to a multiple of ``tp_degree``."""
     return -n_head % tp_degree
-
-
-def generate_padding_mask(
-    num_heads: int,
-    num_heads_with_pad: int,
-    num_kv_heads: int,
-    tp_degree: int,
-    tp_rank: int,
-    hardware_type: object = None,
-) -> torch.Tensor:
-    """Return which query heads of a rank are no padding, of shape ``(num_heads_with_pad / tp_degree,)``.
-
-    Copies of a key-value head are neighbours, as in ``GQAQKVColumnParallelLinear``. Each has as many query heads; those
-    behind the heads of the model are padding. ``hardware_type`` is without effect: there is one order of copies.
-    """
-    own, copies = num_heads_with_pad // tp_degree, max(tp_degree // num_kv_heads, 1)
-    first = own * (tp_rank % copies)
-    return torch.arange(first, first + own) < num_heads // num_kv_heads * (num_kv_heads * copies // tp_degree)
 
 
 def pad_model(

@@ -35,6 +35,7 @@ from nxdpp.parallel_layers import (
     parallel_state,
 )
 from nxdpp.parallel_layers.loss_functions import parallel_cross_entropy
+from nxdpp.tensor.sequence_parallel import allreduce_sequence_parallel_gradients
 from nxdpp.tensor.utils import local_slice
 from nxdpp.utils.adamw_fp32_optim_params import AdamW_FP32OptimParams
 from tests.support.run_ranks import run_ranks
@@ -333,7 +334,7 @@ def train(
         running_loss.zero_()
         if kind == "20b":
             # Missing in the script, whose copies of the norms drift apart.
-            grads.allreduce_sequence_parallel_gradients(optimizer)
+            allreduce_sequence_parallel_gradients(optimizer)
         if is_bert:
             grads.bucket_allreduce_gradients([p.grad for p in model.parameters() if p.grad is not None])
             grads.clip_grad_norm(model.parameters(), 1.0)

@@ -19,7 +19,6 @@ from nxdpp.modules.moe.routing import RouterTopK
 from nxdpp.parallel_layers import mappings, parallel_state
 from nxdpp.parallel_layers.layers import ColumnParallelLinear, ParallelEmbedding
 from nxdpp.parallel_layers.loss_functions import parallel_cross_entropy
-from nxdpp.parallel_layers.pad import generate_padding_mask
 from nxdpp.tensor.utils import local_slice
 from tests.doors.nxd.scripts.llama import VOCABULARY, Attention, CoreAttention, RMSNorm, Rotary, llama_config
 from tests.support.run_ranks import run_ranks
@@ -201,10 +200,3 @@ def train(rank: int, runs: list[Run]) -> None:
 
 def test_mixtral_scripts_give_the_numbers_of_one_process() -> None:
     run_ranks(4, train, [one_process(options) for options in OPTIONS])
-
-
-def test_padding_is_behind_the_heads_of_each_key_value_head() -> None:
-    # 6 heads with 2 key-value heads on 4 ranks: 8 with padding, and 2 copies of each key-value head.
-    masks = [generate_padding_mask(6, 8, 2, 4, rank).tolist() for rank in range(4)]
-    assert masks == [[True, True], [True, False]] * 2
-    assert generate_padding_mask(8, 8, 8, 2, 1).tolist() == [True] * 4
