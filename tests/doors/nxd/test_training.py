@@ -293,7 +293,7 @@ def test_hooks_of_a_step_run_once_after_a_copy(alone: dict[str, Any]) -> None:
 
 def test_the_third_argument_is_of_nxd(alone: dict[str, Any]) -> None:
     with pytest.raises(TypeError, match=r"include_buffers=.*Chain.* must be True or False: it is the third argument"):
-        initialize_parallel_model(alone, make, Chain, LAYERS)
+        initialize_parallel_model(alone, make, Chain, LAYERS)  # type: ignore[arg-type]
 
 
 def test_a_wrapped_model_is_refused(alone: dict[str, Any]) -> None:

@@ -28,7 +28,7 @@ def layer(capacity: float | None = None, is_gated: bool = True, normalize: bool 
 
 def token_by_token(moe: MoE, tokens: torch.Tensor, capacity: int) -> torch.Tensor:
     """The same by loops over tokens and their experts."""
-    first, second = (each.weight for each in moe.expert_mlps.mlp_op.values())
+    first, second = (each.get_parameter("weight") for each in moe.expert_mlps.mlp_op.values())
     taken = [0] * EXPERTS
     rows = []
     for token in tokens:

@@ -209,8 +209,8 @@ class Layer(LlamaDecoderLayer):
     def __init__(self, config: Any) -> None:
         nn.Module.__init__(self)
         self.hidden_size = config.hidden_size
-        self.self_attn = Attention(config=config)
-        self.mlp = MLP(config)
+        self.add_module("self_attn", Attention(config=config))
+        self.add_module("mlp", MLP(config))
         parallel = config.sequence_parallel_enabled
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, sequence_parallel_enabled=parallel)
         self.post_attention_layernorm = RMSNorm(
@@ -237,7 +237,7 @@ class Model(LlamaPreTrainedModel):
             sequence_parallel_enabled=config.sequence_parallel_enabled,
         )
         self.rotary_emb = Rotary(config=config)
-        self.post_init()
+        self.post_init()  # type: ignore[no-untyped-call]
 
     def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
         length = input_ids.shape[1]
@@ -268,7 +268,7 @@ class LlamaForCausalLM(LlamaPreTrainedModel):
         self.lm_head = ColumnParallelLinear(
             config.hidden_size, config.vocab_size, bias=False, gather_output=False, **_options(config)
         )
-        self.post_init()
+        self.post_init()  # type: ignore[no-untyped-call]
 
     def forward(
         self,
@@ -302,7 +302,8 @@ def init_weights(module: nn.Module, device: torch.device) -> None:
         module.weight.data.fill_(1.0)
     elif isinstance(module, ParallelEmbedding | RowParallelLinear | ColumnParallelLinear):
         module.init_weight_cpu()
-        if getattr(module, "bias", None) is not None:
-            module.bias.data.zero_()
+        bias = getattr(module, "bias", None)
+        if bias is not None:
+            bias.data.zero_()
     elif isinstance(module, GQAQKVColumnParallelLinear):
         module.initialize_weight_biases()

@@ -7,7 +7,7 @@ import copy
 import math
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -43,7 +43,7 @@ from tests.support.run_ranks import run_ranks
 pytestmark = pytest.mark.one_python
 
 STEPS, BATCH, LENGTH, VOCABULARY, RATE, ACCUMULATED = 3, 4, 6, 48, 1e-2, 2
-BERT = {
+BERT: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 16,
     "num_hidden_layers": 2,
@@ -52,7 +52,7 @@ BERT = {
     "hidden_dropout_prob": 0.0,
     "attention_probs_dropout_prob": 0.0,
 }
-GPT_NEOX = {
+GPT_NEOX: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 16,
     "num_hidden_layers": 2,
@@ -107,29 +107,27 @@ def bert() -> nn.Module:
 
     class ParallelSelfAttention(BertSelfAttention):
         def __init__(self, config: Any) -> None:
-            super().__init__(config)
-            size = config.hidden_size
-            self.query = layers.ColumnParallelLinear(size, self.all_head_size, gather_output=False)
-            self.key = layers.ColumnParallelLinear(size, self.all_head_size, gather_output=False)
-            self.value = layers.ColumnParallelLinear(size, self.all_head_size, gather_output=False)
-            for layer in (self.query, self.key, self.value):
+            super().__init__(config)  # type: ignore[no-untyped-call]
+            for name in ("query", "key", "value"):
+                layer = layers.ColumnParallelLinear(config.hidden_size, self.all_head_size, gather_output=False)
                 layer.weight.data.normal_(mean=0.0, std=std)
-                with torch.no_grad():
-                    layer.bias.data.zero_()
+                nn.init.zeros_(cast(nn.Parameter, layer.bias))
+                self.add_module(name, layer)
             self.num_attention_heads //= parallel_state.get_tensor_model_parallel_size()
             self.all_head_size //= parallel_state.get_tensor_model_parallel_size()
 
     class ParallelSelfOutput(BertSelfOutput):
         def __init__(self, config: Any) -> None:
-            super().__init__(config)
-            self.dense = layers.RowParallelLinear(config.hidden_size, config.hidden_size, input_is_parallel=True)
-            self.dense.weight.data.normal_(mean=0.0, std=std)
-            with torch.no_grad():
-                self.dense.bias.data.zero_()
+            super().__init__(config)  # type: ignore[no-untyped-call]
+            dense = layers.RowParallelLinear(config.hidden_size, config.hidden_size, input_is_parallel=True)
+            dense.weight.data.normal_(mean=0.0, std=std)
+            nn.init.zeros_(cast(nn.Parameter, dense.bias))
+            self.add_module("dense", dense)
 
     for layer in model.bert.encoder.layer:
-        layer.attention.self = ParallelSelfAttention(config)
-        layer.attention.output = ParallelSelfOutput(config)
+        attention: Any = layer.attention
+        attention.self = ParallelSelfAttention(config)
+        attention.output = ParallelSelfOutput(config)
     return model
 
 
@@ -138,11 +136,13 @@ class _Scatter(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, input_: torch.Tensor) -> torch.Tensor:
-        return mappings._split_along_first_dim(input_)
+        part: torch.Tensor = vars(mappings)["_split_along_first_dim"](input_)
+        return part
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
-        return mappings._gather_along_first_dim(gradients[0])
+        whole: torch.Tensor = vars(mappings)["_gather_along_first_dim"](gradients[0])
+        return whole
 
 
 def gpt_neox(is_sequence_parallel: bool) -> nn.Module:
@@ -165,9 +165,8 @@ def gpt_neox(is_sequence_parallel: bool) -> nn.Module:
             super().__init__()
             self.up = layers.ColumnParallelLinear(size, config.intermediate_size, gather_output=False, **more)
             self.down = layers.RowParallelLinear(config.intermediate_size, size, input_is_parallel=True, **more)
-            with torch.no_grad():
-                self.up.bias.data.zero_()
-                self.down.bias.data.zero_()
+            for layer in (self.up, self.down):
+                nn.init.zeros_(cast(nn.Parameter, layer.bias))
             move_model_to_device(self, device)
 
         def forward(self, states: torch.Tensor) -> torch.Tensor:
@@ -185,8 +184,8 @@ def gpt_neox(is_sequence_parallel: bool) -> nn.Module:
         def forward(self, states: torch.Tensor) -> torch.Tensor:
             # The sequence comes first.
             qkv = self.query_key_value(states)
-            split = [each.unflatten(-1, (self.heads, -1)).permute(1, 2, 0, 3) for each in qkv.chunk(3, -1)]
-            attended = nn.functional.scaled_dot_product_attention(*split, is_causal=True)
+            query, key, value = (each.unflatten(-1, (self.heads, -1)).permute(1, 2, 0, 3) for each in qkv.chunk(3, -1))
+            attended = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
             dense: torch.Tensor = self.dense(attended.permute(2, 0, 1, 3).flatten(2))
             return dense
 
@@ -237,7 +236,7 @@ def of_gpt_neox(model: nn.Module, row: list[torch.Tensor]) -> torch.Tensor:
     return loss
 
 
-KINDS = {
+KINDS: dict[str, tuple[Any, Any]] = {
     "bert": (bert, of_bert),
     "6.9b": (partial(gpt_neox, False), of_gpt_neox),
     "20b": (partial(gpt_neox, True), of_gpt_neox),
@@ -248,7 +247,7 @@ Run = tuple[dict[str, torch.Tensor], list[float], dict[str, torch.Tensor]]
 def prepared(kind: str) -> nn.Module:
     """The model in training, on its device, with its ties."""
     set_seed(1)
-    model = KINDS[kind][0]()
+    model: nn.Module = KINDS[kind][0]()
     move_model_to_device(model, parallel_state.local_device())
     model.train()
     if isinstance(model, BertForPreTraining):
@@ -285,7 +284,7 @@ def compare(model: nn.Module, whole: dict[str, torch.Tensor]) -> None:
     for name, parameter in model.named_parameters():
         dim, stride = getattr(parameter, "partition_dim", -1), getattr(parameter, "partition_stride", 1)
         theirs = whole[name] if dim < 0 else local_slice(whole[name], dim, rank, size, stride)
-        torch.testing.assert_close(parameter, theirs, rtol=1e-4, atol=1e-5, msg=lambda text, name=name: name + text)
+        torch.testing.assert_close(parameter, theirs, rtol=1e-4, atol=1e-5, msg=name)
 
 
 def scripts(rank: int, runs: dict[str, Run], folder: Path) -> None:
@@ -306,7 +305,7 @@ def train(
     dist.barrier()
     # The scripts draw parts, which depend on the number of ranks.
     checkpointing.load(folder / "whole.pt", model, model_key=None, sharded=False)
-    optimizer: torch.optim.Optimizer
+    optimizer: Any
     if is_bert:
         optimizer = torch.optim.AdamW(groups_of(model), RATE)
     else:
@@ -350,7 +349,7 @@ def train(
         checkpointing.save(state, folder)
     else:
         checkpointing.save(state, folder, down_cast_bf16=True)
-        optimizer.save_sharded_state_dict(folder)  # type: ignore[attr-defined]
+        optimizer.save_sharded_state_dict(folder)
     kept = copy.deepcopy(optimizer.state_dict()["state"])
     for each in optimizer.state.values():
         for value in each.values():
@@ -361,7 +360,7 @@ def train(
     if is_bert:
         optimizer.load_state_dict(found["optimizer"])
     else:
-        optimizer.load_sharded_state_dict(folder)  # type: ignore[attr-defined]
+        optimizer.load_sharded_state_dict(folder)
     for index, values in optimizer.state_dict()["state"].items():
         assert all(torch.equal(torch.as_tensor(values[name]), torch.as_tensor(kept[index][name])) for name in values)
 
