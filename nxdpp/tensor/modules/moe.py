@@ -12,6 +12,7 @@ parallelism a rank gives and gets its part of the sequence.
 
 import math
 from collections.abc import Callable
+from fractions import Fraction
 
 import torch
 from torch import nn
@@ -19,6 +20,7 @@ from torch.nn import functional, init
 
 from nxdpp.tensor import mappings
 from nxdpp.tensor.initial_parts import InitMethod, fill_parameter
+from nxdpp.tensor.layers import ColumnParallelLinear, RowParallelLinear
 from nxdpp.tensor.parallel_layer import ParallelLayer
 from nxdpp.tensor.tensor_attributes import mark_sequence_parallel
 from nxdpp.tensor.utils import ensure_divisibility
@@ -117,10 +119,13 @@ class ExpertWeight(ParallelLayer):
         dtype: torch.dtype,
         device: torch.device | str | None,
     ) -> None:
-        super().__init__()
+        ParallelLayer.__init__(self)
         ensure_divisibility(shape[dim], self.tensor_parallel_size * stride)
+        _, self.input_size, self.output_size = shape
+        self.stride, self.gather_output = stride, False
         self._init_method = init_method
         self._add_part("weight", shape, dim, dtype, device, stride=stride)
+        self.register_parameter("bias", None)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -131,10 +136,22 @@ class ExpertWeight(ParallelLayer):
         """Initialise the weight from numbers that are drawn on the CPU."""
         fill_parameter(self.get_parameter("weight"), self._init_method)
 
+    def padded_sizes(self, ratio: Fraction) -> dict[str, Fraction]:
+        """No sizes: experts have no heads."""
+        return {}
+
     def of_experts(self) -> tuple[torch.Tensor, ...]:
         """The matrix ``(inputs, outputs)`` of each expert."""
         self._check_group()
         return self.get_parameter("weight").unbind(0)
+
+
+class ExpertFusedColumnParallelLinear(ExpertWeight, ColumnParallelLinear):
+    """The first weight of the experts; the class tells ``param_init_fn`` of scripts that it is a parallel layer."""
+
+
+class ExpertFusedRowParallelLinear(ExpertWeight, RowParallelLinear):
+    """The second weight of the experts, likewise."""
 
 
 class ExpertMLPs(nn.Module):
@@ -180,10 +197,9 @@ class ExpertMLPs(nn.Module):
         self.is_gated, self._activation = glu_mlp, _ACTIVATIONS[hidden_act]
         count = 2 if glu_mlp else 1
         shape = (num_experts, hidden_size, count * intermediate_size)
-        first = ExpertWeight(shape, 2, count, init_method, dtype, device)
-        second = ExpertWeight(
-            (num_experts, intermediate_size, hidden_size), 1, 1, output_layer_init_method, dtype, device
-        )
+        first = ExpertFusedColumnParallelLinear(shape, 2, count, init_method, dtype, device)
+        shape = (num_experts, intermediate_size, hidden_size)
+        second = ExpertFusedRowParallelLinear(shape, 1, 1, output_layer_init_method, dtype, device)
         # The names of NeuronX Distributed's checkpoints.
         self.mlp_op = nn.ModuleDict({"gate_up_proj" if glu_mlp else "up_proj": first, "down_proj": second})
 

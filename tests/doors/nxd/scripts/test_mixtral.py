@@ -20,7 +20,15 @@ from nxdpp.parallel_layers import mappings, parallel_state
 from nxdpp.parallel_layers.layers import ColumnParallelLinear, ParallelEmbedding
 from nxdpp.parallel_layers.loss_functions import parallel_cross_entropy
 from nxdpp.tensor.utils import local_slice
-from tests.doors.nxd.scripts.llama import VOCABULARY, Attention, CoreAttention, RMSNorm, Rotary, llama_config
+from tests.doors.nxd.scripts.llama import (
+    VOCABULARY,
+    Attention,
+    CoreAttention,
+    RMSNorm,
+    Rotary,
+    init_weights,
+    llama_config,
+)
 from tests.support.run_ranks import run_ranks
 
 pytestmark = pytest.mark.one_python
@@ -121,10 +129,34 @@ class MixtralForCausalLM(LlamaPreTrainedModel):
         return loss + COEFFICIENT * aux_loss, aux_loss, logits, router_logits
 
 
+def init_mixtral(module: nn.Module, device: torch.device) -> None:
+    if isinstance(module, nn.Linear):
+        module.reset_parameters()
+    init_weights(module, device)
+
+
 OPTIONS: list[dict[str, Any]] = [
-    {"pipeline": 2, "sequence_parallel_enabled": True, "router_in_parts": True, "capacity_factor": None},
-    {"pipeline": 1, "sequence_parallel_enabled": True, "router_in_parts": False, "capacity_factor": 1.0},
-    {"pipeline": 1, "sequence_parallel_enabled": False, "router_in_parts": False, "capacity_factor": None},
+    {
+        "pipeline": 2,
+        "sequence_parallel_enabled": True,
+        "router_in_parts": True,
+        "capacity_factor": None,
+        "on_meta": True,
+    },
+    {
+        "pipeline": 1,
+        "sequence_parallel_enabled": True,
+        "router_in_parts": False,
+        "capacity_factor": 1.0,
+        "on_meta": False,
+    },
+    {
+        "pipeline": 1,
+        "sequence_parallel_enabled": False,
+        "router_in_parts": False,
+        "capacity_factor": None,
+        "on_meta": False,
+    },
 ]
 
 
@@ -137,7 +169,13 @@ def one_process(options: dict[str, Any]) -> Run:
     parallel_state.initialize_model_parallel()
     try:
         torch.manual_seed(1)
-        model = MixtralForCausalLM(llama_config(**options))
+        if options["pipeline"] > 1:
+            meta = {"meta_device_init": True, "param_init_fn": init_mixtral}
+            config = nxd.neuronx_distributed_config(model_init_config=meta)
+            # The same initial values as any layout has.
+            model: Any = nxd.initialize_parallel_model(config, MixtralForCausalLM, False, llama_config(**options))
+        else:
+            model = MixtralForCausalLM(llama_config(**options))
         optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
         losses, norms = [], []
         for batch in batches():
@@ -176,7 +214,11 @@ def train(rank: int, runs: list[Run]) -> None:
             optimizer_config={"zero_one_enabled": True, "grad_clipping": True, "max_grad_norm": 1.0},
             sequence_parallel=options["sequence_parallel_enabled"],
             activation_checkpoint_config=(CoreAttention, MoE),
-            model_init_config=None,
+            model_init_config={
+                "meta_device_init": options["pipeline"] > 1,
+                "param_init_fn": init_mixtral if options["pipeline"] > 1 else None,
+                "sequential_move_factor": 11,
+            },
         )
         torch.manual_seed(1)
         model = nxd.initialize_parallel_model(config, MixtralForCausalLM, False, llama_config(**options))
