@@ -1,7 +1,7 @@
 """Model of a training: built, padded, cut into stages, checkpointed and moved as the configuration says."""
 
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -57,17 +57,27 @@ def initialize_parallel_model(
             f"include_buffers={include_buffers!r:.80} must be True or False: it is the third argument, and those of "
             f"model_fn follow it."
         )
+    with _numbers_of_first_rank():
+        return _initialized(nxd_config, model_fn, bool(include_buffers), model_args, model_kwargs)
+
+
+@contextmanager
+def _numbers_of_first_rank() -> Iterator[None]:
+    """Draw the numbers of the first rank of this pipeline, if the ranks' generators differ; collective over it."""
+    if parallel_state.get_pipeline_model_parallel_size() == 1 or parallel_state.is_debug():
+        yield
+        return
     own = torch.get_rng_state()
     with board.call("initialize_parallel_model"), failure_watch.reported():
         of_first: torch.Tensor = broadcast_value(own, parallel_state.get_pipeline_control_group())
-    differs = not torch.equal(own, of_first)
-    if differs:
-        torch.set_rng_state(of_first)
+    if torch.equal(own, of_first):
+        yield
+        return
+    torch.set_rng_state(of_first)
     try:
-        return _initialized(nxd_config, model_fn, bool(include_buffers), model_args, model_kwargs)
+        yield
     finally:
-        if differs:
-            torch.set_rng_state(own)
+        torch.set_rng_state(own)
 
 
 def _initialized(
