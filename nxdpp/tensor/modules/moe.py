@@ -123,7 +123,7 @@ class ExpertWeight(ParallelLayer):
         ensure_divisibility(shape[dim], self.tensor_parallel_size * stride)
         _, self.input_size, self.output_size = shape
         self.stride, self.gather_output = stride, False
-        self._init_method = init_method
+        self._init_method: InitMethod | None = init_method
         self._add_part("weight", shape, dim, dtype, device, stride=stride)
         self.register_parameter("bias", None)
         self.reset_parameters()
@@ -134,6 +134,7 @@ class ExpertWeight(ParallelLayer):
 
     def init_weight_cpu(self) -> None:
         """Initialise the weight from numbers that are drawn on the CPU."""
+        assert self._init_method is not None
         fill_parameter(self.get_parameter("weight"), self._init_method)
 
     def padded_sizes(self, ratio: Fraction) -> dict[str, Fraction]:
