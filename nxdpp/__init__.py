@@ -44,10 +44,12 @@ Names::
 Modules::
 
     integrations                   Other libraries' trainers over a pipeline
+    kernels                        Attention at the import paths of NeuronX Distributed
     modules                        Modules of several tensor-parallel layers
     nnscaler                       nnScaler's ways in
     optimizer                      Optimizers whose state is sharded over the data-parallel replicas
     oslo                           OSLO's ways in
+    overrides                      Functions of Llama models at the import paths of NeuronX Distributed
     parallel_layers                Tensor-parallel layers, process groups, the failure watch
     parallel_state                 Process groups of tensor, data and pipeline parallelism
     pipeline                       Pipeline runtime
@@ -107,10 +109,12 @@ __all__ = [
 ]
 _PACKAGES = (
     "integrations",
+    "kernels",
     "modules",
     "nnscaler",
     "optimizer",
     "oslo",
+    "overrides",
     "parallel_layers",
     "pipeline",
     "schedules",

@@ -1,7 +1,9 @@
 """Public names of nxdpp, which imports this module at the first use of one of them."""
 
+from nxdpp import kernels as kernels
 from nxdpp import modules as modules
 from nxdpp import optimizer as optimizer
+from nxdpp import overrides as overrides
 from nxdpp import parallel_layers as parallel_layers
 from nxdpp import trainer as trainer
 from nxdpp.checkpoint.distributed.whole_state import gather_state_dict as gather_state_dict

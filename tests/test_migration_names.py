@@ -28,8 +28,10 @@ STATE = "parallel_layers.parallel_state"
 # Paths below nxdpp, with the signature that a guide prints. Without one any signature will do.
 OF_CHECKPOINTS = {
     "save_checkpoint": "(path, tag='', model=None, optimizer=None, scheduler=None, user_content=None, num_workers=8, "
-    "use_xser=False, num_kept_ckpts=None, async_save=False, zero1_optimizer=False)",
-    "load_checkpoint": "(path, tag=None, model=None, optimizer=None, scheduler=None, num_workers=8, strict=True)",
+    "use_xser=False, num_kept_ckpts=None, async_save=False, zero1_optimizer=False, use_zero1_dcp=False, "
+    "avoid_saving_lower_precision_weights=False)",
+    "load_checkpoint": "(path, tag=None, model=None, optimizer=None, scheduler=None, num_workers=8, strict=True, "
+    "use_zero1_dcp=False)",
     "has_checkpoint": "(path)",
     "finalize_checkpoint": "()",
 }
@@ -128,12 +130,36 @@ NAMES: Mapping[str, str | None] = {
     "utils.model_utils.move_model_to_device": "(model, device)",
     "utils.adamw_fp32_optim_params.AdamW_FP32OptimParams": None,
     "optimizer.NeuronZero1Optimizer": None,
-    "neuronx_distributed_config": None,
-    "initialize_parallel_model": None,
-    "initialize_parallel_optimizer": None,
-    "trainer.neuronx_distributed_config": None,
-    "trainer.initialize_parallel_model": None,
-    "trainer.initialize_parallel_optimizer": None,
+    "optimizer.NeuronZero1Optimizer.init_zero": "(self)",
+    "optimizer.NeuronZero1Optimizer.save_sharded_state_dict": "(self, output_dir, num_workers_per_step=8)",
+    "optimizer.NeuronZero1Optimizer.load_sharded_state_dict": "(self, output_dir, num_workers_per_step=8)",
+    "kernels.flash_attn.nki_flash_attn_func": "(q, k, v, lnc=1, dropout_p=0.0, softmax_scale=None, causal=True, "
+    "mixed_precision=True, seed=None, hardware_type=None, transpose_nki_inputs=True)",
+    "kernels.ring_attention_kernel.nki_ring_attn_func": "(q, k, v, rank_id, src_tgt_pairs, dropout_p=0.0, "
+    "softmax_scale=None, causal=True, mixed_precision=True, seed=None)",
+    "overrides.transformer_overrides.apply_rotary_pos_emb": "(q, k, cos, sin, position_ids, flash_attn, "
+    "transpose_nki_inputs=True)",
+    "utils.batch_utils.get_batch_on_this_context_parallel_rank": "(batch)",
+    f"{STATE}.get_context_model_parallel_src_tgt_pairs": "()",
+    "parallel_layers.utils.get_local_world_size": "()",
+    "parallel_layers.utils.requires_init_pg_override": "()",
+    "modules.moe.expert_mlps.ExpertMLPs": None,
+    "modules.moe.loss_function.load_balancing_loss_func": "(router_logits, num_experts, top_k)",
+    "modules.moe.model.MoE": "(router, expert_mlps)",
+    "modules.moe.routing.RouterTopK": "(num_experts, top_k, hidden_size, sequence_parallel_enabled=False, "
+    "sequence_dimension=None)",
+    **{
+        f"{package}{name}": signature
+        for package in ("", "trainer.")
+        for name, signature in {
+            "neuronx_distributed_config": "(tensor_parallel_size=1, pipeline_parallel_size=1, expert_parallel_size=1, "
+            "context_parallel_size=1, pipeline_config=None, optimizer_config=None, activation_checkpoint_config=None, "
+            "pad_model=False, sequence_parallel=False, model_init_config=None, lora_config=None, "
+            "mixed_precision_config=None, sequential_move_factor=11, lnc_size=1)",
+            "initialize_parallel_model": "(nxd_config, model_fn, include_buffers=False)",
+            "initialize_parallel_optimizer": "(nxd_config, optimizer_class, parameters)",
+        }.items()
+    },
     **{f"{package}{name}": signature for package in ("", "trainer.") for name, signature in OF_CHECKPOINTS.items()},
 }
 

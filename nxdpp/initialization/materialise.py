@@ -152,16 +152,29 @@ class _Initialisation:
         with MarkedMemory(), self.streams:
             for name in reversed(self._modules_to_complete()):
                 self._complete(name)
+            if self._function is not None:
+                # A function may make a child with buffers anew, as those of NeuronX Distributed's scripts do.
+                for name in dict.fromkeys(meta.module.rpartition(".")[0] for meta in self._unwritten() if meta.module):
+                    self._call(self._function, name)
         self._check_written(self._unwritten())
         self._check_layouts()
 
     def _call(self, function: ParameterInitialiser, name: str) -> None:
         self.streams.begin(name)
+        module = self._root.get_submodule(name)
+        children = dict(module._modules)
         try:
-            call_param_init_fn(function, self._root.get_submodule(name))
+            call_param_init_fn(function, module)
         except Exception as error:
             error.add_note(f"in param_init_fn, called for {name or 'the model itself'}")
             raise
+        for key, child in children.items():
+            made = module._modules[key]
+            if child is not None and made is not None and made is not child:
+                # A child that is made anew gives its tensors to the child that all others know.
+                child._parameters.update(made._parameters)
+                child._buffers.update(made._buffers)
+                module._modules[key] = child
 
     def _replay_recorded(self) -> None:
         for meta in self._unwritten():

@@ -57,6 +57,12 @@ def get_context_model_parallel_rank() -> int:
     return 0
 
 
+def get_context_model_parallel_src_tgt_pairs() -> list[tuple[int, int]]:
+    """Pairs of global ranks that are neighbours in a ring over a sequence: none, since each rank is alone."""
+    current_state.initialized()
+    return []
+
+
 def get_expert_model_parallel_rank() -> int:
     """This rank's index among the ranks that share the experts of a layer: 0."""
     current_state.initialized()

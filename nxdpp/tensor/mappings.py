@@ -158,3 +158,12 @@ def _map(
         return input_
     mapped: torch.Tensor = _Mapping.apply(input_, there, back, group)  # type: ignore[no-untyped-call]
     return mapped
+
+
+def _split_along_first_dim(input_: torch.Tensor) -> torch.Tensor:
+    # Scripts of NeuronX Distributed take these two from here.
+    return own_part(input_, 0)
+
+
+def _gather_along_first_dim(input_: torch.Tensor) -> torch.Tensor:
+    return all_gather(input_, 0)

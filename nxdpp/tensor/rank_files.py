@@ -36,8 +36,9 @@ def local_path(path: str | os.PathLike[str]) -> Path:
         raise ValueError("path='' has no name: give one, '.' for the working directory.")
     if store := re.match(r"[A-Za-z][\w+.-]+:/", name):
         raise ValueError(
-            f"path={name!r} is not on a file system, and would be a folder {store[0][:-1]!r} of this host. Give a "
-            f"folder that all hosts share, such as a mounted bucket, and copy it from there."
+            f"path={name!r} is not on a file system, and would be a folder {store[0][:-1]!r} of this host: files "
+            f"are locked, renamed and mapped, which a store of objects cannot. Give a folder that all hosts share, "
+            f"such as a mounted bucket, and copy it from there."
         )
     return Path(name)
 

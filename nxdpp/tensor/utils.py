@@ -1,5 +1,6 @@
 """Sizes that divide, and the slice of a tensor that a tensor-parallel rank holds."""
 
+import os
 from collections.abc import Sequence
 
 import torch
@@ -16,8 +17,10 @@ __all__ = [
     "copy_tensor_model_parallel_attributes",
     "divide",
     "ensure_divisibility",
+    "get_local_world_size",
     "local_slice",
     "param_is_not_tensor_parallel_duplicate",
+    "requires_init_pg_override",
     "set_defaults_if_not_set_tensor_model_parallel_attributes",
     "set_tensor_model_parallel_attributes",
     "split_tensor_along_dim",
@@ -35,6 +38,16 @@ def divide(numerator: int, denominator: int) -> int:
     """Return ``numerator / denominator``; ``ValueError`` if there is a remainder."""
     ensure_divisibility(numerator, denominator)
     return numerator // denominator
+
+
+def get_local_world_size() -> int:
+    """Return the number of ranks on this host, of ``torchrun``; 1 without it."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def requires_init_pg_override() -> bool:
+    """Return ``False``: only torch_xla 2.0 starts its groups in a different way."""
+    return False
 
 
 def split_tensor_along_dim(

@@ -28,6 +28,7 @@ ANSWERS: dict[str, Any] = {
     "is_pipeline_last_stage": False,
     "get_context_model_parallel_size": 1,
     "get_context_model_parallel_rank": 0,
+    "get_context_model_parallel_src_tgt_pairs": [],
     "get_expert_model_parallel_size": 1,
     "get_expert_model_parallel_rank": 0,
     "get_expert_data_parallel_size": 2,

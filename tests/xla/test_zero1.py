@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from nxdpp import GradScaler, NxDPPModel, parallel_state
+from nxdpp.doors.nxd.neuron_zero1 import NeuronZero1Optimizer
 from nxdpp.gradients import average, buckets
 from nxdpp.gradients.average import bucket_allreduce_gradients
 from nxdpp.gradients.gradient_reducer import GradientReducer
-from nxdpp.gradients.optimizer.neuron_zero1 import NeuronZero1Optimizer
 from nxdpp.gradients.optimizer.zero1 import Zero1Optimizer
 from tests.support.run_ranks import run_ranks
 from tests.support.xla_ranks import run_xla_ranks

@@ -42,6 +42,7 @@ def save_checkpoint(
     async_save: bool = False,
     zero1_optimizer: bool = False,
     use_zero1_dcp: bool = False,
+    avoid_saving_lower_precision_weights: bool = False,
     *,
     grad_scaler: Stateful | None = None,
     when_busy: str = "wait",
@@ -62,12 +63,14 @@ def save_checkpoint(
         num_workers: at least 1, and otherwise without effect. Each rank writes its own part without a copy of it in
             host memory, so all may write at once.
         use_xser: without effect: files are safetensors. They are written tensor by tensor.
-        num_kept_ckpts: number of checkpoints to keep, at least 1; ``None`` keeps all.
+        num_kept_ckpts: number of checkpoints to keep, at least 1; ``None`` and -1 keep all.
         async_save: return when the values are copied to host memory. A thread writes them. Its error is raised by a
             training step, the same step on every rank, or by an earlier call of these functions. A program that ends
             before either prints the error, and has status 1.
         zero1_optimizer: without effect: it is about an optimizer that is given as a dict, which is refused.
         use_zero1_dcp: without effect: torch.distributed.checkpoint plans all saves.
+        avoid_saving_lower_precision_weights: without effect: the weights are saved next to the master weights of
+            ZeRO-1, so that a model can be loaded without its optimizer.
         when_busy: ``"wait"`` for a save in flight, or ``"skip"`` this one.
 
     Returns:
@@ -82,15 +85,17 @@ def save_checkpoint(
             load that failed midway. Where another program saves in ``path``.
     """
 
+    kept = None if num_kept_ckpts == -1 else num_kept_ckpts
+
     def call() -> CollectiveCall:
         arguments.check_parts(model, optimizer, scheduler, grad_scaler)
-        arguments.check_counts(num_workers, num_kept_ckpts)
+        arguments.check_counts(num_workers, kept)
         arguments.check_when_busy(when_busy)
         compared = {
             "path": repr(str(arguments.path_of(path))),
             "tag": repr(arguments.tag_of(tag)),
             **_parts(model, optimizer, scheduler, grad_scaler),
-            "num_kept_ckpts": str(num_kept_ckpts),
+            "num_kept_ckpts": str(kept),
             "async_save": str(bool(async_save)),
             "when_busy": repr(when_busy),
         }
@@ -110,7 +115,7 @@ def save_checkpoint(
         if async_save:
             # The working directory can change while a thread writes.
             folder = folder.absolute()
-        save = Save(folder, num_kept_ckpts, exchange)
+        save = Save(folder, kept, exchange)
         if async_save:
             _saves.start(save, state)
         else:

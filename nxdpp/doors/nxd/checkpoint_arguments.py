@@ -90,7 +90,7 @@ def check_counts(num_workers: object, num_kept_ckpts: object = None) -> None:
         raise ValueError(f"num_workers={num_workers!r} must be a whole number of at least 1.")
     if num_kept_ckpts is not None and not _is_positive(num_kept_ckpts):
         raise ValueError(
-            f"num_kept_ckpts={num_kept_ckpts!r} must be a whole number of at least 1, or None to keep all checkpoints."
+            f"num_kept_ckpts={num_kept_ckpts!r} must be a whole number of at least 1, or None or -1 to keep all."
         )
 
 

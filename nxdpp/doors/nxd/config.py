@@ -10,7 +10,6 @@ from nxdpp.pipeline.model import NxDPPModel
 from nxdpp.ranks import parallel_state
 
 _OPTIMIZER = {"zero_one_enabled": False, "grad_clipping": True, "max_grad_norm": 1.0}
-_MODEL_INIT = {"sequential_move_factor": 11, "meta_device_init": False, "param_init_fn": None}
 
 # Keys of pipeline_config with which NxD chooses between wrappers. The trainer's wrappers are always used.
 _OF_WRAPPERS = ("use_model_wrapper", "use_optimizer_wrapper")
@@ -19,8 +18,8 @@ _OF_WRAPPERS = ("use_model_wrapper", "use_optimizer_wrapper")
 def neuronx_distributed_config(
     tensor_parallel_size: int = 1,
     pipeline_parallel_size: int = 1,
-    context_parallel_size: int = 1,
     expert_parallel_size: int = 1,
+    context_parallel_size: int = 1,
     pipeline_config: Mapping[str, Any] | None = None,
     optimizer_config: Mapping[str, Any] | None = None,
     activation_checkpoint_config: Any = None,
@@ -29,6 +28,8 @@ def neuronx_distributed_config(
     model_init_config: Mapping[str, Any] | None = None,
     lora_config: Any = None,
     mixed_precision_config: Mapping[str, Any] | None = None,
+    sequential_move_factor: int = 11,
+    lnc_size: int = 1,
 ) -> dict[str, Any]:
     """Return the configuration of a training, and call ``initialize_model_parallel`` if it was not called.
 
@@ -36,30 +37,37 @@ def neuronx_distributed_config(
 
     Args:
         tensor_parallel_size, pipeline_parallel_size: ranks that share each layer, and ranks in a pipeline.
-        context_parallel_size, expert_parallel_size: 1.
+        expert_parallel_size, context_parallel_size, lnc_size: 1.
         pipeline_config: arguments of ``NxDPPModel``. On one rank ``run_train`` uses them.
-            ``use_model_wrapper`` and ``use_optimizer_wrapper`` change nothing.
+            ``use_model_wrapper``, ``use_optimizer_wrapper`` and ``use_zero1_optimizer`` change nothing: gradients
+            are averaged once, by the optimizer with ``zero_one_enabled``, and otherwise by ``run_train``.
         optimizer_config: ``zero_one_enabled`` (``False``), ``grad_clipping`` (``True``), ``max_grad_norm`` (1.0).
         activation_checkpoint_config: ``"full"`` recomputes every transformer layer, a module class or a tuple of them
             the modules of these classes. By default nothing is recomputed.
         pad_model: pad the ``config.num_attention_heads`` heads of the model to a multiple of ``tensor_parallel_size``.
         sequence_parallel: sum the gradients of parameters with ``sequence_parallel_enabled`` over the tensor ranks.
         model_init_config: ``meta_device_init`` (``False``) builds the model on the meta device, with the initial
-            weights of ``param_init_fn``. ``sequential_move_factor`` (11) has no meaning here: all ranks build their
-            models at the same time, on the meta device if memory is short.
+            weights of ``param_init_fn``.
         lora_config: ``None``.
         mixed_precision_config: for ZeRO-1, whose ``zero_one_enabled`` is the default of the first two.
             ``use_master_weights``: float32 copies of half parameters. ``use_fp32_grad_acc``: gradients of half
             parameters accumulate and are averaged in float32, which needs torch 2.10.
-            ``use_master_weights_in_ckpt``: ``False``.
+            ``use_master_weights_in_ckpt`` changes nothing: checkpoints always have the master weights of ZeRO-1.
+        sequential_move_factor: of ``model_init_config`` too; without effect: all ranks build their models at the same
+            time, on the meta device if memory is short.
 
     Raises:
         ValueError, TypeError: for options that cannot be honoured, by name, before anything is changed.
         RuntimeError: after an initialization with different sizes.
     """
-    for name, size in {"context": context_parallel_size, "expert": expert_parallel_size}.items():
+    ones = {
+        "expert_parallel_size": expert_parallel_size,
+        "context_parallel_size": context_parallel_size,
+        "lnc_size": lnc_size,
+    }
+    for name, size in ones.items():
         if size != 1:
-            raise ValueError(f"{name}_parallel_size={size!r} is not supported: leave it out, or give 1.")
+            raise ValueError(f"{name}={size!r} is not supported: leave it out, or give 1.")
     if lora_config is not None:
         raise ValueError(
             "lora_config is not supported: adapt the model with peft.get_peft_model in model_fn, before it is wrapped."
@@ -77,14 +85,13 @@ def neuronx_distributed_config(
     config: dict[str, Any] = {
         "tensor_parallel_size": tensor_parallel_size,
         "pipeline_parallel_size": pipeline_parallel_size,
-        "context_parallel_size": context_parallel_size,
-        "expert_parallel_size": expert_parallel_size,
+        **ones,
         "pipeline_config": _pipeline(pipeline_config, bool(optimizer["zero_one_enabled"])),
         "optimizer_config": optimizer,
         "activation_checkpoint_config": activation_checkpoint_config,
         "pad_model": bool(pad_model),
         "sequence_parallel": bool(sequence_parallel),
-        "model_init_config": _model_init(model_init_config),
+        "model_init_config": _model_init(model_init_config, sequential_move_factor),
         "lora_config": lora_config,
         "mixed_precision_config": _mixed_precision(mixed_precision_config, optimizer["zero_one_enabled"]),
     }
@@ -117,20 +124,16 @@ def _pipeline(given: Mapping[str, Any] | None, has_zero1: bool) -> dict[str, Any
     unknown = [name for name in given if name not in (*known, *_OF_WRAPPERS)]
     if unknown:
         raise ValueError(f"pipeline_config has {unknown}, which NxDPPModel does not take. It takes {', '.join(known)}.")
-    if given.get("use_zero1_optimizer", has_zero1) != has_zero1:
-        raise ValueError(
-            f"pipeline_config has use_zero1_optimizer={given['use_zero1_optimizer']!r}, and optimizer_config "
-            f"zero_one_enabled={has_zero1}: give both the same value, or leave use_zero1_optimizer out."
-        )
     kept = {name: value for name, value in given.items() if name not in _OF_WRAPPERS}
     return {**kept, "use_zero1_optimizer": has_zero1}
 
 
-def _model_init(given: Mapping[str, Any] | None) -> dict[str, Any]:
-    config = _completed("model_init_config", given, _MODEL_INIT)
+def _model_init(given: Mapping[str, Any] | None, factor_by_default: int) -> dict[str, Any]:
+    defaults = {"sequential_move_factor": factor_by_default, "meta_device_init": False, "param_init_fn": None}
+    config = _completed("model_init_config", given, defaults)
     factor = config["sequential_move_factor"]
     if not isinstance(factor, int) or not 1 <= factor <= 32:
-        raise ValueError(f"model_init_config: sequential_move_factor={factor!r} must be a number from 1 to 32.")
+        raise ValueError(f"sequential_move_factor={factor!r} must be a number from 1 to 32.")
     if config["param_init_fn"] is not None and not callable(config["param_init_fn"]):
         raise TypeError(f"model_init_config: param_init_fn={config['param_init_fn']!r:.80} must be a function.")
     return config
@@ -139,17 +142,12 @@ def _model_init(given: Mapping[str, Any] | None) -> dict[str, Any]:
 def _mixed_precision(given: Mapping[str, Any] | None, has_zero1: bool) -> dict[str, Any]:
     defaults = {"use_master_weights": has_zero1, "use_fp32_grad_acc": has_zero1, "use_master_weights_in_ckpt": False}
     config = _completed("mixed_precision_config", given, defaults)
-    for name in ("use_master_weights", "use_fp32_grad_acc"):
+    for name in defaults:
         if config[name] and not has_zero1:
             raise ValueError(
                 f"mixed_precision_config: {name}=True is an option of ZeRO-1: set zero_one_enabled=True in "
                 f"optimizer_config, or leave it out. AdamW_FP32OptimParams has float32 copies without ZeRO-1."
             )
-    if config["use_master_weights_in_ckpt"]:
-        raise ValueError(
-            "mixed_precision_config: use_master_weights_in_ckpt=True is not supported: the optimizer's state_dict has "
-            "the master weights, and the model's has its parameters."
-        )
     return config
 
 

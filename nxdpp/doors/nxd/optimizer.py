@@ -8,9 +8,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from nxdpp.doors.nxd.config import check_sizes
+from nxdpp.doors.nxd.neuron_zero1 import NeuronZero1Optimizer
 from nxdpp.gradients.average import average_gradients
 from nxdpp.gradients.gradient_norm import clip_grad_norm
-from nxdpp.gradients.optimizer.neuron_zero1 import NeuronZero1Optimizer
 from nxdpp.ranks import parallel_state
 from nxdpp.ranks.faults import failure_watch
 from nxdpp.ranks.faults.board import board
@@ -79,6 +79,11 @@ class NxDOptimizer(Optimizer):
         self._steps = 0
 
     @property
+    def params(self) -> list[nn.Parameter]:
+        """The parameters of all groups."""
+        return list(_parameters(self.param_groups))
+
+    @property
     def grad_norm(self) -> torch.Tensor | None:
         """Norm of the whole model's gradients before they were clipped in the last step; ``None`` without clipping."""
         if self._is_sharded:
@@ -96,7 +101,7 @@ class NxDOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        parameters = list(_parameters(self.param_groups))
+        parameters = self.params
         self._steps += 1
         if self.nxd_config["sequence_parallel"]:
             allreduce_sequence_parallel_gradients(parameters)

@@ -1,7 +1,7 @@
 """Model of a training: built, padded, cut into stages, checkpointed and moved as the configuration says."""
 
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -16,6 +16,9 @@ from nxdpp.pipeline.activation_checkpoint import apply_checkpoint
 from nxdpp.pipeline.local.part import LocalPart
 from nxdpp.pipeline.model import NxDPPModel
 from nxdpp.ranks import parallel_state
+from nxdpp.ranks.faults import failure_watch
+from nxdpp.ranks.faults.board import board
+from nxdpp.ranks.group_values import broadcast_value
 from nxdpp.tensor.move_model_to_device import move_model_to_device
 from nxdpp.tensor.pad import pad_model
 from nxdpp.tensor.tensor_copies import TensorCopies
@@ -24,16 +27,23 @@ from nxdpp.tracing.modules.layers import find_layer_classes, layer_names
 
 
 def initialize_parallel_model(
-    nxd_config: dict[str, Any], model_fn: Callable[..., nn.Module], *model_args: Any, **model_kwargs: Any
+    nxd_config: dict[str, Any],
+    model_fn: Callable[..., nn.Module],
+    include_buffers: bool = False,
+    *model_args: Any,
+    **model_kwargs: Any,
 ) -> NxDModel:
     """Build ``model_fn(*model_args, **model_kwargs)`` and wrap it for training; collective over all ranks.
 
     The returned model is on the rank's device, with its initial weights. Every rank builds the same model: seed before
-    the call. Replicas are compared by a sample of their parameters.
+    the call. Pipeline ranks may have different seeds, as of ``set_random_seed`` in the scripts of NeuronX Distributed:
+    the numbers of the model are those of the first rank of the pipeline, and each rank has its own generator again
+    afterwards. Replicas are compared by a sample of their parameters.
 
     Args:
         nxd_config: of ``neuronx_distributed_config``.
         model_fn: builds the model.
+        include_buffers: with ``meta_device_init``, also buffers are built on the meta device.
         model_args, model_kwargs: its arguments.
 
     Raises:
@@ -42,9 +52,44 @@ def initialize_parallel_model(
             for replicas with different parameters.
     """
     check_sizes(nxd_config)
+    if not isinstance(include_buffers, bool | int):
+        raise TypeError(
+            f"include_buffers={include_buffers!r:.80} must be True or False: it is the third argument, and those of "
+            f"model_fn follow it."
+        )
+    with _numbers_of_first_rank():
+        return _initialized(nxd_config, model_fn, bool(include_buffers), model_args, model_kwargs)
+
+
+@contextmanager
+def _numbers_of_first_rank() -> Iterator[None]:
+    """Draw the numbers of the first rank of this pipeline, if the ranks' generators differ; collective over it."""
+    if parallel_state.get_pipeline_model_parallel_size() == 1 or parallel_state.is_debug():
+        yield
+        return
+    own = torch.get_rng_state()
+    with board.call("initialize_parallel_model"), failure_watch.reported():
+        of_first: torch.Tensor = broadcast_value(own, parallel_state.get_pipeline_control_group())
+    if torch.equal(own, of_first):
+        yield
+        return
+    torch.set_rng_state(of_first)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(own)
+
+
+def _initialized(
+    nxd_config: dict[str, Any],
+    model_fn: Callable[..., nn.Module],
+    include_buffers: bool,
+    model_args: tuple[Any, ...],
+    model_kwargs: dict[str, Any],
+) -> NxDModel:
     init, pipeline = nxd_config["model_init_config"], nxd_config["pipeline_config"] or {}
     on_meta = init["meta_device_init"]
-    with init_on_device(torch.device("meta")) if on_meta else nullcontext():
+    with init_on_device(torch.device("meta"), include_buffers=include_buffers) if on_meta else nullcontext():
         module = model_fn(*model_args, **model_kwargs)
     if not isinstance(module, nn.Module) or isinstance(module, NxDPPModel | NxDModel):
         raise TypeError(f"model_fn must return a module that is not wrapped, not a {type(module).__name__}.")

@@ -131,6 +131,10 @@ class GQAQKVColumnParallelLinear(ParallelLayer):
             if self.bias_q is not None:
                 fill_parameter(self.get_parameter(f"bias_{name}"), lambda whole: init.uniform_(whole, -bound, bound))
 
+    def initialize_weight_biases(self) -> None:
+        """Do ``reset_parameters``, under the name that scripts of NeuronX Distributed call."""
+        self.reset_parameters()
+
     def init_weight_cpu(self) -> None:
         """Initialise the weights from numbers that are drawn on the CPU, and keep the wholes if asked for."""
         for name in _NAMES:

@@ -120,6 +120,7 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"scheduler": lambda step: step}, TypeError, "scheduler is a function, without state_dict"),
     ({"num_workers": 0}, ValueError, "num_workers=0 must be a whole number of at least 1"),
     ({"num_kept_ckpts": 1.0}, ValueError, r"num_kept_ckpts=1.0 must be a whole number"),
+    ({"num_kept_ckpts": -2}, ValueError, r"num_kept_ckpts=-2 must be a whole number of at least 1, or None or -1"),
     ({"num_kept_ckpts": True}, ValueError, r"num_kept_ckpts=True must be a whole number"),
 ]  # fmt: skip
 
@@ -138,7 +139,8 @@ def test_a_value_is_refused_before_a_file_is_written(
 
 SIGNATURES: dict[Callable[..., Any], str] = {
     save_checkpoint: "path tag= model=None optimizer=None scheduler=None user_content=None num_workers=8 "
-    "use_xser=False num_kept_ckpts=None async_save=False zero1_optimizer=False use_zero1_dcp=False",
+    "use_xser=False num_kept_ckpts=None async_save=False zero1_optimizer=False use_zero1_dcp=False "
+    "avoid_saving_lower_precision_weights=False",
     load_checkpoint: "path tag=None model=None optimizer=None scheduler=None num_workers=8 strict=True "
     "use_zero1_dcp=False",
     has_checkpoint: "path",
@@ -166,11 +168,14 @@ def test_arguments_of_a_script_without_effect_are_taken(tmp_path: Path) -> None:
     optimizer = AdamW(model.parameters())
     scheduler = StepLR(optimizer, 1)
     # As in the guides: by position, and with the options of another framework.
-    save_checkpoint(str(tmp_path), "step_1", model, optimizer, scheduler, {"epoch": 1}, 8, True, 5, False, True, True)
+    flags = True, -1, False, True, True, True
+    save_checkpoint(str(tmp_path), "step_1", model, optimizer, scheduler, {"epoch": 1}, 8, *flags)
     content = load_checkpoint(str(tmp_path), "step_1", model, optimizer, scheduler, 8, True, False)
     assert content == {"epoch": 1}
     assert has_checkpoint(str(tmp_path))
-    save_checkpoint(tmp_path, 12, model, use_xser=True)
+    save_checkpoint(tmp_path, 12, model, use_xser=True, num_kept_ckpts=-1)
+    # -1 keeps all.
+    assert (tmp_path / "step_1").is_dir()
     assert (tmp_path / "12").is_dir()
     assert load_checkpoint(tmp_path, 12, model) is None
     assert load_checkpoint(tmp_path, "12", model) is None

@@ -41,14 +41,18 @@ def test_the_defaults_are_those_of_nxd() -> None:
 
 def test_given_options_are_completed() -> None:
     config = neuronx_distributed_config(
-        pipeline_config={"num_microbatches": 4, "use_optimizer_wrapper": True},
+        pipeline_config={"num_microbatches": 4, "use_optimizer_wrapper": True, "use_zero1_optimizer": False},
         optimizer_config={"zero_one_enabled": True},
+        mixed_precision_config={"use_master_weights_in_ckpt": True},
+        sequential_move_factor=5,
+        lnc_size=1,
         activation_checkpoint_config=nn.Linear,
         sequence_parallel=1,  # type: ignore[arg-type]
     )
 
     assert config["optimizer_config"] == {"zero_one_enabled": True, "grad_clipping": True, "max_grad_norm": 1.0}
     assert config["pipeline_config"] == {"num_microbatches": 4, "use_zero1_optimizer": True}
+    assert config["model_init_config"]["sequential_move_factor"] == 5
     assert config["mixed_precision_config"]["use_master_weights"] is True
     assert config["mixed_precision_config"]["use_fp32_grad_acc"] is True
     assert config["activation_checkpoint_config"] is nn.Linear
@@ -59,6 +63,8 @@ def test_given_options_are_completed() -> None:
     ("options", "error", "message"),
     [
         ({"context_parallel_size": 2}, ValueError, "context_parallel_size=2 is not supported"),
+        ({"lnc_size": 2}, ValueError, "lnc_size=2 is not supported"),
+        ({"sequential_move_factor": 33}, ValueError, "a number from 1 to 32"),
         ({"expert_parallel_size": 2}, ValueError, "expert_parallel_size=2 is not supported"),
         ({"lora_config": object()}, ValueError, "lora_config is not supported: adapt the model with peft"),
         ({"optimizer_config": {"zero_two": 1}}, ValueError, r"optimizer_config has \['zero_two'\]"),
@@ -71,13 +77,12 @@ def test_given_options_are_completed() -> None:
         ({"pipeline_config": [1]}, TypeError, r"pipeline_config must be a dict, not \[1\]"),
         ({"optimizer_config": [1]}, TypeError, "optimizer_config must be a dict"),
         ({"pipeline_config": {"microbatches": 4}}, ValueError, r"\['microbatches'\], which NxDPPModel does not take"),
-        ({"pipeline_config": {"use_zero1_optimizer": True}}, ValueError, "give both the same value"),
         ({"activation_checkpoint_config": "half"}, TypeError, "must be 'full', None, a class of modules"),
         ({"activation_checkpoint_config": ()}, TypeError, "must be 'full', None, a class of modules"),
         ({"model_init_config": {"sequential_move_factor": 33}}, ValueError, "a number from 1 to 32"),
         ({"model_init_config": {"param_init_fn": 3}}, TypeError, "must be a function"),
         ({"model_init_config": {"meta_device": True}}, ValueError, r"\['meta_device'\], which have no meaning here"),
-        ({"mixed_precision_config": {"use_master_weights_in_ckpt": True}}, ValueError, "not supported"),
+        ({"mixed_precision_config": {"use_master_weights_in_ckpt": True}}, ValueError, "option of ZeRO-1"),
         ({"mixed_precision_config": {"use_fp32_gradacc": True}}, ValueError, r"\['use_fp32_gradacc'\]"),
         ({"mixed_precision_config": {"use_master_weights": True}}, ValueError, "an option of ZeRO-1: set zero_one_en"),
         ({"mixed_precision_config": {"use_fp32_grad_acc": True}}, ValueError, "or leave it out"),

@@ -80,7 +80,7 @@ def check(
         parallel_state.get_pipeline_model_parallel_size(),
         **{"optimizer_config": {"max_grad_norm": MAX_NORM}, **options},
     )
-    model = initialize_parallel_model(config, make, kind, LAYERS)
+    model = initialize_parallel_model(config, make, False, kind, LAYERS)
     whole = OneProcess(make(kind, LAYERS))
     optimizer = initialize_parallel_optimizer(config, torch.optim.AdamW, groups_of(model), lr=RATE)
     schedule = LambdaLR(optimizer, factor)
@@ -128,7 +128,7 @@ def tensor_parallel(pipeline: int, zero: bool) -> None:
         sequence_parallel=True,
     )
     torch.manual_seed(2)
-    model = initialize_parallel_model(config, ParallelModel, 2, VOCABULARY, True)
+    model = initialize_parallel_model(config, ParallelModel, False, 2, VOCABULARY, True)
     torch.manual_seed(2)
     whole = Model(2, VOCABULARY)
     optimizer = initialize_parallel_optimizer(config, torch.optim.SGD, model.parameters(), lr=1.0)
@@ -202,8 +202,9 @@ def replicas() -> None:
     model, _ = check(Chain, run_train, activation_checkpoint_config=(Block, nn.Linear), **alone)
     assert recomputed(model) == {Block, nn.Linear}
     model = built_on_meta()
+    chain = make, False, Chain, 4
     with pytest.raises(ValueError, match="the model has no Embedding"):
-        initialize_parallel_model({**model.nxd_config, "activation_checkpoint_config": nn.Embedding}, make, Chain, 4)
+        initialize_parallel_model({**model.nxd_config, "activation_checkpoint_config": nn.Embedding}, *chain)
     parallel_state.destroy_model_parallel()
 
 
@@ -212,7 +213,7 @@ def built_on_meta(**options: Any) -> NxDModel:
     config = nxdpp.neuronx_distributed_config(
         model_init_config={"meta_device_init": True, "param_init_fn": initialise}, **options
     )
-    model = initialize_parallel_model(config, make, Chain, LAYERS)
+    model = initialize_parallel_model(config, make, False, Chain, LAYERS)
     values = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
     assert values.abs().max() <= 0.1
     assert values.unique().numel() == values.numel()
@@ -239,7 +240,7 @@ def alone() -> Any:
 
 
 def test_one_process_without_clipping(alone: dict[str, Any]) -> None:
-    model = initialize_parallel_model(alone, make, Chain, LAYERS)
+    model = initialize_parallel_model(alone, make, False, Chain, LAYERS)
     optimizer = initialize_parallel_optimizer(alone, torch.optim.SGD, model.parameters(), lr=1.0)
     x = rows(4)
     before = [parameter.detach().clone() for parameter in model.parameters()]
@@ -257,7 +258,7 @@ def test_one_process_without_clipping(alone: dict[str, Any]) -> None:
 
 
 def test_torchs_data_parallel_wrapper_is_refused(alone: dict[str, Any]) -> None:
-    model = initialize_parallel_model(alone, make, Chain, LAYERS)
+    model = initialize_parallel_model(alone, make, False, Chain, LAYERS)
     with pytest.raises(RuntimeError, match=r"leave it out\. Gradients are averaged"):
         nn.parallel.DistributedDataParallel(model)
     optimizer = initialize_parallel_optimizer(alone, torch.optim.SGD, model.parameters(), lr=1.0)
@@ -290,8 +291,13 @@ def test_hooks_of_a_step_run_once_after_a_copy(alone: dict[str, Any]) -> None:
     assert calls == ["before", "after"]
 
 
+def test_the_third_argument_is_of_nxd(alone: dict[str, Any]) -> None:
+    with pytest.raises(TypeError, match=r"include_buffers=.*Chain.* must be True or False: it is the third argument"):
+        initialize_parallel_model(alone, make, Chain, LAYERS)  # type: ignore[arg-type]
+
+
 def test_a_wrapped_model_is_refused(alone: dict[str, Any]) -> None:
-    model = initialize_parallel_model(alone, make, Chain, LAYERS)
+    model = initialize_parallel_model(alone, make, False, Chain, LAYERS)
     with pytest.raises(TypeError, match="must return a module that is not wrapped, not a NxDModel"):
         initialize_parallel_model(alone, lambda: model)
 
@@ -299,7 +305,7 @@ def test_a_wrapped_model_is_refused(alone: dict[str, Any]) -> None:
 def test_heads_are_padded(alone: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     padding = {**alone, "pad_model": True}
     with pytest.raises(ValueError, match=r"call nxdpp\.parallel_layers\.pad\.pad_model in model_fn"):
-        initialize_parallel_model(padding, make, Chain, LAYERS)
+        initialize_parallel_model(padding, make, False, Chain, LAYERS)
 
     class WithHeads(Chain):
         config = SimpleNamespace(num_attention_heads=6)
@@ -311,5 +317,5 @@ def test_heads_are_padded(alone: dict[str, Any], monkeypatch: pytest.MonkeyPatch
         return module
 
     monkeypatch.setattr("nxdpp.doors.nxd.trainer.pad_model", pad)
-    model = initialize_parallel_model(padding, make, WithHeads, LAYERS)
+    model = initialize_parallel_model(padding, make, False, WithHeads, LAYERS)
     assert given == [(model.module, 1, 6)]

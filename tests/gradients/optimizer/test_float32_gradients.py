@@ -8,8 +8,8 @@ from torch import nn
 
 import nxdpp
 from nxdpp import parallel_state
+from nxdpp.doors.nxd.neuron_zero1 import NeuronZero1Optimizer
 from nxdpp.gradients.gradient_dtype import accumulate_in
-from nxdpp.gradients.optimizer.neuron_zero1 import NeuronZero1Optimizer
 from nxdpp.gradients.optimizer.zero1 import Zero1Optimizer
 from nxdpp.trainer import initialize_parallel_model, initialize_parallel_optimizer
 from tests.support.models import make, microbatches, padded_batch, reference
@@ -62,7 +62,7 @@ def train(config: dict[str, Any], schedule: str, name: str = "llama") -> tuple[f
     """Return the largest distance of a master copy from one process, and the dtypes of gradients."""
     pipeline = {"num_microbatches": MICROBATCHES, "schedule": schedule}
     config = {**config, "pipeline_config": {**pipeline, "use_zero1_optimizer": True}}
-    model = initialize_parallel_model(config, model_in_half, name)
+    model = initialize_parallel_model(config, model_in_half, False, name)
     optimizer = initialize_parallel_optimizer(config, torch.optim.SGD, model.local_named_parameters(), lr=RATE)
     whole = OneProcess(name)
     replica = parallel_state.get_data_parallel_rank()

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
 from nxdpp import GradScaler, parallel_state
-from nxdpp.gradients.optimizer.neuron_zero1 import NeuronZero1Optimizer
+from nxdpp.doors.nxd.neuron_zero1 import NeuronZero1Optimizer
 from nxdpp.gradients.optimizer.zero1 import Zero1Optimizer
 from nxdpp.ranks.faults.board import board
 from nxdpp.utils.adamw_fp32_optim_params import AdamW_FP32OptimParams

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import nn
 
 from nxdpp import NxDPPModel, parallel_state
+from nxdpp.doors.nxd.neuron_zero1 import NeuronZero1Optimizer
 from nxdpp.gradients.gradient_norm import clip_grad_norm
-from nxdpp.gradients.optimizer.neuron_zero1 import NeuronZero1Optimizer
 from nxdpp.gradients.optimizer.zero1 import Zero1Optimizer
 from tests.support.models import make, padded_batch, reference, train_in_one_process
 from tests.support.run_ranks import run_ranks

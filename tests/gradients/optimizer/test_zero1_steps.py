@@ -20,8 +20,8 @@ from torch.optim.lr_scheduler import (
 )
 
 from nxdpp import parallel_state
+from nxdpp.doors.nxd.neuron_zero1 import NeuronZero1Optimizer
 from nxdpp.gradients.optimizer import sharded_bucket
-from nxdpp.gradients.optimizer.neuron_zero1 import NeuronZero1Optimizer
 from nxdpp.gradients.optimizer.zero1 import Zero1Optimizer
 from tests.gradients.optimizer.test_zero1 import assert_same, make, set_gradients, set_means
 from tests.support.run_ranks import run_ranks

@@ -1,5 +1,6 @@
 """NeuronZero1Optimizer: NeuronX Distributed's name and arguments over ``Zero1Optimizer``."""
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -8,6 +9,7 @@ from torch.optim import Optimizer
 
 from nxdpp.gradients.optimizer.zero1 import Zero1Optimizer
 from nxdpp.ranks import parallel_state
+from nxdpp.tensor import checkpointing
 
 _Groups = Sequence[Sequence[int]]
 
@@ -75,6 +77,24 @@ class NeuronZero1Optimizer(Zero1Optimizer):
             averaged_dtype=torch.float32 if higher_cc_precision else None,
             **defaults,
         )
+
+    def init_zero(self) -> None:
+        """Do nothing: the next step takes new values of the parameters, as of a load, by itself."""
+
+    def save_sharded_state_dict(self, output_dir: str | os.PathLike[str], num_workers_per_step: int = 8) -> None:
+        """Write this rank's ``state_dict`` to a file of its own in ``output_dir``; collective over all ranks.
+
+        ``save_checkpoint`` writes what any layout of ranks loads. ``num_workers_per_step`` is without effect: the
+        ranks write one after the other. Raises as ``parallel_layers.save`` does.
+        """
+        checkpointing.save(self.state_dict(), output_dir, master_dp_only=False)
+
+    def load_sharded_state_dict(self, output_dir: str | os.PathLike[str], num_workers_per_step: int = 8) -> None:
+        """Load what ``save_sharded_state_dict`` has written in the same layout of ranks; not collective.
+
+        Raises as ``load_state_dict`` and ``parallel_layers.load`` do.
+        """
+        checkpointing.load(output_dir, self, model_key=None, master_dp_only=False)
 
 
 def _check_groups(argument: str, given: _Groups | None, allowed: Mapping[str, _Groups]) -> None:

@@ -1,0 +1,5 @@
+"""Import path of NeuronX Distributed: ``MoE``."""
+
+from nxdpp.tensor.modules.moe import MoE
+
+__all__ = ["MoE"]
