@@ -228,7 +228,7 @@ class Model(LlamaPreTrainedModel):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         self.embed_tokens = ParallelEmbedding(
-            config.vocab_size, config.hidden_size, padding_idx=config.pad_token_id, **_options(config)
+            config.vocab_size, config.hidden_size, config.pad_token_id, **_options(config)
         )
         self.layers = nn.ModuleList([Layer(config) for _ in range(config.num_hidden_layers)])
         self.norm = RMSNorm(

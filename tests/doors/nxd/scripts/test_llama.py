@@ -334,7 +334,9 @@ PIPELINED = [
             "async_checkpoint_saving": 1,
             "avoid_saving_lower_precision_weights": 1,
         },
-        model=Namespace(use_flash_attention=True, selective_checkpoint_enabled=True, num_key_value_heads=2),
+        model=Namespace(
+            use_flash_attention=True, selective_checkpoint_enabled=True, num_key_value_heads=2, qkv_linear=True
+        ),
     ),
 ]
 OWN_LOOP = Namespace(
