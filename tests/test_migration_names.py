@@ -46,6 +46,7 @@ NAMES: Mapping[str, str | None] = {
     "parallel_state.get_data_parallel_group": "(as_list=False)",
     "parallel_state.get_tensor_model_parallel_group": "(as_list=False)",
     "parallel_state.get_pipeline_model_parallel_group": "(as_list=False)",
+    "parallel_state.move_model_to_device": "(model, device)",
     "parallel_layers.ParallelEmbedding": "(num_embeddings, embedding_dim, init_method=init.normal_, "
     "dtype=torch.float32, device=None)",
     "parallel_layers.ColumnParallelLinear": "(input_size, output_size, bias=True, gather_output=True, "
