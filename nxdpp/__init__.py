@@ -54,6 +54,7 @@ Modules::
     parallel_state                 Process groups of tensor, data and pipeline parallelism
     pipeline                       Pipeline runtime
     schedules                      Schedules as data
+    scripts                        Scripts of NeuronX Distributed
     trainer                        Trainer API of NeuronX Distributed
     utils                          Import paths of NeuronX Distributed
 """
@@ -118,6 +119,7 @@ _PACKAGES = (
     "parallel_layers",
     "pipeline",
     "schedules",
+    "scripts",
     "trainer",
     "utils",
 )
@@ -145,4 +147,11 @@ def _save_pretrained(model: Any, directory: str | os.PathLike[str]) -> None:
     save_pretrained(model, directory)
 
 
+def _move_model_to_device(model: Any, device: Any) -> None:
+    from nxdpp.tensor.move_model_to_device import move_model_to_device
+
+    move_model_to_device(model, device)
+
+
 upward.save_pretrained = _save_pretrained
+upward.move_model_to_device = _move_model_to_device

@@ -5,3 +5,6 @@ from typing import Any
 
 save_pretrained: Callable[[Any, Any], None]
 """``nxdpp.save_pretrained``, which transformers makes a method of the model."""
+
+move_model_to_device: Callable[[Any, Any], None]
+"""``nxdpp.parallel_layers.move_model_to_device``, which NxD's API guide lists under ``parallel_state``."""

@@ -154,13 +154,60 @@ def check_tracer(tracer_cls: Any) -> None:
 
 
 def check_wraps(functions: Sequence[Any], modules: Sequence[Any]) -> None:
-    """Raise ``TypeError`` unless ``functions`` are Python functions and ``modules`` Python modules."""
-    for function in functions:
-        if not callable(function) or isinstance(function, type | nn.Module):
-            raise TypeError(f"autowrap_functions takes Python functions, not {function!r}.")
-    for module in modules:
-        if not inspect.ismodule(module):
-            raise TypeError(f"autowrap_modules takes Python modules (import math; [math]), not {module!r}.")
+    """Raise ``TypeError`` unless ``functions`` and ``modules`` are Python functions and Python modules.
+
+    Either list may have both: the API guide of NeuronX Distributed prints the type of one at the name of the other.
+    """
+    for name, entries in (("autowrap_functions", functions), ("autowrap_modules", modules)):
+        for entry in entries:
+            is_function = callable(entry) and not isinstance(entry, type | nn.Module)
+            if not is_function and not inspect.ismodule(entry):
+                raise TypeError(
+                    f"{name} takes Python functions and Python modules (import math; [math]), not {entry!r}."
+                )
+
+
+def check_obj_methods(methods: Any) -> None:
+    """Raise ``ValueError`` for ``methods`` of objects that are not to be traced through."""
+    if methods:
+        raise ValueError(
+            f"autowrap_obj_methods={methods!r:.80}: a graph does not tell which parameters a method reads, so no stage "
+            f"would hold them. Name the class of the object in leaf_module_cls if it holds no layer, or make the "
+            f"method's body a function and name it in autowrap_functions."
+        )
+
+
+def check_manual(is_manual: bool, functions: Mapping[str, Any], others: Mapping[str, Any]) -> None:
+    """Raise ``ValueError`` for the ``functions`` of a manual partition without one, and for ``others`` with one."""
+    wrong = [name for name, value in (others if is_manual else functions).items() if value]
+    if wrong:
+        relation = "excludes" if is_manual else "is needed for"
+        raise ValueError(f"manual_pp_partition=True {relation} {', '.join(wrong)}.")
+
+
+# Arguments of NxD's trace, which traces here at construction.
+_OF_TRACE = {
+    "leaf_modules": "leaf_module_cls",
+    "autowrap_functions": "autowrap_functions",
+    "autowrap_modules": "autowrap_modules",
+    "autowrap_obj_methods": "autowrap_obj_methods",
+    "tracer_cls": "tracer_cls",
+    "args": "partition_batch",
+    "kwargs": "partition_batch",
+}
+
+
+def input_names_of_trace(inputs: Mapping[str, Any]) -> Sequence[str]:
+    """Return the ``input_names`` of a call of ``trace`` as in NxD. Raises ``ValueError`` for its other arguments."""
+    late = [name for name, value in inputs.items() if name != "input_names" and value is not None]
+    if late:
+        constructor = _OF_TRACE.get(late[0], "partition_batch")
+        raise ValueError(
+            f"trace(input_names=..., {late[0]}=...): the model was traced and cut when it was made. Give "
+            f"NxDPPModel(..., {constructor}=...)."
+        )
+    names: Sequence[str] = inputs["input_names"]
+    return names
 
 
 def check_partition(partition: Any, batch: Any, memory_limit: Any, pipeline_cuts: Sequence[str] | None) -> None:

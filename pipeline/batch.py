@@ -79,6 +79,7 @@ class Batches:
 
     Attributes:
         module: the whole model.
+        input_names: names of the inputs of every step; ``None`` for any.
     """
 
     def __init__(
@@ -88,7 +89,7 @@ class Batches:
         self._upkeep = upkeep
         self._config = config
         self._normalization = normalization
-        self._input_names = None if config.input_names is None else tuple(config.input_names)
+        self.input_names = None if config.input_names is None else tuple(config.input_names)
         self._loss_function = config.loss_function
         self._changes = part.changes
         self._entries = part.changes.watch(*ENTRIES)
@@ -145,8 +146,8 @@ class Batches:
     def _check_names(self, inputs: Mapping[str, Any]) -> None:
         """Raise ``TypeError`` or ``ValueError`` for names of inputs that neither the model nor ``loss_fn`` takes."""
         function = self._loss_function
-        if function is None or self._input_names is not None or not isinstance(inputs, Mapping):
-            check_input_names(self.module, inputs, self._input_names)
+        if function is None or self.input_names is not None or not isinstance(inputs, Mapping):
+            check_input_names(self.module, inputs, self.input_names)
             return
         try:
             check_input_names(self.module, function.of_module(self.module, inputs), None)

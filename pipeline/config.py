@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from inspect import ismodule
 from numbers import Integral
 from types import ModuleType
 from typing import Any
@@ -67,7 +68,7 @@ class PipelineConfig:
         gradient_reduction: ``"mean"``, gradients of the mean loss over microbatches and replicas, or ``"sum"``,
             gradients of the sum of all losses. The losses that a step returns are the same.
         leaf_module_cls, autowrap_functions, autowrap_modules, tracer_cls: modules and functions that are not traced
-            through, and the tracer.
+            through, and the tracer. Either ``autowrap`` may have functions and Python modules.
         param_init_fn: initialises a model on the meta device: a function of a module, or of a module and a device.
             It initialises the parameters and buffers of this module itself. Random numbers of torch's default
             generator do not depend on the partition; numbers of another generator may. By default ``_init_weights`` of
@@ -100,8 +101,8 @@ class PipelineConfig:
     count_items_fn: CountItems | None = None
     gradient_reduction: str = "mean"
     leaf_module_cls: Sequence[Any] | None = None
-    autowrap_functions: Sequence[Callable[..., Any]] | None = None
-    autowrap_modules: Sequence[ModuleType] | None = None
+    autowrap_functions: Sequence[Callable[..., Any] | ModuleType] | None = None
+    autowrap_modules: Sequence[Callable[..., Any] | ModuleType] | None = None
     tracer_cls: str | type[fx.Tracer] | None = None
     param_init_fn: Any | None = None
     trace_file_path: str | None = None
@@ -142,7 +143,7 @@ class PipelineConfig:
         check_grad_scaler(self.grad_scaler)
         arguments.check_floating_inputs(self.check_inputs)
         if self.input_names is not None:
-            self._check_names(module, self.input_names, "input_names")
+            self.check_input_names(module, self.input_names)
         if self.shared_inputs is not None:
             of_forward = [name.partition("[")[0] for name in self.shared_inputs]
             check_names(module, self.of_module(module, of_forward), "shared_inputs")
@@ -171,6 +172,10 @@ class PipelineConfig:
         alone = () if self.loss_function is None else self.loss_function.names_alone(module)
         return [name for name in names if name not in alone]
 
+    def check_input_names(self, module: nn.Module, names: Sequence[str]) -> None:
+        """Raise ``ValueError`` unless ``names`` are names of inputs of ``module`` or ``loss_fn``, all that it needs."""
+        self._check_names(module, names, "input_names")
+
     def _check_names(self, module: nn.Module, names: Sequence[str], argument: str) -> None:
         own = self.of_module(module, names)
         check_names(module, own, argument)
@@ -183,11 +188,12 @@ class PipelineConfig:
     def tracing_options(self, module: nn.Module) -> TracingOptions:
         """Return the options for tracing ``module``. Raises ``ValueError`` for a class that it does not have."""
         layer_classes = find_layer_classes(module, self.transformer_layer_cls)
+        wrapped: list[Any] = [*(self.autowrap_functions or ()), *(self.autowrap_modules or ())]
         return TracingOptions(
             layer_classes=layer_classes,
             leaf_classes=resolve_classes(module, known_leaves(module, self.leaf_module_cls or ()), "leaf_module_cls"),
-            autowrap_functions=tuple(self.autowrap_functions or ()),
-            autowrap_modules=tuple(self.autowrap_modules or ()),
+            autowrap_functions=tuple(each for each in wrapped if not ismodule(each)),
+            autowrap_modules=tuple(each for each in wrapped if ismodule(each)),
             tracer_cls=self.tracer_cls,
             cut_modules=modules_to_cut_after(module, self.pipeline_cuts or (), layer_classes),
             loss_function=self.loss_function,

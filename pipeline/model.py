@@ -17,6 +17,7 @@ from nxdpp.pipeline.config import PipelineConfig
 from nxdpp.pipeline.input_names import check_not_positional
 from nxdpp.pipeline.loss.item_counts import CountItems
 from nxdpp.pipeline.loss_returns import OnEveryRank, PerMicrobatch
+from nxdpp.pipeline.manual_pipe_stage import StageOfLayers, manual_model
 from nxdpp.pipeline.microbatches.split_batch import SplitInputs
 from nxdpp.pipeline.partition.partition import PartitionPolicy
 from nxdpp.pipeline.pipeline import Pipeline
@@ -56,7 +57,8 @@ class NxDPPModel(PipelineView, Generic[OnEveryRank, PerMicrobatch]):
             fewer than stages. By default an even split.
         input_names: names of the inputs of every step. By default any.
         leaf_module_cls: classes, or names of classes, of modules that are not traced through.
-        autowrap_functions, autowrap_modules: functions, and modules of functions, that are not traced through.
+        autowrap_functions, autowrap_modules: functions, and modules of functions, that are not traced through. Either
+            takes both.
         tracer_cls: ``"hf"`` (default) traces above layers only; ``"torch"``; or a ``torch.fx.Tracer`` class.
         param_init_fn: initialises each local module of a model on the meta device; see ``PipelineConfig``.
         trace_file_path: file for a Chrome trace of each step, complete after each step.
@@ -91,6 +93,12 @@ class NxDPPModel(PipelineView, Generic[OnEveryRank, PerMicrobatch]):
         return_loss_on_cpu: return losses on the CPU. The host then waits for the device.
         loss_fn: a function ``loss_fn(output, labels)`` of the model's output and of inputs by name, such as
             ``nn.CrossEntropyLoss()``. It returns the loss of a microbatch. See ``PipelineConfig``.
+        autowrap_obj_methods: refused; see ``leaf_module_cls``.
+        manual_pp_partition: ``module`` is a list of layers, of which each gets the output of the one before. The first
+            gets ``[inputs]``. A step takes ``inputs`` and ``labels``.
+        manual_pp_stage_partition_fn: a function of the layers and the number of stages, which returns the stage of
+            each layer. By default all stages have as many layers, and the last one has the remainder too.
+        manual_pp_loss_fn: a function of the first value of the last layer's output, and of ``labels``.
 
     Raises ``ValueError`` or ``TypeError`` for an argument that cannot be honoured, before anything is changed. Raises
     ``TracingError`` for a model that cannot be traced, and ``RuntimeError`` before ``initialize_model_parallel``.
@@ -99,7 +107,7 @@ class NxDPPModel(PipelineView, Generic[OnEveryRank, PerMicrobatch]):
     @knows_its_keywords
     def __init__(
         self,
-        module: nn.Module,
+        module: nn.Module | Sequence[nn.Module],
         transformer_layer_cls: Any | None = None,
         num_microbatches: int = 1,
         virtual_pipeline_size: int = 1,
@@ -109,8 +117,8 @@ class NxDPPModel(PipelineView, Generic[OnEveryRank, PerMicrobatch]):
         pipeline_cuts: Sequence[str] | None = None,
         input_names: Sequence[str] | None = None,
         leaf_module_cls: Sequence[Any] | None = None,
-        autowrap_functions: Sequence[Callable[..., Any]] | None = None,
-        autowrap_modules: Sequence[ModuleType] | None = None,
+        autowrap_functions: Sequence[Callable[..., Any] | ModuleType] | None = None,
+        autowrap_modules: Sequence[Callable[..., Any] | ModuleType] | None = None,
         tracer_cls: str | type[fx.Tracer] | None = None,
         param_init_fn: Any | None = None,
         trace_file_path: str | None = None,
@@ -133,8 +141,24 @@ class NxDPPModel(PipelineView, Generic[OnEveryRank, PerMicrobatch]):
         return_loss_on_cpu: bool = False,
         loss_fn: Callable[..., Any] | None = None,
         shared_inputs: Sequence[str] | None = None,
+        autowrap_obj_methods: Mapping[Any, Sequence[str]] | None = None,
+        manual_pp_partition: bool = False,
+        manual_pp_stage_partition_fn: StageOfLayers | None = None,
+        manual_pp_loss_fn: Callable[[Any, Any], Any] | None = None,
     ) -> None:
         super().__init__()
+        arguments.check_obj_methods(autowrap_obj_methods)
+        arguments.check_manual(
+            manual_pp_partition,
+            {"manual_pp_stage_partition_fn": manual_pp_stage_partition_fn, "manual_pp_loss_fn": manual_pp_loss_fn},
+            {"transformer_layer_cls": transformer_layer_cls, "pipeline_cuts": pipeline_cuts, "loss_fn": loss_fn},
+        )
+        if manual_pp_partition:
+            module, transformer_layer_cls, pipeline_cuts, loss_fn = manual_model(
+                module, virtual_pipeline_size, manual_pp_stage_partition_fn, manual_pp_loss_fn
+            )
+        arguments.check_kinds(module)
+        assert isinstance(module, nn.Module)
         if auto_partition and pipeline_cuts is not None and not len(pipeline_cuts):
             pipeline_cuts = None
         config = PipelineConfig(
@@ -254,7 +278,13 @@ class NxDPPModel(PipelineView, Generic[OnEveryRank, PerMicrobatch]):
         Not collective; no tensor is computed or sent. Tensors on the meta device are allowed, and so is a model on the
         meta device. The first ``run_train`` or ``run_eval`` does the same: ``trace`` finds an error earlier. Raises
         ``ValueError``, ``TypeError`` and ``TracingError`` as ``run_train`` does.
+
+        ``trace(input_names=[...])`` is NeuronX Distributed's: steps take exactly these inputs from then on.
         """
+        if inputs.get("input_names") is not None:
+            self.input_names = list(arguments.input_names_of_trace(inputs))
+            self._pipeline.expect_inputs(self.input_names)
+            return
         check_not_positional(self.original_module, positional)
         self._pipeline.trace(inputs)
 

@@ -304,6 +304,11 @@ class Pipeline(PipelineSteps):
         """Replace the first parameter or buffer of each pair by the second, at the end of a load; not collective."""
         self._upkeep.replace(replaced)
 
+    def expect_inputs(self, names: Sequence[str]) -> None:
+        """Take exactly the inputs ``names`` in each step from now on. Raises ``ValueError`` for names of no inputs."""
+        self.config.check_input_names(self.original_module, names)
+        self._batches.input_names = tuple(names)
+
     def refresh(self) -> None:
         """Trace and exchange metadata anew; every rank calls it after ``requires_grad`` or modules changed."""
         self._upkeep.follow()

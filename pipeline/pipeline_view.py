@@ -152,6 +152,21 @@ class PipelineView(LocalView):
         """
         self._pipeline.move_model_to_device(device)
 
+    def cut_pipeline_stage(self, cut_point: str) -> None:
+        """Do nothing: the model was cut when it was made. Raises ``RuntimeError`` for a place where it is not cut."""
+        cuts = list(self._pipeline.partition.cuts)
+        if cut_point not in cuts:
+            raise RuntimeError(
+                f"cut_pipeline_stage({cut_point!r}): the model was cut after {', '.join(cuts) or 'no layer'} when it "
+                f"was made, and other ranks hold the rest. Give NxDPPModel(..., pipeline_cuts=[{cut_point!r}, ...])."
+            )
+
+    def partition(self) -> None:
+        """Do nothing: the model was cut when it was made."""
+
+    def register_shared_weights(self) -> None:
+        """Do nothing: weights that several stages use were found when the model was made (``tied_names``)."""
+
     def refresh(self) -> None:
         """Trace and exchange metadata anew; every rank calls it after ``requires_grad`` or modules changed."""
         self._pipeline.refresh()

@@ -48,6 +48,7 @@ NAMES: Mapping[str, str | None] = {
     "parallel_state.get_data_parallel_group": "(as_list=False)",
     "parallel_state.get_tensor_model_parallel_group": "(as_list=False)",
     "parallel_state.get_pipeline_model_parallel_group": "(as_list=False)",
+    "parallel_state.move_model_to_device": "(model, device)",
     # NeuronX Distributed's order. The guide prints init_method, dtype and device: tests/tensor/test_embedding.py.
     "parallel_layers.ParallelEmbedding": "(num_embeddings, embedding_dim, padding_idx=None, max_norm=None, "
     "norm_type=2.0, scale_grad_by_freq=False, sparse=False, init_method=init.normal_, device=None, "

@@ -17,8 +17,10 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import torch
 import torch.distributed as dist
 
+from nxdpp import upward
 from nxdpp.devices.kinds import device_of
 from nxdpp.ranks import current_state, group_getters, launch, rank_getters
 from nxdpp.ranks.debug_state import DebugState
@@ -207,6 +209,11 @@ def destroy_model_parallel() -> None:
     failure_watch.stop()
     if isinstance(state, ProcessGroups):
         state.destroy()
+
+
+def move_model_to_device(model: torch.nn.Module, device: torch.device | str | int) -> None:
+    """Move ``model`` to ``device``, as ``parallel_layers.move_model_to_device``, which the API guide lists here."""
+    upward.move_model_to_device(model, device)
 
 
 # For other packages of nxdpp; not public.

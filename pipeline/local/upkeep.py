@@ -28,6 +28,7 @@ from nxdpp.pipeline.local.changes import ENTRIES, TENSORS, Change
 from nxdpp.pipeline.local.other_wrappers import refuse_local_wrappers
 from nxdpp.pipeline.local.own_save import state_of_all_names
 from nxdpp.pipeline.local.part import LocalPart
+from nxdpp.pipeline.local.positional_wrappers import follow_wrapped
 from nxdpp.pipeline.local.replaced_modules import ReplacementSync
 from nxdpp.pipeline.local.spine_hooks import warn_of_traced_hooks
 from nxdpp.pipeline.local.state_check import check_state
@@ -183,6 +184,7 @@ class LocalUpkeep:
         replaced, has_changed = self._sync.follow()
         if replaced:
             self._on_replaced(replaced)
+            follow_wrapped(self._part.root, {name: replaced[name] for name in self._layers if name in replaced})
             self._part.refuse_calls_elsewhere()
         self._part.tied.follow()
         return has_changed

@@ -58,17 +58,25 @@ def test_invalid_tracers(tracer: Any) -> None:
         arguments.check_tracer(tracer)
 
 
-@pytest.mark.parametrize("function", [3, "sqrt", nn.Linear, nn.Linear(1, 1), math])
-def test_invalid_functions(function: Any) -> None:
-    with pytest.raises(TypeError, match="autowrap_functions takes Python functions, not"):
-        arguments.check_wraps([math.sqrt, function], ())
+@pytest.mark.parametrize("wrong", [3, "sqrt", nn.Linear, nn.Linear(1, 1)])
+def test_invalid_functions_and_python_modules(wrong: Any) -> None:
+    message = r"{} takes Python functions and Python modules \(import math; \[math\]\), not"
+    with pytest.raises(TypeError, match=message.format("autowrap_functions")):
+        arguments.check_wraps([math.sqrt, wrong], ())
+    with pytest.raises(TypeError, match=message.format("autowrap_modules")):
+        arguments.check_wraps((), [math, wrong])
 
 
-@pytest.mark.parametrize("module", [math.sqrt, "math", nn.Linear(1, 1)])
-def test_invalid_python_modules(module: Any) -> None:
-    with pytest.raises(TypeError, match=r"autowrap_modules takes Python modules \(import math; \[math\]\), not"):
-        arguments.check_wraps((), [math, module])
+def test_functions_and_modules_may_be_in_either_list() -> None:
+    """The API guide prints ``autowrap_functions: Tuple[ModuleType]`` and ``autowrap_modules: Tuple[Callable]``."""
+    function = torch.relu
+    arguments.check_wraps([function, math], [math, function])
+    config = PipelineConfig(autowrap_functions=(math,), autowrap_modules=(function, torch))
+    options = config.tracing_options(PlainModel())
+    assert (options.autowrap_functions, options.autowrap_modules) == ((function,), (math, torch))
 
 
-def test_valid_functions_and_modules() -> None:
-    arguments.check_wraps([math.sqrt, torch.relu, lambda x: x], [math, torch])
+def test_methods_of_objects_are_refused() -> None:
+    arguments.check_obj_methods({})
+    with pytest.raises(ValueError, match=r"autowrap_obj_methods=.*which parameters a method reads.*leaf_module_cls"):
+        arguments.check_obj_methods({"model": ["forward"]})

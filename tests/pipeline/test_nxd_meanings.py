@@ -7,10 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.utils.checkpoint import checkpoint
 
 from nxdpp import NxDPPModel, init_on_device, parallel_state
+from nxdpp.initialization import deferred_init
+from nxdpp.tracing.graph.errors import TracingError
+from tests.support.models import make
 from tests.support.plain_models import WIDTH, Base, Block
 from tests.support.run_ranks import run_ranks
 
@@ -207,3 +210,64 @@ def test_a_buffer_on_meta_needs_a_value() -> None:
         assert wrapped.get_buffer("scale").item() == 0.5
     finally:
         parallel_state.destroy_model_parallel()
+
+
+def guides_init_weights(module: nn.Module) -> None:
+    """The function of the pipeline guide: it has no branch for ``LlamaRMSNorm``."""
+    if isinstance(module, nn.Linear):
+        module.weight.data.normal_(mean=0.0, std=0.02)
+        if module.bias is not None:
+            module.bias.data.zero_()
+    elif isinstance(module, nn.Embedding):
+        module.weight.data.normal_(mean=0.0, std=0.02)
+        if module.padding_idx:
+            module.weight.data[module.padding_idx].zero_()
+    elif isinstance(module, nn.LayerNorm):
+        module.bias.data.zero_()
+        module.weight.data.fill_(1.0)
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    parallel_state.initialize_debug()
+    yield
+    parallel_state.destroy_model_parallel()
+
+
+def test_the_guides_init_weights_leaves_norms_of_llama_without_values(one_rank: None) -> None:
+    with init_on_device(torch.device("meta")):
+        model = make("llama")
+    with pytest.raises(RuntimeError, match=r"left without values by param_init_fn:\n  model.layers.0.input_layernorm"):
+        NxDPPModel(model, "LlamaDecoderLayer", param_init_fn=guides_init_weights)
+
+
+def test_the_line_of_torchdistx_needs_another_import(one_rank: None) -> None:
+    model = deferred_init.deferred_init(make, "llama")
+    assert all(parameter.is_meta for parameter in model.parameters())
+    wrapped = NxDPPModel(model, "LlamaDecoderLayer")
+    assert not any(parameter.is_meta for parameter in wrapped.local_parameters())
+
+
+class OwnTracer(fx.Tracer):
+    """A tracer of a user."""
+
+
+@pytest.mark.parametrize("tracer", ["torch", OwnTracer])
+def test_plain_tracers_cannot_trace_a_mask_of_transformers(one_rank: None, tracer: Any) -> None:
+    with pytest.raises(TracingError, match=r"\nLeave tracer_cls out, or give 'hf': a plain tracer has no sizes"):
+        NxDPPModel(
+            make("llama"),
+            "LlamaDecoderLayer",
+            input_names=["input_ids", "attention_mask", "labels"],
+            tracer_cls=tracer,
+            leaf_module_cls=["LlamaRMSNorm"],
+        )
+
+
+def test_parallel_state_moves_a_model(one_rank: None) -> None:
+    model = nn.Linear(2, 2)
+    vars(model.weight)["tensor_model_parallel"] = True
+    parallel_state.move_model_to_device(model, "cpu")
+    assert vars(model.weight)["tensor_model_parallel"]
+    with pytest.raises(ValueError, match="meta"):
+        parallel_state.move_model_to_device(nn.Linear(2, 2, device="meta"), "cpu")

@@ -6,6 +6,7 @@ the error                                                    remedy
 raised by the model's own code, or a missing input           other inputs
 named by this package, with a second sentence                that sentence
 in a function that a module above layers calls               the function as a single node
+in transformers' own code, with a plain tracer               the default tracer
 in a module that only plain fx goes through                  the module as a leaf, or the default tracer
 in a module above layers                                     the line in a function or module of its own
 ===========================================================  ====================================================
@@ -50,6 +51,10 @@ _OF_PARAMETERS = (
     "the optimizer's weight_decay, or a loss of each rank after run_train: (0.01 * sum(p.pow(2).sum() for p in "
     "model.parameters())).backward(). A parameter that forward names (self.head.weight) is a value of the graph."
 )
+_OF_TRANSFORMERS = (
+    "Leave tracer_cls out, or give 'hf': a plain tracer has no sizes and no mask, for which code of transformers asks "
+    "above its layers. The default tracer answers it."
+)
 
 
 def remedy(error: Exception, any_tracer: bool) -> str:
@@ -84,6 +89,8 @@ def _is_of_the_model(error: Exception, last: Frame, at: int) -> bool:
 
 
 def _remedy_for_line(frames: list[Frame], any_tracer: bool) -> str:
+    if any_tracer and any(module_of(frame).startswith("transformers.") for frame in frames):
+        return _OF_TRANSFORMERS
     modules = [i for i, frame in enumerate(frames) if isinstance(variable(frame, "self"), nn.Module)]
     if not modules:
         return _OF_ITS_OWN

@@ -104,8 +104,8 @@ def rank_files(path: Path) -> Paths:
         for entry in sorted(folder.iterdir()) if folder.is_dir() else []:
             if entry.name.endswith(".tensors"):
                 raise ValueError(
-                    f"{entry} is of torch_xla (save_xser=True, use_xser=True), whose files need its classes. Load the "
-                    f"checkpoint with NeuronX Distributed, and save it with use_xser=False."
+                    f"{entry} is of torch_xla (save_xser=True, use_xser=True). Make plain files of it first: "
+                    f"nxdpp.scripts.checkpoint_converter, --convert_from_xser."
                 )
             if match := _OF_TRAINER.fullmatch(entry.name):
                 found.setdefault((int(match[1]), int(match[2])), entry)

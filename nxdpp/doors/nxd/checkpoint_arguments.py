@@ -38,6 +38,11 @@ def remedy_without_checkpoint(path: Path) -> str:
         return f"it is one checkpoint itself. Give its directory and its tag: {str(path.parent)!r}, {path.name!r}."
     if any(path.glob("model*.safetensors*")):
         return f"it has a pretrained model. Call nxdpp.load_pretrained(model, {str(path)!r})."
+    if any(path.glob("**/dp_rank_00_*tp_rank_00_pp_rank_00.pt")):
+        return (
+            "it has files of NeuronX Distributed's ranks. Convert them by nxdpp.scripts.checkpoint_converter, "
+            "--convert_to_full_state, and give the result to model.load_state_dict."
+        )
     return f"has_checkpoint({str(path)!r}) tells it beforehand."
 
 

@@ -1,0 +1,121 @@
+"""A wrapper of a layer that hands keyword arguments on by position, as the recipe of NxD's pipeline guide."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from nxdpp import NxDPPModel, parallel_state
+from nxdpp.pipeline.local.positional_wrappers import follow_wrapped
+from tests.support.models import make, padded_batch
+from tests.support.run_ranks import run_ranks
+
+
+class ByPosition(nn.Module):
+    """Runs a module again in its backward, with the values of all arguments in the order of the call."""
+
+    runs = 0
+
+    def __init__(self, mod: nn.Module) -> None:
+        super().__init__()
+        self.mod = mod
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return checkpoint(self._counted, *args, *kwargs.values(), use_reentrant=True)
+
+    def _counted(self, *args: Any) -> Any:
+        type(self).runs += 1
+        return self.mod(*args)
+
+
+def apply_checkpoint(dist_model: Any) -> None:
+    for name, module in dist_model.local_module.named_children():
+        if type(module) is dist_model.transformer_layer_cls:
+            dist_model.local_module.add_module(name, ByPosition(module))
+
+
+def gradients(name: str, with_recipe: bool) -> tuple[Any, list[torch.Tensor]]:
+    model = NxDPPModel(make(name), num_microbatches=2, broadcast_and_average_loss=True)
+    model.move_model_to_device()
+    if with_recipe:
+        apply_checkpoint(model)
+    loss = model.run_train(**padded_batch(4))
+    return loss, [parameter.grad for parameter in model.local_parameters() if parameter.grad is not None]
+
+
+def over_two_ranks(rank: int) -> dict[str, tuple[bool, bool, int]]:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    found = {}
+    for name in ("llama", "gpt2", "mixtral"):
+        ByPosition.runs = 0
+        (loss, expected), (same_loss, recomputed) = gradients(name, False), gradients(name, True)
+        same = len(expected) == len(recomputed) and all(map(torch.equal, expected, recomputed))
+        found[name] = torch.equal(loss, same_loss), same, ByPosition.runs
+    parallel_state.destroy_model_parallel()
+    return found
+
+
+def test_the_recipe_of_the_guide_runs_on_layers_of_today() -> None:
+    for found in run_ranks(2, over_two_ranks):
+        # Two layers and two microbatches, each in the forward and in the backward.
+        assert found == dict.fromkeys(("llama", "gpt2", "mixtral"), (True, True, 8))
+
+
+class Layer(nn.Module):
+    def forward(self, x: torch.Tensor, shift: Any = 0, *, scale: Any = 1, **others: Any) -> Any:
+        return x * scale + shift, sorted(others)
+
+
+class Wrapper(nn.Module):
+    """Hands arguments on by position, in the order of the call or, with ``reverse``, in another one."""
+
+    def __init__(self, mod: nn.Module, reverse: bool = False) -> None:
+        super().__init__()
+        self.mod = mod
+        self.reverse = reverse
+
+    def forward(self, x: torch.Tensor, **kwargs: Any) -> Any:
+        values = list(kwargs.values())
+        return self.mod(x, *(values[::-1] if self.reverse else values))
+
+
+def wrapped(reverse: bool = False) -> Wrapper:
+    root = nn.Module()
+    layer = Layer()
+    root.layer = Wrapper(layer, reverse)
+    follow_wrapped(root, {"layer": layer})
+    return root.layer
+
+
+def test_arguments_have_the_names_of_the_call() -> None:
+    one, two = torch.tensor(1.0), torch.tensor(2.0)
+    result, others = wrapped()(one, scale=two, position=None)
+    assert result.item() == 2
+    assert others == ["position"]
+
+
+def test_a_recomputation_has_the_names_of_the_forward() -> None:
+    wrapper = wrapped()
+    wrapper(torch.tensor(1.0), scale=torch.tensor(2.0))
+    assert wrapper.mod(torch.tensor(3.0), torch.tensor(5.0))[0].item() == 15
+
+
+def test_another_order_stays_the_wrappers_own() -> None:
+    with pytest.raises(TypeError, match="takes from 2 to 3 positional arguments but 4 were given"):
+        wrapped(reverse=True)(torch.ones(()), scale=torch.tensor(2.0), shift=torch.tensor(3.0))
+
+
+def test_names_that_change_at_one_number_are_refused() -> None:
+    wrapper = wrapped()
+    wrapper(torch.ones(()), scale=torch.tensor(2.0))
+    with pytest.raises(RuntimeError, match=r"Wrapper hands 2 arguments on by position, .*\['scale'\].*\['shift'\]"):
+        wrapper(torch.ones(()), shift=torch.tensor(2.0))
+
+
+def test_a_module_that_is_not_inside_stays_as_it_is() -> None:
+    root, layer = nn.Module(), Layer()
+    root.layer = nn.Identity()
+    follow_wrapped(root, {"layer": layer})
+    assert not layer._forward_pre_hooks
