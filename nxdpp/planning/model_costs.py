@@ -1,13 +1,14 @@
 """Costs of a model for the layouts of a search.
 
 Layers are counted on the meta device. All terms are affine in the number of samples except for the roofline's maximum.
-Where 4 samples are on the line through 1 and 2, any number is; else powers of 2 are counted. A divided model is counted
-for one sample, and each of its terms grows as the whole model's does.
+Powers of 2 are counted up to one from which two more are on a line; there any larger number is on it. A divided model
+is counted for one sample, and each of its terms grows as the whole model's does.
 """
 
 import copy
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
@@ -31,9 +32,10 @@ from nxdpp.tracing.values.input_dicts import InputDict, open_inputs
 
 M = TypeVar("M", bound=nn.Module)
 
-# The largest relative distance of 4 samples from the line through 1 and 2 that counts as none.
+# The largest relative distance of 4 n samples from the line through n and 2 n that counts as none.
 _OFF_A_LINE = 0.005
-_ON_A_LINE = 4
+# The most samples that are measured.
+_MEASURED = 4
 
 
 class ModelCosts:
@@ -73,7 +75,6 @@ class ModelCosts:
         self.autocast = autocast
         # States of the ranks of layouts, kept by ``predict``.
         self.states: dict[Any, Any] = {}
-        self._line: bool | None = None
         self._counted: dict[tuple[int, bool, int], CountedModel] = {}
         self._interpolated: dict[tuple[int, bool, int], CountedModel] = {}
 
@@ -102,27 +103,31 @@ class ModelCosts:
     def _of_whole(self, microbatch: int) -> CountedModel:
         """Return the costs of the model that no tensor group divides: counted for powers of 2, or on a line."""
         below = 1 << (microbatch.bit_length() - 1)
-        if microbatch <= 2 or (below == microbatch and not self._is_line()):
+        if microbatch <= 2 or (below == microbatch <= self._line):
             return self._count(1, False, microbatch)
         above = 2 * below
-        if self._is_line():
+        if microbatch > self._line:
             # The largest that is counted: measured seconds of few samples are the least certain ones.
-            below, above = 1, _ON_A_LINE
+            below, above = self._line, 4 * self._line
         one, two = self._count(1, False, below), self._count(1, False, above)
         share = (microbatch - below) / (above - below)
         layers = [a.plus(b, share) for a, b in zip(one.layers, two.layers, strict=True)]
         shared = one.shared + share * (two.shared - one.shared)
         return _grown(one, layers, shared / one.shared if one.shared else 1.0, microbatch / below)
 
-    def _is_line(self) -> bool:
-        """Return whether the work of 4 samples is on the line through 1 and 2."""
-        if self._line is None:
-            one, two, four = (
-                sum(layer.work for layer in self._count(1, False, n, is_measured=False).layers)
-                for n in (1, 2, _ON_A_LINE)
-            )
-            self._line = abs(one + 3 * (two - one) - four) <= _OFF_A_LINE * four
-        return self._line
+    @cached_property
+    def _line(self) -> int:
+        """The power of 2 from which the work of more samples is on a line."""
+
+        def work(samples: int) -> float:
+            return sum(layer.work for layer in self._count(1, False, samples, is_measured=False).layers)
+
+        one = 1
+        while abs(3 * work(2 * one) - 2 * work(one) - work(4 * one)) > _OFF_A_LINE * work(4 * one):
+            one *= 2
+            if 2 * one > self.job.global_batch:
+                break
+        return one
 
     def _count(self, tensor: int, sequence: bool, microbatch: int, is_measured: bool = True) -> CountedModel:
         key = (tensor, sequence, microbatch)
@@ -131,7 +136,7 @@ class ModelCosts:
         found = self._counted[key]
         if self._measured is None or not is_measured:
             return found
-        measured = 1 if tensor > 1 else min(microbatch, _ON_A_LINE)
+        measured = 1 if tensor > 1 else min(microbatch, _MEASURED)
         if measured not in self._factors:
             self._count(1, False, measured, is_measured=False)
         layers = zip(found.layers, self._factors[measured], strict=True)
@@ -154,7 +159,7 @@ class ModelCosts:
             traced = trace_for(model, inputs, options)
             with torch.autocast("cpu", self.autocast, enabled=self.autocast is not None):
                 costs = count_costs(traced, model, batch, parts=how)
-            if self._measured is not None and sizes.tensor == 1 and microbatch <= _ON_A_LINE:
+            if self._measured is not None and sizes.tensor == 1 and microbatch <= _MEASURED:
                 counted = [round(costs[node].work) for node in traced.graph.nodes if node in costs]
                 self._factors[microbatch] = self._measured.factors(
                     (type(model).__name__, computed, microbatch, counted),

@@ -116,6 +116,8 @@ class _Order:
         self._found = found
         self._bounds = LowerBounds(costs)
         self._taken: set[Layout] = set()
+        # Tensor sizes, with the switch for sequence parallelism, that the model refuses.
+        self._refused: set[tuple[int, bool]] = set()
 
     def run(self, by: _By, memory: float) -> Iterator[Prediction]:
         """Give predictions that fit into ``memory``, the best first."""
@@ -154,9 +156,12 @@ class _Order:
                 push(Bounds(exact.step_seconds, exact.peak_bytes), layout, 3, exact)
 
     def _push_group(self, group: Layout, push: Any) -> None:
+        if (group.tensor, group.sequence) in self._refused:
+            return
         try:
             push(self._bounds.of_group(group), group, 1)
         except ValueError as error:
+            self._refused.add((group.tensor, group.sequence))
             if not group.sequence:
                 self._found.refused[group.tensor] = str(error)
 

@@ -82,7 +82,7 @@ def test_autocast_computes_in_half_and_keeps_float32_parameters() -> None:
             LLAMA, devices=2, global_batch=4, device_memory="1GB", layouts=[Layout(pipeline=2)], **options
         )
 
-    mixed, whole, half = plan(autocast="bfloat16"), plan(), plan(dtype="bfloat16", layouts=None, fixed={"pipeline": 2})
+    mixed, whole = plan(autocast="bfloat16"), plan()
 
     assert (mixed.dtype, mixed.autocast, mixed.optimizer_dtype) == ("float32", "bfloat16", "float32")
     (of_mixed, _), (of_whole, _) = mixed.first.memory, whole.first.memory
@@ -91,7 +91,6 @@ def test_autocast_computes_in_half_and_keeps_float32_parameters() -> None:
     # Converted weights count once: half of the linear layers' bytes, and fewer bytes of activations.
     assert of_mixed.activations != of_whole.activations
     assert mixed.first.step_seconds != whole.first.step_seconds
-    assert half.dtype == "bfloat16"
 
 
 def test_a_data_sheet_replaces_a_named_device() -> None:

@@ -6,6 +6,7 @@ their work. Activations are the tensors that autograd saves. Of equal layers onl
 
 import copy
 import logging
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -151,6 +152,8 @@ class _Counter:
         return value, replace(cost, saved_values=tuple(names))
 
     def _count(self, run: NodeRun) -> _Counted:
+        if run.node.target is operator.getitem and not isinstance(run.args[0], torch.Tensor):
+            return run.forward(), NodeCost(), []
         with suppress(Exception):
             if self._parts is None:
                 return _count(run, self._balance)
