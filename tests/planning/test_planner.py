@@ -62,7 +62,7 @@ def test_half_parameters_have_float32_state_in_all_layouts() -> None:
     def plan(**options: Any) -> Plan:
         return nxdpp.plan(LLAMA, devices=2, global_batch=4, dtype="bfloat16", **CPU, **options)
 
-    found = plan()
+    found = plan(best=4)
     assert {each.layout.zero1 for each in found.best} == {True}
     assert 1 in {each.layout.data for each in found.best}
     assert (found.optimizer_dtype, found.has_masters) == ("float32", True)
@@ -70,7 +70,7 @@ def test_half_parameters_have_float32_state_in_all_layouts() -> None:
     whole, half = (plan(layouts=[Layout(pipeline=2, zero1=zero1)]) for zero1 in (True, False))
     assert whole.first.memory[0].optimizer == 3 * half.first.memory[0].optimizer
     assert (half.optimizer_dtype, half.has_masters) == ("bfloat16", False)
-    without = plan(fixed={"zero1": False})
+    without = plan(fixed={"zero1": False}, best=1)
     assert {each.layout.zero1 for each in without.best} == {False}
     with pytest.raises(ValueError, match="float32 in layouts with zero1=True, and bfloat16 in the others: give zero1"):
         plan(layouts=[Layout(data=2), Layout(data=2, zero1=True)])
@@ -99,8 +99,8 @@ def test_a_data_sheet_replaces_a_named_device() -> None:
         return found.first.step_seconds
 
     assert seconds(peak="67TFLOP/s", bandwidth="3.35TB/s") == pytest.approx(seconds(device="h100"))
-    assert seconds(peak="67GFLOP/s") > 2 * seconds()
-    assert seconds(bandwidth="33.5GB/s") > 2 * seconds()
+    assert seconds(peak="6.7GFLOP/s") > 2 * seconds()
+    assert seconds(bandwidth="3.35GB/s") > 2 * seconds()
     for device in ("b200", "mi300x", "tpu-v5p"):
         assert seconds(device=device) > 0
 

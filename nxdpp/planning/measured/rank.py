@@ -165,6 +165,7 @@ class _Nothing(nn.Module):
 def main(kind: str, at_once: int, file: Path) -> None:
     """Measure this rank on a device of ``kind``; rank 0 writes the means into ``file``."""
     parallel_state.initialize_model_parallel(device=kind)
+    torch.manual_seed(0)  # replicas of a model are equal
     own = RankFigures(parallel_state.local_device(), at_once).all()
     figures: list[dict[str, float]] = [own] * dist.get_world_size()
     dist.all_gather_object(figures, own)
