@@ -196,7 +196,9 @@ class Plan:
     def wrapping(self) -> tuple[list[str], list[str], list[str]]:
         """Return lines of imports, names of ``nxdpp``, and lines that wrap ``model`` and make its optimizer."""
         layout = self.layout
-        imports, names, lines = [], ["NxDPPModel", "parallel_state"], []
+        names = ["NxDPPModel", "parallel_state"]
+        imports: list[str] = []
+        lines: list[str] = []
         if layout.tensor > 1:
             names.append("tensor_parallelize")
             lines.append(call("tensor_parallelize", ["model"], self.tensor_arguments()))

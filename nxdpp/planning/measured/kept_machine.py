@@ -1,7 +1,7 @@
 """Figures of this machine, measured once and kept in a file of the user's cache.
 
 It is ``$XDG_CACHE_HOME/nxdpp/machine-HOST-KIND.json``, in ``~/.cache`` without the variable. The file names the machine
-and the versions that it is for. Figures of others are never used: they are measured again.
+and the torch that it is for. Figures of others are never used: they are measured again.
 """
 
 import json
@@ -22,7 +22,6 @@ import torch
 from nxdpp.planning.machine import DeviceSpeed, Link
 from nxdpp.planning.measured.load import busy
 from nxdpp.ranks.launch import choose_device
-from nxdpp.version import __version__
 
 _KINDS = ("cpu", "cuda")
 _TIMEOUT = 600
@@ -34,7 +33,7 @@ class KeptMachine:
 
     Attributes:
         kind: of its devices, ``"cpu"`` or ``"cuda"``.
-        about: the machine and the versions that the figures are for.
+        about: the machine and the torch that the figures are for.
         figures: seconds and rates of a rank by name (``measured/rank.py``).
         layers: measured over counted seconds of the layers of models, by a hash of what is measured.
         note: why figures that were kept are not used; empty otherwise.
@@ -61,7 +60,8 @@ class KeptMachine:
     @property
     def cores(self) -> int | None:
         """Number of ranks that have cores of their own; ``None`` where each has a device."""
-        return max(self.about["cores"] // self.about["threads"], 1) if self.kind == "cpu" else None
+        own = int(self.about["cores"]) // int(self.about["threads"])
+        return max(own, 1) if self.kind == "cpu" else None
 
     def factors(self, what: Any, measure: Callable[[torch.device], list[float]]) -> list[float]:
         """Return the factors of the layers of ``what``, which ``measure`` measures on a device if they are not kept."""
@@ -129,7 +129,7 @@ def measured_machine(kind: str) -> KeptMachine:
 
 
 def _about(kind: str) -> dict[str, Any]:
-    """Return the machine and the versions."""
+    """Return the machine and the version of torch."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     threads = int(os.environ.get("OMP_NUM_THREADS") or 1)
     devices = torch.cuda.device_count() if kind == "cuda" else cores
@@ -144,7 +144,6 @@ def _about(kind: str) -> dict[str, Any]:
         # Two processes share a single core: a link of the CPU has two ends.
         "ranks": devices if kind == "cuda" else max(cores // threads, 2),
         "torch": torch.__version__,
-        "nxdpp": __version__,
     }
 
 

@@ -12,9 +12,9 @@ _GIB = 2**30
 
 def program(plan: Plan, configuration: str) -> str:
     """Return the source of a program for the first layout of ``plan``, of the model of a configuration's path."""
-    layout, half = plan.layout, plan.dtype != "float32"
+    layout, is_cast = plan.layout, plan.dtype != "float32"
     imports, names, wrapping = plan.wrapping()
-    constructed = f"{plan.model}(config)" + (f".to(torch.{plan.dtype})" if half else "")
+    constructed = f"{plan.model}(config)" + (f".to(torch.{plan.dtype})" if is_cast else "")
     if plan.is_deferred:
         names = [*names, "deferred_init"]
         size = f"{plan.parameters * dtype_named(plan.dtype).itemsize / _GIB:.3g} GiB"
@@ -49,7 +49,7 @@ def program(plan: Plan, configuration: str) -> str:
             "replica = parallel_state.get_data_parallel_rank()",
             "for step in range(10):",
             f"    random = torch.Generator().manual_seed(step * {layout.data} + replica)",
-            *_inputs(plan.sample, rows, plan.dtype if half else None),
+            *_inputs(plan.sample, rows, plan.dtype if is_cast else None),
             *_step(plan.autocast),
             "    optimizer.step()",
             "    optimizer.zero_grad()",
@@ -61,7 +61,7 @@ def program(plan: Plan, configuration: str) -> str:
     )
 
 
-def _inputs(sample: Mapping[str, Sequence[int]], rows: int, half: str | None) -> list[str]:
+def _inputs(sample: Mapping[str, Sequence[int]], rows: int, dtype: str | None) -> list[str]:
     """Return lines that make random inputs: tokens, classes, and floats of the model's dtype."""
     lines = ["    batch = {"]
     for name, shape in sample.items():
@@ -70,7 +70,7 @@ def _inputs(sample: Mapping[str, Sequence[int]], rows: int, half: str | None) ->
             most = "config.num_labels" if len(shape) == 1 else "config.get_text_config().vocab_size"
             value = f"torch.randint({most}, {shaped}, generator=random)"
         else:
-            value = f"torch.randn({shaped}, generator=random)" + ("" if half is None else f".to(torch.{half})")
+            value = f"torch.randn({shaped}, generator=random)" + ("" if dtype is None else f".to(torch.{dtype})")
         lines.append(f'        "{name}": {value},')
     return [*lines, "    }"]
 

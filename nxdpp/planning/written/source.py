@@ -27,7 +27,7 @@ def value_text(value: Any) -> str:
         return repr(value)
     numbers = tuple(int(match[2]) for match in matches)
     step = numbers[1] - numbers[0]
-    even = range(numbers[0], numbers[-1] + 1, step) if step > 0 else ()
+    even = range(numbers[0], numbers[-1] + 1, max(step, 1))
     listed = repr(even) if tuple(even) == numbers else repr(numbers)
     return f'[f"{matches[0][1]}{{layer}}" for layer in {listed}]'
 

@@ -12,6 +12,7 @@ from torch import nn
 import nxdpp
 from nxdpp.planning.measured import kept_machine
 from nxdpp.planning.measured.kept_machine import KeptMachine, measured_machine, place
+from nxdpp.planning.plan import Plan
 from tests.planning.test_planner import CPU, Stack
 
 INPUTS = {"states": torch.zeros(3, 16)}
@@ -79,7 +80,7 @@ def test_figures_of_another_machine_are_measured_again(
 
 
 def test_layers_are_measured_once(machine: KeptMachine, monkeypatch: pytest.MonkeyPatch) -> None:
-    def plan() -> nxdpp.planning.plan.Plan:
+    def plan() -> Plan:
         return nxdpp.plan(Stack(), devices=1, global_batch=2, inputs=INPUTS, costs="measured", best=1, **CPU)
 
     first = plan()
