@@ -10,9 +10,11 @@ import torch
 from torch import nn
 
 import nxdpp
+from nxdpp.__main__ import main
 from nxdpp.planning.measured import kept_machine
 from nxdpp.planning.measured.kept_machine import KeptMachine, measured_machine, place
 from nxdpp.planning.plan import Plan
+from tests.planning.test_plan_command import CONFIG, SEARCH
 from tests.planning.test_planner import CPU, Stack
 
 INPUTS = {"states": torch.zeros(3, 16)}
@@ -91,6 +93,17 @@ def test_layers_are_measured_once(machine: KeptMachine, monkeypatch: pytest.Monk
     assert counted.first.times[0].compute != first.first.times[0].compute
     assert 0 < first.first.step_seconds < 10
     assert json.loads(place("cpu").read_text())["layers"]
+
+
+def test_the_command_plans_for_the_measured_machine(
+    machine: KeptMachine, again: list[int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+
+    assert main(["plan", str(tmp_path), *SEARCH, "--measure", "--best", "1"]) == 0
+
+    assert again == []
+    assert "LlamaForCausalLM, 2 cpu devices on 1 host" in capsys.readouterr().out
 
 
 def test_devices_that_are_not_here_are_refused(cache: Path) -> None:
