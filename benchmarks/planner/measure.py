@@ -22,10 +22,11 @@ _WARM_UP = 2
 
 @dataclass(frozen=True)
 class Case:
-    """A layout, and the names of the layers after which its model is cut."""
+    """A layout, the names of the layers after which its model is cut, and the dtype of an autocast around its steps."""
 
     layout: Layout
     cuts: Sequence[str]
+    autocast: torch.dtype | None = None
 
 
 @dataclass
@@ -43,10 +44,13 @@ class Measured:
     seconds: list[float] = field(default_factory=list)
 
 
-def measure_all(rank: int, cases: Sequence[Case], shape: Shape, rounds: int, steps: int) -> list[Measured]:
+def measure_all(
+    rank: int, cases: Sequence[Case], shape: Shape, rounds: int, steps: int, threads: int
+) -> list[Measured]:
     """Measure all layouts in turn, ``rounds`` times, each second time in reverse order; for ``run_ranks``."""
-    torch.set_num_threads(1)
-    stay_on_core(rank)
+    torch.set_num_threads(threads)
+    if threads == 1:
+        stay_on_core(rank)
     found = [Measured() for _ in cases]
     for number in range(rounds):
         order = list(zip(cases, found, strict=True))
@@ -72,7 +76,8 @@ def _train(case: Case, shape: Shape, steps: int, also_memory: bool) -> tuple[lis
 
     def step() -> None:
         optimizer.zero_grad()
-        wrapped.run_train(**inputs)
+        with torch.autocast("cpu", case.autocast, enabled=case.autocast is not None):
+            wrapped.run_train(**inputs)
         optimizer.step()
 
     for _ in range(_WARM_UP):

@@ -29,7 +29,7 @@ class Run:
 
     Attributes:
         name: its model and devices.
-        model: ``"llama"`` for Llama 3.1 405B, ``"gpt"`` for a GPT of 1,008 billion parameters.
+        model: ``"8B"``, ``"70B"`` and ``"405B"`` for Llama 3.1, ``"gpt"`` for a GPT of 1,008 billion parameters.
         device: name of the device.
         memory: bytes of one.
         host_rate: bytes a second of a device's network card.
@@ -39,6 +39,7 @@ class Run:
         schedules: names and stages a rank that are predicted; several where the source has not printed them.
         seconds: of a step.
         gibibytes: memory of a device; ``None`` where the source does not print it.
+        bandwidth: of a device's memory where it is not the usual one.
     """
 
     name: str
@@ -52,24 +53,43 @@ class Run:
     schedules: tuple[tuple[str, int], ...]
     seconds: float
     gibibytes: float | None = None
+    bandwidth: float | None = None
 
 
 _TITAN = Layout(8, 8, 8, checkpoint=True, zero1=True, sequence=True)
 RUNS = (
     # 6 N D FLOPs of a step, at 400 TFLOP/s and device.
     Run(
-        "Llama 3 405B, 16,384 H100", "llama", "h100", 80 * 10**9, 50e9, 2048, 8192,
+        "Llama 3 405B, 16,384 H100", "405B", "h100", 80 * 10**9, 50e9, 2048, 8192,
         Layout(8, 16, 128, zero1=True, sequence=True), (("1f1b", 1), ("interleaved", 4), ("interleaved", 7)),
         6 * 405e9 * 2048 * 8192 / (16384 * 400e12),
     ),
     # 256 sequences of 8,192 tokens, at 100 and at 128 tokens a second and device.
     Run(
-        "torchtitan 405B, 512 H100", "llama", "h100", 96 * 2**30, 50e9, 256, 8192, _TITAN, (("1f1b", 1),),
-        256 * 8192 / 512 / 100, 82.5,
+        "torchtitan 405B, 512 H100", "405B", "h100", 96 * 2**30, 50e9, 256, 8192, _TITAN, (("1f1b", 1),),
+        256 * 8192 / 512 / 100, 82.5, 2.4e12,
     ),
     Run(
-        "torchtitan 405B, 512 H100", "llama", "h100", 96 * 2**30, 50e9, 256, 8192, _TITAN,
-        (("interleaved", 2), ("interleaved", 4)), 256 * 8192 / 512 / 128, 72.7,
+        "torchtitan 405B, 512 H100", "405B", "h100", 96 * 2**30, 50e9, 256, 8192, _TITAN,
+        (("interleaved", 2), ("interleaved", 4)), 256 * 8192 / 512 / 128, 72.7, 2.4e12,
+    ),
+    # In bfloat16, without float8: selective checkpoints lie between none and all.
+    Run(
+        "torchtitan 8B, 8 H100", "8B", "h100", 96 * 2**30, 50e9, 16, 8192,
+        Layout(data=8, zero1=True, microbatch=2), (("1f1b", 1),), 2 * 8192 / 5762, bandwidth=2.4e12,
+    ),
+    Run(
+        "torchtitan 8B, 8 H100", "8B", "h100", 96 * 2**30, 50e9, 16, 8192,
+        Layout(data=8, zero1=True, microbatch=2, checkpoint=True), (("1f1b", 1),), 2 * 8192 / 5762, bandwidth=2.4e12,
+    ),
+    Run(
+        "torchtitan 70B, 64 A100", "70B", "a100", 80 * 10**9, 25e9, 64, 8192,
+        Layout(data=64, zero1=True, checkpoint=True), (("1f1b", 1),), 8192 / 331,
+    ),
+    Run(
+        "torchtitan 405B, 128 H100", "405B", "h100", 96 * 2**30, 50e9, 32, 8192,
+        Layout(8, 1, 16, zero1=True, checkpoint=True, sequence=True, microbatch=2), (("1f1b", 1),),
+        2 * 8192 / 8 / 109, bandwidth=2.4e12,
     ),
     # The paper's formula counts 5.14e19 FLOPs a step, the recomputed forward among them; 163 TFLOP/s and device.
     Run(
@@ -92,24 +112,29 @@ def table(runs: Iterable[Run] = RUNS) -> str:
 def _model(name: str) -> PreTrainedModel:
     """Return the model on the meta device, with parameters of 16 bits."""
     with torch.device("meta"):
-        model: PreTrainedModel = GPT2LMHeadModel(_GPT) if name == "gpt" else LlamaForCausalLM(_LLAMA)
+        model: PreTrainedModel = GPT2LMHeadModel(_GPT) if name == "gpt" else LlamaForCausalLM(_llama(*_LLAMAS[name]))
     for parameter in model.parameters():
         parameter.data = parameter.data.to(torch.bfloat16)
     return model
 
 
 _GPT = GPT2Config(vocab_size=51200, n_positions=2048, n_embd=25600, n_layer=128, n_head=160, use_cache=False)
-_LLAMA = LlamaConfig(
-    vocab_size=128256, hidden_size=16384, intermediate_size=53248, num_hidden_layers=126, num_attention_heads=128,
-    num_key_value_heads=8, max_position_embeddings=131072, use_cache=False,
-)  # fmt: skip
+# Hidden size, of feed-forward, layers and heads.
+_LLAMAS = {"8B": (4096, 14336, 32, 32), "70B": (8192, 28672, 80, 64), "405B": (16384, 53248, 126, 128)}
+
+
+def _llama(hidden: int, middle: int, layers: int, heads: int) -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=128256, hidden_size=hidden, intermediate_size=middle, num_hidden_layers=layers,
+        num_attention_heads=heads, num_key_value_heads=8, max_position_embeddings=131072, use_cache=False,
+    )  # fmt: skip
 
 
 def _cells(run: Run, schedule: str, chunks: int, model: PreTrainedModel) -> list[str]:
     layout = replace(run.layout, schedule=schedule, chunks=chunks)
     machine = Machine(
-        layout.devices, run.memory, DEVICES[run.device], layout.devices // 8, _NVLINK[run.device],
-        Link(run.host_rate, 20e-6),
+        layout.devices, run.memory, DEVICES[run.device].with_data_sheet(None, run.bandwidth), layout.devices // 8,
+        _NVLINK[run.device], Link(run.host_rate, 20e-6),
     )  # fmt: skip
     job = Job(run.batch, lambda size: microbatch_on_meta(model, size, run.length))
     found = predict(ModelCosts(model, machine, job), layout)

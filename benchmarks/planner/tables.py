@@ -51,12 +51,14 @@ class Figures:
         layouts: their number.
         correlation: Spearman's rank correlation of predicted and measured steps.
         chosen: measured step of the layout with the least prediction, over the least measured step.
+        step: largest difference of measured and predicted steps, as a share.
         memory: largest difference of measured and predicted peaks of a rank, as a share.
     """
 
     layouts: int
     correlation: float
     chosen: float
+    step: float
     memory: float
 
 
@@ -73,6 +75,7 @@ def figures(rows: Sequence[Row]) -> Figures:
         len(rows),
         rank_correlation([row.prediction.step_seconds for row in rows], [row.seconds for row in rows]),
         max(chosen),
+        max(abs(row.seconds / row.prediction.step_seconds - 1) for row in rows),
         max(abs(row.memory_ratio - 1) for row in rows),
     )
 
@@ -96,14 +99,15 @@ def figures_table(rows: Sequence[Row]) -> str:
     """Return the accuracy for each number of ranks and for all."""
     groups = {f"{ranks} ranks": [r for r in rows if r.prediction.layout.devices == ranks] for ranks in (2, 4)}
     groups["all"] = list(rows)
-    columns = ("ranks", "layouts", "rank correlation", "chosen / best", "largest error of memory")
+    columns = (
+        "ranks", "layouts", "rank correlation", "chosen / best", "largest error of a step", "largest error of memory",
+    )  # fmt: skip
     cells = []
     for name, of_group in groups.items():
         if len(of_group) > 1:
             each = figures(of_group)
-            cells.append(
-                [name, str(each.layouts), f"{each.correlation:.2f}", f"{each.chosen:.2f}", f"{each.memory:.1%}"]
-            )
+            numbers = (f"{each.correlation:.2f}", f"{each.chosen:.2f}", f"{each.step:.1%}", f"{each.memory:.1%}")
+            cells.append([name, str(each.layouts), *numbers])
     return markdown_table(columns, cells, left=columns[:1])
 
 

@@ -55,12 +55,11 @@ class LowerBounds:
         one, state = self._groups[key]
         ranks = share * layout.pipeline
         microbatches = layout.microbatches(self._costs.job.global_batch)
-        shared = layout.zero1 and layout.data > 1
-        optimizer = state.sharded / layout.data if shared else state.optimizer
+        optimizer = state.sharded / layout.data if layout.zero1 else state.optimizer
         # Gradients may come after the peak of the activations.
         held = max(one.held - state.gradients, 0.0)
         gradients = state.gradients / ranks
-        exchange = 2 * least_sent("all_gather", gradients, layout.data) if shared else 0.0
+        exchange = 2 * least_sent("all_gather", gradients, layout.data) if layout.zero1 else 0.0
         seconds = microbatches * one.work / ranks + exchange / data_link(self._costs.machine, layout).bytes_per_second
         return Bounds(seconds, (state.weights + state.gradients + optimizer + held) / ranks)
 
@@ -85,7 +84,7 @@ class LowerBounds:
             memory = rank_memory(layout, states[rank], activations, machine.device.kind, itemsize, model.message)
             most = max(most, memory.total)
         state = max(states, key=lambda each: each.gradients)
-        if layout.zero1 and layout.data > 1:
+        if layout.zero1:
             exchange = 2 * least_sent("all_gather", state.gradients, layout.data)
             seconds += exchange / data_link(machine, layout).bytes_per_second
         return Bounds(seconds, most)

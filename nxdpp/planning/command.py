@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nxdpp.planning.layout_options import DTYPES, LayoutOptions, configuration_file, layout_options
+from nxdpp.planning.machine import DEVICES
 from nxdpp.planning.search_command import add_search_arguments, check_no_search, run_search
 from nxdpp.schedules.families.registry import FAMILIES
 from nxdpp.schedules.view.output import whole_number
@@ -48,10 +49,10 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument("--memory-limit", type=_gib, metavar="GIB", help="GiB of a rank, for --partition balanced")
     parser.add_argument(
         "--device",
-        choices=("cuda", "cpu", "a100", "h100", "h200"),
+        choices=("cuda", *DEVICES),
         default="cuda",
-        help="device of the ranks: on cuda memory has communicators and messages (cuda; with --devices h100); a100, "
-        "h100 and h200 are for --devices",
+        help="device of the ranks: on cuda memory has communicators and messages (cuda; with --devices h100); names "
+        "of chips are for --devices",
     )
     parser.add_argument(
         "--dtype", metavar="NAME", help=f"dtype of the parameters, {', '.join(DTYPES)} (the constructor's: float32)"
@@ -59,7 +60,11 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument(
         "--sequence-parallel", action="store_true", help="the tensor group divides the sequence between linear layers"
     )
-    parser.add_argument("--zero1", action="store_true", help="the replicas share the optimizer state")
+    parser.add_argument(
+        "--zero1",
+        action=argparse.BooleanOptionalAction,
+        help="the replicas share the optimizer state, which is float32 (with --devices and half parameters: yes)",
+    )
     parser.add_argument("--details", action="store_true", help="also print the other figures, in tables of their own")
     parser.add_argument(
         "--json", action="store_true", help="print all numbers as one JSON document, in bytes and FLOPs"

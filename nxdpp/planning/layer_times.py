@@ -62,6 +62,7 @@ class LayerTimes:
         state: of its parameters.
         largest: bytes of the largest parameter.
         copied: bytes of gradients that the average over replicas copies into buckets.
+        cast: bytes of weights that autocast converts once a step.
         is_layer: False for the head. Checkpoints are of layers.
     """
 
@@ -85,6 +86,7 @@ class LayerTimes:
     state: PlannedState
     largest: int
     copied: int
+    cast: int
     is_layer: bool = True
 
     @property
@@ -218,6 +220,7 @@ def counted_layers(
                 state=PlannedState.of(held_here),
                 largest=max(map(_bytes, held_here), default=0),
                 copied=sum(_bytes(each) for each in held_here if each.requires_grad and _bytes(each) < BUCKET_BYTES),
+                cast=sum(costs[node].cast_bytes for node in nodes),
                 is_layer=name in traced.layers,
             )
         )

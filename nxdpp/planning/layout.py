@@ -68,7 +68,7 @@ class Layout:
         schedule: name of a family.
         microbatch: samples of a microbatch.
         checkpoint: layers recompute their forward in the backward.
-        zero1: the replicas share the optimizer state.
+        zero1: ``Zero1Optimizer``: the replicas share the optimizer state. Half parameters have float32 state with it.
         sequence: the tensor group divides the sequence between linear layers.
     """
 
@@ -116,7 +116,7 @@ class Layout:
 
 
 def groups_of(
-    devices: int, devices_per_host: int, global_batch: int, layers: int, tensors: Iterable[int]
+    devices: int, devices_per_host: int, global_batch: int, layers: int, tensors: Iterable[int], is_half: bool = False
 ) -> Iterator[Layout]:
     """Give all layouts of ``devices`` devices with one schedule each; ``schedules_of`` has the other schedules.
 
@@ -126,6 +126,7 @@ def groups_of(
         global_batch: samples of a step.
         layers: the most stages of the model: its layers and the head.
         tensors: tensor-parallel sizes to try.
+        is_half: ``Zero1Optimizer`` has an effect on one replica too: the float32 state of half parameters.
     """
     for tensor in tensors:
         if devices % tensor or devices_per_host % tensor:
@@ -134,11 +135,10 @@ def groups_of(
             data = devices // tensor // pipeline
             if pipeline > layers or global_batch % data:
                 continue
-            switches = product(
-                (False, True), (False, True) if data > 1 else (False,), (False, True) if tensor > 1 else (False,)
-            )
-            for (checkpoint, zero1, sequence), microbatch in product(switches, divisors(global_batch // data)):
-                yield Layout(tensor, pipeline, data, 1, "1f1b", microbatch, checkpoint, zero1, sequence)
+            zero1 = (False, True) if data > 1 or is_half else (False,)
+            switches = product((False, True), zero1, (False, True) if tensor > 1 else (False,))
+            for each, microbatch in product(switches, divisors(global_batch // data)):
+                yield Layout(tensor, pipeline, data, 1, "1f1b", microbatch, *each)
 
 
 def schedules_of(pipeline: int, layers: int) -> list[tuple[str, int]]:
@@ -164,7 +164,7 @@ def describe(layout: Layout) -> str:
         name
         for name, is_on in (
             ("activation checkpointing", layout.checkpoint),
-            ("ZeRO-1", layout.zero1),
+            ("ZeRO-1" if layout.data > 1 else "float32 state", layout.zero1),
             ("sequence parallel", layout.sequence),
         )
         if is_on

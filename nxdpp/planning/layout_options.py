@@ -63,7 +63,10 @@ def layout_options(options: argparse.Namespace) -> LayoutOptions:
             f"out, or add --devices to search layouts."
         )
     sizes = Dimensions(
-        options.tensor_parallel_size or 1, options.data_parallel_size or 1, options.zero1, options.sequence_parallel
+        options.tensor_parallel_size or 1,
+        options.data_parallel_size or 1,
+        bool(options.zero1),
+        options.sequence_parallel,
     )
     balanced = options.partition == "balanced"
     if options.memory_limit is not None and not balanced:

@@ -1,10 +1,11 @@
 """The machine and the job of a plan: devices, their speed, the links between them, and the samples of a step."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 # Bandwidths that the vendor prints are reached to this share by large operations.
 _MEMORY_SHARE = 0.85
@@ -32,7 +33,7 @@ class DeviceSpeed:
     """Speed of one device.
 
     Attributes:
-        kind: ``"cuda"`` or ``"cpu"``.
+        kind: ``"cuda"``, ``"cpu"`` or ``"xla"``.
         peak_flops: FLOPs a second of dense matrix products, by bytes of a number (2 for bfloat16, 4 for float32).
         efficiency: share of the peak that large matrix products reach.
         memory_bandwidth: bytes a second that large operations read and write.
@@ -47,27 +48,36 @@ class DeviceSpeed:
     operation_seconds: float = 0.0
     action_seconds: float = 0.0
 
-    def flops(self, dtype: torch.dtype) -> float:
+    def flops(self, dtype: "torch.dtype") -> float:
         """Return the FLOPs a second that large matrix products of ``dtype`` reach."""
         sizes = sorted(self.peak_flops)
         size = next((size for size in sizes if size >= dtype.itemsize), sizes[-1])
         return self.peak_flops[size] * self.efficiency
 
-    def balance(self, dtype: torch.dtype) -> float:
+    def balance(self, dtype: "torch.dtype") -> float:
         """Return the FLOPs that it does while it moves one byte."""
         return self.flops(dtype) / self.memory_bandwidth
+
+    def with_data_sheet(self, peak: float | None, bandwidth: float | None) -> "DeviceSpeed":
+        """Return this with a vendor's ``peak``, of all dtypes, and ``bandwidth``; ``None`` leaves its own."""
+        found = self if peak is None else replace(self, peak_flops={1: peak})
+        return found if bandwidth is None else replace(found, memory_bandwidth=bandwidth * _MEMORY_SHARE)
 
 
 # The name of the argument's type in programs.
 Device = DeviceSpeed
 
-# Peaks are from the vendor's data sheets, for dense products of 16 and 32 bits (TF32 off), SXM modules. The share
-# that products of 8192 x 8192 reach, and the seconds of a kernel, are usual figures, not measured here.
+# Peaks are from the vendor's data sheets, for dense products of 16 and 32 bits (TF32 off), SXM modules; a TPU has one
+# peak, as XLA multiplies float32 in parts of 16 bits. The share that products of 8192 x 8192 reach, and the seconds of
+# a kernel, are usual figures, not measured here.
 DEVICES = {
     "a100": DeviceSpeed("cuda", {2: 312e12, 4: 19.5e12}, 0.75, 2.04e12 * _MEMORY_SHARE, 3e-6, 100e-6),
     "h100": DeviceSpeed("cuda", {2: 989e12, 4: 67e12}, 0.65, 3.35e12 * _MEMORY_SHARE, 3e-6, 100e-6),
     "h200": DeviceSpeed("cuda", {2: 989e12, 4: 67e12}, 0.65, 4.8e12 * _MEMORY_SHARE, 3e-6, 100e-6),
-    # One core of a server. ``benchmarks/planner_accuracy.py`` calibrates it.
+    "b200": DeviceSpeed("cuda", {2: 2250e12, 4: 75e12}, 0.65, 8e12 * _MEMORY_SHARE, 3e-6, 100e-6),
+    "mi300x": DeviceSpeed("cuda", {2: 1307e12, 4: 163e12}, 0.5, 5.3e12 * _MEMORY_SHARE, 5e-6, 100e-6),
+    "tpu-v5p": DeviceSpeed("xla", {2: 459e12}, 0.75, 2.76e12 * _MEMORY_SHARE, 2e-6, 100e-6),
+    # One core of a server. ``costs="measured"`` measures it.
     "cpu": DeviceSpeed("cpu", {4: 100e9}, 0.8, 10e9, 5e-6, 200e-6),
 }
 

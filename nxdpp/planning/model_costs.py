@@ -1,13 +1,14 @@
 """Costs of a model for the layouts of a search.
 
 Layers are counted on the meta device. All terms are affine in the number of samples except for the roofline's maximum.
-Where 4 samples are on the line through 1 and 2, any number is; else powers of 2 are counted. A divided model is counted
-for one sample, and each of its terms grows as the whole model's does.
+Powers of 2 are counted up to one from which two more are on a line; there any larger number is on it. A divided model
+is counted for one sample, and each of its terms grows as the whole model's does.
 """
 
 import copy
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
@@ -20,7 +21,7 @@ from nxdpp.planning.dtypes import dtype_of
 from nxdpp.planning.layer_times import CountedModel, LayerTimes, counted_layers
 from nxdpp.planning.layout import Dimensions
 from nxdpp.planning.machine import Job, Machine
-from nxdpp.ranks.launch import choose_device
+from nxdpp.planning.measured.kept_machine import KeptMachine
 from nxdpp.tracing.costs.count import NodeCost, count_costs
 from nxdpp.tracing.costs.measure import measure_nodes
 from nxdpp.tracing.costs.node_parts import CountedParts
@@ -31,8 +32,10 @@ from nxdpp.tracing.values.input_dicts import InputDict, open_inputs
 
 M = TypeVar("M", bound=nn.Module)
 
-# The largest relative distance of 4 samples from the line through 1 and 2 that counts as none.
+# The largest relative distance of 4 n samples from the line through n and 2 n that counts as none.
 _OFF_A_LINE = 0.005
+# The most samples that are measured.
+_MEASURED = 4
 
 
 class ModelCosts:
@@ -42,8 +45,10 @@ class ModelCosts:
         model: the model, not divided. It is not changed, and may be on the meta device.
         machine: gives the speed.
         job: gives the inputs.
-        profiled: measure the seconds of layers on this process's device, for a model that no tensor group divides.
-            Their parts, and divided models, have the shares that are counted.
+        measured: this machine, on whose device the seconds of layers are measured, for a model that no tensor group
+            divides. Their parts, and divided models, have the shares that are counted. ``None`` for counted seconds.
+        autocast: dtype of the autocast around a step; ``None`` without. Fake tensors are on the CPU, whose lists of
+            operations autocast follows.
 
     Its methods raise ``ValueError`` for a model that a tensor group cannot divide, and ``TracingError`` for one that
     cannot be traced.
@@ -54,23 +59,29 @@ class ModelCosts:
         model: nn.Module,
         machine: Machine,
         job: Job,
-        profiled: bool = False,
+        measured: KeptMachine | None = None,
         transformer_layer_cls: Any | None = None,
         tensor_plan: Mapping[str, str] | None = None,
+        autocast: torch.dtype | None = None,
     ) -> None:
         self.machine = machine
         self.job = job
         self._model = model
-        self._profiled = profiled
+        self._measured = measured
         self._layer_cls = transformer_layer_cls
         self._tensor_plan = tensor_plan
-        self._measured: list[float] = []
+        self._factors: dict[int, list[float]] = {}
         self.dtype = dtype_of(model)
+        self.autocast = autocast
         # States of the ranks of layouts, kept by ``predict``.
         self.states: dict[Any, Any] = {}
-        self._line: bool | None = None
         self._counted: dict[tuple[int, bool, int], CountedModel] = {}
         self._interpolated: dict[tuple[int, bool, int], CountedModel] = {}
+
+    @property
+    def has_half_parameters(self) -> bool:
+        """True if the parameters have fewer bits than float32."""
+        return self.dtype.itemsize < torch.float32.itemsize
 
     def of(self, tensor: int, sequence: bool, microbatch: int) -> CountedModel:
         """Return the costs for a tensor-parallel size and ``microbatch`` samples."""
@@ -92,28 +103,44 @@ class ModelCosts:
     def _of_whole(self, microbatch: int) -> CountedModel:
         """Return the costs of the model that no tensor group divides: counted for powers of 2, or on a line."""
         below = 1 << (microbatch.bit_length() - 1)
-        if microbatch <= 2 or (below == microbatch and not self._is_line()):
+        if microbatch <= 2 or (below == microbatch <= self._line):
             return self._count(1, False, microbatch)
-        if self._is_line():
-            below = 1
-        one, two = self._count(1, False, below), self._count(1, False, 2 * below)
-        share = microbatch / below - 1
+        above = 2 * below
+        if microbatch > self._line:
+            # The largest that is counted: measured seconds of few samples are the least certain ones.
+            below, above = self._line, 4 * self._line
+        one, two = self._count(1, False, below), self._count(1, False, above)
+        share = (microbatch - below) / (above - below)
         layers = [a.plus(b, share) for a, b in zip(one.layers, two.layers, strict=True)]
         shared = one.shared + share * (two.shared - one.shared)
         return _grown(one, layers, shared / one.shared if one.shared else 1.0, microbatch / below)
 
-    def _is_line(self) -> bool:
-        """Return whether the work of 4 samples is on the line through 1 and 2."""
-        if self._line is None:
-            one, two, four = (sum(layer.work for layer in self._count(1, False, n).layers) for n in (1, 2, 4))
-            self._line = abs(one + 3 * (two - one) - four) <= _OFF_A_LINE * four
-        return self._line
+    @cached_property
+    def _line(self) -> int:
+        """The power of 2 from which the work of more samples is on a line."""
 
-    def _count(self, tensor: int, sequence: bool, microbatch: int) -> CountedModel:
+        def work(samples: int) -> float:
+            return sum(layer.work for layer in self._count(1, False, samples, is_measured=False).layers)
+
+        one = 1
+        while abs(3 * work(2 * one) - 2 * work(one) - work(4 * one)) > _OFF_A_LINE * work(4 * one):
+            one *= 2
+            if 2 * one > self.job.global_batch:
+                break
+        return one
+
+    def _count(self, tensor: int, sequence: bool, microbatch: int, is_measured: bool = True) -> CountedModel:
         key = (tensor, sequence, microbatch)
         if key not in self._counted:
             self._counted[key] = self._counted_now(Dimensions(tensor, sequence=sequence), microbatch)
-        return self._counted[key]
+        found = self._counted[key]
+        if self._measured is None or not is_measured:
+            return found
+        measured = 1 if tensor > 1 else min(microbatch, _MEASURED)
+        if measured not in self._factors:
+            self._count(1, False, measured, is_measured=False)
+        layers = zip(found.layers, self._factors[measured], strict=True)
+        return replace(found, layers=[layer.slower(by) for layer, by in layers])
 
     def _counted_now(self, sizes: Dimensions, microbatch: int) -> CountedModel:
         inputs = self.job.inputs(microbatch)
@@ -121,27 +148,49 @@ class ModelCosts:
         batch = {name: value for name, value in opened.items() if not isinstance(value, InputDict)}
         sizes.check_length(batch)
         device = self.machine.device
-        speed = device.flops(self.dtype)
-        how = CountedParts(device.balance(self.dtype), device.operation_seconds * speed)
+        computed = self.autocast or self.dtype
+        speed = device.flops(computed)
+        how = CountedParts(device.balance(computed), device.operation_seconds * speed)
         model = on_meta(self._model) if sizes.tensor > 1 else self._model
         # Modules of a divided model are of classes derived from these.
         given = None if self._layer_cls is None else find_layer_classes(model, self._layer_cls)
         with divided(model, sizes, self._tensor_plan):
             options = TracingOptions(given or find_layer_classes(model, None))
             traced = trace_for(model, inputs, options)
-            costs = count_costs(traced, model, batch, parts=how)
-            if self._profiled and not self._measured:
-                # The first count is of the whole model with one sample.
-                self._measured = _quotients(traced, model, batch, costs, speed, choose_device(None, device.kind))
+            with torch.autocast("cpu", self.autocast, enabled=self.autocast is not None):
+                costs = count_costs(traced, model, batch, parts=how)
+            if self._measured is not None and sizes.tensor == 1 and microbatch <= _MEASURED:
+                counted = [round(costs[node].work) for node in traced.graph.nodes if node in costs]
+                self._factors[microbatch] = self._measured.factors(
+                    (type(model).__name__, computed, microbatch, counted),
+                    lambda where: self._quotients(traced, model, batch, costs, speed, where),
+                )
         link = self.machine.link_of(sizes.tensor, 1)
         layers, tied = counted_layers(traced, model, costs, speed, link)
-        if self._measured:
-            layers = [layer.slower(by) for layer, by in zip(layers, self._measured, strict=True)]
         nowhere = shared_names(traced, layers_and_head(traced, model)[1])
         of_none = sum(cost.parts.forward for node, cost in costs.items() if cost.parts and node.name in nowhere)
         estimated = any(cost.estimated for cost in costs.values())
         shared = shared_bytes(traced, model, costs)
         return CountedModel(layers, shared, of_none / speed, largest_message(traced, costs), estimated, tied)
+
+    def _quotients(
+        self,
+        traced: TracedGraph,
+        root: nn.Module,
+        inputs: Mapping[str, Any],
+        costs: Mapping[fx.Node, NodeCost],
+        speed: float,
+        device: torch.device,
+    ) -> list[float]:
+        """Return measured / counted seconds of each layer and the head."""
+        names, assigned, _ = layers_and_head(traced, root)
+        with torch.autocast(device.type, self.autocast, enabled=self.autocast is not None):
+            seconds = measure_nodes(traced, root, inputs, assigned, device)
+        measured, counted = [0.0] * len(names), [0.0] * len(names)
+        for node, layer in assigned.items():
+            measured[layer] += seconds.get(node, 0.0)
+            counted[layer] += costs[node].work / speed
+        return [a / b if a and b else 1.0 for a, b in zip(measured, counted, strict=True)]
 
 
 def _grown(one: CountedModel, layers: list[LayerTimes], shared: float, message: float) -> CountedModel:
@@ -152,24 +201,6 @@ def _grown(one: CountedModel, layers: list[LayerTimes], shared: float, message: 
         shared_forward=one.shared_forward * shared,
         message=one.message * message,
     )
-
-
-def _quotients(
-    traced: TracedGraph,
-    root: nn.Module,
-    inputs: Mapping[str, Any],
-    costs: Mapping[fx.Node, NodeCost],
-    speed: float,
-    device: torch.device,
-) -> list[float]:
-    """Return measured / counted seconds of each layer and the head."""
-    names, assigned, _ = layers_and_head(traced, root)
-    seconds = measure_nodes(traced, root, inputs, assigned, device)
-    measured, counted = [0.0] * len(names), [0.0] * len(names)
-    for node, layer in assigned.items():
-        measured[layer] += seconds.get(node, 0.0)
-        counted[layer] += costs[node].work / speed
-    return [a / b if a and b else 1.0 for a, b in zip(measured, counted, strict=True)]
 
 
 def on_meta(model: M) -> M:

@@ -9,11 +9,12 @@ from typing import Any
 from torch import nn
 
 from nxdpp.pipeline.activation_checkpoint import apply_checkpoint
-from nxdpp.planning.dtypes import dtype_of, name_of
+from nxdpp.planning.dtypes import dtype_named, dtype_of, name_of
 from nxdpp.planning.layout import Layout, describe
 from nxdpp.planning.predict import LinkBytes, Prediction
 from nxdpp.planning.rank_memory import RankMemory
 from nxdpp.planning.step_times import RankTimes
+from nxdpp.planning.written.source import call
 from nxdpp.ranks import parallel_state
 from nxdpp.tensor.models.parallelize import tensor_parallelize
 
@@ -50,6 +51,9 @@ class Plan:
         sample: shapes of the inputs of a microbatch of one sample, by name.
         tensor_plan: ``plan`` of ``tensor_parallelize``; ``None`` for its own.
         layer_classes: names of the layers' classes; ``None`` for the layers that ``NxDPPModel`` finds.
+        parameters: number of parameters of the model.
+        autocast: dtype of the autocast around a step, or ``None``.
+        note: a sentence about the measured machine; empty without.
     """
 
     model: str
@@ -66,6 +70,24 @@ class Plan:
     sample: Mapping[str, Sequence[int]] = field(default_factory=dict)
     tensor_plan: Mapping[str, str] | None = None
     layer_classes: Sequence[str] | None = None
+    parameters: int = 0
+    autocast: str | None = None
+    note: str = ""
+
+    @property
+    def optimizer_dtype(self) -> str:
+        """Dtype of the optimizer's state in all layouts."""
+        return "float32" if self.has_masters else self.dtype
+
+    @property
+    def has_masters(self) -> bool:
+        """True if the optimizers keep float32 copies of half parameters."""
+        return self.layout.zero1 and dtype_named(self.dtype).itemsize < dtype_named("float32").itemsize
+
+    @property
+    def is_deferred(self) -> bool:
+        """True if the whole model is larger than a device: its ranks construct it with ``deferred_init``."""
+        return self.parameters * dtype_named(self.dtype).itemsize > self.device_memory
 
     @property
     def first(self) -> Prediction:
@@ -156,23 +178,31 @@ class Plan:
 
     def torchrun(self, script: str = "train.py") -> str:
         """Return the command that starts ``script`` on all devices; on several hosts it runs on each."""
-        several = f"--nnodes {self.hosts} --rdzv-backend c10d --rdzv-endpoint $HOST:29500 " if self.hosts > 1 else ""
+        several = f"--nnodes {self.hosts} --rdzv-backend c10d --rdzv-endpoint $HOST " if self.hosts > 1 else ""
         return f"torchrun {several}--nproc-per-node {self.devices // self.hosts} {script}"
 
     def script(self) -> str:
         """Return the lines of a script that wrap ``model`` for the first layout, and make its optimizer."""
+        imports, names, lines = self.wrapping()
+        rows = self.global_batch // self.layout.data
+        about = f"# model: a {self.model} in {self.dtype}. A step takes {rows} samples of each replica."
+        given = ["import torch", *imports, f"from nxdpp import {', '.join(sorted(names))}"]
+        return "\n".join([*given, about, self.initialization(), *lines])
+
+    def initialization(self) -> str:
+        """Return the line that divides the ranks."""
+        return call("parallel_state.initialize_model_parallel", [], self.sizes())
+
+    def wrapping(self) -> tuple[list[str], list[str], list[str]]:
+        """Return lines of imports, names of ``nxdpp``, and lines that wrap ``model`` and make its optimizer."""
         layout = self.layout
         names = ["NxDPPModel", "parallel_state"]
-        imports = ["import torch"]
-        lines = [
-            f"# model: a {self.model} in {self.dtype}. A step takes {self.global_batch // layout.data} samples of each "
-            f"replica.",
-            f"parallel_state.initialize_model_parallel({_joined(self.sizes())})",
-        ]
+        imports: list[str] = []
+        lines: list[str] = []
         if layout.tensor > 1:
             names.append("tensor_parallelize")
-            lines.append(f"tensor_parallelize({', '.join(['model', *_named(self.tensor_arguments())])})")
-        lines.append(f"model = NxDPPModel(model, {_joined(self.arguments())})")
+            lines.append(call("tensor_parallelize", ["model"], self.tensor_arguments()))
+        lines.append(call("model = NxDPPModel", ["model"], self.arguments()))
         if layout.checkpoint:
             names.append("apply_checkpoint")
             lines.append("apply_checkpoint(model)")
@@ -183,7 +213,7 @@ class Plan:
             lines.append(f"optimizer = Zero1Optimizer({arguments})")
         else:
             lines.append("optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)")
-        return "\n".join([*imports, f"from nxdpp import {', '.join(sorted(names))}", *lines])
+        return imports, names, lines
 
     def to_json(self) -> str:
         """Return the plan as JSON."""
@@ -237,14 +267,6 @@ class Plan:
                 )
             if len(set(each.cuts)) != layout.stages - 1:
                 raise ValueError(f"{describe(layout)} needs {layout.stages - 1} cuts, not {each.cuts}")
-
-
-def _joined(arguments: Mapping[str, Any]) -> str:
-    return ", ".join(_named(arguments))
-
-
-def _named(arguments: Mapping[str, Any]) -> list[str]:
-    return [f"{name}={value!r}" for name, value in arguments.items()]
 
 
 def _prediction(content: dict[str, Any]) -> Prediction:

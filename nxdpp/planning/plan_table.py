@@ -8,16 +8,23 @@ from nxdpp.planning.predict import Prediction
 from nxdpp.planning.text_table import bytes_text, paragraph, table
 
 
-def show(plan: Plan, dtype: str, details: bool = False, notes: Sequence[str] = ()) -> None:
-    """Print the layouts of ``plan``, the best first, then the command and the script of the first one.
+def show(plan: Plan, dtype: str, source: str, file: str, details: bool = False, notes: Sequence[str] = ()) -> None:
+    """Print the layouts of ``plan``, the best first, then the command and the program of the first one.
 
-    ``dtype`` is the sentence about the dtype. With ``details`` there is a second table. ``notes`` are printed below.
+    Args:
+        plan: the plan.
+        dtype: sentence about the dtype.
+        source: the program.
+        file: its name in the command.
+        details: print a second table.
+        notes: sentences below the tables.
     """
     hosts = f"{plan.hosts} host{'s' if plan.hosts > 1 else ''}"
     title = f"{plan.model}, {plan.devices} {plan.device} devices on {hosts}, {plan.global_batch} samples a step"
     shapes = ", ".join(f"{name} {list(shape)}" for name, shape in plan.sample.items())
     print(paragraph(title))
     print(paragraph(f"dtype: {dtype}"))
+    print(paragraph(f"optimizer, in all layouts: {_optimizer(plan)}"))
     print(paragraph(f"microbatch of one sample: {shapes}"))
     print()
     rows = [_row(number, prediction) for number, prediction in enumerate(plan.best, 1)]
@@ -29,7 +36,14 @@ def show(plan: Plan, dtype: str, details: bool = False, notes: Sequence[str] = (
     for line in (*notes, *_below(plan, details)):
         print(paragraph(line))
     # Lines to copy must not be broken.
-    print(f"\n{plan.torchrun()}\n\n{plan.script()}")
+    print(f"\n{plan.torchrun(file)}\n\n{source}", end="")
+
+
+def _optimizer(plan: Plan) -> str:
+    if plan.has_masters:
+        return "Zero1Optimizer over AdamW, with moments and copies of the weights in float32 (--no-zero1: without)"
+    half = "" if plan.optimizer_dtype == "float32" else ", no float32 copies of the weights: small updates are lost"
+    return f"AdamW, with moments in {plan.optimizer_dtype}{half}"
 
 
 def _row(number: int, prediction: Prediction) -> list[str]:
@@ -56,7 +70,8 @@ def _detailed(number: int, prediction: Prediction) -> list[str]:
 def _below(plan: Plan, details: bool) -> Iterator[str]:
     yield "layout: tensor x pipeline x data ranks. schedule: with its stages a rank, if several."
     yield "microbatches: number x samples of each. memory: of the rank with the most."
-    yield "with: c activation checkpointing, z ZeRO-1, s sequence parallel"
+    yield "with: c activation checkpointing, z ZeRO-1 (Zero1Optimizer), s sequence parallel"
+    yield "Each row is the best schedule and microbatch of its sizes and switches."
     if details:
         yield "sent: bytes of a step, of the rank with the most"
     if plan.best and plan.first.estimated:
@@ -67,19 +82,23 @@ def _below(plan: Plan, details: bool) -> Iterator[str]:
         yield f"no tensor-parallel size {size}: {reason}"
     if not details:
         yield "--details: parts of the step's time, and sent bytes; --json: all numbers"
+    yield "--write train.py: the program below; --write plan.json: for NxDPPModel.from_plan(model, plan)"
 
 
 VERSION = 1
 
 
-def as_json(plan: Plan, named_dtype: str | None) -> dict[str, Any]:
-    """Return the document. ``named_dtype`` is the dtype that the configuration names, or ``None``."""
+def as_json(plan: Plan, named_dtype: str | None, source: str) -> dict[str, Any]:
+    """Return the document. ``named_dtype`` is the configuration's dtype, or ``None``, and ``source`` the program."""
     return {
         "version": VERSION,
         "kind": "search",
         "model": plan.model,
         "dtype": plan.dtype,
         "dtype_of_configuration": named_dtype,
+        "autocast": plan.autocast,
+        "parameters": plan.parameters,
+        "optimizer_dtype": plan.optimizer_dtype,
         "device": plan.device,
         "devices": plan.devices,
         "hosts": plan.hosts,
@@ -91,7 +110,7 @@ def as_json(plan: Plan, named_dtype: str | None) -> dict[str, Any]:
         "layouts_too_large": plan.too_large,
         "refused_tensor_ranks": {str(size): reason for size, reason in (plan.refused or {}).items()},
         "torchrun": plan.torchrun(),
-        "script": plan.script(),
+        "script": source,
     }
 
 

@@ -8,13 +8,15 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from nxdpp.planning.dtypes import dtype_named, name_of
+from nxdpp.planning.dtypes import dtype_named, dtype_of, name_of
 from nxdpp.planning.layout import Layout
 from nxdpp.planning.machine import DeviceSpeed, Job, Link, Machine, find_device
+from nxdpp.planning.measured.kept_machine import measured_machine
 from nxdpp.planning.model_costs import ModelCosts, on_meta
 from nxdpp.planning.plan import Plan
 from nxdpp.planning.search import rank_layouts, search
-from nxdpp.planning.text_table import rate_of, size_of
+from nxdpp.planning.text_table import flops_of, rate_of, size_of
+from nxdpp.tracing.modules import listings
 
 # A microbatch of some samples, or one that shows its inputs.
 Inputs = Callable[[int], Mapping[str, Any]] | Mapping[str, Any]
@@ -28,10 +30,13 @@ def plan(
     global_batch: int,
     seq_length: int | None = None,
     hosts: int = 1,
-    link: str | float | Link = "400GB/s",
+    link: str | float | Link | None = None,
     host_link: str | float | Link = "50GB/s",
     device: str | DeviceSpeed = "h100",
+    peak: str | float | None = None,
+    bandwidth: str | float | None = None,
     dtype: torch.dtype | str | None = None,
+    autocast: torch.dtype | str | None = None,
     costs: str = "counted",
     layouts: Sequence[Layout] | None = None,
     fixed: Mapping[str, Any] | None = None,
@@ -44,8 +49,10 @@ def plan(
     """Return the layouts of a job with the shortest steps that fit into the memory of a device; not collective.
 
     It searches all sizes of tensor, pipeline and data parallelism, schedules, stages a rank and microbatches, each with
-    and without activation checkpointing, ZeRO-1 and sequence parallelism. Nothing is allocated or run. See
-    docs/planner.md for what a prediction has in it.
+    and without activation checkpointing, ZeRO-1 and sequence parallelism. Of equal sizes and switches only the best
+    schedule and microbatch are returned. Half parameters have float32 optimizer state in all layouts
+    (``Zero1Optimizer``), unless ``fixed`` has ``"zero1": False``. Nothing is allocated or run. See docs/planner.md for
+    what a prediction has in it.
 
     Args:
         model_or_config: a model, which is not changed and may be on the meta device, or a configuration of
@@ -55,12 +62,18 @@ def plan(
         global_batch: samples of a step, all replicas together.
         seq_length: tokens of a sample; by default 2048, or all positions. Not together with ``inputs``.
         hosts: number of hosts, with equal numbers of devices.
-        link: rate of a device to a device on its host, one way: ``"400GB/s"``, ``"400Gb/s"`` (bits), or a ``Link``.
+        link: rate of a device to a device on its host, one way: ``"400GB/s"`` (by default), ``"400Gb/s"`` (bits), or a
+            ``Link``. By default the measured one with ``costs="measured"``.
         host_link: rate of a device to one on another host.
-        device: ``"a100"``, ``"h100"``, ``"h200"``, ``"cpu"``, or a ``DeviceSpeed`` with figures of your own.
+        device: ``"a100"``, ``"h100"``, ``"h200"``, ``"b200"``, ``"mi300x"``, ``"tpu-v5p"``, ``"cpu"``, or a
+            ``DeviceSpeed`` with figures of your own.
+        peak: FLOPs a second of the device's data sheet, in the dtype that a step computes in: ``"989TFLOP/s"``.
+        bandwidth: of its memory: ``"3.35TB/s"``.
         dtype: of the parameters. By default the model's, or what the constructor makes of a
             configuration: float32, even where the configuration names a different dtype.
-        costs: ``"counted"``, by FLOPs and bytes, or ``"profiled"``: seconds measured on this process's device.
+        autocast: dtype of ``torch.autocast`` around a step of float32 parameters, ``"bfloat16"``.
+        costs: ``"counted"``, by FLOPs and bytes, or ``"measured"``: this machine and the layers of the model are
+            measured in the place of ``device``, of its kind, and kept in a file (``measured/kept_machine.py``).
         layouts: compare only these.
         fixed: fields of ``Layout`` that all layouts have, such as ``{"pipeline": 4}``.
         inputs: a function of a number of samples that returns the inputs of a microbatch with labels; or one
@@ -69,7 +82,8 @@ def plan(
         transformer_layer_cls: class, or name of a class, of the layers, or a list of these. By default as in
             ``PipelineConfig``.
         tensor_plan: ``plan`` of ``tensor_parallelize`` for tensor-parallel sizes above 1.
-        cores: processor cores that the ranks share, for ranks on a CPU. ``None`` where each has a device of its own.
+        cores: processor cores that the ranks share, for ranks on a CPU. ``None`` where each has a device of its own,
+            and by default the measured ones.
         best: number of predictions.
 
     Raises:
@@ -79,20 +93,30 @@ def plan(
         TracingError: for a model that cannot be traced.
     """
     model = _model(model_or_config, dtype)
-    found_device = find_device(device) if isinstance(device, str) else device
+    wanted = _autocast(autocast, dtype_of(model))
+    named = find_device(device) if isinstance(device, str) else device
+    if costs not in ("counted", "measured"):
+        raise ValueError(f"costs={costs!r} must be 'counted' or 'measured'.")
+    kept = None
+    if costs == "measured":
+        if peak is not None or bandwidth is not None:
+            raise ValueError("peak and bandwidth are measured with costs='measured': leave them out.")
+        kept = measured_machine(named.kind)
+        named, link, cores = kept.device, link or kept.link, cores or kept.cores
+    found_device = named.with_data_sheet(
+        None if peak is None else flops_of(peak, "peak"), None if bandwidth is None else rate_of(bandwidth, "bandwidth")
+    )
     machine = Machine(
         devices,
         size_of(device_memory, "device_memory"),
         found_device,
         hosts,
-        _link(link, "link", 10e-6),
+        _link(link or "400GB/s", "link", 10e-6),
         _link(host_link, "host_link", 20e-6),
         cores,
     )
     job = Job(global_batch, _inputs(model, inputs, seq_length))
-    if costs not in ("counted", "profiled"):
-        raise ValueError(f"costs={costs!r} must be 'counted' or 'profiled'.")
-    counted = ModelCosts(model, machine, job, costs == "profiled", transformer_layer_cls, tensor_plan)
+    counted = ModelCosts(model, machine, job, kept, transformer_layer_cls, tensor_plan, wanted)
     found = search(counted, fixed, best) if layouts is None else rank_layouts(counted, layouts, best)
     return Plan(
         type(model).__name__,
@@ -109,6 +133,9 @@ def plan(
         _shapes(job.inputs(1)),
         tensor_plan,
         _class_names(transformer_layer_cls),
+        sum(parameter.numel() for parameter in listings.parameters(model)),
+        None if wanted is None else name_of(wanted),
+        "" if kept is None else kept.note,
     )
 
 
@@ -127,6 +154,21 @@ def _model(given: Any, dtype: torch.dtype | str | None) -> nn.Module:
     if not isinstance(given, PreTrainedConfig):
         raise TypeError(f"nxdpp.plan takes a model, or a configuration of transformers, not a {type(given).__name__}.")
     return build_on_meta(copy.deepcopy(given), wanted)
+
+
+def _autocast(given: torch.dtype | str | None, dtype: torch.dtype) -> torch.dtype | None:
+    """Return the dtype of the autocast. Raises ``ValueError`` for any but float32 parameters under bfloat16."""
+    if given is None:
+        return None
+    found = dtype_named(given)
+    if found == torch.float16:
+        raise ValueError("autocast='float16': plan with autocast='bfloat16', which takes the same time and memory.")
+    if found != torch.bfloat16 or dtype != torch.float32:
+        raise ValueError(
+            f"autocast={name_of(found)!r} of parameters in {name_of(dtype)}: plans are of float32 parameters under "
+            f"autocast to bfloat16. Leave autocast out, or dtype."
+        )
+    return found
 
 
 def _link(given: str | float | Link, name: str, latency: float) -> Link:

@@ -132,7 +132,7 @@ def predict(
     if share:
         peaks = [a + share * (a - b) for a, b in zip(peaks, peaks_of(few), strict=True)]
     memory = [
-        rank_memory(layout, state, peak, machine.device.kind, itemsize, model.message)
+        rank_memory(layout, state, peak + state.cast, machine.device.kind, itemsize, model.message)
         for state, peak in zip(states, peaks, strict=True)
     ]
     if limit is not None and max(rank.total for rank in memory) > limit:

@@ -23,8 +23,8 @@ class RankMemory:
 
     Attributes:
         weights, gradients, optimizer: state.
-        activations: of microbatches in flight, with the temporary tensors of the operation that runs, beyond the
-            gradients.
+        activations: of microbatches in flight, with the temporary tensors of the operation that runs and the weights
+            that autocast has converted, beyond the gradients.
         step: temporary tensors of the optimizer's step, which has no activations.
         buckets: flat copies of gradients that stay from step to step.
         transport: communicators and messages.
@@ -59,9 +59,8 @@ def rank_memory(
         message: bytes of the largest message between stages.
     """
     gradients = state.gradients
-    averaged = layout.data > 1
     on_cuda = kind == "cuda"
-    if layout.zero1 and averaged:
+    if layout.zero1:
         optimizer = -(-state.sharded // layout.data)
         bucket = min(gradients, max(BUCKET_BYTES, state.largest))
         part = gradients / layout.data * max(_MASTER_BYTES / itemsize, 1.0)
@@ -72,7 +71,7 @@ def rank_memory(
         optimizer = state.optimizer
         # torch steps all parameters at once on CUDA, and one after the other on the CPU.
         step = gradients if on_cuda else 3 * state.largest
-        buckets = min(state.copied, _COPIED_BYTES + BUCKET_BYTES) if averaged else 0
+        buckets = min(state.copied, _COPIED_BYTES + BUCKET_BYTES) if layout.data > 1 else 0
     transport = 0.0
     if on_cuda:
         made = communicators(layout.pipeline, layout.data, layout.tensor)

@@ -4,6 +4,9 @@ Best first: a heap holds groups of layouts, layouts, and predictions by their le
 layouts replace their group, a prediction its layout. So a prediction that is taken is the best of all that remain::
 
     group (model as it is) -> group (divided model) -> layouts (schedules, chunks) -> predictions
+
+Layouts of equal sizes and switches are one choice: only the best of its microbatches and schedules is kept. All layouts
+of a search have optimizers of one precision.
 """
 
 import heapq
@@ -14,6 +17,7 @@ from itertools import count
 from typing import Any, Literal
 
 from nxdpp.planning.bounds import Bounds, LowerBounds
+from nxdpp.planning.dtypes import name_of
 from nxdpp.planning.layout import Layout, describe, divisors, groups_of, schedules_of
 from nxdpp.planning.model_costs import ModelCosts
 from nxdpp.planning.predict import Prediction, TooLargeError, predict
@@ -43,11 +47,12 @@ class Found:
 
 
 def search(costs: ModelCosts, fixed: Mapping[str, Any] | None = None, best: int = 10) -> Found:
-    """Return the ``best`` layouts of all that fit.
+    """Return the ``best`` layouts of all that fit, one of each choice of sizes and switches.
 
     Args:
         costs: costs of the model, on its machine and for its job.
-        fixed: values of fields of ``Layout`` that all layouts have.
+        fixed: values of fields of ``Layout`` that all layouts have. ``zero1`` is True for half parameters without it:
+            the optimizer state is float32 in all layouts.
         best: number of predictions.
 
     Raises:
@@ -60,6 +65,8 @@ def search(costs: ModelCosts, fixed: Mapping[str, Any] | None = None, best: int 
     if "schedule" in fixed:
         find_family(fixed["schedule"])
     _check_best(best)
+    if costs.has_half_parameters:
+        fixed.setdefault("zero1", True)
     found = Found()
     order = _Order(costs, fixed, found)
     for prediction in order.run("seconds", costs.machine.memory):
@@ -72,10 +79,18 @@ def search(costs: ModelCosts, fixed: Mapping[str, Any] | None = None, best: int 
 
 
 def rank_layouts(costs: ModelCosts, layouts: Sequence[Layout], best: int = 10) -> Found:
-    """Return the ``best`` of the given ``layouts``; ``ValueError`` where none of them fits."""
+    """Return the ``best`` of the given ``layouts``.
+
+    Raises ``ValueError`` where none of them fits, and where their optimizers have different precisions.
+    """
     _check_best(best)
     if not layouts:
         raise ValueError("layouts is empty: give at least one Layout, or leave it out to search.")
+    if costs.has_half_parameters and len({layout.zero1 for layout in layouts}) > 1:
+        raise ValueError(
+            f"the optimizer state is float32 in layouts with zero1=True, and {name_of(costs.dtype)} in the others: "
+            f"give zero1 to all layouts or to none."
+        )
     found = Found(groups=len(layouts), predicted=len(layouts))
     predictions = [predict(costs, layout) for layout in layouts]
     fitting = [each for each in predictions if each.peak_bytes <= costs.machine.memory]
@@ -100,6 +115,9 @@ class _Order:
         self._fixed = fixed
         self._found = found
         self._bounds = LowerBounds(costs)
+        self._taken: set[Layout] = set()
+        # Tensor sizes, with the switch for sequence parallelism, that the model refuses.
+        self._refused: set[tuple[int, bool]] = set()
 
     def run(self, by: _By, memory: float) -> Iterator[Prediction]:
         """Give predictions that fit into ``memory``, the best first."""
@@ -117,7 +135,10 @@ class _Order:
             push(self._bounds.of_undivided(group), group, 0)
         while heap:
             _, _, layout, level, prediction = heapq.heappop(heap)
+            if _choice(layout) in self._taken:
+                continue
             if prediction is not None:
+                self._taken.add(_choice(layout))
                 yield prediction
             elif level == 0:
                 if layout.tensor not in self._found.refused:
@@ -135,9 +156,12 @@ class _Order:
                 push(Bounds(exact.step_seconds, exact.peak_bytes), layout, 3, exact)
 
     def _push_group(self, group: Layout, push: Any) -> None:
+        if (group.tensor, group.sequence) in self._refused:
+            return
         try:
             push(self._bounds.of_group(group), group, 1)
         except ValueError as error:
+            self._refused.add((group.tensor, group.sequence))
             if not group.sequence:
                 self._found.refused[group.tensor] = str(error)
 
@@ -145,7 +169,8 @@ class _Order:
         machine, job = self._costs.machine, self._costs.job
         layers = len(self._costs.of(1, False, 1).layers)
         tensors = divisors(machine.devices_per_host)
-        for group in groups_of(machine.devices, machine.devices_per_host, job.global_batch, layers, tensors):
+        half = self._costs.has_half_parameters
+        for group in groups_of(machine.devices, machine.devices_per_host, job.global_batch, layers, tensors, half):
             # ``_layouts`` chooses the fields of the schedule.
             chosen = {name: value for name, value in self._fixed.items() if name not in ("schedule", "chunks")}
             if all(getattr(group, name) == value for name, value in chosen.items()):
@@ -156,6 +181,11 @@ class _Order:
         for schedule, chunks in schedules_of(group.pipeline, layers):
             if self._fixed.get("schedule", schedule) == schedule and self._fixed.get("chunks", chunks) == chunks:
                 yield replace(group, schedule=schedule, chunks=chunks)
+
+
+def _choice(layout: Layout) -> Layout:
+    """Return the sizes and switches of ``layout``, without what follows from them: microbatch and schedule."""
+    return replace(layout, chunks=1, schedule="", microbatch=1)
 
 
 def _nothing_fits(costs: ModelCosts, fixed: Mapping[str, Any], found: Found) -> str:

@@ -7,11 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from nxdpp.planning.layout_options import checked_dtype, configuration_file, flags_of
-from nxdpp.planning.text_table import rate_of, size_of
+from nxdpp.planning.text_table import flops_of, rate_of, size_of
 from nxdpp.schedules.families.registry import find_family
 
 # Options of the search, and options of a given layout that a search has no use for.
-_OF_SEARCH = ("device_memory", "global_batch", "hosts", "link", "host_link", "write", "best")
+_OF_SEARCH = (
+    "device_memory", "global_batch", "hosts", "link", "host_link", "peak", "bandwidth", "autocast", "measure", "write",
+    "best",
+)  # fmt: skip
 _OF_LAYOUT = ("num_microbatches", "batch_size", "memory_limit")
 _NEEDED = ("device_memory", "global_batch")
 # Options of a given layout that fix a field of a layout in a search.
@@ -35,8 +38,23 @@ def add_search_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--hosts", type=int, metavar="N", help="hosts with equal numbers of devices (1)")
     group.add_argument("--link", metavar="RATE", help="rate of a device to another device of its host (400GB/s)")
     group.add_argument("--host-link", metavar="RATE", help="rate of a device to a device of another host (50GB/s)")
+    group.add_argument("--peak", metavar="RATE", help="FLOPs a second of the device's data sheet, such as 989TFLOP/s")
+    group.add_argument("--bandwidth", metavar="RATE", help="rate of the device's memory, such as 3.35TB/s")
+    group.add_argument("--autocast", choices=("bfloat16",), help="float32 parameters, steps under torch.autocast")
+    group.add_argument(
+        "--measure",
+        action="store_const",
+        const=True,
+        help="time this machine and the layers in the place of --device, of its kind, and keep the times in "
+        "~/.cache/nxdpp",
+    )
     group.add_argument("--best", type=int, metavar="N", help="layouts to print (10)")
-    group.add_argument("--write", type=Path, metavar="FILE", help="JSON file for the plan, for NxDPPModel.from_plan")
+    group.add_argument(
+        "--write",
+        type=Path,
+        metavar="FILE",
+        help="a .py file for the program of the best layout, or a .json file for the plan, for NxDPPModel.from_plan",
+    )
 
 
 def check_no_search(options: argparse.Namespace) -> None:
@@ -62,6 +80,7 @@ def run_search(options: argparse.Namespace) -> None:
     from nxdpp.planning.layout_report import dtype_text
     from nxdpp.planning.plan_table import as_json, show
     from nxdpp.planning.planner import plan
+    from nxdpp.planning.written.program import program
 
     config = read_configuration(options.config)
     found = plan(
@@ -73,17 +92,25 @@ def run_search(options: argparse.Namespace) -> None:
         device="h100" if options.device == "cuda" else options.device,
         dtype=options.dtype,
         fixed=fixed,
+        costs="measured" if options.measure else "counted",
         **chosen,
     )
     named = None if config.dtype is None else name_of(dtype_named(config.dtype))
-    notes = parts_without_inputs(config, found.sample)
+    notes = [*parts_without_inputs(config, found.sample), *([found.note] if found.note else [])]
+    source = program(found, str(options.config.resolve()))
     if options.json:
-        print(json.dumps(as_json(found, named), indent=1))
+        print(json.dumps(as_json(found, named, source), indent=1))
         for note in notes:
             print(f"nxdpp plan: {note}", file=sys.stderr)
     else:
-        show(found, dtype_text(found.model, found.dtype, options.dtype, named), options.details, notes)
-    if options.write is not None:
+        about = dtype_text(found.model, found.dtype, options.dtype, named)
+        if options.autocast is not None:
+            about += f" Steps run under torch.autocast, {options.autocast}."
+        file = "train.py" if options.write is None or options.write.suffix == ".json" else str(options.write)
+        show(found, about, source, file, options.details, notes)
+    if options.write is not None and options.write.suffix == ".py":
+        options.write.write_text(source, encoding="utf-8")
+    elif options.write is not None:
         found.write(options.write)
 
 
@@ -96,9 +123,13 @@ def _checked(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any
         names = [*given, *(["partition"] if options.partition != "even" else [])]
         raise ValueError(f"{flags_of(names)}: the search chooses it. Leave it out with --devices.")
     size_of(options.device_memory, "device_memory")
-    for name in ("link", "host_link"):
+    for name in ("link", "host_link", "bandwidth"):
         if getattr(options, name) is not None:
             rate_of(getattr(options, name), name)
+    if options.peak is not None:
+        flops_of(options.peak, "peak")
+    if options.write is not None and options.write.suffix not in (".py", ".json"):
+        raise ValueError(f"--write {options.write}: name a .py file for a program, or a .json file for the plan.")
     for name in ("devices", "hosts", "global_batch", "best"):
         value = getattr(options, name)
         if value is not None and value < 1:
@@ -106,6 +137,10 @@ def _checked(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any
     checked_dtype(options.dtype)
     if options.schedule is not None:
         find_family(options.schedule)
-    fixed = {field: getattr(options, name) for name, field in _FIXED.items() if getattr(options, name)}
-    named = {name: getattr(options, name) for name in ("hosts", "link", "host_link", "best")}
+    fixed = {field: getattr(options, name) for name, field in _FIXED.items() if getattr(options, name) is not None}
+    if not fixed["sequence"]:
+        del fixed["sequence"]
+    named = {
+        name: getattr(options, name) for name in ("hosts", "link", "host_link", "peak", "bandwidth", "autocast", "best")
+    }
     return fixed, {name: value for name, value in named.items() if value is not None}

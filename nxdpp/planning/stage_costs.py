@@ -50,10 +50,17 @@ class StageCosts:
 
 @dataclass(frozen=True)
 class RankState(PlannedState):
-    """State of a rank; ``largest`` is its largest parameter, ``copied`` what the average copies into buckets."""
+    """State of a rank.
+
+    Attributes:
+        largest: bytes of its largest parameter.
+        copied: bytes that the average copies into buckets.
+        cast: bytes of weights that autocast converts, from the first forward of a step to the last backward.
+    """
 
     largest: int = 0
     copied: int = 0
+    cast: int = 0
 
 
 def stage_ends(model: CountedModel, stages: int, checkpoint: bool) -> list[int]:
@@ -178,5 +185,9 @@ def rank_state(model: CountedModel, stages: Sequence[StageCosts]) -> RankState:
         state = state.plus(layer.state)
     for tied in model.tied:
         state = state.plus(tied.state, -max(len(held.intersection(tied.layers)) - 1, 0))
-    largest, copied = max(layer.largest for layer in layers), sum(layer.copied for layer in layers)
-    return RankState(**vars(state), largest=largest, copied=copied)
+    return RankState(
+        **vars(state),
+        largest=max(layer.largest for layer in layers),
+        copied=sum(layer.copied for layer in layers),
+        cast=sum(layer.cast for layer in layers),
+    )

@@ -42,7 +42,7 @@ def exchange_seconds(kind: Kind, whole: float, ranks: int, link: Link) -> float:
 
 
 # AdamW in torch reads and writes about this many tensors of the size of the parameters.
-_OPTIMIZER_PASSES = 20
+OPTIMIZER_PASSES = 20
 _MASTER_BYTES = 4
 # Kinds of actions that end the backward of a microbatch.
 _LAST = (ActionKind.BACKWARD, ActionKind.WEIGHT_GRADIENT)
@@ -74,7 +74,7 @@ class RankTimes:
     def of_whole(self, more: float, makespan: float) -> "RankTimes":
         """Return this for ``more`` times the microbatches, with the schedule's ``makespan`` for them."""
         compute, tensor = more * self.compute, more * self.tensor
-        return replace(self, compute=compute, tensor=tensor, bubble=makespan - compute - tensor)
+        return replace(self, compute=compute, tensor=tensor, bubble=max(makespan - compute - tensor, 0.0))
 
     def beyond(self, fewer: "RankTimes", share: float) -> "RankTimes":
         """Return this + ``share`` * (this - ``fewer``) for what each microbatch adds."""
@@ -82,7 +82,7 @@ class RankTimes:
             self,
             compute=self.compute + share * (self.compute - fewer.compute),
             tensor=self.tensor + share * (self.tensor - fewer.tensor),
-            bubble=self.bubble + share * (self.bubble - fewer.bubble),
+            bubble=max(self.bubble + share * (self.bubble - fewer.bubble), 0.0),
         )
 
 
@@ -125,7 +125,8 @@ def step_times(
         optimizer = slowdown * _optimizer_seconds(machine, layout, states[rank], itemsize)
         exchange = slowdown * _sharded_exchange(machine, layout, states[rank])
         unhidden = max(averaged - makespan, 0.0)
-        found.append(RankTimes(busy[rank] - tensor, tensor, makespan - busy[rank], unhidden + exchange, optimizer))
+        bubble = max(makespan - busy[rank], 0.0)
+        found.append(RankTimes(busy[rank] - tensor, tensor, bubble, unhidden + exchange, optimizer))
     return found
 
 
@@ -228,7 +229,7 @@ def _average_end(
 
 
 def _sharded_exchange(machine: Machine, layout: Layout, state: RankState) -> float:
-    if layout.data == 1 or not layout.zero1:
+    if not layout.zero1:
         return 0.0
     link = data_link(machine, layout)
     each: tuple[float, float] = (
@@ -240,6 +241,6 @@ def _sharded_exchange(machine: Machine, layout: Layout, state: RankState) -> flo
 
 def _optimizer_seconds(machine: Machine, layout: Layout, state: RankState, itemsize: int) -> float:
     stepped = float(state.gradients)
-    if layout.zero1 and layout.data > 1:
+    if layout.zero1:
         stepped *= max(_MASTER_BYTES / itemsize, 1.0) / layout.data
-    return _OPTIMIZER_PASSES * stepped / machine.device.memory_bandwidth
+    return OPTIMIZER_PASSES * stepped / machine.device.memory_bandwidth

@@ -43,13 +43,14 @@ def four_digits(value: float) -> str:
 
 
 # Bytes of each unit. A capital B is a byte, a small b a bit.
-_DECIMAL = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+_DECIMAL = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15}
 _BINARY = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 _UNITS = {
     f"{prefix}{unit}": factor / (8 if unit == "b" else 1)
     for prefix, factor in {**_DECIMAL, **_BINARY}.items()
     for unit in ("B", "b")
 }
+_FLOPS = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([kMGTP]?)FLOP/s\s*")
 _TEXT = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]*)\s*")
 
 
@@ -75,6 +76,17 @@ def rate_of(value: str | float, name: str) -> float:
         return _parsed(text, name, "50GB/s or 400Gb/s")
     except ValueError as error:
         raise ValueError(str(error).replace(repr(text), repr(value))) from error
+
+
+def flops_of(value: str | float, name: str) -> float:
+    """Return the FLOPs a second that ``value`` names: ``"989TFLOP/s"``, or a number. Raises ``ValueError`` likewise."""
+    match = _FLOPS.fullmatch(value) if isinstance(value, str) else None
+    if isinstance(value, str) and match is None:
+        raise ValueError(f"{name}={value!r} is not understood: give FLOPs a second as in 989TFLOP/s or 2.25PFLOP/s.")
+    found = float(value) if match is None else float(match[1]) * _DECIMAL[match[2]]
+    if not 0 < found < float("inf"):
+        raise ValueError(f"{name}={value!r} must be above 0 and finite.")
+    return found
 
 
 def _parsed(value: str | float, name: str, example: str) -> float:

@@ -3,20 +3,26 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks import planner_accuracy
 from benchmarks.layouts.job import Shape
 from benchmarks.planner import published
-from benchmarks.planner.calibrate import Speed, calibrate
 from benchmarks.planner.layouts import LAYOUTS, SHAPE, describe
 from benchmarks.planner.measure import Measured
 from benchmarks.planner.tables import Row, figures, figures_table, rank_correlation, rows_table
 from nxdpp.planning.layout import Layout
+from nxdpp.planning.measured.kept_machine import KeptMachine
 
 pytestmark = pytest.mark.one_python
 
 TINY = Shape(hidden=64, middle=128, layers=4, heads=4, vocabulary=256, batch=1, length=32, microbatches=4)
-SPEED = Speed(50e9, 10e9, 2e-6, 100e-6, 1e9, 100e-6)
+SPEED = KeptMachine(
+    "cpu",
+    {"cores": 2, "threads": 1, "ranks": 2},
+    {"flops_2": 5e10, "flops_4": 5e10, "bandwidth": 1e10, "operation": 2e-6, "action": 1e-4, "rate": 1e9}
+    | {"latency": 1e-4},
+)
 TWO_RANKS = (
     Layout(tensor=2, sequence=True),
     Layout(pipeline=2, schedule="zb-v", chunks=2),
@@ -29,7 +35,7 @@ SHARDED = (Layout(data=2, zero1=True),)
 @pytest.mark.parametrize("layouts", [TWO_RANKS, pytest.param(SHARDED, marks=pytest.mark.sweep)])
 def test_the_memory_of_measured_ranks_is_predicted(layouts: tuple[Layout, ...]) -> None:
     """Times depend on the load of the machine: the benchmark compares them."""
-    rows = planner_accuracy.compare(layouts, TINY, SPEED, 2, rounds=1, steps=1)
+    rows = planner_accuracy.compare(layouts, TINY, SPEED, rounds=1, steps=1)
 
     assert [row.prediction.layout for row in rows] == list(layouts)
     for row in rows:
@@ -41,18 +47,20 @@ def test_the_memory_of_measured_ranks_is_predicted(layouts: tuple[Layout, ...]) 
     assert all(describe(layout) in rows_table(rows) for layout in layouts)
 
 
-def test_a_calibration_is_of_operations_and_collectives() -> None:
-    speed = calibrate(TINY, 2)
+def test_the_memory_under_autocast_is_predicted() -> None:
+    """Weights are converted once a step, activations in each microbatch."""
+    layouts = (Layout(pipeline=2), Layout(pipeline=2, checkpoint=True), Layout(tensor=2))
 
-    assert all(figure > 0 for figure in speed)
-    machine = speed.machine(4, 10**9, 2)
-    assert (machine.devices, machine.cores, machine.link.latency) == (4, 2, speed.latency)
+    rows = planner_accuracy.compare(layouts, TINY, SPEED, rounds=1, steps=1, autocast=torch.bfloat16)
+
+    for row in rows:
+        assert 0.9 < row.memory_ratio < 1.1, describe(row.prediction.layout)
 
 
 def test_the_layouts_are_enough_and_fit_two_and_four_ranks() -> None:
     assert len(LAYOUTS) == len(set(LAYOUTS)) >= 24
     assert {layout.devices for layout in LAYOUTS} == {2, 4}
-    predictions = planner_accuracy.predict_all(LAYOUTS[:1], SHAPE, SPEED, 2)
+    predictions = planner_accuracy.predict_all(LAYOUTS[:1], SHAPE, SPEED)
     assert predictions[0].step_seconds > 0
 
 
@@ -64,9 +72,7 @@ def test_the_rank_correlation() -> None:
 
 
 def test_figures_are_those_of_the_layouts() -> None:
-    quick, slow = planner_accuracy.predict_all(
-        (Layout(pipeline=2), Layout(pipeline=2, checkpoint=True)), TINY, SPEED, 2
-    )
+    quick, slow = planner_accuracy.predict_all((Layout(pipeline=2), Layout(pipeline=2, checkpoint=True)), TINY, SPEED)
     peaks = [round(rank.total) for rank in quick.memory]
     of_quick = [Measured(0, peaks[0], [1.0, 3.0, 9.0]), Measured(1, round(1.07 * peaks[1]), [2.0, 2.0, 2.0])]
     of_slow = [Measured(stage, round(rank.total), [2.0, 2.0, 2.0]) for stage, rank in enumerate(slow.memory)]
@@ -87,9 +93,9 @@ def test_published_runs_are_in_the_page() -> None:
     """Steps follow from the printed rates; the page has a row of each run."""
     page = (Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "planner.md").read_text()
 
-    assert [round(run.seconds, 1) for run in published.RUNS] == [6.2, 41.0, 32.0, 102.6]
+    assert [round(run.seconds, 1) for run in published.RUNS] == [6.2, 41.0, 32.0, 2.8, 2.8, 24.7, 18.8, 102.6]
     for run in published.RUNS:
-        assert run.layout.devices in (16384, 512, 3072)
+        assert run.layout.devices in (16384, 512, 3072, 8, 64, 128)
         assert f"| {run.name} " in page
 
 

@@ -15,6 +15,7 @@ import nxdpp
 from nxdpp.__main__ import main
 from nxdpp.planning.layout import Layout
 from nxdpp.planning.plan import Plan
+from nxdpp.planning.written.program import program
 from tests.planning.json_keys import keys_in, keys_of
 
 ROOT = Path(__file__).parents[2]
@@ -87,15 +88,19 @@ def _plan(folder: Path, *options: str) -> int:
 def test_the_printed_lines_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fixed = ["--pipeline-parallel-size", "2", "--virtual-pipeline-size", "2"]
     assert _plan(folder, *fixed, "--write", str(folder / "plan.json")) == 0
-    _, table, command, script = capsys.readouterr().out.split("\n\n")
+    _, table, command, source = capsys.readouterr().out.split("\n\n", 3)
 
+    # A row for each choice: without activation checkpointing, and with it.
     rows = [line for line in table.splitlines() if re.match(r"\d", line)]
-    assert [row.split()[0] for row in rows] == [str(number) for number in range(1, 11)]
+    assert [row.split()[0] for row in rows] == ["1", "2"]
     assert all(re.match(r"\d+ +1 x 2 x 1 ", row) for row in rows)
+    assert [" c " in row for row in rows] == [False, True]
     times = [float(row.split()[-4]) for row in rows]
     assert times == sorted(times)
+    assert "--write train.py: the program below; --write plan.json: for\n  NxDPPModel.from_plan(model, plan)" in table
     assert command == "torchrun --nproc-per-node 2 train.py"
-    assert Plan.read(folder / "plan.json").script() == script.strip()
+    script = Plan.read(folder / "plan.json").script()
+    assert set(script.splitlines()[-4:]) <= set(source.splitlines())
 
     config = LlamaConfig.from_json_file(folder / "config.json")
     scripts = [script]
@@ -180,7 +185,11 @@ def test_the_dtype_is_that_of_the_constructor(folder: Path, capsys: pytest.Captu
     assert "LlamaForCausalLM, 2 cpu devices on 1 host, 4 samples a step" in plain
     assert "microbatch of one sample: input_ids [1, 32], labels [1, 32]" in plain
     assert "dtype: float32, as LlamaForCausalLM(config) makes it. The configuration names\n  bfloat16" in plain
-    assert "a LlamaForCausalLM in float32." in plain
+    assert "optimizer, in all layouts: AdamW, with moments in float32" in plain
+    assert "optimizer, in all layouts: Zero1Optimizer over AdamW, with moments and copies" in half
+    assert _plan(folder, "--best", "1", "--dtype", "bfloat16", "--no-zero1") == 0
+    without = capsys.readouterr().out
+    assert "AdamW, with moments in bfloat16, no float32" in without
     assert "dtype: bfloat16, by --dtype: LlamaForCausalLM(config).to(torch.bfloat16)" in half
     assert "input_ids [1, 16]" in half
 
@@ -203,7 +212,8 @@ def test_json_of_a_search(folder: Path, capsys: pytest.CaptureFixture[str]) -> N
     first = printed["layouts"][0]
     assert first["step_seconds"] == plan.first.step_seconds
     assert first["memory_bytes"] == plan.first.peak_bytes == max(rank["memory_bytes"] for rank in first["ranks"])
-    assert (printed["script"], printed["torchrun"]) == (plan.script(), plan.torchrun())
+    assert printed["script"] == program(plan, str(folder))
+    assert printed["torchrun"] == plan.torchrun()
     assert (printed["kind"], printed["dtype"], printed["version"]) == ("search", "float32", 1)
     assert keys_of(printed) == keys_in(ROOT / "docs" / "planner.md")
 
@@ -225,6 +235,11 @@ def test_json_of_a_search(folder: Path, capsys: pytest.CaptureFixture[str]) -> N
         (["--zero1", "--data-parallel-size", "1"], "with data=1, zero1=True fits .* ZeRO-1 needs replicas"),
         (["--num-microbatches", "4"], "--num-microbatches: the search chooses it. Leave it out with --devices"),
         (["--partition", "balanced"], "--partition: the search chooses it"),
+        (["--peak", "989"], "peak='989' is not understood: give FLOPs a second as in 989TFLOP/s"),
+        (["--bandwidth", "3TB"], "bandwidth='3TB' is no rate: end it with /s"),
+        (["--write", "plan.txt"], "--write plan.txt: name a .py file for a program, or a .json file for the plan"),
+        (["--dtype", "bfloat16", "--autocast", "bfloat16"], "autocast='bfloat16' of parameters in bfloat16: plans"),
+        (["--measure", "--device", "tpu-v5p"], "this machine has no xla device to measure"),
         (["--pipeline-parallel-size", "8"], "no layout of 2 devices on 1 hosts with pipeline=8 fits the model"),
     ],
 )

@@ -58,22 +58,67 @@ def test_a_model_of_no_library_is_planned_from_a_batch() -> None:
         nxdpp.plan(model, devices=2, global_batch=8, **CPU)
 
 
-def test_measured_layers_replace_counted_ones() -> None:
-    inputs = {"states": torch.zeros(3, 16)}
-    counted, measured = (
-        nxdpp.plan(Stack(), devices=1, global_batch=2, inputs=inputs, costs=costs, best=1, **CPU)
-        for costs in ("counted", "profiled")
-    )
+def test_half_parameters_have_float32_state_in_all_layouts() -> None:
+    def plan(**options: Any) -> Plan:
+        return nxdpp.plan(LLAMA, devices=2, global_batch=4, dtype="bfloat16", **CPU, **options)
 
-    assert counted.first.times[0].compute != measured.first.times[0].compute
-    assert 0 < measured.first.step_seconds < 10
+    found = plan(best=4)
+    assert {each.layout.zero1 for each in found.best} == {True}
+    assert 1 in {each.layout.data for each in found.best}
+    assert (found.optimizer_dtype, found.has_masters) == ("float32", True)
+    # Two moments and a copy, of 4 bytes a parameter in the place of 2.
+    whole, half = (plan(layouts=[Layout(pipeline=2, zero1=zero1)]) for zero1 in (True, False))
+    assert whole.first.memory[0].optimizer == 3 * half.first.memory[0].optimizer
+    assert (half.optimizer_dtype, half.has_masters) == ("bfloat16", False)
+    without = plan(fixed={"zero1": False}, best=1)
+    assert {each.layout.zero1 for each in without.best} == {False}
+    with pytest.raises(ValueError, match="float32 in layouts with zero1=True, and bfloat16 in the others: give zero1"):
+        plan(layouts=[Layout(data=2), Layout(data=2, zero1=True)])
+
+
+def test_autocast_computes_in_half_and_keeps_float32_parameters() -> None:
+    def plan(**options: Any) -> Plan:
+        return nxdpp.plan(
+            LLAMA, devices=2, global_batch=4, device_memory="1GB", layouts=[Layout(pipeline=2)], **options
+        )
+
+    mixed, whole = plan(autocast="bfloat16"), plan()
+
+    assert (mixed.dtype, mixed.autocast, mixed.optimizer_dtype) == ("float32", "bfloat16", "float32")
+    (of_mixed, _), (of_whole, _) = mixed.first.memory, whole.first.memory
+    assert of_mixed.weights == of_whole.weights
+    assert of_mixed.optimizer == of_whole.optimizer
+    # Converted weights count once: half of the linear layers' bytes, and fewer bytes of activations.
+    assert of_mixed.activations != of_whole.activations
+    assert mixed.first.step_seconds != whole.first.step_seconds
+
+
+def test_a_data_sheet_replaces_a_named_device() -> None:
+    def seconds(**options: Any) -> float:
+        found = nxdpp.plan(LLAMA, devices=1, global_batch=2, device_memory="1GB", layouts=[Layout()], **options)
+        return found.first.step_seconds
+
+    assert seconds(peak="67TFLOP/s", bandwidth="3.35TB/s") == pytest.approx(seconds(device="h100"))
+    assert seconds(peak="6.7GFLOP/s") > 2 * seconds()
+    assert seconds(bandwidth="3.35GB/s") > 2 * seconds()
+    for device in ("b200", "mi300x", "tpu-v5p"):
+        assert seconds(device=device) > 0
+
+
+def test_a_bubble_is_never_negative() -> None:
+    fixed = {"pipeline": 1, "tensor": 1}
+    found = nxdpp.plan(LLAMA, devices=2, global_batch=96, dtype="bfloat16", fixed=fixed, **CPU)
+
+    assert all(each.bubble >= 0 and f"{each.bubble:.1%}" == "0.0%" for each in found.best)
 
 
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        ({"device": "tpu"}, "there is no device 'tpu'. Choose one of a100, h100, h200, cpu"),
-        ({"costs": "guessed"}, "costs='guessed' must be 'counted' or 'profiled'"),
+        ({"device": "tpu"}, "there is no device 'tpu'. Choose one of a100, h100, h200, b200, mi300x, tpu-v5p, cpu"),
+        ({"costs": "guessed"}, "costs='guessed' must be 'counted' or 'measured'"),
+        ({"autocast": "float16"}, "plan with autocast='bfloat16', which takes the same time"),
+        ({"autocast": "bfloat16", "dtype": "bfloat16"}, "plans are of float32 parameters under autocast"),
         ({"dtype": "half-ish"}, "dtype='half-ish' is no floating dtype of torch"),
         ({"seq_length": 16, "inputs": {"input_ids": torch.zeros(1, 4)}}, "seq_length and inputs exclude each other"),
         ({"seq_length": 64}, "a sequence length of 64 is more than max_position_embeddings=32"),
@@ -204,5 +249,5 @@ def test_several_hosts_have_a_meeting_point() -> None:
     plan = nxdpp.plan(LLAMA, devices=4, hosts=2, global_batch=4, fixed={"data": 4}, best=1, **CPU)
 
     assert plan.torchrun() == (
-        "torchrun --nnodes 2 --rdzv-backend c10d --rdzv-endpoint $HOST:29500 --nproc-per-node 2 train.py"
+        "torchrun --nnodes 2 --rdzv-backend c10d --rdzv-endpoint $HOST --nproc-per-node 2 train.py"
     )

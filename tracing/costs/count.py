@@ -6,7 +6,8 @@ their work. Activations are the tensors that autograd saves. Of equal layers onl
 
 import copy
 import logging
-from collections.abc import Iterator, Mapping
+import operator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,6 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from nxdpp.devices.collective_bytes import sent_bytes
 from nxdpp.devices.roofline import FLOP_FORMULAS, WorkCounter, machine_balance
+from nxdpp.tracing.costs.cached_casts import cached_casts
 from nxdpp.tracing.costs.node_parts import CountedParts, NodeParts, count_parts
 from nxdpp.tracing.costs.run_node import (
     NodeRun,
@@ -50,6 +52,7 @@ class NodeCost:
         saved_values: names of the nodes and inputs whose values autograd saves for this node, without parameters.
         tensor_bytes: the least that a rank sends in its tensor group, in forward and backward.
         output_bytes, output_tensors: size of the value, as another stage would receive it.
+        cast_bytes: copies of its parameters that autocast keeps until its outermost block ends.
         estimated: True if the counts are estimated from the parameters, because the node cannot run on fake tensors.
         parts: its cost in parts, where they are counted.
     """
@@ -62,6 +65,7 @@ class NodeCost:
     tensor_bytes: float = 0
     output_bytes: int = 0
     output_tensors: int = 0
+    cast_bytes: int = 0
     estimated: bool = False
     parts: NodeParts | None = None
 
@@ -148,11 +152,14 @@ class _Counter:
         return value, replace(cost, saved_values=tuple(names))
 
     def _count(self, run: NodeRun) -> _Counted:
+        if run.node.target is operator.getitem and not isinstance(run.args[0], torch.Tensor):
+            return run.forward(), NodeCost(), []
         with suppress(Exception):
             if self._parts is None:
                 return _count(run, self._balance)
-            value, cost, saved = _count(run, self._balance, with_backward=False)
-            return value, _with_parts(run, cost, self._parts), saved
+            casts = cached_casts(run)
+            value, cost, saved = _count(run, self._balance, False, casts)
+            return value, _with_parts(run, cost, self._parts, casts), saved
         if run.module is not None and next(listings.parameters(run.module), None) is not None:
             value, cost, saved = _estimate(run, self._balance)
             return value, replace(cost, parts=_estimated_parts(cost)), saved
@@ -185,15 +192,18 @@ def _quiet() -> Iterator[None]:
         logger.disabled = before
 
 
-def _with_parts(run: NodeRun, cost: NodeCost, how: CountedParts) -> NodeCost:
+def _with_parts(run: NodeRun, cost: NodeCost, how: CountedParts, casts: Sequence[torch.Tensor]) -> NodeCost:
     """Return ``cost`` of a forward, with the backward's added, and with parts."""
     args, kwargs = map_tensors(detached, (run.args, run.kwargs))
-    parts = count_parts(replace(run, args=args, kwargs=kwargs), how)
+    parts = count_parts(replace(run, args=args, kwargs=kwargs), how, casts)
     sent = parts.forward_sent + parts.backward_sent
-    return replace(cost, backward=parts.backward_flops, work=parts.work, tensor_bytes=sent, parts=parts)
+    cast = sum(copy.untyped_storage().nbytes() for copy in casts)
+    return replace(
+        cost, backward=parts.backward_flops, work=parts.work, tensor_bytes=sent, cast_bytes=cast, parts=parts
+    )
 
 
-def _count(run: NodeRun, balance: float, with_backward: bool = True) -> _Counted:
+def _count(run: NodeRun, balance: float, with_backward: bool = True, casts: Sequence[torch.Tensor] = ()) -> _Counted:
     saved: list[torch.Tensor] = []
 
     def save(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -212,7 +222,8 @@ def _count(run: NodeRun, balance: float, with_backward: bool = True) -> _Counted
     work, not_counted = counter.work, set()
     if run.module is not None:
         work += _accumulation_work(run.module, balance)
-        not_counted = {_memory(tensor) for tensor in (*listings.parameters(run.module), *listings.buffers(run.module))}
+        state = (*listings.parameters(run.module), *listings.buffers(run.module), *casts)
+        not_counted = {_memory(tensor) for tensor in state}
     arguments = [_memory(tensor) for tensor in run.tensors]
     storages = {_memory(tensor): tensor.untyped_storage() for tensor in saved if _memory(tensor) not in not_counted}
     saved_bytes = sum(storage.nbytes() for memory, storage in storages.items() if memory not in arguments)

@@ -4,7 +4,7 @@ The input-gradient is the part of the backward that leads to received values, as
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -63,8 +63,11 @@ class CountedParts:
     least_work: float = 0.0
 
 
-def count_parts(run: NodeRun, how: CountedParts) -> NodeParts:
-    """Run forward and backward of ``run`` on fake tensors and return its cost in parts."""
+def count_parts(run: NodeRun, how: CountedParts, casts: Sequence[torch.Tensor] = ()) -> NodeParts:
+    """Run forward and backward of ``run`` on fake tensors and return its cost in parts.
+
+    ``casts`` are copies of its parameters that autocast has made and keeps. Their memory does not count.
+    """
     # Torch's counter has hooks at arguments, which must not be leaves.
     with torch.enable_grad():
         args, kwargs = map_tensors(torch.clone, (run.args, run.kwargs))
@@ -74,7 +77,7 @@ def count_parts(run: NodeRun, how: CountedParts) -> NodeParts:
     flops = FlopCounterMode(display=False, custom_mapping=FLOP_FORMULAS)
     live = LiveBytes()
     _give_gradients(parameters)
-    live.know([*parameters, *(p.grad for p in parameters if p.grad is not None), *run.tensors])
+    live.know([*casts, *parameters, *(p.grad for p in parameters if p.grad is not None), *run.tensors])
     try:
         with (
             torch.enable_grad(),
@@ -83,7 +86,7 @@ def count_parts(run: NodeRun, how: CountedParts) -> NodeParts:
             WorkCounter(flops, how.balance, how.least_work) as counter,
             live,
         ):
-            return _count(run, received, flops, counter, live, sent)
+            return _count(run, received, flops, counter, live, sent, casts)
     finally:
         for parameter in parameters:
             parameter.grad = None
@@ -96,6 +99,7 @@ def _count(
     counter: WorkCounter,
     live: LiveBytes,
     sent: SentBytes,
+    casts: Sequence[torch.Tensor],
 ) -> NodeParts:
     # Forward.
     edges, like = _ends(run.forward())
@@ -105,15 +109,16 @@ def _count(
         return NodeParts(forward, forward_live=forward_live, forward_sent=forward_sent)
     # Only the part that leads to received values, then all of it.
     parameters = [] if run.module is None else list(listings.parameters(run.module))
-    kept, kept_gradients = _kept_bytes(edges, received, parameters)
+    kept, kept_gradients = _kept_bytes(edges, received, [*parameters, *casts])
     if received:
         starts = [make() for make in like]
-        torch.autograd.grad(edges, received, starts, retain_graph=True, allow_unused=True)
+        with torch._C._DisableAutocast():
+            torch.autograd.grad(edges, received, starts, retain_graph=True, allow_unused=True)
         del starts
     input_gradient = counter.work - forward
     backward_sent, collectives, flops_before = sent.total, sent.count, flops.get_total_flops()
     live.reset_peak()
-    with outer_gradients_kept(run, edges):
+    with outer_gradients_kept(run, edges), torch._C._DisableAutocast():
         torch.autograd.backward(edges, [make() for make in like])
     backward = counter.work - forward - input_gradient
     return NodeParts(
@@ -154,7 +159,7 @@ def _give_gradients(parameters: list[nn.Parameter]) -> None:
 
 
 def _kept_bytes(
-    edges: list[GradientEdge], received: list[GradientEdge], parameters: list[nn.Parameter]
+    edges: list[GradientEdge], received: list[GradientEdge], parameters: Sequence[torch.Tensor]
 ) -> tuple[int, int]:
     """Return the bytes that the weight-gradient needs after the input-gradient, and how many of them are gradients.
 

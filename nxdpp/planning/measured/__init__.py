@@ -1,0 +1,1 @@
+"""Speed of this machine, measured and kept in a file."""

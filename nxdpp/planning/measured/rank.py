@@ -1,0 +1,178 @@
+"""Figures of one rank: speed of products and of the optimizer, seconds of an operation, of an action and of a link.
+
+``python -m torch.distributed.run -m nxdpp.planning.measured.rank KIND AT_ONCE FILE`` writes the mean of all ranks. As
+many measure at the same time as have cores of their own, as they compute in a step. Seconds of ranks that share a core
+are those of a core of their own.
+"""
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import AdamW
+
+from nxdpp.devices.collective_bytes import least_sent
+from nxdpp.devices.kinds import device_of
+from nxdpp.pipeline.model import NxDPPModel
+from nxdpp.planning.step_times import OPTIMIZER_PASSES
+from nxdpp.ranks import parallel_state
+
+_SECONDS = 0.2
+_ACTIONS = 64
+_MESSAGES = {"cpu": (2**16, 2**23), "cuda": (2**20, 2**28)}
+_REPEATS = 60
+# Rows and widths of products as those of a layer.
+_PRODUCTS = {"cpu": (256, 512, 1376), "cuda": (8192, 4096, 14336)}
+_FLOAT = 4
+
+
+class RankFigures:
+    """Measurements on ``device`` by ``at_once`` ranks at a time."""
+
+    def __init__(self, device: torch.device, at_once: int) -> None:
+        self._device = device
+        self._turns = -(-dist.get_world_size() // at_once)
+        self._turn = dist.get_rank() // at_once
+        self._rows, self._inner, self._outer = _PRODUCTS[device.type]
+
+    def all(self) -> dict[str, float]:
+        """Return all figures by name; collective over the world."""
+        found: dict[str, float] = {}
+        for turn in range(self._turns):
+            dist.barrier()
+            if turn == self._turn:
+                found = {
+                    "flops_2": self._flops(torch.bfloat16),
+                    "flops_4": self._flops(torch.float32),
+                    "bandwidth": self._optimizer_rate(),
+                    "operation": self._operation(),
+                }
+        found["action"] = self._action()
+        return found | (self._link() if dist.get_world_size() > 1 else {})
+
+    def _flops(self, dtype: torch.dtype) -> float:
+        """Return FLOPs a second of forward, input-gradient and weight-gradient of a product."""
+        new = partial(torch.randn, device=self._device, dtype=dtype)
+        x, weight, gradient = (
+            new(self._rows, self._inner),
+            new(self._outer, self._inner),
+            new(self._rows, self._outer),
+        )
+        products = (
+            partial(torch.matmul, x, weight.t()),
+            partial(torch.matmul, gradient, weight),
+            partial(torch.matmul, gradient.t(), x),
+        )
+        seconds = sum(self._median(product) for product in products)
+        return len(products) * 2 * self._rows * self._inner * self._outer / seconds
+
+    def _optimizer_rate(self) -> float:
+        """Return the bytes a second of the passes that the planner counts for AdamW."""
+        parameters = [nn.Parameter(torch.randn(self._inner, self._outer, device=self._device)) for _ in range(8)]
+        for parameter in parameters:
+            parameter.grad = torch.randn_like(parameter)
+        size = sum(parameter.nbytes for parameter in parameters)
+        return OPTIMIZER_PASSES * size / self._median(AdamW(parameters).step)
+
+    def _operation(self) -> float:
+        """Return the seconds of one of several operations of one number, each with its backward."""
+        x = torch.ones(1, device=self._device, requires_grad=True)
+        count = 16
+
+        def forward_and_backward() -> None:
+            y = x
+            for _ in range(count):
+                y = y * x
+            y.backward()
+
+        return self._median(forward_and_backward) / (3 * count)
+
+    def _action(self) -> float:
+        """Return the seconds of a forward or a backward of the runtime for a model without work."""
+        model = NxDPPModel(
+            _Nothing(),
+            transformer_layer_cls=nn.Linear,
+            num_microbatches=_ACTIONS,
+            output_loss_value_spec=True,
+            use_zero1_optimizer=True,  # a step has no average
+        )
+        model.move_model_to_device()
+        x = torch.ones(_ACTIONS, 1, device=self._device)
+        return self._mean(lambda: model.run_train(x=x)) / (2 * _ACTIONS)
+
+    def _link(self) -> dict[str, float]:
+        """Return bytes a second of an all-reduce over all ranks, and the seconds of one of its two steps.
+
+        Ranks compute between their collectives, and wait for the last one then. So each all-reduce follows a product.
+        """
+        ranks, sizes = dist.get_world_size(), _MESSAGES[self._device.type]
+        x = torch.randn(self._rows, self._inner, device=self._device)
+        weight = torch.randn(self._outer, self._inner, device=self._device)
+        product = partial(torch.matmul, x, weight.t())
+        without = self._mean(product)
+        messages = [torch.zeros(size // _FLOAT, device=self._device) for size in sizes]
+        times = [self._mean(product, partial(dist.all_reduce, message)) - without for message in messages]
+        small, large = (least_sent("all_reduce", size, ranks) for size in sizes)
+        rate = (large - small) / max(times[1] - times[0], 1e-9)
+        return {"rate": rate, "latency": max(times[0] - small / rate, 0.0) / 2}
+
+    def _mean(self, *operations: Callable[[], object]) -> float:
+        """Return the mean seconds of ``operations``, run equally often on all ranks, without the extremes."""
+        times = []
+        dist.barrier()
+        for _ in range(_REPEATS):
+            times.append(self._seconds(*operations))
+        return statistics.fmean(sorted(times)[_REPEATS // 10 : -_REPEATS // 10]) / self._turns
+
+    def _median(self, operation: Callable[[], object]) -> float:
+        for _ in range(2):
+            operation()
+        times: list[float] = []
+        end = time.perf_counter() + _SECONDS
+        while time.perf_counter() < end or len(times) < 3:
+            times.append(self._seconds(operation))
+        return statistics.median(times)
+
+    def _seconds(self, *operations: Callable[[], object]) -> float:
+        device_of(self._device).synchronize()
+        began = time.perf_counter()
+        for operation in operations:
+            operation()
+        device_of(self._device).synchronize()
+        return time.perf_counter() - began
+
+
+class _Nothing(nn.Module):
+    """A model without work: its step is only the runtime's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(1, 1)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.mean()
+
+
+def main(kind: str, at_once: int, file: Path) -> None:
+    """Measure this rank on a device of ``kind``; rank 0 writes the means into ``file``."""
+    parallel_state.initialize_model_parallel(device=kind)
+    torch.manual_seed(0)  # replicas of a model are equal
+    own = RankFigures(parallel_state.local_device(), at_once).all()
+    figures: list[dict[str, float]] = [own] * dist.get_world_size()
+    dist.all_gather_object(figures, own)
+    if dist.get_rank() == 0:
+        file.write_text(json.dumps({name: statistics.fmean(each[name] for each in figures) for name in own}))
+    parallel_state.destroy_model_parallel()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]))

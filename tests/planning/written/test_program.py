@@ -1,0 +1,73 @@
+"""Programs of a plan: what ``--write train.py`` writes runs as it is."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from transformers import LlamaConfig
+
+import nxdpp
+from nxdpp.__main__ import main
+from nxdpp.planning.layout import Layout
+from nxdpp.planning.written.program import program
+from tests.planning.test_plan_command import CONFIG
+
+ROOT = Path(__file__).parents[3]
+OPTIONS = ["--devices", "4", "--device-memory", "1GB", "--global-batch", "8", "--device", "cpu", "--link", "1GB/s"]
+FIXED = ["--tensor-parallel-size", "2", "--pipeline-parallel-size", "2", "--autocast", "bfloat16"]
+
+
+@pytest.mark.one_python
+def test_written_programs_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Under autocast by the command, and in bfloat16 with and without deferred construction: with equal losses."""
+    configuration, file = tmp_path / "config.json", tmp_path / "train.py"
+    configuration.write_text(json.dumps(CONFIG))
+    assert main(["plan", str(tmp_path), *OPTIONS, *FIXED, "--write", str(file)]) == 0
+    printed = capsys.readouterr().out
+    command = f"torchrun --nproc-per-node 4 {file}"
+    assert f"\n{command}\n" in printed
+    assert printed.endswith(file.read_text())
+    layout = Layout(tensor=2, pipeline=2, checkpoint=True, zero1=True)
+    config = LlamaConfig.from_json_file(configuration)
+    half = nxdpp.plan(
+        config, devices=4, device_memory="1GB", global_batch=8, device="cpu", layouts=[layout], dtype="bfloat16"
+    )
+    for name, plan in (("whole", half), ("deferred", replace(half, device_memory=1000))):
+        source = program(plan, str(configuration))
+        assert ("deferred_init(lambda: LlamaForCausalLM(config).to(torch.bfloat16))" in source) == (name == "deferred")
+        (tmp_path / f"{name}.py").write_text(source)
+    start = 'import runpy\n\nfor name in ("train", "whole", "deferred"):\n    runpy.run_path(f"{name}.py")\n'
+    (tmp_path / "all.py").write_text(start)
+
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    ended = subprocess.run(
+        [*command.split()[:-1], "all.py"],
+        cwd=tmp_path,
+        env=os.environ | {"PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+
+    assert ended.returncode == 0, ended.stderr
+    lines = re.findall(r"step \d: loss \d\.\d+", ended.stdout)
+    assert len(lines) == 30
+    assert lines[10:20] == lines[20:]
+
+
+def test_a_program_of_many_stages_fits_a_terminal() -> None:
+    config = LlamaConfig.from_dict(CONFIG | {"num_hidden_layers": 80})
+    layouts = [Layout(pipeline=8, chunks=8, schedule="interleaved", data=2)]
+    plan = nxdpp.plan(config, devices=16, hosts=2, device_memory="1GB", global_batch=32, device="cpu", layouts=layouts)
+
+    source = program(plan, "config.json")
+
+    compile(source, "train.py", "exec")
+    assert max(map(len, [*source.splitlines(), plan.torchrun()])) <= 110
+    assert 'f"model.layers.{layer}"' in source

@@ -1,0 +1,46 @@
+"""Copies of parameters that autocast makes in the first microbatch, and keeps until its outermost block ends."""
+
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from nxdpp.tracing.costs.run_node import NodeRun
+from nxdpp.tracing.modules import listings
+
+
+def cached_casts(run: NodeRun) -> list[torch.Tensor]:
+    """Return the copies of parameters of ``run`` that autocast keeps; none outside of autocast.
+
+    ``run`` has fake tensors. A copy that a second forward makes again is not kept, such as one of ``weight.to(dtype)``.
+    """
+    if run.module is None or not torch.is_autocast_enabled("cpu"):
+        return []
+    memories = {_memory(parameter) for parameter in listings.parameters(run.module)}
+    first, again = _Casts(memories), _Casts(memories)
+    with torch.enable_grad():
+        with first:
+            run.forward()
+        with again:
+            run.forward()
+    return [copy for source, copy in first.made.items() if source not in again.made]
+
+
+class _Casts(TorchDispatchMode):
+    """Mode that collects the copies, of a different dtype, of the memory of parameters."""
+
+    def __init__(self, memories: set[int]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.made: dict[int, torch.Tensor] = {}
+        self._memories = memories
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run ``func``, and note its result if it copies a parameter."""
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and _memory(args[0]) in self._memories:
+            self.made[_memory(args[0])] = result
+        return result
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
