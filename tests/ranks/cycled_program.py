@@ -1,6 +1,6 @@
 """Program that initialises and destroys model parallelism ``CYCLES`` times, with a training step in each cycle.
 
-Run as ``cycled_program.py CYCLES`` under torchrun. Each rank prints what the cycles after the tenth have left behind.
+Run as ``cycled_program.py CYCLES`` under torchrun. Each rank prints what the cycles after the fifth have left behind.
 """
 
 import gc
@@ -15,7 +15,7 @@ from torch import nn
 
 from nxdpp import NxDPPModel, parallel_state
 
-_WARM_CYCLES = 10
+_WARM_CYCLES = 5
 
 
 class Model(nn.Module):

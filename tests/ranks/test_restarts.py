@@ -39,7 +39,7 @@ def test_torchrun_restarts_after_each_fault(faults: list[str], tmp_path: Path) -
     assert sorted(well) == [(str(len(faults)), "0"), (str(len(faults)), "1")], ended.stdout
 
 
-@pytest.mark.parametrize("cycles", [30, pytest.param(200, marks=pytest.mark.sweep)])
+@pytest.mark.parametrize("cycles", [10, pytest.param(200, marks=pytest.mark.sweep)])
 def test_cycles_of_initialise_and_destroy_leave_nothing_behind(cycles: int, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
