@@ -236,7 +236,7 @@ def all_in_one_start(rank: int, world_size: int) -> tuple[dict[str, str], dict[s
     return told, compare(rank, world_size, REMEDIES)
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.one_python)])
+@pytest.mark.parametrize("world_size", [2, 4])
 def test_a_sentence_on_every_rank_and_its_remedy(world_size: int) -> None:
     for told, numbers in run_ranks(world_size, all_in_one_start, world_size):
         for name, _, message in CASES:
