@@ -77,7 +77,7 @@ def every_family(rank: int, ranks: int, counts: tuple[int, ...], in_full: bool) 
         for microbatches in counts:
             # One layer more than stages: they are uneven.
             check_training(Chain, stages + 1, microbatches, schedule=name)
-        if stages > 2:
+        if stages > 2 and (in_full or name in ONE_OF_EACH):
             check_training(Skips, stages, ranks + 1, schedule=name)
             if in_full:
                 check_training(Skips, stages, ranks + 1, schedule=name, deallocate_pipeline_outputs=True)
@@ -183,11 +183,18 @@ def test_an_encoder_whose_output_several_stages_use() -> None:
     run_ranks(2, encoder_and_decoder)
 
 
+OPTIONS = {
+    "interleaved": ("checkpoint",),
+    "zb1p": ("frozen", "deallocate"),
+    "zb-v": ("checkpoint", "frozen", "deallocate"),
+}
+
+
 def options(rank: int) -> None:
     start(2)
     batch = padded_batch(6)
-    for name in LOOPED_AND_V:
-        for option in ("checkpoint", "frozen", "deallocate"):
+    for name, chosen in OPTIONS.items():
+        for option in chosen:
             model = make_huggingface("llama")
             if option == "frozen":
                 for layer in (model.model.embed_tokens, model.model.layers[0], model.model.layers[2]):
