@@ -15,6 +15,7 @@ LOOPBACK = "0100007F"
 
 def listen_and_tell() -> None:
     """Print the addresses on which this rank listens, as in ``/proc/net/tcp``."""
+    os.environ["MASTER_ADDR"] = "localhost"
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2, backend="gloo")
     dist.all_reduce(torch.ones(1), group=parallel_state.get_pipeline_model_parallel_group())
     own = {os.readlink(entry.path) for entry in os.scandir("/proc/self/fd") if os.path.islink(entry.path)}
