@@ -34,7 +34,7 @@ def _half() -> nn.Module:
 
 MODELS["bfloat16 llama"] = _half
 
-# The layouts of two and of four ranks, with the models that go through them one after another: 21 pairs in all.
+# The layouts of two and of four ranks, with the models that go through them one after another: 27 pairs in all.
 OF_TWO: Sequence[tuple[Layout, Sequence[str]]] = (
     (Layout(1, 2), ("llama", "mixtral", "gpt2", "t5")),
     (Layout(1, 1, True), ("llama", "bfloat16 llama")),
@@ -43,9 +43,9 @@ OF_TWO: Sequence[tuple[Layout, Sequence[str]]] = (
 )
 OF_FOUR: Sequence[tuple[Layout, Sequence[str]]] = (
     (Layout(2, 2), tuple(MODELS)),
-    (Layout(2, 1, True), ("llama", "tied llama")),
+    (Layout(2, 1, True), ("llama", "tied llama", "mixtral", "t5")),
     (Layout(2, 1, False, INTERLEAVED), ("llama", "gpt2")),
-    (Layout(1, 2, True), ("mixtral", "gpt2", "bfloat16 llama")),
+    (Layout(1, 2, True), ("llama", "mixtral", "gpt2", "bfloat16 llama")),
     (Layout(1, 1, True), ("bfloat16 llama",)),
     (Layout(4), ("tied llama", "t5")),
 )
