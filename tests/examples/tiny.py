@@ -1,6 +1,5 @@
 """The main job at the smallest size: configuration fields of its Llama, and evaluations of few sequences."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ HELD_OUT = 16
 """Sequences of an evaluation."""
 
 
-def run_main_job(arguments: Sequence[str]) -> None:
+def run_main_job(arguments: list[str]) -> None:
     """Run ``train.py`` in this rank."""
     import train
     import training
