@@ -30,16 +30,23 @@ define_missing_operators()
 # of them have the mark one_python.
 ONE_PYTHON = (
     "agreement", "benchmarks", "checkpoint", "devices", "docs", "doors", "examples", "gradients", "hosts",
-    "initialization", "pipeline/microbatches", "pipeline/p2p", "pipeline/partition", "pipeline/stages",
+    "initialization", "loops", "pipeline/after_wrapping/test_new_ties.py", "pipeline/after_wrapping/test_optimizers.py",
+    "pipeline/after_wrapping/test_recomputed_state.py", "pipeline/after_wrapping/test_replaced.py",
+    "pipeline/after_wrapping/test_tied.py", "pipeline/after_wrapping/test_tied_hooks.py", "pipeline/backward",
+    "pipeline/loss/test_normalization.py", "pipeline/microbatches", "pipeline/p2p", "pipeline/partition",
+    "pipeline/stages", "pipeline/test_first_partition.py", "pipeline/test_late_trace.py",
     "pipeline/test_microbatches.py", "pipeline/test_model_eval.py", "pipeline/test_model_refusals.py",
     "pipeline/test_model_train.py", "pipeline/test_post_partition_hooks.py", "pipeline/test_structured_samples.py",
-    "pipeline/whole/test_exactness.py", "pipeline/whole/test_move.py", "pipeline/whole/test_overlapped_average.py",
-    "pipeline/whole/test_peft.py", "pipeline/whole/test_shared_keys.py", "pipeline/whole/test_tensor_parallel.py",
-    "pipeline/whole/test_three_dimensions.py", "pipeline/whole/test_vision_language.py",
-    "pipeline/whole/test_wrapped_transformers.py", "pipeline/whole/test_wrapping_allocates_nothing.py", "planning",
-    "schedules", "tensor", "tracing/costs", "tracing/models/test_captured_outputs.py",
-    "tracing/models/test_torch_transformer.py", "tracing/state/test_data_changes.py",
-    "tracing/state/test_shared_objects.py",
+    "pipeline/whole/test_exactness.py", "pipeline/whole/test_input_values.py",
+    "pipeline/whole/test_modes_over_ranks.py", "pipeline/whole/test_move.py",
+    "pipeline/whole/test_overlapped_average.py", "pipeline/whole/test_peft.py", "pipeline/whole/test_sequence_heads.py",
+    "pipeline/whole/test_shared_keys.py", "pipeline/whole/test_tensor_parallel.py",
+    "pipeline/whole/test_three_dimensions.py", "pipeline/whole/test_tracing_options.py",
+    "pipeline/whole/test_vision_language.py", "pipeline/whole/test_wrapped_transformers.py",
+    "pipeline/whole/test_wrapping_allocates_nothing.py", "planning", "ranks/test_launch.py", "schedules", "tensor",
+    "test_class_names.py", "test_migration_names.py", "tracing/costs", "tracing/models/test_captured_outputs.py",
+    "tracing/models/test_loss_leaves.py", "tracing/models/test_torch_transformer.py",
+    "tracing/state/test_data_changes.py", "tracing/state/test_shared_objects.py",
 )  # fmt: skip
 COLLECTED = pytest.StashKey[set[str]]()
 """Files with collected tests below tests/, and the lines of sweeps.toml that some of them match."""

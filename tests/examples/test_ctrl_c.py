@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.examples.tiny import TINY_LLAMA
+from tests.examples.tiny import TINY_LLAMA, run_main_job
 from tests.support.run_ranks import run_ranks
 
 pytestmark = pytest.mark.one_python
@@ -115,7 +115,6 @@ def _train(rank: int, interrupted: dict[int, int], *jobs: list[str]) -> list[tup
 
 
 def _status(arguments: list[str], interrupted: int | None) -> Any:
-    import train
     from report import TrainingReport
 
     step_done = TrainingReport.step_done
@@ -131,7 +130,7 @@ def _status(arguments: list[str], interrupted: int | None) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TrainingReport, "step_done", stepped)
         try:
-            train.main(arguments)
+            run_main_job(arguments)
         except SystemExit as end:
             return end.code
     return 0

@@ -18,7 +18,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from nxdpp.checkpoint.files.checksummed_writer import write_checksummed
-from tests.examples.tiny import TINY_LLAMA
+from tests.examples.tiny import TINY_LLAMA, run_main_job
 from tests.support.run_ranks import run_ranks
 
 pytestmark = pytest.mark.one_python
@@ -113,7 +113,6 @@ def _be_agent(arguments: tuple[Any, ...], rendezvous: dict[str, Any]) -> None:
 
 def _train(faults: dict[int, Fault], killed_file: Path, arguments: list[str]) -> None:
     """Train with the fault of this start, by its number; a killed rank adds a byte to ``killed_file``."""
-    import train
     from report import TrainingReport
 
     from nxdpp.checkpoint.distributed import save
@@ -146,7 +145,7 @@ def _train(faults: dict[int, Fault], killed_file: Path, arguments: list[str]) ->
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TrainingReport, "step_done", dying)
         patch.setattr(save, "write_checksummed", written)
-        train.main(arguments)
+        run_main_job(arguments)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from nxdpp import parallel_state
 from nxdpp.checkpoint.files.checksummed_writer import write_checksummed
-from tests.examples.tiny import TINY_LLAMA
+from tests.examples.tiny import TINY_LLAMA, run_main_job
 from tests.support.run_ranks import run_ranks
 
 pytestmark = pytest.mark.one_python
@@ -39,15 +39,12 @@ def _arguments(folder: Path, *flags: str, dropout: float = 0.1, **fields: Any) -
 
 
 def _train(rank: int, *jobs: list[str]) -> None:
-    import train
-
     for arguments in jobs:
-        train.main(arguments)
+        run_main_job(arguments)
 
 
 def _train_until(rank: int, last: int, arguments: list[str]) -> None:
     """Die after the metrics of step ``last``, before its checkpoint."""
-    import train
     from report import TrainingReport
 
     step_done = TrainingReport.step_done
@@ -59,7 +56,7 @@ def _train_until(rank: int, last: int, arguments: list[str]) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TrainingReport, "step_done", dying)
-        train.main(arguments)
+        run_main_job(arguments)
 
 
 def _losses(folder: Path) -> list[float]:

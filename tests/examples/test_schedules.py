@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from nxdpp.schedules.view.recorded import RecordedTimeline
-from tests.examples.tiny import TINY_LLAMA
+from tests.examples.tiny import TINY_LLAMA, run_main_job
 from tests.support.run_ranks import run_ranks
 
 pytestmark = pytest.mark.one_python
@@ -28,12 +28,10 @@ def _arguments(folder: Path, *flags: str) -> list[str]:
 
 def _train(rank: int, *jobs: list[str]) -> list[str]:
     """Run the jobs one after the other; return the output of each."""
-    import train
-
     printed = []
     for arguments in jobs:
         with contextlib.redirect_stdout(io.StringIO()) as written:
-            train.main(arguments)
+            run_main_job(arguments)
         printed.append(written.getvalue())
     return printed
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.examples.tiny import TINY_LLAMA
+from tests.examples.tiny import HELD_OUT, TINY_LLAMA, run_main_job
 from tests.support.fake_xla import FakeXla
 from tests.support.run_ranks import run_ranks
 
@@ -30,10 +30,8 @@ FLAGS = (
 
 def _train(rank: int, arguments: list[str]) -> str:
     """Run one rank; return its output."""
-    import train
-
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        train.main(arguments)
+        run_main_job(arguments)
     return printed.getvalue()
 
 
@@ -105,12 +103,12 @@ def _loaded(folder: Path) -> LlamaForCausalLM:
 
 
 def _held_out_loss(folder: Path) -> float:
-    """Loss of the checkpoint in ``folder`` on 128 sequences of held-out text."""
+    """Loss of the checkpoint in ``folder`` on the evaluated sequences of held-out text."""
     from corpus import read_corpus, standard_library_files
     from windows import held_out_batches
 
     model = LlamaForCausalLM.from_pretrained(folder).eval()
-    (ids,) = held_out_batches(read_corpus(standard_library_files()).held_out, 128, LENGTH, 1)
+    (ids,) = held_out_batches(read_corpus(standard_library_files()).held_out, HELD_OUT, LENGTH, 1)
     with torch.no_grad():
         loss: float = model(input_ids=ids, labels=ids).loss.item()
     return loss

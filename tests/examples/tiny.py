@@ -1,6 +1,8 @@
-"""Configuration fields of the smallest Llama that the example's tests train."""
+"""The main job at the smallest size: configuration fields of its Llama, and evaluations of few sequences."""
 
 from typing import Any
+
+import pytest
 
 TINY_LLAMA: dict[str, Any] = {
     "vocab_size": 256,
@@ -10,3 +12,16 @@ TINY_LLAMA: dict[str, Any] = {
     "num_attention_heads": 2,
     "max_position_embeddings": 64,
 }
+
+HELD_OUT = 16
+"""Sequences of an evaluation."""
+
+
+def run_main_job(arguments: list[str]) -> None:
+    """Run ``train.py`` in this rank."""
+    import train
+    import training
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(training, "HELD_OUT_SEQUENCES", HELD_OUT)
+        train.main(arguments)

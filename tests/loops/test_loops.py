@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from tests.loops import actions
@@ -12,7 +13,8 @@ from tests.loops.run import run_scripts, written
 from tests.loops.training import Training
 from tests.support.run_ranks import run_ranks
 
-SEEDS = (4, 5, 13, 16, 18, 21, 24, 26, 28, 37, 45, 47, 49, 51, 53, 59, 60, 67, 69, 73, 79, 166, 199, 382, 433, 579, 766)
+SEEDS = (4, 21, 26, 37, 45, 53, 69, 73, 79, 166, 199, 579, 766)
+MORE = (5, 13, 16, 18, 24, 28, 47, 49, 51, 59, 60, 67, 382, 433)
 """Of two ranks. Seed 53 is refused, on both ranks before anything is sent, and the start continues.
 
 Seeds 166, 382, 433 and 766 have a tied weight, and 199 ties one. Seed 579 recomputes layers that change buffers.
@@ -33,12 +35,13 @@ def run_with_other(rank: int, seeds: tuple[int, ...], folder: Path) -> None:
     run_scripts(rank, scripts, folder)
 
 
-def test_a_short_draw_has_no_silent_difference(tmp_path: Path) -> None:
-    run_ranks(2, run_with_other, (SEEDS[0], *SEEDS), tmp_path)
-    (changed, *found) = (written(tmp_path, place, 2) for place in range(len(SEEDS) + 1))
+@pytest.mark.parametrize("seeds", [SEEDS, pytest.param(MORE, marks=pytest.mark.sweep)], ids=["few", "more"])
+def test_a_short_draw_has_no_silent_difference(seeds: tuple[int, ...], tmp_path: Path) -> None:
+    run_ranks(2, run_with_other, (SEEDS[0], *seeds), tmp_path)
+    (changed, *found) = (written(tmp_path, place, 2) for place in range(len(seeds) + 1))
     assert "different" in {outcome.kind for outcome in changed}
     assert any("value of " in outcome.reason for outcome in changed)
-    for seed, outcomes in zip(SEEDS, found, strict=True):
+    for seed, outcomes in zip(seeds, found, strict=True):
         expected = "refused" if seed == 53 else "equal"
         assert [outcome.kind for outcome in outcomes] == [expected] * 2, f"{seed}: {outcomes}\n{draw(seed)}"
 

@@ -1,6 +1,7 @@
 """Program that initialises and destroys model parallelism ``CYCLES`` times, with a training step in each cycle.
 
-Run as ``cycled_program.py CYCLES`` under torchrun. Each rank prints what the cycles after the tenth have left behind.
+Run as ``cycled_program.py CYCLES FOLDER`` on two ranks, with an empty folder for temporary files. Each rank
+prints what the cycles after the fifth have left behind.
 """
 
 import gc
@@ -15,7 +16,7 @@ from torch import nn
 
 from nxdpp import NxDPPModel, parallel_state
 
-_WARM_CYCLES = 10
+_WARM_CYCLES = 5
 
 
 class Model(nn.Module):
@@ -45,6 +46,7 @@ def holdings() -> dict[str, int]:
 
 def main() -> None:
     cycles, before = int(sys.argv[1]), {}
+    tempfile.tempdir = sys.argv[2]
     for cycle in range(cycles):
         parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2, backend="gloo")
         torch.manual_seed(0)

@@ -2,19 +2,20 @@
 
 import os
 import re
-import subprocess
-import sys
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from nxdpp.ranks import parallel_state
+from tests.support.run_program import run_program
 
 LOOPBACK = "0100007F"
 
 
 def listen_and_tell() -> None:
     """Print the addresses on which this rank listens, as in ``/proc/net/tcp``."""
+    os.environ["MASTER_ADDR"] = "localhost"
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2, backend="gloo")
     dist.all_reduce(torch.ones(1), group=parallel_state.get_pipeline_model_parallel_group())
     own = {os.readlink(entry.path) for entry in os.scandir("/proc/self/fd") if os.path.islink(entry.path)}
@@ -28,28 +29,13 @@ def listen_and_tell() -> None:
     parallel_state.destroy_model_parallel()
 
 
-def test_ranks_of_one_host_listen_on_loopback_alone() -> None:
+def test_ranks_of_one_host_listen_on_loopback_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without torchrun, so that rank 0 has the store."""
-    environment = {
-        **os.environ,
-        **{"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29713"},
-        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-    }
-    environment.pop("GLOO_SOCKET_IFNAME", None)
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", __spec__.name],
-            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    for rank, process in enumerate(ranks):
-        output, _ = process.communicate(timeout=120)
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    ended = run_program(__file__, [], 2, first_rank_has_store=True, own_outputs=True)
+    assert ended.codes == [0, 0], ended.output
+    for rank, output in enumerate(ended.outputs):
         addresses = re.findall(r"listens on (\w+):\w+", output)
-        assert process.returncode == 0, output
         assert len(addresses) >= 2 + (rank == 0), output
         assert set(addresses) == {LOOPBACK}, output
 

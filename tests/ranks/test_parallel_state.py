@@ -1,8 +1,7 @@
 """Groups of every rank follow from the order of the mesh; a refused call changes nothing."""
 
 import os
-import subprocess
-import sys
+from multiprocessing.connection import Connection
 
 import pytest
 import torch
@@ -10,7 +9,7 @@ import torch.distributed as dist
 
 from nxdpp.ranks import parallel_state
 from nxdpp.schedules.lowering.transport_rules import GLOO
-from tests.support.run_ranks import run_ranks
+from tests.support.run_ranks import fork_server, run_ranks
 
 pytestmark = pytest.mark.one_python
 
@@ -42,27 +41,24 @@ def test_data_parallel_size_follows_from_the_others(world_size: int, tensor: int
     assert run_ranks(world_size, _sizes, tensor, pipeline) == [(tensor, data, pipeline)] * world_size
 
 
-def _refused(rank: int, tensor: int, pipeline: int) -> tuple[str, bool]:
-    with pytest.raises(ValueError, match=r".") as caught:
-        parallel_state.initialize_model_parallel(tensor, pipeline)
-    return str(caught.value), dist.is_initialized()
+SIZES_THAT_DO_NOT_FIT = {
+    (1, 2): ("3 ranks", "size 1", "size 2", "torchrun --nproc-per-node 2"),
+    (2, 2): ("3 ranks", "replicas of 4"),
+    (0, 1): ("at least 1", "not 0 and 1"),
+    (1, -1): ("at least 1", "not 1 and -1"),
+}
 
 
-@pytest.mark.parametrize(
-    ("tensor", "pipeline", "words"),
-    [
-        (1, 2, ("3 ranks", "size 1", "size 2", "torchrun --nproc-per-node 2")),
-        (2, 2, ("3 ranks", "replicas of 4")),
-        (0, 1, ("at least 1", "not 0 and 1")),
-        (1, -1, ("at least 1", "not 1 and -1")),
-    ],
-)
-def test_sizes_that_do_not_fit_are_refused_before_anything_starts(
-    tensor: int, pipeline: int, words: tuple[str, ...]
-) -> None:
-    for message, started in run_ranks(3, _refused, tensor, pipeline):
-        assert all(word in message for word in words), message
-        assert not started
+def _refused(rank: int) -> None:
+    for sizes, words in SIZES_THAT_DO_NOT_FIT.items():
+        with pytest.raises(ValueError, match=r".") as caught:
+            parallel_state.initialize_model_parallel(*sizes)
+        assert all(word in str(caught.value) for word in words), caught.value
+        assert not dist.is_initialized()
+
+
+def test_sizes_that_do_not_fit_are_refused_before_anything_starts() -> None:
+    run_ranks(3, _refused)
 
 
 def _initialize_again(rank: int) -> None:
@@ -118,49 +114,36 @@ def test_a_world_started_by_the_user_is_not_destroyed() -> None:
     run_ranks(4, _in_a_world_of_the_users)
 
 
-ALONE = """
-from nxdpp import parallel_state
-parallel_state.initialize_model_parallel()
-assert parallel_state.get_data_parallel_size() == parallel_state.get_pipeline_model_parallel_size() == 1
-assert parallel_state.get_pipeline_model_parallel_group(as_list=True) == [[0]]
-print("ready", flush=True)
-input()
-parallel_state.destroy_model_parallel()
-"""
-
-
-def _plain_environment(**extra: str) -> dict[str, str]:
-    launcher = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    kept = {name: value for name, value in os.environ.items() if name not in launcher}
-    return {**kept, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path), **extra}
+def _alone(told: Connection) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        os.environ.pop(name, None)
+    parallel_state.initialize_model_parallel()
+    assert parallel_state.get_data_parallel_size() == parallel_state.get_pipeline_model_parallel_size() == 1
+    assert parallel_state.get_pipeline_model_parallel_group(as_list=True) == [[0]]
+    told.send("ready")
+    told.recv()
+    parallel_state.destroy_model_parallel()
+    told.send("ends well")
 
 
 def test_two_plain_processes_are_independent_worlds_of_one() -> None:
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", ALONE],
-            env=_plain_environment(),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for _ in range(2)
-    ]
+    pipes = [fork_server().Pipe() for _ in range(2)]
+    processes = [fork_server().Process(target=_alone, args=(theirs,)) for _, theirs in pipes]
     try:
-        # Each process waits for input, so both worlds exist at the same time.
+        for process, (_, theirs) in zip(processes, pipes, strict=True):
+            process.start()
+            theirs.close()
+        # Each process waits for an answer, so both worlds exist at the same time.
+        assert [told.recv() for told, _ in pipes] == ["ready"] * 2
+        for told, _ in pipes:
+            told.send("end")
+        assert [told.recv() for told, _ in pipes] == ["ends well"] * 2
         for process in processes:
-            assert process.stdout is not None
-            # torch 2.9 prints its connections first.
-            assert "ready\n" in iter(process.stdout.readline, ""), process.communicate(timeout=30)[1]
-        for process in processes:
-            _, errors = process.communicate("\n", timeout=30)
-            assert process.returncode == 0, errors
-            assert "Traceback" not in errors
+            process.join(30)
+        assert [process.exitcode for process in processes] == [0, 0]
     finally:
         for process in processes:
             process.kill()
-            process.wait()
 
 
 def test_incomplete_launcher_variables_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.run_program import run_program
+
 pytestmark = pytest.mark.one_python
 
 PROGRAM = str(Path(__file__).with_name("restarted_program.py"))
@@ -39,28 +41,15 @@ def test_torchrun_restarts_after_each_fault(faults: list[str], tmp_path: Path) -
     assert sorted(well) == [(str(len(faults)), "0"), (str(len(faults)), "1")], ended.stdout
 
 
-@pytest.mark.parametrize("cycles", [30, pytest.param(200, marks=pytest.mark.sweep)])
+@pytest.mark.parametrize("cycles", [10, pytest.param(200, marks=pytest.mark.sweep)])
 def test_cycles_of_initialise_and_destroy_leave_nothing_behind(cycles: int, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
-    ended = subprocess.run(
-        [*command, str(Path(__file__).with_name("cycled_program.py")), str(cycles)],
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-            "TMPDIR": str(tmp_path),
-            "OMP_NUM_THREADS": "1",
-        },
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=400,
-    )
-    assert ended.returncode == 0, ended.stdout
-    left = dict(re.findall(r"rank (\d), \d+ cycles, left behind: (.*)", ended.stdout))
-    assert len(left) == 2, ended.stdout
+    program = str(Path(__file__).with_name("cycled_program.py"))
+    ended = run_program(program, [str(cycles), str(tmp_path)], 2)
+    assert ended.codes == [0, 0], ended.output
+    left = dict(re.findall(r"rank (\d), \d+ cycles, left behind: (.*)", ended.output))
+    assert len(left) == 2, ended.output
     for text in left.values():
         kept = ast.literal_eval(text)
         # The heap varies by some MiB.
-        assert kept.pop("MiB", 0) <= 8, ended.stdout
-        assert not kept, ended.stdout
+        assert kept.pop("MiB", 0) <= 8, ended.output
+        assert not kept, ended.output

@@ -1,4 +1,4 @@
-"""32 steps equal 16 steps, a stop, and 16 steps of new processes."""
+"""16 steps equal 8 steps, a stop, and 8 steps of new processes."""
 
 from pathlib import Path
 
@@ -14,10 +14,10 @@ from tests.support.run_ranks import run_ranks
 
 pytestmark = pytest.mark.one_python
 
-STEPS, STOP = 32, 16
+STEPS, STOP = 16, 8
 MEAN_LOSS = {"broadcast_and_average_loss": True}
 STAGES, ZERO1, TENSOR = Layout(2, 1, False, MEAN_LOSS), Layout(1, 1, True, MEAN_LOSS), Layout(1, 2, False, MEAN_LOSS)
-WANDERING = ((STAGES, STOP), (ZERO1, 24), (TENSOR, STEPS))
+WANDERING = ((STAGES, STOP), (ZERO1, 12), (TENSOR, STEPS))
 """Layouts that go on with one training, each up to a step."""
 
 

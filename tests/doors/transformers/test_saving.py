@@ -27,7 +27,7 @@ from tests.support.run_ranks import run_ranks
 
 pytestmark = pytest.mark.one_python
 
-SAVED = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
+SAVED = {"num_train_epochs": 2, "save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
 
 
 def tokenizer() -> PreTrainedTokenizerFast:

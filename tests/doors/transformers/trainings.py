@@ -134,7 +134,7 @@ _SHARED: dict[str, Any] = {
     "disable_tqdm": True,
     "save_strategy": "no",
     "logging_steps": 1,
-    "num_train_epochs": 2,
+    "num_train_epochs": 1,
     "per_device_train_batch_size": 2,
     "per_device_eval_batch_size": 2,
     "gradient_accumulation_steps": 4,
@@ -178,15 +178,16 @@ def first_logits(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 2}
+TWO_EPOCHS = {"num_train_epochs": 2}
 TRAININGS = {
-    "accumulated": Training(),
+    "accumulated": Training(TWO_EPOCHS),
     "clipped, cosine": Training(
         {"max_grad_norm": 0.3, "lr_scheduler_type": "cosine", "logging_steps": 4},
         replicated="per_device_train_batch_size",
     ),
     "bfloat16": Training({"bf16": True, "max_grad_norm": 0.0}),
     "padded": Training(
-        {"train_sampling_strategy": "group_by_length", "gradient_accumulation_steps": 3},
+        {**TWO_EPOCHS, "train_sampling_strategy": "group_by_length", "gradient_accumulation_steps": 3},
         given={"data_collator": padded, "train_dataset": Rows(20, 5, 14)},
     ),
     "evaluated": Training(
@@ -223,7 +224,7 @@ TRAININGS = {
         pipeline={"virtual_pipeline_size": 2},
     ),
     "plateau": Training(
-        {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "epoch", "optim": "rmsprop"},
+        {**TWO_EPOCHS, "lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "epoch", "optim": "rmsprop"},
         given={"eval_dataset": Rows(7, seed=1)},
     ),
     "metrics of batches": Training(
@@ -238,10 +239,11 @@ TRAININGS = {
             "max_steps": 3,
         }
     ),
-    "shuffled by torch": Training({"accelerator_config": {"use_seedable_sampler": False}}),
+    "shuffled by torch": Training({**TWO_EPOCHS, "accelerator_config": {"use_seedable_sampler": False}}),
 }
 WITH_DROPOUT = Training(
     {
+        **TWO_EPOCHS,
         "train_sampling_strategy": "group_by_length",
         "dataloader_num_workers": 1,
         "dataloader_multiprocessing_context": "fork",

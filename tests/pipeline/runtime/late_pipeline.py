@@ -1,9 +1,7 @@
 """Steps of a pipeline on late devices: all ranks are threads of one process, with the rules of NCCL."""
 
 import copy
-import json
 import queue
-import sys
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping
@@ -99,16 +97,16 @@ class HostGroups:
         return self._group, source, destination
 
 
-def main() -> None:
-    """Print, for each case, the schedules that have other numbers on late devices than in one process.
+def compare(rank: int, families: list[str]) -> dict[str, list[str]]:
+    """Return, for each case, the schedules that have other numbers on late devices than in one process.
 
-    The program's arguments are the families of the case without a change.
+    ``families`` are those of the case without a change. The process has the device type from then on.
     """
     late_device.install()
     dist.get_rank = lambda group: group.rank  # type: ignore[assignment, misc]
-    cases = [("", NCCL, sys.argv[1:]), ("", GLOO, ["1f1b", "zb1p"])]
+    cases = [("", NCCL, families), ("", GLOO, ["1f1b", "zb1p"])]
     cases += [(change, GLOO if change == _ON_GLOO else NCCL, ["gpipe"]) for change in CHANGES]
-    found = {}
+    found: dict[str, list[str]] = {}
     for change, rules, names in cases:
         with pytest.MonkeyPatch.context() as patch:
             if change:
@@ -118,7 +116,7 @@ def main() -> None:
     found["average without a wait"] = _averages_that_differ(lambda self: None)
     found["hashes"] = _hashes_that_differ(LateDevice.to_host)
     found["hashes without a wait"] = _hashes_that_differ(_host_copy_without_a_wait)
-    print(json.dumps(found))
+    return found
 
 
 def _host_copy_without_a_wait(self: LateDevice, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
@@ -348,6 +346,3 @@ CHANGES: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     _ON_GLOO: _copies_to_the_host_not_waited_for,
 }
 """Lines of the transport, each changed such that it would be wrong on CUDA."""
-
-if __name__ == "__main__":
-    main()

@@ -1,19 +1,15 @@
 """Steps on devices that run late, with streams and the memory rules of CUDA: exact, and without a wait of the host."""
 
-import json
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 from torch.utils import backend_registration
 
 from nxdpp.schedules.families.registry import FAMILIES
-from tests.pipeline.runtime.late_pipeline import CHANGES
+from tests.pipeline.runtime.late_pipeline import CHANGES, compare
+from tests.support.run_ranks import run_ranks
 
 pytestmark = pytest.mark.one_python
 
-FEW = ["gpipe", "1f1b", "interleaved", "zb1p", "zb-v"]
+FEW = ["gpipe", "1f1b", "zb-v"]
 
 EXPECTED: dict[str, list[str]] = {
     # No host waits for its device in these.
@@ -38,8 +34,5 @@ EXPECTED: dict[str, list[str]] = {
 )
 def test_numbers_are_those_of_one_process_and_wrong_without_a_wait(families: list[str]) -> None:
     # One process for all cases, and its own: a device type stays, and autograd on one forbids forks.
-    command = [sys.executable, "-m", "tests.pipeline.runtime.late_pipeline", *families]
-    done = subprocess.run(command, cwd=Path(__file__).parents[3], capture_output=True, text=True, timeout=220)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
+    (found,) = run_ranks(1, compare, families, timeout=220.0)
     assert {case.removeprefix("nccl ").removeprefix("gloo "): names for case, names in found.items()} == EXPECTED

@@ -176,6 +176,7 @@ def every_case(rank: int) -> dict[str, list[str]]:
     return found
 
 
+@pytest.mark.one_python
 def test_numbers_are_those_of_one_process() -> None:
     for found in run_ranks(2, every_case, timeout=150.0):
         tied = found.pop("tied")

@@ -70,36 +70,38 @@ def check_training(kind: Callable[[int], nn.Module], layers: int, microbatches: 
         assert not differences, (case, differences)
 
 
-def every_family(rank: int, ranks: int, counts: tuple[int, ...], also_deallocating: bool) -> None:
+def every_family(rank: int, ranks: int, counts: tuple[int, ...], in_full: bool) -> None:
     start(ranks)
     for name in FAMILIES:
         stages = ranks * chunks_of(name)
         for microbatches in counts:
             # One layer more than stages: they are uneven.
             check_training(Chain, stages + 1, microbatches, schedule=name)
-        if stages > 2:
+        if stages > 2 and (in_full or name in ONE_OF_EACH):
             check_training(Skips, stages, ranks + 1, schedule=name)
-            if also_deallocating:
+            if in_full:
                 check_training(Skips, stages, ranks + 1, schedule=name, deallocate_pipeline_outputs=True)
-        check_training(InPlace, stages, ranks + 1, schedule=name)
-        check_training(Tied, stages, ranks + 1, schedule=name)
+        if in_full:
+            check_training(InPlace, stages, ranks + 1, schedule=name)
+        if in_full or name in ONE_OF_EACH:
+            check_training(Tied, stages, ranks + 1, schedule=name)
     for microbatches in (1, ranks + 1):
         check_training(Skips, 2 * ranks, microbatches, schedule=v_schedule(ranks, microbatches))
     check_training(Skips, 3 * ranks, ranks + 1, virtual_pipeline_size=3)
 
 
 @pytest.mark.parametrize(
-    ("ranks", "counts", "also_deallocating"),
+    ("ranks", "counts", "in_full"),
     [
         # test_nccl_rules frees the outputs of stages on 4 ranks.
         (2, (1, 5), True),
-        (4, (3, 9), False),
+        (4, (9,), False),
         pytest.param(2, (2,), False, marks=pytest.mark.sweep),
-        pytest.param(4, (1, 4), True, marks=pytest.mark.sweep),
+        pytest.param(4, (1, 3, 4), True, marks=pytest.mark.sweep),
     ],
 )
-def test_every_family_trains_as_one_process(ranks: int, counts: tuple[int, ...], also_deallocating: bool) -> None:
-    run_ranks(ranks, every_family, ranks, counts, also_deallocating, timeout=120.0)
+def test_every_family_trains_as_one_process(ranks: int, counts: tuple[int, ...], in_full: bool) -> None:
+    run_ranks(ranks, every_family, ranks, counts, in_full, timeout=120.0)
 
 
 def evaluate(rank: int) -> None:
@@ -181,11 +183,18 @@ def test_an_encoder_whose_output_several_stages_use() -> None:
     run_ranks(2, encoder_and_decoder)
 
 
+OPTIONS = {
+    "interleaved": ("checkpoint",),
+    "zb1p": ("frozen", "deallocate"),
+    "zb-v": ("checkpoint", "frozen", "deallocate"),
+}
+
+
 def options(rank: int) -> None:
     start(2)
     batch = padded_batch(6)
-    for name in LOOPED_AND_V:
-        for option in ("checkpoint", "frozen", "deallocate"):
+    for name, chosen in OPTIONS.items():
+        for option in chosen:
             model = make_huggingface("llama")
             if option == "frozen":
                 for layer in (model.model.embed_tokens, model.model.layers[0], model.model.layers[2]):

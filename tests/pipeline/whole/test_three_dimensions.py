@@ -10,13 +10,14 @@ from tests.pipeline.whole.three_dimensions import Case, Training, check, initial
 from tests.support.run_ranks import run_ranks
 
 EXAMPLES = str(Path(__file__).parents[3] / "examples" / "nxd")
-# Ranks: tensor, pipeline, data. The newest Python runs the layout in which each group is over two ranks of one stage.
-SIZES = [
-    (2, 1, 2),
-    pytest.param((2, 2, 2), marks=pytest.mark.one_python),
-    *(pytest.param(sizes, marks=pytest.mark.sweep) for sizes in ((1, 2, 2), (2, 2, 1))),
-]
+SIZES = ((2, 2, 2), (2, 1, 2), (1, 2, 2), (2, 2, 1))
+"""Ranks: tensor, pipeline, data."""
 SCHEDULES = ("1f1b", "zb-v")
+WAYS = {
+    "two": ((False, "1f1b"), (True, "zb-v")),
+    "all": tuple((sequence, schedule) for sequence in (False, True) for schedule in SCHEDULES),
+}
+"""Sequence parallelism and schedule."""
 
 
 def _check_all(rank: int, cases: list[Case], state: dict[str, torch.Tensor], whole: Training) -> None:
@@ -25,9 +26,10 @@ def _check_all(rank: int, cases: list[Case], state: dict[str, torch.Tensor], who
         check(case, state, whole)
 
 
+@pytest.mark.parametrize("ways", WAYS)
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_each_schedule_equals_one_process(sizes: tuple[int, int, int]) -> None:
-    _run([Case(*sizes, sequence, schedule) for sequence in (False, True) for schedule in SCHEDULES])
+def test_each_schedule_equals_one_process(sizes: tuple[int, int, int], ways: str) -> None:
+    _run([Case(*sizes, sequence, schedule) for sequence, schedule in WAYS[ways]])
 
 
 @pytest.mark.one_python
