@@ -240,15 +240,12 @@ def _is_alive(process: int) -> bool:
         return False
 
 
-def kill_trainings(folder: Path, ranks: int, kills: int, seed: int, most: int) -> tuple[list[Outcome], list[str]]:
-    """Kill trainings in the ``most`` first layouts ``kills`` times.
-
-    Return what each kill has left, and what is wrong at the end.
-    """
+def kill_trainings(folder: Path, ranks: int, kills: int, seed: int) -> tuple[list[Outcome], list[str]]:
+    """Kill trainings ``kills`` times, and return what each kill has left, and what is wrong at the end."""
     draw = random.Random(seed)
     outcomes: list[Outcome] = []
     failures: list[str] = []
-    layouts = dict(list(_LAYOUTS[ranks].items())[:most])
+    layouts = _LAYOUTS[ranks]
     for number, (name, layout) in enumerate(layouts.items()):
         own = range(number * kills // len(layouts), (number + 1) * kills // len(layouts))
         if not own:
@@ -289,12 +286,11 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--ranks", type=int, default=4, choices=sorted(_LAYOUTS))
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--layouts", type=int, default=3, choices=(1, 2, 3))
     given = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="nxdpp-kills-") as folder:
         os.environ["TMPDIR"] = folder
         tempfile.tempdir = None
-        outcomes, failures = kill_trainings(Path(folder), given.ranks, given.kills, given.seed, given.layouts)
+        outcomes, failures = kill_trainings(Path(folder), given.ranks, given.kills, given.seed)
     print(table(outcomes))
     for number, outcome in enumerate(outcomes, 1):
         failures += [f"kill {number} of {outcome.kind}, {outcome.moment}: {failure}" for failure in outcome.failures]

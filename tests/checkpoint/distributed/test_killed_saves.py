@@ -91,11 +91,10 @@ def is_empty(path: Path) -> bool:
     return path.is_dir() and not any(path.iterdir())
 
 
-@pytest.mark.parametrize("layouts", [1, pytest.param(3, marks=pytest.mark.sweep)])
-def test_a_training_that_is_killed_resumes(layouts: int) -> None:
-    """One kill of a rank, of all ranks, and of torchrun's agent: of one pipeline, or each in another layout."""
+@pytest.mark.one_python
+def test_a_training_that_is_killed_resumes() -> None:
+    """One kill of a rank, of all ranks, and of torchrun's agent, each in another layout."""
     command = [sys.executable, "-m", "tests.checkpoint.distributed.killed_saves", "--ranks", "2", "--kills", "3"]
-    command += ["--layouts", str(layouts)]
     found = subprocess.run(command, capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stdout + found.stderr
     assert "3 of 3 kills over 2 ranks" in found.stdout

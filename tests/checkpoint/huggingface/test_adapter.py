@@ -17,7 +17,7 @@ from tests.support.wrapped_models import batch
 
 pytestmark = pytest.mark.one_python
 
-MORE = ("lora without a task", "dora", "vera", "lora of bert", "lora of t5")
+MORE = ("lora without a task", "dora", "lora of bert", "lora of t5")
 FEW = ("prompt", "p-tuning", "prefix", *(name for name in ADAPTERS if name not in MORE))
 WAYS = pytest.mark.parametrize("names", [FEW, pytest.param(MORE, marks=pytest.mark.sweep)], ids=["few", "more"])
 # Other ways of PEFT are loaded in test_an_adapter_of_peft_is_loaded.

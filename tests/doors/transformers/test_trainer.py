@@ -22,8 +22,8 @@ TOLERANCE = 1e-6
 # Times, and figures made of them.
 TIMES = ("runtime", "per_second")
 
-MORE = ("mean of batches", "clipped, cosine", "some recomputed")
-"""Trainings of two stages in the sweep: two replicas run them, and all layers are recomputed."""
+MORE = ("mean of batches", "clipped, cosine")
+"""Trainings of two stages in the sweep: two replicas run them."""
 MORE_REPLICATED = ("accumulated", "bfloat16", "classes")
 
 Logs = list[dict[str, float]]

@@ -184,7 +184,7 @@ def test_an_encoder_whose_output_several_stages_use() -> None:
 
 
 OPTIONS = {
-    "interleaved": ("checkpoint",),
+    "interleaved": ("checkpoint", "frozen"),
     "zb1p": ("frozen", "deallocate"),
     "zb-v": ("checkpoint", "frozen", "deallocate"),
 }

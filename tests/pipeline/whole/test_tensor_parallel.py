@@ -87,9 +87,7 @@ def _check_hooks(schedule: str, chunks: int) -> None:
 
 def _cases(rank: int) -> list[Any]:
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
-    # Without sequence parallelism, the two schedules whose gradients are compared below.
-    results = [_check(*schedule, True) for schedule in SCHEDULES]
-    results += [_check(*schedule, False) for schedule in SCHEDULES[:2]]
+    results = [_check(*schedule, sequence) for sequence in (False, True) for schedule in SCHEDULES]
     for schedule in SCHEDULES[:2]:
         _check_hooks(*schedule)
     parallel_state.destroy_model_parallel()
