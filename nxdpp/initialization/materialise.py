@@ -31,6 +31,7 @@ from nxdpp.initialization.parts import own_part, part_of, whole_of
 from nxdpp.initialization.record import ConstructorRecord
 
 _SHOWN = 8
+_OF_EACH_MODULE = frozenset(vars(nn.Module()))
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,7 +154,7 @@ class _Initialisation:
             for name in reversed(self._modules_to_complete()):
                 self._complete(name)
             if self._function is not None:
-                # A function may make a child with buffers anew, as those of NeuronX Distributed's scripts do.
+                # A function may make a child with buffers anew, as functions of NeuronX Distributed's scripts do.
                 for name in dict.fromkeys(meta.module.rpartition(".")[0] for meta in self._unwritten() if meta.module):
                     self._call(self._function, name)
         self._check_written(self._unwritten())
@@ -169,12 +170,20 @@ class _Initialisation:
             error.add_note(f"in param_init_fn, called for {name or 'the model itself'}")
             raise
         for key, child in children.items():
-            made = module._modules[key]
-            if child is not None and made is not None and made is not child:
-                # A child that is made anew gives its tensors to the child that all others know.
-                child._parameters.update(made._parameters)
-                child._buffers.update(made._buffers)
-                module._modules[key] = child
+            made = module._modules.get(key)
+            if child is None or made is child:
+                continue
+            # A child that is made anew gives its tensors and attributes to the child that all others know.
+            module._modules[key] = child
+            if type(made) is not type(child) or made._modules or child._modules:
+                raise RuntimeError(
+                    f"param_init_fn replaced {f'{name}.' if name else ''}{key}, a {type(child).__name__}, with "
+                    f"{made.__class__.__name__}: only a module of the same class without submodules can be made anew. "
+                    f"Replace it before the model is wrapped, or write its tensors in place."
+                )
+            child._parameters.update(made._parameters)
+            child._buffers.update(made._buffers)
+            vars(child).update({own: value for own, value in vars(made).items() if own not in _OF_EACH_MODULE})
 
     def _replay_recorded(self) -> None:
         for meta in self._unwritten():

@@ -58,7 +58,7 @@ def get_context_model_parallel_rank() -> int:
 
 
 def get_context_model_parallel_src_tgt_pairs() -> list[tuple[int, int]]:
-    """Pairs of global ranks that are neighbours in a ring over a sequence: none, since each rank is alone."""
+    """Pairs of global ranks that are neighbours in a ring over a sequence: none, since no sequence is divided."""
     current_state.initialized()
     return []
 

@@ -36,6 +36,7 @@ def test_there_are_four_pages() -> None:
 def test_names_and_arguments_of_ours_exist(page: Path) -> None:
     rows = _rows(page)
     assert len(rows) >= 14
+    assert len({theirs for theirs, *_ in rows}) == len(rows)
     for theirs, ours, note in rows:
         assert theirs
         assert ours or note, theirs

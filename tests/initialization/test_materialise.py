@@ -148,6 +148,59 @@ def test_a_function_may_make_a_child_with_buffers_anew() -> None:
     assert torch.equal(values["0.bias"], torch.full((3,), 2.5))
 
 
+class Rotary(nn.Module):
+    """Buffers that follow from an attribute."""
+
+    def __init__(self, base: float = 10.0) -> None:
+        super().__init__()
+        self.base = base
+        self.register_buffer("factors", torch.arange(2.0) * base, persistent=False)
+        self.original = self.factors
+
+
+def test_a_child_that_is_made_anew_gives_its_attributes_too() -> None:
+    root = on_meta(lambda: nn.Sequential(nn.Linear(2, 3), Rotary()))
+    rotary = root[1]
+
+    def by_hand(module: nn.Module) -> None:
+        if isinstance(module, nn.Sequential):
+            module[1] = Rotary(20.0)
+        for parameter in module.parameters(recurse=False):
+            parameter.data.fill_(2.5)
+
+    values = fill(root.eval(), by_hand)
+
+    assert root[1] is rotary
+    assert not rotary.training
+    assert rotary.base == 20.0
+    assert torch.equal(rotary.original, torch.tensor([0.0, 20.0]))
+    assert torch.equal(values["1.factors"], rotary.original)
+
+
+class Inner(Bare):
+    """Module with another inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Identity()
+
+
+@pytest.mark.parametrize(("child", "made"), [(Bare, nn.Identity), (Inner, Inner), (Bare, lambda: None)])
+def test_a_child_that_cannot_be_made_anew_is_refused(child: Any, made: Any) -> None:
+    root = on_meta(lambda: nn.Sequential(child()))
+    before = root[0]
+
+    def by_hand(module: nn.Module) -> None:
+        if isinstance(module, nn.Sequential):
+            module._modules["0"] = made()
+        for parameter in module.parameters(recurse=False):
+            parameter.data.fill_(2.5)
+
+    with pytest.raises(RuntimeError, match=rf"replaced 0, a {child.__name__}, with \w+: only a module of the same"):
+        fill(root, by_hand)
+    assert root[0] is before
+
+
 def test_a_function_may_take_the_device() -> None:
     devices = []
 

@@ -8,9 +8,11 @@ import torch
 from torch import nn
 
 from nxdpp.agreement.replicas import check_replica_values
+from nxdpp.devices.kinds import device_of
 from nxdpp.doors.local_modules import LocalModules
 from nxdpp.doors.nxd.config import check_sizes
 from nxdpp.doors.nxd.model import NxDModel
+from nxdpp.doors.random_states import States, random_states, set_random_states
 from nxdpp.initialization.init_on_device import init_on_device
 from nxdpp.pipeline.activation_checkpoint import apply_checkpoint
 from nxdpp.pipeline.local.part import LocalPart
@@ -37,8 +39,8 @@ def initialize_parallel_model(
 
     The returned model is on the rank's device, with its initial weights. Every rank builds the same model: seed before
     the call. Pipeline ranks may have different seeds, as of ``set_random_seed`` in the scripts of NeuronX Distributed:
-    the numbers of the model are those of the first rank of the pipeline, and each rank has its own generator again
-    afterwards. Replicas are compared by a sample of their parameters.
+    the model is built with the numbers of the first rank of the pipeline, of Python's, NumPy's and torch's generators.
+    Afterwards each rank has its own again. Replicas are compared by a sample of their parameters.
 
     Args:
         nxd_config: of ``neuronx_distributed_config``.
@@ -52,32 +54,43 @@ def initialize_parallel_model(
             for replicas with different parameters.
     """
     check_sizes(nxd_config)
-    if not isinstance(include_buffers, bool | int):
+    if not isinstance(include_buffers, bool):
         raise TypeError(
-            f"include_buffers={include_buffers!r:.80} must be True or False: it is the third argument, and those of "
-            f"model_fn follow it."
+            f"include_buffers={include_buffers!r:.80} must be True or False: it is the third argument, and arguments "
+            f"of model_fn follow it. Write initialize_parallel_model(nxd_config, model_fn, False, ...)."
         )
     with _numbers_of_first_rank():
-        return _initialized(nxd_config, model_fn, bool(include_buffers), model_args, model_kwargs)
+        return _initialized(nxd_config, model_fn, include_buffers, model_args, model_kwargs)
 
 
 @contextmanager
 def _numbers_of_first_rank() -> Iterator[None]:
-    """Draw the numbers of the first rank of this pipeline, if the ranks' generators differ; collective over it."""
+    """Draw the numbers of the first rank of this pipeline where generators differ; collective over it."""
     if parallel_state.get_pipeline_model_parallel_size() == 1 or parallel_state.is_debug():
         yield
         return
-    own = torch.get_rng_state()
+    own = _states()
     with board.call("initialize_parallel_model"), failure_watch.reported():
-        of_first: torch.Tensor = broadcast_value(own, parallel_state.get_pipeline_control_group())
-    if torch.equal(own, of_first):
+        of_first = broadcast_value(own, parallel_state.get_pipeline_control_group())
+    if own == of_first:
         yield
         return
-    torch.set_rng_state(of_first)
+    _set_states(of_first)
     try:
         yield
     finally:
-        torch.set_rng_state(own)
+        # A generator with the state of the first rank keeps the state that the model has left.
+        after = zip(own, of_first, _states(), strict=True)
+        _set_states(tuple(now if mine == first else mine for mine, first, now in after))
+
+
+def _states() -> States:
+    return *random_states(), device_of(parallel_state.local_device()).random_state()
+
+
+def _set_states(states: States) -> None:
+    set_random_states(states[:-1])
+    device_of(parallel_state.local_device()).set_random_state(states[-1])
 
 
 def _initialized(

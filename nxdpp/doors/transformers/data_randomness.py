@@ -7,19 +7,13 @@ to mask tokens for example, would make a different batch on each rank of a pipel
     DataRandomness            batches: from the states of rank 0 at the first batch
 """
 
-import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, cast
 
-import numpy as np
-import torch
 import torch.distributed as dist
 
+from nxdpp.doors.random_states import States, random_states, set_random_states
 from nxdpp.ranks.group_values import broadcast_value
-
-States = tuple[Any, ...]
-"""States of Python's, NumPy's and torch's generators on the CPU, of values that compare by ``==``."""
 
 
 class DataRandomness:
@@ -59,12 +53,12 @@ class DataRandomness:
             return
         resumed, self._resumed_order = self._resumed_order, None
         if resumed is not None:
-            _set(resumed)
-        self.order = _states()
+            set_random_states(resumed)
+        self.order = random_states()
         yield
         if resumed is not None:
             assert self.stream is not None
-            _set(self.stream)
+            set_random_states(self.stream)
 
     @contextmanager
     def of_call(self) -> Iterator[None]:
@@ -76,7 +70,7 @@ class DataRandomness:
             yield
         finally:
             self._calls -= 1
-            self._at_end = _states()
+            self._at_end = random_states()
 
     @contextmanager
     def fetching(self) -> Iterator[None]:
@@ -84,16 +78,16 @@ class DataRandomness:
         if dist.get_world_size() == 1:
             yield
             return
-        own = _states()
+        own = random_states()
         if not self._has_begun:
             self._begin(own)
         assert self.stream is not None
-        _set(self.stream)
+        set_random_states(self.stream)
         try:
             yield
         finally:
-            self.stream = _states()
-            _set(own)
+            self.stream = random_states()
+            set_random_states(own)
 
     def _begin(self, own: States) -> None:
         known, at_end = self.stream or own, self._at_end or own
@@ -102,16 +96,3 @@ class DataRandomness:
         begun = broadcast_value(begun)
         self.stream = tuple(state or old for state, old in zip(begun, known, strict=True))
         self._has_begun = True
-
-
-def _states() -> States:
-    name, keys, *others = cast(tuple[Any, ...], np.random.get_state())
-    return random.getstate(), (name, keys.tobytes(), *others), torch.get_rng_state().numpy().tobytes()
-
-
-def _set(states: States) -> None:
-    of_python, (name, keys, *others), of_torch = states
-    version, numbers, following = of_python
-    random.setstate((version, tuple(numbers), following))
-    np.random.set_state((name, np.frombuffer(keys, dtype=np.uint32), *others))
-    torch.set_rng_state(torch.frombuffer(bytearray(of_torch), dtype=torch.uint8))

@@ -1,10 +1,12 @@
 """Training by the trainer API: losses, norms and parameters of one process."""
 
 import copy
+import random
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -180,6 +182,7 @@ def pipeline_of_two() -> None:
     model, _ = check(Chain, run_train, pipeline_config=PIPELINE, activation_checkpoint_config=Block)
     assert recomputed(model) == {Block}
     built_on_meta(pipeline_config=PIPELINE, pipeline_parallel_size=2)
+    numbers_of_first_rank()
 
 
 def replicas() -> None:
@@ -206,6 +209,40 @@ def replicas() -> None:
     with pytest.raises(ValueError, match="the model has no Embedding"):
         initialize_parallel_model({**model.nxd_config, "activation_checkpoint_config": nn.Embedding}, *chain)
     parallel_state.destroy_model_parallel()
+
+
+def numbers_of_first_rank() -> None:
+    """Weights from any generator, with seeds as in the scripts; each generator that differs continues as it was."""
+    rank = parallel_state.get_pipeline_model_parallel_rank()
+    numpy.random.seed(rank)
+    random.seed(rank)
+    torch.manual_seed(7)
+
+    def draw() -> list[float]:
+        return [random.random(), numpy.random.rand(), torch.rand(()).item()]
+
+    def drawn() -> nn.Module:
+        model = make(Tied, LAYERS)
+        torch.manual_seed(7)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.copy_(torch.full_like(parameter, sum(draw())))
+        return model
+
+    config = nxdpp.neuronx_distributed_config(pipeline_parallel_size=2, pipeline_config=PIPELINE)
+    model = initialize_parallel_model(config, drawn)
+    after = draw()
+    model.run_train(x=rows(4))
+    numpy.random.seed(rank)
+    random.seed(rank)
+    of_rank = draw()
+    numpy.random.seed(0)
+    random.seed(0)
+    whole = dict(drawn().named_parameters(remove_duplicate=False))
+    of_model = draw()
+    assert after == (of_rank[:2] + of_model[2:] if rank else of_model)
+    for name, parameter in model.local_named_parameters():
+        assert torch.equal(parameter, whole[name]), name
 
 
 def built_on_meta(**options: Any) -> NxDModel:
@@ -292,8 +329,9 @@ def test_hooks_of_a_step_run_once_after_a_copy(alone: dict[str, Any]) -> None:
 
 
 def test_the_third_argument_is_of_nxd(alone: dict[str, Any]) -> None:
-    with pytest.raises(TypeError, match=r"include_buffers=.*Chain.* must be True or False: it is the third argument"):
-        initialize_parallel_model(alone, make, Chain, LAYERS)  # type: ignore[arg-type]
+    for wrong in (Chain, 4):
+        with pytest.raises(TypeError, match=r"include_buffers=.*(Chain|4).* must be True or False.*model_fn, False, "):
+            initialize_parallel_model(alone, make, wrong, LAYERS)  # type: ignore[arg-type]
 
 
 def test_a_wrapped_model_is_refused(alone: dict[str, Any]) -> None:

@@ -78,6 +78,14 @@ def test_equal_shares_have_the_loss_one() -> None:
     logits = torch.eye(EXPERTS)
     torch.testing.assert_close(load_balancing_loss_func(logits, EXPERTS, 1), torch.ones(()))
     assert load_balancing_loss_func(logits[:1].repeat(4, 1) * 9, EXPERTS, 1) > 3.9
+    torch.testing.assert_close(load_balancing_loss_func(logits + logits.roll(1, 0), EXPERTS, 2), torch.ones(()))
+
+
+def test_the_loss_of_two_experts_a_token_is_of_their_shares_and_probabilities() -> None:
+    probabilities = torch.tensor([[0.5, 0.25, 0.125, 0.125], [0.125, 0.5, 0.25, 0.125]])
+    # Shares of the tokens: 1/2, 1, 1/2 and 0; mean probabilities: 5/16, 3/8, 3/16 and 1/8.
+    expected = torch.tensor((5 / 32 + 3 / 8 + 3 / 32) * EXPERTS / 2)
+    torch.testing.assert_close(load_balancing_loss_func(probabilities.log(), EXPERTS, 2), expected)
 
 
 def test_jitter_is_only_of_training() -> None:

@@ -1,6 +1,6 @@
 """Calls of NxD 2.29's BERT and GPT-NeoX scripts with their arguments: TP + DP, and TP + DP with ZeRO-1.
 
-Each has a loop of its own over layers of Hugging Face. Losses and parameters are those of one process.
+Each has a loop of its own over layers of Hugging Face. Losses and parameters equal a training in one process.
 """
 
 import copy

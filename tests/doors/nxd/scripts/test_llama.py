@@ -1,6 +1,6 @@
 """Calls of NxD 2.29's Llama scripts with their arguments: TP + PP + ZeRO-1, and TP + ZeRO-1 with a loop of its own.
 
-The second runs over two replicas. Losses, norms and parameters are those of one process.
+The second runs over two replicas. Losses, norms and parameters equal a training in one process.
 """
 
 import random
@@ -108,13 +108,16 @@ def one_process(flags: Namespace) -> Run:
         losses, norms = [], []
         for start in range(0, STEPS * BATCH, BATCH):
             parts = torch.stack([row["input_ids"] for row in dataset()[start : start + BATCH]]).chunk(4)
-            each = torch.stack([model(input_ids=part, labels=part).loss for part in parts])
-            each.mean().backward()
+            each = []
+            for part in parts:
+                with torch.autocast("cpu", enabled=flags.use_amp > 0, dtype=torch.bfloat16):
+                    each.append(model(input_ids=part, labels=part).loss)
+                (each[-1] / len(parts)).backward()
             norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
             optimizer.step()
             optimizer.zero_grad()
             schedule.step()
-            losses.append(each.mean().item())
+            losses.append(torch.stack(each).mean().item())
         return losses, norms, {name: value.detach().clone() for name, value in model.named_parameters()}
     finally:
         parallel_state.destroy_model_parallel()
@@ -185,11 +188,19 @@ def pipelined(args: Namespace, expected: Run, folder: Path) -> None:
     )
     lr_scheduler = get_linear_schedule_with_warmup(optimizer, 1, 10)
     assert nxd.has_checkpoint(folder) is False
+    # A save before the first step shows whether its arguments hold.
+    state = {"path": folder, "tag": "step_0", "model": model, "optimizer": optimizer, "scheduler": lr_scheduler}
+    with pytest.raises(ValueError, match="num_kept_ckpts=0 must be a whole number of at least 1"):
+        nxd.save_checkpoint(**state, num_kept_ckpts=0)
+    assert nxd.has_checkpoint(folder) is False
+    nxd.save_checkpoint(**state, num_kept_ckpts=args.num_kept_checkpoint)
+    initial = {name: value.detach().clone() for name, value in model.local_named_parameters()}
     is_last = parallel_state.get_pipeline_model_parallel_rank() == args.pipeline_parallel_size - 1
     for batch_idx, batch in enumerate(loader(BATCH)):
         if parallel_state.get_context_model_parallel_size() > 1:
             batch = get_batch_on_this_context_parallel_rank(batch)
-        with torch.autocast(enabled=args.use_amp > 0, dtype=torch.bfloat16, device_type="cuda"):
+        device_type = parallel_state.local_device().type
+        with torch.autocast(enabled=args.use_amp > 0, dtype=torch.bfloat16, device_type=device_type):
             loss = model.run_train(
                 input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], labels=batch["labels"]
             )
@@ -231,7 +242,9 @@ def pipelined(args: Namespace, expected: Run, folder: Path) -> None:
     for name, parameter in model.local_named_parameters():
         assert torch.equal(parameter, kept[name]), name
     # -1 keeps all.
-    nxd.load_checkpoint(folder, tag="step_1", model=model, optimizer=None, scheduler=None)
+    nxd.load_checkpoint(**state)
+    for name, parameter in model.local_named_parameters():
+        assert torch.equal(parameter, initial[name]), name
     if args.use_zero1_optimizer > 0:
         cast(NeuronZero1Optimizer, optimizer.optimizer).init_zero()
     assert len(optimizer.params) == len(list(model.local_parameters()))
@@ -338,12 +351,24 @@ PIPELINED = [
             use_flash_attention=True, selective_checkpoint_enabled=True, num_key_value_heads=2, qkv_linear=True
         ),
     ),
+    Namespace(
+        **DEFAULTS
+        | {
+            "tensor_parallel_size": 1,
+            "pipeline_parallel_size": 4,
+            "use_zero1_optimizer": 0,
+            "use_sequence_parallel": 0,
+            "use_amp": 1,
+        },
+        model=Namespace(),
+    ),
 ]
 OWN_LOOP = Namespace(
     tensor_parallel_size=2,
     context_parallel_size=1,
     use_zero_1=True,
     use_meta_device_init=0,
+    use_amp=0,
     sequence_parallel_enabled=True,
     selective_checkpoint_enabled=False,
     grad_accum_usteps=2,

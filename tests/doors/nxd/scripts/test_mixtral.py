@@ -1,6 +1,6 @@
 """Calls of NxD 2.29's Mixtral and DBRX scripts with their arguments, without Lightning's loop: TP + PP, and TP + DP.
 
-Each layer has experts, and the logits of its router go through the pipeline. Numbers are those of one process.
+Each layer has experts, and the logits of its router go through the pipeline. Numbers equal a training in one process.
 """
 
 from functools import partial
