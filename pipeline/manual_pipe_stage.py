@@ -76,8 +76,8 @@ def manual_model(
 
     Without ``partition_fn`` all stages have as many layers, and the last one has the remainder too.
 
-    Raises ``TypeError`` unless ``layers`` are a list of modules, and ``ValueError`` for stages that are empty or not in
-    the order of the layers.
+    Raises ``TypeError`` unless ``layers`` are a list of modules, and ``ValueError`` for layers without a stage and for
+    stages that are empty or not in the order of the layers.
     """
     if not isinstance(layers, list | tuple) or not all(isinstance(layer, nn.Module) for layer in layers):
         raise TypeError("manual_pp_partition=True takes a list of layers: NxDPPModel([embedding, *blocks, head], ...).")
@@ -88,6 +88,9 @@ def manual_model(
         found = [min(number // size, stages - 1) for number in range(len(layers))]
     else:
         of_layer = partition_fn(list(layers), stages)
+        missing = [number for number, layer in enumerate(layers) if layer not in of_layer]
+        if missing:
+            raise ValueError(f"manual_pp_stage_partition_fn returns no stage of layers {missing} of {len(layers)}.")
         found = [of_layer[layer] for layer in layers]
     if found != sorted(found) or set(found) != set(range(stages)):
         raise ValueError(

@@ -11,6 +11,7 @@ from nxdpp.gradients.overlapped_average import AverageReport
 from nxdpp.pipeline.local.tree import follow_training_modes
 from nxdpp.pipeline.local.upkeep import works_on_meta
 from nxdpp.pipeline.local.view import LocalView
+from nxdpp.pipeline.local.wrapped_methods import UnlessWrapped
 from nxdpp.pipeline.pipeline import Pipeline
 from nxdpp.pipeline.transformers_methods import (
     disable_checkpointing,
@@ -152,6 +153,7 @@ class PipelineView(LocalView):
         """
         self._pipeline.move_model_to_device(device)
 
+    @UnlessWrapped
     def cut_pipeline_stage(self, cut_point: str) -> None:
         """Do nothing: the model was cut when it was made. Raises ``RuntimeError`` for a place where it is not cut."""
         cuts = list(self._pipeline.partition.cuts)
@@ -161,9 +163,11 @@ class PipelineView(LocalView):
                 f"was made, and other ranks hold the rest. Give NxDPPModel(..., pipeline_cuts=[{cut_point!r}, ...])."
             )
 
+    @UnlessWrapped
     def partition(self) -> None:
         """Do nothing: the model was cut when it was made."""
 
+    @UnlessWrapped
     def register_shared_weights(self) -> None:
         """Do nothing: weights that several stages use were found when the model was made (``tied_names``)."""
 

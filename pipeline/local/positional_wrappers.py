@@ -32,8 +32,8 @@ class _HandedOn:
         self._kind = kind
         # Of the call that runs; ``None`` in a recomputation.
         self._call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
-        # Names of the last arguments, by the number of all.
-        self._names: dict[int, tuple[str, ...]] = {}
+        # Names that the last arguments may have after the calls so far, by the number of all; ``()`` has none.
+        self._names: dict[int, set[tuple[str, ...]]] = {}
         wrapper.register_forward_pre_hook(self._begin, with_kwargs=True)
         wrapper.register_forward_hook(self._end, always_call=True)
         layer.register_forward_pre_hook(self._name, with_kwargs=True)
@@ -52,19 +52,26 @@ class _HandedOn:
             return None
         if self._call is not None:
             self._note(args, *self._call)
-        names = self._names.get(len(args))
+        names = max(self._names.get(len(args), {()}), key=len)
         if not names:
             return None
         start = len(args) - len(names)
         return args[:start], dict(zip(names, args[start:], strict=True))
 
-    def _note(self, args: tuple[Any, ...], given: tuple[Any, ...], named: dict[str, Any]) -> None:
-        expected = (*given, *named.values())
+    def _note(self, args: tuple[Any, ...], positional: tuple[Any, ...], named: dict[str, Any]) -> None:
+        expected = (*positional, *named.values())
         is_in_order = len(args) == len(expected) and all(a is b for a, b in zip(args, expected, strict=True))
         names = tuple(named) if is_in_order else ()
-        if self._names.setdefault(len(args), names) != names:
+        possible = {names}
+        if len(set(map(id, named.values()))) < len(named):
+            # Values that are one object, such as None, are in order in the wrapper's own order too.
+            possible.add(())
+        earlier = self._names.setdefault(len(args), possible)
+        if not earlier & possible:
+            before = max(earlier, key=len)
             raise RuntimeError(
                 f"{self._kind} hands {len(args)} arguments on by position, which had the names "
-                f"{list(self._names[len(args)])} in an earlier step and {list(names)} in this one: a recomputation "
+                f"{list(before)} in an earlier step and {list(names)} in this one: a recomputation "
                 f"could not tell them apart. Hand keyword arguments on by name, or use nxdpp.apply_checkpoint(model)."
             )
+        self._names[len(args)] = earlier & possible

@@ -84,6 +84,19 @@ def wrapped_method(
     return functools.wraps(method)(call)
 
 
+class UnlessWrapped:
+    """A method of a pipelined model that an attribute of the same name of the wrapped module hides."""
+
+    def __init__(self, method: Callable[..., Any]) -> None:
+        self._method = method
+
+    def __get__(self, view: nn.Module | None, owner: type | None = None) -> Any:
+        """Return the attribute of the wrapped module if it has one, otherwise the method of ``view``."""
+        if view is not None and hasattr(vars(view).get("original_module"), self._method.__name__):
+            return view.__getattr__(self._method.__name__)
+        return self._method.__get__(view, owner)
+
+
 def is_elsewhere(value: Any, tree: nn.Module) -> bool:
     """Return whether ``value`` is a module or a parameter that ``tree`` does not hold as a whole."""
     if not isinstance(value, nn.Module | nn.Parameter):

@@ -130,10 +130,40 @@ def two_ranks() -> Any:
     parallel_state.destroy_model_parallel()
 
 
+class OfSameNames(nn.Module):
+    """A model whose attributes have the names of NxD's calls."""
+
+    partition = 7
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(make_layers(is_shared=False))
+
+    def forward(self, x: Any) -> Any:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+    def register_shared_weights(self) -> str:
+        return "of the model"
+
+
+def test_attributes_of_the_model_hide_the_calls(two_ranks: Any) -> None:
+    model = NxDPPModel(OfSameNames(), "Wrapped", pipeline_cuts=["layers.2"])
+    assert model.partition == 7
+    assert model.register_shared_weights() == "of the model"
+    with pytest.raises(RuntimeError, match=r"the model was cut after layers\.2 when it was made"):
+        model.cut_pipeline_stage("layers.1")
+
+
 def test_stages_that_cannot_be_cut_are_refused(two_ranks: Any) -> None:
     layers = make_layers(is_shared=False)
     with pytest.raises(ValueError, match=r"the stages of the 5 layers are \[1, 0, 0, 0, 0\], and 2 stages are needed"):
         manual_model(layers, 1, lambda layers, stages: {each: int(each is layers[0]) for each in layers}, None)
+    with pytest.raises(
+        ValueError, match=r"manual_pp_stage_partition_fn returns no stage of layers \[1, 2, 3, 4\] of 5"
+    ):
+        manual_model(layers, 1, lambda layers, stages: {layers[0]: 0}, None)
     with pytest.raises(TypeError, match="manual_pp_partition=True takes a list of layers"):
         manual_model(nn.Linear(2, 2), 1, None, None)
     with pytest.raises(ValueError, match=r"manual_pp_partition=True excludes pipeline_cuts\."):

@@ -105,7 +105,7 @@ def rank_files(path: Path) -> Paths:
             if entry.name.endswith(".tensors"):
                 raise ValueError(
                     f"{entry} is of torch_xla (save_xser=True, use_xser=True). Make plain files of it first: "
-                    f"nxdpp.scripts.checkpoint_converter, --convert_from_xser."
+                    f"python -m nxdpp.scripts.checkpoint_converter --convert_from_xser."
                 )
             if match := _OF_TRAINER.fullmatch(entry.name):
                 found.setdefault((int(match[1]), int(match[2])), entry)

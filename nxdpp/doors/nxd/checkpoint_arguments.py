@@ -40,8 +40,9 @@ def remedy_without_checkpoint(path: Path) -> str:
         return f"it has a pretrained model. Call nxdpp.load_pretrained(model, {str(path)!r})."
     if any(path.glob("**/dp_rank_00_*tp_rank_00_pp_rank_00.pt")):
         return (
-            "it has files of NeuronX Distributed's ranks. Convert them by nxdpp.scripts.checkpoint_converter, "
-            "--convert_to_full_state, and give the result to model.load_state_dict."
+            "it has files of NeuronX Distributed's ranks. Convert them by python -m nxdpp.scripts.checkpoint_converter "
+            "--convert_to_full_state, and load the file that it writes: nxdpp.parallel_layers.load(file, model=model, "
+            "model_key=None, sharded=False)."
         )
     return f"has_checkpoint({str(path)!r}) tells it beforehand."
 

@@ -148,7 +148,7 @@ def test_what_files_do_not_tell_is_refused(tmp_path: Path, capsys: pytest.Captur
         tmp_path / "gpt2", tmp_path / "made", "--to", "nxdpp", "--blocks"
     )
     (tmp_path / "xla" / "tp_rank_00_pp_rank_00.tensors").mkdir(parents=True)
-    assert "checkpoint_converter, --convert_from_xser" in refused(
+    assert "python -m nxdpp.scripts.checkpoint_converter --convert_from_xser" in refused(
         tmp_path / "xla", tmp_path / "made", "--to", "nxdpp", *config
     )
     assert "differs from model.norm.weight" in changed("model.norm.weight", torch.zeros(32))

@@ -69,7 +69,7 @@ class Layer(nn.Module):
 
 
 class Wrapper(nn.Module):
-    """Hands arguments on by position, in the order of the call or, with ``reverse``, in another one."""
+    """Hands arguments on by position, in the order of the call or, with ``reverse``, in the opposite order."""
 
     def __init__(self, mod: nn.Module, reverse: bool = False) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ def test_a_recomputation_has_the_names_of_the_forward() -> None:
     assert wrapper.mod(torch.tensor(3.0), torch.tensor(5.0))[0].item() == 15
 
 
-def test_another_order_stays_the_wrappers_own() -> None:
+def test_a_different_order_stays_the_wrappers_own() -> None:
     with pytest.raises(TypeError, match="takes from 2 to 3 positional arguments but 4 were given"):
         wrapped(reverse=True)(torch.ones(()), scale=torch.tensor(2.0), shift=torch.tensor(3.0))
 
@@ -112,6 +112,36 @@ def test_names_that_change_at_one_number_are_refused() -> None:
     wrapper(torch.ones(()), scale=torch.tensor(2.0))
     with pytest.raises(RuntimeError, match=r"Wrapper hands 2 arguments on by position, .*\['scale'\].*\['shift'\]"):
         wrapper(torch.ones(()), shift=torch.tensor(2.0))
+
+
+class OwnOrder(nn.Module):
+    """Hands arguments on in the order of its own forward."""
+
+    def __init__(self, mod: nn.Module) -> None:
+        super().__init__()
+        self.mod = mod
+
+    def forward(self, x: Any, minuend: Any = None, subtrahend: Any = None) -> Any:
+        return self.mod(x, minuend, subtrahend)
+
+
+class Difference(nn.Module):
+    def forward(self, x: Any, minuend: Any = None, subtrahend: Any = None) -> Any:
+        return x + (minuend or 0) - (subtrahend or 0)
+
+
+@pytest.mark.parametrize("order", [(None, 2), (2, None)])
+def test_an_object_that_is_given_twice_tells_no_order(order: tuple[Any, ...]) -> None:
+    root, layer = nn.Module(), Difference()
+    root.layer = OwnOrder(layer)
+    follow_wrapped(root, {"layer": layer})
+    results = [root.layer(1, subtrahend=None, minuend=value) for value in order]
+    assert results == [1 + (value or 0) for value in order]
+    assert layer(1, 5, 2) == 4
+    with pytest.raises(
+        RuntimeError, match=r"the names \[\] in an earlier step and \['minuend', 'subtrahend'\] in this"
+    ):
+        root.layer(1, minuend=5, subtrahend=2)
 
 
 def test_a_module_that_is_not_inside_stays_as_it_is() -> None:

@@ -111,7 +111,7 @@ class CheckpointConverterBase:
         return full_state
 
     def get_partition_dim(self, name: str) -> int:
-        """Return the divided dimension of a weight. Raises ``ValueError`` for one that no attribute names."""
+        """Return the divided dimension of a weight. Raises ``ValueError`` for one that each rank has whole."""
         if any(part in name for part in ("embed_tokens", "lm_head", "wte")):
             return self.embedding_partition_dim
         if self.is_qkv_weight(name):
@@ -142,11 +142,18 @@ class CheckpointConverterBase:
         return "qkv_proj.weight_qkv"
 
     def load_full_state(self, args: argparse.Namespace) -> State:
-        """Return the tensors of a Hugging Face directory, or of a file of ``torch.save``, on the CPU."""
+        """Return the tensors of a Hugging Face directory, or of a file of ``torch.save``, on the CPU.
+
+        Where the configuration ties the head to the embedding, ``lm_head.weight`` is the embedding.
+        """
         path = Path(args.input_dir)
         if path.is_dir() and not (path / FILE).is_file():
-            return {name: stored.read() for name, stored in stored_tensors(path).items()}
-        state: State = read_file(path / FILE if path.is_dir() else path, in_file=True)
+            state = {name: stored.read() for name, stored in stored_tensors(path).items()}
+        else:
+            state = read_file(path / FILE if path.is_dir() else path, in_file=True)
+        embedding = [name for name in state if name.endswith((".embed_tokens.weight", ".wte.weight"))]
+        if embedding and _config(args).get("tie_word_embeddings"):
+            state.setdefault("lm_head.weight", state[embedding[0]])
         return state
 
     def save_full(self, args: argparse.Namespace, full_state: State) -> None:
@@ -188,7 +195,7 @@ class CheckpointConverterBase:
         return value
 
     def _division(self, args: argparse.Namespace) -> TensorDivision:
-        config = json.loads(Path(args.config).read_text(encoding="utf-8"))
+        config = _config(args)
         query_heads = self._get_config_value(config, "num_attention_heads")
         try:
             kv_heads = self._get_config_value(config, "num_key_value_heads")
@@ -215,3 +222,8 @@ class CheckpointConverterBase:
         if any(part in name for part in ("lm_head", "model.norm.weight", "norm_f.weight")):
             return bool(pipeline == args.pp_size - 1)
         return True
+
+
+def _config(args: argparse.Namespace) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads(Path(args.config).read_text(encoding="utf-8"))
+    return config

@@ -44,10 +44,10 @@ class HeadOrder:
         """Check the numbers."""
         copies, padded = self.kv_heads * self.multiplier, self._padded
         if padded % copies or self.query_heads % self.kv_heads or self._group % (padded // copies):
+            remedy = "" if self.pads or self.backend == "trn2" else ", or give --pad_attn_heads True"
             raise ValueError(
                 f"{self.query_heads} query heads do not divide over {self.kv_heads} key-value heads with "
-                f"--kv_size_multiplier {self.multiplier} on {self.ranks} tensor ranks. Choose numbers that do, or give "
-                f"--pad_attn_heads True."
+                f"--kv_size_multiplier {self.multiplier} on {self.ranks} tensor ranks. Choose numbers that do{remedy}."
             )
         if padded % self.ranks or copies % self.ranks:
             raise ValueError(

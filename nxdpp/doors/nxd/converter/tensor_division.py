@@ -10,7 +10,6 @@ from nxdpp.doors.nxd.converter.head_order import BACKENDS, HeadOrder, are_copies
 
 State = dict[str, torch.Tensor]
 
-_DIVIDED = ("embed_tokens", "lm_head", "wte", "o_proj", "down_proj", "gate_proj", "up_proj")
 _FUSED = ("gate_up_proj", "qkv_proj")
 _EXPERTS = "expert_mlps"
 
@@ -19,10 +18,7 @@ class WeightNames(Protocol):
     """What a converter tells of the tensors of its model."""
 
     def get_partition_dim(self, name: str) -> int:
-        """Return the divided dimension."""
-
-    def is_qkv_weight(self, name: str) -> bool:
-        """Return whether it is a query, key or value."""
+        """Return the divided dimension. Raises ``ValueError`` for a tensor that each rank has whole."""
 
     def get_hf_to_nxd_model_keys(self, qkv_linear: bool, is_gqa: bool) -> tuple[dict[str, str], ...]:
         """Return the ends of names from Hugging Face to NxD, and back."""
@@ -63,7 +59,9 @@ class TensorDivision:
         if not is_gqa and not args.qkv_linear:
             self._fused["qkv_proj"] = ("q_proj", "k_proj", "v_proj")
         if args.fuse_qkv:
-            self._fused[names.get_fused_qkv_key()] = tuple(f"qkv_proj.weight_{each}" for each in "qkv")
+            for kind in ("weight", "bias"):
+                fused = names.get_fused_qkv_key().replace("weight", kind)
+                self._fused[fused] = tuple(f"qkv_proj.{kind}_{each}" for each in "qkv")
 
     def of_rank(self, state: Mapping[str, torch.Tensor], rank: int, expert: int) -> State:
         """Return the tensors of a tensor rank and an expert rank; the first expert rank has all but the experts."""
@@ -106,25 +104,29 @@ class TensorDivision:
         dim = self._dim(name, whole)
         if dim is None:
             return whole
-        if (found := self._head_order(name)) is not None:
-            order, heads = found
-            return heads_of_rank(whole, order, heads, dim, rank, self._ranks)
+        if (order := self._head_order(name)) is not None:
+            return heads_of_rank(whole, *order, dim, rank, self._ranks)
         return _slice(name, whole, dim, rank, self._ranks, "--tp_size")
 
     def _join(self, name: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         dim = self._dim(name, parts[0])
         if dim is None:
+            if not all(torch.equal(parts[0], part) for part in parts):
+                raise ValueError(
+                    f"{name} is not known as a divided weight, and its values differ between the tensor ranks: "
+                    f"override get_partition_dim."
+                )
             return parts[0]
-        if (found := self._head_order(name, lambda order: are_copies(parts, order, dim))) is not None:
-            order, heads = found
-            return heads_of_model(parts, order, heads, dim)
+        if (order := self._head_order(name, lambda order: are_copies(parts, order, dim))) is not None:
+            return heads_of_model(parts, *order, dim)
         return torch.cat([*parts], dim)
 
     def _dim(self, name: str, tensor: torch.Tensor) -> int | None:
         """The divided dimension; ``None`` for a tensor that each rank has whole, such as the bias of a row."""
-        if not self._names.is_qkv_weight(name) and not any(each in name for each in _DIVIDED):
+        try:
+            dim = self._names.get_partition_dim(name)
+        except (ValueError, AssertionError):  # The second is of NxD's own subclasses.
             return None
-        dim = self._names.get_partition_dim(name)
         return dim if dim < tensor.ndim else None
 
     def _head_order(
@@ -184,7 +186,7 @@ class TensorDivision:
 
     def _shares(self, fused: str, members: int) -> list[int]:
         """Relative sizes of the members of a fused tensor."""
-        if self._order is None or fused != self._names.get_fused_qkv_key():
+        if self._order is None or fused == "gate_up_proj":
             return [1] * members
         copies = len(self._order.key_values(self._args.hw_backend)) // self._ranks
         return [len(self._order.queries) // self._ranks, copies, copies]

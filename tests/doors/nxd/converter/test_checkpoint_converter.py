@@ -1,6 +1,7 @@
 """``CheckpointConverterBase``: Hugging Face to the files of NxD's ranks and back, equal to the bit."""
 
 import pickle
+import runpy
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,12 +10,16 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from torch import nn
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from nxdpp import parallel_state
 from nxdpp.doors.nxd.checkpoint_arguments import remedy_without_checkpoint
 from nxdpp.modules.qkv_linear import GQAQKVColumnParallelLinear
+from nxdpp.parallel_layers import ColumnParallelLinear
+from nxdpp.parallel_layers import load as load_state
 from nxdpp.scripts.checkpoint_converter import CheckpointConverterBase
 from tests.support.run_ranks import run_ranks
 
@@ -133,6 +138,51 @@ def test_as_many_key_value_heads_as_queries(tmp_path: Path) -> None:
     assert_equal(load(tmp_path / "checkpoint.pt"), whole)
 
 
+def test_biases_of_fused_projections_are_one_tensor(tmp_path: Path) -> None:
+    model = llama(attention_bias=True)
+    model.save_pretrained(tmp_path / "huggingface")
+    options = {"tp_size": 4, "qkv_linear": True, "fuse_qkv": True, "kv_size_multiplier": 2}
+    files = there_and_back(tmp_path, model.state_dict(), tmp_path / "huggingface", **options)
+    state, attention = load(files / "dp_rank_00_tp_rank_01_pp_rank_00.pt"), "model.layers.0.self_attn"
+    assert not any("qkv_proj.bias_" in name and not name.endswith("bias_qkv") for name in state)
+    # Three query heads, and the second key-value head.
+    whole = [model.state_dict()[f"{attention}.{name}_proj.bias"] for name in "qkv"]
+    parts = [whole[0][24:36], whole[1][4:], whole[2][4:]]
+    assert torch.equal(state[f"{attention}.qkv_proj.bias_qkv"], torch.cat(parts))
+
+
+def test_a_tied_head_is_on_the_last_stage(tmp_path: Path) -> None:
+    model = llama(tie_word_embeddings=True)
+    model.save_pretrained(tmp_path / "huggingface")
+    assert "lm_head.weight" not in load_file(tmp_path / "huggingface/model.safetensors")
+    files = there_and_back(tmp_path, model.state_dict(), tmp_path / "huggingface", tp_size=2, pp_size=2)
+    first, last = (load(files / f"dp_rank_00_tp_rank_01_pp_rank_{stage:02d}.pt") for stage in (0, 1))
+    assert torch.equal(last["lm_head.weight"], first["model.embed_tokens.weight"])
+    assert "lm_head.weight" not in first
+
+
+class Neox(CheckpointConverterBase):
+    """A subclass that knows one weight more."""
+
+    def get_partition_dim(self, name: str) -> int:
+        return 0 if "dense_h_to_4h.weight" in name else super().get_partition_dim(name)
+
+
+def test_a_subclass_names_a_divided_weight(directory: Path, tmp_path: Path) -> None:
+    name = "model.layers.0.mlp.dense_h_to_4h"
+    state = {f"{name}.{kind}": torch.randn(6, 4).bfloat16() for kind in ("weight", "other")}
+    torch.save(state, tmp_path / "whole.pt")
+    config, sizes = directory / "config.json", {"tp_size": 2}
+    run(Neox(), tmp_path / "whole.pt", tmp_path, config, convert_from_full_state=True, **sizes)
+    second = load(tmp_path / "model/dp_rank_00_tp_rank_01_pp_rank_00.pt")
+    assert torch.equal(second[f"{name}.weight"], state[f"{name}.weight"][3:])
+    assert torch.equal(second[f"{name}.other"], state[f"{name}.other"])
+    run(Neox(), tmp_path / "model", tmp_path, config, convert_to_full_state=True, **sizes)
+    assert_equal(load(tmp_path / "checkpoint.pt"), state)
+    with pytest.raises(ValueError, match=r"h_to_4h.weight is not known as a divided weight, and its values differ"):
+        run(CheckpointConverterBase(), tmp_path / "model", tmp_path, config, convert_to_full_state=True, **sizes)
+
+
 class Experts(CheckpointConverterBase):
     """A subclass as NxD's for Mixtral: experts become one weight, with the input before the output."""
 
@@ -212,9 +262,25 @@ def test_files_of_xser_are_read_without_torch_xla(
         assert_equal(load(tmp_path / "plain/model" / path.name), load(path))
 
 
-def test_a_load_of_nxds_files_names_the_converter(directory: Path, tmp_path: Path) -> None:
+def test_a_load_of_nxds_files_names_the_converter_and_the_load(directory: Path, tmp_path: Path) -> None:
     there_and_back(tmp_path, llama().state_dict(), directory)
-    assert "nxdpp.scripts.checkpoint_converter" in remedy_without_checkpoint(tmp_path / "ranks")
+    remedy = remedy_without_checkpoint(tmp_path / "ranks")
+    assert "python -m nxdpp.scripts.checkpoint_converter --convert_to_full_state" in remedy
+    assert "nxdpp.parallel_layers.load(file, model=model, model_key=None, sharded=False)" in remedy
+
+
+def test_the_converter_is_a_command(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    there_and_back(tmp_path, llama().state_dict(), directory)
+    words = f"- --input_dir {tmp_path}/ranks/model --output_dir {tmp_path}/command --hw_backend trn1".split()
+    monkeypatch.setattr(sys, "argv", [*words, "--config", str(directory / "config.json"), "--convert_to_full_state"])
+    monkeypatch.delitem(sys.modules, "nxdpp.scripts.checkpoint_converter")
+    runpy.run_module("nxdpp.scripts.checkpoint_converter", run_name="__main__")
+    assert_equal(load(tmp_path / "command/checkpoint.pt"), llama().state_dict())
+    sys.argv.pop()
+    with pytest.raises(SystemExit, match="give exactly one of --convert_from_full_state"):
+        runpy.run_module("nxdpp.scripts.checkpoint_converter", run_name="__main__")
 
 
 class RunsCode:
@@ -285,7 +351,7 @@ def test_false_is_false() -> None:
 
 
 def attention(rank: int, files: str, x: torch.Tensor) -> list[torch.Tensor]:
-    """Query, key and value of this rank, with the weights of NxD's file."""
+    """Query, key and value of this rank with the weights of NxD's file, and its part of the whole state's head."""
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
     sizes = [HIDDEN, KV_HEADS * HIDDEN // HEADS]
     layer = GQAQKVColumnParallelLinear(HIDDEN, sizes, bias=False, gather_output=False, kv_size_multiplier=1)
@@ -294,7 +360,10 @@ def attention(rank: int, files: str, x: torch.Tensor) -> list[torch.Tensor]:
     layer.load_state_dict(
         {name.removeprefix(prefix): value.float() for name, value in state.items() if name.startswith(prefix)}
     )
-    outputs = [output.detach() for output in layer(x)]
+    model = nn.Module()
+    model.lm_head = ColumnParallelLinear(HIDDEN, 64, bias=False, dtype=torch.bfloat16)
+    load_state(Path(files).parents[1] / "whole/checkpoint.pt", model=model, model_key=None, sharded=False, strict=False)
+    outputs = [*(output.detach() for output in layer(x)), model.lm_head.weight.detach()]
     parallel_state.destroy_model_parallel()
     return outputs
 
@@ -307,3 +376,4 @@ def test_a_rank_of_nxdpp_loads_its_file(directory: Path, tmp_path: Path) -> None
     for number, name in enumerate("qkv"):
         weight = llama().state_dict()[f"model.layers.0.self_attn.{name}_proj.weight"].float()
         torch.testing.assert_close(torch.cat([outputs[number] for outputs in ranks], -1), F.linear(x, weight))
+    assert torch.equal(torch.cat([outputs[3] for outputs in ranks]), llama().lm_head.weight)

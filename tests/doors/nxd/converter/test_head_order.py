@@ -54,6 +54,12 @@ def test_numbers_that_do_not_divide_are_refused(numbers: tuple[int, int, int, in
         HeadOrder(*numbers, backend="trn1")
 
 
+@pytest.mark.parametrize(("backend", "pads"), [("trn1", True), ("trn2", False)])
+def test_padding_is_no_remedy_where_it_is_given_or_refused(backend: str, pads: bool) -> None:
+    with pytest.raises(ValueError, match=r"on 4 tensor ranks\. Choose numbers that do\.$"):
+        HeadOrder(6, 3, 4, 4, backend, pads)
+
+
 def test_padding_is_of_trn1() -> None:
     with pytest.raises(ValueError, match=r"--pad_attn_heads is for --hw_backend trn1"):
         HeadOrder(12, 2, 8, 4, "trn2", pads=True)
