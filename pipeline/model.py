@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import ModuleType
-from typing import Any, Generic, Literal, Protocol, Self, overload
+from typing import Any, Generic, Literal, Protocol, Self, cast, overload
 from weakref import ref
 
 import torch
@@ -157,8 +157,6 @@ class NxDPPModel(PipelineView, Generic[OnEveryRank, PerMicrobatch]):
             module, transformer_layer_cls, pipeline_cuts, loss_fn = manual_model(
                 module, virtual_pipeline_size, manual_pp_stage_partition_fn, manual_pp_loss_fn
             )
-        arguments.check_kinds(module)
-        assert isinstance(module, nn.Module)
         if auto_partition and pipeline_cuts is not None and not len(pipeline_cuts):
             pipeline_cuts = None
         config = PipelineConfig(
@@ -194,7 +192,7 @@ class NxDPPModel(PipelineView, Generic[OnEveryRank, PerMicrobatch]):
         arguments.check_scripts_arguments(use_optimizer_wrapper, fuse_microbatches, return_loss_on_cpu)
         arguments.check_auto_partition(auto_partition, pipeline_cuts, partition)
         self._pipeline = Pipeline(
-            module,
+            cast(nn.Module, module),
             config,
             {"broadcast_and_average_loss": broadcast_and_average_loss, "use_zero1_optimizer": use_zero1_optimizer},
         )

@@ -120,6 +120,11 @@ def start(device: torch.device) -> str:
     return f"{properties.name} {getattr(properties, 'uuid', device.index)}"
 
 
+def name(index: int = 0) -> str:
+    """Return the name of the device ``index``, such as ``"NVIDIA H100"``."""
+    return str(torch.cuda.get_device_name(index))
+
+
 def total_memory(index: int) -> int:
     """Return the bytes of memory of the device ``index``."""
     return int(torch.cuda.get_device_properties(index).total_memory)
