@@ -159,7 +159,7 @@ class GQAQKVColumnParallelLinear(ParallelLayer):
             if sizes and fused is not None and len(fused) == sum(sizes):
                 del state_dict[f"{prefix}{kind}_qkv"]
                 state_dict.update(zip((f"{prefix}{kind}_{name}" for name in _NAMES), fused.split(sizes), strict=True))
-        super()._load_from_state_dict(state_dict, prefix, *rest)  # type: ignore[no-untyped-call]
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def padded_sizes(self, ratio: Fraction) -> dict[str, Fraction]:
         """For ``ratio`` times as many heads, the size of each parameter; copied key-value heads stay as they are.
