@@ -85,8 +85,8 @@ def get_grad_norm(
     Args:
         parameters: of this rank. One that is given twice counts once.
         norm_type: order of the norm, above 0; infinity is for the largest absolute value.
-        zero1_optimizer: the gradients are shards of ZeRO-1, of which each replica has different ones. The call is then
-            collective over all ranks.
+        zero1_optimizer: the parameters are pieces of ZeRO-1, those in ``optimizer.base_optimizer.param_groups``, of
+            which each replica has different ones. The call is then collective over all ranks.
         zero1_optimizer_groups: with ``zero1_optimizer``, the ranks with shards of one parameter: the data-parallel
             groups, which are the default.
         force_spmd: NeuronX Distributed counts a gradient that all tensor ranks have in shares for ``True``, and on the
@@ -96,8 +96,8 @@ def get_grad_norm(
         A float32 tensor without dimensions on the device of the gradients, equal on all ranks.
 
     Raises:
-        ValueError: for an invalid ``norm_type``, for sparse gradients, for ``zero1_optimizer_groups`` of other ranks,
-            and without ``zero1_optimizer``.
+        ValueError: for an invalid ``norm_type``, for sparse gradients, for ``zero1_optimizer`` with parameters that are
+            no pieces, and for ``zero1_optimizer_groups`` of other ranks or without ``zero1_optimizer``.
         RuntimeError: in the debug mode, and before ``initialize_model_parallel``.
     """
     return _norm_of("get_grad_norm", _trained(parameters), norm_type, zero1_optimizer, zero1_optimizer_groups)
@@ -105,8 +105,8 @@ def get_grad_norm(
 
 def _trained(parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """The parameters with a gradient, each once."""
-    given = [parameters] if isinstance(parameters, torch.Tensor) else parameters
-    return list({id(each): each for each in given if each.grad is not None}.values())
+    listed = [parameters] if isinstance(parameters, torch.Tensor) else parameters
+    return list({id(each): each for each in listed if each.grad is not None}.values())
 
 
 def _norm_of(
@@ -124,32 +124,45 @@ def _norm_of(
     shares = [counted_share(each) for each in trained]
     groups = [parallel_state.get_model_parallel_group()]
     if zero1_optimizer:
+        _check_pieces(trained)
         groups.append(parallel_state.get_data_parallel_group())
     with board.call(caller), failure_watch.reported():
         return total_norm(gradients, shares, order, groups)
 
 
-def _check_zero1_groups(zero1_optimizer: bool, given: Sequence[Sequence[int]]) -> None:
-    own = parallel_state.get_data_parallel_group(as_list=True)
-    if not zero1_optimizer or {frozenset(group) for group in given} != {frozenset(group) for group in own}:
+def _check_pieces(trained: Sequence[torch.Tensor]) -> None:
+    for each in trained:
+        if not hasattr(each, "piece_of"):
+            raise ValueError(
+                f"zero1_optimizer=True is for pieces of ZeRO-1, the parameters in optimizer.base_optimizer."
+                f"param_groups, and a parameter of shape {list(each.shape)} is none: leave it out, or call "
+                f"optimizer.gradient_norm() or clip_gradients(). Give torch's error_if_nonfinite by name."
+            )
+
+
+def _check_zero1_groups(zero1_optimizer: bool, groups: Sequence[Sequence[int]]) -> None:
+    data_parallel = parallel_state.get_data_parallel_group(as_list=True)
+    if not zero1_optimizer or {frozenset(group) for group in groups} != {frozenset(group) for group in data_parallel}:
         raise ValueError(
-            f"zero1_optimizer_groups={[list(group) for group in given]} goes with zero1_optimizer=True, and has the "
-            f"data-parallel groups {own}: leave it out"
+            f"zero1_optimizer_groups={[list(group) for group in groups]} goes with zero1_optimizer=True, and has the "
+            f"data-parallel groups {data_parallel}: leave it out"
         )
 
 
 def counted_share(parameter: torch.Tensor) -> float:
     """Return the share of the gradient of ``parameter`` that this rank adds to the norm of its replica.
 
-    Reads NxD's attributes: ``shared``, ``tensor_model_parallel`` and ``num_partitions``.
+    Reads NxD's attributes: ``shared``, ``tensor_model_parallel`` and ``num_partitions``; of a piece of ZeRO-1 the
+    attributes of its parameter.
     """
-    if getattr(parameter, "shared", False):
+    whole, copies = getattr(parameter, "piece_of", (parameter, 1))
+    if getattr(whole, "shared", False):
         return 0.0
     size = parallel_state.get_tensor_model_parallel_size()
-    if not getattr(parameter, "tensor_model_parallel", False):
-        return 1 / size
+    if not getattr(whole, "tensor_model_parallel", False):
+        return 1 / size / copies
     # Fewer partitions than ranks: several ranks hold each of them, as with kv_size_multiplier.
-    return min(1.0, getattr(parameter, "num_partitions", size) / size)
+    return min(1.0, getattr(whole, "num_partitions", size) / size) / copies
 
 
 def total_norm(

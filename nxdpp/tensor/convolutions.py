@@ -109,7 +109,8 @@ class OutputChannelParallelConv2d(_ParallelConv2d):
 
     Shape: ``(B, I, H, W)`` -> ``(B, O, H', W')``, or ``(B, O / ranks, H', W')``.
 
-    Raises ``ValueError`` for channels that do not divide, for groups and for other padding.
+    Raises ``ValueError`` for channels that do not divide, for groups and for other padding modes, and ``TypeError`` for
+    a ``padding`` that is a name.
     """
 
     def __init__(
@@ -192,4 +193,9 @@ class InputChannelParallelConv2d(_ParallelConv2d):
 
 
 def _pair(sizes: _Sizes) -> tuple[int, int]:
+    if isinstance(sizes, str):
+        raise TypeError(
+            f"sizes of a parallel convolution are numbers or pairs of numbers, not {sizes!r}: for padding='same' give "
+            f"dilation * (kernel_size - 1) // 2"
+        )
     return (sizes, sizes) if isinstance(sizes, int) else (sizes[0], sizes[1])

@@ -36,11 +36,11 @@ class _Collective(NamedTuple):
 
     def run(self, tensor: torch.Tensor, group: ProcessGroup | None) -> torch.Tensor:
         """Run the collective over ``group``; the result has the dtype of ``tensor``."""
-        given = tensor if self.dtype is None else tensor.to(self.dtype)
+        converted = tensor if self.dtype is None else tensor.to(self.dtype)
         if self.kind == "all_reduce":
-            return all_reduce(given, group).to(tensor.dtype)
+            return all_reduce(converted, group).to(tensor.dtype)
         function = {"all_gather": all_gather, "reduce_scatter": reduce_scatter, "own_part": own_part}[self.kind]
-        return function(given, self.dim, group).to(tensor.dtype)
+        return function(converted, self.dim, group).to(tensor.dtype)
 
 
 class _Mapping(torch.autograd.Function):

@@ -148,9 +148,9 @@ class _Start(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         """Start the sum of all ranks' gradients, of which no other node reads the content before ``_Finish``."""
         (gradient,) = gradients
-        given = gradient.to(ctx.reduce_dtype or gradient.dtype)
-        started = start_all_reduce(given) if ctx.sequence is None else start_reduce_scatter(given, ctx.sequence.dim)
-        if given.dtype != gradient.dtype:
+        summed = gradient.to(ctx.reduce_dtype or gradient.dtype)
+        started = start_all_reduce(summed) if ctx.sequence is None else start_reduce_scatter(summed, ctx.sequence.dim)
+        if summed.dtype != gradient.dtype:
             # Autograd would convert the sum, whose content comes later.
             started = wait(started).to(gradient.dtype)
         return started, None, None

@@ -163,7 +163,7 @@ def _without_heads(inside: dict[str, ParallelLayer]) -> dict[str, ParallelLayer]
                 del chosen[name]
             elif not layer.gather_output:
                 raise ValueError(
-                    f"{name} has {layer.output_size} outputs, and the RowParallelLinear beside it other inputs "
+                    f"{name} has {layer.output_size} outputs, and the RowParallelLinear next to it other inputs "
                     f"({rows}): padding of {name} may change the model. Give wrapped_classes, the classes of the "
                     f"attention."
                 )

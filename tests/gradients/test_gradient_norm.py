@@ -3,6 +3,7 @@
 import copy
 import math
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 
 from nxdpp import GradScaler, NxDPPModel, parallel_state
 from nxdpp.gradients.gradient_norm import clip_grad_norm, get_grad_norm
+from nxdpp.gradients.optimizer.zero1 import Zero1Optimizer
 from tests.pipeline.runtime.scheduled_models import Chain, Tied, make, rows
 from tests.support.plain_models import Block
 from tests.support.run_ranks import run_ranks
@@ -87,21 +89,23 @@ def check_synthetic() -> None:
 
 
 def check_shards() -> None:
-    """Each replica has a part of each gradient, as with ZeRO-1."""
+    """Each replica has pieces of the parameters, as with ZeRO-1; each group of replicas has all."""
     whole = whole_gradients()
-    size, rank = parallel_state.get_data_parallel_size(), parallel_state.get_data_parallel_rank()
     groups = parallel_state.get_data_parallel_replica_groups()
-    for norm_type in NORM_TYPES:
+    for norm_type, count in product(NORM_TYPES, {1, parallel_state.get_data_parallel_size()}):
         norm, clipped = torch_norm(whole, 0.5, norm_type)
-        for given in (None, groups):
-            shards = []
-            for each in part_of_rank(whole):
-                part = None if each.grad is None else each.grad.flatten().tensor_split(size)[rank]
-                shards.append(parameter(part, **vars(each)))
-            torch.testing.assert_close(get_grad_norm(shards, norm_type, True, given), norm)
-            torch.testing.assert_close(clip_grad_norm(shards, 0.5, norm_type, True, given), norm)
-            if parallel_state.get_pipeline_model_parallel_rank():
-                torch.testing.assert_close(shards[0].grad, clipped.tensor_split(size)[rank])
+        for replicas in (None, groups):
+            own = part_of_rank(whole)
+            optimizer = Zero1Optimizer(own, torch.optim.SGD, lr=0.1, sharding_groups=count)
+            optimizer.reduce_gradients()
+            pieces = [piece for group in optimizer.base_optimizer.param_groups for piece in group["params"]]
+            torch.testing.assert_close(get_grad_norm(pieces, norm_type, True, replicas), norm)
+            torch.testing.assert_close(clip_grad_norm(pieces, 0.5, norm_type, True, replicas), norm)
+            for shard, piece, _ in optimizer.shards():
+                if shard.parameter == 0 and parallel_state.get_pipeline_model_parallel_rank():
+                    torch.testing.assert_close(piece.grad, clipped[shard.start : shard.stop])
+    with pytest.raises(ValueError, match=r"of shape \[4\] is none: .*Give torch's error_if_nonfinite by name"):
+        clip_grad_norm([parameter(whole["norm0"])], 0.5, 2.0, True)
     world = [list(range(torch.distributed.get_world_size()))]
     for zero1, wrong in ((True, world), (False, groups)):
         with pytest.raises(ValueError, match="goes with zero1_optimizer=True, and has the data-parallel groups"):

@@ -89,6 +89,10 @@ def test_refusals() -> None:
             InputChannelParallelConv2d(8, 8, 3, groups=2)
         with pytest.raises(ValueError, match="not 1 and 'reflect'"):
             InputChannelParallelConv2d(8, 8, 3, padding_mode="reflect")
+        with pytest.raises(
+            TypeError, match=r"numbers or pairs of numbers, not 'same': .* dilation \* \(kernel_size - 1"
+        ):
+            OutputChannelParallelConv2d(3, 8, 3, padding="same")  # type: ignore[arg-type]
         assert OutputChannelParallelConv2d(3, 8, 3, device="meta", keep_master_weight=True).master_weight is None
     finally:
         parallel_state.destroy_model_parallel()

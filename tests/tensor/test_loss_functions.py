@@ -136,6 +136,10 @@ def _padded(vocabulary: int) -> None:
         torch.testing.assert_close(given.grad, theirs.grad, rtol=1e-5, atol=1e-6)
         own = vocabulary - parallel_state.get_tensor_model_parallel_rank() * logits.shape[-1]
         assert not logits.grad[:, max(0, own) :].any()
+    ids = labels[:-1].roll(1)[None]
+    found = from_parallel_logits_to_logprobs(logits[None, :-1], ids, vocabulary_size=vocabulary)
+    expected = whole(x)[:-2].log_softmax(-1).gather(-1, ids[0, 1:, None]).T
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
     columns = head.padded_size
     if columns > vocabulary:
         with pytest.raises(IndexError, match=f"label {vocabulary} is outside of the vocabulary of {vocabulary}"):

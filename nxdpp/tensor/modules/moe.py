@@ -18,10 +18,11 @@ import torch
 from torch import nn
 from torch.nn import functional, init
 
+from nxdpp.ranks import parallel_state
 from nxdpp.tensor import mappings
-from nxdpp.tensor.initial_parts import InitMethod, fill_parameter
+from nxdpp.tensor.initial_parts import InitMethod
 from nxdpp.tensor.layers import ColumnParallelLinear, RowParallelLinear
-from nxdpp.tensor.parallel_layer import ParallelLayer
+from nxdpp.tensor.parallel_linear import ParallelLinear
 from nxdpp.tensor.tensor_attributes import mark_sequence_parallel
 from nxdpp.tensor.utils import ensure_divisibility
 
@@ -107,7 +108,7 @@ class RouterTopK(nn.Module):
         return logits, affinities.to(hidden_states.dtype), logits.topk(self.top_k).indices
 
 
-class ExpertWeight(ParallelLayer):
+class ExpertWeight(ParallelLinear):
     """A weight ``(experts, inputs, outputs)`` of which this rank has a part along ``dim``."""
 
     def __init__(
@@ -119,23 +120,15 @@ class ExpertWeight(ParallelLayer):
         dtype: torch.dtype,
         device: torch.device | str | None,
     ) -> None:
-        ParallelLayer.__init__(self)
-        ensure_divisibility(shape[dim], self.tensor_parallel_size * stride)
-        _, self.input_size, self.output_size = shape
-        self.stride, self.gather_output = stride, False
-        self._init_method: InitMethod | None = init_method
+        ensure_divisibility(shape[dim], parallel_state.get_tensor_model_parallel_size() * stride)
+        _, inputs, outputs = shape
+        ParallelLinear.__init__(
+            self, inputs, outputs, 2 - dim, stride, init_method, False, None, False, False, False, None, None
+        )
+        self._dim = dim
         self._add_part("weight", shape, dim, dtype, device, stride=stride)
         self.register_parameter("bias", None)
         self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Initialise the weight."""
-        self.init_weight_cpu()
-
-    def init_weight_cpu(self) -> None:
-        """Initialise the weight from numbers that are drawn on the CPU."""
-        assert self._init_method is not None
-        fill_parameter(self.get_parameter("weight"), self._init_method)
 
     def padded_sizes(self, ratio: Fraction) -> dict[str, Fraction]:
         """No sizes: experts have no heads."""
@@ -150,9 +143,13 @@ class ExpertWeight(ParallelLayer):
 class ExpertFusedColumnParallelLinear(ExpertWeight, ColumnParallelLinear):
     """The first weight of the experts; the class tells ``param_init_fn`` of scripts that it is a parallel layer."""
 
+    gather_output = False
+
 
 class ExpertFusedRowParallelLinear(ExpertWeight, RowParallelLinear):
     """The second weight of the experts, likewise."""
+
+    input_is_parallel = True
 
 
 class ExpertMLPs(nn.Module):

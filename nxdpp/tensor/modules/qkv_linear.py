@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from fractions import Fraction
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -40,7 +41,8 @@ class GQAQKVColumnParallelLinear(ParallelLayer):
     NeuronX Distributed has part ``r % (ranks / multiplier)``, and orders the query heads to fit.
 
     The parameters are ``weight_q``, ``weight_k``, ``weight_v``, ``bias_q``, ``bias_k`` and ``bias_v``. Their initial
-    values are drawn as for three ``torch.nn.Linear`` in this order.
+    values are drawn as for three ``torch.nn.Linear`` in this order. A loaded ``weight_qkv`` or ``bias_qkv``, this
+    rank's three parts one after another, is split.
 
     Args:
         input_size: size ``I`` of an input.
@@ -60,6 +62,7 @@ class GQAQKVColumnParallelLinear(ParallelLayer):
     Shape: ``(..., I)`` -> query ``(..., Q / ranks)``, key and value ``(..., KV * kv_size_multiplier / ranks)``.
 
     Raises:
+        TypeError: for a ``dtype`` that is a bool.
         ValueError: for sizes that do not divide.
     """
 
@@ -81,6 +84,11 @@ class GQAQKVColumnParallelLinear(ParallelLayer):
         sequence_dimension: int | None = None,
     ) -> None:
         super().__init__()
+        if isinstance(dtype, bool):
+            raise TypeError(
+                f"the fifth argument of GQAQKVColumnParallelLinear is dtype, as in NeuronX Distributed: give "
+                f"sequence_parallel_enabled={dtype} and what follows it by name"
+            )
         query, key_value = output_sizes
         self._check_sizes(query, key_value, kv_size_multiplier)
         self.input_size, self.output_sizes = input_size, (query, key_value)
@@ -143,6 +151,15 @@ class GQAQKVColumnParallelLinear(ParallelLayer):
     def _fill_weight(self, name: str) -> None:
         weight, method = self.get_parameter(f"weight_{name}"), self._init_method or init_as_torch
         setattr(self, f"master_weight_{name}", fill_parameter(weight, method, self.keep_master_weight))
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        for kind in ("weight", "bias"):
+            sizes = [len(each) for name in _NAMES if (each := getattr(self, f"{kind}_{name}")) is not None]
+            fused = state_dict.get(f"{prefix}{kind}_qkv")
+            if sizes and fused is not None and len(fused) == sum(sizes):
+                del state_dict[f"{prefix}{kind}_qkv"]
+                state_dict.update(zip((f"{prefix}{kind}_{name}" for name in _NAMES), fused.split(sizes), strict=True))
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def padded_sizes(self, ratio: Fraction) -> dict[str, Fraction]:
         """For ``ratio`` times as many heads, the size of each parameter; copied key-value heads stay as they are.

@@ -230,14 +230,8 @@ def _clipping(tensor: int, pipeline: int) -> None:
     norm = torch.nn.utils.clip_grad_norm_(parameters, 1.0)
     optimizer.reduce_gradients()
     _close(optimizer.clip_gradients(1.0), norm)
-    shards = []
-    for shard, values, _ in optimizer.shards():
-        marked = nn.Parameter(values.detach())
-        marked.grad = values.grad
-        vars(marked).update(vars([*own.parameters()][shard.parameter]))
-        shards.append(marked)
     after = get_grad_norm(
-        shards,
+        [piece for group in optimizer.base_optimizer.param_groups for piece in group["params"]],
         norm_type=2,
         zero1_optimizer=True,
         zero1_optimizer_groups=parallel_state.get_data_parallel_replica_groups(),

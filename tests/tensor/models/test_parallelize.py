@@ -88,6 +88,16 @@ class TestOneOfTwo:
         assert model.lm_head.weight.shape == (VOCABULARY // 2, 32)
         assert vars(model.lm_head.weight)["partition_dim"] == 0
 
+    def test_layers_initialise_as_those_of_parallel_layers(self) -> None:
+        layer = tensor_parallelize(make("llama")).model.layers[0]
+        for parallel, dim in ((layer.self_attn.q_proj, 0), (layer.mlp.down_proj, 1)):
+            torch.manual_seed(1)
+            parallel.init_weight_cpu()
+            torch.manual_seed(1)
+            whole = nn.Linear(parallel.input_size, parallel.output_size, bias=False)
+            assert torch.equal(parallel.weight, whole.weight.chunk(2, dim)[0])
+            assert not parallel.keep_master_weight
+
     def test_a_plan_of_the_user(self) -> None:
         plan = {"model.layers.*.mlp.up_proj": "colwise_gather_output", "lm_head": "colwise_rep"}
         model = tensor_parallelize(make("llama"), plan)

@@ -6,6 +6,7 @@ from torch import nn
 from torch.nn import functional
 
 from nxdpp import parallel_state
+from nxdpp.tensor.layers import ColumnParallelLinear, RowParallelLinear
 from nxdpp.tensor.modules.moe import ExpertMLPs, MoE, RouterTopK, load_balancing_loss_func
 
 EXPERTS, TOP_K, HIDDEN, INNER = 4, 2, 6, 10
@@ -52,6 +53,20 @@ def token_by_token(moe: MoE, tokens: torch.Tensor, capacity: int) -> torch.Tenso
             total = total + inner @ second[expert] * (affinities[expert] / scale).float()
         rows.append(total)
     return torch.stack(rows)
+
+
+def test_experts_have_the_attributes_of_parallel_layers() -> None:
+    first, second = layer().expert_mlps.mlp_op.values()
+    assert isinstance(first, ColumnParallelLinear)
+    assert isinstance(second, RowParallelLinear)
+    assert (first.padded_size, first.output_size_per_partition, first.gather_output) == (2 * INNER, 2 * INNER, False)
+    assert (second.padded_size, second.input_size_per_partition, second.input_is_parallel) == (INNER, INNER, True)
+    for each in (first, second):
+        assert (each.skip_bias_add, each.keep_master_weight, each.sequence_parallel_enabled) == (False, False, False)
+        each.keep_master_weight = True
+        each.init_weight_cpu()
+        assert each.master_weight is not None
+        assert torch.equal(each.master_weight, each.weight)
 
 
 @pytest.mark.parametrize(

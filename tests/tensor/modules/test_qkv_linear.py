@@ -128,6 +128,19 @@ def _options(rank: int, size: int) -> None:
     assert half.weight_k.grad.item() == torch.tensor(256.0 + size - 1).bfloat16().item()
 
 
+def _fused(size: int) -> None:
+    """The file of NeuronX Distributed's ``fuse_qkv=True`` gives the three parameters."""
+    options: dict[str, Any] = {"kv_size_multiplier": size // 2, "gather_output": False}
+    source, target = (nn.Sequential(GQAQKVColumnParallelLinear(HIDDEN, [24, 6], **options)) for _ in range(2))
+    state = source.state_dict()
+    fused = {f"0.{kind}_qkv": torch.cat([state[f"0.{kind}_{name}"] for name in "qkv"]) for kind in ("weight", "bias")}
+    target.load_state_dict(fused)
+    assert all(torch.equal(value, state[name]) for name, value in target.state_dict().items())
+    fused["0.weight_qkv"] = fused["0.weight_qkv"][1:]
+    with pytest.raises(RuntimeError, match=r"Unexpected key\(s\) in state_dict: \"0\.weight_qkv\""):
+        target.load_state_dict(fused)
+
+
 def _split() -> None:
     torch.manual_seed(1)
     batches = [[torch.randn(2, 4, HIDDEN, generator=torch.Generator().manual_seed(seed))] for seed in range(3)]
@@ -143,6 +156,7 @@ def _cases(rank: int, size: int) -> None:
         _check(heads, copies, gather=True, sequence=False, bias=False)
     _split()
     _options(rank, size)
+    _fused(size)
     layer = GQAQKVColumnParallelLinear(HIDDEN, [24, 6], kv_size_multiplier=size)
     move_model_to_device(layer, "meta")
     assert vars(layer.weight_k)["num_partitions"] == 1
@@ -171,5 +185,7 @@ def test_refusals(arguments: dict[str, Any], message: str) -> None:
     try:
         with pytest.raises(ValueError, match=message):
             GQAQKVColumnParallelLinear(HIDDEN, **arguments)
+        with pytest.raises(TypeError, match=r"fifth argument .* is dtype.*: give sequence_parallel_enabled=True and"):
+            GQAQKVColumnParallelLinear(HIDDEN, [24, 8], False, False, True)  # type: ignore[arg-type]
     finally:
         parallel_state.destroy_model_parallel()
