@@ -1,6 +1,7 @@
 """The tracer of a spine: the modules whose ``forward`` is traced. Every other module is a single node."""
 
 import re
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -59,6 +60,9 @@ class SpineTracer(AnsweringTracer):
 
     def __init__(self, spine: set[str], shapes: Shapes, guess: bool | None = None, **options: Any) -> None:
         super().__init__(shapes, guess, **options)
+        # ``ops.f(x)`` takes ``f`` from the module that defines it.
+        defining = {each.__module__ for each in options.get("autowrap_functions", ())}
+        self._autowrap_search += [sys.modules[name] for name in sorted(defining) if not is_framework(name)]
         self._spine = spine
         self._left_behind: LeftBehind | None = None
         self._thread = threading.get_ident()
