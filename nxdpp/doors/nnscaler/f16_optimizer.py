@@ -49,7 +49,7 @@ class MixedPrecisionAdam(MixedPrecisionAdamW):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take a pickled or loaded state. ``AdamW`` would turn the decay into its own."""
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
         for group in self.param_groups:
             group["decoupled_weight_decay"] = False
 
