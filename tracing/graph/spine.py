@@ -1,10 +1,12 @@
 """The tracer of a spine: the modules whose ``forward`` is traced. Every other module is a single node."""
 
 import re
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import numpy
@@ -59,6 +61,7 @@ class SpineTracer(AnsweringTracer):
 
     def __init__(self, spine: set[str], shapes: Shapes, guess: bool | None = None, **options: Any) -> None:
         super().__init__(shapes, guess, **options)
+        self._wrapped = options.get("autowrap_functions", ())
         self._spine = spine
         self._left_behind: LeftBehind | None = None
         self._thread = threading.get_ident()
@@ -89,18 +92,26 @@ class SpineTracer(AnsweringTracer):
             stack.enter_context(recorded_einops())
             stack.enter_context(recorded_dataclasses(own))
             stack.enter_context(recorded_transformers())
+            # ``ops.f(x)`` takes ``f`` from the module that defines it.
+            defining = [sys.modules.get(getattr(function, "__module__", "")) for function in self._wrapped]
+            for source in {each for each in defining if each and each not in own and not is_framework(each.__name__)}:
+                stack.enter_context(swapped(vars(source), self._single_nodes(source)))
             for source in own:
-                functions = {
-                    n: _or_none(recorded(f))
-                    for n, f in vars(source).items()
-                    if id(f) in self._autowrap_function_ids or is_compiled(f)
-                }
+                functions = self._single_nodes(source)
                 builtins = {"isinstance": traced_isinstance, "set": StableSet, "hasattr": self._left_behind.hasattr}
                 builtins |= {"type": TracedType, "callable": traced_callable}
                 stack.enter_context(swapped(vars(source), {**builtins, **functions}))
             yield
             if self.refusal is not None:
                 raise self.refusal
+
+    def _single_nodes(self, source: ModuleType) -> dict[str, Any]:
+        """Return the functions of ``source`` that a trace does not enter, each recorded as one node."""
+        return {
+            name: _or_none(recorded(function))
+            for name, function in vars(source).items()
+            if id(function) in self._autowrap_function_ids or is_compiled(function)
+        }
 
     def is_tracing_thread(self) -> bool:
         """Return whether this thread traces. fx changes modules for all threads, and others use theirs meanwhile."""

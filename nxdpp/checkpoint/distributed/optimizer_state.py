@@ -233,7 +233,7 @@ def optimizer_class(optimizer: Optimizer) -> str:
     """Name of the torch class that steps the values: the state belongs to this class."""
     if isinstance(optimizer, Zero1Optimizer):
         optimizer = optimizer.base_optimizer
-    return "AdamW" if isinstance(optimizer, AdamW_FP32OptimParams) else type(optimizer).__name__
+    return optimizer.torch_class if isinstance(optimizer, AdamW_FP32OptimParams) else type(optimizer).__name__
 
 
 def _is_number(key: str, value: Any) -> bool:

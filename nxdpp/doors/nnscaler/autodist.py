@@ -1,6 +1,7 @@
 """The policy ``autodist``: the layout of a unit with the shortest step that ``nxdpp.plan`` predicts."""
 
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +97,13 @@ class _LayoutSearch:
         if self._recompute:
             graph.recompute(self._recompute)
         whole = [each for each in sizes if each[1] == 1]
-        if self._stages is None and not self._pivots and sizes != whole and not graph.can_be_cut:
+        reason = None
+        if self._stages is None and not self._pivots and sizes != whole:
+            reason = graph.why_no_pipeline()
+        if reason is not None:
+            if not whole:
+                raise ValueError(f"autodist finds no layout: {reason}")
+            warnings.warn(f"autodist compares no pipelines: {reason}", stacklevel=2)
             sizes = whole
         if len(sizes) == 1 and sizes[0][1] == 1 and self._memory is None:
             graph.divide(sizes[0][0])  # there is no choice

@@ -152,7 +152,7 @@ class ComputeConfig:
         if not self.use_end2end:
             raise ValueError(
                 "a pipeline needs use_end2end=True: forward then takes one sample and returns the loss. Other modules "
-                "take the policies dp, tp and autodist"
+                "take the policies dp, tp, data and autodist"
             )
 
     def check_pipeline(self, stages: int, microbatches: int, scheduler: str) -> None:

@@ -25,7 +25,7 @@ from nxdpp.doors.nnscaler.extra_state import (
     take_extra_state,
     take_optimizer_extra_state,
 )
-from nxdpp.doors.nnscaler.merged import to_device
+from nxdpp.doors.nnscaler.merged import check_optimizer, to_device
 from nxdpp.doors.nnscaler.sent_values import send, send_state
 from nxdpp.ranks import parallel_state
 
@@ -83,8 +83,7 @@ def load_deduped_state_dict(
     """
 
     def check() -> tuple[dict[str, Any], dict[str, Any] | None]:
-        if (optimizer is None) != (optimizer_state_dict is None):
-            raise ValueError("optimizer and optimizer_state_dict are given together or not at all")
+        check_optimizer(optimizer, optimizer_state_dict)
         local = _filled(module, module_state_dict)
         if optimizer is None or optimizer_state_dict is None:
             return local, None

@@ -44,7 +44,14 @@ class MixedPrecisionAdam(MixedPrecisionAdamW):
     Arguments and errors are the ones of ``torch.optim.Adam``.
     """
 
+    torch_class = "Adam"
     _DECAY = 0.0
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take a pickled or loaded state. ``AdamW`` would turn the decay into its own."""
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        for group in self.param_groups:
+            group["decoupled_weight_decay"] = False
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters, whose ``weight_decay`` is added to the gradients."""

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from nxdpp.agreement.together import together
 from nxdpp.doors.nnscaler.nested_values import map_values, values_in
 from nxdpp.ranks import parallel_state
 from nxdpp.ranks.group_values import broadcast_value
@@ -43,13 +44,13 @@ def rows_plan(module: nn.Module) -> dict[str, str]:
 def checked_plan(
     module: nn.Module, dummy_forward_args: Mapping[str, Any], plan: Mapping[str, str], is_default: bool
 ) -> Mapping[str, str]:
-    """Return ``plan`` where it gives the numbers of one process, as ``compare`` does; collective over the tensor group.
+    """Return ``plan`` where it gives the numbers of one process, as ``compare`` does; collective over all ranks.
 
-    Where a plan that ``is_default`` differs, warn and return the empty plan, by which each rank computes the whole
-    module. Raises ``ValueError`` for a plan of the user that differs.
+    Where a plan that ``is_default`` differs in a unit, all ranks warn and return the empty plan, by which each rank
+    computes the whole module. Raises ``ValueError`` on all ranks for a plan of the user that differs.
     """
     try:
-        compare(module, dummy_forward_args, plan)
+        together(lambda: compare(module, dummy_forward_args, plan))
     except ValueError as error:
         if not is_default:
             raise

@@ -68,8 +68,7 @@ def load_merged_state_dict(
     Raises ``ValueError`` before anything is changed for names or shapes that do not fit, for several parameter groups,
     and for an optimizer without a state dict or the other way round.
     """
-    if (optimizer is None) != (optimizer_state_dict is None):
-        raise ValueError("optimizer and optimizer_state_dict are given together or not at all")
+    check_optimizer(optimizer, optimizer_state_dict)
     local = _local_part(module, module_state_dict)
     state = None
     if optimizer is not None and optimizer_state_dict is not None:
@@ -95,14 +94,20 @@ def load_sharded_state_dict(
 
     ``device`` is the device of the loaded tensors, by default the one of this rank.
 
-    Raises ``ValueError`` for the state of a different rank, and for an optimizer without a state dict.
+    Raises ``ValueError`` for the state of a different rank, and for an optimizer without a state dict or the other
+    way round.
     """
-    if optimizer is not None and optimizer_state_dict is None:
-        raise ValueError("optimizer is given without optimizer_state_dict: give both, or the module alone")
+    check_optimizer(optimizer, optimizer_state_dict)
     to_device(module, optimizer, device)
     module.load_state_dict(module_state_dict)
     if optimizer is not None and optimizer_state_dict is not None:
         optimizer.load_state_dict(dict(optimizer_state_dict))
+
+
+def check_optimizer(optimizer: Optimizer | None, state_dict: Mapping[str, Any] | None) -> None:
+    """Raise ``ValueError`` for an optimizer without a state dict or the other way round."""
+    if (optimizer is None) != (state_dict is None):
+        raise ValueError("optimizer and optimizer_state_dict are given together or not at all")
 
 
 def to_device(module: nn.Module, optimizer: Optimizer | None, device: str | torch.device | None) -> None:

@@ -31,7 +31,9 @@ def build_optimizer(
     compute_config: ComputeConfig | None = None,
     **kwargs: Any,
 ) -> OptimizerT:
-    """Return the optimizer that ``optimizer_fn`` makes of this rank's parameters; not collective.
+    """Return the optimizer that ``optimizer_fn`` makes of this rank's parameters.
+
+    With ``zero_ngroups`` above 1 it makes groups and is collective over all ranks; else it is not collective.
 
     Its ``step`` sums the gradients over the units first. It is a ``ParallelOptimizer``, too. Under ZeRO
     (``use_zero``) it is a ``Zero1Optimizer``, whose units share the state.

@@ -95,13 +95,12 @@ class PolicyGraph:
         """Work of each layer for one sample, in FLOPs of the roofline model, and of the ``head`` if it has any."""
         return {cost.layer: cost.work for cost in self._traced[0].costs}
 
-    @property
-    def can_be_cut(self) -> bool:
-        """``False`` for a model without layers between which a pipeline could be cut."""
+    def why_no_pipeline(self) -> str | None:
+        """Return why there are no layers between which a pipeline could be cut; ``None`` if there are."""
         try:
-            return len(self.layers) > 1
-        except (ValueError, RuntimeError):  # a TracingError is the second
-            return False
+            return None if len(self.layers) > 1 else f"{type(self.module).__name__} has one layer only"
+        except (ValueError, RuntimeError) as error:  # a TracingError is the second
+            return str(error)
 
     @property
     def layer_classes(self) -> tuple[str, ...]:

@@ -28,7 +28,8 @@ def register_op(
 
     Raises:
         TypeError: for an annotation that is neither text nor a function, and for a decorated value that is no function.
-        ValueError: for another ``code_impl_pattern``, and for ``emit_fn``, which would write the code that runs.
+        ValueError: for another ``code_impl_pattern``, for ``emit_fn``, which would write the code that runs, and for a
+            decorated function of a class.
     """
     if not (isinstance(annotation, str) or callable(annotation)):
         raise TypeError(f"annotation must be text, such as 'a b, b c -> a c', or a function, not {annotation!r:.80}")
@@ -40,6 +41,12 @@ def register_op(
     def register(function: Function) -> Function:
         if not callable(function):
             raise TypeError(f"register_op takes a function, not {function!r:.80}")
+        name = getattr(function, "__qualname__", "").rpartition("<locals>.")[2]
+        if not isinstance(function, type) and "." in name:
+            raise ValueError(
+                f"{name} is of a class, and a trace finds registered functions in Python modules: make it a function "
+                f"of a module"
+            )
         if not isinstance(function, type):
             _registered[id(function)] = function
         return function

@@ -10,7 +10,7 @@
 
 import functools
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import torch
@@ -93,15 +93,19 @@ class _PartMemory:
     """
 
     def __init__(self, layers: int) -> None:
-        self._layers = layers
-        self._free: list[torch.Tensor] = []
+        self._layers = self._left = layers
+        self._free: dict[Hashable, list[torch.Tensor]] = {}
 
     def copy(self, part: torch.Tensor, device: torch.device) -> torch.Tensor:
         """Return a copy of ``part`` on ``device``."""
-        like = self._free[-1] if self._free else None
-        if like is None or (like.shape, like.dtype, like.device) != (part.shape, part.dtype, device):
-            self._free = [part.new_empty(part.shape, device=device) for _ in range(self._layers)]
-        return self._free.pop().copy_(part)
+        free = self._free.setdefault((part.shape, part.dtype, device), [])
+        if not free:
+            free += [part.new_empty(part.shape, device=device) for _ in range(self._left)]
+        self._left -= 1
+        if not self._left:
+            # The next forward may have other shapes.
+            self._free, self._left = {}, self._layers
+        return free.pop().copy_(part)
 
 
 class _KeepOptions(NamedTuple):

@@ -1,9 +1,13 @@
 """MPU: OSLO's names for the groups, ranks and sizes of data, tensor and pipeline parallelism."""
 
+import os
+from itertools import product
+
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from nxdpp.agreement.comparison import unequal
 from nxdpp.ranks import parallel_state
 from nxdpp.tensor.mappings import (
     copy_to_tensor_model_parallel_region,
@@ -23,13 +27,24 @@ class MPU:
     Args:
         tensor_parallel_size: number of ranks that share each layer. They are neighbours.
         pipeline_parallel_size: number of ranks in a pipeline.
+        master_addr, master_port: address of rank 0 in place of ``MASTER_ADDR`` and ``MASTER_PORT``, as in OSLO only
+            where ``torch.distributed`` does not run.
 
     Raises:
         ValueError: for a size below 1, and a world size that is not a multiple of their product.
         RuntimeError: after model parallelism was initialized with different sizes.
     """
 
-    def __init__(self, tensor_parallel_size: int = 1, pipeline_parallel_size: int = 1) -> None:
+    def __init__(
+        self,
+        tensor_parallel_size: int = 1,
+        pipeline_parallel_size: int = 1,
+        master_addr: str | None = None,
+        master_port: int | None = None,
+    ) -> None:
+        if not dist.is_initialized():
+            given = {"MASTER_ADDR": master_addr, "MASTER_PORT": master_port}
+            os.environ.update({name: str(value) for name, value in given.items() if value is not None})
         parallel_state.initialize_model_parallel(tensor_parallel_size, pipeline_parallel_size)
 
     def get_data_parallel_group(self) -> ProcessGroup:
@@ -101,6 +116,14 @@ class MPU:
         """Return the global ranks of this rank's pipeline, in the order of the stages."""
         return dist.get_process_group_ranks(self.get_pipeline_parallel_group())
 
+    def rank2device(self, tp_rank: int, pp_rank: int, dp_rank: int) -> int:
+        """Return the global rank at a place of the tensor, pipeline and data dimensions.
+
+        Raises ``ValueError`` for a place outside of them.
+        """
+        sizes = (getattr(self, f"get_{kind}_parallel_world_size")() for kind in ("pipeline", "data", "tensor"))
+        return list(product(*map(range, sizes))).index((pp_rank, dp_rank, tp_rank))
+
     def model_parallel_is_initialized(self) -> bool:
         """Return whether the groups exist."""
         return parallel_state.model_parallel_is_initialized()
@@ -122,5 +145,14 @@ class MPU:
         return scatter_to_tensor_model_parallel_region(inputs)
 
     def gather(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Return the parts ``(..., H / ranks)`` of the tensor-parallel ranks, which all call it, as ``(..., H)``."""
+        """Return the parts ``(..., H / ranks)`` of the tensor-parallel ranks, which all call it, as ``(..., H)``.
+
+        Raises ``ValueError`` on all of them for parts of different shapes.
+        """
+        found = unequal(tuple(inputs.shape), parallel_state.get_tensor_control_group())
+        if found is not None:
+            raise ValueError(
+                f"ranks {found.ranks[0]} and {found.ranks[1]} gather parts of different shapes, {found.values[0]} and "
+                f"{found.values[1]}: pad them to one shape"
+            )
         return gather_from_tensor_model_parallel_region(inputs)

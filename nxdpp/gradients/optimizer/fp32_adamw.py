@@ -23,8 +23,13 @@ class AdamW_FP32OptimParams(AdamW):
         correct_bias: ``True``.
         no_deprecation_warning: no meaning here: there is no such warning.
 
+    Attributes:
+        torch_class: name of the class of ``torch.optim`` whose steps it makes, which a checkpoint has.
+
     Raises ``ValueError`` for ``correct_bias=False``, and as ``AdamW`` does.
     """
+
+    torch_class = "AdamW"
 
     def __init__(
         self,

@@ -62,6 +62,18 @@ class Mixed(nn.Module):
         return self.last(self.down(self.up(x[:, None]).tanh()).tanh())  # type: ignore[no-any-return]
 
 
+class Gate(nn.Module):
+    """All gradients are zero for inputs below zero, so nothing is compared."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 4, bias=False)
+        nn.init.ones_(self.up.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.up(x).relu()  # type: ignore[no-any-return]
+
+
 KINDS = (Convolutional, Raw, HandMade, Mixed)
 
 
@@ -108,6 +120,11 @@ def _cases(rank: int) -> dict[tuple[str, str], list[str]]:
     }
     for groups in (1, 2):
         trained(rank, "data", Mixed, {"use_zero": True, "zero_ngroups": groups})
+    # The arguments of unit 1 give no gradients: both units compute the whole module.
+    with pytest.warns(UserWarning, match="computes the whole module"):
+        gate = parallelize(Gate(), {"x": torch.full((2, 4), 1.0 - 2 * (rank // 2))}, "tp", ComputeConfig(2, RANKS))
+    assert isinstance(gate, ParallelModule)
+    assert gate.get_parameter("up.weight").shape == (4, 4)
     return found
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import nxdpp
 from nxdpp import parallel_state
@@ -59,6 +60,22 @@ def test_a_pipeline_of_linear_layers() -> None:
 
     assert (layout.pipeline, layout.schedule, layout.microbatches, layout.layer_classes) == (2, "1f1b", 4, ("Linear",))
     assert len(layout.cuts) == 1
+
+
+class Asking(EndToEnd):
+    """A trace cannot answer what it asks about data."""
+
+    def forward(self, data: dict[str, torch.Tensor]) -> torch.Tensor:
+        loss = super().forward(data)
+        return -loss if loss > 3 else loss
+
+
+def test_a_module_that_is_not_traced_has_no_pipeline() -> None:
+    reason = "Asking could not be traced with the inputs"
+    with pytest.warns(UserWarning, match=f"autodist compares no pipelines: {reason}"):
+        assert chosen(2, {"pipeline_nmicros": 4}, Asking()).tensor == 2
+    with pytest.raises(ValueError, match=f"autodist finds no layout: {reason}"):
+        chosen(2, {"pipeline_nmicros": 4, "max_partition_degree": 1}, Asking())
 
 
 def test_stages_and_pivots() -> None:

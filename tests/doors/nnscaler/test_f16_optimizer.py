@@ -1,12 +1,14 @@
 """``MixedPrecisionAdam`` and ``MixedPrecisionAdamW``: the steps of torch's classes on float32 copies."""
 
+import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from nxdpp import parallel_state
+from nxdpp import load_checkpoint, parallel_state, save_checkpoint
 from nxdpp.nnscaler import ComputeConfig, ParallelModule, build_optimizer
 from nxdpp.nnscaler.runtime.f16_optimizer import MixedPrecisionAdam, MixedPrecisionAdamW
 from tests.doors.nnscaler.own_folders import parallelize
@@ -42,11 +44,26 @@ def test_float32_copies_are_stepped(kind: Any, torchs: Any, use_zero: bool) -> N
                 master.grad = parameter.grad.float()
             ours.step()
             ours.zero_grad()
+            # A load keeps the kind of decay.
+            ours.load_state_dict(ours.state_dict())
             theirs.step()
             for master, parameter in zip(masters, model.parameters(), strict=True):
                 assert torch.equal(parameter, master.bfloat16())
     finally:
         parallel_state.destroy_model_parallel()
+
+
+def test_a_checkpoint_is_of_the_same_decay(tmp_path: Path) -> None:
+    net = Net().bfloat16()
+    optimizer = MixedPrecisionAdam(net.parameters())
+    net(_inputs(0)).sum().backward()
+    optimizer.step()
+    save_checkpoint(tmp_path, "saved", net, optimizer)
+    load_checkpoint(tmp_path, "saved", net, MixedPrecisionAdam(net.parameters()))
+    with pytest.raises(ValueError, match="has the state of Adam, and the optimizer is AdamW"):
+        load_checkpoint(tmp_path, "saved", net, MixedPrecisionAdamW(net.parameters()))
+    again = pickle.loads(pickle.dumps(optimizer))
+    assert again.param_groups[0]["decoupled_weight_decay"] is False
 
 
 def test_adam_has_no_decay_by_default() -> None:

@@ -9,11 +9,8 @@ from torch import nn
 
 from nxdpp.doors.nnscaler.policies import layout_of
 from nxdpp.nnscaler import ComputeConfig, register_op
-
-
-def flipped_if_large(x: torch.Tensor) -> torch.Tensor:
-    """Ask about data, which a trace cannot answer."""
-    return -x if x.sum() > 3 else x
+from tests.doors.nnscaler import modules
+from tests.doors.nnscaler.modules import flipped_if_large
 
 
 class Asking(nn.Module):
@@ -26,17 +23,28 @@ class Asking(nn.Module):
             data = flipped_if_large(layer(data))
         return data.sum()
 
+    def ask(self) -> None:
+        pass
+
+
+class AskingByModule(Asking):
+    def forward(self, data: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            data = modules.flipped_if_large(layer(data))
+        return data.sum()
+
 
 def test_a_registered_function_is_one_node() -> None:
     config = ComputeConfig(2, 2, use_end2end=True, pas_config={"pipeline_nmicros": 2})
 
-    def layout() -> Any:
-        return layout_of("pp", Asking(), {"data": torch.ones(2, 4)}, config)
+    def layout(kind: type[nn.Module] = Asking) -> Any:
+        return layout_of("pp", kind(), {"data": torch.ones(2, 4)}, config)
 
     with pytest.raises(RuntimeError, match="flipped_if_large"):
         layout()
     assert register_op("a b -> a b", name="flip")(flipped_if_large) is flipped_if_large
     assert layout().cuts == ("layers.1",)
+    assert layout(AskingByModule).cuts == ("layers.1",)
 
 
 def test_autograd_functions_stay_as_they_are() -> None:
@@ -56,6 +64,7 @@ def test_autograd_functions_stay_as_they_are() -> None:
             ValueError,
             "must be 'import' or 'source', not 'text'",
         ),
+        (lambda: register_op("a -> a")(Asking.ask), ValueError, r"Asking.ask is of a class, .* a function of a module"),
         (lambda: register_op("a -> a", emit_fn=str), ValueError, "emit_fn writes generated code, .* leave it out"),
     ],
 )

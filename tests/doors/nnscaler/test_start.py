@@ -40,8 +40,9 @@ def _trained(rank: int) -> None:
         model.get_parameter("first.weight").zero_()
     load_sharded_state_dict(model, saved, optimizer, state)
     assert torch.equal(model.get_parameter("first.weight"), saved["first.weight"])
-    with pytest.raises(ValueError, match="optimizer is given without optimizer_state_dict"):
-        load_sharded_state_dict(model, saved, optimizer)
+    for given in ((optimizer, None), (None, state)):
+        with pytest.raises(ValueError, match="given together or not at all"):
+            load_sharded_state_dict(model, saved, *given)
     nnscaler.uninit()
     assert not dist.is_initialized()
     assert not parallel_state.model_parallel_is_initialized()

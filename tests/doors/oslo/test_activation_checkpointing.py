@@ -65,12 +65,25 @@ def test_inputs_are_kept_in_host_memory(monkeypatch: pytest.MonkeyPatch) -> None
 def test_the_memory_of_all_parts_is_taken_at_once() -> None:
     memory, device, part = activation_checkpointing._PartMemory(2), torch.device("cpu"), torch.rand(2, 3)
     first = memory.copy(part, device)
-    (second,) = memory._free
+    ((second,),) = memory._free.values()
     assert memory.copy(part + 1, device) is second
     assert torch.equal(torch.stack((first, second)), torch.stack((part, part + 1)))
     # Another batch, whose last part is not taken before the shape changes.
     assert memory.copy(part, device).shape == (2, 3)
-    assert memory.copy(part[:1], device).shape == memory._free[0].shape == (1, 3)
+    assert memory.copy(part[:1], device).shape == (1, 3)
+    assert not memory._free
+
+
+def test_each_shape_takes_its_memory_once() -> None:
+    memory, device, part = activation_checkpointing._PartMemory(4), torch.device("cpu"), torch.rand(2, 3)
+    for _ in range(2):
+        for shaped in (part, part[:1]):
+            memory.copy(shaped, device)
+        later = [free[-1] for free in memory._free.values()]
+        assert [memory.copy(shaped, device) is own for shaped, own in zip((part, part[:1]), later, strict=True)] == [
+            True,
+            True,
+        ]
 
 
 def test_a_cache_is_used_without_gradients_only() -> None:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from tests.doors.oslo.training import (
     gpt2,
     qwen3,
 )
+
+BUILT = torch.nn.Module.compile
 
 
 @pytest.fixture(autouse=True)
@@ -52,6 +55,24 @@ def test_their_configuration_compiles_the_whole_model(tmp_path: Path) -> None:
     options: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0, "no_repeat_ngram_size": 2}
     ids = batch(0, 0)["input_ids"][:, : LENGTH // 2]
     assert torch.equal(model.eval().generate(ids, **options), whole.eval().generate(ids, **options))
+
+
+@pytest.mark.sweep
+def test_built_code_is_equal_to_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the code of inductor, which takes long to build."""
+    monkeypatch.setattr(torch.nn.Module, "compile", partialmethod(BUILT, backend="inductor"))
+    config = {"kernel_fusion": {"enable": True, "custom_cuda_kernels": ["FusedRMSNorm"]}}
+    for whole in (False, True):
+        sections = {"kernel_fusion": {"enable": True, "memory_efficient_fusion": True}} if whole else config
+        model, expected = oslo.initialize(qwen3(), sections), qwen3()
+        for each in (expected, model):
+            each(**batch(0, 0)).loss.backward()
+        for (name, parameter), theirs in zip(model.named_parameters(), expected.parameters(), strict=True):
+            torch.testing.assert_close(parameter.grad, theirs.grad, rtol=1e-5, atol=1e-6, msg=name)
+        assert torch._dynamo.utils.counters["inductor"]
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        parallel_state.destroy_model_parallel()
 
 
 @pytest.mark.parametrize("name", MODELS)

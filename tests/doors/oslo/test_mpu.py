@@ -1,5 +1,6 @@
 """The methods of ``MPU``, at OSLO's import path, and through a model."""
 
+import os
 from collections.abc import Callable, Iterator
 from itertools import chain, product
 from typing import Any
@@ -37,6 +38,7 @@ def _in_all_layouts(rank: int) -> list[tuple[list[list[int]], list[int], list[in
         found.append(_numbers(MPU(tensor_parallel_size=tensor, pipeline_parallel_size=pipeline)))
         _check_stages(rank, found[-1])
         _check_mappings(found[-1][0][1])
+        _check_parts_of_different_sizes(rank, tensor)
         # The same sizes again are the same groups.
         assert _numbers(MPU(tensor, pipeline)) == found[-1]
         with pytest.raises(RuntimeError, match="already initialized"):
@@ -57,6 +59,16 @@ def _check_stages(rank: int, numbers: tuple[list[list[int]], list[int], list[int
     assert own in all_ranks
     assert sorted(chain(*all_ranks)) == list(range(4))
     assert mpu.model_parallel_is_initialized()
+    here = mpu.get_tensor_parallel_rank(), mpu.get_pipeline_parallel_rank(), mpu.get_data_parallel_rank()
+    assert mpu.rank2device(*here) == rank
+    with pytest.raises(ValueError, match="not in list"):
+        mpu.rank2device(-1, 0, 0)
+
+
+def _check_parts_of_different_sizes(rank: int, tensor: int) -> None:
+    if tensor > 1:
+        with pytest.raises(ValueError, match=r"gather parts of different shapes, \(2,\) and \(3,\): pad them"):
+            MPU(tensor, parallel_state.get_pipeline_model_parallel_size()).gather(torch.ones(2 + rank % 2))
 
 
 def _check_mappings(members: list[int]) -> None:
@@ -132,6 +144,18 @@ def test_a_model_of_one_process_has_it(model: GPT2LMHeadModel) -> None:
     assert _numbers(parallel.mpu) == ([[0]] * 4, [0] * 4, [1] * 4)
     with pytest.raises(RuntimeError, match="was given to initialize before"):
         oslo.initialize(parallel, {"model_parallelism": {"enable": True}})
+
+
+def test_an_address_is_that_of_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "before")
+    try:
+        MPU(1, 1, "127.0.0.2", 29_512)
+        assert (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]) == ("127.0.0.2", "29512")
+        MPU(1, 1, master_addr="127.0.0.3")
+        assert os.environ["MASTER_ADDR"] == "127.0.0.2"
+    finally:
+        parallel_state.destroy_model_parallel()
 
 
 def test_other_models_are_refused() -> None:

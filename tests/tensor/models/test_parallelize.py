@@ -119,6 +119,15 @@ class TestOneOfTwo:
             tensor_parallelize(model, {"0": "colwise_gather_output"})
         assert type(model[0]) is nn.Linear
 
+    @pytest.mark.parametrize("style", ["rows", "colwise"])
+    def test_a_linear_layer_with_a_forward_of_its_own(self, style: str) -> None:
+        class Doubled(nn.Linear):
+            def forward(self, input: torch.Tensor) -> torch.Tensor:
+                return 2 * super().forward(input)
+
+        with pytest.raises(ValueError, match="0 is a Doubled with a forward of its own, which may not work on a part"):
+            tensor_parallelize(nn.Sequential(Doubled(4, 4)), {"0": style})
+
     def test_sizes_that_do_not_divide(self) -> None:
         with pytest.raises(ValueError, match=r"has 47 rows or columns to divide over 2 tensor-parallel ranks"):
             tensor_parallelize(make("llama", intermediate_size=47))
