@@ -134,7 +134,7 @@ def test_ranks_are_at_most_the_devices_of_a_host(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("OMP_NUM_THREADS", "1,2")
-    monkeypatch.setattr(kept_machine.os, "sched_getaffinity", lambda _: range(64), raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(64), raising=False)
     neighbours: list[int] = []
 
     def busy(count: int) -> AbstractContextManager[None]:
@@ -153,7 +153,7 @@ def test_ranks_are_at_most_the_devices_of_a_host(
 def test_all_hosts_have_the_measured_cores(again: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setattr(kept_machine.os, "sched_getaffinity", lambda _: range(2), raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(2), raising=False)
     monkeypatch.setattr(KeptMachine, "factors", lambda *_: [1.0] * 4)
 
     def seconds(hosts: int, **options: Any) -> float:
