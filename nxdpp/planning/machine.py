@@ -93,8 +93,8 @@ class Machine:
         hosts: number of hosts.
         link: between two devices of a host.
         host_link: between two devices of different hosts: the rate of one device.
-        cores: processor cores that the ranks share; ``None`` where each rank has a device of its own. Collectives of
-            ranks on shared cores take their time from computations, so nothing hides them.
+        cores: processor cores of all hosts that the ranks share; ``None`` where each rank has a device of its own.
+            Collectives of ranks on shared cores take their time from computations, so nothing hides them.
 
     Raises ``ValueError`` for numbers below 1, and for devices that the hosts cannot share equally.
     """

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -47,13 +47,13 @@ class Plan:
         too_large: number of layouts, or groups of them, that need more memory than a device has.
         refused: tensor-parallel sizes that the model refuses, with the reasons.
         dtype: of the model's parameters, such as ``"bfloat16"``.
-        device: name of the device, or its kind.
+        device: name of the device, measured or given, or its kind.
         sample: shapes of the inputs of a microbatch of one sample, by name.
         tensor_plan: ``plan`` of ``tensor_parallelize``; ``None`` for its own.
         layer_classes: names of the layers' classes; ``None`` for the layers that ``NxDPPModel`` finds.
         parameters: number of parameters of the model.
         autocast: dtype of the autocast around a step, or ``None``.
-        note: a sentence about the measured machine; empty without.
+        note: what a reader of the figures must know; empty if nothing.
     """
 
     model: str
@@ -227,10 +227,8 @@ class Plan:
             version = content.pop("version")
             if version != _VERSION:
                 raise ValueError(f"version {version!r} is not {_VERSION}")
-            if missing := sorted({each.name for each in fields(cls)} - content.keys()):
-                raise ValueError(f"it has no {', '.join(missing)}")
             best = [_prediction(each) for each in content.pop("best")]
-            refused = {int(size): reason for size, reason in (content.pop("refused") or {}).items()}
+            refused = {int(size): reason for size, reason in (content.pop("refused", None) or {}).items()}
             plan = cls(**content, best=best, refused=refused)
             plan._check()
             return plan

@@ -82,8 +82,8 @@ def plan(
         transformer_layer_cls: class, or name of a class, of the layers, or a list of these. By default as in
             ``PipelineConfig``.
         tensor_plan: ``plan`` of ``tensor_parallelize`` for tensor-parallel sizes above 1.
-        cores: processor cores that the ranks share, for ranks on a CPU. ``None`` where each has a device of its own,
-            and by default the measured ones.
+        cores: processor cores of all hosts that the ranks share, for ranks on a CPU. ``None`` where each has a device
+            of its own, and by default the measured ones.
         best: number of predictions.
 
     Raises:
@@ -96,13 +96,16 @@ def plan(
     wanted = _autocast(autocast, dtype_of(model))
     named = find_device(device) if isinstance(device, str) else device
     if costs not in ("counted", "measured"):
-        raise ValueError(f"costs={costs!r} must be 'counted' or 'measured'.")
-    kept = None
+        raise ValueError(f"costs={costs!r} must be 'counted' or 'measured', which takes the place of 'profiled'.")
+    kept, name = None, device if isinstance(device, str) else device.kind
     if costs == "measured":
         if peak is not None or bandwidth is not None:
             raise ValueError("peak and bandwidth are measured with costs='measured': leave them out.")
-        kept = measured_machine(named.kind)
-        named, link, cores = kept.device, link or kept.link, cores or kept.cores
+        if not isinstance(device, str):
+            raise ValueError("a DeviceSpeed is measured with costs='measured': name a device, such as device='cpu'.")
+        kept = measured_machine(named.kind, devices // max(hosts, 1))
+        named, link, name = kept.device, link or kept.link, kept.about["device"]
+        cores = cores or (kept.cores and kept.cores * hosts)
     found_device = named.with_data_sheet(
         None if peak is None else flops_of(peak, "peak"), None if bandwidth is None else rate_of(bandwidth, "bandwidth")
     )
@@ -129,13 +132,13 @@ def plan(
         found.too_large,
         found.refused,
         name_of(counted.dtype),
-        device if isinstance(device, str) else device.kind,
+        name,
         _shapes(job.inputs(1)),
         tensor_plan,
         _class_names(transformer_layer_cls),
         sum(parameter.numel() for parameter in listings.parameters(model)),
         None if wanted is None else name_of(wanted),
-        "" if kept is None else kept.note,
+        _note("" if kept is None else kept.note, machine.device.kind, wanted),
     )
 
 
@@ -154,6 +157,19 @@ def _model(given: Any, dtype: torch.dtype | str | None) -> nn.Module:
     if not isinstance(given, PreTrainedConfig):
         raise TypeError(f"nxdpp.plan takes a model, or a configuration of transformers, not a {type(given).__name__}.")
     return build_on_meta(copy.deepcopy(given), wanted)
+
+
+def _note(of_measured: str, kind: str, autocast: torch.dtype | None) -> str:
+    """Return what a reader of the figures must know."""
+    notes = [of_measured] if of_measured else []
+    if autocast is not None and kind != "cpu":
+        notes.append(
+            "autocast is counted by the CPU's lists of operations. The device converts more to float32, such as layer "
+            "norms and eager softmax: leave memory for these."
+        )
+    if kind == "xla":
+        notes.append("memory of an XLA device is counted as a CPU's, without what its compiler adds.")
+    return " ".join(notes)
 
 
 def _autocast(given: torch.dtype | str | None, dtype: torch.dtype) -> torch.dtype | None:

@@ -54,7 +54,7 @@ def rank_memory(
         layout: the layout.
         state: state of the rank.
         activations: peak of activations and temporary tensors, beyond the gradients of all its stages.
-        kind: kind of its device, ``"cuda"`` or ``"cpu"``.
+        kind: kind of its device: ``"cuda"``, or one whose messages gloo sends.
         itemsize: bytes of a number of the parameters.
         message: bytes of the largest message between stages.
     """

@@ -135,6 +135,11 @@ def test_a_plan_is_read_as_it_was_written(folder: Path) -> None:
 
     assert len(plan.best) == 2
     assert Plan.from_json(plan.to_json()) == plan
+    content = json.loads(plan.to_json())
+    older = {name: value for name, value in content.items() if name not in ("autocast", "note", "parameters")}
+    assert Plan.from_json(json.dumps(older)).best == plan.best
+    with pytest.raises(ValueError, match=r"the text is no plan of nxdpp\.plan: .* argument: 'model'"):
+        Plan.from_json(json.dumps({name: value for name, value in content.items() if name != "model"}))
     with pytest.raises(ValueError, match=r"the text is no plan of nxdpp\.plan: version 7 is not 1"):
         Plan.from_json(plan.to_json().replace('"version": 1', '"version": 7'))
     with pytest.raises(ValueError, match="the text is no plan"):
@@ -148,7 +153,8 @@ def test_a_plan_is_read_as_it_was_written(folder: Path) -> None:
         ('"devices": 2', '"devices": 4', "needs 2 devices, not 4 on 1 hosts"),
         ('"global_batch": 4', '"global_batch": 7', "a global batch of 7 does not divide over 2 replicas"),
         ('"microbatches": ', '"microbatches": 9', "microbatches of a global batch of 4, not 9"),
-        ('"dtype": ', '"other": ', "dtype"),
+        ('"dtype": ', '"other": ', "other"),
+        ('"model": ', '"other": ', "other"),
         ('"schedule": "1f1b"', '"schedule": "2f2b"', "there is no schedule '2f2b'"),
         ('"cuts": []', '"cuts": ["model.layers.0"]', r"needs 0 cuts, not \['model.layers.0'\]"),
         ('"checkpoint": ', '"check": ', "the text is no plan"),

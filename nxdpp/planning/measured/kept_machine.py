@@ -1,7 +1,7 @@
 """Figures of this machine, measured once and kept in a file of the user's cache.
 
-It is ``$XDG_CACHE_HOME/nxdpp/machine-HOST-KIND.json``, in ``~/.cache`` without the variable. The file names the machine
-and the torch that it is for. Figures of others are never used: they are measured again.
+It is ``$XDG_CACHE_HOME/nxdpp/machine-HOST-KIND-RANKS.json``, in ``~/.cache`` without the variable. The file names the
+machine, the torch and the nxdpp that it is for. Figures of others are never used: they are measured again.
 """
 
 import json
@@ -22,6 +22,7 @@ import torch
 from nxdpp.planning.machine import DeviceSpeed, Link
 from nxdpp.planning.measured.load import busy
 from nxdpp.ranks.launch import choose_device
+from nxdpp.version import __version__
 
 _KINDS = ("cpu", "cuda")
 _TIMEOUT = 600
@@ -33,10 +34,10 @@ class KeptMachine:
 
     Attributes:
         kind: of its devices, ``"cpu"`` or ``"cuda"``.
-        about: the machine and the torch that the figures are for.
+        about: the machine, the number of ranks, the torch and the nxdpp that the figures are for.
         figures: seconds and rates of a rank by name (``measured/rank.py``).
         layers: measured over counted seconds of the layers of models, by a hash of what is measured.
-        note: why figures that were kept are not used; empty otherwise.
+        note: why figures that were kept are not used, or are not kept; empty otherwise.
     """
 
     kind: str
@@ -74,34 +75,40 @@ class KeptMachine:
 
     @contextmanager
     def _as_a_rank(self) -> Iterator[None]:
-        """Have the threads of a rank, and neighbours on the other cores, inside."""
+        """Have the threads of a rank, and a neighbour for each other rank that has cores, inside."""
         if self.cores is None:
             yield
             return
         before = torch.get_num_threads()
         torch.set_num_threads(self.about["threads"])
         try:
-            with busy(self.cores - 1):
+            with busy(min(self.cores, self.about["ranks"]) - 1):
                 yield
         finally:
             torch.set_num_threads(before)
 
     def _write(self) -> None:
-        file = place(self.kind)
-        file.parent.mkdir(parents=True, exist_ok=True)
+        file = place(self.kind, self.about["ranks"])
         written = file.with_suffix(f".{os.getpid()}")
-        written.write_text(json.dumps({"about": self.about, "figures": self.figures, "layers": self.layers}, indent=1))
-        written.replace(file)
+        content = {"about": self.about, "figures": self.figures, "layers": self.layers}
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            written.write_text(json.dumps(content, indent=1))
+            written.replace(file)
+        except OSError as error:
+            self.note = f"the figures of this machine are not kept ({error}): set XDG_CACHE_HOME to a folder for them."
 
 
-def place(kind: str) -> Path:
-    """Return the file of this host's figures of devices of ``kind``."""
+def place(kind: str, ranks: int) -> Path:
+    """Return the file of this host's figures of ``ranks`` devices of ``kind``."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return cache / "nxdpp" / f"machine-{platform.node()}-{kind}.json"
+    return cache / "nxdpp" / f"machine-{platform.node()}-{kind}-{ranks}.json"
 
 
-def measured_machine(kind: str) -> KeptMachine:
+def measured_machine(kind: str, most: int | None = None) -> KeptMachine:
     """Return the figures of this machine, kept or measured now; not collective. It takes about 20 s on a CPU.
+
+    As many ranks measure as it has devices, on a CPU cores, or ``most``, but at least two of a CPU.
 
     Raises ``ValueError`` for a ``kind`` that this machine does not have, and ``RuntimeError`` where its ranks fail.
     """
@@ -110,29 +117,31 @@ def measured_machine(kind: str) -> KeptMachine:
             f"this machine has no {kind} device to measure: run it on a machine that has one, or measure its "
             f"processor (device='cpu', --device cpu)."
         )
-    about, note = _about(kind), ""
-    file = place(kind)
-    if file.exists():
+    about, note = _about(kind, most), ""
+    file = place(kind, about["ranks"])
+    if os.path.lexists(file):
         try:
             kept = json.loads(file.read_text())
             differs = [name for name in about if kept["about"].get(name) != about[name]]
             if not differs:
                 return KeptMachine(kind, **kept)
             reason = ", ".join(f"{name} {kept['about'].get(name)}, not {about[name]}" for name in differs)
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             reason = f"{type(error).__name__}: {error}"
         note = f"{file} is not of this machine ({reason}): it was measured again."
     found = KeptMachine(kind, about, {}, note=note)
-    found.figures = _measured(kind, about["ranks"], found.cores or about["ranks"])
+    found.figures = _measured(kind, about["ranks"], min(found.cores or about["ranks"], about["ranks"]))
     found._write()
     return found
 
 
-def _about(kind: str) -> dict[str, Any]:
-    """Return the machine and the version of torch."""
+def _about(kind: str, most: int | None) -> dict[str, Any]:
+    """Return the machine, its number of ranks, ``most`` at most, and the versions of torch and nxdpp."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    threads = int(os.environ.get("OMP_NUM_THREADS") or 1)
+    # The first number is of the outermost parallel region, which is torch's.
+    threads = int((os.environ.get("OMP_NUM_THREADS") or "1").partition(",")[0])
     devices = torch.cuda.device_count() if kind == "cuda" else cores
+    ranks = devices if kind == "cuda" else cores // threads
     return {
         "host": platform.node(),
         "processor": _processor(),
@@ -142,8 +151,9 @@ def _about(kind: str) -> dict[str, Any]:
         "device": torch.cuda.get_device_name() if kind == "cuda" else "cpu",
         "devices": devices,
         # Two processes share a single core: a link of the CPU has two ends.
-        "ranks": devices if kind == "cuda" else max(cores // threads, 2),
+        "ranks": max(min(ranks, ranks if most is None else most), 1 if kind == "cuda" else 2),
         "torch": torch.__version__,
+        "nxdpp": __version__,
     }
 
 
@@ -161,15 +171,21 @@ def _measured(kind: str, ranks: int, at_once: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory(prefix="nxdpp-") as folder:
         file = Path(folder) / "figures.json"
         start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-        ended = subprocess.run(
+        with subprocess.Popen(
             [*start, "-m", "nxdpp.planning.measured.rank", kind, str(at_once), str(file)],
             env={"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-            capture_output=True,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
             text=True,
-            timeout=_TIMEOUT,
-            check=False,
-        )
-        if ended.returncode:
-            raise RuntimeError(f"the ranks that measure this machine have failed:\n{ended.stderr[-2000:]}")
+        ) as started:
+            try:
+                _, errors = started.communicate(timeout=_TIMEOUT)
+            except subprocess.TimeoutExpired as error:
+                raise RuntimeError(f"the ranks that measure this machine take more than {_TIMEOUT} s.") from error
+            finally:
+                # torchrun ends its ranks when it is terminated, and leaves them when it is killed.
+                started.terminate()
+        if started.returncode:
+            raise RuntimeError(f"the ranks that measure this machine have failed:\n{errors[-2000:]}")
         found: dict[str, float] = json.loads(file.read_text())
         return found

@@ -28,6 +28,8 @@ _SECONDS = 0.2
 _ACTIONS = 64
 _MESSAGES = {"cpu": (2**16, 2**23), "cuda": (2**20, 2**28)}
 _REPEATS = 60
+# The large message takes at least this many times as long as the small one: less is noise.
+_LONGER = 1.2
 # Rows and widths of products as those of a layer.
 _PRODUCTS = {"cpu": (256, 512, 1376), "cuda": (8192, 4096, 14336)}
 _FLOAT = 4
@@ -120,7 +122,12 @@ class RankFigures:
         messages = [torch.zeros(size // _FLOAT, device=self._device) for size in sizes]
         times = [self._mean(product, partial(dist.all_reduce, message)) - without for message in messages]
         small, large = (least_sent("all_reduce", size, ranks) for size in sizes)
-        rate = (large - small) / max(times[1] - times[0], 1e-9)
+        if times[1] <= _LONGER * max(times[0], 0.0):
+            raise RuntimeError(
+                f"all-reduces of {sizes[0]} and {sizes[1]} bytes took {times[0]:.3g} and {times[1]:.3g} s: other "
+                f"processes disturb the link. Measure again when this machine is quiet."
+            )
+        rate = (large - small) / (times[1] - times[0])
         return {"rate": rate, "latency": max(times[0] - small / rate, 0.0) / 2}
 
     def _mean(self, *operations: Callable[[], object]) -> float:

@@ -1,9 +1,15 @@
 """Figures of this machine: measured, kept, and refused where they are of another one."""
 
 import json
+import os
 import re
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,13 +17,24 @@ from torch import nn
 
 import nxdpp
 from nxdpp.__main__ import main
+from nxdpp.planning.layout import Layout
+from nxdpp.planning.machine import DEVICES
 from nxdpp.planning.measured import kept_machine
 from nxdpp.planning.measured.kept_machine import KeptMachine, measured_machine, place
+from nxdpp.planning.measured.rank import RankFigures
 from nxdpp.planning.plan import Plan
+from nxdpp.version import __version__
 from tests.planning.test_plan_command import CONFIG, SEARCH
 from tests.planning.test_planner import CPU, Stack
 
 INPUTS = {"states": torch.zeros(3, 16)}
+# In the place of a rank's measurements.
+SLEEPS = """
+import os, sys, time
+if "nxdpp.planning.measured.rank" in sys.orig_argv and "torch.distributed.run" not in sys.orig_argv:
+    open(os.path.join({folder!r}, f"{{os.getpid()}}.pid"), "w").close()
+    time.sleep(200)
+"""
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +47,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def machine(cache: Path) -> KeptMachine:
-    return measured_machine("cpu")
+    return measured_machine("cpu", 2)
 
 
 @pytest.fixture
@@ -40,7 +57,7 @@ def again(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     def measured(kind: str, ranks: int, at_once: int) -> dict[str, float]:
         made.append(ranks)
-        return {"flops_2": 1.0, "flops_4": 1.0, "bandwidth": 1.0, "operation": 1.0, "action": 1.0}
+        return {"flops_2": 1e9, "flops_4": 1e9, "bandwidth": 1e9, "operation": 1e-6, "action": 1e-6}
 
     monkeypatch.setattr(kept_machine, "_measured", measured)
     return made
@@ -55,26 +72,32 @@ def test_figures_are_of_operations_and_links(machine: KeptMachine) -> None:
 
 
 def test_kept_figures_are_not_measured_again(machine: KeptMachine, again: list[int]) -> None:
-    found = measured_machine("cpu")
+    found = measured_machine("cpu", 2)
 
+    assert found.about["nxdpp"] == __version__
     assert (found.figures, found.about, found.note) == (machine.figures, machine.about, "")
     assert again == []
 
 
 @pytest.mark.parametrize(
     ("change", "reason"),
-    [({"torch": "1.0"}, r"torch 1\.0, not"), ({"processor": "Z80"}, "processor Z80, not"), (None, "JSONDecodeError")],
+    [
+        ({"torch": "1.0"}, r"torch 1\.0, not"),
+        ({"nxdpp": "0.1"}, r"nxdpp 0\.1, not"),
+        ({"processor": "Z80"}, "processor Z80, not"),
+        (None, "JSONDecodeError"),
+    ],
 )
 def test_figures_of_another_machine_are_measured_again(
     machine: KeptMachine, again: list[int], change: dict[str, str] | None, reason: str
 ) -> None:
-    file = place("cpu")
+    file = place("cpu", 2)
     before = file.read_text()
     content = json.loads(before)
     file.write_text("{" if change is None else json.dumps(content | {"about": content["about"] | change}))
     try:
-        found = measured_machine("cpu")
-        assert len(again) == 1
+        found = measured_machine("cpu", 2)
+        assert again == [2]
         assert not found.layers
         assert re.search(rf"is not of this machine \({reason}", found.note)
     finally:
@@ -92,7 +115,7 @@ def test_layers_are_measured_once(machine: KeptMachine, monkeypatch: pytest.Monk
     assert plan().first == first.first
     assert counted.first.times[0].compute != first.first.times[0].compute
     assert 0 < first.first.step_seconds < 10
-    assert json.loads(place("cpu").read_text())["layers"]
+    assert json.loads(place("cpu", 2).read_text())["layers"]
 
 
 def test_the_command_plans_for_the_measured_machine(
@@ -104,6 +127,112 @@ def test_the_command_plans_for_the_measured_machine(
 
     assert again == []
     assert "LlamaForCausalLM, 2 cpu devices on 1 host" in capsys.readouterr().out
+
+
+def test_ranks_are_at_most_the_devices_of_a_host(
+    again: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1,2")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(64), raising=False)
+    neighbours: list[int] = []
+
+    def busy(count: int) -> AbstractContextManager[None]:
+        neighbours.append(count)
+        return nullcontext()
+
+    monkeypatch.setattr(kept_machine, "busy", busy)
+
+    for most in (None, 4, 1):
+        measured_machine("cpu", most).factors("layers", lambda _: [1.0])
+
+    assert again == [64, 4, 2]
+    assert neighbours == [63, 3, 1]
+
+
+def test_all_hosts_have_the_measured_cores(again: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(2), raising=False)
+    monkeypatch.setattr(KeptMachine, "factors", lambda *_: [1.0] * 4)
+
+    def seconds(hosts: int, **options: Any) -> float:
+        job: dict[str, Any] = {"devices": 4 * hosts, "hosts": hosts, "global_batch": 8 * hosts, "link": "1GB/s"}
+        found = nxdpp.plan(Stack(), inputs=INPUTS, layouts=[Layout(data=4 * hosts)], **job, **CPU, **options)
+        return found.first.times[0].compute
+
+    assert seconds(1, costs="measured") == seconds(2, costs="measured")
+    assert seconds(1, costs="measured") == seconds(1, costs="measured", cores=2)
+
+
+def test_a_plan_names_the_measured_device(again: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    about = {"device": "NVIDIA A100", "cores": 1, "threads": 1}
+    kept = KeptMachine("cuda", about, kept_machine._measured("cuda", 1, 1))
+    monkeypatch.setattr("nxdpp.planning.planner.measured_machine", lambda *_: kept)
+    monkeypatch.setattr(KeptMachine, "factors", lambda *_: [1.0] * 4)
+
+    def plan(device: Any) -> Plan:
+        return nxdpp.plan(
+            Stack(),
+            devices=1,
+            device_memory="1GB",
+            global_batch=2,
+            inputs=INPUTS,
+            costs="measured",
+            device=device,
+            layouts=[Layout()],
+        )
+
+    assert plan("h100").device == "NVIDIA A100"
+    with pytest.raises(ValueError, match="a DeviceSpeed is measured with costs='measured': name a device"):
+        plan(DEVICES["a100"])
+
+
+def test_figures_that_cannot_be_kept_serve(again: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+
+    found = measured_machine("cpu", 2)
+
+    assert found.figures["flops_4"] == 1e9
+    assert re.search(r"figures of this machine are not kept \(.*\): set XDG_CACHE_HOME", found.note)
+
+
+def test_ranks_end_with_their_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A killed torchrun would leave them."""
+    (tmp_path / "sitecustomize.py").write_text(SLEEPS.format(folder=str(tmp_path)))
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+
+    def wait(self: subprocess.Popen[str], timeout: float) -> None:
+        deadline = time.monotonic() + 60
+        while not (ranks := list(tmp_path.glob("*.pid"))) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert ranks
+        raise subprocess.TimeoutExpired(self.args, timeout)
+
+    monkeypatch.setattr(subprocess.Popen, "communicate", wait)
+    with pytest.raises(RuntimeError, match="the ranks that measure this machine take more than 600 s"):
+        kept_machine._measured("cpu", 1, 1)
+
+    (rank,) = tmp_path.glob("*.pid")
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(rank.stem), 0)
+
+
+def test_a_disturbed_link_is_no_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    figures = object.__new__(RankFigures)
+    figures.__dict__ |= {"_device": torch.device("cpu"), "_rows": 1, "_inner": 1, "_outer": 1}
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
+
+    def link(*means: float) -> dict[str, float]:
+        left = iter(means)
+        monkeypatch.setattr(figures, "_mean", lambda *_: next(left), raising=False)
+        return figures._link()
+
+    assert link(1.0, 1.001, 1.008)["rate"] == pytest.approx((2**23 - 2**16) / 0.007)
+    for large in (1.001, 1.002, 0.9):
+        with pytest.raises(RuntimeError, match="other processes disturb the link"):
+            link(1.0, 1.002, large)
 
 
 def test_devices_that_are_not_here_are_refused(cache: Path) -> None:
