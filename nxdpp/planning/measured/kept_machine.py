@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from nxdpp.devices import cuda
 from nxdpp.planning.machine import DeviceSpeed, Link
 from nxdpp.planning.measured.load import busy
 from nxdpp.ranks.launch import choose_device
@@ -112,7 +113,7 @@ def measured_machine(kind: str, most: int | None = None) -> KeptMachine:
 
     Raises ``ValueError`` for a ``kind`` that this machine does not have, and ``RuntimeError`` where its ranks fail.
     """
-    if kind not in _KINDS or (kind == "cuda" and not torch.cuda.is_available()):
+    if kind not in _KINDS or (kind == "cuda" and not cuda.find().count):
         raise ValueError(
             f"this machine has no {kind} device to measure: run it on a machine that has one, or measure its "
             f"processor (device='cpu', --device cpu)."
@@ -140,7 +141,7 @@ def _about(kind: str, most: int | None) -> dict[str, Any]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     # The first number is of the outermost parallel region, which is torch's.
     threads = int((os.environ.get("OMP_NUM_THREADS") or "1").partition(",")[0])
-    devices = torch.cuda.device_count() if kind == "cuda" else cores
+    devices = cuda.find().count if kind == "cuda" else cores
     ranks = devices if kind == "cuda" else cores // threads
     return {
         "host": platform.node(),
@@ -148,7 +149,7 @@ def _about(kind: str, most: int | None) -> dict[str, Any]:
         "cores": cores,
         # As torchrun gives them to each rank.
         "threads": threads,
-        "device": torch.cuda.get_device_name() if kind == "cuda" else "cpu",
+        "device": cuda.name() if kind == "cuda" else "cpu",
         "devices": devices,
         # Two processes share a single core: a link of the CPU has two ends.
         "ranks": max(min(ranks, ranks if most is None else most), 1 if kind == "cuda" else 2),
