@@ -157,6 +157,8 @@ class NxDPPModel(PipelineView, Generic[OnEveryRank, PerMicrobatch]):
             module, transformer_layer_cls, pipeline_cuts, loss_fn = manual_model(
                 module, virtual_pipeline_size, manual_pp_stage_partition_fn, manual_pp_loss_fn
             )
+        # Pipeline refuses what is no module.
+        root = cast(nn.Module, module)
         if auto_partition and pipeline_cuts is not None and not len(pipeline_cuts):
             pipeline_cuts = None
         config = PipelineConfig(
@@ -192,7 +194,7 @@ class NxDPPModel(PipelineView, Generic[OnEveryRank, PerMicrobatch]):
         arguments.check_scripts_arguments(use_optimizer_wrapper, fuse_microbatches, return_loss_on_cpu)
         arguments.check_auto_partition(auto_partition, pipeline_cuts, partition)
         self._pipeline = Pipeline(
-            cast(nn.Module, module),
+            root,
             config,
             {"broadcast_and_average_loss": broadcast_and_average_loss, "use_zero1_optimizer": use_zero1_optimizer},
         )
@@ -223,9 +225,9 @@ class NxDPPModel(PipelineView, Generic[OnEveryRank, PerMicrobatch]):
         self.partitioned = True
         self._optimizer_check: OptimizerCheck | None = None
         # The whole model is no submodule: this rank holds only a part of it.
-        self.__dict__["original_module"] = module
+        self.__dict__["original_module"] = root
         self.local_module = self._pipeline.local_module
-        self.training = module.training
+        self.training = root.training
         with board.construction():
             call_hooks(hooks, self, self.rank)
         self._pipeline.follow()
