@@ -31,7 +31,7 @@ MAPPINGS = ("broadcast", "reduce", "scatter", "gather")
     ("named", "signature"),
     [
         (oslo.initialize, "(model, config, *, num_microbatches=1)"),
-        (MPU, "(tensor_parallel_size=1, pipeline_parallel_size=1)"),
+        (MPU, "(tensor_parallel_size=1, pipeline_parallel_size=1, master_addr=None, master_port=None)"),
         (
             ParallelModel.save_parallelized,
             "(self, save_directory, save_config=True, state_dict=None, save_function='torch.save', "
