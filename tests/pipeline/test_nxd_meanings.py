@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import fx, nn
-from torch.utils.checkpoint import checkpoint
 
 from nxdpp import NxDPPModel, init_on_device, parallel_state
 from nxdpp.initialization import deferred_init
 from nxdpp.tracing.graph.errors import TracingError
+from tests.support.by_position import ByPosition
 from tests.support.models import make
 from tests.support.plain_models import WIDTH, Base, Block
 from tests.support.run_ranks import run_ranks
@@ -35,29 +35,12 @@ class Model(Base):
         return self.run(x) * self.scale.sum()
 
 
-class CheckPointWrapper(nn.Module):
-    """A module that runs another one again in its backward, as the recipe has it."""
-
-    runs = 0
-
-    def __init__(self, mod: nn.Module) -> None:
-        super().__init__()
-        self.mod = mod
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return checkpoint(self._counted, *args, *kwargs.values(), use_reentrant=True)
-
-    def _counted(self, *args: Any) -> Any:
-        type(self).runs += 1
-        return self.mod(*args)
-
-
 def recipe(dist_model: Any) -> list[str]:
     """Wrap each transformer layer of this rank; return their names."""
     found = []
     for name, module in dist_model.local_module.named_children():
         if type(module) is dist_model.transformer_layer_cls:
-            dist_model.local_module.add_module(name, CheckPointWrapper(module))
+            dist_model.local_module.add_module(name, ByPosition(module))
             found.append(name)
     return found
 
@@ -108,7 +91,7 @@ def over_two_ranks(rank: int) -> dict[str, Any]:
     loaded.load_state_dict({name: value * 2 for name, value in full.items()}, strict=True)
     assert all(torch.equal(value, full[name] * 2) for name, value in loaded.local_state_dict().items())
     parallel_state.destroy_model_parallel()
-    return {"names": names, "loss": loss, "same": same, "runs": CheckPointWrapper.runs}
+    return {"names": names, "loss": loss, "same": same, "runs": ByPosition.runs}
 
 
 def _is_local(name: str, blocks: list[str], rank: int) -> bool:

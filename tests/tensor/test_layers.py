@@ -234,7 +234,7 @@ def _padded(stride: int, parallel: bool) -> None:
 
 
 def _options() -> None:
-    """What ``keep_master_weight``, ``skip_bias_add`` and ``tensor_model_parallel_group`` change, and nothing else."""
+    """Compare ``keep_master_weight``, ``skip_bias_add`` and ``tensor_model_parallel_group`` with a plain layer."""
     group = parallel_state.get_tensor_model_parallel_group()
     alone, _ = torch.distributed.new_subgroups(1)
     options: dict[str, Any] = {"keep_master_weight": True, "tensor_model_parallel_group": group, "pad": True}

@@ -42,10 +42,18 @@ class MPU:
         master_addr: str | None = None,
         master_port: int | None = None,
     ) -> None:
+        before = {name: os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT")}
         if not dist.is_initialized():
-            given = {"MASTER_ADDR": master_addr, "MASTER_PORT": master_port}
-            os.environ.update({name: str(value) for name, value in given.items() if value is not None})
-        parallel_state.initialize_model_parallel(tensor_parallel_size, pipeline_parallel_size)
+            values = zip(before, (master_addr, master_port), strict=True)
+            os.environ.update({name: str(value) for name, value in values if value is not None})
+        try:
+            parallel_state.initialize_model_parallel(tensor_parallel_size, pipeline_parallel_size)
+        except BaseException:
+            for name, value in before.items():
+                os.environ.pop(name, None)
+                if value is not None:
+                    os.environ[name] = value
+            raise
 
     def get_data_parallel_group(self) -> ProcessGroup:
         """Return the group of the ranks with this rank's part of the model."""

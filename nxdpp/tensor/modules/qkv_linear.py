@@ -42,7 +42,7 @@ class GQAQKVColumnParallelLinear(ParallelLayer):
 
     The parameters are ``weight_q``, ``weight_k``, ``weight_v``, ``bias_q``, ``bias_k`` and ``bias_v``. Their initial
     values are drawn as for three ``torch.nn.Linear`` in this order. A loaded ``weight_qkv`` or ``bias_qkv``, this
-    rank's three parts one after another, is split.
+    rank's three parts one after another, is split, where copies are on all ranks or there are none.
 
     Args:
         input_size: size ``I`` of an input.
@@ -63,7 +63,7 @@ class GQAQKVColumnParallelLinear(ParallelLayer):
 
     Raises:
         TypeError: for a ``dtype`` that is a bool.
-        ValueError: for sizes that do not divide.
+        ValueError: for sizes that do not divide, and in a load of a fused weight whose copies are on some ranks.
     """
 
     def __init__(
@@ -157,6 +157,13 @@ class GQAQKVColumnParallelLinear(ParallelLayer):
             sizes = [len(each) for name in _NAMES if (each := getattr(self, f"{kind}_{name}")) is not None]
             fused = state_dict.get(f"{prefix}{kind}_qkv")
             if sizes and fused is not None and len(fused) == sum(sizes):
+                if 1 < self.kv_size_multiplier < self.tensor_parallel_size:
+                    raise ValueError(
+                        f"{prefix}{kind}_qkv with kv_size_multiplier={self.kv_size_multiplier} on "
+                        f"{self.tensor_parallel_size} ranks: NeuronX Distributed puts copies on other ranks, and may "
+                        f"order the heads otherwise. Convert its files with python -m "
+                        f"nxdpp.scripts.checkpoint_converter --convert_to_full_state."
+                    )
                 del state_dict[f"{prefix}{kind}_qkv"]
                 state_dict.update(zip((f"{prefix}{kind}_{name}" for name in _NAMES), fused.split(sizes), strict=True))
         super()._load_from_state_dict(state_dict, prefix, *rest)

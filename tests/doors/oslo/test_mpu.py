@@ -99,7 +99,8 @@ def _check_worlds_that_do_not_divide() -> None:
     for size in (3, 8):
         message = f"a world of 4 ranks does not .* start a multiple of {size} processes"
         with pytest.raises(ValueError, match=message):
-            MPU(tensor_parallel_size=size, pipeline_parallel_size=1)
+            MPU(tensor_parallel_size=size, pipeline_parallel_size=1, master_addr="127.0.0.9")
+        assert os.environ["MASTER_ADDR"] != "127.0.0.9"
         with pytest.raises(ValueError, match=message):
             oslo.initialize(_gpt2(), {"model_parallelism": {"enable": True, "tensor_parallel_size": size}})
     assert not dist.is_initialized()

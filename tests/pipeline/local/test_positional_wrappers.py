@@ -5,29 +5,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from nxdpp import NxDPPModel, parallel_state
 from nxdpp.pipeline.local.positional_wrappers import follow_wrapped
+from tests.support.by_position import ByPosition
 from tests.support.models import make, padded_batch
 from tests.support.run_ranks import run_ranks
-
-
-class ByPosition(nn.Module):
-    """Runs a module again in its backward, with the values of all arguments in the order of the call."""
-
-    runs = 0
-
-    def __init__(self, mod: nn.Module) -> None:
-        super().__init__()
-        self.mod = mod
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return checkpoint(self._counted, *args, *kwargs.values(), use_reentrant=True)
-
-    def _counted(self, *args: Any) -> Any:
-        type(self).runs += 1
-        return self.mod(*args)
 
 
 def apply_checkpoint(dist_model: Any) -> None:

@@ -130,12 +130,16 @@ def _options(rank: int, size: int) -> None:
 
 def _fused(size: int) -> None:
     """The file of NeuronX Distributed's ``fuse_qkv=True`` gives the three parameters."""
-    options: dict[str, Any] = {"kv_size_multiplier": size // 2, "gather_output": False}
+    options: dict[str, Any] = {"kv_size_multiplier": size, "gather_output": False}
     source, target = (nn.Sequential(GQAQKVColumnParallelLinear(HIDDEN, [24, 6], **options)) for _ in range(2))
     state = source.state_dict()
     fused = {f"0.{kind}_qkv": torch.cat([state[f"0.{kind}_{name}"] for name in "qkv"]) for kind in ("weight", "bias")}
     target.load_state_dict(fused)
     assert all(torch.equal(value, state[name]) for name, value in target.state_dict().items())
+    if size == 4:
+        some = nn.Sequential(GQAQKVColumnParallelLinear(HIDDEN, [24, 12], kv_size_multiplier=2, gather_output=False))
+        with pytest.raises(ValueError, match=r"0\.weight_qkv with kv_size_multiplier=2 on 4 ranks: .* Convert its"):
+            some.load_state_dict(fused)
     fused["0.weight_qkv"] = fused["0.weight_qkv"][1:]
     with pytest.raises(RuntimeError, match=r"Unexpected key\(s\) in state_dict: \"0\.weight_qkv\""):
         target.load_state_dict(fused)

@@ -20,7 +20,7 @@ _REFERENCE = "torch_xla.utils.serialization.TensorReference"
 
 
 class _TensorReference:
-    """What a file of torch_xla has in the place of a tensor: the number ``tid`` of the tensor's file."""
+    """The place of a tensor in a file of torch_xla: the number ``tid`` of the tensor's own file."""
 
     tid: int
 

@@ -15,7 +15,7 @@ _EXPERTS = "expert_mlps"
 
 
 class WeightNames(Protocol):
-    """What a converter tells of the tensors of its model."""
+    """The questions about the tensors of its model that a converter answers."""
 
     def get_partition_dim(self, name: str) -> int:
         """Return the divided dimension. Raises ``ValueError`` for a tensor that each rank has whole."""
