@@ -29,6 +29,7 @@ class OneGroup:
 
     backend = "gloo"
     has_tags = True
+    links: dict[int, Any] = {}
 
     def __init__(self, group: Any) -> None:
         self._group = group
