@@ -1,7 +1,9 @@
 """Process groups for the P2P transfers of a pipeline, by the rules of their backend.
 
-On gloo that is the pipeline group itself, and shared memory between ranks of one host (``host_link``). On NCCL, whose messages have no tags, each pair of neighbours has a group of
-two ranks for each way. A message then waits for no other rank. All other ranks share two groups over the pipeline::
+On gloo that is the pipeline group itself, and shared memory between ranks of one host (``host_link``).
+
+On NCCL, whose messages have no tags, each pair of neighbours has a group of two ranks for each way. A message then
+waits for no other rank. All other ranks share two groups over the pipeline::
 
     rank 0 ──0→1──▶ rank 1 ──1→2──▶ rank 2 ──2→0──▶ rank 0 ...      and the same backwards
     rank 0 ───────────── to higher ranks ─────────▶ rank 3          a tensor that skips ranks

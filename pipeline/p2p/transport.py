@@ -4,6 +4,9 @@ On gloo each message has a tag. NCCL has no tags, and runs the operations of a c
 Neighbours there have a communicator for each way. Both ranks send and post in one global order
 (``schedules/lowering/global_order.py``), which excludes a deadlock.
 
+Ranks of one host that would use gloo have a link of shared memory (``nxdpp/ranks/host_link.py``). A send copies into it
+and waits for nobody. Where the link has no room, gloo sends the message.
+
 On gloo two rules exclude a deadlock. For two ranks, messages of one kind are sent and received in the same order. A
 rank blocks on a receive only when the sender needs nothing that this rank has not posted yet.
 
@@ -17,6 +20,7 @@ import ctypes
 from collections import deque
 from collections.abc import Callable
 from enum import IntEnum
+from functools import partial
 from typing import Any
 
 import torch
@@ -94,6 +98,8 @@ _KINDS = 2 * len(Direction)
 
 
 _GroupCall = Callable[[list[torch.Tensor], int, int], Transfer]
+# Waits for a message in host or device memory, and returns it.
+_Arrived = Callable[[], torch.Tensor]
 
 
 class _Copied:
@@ -138,8 +144,8 @@ class Transport:
         self._through_host = groups.backend == "gloo" and device.type != "cpu"
         self._sends, self._buffers = HostSends(report), HostBuffers()
         self._has_tags = groups.has_tags
-        # By the other rank: the call of its group that receives or sends, and the number of the rank in the group.
-        self._receives: dict[int, tuple[_GroupCall, int, Wait, HostLink | None]] = {}
+        # By the other rank: a receive or send of its group, with the number of the rank in the group, and its link.
+        self._receives: dict[int, tuple[Callable[[TensorLayout, int], _Arrived], Wait, HostLink | None]] = {}
         self._sending: dict[int, tuple[_GroupCall, int, HostLink | None]] = {}
         self._metadata_sends: deque[tuple[Transfer, torch.Tensor]] = deque()
         self.is_in_host_memory = self._wire_device.type == "cpu"
@@ -154,23 +160,17 @@ class Transport:
         """
         if source not in self._receives:
             group, number, _ = self._groups.between(source, self._rank)
-            self._receives[source] = group.recv, number, self.wait_for(source), self._groups.links.get(source)
-        receive, number, waits, link = self._receives[source]
+            receive = partial(self._receive, group.recv, number)
+            self._receives[source] = receive, self.wait_for(source), self._groups.links.get(source)
+        receive, waits, link = self._receives[source]
         wire_tag = tag * _KINDS + direction if self._has_tags else 0
-        if link is None:
-            buffer = self._buffer(layout)
-            work = receive([buffer if buffer.is_contiguous() else _flat(buffer)], number, wire_tag)
+        # A link copies when the receiver asks: it needs no buffer before.
+        arrived = partial(self._over_link, link, layout, wire_tag, receive) if link else receive(layout, wire_tag)
 
         def wait() -> torch.Tensor:
-            nonlocal buffer, work
             board.wait = waits
             try:
-                if link is None:
-                    work.wait()
-                else:
-                    buffer = self._buffer(layout)
-                    if not link.receive(buffer, wire_tag):
-                        receive([buffer if buffer.is_contiguous() else _flat(buffer)], number, wire_tag).wait()
+                buffer = arrived()
             except RuntimeError:
                 self._sends.raise_error()
                 raise
@@ -183,6 +183,24 @@ class Transport:
 
         looks_for_marks = direction is Direction.GRADIENT and self.is_in_host_memory
         return wait
+
+    def _receive(self, call: _GroupCall, number: int, layout: TensorLayout, wire_tag: int) -> _Arrived:
+        """Start a receive of a process group."""
+        buffer = self._buffer(layout)
+        work = call([buffer if buffer.is_contiguous() else _flat(buffer)], number, wire_tag)
+
+        def arrived() -> torch.Tensor:
+            work.wait()
+            return buffer
+
+        return arrived
+
+    def _over_link(
+        self, link: HostLink, layout: TensorLayout, wire_tag: int, receive: Callable[[TensorLayout, int], _Arrived]
+    ) -> torch.Tensor:
+        """Wait for a message of ``link``, or of the process group where the sender has had no slot for it."""
+        buffer = self._buffer(layout)
+        return buffer if link.receive(buffer, wire_tag) else receive(layout, wire_tag)()
 
     def _buffer(self, layout: TensorLayout) -> torch.Tensor:
         if self._through_host:
