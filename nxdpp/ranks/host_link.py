@@ -28,7 +28,7 @@ import torch
 
 # Tag, bytes, slot, offset of the slot. A write of one header is atomic, so a read returns whole headers.
 _HEADER = struct.Struct("=qqqq")
-_READ_BYTES = 2048 * _HEADER.size
+_READ_BYTES = 64 * _HEADER.size
 _ELSEWHERE = -1
 # Room for 8,192 headers, or 2,048 where the system allows no more: a sender that is so far ahead waits.
 _PIPE_BYTES = 8192 * _HEADER.size
@@ -107,7 +107,7 @@ class HostLink:
         os.close(own.reader)
         self._sent, self._received = own.map, memory
         self._sent_at, self._received_at = map(_address, (own.map, memory))
-        self._arrived: defaultdict[int, deque[tuple[int, int, int]]] = defaultdict(deque)
+        self._arrived: defaultdict[int, deque[tuple[int, int, int, int]]] = defaultdict(deque)
         # By the bytes of a message; and by the size of the slots.
         self._pools: dict[int, _Pool] = {}
         self._sized: dict[int, _Pool] = {}
@@ -147,7 +147,7 @@ class HostLink:
         arrived = self._arrived[tag]
         while not arrived:
             self._read()
-        size, slot, offset = arrived.popleft()
+        _, size, slot, offset = arrived.popleft()
         if size != tensor.nbytes:
             raise RuntimeError(
                 f"rank {self._peer} has sent a message of {size} bytes where {tensor.nbytes} bytes were expected: the "
@@ -171,8 +171,8 @@ class HostLink:
 
     def _read(self) -> None:
         """Wait for headers."""
-        for tag, *message in _HEADER.iter_unpack(os.read(self._reader, _READ_BYTES) or self._raise_end()):
-            self._arrived[tag].append(tuple(message))
+        for header in _HEADER.iter_unpack(os.read(self._reader, _READ_BYTES) or self._raise_end()):
+            self._arrived[header[0]].append(header)
 
     def _order(self) -> None:
         """Finish the reads of a slot before its flag is written: a lock that is taken twice orders both."""

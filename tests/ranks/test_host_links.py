@@ -4,6 +4,7 @@ import os
 import socket
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -48,7 +49,7 @@ def test_each_pair_of_a_pipeline_has_a_link_of_its_own(monkeypatch: pytest.Monke
                 message = torch.zeros(2, dtype=torch.int64)
                 link.receive(message, 7)
                 assert message.tolist() == [pipeline[other], rank]
-    assert "nxdpp-" not in open("/proc/net/unix").read()
+    assert "nxdpp-" not in Path("/proc/net/unix").read_text()
     del links, link
     assert len(os.listdir("/proc/self/fd")) == before
 
