@@ -146,7 +146,8 @@ class HostLink:
         """
         arrived = self._arrived[tag]
         while not arrived:
-            self._read()
+            for header in _HEADER.iter_unpack(os.read(self._reader, _READ_BYTES) or self._raise_end()):
+                self._arrived[header[0]].append(header)
         _, size, slot, offset = arrived.popleft()
         if size != tensor.nbytes:
             raise RuntimeError(
@@ -168,11 +169,6 @@ class HostLink:
 
     def __del__(self) -> None:
         self.close()
-
-    def _read(self) -> None:
-        """Wait for headers."""
-        for header in _HEADER.iter_unpack(os.read(self._reader, _READ_BYTES) or self._raise_end()):
-            self._arrived[header[0]].append(header)
 
     def _order(self) -> None:
         """Finish the reads of a slot before its flag is written: a lock that is taken twice orders both."""

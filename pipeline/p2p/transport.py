@@ -20,7 +20,6 @@ import ctypes
 from collections import deque
 from collections.abc import Callable
 from enum import IntEnum
-from functools import partial
 from typing import Any
 
 import torch
@@ -98,8 +97,6 @@ _KINDS = 2 * len(Direction)
 
 
 _GroupCall = Callable[[list[torch.Tensor], int, int], Transfer]
-# Waits for a message in host or device memory, and returns it.
-_Arrived = Callable[[], torch.Tensor]
 
 
 class _Copied:
@@ -144,8 +141,8 @@ class Transport:
         self._through_host = groups.backend == "gloo" and device.type != "cpu"
         self._sends, self._buffers = HostSends(report), HostBuffers()
         self._has_tags = groups.has_tags
-        # By the other rank: a receive or send of its group, with the number of the rank in the group, and its link.
-        self._receives: dict[int, tuple[Callable[[TensorLayout, int], _Arrived], Wait, HostLink | None]] = {}
+        # By the other rank: the call of its group that receives or sends, the number of the rank in it, and its link.
+        self._receives: dict[int, tuple[_GroupCall, int, Wait, HostLink | None]] = {}
         self._sending: dict[int, tuple[_GroupCall, int, HostLink | None]] = {}
         self._metadata_sends: deque[tuple[Transfer, torch.Tensor]] = deque()
         self.is_in_host_memory = self._wire_device.type == "cpu"
@@ -158,19 +155,23 @@ class Transport:
 
         In host memory the mark of a missing gradient is seen, and ``MISSING`` is returned.
         """
+        if self._through_host:
+            buffer = self._buffers.take(layout.size, layout.stride, layout.dtype)
+        else:
+            buffer = torch.empty_strided(layout.size, layout.stride, dtype=layout.dtype, device=self._wire_device)
         if source not in self._receives:
             group, number, _ = self._groups.between(source, self._rank)
-            receive = partial(self._receive, group.recv, number)
-            self._receives[source] = receive, self.wait_for(source), self._groups.links.get(source)
-        receive, waits, link = self._receives[source]
+            self._receives[source] = group.recv, number, self.wait_for(source), self._groups.links.get(source)
+        receive, number, waits, link = self._receives[source]
+        memory = buffer if buffer.is_contiguous() else _flat(buffer)
         wire_tag = tag * _KINDS + direction if self._has_tags else 0
-        # A link copies when the receiver asks: it needs no buffer before.
-        arrived = partial(self._over_link, link, layout, wire_tag, receive) if link else receive(layout, wire_tag)
+        work = receive([memory], number, wire_tag) if link is None else None
 
         def wait() -> torch.Tensor:
             board.wait = waits
             try:
-                buffer = arrived()
+                if link is None or not link.receive(buffer, wire_tag):
+                    (work or receive([memory], number, wire_tag)).wait()
             except RuntimeError:
                 self._sends.raise_error()
                 raise
@@ -183,29 +184,6 @@ class Transport:
 
         looks_for_marks = direction is Direction.GRADIENT and self.is_in_host_memory
         return wait
-
-    def _receive(self, call: _GroupCall, number: int, layout: TensorLayout, wire_tag: int) -> _Arrived:
-        """Start a receive of a process group."""
-        buffer = self._buffer(layout)
-        work = call([buffer if buffer.is_contiguous() else _flat(buffer)], number, wire_tag)
-
-        def arrived() -> torch.Tensor:
-            work.wait()
-            return buffer
-
-        return arrived
-
-    def _over_link(
-        self, link: HostLink, layout: TensorLayout, wire_tag: int, receive: Callable[[TensorLayout, int], _Arrived]
-    ) -> torch.Tensor:
-        """Wait for a message of ``link``, or of the process group where the sender has had no slot for it."""
-        buffer = self._buffer(layout)
-        return buffer if link.receive(buffer, wire_tag) else receive(layout, wire_tag)()
-
-    def _buffer(self, layout: TensorLayout) -> torch.Tensor:
-        if self._through_host:
-            return self._buffers.take(layout.size, layout.stride, layout.dtype)
-        return torch.empty_strided(layout.size, layout.stride, dtype=layout.dtype, device=self._wire_device)
 
     def wait_for(self, peer: int) -> Wait:
         """Name the P2P transfers between this rank and ``peer``, for the time in which this rank waits for one."""

@@ -38,4 +38,5 @@ def in_flight_limit(schedule: Schedule, edges: Collection[StagePair], rules: Tra
     if rules.posted_ahead is None:
         # In the global order a rank may wait for each send.
         return _SENDS_IN_FLIGHT
-    return max(_SENDS_IN_FLIGHT, sends_in_flight(lower(schedule, edges, rules.posted_ahead), edges))
+    # Over shared memory a receive begins only where it is needed.
+    return max(_SENDS_IN_FLIGHT, sends_in_flight(lower(schedule, edges, 0), edges))
