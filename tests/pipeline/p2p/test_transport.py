@@ -1,5 +1,6 @@
 """Received tensors equal the sent ones, for any strides, dtype and size; marks are told from all gradients."""
 
+import os
 from typing import Any, cast
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from nxdpp import parallel_state
 from nxdpp.pipeline.p2p.layout import layout_of
 from nxdpp.pipeline.p2p.transport import Direction, Transport, are_zeros, is_mark, mark_like, zeros_like
+from nxdpp.ranks import host_link
 from nxdpp.ranks.transfer_groups import TransferGroups
 from tests.support.nccl_rules import use_nccl_rules
 from tests.support.run_ranks import run_ranks
@@ -21,6 +23,8 @@ TENSORS = [
     torch.tensor(3.5),
     torch.empty(0, 3),
     torch.arange(4.0).to(torch.complex64),
+    torch.arange(5000.0),
+    torch.arange(2),
 ]
 
 
@@ -45,23 +49,32 @@ def make_transport() -> Transport:
 
 
 def exchange(rank: int) -> None:
-    transport = make_transport()
-    for direction in Direction:
-        if rank == direction:
-            sends = [transport.send(tensor, 1 - rank, direction, tag) for tag, tensor in enumerate(TENSORS)]
-            for work, _ in sends:
-                work.wait()
-            continue
-        # Posted in another order than sent: gloo matches messages by their tags.
-        layouts = [layout_of(tensor).tensors[0] for tensor in TENSORS]
-        waits = {
-            tag: transport.post_receive(layouts[tag], 1 - rank, direction, tag) for tag in reversed(range(len(TENSORS)))
-        }
-        for tag, tensor in enumerate(TENSORS):
-            received = waits[tag]()
-            assert torch.equal(received, tensor)
-            assert received.stride() == layouts[tag].stride
-            assert received.dtype == tensor.dtype
+    """Over shared memory, over gloo, and over both: a message that finds no slot goes over gloo."""
+    for choice, largest_slot in (("shm", 2**20), ("gloo", 2**20), ("shm", 4096)):
+        os.environ["NXDPP_P2P"], host_link._LARGEST_SLOT = choice, largest_slot
+        transport = make_transport()
+        assert len(parallel_state.get_pipeline_transfer_groups().links) == (choice == "shm")
+        for direction in Direction:
+            _exchange(transport, rank, direction)
+        parallel_state.destroy_model_parallel()
+
+
+def _exchange(transport: Transport, rank: int, direction: Direction) -> None:
+    if rank == direction:
+        sends = [transport.send(tensor, 1 - rank, direction, tag) for tag, tensor in enumerate(TENSORS)]
+        for work, _ in sends:
+            work.wait()
+        return
+    # Posted in another order than sent: messages are matched by their tags.
+    layouts = [layout_of(tensor).tensors[0] for tensor in TENSORS]
+    waits = {
+        tag: transport.post_receive(layouts[tag], 1 - rank, direction, tag) for tag in reversed(range(len(TENSORS)))
+    }
+    for tag, tensor in enumerate(TENSORS):
+        received = waits[tag]()
+        assert torch.equal(received, tensor)
+        assert received.stride() == layouts[tag].stride
+        assert received.dtype == tensor.dtype
 
 
 def test_received_tensors_equal_the_sent_ones() -> None:
