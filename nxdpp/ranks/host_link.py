@@ -33,8 +33,8 @@ _ELSEWHERE = -1
 # Room for 8,192 headers, or 2,048 where the system allows no more: a sender that is so far ahead waits.
 _PIPE_BYTES = 8192 * _HEADER.size
 
-_FLAGS = 65536  # slots at most, a byte for each
-_ARENA_BYTES = 2**32  # of addresses; memory is taken for the slots that are used
+_FLAGS = 4096  # slots at most, a byte for each
+_ARENA_BYTES = 5 * 2**28  # of addresses, for slots of all sizes; memory is taken for the slots that are used
 _SMALLEST_SLOT = 4096
 _LARGEST_SLOT = 64 * 2**20
 _POOL_SLOTS, _POOL_BYTES = 16, 4 * 2**20  # slots of a size: at least 16, and 4 MiB where they are small
@@ -184,13 +184,15 @@ class HostLink:
         if pool is None and rounded <= _LARGEST_SLOT:
             slots = min(max(_POOL_SLOTS, _POOL_BYTES // rounded), _MOST_POOL_BYTES // rounded)
             first, offset = self._next_slot, self._next_offset
-            if first + slots <= _FLAGS and offset + slots * rounded <= _ARENA_BYTES:
-                pool = self._sized[rounded] = _Pool(first, first + slots, offset, rounded)
-                self._next_slot += slots
-                self._next_offset += slots * rounded
+            pool = self._sized[rounded] = _Pool(first, first + slots, offset, rounded)
+            self._next_slot += slots
+            self._next_offset += slots * rounded
+            assert self._next_slot <= _FLAGS, "slots of all sizes have flags"
+            assert self._next_offset <= _ARENA_BYTES, "slots of all sizes have addresses"
         if pool is None or not all(self._reserve(pool, slot, size) for slot in range(pool.first, pool.end)):
             pool = _NO_POOL
-        pool.memory = max(pool.memory, size)
+        else:
+            pool.memory = max(pool.memory, size)
         self._pools[size] = pool
         return pool
 

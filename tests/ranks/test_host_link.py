@@ -146,3 +146,12 @@ def test_a_dropped_link_has_no_descriptors() -> None:
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) == before
     assert "memfd:nxdpp" not in Path("/proc/self/maps").read_text()
+
+
+def test_messages_of_all_sizes_have_room(ends: Ends) -> None:
+    for exponent in range(27):
+        size = 2**exponent
+        message = torch.zeros(size, dtype=torch.uint8)
+        message[-1] = exponent
+        assert ends[0].send(message, exponent)
+        assert torch.equal(received(ends[1], message, exponent), message)
