@@ -34,11 +34,11 @@ _ELSEWHERE = -1
 _PIPE_BYTES = 8192 * _HEADER.size
 
 _FLAGS = 4096  # slots at most, a byte for each
-_ARENA_BYTES = 5 * 2**28  # of addresses, for slots of all sizes; memory is taken for the slots that are used
+_ARENA_BYTES = 5 * 2**26  # of addresses, for slots of all sizes; memory is taken for the slots that are used
 _SMALLEST_SLOT = 4096
-_LARGEST_SLOT = 64 * 2**20
+_LARGEST_SLOT = 16 * 2**20  # larger messages, such as pieces of weights, would take much memory
 _POOL_SLOTS, _POOL_BYTES = 16, 4 * 2**20  # slots of a size: at least 16, and 4 MiB where they are small
-_MOST_POOL_BYTES = 256 * 2**20
+_MOST_POOL_BYTES = 64 * 2**20
 
 _copy = ctypes.memmove
 _FREE = b"\0"

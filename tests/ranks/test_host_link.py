@@ -42,7 +42,7 @@ def received(end: HostLink, like: torch.Tensor, tag: int) -> torch.Tensor:
     return tensor
 
 
-@pytest.mark.parametrize("numbers", [0, 1, 1023, 1025, 2**20, 2**24])
+@pytest.mark.parametrize("numbers", [0, 1, 1023, 1025, 2**20, 2**22])
 def test_received_numbers_equal_the_sent_ones_also_when_those_change_after_the_send(ends: Ends, numbers: int) -> None:
     for end, other in (ends, ends[::-1]):
         sent = torch.randn(numbers)
@@ -149,7 +149,7 @@ def test_a_dropped_link_has_no_descriptors() -> None:
 
 
 def test_messages_of_all_sizes_have_room(ends: Ends) -> None:
-    for exponent in range(27):
+    for exponent in range(25):
         size = 2**exponent
         message = torch.zeros(size, dtype=torch.uint8)
         message[-1] = exponent
