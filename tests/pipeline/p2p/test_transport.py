@@ -1,12 +1,14 @@
 """Received tensors equal the sent ones, for any strides, dtype and size; marks are told from all gradients."""
 
 import os
+from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
 import torch
 
 from nxdpp import parallel_state
+from nxdpp.pipeline.p2p import transport as transport_module
 from nxdpp.pipeline.p2p.layout import layout_of
 from nxdpp.pipeline.p2p.transport import Direction, Transport, are_zeros, is_mark, mark_like, zeros_like
 from nxdpp.ranks import host_link
@@ -127,6 +129,38 @@ def send_from_another_device(rank: int) -> None:
 
 def test_gloo_is_only_ever_given_host_memory() -> None:
     run_ranks(2, send_from_another_device)
+
+
+def exchange_through_host(rank: int) -> None:
+    """Both ranks send from the thread of another device's sends, while the main thread receives."""
+
+    class Host:
+        @staticmethod
+        def to_host(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+            return lambda: torch.full(tensor.shape, float(len(tensor)))
+
+        @staticmethod
+        def from_host(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.clone()
+
+    transport_module.device_of = lambda device: Host  # type: ignore[attr-defined, assignment, return-value]
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    groups = parallel_state.get_pipeline_transfer_groups()
+    assert groups.links
+    control = parallel_state.get_pipeline_control_group()
+    transport = Transport(groups, control, torch.device("meta"))
+    rows = range(1, 65)
+    sends = [transport.send(torch.empty(n, 300, device="meta"), 1 - rank, Direction.ACTIVATION, n) for n in rows]
+    for n in reversed(rows):
+        (layout,) = layout_of(torch.empty(n, 300)).tensors
+        received = transport.post_receive(layout, 1 - rank, Direction.ACTIVATION, n)()
+        assert torch.equal(received, torch.full((n, 300), float(n)))
+    for work, _ in sends:
+        work.wait()
+
+
+def test_tensors_of_another_device_go_through_host_memory_and_shared_memory() -> None:
+    run_ranks(2, exchange_through_host)
 
 
 def receive_in_another_order(rank: int) -> None:
