@@ -180,7 +180,8 @@ def _taken(connection: socket.socket, name: str, expected: set[int]) -> tuple[in
     hello, descriptors, _, _ = socket.recv_fds(connection, 256, 2)
     said, _, number = hello.decode(errors="replace").partition(" ")
     if said == name and number.isdecimal() and int(number) in expected and len(descriptors) == 2:
-        return int(number), *descriptors
+        memory, reader = descriptors
+        return int(number), memory, reader
     for descriptor in descriptors:
         os.close(descriptor)
     return None

@@ -122,7 +122,7 @@ def test_where_either_side_cannot_both_have_no_link(
 
     # What the test replaces is shared by both threads.
     class Replaced(socket.socket):
-        connect = _refused  # type: ignore[assignment]
+        connect = _refused
 
     before = len(os.listdir("/proc/self/fd"))
     if owner is socket.socket:
