@@ -72,12 +72,10 @@ def rank_memory(
         # torch steps all parameters at once on CUDA, and one after the other on the CPU.
         step = gradients if on_cuda else 3 * state.largest
         buckets = min(state.copied, _COPIED_BYTES + BUCKET_BYTES) if layout.data > 1 else 0
-    transport = 0.0
+    transport = SLOTS_HELD * message if kind == "cpu" and layout.pipeline > 1 else 0.0
     if on_cuda:
         made = communicators(layout.pipeline, layout.data, layout.tensor)
         transport = made * COMMUNICATOR_BYTES + (MESSAGES_HELD * message if layout.pipeline > 1 else 0.0)
-    elif kind == "cpu" and layout.pipeline > 1:
-        transport = SLOTS_HELD * message
     return RankMemory(state.weights, gradients, optimizer, activations, step, buckets, transport)
 
 

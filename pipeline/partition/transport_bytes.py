@@ -17,8 +17,8 @@ from nxdpp.tracing.graph.trace import TracedGraph
 COMMUNICATOR_BYTES = 100 * 2**20
 # The most receives that a family posts ahead, and two sends in flight each way: their memory is freed late.
 MESSAGES_HELD = 7 + 2 * 2
-# Two messages in flight each way, to and from two neighbours.
-SLOTS_HELD = 2 * 2 * 2
+# A message in flight each way.
+SLOTS_HELD = 2
 
 
 def transport_bytes(
