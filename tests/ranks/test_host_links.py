@@ -1,9 +1,11 @@
 """Start of the links of a pipeline, each rank in a thread; ``NXDPP_P2P``, and ranks that cannot share memory."""
 
 import os
+import secrets
 import socket
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,8 @@ def no_choice(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_each_pair_of_a_pipeline_has_a_link_of_its_own(monkeypatch: pytest.MonkeyPatch, choice: str | None) -> None:
     if choice:
         monkeypatch.setenv("NXDPP_P2P", choice)
+    names = count()
+    monkeypatch.setattr(secrets, "token_hex", lambda _: f"of-{os.getpid()}-{next(names)}")
     before = len(os.listdir("/proc/self/fd"))
     links = start()
     for pipeline in PIPELINES:
@@ -49,7 +53,8 @@ def test_each_pair_of_a_pipeline_has_a_link_of_its_own(monkeypatch: pytest.Monke
                 message = torch.zeros(2, dtype=torch.int64)
                 link.receive(message, 7)
                 assert message.tolist() == [pipeline[other], rank]
-    assert "nxdpp-" not in Path("/proc/net/unix").read_text()
+    assert next(names) == 6
+    assert f"nxdpp-of-{os.getpid()}" not in Path("/proc/net/unix").read_text()
     del links, link
     assert len(os.listdir("/proc/self/fd")) == before
 
