@@ -3,10 +3,12 @@
 import json
 import time
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 
+from benchmarks.comparison import page
 from benchmarks.comparison.contenders import BY_HAND, NXDPP, TORCH
 from benchmarks.comparison.efficiency import excess_rows, ideal_ms, sleeping_job
 from benchmarks.comparison.job import Job
@@ -115,3 +117,15 @@ def test_sleep_does_not_change_gradients() -> None:
     asleep, awake = (sleeping_job(ms, 2, 1).reference() for ms in (1, 0))
     assert torch.equal(asleep[0], awake[0])
     assert all(torch.equal(asleep[1][name], awake[1][name]) for name in awake[1])
+
+
+def test_pages_get_tables_and_a_picture(tmp_path: Path) -> None:
+    rows = [
+        Row("efficiency", "5 ms, m=32", "1f1b", NXDPP, "ms", [50.0], [Verdict("the ideal 525 ms", 1.1)]),
+        Row("efficiency", "5 ms, m=32", "1f1b", TORCH, "ms", [100.0]),
+        Row("efficiency", "5 ms, m=32", "1f1b", BY_HAND, "ms", [60.0]),
+    ]
+    shown = [" ".join(line.split()) for line in page.table(rows).splitlines()]
+    assert shown[2:] == ["| 1f1b | 50.0 / 100 (0.50); 1.10 |", "| 1f1b by hand | 60.0 |"]
+    page.draw(rows, tmp_path / "picture.svg")
+    assert "ms above the ideal" in (tmp_path / "picture.svg").read_text()
