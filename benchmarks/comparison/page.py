@@ -12,7 +12,7 @@ from benchmarks.report import markdown_table
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "compare.md"
 PAGE = ROOT / "docs" / "performance.md"
-PICTURE = ROOT / "docs" / "pictures" / "performance.svg"
+PICTURE = RESULTS.with_suffix(".svg")
 
 MAIN_CASES = {"efficiency": ["5 ms, m=32", "20 ms, m=32"], "overhead": ["p=2, m=32, wall", "p=4, m=32, wall"]}
 """Sections and cases of docs/performance.md."""
