@@ -73,14 +73,17 @@ def run_backward(
         gradients: the roots' gradients, of their shapes and dtypes; not checked.
         retain: keep the graph for another backward.
     """
-    with torch._C._DisableAutocast():
-        found: Sequence[torch.Tensor | None] = torch.autograd.Variable._execution_engine.run_backward(
-            tuple(roots),
-            tuple(gradients),
-            retain,
-            False,
-            tuple(inputs),
-            allow_unreachable=True,
-            accumulate_grad=accumulate,
-        )
+    run = _run_without_autocast if torch._C._is_any_autocast_enabled() else _run
+    # Keywords take longer than positions: create_graph, and allow_unreachable before accumulate_grad.
+    found: Sequence[torch.Tensor | None] = run(
+        tuple(roots), tuple(gradients), retain, False, tuple(inputs), True, accumulate
+    )
     return found
+
+
+_run = torch.autograd.Variable._execution_engine.run_backward
+
+
+def _run_without_autocast(*arguments: Any) -> Any:
+    with torch._C._DisableAutocast():
+        return _run(*arguments)
