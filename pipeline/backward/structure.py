@@ -111,7 +111,10 @@ class Structure:
         return nodes
 
     def _in_order(self, nodes: Sequence[Any]) -> bool:
-        return all([nodes[one]._sequence_nr() >= nodes[other]._sequence_nr() for one, other in self._neighbours])
+        for one, other in self._neighbours:  # noqa: SIM110  # a generator takes longer than the comparison
+            if nodes[one]._sequence_nr() < nodes[other]._sequence_nr():
+                return False
+        return True
 
     @cached_property
     def _neighbours(self) -> list[tuple[int, int]]:
