@@ -24,10 +24,10 @@ class LastUsed(OrderedDict[_Key, _Value]):
 
     def get(self, key: _Key, default: Any = None) -> Any:
         """Return the value of ``key``, or ``default`` for a key that is not kept."""
-        try:
-            return self[key]
-        except KeyError:
+        if key not in self:
             return default
+        self.move_to_end(key)
+        return super().__getitem__(key)
 
     def __setitem__(self, key: _Key, value: _Value) -> None:
         super().__setitem__(key, value)
