@@ -157,7 +157,7 @@ class Engine:
         for runner in self._runners.values():
             results |= runner.results
             runner.end()
-        return [results[microbatch] for microbatch in sorted(results)]
+        return list(map(results.__getitem__, sorted(results)))
 
     def _finish(self) -> None:
         """Wait until all tensors and objects of the step have been sent."""

@@ -12,7 +12,8 @@ One microbatch passes through a stage in these actions::
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from operator import attrgetter
+from typing import Any
 
 import torch
 from torch.autograd.graph import GradientEdge
@@ -24,10 +25,10 @@ from nxdpp.pipeline.backward.run import ReceivedTensor, edge_of, run_backward
 from nxdpp.pipeline.backward.split import SplitBackward
 from nxdpp.pipeline.loss.step_loss import StepLoss
 from nxdpp.pipeline.p2p.channel import Channel, LocalChannel
-from nxdpp.pipeline.p2p.layout import TensorLayout, ValueLayout, check_layout, tensors_of
+from nxdpp.pipeline.p2p.layout import BoundaryTensor, ValueLayout, check_layout, tensors_of
 from nxdpp.pipeline.p2p.transport import Direction
 from nxdpp.pipeline.runtime.engine_config import EngineConfig
-from nxdpp.pipeline.runtime.metadata_exchange import MetadataExchange
+from nxdpp.pipeline.runtime.metadata_exchange import Incoming, MetadataExchange
 from nxdpp.pipeline.runtime.module_memory import copy_values, names_in_module_memory
 from nxdpp.pipeline.stages.cut_graph import StageProgram
 from nxdpp.pipeline.stages.in_place_guard import expect_unchanged, versions
@@ -35,18 +36,7 @@ from nxdpp.pipeline.timeline.clock import StepTimer
 from nxdpp.schedules.actions import ActionKind
 
 _NO_STEP = StepLoss(())
-
-
-class _Incoming(NamedTuple):
-    """A channel to a source stage, known after the metadata exchange.
-
-    ``entering`` are the numbers of the tensors that enter the autograd graph, ``values`` the layout of each value.
-    """
-
-    channel: Channel
-    entering: list[int]
-    values: list[tuple[str, ValueLayout]]
-    are_tensors: bool
+_gradient_of = attrgetter("gradient")
 
 
 @dataclass(slots=True)
@@ -111,7 +101,7 @@ class StageRunner:
         self._loss_gradient = config.loss_gradient
         self._metadata = MetadataExchange(program.plan, channels_in, channels_out, config.device)
         self._in_module_memory: list[str] | None = None
-        self._incoming: list[_Incoming] = []
+        self._incoming: list[Incoming] = []
         # Of each sent value, known after the metadata exchange.
         self._layouts: dict[str, ValueLayout] = {}
         self._analysis = BackwardAnalysis()
@@ -191,8 +181,7 @@ class StageRunner:
             start = self._stamp()
             run_backward(roots, starts)
             self._blocks.append((self._plan.stage, ActionKind.BACKWARD, microbatch, start, self._stamp()))
-        gradients = [received.gradient for received in in_flight.received]
-        self._keep_gradients(microbatch, gradients, in_flight.has_items)
+        self._keep_gradients(microbatch, list(map(_gradient_of, in_flight.received)), in_flight.has_items)
 
     def input_gradient(self, microbatch: int) -> None:
         """Compute the gradients of received activations (B, T, H); ``weight_gradient`` computes the others."""
@@ -223,8 +212,7 @@ class StageRunner:
     def _receive(self, microbatch: int, in_flight: _InFlight) -> dict[str, Any]:
         """The values of the source stages, in the autograd graph when training."""
         if not self._metadata.is_received:
-            self._metadata.receive()
-            self._incoming = [self._described(channel) for channel in self._channels_in]
+            self._incoming = self._metadata.receive(self._train)
         received: dict[str, Any] = {}
         for channel, entering, values, are_tensors in self._incoming:
             tensors = channel.take(Direction.ACTIVATION, microbatch)
@@ -250,14 +238,6 @@ class StageRunner:
                     at = end
         return received
 
-    def _described(self, channel: Channel) -> _Incoming:
-        boundary = channel.boundary
-        values = [(name, boundary.layouts[name]) for name in boundary.values]
-        activations = enumerate(boundary.activations) if self._train else ()
-        entering = [number for number, entry in activations if entry.layout.requires_grad]
-        are_tensors = all(isinstance(layout.skeleton, TensorLayout) for _, layout in values)
-        return _Incoming(channel, entering, values, are_tensors)
-
     def _prepare_backward(self, in_flight: _InFlight, made: dict[str, Any], microbatch: int) -> None:
         in_flight.outputs = made if self._keep_outputs else None
         for name in self._plan.sent:
@@ -271,35 +251,29 @@ class StageRunner:
             in_flight.has_items = in_flight.loss is not None
 
     def _roots(self, in_flight: _InFlight, microbatch: int) -> tuple[list[Any], list[torch.Tensor]]:
-        """The roots of a backward, and the gradient of each."""
-        gradients = self._returned_gradients(microbatch)
+        """The roots of a backward, and the gradient (B, T, H) of each: the sum over the destinations.
+
+        The latest destination is the first of the sum, as in autograd.
+        """
+        parts: list[tuple[BoundaryTensor, torch.Tensor | None]] = []
+        for channel in self._channels_out:
+            parts += zip(channel.boundary.gradients, channel.take(Direction.GRADIENT, microbatch), strict=True)
+        gradients: dict[tuple[str, int], torch.Tensor] = {}
+        for entry, gradient in reversed(parts):
+            if gradient is not None:
+                key = (entry.value, entry.position)
+                gradients[key] = gradients[key] + gradient if key in gradients else gradient
         # A root is missing when its parameters were frozen after the metadata exchange.
         roots: list[Any] = []
         starts: list[torch.Tensor] = []
-        for key, gradient in gradients.items():
+        for key, total in gradients.items():
             if key in in_flight.roots:
                 roots.append(in_flight.roots[key])
-                starts.append(gradient)
+                starts.append(total)
         if in_flight.loss is not None:
             roots.append(in_flight.loss)
             starts.append(self._loss_gradient(in_flight.loss))
         return roots, starts
-
-    def _returned_gradients(self, microbatch: int) -> dict[tuple[str, int], torch.Tensor]:
-        """The gradient (B, T, H) of each sent tensor that has one.
-
-        It is the sum over the destinations, the latest first as in autograd.
-        """
-        parts = []
-        for channel in self._channels_out:
-            returned = channel.take(Direction.GRADIENT, microbatch)
-            parts += list(zip(channel.boundary.gradients, returned, strict=True))
-        total: dict[tuple[str, int], torch.Tensor] = {}
-        for entry, gradient in reversed(parts):
-            if gradient is not None:
-                key = (entry.value, entry.position)
-                total[key] = total[key] + gradient if key in total else gradient
-        return total
 
     def _own_activations(self, channel: Channel, made: dict[str, Any]) -> list[torch.Tensor]:
         """Activations for a stage of this rank; copies where other stages receive them too."""
