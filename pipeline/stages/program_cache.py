@@ -202,8 +202,9 @@ class ProgramCache:
         training = self._module.training
         modes = current_modes()
         key = None if layout is None else self._of_layouts.get(self._place(layout, training, modes))
-        if key is not None and key in self._graphs:
-            return self._graphs[key]
+        known = None if key is None else self._graphs.get(key)
+        if known is not None:
+            return known
         cut = self.cut_graph(microbatches[0], training)
         if layout is not None:
             # A trace may have changed the settings.
@@ -245,6 +246,7 @@ class ProgramCache:
         """Drop all graphs: modules, buffers or dtypes have changed."""
         self._graphs.clear()
         self._of_layouts.clear()
+        self._settings_numbers.clear()
         self._state, self._settings_at = _UNKNOWN, _NEVER
         self._read_values = None
         self._with_facts.clear()
