@@ -46,7 +46,7 @@ class _Enter(torch.autograd.Function):
 
 
 # ``_Enter.apply`` without its Python code, which looks for the transforms of torch.func: no stage runs within one.
-_enter = super(torch.autograd.Function, _Enter).apply  # type: ignore[misc]  # as in torch's own apply
+_enter: Any = super(torch.autograd.Function, _Enter).apply
 
 
 def edge_of(tensor: torch.Tensor) -> GradientEdge:

@@ -125,8 +125,8 @@ class Structure:
 
 def is_hooked(node: Any, name: str) -> bool:
     """Return whether a hook returns this saved tensor; activation checkpointing recomputes it there."""
-    if HOOKS_ARE_SHOWN and isinstance(saved := getattr(node, name), torch._C._autograd.SavedTensor):
-        return saved.unpack_hook is not None
+    if isinstance(saved := getattr(node, name), torch._C._autograd.SavedTensor):
+        return unpack_hook(saved) is not None
     return any(unpack_hook(saved) is not None for saved in saved_tensors(node, name))
 
 

@@ -220,12 +220,13 @@ class StageRunner:
                 # Only the graph may hold the tensor: its backward frees it.
                 arrived = ReceivedTensor(tensors[number])
                 tensors[number] = None
-                tensors[number] = tensor = arrived.enter_graph()
+                entered: Any = arrived.enter_graph()
+                tensors[number] = entered
                 in_flight.received.append(arrived)
                 if self._splits:
                     # ``get_gradient_edge`` takes three times as long.
-                    in_flight.entries.append(GradientEdge(tensor.grad_fn, 0))
-                    in_flight.kept.append(tensor.view_as(tensor).grad_fn)
+                    in_flight.entries.append(GradientEdge(entered.grad_fn, 0))
+                    in_flight.kept.append(entered.view_as(entered).grad_fn)
             # Tensors are numbered value by value.
             at = 0
             for name, layout in values:

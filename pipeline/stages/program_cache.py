@@ -202,7 +202,7 @@ class ProgramCache:
         training = self._module.training
         modes = current_modes()
         key = None if layout is None else self._of_layouts.get(self._place(layout, training, modes))
-        known = None if key is None else self._graphs.get(key)
+        known: CutGraph | None = None if key is None else self._graphs.get(key)
         if known is not None:
             return known
         cut = self.cut_graph(microbatches[0], training)
