@@ -8,9 +8,9 @@ nothing, then run without an engine: ``forward`` of each stage's module, and aut
 
 A column is the time of the engine's calls of one kind, less the plain run. An input-gradient and its weight-gradient
 are compared with two runs of autograd's engine, for the received value and for the parameters: the column of split
-backwards has both. A send is counted with the release that frees it. "An action" is the whole of ``Engine.run`` less
-all plain runs, divided by the actions of the rank, sends and receives included. Each time is the lower quartile over
-the steps, all measured in turn: what else runs on the machine only adds to it.
+backwards has both. A send is counted with the release that frees it. "An action" is the sum of the columns over a step
+with the engine's loop over calls that do nothing, divided by the actions of the rank, sends and receives included. Each
+call counts with the lower quartile over the steps, all measured in turn: what else runs on the machine only adds to it.
 
 ``way_of_a_step.py`` has the milliseconds of a step before and after the engine.
 """
@@ -140,37 +140,36 @@ class Share(NamedTuple):
 def share_of(family: str, rank: int, steps: int) -> Share:
     """Return the engine's share on ``rank`` of 4; not collective, in the debug mode of ``rank``."""
     engine, actions, loss = _engine(family, rank)
-    bare = engine._calls
-    spent: Counter[str] = Counter()
     kinds = [_KIND_OF[action.kind] for action in engine._called_for]
-    timed = [_timed(call, kind, spent) for call, kind in zip(bare, kinds, strict=True)]
-    calls = Counter(kinds)
-    samples: defaultdict[str, list[float]] = defaultdict(list)
+    # By call, by kind of a plain run, and of the loop over calls that do nothing.
+    of_calls: list[list[int]] = [[] for _ in kinds]
+    of_plain: defaultdict[str, list[int]] = defaultdict(list)
+    of_loop: list[int] = []
+    empty: list[int] = []
+    timed = [_timed(call, taken) for call, taken in zip(engine._calls, of_calls, strict=True)]
+    nothing = [_nothing] * len(timed)
     for number in range(steps + 3):
-        if number == 3:
-            # The steps before are not steady.
-            samples.clear()
         # In turn, so that all meet the same load of the machine.
         for kind, nanoseconds in _plain(engine, loss.microbatches[0]["x"]):
-            samples[f"plain {kind}"].append(nanoseconds)
-        engine._calls = bare
-        samples["run"].append(_nanoseconds(lambda: engine.run(loss)))
+            of_plain[kind].append(nanoseconds)
         engine._calls = timed
-        spent.clear()
         engine.run(loss)
-        _timed(lambda: None, "empty", spent)()
-        for kind, nanoseconds in spent.items():
-            samples[kind].append(nanoseconds)
-    found = {kind: statistics.quantiles(taken, n=4)[0] / 1e3 for kind, taken in samples.items()}
-    backward = "backward" if "backward" in calls else "split backward"
-    stages = len(engine._runners) * MICROBATCHES * (found["plain forward"] + found[f"plain {backward}"])
+        if number < 3:
+            # No steady step.
+            for taken in (*of_calls, *of_plain.values()):
+                taken.clear()
+        engine._calls = nothing
+        _timed(lambda: engine.run(loss), of_loop)()
+        _timed(_nothing, empty)()
+    plain = {kind: _quartile(taken) for kind, taken in of_plain.items()}
+    spent: Counter[str] = Counter()
+    for kind, taken in zip(kinds, of_calls, strict=True):
+        spent[kind] += _quartile(taken) - _quartile(empty)
     # A weight-gradient belongs to its input-gradient, and a release to its send.
     number_of = Counter(_KIND_OF[action.kind] for action in actions if action.kind is not ActionKind.WEIGHT_GRADIENT)
-    shares = {
-        kind: (found[kind] - calls[kind] * found["empty"]) / number - found.get(f"plain {kind}", 0.0)
-        for kind, number in number_of.items()
-    }
-    return Share(len(actions), (found["run"] - stages) / len(actions), shares)
+    shares = {kind: spent[kind] / number - plain.get(kind, 0.0) for kind, number in number_of.items()}
+    own = sum(shares[kind] * number for kind, number in number_of.items()) + _quartile(of_loop)
+    return Share(len(actions), own / len(actions), shares)
 
 
 def _engine(family: str, rank: int) -> tuple[Engine, Sequence[Action], StepLoss]:
@@ -214,22 +213,25 @@ def _plain(engine: Engine, message: torch.Tensor) -> Iterator[tuple[str, int]]:
             yield kind, end - middle
 
 
-def _timed(call: Callable[[], None], kind: str, spent: Counter[str]) -> Callable[[], None]:
-    """Return ``call`` with its nanoseconds added to ``spent``."""
+def _timed(call: Callable[[], object], taken: list[int]) -> Callable[[], None]:
+    """Return ``call`` with its nanoseconds appended to ``taken``."""
     clock = time.perf_counter_ns
 
     def run() -> None:
         start = clock()
         call()
-        spent[kind] += clock() - start
+        taken.append(clock() - start)
 
     return run
 
 
-def _nanoseconds(run: Callable[[], Any]) -> int:
-    start = time.perf_counter_ns()
-    run()
-    return time.perf_counter_ns() - start
+def _nothing() -> None:
+    pass
+
+
+def _quartile(taken: Sequence[int]) -> float:
+    """The lower quartile of nanoseconds, in microseconds."""
+    return statistics.quantiles(taken, n=4)[0] / 1e3
 
 
 def main() -> None:
