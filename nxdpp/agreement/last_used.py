@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 # Sequences of 1 to 256 tokens, one item each, stay in a cache.
 KEPT = 256
 
+_MISSING = object()
+
 _Key = TypeVar("_Key")
 _Value = TypeVar("_Value")
 
@@ -24,10 +26,11 @@ class LastUsed(OrderedDict[_Key, _Value]):
 
     def get(self, key: _Key, default: Any = None) -> Any:
         """Return the value of ``key``, or ``default`` for a key that is not kept."""
-        if key not in self:
+        value = super().get(key, _MISSING)
+        if value is _MISSING:
             return default
         self.move_to_end(key)
-        return super().__getitem__(key)
+        return value
 
     def __setitem__(self, key: _Key, value: _Value) -> None:
         super().__setitem__(key, value)
