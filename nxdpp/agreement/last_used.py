@@ -10,8 +10,6 @@ from typing import Any, TypeVar
 # Sequences of 1 to 256 tokens, one item each, stay in a cache.
 KEPT = 256
 
-_MISSING = object()
-
 _Key = TypeVar("_Key")
 _Value = TypeVar("_Value")
 
@@ -26,10 +24,9 @@ class LastUsed(OrderedDict[_Key, _Value]):
 
     def get(self, key: _Key, default: Any = None) -> Any:
         """Return the value of ``key``, or ``default`` for a key that is not kept."""
-        value = super().get(key, _MISSING)
-        if value is _MISSING:
-            return default
-        self.move_to_end(key)
+        value = super().get(key, default)
+        if value is not default:
+            self.move_to_end(key)
         return value
 
     def __setitem__(self, key: _Key, value: _Value) -> None:
