@@ -162,7 +162,7 @@ def share_of(family: str, rank: int, steps: int) -> Share:
         _timed(lambda: engine.run(loss), of_loop)()
         _timed(_nothing, empty)()
     plain = {kind: _quartile(taken) for kind, taken in of_plain.items()}
-    spent: Counter[str] = Counter()
+    spent: defaultdict[str, float] = defaultdict(float)
     for kind, taken in zip(kinds, of_calls, strict=True):
         spent[kind] += _quartile(taken) - _quartile(empty)
     # A weight-gradient belongs to its input-gradient, and a release to its send.
