@@ -39,10 +39,12 @@ def with_groups(what: str = "a process group") -> ProcessGroups:
 
     Raises ``RuntimeError`` before an initialization and in the debug mode.
     """
-    state = initialized()
-    if isinstance(state, DebugState):
-        raise state.refusal(what)
-    return state
+    state = running()
+    if isinstance(state, ProcessGroups):
+        return state
+    debug = initialized()
+    assert isinstance(debug, DebugState), "the other of the two"
+    raise debug.refusal(what)
 
 
 def own_ranks(dimension: str) -> list[int]:
