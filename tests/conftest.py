@@ -26,6 +26,7 @@ from tests.support.torchvision_operators import define_missing_operators
 torch.set_num_threads(1)
 define_missing_operators()
 
+HERE = Path(__file__).parent
 # Folders and files whose tests compare numbers, files and messages, which no version of Python is likely to change. All
 # of them have the mark one_python.
 ONE_PYTHON = (
@@ -50,19 +51,30 @@ ONE_PYTHON = (
 )  # fmt: skip
 COLLECTED = pytest.StashKey[set[str]]()
 """Files with collected tests below tests/, and the lines of sweeps.toml that some of them match."""
-SWEEPS = tomllib.loads((Path(__file__).parent / "sweeps.toml").read_text())
+SWEEPS = tomllib.loads((HERE / "sweeps.toml").read_text())
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out the files whose tests all have the mark one_python, where it is not wanted: imports take long."""
+    if "not one_python" not in config.option.markexpr or collection_path.suffix != ".py":
+        return None
+    one_python = _of_one_python(collection_path) or "\npytestmark = pytest.mark.one_python\n" in collection_path.read_text()
+    return one_python or None
+
+
+def _of_one_python(path: Path) -> bool:
+    return f"{path.relative_to(HERE).as_posix()}/".startswith(tuple(f"{name}/" for name in ONE_PYTHON))
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark the tests of ``ONE_PYTHON`` and of sweeps.toml before marks select tests."""
-    folder = Path(__file__).parent
     collected = config.stash.setdefault(COLLECTED, set())
     sweeps = {pattern: re.compile(pattern) for pattern in SWEEPS}
     for item in items:
-        path = item.path.relative_to(folder).as_posix()
+        path = item.path.relative_to(HERE).as_posix()
         collected.add(path)
-        if f"{path}/".startswith(tuple(f"{name}/" for name in ONE_PYTHON)):
+        if _of_one_python(item.path):
             item.add_marker("one_python")
         name = f"{path}::{item.nodeid.partition('::')[2]}"
         matched = [pattern for pattern, compiled in sweeps.items() if compiled.fullmatch(name)]
