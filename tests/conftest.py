@@ -58,8 +58,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     """Leave out the files whose tests all have the mark one_python, where it is not wanted: imports take long."""
     if "not one_python" not in config.option.markexpr or collection_path.suffix != ".py":
         return None
-    one_python = _of_one_python(collection_path) or "\npytestmark = pytest.mark.one_python\n" in collection_path.read_text()
-    return one_python or None
+    mark = "\npytestmark = pytest.mark.one_python\n"
+    return _of_one_python(collection_path) or mark in collection_path.read_text() or None
 
 
 def _of_one_python(path: Path) -> bool:

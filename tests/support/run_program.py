@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import torch
-from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, though not in its __all__
 
-from tests.support.run_ranks import fork_server, rank_environment
+from tests.support.run_ranks import fork_server, rank_environment, store_for_ranks
 
 
 class Ended(NamedTuple):
@@ -47,7 +46,7 @@ def run_program(
     The caller holds the store, as torchrun does, unless the first rank is to hold it. With ``own_outputs`` each rank
     writes into a file of its own; otherwise all write into one, in the order of time.
     """
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = store_for_ranks(timeout)
     environments = [rank_environment(rank, ranks, store.port) for rank in range(ranks)]
     if first_rank_has_store:
         # Its port is free from now on.
