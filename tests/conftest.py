@@ -33,7 +33,8 @@ ONE_PYTHON = (
     "agreement", "benchmarks", "checkpoint", "devices", "docs", "doors", "examples", "gradients", "hosts",
     "initialization", "loops", "pipeline/after_wrapping/test_new_ties.py", "pipeline/after_wrapping/test_optimizers.py",
     "pipeline/after_wrapping/test_recomputed_state.py", "pipeline/after_wrapping/test_replaced.py",
-    "pipeline/after_wrapping/test_tied.py", "pipeline/after_wrapping/test_tied_hooks.py", "pipeline/backward",
+    "pipeline/after_wrapping/test_sentences.py", "pipeline/after_wrapping/test_tied.py",
+    "pipeline/after_wrapping/test_tied_hooks.py", "pipeline/backward",
     "pipeline/loss/test_normalization.py", "pipeline/microbatches", "pipeline/p2p", "pipeline/partition",
     "pipeline/stages", "pipeline/test_first_partition.py", "pipeline/test_late_trace.py",
     "pipeline/test_microbatches.py", "pipeline/test_model_eval.py", "pipeline/test_model_refusals.py",
@@ -44,10 +45,11 @@ ONE_PYTHON = (
     "pipeline/whole/test_shared_keys.py", "pipeline/whole/test_tensor_parallel.py",
     "pipeline/whole/test_three_dimensions.py", "pipeline/whole/test_tracing_options.py",
     "pipeline/whole/test_vision_language.py", "pipeline/whole/test_wrapped_transformers.py",
-    "pipeline/whole/test_wrapping_allocates_nothing.py", "planning", "ranks/test_launch.py", "schedules", "tensor",
-    "test_class_names.py", "test_migration_names.py", "tracing/costs", "tracing/models/test_captured_outputs.py",
-    "tracing/models/test_loss_leaves.py", "tracing/models/test_torch_transformer.py",
-    "tracing/state/test_data_changes.py", "tracing/state/test_shared_objects.py",
+    "pipeline/whole/test_wrapping_allocates_nothing.py", "planning", "ranks/faults/test_waits.py",
+    "ranks/test_launch.py", "schedules", "support", "tensor", "test_class_names.py", "test_migration_names.py",
+    "tracing/costs", "tracing/models/test_captured_outputs.py", "tracing/models/test_loss_leaves.py",
+    "tracing/models/test_torch_transformer.py", "tracing/state/test_data_changes.py",
+    "tracing/state/test_shared_objects.py",
 )  # fmt: skip
 COLLECTED = pytest.StashKey[set[str]]()
 """Files with collected tests below tests/, and the lines of sweeps.toml that some of them match."""
