@@ -15,8 +15,7 @@ from typing import Any
 
 from nxdpp.tracing.code.source import code_of, first_argument, named, tree_of
 
-# pytest writes calls of its own functions into a module of tests, and they reach all that it holds.
-_FRAMEWORKS = re.compile(r"(torch|transformers|numpy|nxdpp|builtins|einops|einx|_?pytest)(\.|$)")
+_FRAMEWORKS = re.compile(r"(torch|transformers|numpy|nxdpp|builtins|einops|einx|_?pytest)(\.|$)")  # assert calls pytest
 # A trace asks again and again for the same code.
 _KEPT = 1 << 14
 
