@@ -130,8 +130,10 @@ def describe_machine(machine: KeptMachine) -> str:
     return (
         f"Measured: {about['cores']} cores, {about['threads']} threads a rank, {own['flops_4'] / 1e9:.0f} GFLOP/s and "
         f"{own['bandwidth'] / 1e9:.1f} GB/s of AdamW a rank, {own['operation'] * 1e6:.1f} us an operation, "
-        f"{own['action'] * 1e6:.0f} us an action, all-reduce {own['rate'] / 1e9:.2f} GB/s and "
-        f"{2 * own['latency'] * 1e6:.0f} us."
+        f"{own['action'] * 1e6:.0f} us an action, all-reduce {own['all_reduce'] / 1e9:.2f} GB/s and "
+        f"{2 * own['latency'] * 1e6:.0f} us, reduce-scatter {own['reduce_scatter'] / 1e9:.2f} GB/s, all-gather "
+        f"{own['all_gather'] / 1e9:.2f} GB/s, messages {own['message_rate'] / 1e9:.2f} GB/s and "
+        f"{own['message_latency'] * 1e6:.0f} us."
     )
 
 

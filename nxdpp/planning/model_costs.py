@@ -22,9 +22,10 @@ from nxdpp.planning.layer_times import CountedModel, LayerTimes, counted_layers
 from nxdpp.planning.layout import Dimensions
 from nxdpp.planning.machine import Job, Machine
 from nxdpp.planning.measured.kept_machine import KeptMachine
+from nxdpp.tensor.collectives import nothing_sent
 from nxdpp.tracing.costs.count import NodeCost, count_costs
 from nxdpp.tracing.costs.measure import measure_nodes
-from nxdpp.tracing.costs.node_parts import CountedParts
+from nxdpp.tracing.costs.node_parts import CountedParts, NodeParts
 from nxdpp.tracing.graph.trace import TracedGraph, TracingOptions, trace_for
 from nxdpp.tracing.modules import listings
 from nxdpp.tracing.modules.layers import find_layer_classes
@@ -45,8 +46,8 @@ class ModelCosts:
         model: the model, not divided. It is not changed, and may be on the meta device.
         machine: gives the speed.
         job: gives the inputs.
-        measured: this machine, on whose device the seconds of layers are measured, for a model that no tensor group
-            divides. Their parts, and divided models, have the shares that are counted. ``None`` for counted seconds.
+        measured: this machine, on whose device forward and backward of each layer are measured. Input-gradient and
+            weight-gradient have the shares that are counted. ``None`` for counted seconds.
         autocast: dtype of the autocast around a step; ``None`` without. Fake tensors are on the CPU, whose lists of
             operations autocast follows.
 
@@ -70,7 +71,7 @@ class ModelCosts:
         self._measured = measured
         self._layer_cls = transformer_layer_cls
         self._tensor_plan = tensor_plan
-        self._factors: dict[int, list[float]] = {}
+        self._factors: dict[tuple[int, bool, int], list[list[float]]] = {}
         self.dtype = dtype_of(model)
         self.autocast = autocast
         # States of the ranks of layouts, kept by ``predict``.
@@ -136,11 +137,11 @@ class ModelCosts:
         found = self._counted[key]
         if self._measured is None or not is_measured:
             return found
-        measured = 1 if tensor > 1 else min(microbatch, _MEASURED)
+        measured = (tensor, sequence, min(microbatch, _MEASURED))
         if measured not in self._factors:
-            self._count(1, False, measured, is_measured=False)
+            self._count(*measured, is_measured=False)
         layers = zip(found.layers, self._factors[measured], strict=True)
-        return replace(found, layers=[layer.slower(by) for layer, by in layers])
+        return replace(found, layers=[layer.slower(*by) for layer, by in layers])
 
     def _counted_now(self, sizes: Dimensions, microbatch: int) -> CountedModel:
         inputs = self.job.inputs(microbatch)
@@ -159,13 +160,16 @@ class ModelCosts:
             traced = trace_for(model, inputs, options)
             with torch.autocast("cpu", self.autocast, enabled=self.autocast is not None):
                 costs = count_costs(traced, model, batch, parts=how)
-            if self._measured is not None and sizes.tensor == 1 and microbatch <= _MEASURED:
+            if self._measured is not None and microbatch <= _MEASURED:
                 counted = [round(costs[node].work) for node in traced.graph.nodes if node in costs]
-                self._factors[microbatch] = self._measured.factors(
-                    (type(model).__name__, computed, microbatch, counted),
+                self._factors[sizes.tensor, sizes.sequence, microbatch] = self._measured.factors(
+                    (type(model).__name__, computed, sizes, microbatch, counted),
                     lambda where: self._quotients(traced, model, batch, costs, speed, where),
                 )
         link = self.machine.link_of(sizes.tensor, 1)
+        if sizes.sequence:
+            scatter, gather = link.rate("reduce_scatter"), link.rate("all_gather")
+            link = replace(link, bytes_per_second=2 * scatter * gather / (scatter + gather))
         layers, tied = counted_layers(traced, model, costs, speed, link)
         nowhere = shared_names(traced, layers_and_head(traced, model)[1])
         of_none = sum(cost.parts.forward for node, cost in costs.items() if cost.parts and node.name in nowhere)
@@ -181,16 +185,21 @@ class ModelCosts:
         costs: Mapping[fx.Node, NodeCost],
         speed: float,
         device: torch.device,
-    ) -> list[float]:
-        """Return measured / counted seconds of each layer and the head."""
+    ) -> list[list[float]]:
+        """Return measured / counted seconds of each layer and the head, forward and backward."""
         names, assigned, _ = layers_and_head(traced, root)
-        with torch.autocast(device.type, self.autocast, enabled=self.autocast is not None):
+        with nothing_sent(), torch.autocast(device.type, self.autocast, enabled=self.autocast is not None):
             seconds = measure_nodes(traced, root, inputs, assigned, device)
-        measured, counted = [0.0] * len(names), [0.0] * len(names)
+        measured, counted = ([[0.0, 0.0] for _ in names] for _ in range(2))
         for node, layer in assigned.items():
-            measured[layer] += seconds.get(node, 0.0)
-            counted[layer] += costs[node].work / speed
-        return [a / b if a and b else 1.0 for a, b in zip(measured, counted, strict=True)]
+            parts = costs[node].parts or NodeParts()
+            for way, part in enumerate((parts.forward, parts.work - parts.forward)):
+                measured[layer][way] += seconds[node][way] if node in seconds else 0.0
+                counted[layer][way] += part / speed
+        return [
+            [a / b if a and b else 1.0 for a, b in zip(*layer, strict=True)]
+            for layer in zip(measured, counted, strict=True)
+        ]
 
 
 def _grown(one: CountedModel, layers: list[LayerTimes], shared: float, message: float) -> CountedModel:

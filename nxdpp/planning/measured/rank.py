@@ -18,12 +18,18 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import AdamW
 
-from nxdpp.devices.collective_bytes import least_sent
+from nxdpp.devices.collective_bytes import Kind, least_sent
 from nxdpp.devices.kinds import device_of
 from nxdpp.pipeline.model import NxDPPModel
+from nxdpp.pipeline.p2p.layout import TensorLayout
+from nxdpp.pipeline.p2p.transport import Direction, Transport
+from nxdpp.planning.machine import Link
 from nxdpp.planning.step_times import OPTIMIZER_PASSES
 from nxdpp.ranks import parallel_state
 
+# torch 2.13 names them anew, and warns of the old names.
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _SECONDS = 0.2
 _ACTIONS = 64
 _MESSAGES = {"cpu": (2**16, 2**23), "cuda": (2**20, 2**28)}
@@ -57,7 +63,7 @@ class RankFigures:
                     "operation": self._operation(),
                 }
         found["action"] = self._action()
-        return found | (self._link() if dist.get_world_size() > 1 else {})
+        return found | (self._collectives() | self._messages() if dist.get_world_size() > 1 else {})
 
     def _flops(self, dtype: torch.dtype) -> float:
         """Return FLOPs a second of forward, input-gradient and weight-gradient of a product."""
@@ -109,26 +115,73 @@ class RankFigures:
         x = torch.ones(_ACTIONS, 1, device=self._device)
         return self._mean(lambda: model.run_train(x=x)) / (2 * _ACTIONS)
 
-    def _link(self) -> dict[str, float]:
-        """Return bytes a second of an all-reduce over all ranks, and the seconds of one of its two steps.
+    def _collectives(self) -> dict[str, float]:
+        """Return bytes a second of collectives over all ranks, and the seconds of one of an all-reduce's two steps.
 
-        Ranks compute between their collectives, and wait for the last one then. So each all-reduce follows a product.
+        Ranks compute between their collectives, and wait for the last one then. So each one follows a product.
         """
-        ranks, sizes = dist.get_world_size(), _MESSAGES[self._device.type]
+        ranks = dist.get_world_size()
         x = torch.randn(self._rows, self._inner, device=self._device)
         weight = torch.randn(self._outer, self._inner, device=self._device)
         product = partial(torch.matmul, x, weight.t())
         without = self._mean(product)
-        messages = [torch.zeros(size // _FLOAT, device=self._device) for size in sizes]
-        times = [self._mean(product, partial(dist.all_reduce, message)) - without for message in messages]
-        small, large = (least_sent("all_reduce", size, ranks) for size in sizes)
+
+        def line(kind: Kind, collective: Callable[[torch.Tensor, torch.Tensor], object]) -> Link:
+            def seconds(size: int) -> float:
+                whole = torch.zeros(size // _FLOAT // ranks * ranks, device=self._device)
+                part = torch.zeros(whole.numel() // ranks, device=self._device)
+                return self._mean(product, partial(collective, whole, part)) - without
+
+            return self._line(kind, seconds, lambda size: least_sent(kind, size, ranks))
+
+        found = {
+            "all_reduce": line("all_reduce", lambda whole, part: dist.all_reduce(whole)),
+            "reduce_scatter": line("reduce_scatter", lambda whole, part: _reduce_scatter(part, whole)),
+            "all_gather": line("all_gather", lambda whole, part: _all_gather(whole, part)),
+        }
+        latency = found["all_reduce"].latency / 2
+        return {kind: each.bytes_per_second for kind, each in found.items()} | {"latency": latency}
+
+    def _messages(self) -> dict[str, float]:
+        """Return bytes a second of a pipeline's messages, and the seconds of an empty one.
+
+        Ranks 2 n and 2 n + 1 send a message to and fro, by the transport of a pipeline over all ranks.
+        """
+        parallel_state.destroy_model_parallel()
+        parallel_state.initialize_model_parallel(1, dist.get_world_size(), device=self._device.type)
+        groups, control = parallel_state.get_pipeline_transfer_groups(), parallel_state.get_pipeline_control_group()
+        transport, rank = Transport(groups, control, self._device), dist.get_rank(control)
+        other = rank ^ 1
+
+        def seconds(size: int) -> float:
+            message = torch.zeros(size // _FLOAT, device=self._device)
+            layout = TensorLayout(message.size(), message.stride(), message.dtype, False)
+
+            def to_and_fro() -> None:
+                receive = transport.post_receive(layout, other, Direction(1 - rank % 2), 0)
+                if rank % 2:
+                    receive()
+                sent, _ = transport.send(message, other, Direction(rank % 2), 0)
+                if not rank % 2:
+                    receive()
+                sent.wait()
+
+            return self._mean(*[to_and_fro] if other < dist.get_world_size() else []) / 2
+
+        found = self._line("messages", seconds, float)
+        return {"message_rate": found.bytes_per_second, "message_latency": found.latency}
+
+    def _line(self, what: str, seconds: Callable[[int], float], sent: Callable[[int], float]) -> Link:
+        """Return rate and latency of what takes ``seconds`` for a size and sends ``sent`` bytes of it."""
+        sizes = _MESSAGES[self._device.type]
+        times, (small, large) = [seconds(size) for size in sizes], map(sent, sizes)
         if times[1] <= _LONGER * max(times[0], 0.0):
             raise RuntimeError(
-                f"all-reduces of {sizes[0]} and {sizes[1]} bytes took {times[0]:.3g} and {times[1]:.3g} s: other "
-                f"processes disturb the link. Measure again when this machine is quiet."
+                f"{what} of {sizes[0]} and {sizes[1]} bytes took {times[0]:.3g} and {times[1]:.3g} s: other processes "
+                f"disturb the link. Measure it once they have ended, or give --link (link=)."
             )
         rate = (large - small) / (times[1] - times[0])
-        return {"rate": rate, "latency": max(times[0] - small / rate, 0.0) / 2}
+        return Link(rate, max(times[0] - small / rate, 0.0))
 
     def _mean(self, *operations: Callable[[], object]) -> float:
         """Return the mean seconds of ``operations``, run equally often on all ranks, without the extremes."""

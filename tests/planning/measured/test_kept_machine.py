@@ -18,7 +18,7 @@ from torch import nn
 import nxdpp
 from nxdpp.__main__ import main
 from nxdpp.planning.layout import Layout
-from nxdpp.planning.machine import DEVICES
+from nxdpp.planning.machine import DEVICES, Link
 from nxdpp.planning.measured import kept_machine
 from nxdpp.planning.measured.kept_machine import KeptMachine, measured_machine, place
 from nxdpp.planning.measured.rank import RankFigures
@@ -64,7 +64,8 @@ def again(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_figures_are_of_operations_and_links(machine: KeptMachine) -> None:
-    assert machine.figures.keys() == {"flops_2", "flops_4", "bandwidth", "operation", "action", "rate", "latency"}
+    links = {"all_reduce", "reduce_scatter", "all_gather", "latency", "message_rate", "message_latency"}
+    assert machine.figures.keys() == {"flops_2", "flops_4", "bandwidth", "operation", "action", *links}
     assert all(figure >= 0 for figure in machine.figures.values())
     assert 1e8 < machine.device.flops(torch.float32) < 1e13
     assert machine.link is not None
@@ -144,7 +145,7 @@ def test_ranks_are_at_most_the_devices_of_a_host(
     monkeypatch.setattr(kept_machine, "busy", busy)
 
     for most in (None, 4, 1):
-        measured_machine("cpu", most).factors("layers", lambda _: [1.0])
+        measured_machine("cpu", most).factors("layers", lambda _: [[1.0, 1.0]])
 
     assert again == [64, 4, 2]
     assert neighbours == [63, 3, 1]
@@ -154,7 +155,7 @@ def test_all_hosts_have_the_measured_cores(again: list[int], monkeypatch: pytest
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(2), raising=False)
-    monkeypatch.setattr(KeptMachine, "factors", lambda *_: [1.0] * 4)
+    monkeypatch.setattr(KeptMachine, "factors", lambda *_: [[1.0, 1.0]] * 4)
 
     def seconds(hosts: int, **options: Any) -> float:
         job: dict[str, Any] = {"devices": 4 * hosts, "hosts": hosts, "global_batch": 8 * hosts, "link": "1GB/s"}
@@ -169,7 +170,7 @@ def test_a_plan_names_the_measured_device(again: list[int], monkeypatch: pytest.
     about = {"device": "NVIDIA A100", "cores": 1, "threads": 1}
     kept = KeptMachine("cuda", about, kept_machine._measured("cuda", 1, 1))
     monkeypatch.setattr("nxdpp.planning.planner.measured_machine", lambda *_: kept)
-    monkeypatch.setattr(KeptMachine, "factors", lambda *_: [1.0] * 4)
+    monkeypatch.setattr(KeptMachine, "factors", lambda *_: [[1.0, 1.0]] * 4)
 
     def plan(device: Any) -> Plan:
         return nxdpp.plan(
@@ -219,20 +220,18 @@ def test_ranks_end_with_their_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         os.kill(int(rank.stem), 0)
 
 
-def test_a_disturbed_link_is_no_link(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disturbed_link_is_no_link() -> None:
     figures = object.__new__(RankFigures)
-    figures.__dict__ |= {"_device": torch.device("cpu"), "_rows": 1, "_inner": 1, "_outer": 1}
-    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
+    figures.__dict__ |= {"_device": torch.device("cpu")}
 
-    def link(*means: float) -> dict[str, float]:
-        left = iter(means)
-        monkeypatch.setattr(figures, "_mean", lambda *_: next(left), raising=False)
-        return figures._link()
+    def line(*seconds: float) -> Link:
+        left = iter(seconds)
+        return figures._line("messages", lambda _: next(left), float)
 
-    assert link(1.0, 1.001, 1.008)["rate"] == pytest.approx((2**23 - 2**16) / 0.007)
-    for large in (1.001, 1.002, 0.9):
+    assert line(0.001, 0.008).bytes_per_second == pytest.approx((2**23 - 2**16) / 0.007)
+    for large in (0.001, 0.0011, -0.1):
         with pytest.raises(RuntimeError, match="other processes disturb the link"):
-            link(1.0, 1.002, large)
+            line(0.001, large)
 
 
 def test_devices_that_are_not_here_are_refused(cache: Path) -> None:
