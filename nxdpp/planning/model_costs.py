@@ -7,6 +7,7 @@ is counted for one sample, and each of its terms grows as the whole model's does
 
 import copy
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, TypeVar
@@ -24,6 +25,7 @@ from nxdpp.planning.machine import Job, Machine
 from nxdpp.planning.measured.kept_machine import KeptMachine
 from nxdpp.tensor.collectives import nothing_sent
 from nxdpp.tracing.costs.count import NodeCost, count_costs
+from nxdpp.tracing.costs.cuda_autocast import CudaAutocast
 from nxdpp.tracing.costs.measure import measure_nodes
 from nxdpp.tracing.costs.node_parts import CountedParts, NodeParts
 from nxdpp.tracing.graph.trace import TracedGraph, TracingOptions, trace_for
@@ -48,8 +50,7 @@ class ModelCosts:
         job: gives the inputs.
         measured: this machine, on whose device forward and backward of each layer are measured. Input-gradient and
             weight-gradient have the shares that are counted. ``None`` for counted seconds.
-        autocast: dtype of the autocast around a step; ``None`` without. Fake tensors are on the CPU, whose lists of
-            operations autocast follows.
+        autocast: dtype of the autocast around a step; ``None`` without.
 
     Its methods raise ``ValueError`` for a model that a tensor group cannot divide, and ``TracingError`` for one that
     cannot be traced.
@@ -158,7 +159,8 @@ class ModelCosts:
         with divided(model, sizes, self._tensor_plan):
             options = TracingOptions(given or find_layer_classes(model, None))
             traced = trace_for(model, inputs, options)
-            with torch.autocast("cpu", self.autocast, enabled=self.autocast is not None):
+            lists = CudaAutocast() if self.autocast and device.kind != "cpu" else nullcontext()
+            with torch.autocast("cpu", self.autocast, enabled=self.autocast is not None), lists:
                 costs = count_costs(traced, model, batch, parts=how)
             if self._measured is not None and microbatch <= _MEASURED:
                 counted = [round(costs[node].work) for node in traced.graph.nodes if node in costs]
