@@ -105,7 +105,7 @@ RUNS = (
     Run(
         "torchtitan 405B, 128 H100", "405B", "h100", 96 * 2**30, 50e9, 32, 8192,
         Layout(8, 1, 16, zero1=True, checkpoint=True, sequence=True, microbatch=2), (("1f1b", 1),),
-        2 * 8192 / 8 / 109, 2.4e12, True,
+        2 * 8192 / 8 / 109, 2.4e12, True, "500 W (assumed)",
     ),
     # The paper's formula counts 5.14e19 FLOPs a step, the recomputed forward among them; 163 TFLOP/s and device.
     Run(

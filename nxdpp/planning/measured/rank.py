@@ -26,10 +26,8 @@ from nxdpp.pipeline.p2p.transport import Direction, Transport
 from nxdpp.planning.machine import Link
 from nxdpp.planning.step_times import OPTIMIZER_PASSES
 from nxdpp.ranks import parallel_state
+from nxdpp.tensor.collectives import all_gather, reduce_scatter
 
-# torch 2.13 names them anew, and warns of the old names.
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _SECONDS = 0.2
 _ACTIONS = 64
 _MESSAGES = {"cpu": (2**16, 2**23), "cuda": (2**20, 2**28)}
@@ -126,29 +124,30 @@ class RankFigures:
         product = partial(torch.matmul, x, weight.t())
         without = self._mean(product)
 
-        def line(kind: Kind, collective: Callable[[torch.Tensor, torch.Tensor], object]) -> Link:
+        def line(kind: Kind, parts: int, collective: Callable[[torch.Tensor], object]) -> Link:
             def seconds(size: int) -> float:
-                whole = torch.zeros(size // _FLOAT // ranks * ranks, device=self._device)
-                part = torch.zeros(whole.numel() // ranks, device=self._device)
-                return self._mean(product, partial(collective, whole, part)) - without
+                message = torch.zeros(size // _FLOAT // ranks * ranks // parts, device=self._device)
+                return self._mean(product, partial(collective, message)) - without
 
             return self._line(kind, seconds, lambda size: least_sent(kind, size, ranks))
 
-        found = {
-            "all_reduce": line("all_reduce", lambda whole, part: dist.all_reduce(whole)),
-            "reduce_scatter": line("reduce_scatter", lambda whole, part: _reduce_scatter(part, whole)),
-            "all_gather": line("all_gather", lambda whole, part: _all_gather(whole, part)),
+        world = dist.group.WORLD
+        both = line("all_reduce", 1, dist.all_reduce)
+        return {
+            "all_reduce": both.bytes_per_second,
+            "latency": both.latency / 2,
+            "reduce_scatter": line("reduce_scatter", 1, partial(reduce_scatter, dim=0, group=world)).bytes_per_second,
+            "all_gather": line("all_gather", ranks, partial(all_gather, dim=0, group=world)).bytes_per_second,
         }
-        latency = found["all_reduce"].latency / 2
-        return {kind: each.bytes_per_second for kind, each in found.items()} | {"latency": latency}
 
     def _messages(self) -> dict[str, float]:
         """Return bytes a second of a pipeline's messages, and the seconds of an empty one.
 
         Ranks 2 n and 2 n + 1 send a message to and fro, by the transport of a pipeline over all ranks.
         """
+        ranks = dist.get_world_size()
         parallel_state.destroy_model_parallel()
-        parallel_state.initialize_model_parallel(1, dist.get_world_size(), device=self._device.type)
+        parallel_state.initialize_model_parallel(1, ranks, device=self._device.type)
         groups, control = parallel_state.get_pipeline_transfer_groups(), parallel_state.get_pipeline_control_group()
         transport, rank = Transport(groups, control, self._device), dist.get_rank(control)
         other = rank ^ 1
@@ -166,7 +165,7 @@ class RankFigures:
                     receive()
                 sent.wait()
 
-            return self._mean(*[to_and_fro] if other < dist.get_world_size() else []) / 2
+            return self._mean(*[to_and_fro] if other < ranks else []) / 2
 
         found = self._line("messages", seconds, float)
         return {"message_rate": found.bytes_per_second, "message_latency": found.latency}

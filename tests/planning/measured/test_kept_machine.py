@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import LlamaConfig
 
 import nxdpp
 from nxdpp.__main__ import main
@@ -23,6 +24,7 @@ from nxdpp.planning.measured import kept_machine
 from nxdpp.planning.measured.kept_machine import KeptMachine, measured_machine, place
 from nxdpp.planning.measured.rank import RankFigures
 from nxdpp.planning.plan import Plan
+from nxdpp.tracing.costs.measure import Seconds, measure_nodes
 from nxdpp.version import __version__
 from tests.planning.test_plan_command import CONFIG, SEARCH
 from tests.planning.test_planner import CPU, Stack
@@ -117,6 +119,23 @@ def test_layers_are_measured_once(machine: KeptMachine, monkeypatch: pytest.Monk
     assert counted.first.times[0].compute != first.first.times[0].compute
     assert 0 < first.first.step_seconds < 10
     assert json.loads(place("cpu", 2).read_text())["layers"]
+
+
+def test_divided_layers_are_measured_too(machine: KeptMachine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One process measures the layers of a rank of each tensor group; nothing is sent."""
+    shapes: list[torch.Size] = []
+
+    def measured(traced: Any, root: nn.Module, *options: Any) -> dict[Any, Seconds]:
+        shapes.append(root.get_parameter("model.layers.0.mlp.up_proj.weight").shape)
+        return measure_nodes(traced, root, *options)
+
+    monkeypatch.setattr("nxdpp.planning.model_costs.measure_nodes", measured)
+    config = LlamaConfig.from_dict(CONFIG)
+    layouts = [Layout(tensor=2), Layout(tensor=2, sequence=True), Layout(pipeline=2)]
+    nxdpp.plan(config, devices=2, global_batch=2, seq_length=8, layouts=layouts, costs="measured", **CPU)
+
+    width, hidden = config.intermediate_size, config.hidden_size
+    assert shapes == [(width // 2, hidden), (width // 2, hidden), (width, hidden)]
 
 
 def test_the_command_plans_for_the_measured_machine(
