@@ -6,7 +6,6 @@ caches, as in a step, where the other layers run in between: a layer of 11 MB ta
 """
 
 import copy
-import statistics
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
@@ -38,7 +37,8 @@ def measure_nodes(
 ) -> dict[fx.Node, Seconds]:
     """Return the seconds of each of the ``timed`` nodes for one microbatch.
 
-    They are wall time: the medians of 7 runs after 2 warm-up runs. Gradients are added to an earlier run's, as in
+    They are wall time: the lower quartile of 7 runs after 2 warm-up runs, since other work on this machine adds to the
+    others. Gradients are added to an earlier run's, as in
     every microbatch but the first. An error of a node is raised as it is.
 
     Args:
@@ -128,7 +128,7 @@ class _Measurement:
             started = self._now(run)
             backward(repeated, value, torch.ones_like)
             backwards.append(self._now() - started)
-        taken = Seconds(*(statistics.median(each[_WARM_UPS:]) for each in (forwards, backwards)))
+        taken = Seconds(*(sorted(each[_WARM_UPS:])[_REPETITIONS // 4] for each in (forwards, backwards)))
         return taken, map_tensors(detached, value)
 
     def _now(self, before: NodeRun | None = None) -> float:

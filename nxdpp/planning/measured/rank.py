@@ -76,7 +76,7 @@ class RankFigures:
             partial(torch.matmul, gradient, weight),
             partial(torch.matmul, gradient.t(), x),
         )
-        seconds = sum(self._median(product) for product in products)
+        seconds = sum(self._quarter(product) for product in products)
         return len(products) * 2 * self._rows * self._inner * self._outer / seconds
 
     def _optimizer_rate(self) -> float:
@@ -85,7 +85,7 @@ class RankFigures:
         for parameter in parameters:
             parameter.grad = torch.randn_like(parameter)
         size = sum(parameter.nbytes for parameter in parameters)
-        return OPTIMIZER_PASSES * size / self._median(AdamW(parameters).step)
+        return OPTIMIZER_PASSES * size / self._quarter(AdamW(parameters).step)
 
     def _operation(self) -> float:
         """Return the seconds of one of several operations of one number, each with its backward."""
@@ -98,7 +98,7 @@ class RankFigures:
                 y = y * x
             y.backward()
 
-        return self._median(forward_and_backward) / (3 * count)
+        return self._quarter(forward_and_backward) / (3 * count)
 
     def _action(self) -> float:
         """Return the seconds of a forward or a backward of the runtime for a model without work."""
@@ -190,14 +190,15 @@ class RankFigures:
             times.append(self._seconds(*operations))
         return statistics.fmean(sorted(times)[_REPEATS // 10 : -_REPEATS // 10]) / self._turns
 
-    def _median(self, operation: Callable[[], object]) -> float:
+    def _quarter(self, operation: Callable[[], object]) -> float:
+        """Return the lower quartile of the seconds of ``operation``: other work on this machine adds to the others."""
         for _ in range(2):
             operation()
         times: list[float] = []
         end = time.perf_counter() + _SECONDS
         while time.perf_counter() < end or len(times) < 3:
             times.append(self._seconds(operation))
-        return statistics.median(times)
+        return sorted(times)[len(times) // 4]
 
     def _seconds(self, *operations: Callable[[], object]) -> float:
         device_of(self._device).synchronize()
