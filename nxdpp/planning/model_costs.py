@@ -6,7 +6,7 @@ is counted for one sample, and each of its terms grows as the whole model's does
 """
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property
@@ -162,11 +162,12 @@ class ModelCosts:
             lists = CudaAutocast() if self.autocast and device.kind != "cpu" else nullcontext()
             with torch.autocast("cpu", self.autocast, enabled=self.autocast is not None), lists:
                 costs = count_costs(traced, model, batch, parts=how)
-            if self._measured is not None and microbatch <= _MEASURED:
+            kept = self._measured
+            if kept is not None and microbatch <= _MEASURED:
                 counted = [round(costs[node].work) for node in traced.graph.nodes if node in costs]
-                self._factors[sizes.tensor, sizes.sequence, microbatch] = self._measured.factors(
+                self._factors[sizes.tensor, sizes.sequence, microbatch] = kept.factors(
                     (type(model).__name__, computed, sizes, microbatch, counted),
-                    lambda where: self._quotients(traced, model, batch, costs, speed, where),
+                    lambda where: self._quotients(traced, model, batch, costs, speed, where, kept.clock),
                 )
         link = self.machine.link_of(sizes.tensor, 1)
         if sizes.sequence:
@@ -187,11 +188,12 @@ class ModelCosts:
         costs: Mapping[fx.Node, NodeCost],
         speed: float,
         device: torch.device,
+        clock: Callable[[], float],
     ) -> list[list[float]]:
         """Return measured / counted seconds of each layer and the head, forward and backward."""
         names, assigned, _ = layers_and_head(traced, root)
         with nothing_sent(), torch.autocast(device.type, self.autocast, enabled=self.autocast is not None):
-            seconds = measure_nodes(traced, root, inputs, assigned, device)
+            seconds = measure_nodes(traced, root, inputs, assigned, device, clock)
         measured, counted = ([[0.0, 0.0] for _ in names] for _ in range(2))
         for node, layer in assigned.items():
             parts = costs[node].parts or NodeParts()

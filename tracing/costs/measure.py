@@ -26,20 +26,24 @@ _CACHES = 128 * 2**20
 
 
 class Seconds(NamedTuple):
-    """Wall seconds of a node, forward and backward."""
+    """Seconds of a node, forward and backward."""
 
     forward: float
     backward: float
 
 
 def measure_nodes(
-    traced: TracedGraph, root: nn.Module, inputs: Mapping[str, Any], timed: Collection[fx.Node], device: torch.device
+    traced: TracedGraph,
+    root: nn.Module,
+    inputs: Mapping[str, Any],
+    timed: Collection[fx.Node],
+    device: torch.device,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[fx.Node, Seconds]:
     """Return the seconds of each of the ``timed`` nodes for one microbatch.
 
-    They are wall time: the lower quartile of 7 runs after 2 warm-up runs, since other work on this machine adds to the
-    others. Gradients are added to an earlier run's, as in
-    every microbatch but the first. An error of a node is raised as it is.
+    They are the lower quartile of 7 runs after 2 warm-up runs: other work on this machine adds to the others.
+    Gradients are added to an earlier run's, as in every microbatch but the first. An error of a node is raised as it is.
 
     Args:
         traced: the graph of ``root``.
@@ -49,13 +53,14 @@ def measure_nodes(
             replace the others.
         timed: nodes to measure. The others run once.
         device: where the nodes run.
+        clock: gives seconds. ``time.thread_time`` leaves out other processes on the core of a single thread.
     """
     devices = [] if device.type == "cpu" else [device.index or 0]
     with (
         torch.enable_grad(),
         torch.random.fork_rng(devices, device_type="cuda" if device.type == "cpu" else device.type),
     ):
-        return _Measurement(root, device, timed).run(traced, inputs)
+        return _Measurement(root, device, timed, clock).run(traced, inputs)
 
 
 # Seconds and value of a node.
@@ -65,10 +70,13 @@ _Measured = tuple[Seconds, Any]
 class _Measurement:
     """One pass over a graph. A value is freed after its last use."""
 
-    def __init__(self, root: nn.Module, device: torch.device, timed: Collection[fx.Node]) -> None:
+    def __init__(
+        self, root: nn.Module, device: torch.device, timed: Collection[fx.Node], clock: Callable[[], float]
+    ) -> None:
         self._root = root
         self._device = device
         self._timed = timed
+        self._clock = clock
         self._values: dict[fx.Node, Any] = {}
         self._known: dict[Any, _Measured] = {}
         size = min(sum(parameter.nbytes for parameter in listings.parameters(root)), _CACHES)
@@ -136,7 +144,7 @@ class _Measurement:
         if before is not None and before.module is not None:
             self._others.add_(1)
         device_of(self._device).synchronize()
-        return time.perf_counter()
+        return self._clock()
 
     def _copied(self, module: nn.Module | None) -> nn.Module | None:
         if module is None:

@@ -10,6 +10,7 @@ import platform
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -69,6 +70,11 @@ class KeptMachine:
         """Number of ranks that have cores of their own; ``None`` where each has a device."""
         own = int(self.about["cores"]) // int(self.about["threads"])
         return max(own, 1) if self.kind == "cpu" else None
+
+    @property
+    def clock(self) -> Callable[[], float]:
+        """Clock of what a rank computes. A single thread has its own: other processes on its core do not count."""
+        return time.thread_time if self.kind == "cpu" and self.about["threads"] == 1 else time.perf_counter
 
     def factors(self, what: Any, measure: Callable[[torch.device], list[list[float]]]) -> list[list[float]]:
         """Return the factors of the layers of ``what``, which ``measure`` measures on a device if they are not kept."""

@@ -194,19 +194,20 @@ class RankFigures:
         """Return the lower quartile of the seconds of ``operation``: other work on this machine adds to the others."""
         for _ in range(2):
             operation()
+        clock = time.thread_time if self._device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
         times: list[float] = []
         end = time.perf_counter() + _SECONDS
         while time.perf_counter() < end or len(times) < 3:
-            times.append(self._seconds(operation))
+            times.append(self._seconds(operation, clock=clock))
         return sorted(times)[len(times) // 4]
 
-    def _seconds(self, *operations: Callable[[], object]) -> float:
+    def _seconds(self, *operations: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> float:
         device_of(self._device).synchronize()
-        began = time.perf_counter()
+        began = clock()
         for operation in operations:
             operation()
         device_of(self._device).synchronize()
-        return time.perf_counter() - began
+        return clock() - began
 
 
 class _Nothing(nn.Module):
