@@ -7,8 +7,8 @@
     python benchmarks/planner_accuracy.py --write benchmarks/results/planner.md  # also writes the tables into the page
 
 ``costs="measured"`` times single operations, collectives and the layers of the model; then each layout is predicted,
-and then measured. The ranks are processes by gloo, each kept on a core, with OMP_NUM_THREADS threads (1). 4 ranks share
-2 cores. Times need an idle machine, memory does not.
+and then measured. The ranks are processes by gloo with OMP_NUM_THREADS threads (1), each kept on a core; 4 ranks share
+2 cores freely. Times need an idle machine, memory does not.
 """
 
 import argparse

@@ -43,7 +43,8 @@ def measure_nodes(
     """Return the seconds of each of the ``timed`` nodes for one microbatch.
 
     They are the lower quartile of 7 runs after 2 warm-up runs: other work on this machine adds to the others.
-    Gradients are added to an earlier run's, as in every microbatch but the first. An error of a node is raised as it is.
+    Gradients are added to those of an earlier run, as in all microbatches but the first. An error of a node is raised
+    as it is.
 
     Args:
         traced: the graph of ``root``.
