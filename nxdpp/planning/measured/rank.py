@@ -111,7 +111,7 @@ class RankFigures:
         )
         model.move_model_to_device()
         x = torch.ones(_ACTIONS, 1, device=self._device)
-        return self._mean(lambda: model.run_train(x=x)) / (2 * _ACTIONS)
+        return self._median(lambda: model.run_train(x=x)) / (2 * _ACTIONS)
 
     def _collectives(self) -> dict[str, float]:
         """Return bytes a second of collectives over all ranks, and the seconds of one of an all-reduce's two steps.
@@ -122,12 +122,12 @@ class RankFigures:
         x = torch.randn(self._rows, self._inner, device=self._device)
         weight = torch.randn(self._outer, self._inner, device=self._device)
         product = partial(torch.matmul, x, weight.t())
-        without = self._mean(product)
+        without = self._median(product)
 
         def line(kind: Kind, parts: int, collective: Callable[[torch.Tensor], object]) -> Link:
             def seconds(size: int) -> float:
                 message = torch.zeros(size // _FLOAT // ranks * ranks // parts, device=self._device)
-                return self._mean(product, partial(collective, message)) - without
+                return self._median(product, partial(collective, message)) - without
 
             return self._line(kind, seconds, lambda size: least_sent(kind, size, ranks))
 
@@ -165,7 +165,7 @@ class RankFigures:
                     receive()
                 sent.wait()
 
-            return self._mean(*[to_and_fro] if other < ranks else []) / 2
+            return self._median(*[to_and_fro] if other < ranks else []) / 2
 
         found = self._line("messages", seconds, float)
         return {"message_rate": found.bytes_per_second, "message_latency": found.latency}
@@ -182,13 +182,10 @@ class RankFigures:
         rate = (large - small) / (times[1] - times[0])
         return Link(rate, max(times[0] - small / rate, 0.0))
 
-    def _mean(self, *operations: Callable[[], object]) -> float:
-        """Return the mean seconds of ``operations``, run equally often on all ranks, without the extremes."""
-        times = []
+    def _median(self, *operations: Callable[[], object]) -> float:
+        """Return the median seconds of ``operations``, run equally often on all ranks."""
         dist.barrier()
-        for _ in range(_REPEATS):
-            times.append(self._seconds(*operations))
-        return statistics.fmean(sorted(times)[_REPEATS // 10 : -_REPEATS // 10]) / self._turns
+        return statistics.median(self._seconds(*operations) for _ in range(_REPEATS)) / self._turns
 
     def _quarter(self, operation: Callable[[], object]) -> float:
         """Return the lower quartile of the seconds of ``operation``: other work on this machine adds to the others."""
