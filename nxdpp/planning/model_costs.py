@@ -7,7 +7,7 @@ is counted for one sample, and each of its terms grows as the whole model's does
 
 import copy
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, TypeVar
@@ -159,7 +159,9 @@ class ModelCosts:
         with divided(model, sizes, self._tensor_plan):
             options = TracingOptions(given or find_layer_classes(model, None))
             traced = trace_for(model, inputs, options)
-            lists = CudaAutocast() if self.autocast and device.kind != "cpu" else nullcontext()
+            lists: AbstractContextManager[Any] = nullcontext()
+            if self.autocast and device.kind != "cpu":
+                lists = CudaAutocast()
             with torch.autocast("cpu", self.autocast, enabled=self.autocast is not None), lists:
                 costs = count_costs(traced, model, batch, parts=how)
             kept = self._measured

@@ -1,7 +1,8 @@
 """The dtypes of CUDA's autocast on CPU tensors."""
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -43,7 +44,10 @@ def test_dtypes_are_those_on_cuda(name: str) -> None:
     """Fake tensors of CUDA need no device where no gradient is asked for."""
     found = {}
     for kind in ("cuda", "cpu"):
-        with torch.no_grad(), FakeTensorMode(), CudaAutocast() if kind == "cpu" else nullcontext():
+        mode: AbstractContextManager[Any] = nullcontext()
+        if kind == "cpu":
+            mode = CudaAutocast()
+        with torch.no_grad(), FakeTensorMode(), mode:
             x = torch.empty(4, 8, device=kind, dtype=torch.bfloat16)
             # A context of torch.autocast turns itself off without a device.
             torch.set_autocast_dtype(kind, torch.bfloat16)
