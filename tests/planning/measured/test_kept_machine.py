@@ -121,8 +121,10 @@ def test_layers_are_measured_once(machine: KeptMachine, monkeypatch: pytest.Monk
     assert json.loads(place("cpu", 2).read_text())["layers"]
 
 
-def test_divided_layers_are_measured_too(machine: KeptMachine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_divided_layers_are_measured_too(again: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """One process measures the layers of a rank of each tensor group; nothing is sent."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(kept_machine, "busy", lambda _: nullcontext())
     shapes: list[torch.Size] = []
 
     def measured(traced: Any, root: nn.Module, *options: Any) -> dict[Any, Seconds]:

@@ -95,7 +95,7 @@ def test_model_on_the_meta_device(name: str) -> None:
     seconds = _measure(model, batch)
 
     assert all(parameter.is_meta for parameter in model.parameters())
-    assert all(taken > 0 for taken in seconds.values())
+    assert all(sum(taken) > 0 for taken in seconds.values())
 
 
 class Broken(Layer):
