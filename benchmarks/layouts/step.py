@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from torch.optim import AdamW, Optimizer
 
+from benchmarks.layouts.allocations import allocated
 from benchmarks.layouts.job import Layout, Shape
 from benchmarks.layouts.traffic import Traffic
 from nxdpp import NxDPPModel, parallel_state
-from nxdpp.devices.live_bytes import LiveBytes
 from nxdpp.gradients.optimizer.zero1 import Zero1Optimizer
 from nxdpp.tensor.models.parallelize import tensor_parallelize
 
@@ -57,9 +57,9 @@ def measure_rank(rank: int, layout: Layout, shape: Shape) -> Measured:
         optimizer.step()
     early = wrapped.last_average.early_share
     optimizer.zero_grad()
-    with LiveBytes() as of_train:
+    with allocated() as of_train:
         wrapped.run_train(**inputs)
-    with LiveBytes() as of_optimizer:
+    with allocated() as of_optimizer:
         optimizer.step()
     measured = Measured(
         parallel_state.get_pipeline_model_parallel_rank(),

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch.optim import AdamW, Optimizer
 
+from benchmarks.layouts.allocations import allocated
 from benchmarks.layouts.job import Shape
 from benchmarks.planner.cores import stay_on_core
 from nxdpp import NxDPPModel, apply_checkpoint, parallel_state
-from nxdpp.devices.live_bytes import LiveBytes
 from nxdpp.gradients.optimizer.zero1 import Zero1Optimizer
 from nxdpp.planning.layout import Layout
 from nxdpp.tensor.models.parallelize import tensor_parallelize
@@ -92,7 +92,7 @@ def _train(case: Case, shape: Shape, steps: int, also_memory: bool) -> tuple[lis
         return seconds, 0
     optimizer.zero_grad()
     kept = live_bytes()
-    with LiveBytes() as memory:
+    with allocated() as memory:
         step()
     return seconds, kept + memory.peak
 
