@@ -31,7 +31,7 @@ from pathlib import Path
 DOCUMENT = "checkpoint.json"
 LATEST = "latest"
 LOCK = ".lock"
-_HEAD_BYTES = 200
+HEAD_BYTES = 200
 _BEGINNING = b'{"format": "nxdpp", '
 _NUMBER = re.compile(rb'\{"format": "nxdpp", "version": \d+, "number": (\d+),')
 _OURS = re.compile(rf"[0-9a-f]{{8}}-rank\d{{5,}}\.safetensors|\.[0-9a-f]{{8}}-{re.escape(DOCUMENT)}")
@@ -55,7 +55,7 @@ def _head(directory: Path) -> bytes:
     """The first bytes of the document in ``directory``; none where it cannot be read."""
     try:
         with (directory / DOCUMENT).open("rb") as file:
-            return file.read(_HEAD_BYTES)
+            return file.read(HEAD_BYTES)
     except OSError:
         return b""
 

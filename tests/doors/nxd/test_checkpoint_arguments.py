@@ -110,7 +110,7 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     *(({"tag": tag}, ValueError, "must be the name of a directory") for tag in
       ("..", "a/b", "latest", " a", "a\n", "a\0", "\ud800", True, None, 1.5)),
     ({"path": ""}, ValueError, "path='' has no name"),
-    ({"path": "s3://bucket/run"}, ValueError, "'s3://bucket/run' is not on a file system, and would be a folder 's3:'"),
+    ({"path": "nowhere://bucket/run"}, ValueError, "'nowhere://bucket/run' needs a package of fsspec, which this host"),
     ({"path": Path("gs://bucket")}, ValueError, "path='gs:/bucket' is not on a file system"),
     ({"path": b"out"}, TypeError, "path=b'out' must be a string or a Path"),
     ({"path": None}, TypeError, "path=None must be a string or a Path"),
