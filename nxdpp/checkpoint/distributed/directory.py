@@ -72,6 +72,13 @@ def check_tag(tag: str) -> None:
         )
 
 
+def check_directory(path: Path) -> None:
+    """Raise ``NotADirectoryError`` if ``path``, or what it is in, is no directory."""
+    found = next((each for each in (path, *path.absolute().parents) if os.path.lexists(each)), path)
+    if os.path.lexists(found) and not found.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, "checkpoints need a directory, and this is none", str(found))
+
+
 def new_document(folder: Path, save: str) -> Path:
     """Path of the document of a save before it counts."""
     return folder / f".{save}-{DOCUMENT}"

@@ -111,7 +111,10 @@ def test_a_save_that_fails_leaves_nothing(tmp_path: Path, temporary: Path, monke
 @pytest.mark.parametrize(
     ("address", "sentence"),
     [
-        ("nowhere://bucket/run", "needs a package of fsspec, which this host does not have: Protocol not known: nowhere"),
+        (
+            "nowhere://bucket/run",
+            "needs a package of fsspec, which this host does not have: Protocol not known: nowhere",
+        ),
         ("oss://bucket/run", "this host does not have: Install ossfs.*on all hosts, such as s3fs for s3://, or give a"),
         ("file:///run/../other", "has a step upwards"),
     ],

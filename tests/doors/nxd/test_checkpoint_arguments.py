@@ -137,6 +137,17 @@ def test_a_value_is_refused_before_a_file_is_written(
             load_checkpoint(**{"path": tmp_path / "out", "tag": "tag", **changes})
 
 
+def test_a_script_that_asks_for_checkpoints_learns_of_a_place_without_room_for_them(tmp_path: Path) -> None:
+    assert not has_checkpoint(tmp_path / "run" / "checkpoints")
+    (tmp_path / "run").write_text("of something else")
+    for path in (tmp_path / "run", tmp_path / "run" / "checkpoints"):
+        with pytest.raises(NotADirectoryError, match=r"checkpoints need a directory, and this is none: .*/run'"):
+            has_checkpoint(path)
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(NotADirectoryError, match="link'"):
+        has_checkpoint(tmp_path / "link")
+
+
 SIGNATURES: dict[Callable[..., Any], str] = {
     save_checkpoint: "path tag= model=None optimizer=None scheduler=None user_content=None num_workers=8 "
     "use_xser=False num_kept_ckpts=None async_save=False zero1_optimizer=False use_zero1_dcp=False "
