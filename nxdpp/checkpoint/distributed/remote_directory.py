@@ -78,7 +78,10 @@ class RemoteDirectory:
         with self._told("list", self.address):
             self._store.invalidate_cache()
             found = self._store.find(self._root, detail=True)
-        sizes = {path.removeprefix(self._root).lstrip("/"): int(each["size"] or 0) for path, each in found.items()}
+        root = f"{self._root}/"
+        sizes = {
+            path.removeprefix(root): int(each["size"] or 0) for path, each in found.items() if path.startswith(root)
+        }
         names = [name for name in sizes if name == LATEST or _is_of_checkpoint(name)]
         for name in names:
             (self.local / name).parent.mkdir(exist_ok=True)
@@ -105,7 +108,7 @@ class RemoteDirectory:
         """Fill ``into`` from the byte ``place`` of a file, and return the number of bytes."""
         try:
             with self._told("read", path):
-                found = self._store.cat_file(self._path(path), place, place + len(into))
+                found = self._store.cat_file(self._path(path), start=place, end=place + len(into))
         except FileNotFoundError as error:
             raise DamagedFile(f"{error.strerror}. The file is missing.") from error
         into[: len(found)] = found

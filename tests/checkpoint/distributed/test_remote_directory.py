@@ -92,7 +92,7 @@ def test_a_save_that_fails_leaves_nothing(tmp_path: Path, temporary: Path, monke
             with pytest.raises(OSError, match=rf"rank 0 cannot \w+ {address}.*KeyError: 'of a library'. Earlier"):
                 training.save(address, "second")
         assert {path for path in tmp_path.rglob("*") if path.is_file()} == {path for path in files if path.is_file()}
-    training.save(address, "second", async_save=True)
+    training.save(address, "second", async_save=True, num_kept_ckpts=2)
     finalize_checkpoint()
     assert Training().load(address)["tag"] == "second"
     (tmp_path / "run/second/checkpoint.json").write_text("damaged")
@@ -105,6 +105,24 @@ def test_a_save_that_fails_leaves_nothing(tmp_path: Path, temporary: Path, monke
         Training().load(address, "third")
     with pytest.raises(FileNotFoundError, match=r"has_checkpoint\('file://.*empty'\) tells"):
         Training().load(f"file://{tmp_path}/empty")
+    assert is_empty(temporary)
+
+
+def test_objects_without_folders(temporary: Path) -> None:
+    address, training = f"memory://{temporary}/run", Training()
+    states = []
+    for step in range(4):
+        training.step()
+        states.append(training.state())
+        training.save(address, f"step_{step}", num_kept_ckpts=2, async_save=step % 2 == 1)
+        save_checkpoint(f"{address}2", "other")
+    finalize_checkpoint()
+    for tag, state in ((None, states[3]), ("step_2", states[2])):
+        loaded = Training()
+        loaded.load(address, tag)
+        assert is_same(loaded.state(), state)
+    with pytest.raises(FileNotFoundError, match=r"has step_2, step_3"):
+        Training().load(address, "step_1")
     assert is_empty(temporary)
 
 
