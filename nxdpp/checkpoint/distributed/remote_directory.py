@@ -19,8 +19,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from fsspec.core import url_to_fs
-
 from nxdpp.checkpoint.distributed.directory import DOCUMENT, HEAD_BYTES, LATEST, is_file_of_save
 from nxdpp.checkpoint.files.checksummed_reader import DamagedFile
 
@@ -40,6 +38,9 @@ def _opened(address: str) -> tuple[Any, str]:
     if ".." in address.split("/"):
         raise ValueError(f"path={address!r} has a step upwards: give the address without '..'.")
     try:
+        # It comes with torch, and only an address needs it.
+        from fsspec.core import url_to_fs
+
         store, root = url_to_fs(address)
     except (ImportError, ValueError) as error:
         raise ValueError(

@@ -8,7 +8,7 @@
 
 import logging
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import torch
@@ -40,7 +40,8 @@ class RemoteSave(Save):
 
     def write(self, tensors: dict[str, torch.Tensor]) -> None:
         """Write and send the values of ``plan``, and make the checkpoint count; as ``Save.write``."""
-        with staged(self._address) as self._remote:
+        with ExitStack() as stack:
+            self._remote = self.exchange.together(lambda: stack.enter_context(staged(self._address)))
             self._folder = self._remote.local / self._tag
             super().write(tensors)
 

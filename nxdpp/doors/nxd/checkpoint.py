@@ -9,7 +9,7 @@ NeuronX Distributed's developer guide for saving and loading checkpoints has the
 """
 
 import os
-from contextlib import nullcontext
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from nxdpp.checkpoint.distributed.captured import captured
 from nxdpp.checkpoint.distributed.load import load_first_whole
 from nxdpp.checkpoint.distributed.load_targets import LoadArguments
 from nxdpp.checkpoint.distributed.ranks import CollectiveCall, Exchange, given, same_call
-from nxdpp.checkpoint.distributed.remote_directory import staged
+from nxdpp.checkpoint.distributed.remote_directory import RemoteDirectory, staged
 from nxdpp.checkpoint.distributed.remote_save import RemoteSave
 from nxdpp.checkpoint.distributed.save import BackgroundSaves, Save
 from nxdpp.doors.nxd import checkpoint_arguments as arguments
@@ -218,8 +218,14 @@ def load_checkpoint(
         _saves.wait()
         place = arguments.place_of(path)
         own = arguments.model_of(model), arguments.optimizer_of(optimizer)
-        with nullcontext() if isinstance(place, Path) else staged(place) as remote:
-            folder = place if isinstance(place, Path) else remote.local
+        with ExitStack() as stack:
+            remote: RemoteDirectory | None = None
+            if isinstance(place, Path):
+                folder = place
+            else:
+                address = place
+                remote = exchange.together(lambda: stack.enter_context(staged(address)))
+                folder = remote.local
 
             def tags_to_load() -> list[str]:
                 if remote is not None:
