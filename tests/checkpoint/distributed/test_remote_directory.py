@@ -40,7 +40,7 @@ def test_a_checkpoint_loads_whenever_the_save_is_killed(
         training.save(f"file://{path}", f"step_{step}")
     before = training.state()
     training.step()
-    states = []
+    states: list[Path] = []
 
     def copied() -> None:
         states.append(shutil.copytree(path, tmp_path / f"state_{len(states)}"))
