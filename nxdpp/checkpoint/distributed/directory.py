@@ -31,7 +31,7 @@ from pathlib import Path
 DOCUMENT = "checkpoint.json"
 LATEST = "latest"
 LOCK = ".lock"
-_HEAD_BYTES = 200
+HEAD_BYTES = 200
 _BEGINNING = b'{"format": "nxdpp", '
 _NUMBER = re.compile(rb'\{"format": "nxdpp", "version": \d+, "number": (\d+),')
 _OURS = re.compile(rf"[0-9a-f]{{8}}-rank\d{{5,}}\.safetensors|\.[0-9a-f]{{8}}-{re.escape(DOCUMENT)}")
@@ -55,7 +55,7 @@ def _head(directory: Path) -> bytes:
     """The first bytes of the document in ``directory``; none where it cannot be read."""
     try:
         with (directory / DOCUMENT).open("rb") as file:
-            return file.read(_HEAD_BYTES)
+            return file.read(HEAD_BYTES)
     except OSError:
         return b""
 
@@ -70,6 +70,13 @@ def check_tag(tag: str) -> None:
             f"tag={tag!r:.300} must be the name of a directory without a separator, such as 'step_100': printable, "
             f"without spaces at its ends, at most {_LONGEST_NAME} bytes."
         )
+
+
+def check_directory(path: Path) -> None:
+    """Raise ``NotADirectoryError`` if ``path``, or what it is in, is no directory."""
+    found = next((each for each in (path, *path.absolute().parents) if os.path.lexists(each)), path)
+    if os.path.lexists(found) and not found.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, "checkpoints need a directory, and this is none", str(found))
 
 
 def new_document(folder: Path, save: str) -> Path:

@@ -26,6 +26,7 @@ from typing import Any
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
+from nxdpp.checkpoint.distributed.directory import DOCUMENT
 from nxdpp.checkpoint.distributed.document import OF_MODEL, Document, parsed_document, read_document, tensors_of
 from nxdpp.checkpoint.distributed.load_targets import LoadArguments, LoadTargets
 from nxdpp.checkpoint.distributed.model_state import local_module_of, model_tensors
@@ -33,6 +34,7 @@ from nxdpp.checkpoint.distributed.optimizer_state import held_state
 from nxdpp.checkpoint.distributed.pruning import check_files, keep_damaged
 from nxdpp.checkpoint.distributed.ranks import Exchange
 from nxdpp.checkpoint.distributed.reads import VerifiedReads
+from nxdpp.checkpoint.distributed.remote_directory import RemoteDirectory
 from nxdpp.checkpoint.distributed.shared_reads import SharedReads
 from nxdpp.checkpoint.files.checksummed_reader import DamagedFile
 from nxdpp.checkpoint.files.pieces import listed
@@ -51,14 +53,15 @@ class Load:
     Args:
         folder: directory of the checkpoint.
         exchange: of all ranks.
+        remote: the directory of ``folder`` in a store, which has the values.
 
     Raises ``OSError``, ``DamagedFile`` and ``ValueError`` for the document, on all ranks.
     """
 
-    def __init__(self, folder: Path, exchange: Exchange) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, exchange: Exchange, remote: RemoteDirectory | None = None) -> None:
+        self._folder, self._remote = folder, remote
         self.exchange = exchange
-        text = zlib.decompress(exchange.from_first(lambda: zlib.compress(read_document(folder), 1)))
+        text = zlib.decompress(exchange.from_first(lambda: zlib.compress(self._text(), 1)))
         hosts = exchange.all_together(self._host)
         self._ranks_on_host = hosts.count(hosts[exchange.rank])
         document = exchange.together(lambda: self._document(text))
@@ -117,7 +120,8 @@ class Load:
         own = {name: blocks for name, blocks in targets.tensors.items() if shares.is_here(name)}
         # Half is left to whatever else the host runs.
         room = free_host_memory() // (2 * self._ranks_on_host)
-        reads = VerifiedReads(self._folder, self._metadata, own, targets.in_new_memory, room)
+        elsewhere = None if self._remote is None else self._remote.read
+        reads = VerifiedReads(self._folder, self._metadata, own, targets.in_new_memory, room, elsewhere)
         self.exchange.together(reads.verify)
         try:
             self.exchange.together(reads.apply)
@@ -137,6 +141,11 @@ class Load:
         """Names of the tensors of the model: all other state is replaced by any load of its object."""
         return {name for name in self._targets.tensors if name.startswith(OF_MODEL)}
 
+    def _text(self) -> bytes:
+        if self._remote is not None:
+            self._remote.fetch(self._folder / DOCUMENT)
+        return read_document(self._folder)
+
     def _document(self, text: bytes) -> Document:
         """The document, checked; rank 0 compares the sizes of all files too, before anything is allocated."""
         document = parsed_document(self._folder, text)
@@ -154,7 +163,7 @@ class Load:
                 )
 
     def _host(self) -> str:
-        if not self._folder.is_dir():
+        if self._remote is None and not self._folder.is_dir():
             raise OSError(
                 errno.ENOENT,
                 f"rank {self.exchange.rank} on {socket.gethostname()} does not find {self._folder}, and rank 0 does: "
@@ -197,14 +206,18 @@ class Load:
             )
 
 
-def load_first_whole(folders: Sequence[Path], exchange: Exchange, given: LoadArguments) -> Any:
+def load_first_whole(
+    folders: Sequence[Path], exchange: Exchange, given: LoadArguments, remote: RemoteDirectory | None = None
+) -> Any:
     """Load the first whole checkpoint of ``folders``, and return its user content; collective over all ranks.
+
+    With ``remote`` they stand for folders in a store.
 
     Raises ``DamagedFile`` if none of them is whole, and as ``Load`` does.
     """
     for folder, is_last in zip(folders, [False] * (len(folders) - 1) + [True], strict=True):
         try:
-            load = Load(folder, exchange)
+            load = Load(folder, exchange, remote)
             load.prepare(given)
             return load.read()
         except Exception as error:

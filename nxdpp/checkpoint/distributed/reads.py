@@ -9,7 +9,7 @@
 Until ``apply`` no memory in use has changed.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -71,12 +71,19 @@ class VerifiedReads:
         tensors: memory for the rectangles.
         new: names of the tensors whose memory nothing uses yet.
         room: bytes of host memory that new memory and kept values may take. What has no room is read twice.
+        elsewhere: as of ``ChecksummedReader``.
     """
 
     def __init__(
-        self, folder: Path, metadata: Metadata, tensors: Mapping[str, TensorBlocks], new: Collection[str], room: int
+        self,
+        folder: Path,
+        metadata: Metadata,
+        tensors: Mapping[str, TensorBlocks],
+        new: Collection[str],
+        room: int,
+        elsewhere: Callable[[Path, int, memoryview], int] | None = None,
     ) -> None:
-        self._folder = folder
+        self._open = partial(ChecksummedReader, folder, elsewhere)
         self._reads = list(_reads(metadata, tensors))
         self._new = new
         self._room = room - sum(each.bytes for each in self._reads if each.name in new)
@@ -85,7 +92,7 @@ class VerifiedReads:
 
     def verify(self) -> None:
         """Read all bytes and compare their checksums. Raises ``DamagedFile`` and ``OSError``."""
-        with ChecksummedReader(self._folder) as reader:
+        with self._open() as reader:
             for each in self._reads:
                 if each.name in self._new:
                     each.into(each.destination, reader)
@@ -103,7 +110,7 @@ class VerifiedReads:
         while self._kept:
             each, values = self._kept.pop()
             each.destination.copy_(values)
-        with ChecksummedReader(self._folder) as reader:
+        with self._open() as reader:
             for each in self._again:
                 each.into(each.destination, reader)
 

@@ -112,6 +112,10 @@ class Save:
             self._remove(file)
             raise
 
+    def _claim(self) -> None:
+        """On rank 0: lock the directory."""
+        directory.claim(self._folder)
+
     def _remove(self, file: Path) -> None:
         """Remove what this rank has written of a save that does not count."""
         with suppress(OSError):
@@ -123,7 +127,7 @@ class Save:
         plans, self._metadata = self._planner.create_global_plan([plan for plan, _ in of_ranks])
         self._content = _content([described for _, described in of_ranks])
         try:
-            directory.claim(self._folder)
+            self._claim()
         except OSError as error:
             raise _cannot_write(error, 0, self._folder) from error
         name = secrets.token_hex(4)

@@ -5,7 +5,7 @@ import json
 import os
 import zlib
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -35,6 +35,8 @@ class ChecksummedReader:
     """
 
     directory: Path
+    elsewhere: Callable[[Path, int, memoryview], int] | None = None
+    """Reads bytes of a file that is not on a file system, from a place on, and returns their number."""
 
     def __post_init__(self) -> None:
         self._name: str | None = None
@@ -116,13 +118,16 @@ class ChecksummedReader:
         """Read a whole piece of the open file."""
         place = span.start + number * pieces.PIECE_BYTES
         try:
-            count = pieces.read_bytes(self._descriptor, place, into)
+            if self.elsewhere is None:
+                count = pieces.read_bytes(self._descriptor, place, into)
+            else:
+                count = self.elsewhere(self.directory / span.file, place, into)
         except OSError as error:
-            if error.errno != errno.EIO:
+            if error.errno != errno.EIO or self.elsewhere is not None:
                 raise
             raise DamagedFile(f"{self.directory / span.file} cannot be read ({error}): its disk fails.") from error
         if count < len(into):
-            size = os.fstat(self._descriptor).st_size
+            size = place + count if self._descriptor < 0 else os.fstat(self._descriptor).st_size
             raise DamagedFile(
                 f"{self.directory / span.file} is truncated: it has {size} bytes, and {place + len(into)} are needed."
             )
@@ -133,9 +138,9 @@ class ChecksummedReader:
             )
 
     def _close(self) -> None:
-        if self._name is not None:
+        if self._descriptor >= 0:
             os.close(self._descriptor)
-            self._name = None
+        self._name, self._descriptor = None, -1
 
     def _open(self, name: str) -> None:
         if name == self._name:
@@ -143,8 +148,9 @@ class ChecksummedReader:
         self.wait()
         self._close()
         try:
-            # A pipe would wait for a writer.
-            self._descriptor = os.open(self.directory / name, os.O_RDONLY | os.O_NONBLOCK)
+            if self.elsewhere is None:
+                # A pipe would wait for a writer.
+                self._descriptor = os.open(self.directory / name, os.O_RDONLY | os.O_NONBLOCK)
         except FileNotFoundError as error:
             raise DamagedFile(
                 f"{self.directory / name} is missing, or this host does not share the directory with the ranks that "

@@ -9,6 +9,8 @@ NeuronX Distributed's developer guide for saving and loading checkpoints has the
 """
 
 import os
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +23,8 @@ from nxdpp.checkpoint.distributed.captured import captured
 from nxdpp.checkpoint.distributed.load import load_first_whole
 from nxdpp.checkpoint.distributed.load_targets import LoadArguments
 from nxdpp.checkpoint.distributed.ranks import CollectiveCall, Exchange, given, same_call
+from nxdpp.checkpoint.distributed.remote_directory import RemoteDirectory, staged
+from nxdpp.checkpoint.distributed.remote_save import RemoteSave
 from nxdpp.checkpoint.distributed.save import BackgroundSaves, Save
 from nxdpp.doors.nxd import checkpoint_arguments as arguments
 from nxdpp.ranks.faults import failure_watch
@@ -51,10 +55,12 @@ def save_checkpoint(
 
     A checkpoint has original names and whole shapes. The states of all ranks' random generators belong to it. Files
     come first, then the document that makes it count, then ``path/latest``; older checkpoints are removed after that.
-    An existing tag is replaced in the same way. ``path`` is on a file system that all hosts share.
+    An existing tag is replaced in the same way. ``path`` is on a file system that all hosts share, or the address of a
+    store that fsspec reaches, such as ``"s3://bucket/run"``: each rank then writes its file below ``$TMPDIR`` and
+    sends it. Nothing keeps two programs from saving at one address.
 
     Args:
-        path: directory of the training's checkpoints, made if it is missing.
+        path: directory of the training's checkpoints, made if it is missing; or its address.
         tag: name of this one, such as ``"step_100"``. The default is refused: each checkpoint has a name.
         model: an ``NxDPPModel``, an ``NxDModel``, or a module that each rank has whole.
         optimizer: of torch, a ``Zero1Optimizer`` or an ``NxDOptimizer``, over parameters of ``model``.
@@ -92,7 +98,7 @@ def save_checkpoint(
         arguments.check_counts(num_workers, kept)
         arguments.check_when_busy(when_busy)
         compared = {
-            "path": repr(str(arguments.path_of(path))),
+            "path": repr(str(arguments.place_of(path))),
             "tag": repr(arguments.tag_of(tag)),
             **_parts(model, optimizer, scheduler, grad_scaler),
             "num_kept_ckpts": str(kept),
@@ -111,11 +117,12 @@ def save_checkpoint(
         _saves.wait()
         own = arguments.model_of(model), arguments.optimizer_of(optimizer)
         state = exchange.together(lambda: captured(*own, scheduler, grad_scaler, user_content))
-        folder = arguments.path_of(path) / arguments.tag_of(tag)
-        if async_save:
+        place, name = arguments.place_of(path), arguments.tag_of(tag)
+        if isinstance(place, str):
+            save: Save = RemoteSave(place, name, kept, exchange)
+        else:
             # The working directory can change while a thread writes.
-            folder = folder.absolute()
-        save = Save(folder, kept, exchange)
+            save = Save((place.absolute() if async_save else place) / name, kept, exchange)
         if async_save:
             _saves.start(save, state)
         else:
@@ -138,8 +145,18 @@ def finalize_checkpoint() -> None:
 
 
 def has_checkpoint(path: str | os.PathLike[str]) -> bool:
-    """Return whether ``path`` has a checkpoint that was saved to its end; not collective."""
-    return bool(directory.tags(arguments.path_of(path)))
+    """Return whether ``path`` has a checkpoint that was saved to its end; not collective.
+
+    Raises ``NotADirectoryError`` where a save would meet a file in the place of a directory. Raises as the save does
+    for an address: a script that asks at its start learns of it before the first step.
+    """
+    place = arguments.place_of(path)
+    if isinstance(place, Path):
+        directory.check_directory(place)
+        return bool(directory.tags(place))
+    with staged(place) as remote:
+        remote.fill(whole=False)
+        return bool(directory.tags(remote.local))
 
 
 def load_checkpoint(
@@ -156,8 +173,8 @@ def load_checkpoint(
 ) -> Any:
     """Load what ``save_checkpoint`` has saved in any layout of ranks; collective over all ranks.
 
-    Values are read into the memory of ``model`` and ``optimizer``. Each rank reads its own part. In the layout that
-    was saved the random generators continue too.
+    Values are read into the memory of ``model`` and ``optimizer``. Each rank reads its own part, from a store by
+    ranges of bytes. In the layout that was saved the random generators continue too.
 
     All bytes are verified on all ranks before a tensor changes. They are read once where half of the host's free memory
     has room for them, and otherwise a second time. If the load fails after that, as of a file that changes under it,
@@ -187,7 +204,7 @@ def load_checkpoint(
         arguments.check_parts(model, optimizer, scheduler, grad_scaler)
         arguments.check_counts(num_workers)
         compared = {
-            "path": repr(str(arguments.path_of(path))),
+            "path": repr(str(arguments.place_of(path))),
             "tag": repr(None if tag is None else arguments.tag_of(tag)),
             **_parts(model, optimizer, scheduler, grad_scaler),
             "strict": str(bool(strict)),
@@ -199,15 +216,30 @@ def load_checkpoint(
         exchange = Exchange()
         same_call(exchange, call)
         _saves.wait()
-        folder = arguments.path_of(path)
-        tags = exchange.from_first(lambda: directory.tags_to_load(folder)) if tag is None else [arguments.tag_of(tag)]
-        if not tags:
-            raise FileNotFoundError(f"{path} has no checkpoint: {arguments.remedy_without_checkpoint(folder)}")
-        folders = [folder / each for each in tags]
+        place = arguments.place_of(path)
         own = arguments.model_of(model), arguments.optimizer_of(optimizer)
-        # State that is made in inference mode could not be trained. Tensors of that mode can only be changed in it.
-        with torch.inference_mode(arguments.is_of_inference(own[0])):
-            return load_first_whole(folders, exchange, LoadArguments(*own, scheduler, grad_scaler, strict))
+        with ExitStack() as stack:
+            remote: RemoteDirectory | None = None
+            if isinstance(place, Path):
+                folder = place
+            else:
+                address = place
+                remote = exchange.together(lambda: stack.enter_context(staged(address)))
+                folder = remote.local
+
+            def tags_to_load() -> list[str]:
+                if remote is not None:
+                    remote.fill(whole=False)
+                return directory.tags_to_load(folder) if tag is None else [arguments.tag_of(tag)]
+
+            tags = exchange.from_first(tags_to_load)
+            if not tags:
+                raise FileNotFoundError(f"{path} has no checkpoint: {arguments.remedy_without_checkpoint(place)}")
+            folders = [folder / each for each in tags]
+            # State that is made in inference mode could not be trained. Tensors of that mode can only be changed in it.
+            with torch.inference_mode(arguments.is_of_inference(own[0])):
+                given = LoadArguments(*own, scheduler, grad_scaler, strict)
+                return load_first_whole(folders, exchange, given, remote)
 
 
 def _parts(model: object, optimizer: object, scheduler: object, grad_scaler: object) -> dict[str, str]:

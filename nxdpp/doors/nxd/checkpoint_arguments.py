@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from nxdpp.checkpoint.distributed import directory
 from nxdpp.checkpoint.distributed.directory import DOCUMENT
 from nxdpp.checkpoint.distributed.model_state import local_module_of
+from nxdpp.checkpoint.distributed.remote_directory import check_address, is_address
 from nxdpp.doors.nxd.model import NxDModel
 from nxdpp.doors.nxd.optimizer import NxDOptimizer
 from nxdpp.tensor.rank_files import local_path
@@ -18,10 +19,16 @@ from nxdpp.tensor.rank_files import local_path
 _BUSY = ("wait", "skip")
 
 
-def path_of(path: str | os.PathLike[str]) -> Path:
-    """``path`` as a ``Path``. Raises ``TypeError``, and ``ValueError`` as ``local_path`` does."""
+def place_of(path: str | os.PathLike[str]) -> Path | str:
+    """``path`` as a ``Path``, or the address of a store.
+
+    Raises ``TypeError``, and ``ValueError`` as ``local_path`` and ``check_address`` do.
+    """
     if not isinstance(path, str | os.PathLike) or not isinstance(os.fspath(path), str):
         raise TypeError(f"path={path!r} must be a string or a Path.")
+    if isinstance(path, str) and is_address(path):
+        check_address(path)
+        return path.rstrip("/")
     return local_path(path)
 
 
@@ -32,8 +39,10 @@ def tag_of(tag: str | int) -> str:
     return name
 
 
-def remedy_without_checkpoint(path: Path) -> str:
+def remedy_without_checkpoint(path: Path | str) -> str:
     """The call for a ``path`` that is not the directory of a training's checkpoints."""
+    if isinstance(path, str):
+        return f"has_checkpoint({path!r}) tells it beforehand."
     if (path / DOCUMENT).is_file():
         return f"it is one checkpoint itself. Give its directory and its tag: {str(path.parent)!r}, {path.name!r}."
     if any(path.glob("model*.safetensors*")):

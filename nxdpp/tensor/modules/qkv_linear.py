@@ -152,6 +152,16 @@ class GQAQKVColumnParallelLinear(ParallelLayer):
         weight, method = self.get_parameter(f"weight_{name}"), self._init_method or init_as_torch
         setattr(self, f"master_weight_{name}", fill_parameter(weight, method, self.keep_master_weight))
 
+    def __getattr__(self, name: str) -> Any:
+        """Raise ``AttributeError``, for the fused parameters of NeuronX Distributed with the remedy."""
+        if name in ("weight_qkv", "bias_qkv"):
+            kind = name.removesuffix("_qkv")
+            raise AttributeError(
+                f"GQAQKVColumnParallelLinear has {kind}_q, {kind}_k and {kind}_v also with fuse_qkv=True: use these in "
+                f"the place of {name}, torch.cat of them for a fused file. A file with {name} can be loaded."
+            )
+        return super().__getattr__(name)
+
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
         for kind in ("weight", "bias"):
             sizes = [len(each) for name in _NAMES if (each := getattr(self, f"{kind}_{name}")) is not None]

@@ -27,11 +27,11 @@ class Training:
         self.optimizer.zero_grad()
         self.scheduler.step()
 
-    def save(self, path: Path, tag: str, **options: Any) -> None:
+    def save(self, path: Path | str, tag: str, **options: Any) -> None:
         content = {"tag": tag}
         save_checkpoint(path, tag, self.model, self.optimizer, self.scheduler, content, **options)
 
-    def load(self, path: Path, tag: str | None = None, strict: bool = True) -> Any:
+    def load(self, path: Path | str, tag: str | None = None, strict: bool = True) -> Any:
         return load_checkpoint(path, tag, self.model, self.optimizer, self.scheduler, strict=strict)
 
     def state(self) -> dict[str, Any]:

@@ -110,7 +110,7 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     *(({"tag": tag}, ValueError, "must be the name of a directory") for tag in
       ("..", "a/b", "latest", " a", "a\n", "a\0", "\ud800", True, None, 1.5)),
     ({"path": ""}, ValueError, "path='' has no name"),
-    ({"path": "s3://bucket/run"}, ValueError, "'s3://bucket/run' is not on a file system, and would be a folder 's3:'"),
+    ({"path": "nowhere://bucket/run"}, ValueError, "'nowhere://bucket/run' needs a package of fsspec, which this host"),
     ({"path": Path("gs://bucket")}, ValueError, "path='gs:/bucket' is not on a file system"),
     ({"path": b"out"}, TypeError, "path=b'out' must be a string or a Path"),
     ({"path": None}, TypeError, "path=None must be a string or a Path"),
@@ -135,6 +135,17 @@ def test_a_value_is_refused_before_a_file_is_written(
     if not {"num_kept_ckpts"} & set(changes) and changes != {"tag": None}:
         with pytest.raises(error, match=sentence):
             load_checkpoint(**{"path": tmp_path / "out", "tag": "tag", **changes})
+
+
+def test_a_script_that_asks_for_checkpoints_learns_of_a_place_without_room_for_them(tmp_path: Path) -> None:
+    assert not has_checkpoint(tmp_path / "run" / "checkpoints")
+    (tmp_path / "run").write_text("of something else")
+    for path in (tmp_path / "run", tmp_path / "run" / "checkpoints"):
+        with pytest.raises(NotADirectoryError, match=r"checkpoints need a directory, and this is none: .*/run'"):
+            has_checkpoint(path)
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(NotADirectoryError, match="link'"):
+        has_checkpoint(tmp_path / "link")
 
 
 SIGNATURES: dict[Callable[..., Any], str] = {

@@ -109,6 +109,9 @@ def _options(rank: int, size: int) -> None:
     x = torch.randn(2, 4, HIDDEN, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     assert all(torch.equal(one, other) for one, other in zip(built[0](x), built[1](x), strict=True))
     assert sorted(built[0].state_dict()) == ["weight_k", "weight_q", "weight_v"]
+    with pytest.raises(AttributeError, match=r"has weight_q, weight_k and weight_v also with fuse_qkv=True: use these"):
+        print(built[0].weight_qkv)
+    assert not hasattr(built[0], "bias_qkv")
     torch.manual_seed(1)
     for letter, rows in (("q", 24), ("k", 6), ("v", 6)):
         whole = torch.randn(rows, HIDDEN, dtype=torch.float64)

@@ -58,6 +58,12 @@ def read_rank(path: Path, key: str | None = None) -> dict[str, torch.Tensor]:
         content = _with_tensors(content, tensors)
     else:
         content = read_file(path, in_file=True)
+    if isinstance(content, dict) and "param_groups" in content:
+        raise ValueError(
+            f"{path} is the state of an optimizer, and is not converted: NeuronX Distributed numbers its parameters in "
+            f"the order of the script's groups, and a name of a parameter is in none of its files. Give the directory "
+            f"model next to it; a training begins with a new optimizer."
+        )
     if isinstance(content, dict) and isinstance(content.get(key), dict):
         content = content[key]
     others = [name for name, value in content.items() if not isinstance(value, torch.Tensor)]

@@ -343,6 +343,17 @@ def test_names_of_other_options_are_refused(directory: Path, tmp_path: Path) -> 
         run(CheckpointConverterBase(), tmp_path / "fused.pt", tmp_path, config, convert_from_full_state=True, **sizes)
 
 
+def test_the_state_of_an_optimizer_is_refused(directory: Path, tmp_path: Path) -> None:
+    state = {"state": {}, "param_groups": [{"params": [0]}], "base_state": {0: {"exp_avg": torch.zeros(2, 3)}}}
+    file = tmp_path / "optim" / "dp_rank_00_tp_rank_00_pp_rank_00.pt"
+    file.parent.mkdir()
+    torch.save({**state, "shape_info": {0: torch.Size([4, 3])}}, file)
+    with pytest.raises(
+        ValueError, match=r"optim/dp_rank_00.* numbers its parameters in the order of the script's groups"
+    ):
+        run(CheckpointConverterBase(), file.parent, tmp_path, directory / "config.json", convert_to_full_state=True)
+
+
 def test_false_is_false() -> None:
     parser = CheckpointConverterBase().get_arg_parser()
     words = ["--output_dir", "out", "--hw_backend", "trn2", "--qkv_linear"]

@@ -1,6 +1,7 @@
 """Calls of NxD 2.29's Mixtral and DBRX scripts with their arguments, without Lightning's loop: TP + PP, and TP + DP.
 
-Each layer has experts, and the logits of its router go through the pipeline. Numbers equal a training in one process.
+Each layer has experts, and the logits of its router go through the pipeline. Norms of DBRX subtract the mean. Numbers
+equal a training in one process.
 """
 
 from functools import partial
@@ -17,6 +18,7 @@ from nxdpp.modules.moe.loss_function import load_balancing_loss_func
 from nxdpp.modules.moe.model import MoE
 from nxdpp.modules.moe.routing import RouterTopK
 from nxdpp.parallel_layers import mappings, parallel_state
+from nxdpp.parallel_layers.layer_norm import LayerNorm
 from nxdpp.parallel_layers.layers import ColumnParallelLinear, ParallelEmbedding
 from nxdpp.parallel_layers.loss_functions import parallel_cross_entropy
 from nxdpp.tensor.utils import local_slice
@@ -46,6 +48,7 @@ def experts_of(config: Any) -> MoE:
         hidden_size=config.hidden_size,
         sequence_parallel_enabled=config.router_in_parts,
         sequence_dimension=0,
+        jitter_eps=0.0,
     )
     expert_mlps = ExpertMLPs(
         **EXPERTS,
@@ -75,8 +78,10 @@ class MixtralLayer(nn.Module):
         super().__init__()
         more = {"eps": config.rms_norm_eps, "sequence_parallel_enabled": config.sequence_parallel_enabled}
         self.self_attn, self.mlp = Attention(config), experts_of(config)
-        self.input_layernorm = RMSNorm(config.hidden_size, **more)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, **more)
+        of_dbrx = partial(LayerNorm, sequence_parallel_enabled=config.sequence_parallel_enabled, bias=False)
+        norm: Any = of_dbrx if config.is_dbrx else partial(RMSNorm, **more)
+        self.input_layernorm = norm(config.hidden_size)
+        self.post_attention_layernorm = norm(config.hidden_size)
 
     def forward(
         self, hidden_states: torch.Tensor, position_embeddings: Any, past_router_logits: torch.Tensor | None
@@ -142,6 +147,7 @@ OPTIONS: list[dict[str, Any]] = [
         "router_in_parts": True,
         "capacity_factor": None,
         "on_meta": True,
+        "is_dbrx": False,
     },
     {
         "pipeline": 1,
@@ -149,6 +155,7 @@ OPTIONS: list[dict[str, Any]] = [
         "router_in_parts": False,
         "capacity_factor": 1.0,
         "on_meta": False,
+        "is_dbrx": True,
     },
     {
         "pipeline": 1,
@@ -156,6 +163,7 @@ OPTIONS: list[dict[str, Any]] = [
         "router_in_parts": False,
         "capacity_factor": None,
         "on_meta": False,
+        "is_dbrx": False,
     },
 ]
 
