@@ -20,7 +20,8 @@ RANKS, STEPS = 4, 2
 class Convolutional(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.convolution, self.norm = nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3)
+        # The norm cancels a bias.
+        self.convolution, self.norm = nn.Conv2d(1, 3, 3, bias=False), nn.BatchNorm2d(3)
         self.head = nn.Linear(12, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -86,6 +87,12 @@ def loss(module: nn.Module, unit: int, step: int) -> torch.Tensor:
     return output.square().mean()
 
 
+def of_all_units(module: nn.Module, step: int) -> torch.Tensor:
+    """The sum of the losses of the units; a batch norm counts the samples of both."""
+    outputs = module(torch.cat([batch(unit, step) for unit in range(RANKS // 2)]))
+    return torch.stack([each.square().mean() for each in outputs.chunk(RANKS // 2)]).sum()
+
+
 def trained(rank: int, policy: str, kind: type[nn.Module], settings: dict[str, Any]) -> list[str]:
     """Compare two steps with one process; return the warnings of ``parallelize``."""
     torch.manual_seed(1)
@@ -99,14 +106,13 @@ def trained(rank: int, policy: str, kind: type[nn.Module], settings: dict[str, A
     theirs = torch.optim.Adam(whole.parameters(), lr=0.01)
     for step in range(STEPS):
         loss(model, rank // 2, step).backward()
-        for unit in range(RANKS // 2):
-            loss(whole, unit, step).backward()
+        of_all_units(whole, step).backward()
         torch.testing.assert_close(ours.clip_gnorm(0.1), nn.utils.clip_grad_norm_(whole.parameters(), 0.1).float())
         for optimizer in (ours, theirs):
             optimizer.step()
             optimizer.zero_grad()
-    expected = dict(whole.named_parameters())
-    for name, parameter in model.named_parameters():
+    expected = {**dict(whole.named_parameters()), **dict(whole.named_buffers())}
+    for name, parameter in (*model.named_parameters(), *model.named_buffers()):
         if parameter.shape == expected[name].shape:
             torch.testing.assert_close(parameter, expected[name], rtol=1e-5, atol=1e-6)
     return [str(each.message) for each in seen if "computes the whole module" in str(each.message)]
