@@ -68,7 +68,6 @@ class ParallelModule(nn.Module):
         self._pipeline: Pipeline | None = None
         module = source.make(layout.is_pipeline)
         self.training = module.training
-        over_units(module, self._config.units)
         parts = self._divide(module)
         if layout.recompute:
             apply_checkpoint(LocalModules(module, parts), list(layout.recompute))
@@ -88,9 +87,10 @@ class ParallelModule(nn.Module):
     def _divide(self, module: nn.Module) -> nn.Module:
         """Return this rank's part of ``module``."""
         layout = self._layout
-        # Tensor-parallel layers have other classes, derived from these.
+        # Tensor-parallel layers and batch norms get other classes, derived from these.
         parts = module.modules() if layout.layer_classes else ()
         layer_classes = list(dict.fromkeys(type(part) for part in parts if type(part).__name__ in layout.layer_classes))
+        over_units(module, self._config.units)
         if layout.tensor > 1 and layout.plan != {}:
             try:
                 tensor_parallelize(module, layout.plan, gather_logits=True)
