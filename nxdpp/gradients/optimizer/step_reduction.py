@@ -64,7 +64,7 @@ class StepReduction:
             raise RuntimeError("the gradients of this step are not reduced yet: call reduce_gradients() first.")
 
     def scale(self, factor: float | torch.Tensor) -> None:
-        """Multiply the reduced gradients by ``factor``."""
+        """Multiply the reduced gradients by ``factor``. Raises ``RuntimeError`` where ``.grad`` was changed since."""
         self.check_done()
         self._multiply(factor)
 
@@ -104,6 +104,7 @@ class StepReduction:
         self._buckets = []
 
     def _multiply(self, factor: float | torch.Tensor) -> None:
+        self._marks.check_unchanged()
         for gradient in (gradient for bucket in self._buckets for gradient in bucket.gradients()):
             is_number = not isinstance(factor, torch.Tensor)
             gradient.mul_(factor if is_number else factor.to(gradient.device, gradient.dtype))

@@ -181,7 +181,7 @@ class Zero1Optimizer(Optimizer):
     def scale_gradients(self, factor: float | torch.Tensor) -> None:
         """Multiply the reduced gradients by ``factor``, a number equal on all ranks; not collective.
 
-        Raises ``RuntimeError`` before ``reduce_gradients``.
+        Raises ``RuntimeError`` before ``reduce_gradients``, and for gradients that were changed since.
         """
         self._reduction.scale(factor)
 

@@ -92,6 +92,12 @@ def whole_gradients(rank: int) -> None:
         optimizer.zero_grad()
         assert all(parameter.grad is None for parameter in ours)
     assert_same(ours, theirs)
+    set_gradients(ours, rank, 3)
+    optimizer.reduce_gradients()
+    assert ours[1].grad is not None
+    ours[1].grad.add_(1)
+    with pytest.raises(RuntimeError, match="was changed after it was reduced, and the step would ignore that"):
+        optimizer.scale_gradients(2.0)
 
 
 def hooks(rank: int) -> None:
