@@ -51,7 +51,8 @@ def deduped_state_dict(
     if EXTRA_STATE_KEY not in whole:
         whole = add_optimizer_extra_state(module, optimizer, whole)
     if "shards" in whole:
-        return state, whole if keepers.keep_shards_here() else {**whole, "state": {}, "masters": {}}
+        is_kept = parallel_state.get_data_parallel_rank() < whole["data_parallel"]["size"]
+        return state, whole if is_kept else {**whole, "state": {}, "masters": {}}
     names = whole[EXTRA_STATE_KEY]["own"]
     kept = {index: values for index, values in whole["state"].items() if keepers.are_here(names[index])}
     return state, {**whole, "state": kept}
@@ -104,8 +105,8 @@ def load_deduped_state_dict(
             for index, name in enumerate(names)
         }
         state["state"] = {index: values for index, values in received.items() if values}
-    elif keepers.zero_groups > 1:
-        state |= send_shards(state, keepers.zero_groups)
+    elif state["data_parallel"]["size"] < parallel_state.get_data_parallel_size():
+        state |= send_shards(state)
     optimizer.load_state_dict(state)
 
 
@@ -159,14 +160,7 @@ class _Keepers:
         if not parallel:
             raise ValueError(f"{type(module).__name__} has no parallel module in it: use its own state_dict")
         self._prefixes = tuple(parallel)
-        config = next(iter(parallel.values())).compute_config
-        self.plan_ngpus: int = config.plan_ngpus
-        self.zero_groups: int = config.zero_ngroups
-        self._ranks_with_shards: int = config.optimizer_dedup_group_size
-
-    def keep_shards_here(self) -> bool:
-        """Return whether this rank keeps its shards of the optimizer state: the first group of units does."""
-        return dist.get_rank() < self._ranks_with_shards
+        self.plan_ngpus: int = next(iter(parallel.values())).compute_config.plan_ngpus
 
     def is_only_rank_0(self, name: str) -> bool:
         """Return whether the tensor ``name`` is outside of parallel modules."""

@@ -83,15 +83,15 @@ def send_state(values: Mapping[str, Any], is_everywhere: bool) -> dict[str, Any]
     return dict(values)
 
 
-def send_shards(state: Mapping[str, Any], groups: int) -> dict[str, Any]:
-    """Return ``state`` and ``masters`` of the shards of the first of ``groups`` of units.
+def send_shards(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``state`` and ``masters`` of the shards of the first of several groups of units.
 
     Collective over the data group. A unit takes those of the unit at its place in the first group.
     """
     kept = {("state", number, key): value for number, own in state["state"].items() for key, value in own.items()}
     kept |= {("masters", number, ""): value for number, value in state["masters"].items()}
     group = parallel_state.get_data_parallel_control_group()
-    units = dist.get_world_size(group) // groups
+    units = state["data_parallel"]["size"]
     received: dict[str, dict[int, Any]] = {"state": {}, "masters": {}}
     for source in range(units):
         values = _shared_state(kept, group, source)
