@@ -27,7 +27,7 @@ class UnitsBatchNorm2d(nn.BatchNorm2d):
         """Normalise ``input`` (N, C, H, W), with the statistics of all units in training."""
         if not self.training:
             return super().forward(input)
-        self._check_input_dim(input)  # type: ignore[no-untyped-call]  # torch's
+        self._check_input_dim(input)
         group = parallel_state.get_data_parallel_group()
         values = input.to(torch.promote_types(input.dtype, torch.float32))
         count = values.new_full((1,), input.numel() / input.shape[1])

@@ -106,8 +106,10 @@ class StepReduction:
     def _multiply(self, factor: float | torch.Tensor) -> None:
         self._marks.check_unchanged()
         for gradient in (gradient for bucket in self._buckets for gradient in bucket.gradients()):
-            is_number = not isinstance(factor, torch.Tensor)
-            gradient.mul_(factor if is_number else factor.to(gradient.device, gradient.dtype))
+            if isinstance(factor, torch.Tensor):
+                gradient.mul_(factor.to(gradient.device, gradient.dtype))
+            else:
+                gradient.mul_(factor)
         self._marks.follow()
 
     def _pieces(self) -> Iterator[ShardedPiece]:
