@@ -59,11 +59,15 @@ class ReductionMarks:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+        self.follow()
+        self._is_after_step = True
+
+    def follow(self) -> None:
+        """Mark the same gradients as they are now, after an optimizer has changed them."""
         for parameter in self._parameters:
             if self._is_kept(parameter):
                 assert parameter.grad is not None
                 self._marked[id(parameter)] = parameter.grad, parameter.grad._version
-        self._is_after_step = True
 
     def are_present(self) -> bool:
         """Return whether the parameters still have the marked gradients, on all replicas alike.

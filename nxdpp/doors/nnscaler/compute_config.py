@@ -27,7 +27,7 @@ class ComputeConfig:
         constant_folding, trace_strategy: verified and kept in the plan. They have no effect.
         use_zero: share the optimizer state among the units (ZeRO-1).
         zero_ngroups: number of groups of units. The units of a group share the state, and each group has all of it.
-        zero_use_reduce_scatter: verified. ZeRO-1 always reduces by reduce-scatter.
+        zero_use_reduce_scatter: each rank gets the sums of its shards only, and ``.grad`` stays its unit's gradient.
         inference_only: the module is never trained.
         use_end2end: forward takes one sample and returns the loss first.
         use_async_reducer: verified. The optimizer of ``build_optimizer`` sums the gradients after the backwards.
@@ -162,8 +162,11 @@ class ComputeConfig:
             if not is_whole(value) or value <= 0:
                 raise ValueError(f"{name} must be a whole number above 0, not {value!r}")
         if self.inference_only != (scheduler in INFERENCE_SCHEDULERS):
-            mode = "inference_only=True needs" if self.inference_only else "training cannot use"
-            raise ValueError(f"{mode} pipeline_scheduler={INFERENCE_SCHEDULERS[0]!r}; given: {scheduler!r}")
+            mode = "inference" if self.inference_only else "training"
+            raise ValueError(
+                f"pipeline_scheduler={scheduler!r} is not supported in {mode} mode: {INFERENCE_SCHEDULERS[0]!r} and "
+                f"inference_only=True go together"
+            )
 
     def apply_pipeline_scheduler(
         self, graph: "Schedulable", pipeline_nstages: int, pipeline_nmicros: int, pipeline_scheduler: str

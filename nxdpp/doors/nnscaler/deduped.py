@@ -5,7 +5,7 @@
                         unit 0, ranks 0 1     unit 1, ranks 2 3
     parallel modules    kept                  from unit 0, over the data group
     other modules       rank 0 keeps them     from rank 0
-    shards of ZeRO      kept                  kept
+    shards of ZeRO      kept                  kept, or from the first of several groups of units
 """
 
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ from nxdpp.doors.nnscaler.extra_state import (
     take_optimizer_extra_state,
 )
 from nxdpp.doors.nnscaler.merged import check_optimizer, to_device
-from nxdpp.doors.nnscaler.sent_values import send, send_state
+from nxdpp.doors.nnscaler.sent_values import send, send_shards, send_state
 from nxdpp.ranks import parallel_state
 
 
@@ -41,18 +41,18 @@ def deduped_state_dict(
     Raises ``ValueError`` for a module without a parallel one.
     """
     keepers = _Keepers(module)
-    state = {
-        key: value
-        for key, value in module.state_dict().items()
-        if not isinstance(value, torch.Tensor) or keepers.are_here(key)
-    }
+    state: dict[str, Any] = module.state_dict()
+    for key, value in list(state.items()):
+        if isinstance(value, torch.Tensor) and not keepers.are_here(key):
+            del state[key]
     if optimizer is None:
         return state, None
     whole = optimizer.state_dict()
     if EXTRA_STATE_KEY not in whole:
         whole = add_optimizer_extra_state(module, optimizer, whole)
     if "shards" in whole:
-        return state, whole
+        is_kept = parallel_state.get_data_parallel_rank() < whole["data_parallel"]["size"]
+        return state, whole if is_kept else {**whole, "state": {}, "masters": {}}
     names = whole[EXTRA_STATE_KEY]["own"]
     kept = {index: values for index, values in whole["state"].items() if keepers.are_here(names[index])}
     return state, {**whole, "state": kept}
@@ -105,6 +105,8 @@ def load_deduped_state_dict(
             for index, name in enumerate(names)
         }
         state["state"] = {index: values for index, values in received.items() if values}
+    elif state["data_parallel"]["size"] < parallel_state.get_data_parallel_size():
+        state |= send_shards(state)
     optimizer.load_state_dict(state)
 
 
@@ -141,6 +143,8 @@ def broadcast_weights(module: nn.Module, stride_size: int | None = None) -> None
     for key, tensor in [*module.named_parameters(), *module.named_buffers()]:
         is_only_rank_0 = keepers.is_only_rank_0(key)
         send(tensor, is_only_rank_0, 1 if is_only_rank_0 else units)
+    for each in parallel_modules(module).values():
+        each.mark_non_persistent_buffers_inited()
     # Each module notes that it has values, and that its replicas are to be compared again.
     module.load_state_dict(module.state_dict())
 

@@ -136,12 +136,13 @@ def take_optimizer_extra_state(
     """
     taken = dict(state_dict)
     saved = taken.pop(EXTRA_STATE_KEY, None)
+    own = add_optimizer_extra_state(module, optimizer, {})[EXTRA_STATE_KEY]
+    if saved is not None:
+        check_version(saved)
+    if _is_of_wholes(optimizer, taken, own) if saved is None else "merged" in saved:
+        raise ValueError("the optimizer's state is a merged one: load it with load_merged_state_dict")
     if saved is None:
         return taken
-    check_version(saved)
-    own = add_optimizer_extra_state(module, optimizer, {})[EXTRA_STATE_KEY]
-    if "merged" in saved:
-        raise ValueError("the optimizer's state is a merged one: load it with load_merged_state_dict")
     if (saved["own"], saved["held"]) != (own["own"], own["held"]):
         raise ValueError(
             f"the optimizer's state is that of rank {saved['rank']} with {len(saved['own'])} parameters, and rank "
@@ -149,6 +150,18 @@ def take_optimizer_extra_state(
             f"call merge_state_dicts, and load_merged_state_dict."
         )
     return taken
+
+
+def _is_of_wholes(optimizer: Optimizer, state: Mapping[str, Any], own: Mapping[str, Any]) -> bool:
+    """Return whether ``state`` is of whole parameters, of which this rank has parts."""
+    if hasattr(optimizer, "shards"):
+        return "shards" not in state
+    places = [placement_in(own["held"][name]) for name in own["own"]]
+    return any(
+        place.shape != place.local_shape and getattr(value, "shape", None) == place.shape
+        for index, place in enumerate(places)
+        for value in state["state"].get(index, {}).values()
+    )
 
 
 def check_names(what: str, missing: Sequence[str], unknown: Sequence[str], remedy: str) -> None:

@@ -36,7 +36,8 @@ _Piece = tuple[PlaceInWhole, int, Any]
 def merge_optimizers(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the state dict of one optimizer over the parameters of the original module, merged from all ranks.
 
-    Its indices count the parameters in the order of the original module. Values of master copies are next to the state.
+    Its indices count the parameters in the order of the original module. The extra state has values of master copies,
+    and the names where the optimizer has not all parameters; else there is none.
 
     Raises ``ValueError`` for several parameter groups, for state that is neither a number nor of the shape of its
     parameter, and for ranks that do not fit together.
@@ -61,11 +62,13 @@ def merge_optimizers(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
     masters = {names[index]: values.pop(_MASTER) for index, values in merged.items() if _MASTER in values}
     options = options_of(states[0]["param_groups"][0])
-    return {
+    whole: dict[str, Any] = {
         "state": {index: values for index, values in merged.items() if values},
         "param_groups": [{**options, "params": list(range(len(names)))}],
-        EXTRA_STATE_KEY: {"version": VERSION, "merged": names, "masters": masters},
     }
+    if masters or names != extras[0]["names"]:
+        whole[EXTRA_STATE_KEY] = {"version": VERSION, "merged": names, "masters": masters}
+    return whole
 
 
 def divide_optimizer_state(module: nn.Module, optimizer: Optimizer, merged: Mapping[str, Any]) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from nxdpp.gradients.optimizer.partial_steps import refuse_partial_step
 from nxdpp.gradients.optimizer.zero1 import Zero1Optimizer
 
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
+_ZERO = ("use_zero", "zero_ngroups", "zero_use_reduce_scatter")
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -46,8 +47,8 @@ def build_optimizer(
 
     Raises:
         TypeError: for an ``optimizer_fn`` that returns no plain optimizer.
-        ValueError: for parallel modules, or a ``compute_config``, with different sizes, ``use_zero`` or
-            ``zero_ngroups``. So for a module for inference, and an optimizer that evaluates its closure several times.
+        ValueError: for parallel modules, or a ``compute_config``, with different sizes or settings of ZeRO. So
+            for a module for inference, and an optimizer that evaluates its closure several times.
         RuntimeError: for a module without parallel ones, for an end-to-end module inside another module, and for an
             optimizer whose step over shards is not the one of the whole parameters.
     """
@@ -70,8 +71,8 @@ def build_optimizer(
     reducers: list[Reducer]
     plain_reducer: Reducer | None
     if config.use_zero:
-        optimizer = zero_optimizer(made, kwargs, bucket_bytes_of(compute_config or config), config.zero_ngroups)
-        reducers = [ZeroReducer(optimizer, bucket_bytes_of(config))]
+        optimizer = zero_optimizer(made, kwargs, bucket_bytes_of(compute_config or config), config)
+        reducers = [ZeroReducer(optimizer, bucket_bytes_of(config), not config.zero_use_reduce_scatter)]
         plain_reducer = reducers[0] if plain else None
     else:
         plain_reducer = Reducer(plain, bucket_bytes_of(compute_config)) if plain else None
@@ -116,10 +117,7 @@ def _checked_config(
             raise ValueError(f"{type(each).__name__} is for inference: leave inference_only out to train it")
     configs = [each.compute_config for each in parallel] + ([] if compute_config is None else [compute_config])
     for config in configs:
-        there, here = (
-            {**each.gpu_config, "use_zero": each.use_zero, "zero_ngroups": each.zero_ngroups}
-            for each in (first, config)
-        )
+        there, here = ({**each.gpu_config, **{name: getattr(each, name) for name in _ZERO}} for each in (first, config))
         if there != here:
             raise ValueError(
                 f"one optimizer needs the same {', '.join(there)} everywhere, and was given {there} and {here}"
@@ -136,11 +134,13 @@ def _refuse_others(optimizer: Optimizer, parameters: Sequence[torch.Tensor]) -> 
         )
 
 
-def zero_optimizer(made: Optimizer, kwargs: Mapping[str, Any], bucket_bytes: int, groups: int = 1) -> Zero1Optimizer:
+def zero_optimizer(
+    made: Optimizer, kwargs: Mapping[str, Any], bucket_bytes: int, config: ComputeConfig
+) -> Zero1Optimizer:
     """Return an optimizer of the class of ``made``, over its groups, whose state the units share.
 
-    With several ``groups`` the units of a group share it. ``made`` is not used any more. ``kwargs`` were the arguments
-    of the class, or of a function that made it.
+    With several ``zero_ngroups`` the units of a group share it. Without ``zero_use_reduce_scatter`` ``.grad`` gets the
+    sums too. ``made`` is not used any more. ``kwargs`` were the arguments of the class, or of a function that made it.
 
     Raises ``TypeError`` or ``ValueError`` for a class that is not elementwise, or that cannot be rebuilt the same way.
     """
@@ -155,7 +155,8 @@ def zero_optimizer(made: Optimizer, kwargs: Mapping[str, Any], bucket_bytes: int
         grad_clipping=False,
         bucket_cap_mb=bucket_bytes / 2**20,
         reduction="sum",
-        sharding_groups=groups,
+        sharding_groups=config.zero_ngroups,
+        whole_gradients=not config.zero_use_reduce_scatter,
         **options,
     )
     before, after = _plain_attributes(made), _plain_attributes(zero.base_optimizer)

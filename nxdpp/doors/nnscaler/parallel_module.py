@@ -6,6 +6,7 @@
                                                                              local module of a Pipeline
 """
 
+import logging
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Self
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 
 from nxdpp.doors.local_modules import LocalModules
+from nxdpp.doors.nnscaler.batch_norm import over_units
 from nxdpp.doors.nnscaler.compute_config import ComputeConfig
 from nxdpp.doors.nnscaler.end2end import check_samples, loss_of, sample_name
 from nxdpp.doors.nnscaler.equal_ranks import EqualCalls
@@ -30,6 +32,8 @@ from nxdpp.tensor.models.parallelize import tensor_parallelize
 # Modules keep their parts in these dictionaries; a ParallelModule shares the ones of its part.
 _SHARED = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 
+_LOGGER = logging.getLogger(__name__)
+
 ScaleFn = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -40,7 +44,7 @@ class ParallelModule(nn.Module):
     ranks are parts of its tensors. An end-to-end module trains by ``train_step``, any other module by calling it.
 
     Args:
-        init_params: ``False`` leaves parameters and persistent buffers without values until they are loaded.
+        init_params: ``False`` leaves parameters and buffers without values until they are loaded.
 
     Raises ``RuntimeError`` for this class itself, and for a second module of a class that was made for an object.
     """
@@ -83,9 +87,10 @@ class ParallelModule(nn.Module):
     def _divide(self, module: nn.Module) -> nn.Module:
         """Return this rank's part of ``module``."""
         layout = self._layout
-        # Tensor-parallel layers have other classes, derived from these.
+        # Tensor-parallel layers and batch norms get other classes, derived from these.
         parts = module.modules() if layout.layer_classes else ()
         layer_classes = list(dict.fromkeys(type(part) for part in parts if type(part).__name__ in layout.layer_classes))
+        over_units(module, self._config.units)
         if layout.tensor > 1 and layout.plan != {}:
             try:
                 tensor_parallelize(module, layout.plan, gather_logits=True)
@@ -217,10 +222,25 @@ class ParallelModule(nn.Module):
     def check_loaded(self) -> None:
         """Raise ``RuntimeError`` while parameters or buffers have no values."""
         if self._empty:
+            buffers = "Non-persistent buffers haven't been initialized. " if self._unsaved() & self._empty else ""
+            remedy = "Call broadcast_weights" if buffers else "Load a state dict, or call broadcast_weights"
             raise RuntimeError(
-                f"{len(self._empty)} parameters or buffers have no values ({min(self._empty)} is the first): the "
-                f"module was made without them. Load a state dict, or call broadcast_weights."
+                f"{buffers}{len(self._empty)} parameters or buffers have no values ({min(self._empty)} is the first): "
+                f"the module was made without them. {remedy}."
             )
+
+    @property
+    def non_presistent_buffers_inited(self) -> bool:
+        """``True`` if the buffers that a state dict leaves out have values."""
+        return not self._unsaved() & self._empty
+
+    def mark_non_persistent_buffers_inited(self) -> None:
+        """Note that the buffers that a state dict leaves out have their values."""
+        self._empty -= self._unsaved()
+
+    def _unsaved(self) -> set[str]:
+        """Names of the non-persistent buffers."""
+        return {name for name, _ in self._part.named_buffers()} - self._part.state_dict(keep_vars=True).keys()
 
     def refresh(self) -> None:
         """Follow changes of ``requires_grad`` or of modules of a pipeline; every rank calls it after them."""
@@ -266,8 +286,14 @@ class ParallelModule(nn.Module):
         self._part._load_from_state_dict(state_dict, prefix, local_metadata, *args)
         if self._empty:
             state = self._part.state_dict(keep_vars=True)
-            loaded = {id(state[name]) for name in self._empty if _fits(state_dict.get(f"{prefix}{name}"), state[name])}
-            self._empty = {name for name in self._empty if id(state[name]) not in loaded}
+            saved = self._empty & state.keys()
+            loaded = {id(state[name]) for name in saved if _fits(state_dict.get(f"{prefix}{name}"), state[name])}
+            self._empty = {name for name in self._empty if id(state.get(name)) not in loaded}
+            if not self.non_presistent_buffers_inited:
+                _LOGGER.warning(
+                    "Non-persistent buffers cannot be initialized with a state dict: call broadcast_weights, or give "
+                    "them values and call mark_non_persistent_buffers_inited()"
+                )
         if self._pipeline is not None:
             # The next step compares the values of the replicas again.
             self._pipeline.load_state_dict({}, strict=False, assign=False)
@@ -279,12 +305,12 @@ class ParallelModule(nn.Module):
         return self
 
     def _leave_empty(self) -> None:
-        persistent = self._part.state_dict(keep_vars=True)
-        for tensor in persistent.values():
+        tensors = {**self._part.state_dict(keep_vars=True), **dict(self._part.named_buffers())}
+        for tensor in tensors.values():
             if isinstance(tensor, torch.Tensor):
                 with torch.no_grad():
                     tensor.fill_(torch.nan if tensor.is_floating_point() or tensor.is_complex() else 0)
-        self._empty = {name for name, value in persistent.items() if isinstance(value, torch.Tensor)}
+        self._empty = {name for name, value in tensors.items() if isinstance(value, torch.Tensor)}
 
 
 def _fits(given: Any, own: torch.Tensor) -> bool:

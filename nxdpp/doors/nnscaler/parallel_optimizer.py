@@ -63,17 +63,20 @@ class Reducer(GradientReducer):
 
 
 class ZeroReducer(Reducer):
-    """Leaves the sum to ``optimizer``: each rank gets the sums of its shards, and ``.grad`` stays the unit's."""
+    """Leaves the sum to ``optimizer``: each rank gets the sums of its shards.
 
-    def __init__(self, optimizer: Zero1Optimizer, bucket_bytes: int) -> None:
+    With ``is_whole`` ``.grad`` gets the sums too, and has them until it is removed. Else it stays the unit's.
+    """
+
+    def __init__(self, optimizer: Zero1Optimizer, bucket_bytes: int, is_whole: bool) -> None:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         super().__init__(parameters, bucket_bytes)
         self._optimizer = optimizer
-        self._has_sums = False
+        self._has_sums, self._is_whole = False, is_whole
 
     @property
     def is_reduced(self) -> bool:
-        """``True`` from ``reduce`` to the end of the step."""
+        """``True`` from ``reduce`` to the end of the step, or of the sums."""
         return self._has_sums
 
     def reduce(
@@ -86,8 +89,8 @@ class ZeroReducer(Reducer):
         self._has_sums = True
 
     def end_step(self) -> None:
-        """Note that the optimizer has stepped, and freed its sums."""
-        self._has_sums = False
+        """Note that the optimizer has stepped, and freed the sums of its shards."""
+        self._has_sums = self._has_sums and self._is_whole
 
     def forget(self) -> None:
         """Note that gradients were removed, and the sums by ``zero_grad`` of the optimizer."""
@@ -110,7 +113,8 @@ class ParallelOptimizer(Optimizer):
     """An optimizer that ``build_optimizer`` made, and an object of the program's class too.
 
     ``.grad`` of a parameter is the gradient of this unit until ``sync_shard_grad``, and the sum over the units from
-    then on. Under ZeRO ``.grad`` stays the gradient of this unit, and each rank has the sums of its shards.
+    then on. With ``zero_use_reduce_scatter`` it stays the gradient of this unit, and each rank has the sums of its
+    shards.
 
     Attributes:
         _non_parallel_module_reducer: of the parameters outside of parallel modules; ``None`` without any.
@@ -172,7 +176,10 @@ class ParallelOptimizer(Optimizer):
             reducer.register_pre_hook(fn)
 
     def register_reducer_post_hook(self, fn: ReducerHook) -> None:
-        """Run ``fn(reducer, grad)`` on each flat bucket of sums. Under ZeRO a bucket has only this rank's shards."""
+        """Run ``fn(reducer, grad)`` on each flat bucket of sums.
+
+        With ``zero_use_reduce_scatter`` a bucket has only this rank's shards.
+        """
         for reducer in self._reducers:
             reducer.register_post_hook(fn)
 

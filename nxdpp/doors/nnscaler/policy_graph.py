@@ -13,15 +13,19 @@ from nxdpp.doors.nnscaler.unit_layout import UnitLayout
 from nxdpp.pipeline.config import PipelineConfig
 from nxdpp.planning.traced_layers import TracedLayers, trace_layers
 
-_OURS = {"1f1b": "1f1b", "gpipe": "gpipe", "1f1b_interleaved": "interleaved", "infer_pipe": "1f1b"}
+# ``1f1b_plus`` is ``1f1b`` where no stage is on all ranks.
+_OURS = {
+    "1f1b": "1f1b",
+    "1f1b_plus": "1f1b",
+    "gpipe": "gpipe",
+    "1f1b_interleaved": "interleaved",
+    "infer_pipe": "1f1b",
+}
 _OF_IRGRAPH = (
     *("assign", "consumers", "full_tensors", "group", "inputs", "multiref", "node", "outputs", "partition"),
     *("producers", "replicate", "select", "sequential", "staging"),
 )
-_REFUSED = {
-    "1f1b_plus": "puts some stages on all ranks",
-    "chimera_direct": "runs microbatches through the stages in two directions",
-}
+_REFUSED = {"chimera_direct": "runs microbatches through the stages in two directions"}
 
 
 class Names(tuple[str, ...]):

@@ -7,7 +7,7 @@
 
 import warnings
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,8 @@ from nxdpp.agreement.together import from_all_ranks
 from nxdpp.ranks import parallel_state
 from nxdpp.ranks.faults.waits import Wait
 from nxdpp.ranks.group_values import broadcast_value
+
+K = TypeVar("K")
 
 
 def take_first_values(module: nn.Module) -> None:
@@ -81,16 +83,36 @@ def send_state(values: Mapping[str, Any], is_everywhere: bool) -> dict[str, Any]
     return dict(values)
 
 
-def _shared_state(values: Mapping[str, Any], group: ProcessGroup) -> dict[str, Any]:
+def send_shards(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``state`` and ``masters`` of the shards of the first of several groups of units.
+
+    Collective over the data group. A unit takes those of the unit at its place in the first group.
+    """
+    kept = {("state", number, key): value for number, own in state["state"].items() for key, value in own.items()}
+    kept |= {("masters", number, ""): value for number, value in state["masters"].items()}
+    group = parallel_state.get_data_parallel_control_group()
+    units = state["data_parallel"]["size"]
+    received: dict[str, dict[int, Any]] = {"state": {}, "masters": {}}
+    for source in range(units):
+        values = _shared_state(kept, group, source)
+        if parallel_state.get_data_parallel_rank() % units == source:
+            received["masters"] = {number: value for (kind, number, _), value in values.items() if kind == "masters"}
+            for (kind, number, key), value in values.items():
+                if kind == "state":
+                    received[kind].setdefault(number, {})[key] = value
+    return received
+
+
+def _shared_state(values: Mapping[K, Any], group: ProcessGroup, source: int = 0) -> dict[K, Any]:
     # Tensors of one number go with the description of the others.
     own = {key: (value.shape, value.dtype) if _is_large(value) else value for key, value in values.items()}
-    received: dict[str, Any] = {}
-    for key, value in broadcast_value(own, group).items():
+    received: dict[K, Any] = {}
+    for key, value in broadcast_value(own, group, source).items():
         if isinstance(value, tuple):
             shape, dtype = value
-            is_source = dist.get_rank(group) == 0
+            is_source = dist.get_rank(group) == source
             value = values[key].detach().cpu().contiguous() if is_source else torch.empty(shape, dtype=dtype)
-            _broadcast(value, group, 0)
+            _broadcast(value, group, source)
         received[key] = value
     return received
 

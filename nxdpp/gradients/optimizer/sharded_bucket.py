@@ -9,7 +9,8 @@ The parameters lie one after the other in a flat vector, padded to a multiple of
 Gradients are reduce-scattered in this layout, and parameters all-gathered. The pieces are what the optimizer sees. The
 flat vectors are in host memory where the group cannot send from the parameters' device.
 
-With several groups of ranks the ranks of a group share the parameters. Gradients are all-reduced over all ranks.
+With several groups of ranks the ranks of a group share the parameters. Gradients are all-reduced over all ranks. So
+they are where ``.grad`` gets the result too.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,7 +24,7 @@ from torch.distributed import ProcessGroup
 
 from nxdpp.devices.kinds import device_of
 from nxdpp.gradients.buckets import Combination, Hook, SentBucket, begin, cut, places_in, unpack
-from nxdpp.gradients.gradient_dtype import gradient_dtype, master_dtype, take_changes
+from nxdpp.gradients.gradient_dtype import gradient_dtype, master_dtype, take_changes, zero_gradient
 from nxdpp.ranks import current_state, parallel_state
 from nxdpp.ranks.faults.waits import Wait
 from nxdpp.ranks.host_wire import from_wire, needs_host
@@ -66,7 +67,7 @@ class Sharding:
 
     The values that the optimizer changes have ``dtype``, by default at least float32. ``accumulated`` is the dtype of
     ``.grad``, and ``averaged`` of the messages with gradients, where they have more bits than the parameter.
-    ``mean`` is ``False`` for sums of gradients.
+    ``mean`` is ``False`` for sums of gradients. With ``whole`` all of ``.grad`` is reduced, not only the pieces.
     """
 
     rank: int
@@ -78,6 +79,7 @@ class Sharding:
     mean: bool = True
     groups: int = 1
     everyone: ProcessGroup | None = None
+    whole: bool = False
 
     @property
     def replicas(self) -> int:
@@ -92,6 +94,7 @@ class Sharding:
         averaged: torch.dtype | None,
         mean: bool,
         groups: int = 1,
+        whole: bool = False,
     ) -> Self:
         """Return the sharding over the data-parallel ranks of this process, or over each of ``groups`` of them.
 
@@ -105,7 +108,7 @@ class Sharding:
         if groups > 1:
             group = current_state.with_groups().part_of_data_group(groups) if size > 1 else None
         rank = parallel_state.get_data_parallel_rank() % size
-        return cls(rank, size, group, dtype, accumulated, averaged, mean, groups, everyone)
+        return cls(rank, size, group, dtype, accumulated, averaged, mean, groups, everyone, whole)
 
 
 class ShardedBucket:
@@ -173,12 +176,12 @@ class ShardedBucket:
         Args:
             present: whether a rank has the gradient, for all parameters by index. Other pieces get none.
             before: functions of the flat vector, which run before the division.
-            after: functions of this rank's part of the flat vector of the result.
+            after: functions of this rank's part of the flat vector of the result, or of all of it (``whole``).
         """
         sharding, size = self._sharding, self._sharding.size
         combination = Combination(sharding.replicas if sharding.mean else 1, before)
         gradients = [m.parameter.grad for m in self.members if m.parameter.grad is not None]
-        is_summed_whole = size == 1 or sharding.groups > 1
+        is_summed_whole = size == 1 or sharding.groups > 1 or sharding.whole
         new = torch.zeros if is_summed_whole else torch.empty
         whole = new((size if is_summed_whole else 1, self._shard_numel), dtype=self.averaged_dtype, device=self._wire)
         reduced = whole[sharding.rank if is_summed_whole else 0]
@@ -199,13 +202,25 @@ class ShardedBucket:
             return work
 
         def take(result: torch.Tensor) -> None:
+            part = result
+            if sharding.whole:
+                part = reduced
+                self._take_whole(result, present)
             for piece in self.pieces:
                 if present[piece.member.index]:
-                    own = result[piece.offset : piece.offset + piece.stop - piece.start]
-                    piece.tensor.grad = from_wire(own.to(piece.tensor.dtype).view_as(piece.tensor), self._device)
+                    own = part[piece.offset : piece.offset + piece.stop - piece.start]
+                    # A view of the whole vector would keep all of it.
+                    own = own.to(piece.tensor.dtype, copy=sharding.whole)
+                    piece.tensor.grad = from_wire(own.view_as(piece.tensor), self._device)
 
         work = begin(gradients, self._is_through_host, scatter)
-        return SentBucket(reduced, work, Wait("average of the gradients", sharding.everyone), take, after)
+        result = whole.view(-1) if sharding.whole else reduced
+        return SentBucket(result, work, Wait("average of the gradients", sharding.everyone), take, after)
+
+    def gradients(self) -> Iterator[torch.Tensor]:
+        """The reduced gradients: of the pieces, and with ``whole`` the ``.grad`` of the parameters."""
+        holders = [*(piece.tensor for piece in self.pieces), *(self._parameters if self._sharding.whole else ())]
+        return (holder.grad for holder in holders if holder.grad is not None)
 
     def drop_gradients(self) -> None:
         """Free the gradients of the pieces."""
@@ -213,8 +228,12 @@ class ShardedBucket:
             piece.tensor.grad = None
 
     def start_gathering(self) -> SentBucket:
-        """Free the gradients of the pieces, and start to give the parameters of all ranks the values of the pieces."""
-        self.drop_gradients()
+        """Start to give the parameters of all ranks the values of the pieces.
+
+        Frees the gradients of the pieces, unless ``.grad`` of the parameters has them too.
+        """
+        if not self._sharding.whole:
+            self.drop_gradients()
         size = self._sharding.size
         flat = torch.empty(self._shard_numel * size, dtype=self._dtype, device=self._wire)
 
@@ -237,6 +256,15 @@ class ShardedBucket:
     def masters(self) -> Iterator[ShardedPiece]:
         """The pieces that are not views of their parameters."""
         return iter(self.pieces if self._master is not None or self._is_lazy else ())
+
+    def _take_whole(self, flat: torch.Tensor, present: Sequence[bool]) -> None:
+        """Copy the result, of shape (elements,), to ``.grad`` of the parameters that are ``present``."""
+        for member, place in zip(self.members, places_in(flat, self._parameters), strict=True):
+            if present[member.index]:
+                parameter = member.parameter
+                if parameter.grad is None:
+                    parameter.grad = zero_gradient(parameter)
+                parameter.grad.copy_(from_wire(place.view_as(parameter), self._device))
 
     def _cut(self) -> Iterator[ShardedPiece]:
         """Cut this rank's part of the flat vector into pieces."""

@@ -64,11 +64,9 @@ class StepReduction:
             raise RuntimeError("the gradients of this step are not reduced yet: call reduce_gradients() first.")
 
     def scale(self, factor: float | torch.Tensor) -> None:
-        """Multiply the reduced gradients by ``factor``."""
+        """Multiply the reduced gradients by ``factor``. Raises ``RuntimeError`` where ``.grad`` was changed since."""
         self.check_done()
-        for piece in self._pieces():
-            if piece.tensor.grad is not None:
-                piece.tensor.grad.mul_(factor)
+        self._multiply(factor)
 
     def clip(self, max_norm: float) -> torch.Tensor:
         """Scale the reduced gradients so that their norm is ``max_norm`` at most; return the norm before.
@@ -84,15 +82,19 @@ class StepReduction:
         norm = total_norm(gradients, shares, 2.0, groups)
         if max_norm == math.inf:
             return norm
-        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        for gradient in gradients:
-            gradient.mul_(factor.to(gradient.device, gradient.dtype))
+        self._multiply((max_norm / (norm + 1e-6)).clamp(max=1.0))
         return norm
 
     def gather(self) -> None:
-        """Give all replicas the values of the pieces, and end the step; collective over the replicas."""
+        """Give all replicas the values of the pieces, and end the step; collective over the replicas.
+
+        Whole gradients stay reduced until they are removed.
+        """
         send_all(bucket.start_gathering for bucket in self._buckets)
-        self.end()
+        if self._sharding.whole:
+            self._marks.end_step()
+        else:
+            self.end()
 
     def end(self) -> None:
         """Free the reduced gradients."""
@@ -100,6 +102,15 @@ class StepReduction:
         for bucket in self._buckets:
             bucket.drop_gradients()
         self._buckets = []
+
+    def _multiply(self, factor: float | torch.Tensor) -> None:
+        self._marks.check_unchanged()
+        for gradient in (gradient for bucket in self._buckets for gradient in bucket.gradients()):
+            if isinstance(factor, torch.Tensor):
+                gradient.mul_(factor.to(gradient.device, gradient.dtype))
+            else:
+                gradient.mul_(factor)
+        self._marks.follow()
 
     def _pieces(self) -> Iterator[ShardedPiece]:
         return (piece for bucket in self._buckets for piece in bucket.pieces)

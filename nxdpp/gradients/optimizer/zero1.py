@@ -44,7 +44,7 @@ class Zero1Optimizer(Optimizer):
     ``step`` averages the gradients over the data-parallel ranks, so the model leaves that to it
     (``use_zero1_optimizer=True``). Gradients that are averaged already stay as they are: the mean of equal numbers is
     that number, at the cost of a second message. With ``reduction="sum"`` they must be each rank's own.
-    ``.grad`` of a parameter stays the gradient of this rank.
+    ``.grad`` of a parameter stays the gradient of this rank, unless ``whole_gradients`` is set.
 
     A program may take a step in parts: ``reduce_gradients``, then ``scale_gradients``, ``gradient_norm`` or
     ``clip_gradients``, then ``step``.
@@ -64,6 +64,8 @@ class Zero1Optimizer(Optimizer):
             the parameter, and then needs torch 2.10. By default the parameter's dtype.
         averaged_dtype: of the messages with gradients, likewise. By default the dtype of ``.grad``.
         sharding_groups: number of groups of replicas. Each group has the whole state, and sends parameters inside it.
+        whole_gradients: give ``.grad`` the result too, which stays there until it is removed. That takes an all-reduce
+            in place of a reduce-scatter.
         reduction: ``"mean"``, or ``"sum"`` for the sum of the gradients over the data-parallel ranks.
         optimizer_defaults: options of ``optimizer_class``.
 
@@ -89,6 +91,7 @@ class Zero1Optimizer(Optimizer):
         averaged_dtype: torch.dtype | None = None,
         reduction: str = "mean",
         sharding_groups: int = 1,
+        whole_gradients: bool = False,
         **optimizer_defaults: Any,
     ) -> None:
         zero1_checks.check_dtypes(
@@ -106,7 +109,7 @@ class Zero1Optimizer(Optimizer):
         self.max_norm = max_norm
         self.grad_norm: torch.Tensor | None = None
         self._sharding = Sharding.over_replicas(
-            optimizer_dtype, accumulated_dtype, averaged_dtype, reduction == "mean", sharding_groups
+            optimizer_dtype, accumulated_dtype, averaged_dtype, reduction == "mean", sharding_groups, whole_gradients
         )
         self._reduction = StepReduction(self._sharding)
         self._sharded = ShardedParameters(self._sharding, int(bucket_cap_mb * 2**20))
@@ -163,7 +166,8 @@ class Zero1Optimizer(Optimizer):
         Args:
             before: functions of a flat bucket of this rank's gradients, of shape (elements,), which change it in place.
                 They run in their order, before the division of an average.
-            after: functions of this rank's part of the flat bucket of the result, likewise.
+            after: functions of this rank's part of the flat bucket of the result, likewise. With ``whole_gradients`` of
+                all of it.
 
         Raises as ``step`` does.
         """
@@ -172,12 +176,12 @@ class Zero1Optimizer(Optimizer):
         with board.call("Zero1Optimizer.reduce_gradients", has_limit=True), failure_watch.reported(), torch.no_grad():
             if not self._reduction.is_done():
                 self._reduce(before, after)
-                self._reduction.mark(member.parameter for member in self._sharded.sharded())
+                self._mark()
 
     def scale_gradients(self, factor: float | torch.Tensor) -> None:
         """Multiply the reduced gradients by ``factor``, a number equal on all ranks; not collective.
 
-        Raises ``RuntimeError`` before ``reduce_gradients``.
+        Raises ``RuntimeError`` before ``reduce_gradients``, and for gradients that were changed since.
         """
         self._reduction.scale(factor)
 
@@ -259,6 +263,8 @@ class Zero1Optimizer(Optimizer):
             self._give_options()
         else:
             self._reduce()
+            if self._sharding.whole:
+                self._mark()
         if self.grad_clipping:
             self.grad_norm = self._reduction.clip(self.max_norm)
         self.base_optimizer.step()
@@ -271,6 +277,9 @@ class Zero1Optimizer(Optimizer):
         self._give_options()
         self._steps += 1
         self._reduction.reduce(self._sharded.buckets, self._present_anywhere(), before, after)
+
+    def _mark(self) -> None:
+        self._reduction.mark(member.parameter for member in self._sharded.sharded())
 
     def _clip(self, max_norm: float) -> torch.Tensor:
         self._reduction.check_done()

@@ -2,12 +2,14 @@
 
 import copy
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from nxdpp import parallel_state
 from nxdpp.nnscaler import ComputeConfig, ParallelModule, build_optimizer
 from tests.doors.nnscaler.own_folders import parallelize
 from tests.support.run_ranks import run_ranks
@@ -20,12 +22,20 @@ RANKS, STEPS = 4, 2
 class Convolutional(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.convolution, self.norm = nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3)
+        # The norm cancels a bias.
+        self.convolution, self.norm = nn.Conv2d(1, 3, 3, bias=False), nn.BatchNorm2d(3)
         self.head = nn.Linear(12, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = self.norm(self.convolution(x.unflatten(1, (1, 4, 4)))).relu()
         return self.head(hidden.flatten(1))  # type: ignore[no-any-return]
+
+
+class WithLoss(Convolutional):
+    """End-to-end. A pipeline is cut after the convolution or the norm, which are layers then."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).square().mean()
 
 
 class Raw(nn.Module):
@@ -86,6 +96,12 @@ def loss(module: nn.Module, unit: int, step: int) -> torch.Tensor:
     return output.square().mean()
 
 
+def of_all_units(module: Callable[[torch.Tensor], torch.Tensor], step: int) -> torch.Tensor:
+    """The sum of the losses of the units; a batch norm counts the samples of both."""
+    outputs = module(torch.cat([batch(unit, step) for unit in range(RANKS // 2)]))
+    return torch.stack([each.square().mean() for each in outputs.chunk(RANKS // 2)]).sum()
+
+
 def trained(rank: int, policy: str, kind: type[nn.Module], settings: dict[str, Any]) -> list[str]:
     """Compare two steps with one process; return the warnings of ``parallelize``."""
     torch.manual_seed(1)
@@ -99,17 +115,34 @@ def trained(rank: int, policy: str, kind: type[nn.Module], settings: dict[str, A
     theirs = torch.optim.Adam(whole.parameters(), lr=0.01)
     for step in range(STEPS):
         loss(model, rank // 2, step).backward()
-        for unit in range(RANKS // 2):
-            loss(whole, unit, step).backward()
+        of_all_units(whole, step).backward()
         torch.testing.assert_close(ours.clip_gnorm(0.1), nn.utils.clip_grad_norm_(whole.parameters(), 0.1).float())
         for optimizer in (ours, theirs):
             optimizer.step()
             optimizer.zero_grad()
-    expected = dict(whole.named_parameters())
-    for name, parameter in model.named_parameters():
+    expected = {**dict(whole.named_parameters()), **dict(whole.named_buffers())}
+    for name, parameter in (*model.named_parameters(), *model.named_buffers()):
         if parameter.shape == expected[name].shape:
             torch.testing.assert_close(parameter, expected[name], rtol=1e-5, atol=1e-6)
     return [str(each.message) for each in seen if "computes the whole module" in str(each.message)]
+
+
+def normed_in_a_pipeline(rank: int) -> None:
+    """A batch norm in two pipelines of two ranks counts the same microbatch of both."""
+    torch.manual_seed(1)
+    whole = WithLoss()
+    config = ComputeConfig(2, RANKS, use_end2end=True, pas_config={"pipeline_nmicros": STEPS})
+    model = parallelize(copy.deepcopy(whole), {"x": batch(0, 0)}, "pp", config)
+    assert isinstance(model, ParallelModule)
+    ours: Any = build_optimizer(model, torch.optim.SGD, lr=0.1)
+    model.train_step([batch(rank // 2, number) for number in range(STEPS)])
+    for number in range(STEPS):
+        of_all_units(lambda x: Convolutional.forward(whole, x), number).backward()
+    ours.step()
+    torch.optim.SGD(whole.parameters(), lr=0.1).step()
+    state = whole.state_dict()
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        torch.testing.assert_close(tensor, state[name], rtol=1e-5, atol=1e-6, msg=name)
 
 
 def _cases(rank: int) -> dict[tuple[str, str], list[str]]:
@@ -125,6 +158,8 @@ def _cases(rank: int) -> dict[tuple[str, str], list[str]]:
         gate = parallelize(Gate(), {"x": torch.full((2, 4), 1.0 - 2 * (rank // 2))}, "tp", ComputeConfig(2, RANKS))
     assert isinstance(gate, ParallelModule)
     assert gate.get_parameter("up.weight").shape == (4, 4)
+    parallel_state.destroy_model_parallel()
+    normed_in_a_pipeline(rank)
     return found
 
 

@@ -73,9 +73,8 @@ def _train(rank: int) -> None:
             losses = model.train_step(samples(step, rank // 2))
             _assert_close(losses, theirs["losses"][rank // 2 * MICROBATCHES :][:MICROBATCHES])
             optimizer.sync_shard_grad()
-            if not use_zero:
-                for name, parameter in model.named_parameters():
-                    _assert_close(parameter.grad, theirs["gradients"][name])
+            for name, parameter in model.named_parameters():
+                _assert_close(parameter.grad, theirs["gradients"][name])
             _assert_close(optimizer.clip_gnorm(1.0), theirs["gnorm"])
             optimizer.step()
             optimizer.zero_grad()

@@ -10,7 +10,15 @@ from torch import nn
 from nxdpp import parallel_state
 from nxdpp.doors.nnscaler.parallel_optimizer import Reducer
 from nxdpp.gradients.optimizer.zero1 import Zero1Optimizer
-from nxdpp.nnscaler import ComputeConfig, ParallelModule, ParallelOptimizer, build_optimizer, merge_state_dicts
+from nxdpp.nnscaler import (
+    ComputeConfig,
+    ParallelModule,
+    ParallelOptimizer,
+    build_optimizer,
+    deduped_state_dict,
+    load_deduped_state_dict,
+    merge_state_dicts,
+)
 from tests.doors.nnscaler.own_folders import parallelize
 from tests.doors.nnscaler.trained_modules import WIDTH, Mlp, Net, sample
 from tests.support.run_ranks import run_ranks
@@ -66,10 +74,10 @@ def built(module: nn.Module, *args: Any, **kwargs: Any) -> ParallelOptimizer:
     return made
 
 
-def manual_and_automatic(plan: int, policy: str, use_zero: bool, zero_ngroups: int = 1) -> None:
+def manual_and_automatic(plan: int, policy: str, use_zero: bool, **settings: Any) -> None:
     """Adam with clipping and scaling by hand, and by the step alone, as in one process."""
     for by_hand in (True, False):
-        model, expected = end_to_end(plan, policy, use_zero=use_zero, zero_ngroups=zero_ngroups), whole()
+        model, expected = end_to_end(plan, policy, use_zero=use_zero, **settings), whole()
         ours = built(model, torch.optim.Adam, lr=0.05)
         theirs = torch.optim.Adam(expected.parameters(), lr=0.05)
         assert isinstance(ours, Zero1Optimizer if use_zero else torch.optim.Adam)
@@ -91,14 +99,20 @@ def manual_and_automatic(plan: int, policy: str, use_zero: bool, zero_ngroups: i
                 torch.testing.assert_close(ours.clip_gnorm(0), torch.tensor(0.01))
             ours.step()
             theirs.step()
+            # The sums stay, and are measured, until zero_grad.
+            torch.testing.assert_close(ours.clip_gnorm(), nn.utils.clip_grad_norm_(expected.parameters(), 1e9))
+            if "zero_use_reduce_scatter" not in settings:
+                for name, parameter in model.named_parameters():
+                    torch.testing.assert_close(parameter.grad, expected.get_parameter(name).grad)
             ours.zero_grad()
             assert not gradients(model.parameters())
         assert_same(model, expected)
 
 
-def hooks(use_zero: bool) -> None:
+def hooks(use_zero: bool, scattered: bool = False) -> None:
     """The seed's example: scaled down before the sum, and up after it."""
-    model, expected = end_to_end(use_zero=use_zero, reducer_bucket_cap_mb=3e-4), whole()
+    settings: dict[str, Any] = {"zero_use_reduce_scatter": scattered, "reducer_bucket_cap_mb": 3e-4}
+    model, expected = end_to_end(use_zero=use_zero, **settings), whole()
     ours = built(model, torch.optim.SGD, lr=0.05)
     theirs = torch.optim.SGD(expected.parameters(), lr=0.05)
     seen: list[str] = []
@@ -118,7 +132,7 @@ def hooks(use_zero: bool) -> None:
         model.train_step(own_samples(model, step))
         raw = gradients(model.parameters())
         ours.sync_shard_grad()
-        assert use_zero == all(map(torch.equal, raw, gradients(model.parameters())))
+        assert scattered == all(map(torch.equal, raw, gradients(model.parameters())))
         accumulate(expected, RANKS, step)
         ours.step()
         theirs.step()
@@ -169,9 +183,9 @@ def around() -> Around:
     return Around(Net())
 
 
-def plain_parts(use_zero: bool, plan: int = 1) -> None:
+def plain_parts(use_zero: bool, plan: int = 1, scattered: bool = False) -> None:
     """A parallel module between plain ones: their gradients are summed too, and each counts once in the norm."""
-    config = ComputeConfig(plan, RANKS, use_zero=use_zero)
+    config = ComputeConfig(plan, RANKS, use_zero=use_zero, zero_use_reduce_scatter=scattered)
     model = around()
     inner = parallelize(model.inner, {"x": sample(0)["data"]}, "tp" if plan > 1 else "dp", config)
     assert isinstance(inner, ParallelModule)
@@ -199,10 +213,10 @@ def plain_parts(use_zero: bool, plan: int = 1) -> None:
         theirs.zero_grad()
     for part in ("before", "after") if plan > 1 else ("",):
         assert_same(model.get_submodule(part), expected.get_submodule(part))
-    # Without zero_grad a backward would add to the sums. Under ZeRO it adds to the gradients of this unit.
+    # Without zero_grad a backward would add to the sums. After a reduce-scatter it adds to this unit's gradients.
     model(sample(0)["data"]).backward()
     ours.sync_shard_grad()
-    if not use_zero:
+    if not scattered:
         with pytest.raises(RuntimeError, match="a backward adds to the gradient"):
             model(sample(0)["data"]).backward()
     ours.zero_grad()
@@ -218,7 +232,7 @@ def refusals() -> None:
         (ValueError, "LBFGS follows the loss of one unit", lambda: built(model, torch.optim.LBFGS)),
         (
             ValueError,
-            "the same plan_ngpus, runtime_ngpus, use_zero, zero_ngroups everywhere",
+            "the same plan_ngpus, runtime_ngpus, use_zero, zero_ngroups, zero_use_reduce_scatter everywhere",
             lambda: built(model, adam, ComputeConfig(1, RANKS, use_zero=True)),
         ),
         (
@@ -248,6 +262,15 @@ def grouped_state() -> None:
     assert merged is not None
     for index, values in theirs.state_dict()["state"].items():
         torch.testing.assert_close(merged["state"][index]["exp_avg"], values["exp_avg"])
+    # The first group keeps the state in deduplicated dicts, and sends it to the other.
+    kept: Any = deduped_state_dict(model, ours)
+    assert bool(kept[1]["state"]) == (torch.distributed.get_rank() < 2)
+    again: Any = built(model, torch.optim.Adam, lr=0.1)
+    load_deduped_state_dict(model, kept[0], again, kept[1])
+    assert str(again.state_dict()) == str(ours.state_dict())
+    of_all = parallel_state.get_exchange().gather(kept)
+    _, joined = merge_state_dicts([module for module, _ in of_all], [optimizer for _, optimizer in of_all])
+    assert str(joined) == str(merged)
 
 
 def saved_state(use_zero: bool, zero_ngroups: int = 1) -> None:
@@ -272,8 +295,10 @@ def run_cases(rank: int) -> None:
         closures(use_zero, with_sum=False)
         plain_parts(use_zero)
         saved_state(use_zero)
-    for groups in (2, 4):
-        manual_and_automatic(1, "dp", True, groups)
+    for settings in ({"zero_ngroups": 2}, {"zero_ngroups": 4}):
+        manual_and_automatic(1, "dp", True, **settings)
+    hooks(True, scattered=True)
+    plain_parts(True, scattered=True)
     saved_state(True, 2)
     grouped_state()
     refusals()

@@ -152,13 +152,21 @@ def _parameters_without_values(rank: int) -> None:
     given = loaded(made(), {"x": X}, "dp", FOR_DP, init_module_params=False)
     for model in (kind(init_params=False), kind(False), given):
         assert model.get_parameter("first.weight").isnan().all()
-        with pytest.raises(RuntimeError, match=r"5 parameters or buffers have no values \(first.bias is the first\)"):
+        with pytest.raises(
+            RuntimeError, match=r"initialized. 6 parameters or buffers have no values \(first.bias is the first\)"
+        ):
             model(X)
         state = made().state_dict()
         model.load_state_dict({name: state[name] for name in list(state)[1:]}, strict=False)
-        with pytest.raises(RuntimeError, match="1 parameters or buffers have no values"):
+        with pytest.raises(RuntimeError, match="2 parameters or buffers have no values"):
             model(X)
         model.load_state_dict(state)
+        # No state dict has it.
+        with pytest.raises(RuntimeError, match=r"buffers haven't been initialized. 1 .* no values .shift is the first"):
+            model(X)
+        assert not model.non_presistent_buffers_inited
+        model.get_buffer("shift").fill_(1)
+        model.mark_non_persistent_buffers_inited()
         assert torch.equal(model(X), made()(X))
 
 

@@ -1,6 +1,7 @@
 """A step of Zero1Optimizer in parts: its gradients are those of the plain optimizer."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -14,12 +15,13 @@ from tests.support.run_ranks import run_ranks
 pytestmark = pytest.mark.one_python
 
 
-def both(reduction: str = "mean") -> tuple[list[nn.Parameter], Zero1Optimizer, list[nn.Parameter], torch.optim.AdamW]:
+def both(
+    reduction: str = "mean", whole_gradients: bool = False
+) -> tuple[list[nn.Parameter], Zero1Optimizer, list[nn.Parameter], torch.optim.AdamW]:
     ours, theirs = make(), make()
     # Buckets of a few parameters each.
-    optimizer = Zero1Optimizer(
-        ours, torch.optim.AdamW, grad_clipping=False, reduction=reduction, bucket_cap_mb=1e-3, lr=0.1
-    )
+    kwargs: dict[str, Any] = {"reduction": reduction, "bucket_cap_mb": 1e-3, "whole_gradients": whole_gradients}
+    optimizer = Zero1Optimizer(ours, torch.optim.AdamW, grad_clipping=False, lr=0.1, **kwargs)
     return ours, optimizer, theirs, torch.optim.AdamW(theirs, lr=0.1)
 
 
@@ -63,6 +65,39 @@ def sums(rank: int) -> None:
         optimizer.step()
         plain.step()
     assert_same(ours, theirs)
+
+
+def whole_gradients(rank: int) -> None:
+    """``.grad`` is the sum from the reduction on, after the step too, and is scaled and clipped as the pieces are."""
+    ours, optimizer, theirs, plain = both("sum", True)
+    for step in range(3):
+        set_gradients(ours, rank, step)
+        set_sums(theirs, step)
+        # Replica 1 has no gradient of the first parameter.
+        theirs[0].grad = gradient(0, step, 0)
+        if rank:
+            ours[0].grad = None
+        if step:
+            optimizer.reduce_gradients()
+            optimizer.scale_gradients(0.5)
+            for parameter in theirs:
+                assert parameter.grad is not None
+                parameter.grad.mul_(0.5)
+            torch.testing.assert_close(optimizer.clip_gradients(2.0), nn.utils.clip_grad_norm_(theirs, 2.0))
+        optimizer.step()
+        plain.step()
+        optimizer.reduce_gradients()
+        assert_same([p.grad for p in ours if p.grad is not None], [p.grad for p in theirs if p.grad is not None])
+        torch.testing.assert_close(optimizer.gradient_norm(), nn.utils.clip_grad_norm_(theirs, 1e9))
+        optimizer.zero_grad()
+        assert all(parameter.grad is None for parameter in ours)
+    assert_same(ours, theirs)
+    set_gradients(ours, rank, 3)
+    optimizer.reduce_gradients()
+    assert ours[1].grad is not None
+    ours[1].grad.add_(1)
+    with pytest.raises(RuntimeError, match="was changed after it was reduced, and the step would ignore that"):
+        optimizer.scale_gradients(2.0)
 
 
 def hooks(rank: int) -> None:
@@ -140,7 +175,7 @@ def refusals(rank: int) -> None:
         Zero1Optimizer(ours, torch.optim.AdamW, reduction="max")
 
 
-CASES: list[Callable[[int], None]] = [in_parts, sums, hooks, new_gradients, options_between, refusals]
+CASES: list[Callable[[int], None]] = [in_parts, sums, whole_gradients, hooks, new_gradients, options_between, refusals]
 
 
 def run_cases(rank: int) -> None:
