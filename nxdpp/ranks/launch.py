@@ -13,7 +13,6 @@ from torch.distributed import (  # type: ignore[attr-defined]  # public, though 
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
-from nxdpp.ranks.device_arguments import wanted_device
 from nxdpp.ranks.device_choice import (
     check_world,
     choose,
@@ -21,6 +20,7 @@ from nxdpp.ranks.device_choice import (
     start_device,
     verify_own_devices,
     verify_same_kind,
+    wanted_device,
 )
 from nxdpp.ranks.faults.watch_store import launcher_has_store
 from nxdpp.ranks.launcher import Launcher, launcher

@@ -1,7 +1,11 @@
-"""Process groups of this rank: the device mesh, and the extra groups of the pipeline dimension."""
+"""Process groups of this rank: the device mesh, and the extra groups of the pipeline dimension.
+
+Hosts of a job may have environments of their own: all ranks must have the same versions of torch and transformers.
+"""
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from importlib import metadata
 
 import torch
 import torch.distributed as dist
@@ -11,7 +15,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from nxdpp.ranks.faults.timeouts import NO_LIMITS, Timeouts
 from nxdpp.ranks.faults.waits import Wait
 from nxdpp.ranks.rank_mesh import DIMENSIONS, RankMesh
-from nxdpp.ranks.same_versions import check_same_versions
 from nxdpp.ranks.store_exchange import StoreExchange
 from nxdpp.ranks.transfer_groups import TransferGroups, build_transfer_groups, own_group
 from nxdpp.schedules.lowering.transport_rules import RULES
@@ -167,3 +170,25 @@ def _wait_for_all_ranks(world_size: int, store: Store) -> None:
         store.set("nxdpp_groups_made", "")
     with Wait("new process groups"):
         store.wait(["nxdpp_groups_made"])
+
+
+def check_same_versions(store: Store) -> None:
+    """Raise ``RuntimeError`` for versions that differ from the first rank's; all ranks call it."""
+    own = f"{dist.get_rank()}|torch {torch.__version__}|transformers {_version('transformers')}"
+    first = store.compare_set("nxdpp_versions", "", own).decode()
+    there, *theirs = first.split("|")
+    here, *ours = own.split("|")
+    if theirs != ours:
+        pairs = [pair for pair in zip(theirs, ours, strict=True) if pair[0] != pair[1]]
+        raise RuntimeError(
+            f"rank {there} has {' and '.join(pair[0] for pair in pairs)}, and rank {here} has "
+            f"{' and '.join(pair[1] for pair in pairs)}: they may compute different numbers. Install the same versions "
+            f"on all hosts."
+        )
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "(none)"

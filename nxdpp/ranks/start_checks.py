@@ -4,7 +4,7 @@ import numbers
 import os
 from pathlib import Path
 
-from nxdpp.ranks.device_arguments import wanted_device, written
+from nxdpp.ranks.device_choice import wanted_device, written
 from nxdpp.ranks.faults.timeouts import Timeouts
 from nxdpp.ranks.process_groups import ProcessGroups
 from nxdpp.ranks.rank_mesh import RankMesh

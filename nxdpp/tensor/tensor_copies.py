@@ -25,8 +25,8 @@ from nxdpp.agreement.same_values import sample
 from nxdpp.devices.kinds import device_of
 from nxdpp.gradients.step_hooks import run_before_steps
 from nxdpp.ranks import parallel_state
-from nxdpp.ranks.extremes import extremes
 from nxdpp.ranks.faults import failure_watch
+from nxdpp.ranks.group_values import extremes
 from nxdpp.tensor.tensor_attributes import is_tensor_parallel
 
 # Relative differences of norms. On the CPU copies have equal bits; other devices may add up in any order.

@@ -6,8 +6,7 @@ import time
 from collections.abc import Callable
 from typing import NoReturn
 
-from nxdpp.ranks.faults.ending_process import exit_process, print_line, wait_until
-from nxdpp.ranks.faults.launcher_file import tell_launcher
+from nxdpp.ranks.faults.ending_process import exit_process, print_line, tell_launcher, wait_until
 from nxdpp.ranks.faults.local_peers import LocalPeers
 from nxdpp.ranks.faults.watch_store import Ending, WatchStore, launcher_has_store, pause_seconds
 
