@@ -38,8 +38,7 @@ class Blocked(RuntimeError):
 def run_in_order(schedule: Schedule, stages: int, microbatches: int, times: Times | None = None) -> list[list[float]]:
     """Return the start of each action of each rank; without ``times``, every time is 0.
 
-    Raises:
-        Blocked: if no rank can continue.
+    Raises ``Blocked`` if no rank can continue.
     """
     execution = _Execution(schedule, stages, microbatches, times or Times(*[[0.0] * stages] * 4))
     execution.run()

@@ -84,12 +84,9 @@ def check_path(path: Any) -> Path:
 
 
 class TimelineWriter:
-    """Writer of the file of one pipeline.
+    """Writer of the file of one pipeline, by its number among the replicas.
 
-    Args:
-        path: of the first replica's file; the others write ``NAME.pipeline1.json``, ... next to it.
-        pipeline: number of the pipeline among the replicas.
-        ranks: number of ranks of the pipeline.
+    The first one writes ``path``; the others write ``NAME.pipeline1.json``, ... next to it.
     """
 
     def __init__(self, path: Path, pipeline: int, ranks: int) -> None:

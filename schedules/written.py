@@ -19,9 +19,8 @@ from nxdpp.schedules.text_file import text_of
 def parse_schedule(ranks: Sequence[Sequence[str]]) -> Schedule:
     """Parse and check the schedule of the action texts of each rank.
 
-    Raises:
-        ValueError: for a text that is no action, with its rank and place.
-        ScheduleError: for a schedule that cannot run.
+    Raises ``ValueError`` for a text that is no action, with its rank and place, and ``ScheduleError`` for a schedule
+    that cannot run.
     """
     schedule = [_parse_rank(rank, texts) for rank, texts in enumerate(ranks)]
     check(schedule)

@@ -53,9 +53,7 @@ _STARTS = {
 class Difference(NamedTuple):
     """Difference of the texts of two ranks.
 
-    Attributes:
-        has: the words for what one rank has, such as ``"other settings"``.
-        lines: the first differing lines of both ranks, with a line break after each.
+    ``has`` has words such as ``"other settings"``, ``lines`` the first differing lines of both, each with a line break.
     """
 
     has: str

@@ -25,8 +25,7 @@ _REMEDY = "Wrap the same model with the same arguments, and set the same modes, 
 class ReplicaExchanges:
     """The exchanges of one pipelined model with its replicas.
 
-    Args:
-        settings: settings that decide which exchanges a step has, equal on all replicas.
+    All replicas must have the same ``settings``, which decide which exchanges a step has.
     """
 
     def __init__(self, settings: Mapping[str, Any]) -> None:

@@ -110,12 +110,8 @@ class LeftOutAverageCheck:
     """Compares a sample of the parameters over the replicas, after optimizer steps with gradients of one replica.
 
     ``no_sync()`` leaves the average to a later step, and a program may forget that step, or average by itself. Those
-    steps are collective over ``group``. The hook is removed with the last parameter.
-
-    Args:
-        parameters: this rank's, by name.
-        group: the data-parallel ranks that have the same parameters.
-        source: gives the object that knows whether the gradients are averaged, and ``None`` once it is gone.
+    steps are collective over ``group``, the data-parallel ranks. The hook is removed with the last parameter.
+    ``source`` gives the object that knows whether the gradients are averaged, and ``None`` once it is gone.
     """
 
     def __init__(

@@ -89,15 +89,11 @@ class Combination:
 
 @dataclass(frozen=True, eq=False)
 class SentBucket:
-    """A bucket whose collective has begun.
+    """A bucket whose collective has begun; ``work`` is ``None`` for one rank.
 
-    Attributes:
-        flat: the flat vector that gets the result. It is in host memory where the group cannot send from the device.
-        work: ``None`` for one rank.
-        wait: names the exchange.
-        after: run on the result.
-        take: copies the result to where it belongs.
-        copied_bytes: memory of the flat vector; 0 for a single tensor that is sent from its own memory.
+    ``flat`` gets the result, in host memory where the group cannot send from the device. ``after`` runs on the result,
+    and ``take`` copies it to where it belongs. ``copied_bytes`` is 0 for a single tensor that is sent from its own
+    memory.
     """
 
     flat: torch.Tensor

@@ -70,15 +70,10 @@ _RANKS_SHOWN = 8
 def choose(launcher: Launcher, backend: str | None, kind: str | None = None) -> torch.device:
     """Return this rank's device: a CUDA device for NCCL, the CPU or an XLA device for gloo.
 
-    Args:
-        launcher: the rank's numbers.
-        backend: ``"gloo"``, ``"nccl"``, or ``None`` for NCCL where CUDA is present.
-        kind: ``"cpu"``, ``"cuda"``, ``"xla"``, or ``None`` for the device of ``backend``.
-
-    Raises:
-        ValueError: for unknown names, a backend that does not serve the device, or CUDA where it is absent.
-        RuntimeError: where CUDA is present, and this rank cannot use a device of its own; for XLA without a torch_xla
-            and a PJRT device that can be used.
+    ``backend=None`` is NCCL where CUDA is present, ``kind=None`` the device of ``backend``. Raises ``ValueError`` for
+    unknown names, a backend that does not serve the device, or CUDA where it is absent. Raises ``RuntimeError`` where
+    CUDA is present, and this rank cannot use a device of its own, and for XLA without a torch_xla and a PJRT device
+    that can be used.
     """
     wanted = wanted_device(backend, kind)
     if wanted == "xla":
@@ -138,11 +133,7 @@ def start_device(device: torch.device) -> str:
 def verify_own_devices(store: Store, rank: int, world_size: int, identity: str) -> None:
     """Raise ``RuntimeError`` on each rank if two ranks have the same device; collective over all ranks.
 
-    Args:
-        store: shared by all ranks.
-        rank: this rank.
-        world_size: number of ranks.
-        identity: of this rank's device on its host.
+    ``identity`` is of this rank's device on its host.
     """
     here = f"{identity} of host {socket.gethostname()}"
     devices: list[str] = StoreExchange(store, rank, world_size, "devices").gather(here)
@@ -156,14 +147,7 @@ def verify_own_devices(store: Store, rank: int, world_size: int, identity: str) 
 
 
 def verify_same_kind(store: Store, rank: int, world_size: int, device: torch.device) -> None:
-    """Raise ``RuntimeError`` on all ranks unless they have devices of one kind; collective over all ranks.
-
-    Args:
-        store: shared by all ranks.
-        rank: this rank.
-        world_size: number of ranks.
-        device: this rank's device.
-    """
+    """Raise ``RuntimeError`` on all ranks unless they have devices of one kind; collective over all ranks."""
     kinds: list[str] = StoreExchange(store, rank, world_size, "device kinds").gather(device_of(device).kind)
     if len(set(kinds)) == 1:
         return
@@ -206,11 +190,8 @@ def check_world(backend: str | None, kind: str | None) -> None:
 def device_of_world(launcher: Launcher, backend: str | None, kind: str | None = None) -> torch.device:
     """Return this rank's device in a world that the caller has started; a CUDA device becomes the current one.
 
-    The device of the world's start comes first (``device_id``), then one that was made current.
-
-    Raises:
-        ValueError: for a backend or a device that the world does not serve.
-        RuntimeError: as ``choose``.
+    The device of the world's start comes first (``device_id``), then one that was made current. Raises ``ValueError``
+    for a backend or a device that the world does not serve, ``RuntimeError`` as ``choose``.
     """
     check_world(backend, kind)
     wanted, config = wanted_device(backend, kind), dist.get_backend_config()

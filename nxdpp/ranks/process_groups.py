@@ -27,16 +27,9 @@ _new_group = distributed_c10d.new_group
 class ProcessGroups:
     """The groups of a running job.
 
-    Attributes:
-        rank_mesh: the global rank at each place.
-        mesh: device mesh of shape (pipeline, data, tensor).
-        device: this rank's device.
-        control_groups: gloo groups over this rank's groups, by dimension.
-        transfer_groups: groups for the P2P transfers of this rank's pipeline.
-        world: the default process group at the time of construction.
-        started_world: ``True`` if nxdpp started ``torch.distributed``.
-        exchange: exchange of small values between all ranks.
-        timeouts: after which the job ends if no rank has moved.
+    ``mesh`` has the shape (pipeline, data, tensor). ``control_groups`` are gloo groups over this rank's groups, by
+    dimension. ``world`` is the default process group at the time of construction. ``started_world`` is ``True`` if
+    nxdpp started ``torch.distributed``. The job ends after ``timeouts`` if no rank has moved.
     """
 
     rank_mesh: RankMesh

@@ -75,14 +75,9 @@ class StoreExchange:
         """Return what ``answer`` on rank 0 gives for this rank; collective over all ranks.
 
         Only rank 0 reads the values of all ranks, and each rank reads its own answer: for values that are large
-        together.
-
-        Args:
-            value: of this rank, for rank 0; of a type that has a form (``wire_form``).
-            answer: a function on rank 0 of the values of all ranks, which returns a value for each of them. It must
-                not raise: other ranks would wait.
-
-        Raises ``RuntimeError`` as ``gather`` does.
+        together. ``answer`` takes the values of all ranks, and returns a value for each of them. It must not raise:
+        other ranks would wait. Values have types with a form (``wire_form``). Raises ``RuntimeError`` as ``gather``
+        does.
         """
         if self._world_size == 1:
             return answer([unpacked(packed(value))])[0]

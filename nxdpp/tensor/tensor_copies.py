@@ -38,11 +38,7 @@ _MISSING, _NOT_FINITE = -1.0, torch.finfo(torch.float64).max
 
 
 class TensorCopies:
-    """The copies that this rank has of the whole parameters of ``module``.
-
-    Args:
-        module: the local modules.
-    """
+    """The copies that this rank has of the whole parameters of ``module``, the local modules."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module

@@ -80,11 +80,10 @@ _SENDS_IN_FLIGHT = 2
 
 
 class RankProgram(NamedTuple):
-    """Program of a rank.
+    """Program of a rank: its actions, sends and receives included, and the releases of its sends.
 
-    Attributes:
-        actions: the actions, sends and receives included.
-        releases: for each compute action in order, the sends that are finished after it. Empty without backwards.
+    ``releases`` has for each compute action in order the sends that are finished after it. It is empty without
+    backwards.
     """
 
     actions: Sequence[Action]

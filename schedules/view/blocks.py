@@ -32,13 +32,9 @@ class BoxPart(NamedTuple):
 
 
 class Blocks:
-    """Blocks that begin at a tick.
+    """Blocks that begin at a tick: their number, the ``time`` of each, and the pixels of a time of 1.
 
-    Attributes:
-        scale: pixels of a time of 1.
-        time: time of a block.
-        count: number of blocks.
-        longest: makespan of the longest timeline.
+    ``longest`` is the makespan of the longest timeline.
     """
 
     def __init__(self, timelines: Mapping[str, Timeline], labels: Labels, width: float) -> None:

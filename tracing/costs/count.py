@@ -77,17 +77,12 @@ def count_costs(
     device: torch.device = _ACCELERATOR,
     parts: CountedParts | None = None,
 ) -> dict[fx.Node, NodeCost]:
-    """Return the cost of each node of ``traced`` for one microbatch.
+    """Return the cost of each node of ``traced``, the graph of ``root``, for one microbatch.
 
-    A node that cannot run on fake tensors is estimated: 2 FLOPs a parameter and token forward, twice that backward.
-    An example is a mixture of experts whose shapes depend on its data.
-
-    Args:
-        traced: the graph of ``root``.
-        root: the model. It is not changed. Its parameters may be on the meta device.
-        inputs: values of the graph's inputs. Only shapes and dtypes of tensors are read.
-        device: the type of device whose ratio of FLOPs to bytes ``work`` assumes.
-        parts: counts ``NodeCost.parts`` too. Its ratio of FLOPs to bytes takes the place of the ratio of ``device``.
+    A node that cannot run on fake tensors is estimated: 2 FLOPs a parameter and token forward, twice that backward. An
+    example is a mixture of experts whose shapes depend on its data. ``root`` is not changed, and may be on the meta
+    device. Of ``inputs`` only shapes and dtypes are read. ``work`` assumes the ratio of FLOPs to bytes of the type of
+    ``device``. With ``parts``, whose ratio then takes its place, ``NodeCost.parts`` is counted too.
     """
     dtype = next((p.dtype for p in listings.parameters(root) if p.is_floating_point()), torch.float32)
     balance = machine_balance(device, dtype) if parts is None else parts.balance

@@ -26,19 +26,12 @@ _REPETITIONS = 7
 def measure_nodes(
     traced: TracedGraph, root: nn.Module, inputs: Mapping[str, Any], timed: Collection[fx.Node], device: torch.device
 ) -> dict[fx.Node, float]:
-    """Return the seconds of forward and backward of each of the ``timed`` nodes for one microbatch.
+    """Return the seconds of forward and backward of each of the ``timed`` nodes of ``root`` for one microbatch.
 
-    The seconds are wall time: the median of 7 runs after 2 warm-up runs. Gradients are added to an earlier run's, as in
-    every microbatch but the first. An error of a node is raised as it is.
-
-    Args:
-        traced: the graph of ``root``.
-        root: the model. The model, its gradients and the random state are not changed. Random numbers replace
-            parameters on the meta device.
-        inputs: values of the graph's inputs. Random numbers replace floating-point tensors on the meta device, ones
-            replace the others.
-        timed: nodes to measure. The others run once.
-        device: where the nodes run.
+    The seconds are wall time on ``device``: the median of 7 runs after 2 warm-up runs. Other nodes run once. Gradients
+    are added to an earlier run's, as in every microbatch but the first. The model, its gradients and the random state
+    are not changed. Random numbers replace parameters and floating-point inputs on the meta device, ones replace the
+    other inputs. An error of a node is raised as it is.
     """
     devices = [] if device.type == "cpu" else [device.index or 0]
     with (

@@ -34,8 +34,7 @@ from nxdpp.tracing.sizes.sizes import (
 class Answers:
     """The answers of one run, in the order of their questions.
 
-    Args:
-        earlier: the answers of an earlier run. They serve while the questions are the same.
+    The answers of an ``earlier`` run serve while the questions are the same.
     """
 
     def __init__(self, earlier: Self | None = None) -> None:
@@ -59,16 +58,10 @@ class Answers:
 
 
 class AnsweringTracer(fx.Tracer):
-    """Tracer with answers about values.
+    """Tracer with answers about values for inputs of ``shapes``, as far as they are known.
 
-    Args:
-        shapes: shapes and dtypes of the inputs, as far as they are known.
-        guess: the answer to a question that no size gives, for a trace of the order of modules; ``None`` for none.
-        options: of ``fx.Tracer``.
-
-    Attributes:
-        facts: the answers that traced code has had.
-        answers: answers by question, which another trace may know.
+    ``guess`` is the answer to a question that no size gives, for a trace of the order of modules; ``None`` for none.
+    ``facts`` are the answers that traced code has had, ``answers`` the ones that another trace may know.
     """
 
     def __init__(self, shapes: Shapes, guess: bool | None = None, **options: Any) -> None:

@@ -30,14 +30,9 @@ _MOST_ITEMS_OF_TENSOR = 1 << 20
 
 
 class SharedBuffers:
-    """Buffers with names in several layers, found while the model is whole.
+    """Buffers with names in several layers, found while the model is whole; ``layers`` has the stage of each.
 
-    Args:
-        root: the model.
-        layers: the stage of each layer.
-
-    Attributes:
-        elsewhere: for each such name one of another stage.
+    ``elsewhere`` has for each such name one of another stage.
     """
 
     def __init__(self, root: nn.Module, layers: Mapping[str, int]) -> None:
@@ -54,13 +49,9 @@ class SharedBuffers:
 
 
 class SharedObjects:
-    """The tensors that modules of a stage share with modules of other stages.
+    """The tensors that modules of ``stage`` share with modules of other stages.
 
-    Args:
-        root: the model.
-        stages: the stages of each module that runs, by name.
-        stage: the stage that is watched.
-        buffers: buffers with several names.
+    ``stages`` has the stages of each module that runs, by name.
     """
 
     def __init__(

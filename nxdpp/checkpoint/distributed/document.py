@@ -75,11 +75,8 @@ def write_document(
 ) -> None:
     """Write the document to ``path`` and flush it to the disk. Raises ``OSError``.
 
-    Args:
-        number: of the checkpoint in a training, in the order of saves.
-        content: JSON of the caller.
-        metadata: names, shapes, dtypes and rectangles of the tensors.
-        spans: the place of each rectangle.
+    ``number`` is of the checkpoint in a training, in the order of saves. ``content`` is JSON of the caller.
+    ``metadata`` has names, shapes, dtypes and rectangles of the tensors, ``spans`` the place of each rectangle.
     """
     tensors = {}
     for name, saved in tensors_of(metadata).items():

@@ -48,11 +48,7 @@ MIXED = "The model has values of two origins now: steps and saves of it are refu
 class Load:
     """One load. Its methods are collective over all ranks, in their order.
 
-    Args:
-        folder: directory of the checkpoint.
-        exchange: of all ranks.
-
-    Raises ``OSError``, ``DamagedFile`` and ``ValueError`` for the document, on all ranks.
+    Raises ``OSError``, ``DamagedFile`` and ``ValueError`` for the document in ``folder``, on all ranks.
     """
 
     def __init__(self, folder: Path, exchange: Exchange) -> None:

@@ -18,11 +18,9 @@ from nxdpp.checkpoint.huggingface.model_tensors import (
 
 
 class ModelTensors(NamedTuple):
-    """The tensors of a model that this rank has.
+    """The tensors of a model that this rank has, by name; a tied one only under its first name in the whole model.
 
-    Attributes:
-        tensors: by name; a tied one only under its first name in the whole model.
-        ties: the other names of tied tensors of the whole model, with their first name; equal on all ranks.
+    ``ties`` has the other names of tied tensors of the whole model, with their first name; equal on all ranks.
     """
 
     tensors: dict[str, torch.Tensor]

@@ -66,11 +66,8 @@ def read_tensors(folder: Path, metadata: Metadata, tensors: Mapping[str, TensorB
 class VerifiedReads:
     """Reads into ``tensors`` by name, which begin to change when all ranks have verified what they read.
 
-    Args:
-        folder, metadata: of the checkpoint.
-        tensors: memory for the rectangles.
-        new: names of the tensors whose memory nothing uses yet.
-        room: bytes of host memory that new memory and kept values may take. What has no room is read twice.
+    Nothing uses the memory of the ones in ``new`` yet. New memory and kept values may take ``room`` bytes of host
+    memory. What has no room is read twice.
     """
 
     def __init__(

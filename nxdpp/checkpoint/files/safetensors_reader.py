@@ -51,11 +51,9 @@ class OpenFile:
 
 @dataclass(frozen=True)
 class StoredTensor(StoredLayout):
-    """A tensor of a safetensors file, whose values are read through ``file``.
+    """A tensor of a safetensors file, whose values begin at byte ``place`` and are read through ``file``.
 
-    Attributes:
-        stamp: identity of the file, by which a changed file is found.
-        place: byte of the file at which the values begin.
+    ``stamp`` is the identity of the file, by which a changed file is found.
     """
 
     path: Path

@@ -41,9 +41,7 @@ _QUANTISATIONS = ("quantization_config", "compression_config")
 class Contents:
     """Contents of ``directory``.
 
-    Attributes:
-        directory: the directory.
-        adapter: the file of an adapter's weights, which may be missing; ``None`` for a whole model.
+    ``adapter`` is the file of an adapter's weights, which may be missing; ``None`` for a whole model.
     """
 
     directory: Path

@@ -35,13 +35,9 @@ _UNIMPORTANT = ("transformers_version", WEIGHTS_FIELD)
 
 @dataclass(frozen=True)
 class NewCheckpoint:
-    """Complete files of a checkpoint, in a folder on the file system of ``directory``.
+    """Complete files of a checkpoint, in a folder on the file system of ``directory``, which gets them.
 
-    Attributes:
-        directory: the directory that gets them.
-        folder: for files that are made meanwhile.
-        shards: files of weights in order, each with the names of its tensors.
-        bytes: of all tensors.
+    ``shards`` are files of weights in order, each with the names of its tensors; ``bytes`` is of all tensors.
     """
 
     directory: Path

@@ -111,10 +111,7 @@ class Sharding:
 class ShardedBucket:
     """Parameters of one dtype and device, and this rank's part of them.
 
-    Attributes:
-        members: the parameters, in the order of the flat vector.
-        pieces: this rank's part. Padding belongs to no piece.
-        averaged_dtype: of the messages with gradients.
+    ``members`` are in the order of the flat vector. Padding belongs to none of the ``pieces``.
     """
 
     def __init__(self, members: Sequence[Member], sharding: Sharding) -> None:
@@ -170,10 +167,8 @@ class ShardedBucket:
     ) -> SentBucket:
         """Start to average or sum the gradients over the ranks, for the pieces; missing ones count as zeros.
 
-        Args:
-            present: whether a rank has the gradient, for all parameters by index. Other pieces get none.
-            before: functions of the flat vector, which run before the division.
-            after: functions of this rank's part of the flat vector of the result.
+        Pieces whose parameter is ``present`` on no rank get none. ``before`` has functions of the flat vector, which
+        run before the division, and ``after`` functions of this rank's part of the flat vector of the result.
         """
         sharding, size = self._sharding, self._sharding.size
         combination = Combination(sharding.replicas if sharding.mean else 1, before)

@@ -21,11 +21,7 @@ from nxdpp.ranks.group_values import extremes
 
 
 class StepReduction:
-    """The buckets whose pieces have reduced gradients: the ones with a gradient on any replica.
-
-    Args:
-        sharding: the ranks that share the parameters.
-    """
+    """The buckets whose pieces have reduced gradients: the ones with a gradient on any replica."""
 
     def __init__(self, sharding: Sharding) -> None:
         self._sharding = sharding
@@ -114,12 +110,8 @@ class StepReduction:
 class ReplicaPosition(NamedTuple):
     """Numbers that are equal on replicas in the same step.
 
-    Attributes:
-        step: number of the step.
-        trainings: number of training steps before it.
-        layout: hash of the buckets.
-        parameters: number of parameters.
-        options: hash of the options of the groups.
+    ``trainings`` counts the training steps before it. ``layout`` is a hash of the buckets, ``options`` of the groups'
+    options.
     """
 
     step: int

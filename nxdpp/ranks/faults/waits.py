@@ -23,14 +23,10 @@ _MOST_NAMES = 8
 
 
 class Wait:
-    """The time in which this rank waits for other ranks, as a context manager; the outermost one is shown.
+    """The time in which this rank waits for other ranks in the exchange ``name``; the outermost one is shown.
 
-    Threads other than the one that trains show nothing.
-
-    Args:
-        name: the exchange that it waits in.
-        group: the ranks that take part; they are named where it is given.
-        ranks: numbers in ``group`` of those that it waits for; without a group the ranks themselves.
+    Threads other than the one that trains show nothing. The ranks of ``group`` are named, or the ones that this rank
+    waits for: ``ranks`` are numbers in ``group``, and without a group the ranks themselves.
     """
 
     __slots__ = ("_group", "_name", "_ranks")

@@ -38,13 +38,10 @@ _PER_HEAD = "replicated_with_grad_allreduce"
 
 @dataclass
 class DividedLayers:
-    """Modules of a model whose layers can have a part of the sequence, by name.
+    """Names of the modules of a model whose layers, in order, can have a part of the sequence.
 
-    Attributes:
-        layers: in order.
-        columns: column-parallel layers of each attention and feed-forward.
-        rows: row-parallel layers.
-        norms: norms between them.
+    ``columns`` has the column-parallel layers of each attention and feed-forward, ``norms`` are between them and
+    ``rows``.
     """
 
     layers: list[str] = field(default_factory=list)
