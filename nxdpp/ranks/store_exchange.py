@@ -28,14 +28,7 @@ _RANKS_SHOWN = 8
 
 
 class StoreExchange:
-    """Exchanges of one rank, numbered alike on all ranks.
-
-    Args:
-        store: the store of this start.
-        rank: this rank.
-        world_size: number of ranks.
-        name: of these exchanges. Exchanges of one name are made by one thread of each rank.
-    """
+    """Exchanges of one rank, numbered alike on all ranks; one thread of each makes the ones of a ``name``."""
 
     def __init__(self, store: Store, rank: int, world_size: int, name: str = "exchange") -> None:
         self._world_store = store
