@@ -36,10 +36,7 @@ class Blocked(RuntimeError):
 
 
 def run_in_order(schedule: Schedule, stages: int, microbatches: int, times: Times | None = None) -> list[list[float]]:
-    """Return the start of each action of each rank; without ``times``, every time is 0.
-
-    Raises ``Blocked`` if no rank can continue.
-    """
+    """Return the start of each action of each rank, at 0 without ``times``; ``Blocked`` if no rank can continue."""
     execution = _Execution(schedule, stages, microbatches, times or Times(*[[0.0] * stages] * 4))
     execution.run()
     return execution.starts

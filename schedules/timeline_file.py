@@ -152,10 +152,7 @@ class TimelineFile(NamedTuple):
 
 
 def read_timeline(path: Path) -> TimelineFile:
-    """Read a file; of one that was cut off, the events before the cut.
-
-    Raises ``ValueError`` for a file that cannot be read or is no timeline of a pipeline.
-    """
+    """Read a file, or what is before its cut; ``ValueError`` for one that cannot be read or is no timeline."""
     rows = _read_rows(path)
     names: dict[int, str] = {}
     steps: defaultdict[int, dict[int, list[Event]]] = defaultdict(dict)

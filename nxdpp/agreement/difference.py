@@ -51,10 +51,7 @@ _STARTS = {
 
 
 class Difference(NamedTuple):
-    """Difference of the texts of two ranks.
-
-    ``has`` has words such as ``"other settings"``, ``lines`` the first differing lines of both, each with a line break.
-    """
+    """What one rank has, such as ``"other settings"``, and the first differing lines of both with line breaks."""
 
     has: str
     lines: str

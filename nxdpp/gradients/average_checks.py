@@ -150,10 +150,7 @@ OptimizerCheck = ReplicaStepCheck | LeftOutAverageCheck
 def check_optimizers(
     parameters: Mapping[str, nn.Parameter], hands_over: bool, source: Callable[[], Averaged | None]
 ) -> OptimizerCheck | None:
-    """Have steps of optimizers checked from now on; ``None`` for one replica.
-
-    ``hands_over`` is ``use_zero1_optimizer``. The rest is as for ``LeftOutAverageCheck``.
-    """
+    """Have steps of optimizers checked from now on, as by ``LeftOutAverageCheck``; ``None`` for one replica."""
     if parallel_state.get_data_parallel_size() == 1:
         return None
     if not hands_over:

@@ -51,10 +51,7 @@ class CollectiveWork(Protocol):
 
 @dataclass(frozen=True)
 class Combination:
-    """Sum or mean over ranks: ``before`` on each rank's gradients, division, sum, ``after`` on the result.
-
-    ``divisor`` is the number of ranks for a mean, and 1 for a sum.
-    """
+    """Sum (``divisor`` 1) or mean over ranks: ``before`` on each rank's gradients, division, sum, ``after``."""
 
     divisor: int
     before: Sequence[Hook] = ()

@@ -13,10 +13,7 @@ from nxdpp.ranks.rank_mesh import DIMENSIONS, RankMesh
 
 @dataclass(frozen=True)
 class DebugState:
-    """This rank's index by dimension (``"pipeline"``, ``"data"``, ``"tensor"``, in this order), without process groups.
-
-    Raises ``ValueError`` for a size below 1, and for a rank that is not below its size.
-    """
+    """This rank's index by dimension, without process groups; ``ValueError`` for a size or an index out of range."""
 
     ranks: dict[str, int]
     rank_mesh: RankMesh
@@ -88,10 +85,7 @@ def initialized() -> ProcessGroups | DebugState:
 
 
 def with_groups(what: str = "a process group") -> ProcessGroups:
-    """The state of a running job, which ``what`` needs.
-
-    Raises ``RuntimeError`` before an initialization and in the debug mode.
-    """
+    """The state of a running job, which ``what`` needs; ``RuntimeError`` before one and in the debug mode."""
     state = initialized()
     if isinstance(state, DebugState):
         raise state.refusal(what)

@@ -157,10 +157,7 @@ def _operations(
 
 
 class _Recipe(TorchDispatchMode):
-    """Notes the operations on one tensor, and raises ``NotImplementedError`` for any that needs the whole.
-
-    The operations do not run.
-    """
+    """Notes the operations on one tensor, without running them; ``NotImplementedError`` where one needs the whole."""
 
     def __init__(self, whole: torch.Tensor) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -20,10 +20,7 @@ _SENDS = (ActionKind.SEND_ACTIVATION, ActionKind.SEND_GRADIENT)
 
 
 def sends_in_flight(lowered: Schedule, edges: Collection[StagePair]) -> int:
-    """Return the fewest sends in flight from one stage to another with which ``lowered`` ends.
-
-    Raises ``ScheduleError`` if no number is enough.
-    """
+    """Return the fewest sends in flight from stage to stage with which ``lowered`` ends, or raise ``ScheduleError``."""
 
     def ends(in_flight: int) -> bool:
         try:

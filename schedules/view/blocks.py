@@ -32,10 +32,7 @@ class BoxPart(NamedTuple):
 
 
 class Blocks:
-    """Blocks that begin at a tick: their number, the ``time`` of each, and the pixels of a time of 1.
-
-    ``longest`` is the makespan of the longest timeline.
-    """
+    """Blocks that begin at a tick: number, ``time`` of each, pixels of a time of 1, and the longest makespan."""
 
     def __init__(self, timelines: Mapping[str, Timeline], labels: Labels, width: float) -> None:
         self.longest = max(timeline.makespan for timeline in timelines.values())

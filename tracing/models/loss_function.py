@@ -47,10 +47,7 @@ _EXAMPLE = "loss_fn=lambda output, labels: F.cross_entropy(output, labels)"
 
 @dataclass(frozen=True)
 class LossFunction:
-    """A function of the model's output and of inputs by name, which returns the loss of a microbatch.
-
-    ``names`` are the inputs that it takes, ``required`` the ones without a default.
-    """
+    """A function of the model's output and ``names`` of inputs, some ``required``, that returns the loss."""
 
     function: Callable[..., Any]
     names: tuple[str, ...]

@@ -32,10 +32,7 @@ from nxdpp.tracing.sizes.sizes import (
 
 
 class Answers:
-    """The answers of one run, in the order of their questions.
-
-    The answers of an ``earlier`` run serve while the questions are the same.
-    """
+    """The answers of one run in order; the ones of an ``earlier`` run serve while the questions are the same."""
 
     def __init__(self, earlier: Self | None = None) -> None:
         self._given: list[tuple[Any, Any]] = []
@@ -175,10 +172,7 @@ _OF_METADATA = frozenset(
 
 
 def guessed_answer(node: fx.Node, read: Callable[[Any], Any], guess: bool, root: nn.Module) -> Any:
-    """Return a guess of ``read(value of node)``; ``None`` where the elements of a tensor decide.
-
-    Questions of yes and no are answered by ``guess``, numbers are small.
-    """
+    """Return ``guess`` for a yes or no, a small number else; ``None`` where the elements of a tensor decide."""
     if read is bool:
         return None if _reads_elements(node, root) else guess
     if read.__name__ == "number_of_items" or read is len:

@@ -46,10 +46,7 @@ Shapes = Mapping[str, tuple[torch.Size, torch.dtype]]
 
 @dataclass(frozen=True)
 class Fact:
-    """``read`` of the value of ``node`` was ``answer`` when the graph was made.
-
-    ``of_any_data``: it is the answer of ``Sizes.read_for_any_data``.
-    """
+    """``read`` of the value of ``node``, or ``read_for_any_data``, was ``answer`` when the graph was made."""
 
     node: fx.Node
     read: Callable[[Any], Any]

@@ -30,10 +30,7 @@ _MOST_ITEMS_OF_TENSOR = 1 << 20
 
 
 class SharedBuffers:
-    """Buffers with names in several layers, found while the model is whole; ``layers`` has the stage of each.
-
-    ``elsewhere`` has for each such name one of another stage.
-    """
+    """For a buffer with names in several of ``layers``, found while the model is whole: a name of another stage."""
 
     def __init__(self, root: nn.Module, layers: Mapping[str, int]) -> None:
         names: dict[int, list[tuple[str, int]]] = {}
@@ -49,10 +46,7 @@ class SharedBuffers:
 
 
 class SharedObjects:
-    """The tensors that modules of ``stage`` share with modules of other stages.
-
-    ``stages`` has the stages of each module that runs, by name.
-    """
+    """The tensors that modules of ``stage`` share with others; ``stages`` has the stages of each that runs."""
 
     def __init__(
         self, root: nn.Module, stages: Mapping[str, set[int]], stage: int, buffers: SharedBuffers | None = None

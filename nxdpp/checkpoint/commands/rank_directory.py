@@ -33,10 +33,7 @@ Files = Sequence[RankFile]
 
 @dataclass(frozen=True)
 class RankPart:
-    """Shape of a rank's part of a tensor, which is divided along ``dim``, -1 for a whole one, into ``count`` parts.
-
-    Each of ``blocks`` blocks is divided.
-    """
+    """Shape of a rank's part of a tensor: each of ``blocks`` divided along ``dim`` (-1: whole) into ``count``."""
 
     shape: tuple[int, ...]
     dim: int = -1

@@ -102,10 +102,7 @@ def _built(config: Path, texts: dict[str, str]) -> MetaModel:
 
 
 class Source(NamedTuple):
-    """A model to convert, on the meta device, with the shape and dtype of each tensor by its name there.
-
-    ``read`` returns the values of one.
-    """
+    """A model to convert, on the meta device; ``read`` returns the values of one of ``layouts``, by its name."""
 
     model: MetaModel
     layouts: dict[str, StoredLayout]

@@ -46,10 +46,7 @@ MIXED = "The model has values of two origins now: steps and saves of it are refu
 
 
 class Load:
-    """One load. Its methods are collective over all ranks, in their order.
-
-    Raises ``OSError``, ``DamagedFile`` and ``ValueError`` for the document in ``folder``, on all ranks.
-    """
+    """One load, whose methods are collective in their order; all ranks raise the errors of the document."""
 
     def __init__(self, folder: Path, exchange: Exchange) -> None:
         self._folder = folder

@@ -82,10 +82,7 @@ class Exchange:
             self._store = ours if name is None else ours.named(name)
 
     def through_first(self, value: Any, answer: Callable[[list[Any]], Sequence[Any]]) -> Any:
-        """Return this rank's result of ``answer``, which rank 0 calls with the values of all ranks.
-
-        An error of ``answer`` is raised on all ranks.
-        """
+        """Return this rank's result of ``answer``, which rank 0 calls with all values; all ranks raise its error."""
         if self._store is None:
             return answer([value])[0]
 

@@ -54,10 +54,7 @@ class _Read(NamedTuple):
 
 
 def read_tensors(folder: Path, metadata: Metadata, tensors: Mapping[str, TensorBlocks]) -> None:
-    """Read saved rectangles into ``tensors`` by name, in the order of the files.
-
-    Raises ``DamagedFile`` and ``OSError``.
-    """
+    """Read saved rectangles into ``tensors`` in the order of the files; raises ``DamagedFile`` and ``OSError``."""
     with ChecksummedReader(folder) as reader:
         for each in _reads(metadata, tensors):
             each.into(each.destination, reader)

@@ -88,10 +88,7 @@ def _encoded(value: Any, path: str, tensors: dict[str, torch.Tensor] | None, lev
 
 
 def decoded(saved: Any, tensors: Mapping[str, torch.Tensor] | None = None) -> Any:
-    """Return the value of which ``encoded`` made ``saved``; ``tensors`` has its tensors by name.
-
-    Raises ``ValueError`` for a mark that ``encoded`` does not make.
-    """
+    """Return the value of which ``encoded`` made ``saved``; ``ValueError`` for a mark that it does not make."""
     if isinstance(saved, list):
         return [decoded(each, tensors) for each in saved]
     if not isinstance(saved, dict):

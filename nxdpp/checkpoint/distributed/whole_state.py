@@ -77,10 +77,7 @@ def gather_state_dict(model: nn.Module | WrappedModel) -> dict[str, torch.Tensor
 def gather_tensors(
     model: nn.Module | WrappedModel, consequence: str, names: Collection[str] | None = None
 ) -> dict[str, torch.Tensor] | None:
-    """Return the tensors of ``model`` with one of ``names``, by default all, as ``gather_state_dict`` does.
-
-    Errors say the ``consequence``.
-    """
+    """Return all tensors of ``model``, or ``names``, as ``gather_state_dict``; errors say ``consequence``."""
     model = cast(nn.Module, model)
 
     def tensors() -> ModelTensors:

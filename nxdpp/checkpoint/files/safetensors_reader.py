@@ -51,10 +51,7 @@ class OpenFile:
 
 @dataclass(frozen=True)
 class StoredTensor(StoredLayout):
-    """A tensor of a safetensors file, whose values begin at byte ``place`` and are read through ``file``.
-
-    ``stamp`` is the identity of the file, by which a changed file is found.
-    """
+    """A tensor in ``file``, values from byte ``place`` on; by its ``stamp`` a changed file is found."""
 
     path: Path
     stamp: tuple[int, int, int]

@@ -141,10 +141,7 @@ def _write(path: Path, text: str) -> Path:
 
 
 def differs(earlier: Path, new: Path) -> bool:
-    """Return whether two configurations in JSON load weights in different ways.
-
-    A file that is missing or damaged loads none, so nothing differs from it.
-    """
+    """Return whether two configurations in JSON load weights differently; a missing or damaged one loads none."""
     before = _fields(earlier)
     return isinstance(before, dict) and _important(before) != _important(_fields(new))
 

@@ -93,10 +93,7 @@ class Sharding:
         mean: bool,
         groups: int = 1,
     ) -> Self:
-        """Return the sharding over the data-parallel ranks of this process, or over each of ``groups`` of them.
-
-        Raises ``ValueError`` for a number of groups that does not divide the ranks.
-        """
+        """Return the sharding over the data-parallel ranks, or over ``groups``, whose number must divide them."""
         replicas = parallel_state.get_data_parallel_size()
         if groups < 1 or replicas % groups:
             raise ValueError(f"sharding_groups={groups} must divide the {replicas} data-parallel ranks.")
@@ -136,10 +133,7 @@ class ShardedBucket:
         self.pieces = list(self._cut())
 
     def follow(self) -> None:
-        """Follow parameters whose values or memory a program has changed since the last step.
-
-        Raises ``RuntimeError`` for a parameter of another dtype or on another device.
-        """
+        """Follow parameters whose values or memory a program has changed; another dtype or device is an error."""
         for piece in self.pieces:
             parameter = piece.member.parameter
             if (parameter.dtype, parameter.device) != (self._dtype, self._device):

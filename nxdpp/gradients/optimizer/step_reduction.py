@@ -36,10 +36,7 @@ class StepReduction:
         before: Sequence[Hook] = (),
         after: Sequence[Hook] = (),
     ) -> None:
-        """Average or sum the gradients, each rank its part of each bucket; collective over the replicas.
-
-        ``present`` says for each parameter, by index, whether a replica has its gradient.
-        """
+        """Average or sum the gradients that are ``present`` on any replica, by index; collective over the replicas."""
         self._buckets = [bucket for bucket in buckets if bucket.has_gradients(present)]
         send_all(partial(bucket.start_reduction, present, before, after) for bucket in self._buckets)
 

@@ -51,10 +51,7 @@ class DividedLayers:
 
 
 def check_layers(model: nn.Module, plan: Mapping[str, str]) -> DividedLayers:
-    """Return the layers of ``model`` that ``plan`` divides.
-
-    Raises ``ValueError`` for a layer with any other kind of module.
-    """
+    """Return the layers that ``plan`` divides. Raises ``ValueError`` for a layer with any other kind of module."""
     styles, of_parameters, _ = expanded(plan, model)
     lists = {_list_of(name): None for name in styles if _list_of(name)}
     if len(lists) != 1:
