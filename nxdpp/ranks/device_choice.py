@@ -19,6 +19,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]  # public, tho
 
 from nxdpp.devices import cuda, xla
 from nxdpp.devices.kinds import device_of
+from nxdpp.ranks.faults.waits import first_names
 from nxdpp.ranks.launcher import Launcher
 from nxdpp.ranks.store_exchange import StoreExchange
 
@@ -64,7 +65,6 @@ _logger = logging.getLogger(__name__)
 
 _CPU = torch.device("cpu")
 _REMEDY = "or give initialize_model_parallel(backend='gloo'), which trains on the CPU"
-_RANKS_SHOWN = 8
 
 
 def choose(launcher: Launcher, backend: str | None, kind: str | None = None) -> torch.device:
@@ -151,17 +151,12 @@ def verify_same_kind(store: Store, rank: int, world_size: int, device: torch.dev
     kinds: list[str] = StoreExchange(store, rank, world_size, "device kinds").gather(device_of(device).kind)
     if len(set(kinds)) == 1:
         return
-    with_kind = ", ".join(f"{kind} on {_listed(kinds, kind)}" for kind in dict.fromkeys(kinds))
+    ranks = {kind: [rank for rank, found in enumerate(kinds) if found == kind] for kind in dict.fromkeys(kinds)}
+    with_kind = ", ".join(f"{kind} on {first_names(those)}" for kind, those in ranks.items())
     raise RuntimeError(
         f"the ranks have devices of different kinds: {with_kind}. Give all ranks the same backend= and device= of "
         f"initialize_model_parallel, and start them on hosts with the same devices and the same PJRT_DEVICE."
     )
-
-
-def _listed(kinds: list[str], kind: str) -> str:
-    ranks = [rank for rank, found in enumerate(kinds) if found == kind]
-    others = f" and {len(ranks) - _RANKS_SHOWN} others" if len(ranks) > _RANKS_SHOWN else ""
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:_RANKS_SHOWN]))}{others}"
 
 
 def check_world(backend: str | None, kind: str | None) -> None:

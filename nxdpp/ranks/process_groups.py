@@ -19,9 +19,6 @@ from nxdpp.ranks.store_exchange import StoreExchange
 from nxdpp.ranks.transfer_groups import TransferGroups, build_transfer_groups, own_group
 from nxdpp.schedules.lowering.transport_rules import RULES
 
-# torch_xla replaces ``dist.new_group`` by one with fewer arguments.
-_new_group = distributed_c10d.new_group
-
 
 @dataclass(frozen=True)
 class ProcessGroups:
@@ -57,10 +54,7 @@ class ProcessGroups:
         for dimension in DIMENSIONS:
             if self.rank_mesh.size(dimension) == 1:
                 return self.mesh.get_group(dimension)
-        with Wait("new process group"):
-            group = _new_group([dist.get_rank()], use_local_synchronization=True)
-        assert isinstance(group, ProcessGroup)
-        return group
+        return _group_of([dist.get_rank()])
 
     @cached_property
     def model_group(self) -> ProcessGroup:
@@ -68,11 +62,7 @@ class ProcessGroups:
         for one, other in (("pipeline", "tensor"), ("tensor", "pipeline")):
             if self.rank_mesh.size(one) == 1:
                 return self.mesh.get_group(other)
-        ranks = self.rank_mesh.models()[self.rank("data")]
-        with Wait("new process group", ranks=ranks):
-            group = _new_group(ranks, use_local_synchronization=True)
-        assert isinstance(group, ProcessGroup)
-        return group
+        return _group_of(self.rank_mesh.models()[self.rank("data")])
 
     def part_of_data_group(self, count: int) -> ProcessGroup:
         """Group of consecutive ranks of the data group, one of ``count``; its first use is collective over it."""
@@ -80,10 +70,7 @@ class ProcessGroups:
             ranks = dist.get_process_group_ranks(self.mesh.get_group("data"))
             size = len(ranks) // count
             first = self.rank("data") // size * size
-            with Wait("new process group", ranks=ranks[first : first + size]):
-                group = _new_group(ranks[first : first + size], use_local_synchronization=True)
-            assert isinstance(group, ProcessGroup)
-            self._data_parts[count] = group
+            self._data_parts[count] = _group_of(ranks[first : first + size])
         return self._data_parts[count]
 
     def destroy(self) -> None:
@@ -101,6 +88,15 @@ class ProcessGroups:
         for group in dict.fromkeys(groups):
             if group is not self.world:
                 dist.destroy_process_group(group)
+
+
+def _group_of(ranks: list[int]) -> ProcessGroup:
+    """Make the group of ``ranks``; collective over them."""
+    with Wait("new process group", ranks=ranks):
+        # torch_xla replaces ``dist.new_group`` by one with fewer arguments.
+        group = distributed_c10d.new_group(ranks, use_local_synchronization=True)
+    assert isinstance(group, ProcessGroup)
+    return group
 
 
 def build_groups(

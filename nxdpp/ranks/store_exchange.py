@@ -20,11 +20,10 @@ from torch.distributed import (  # type: ignore[attr-defined]  # public, though 
     Store,
 )
 
-from nxdpp.ranks.faults.waits import Wait
+from nxdpp.ranks.faults.waits import Wait, first_names
 from nxdpp.ranks.wire_form import packed, unpacked
 
 _LIMIT = timedelta(minutes=30)
-_RANKS_SHOWN = 8
 
 
 class StoreExchange:
@@ -130,8 +129,9 @@ class StoreExchange:
                 store.wait(keys, _LIMIT)
         except DistStoreError as error:
             missing = [rank for rank, key in enumerate(keys, 1) if not store.check([key])]
-            shown = ", ".join(map(str, missing[:_RANKS_SHOWN])) + (", ..." if len(missing) > _RANKS_SHOWN else "")
-            raise RuntimeError(f"rank {shown} did not take part in {self._exchange} within {_LIMIT}") from error
+            raise RuntimeError(
+                f"{first_names(missing)} did not take part in {self._exchange} within {_LIMIT}"
+            ) from error
         return [own, *store.multi_get(keys)]
 
     def _wait(self, store: Store, key: str, awaited: int = 0) -> None:

@@ -317,7 +317,7 @@ def _other_device_on_rank_1(rank: int) -> str:
 def test_ranks_with_different_devices_are_refused_on_all_ranks() -> None:
     errors = run_ranks(3, _other_device_on_rank_1)
     assert len(set(errors)) == 1
-    expected = "the ranks have devices of different kinds: cpu on ranks 0, 2, xla (NEURON) on rank 1. Give all"
+    expected = "the ranks have devices of different kinds: cpu on ranks 0 and 2, xla (NEURON) on rank 1. Give all"
     assert errors[0].startswith(expected)
 
 

@@ -63,3 +63,9 @@ def names(ranks: Sequence[int]) -> str:
     if len(ranks) > _MOST_NAMES or not ranks:
         return f"{len(ranks)} ranks"
     return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+
+
+def first_names(ranks: Sequence[int]) -> str:
+    """Names of ``ranks``, of many only the first and the number of the others."""
+    more = len(ranks) - _MOST_NAMES
+    return names(ranks) if more <= 0 else f"ranks {', '.join(map(str, ranks[:_MOST_NAMES]))} and {more} others"
