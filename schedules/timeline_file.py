@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from nxdpp.schedules.actions import parse_action
-from nxdpp.schedules.text_file import text_of
+from nxdpp.schedules.written import text_of
 
 _END = b"\n]\n"
 
