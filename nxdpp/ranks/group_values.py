@@ -51,10 +51,7 @@ _CPU = torch.device("cpu")
 
 
 def extremes(
-    numbers: Sequence[float],
-    group: ProcessGroup | None,
-    device: torch.device = _CPU,
-    dtype: torch.dtype = torch.int64,
+    numbers: Sequence[float], group: ProcessGroup | None, device: torch.device = _CPU, dtype: torch.dtype = torch.int64
 ) -> tuple[list[Any], list[Any]]:
     """Return the smallest and the largest of all ranks of ``group``, for each of ``numbers``; collective over it.
 

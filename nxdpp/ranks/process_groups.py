@@ -123,15 +123,7 @@ def build_groups(
     _wait_for_all_ranks(dist.get_world_size(), store)
     exchange = StoreExchange(store, dist.get_rank(), dist.get_world_size())
     return ProcessGroups(
-        rank_mesh,
-        mesh,
-        device,
-        control_groups,
-        transfer_groups,
-        world,
-        started_world,
-        exchange,
-        timeouts,
+        rank_mesh, mesh, device, control_groups, transfer_groups, world, started_world, exchange, timeouts
     )
 
 

@@ -16,11 +16,7 @@ def transformers_models(module: nn.Module, among: Collection[str] | None = None)
 
 
 def _collect(
-    module: nn.Module,
-    name: str,
-    among: Collection[str] | None,
-    found: dict[str, PreTrainedModel],
-    seen: set[nn.Module],
+    module: nn.Module, name: str, among: Collection[str] | None, found: dict[str, PreTrainedModel], seen: set[nn.Module]
 ) -> None:
     if module in seen or (among is not None and name not in among):
         return

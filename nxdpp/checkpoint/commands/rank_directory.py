@@ -60,9 +60,7 @@ def parts_of(model: MetaModel, tensor: int, pipeline: int, origin: Path) -> list
     found = []
     for rank in range(pipeline):
         parallel_state.initialize_debug(
-            tensor_model_parallel_size=tensor,
-            pipeline_model_parallel_rank=rank,
-            pipeline_model_parallel_size=pipeline,
+            tensor_model_parallel_size=tensor, pipeline_model_parallel_rank=rank, pipeline_model_parallel_size=pipeline
         )
         try:
             module = meta_model(model.texts, None, origin).module

@@ -18,11 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.checkpoint.metadata import (
-    Metadata,
-    MetadataIndex,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from nxdpp.checkpoint.distributed.directory import DOCUMENT, write_text
 from nxdpp.checkpoint.distributed.document_checks import DIGITS, check_content, metadata_of

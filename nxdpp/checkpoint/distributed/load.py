@@ -172,8 +172,7 @@ class Load:
         for name, one in given.items():
             if one is None and self.content[name] is not None and self.exchange.rank == 0:
                 warnings.warn(
-                    f"{self._folder} has the state of a {name}, which is not loaded: give {name}= too.",
-                    stacklevel=4,
+                    f"{self._folder} has the state of a {name}, which is not loaded: give {name}= too.", stacklevel=4
                 )
 
     def _warn_of_masters(self, optimizer: Optimizer, names: Mapping[int, str]) -> None:

@@ -9,12 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from nxdpp.checkpoint.huggingface.model_tensors import (
-    WrappedModel,
-    check_still_tied,
-    tied_names_of,
-    unwrapped_name,
-)
+from nxdpp.checkpoint.huggingface.model_tensors import WrappedModel, check_still_tied, tied_names_of, unwrapped_name
 
 
 class ModelTensors(NamedTuple):

@@ -16,12 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from nxdpp.agreement.together import from_all_ranks, together
-from nxdpp.checkpoint.distributed.model_state import (
-    ModelTensors,
-    is_pipelined,
-    local_module_of,
-    model_tensors,
-)
+from nxdpp.checkpoint.distributed.model_state import ModelTensors, is_pipelined, local_module_of, model_tensors
 from nxdpp.checkpoint.distributed.rectangles import PlaceInWhole, placement_of
 from nxdpp.checkpoint.huggingface.model_tensors import WrappedModel, unwrapped_name
 from nxdpp.devices.kinds import device_of
