@@ -129,6 +129,5 @@ class _Execution:
 
 
 def _needed(action: Action) -> Action:
-    """Return the action that ``action`` waits for."""
     step = -1 if action.kind is ActionKind.FORWARD else 1
     return Action(action.stage + step, action.kind, action.microbatch)

@@ -108,7 +108,6 @@ class _SharedExecution:
             self._ready.append(rank)
 
     def _needed(self, action: Action) -> _Output | None:
-        """Return the output that ``action`` needs, if any."""
         stage, kind, microbatch, _ = action
         if kind is ActionKind.FORWARD:
             return (stage - 1, True, microbatch) if stage else None

@@ -237,7 +237,6 @@ class _Initialisation:
         return [name for name, _ in self._root.named_modules(remove_duplicate=False) if name in having]
 
     def _check_written(self, unwritten: Sequence[MetaTensor]) -> None:
-        """Raise ``RuntimeError`` if there are ``unwritten`` tensors."""
         if not unwritten:
             return
         lines = []

@@ -114,7 +114,6 @@ class StoreExchange:
         return value
 
     def _begin(self) -> Store:
-        """Return the store for the next exchange."""
         if self._store is None:
             # A rank that blocks on the world's own connection would hold up torch's threads.
             connection = self._world_store.clone()  # type: ignore[attr-defined]  # missing in torch's stubs

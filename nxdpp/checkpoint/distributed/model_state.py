@@ -85,7 +85,6 @@ def _state_of(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _persistent(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters and persistent buffers by name."""
     yield from module.named_parameters()
     for path, each in module.named_modules():
         for name, buffer in each.named_buffers(path, recurse=False):

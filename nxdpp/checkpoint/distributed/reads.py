@@ -36,7 +36,6 @@ class _Read(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Bytes of the values."""
         return self.destination.numel() * self.dtype.itemsize
 
     def into(self, destination: torch.Tensor, reader: ChecksummedReader) -> None:

@@ -188,7 +188,6 @@ def _cannot_write(error: OSError, rank: int, file: Path) -> OSError:
 
 
 def _content(of_ranks: list[Described]) -> dict[str, Any]:
-    """Join what the ranks describe."""
     first = of_ranks[0]
     states: dict[str, Any] = {}
     for rank, described in enumerate(of_ranks):

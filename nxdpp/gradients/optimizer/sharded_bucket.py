@@ -228,7 +228,6 @@ class ShardedBucket:
         return iter(self.pieces if self._master is not None or self._is_lazy else ())
 
     def _cut(self) -> Iterator[ShardedPiece]:
-        """Cut this rank's part of the flat vector into pieces."""
         begin = self._sharding.rank * self._shard_numel
         at = 0
         for member in self.members:
