@@ -29,6 +29,7 @@ from nxdpp.tracing.sizes.sizes import (
     is_none,
     is_tensor,
 )
+from nxdpp.tracing.values.metadata import METHODS
 
 
 class Answers:
@@ -164,11 +165,6 @@ _SIZE = 2
 _ARITHMETIC = frozenset({operator.__name__, math.__name__, "_operator", "builtins"})
 # Attributes of a tensor that have its elements.
 _VIEWS = frozenset({"T", "mT", "H", "mH", "data", "real", "imag", "grad"})
-# Methods and functions that read no elements.
-_OF_METADATA = frozenset(
-    {"size", "dim", "numel", "nelement", "ndimension", "is_floating_point", "is_complex", "is_contiguous",
-     "element_size", "get_device"}
-)  # fmt: skip
 
 
 def guessed_answer(node: fx.Node, read: Callable[[Any], Any], guess: bool, root: nn.Module) -> Any:
@@ -194,7 +190,7 @@ def _reads_elements(node: fx.Node, root: nn.Module) -> bool:
         if _makes_a_tensor(current, is_item):
             return True
         is_attribute = current.target is getattr and current.args[1] not in _VIEWS
-        if is_attribute or getattr(current.target, "__name__", current.target) in _OF_METADATA:
+        if is_attribute or getattr(current.target, "__name__", current.target) in METHODS:
             continue
         only_metadata = metadata_arguments(current, root)
         is_item = current.target is operator.getitem
@@ -207,9 +203,9 @@ def _makes_a_tensor(node: fx.Node, is_item: bool) -> bool:
     if node.op == "call_module":
         return not is_item
     if node.op == "call_method":
-        return node.target not in _OF_METADATA
+        return node.target not in METHODS
     if node.op != "call_function" or isinstance(node.target, OpaqueCall):
         return False
-    if getattr(node.target, "__name__", None) in _OF_METADATA:
+    if getattr(node.target, "__name__", None) in METHODS:
         return False
     return getattr(node.target, "__module__", None) not in _ARITHMETIC
