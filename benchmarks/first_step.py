@@ -1,14 +1,21 @@
 """Time of a first step, of a step with inputs of a new shape, and of the hashes of inputs that ranks compare.
 
-    python benchmarks/first_step.py [--only steps|hashes]
+    python benchmarks/first_step.py [--only steps|hashes|start]
 
 trace_speed.py measures only the traces. The hashes are of one rank. Steps are wall time on 4 ranks over gloo,
 Llama of 16 layers and 4 microbatches of one sequence. Each new length is run twice: the second step has no trace, no
 graph and no metadata exchange left to do.
+
+A start is measured from ``torchrun`` to the end of the first step of 4 ranks with the sizes of the main job, and as far
+as the stages of one rank of 64 with the shapes of Llama-3.1-405B; each phase is the median of 3 starts. The import of
+nxdpp is compared with the imports of torch and transformers in alternation, in processor time, the median of 10.
 """
 
 import argparse
+import json
+import os
 import statistics
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -31,7 +38,8 @@ SMALL = LlamaConfig(
 )  # fmt: skip
 LENGTHS = range(8, 38)
 RANKS, MICROBATCHES = 4, 4
-
+STARTS = 3
+RANK = str(Path(__file__).with_name("starting_rank.py"))
 
 HASHED = {
     "ids, mask, labels (8, 128)": [(8, 128)] * 3,
@@ -45,12 +53,12 @@ REPEATS = 50
 def main() -> None:
     """Print a table of steps and one of hashes, in Markdown."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--only", choices=("steps", "hashes"))
+    tables = {"steps": _print_steps, "hashes": _print_hashes, "start": _print_start}
+    parser.add_argument("--only", choices=tables)
     only = parser.parse_args().only
-    if only != "hashes":
-        _print_steps()
-    if only != "steps":
-        _print_hashes()
+    for name, print_table in tables.items():
+        if only in (None, name):
+            print_table()
 
 
 def _print_steps() -> None:
@@ -105,6 +113,48 @@ def hash_seconds(batch: dict[str, torch.Tensor], repeats: int) -> float:
         return time.perf_counter() - started
 
     return statistics.median(once() for _ in range(repeats))
+
+
+def _print_start() -> None:
+    torchrun = ["-m", "torch.distributed.run", f"--nproc-per-node={RANKS}"]
+    jobs = {"main job, 4 ranks": [*torchrun, RANK, "job"], "405B, 1 rank of 64": [RANK, "405B"]}
+    starts = {name: [phases_of_start(arguments) for _ in range(STARTS)] for name, arguments in jobs.items()}
+    phases = list(starts["main job, 4 ranks"][0])
+    taken = {name: {p: statistics.median(s[p] for s in each) for p in each[0]} for name, each in starts.items()}
+    cells = [[phase, *(f"{each[phase]:.2f}" if phase in each else "" for each in taken.values())] for phase in phases]
+    cells.append(["all", *(f"{sum(each.values()):.2f}" for each in taken.values())])
+    print(markdown_table(("seconds", *taken), cells, left=("seconds",)))
+    without, with_nxdpp = import_seconds()
+    print(
+        f"\nImports: {without:.2f} s of processor time without nxdpp, {with_nxdpp / without:.2f} times as long with it."
+    )
+
+
+def phases_of_start(arguments: list[str]) -> dict[str, float]:
+    """Wall seconds of each phase of the start of ``python ARGUMENTS``, a job of ``starting_rank.py``."""
+    command = [sys.executable, *arguments, f"{time.time()}"]
+    ended = subprocess.run(command, env=_environment(), capture_output=True, text=True, check=True)
+    phases: dict[str, float] = json.loads(ended.stdout.splitlines()[-1])
+    return phases
+
+
+def import_seconds(times: int = 10) -> tuple[float, float]:
+    """Processor seconds of the imports of torch and transformers, and of these with nxdpp; medians of ``times``."""
+    others = "import torch.distributed; from transformers import LlamaForCausalLM"
+    programs = (others, f"{others}; from nxdpp import NxDPPModel, parallel_state")
+    taken: list[list[float]] = [[], []]
+    for number in range(times):
+        for program, seconds in list(zip(programs, taken, strict=True))[:: 1 if number % 2 else -1]:
+            code = f"import time; {program}; print(time.process_time())"
+            ended = subprocess.run(
+                [sys.executable, "-c", code], env=_environment(), capture_output=True, text=True, check=True
+            )
+            seconds.append(float(ended.stdout))
+    return statistics.median(taken[0]), statistics.median(taken[1])
+
+
+def _environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": ROOT, "OMP_NUM_THREADS": "1"}
 
 
 def _quartiles(seconds: list[float]) -> str:

@@ -7,8 +7,8 @@
     python benchmarks/planner_accuracy.py --write benchmarks/results/planner.md  # also writes the tables into the page
 
 ``costs="measured"`` times single operations, collectives and the layers of the model; then each layout is predicted,
-and then measured. The ranks are processes by gloo, each kept on a core, with OMP_NUM_THREADS threads (1). 4 ranks share
-2 cores. Times need an idle machine, memory does not.
+and then measured. The ranks are processes by gloo with OMP_NUM_THREADS threads (1), each kept on a core; 4 ranks share
+2 cores freely. Times need an idle machine, memory does not.
 """
 
 import argparse
@@ -130,8 +130,10 @@ def describe_machine(machine: KeptMachine) -> str:
     return (
         f"Measured: {about['cores']} cores, {about['threads']} threads a rank, {own['flops_4'] / 1e9:.0f} GFLOP/s and "
         f"{own['bandwidth'] / 1e9:.1f} GB/s of AdamW a rank, {own['operation'] * 1e6:.1f} us an operation, "
-        f"{own['action'] * 1e6:.0f} us an action, all-reduce {own['rate'] / 1e9:.2f} GB/s and "
-        f"{2 * own['latency'] * 1e6:.0f} us."
+        f"{own['action'] * 1e6:.0f} us an action, all-reduce {own['all_reduce'] / 1e9:.2f} GB/s and "
+        f"{2 * own['latency'] * 1e6:.0f} us, reduce-scatter {own['reduce_scatter'] / 1e9:.2f} GB/s, all-gather "
+        f"{own['all_gather'] / 1e9:.2f} GB/s, messages {own['message_rate'] / 1e9:.2f} GB/s and "
+        f"{own['message_latency'] * 1e6:.0f} us."
     )
 
 

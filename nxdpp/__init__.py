@@ -133,6 +133,9 @@ else:
     def _module_with(name: str) -> ModuleType:
         if name == "__version__":
             from nxdpp import version as module
+        elif name in ("GradScaler", "NxDPPModel", "Pipeline", "PipelineConfig", "parallel_state"):
+            # Most programs need no more: the planner, checkpoints and doors are a third of the imports.
+            from nxdpp.pipeline import model as module
         else:
             from nxdpp import public as module
         return module

@@ -19,7 +19,7 @@ from nxdpp.agreement.step_signature import InputShapes, input_shapes
 from nxdpp.devices.kinds import device_of
 from nxdpp.pipeline.config import PipelineConfig
 from nxdpp.pipeline.input_names import check_input_names
-from nxdpp.pipeline.local.changes import ENTRIES
+from nxdpp.pipeline.local.changes import ENTRIES, Change
 from nxdpp.pipeline.local.part import LocalPart
 from nxdpp.pipeline.local.upkeep import LocalUpkeep
 from nxdpp.pipeline.loss.normalization import LossNormalization
@@ -92,8 +92,8 @@ class Batches:
         self.input_names = None if config.input_names is None else tuple(config.input_names)
         self._loss_function = config.loss_function
         self._changes = part.changes
-        self._entries = part.changes.watch(*ENTRIES)
-        self._forward: Any = None
+        # With each of them forward may have a different signature.
+        self._forwards = part.changes.watch(*ENTRIES, Change.FORWARD)
         self._of_rows: set[str] = set()
         self._known: LastUsed[Hashable, _Split] = LastUsed()
 
@@ -156,12 +156,9 @@ class Batches:
 
     def _layout(self, inputs: Mapping[str, Any], device: torch.device) -> Hashable:
         """The layout of ``inputs`` that are tensors, for stages on ``device``; ``None`` for others."""
-        forward = vars(self.module).get("forward")
-        if self._entries.has_moved or forward is not self._forward:
-            # Forward may have a different signature.
+        if self._forwards.has_moved:
             self._known.clear()
-            self._entries.settle()
-            self._forward = forward
+            self._forwards.settle()
         if type(inputs) is not dict or {*map(type, inputs.values())} != {torch.Tensor}:
             return None
         if self._config.split_inputs_fn is not None:

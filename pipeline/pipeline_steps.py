@@ -88,9 +88,7 @@ class PipelineSteps:
 
     def train_batch(self, inputs: Mapping[str, Any], average: bool) -> list[torch.Tensor]:
         """Do as ``train_step``, as a part of the collective call that the program is in."""
-        return self._runner.train(
-            lambda: self._batches.of_inputs(inputs), self._preparation.with_loss, average
-        ).losses()
+        return self._runner.train(self._batches.of_inputs, inputs, self._preparation.with_loss, average).losses()
 
     def train_samples(
         self,
@@ -124,7 +122,7 @@ class PipelineSteps:
         """
         with _call("train_samples"):
             prepare = partial(self._preparation.with_loss_and_output, transform=transform)
-            result = self._runner.train(lambda: self._batches.of_samples(samples), prepare, average)
+            result = self._runner.train(self._batches.of_samples, samples, prepare, average)
             with failure_watch.reported():
                 # Raises for a loss that is not-a-number for lack of labels.
                 result.losses()
@@ -140,7 +138,7 @@ class PipelineSteps:
 
     def evaluate_batch(self, inputs: Mapping[str, Any]) -> Evaluation:
         """Do as ``eval_step``, as a part of the collective call that the program is in."""
-        result = self._runner.evaluate(lambda: self._batches.of_inputs(inputs), self._preparation.with_named_loss)
+        result = self._runner.evaluate(self._batches.of_inputs, inputs, self._preparation.with_named_loss)
         if result.step.has_loss:
             return Evaluation(result.losses())
         return Evaluation(None, join_outputs(result.outputs()) if result.values else None)
@@ -152,7 +150,7 @@ class PipelineSteps:
         """
         with _call("eval_samples"):
             prepare = self._preparation.with_output
-            return self._runner.evaluate(lambda: self._batches.of_samples(samples), prepare).shared_outputs()
+            return self._runner.evaluate(self._batches.of_samples, samples, prepare).shared_outputs()
 
     def takes_number_of_items(self, microbatch: Mapping[str, Any]) -> bool:
         """Return whether the loss of ``microbatch`` depends on the ``num_items_in_batch`` in it; not collective."""
@@ -185,7 +183,7 @@ class PipelineSteps:
         """
         with _call("train_microbatches"):
             prepare = partial(self._preparation.with_loss, transform=transform)
-            result = self._runner.train(lambda: self._batches.of_microbatches(microbatches), prepare, average)
+            result = self._runner.train(self._batches.of_microbatches, microbatches, prepare, average)
             return result.shared_losses()
 
     def eval_microbatches(self, microbatches: Sequence[Mapping[str, Any]], outputs: bool = False) -> list[Any]:
@@ -196,7 +194,7 @@ class PipelineSteps:
         """
         with _call("eval_microbatches"):
             prepare = self._preparation.with_output if outputs else self._preparation.with_losses
-            result = self._runner.evaluate(lambda: self._batches.of_microbatches(microbatches), prepare)
+            result = self._runner.evaluate(self._batches.of_microbatches, microbatches, prepare)
             return result.shared_outputs() if outputs else result.shared_losses()
 
 

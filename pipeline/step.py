@@ -10,7 +10,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -37,6 +37,8 @@ from nxdpp.ranks.faults import background_errors, failure_watch
 from nxdpp.ranks.faults.board import board
 from nxdpp.tensor.sequence_parallel import StepGradients
 from nxdpp.tensor.tensor_copies import TensorCopies
+
+_Inputs = TypeVar("_Inputs")
 
 
 class StepRunner:
@@ -95,8 +97,10 @@ class StepRunner:
         """Bytes of the tensors that this rank has sent to other ranks of the pipeline in the last step."""
         return max(0, self._engines.sent_bytes - self._sent_before)
 
-    def train(self, take: Callable[[], Batch], prepare: Callable[[Batch], PreparedStep], average: bool) -> StepResult:
-        """Run the training step that ``prepare`` makes of the batch, which ``take`` gives.
+    def train(
+        self, take: Callable[[_Inputs], Batch], inputs: _Inputs, prepare: Callable[[Batch], PreparedStep], average: bool
+    ) -> StepResult:
+        """Run the training step that ``prepare`` makes of the batch, which ``take`` makes of ``inputs``.
 
         ``average`` as ``Pipeline.train_step`` takes it. Raises as ``Pipeline.train_step`` does.
         """
@@ -106,7 +110,7 @@ class StepRunner:
             # Prepare.
             if not torch.is_grad_enabled():
                 raise RuntimeError("training needs gradients, and they are off (torch.no_grad()): evaluate there.")
-            batch, device = take(), self._part.changes.device
+            batch, device = take(inputs), self._part.changes.device
             scaler = self._config.grad_scaler
             check_autocast(device, is_scaled=scaler is not None and scaler.is_enabled())
             self._upkeep.check_trained()
@@ -118,7 +122,8 @@ class StepRunner:
                 reference = ReferenceStep(self._part, self._partition.owners, self._config, device)
             # Verify.
             signature, digest, engine = self._verify(step, device, train=True)
-            self._part.tied.set_aside()
+            if self._part.tied.has_weights:
+                self._part.tied.set_aside()
             if self._has_tensor_ranks:
                 self._sequence.set_aside()
                 self._copies.verify(self._part.seed)
@@ -139,14 +144,16 @@ class StepRunner:
             self._replicas.finish()
             return StepResult(step, values, self._last_rank, device)
 
-    def evaluate(self, take: Callable[[], Batch], prepare: Callable[[Batch], PreparedStep]) -> StepResult:
-        """Run the evaluation that ``prepare`` makes of the batch, which ``take`` gives.
+    def evaluate(
+        self, take: Callable[[_Inputs], Batch], inputs: _Inputs, prepare: Callable[[Batch], PreparedStep]
+    ) -> StepResult:
+        """Run the evaluation that ``prepare`` makes of the batch, which ``take`` makes of ``inputs``.
 
         It has no gradients, also in the caller's inference mode, whose tensors no training step could use later.
         """
         current_state.with_groups("an evaluation")
         with self._noted(), torch.inference_mode(mode=False), torch.no_grad():
-            step, device = prepare(take()), self._part.changes.device
+            step, device = prepare(take(inputs)), self._part.changes.device
             check_autocast(device, is_scaled=True)
             signature, digest, engine = self._verify(step, device, train=False)
             _, values = self._run(step, signature, digest, engine, device)
@@ -234,9 +241,10 @@ class StepRunner:
             watch = self._replicas.begin(running.last_backwards) if signature.train else None
             values = running.run(step.loss, watch)
         self.timer, self.digest = running.timer, digest
-        compiled = running.device.compiled()
-        assert self._compiled is not None, "set before the first verification"
-        self.compile_seconds, self._compiled = compiled.seconds - self._compiled.seconds, compiled
+        if running.is_lazy:
+            compiled = running.device.compiled()
+            assert self._compiled is not None, "set before the first verification"
+            self.compile_seconds, self._compiled = compiled.seconds - self._compiled.seconds, compiled
         if engine is None:
             self._engines.of(step.program)[signature] = running, digest
         self._upkeep.note_verified()

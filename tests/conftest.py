@@ -26,13 +26,15 @@ from tests.support.torchvision_operators import define_missing_operators
 torch.set_num_threads(1)
 define_missing_operators()
 
+HERE = Path(__file__).parent
 # Folders and files whose tests compare numbers, files and messages, which no version of Python is likely to change. All
 # of them have the mark one_python.
 ONE_PYTHON = (
     "agreement", "benchmarks", "checkpoint", "devices", "docs", "doors", "examples", "gradients", "hosts",
     "initialization", "loops", "pipeline/after_wrapping/test_new_ties.py", "pipeline/after_wrapping/test_optimizers.py",
     "pipeline/after_wrapping/test_recomputed_state.py", "pipeline/after_wrapping/test_replaced.py",
-    "pipeline/after_wrapping/test_tied.py", "pipeline/after_wrapping/test_tied_hooks.py", "pipeline/backward",
+    "pipeline/after_wrapping/test_sentences.py", "pipeline/after_wrapping/test_tied.py",
+    "pipeline/after_wrapping/test_tied_hooks.py", "pipeline/backward",
     "pipeline/loss/test_normalization.py", "pipeline/microbatches", "pipeline/p2p", "pipeline/partition",
     "pipeline/stages", "pipeline/test_first_partition.py", "pipeline/test_late_trace.py",
     "pipeline/test_microbatches.py", "pipeline/test_model_eval.py", "pipeline/test_model_refusals.py",
@@ -43,26 +45,38 @@ ONE_PYTHON = (
     "pipeline/whole/test_shared_keys.py", "pipeline/whole/test_tensor_parallel.py",
     "pipeline/whole/test_three_dimensions.py", "pipeline/whole/test_tracing_options.py",
     "pipeline/whole/test_vision_language.py", "pipeline/whole/test_wrapped_transformers.py",
-    "pipeline/whole/test_wrapping_allocates_nothing.py", "planning", "ranks/test_launch.py", "schedules", "tensor",
-    "test_class_names.py", "test_migration_names.py", "tracing/costs", "tracing/models/test_captured_outputs.py",
-    "tracing/models/test_loss_leaves.py", "tracing/models/test_torch_transformer.py",
-    "tracing/state/test_data_changes.py", "tracing/state/test_shared_objects.py",
+    "pipeline/whole/test_wrapping_allocates_nothing.py", "planning", "ranks/faults/test_waits.py",
+    "ranks/test_launch.py", "schedules", "support", "tensor", "test_class_names.py", "test_migration_names.py",
+    "tracing/costs", "tracing/models/test_captured_outputs.py", "tracing/models/test_loss_leaves.py",
+    "tracing/models/test_torch_transformer.py", "tracing/state/test_data_changes.py",
+    "tracing/state/test_shared_objects.py",
 )  # fmt: skip
 COLLECTED = pytest.StashKey[set[str]]()
 """Files with collected tests below tests/, and the lines of sweeps.toml that some of them match."""
-SWEEPS = tomllib.loads((Path(__file__).parent / "sweeps.toml").read_text())
+SWEEPS = tomllib.loads((HERE / "sweeps.toml").read_text())
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out the files whose tests all have the mark one_python, where it is not wanted: imports take long."""
+    if "not one_python" not in config.option.markexpr or collection_path.suffix != ".py":
+        return None
+    mark = "\npytestmark = pytest.mark.one_python\n"
+    return _of_one_python(collection_path) or mark in collection_path.read_text() or None
+
+
+def _of_one_python(path: Path) -> bool:
+    return f"{path.relative_to(HERE).as_posix()}/".startswith(tuple(f"{name}/" for name in ONE_PYTHON))
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark the tests of ``ONE_PYTHON`` and of sweeps.toml before marks select tests."""
-    folder = Path(__file__).parent
     collected = config.stash.setdefault(COLLECTED, set())
     sweeps = {pattern: re.compile(pattern) for pattern in SWEEPS}
     for item in items:
-        path = item.path.relative_to(folder).as_posix()
+        path = item.path.relative_to(HERE).as_posix()
         collected.add(path)
-        if f"{path}/".startswith(tuple(f"{name}/" for name in ONE_PYTHON)):
+        if _of_one_python(item.path):
             item.add_marker("one_python")
         name = f"{path}::{item.nodeid.partition('::')[2]}"
         matched = [pattern for pattern, compiled in sweeps.items() if compiled.fullmatch(name)]

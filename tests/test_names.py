@@ -116,6 +116,11 @@ def test_names_version_and_a_mistyped_name_import_no_torch() -> None:
     subprocess.run([sys.executable, "-c", LIGHT], check=True, timeout=60, cwd=ROOT)
 
 
+def test_the_names_of_most_programs_import_no_planner() -> None:
+    code = "import sys; from nxdpp import NxDPPModel, parallel_state; assert 'nxdpp.planning' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, cwd=ROOT)
+
+
 @pytest.mark.parametrize(
     "name",
     [

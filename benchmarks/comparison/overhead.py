@@ -8,7 +8,7 @@ from benchmarks.comparison.rows import Entrant, Row, case_rows
 from benchmarks.comparison.stacks import ScalingLayer, stack_job
 from benchmarks.comparison.timing import Effort, Times, time_families
 from nxdpp.ranks import parallel_state
-from nxdpp.schedules.families.registry import FAMILIES, find_family
+from nxdpp.schedules.families.registry import FAMILIES
 from tests.support.run_ranks import run_ranks
 
 SECTION = "overhead"
@@ -17,6 +17,8 @@ HIDDEN = (4, 128, 256)
 MICROBATCHES = 32
 STEPS_FACTOR = 4
 """Steps are short here, so that a median needs more of them."""
+HALF_OF_TORCH = ("interleaved", "zb1p", "zb-v")
+"""Families that may take half of torch's time."""
 
 
 def measure(effort: Effort) -> list[Row]:
@@ -31,17 +33,22 @@ def measure(effort: Effort) -> list[Row]:
                 for entrant, taken in times.items()
             }
             case = f"p={ranks}, m={MICROBATCHES}, {unit}"
-            rows += case_rows(SECTION, case, f"µs {unit} a microbatch", values, targets)
+            rows += case_rows(SECTION, case, f"µs {unit} a microbatch", values, partial(targets, ranks, unit))
     return rows
 
 
-def targets(contender: str, family: str) -> dict[Entrant, float | None]:
-    """The highest allowed shares of the other contenders' times."""
+def targets(ranks: int, unit: str, contender: str, family: str) -> dict[Entrant, float | None]:
+    """The highest allowed shares of the other contenders' wall times; ``None`` is a comparison without a target."""
     if contender != NXDPP:
         return {}
-    if family == "1f1b":
-        return {(BY_HAND, family): 1.1, (TORCH, family): 1.0}
-    return {(TORCH, family): 0.6 if find_family(family).default_chunks == 2 else None}
+    compared: dict[Entrant, float | None] = {(BY_HAND, family): None, (TORCH, family): None}
+    if unit == "wall" and ranks == 2 and family == "1f1b":
+        compared[TORCH, family] = 0.8
+    if unit == "wall" and ranks == 4 and family == "1f1b":
+        compared[BY_HAND, family] = 0.75
+    if unit == "wall" and ranks == 4 and family in HALF_OF_TORCH:
+        compared[TORCH, family] = 0.5
+    return compared
 
 
 def _run_rank(rank: int, ranks: int, effort: Effort) -> dict[Entrant, Times]:

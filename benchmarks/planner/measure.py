@@ -50,7 +50,7 @@ def measure_all(
     """Measure all layouts in turn, ``rounds`` times, each second time in reverse order; for ``run_ranks``."""
     torch.set_num_threads(threads)
     if threads == 1:
-        stay_on_core(rank)
+        stay_on_core(rank, cases[0].layout.devices)
     found = [Measured() for _ in cases]
     for number in range(rounds):
         order = list(zip(cases, found, strict=True))

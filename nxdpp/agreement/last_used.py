@@ -24,10 +24,10 @@ class LastUsed(OrderedDict[_Key, _Value]):
 
     def get(self, key: _Key, default: Any = None) -> Any:
         """Return the value of ``key``, or ``default`` for a key that is not kept."""
-        try:
-            return self[key]
-        except KeyError:
-            return default
+        value = super().get(key, default)
+        if value is not default:
+            self.move_to_end(key)
+        return value
 
     def __setitem__(self, key: _Key, value: _Value) -> None:
         super().__setitem__(key, value)

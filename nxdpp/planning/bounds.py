@@ -9,13 +9,12 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from nxdpp.devices.collective_bytes import least_sent
 from nxdpp.planning.layout import Layout
 from nxdpp.planning.model_costs import ModelCosts
 from nxdpp.planning.predict import states_of
 from nxdpp.planning.rank_memory import rank_memory
 from nxdpp.planning.stage_costs import RankState, StageCosts, rank_state, stage_costs, stage_ends
-from nxdpp.planning.step_times import data_link
+from nxdpp.planning.step_times import sharded_exchange
 from nxdpp.schedules.families.registry import find_family
 
 # Families of full backwards: a rank's last backward is of its first stage.
@@ -59,8 +58,8 @@ class LowerBounds:
         # Gradients may come after the peak of the activations.
         held = max(one.held - state.gradients, 0.0)
         gradients = state.gradients / ranks
-        exchange = 2 * least_sent("all_gather", gradients, layout.data) if layout.zero1 else 0.0
-        seconds = microbatches * one.work / ranks + exchange / data_link(self._costs.machine, layout).bytes_per_second
+        exchange = sharded_exchange(self._costs.machine, layout, gradients)
+        seconds = microbatches * one.work / ranks + exchange
         return Bounds(seconds, (state.weights + state.gradients + optimizer + held) / ranks)
 
     def of_layout(self, layout: Layout) -> Bounds:
@@ -84,10 +83,7 @@ class LowerBounds:
             memory = rank_memory(layout, states[rank], activations, machine.device.kind, itemsize, model.message)
             most = max(most, memory.total)
         state = max(states, key=lambda each: each.gradients)
-        if layout.zero1:
-            exchange = 2 * least_sent("all_gather", state.gradients, layout.data)
-            seconds += exchange / data_link(machine, layout).bytes_per_second
-        return Bounds(seconds, most)
+        return Bounds(seconds + sharded_exchange(machine, layout, state.gradients), most)
 
     def _cut(self, layout: Layout) -> list[StageCosts]:
         key = (layout.tensor, layout.sequence, layout.microbatch, layout.checkpoint, layout.stages)

@@ -105,13 +105,13 @@ class LayerTimes:
         computed = self.forward + self.input_gradient + self.weight_gradient
         return computed + self.forward_tensor + self.backward_tensor
 
-    def slower(self, factor: float) -> "LayerTimes":
-        """Return this with ``factor`` times the seconds of computation."""
+    def slower(self, forward: float, backward: float) -> "LayerTimes":
+        """Return this with the seconds of computation times a factor for the forward and one for the backward."""
         return replace(
             self,
-            forward=self.forward * factor,
-            input_gradient=self.input_gradient * factor,
-            weight_gradient=self.weight_gradient * factor,
+            forward=self.forward * forward,
+            input_gradient=self.input_gradient * backward,
+            weight_gradient=self.weight_gradient * backward,
         )
 
     def plus(self, other: "LayerTimes", share: float) -> "LayerTimes":

@@ -4,6 +4,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from nxdpp.devices.collective_bytes import Kind
+
 if TYPE_CHECKING:
     import torch
 
@@ -18,14 +20,23 @@ class Link:
     Attributes:
         bytes_per_second: rate of one device.
         latency: seconds until the first byte arrives, and of each step of a collective.
+        reduce_scatter, all_gather: their rates where they differ: gloo's reach a quarter and a half of its all-reduce.
+        messages: the link of the messages of a pipeline, if it is another one: memory that two processes share.
     """
 
     bytes_per_second: float
     latency: float = 10e-6
+    reduce_scatter: float | None = None
+    all_gather: float | None = None
+    messages: "Link | None" = None
 
     def __post_init__(self) -> None:
         if not 0 < self.bytes_per_second < float("inf") or not 0 <= self.latency < float("inf"):
             raise ValueError(f"{self}: the rate must be above 0, the latency at least 0, and both finite.")
+
+    def rate(self, kind: Kind) -> float:
+        """Return the bytes a second of collectives of ``kind``."""
+        return {"reduce_scatter": self.reduce_scatter, "all_gather": self.all_gather}.get(kind) or self.bytes_per_second
 
 
 @dataclass(frozen=True)
@@ -76,7 +87,7 @@ DEVICES = {
     "h200": DeviceSpeed("cuda", {2: 989e12, 4: 67e12}, 0.65, 4.8e12 * _MEMORY_SHARE, 3e-6, 100e-6),
     "b200": DeviceSpeed("cuda", {2: 2250e12, 4: 75e12}, 0.65, 8e12 * _MEMORY_SHARE, 3e-6, 100e-6),
     "mi300x": DeviceSpeed("cuda", {2: 1307e12, 4: 163e12}, 0.5, 5.3e12 * _MEMORY_SHARE, 5e-6, 100e-6),
-    "tpu-v5p": DeviceSpeed("xla", {2: 459e12}, 0.75, 2.76e12 * _MEMORY_SHARE, 2e-6, 100e-6),
+    "tpu-v5p": DeviceSpeed("xla", {2: 459e12}, 0.75, 2.765e12 * _MEMORY_SHARE, 2e-6, 100e-6),
     # One core of a server. ``costs="measured"`` measures it.
     "cpu": DeviceSpeed("cpu", {4: 100e9}, 0.8, 10e9, 5e-6, 200e-6),
 }

@@ -6,7 +6,8 @@ is counted for one sample, and each of its terms grows as the whole model's does
 """
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, TypeVar
@@ -22,9 +23,11 @@ from nxdpp.planning.layer_times import CountedModel, LayerTimes, counted_layers
 from nxdpp.planning.layout import Dimensions
 from nxdpp.planning.machine import Job, Machine
 from nxdpp.planning.measured.kept_machine import KeptMachine
+from nxdpp.tensor.collectives import nothing_sent
 from nxdpp.tracing.costs.count import NodeCost, count_costs
+from nxdpp.tracing.costs.cuda_autocast import CudaAutocast
 from nxdpp.tracing.costs.measure import measure_nodes
-from nxdpp.tracing.costs.node_parts import CountedParts
+from nxdpp.tracing.costs.node_parts import CountedParts, NodeParts
 from nxdpp.tracing.graph.trace import TracedGraph, TracingOptions, trace_for
 from nxdpp.tracing.modules import listings
 from nxdpp.tracing.modules.layers import find_layer_classes
@@ -45,10 +48,9 @@ class ModelCosts:
         model: the model, not divided. It is not changed, and may be on the meta device.
         machine: gives the speed.
         job: gives the inputs.
-        measured: this machine, on whose device the seconds of layers are measured, for a model that no tensor group
-            divides. Their parts, and divided models, have the shares that are counted. ``None`` for counted seconds.
-        autocast: dtype of the autocast around a step; ``None`` without. Fake tensors are on the CPU, whose lists of
-            operations autocast follows.
+        measured: this machine, on whose device forward and backward of each layer are measured. Input-gradient and
+            weight-gradient have the shares that are counted. ``None`` for counted seconds.
+        autocast: dtype of the autocast around a step; ``None`` without.
 
     Its methods raise ``ValueError`` for a model that a tensor group cannot divide, and ``TracingError`` for one that
     cannot be traced.
@@ -70,7 +72,7 @@ class ModelCosts:
         self._measured = measured
         self._layer_cls = transformer_layer_cls
         self._tensor_plan = tensor_plan
-        self._factors: dict[int, list[float]] = {}
+        self._factors: dict[tuple[int, bool, int], list[list[float]]] = {}
         self.dtype = dtype_of(model)
         self.autocast = autocast
         # States of the ranks of layouts, kept by ``predict``.
@@ -136,11 +138,11 @@ class ModelCosts:
         found = self._counted[key]
         if self._measured is None or not is_measured:
             return found
-        measured = 1 if tensor > 1 else min(microbatch, _MEASURED)
+        measured = (tensor, sequence, min(microbatch, _MEASURED))
         if measured not in self._factors:
-            self._count(1, False, measured, is_measured=False)
+            self._count(*measured, is_measured=False)
         layers = zip(found.layers, self._factors[measured], strict=True)
-        return replace(found, layers=[layer.slower(by) for layer, by in layers])
+        return replace(found, layers=[layer.slower(*by) for layer, by in layers])
 
     def _counted_now(self, sizes: Dimensions, microbatch: int) -> CountedModel:
         inputs = self.job.inputs(microbatch)
@@ -157,15 +159,22 @@ class ModelCosts:
         with divided(model, sizes, self._tensor_plan):
             options = TracingOptions(given or find_layer_classes(model, None))
             traced = trace_for(model, inputs, options)
-            with torch.autocast("cpu", self.autocast, enabled=self.autocast is not None):
+            lists: AbstractContextManager[Any] = nullcontext()
+            if self.autocast and device.kind != "cpu":
+                lists = CudaAutocast()
+            with torch.autocast("cpu", self.autocast, enabled=self.autocast is not None), lists:
                 costs = count_costs(traced, model, batch, parts=how)
-            if self._measured is not None and sizes.tensor == 1 and microbatch <= _MEASURED:
+            kept = self._measured
+            if kept is not None and microbatch <= _MEASURED:
                 counted = [round(costs[node].work) for node in traced.graph.nodes if node in costs]
-                self._factors[microbatch] = self._measured.factors(
-                    (type(model).__name__, computed, microbatch, counted),
-                    lambda where: self._quotients(traced, model, batch, costs, speed, where),
+                self._factors[sizes.tensor, sizes.sequence, microbatch] = kept.factors(
+                    (type(model).__name__, computed, sizes, microbatch, counted),
+                    lambda where: self._quotients(traced, model, batch, costs, speed, where, kept.clock),
                 )
         link = self.machine.link_of(sizes.tensor, 1)
+        if sizes.sequence:
+            scatter, gather = link.rate("reduce_scatter"), link.rate("all_gather")
+            link = replace(link, bytes_per_second=2 * scatter * gather / (scatter + gather))
         layers, tied = counted_layers(traced, model, costs, speed, link)
         nowhere = shared_names(traced, layers_and_head(traced, model)[1])
         of_none = sum(cost.parts.forward for node, cost in costs.items() if cost.parts and node.name in nowhere)
@@ -181,16 +190,22 @@ class ModelCosts:
         costs: Mapping[fx.Node, NodeCost],
         speed: float,
         device: torch.device,
-    ) -> list[float]:
-        """Return measured / counted seconds of each layer and the head."""
+        clock: Callable[[], float],
+    ) -> list[list[float]]:
+        """Return measured / counted seconds of each layer and the head, forward and backward."""
         names, assigned, _ = layers_and_head(traced, root)
-        with torch.autocast(device.type, self.autocast, enabled=self.autocast is not None):
-            seconds = measure_nodes(traced, root, inputs, assigned, device)
-        measured, counted = [0.0] * len(names), [0.0] * len(names)
+        with nothing_sent(), torch.autocast(device.type, self.autocast, enabled=self.autocast is not None):
+            seconds = measure_nodes(traced, root, inputs, assigned, device, clock)
+        measured, counted = ([[0.0, 0.0] for _ in names] for _ in range(2))
         for node, layer in assigned.items():
-            measured[layer] += seconds.get(node, 0.0)
-            counted[layer] += costs[node].work / speed
-        return [a / b if a and b else 1.0 for a, b in zip(measured, counted, strict=True)]
+            parts = costs[node].parts or NodeParts()
+            for way, part in enumerate((parts.forward, parts.work - parts.forward)):
+                measured[layer][way] += seconds[node][way] if node in seconds else 0.0
+                counted[layer][way] += part / speed
+        return [
+            [a / b if a and b else 1.0 for a, b in zip(*layer, strict=True)]
+            for layer in zip(measured, counted, strict=True)
+        ]
 
 
 def _grown(one: CountedModel, layers: list[LayerTimes], shared: float, message: float) -> CountedModel:

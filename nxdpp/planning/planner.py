@@ -138,7 +138,7 @@ def plan(
         _class_names(transformer_layer_cls),
         sum(parameter.numel() for parameter in listings.parameters(model)),
         None if wanted is None else name_of(wanted),
-        _note("" if kept is None else kept.note, machine.device.kind, wanted),
+        _note("" if kept is None else kept.note, machine.device.kind),
     )
 
 
@@ -159,14 +159,9 @@ def _model(given: Any, dtype: torch.dtype | str | None) -> nn.Module:
     return build_on_meta(copy.deepcopy(given), wanted)
 
 
-def _note(of_measured: str, kind: str, autocast: torch.dtype | None) -> str:
+def _note(of_measured: str, kind: str) -> str:
     """Return what a reader of the figures must know."""
     notes = [of_measured] if of_measured else []
-    if autocast is not None and kind != "cpu":
-        notes.append(
-            "autocast is counted by the CPU's lists of operations. The device converts more to float32, such as layer "
-            "norms and eager softmax: leave memory for these."
-        )
     if kind == "xla":
         notes.append("memory of an XLA device is counted as a CPU's, without what its compiler adds.")
     return " ".join(notes)

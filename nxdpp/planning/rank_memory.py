@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from nxdpp.pipeline.partition.transport_bytes import COMMUNICATOR_BYTES, MESSAGES_HELD
+from nxdpp.pipeline.partition.transport_bytes import COMMUNICATOR_BYTES, MESSAGES_HELD, SLOTS_HELD
 from nxdpp.planning.layer_times import BUCKET_BYTES
 from nxdpp.planning.layout import Layout
 from nxdpp.planning.stage_costs import RankState, StageCosts
@@ -27,7 +27,7 @@ class RankMemory:
             that autocast has converted, beyond the gradients.
         step: temporary tensors of the optimizer's step, which has no activations.
         buckets: flat copies of gradients that stay from step to step.
-        transport: communicators and messages.
+        transport: communicators and messages; on CPUs the slots of shared memory.
     """
 
     weights: float
@@ -72,7 +72,7 @@ def rank_memory(
         # torch steps all parameters at once on CUDA, and one after the other on the CPU.
         step = gradients if on_cuda else 3 * state.largest
         buckets = min(state.copied, _COPIED_BYTES + BUCKET_BYTES) if layout.data > 1 else 0
-    transport = 0.0
+    transport = SLOTS_HELD * message if kind == "cpu" and layout.pipeline > 1 else 0.0
     if on_cuda:
         made = communicators(layout.pipeline, layout.data, layout.tensor)
         transport = made * COMMUNICATOR_BYTES + (MESSAGES_HELD * message if layout.pipeline > 1 else 0.0)

@@ -23,7 +23,8 @@ def pipeline_link(machine: Machine, layout: Layout, source: int, destination: in
     block = layout.data * layout.tensor
     hosts = {rank * block // machine.devices_per_host for rank in (source, destination)}
     inside = len(hosts) == 1 and block <= machine.devices_per_host
-    return machine.link if inside else machine.host_link
+    link = machine.link if inside else machine.host_link
+    return link.messages or link
 
 
 def data_link(machine: Machine, layout: Layout) -> Link:
@@ -36,9 +37,7 @@ def exchange_seconds(kind: Kind, whole: float, ranks: int, link: Link) -> float:
     if ranks == 1 or not whole:
         return 0.0
     steps = (2 if kind == "all_reduce" else 1) * math.ceil(math.log2(ranks))
-    return least_sent(kind, whole, ranks) / link.bytes_per_second + steps * link.latency * math.ceil(
-        whole / BUCKET_BYTES
-    )
+    return least_sent(kind, whole, ranks) / link.rate(kind) + steps * link.latency * math.ceil(whole / BUCKET_BYTES)
 
 
 # AdamW in torch reads and writes about this many tensors of the size of the parameters.
@@ -123,7 +122,7 @@ def step_times(
         tensor = microbatches * sum(stages[stage].tensor_seconds for stage in placement.stages_of(rank))
         averaged = end + slowdown * (_average_end(machine, layout, lasts[rank], gradients, end) - end)
         optimizer = slowdown * _optimizer_seconds(machine, layout, states[rank], itemsize)
-        exchange = slowdown * _sharded_exchange(machine, layout, states[rank])
+        exchange = slowdown * sharded_exchange(machine, layout, states[rank].gradients)
         unhidden = max(averaged - makespan, 0.0)
         bubble = max(makespan - busy[rank], 0.0)
         found.append(RankTimes(busy[rank] - tensor, tensor, bubble, unhidden + exchange, optimizer))
@@ -228,15 +227,13 @@ def _average_end(
     return max(finished, end)
 
 
-def _sharded_exchange(machine: Machine, layout: Layout, state: RankState) -> float:
+def sharded_exchange(machine: Machine, layout: Layout, gradients: float) -> float:
+    """Return the seconds in which ZeRO-1 exchanges ``gradients`` bytes of gradients, and as many of parameters."""
     if not layout.zero1:
         return 0.0
     link = data_link(machine, layout)
-    each: tuple[float, float] = (
-        exchange_seconds("reduce_scatter", state.gradients, layout.data, link),
-        exchange_seconds("all_gather", state.gradients, layout.data, link),
-    )
-    return sum(each)
+    scatter = exchange_seconds("reduce_scatter", gradients, layout.data, link)
+    return scatter + exchange_seconds("all_gather", gradients, layout.data, link)
 
 
 def _optimizer_seconds(machine: Machine, layout: Layout, state: RankState, itemsize: int) -> float:

@@ -86,10 +86,12 @@ def initialized() -> ProcessGroups | DebugState:
 
 def with_groups(what: str = "a process group") -> ProcessGroups:
     """The state of a running job, which ``what`` needs; ``RuntimeError`` before one and in the debug mode."""
-    state = initialized()
-    if isinstance(state, DebugState):
-        raise state.refusal(what)
-    return state
+    state = running()
+    if isinstance(state, ProcessGroups):
+        return state
+    debug = initialized()
+    assert isinstance(debug, DebugState), "the other of the two"
+    raise debug.refusal(what)
 
 
 def own_ranks(dimension: str) -> list[int]:

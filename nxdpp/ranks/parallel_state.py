@@ -56,6 +56,8 @@ def initialize_model_parallel(
     without them it is one process. The data-parallel size is ``world / (tensor * pipeline)``. From then on a rank that
     fails ends all ranks, see ``failure_watch``. A repeated call with the same arguments changes nothing.
 
+    Stages on one host exchange CPU tensors through shared memory. ``NXDPP_P2P=gloo`` in the environment turns that off.
+
     Args:
         tensor_model_parallel_size: number of ranks that share each layer.
         pipeline_model_parallel_size: number of ranks in a pipeline.
@@ -82,8 +84,9 @@ def initialize_model_parallel(
             where only 1 is possible, an ``order`` without each dimension once, a timeout between 0 and 1 or below 0.
             For a backend or device that does not fit: an unknown one, NCCL without CUDA, two that exclude each
             other, or one that differs from a running world's, which must not have the backend ``"xla"``. Also for
-            sizes or an order that differ from another rank's; all ranks then end. For a ``compilation_cache``
-            with another device than XLA's, and for one that is no folder.
+            sizes or an order that differ from another rank's, and another value of ``NXDPP_P2P`` than ``gloo`` and
+            ``shm``; all ranks then end. For a ``compilation_cache`` with another device than XLA's, and for one that is
+            no folder.
         TypeError: for a timeout that is no number, and a ``compilation_cache`` that is no path.
         RuntimeError: after a call with other arguments, in the debug mode, if the launcher's variables
             are incomplete, if CUDA is present and this rank cannot use a device of its own, or if torch_xla is absent

@@ -75,6 +75,8 @@ class ProcessGroups:
 
     def destroy(self) -> None:
         """Destroy the groups, or the whole world if nxdpp started it; collective over all ranks."""
+        for link in self.transfer_groups.links.values():
+            link.close()
         if self.started_world:
             dist.destroy_process_group()
             return
@@ -117,7 +119,9 @@ def build_groups(
     for dimension in DIMENSIONS if backend == "nccl" else ():
         if dimension == "pipeline" or rank_mesh.size(dimension) > 1:
             control_groups[dimension] = own_group(rank_mesh.groups(dimension), "gloo")
-    transfer_groups = build_transfer_groups(RULES[backend], backend, pipelines, mesh.get_group("pipeline"), device)
+    transfer_groups = build_transfer_groups(
+        RULES[backend], backend, pipelines, mesh.get_group("pipeline"), device, store
+    )
     world = dist.group.WORLD
     assert world is not None
     _wait_for_all_ranks(dist.get_world_size(), store)

@@ -1,7 +1,9 @@
 """Process groups for the P2P transfers of a pipeline, by the rules of their backend.
 
-On gloo that is the pipeline group itself. On NCCL, whose messages have no tags, each pair of neighbours has a group of
-two ranks for each way. A message then waits for no other rank. All other ranks share two groups over the pipeline::
+On gloo that is the pipeline group itself, and shared memory between ranks of one host (``host_link``).
+
+On NCCL, whose messages have no tags, each pair of neighbours has a group of two ranks for each way. A message then
+waits for no other rank. All other ranks share two groups over the pipeline::
 
     rank 0 ──0→1──▶ rank 1 ──1→2──▶ rank 2 ──2→0──▶ rank 0 ...      and the same backwards
     rank 0 ───────────── to higher ranks ─────────▶ rank 3          a tensor that skips ranks
@@ -12,9 +14,11 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, Store  # type: ignore[attr-defined]  # Store is public
 
 from nxdpp.ranks.faults.waits import Wait
+from nxdpp.ranks.host_link import HostLink
+from nxdpp.ranks.host_links import host_links
 from nxdpp.schedules.lowering.transport_rules import RankPair, TransportRules, neighbouring_pairs
 
 
@@ -28,6 +32,7 @@ class TransferGroups:
         pairs: groups of two ranks, by source and destination.
         to_lower: group over the pipeline for messages of other ranks, to lower ranks.
         to_higher: group over the pipeline for messages of other ranks, to higher ranks.
+        links: shared memory with the ranks of this host, which takes the place of their groups; on gloo.
     """
 
     rules: TransportRules
@@ -35,6 +40,7 @@ class TransferGroups:
     pairs: Mapping[RankPair, ProcessGroup]
     to_lower: ProcessGroup
     to_higher: ProcessGroup
+    links: Mapping[int, HostLink]
 
     @property
     def has_tags(self) -> bool:
@@ -55,7 +61,12 @@ class TransferGroups:
 
 
 def build_transfer_groups(
-    rules: TransportRules, backend: str, pipelines: list[list[int]], pipeline_group: ProcessGroup, device: torch.device
+    rules: TransportRules,
+    backend: str,
+    pipelines: list[list[int]],
+    pipeline_group: ProcessGroup,
+    device: torch.device,
+    store: Store,
 ) -> TransferGroups:
     """Create the groups of all pipelines; collective over all ranks, which make them in the same order.
 
@@ -65,9 +76,13 @@ def build_transfer_groups(
         pipelines: the global ranks of each pipeline.
         pipeline_group: this rank's pipeline group.
         device: device of the messages.
+        store: store of this start.
+
+    Raises ``ValueError`` for an unknown value of ``NXDPP_P2P``.
     """
     if not rules.pair_groups:
-        return TransferGroups(rules, backend, {}, pipeline_group, pipeline_group)
+        links = host_links(pipelines, dist.get_rank(), store)
+        return TransferGroups(rules, backend, {}, pipeline_group, pipeline_group, links)
     rank = dist.get_rank(pipeline_group)
     to_lower, to_higher = (own_group(pipelines, backend) for _ in range(2))
     pairs = {}
@@ -76,7 +91,7 @@ def build_transfer_groups(
         group = own_group(members, backend)
         if rank in (source, destination):
             pairs[source, destination] = group
-    groups = TransferGroups(rules, backend, pairs, to_lower, to_higher)
+    groups = TransferGroups(rules, backend, pairs, to_lower, to_higher, {})
     _first_exchange(groups, rank, device)
     return groups
 

@@ -12,7 +12,8 @@ A device tensor whose group is gloo's passes through host memory, and its collec
 a device that records operations it is the end of a graph: all operations before it are submitted once.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Literal
 
 import torch
@@ -30,6 +31,18 @@ from nxdpp.ranks.host_wire import on_wire
 _ops = torch.ops._c10d_functional
 
 _WAIT = Wait("collective of a tensor-parallel layer")
+_sends = True
+
+
+@contextmanager
+def nothing_sent() -> Iterator[None]:
+    """Give results of the right shape without a meaning inside, for the seconds of one rank's own work."""
+    global _sends
+    _sends = False
+    try:
+        yield
+    finally:
+        _sends = True
 
 
 def size_of(group: ProcessGroup | None) -> int:
@@ -138,8 +151,8 @@ def outside_of_graph(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def has_values(tensor: torch.Tensor) -> bool:
-    """Return whether ``tensor`` has values; meta and fake tensors have none."""
-    return not (tensor.is_meta or is_fake(tensor))
+    """Return whether ``tensor`` has values to send; meta and fake tensors have none."""
+    return _sends and not (tensor.is_meta or is_fake(tensor))
 
 
 def _part_size(tensor: torch.Tensor, dim: int, size: int) -> int:

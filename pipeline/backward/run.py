@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 # A received tensor enters the graph together with this one, which makes it require a gradient and gets none.
 _ANCHOR = torch.empty(0, device="cpu", requires_grad=True)
@@ -22,7 +22,7 @@ class ReceivedTensor:
 
     def enter_graph(self) -> torch.Tensor:
         """Return the tensor in a graph whose backward sets ``gradient``."""
-        entered: torch.Tensor = _Enter.apply(_ANCHOR, self)  # type: ignore[no-untyped-call]
+        entered: torch.Tensor = _enter(_ANCHOR, self)
         return entered
 
 
@@ -45,6 +45,18 @@ class _Enter(torch.autograd.Function):
         return None, None
 
 
+# ``_Enter.apply`` without its Python code, which looks for the transforms of torch.func: no stage runs within one.
+_enter: Any = super(torch.autograd.Function, _Enter).apply
+
+
+def edge_of(tensor: torch.Tensor) -> GradientEdge:
+    """Return ``get_gradient_edge(tensor)``, in a third of its time for a tensor that an operation of torch has made."""
+    node = tensor.grad_fn
+    if node is None or isinstance(node, torch._C._FunctionBase):
+        return get_gradient_edge(tensor)
+    return GradientEdge(node, tensor.output_nr)
+
+
 def run_backward(
     roots: Sequence[torch.Tensor | GradientEdge],
     gradients: Sequence[torch.Tensor],
@@ -61,14 +73,17 @@ def run_backward(
         gradients: the roots' gradients, of their shapes and dtypes; not checked.
         retain: keep the graph for another backward.
     """
-    with torch._C._DisableAutocast():
-        found: Sequence[torch.Tensor | None] = torch.autograd.Variable._execution_engine.run_backward(
-            tuple(roots),
-            tuple(gradients),
-            retain,
-            False,
-            tuple(inputs),
-            allow_unreachable=True,
-            accumulate_grad=accumulate,
-        )
+    run = _run_without_autocast if torch._C._is_any_autocast_enabled() else _run
+    # Keywords take longer than positions: create_graph, and allow_unreachable before accumulate_grad.
+    found: Sequence[torch.Tensor | None] = run(
+        tuple(roots), tuple(gradients), retain, False, tuple(inputs), True, accumulate
+    )
     return found
+
+
+_run = torch.autograd.Variable._execution_engine.run_backward
+
+
+def _run_without_autocast(*arguments: Any) -> Any:
+    with torch._C._DisableAutocast():
+        return _run(*arguments)

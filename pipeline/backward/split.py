@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from operator import setitem
+from threading import local
 from typing import Any
 
 import torch
@@ -25,6 +26,13 @@ from nxdpp.pipeline.backward.run import run_backward
 from nxdpp.pipeline.backward.structure import Structure, WeightGroup, saved_tensors
 
 _Gradients = tuple[torch.Tensor | None, ...]
+
+# A leaf whose hook calls what its thread asks for; made once, since that takes as long as a small operation.
+_asked = local()
+_ANCHOR = torch.zeros((), device="cpu", requires_grad=True)
+_ANCHOR.register_hook(lambda gradient: _asked.function(gradient))
+_ANCHOR_EDGE = get_gradient_edge(_ANCHOR)
+_ZERO = torch.zeros((), device="cpu")
 
 
 @dataclass
@@ -175,10 +183,11 @@ def _run_split_nodes(
 
 def _run_while_asking_for(edges: list[GradientEdge], function: Callable[[torch.Tensor], None]) -> None:
     """Call ``function`` while autograd's engine wants the gradients of ``edges``: nodes then compute no other ones."""
-    anchor = torch.zeros((), device="cpu", requires_grad=True)
-    anchor.register_hook(function)
-    edge = get_gradient_edge(anchor)
-    run_backward([edge], [torch.zeros((), device="cpu")], [edge, *edges], retain=True, accumulate=False)
+    _asked.function = function
+    try:
+        run_backward([_ANCHOR_EDGE], [_ZERO], [_ANCHOR_EDGE, *edges], retain=True, accumulate=False)
+    finally:
+        del _asked.function
 
 
 def _start(root: GradientEdge, gradient: torch.Tensor | None) -> torch.Tensor:

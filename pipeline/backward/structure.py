@@ -3,7 +3,8 @@
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -110,15 +111,22 @@ class Structure:
         return nodes
 
     def _in_order(self, nodes: Sequence[Any]) -> bool:
-        return all(
-            nodes[one.node]._sequence_nr() >= nodes[other.node]._sequence_nr()
-            for group in self.weight_groups
-            for one, other in zip(group.split_nodes, group.split_nodes[1:], strict=False)
-        )
+        for one, other in self._neighbours:  # noqa: SIM110  # a generator takes longer than the comparison
+            if nodes[one]._sequence_nr() < nodes[other]._sequence_nr():
+                return False
+        return True
+
+    @cached_property
+    def _neighbours(self) -> list[tuple[int, int]]:
+        """The pairs of nodes that run one after the other."""
+        runs = [[split_node.node for split_node in group.split_nodes] for group in self.weight_groups]
+        return [pair for nodes in runs for pair in pairwise(nodes)]
 
 
 def is_hooked(node: Any, name: str) -> bool:
     """Return whether a hook returns this saved tensor; activation checkpointing recomputes it there."""
+    if isinstance(saved := getattr(node, name), torch._C._autograd.SavedTensor):
+        return unpack_hook(saved) is not None
     return any(unpack_hook(saved) is not None for saved in saved_tensors(node, name))
 
 

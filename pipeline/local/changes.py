@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum, auto
 from itertools import chain, compress
-from operator import attrgetter, is_, itemgetter, not_
+from operator import attrgetter, is_, itemgetter, methodcaller, not_
 from typing import Any
 
 import torch
@@ -40,6 +40,8 @@ class Change(Enum):
     """``train()`` or ``eval()`` of a module."""
     HOOK = auto()
     """A hook of a module above the layers, or of a container."""
+    FORWARD = auto()
+    """A ``forward`` that a module above the layers has of its own."""
     VALUES = auto()
     """Values that a load or an initialisation has set."""
     MOVE = auto()
@@ -55,6 +57,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 _requires_grad = attrgetter("requires_grad")
 _dtype = attrgetter("dtype")
 _training = itemgetter("training")
+_forward = methodcaller("get", "forward")
 
 _records: "weakref.WeakSet[ChangeRecord]" = weakref.WeakSet()
 _handles: list[Any] = []
@@ -104,6 +107,10 @@ class ChangeRecord:
         _records.add(self)
         if not _handles:
             _handles.extend(_follow_registrations())
+
+    def follows_above(self, modules: Iterable[nn.Module]) -> bool:
+        """Return whether a look sees hooks, modes, entries and ``forward`` of all ``modules``."""
+        return self._sight.above.issuperset(map(id, modules))
 
     def note(self, *changes: Change) -> None:
         """Note ``changes`` that torch does not tell of."""
@@ -204,6 +211,8 @@ class _Sight:
         self._frozen = list(compress(self.parameters, map(not_, self._gradients)))
         self._in_training = list(compress(self._attributes, self._modes))
         self._in_evaluation = list(compress(self._attributes, map(not_, self._modes)))
+        self._attributes_above = [vars(module) for module in above]
+        self._forwards = list(map(_forward, self._attributes_above))
         self._hook_dicts = [vars(module)[name] for module in above for name in _HOOKS]
         self.take_hooks()
         self._entries = {
@@ -231,6 +240,7 @@ class _Sight:
             and all(map(_training, self._in_training))
             and not any(map(_training, self._in_evaluation))
             and self._hook_dicts == self._hooks
+            and all(map(is_, map(_forward, self._attributes_above), self._forwards))
             and _are_same(_values(self._dicts_above), self._values_above)
             and all(map(is_, map(dict.get, self._sampled_dicts, self._sampled_names), self._samples))
             and not self._has_moved()
@@ -253,6 +263,8 @@ class _Sight:
             changes.append(Change.GRADIENT)
         if [v["training"] for v in before._attributes] != before._modes:
             changes.append(Change.MODE)
+        if not all(map(is_, map(_forward, before._attributes_above), before._forwards)):
+            changes.append(Change.FORWARD)
         if before._hook_dicts != before._hooks:
             # Hooks that no trace has added stay changes until ``take_hooks``.
             self._hooks = before._hooks

@@ -76,6 +76,7 @@ class TiedWeights:
         self._rank = rank
         self._named_only = named_only
         self._of_stages = [(name, module.get_parameter(name)) for name in of_stages]
+        self.has_weights = bool(weights or of_stages)
         self._sends: list[tuple[Transfer, torch.Tensor]] = []
         self._set_aside: list[_SetAside] = []
         self.parameters: list[nn.Parameter] = []
@@ -145,8 +146,6 @@ class TiedWeights:
 
     def set_aside(self) -> None:
         """Take earlier gradients out of ``.grad``, and the hooks away, before the step's first backward."""
-        if not self._copies and not self._of_stages:
-            return
         here = [(TiedWeight(n, (n,), (self._rank,), -1), p) for n, p in self._of_stages if count_hooks(p)]
         for weight, parameter in (*zip(self._weights, self._copies, strict=True), *here):
             hooks = HeldHooks(parameter) if count_hooks(parameter) else None

@@ -140,7 +140,7 @@ class LossNormalization:
         if not is_given and self._rule == "microbatch":
             terms = self._known(cut, loss)
             _refuse_empty(terms.means, on_host)
-            return StepLoss(microbatches, empty=_empty(terms.of_modules, on_host))
+            return StepLoss(microbatches, empty=_empty(terms.of_modules, on_host) if terms.of_modules else {})
         count, replicas = len(microbatches), parallel_state.get_data_parallel_size()
         if is_given:
             self._check_given(self._known(cut, loss), on_host, train)

@@ -4,6 +4,9 @@ On gloo each message has a tag. NCCL has no tags, and runs the operations of a c
 Neighbours there have a communicator for each way. Both ranks send and post in one global order
 (``schedules/lowering/global_order.py``), which excludes a deadlock.
 
+Ranks of one host that would use gloo have a link of shared memory (``nxdpp/ranks/host_link.py``). A send copies into it
+and waits for nobody. Where the link has no room, gloo sends the message.
+
 On gloo two rules exclude a deadlock. For two ranks, messages of one kind are sent and received in the same order. A
 rank blocks on a receive only when the sender needs nothing that this rank has not posted yet.
 
@@ -27,6 +30,7 @@ from nxdpp.devices.kinds import device_of
 from nxdpp.pipeline.p2p.layout import TensorLayout
 from nxdpp.ranks.faults.board import board
 from nxdpp.ranks.faults.waits import Wait
+from nxdpp.ranks.host_link import HostLink
 from nxdpp.ranks.transfer_groups import TransferGroups
 from nxdpp.ranks.wire_form import packed, unpacked
 
@@ -95,6 +99,16 @@ _KINDS = 2 * len(Direction)
 _GroupCall = Callable[[list[torch.Tensor], int, int], Transfer]
 
 
+class _Copied:
+    """A message that is in shared memory, and needs its tensor no more."""
+
+    def wait(self) -> None:
+        """Return at once."""
+
+
+_COPIED = _Copied()
+
+
 class Transport:
     """Sends and receives of one rank of a pipeline; peers are ranks of the pipeline.
 
@@ -127,9 +141,9 @@ class Transport:
         self._through_host = groups.backend == "gloo" and device.type != "cpu"
         self._sends, self._buffers = HostSends(report), HostBuffers()
         self._has_tags = groups.has_tags
-        # By the other rank: the call of its group that receives or sends, and the number of the rank in the group.
-        self._receives: dict[int, tuple[_GroupCall, int, Wait]] = {}
-        self._sending: dict[int, tuple[_GroupCall, int]] = {}
+        # By the other rank: the call of its group that receives or sends, the number of the rank in it, and its link.
+        self._receives: dict[int, tuple[_GroupCall, int, Wait, HostLink | None]] = {}
+        self._sending: dict[int, tuple[_GroupCall, int, HostLink | None]] = {}
         self._metadata_sends: deque[tuple[Transfer, torch.Tensor]] = deque()
         self.is_in_host_memory = self._wire_device.type == "cpu"
         self.sent_bytes = 0
@@ -147,15 +161,17 @@ class Transport:
             buffer = torch.empty_strided(layout.size, layout.stride, dtype=layout.dtype, device=self._wire_device)
         if source not in self._receives:
             group, number, _ = self._groups.between(source, self._rank)
-            self._receives[source] = group.recv, number, self.wait_for(source)
-        receive, number, waits = self._receives[source]
+            self._receives[source] = group.recv, number, self.wait_for(source), self._groups.links.get(source)
+        receive, number, waits, link = self._receives[source]
         memory = buffer if buffer.is_contiguous() else _flat(buffer)
-        work = receive([memory], number, tag * _KINDS + direction if self._has_tags else 0)
+        wire_tag = tag * _KINDS + direction if self._has_tags else 0
+        work = receive([memory], number, wire_tag) if link is None else None
 
         def wait() -> torch.Tensor:
             board.wait = waits
             try:
-                work.wait()
+                if link is None or not link.receive(buffer, wire_tag):
+                    (work or receive([memory], number, wire_tag)).wait()
             except RuntimeError:
                 self._sends.raise_error()
                 raise
@@ -183,17 +199,21 @@ class Transport:
         self.sent_bytes += tensor.nbytes
         if destination not in self._sending:
             group, _, number = self._groups.between(self._rank, destination)
-            self._sending[destination] = group.send, number
-        send, number = self._sending[destination]
+            self._sending[destination] = group.send, number, self._groups.links.get(destination)
+        send, number, link = self._sending[destination]
         wire_tag = tag * _KINDS + direction if self._has_tags else 0
         if self._through_host and tensor.device.type != "cpu":
             copied = unchanged(tensor, device_of(self._device).to_host(tensor))
 
             def start(message: torch.Tensor) -> Transfer:
+                if link is not None and link.send(message, wire_tag):
+                    return _COPIED
                 return send([message if message.is_contiguous() else _flat(message)], number, wire_tag)
 
             return self._sends.start(copied, start), tensor
         tensor = tensor.to(self._wire_device)
+        if link is not None and link.send(tensor, wire_tag):
+            return _COPIED, tensor
         return send([tensor if tensor.is_contiguous() else _flat(tensor)], number, wire_tag), tensor
 
     def finish(self) -> None:

@@ -103,4 +103,4 @@ def measured_costs(
     """Return counted costs, with measured seconds as their work."""
     seconds = measure_nodes(traced, module, batch, assign_layers(traced, module, traced.layers), device)
     node_costs = count_costs(traced, module, batch, device)
-    return {node: replace(cost, work=seconds.get(node, 0.0)) for node, cost in node_costs.items()}
+    return {node: replace(cost, work=sum(seconds.get(node, ()))) for node, cost in node_costs.items()}

@@ -65,6 +65,7 @@ class Engine:
 
     Attributes:
         device: of the stages.
+        is_lazy: ``True`` if the device compiles the operations of an action to a graph.
         timer: the share of the last step in which this rank computed.
         last_backwards: the last backward of each stage of a training step, in the order of the actions.
         microbatches: of each action, in the order of the numbers on the board.
@@ -83,6 +84,7 @@ class Engine:
         self._transport = transport
         self._recorder = recorder
         self.device = device_of(config.device)
+        self.is_lazy = self.device.is_lazy
         self.timer = StepTimer(config.device)
         # By stage and form.
         self._channels_in: dict[tuple[int, int], dict[int, Channel]] = {}
@@ -125,8 +127,9 @@ class Engine:
         action, is reported to the other ranks, and raised.
         """
         self._watch = watch
-        # Operations of the program, such as the optimizer's step, are not part of the first action.
-        self.device.submit()
+        if self.is_lazy:
+            # Operations of the program, such as the optimizer's step, are not part of the first action.
+            self.device.submit()
         self.timer.start()
         for runner in self._runners.values():
             runner.begin(loss)
@@ -154,7 +157,7 @@ class Engine:
         for runner in self._runners.values():
             results |= runner.results
             runner.end()
-        return [results[microbatch] for microbatch in sorted(results)]
+        return list(map(results.__getitem__, sorted(results)))
 
     def _finish(self) -> None:
         """Wait until all tensors and objects of the step have been sent."""
@@ -181,7 +184,7 @@ class Engine:
         for i, action in enumerate(actions):
             new = self._calls_of(action, last_sends[action.stage, action.kind, action.microbatch] == i)
             if action.kind not in _RECEIVES and action.kind not in _SENDS:
-                if self.device.is_lazy:
+                if self.is_lazy:
                     new = [partial(self._submitted, call) for call in new]
                 if self._recorder is not None:
                     new = [self._recorder.computing(action, call) for call in new]

@@ -6,7 +6,7 @@
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -67,6 +67,31 @@ def metadata_placeholder(layout: ValueLayout, device: torch.device) -> Any:
     return layout.build([MetadataPlaceholder(tensor, device) for tensor in layout.tensors])
 
 
+class Incoming(NamedTuple):
+    """A channel to a source stage, after the metadata exchange.
+
+    Attributes:
+        channel: it has the tensors of each microbatch.
+        entering: numbers of the tensors that enter the autograd graph.
+        values: the name and the layout of each value.
+        are_tensors: ``True`` if each value is one tensor.
+    """
+
+    channel: Channel
+    entering: list[int]
+    values: list[tuple[str, ValueLayout]]
+    are_tensors: bool
+
+    @classmethod
+    def over(cls, channel: Channel, train: bool) -> "Incoming":
+        """Describe what comes over ``channel``, whose layouts are known; with ``train`` backwards follow."""
+        boundary = channel.boundary
+        values = [(name, boundary.layouts[name]) for name in boundary.values]
+        activations = enumerate(boundary.activations) if train else ()
+        entering = [number for number, entry in activations if entry.layout.requires_grad]
+        return cls(channel, entering, values, all(isinstance(layout.skeleton, TensorLayout) for _, layout in values))
+
+
 class MetadataExchange:
     """The part of one stage in the metadata exchange.
 
@@ -94,8 +119,8 @@ class MetadataExchange:
         self.is_received = False
         self.is_sent = False
 
-    def receive(self) -> None:
-        """Receive the layouts of the source stages."""
+    def receive(self, train: bool) -> list[Incoming]:
+        """Receive the layouts of the source stages; with ``train`` backwards follow."""
         for channel in self._channels_in:
             channel.receive_metadata()
             boundary, layouts = channel.boundary, channel.boundary.layouts
@@ -104,6 +129,7 @@ class MetadataExchange:
             }
             self.sharing_memory += [name for name in boundary.values if layouts[name].shares_memory]
         self.is_received = True
+        return [Incoming.over(channel, train) for channel in self._channels_in]
 
     def send(self, made: Mapping[str, Any]) -> None:
         """Send the layouts of the values ``made`` by this stage to its destination stages."""

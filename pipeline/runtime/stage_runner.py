@@ -12,22 +12,23 @@ One microbatch passes through a stage in these actions::
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 import torch
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge
 
 from nxdpp.devices.kinds import has_own_memory
 from nxdpp.devices.strides import copied
 from nxdpp.pipeline.backward.graph import BackwardAnalysis
-from nxdpp.pipeline.backward.run import ReceivedTensor, run_backward
+from nxdpp.pipeline.backward.run import ReceivedTensor, edge_of, run_backward
 from nxdpp.pipeline.backward.split import SplitBackward
 from nxdpp.pipeline.loss.step_loss import StepLoss
 from nxdpp.pipeline.p2p.channel import Channel, LocalChannel
-from nxdpp.pipeline.p2p.layout import ValueLayout, check_layout, tensors_of
+from nxdpp.pipeline.p2p.layout import BoundaryTensor, ValueLayout, check_layout, tensors_of
 from nxdpp.pipeline.p2p.transport import Direction
 from nxdpp.pipeline.runtime.engine_config import EngineConfig
-from nxdpp.pipeline.runtime.metadata_exchange import MetadataExchange
+from nxdpp.pipeline.runtime.metadata_exchange import Incoming, MetadataExchange
 from nxdpp.pipeline.runtime.module_memory import copy_values, names_in_module_memory
 from nxdpp.pipeline.stages.cut_graph import StageProgram
 from nxdpp.pipeline.stages.in_place_guard import expect_unchanged, versions
@@ -35,18 +36,20 @@ from nxdpp.pipeline.timeline.clock import StepTimer
 from nxdpp.schedules.actions import ActionKind
 
 _NO_STEP = StepLoss(())
+_gradient_of = attrgetter("gradient")
 
 
-@dataclass
+@dataclass(slots=True)
 class _InFlight:
     """A microbatch between its forward and its backward.
 
     Received tensors enter the autograd graph at ``entries``, and its backward starts at ``roots``. Neither keeps an
-    activation alive.
+    activation alive. ``kept`` are nodes that keep the nodes of ``entries``, which are Python's, alive.
     """
 
     received: list[ReceivedTensor]
     entries: list[GradientEdge] = field(default_factory=list)
+    kept: list[Any] = field(default_factory=list)
     roots: dict[tuple[str, int], GradientEdge] = field(default_factory=dict)
     loss: torch.Tensor | None = None
     has_items: bool = True
@@ -98,6 +101,7 @@ class StageRunner:
         self._loss_gradient = config.loss_gradient
         self._metadata = MetadataExchange(program.plan, channels_in, channels_out, config.device)
         self._in_module_memory: list[str] | None = None
+        self._incoming: list[Incoming] = []
         # Of each sent value, known after the metadata exchange.
         self._layouts: dict[str, ValueLayout] = {}
         self._analysis = BackwardAnalysis()
@@ -177,8 +181,7 @@ class StageRunner:
             start = self._stamp()
             run_backward(roots, starts)
             self._blocks.append((self._plan.stage, ActionKind.BACKWARD, microbatch, start, self._stamp()))
-        gradients = [received.gradient for received in in_flight.received]
-        self._keep_gradients(microbatch, gradients, in_flight.has_items)
+        self._keep_gradients(microbatch, list(map(_gradient_of, in_flight.received)), in_flight.has_items)
 
     def input_gradient(self, microbatch: int) -> None:
         """Compute the gradients of received activations (B, T, H); ``weight_gradient`` computes the others."""
@@ -209,27 +212,31 @@ class StageRunner:
     def _receive(self, microbatch: int, in_flight: _InFlight) -> dict[str, Any]:
         """The values of the source stages, in the autograd graph when training."""
         if not self._metadata.is_received:
-            self._metadata.receive()
+            self._incoming = self._metadata.receive(self._train)
         received: dict[str, Any] = {}
-        for channel in self._channels_in:
-            boundary, tensors = channel.boundary, channel.take(Direction.ACTIVATION, microbatch)
-            if self._train:
-                for number, entry in enumerate(boundary.activations):
-                    if entry.layout.requires_grad:
-                        # Only the graph may hold the tensor: its backward frees it.
-                        arrived = ReceivedTensor(tensors[number])
-                        tensors[number] = None
-                        tensors[number] = arrived.enter_graph()
-                        in_flight.received.append(arrived)
-                        if self._splits:
-                            in_flight.entries.append(get_gradient_edge(tensors[number]))
+        for channel, entering, values, are_tensors in self._incoming:
+            tensors = channel.take(Direction.ACTIVATION, microbatch)
+            for number in entering:
+                # Only the graph may hold the tensor: its backward frees it.
+                arrived = ReceivedTensor(tensors[number])
+                tensors[number] = None
+                entered: Any = arrived.enter_graph()
+                tensors[number] = entered
+                in_flight.received.append(arrived)
+                if self._splits:
+                    # ``get_gradient_edge`` takes three times as long.
+                    in_flight.entries.append(GradientEdge(entered.grad_fn, 0))
+                    in_flight.kept.append(entered.view_as(entered).grad_fn)
             # Tensors are numbered value by value.
             at = 0
-            for name in boundary.values:
-                layout = boundary.layouts[name]
-                end = at + len(layout.tensors)
-                received[name] = layout.build(tensors[at:end])
-                at = end
+            for name, layout in values:
+                if are_tensors:
+                    received[name] = tensors[at]
+                    at += 1
+                else:
+                    end = at + len(layout.tensors)
+                    received[name] = layout.build(tensors[at:end])
+                    at = end
         return received
 
     def _prepare_backward(self, in_flight: _InFlight, made: dict[str, Any], microbatch: int) -> None:
@@ -238,42 +245,36 @@ class StageRunner:
             value = made[name]
             for position, tensor in enumerate((value,) if isinstance(value, torch.Tensor) else tensors_of(value)):
                 if tensor.requires_grad:
-                    in_flight.roots[name, position] = get_gradient_edge(tensor)
+                    in_flight.roots[name, position] = edge_of(tensor)
         if self._plan.results:
             in_flight.loss = self._loss.differentiated(microbatch, made[self._plan.results[0]])
             # Without items the loss has no backward, and earlier stages get zeros.
             in_flight.has_items = in_flight.loss is not None
 
     def _roots(self, in_flight: _InFlight, microbatch: int) -> tuple[list[Any], list[torch.Tensor]]:
-        """The roots of a backward, and the gradient of each."""
-        gradients = self._returned_gradients(microbatch)
+        """The roots of a backward, and the gradient (B, T, H) of each: the sum over the destinations.
+
+        The latest destination is the first of the sum, as in autograd.
+        """
+        parts: list[tuple[BoundaryTensor, torch.Tensor | None]] = []
+        for channel in self._channels_out:
+            parts += zip(channel.boundary.gradients, channel.take(Direction.GRADIENT, microbatch), strict=True)
+        gradients: dict[tuple[str, int], torch.Tensor] = {}
+        for entry, gradient in reversed(parts):
+            if gradient is not None:
+                key = (entry.value, entry.position)
+                gradients[key] = gradients[key] + gradient if key in gradients else gradient
         # A root is missing when its parameters were frozen after the metadata exchange.
         roots: list[Any] = []
         starts: list[torch.Tensor] = []
-        for key, gradient in gradients.items():
+        for key, total in gradients.items():
             if key in in_flight.roots:
                 roots.append(in_flight.roots[key])
-                starts.append(gradient)
+                starts.append(total)
         if in_flight.loss is not None:
             roots.append(in_flight.loss)
             starts.append(self._loss_gradient(in_flight.loss))
         return roots, starts
-
-    def _returned_gradients(self, microbatch: int) -> dict[tuple[str, int], torch.Tensor]:
-        """The gradient (B, T, H) of each sent tensor that has one.
-
-        It is the sum over the destinations, the latest first as in autograd.
-        """
-        parts = []
-        for channel in self._channels_out:
-            returned = channel.take(Direction.GRADIENT, microbatch)
-            parts += list(zip(channel.boundary.gradients, returned, strict=True))
-        total: dict[tuple[str, int], torch.Tensor] = {}
-        for entry, gradient in reversed(parts):
-            if gradient is not None:
-                key = (entry.value, entry.position)
-                total[key] = total[key] + gradient if key in total else gradient
-        return total
 
     def _own_activations(self, channel: Channel, made: dict[str, Any]) -> list[torch.Tensor]:
         """Activations for a stage of this rank; copies where other stages receive them too."""

@@ -4,6 +4,8 @@ import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import count
 from typing import Any
 
 import torch
@@ -33,6 +35,7 @@ from nxdpp.tracing.state.shared_objects import SharedBuffers
 from nxdpp.tracing.values.input_dicts import NUMBERS
 
 _UNKNOWN = object()
+_NEVER = -1
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,14 @@ class _Variant:
     training: bool
     modes: Modes
     settings: tuple[Settings, int]
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        # Each step looks for its graph.
+        return hash((self.traced, self.constants, self.training, self.modes, self.settings))
 
     def with_numbers_fixed(self, numbers: Mapping[str, Any]) -> "_Variant":
         """Return the variant in which numbers are part of the graph."""
@@ -100,16 +111,18 @@ class ProgramCache:
         self._common += parameter_lines([*listings.named_parameters(module), *listings.named_buffers(module)])
         # The key has the shapes of the inputs for variants with a graph that depends on sizes, and ``None`` for others.
         self._graphs: LastUsed[tuple[_Variant, Any], CutGraph] = LastUsed()
-        # Keys of graphs by a layout of inputs, modes and settings.
-        self._of_layouts: LastUsed[tuple[Hashable, bool, Modes, tuple[Settings, int]], tuple[_Variant, Any]] = (
-            LastUsed()
-        )
+        # Keys of graphs by a layout of inputs, modes, number of settings, and objects and values that code reads.
+        self._of_layouts: LastUsed[Hashable, tuple[_Variant, Any]] = LastUsed()
         self._with_facts: set[_Variant] = set()
         self._fixed: set[_Variant] = set()
         self._as_cut: dict[str, nn.Module] = {}
         self._state: Any = _UNKNOWN
         self._spine_settings = SpineSettings((), ())
         self._last_settings: Settings = ()
+        self._settings_at = _NEVER
+        self._settings_numbers: LastUsed[Settings, int] = LastUsed()
+        self._counter = count()
+        self._settings_number = next(self._counter)
         self._read_values: ReadValues | None = None
 
     def cut_graph(self, inputs: Mapping[str, Any], training: bool) -> CutGraph:
@@ -135,6 +148,14 @@ class ProgramCache:
             return self._kept(variant.with_numbers_fixed(numbers) if numbers else variant, shapes)
 
     def _settings(self) -> tuple[Settings, int]:
+        """The settings of the spine with the objects that its code reads, and the number of the values it reads."""
+        if self._settings_at != self._changes.number:
+            self._look_at_settings()
+        assert self._read_values is not None, "made with the state"
+        number = self._read_values.number
+        return (*self._last_settings, (0, "objects", self._read_values.objects)), number
+
+    def _look_at_settings(self) -> None:
         if self._state is _UNKNOWN or (self._spine_settings.of_layers and self._entries.has_moved):
             self._entries.settle()
             layers = self._layers()
@@ -152,14 +173,20 @@ class ProgramCache:
                     spine,
                     lambda: known.pop() if known else reachable_state(self._module, self._options, self._layers()),
                 )
-        present = self._spine_settings.present()
-        if present != self._last_settings:
+        elif self._spine_settings.present() != self._last_settings:
             # Another function may read other attributes.
             self._state = _UNKNOWN
-            return self._settings()
-        assert self._read_values is not None, "made with the state"
-        number = self._read_values.number
-        return (*present, (0, "objects", self._read_values.objects)), number
+            self._look_at_settings()
+            return
+        self._settings_number = self._settings_numbers.setdefault(self._last_settings, next(self._counter))
+        # The modes of layers of other ranks are not in the record.
+        is_followed = self._changes.follows_above(self._spine_settings.spine) and not self._spine_settings.of_layers
+        self._settings_at = self._changes.number if is_followed else _NEVER
+
+    def _place(self, layout: Hashable, training: bool, modes: Modes) -> Hashable:
+        """The key of ``_of_layouts`` for the present settings."""
+        (*_, (_, _, objects)), number = self._settings()
+        return layout, training, modes, self._settings_number, objects, number
 
     def _layers(self) -> list[str]:
         return self._options.layers_of(self._module)
@@ -173,14 +200,15 @@ class ProgramCache:
         Raises ``ValueError`` where they need several graphs, and as ``cut_graph`` does.
         """
         training = self._module.training
-        present = None if layout is None else (layout, training, current_modes(), self._settings())
-        key = None if present is None else self._of_layouts.get(present)
-        if key is not None and key in self._graphs:
-            return self._graphs[key]
+        modes = current_modes()
+        key = None if layout is None else self._of_layouts.get(self._place(layout, training, modes))
+        known: CutGraph | None = None if key is None else self._graphs.get(key)
+        if known is not None:
+            return known
         cut = self.cut_graph(microbatches[0], training)
-        if present is not None:
+        if layout is not None:
             # A trace may have changed the settings.
-            self._of_layouts[*present[:-1], self._settings()] = next(reversed(self._graphs))
+            self._of_layouts[self._place(layout, training, modes)] = next(reversed(self._graphs))
         first = signature(microbatches[0])
         for number, microbatch in enumerate(microbatches):
             if signature(microbatch) != first and self.cut_graph(microbatch, training) is not cut:
@@ -218,7 +246,8 @@ class ProgramCache:
         """Drop all graphs: modules, buffers or dtypes have changed."""
         self._graphs.clear()
         self._of_layouts.clear()
-        self._state = _UNKNOWN
+        self._settings_numbers.clear()
+        self._state, self._settings_at = _UNKNOWN, _NEVER
         self._read_values = None
         self._with_facts.clear()
 
@@ -249,6 +278,7 @@ class ProgramCache:
             finally:
                 # Transformers adds hooks itself.
                 self._changes.take_hooks()
+                self._settings_at = _NEVER
             with self._partition.remedy_named():
                 graph = self._with_other_values(traced, variant) or CutGraph(traced, self._partition, variant.training)
         if graph.traced.facts:

@@ -99,8 +99,11 @@ def rank_program(
 
 
 def in_flight_limit(schedule: Schedule, edges: Collection[StagePair], rules: TransportRules) -> int:
-    """Return the limit of sends in flight from a stage to another, where sent tensors are not held for a backward."""
+    """Return the limit of sends in flight between two stages, for tensors that no backward holds.
+
+    It is enough where receives begin at their use, as over shared memory.
+    """
     if rules.posted_ahead is None:
         # In the global order a rank may wait for each send.
         return _SENDS_IN_FLIGHT
-    return max(_SENDS_IN_FLIGHT, sends_in_flight(lower(schedule, edges, rules.posted_ahead), edges))
+    return max(_SENDS_IN_FLIGHT, sends_in_flight(lower(schedule, edges, 0), edges))

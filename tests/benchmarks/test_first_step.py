@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from benchmarks.first_step import RANKS, hash_seconds, step_seconds
+from benchmarks.first_step import RANK, RANKS, hash_seconds, phases_of_start, step_seconds
 from tests.support.run_ranks import run_ranks
 
 pytestmark = pytest.mark.one_python
@@ -20,3 +20,9 @@ def test_a_known_shape_takes_less_than_the_first_step() -> None:
 
 def test_hashes_of_a_batch_take_less_than_a_millisecond() -> None:
     assert 0 < hash_seconds({"ids": torch.zeros(2, 8, dtype=torch.int64)}, repeats=9) < 1e-3
+
+
+def test_the_phases_of_a_start_without_other_ranks() -> None:
+    phases = phases_of_start([RANK, "405B"])
+    assert list(phases)[-3:] == ["model", "wrap and weights", "trace"]
+    assert min(phases.values()) > 0

@@ -1,4 +1,4 @@
-"""The main job at the smallest size: configuration fields of its Llama, and evaluations of few sequences."""
+"""The main job at the smallest size: configuration fields of its Llama, few sequences to evaluate, a short sample."""
 
 from typing import Any
 
@@ -16,12 +16,17 @@ TINY_LLAMA: dict[str, Any] = {
 HELD_OUT = 16
 """Sequences of an evaluation."""
 
+SAMPLE = 8
+"""Bytes of a sample."""
+
 
 def run_main_job(arguments: list[str]) -> None:
     """Run ``train.py`` in this rank."""
+    import sample
     import train
     import training
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(training, "HELD_OUT_SEQUENCES", HELD_OUT)
+        patch.setattr(sample, "SAMPLE_BYTES", SAMPLE)
         train.main(arguments)

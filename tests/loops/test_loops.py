@@ -13,8 +13,8 @@ from tests.loops.run import run_scripts, written
 from tests.loops.training import Training
 from tests.support.run_ranks import run_ranks
 
-SEEDS = (4, 21, 26, 37, 45, 53, 69, 73, 79, 166, 199, 579, 766)
-MORE = (5, 13, 16, 18, 24, 28, 47, 49, 51, 59, 60, 67, 382, 433)
+SEEDS = (4, 21, 26, 37, 45, 53, 69, 73, 79, 199, 579, 766)
+MORE = (5, 13, 16, 18, 24, 28, 47, 49, 51, 59, 60, 67, 166, 382, 433)
 """Of two ranks. Seed 53 is refused, on both ranks before anything is sent, and the start continues.
 
 Seeds 166, 382, 433 and 766 have a tied weight, and 199 ties one. Seed 579 recomputes layers that change buffers.

@@ -9,7 +9,7 @@ import torch
 
 from nxdpp import GradScaler, NxDPPModel, parallel_state, save_pretrained
 from nxdpp.agreement.together import from_all_ranks, from_first_rank, together
-from nxdpp.ranks.faults.board import Board, Call, board
+from nxdpp.ranks.faults.board import Call, board
 from tests.support.models import make, padded_batch
 
 CASES: dict[str, Callable[[NxDPPModel, Path], Any]] = {
@@ -46,14 +46,14 @@ def wrapped() -> Iterator[NxDPPModel]:
 def outermost(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the calls that are no part of another one, in order."""
     names: list[str] = []
-    enter = Board._enter
+    enter = Call.__enter__
 
-    def noted(self: Board, call: Call) -> None:
-        if not self.position().call:
-            names.append(call.name)
-        enter(self, call)
+    def noted(self: Call) -> Call:
+        if not board.position().call:
+            names.append(self.name)
+        return enter(self)
 
-    monkeypatch.setattr(Board, "_enter", noted)
+    monkeypatch.setattr(Call, "__enter__", noted)
     return names
 
 

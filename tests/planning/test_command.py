@@ -369,18 +369,13 @@ def test_tied_weights_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.one_python
-def test_llama_405b_is_planned(tmp_path: Path) -> None:
+def test_llama_405b_is_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = llama_3_1_405b()
     config.architectures = ["LlamaForCausalLM"]
     config.save_pretrained(tmp_path)
-    ended = subprocess.run(
-        [sys.executable, "-m", "nxdpp", "plan", str(tmp_path), "--pipeline-parallel-size", "16", "--num-microbatches",
-         "64", *("--partition", "balanced")],
-        capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-
-    assert ended.returncode == 0, ended.stderr
-    assert "LlamaForCausalLM, 405,853,388,800 parameters, on 16 ranks" in ended.stdout
+    options = ["--pipeline-parallel-size", "16", "--num-microbatches", "64", "--partition", "balanced"]
+    assert main(["plan", str(tmp_path), *options]) == 0
+    assert "LlamaForCausalLM, 405,853,388,800 parameters, on 16 ranks" in capsys.readouterr().out
 
 
 @pytest.mark.one_python

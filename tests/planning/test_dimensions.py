@@ -2,6 +2,7 @@
 
 import json
 import re
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ MATRICES = HIDDEN * HIDDEN * 2 + HIDDEN * (HIDDEN // 2) * 2 + 3 * HIDDEN * MIDDL
 """Elements of the linear layers of a transformer layer."""
 
 
+@cache
 def _stages(
     tensor: int = 1, data: int = 1, zero1: bool = False, sequence: bool = False, **changes: Any
 ) -> list[StageSummary]:

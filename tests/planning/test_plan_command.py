@@ -1,10 +1,7 @@
 """``python -m nxdpp plan --devices``: the printed layouts, and the printed lines, which a job runs."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 
@@ -17,6 +14,7 @@ from nxdpp.planning.layout import Layout
 from nxdpp.planning.plan import Plan
 from nxdpp.planning.written.program import program
 from tests.planning.json_keys import keys_in, keys_of
+from tests.support.run_program import run_program
 
 ROOT = Path(__file__).parents[2]
 CONFIG = {
@@ -98,7 +96,6 @@ def test_the_printed_lines_run(folder: Path, capsys: pytest.CaptureFixture[str])
     times = [float(row.split()[-4]) for row in rows]
     assert times == sorted(times)
     assert "--write train.py: the program below; --write plan.json: for\n  NxDPPModel.from_plan(model, plan)" in table
-    assert command == "torchrun --nproc-per-node 2 train.py"
     script = Plan.read(folder / "plan.json").script()
     assert set(script.splitlines()[-4:]) <= set(source.splitlines())
 
@@ -111,20 +108,11 @@ def test_the_printed_lines_run(folder: Path, capsys: pytest.CaptureFixture[str])
     for name, text in zip(names, scripts, strict=True):
         (folder / name).write_text(text)
     (folder / "train.py").write_text(TRAIN)
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    environment = os.environ | {"PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    ended = subprocess.run(
-        [*command.split(), *names],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stderr
+    assert command == "torchrun --nproc-per-node 2 train.py"
+    ended = run_program("train.py", names, 2, folder=folder)
+    assert ended.codes == [0, 0], ended.output
     for name in names:
-        assert f"{name}: the loss of step 1 is that of one process" in ended.stdout
+        assert f"{name}: the loss of step 1 is that of one process" in ended.output
     for word in ("tensor_parallelize(model, sequence_parallel=True)", "apply_checkpoint(model)", "Zero1Optimizer("):
         assert any(word in text for text in scripts)
 

@@ -1,10 +1,7 @@
 """Each start is clean: by torchrun after a fault, and in one process after ``destroy_model_parallel``."""
 
 import ast
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +10,7 @@ from tests.support.run_program import run_program
 
 pytestmark = pytest.mark.one_python
 
-PROGRAM = str(Path(__file__).with_name("restarted_program.py"))
+AGENT, PROGRAM = (str(Path(__file__).with_name(name)) for name in ("restarting_agent.py", "restarted_program.py"))
 # The rank of the fault takes turns. SIGKILL is a case of tests/hosts, and os._exit looks like SIGKILL to the others.
 FAULTS = ["exception", "SIGTERM", "early_exception"]
 MORE = ["exception", "SIGSEGV", "early_exception", "SIGTERM", "exit"]
@@ -21,24 +18,15 @@ MORE = ["exception", "SIGSEGV", "early_exception", "SIGTERM", "exit"]
 
 @pytest.mark.parametrize("faults", [FAULTS, pytest.param(MORE, marks=pytest.mark.sweep)], ids=len)
 def test_torchrun_restarts_after_each_fault(faults: list[str], tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--max-restarts", str(len(faults))]
-    ended = subprocess.run(
-        [*command, PROGRAM, str(tmp_path), *faults],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=240,
-    )
-    assert ended.returncode == 0, ended.stdout
-    happened = re.findall(r"start (\d): rank (\d) has (\w+)", ended.stdout)
+    ended = run_program(AGENT, [PROGRAM, str(tmp_path), *faults], 1)
+    assert ended.codes == [0], ended.output
+    happened = re.findall(r"start (\d): rank (\d) has (\w+)", ended.output)
     after_the_start = [
         (str(start), str(start % 2), fault) for start, fault in enumerate(faults) if not fault.startswith("early_")
     ]
-    assert happened == after_the_start, ended.stdout
-    well = re.findall(r"start (\d): rank (\d) ends well", ended.stdout)
-    assert sorted(well) == [(str(len(faults)), "0"), (str(len(faults)), "1")], ended.stdout
+    assert happened == after_the_start, ended.output
+    well = re.findall(r"start (\d): rank (\d) ends well", ended.output)
+    assert sorted(well) == [(str(len(faults)), "0"), (str(len(faults)), "1")], ended.output
 
 
 @pytest.mark.parametrize("cycles", [10, pytest.param(200, marks=pytest.mark.sweep)])

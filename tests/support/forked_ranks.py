@@ -3,14 +3,11 @@
 import multiprocessing
 import os
 from collections.abc import Callable
-from datetime import timedelta
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, though not in its __all__
-
-from tests.support.run_ranks import rank_environment
+from tests.support.run_ranks import rank_environment, store_for_ranks
 
 
 def forked_ranks(world_size: int, function: Callable[[int], Any], timeout: float = 120.0) -> list[Any]:
@@ -19,7 +16,7 @@ def forked_ranks(world_size: int, function: Callable[[int], Any], timeout: float
     The first exception ends the other ranks, whose result is then ``None``. So does the ``timeout`` in seconds.
     """
     fork = multiprocessing.get_context("fork")
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout))
+    store = store_for_ranks(timeout)
     readers: list[Connection] = []
     processes = []
     for rank in range(world_size):

@@ -3,6 +3,7 @@
 A process ends like an interpreter that runs the script: an error goes to ``sys.excepthook``, exit functions follow.
 """
 
+import ctypes
 import multiprocessing.util
 import os
 import runpy
@@ -17,9 +18,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import torch
-from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, though not in its __all__
 
-from tests.support.run_ranks import fork_server, rank_environment
+from tests.support.run_ranks import fork_server, rank_environment, store_for_ranks
 
 
 class Ended(NamedTuple):
@@ -41,21 +41,22 @@ def run_program(
     timeout: float = 240.0,
     first_rank_has_store: bool = False,
     own_outputs: bool = False,
+    folder: Path | None = None,
 ) -> Ended:
-    """Run ``script`` on ``ranks`` ranks; ``AssertionError`` after ``timeout`` seconds.
+    """Run ``script`` on ``ranks`` ranks, in ``folder`` if it is given; ``AssertionError`` after ``timeout`` seconds.
 
     The caller holds the store, as torchrun does, unless the first rank is to hold it. With ``own_outputs`` each rank
     writes into a file of its own; otherwise all write into one, in the order of time.
     """
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = store_for_ranks(timeout)
     environments = [rank_environment(rank, ranks, store.port) for rank in range(ranks)]
     if first_rank_has_store:
         # Its port is free from now on.
         del store
         for environment in environments:
             del environment["TORCHELASTIC_USE_AGENT_STORE"]
-    with tempfile.TemporaryDirectory(prefix="nxdpp-program-") as folder:
-        outputs = [Path(folder) / f"output{rank if own_outputs else ''}.txt" for rank in range(ranks)]
+    with tempfile.TemporaryDirectory(prefix="nxdpp-program-") as written_to:
+        outputs = [Path(written_to) / f"output{rank if own_outputs else ''}.txt" for rank in range(ranks)]
         processes: list[Any] = []
 
         def written() -> str:
@@ -63,7 +64,7 @@ def run_program(
 
         try:
             for environment, output in zip(environments, outputs, strict=True):
-                given = (script, list(arguments), environment, output, timeout)
+                given = (script, list(arguments), environment, output, timeout, folder)
                 processes.append(fork_server().Process(target=_run, args=given))
                 processes[-1].start()
             deadline = time.monotonic() + timeout
@@ -79,7 +80,11 @@ def run_program(
                 process.join()
 
 
-def _run(script: str, arguments: list[str], environment: dict[str, str], output: Path, timeout: float) -> NoReturn:
+def _run(
+    script: str, arguments: list[str], environment: dict[str, str], output: Path, timeout: float, folder: Path | None
+) -> NoReturn:
+    if folder is not None:
+        os.chdir(folder)
     signal.alarm(int(timeout) + 5)
     # A job in the background of a shell ignores it, and so would its programs.
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -90,6 +95,15 @@ def _run(script: str, arguments: list[str], environment: dict[str, str], output:
     os.environ.update(environment)
     torch.set_num_threads(1)
     os._exit(run_script(script, arguments))
+
+
+def take_signals_of_a_program() -> None:
+    """Have the signals of a program that torchrun starts, in a fork of its agent."""
+    # A function gets a signal when its parent ends.
+    ctypes.CDLL(None).prctl(1, 0)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for handled in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(handled, signal.SIG_DFL)
 
 
 def run_script(script: str, arguments: Sequence[str]) -> int:

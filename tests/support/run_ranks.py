@@ -7,6 +7,7 @@ import os
 import pickle
 import re
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -46,8 +47,7 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
     has the error and the output of every rank, and the stacks of ranks that were running.
     """
     context = fork_server()
-    # The caller holds the store, as torchrun's agent does: no port can be free now and taken later.
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout))
+    store = store_for_ranks(timeout)
     payload = pickle.dumps((function, args))
     with tempfile.TemporaryDirectory(prefix="nxdpp-ranks-") as folder:
         ranks = []
@@ -197,6 +197,23 @@ def _exit(code: int | None) -> str:
     if code is not None and code < 0:
         return f"killed by {signal.Signals(-code).name}"
     return f"exit status {code}"
+
+
+def store_for_ranks(timeout: float) -> TCPStore:
+    """Store that the caller holds, as torchrun's agent does: no port can be free now and taken later.
+
+    The caller listens on an address of version 4. torch looks up the name of each rank that connects, and the name
+    server would be asked for that of an address of version 6.
+    """
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as listener:
+        return TCPStore(
+            "127.0.0.1",
+            listener.getsockname()[1],
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=timeout),
+            master_listen_fd=listener.detach(),
+        )
 
 
 def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:

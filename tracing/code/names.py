@@ -15,14 +15,14 @@ from typing import Any
 
 from nxdpp.tracing.code.source import code_of, first_argument, named, tree_of
 
-_FRAMEWORKS = re.compile(r"(torch|transformers|numpy|nxdpp|builtins|einops|einx)(\.|$)")
+_FRAMEWORKS = re.compile(r"(torch|transformers|numpy|nxdpp|builtins|einops|einx|_?pytest)(\.|$)")  # assert calls pytest
 # A trace asks again and again for the same code.
 _KEPT = 1 << 14
 
 
 @lru_cache(_KEPT)
 def is_framework(module: str | None) -> bool:
-    """Return whether a Python module is of torch, transformers, NumPy, nxdpp or the standard library."""
+    """Return whether a Python module is of torch, transformers, NumPy, nxdpp, pytest or the standard library."""
     name = module or ""
     return bool(_FRAMEWORKS.match(name)) or name.partition(".")[0] in sys.stdlib_module_names
 

@@ -32,6 +32,8 @@ class OpaqueCall:
 
     # The number of positional arguments, and the keywords, where no argument is a container.
     _flat: tuple[int, list[str]] | None = None
+    # The arguments after the traced ones, where there are no keywords and no containers: a check of each layer's value.
+    _rest: list[Any] | None = None
 
     def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         leaves, self._spec = pytree.tree_flatten((args, kwargs))
@@ -42,9 +44,13 @@ class OpaqueCall:
         self.__name__ = getattr(function, "__name__", type(function).__name__).strip("<>")
         self._positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, fx.Proxy)]
         self._leaves = [None if isinstance(leaf, fx.Proxy) else _freeze(leaf) for leaf in leaves]
+        if self._flat == (len(leaves), []) and self._positions == [*range(len(self._positions))]:
+            self._rest = self._leaves[len(self._positions) :]
 
     def __call__(self, *traced: Any) -> Any:
         """Call the function with the static arguments in their places."""
+        if self._rest is not None:
+            return self.function(*traced, *self._rest)
         args, kwargs = self.arguments(traced)
         return self.function(*args, **kwargs)
 

@@ -35,20 +35,20 @@ class SpineSettings:
         owned: Collection[str] = (),
         asked: Collection[str] = (),
     ) -> None:
-        self._spine = list(spine)
+        self.spine = list(spine)
         self._has_names = bool(names)
         takes_all = not ANY_ATTRIBUTE.isdisjoint(names)
-        whole = self._spine[0] if self._spine else nn.Module()
+        whole = self.spine[0] if self.spine else nn.Module()
         things: dict[str, list[Any]] = {
             "training": list(listings.modules(whole)),
             "requires_grad": list(listings.parameters(whole)),
         }
         self.of_layers = [(name, each) for name, each in things.items() if takes_all or name in asked]
-        parts = {id(module) for module in self._spine}
-        places = {module: name for name, module in listings.named_modules(self._spine[0])} if self._spine else {}
+        parts = {id(module) for module in self.spine}
+        places = {module: name for name, module in listings.named_modules(self.spine[0])} if self.spine else {}
         self._buffers = [
             [key for key in module._buffers if (f"{places[module]}.{key}" if places[module] else key) not in owned]
-            for module in self._spine
+            for module in self.spine
         ]
         self._children = [
             [
@@ -56,14 +56,14 @@ class SpineSettings:
                 for key, child in module._modules.items()
                 if child is not None and id(child) not in parts and next(listings.parameters(child), None) is None
             ]
-            for module in self._spine
+            for module in self.spine
         ]
 
     def present(self) -> Settings:
         """The present values, each with the number of its module and its path."""
         present = tuple(
             (number, path, value)
-            for number, module in enumerate(self._spine)
+            for number, module in enumerate(self.spine)
             for path, value in self._of_module(number, module)
         )
         if not self.of_layers:
@@ -72,7 +72,7 @@ class SpineSettings:
 
     def lines(self) -> list[str]:
         """A line for each parameter that is not trained, and each module in another mode than the model, if asked."""
-        whole = self._spine[0] if self._spine else nn.Module()
+        whole = self.spine[0] if self.spine else nn.Module()
         named: dict[str, Iterator[tuple[str, Any]]] = {
             "training": listings.named_modules(whole),
             "requires_grad": listings.named_parameters(whole),

@@ -10,6 +10,7 @@ import platform
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -37,14 +38,15 @@ class KeptMachine:
         kind: of its devices, ``"cpu"`` or ``"cuda"``.
         about: the machine, the number of ranks, the torch and the nxdpp that the figures are for.
         figures: seconds and rates of a rank by name (``measured/rank.py``).
-        layers: measured over counted seconds of the layers of models, by a hash of what is measured.
+        layers: measured over counted seconds of the layers of models, of forward and backward, by a hash of what is
+            measured.
         note: why figures that were kept are not used, or are not kept; empty otherwise.
     """
 
     kind: str
     about: dict[str, Any]
     figures: dict[str, float]
-    layers: dict[str, list[float]] = field(default_factory=dict)
+    layers: dict[str, list[list[float]]] = field(default_factory=dict)
     note: str = ""
 
     @property
@@ -57,7 +59,11 @@ class KeptMachine:
     @property
     def link(self) -> Link | None:
         """Link between two devices of this machine; ``None`` for a single one."""
-        return Link(self.figures["rate"], self.figures["latency"]) if "rate" in self.figures else None
+        own = self.figures
+        if "all_reduce" not in own:
+            return None
+        messages = Link(own["message_rate"], own["message_latency"])
+        return Link(own["all_reduce"], own["latency"], own["reduce_scatter"], own["all_gather"], messages)
 
     @property
     def cores(self) -> int | None:
@@ -65,7 +71,12 @@ class KeptMachine:
         own = int(self.about["cores"]) // int(self.about["threads"])
         return max(own, 1) if self.kind == "cpu" else None
 
-    def factors(self, what: Any, measure: Callable[[torch.device], list[float]]) -> list[float]:
+    @property
+    def clock(self) -> Callable[[], float]:
+        """Clock of what a rank computes. A single thread has its own: other processes on its core do not count."""
+        return time.thread_time if self.kind == "cpu" and self.about["threads"] == 1 else time.perf_counter
+
+    def factors(self, what: Any, measure: Callable[[torch.device], list[list[float]]]) -> list[list[float]]:
         """Return the factors of the layers of ``what``, which ``measure`` measures on a device if they are not kept."""
         key = sha256(repr(what).encode()).hexdigest()[:16]
         if key not in self.layers:

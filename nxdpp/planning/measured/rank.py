@@ -18,11 +18,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import AdamW
 
-from nxdpp.devices.collective_bytes import least_sent
+from nxdpp.devices.collective_bytes import Kind, least_sent
 from nxdpp.devices.kinds import device_of
 from nxdpp.pipeline.model import NxDPPModel
+from nxdpp.pipeline.p2p.layout import TensorLayout
+from nxdpp.pipeline.p2p.transport import Direction, Transport
+from nxdpp.planning.machine import Link
 from nxdpp.planning.step_times import OPTIMIZER_PASSES
 from nxdpp.ranks import parallel_state
+from nxdpp.tensor.collectives import all_gather, reduce_scatter
 
 _SECONDS = 0.2
 _ACTIONS = 64
@@ -57,7 +61,7 @@ class RankFigures:
                     "operation": self._operation(),
                 }
         found["action"] = self._action()
-        return found | (self._link() if dist.get_world_size() > 1 else {})
+        return found | (self._collectives() | self._messages() if dist.get_world_size() > 1 else {})
 
     def _flops(self, dtype: torch.dtype) -> float:
         """Return FLOPs a second of forward, input-gradient and weight-gradient of a product."""
@@ -72,7 +76,7 @@ class RankFigures:
             partial(torch.matmul, gradient, weight),
             partial(torch.matmul, gradient.t(), x),
         )
-        seconds = sum(self._median(product) for product in products)
+        seconds = sum(self._quarter(product) for product in products)
         return len(products) * 2 * self._rows * self._inner * self._outer / seconds
 
     def _optimizer_rate(self) -> float:
@@ -81,7 +85,7 @@ class RankFigures:
         for parameter in parameters:
             parameter.grad = torch.randn_like(parameter)
         size = sum(parameter.nbytes for parameter in parameters)
-        return OPTIMIZER_PASSES * size / self._median(AdamW(parameters).step)
+        return OPTIMIZER_PASSES * size / self._quarter(AdamW(parameters).step)
 
     def _operation(self) -> float:
         """Return the seconds of one of several operations of one number, each with its backward."""
@@ -94,7 +98,7 @@ class RankFigures:
                 y = y * x
             y.backward()
 
-        return self._median(forward_and_backward) / (3 * count)
+        return self._quarter(forward_and_backward) / (3 * count)
 
     def _action(self) -> float:
         """Return the seconds of a forward or a backward of the runtime for a model without work."""
@@ -107,53 +111,100 @@ class RankFigures:
         )
         model.move_model_to_device()
         x = torch.ones(_ACTIONS, 1, device=self._device)
-        return self._mean(lambda: model.run_train(x=x)) / (2 * _ACTIONS)
+        return self._median(lambda: model.run_train(x=x)) / (2 * _ACTIONS)
 
-    def _link(self) -> dict[str, float]:
-        """Return bytes a second of an all-reduce over all ranks, and the seconds of one of its two steps.
+    def _collectives(self) -> dict[str, float]:
+        """Return bytes a second of collectives over all ranks, and the seconds of one of an all-reduce's two steps.
 
-        Ranks compute between their collectives, and wait for the last one then. So each all-reduce follows a product.
+        Ranks compute between their collectives, and wait for the last one then. So each one follows a product.
         """
-        ranks, sizes = dist.get_world_size(), _MESSAGES[self._device.type]
+        ranks = dist.get_world_size()
         x = torch.randn(self._rows, self._inner, device=self._device)
         weight = torch.randn(self._outer, self._inner, device=self._device)
         product = partial(torch.matmul, x, weight.t())
-        without = self._mean(product)
-        messages = [torch.zeros(size // _FLOAT, device=self._device) for size in sizes]
-        times = [self._mean(product, partial(dist.all_reduce, message)) - without for message in messages]
-        small, large = (least_sent("all_reduce", size, ranks) for size in sizes)
+        without = self._median(product)
+
+        def line(kind: Kind, parts: int, collective: Callable[[torch.Tensor], object]) -> Link:
+            def seconds(size: int) -> float:
+                message = torch.zeros(size // _FLOAT // ranks * ranks // parts, device=self._device)
+                return self._median(product, partial(collective, message)) - without
+
+            return self._line(kind, seconds, lambda size: least_sent(kind, size, ranks))
+
+        world = dist.group.WORLD
+        both = line("all_reduce", 1, dist.all_reduce)
+        return {
+            "all_reduce": both.bytes_per_second,
+            "latency": both.latency / 2,
+            "reduce_scatter": line("reduce_scatter", 1, partial(reduce_scatter, dim=0, group=world)).bytes_per_second,
+            "all_gather": line("all_gather", ranks, partial(all_gather, dim=0, group=world)).bytes_per_second,
+        }
+
+    def _messages(self) -> dict[str, float]:
+        """Return bytes a second of a pipeline's messages, and the seconds of an empty one.
+
+        Ranks 2 n and 2 n + 1 send a message to and fro, by the transport of a pipeline over all ranks.
+        """
+        ranks = dist.get_world_size()
+        parallel_state.destroy_model_parallel()
+        parallel_state.initialize_model_parallel(1, ranks, device=self._device.type)
+        groups, control = parallel_state.get_pipeline_transfer_groups(), parallel_state.get_pipeline_control_group()
+        transport, rank = Transport(groups, control, self._device), dist.get_rank(control)
+        other = rank ^ 1
+
+        def seconds(size: int) -> float:
+            message = torch.zeros(size // _FLOAT, device=self._device)
+            layout = TensorLayout(message.size(), message.stride(), message.dtype, False)
+
+            def to_and_fro() -> None:
+                receive = transport.post_receive(layout, other, Direction(1 - rank % 2), 0)
+                if rank % 2:
+                    receive()
+                sent, _ = transport.send(message, other, Direction(rank % 2), 0)
+                if not rank % 2:
+                    receive()
+                sent.wait()
+
+            return self._median(*[to_and_fro] if other < ranks else []) / 2
+
+        found = self._line("messages", seconds, float)
+        return {"message_rate": found.bytes_per_second, "message_latency": found.latency}
+
+    def _line(self, what: str, seconds: Callable[[int], float], sent: Callable[[int], float]) -> Link:
+        """Return rate and latency of what takes ``seconds`` for a size and sends ``sent`` bytes of it."""
+        sizes = _MESSAGES[self._device.type]
+        times, (small, large) = [seconds(size) for size in sizes], map(sent, sizes)
         if times[1] <= _LONGER * max(times[0], 0.0):
             raise RuntimeError(
-                f"all-reduces of {sizes[0]} and {sizes[1]} bytes took {times[0]:.3g} and {times[1]:.3g} s: other "
-                f"processes disturb the link. Measure again when this machine is quiet."
+                f"{what} of {sizes[0]} and {sizes[1]} bytes took {times[0]:.3g} and {times[1]:.3g} s: other processes "
+                f"disturb the link. Measure it once they have ended, or give --link (link=)."
             )
         rate = (large - small) / (times[1] - times[0])
-        return {"rate": rate, "latency": max(times[0] - small / rate, 0.0) / 2}
+        return Link(rate, max(times[0] - small / rate, 0.0))
 
-    def _mean(self, *operations: Callable[[], object]) -> float:
-        """Return the mean seconds of ``operations``, run equally often on all ranks, without the extremes."""
-        times = []
+    def _median(self, *operations: Callable[[], object]) -> float:
+        """Return the median seconds of ``operations``, run equally often on all ranks."""
         dist.barrier()
-        for _ in range(_REPEATS):
-            times.append(self._seconds(*operations))
-        return statistics.fmean(sorted(times)[_REPEATS // 10 : -_REPEATS // 10]) / self._turns
+        return statistics.median(self._seconds(*operations) for _ in range(_REPEATS)) / self._turns
 
-    def _median(self, operation: Callable[[], object]) -> float:
+    def _quarter(self, operation: Callable[[], object]) -> float:
+        """Return the lower quartile of the seconds of ``operation``: other work on this machine adds to the others."""
         for _ in range(2):
             operation()
+        clock = time.thread_time if self._device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
         times: list[float] = []
         end = time.perf_counter() + _SECONDS
         while time.perf_counter() < end or len(times) < 3:
-            times.append(self._seconds(operation))
-        return statistics.median(times)
+            times.append(self._seconds(operation, clock=clock))
+        return sorted(times)[len(times) // 4]
 
-    def _seconds(self, *operations: Callable[[], object]) -> float:
+    def _seconds(self, *operations: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> float:
         device_of(self._device).synchronize()
-        began = time.perf_counter()
+        began = clock()
         for operation in operations:
             operation()
         device_of(self._device).synchronize()
-        return time.perf_counter() - began
+        return clock() - began
 
 
 class _Nothing(nn.Module):

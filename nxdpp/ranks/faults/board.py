@@ -156,29 +156,6 @@ class Board:
                 text = ""
         return Position(call.text, call.scope, call.number, text, self._last, begun, call.has_limit)
 
-    def _enter(self, call: "Call") -> None:
-        self.moves += 1
-        # A second thread's call counts as a part of the first thread's.
-        if self._outermost is not None:
-            return
-        # A collective that raised outside of calls may have left it.
-        self.wait = None
-        self.begun[call.scope] += 1
-        call.number = self.begun[call.scope]
-        self._named[call.name] = self._named.get(call.name, 0) + 1
-        call.text = f"{call.name} {call.unit} {self._named[call.name]}" if call.unit else call.name
-        self.thread = threading.get_ident()
-        self._outermost = call
-
-    def _leave(self, call: "Call", error: BaseException | None) -> None:
-        self.moves += 1
-        if self._outermost is not call:
-            return
-        self._failed = (id(error), self.position()) if isinstance(error, Exception) else _NOTHING_FAILED
-        self._outermost = self.wait = None
-        self._last = call.text
-        self.interrupted = "" if error is None or isinstance(error, Exception) else call.text
-
 
 class Call:
     """One collective call, as a context manager."""
@@ -195,13 +172,31 @@ class Call:
         self.text = name
 
     def __enter__(self) -> Self:
-        self._board._enter(self)
+        board = self._board
+        board.moves += 1
+        # A second thread's call counts as a part of the first thread's.
+        if board._outermost is not None:
+            return self
+        # A collective that raised outside of calls may have left it.
+        board.wait = None
+        self.number = board.begun[self.scope] = board.begun[self.scope] + 1
+        named = board._named[self.name] = board._named.get(self.name, 0) + 1
+        self.text = f"{self.name} {self.unit} {named}" if self.unit else self.name
+        board.thread = threading.get_ident()
+        board._outermost = self
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._board._leave(self, error)
+        board = self._board
+        board.moves += 1
+        if board._outermost is not self:
+            return
+        board._failed = (id(error), board.position()) if isinstance(error, Exception) else _NOTHING_FAILED
+        board._outermost = board.wait = None
+        board._last = self.text
+        board.interrupted = "" if error is None or isinstance(error, Exception) else self.text
 
 
 board = Board()

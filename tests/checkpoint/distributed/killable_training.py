@@ -2,13 +2,11 @@
 
 ::
 
-    command    fork ─▶ torchrun's agent ─▶ server with all imports ─▶ fork ─▶ ranks, again after each fault
-               └──────────────────── marks: place, steps, processes ◀──────────┘
+    command    fork ─▶ torchrun's agent ─▶ fork ─▶ ranks, again after each fault
+               └────────── marks: place, steps, processes ◀───┘
 """
 
-import ctypes
 import mmap
-import multiprocessing
 import os
 import random
 import signal
@@ -28,12 +26,12 @@ from nxdpp import parallel_state
 from nxdpp.checkpoint.distributed import directory, save
 from nxdpp.doors.nxd.checkpoint import finalize_checkpoint, has_checkpoint, load_checkpoint, save_checkpoint
 from tests.checkpoint.distributed.layouts import Layout, Training
+from tests.support.run_program import take_signals_of_a_program
 from tests.support.tensor_models import VOCABULARY, make
 
 INTERVAL = 2
 KEPT = 2
 MOMENTS = ("start", "load", "step", "save", "files", "document", "rename", "latest", "removal")
-_IMPORTS = ("transformers.models.llama.modeling_llama", "nxdpp.pipeline.model", "torch.distributed.device_mesh")
 _SECONDS = 900
 _SLOTS = 64
 
@@ -103,10 +101,8 @@ def launch(job: Job, output: Path) -> int:
             rdzv_endpoint="localhost:0",
             max_restarts=1000,
             monitor_interval=0.1,
-            start_method="forkserver",
+            start_method="fork",
         )
-        # Without it the server imports the main module.
-        multiprocessing.get_context("forkserver").set_forkserver_preload([train.__module__, *_IMPORTS])
         elastic_launch(configuration, train)(job)
         status = 0
     finally:
@@ -118,9 +114,7 @@ def launch(job: Job, output: Path) -> int:
 def train(job: Job) -> None:
     """Resume, and train for ever, or the steps of the job."""
     marks = Marks(job.marks)
-    # A function gets a signal when its parent ends; a program under torchrun does not.
-    ctypes.CDLL(None).prctl(1, 0)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    take_signals_of_a_program()
     signal.alarm(_SECONDS)
     torch.set_num_threads(1)
     rank = int(os.environ["RANK"])

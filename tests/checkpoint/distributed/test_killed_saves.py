@@ -1,7 +1,6 @@
 """Saves that are killed before any operation on a file: a whole checkpoint loads, at most the newest is missing."""
 
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +10,9 @@ import pytest
 
 from nxdpp.checkpoint.distributed import directory
 from nxdpp.checkpoint.distributed.directory import LOCK
+from tests.checkpoint.distributed import killed_saves
 from tests.checkpoint.distributed.small_training import Training, is_same
+from tests.support.run_program import run_program
 
 pytestmark = pytest.mark.one_python
 
@@ -94,7 +95,6 @@ def is_empty(path: Path) -> bool:
 @pytest.mark.one_python
 def test_a_training_that_is_killed_resumes() -> None:
     """One kill of a rank, of all ranks, and of torchrun's agent, each in another layout."""
-    command = [sys.executable, "-m", "tests.checkpoint.distributed.killed_saves", "--ranks", "2", "--kills", "3"]
-    found = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert found.returncode == 0, found.stdout + found.stderr
-    assert "3 of 3 kills over 2 ranks" in found.stdout
+    found = run_program(str(killed_saves.__file__), ["--ranks", "2", "--kills", "3"], 1)
+    assert found.codes == [0], found.output
+    assert "3 of 3 kills over 2 ranks" in found.output

@@ -22,7 +22,7 @@ TOLERANCE = 1e-6
 # Times, and figures made of them.
 TIMES = ("runtime", "per_second")
 
-MORE = ("mean of batches", "clipped, cosine")
+MORE = ("mean of batches", "clipped, cosine", "metrics", "stream")
 """Trainings of two stages in the sweep: two replicas run them."""
 MORE_REPLICATED = ("accumulated", "bfloat16", "classes")
 

@@ -10,7 +10,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from nxdpp.devices.kinds import has_own_memory
 from nxdpp.pipeline.backward.graph import BackwardAnalysis
-from nxdpp.pipeline.backward.run import ReceivedTensor, run_backward
+from nxdpp.pipeline.backward.run import ReceivedTensor, edge_of, run_backward
 from nxdpp.pipeline.backward.split import SplitBackward
 from tests.support.in_process import InProcessPipeline
 from tests.support.traced_models import PlainLayer, PlainModel
@@ -23,6 +23,16 @@ def test_it_accumulates_into_leaves() -> None:
     run_backward([output], [torch.ones(3)])
     assert weight.grad is not None
     assert weight.grad.tolist() == [12, 12, 12]
+
+
+def test_an_edge_is_that_of_torch_and_keeps_a_node_of_python() -> None:
+    leaf = torch.ones(3, requires_grad=True)
+    first, second = (leaf * 2).split([1, 2])
+    for tensor in (leaf, first, second):
+        assert edge_of(tensor)[:2] == get_gradient_edge(tensor)[:2]
+    entered = edge_of(ReceivedTensor(torch.ones(3)).enter_graph())
+    found = run_backward([entered], [torch.ones(3)], [entered], accumulate=False)
+    assert found[0] is not None
 
 
 def test_it_returns_gradients_of_edges_without_accumulating() -> None:

@@ -81,6 +81,7 @@ def at(tree: nn.Module, name: str) -> Any:
         (lambda tree: at(tree, "layers.1.linear").eval(), Change.MODE),
         (lambda tree: at(tree, "layers").register_forward_hook(print), Change.HOOK),
         (lambda tree: tree.register_full_backward_pre_hook(print), Change.HOOK),
+        (lambda tree: setattr(tree, "forward", len), Change.FORWARD),
         (lambda tree: at(tree, "layers.1").double(), Change.MOVE),
     ],
 )

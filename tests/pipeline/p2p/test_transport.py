@@ -1,13 +1,17 @@
 """Received tensors equal the sent ones, for any strides, dtype and size; marks are told from all gradients."""
 
+import os
+from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
 import torch
 
 from nxdpp import parallel_state
+from nxdpp.pipeline.p2p import transport as transport_module
 from nxdpp.pipeline.p2p.layout import layout_of
 from nxdpp.pipeline.p2p.transport import Direction, Transport, are_zeros, is_mark, mark_like, zeros_like
+from nxdpp.ranks import host_link
 from nxdpp.ranks.transfer_groups import TransferGroups
 from tests.support.nccl_rules import use_nccl_rules
 from tests.support.run_ranks import run_ranks
@@ -21,6 +25,8 @@ TENSORS = [
     torch.tensor(3.5),
     torch.empty(0, 3),
     torch.arange(4.0).to(torch.complex64),
+    torch.arange(5000.0),
+    torch.arange(2),
 ]
 
 
@@ -29,6 +35,7 @@ class OneGroup:
 
     backend = "gloo"
     has_tags = True
+    links: dict[int, Any] = {}
 
     def __init__(self, group: Any) -> None:
         self._group = group
@@ -44,23 +51,32 @@ def make_transport() -> Transport:
 
 
 def exchange(rank: int) -> None:
-    transport = make_transport()
-    for direction in Direction:
-        if rank == direction:
-            sends = [transport.send(tensor, 1 - rank, direction, tag) for tag, tensor in enumerate(TENSORS)]
-            for work, _ in sends:
-                work.wait()
-            continue
-        # Posted in another order than sent: gloo matches messages by their tags.
-        layouts = [layout_of(tensor).tensors[0] for tensor in TENSORS]
-        waits = {
-            tag: transport.post_receive(layouts[tag], 1 - rank, direction, tag) for tag in reversed(range(len(TENSORS)))
-        }
-        for tag, tensor in enumerate(TENSORS):
-            received = waits[tag]()
-            assert torch.equal(received, tensor)
-            assert received.stride() == layouts[tag].stride
-            assert received.dtype == tensor.dtype
+    """Over shared memory, over gloo, and over both: a message that finds no slot goes over gloo."""
+    for choice, largest_slot in (("shm", 2**20), ("gloo", 2**20), ("shm", 4096)):
+        os.environ["NXDPP_P2P"], host_link._LARGEST_SLOT = choice, largest_slot
+        transport = make_transport()
+        assert len(parallel_state.get_pipeline_transfer_groups().links) == (choice == "shm")
+        for direction in Direction:
+            _exchange(transport, rank, direction)
+        parallel_state.destroy_model_parallel()
+
+
+def _exchange(transport: Transport, rank: int, direction: Direction) -> None:
+    if rank == direction:
+        sends = [transport.send(tensor, 1 - rank, direction, tag) for tag, tensor in enumerate(TENSORS)]
+        for work, _ in sends:
+            work.wait()
+        return
+    # Posted in another order than sent: messages are matched by their tags.
+    layouts = [layout_of(tensor).tensors[0] for tensor in TENSORS]
+    waits = {
+        tag: transport.post_receive(layouts[tag], 1 - rank, direction, tag) for tag in reversed(range(len(TENSORS)))
+    }
+    for tag, tensor in enumerate(TENSORS):
+        received = waits[tag]()
+        assert torch.equal(received, tensor)
+        assert received.stride() == layouts[tag].stride
+        assert received.dtype == tensor.dtype
 
 
 def test_received_tensors_equal_the_sent_ones() -> None:
@@ -113,6 +129,38 @@ def send_from_another_device(rank: int) -> None:
 
 def test_gloo_is_only_ever_given_host_memory() -> None:
     run_ranks(2, send_from_another_device)
+
+
+def exchange_through_host(rank: int) -> None:
+    """Both ranks send from the thread of another device's sends, while the main thread receives."""
+
+    class Host:
+        @staticmethod
+        def to_host(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+            return lambda: torch.full(tensor.shape, float(len(tensor)))
+
+        @staticmethod
+        def from_host(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.clone()
+
+    transport_module.device_of = lambda device: Host  # type: ignore[attr-defined, assignment, return-value]
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    groups = parallel_state.get_pipeline_transfer_groups()
+    assert groups.links
+    control = parallel_state.get_pipeline_control_group()
+    transport = Transport(groups, control, torch.device("meta"))
+    rows = range(1, 65)
+    sends = [transport.send(torch.empty(n, 300, device="meta"), 1 - rank, Direction.ACTIVATION, n) for n in rows]
+    for n in reversed(rows):
+        (layout,) = layout_of(torch.empty(n, 300)).tensors
+        received = transport.post_receive(layout, 1 - rank, Direction.ACTIVATION, n)()
+        assert torch.equal(received, torch.full((n, 300), float(n)))
+    for work, _ in sends:
+        work.wait()
+
+
+def test_tensors_of_another_device_go_through_host_memory_and_shared_memory() -> None:
+    run_ranks(2, exchange_through_host)
 
 
 def receive_in_another_order(rank: int) -> None:

@@ -73,6 +73,7 @@ class Groups:
 
     backend = "nccl"
     has_tags = False
+    links: Mapping[int, Any] = {}
 
     def __init__(self, communicators: Mapping[Any, LateCommunicator], rank: int) -> None:
         self._communicators = communicators
@@ -88,6 +89,7 @@ class HostGroups:
 
     backend = "gloo"
     has_tags = True
+    links: Mapping[int, Any] = {}
 
     def __init__(self, group: Control) -> None:
         self._group = group

@@ -9,7 +9,7 @@ from tests.support.run_ranks import run_ranks
 
 pytestmark = pytest.mark.one_python
 
-FEW = ["gpipe", "1f1b", "zb-v"]
+FEW = ["gpipe", "zb-v"]
 
 EXPECTED: dict[str, list[str]] = {
     # No host waits for its device in these.

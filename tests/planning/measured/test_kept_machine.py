@@ -14,15 +14,17 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import LlamaConfig
 
 import nxdpp
 from nxdpp.__main__ import main
 from nxdpp.planning.layout import Layout
-from nxdpp.planning.machine import DEVICES
+from nxdpp.planning.machine import DEVICES, Link
 from nxdpp.planning.measured import kept_machine
 from nxdpp.planning.measured.kept_machine import KeptMachine, measured_machine, place
 from nxdpp.planning.measured.rank import RankFigures
 from nxdpp.planning.plan import Plan
+from nxdpp.tracing.costs.measure import Seconds, measure_nodes
 from nxdpp.version import __version__
 from tests.planning.test_plan_command import CONFIG, SEARCH
 from tests.planning.test_planner import CPU, Stack
@@ -64,7 +66,8 @@ def again(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_figures_are_of_operations_and_links(machine: KeptMachine) -> None:
-    assert machine.figures.keys() == {"flops_2", "flops_4", "bandwidth", "operation", "action", "rate", "latency"}
+    links = {"all_reduce", "reduce_scatter", "all_gather", "latency", "message_rate", "message_latency"}
+    assert machine.figures.keys() == {"flops_2", "flops_4", "bandwidth", "operation", "action", *links}
     assert all(figure >= 0 for figure in machine.figures.values())
     assert 1e8 < machine.device.flops(torch.float32) < 1e13
     assert machine.link is not None
@@ -118,6 +121,25 @@ def test_layers_are_measured_once(machine: KeptMachine, monkeypatch: pytest.Monk
     assert json.loads(place("cpu", 2).read_text())["layers"]
 
 
+def test_divided_layers_are_measured_too(again: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """One process measures the layers of a rank of each tensor group; nothing is sent."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(kept_machine, "busy", lambda _: nullcontext())
+    shapes: list[torch.Size] = []
+
+    def measured(traced: Any, root: nn.Module, *options: Any) -> dict[Any, Seconds]:
+        shapes.append(root.get_parameter("model.layers.0.mlp.up_proj.weight").shape)
+        return measure_nodes(traced, root, *options)
+
+    monkeypatch.setattr("nxdpp.planning.model_costs.measure_nodes", measured)
+    config = LlamaConfig.from_dict(CONFIG)
+    layouts = [Layout(tensor=2), Layout(tensor=2, sequence=True), Layout(pipeline=2)]
+    nxdpp.plan(config, devices=2, global_batch=2, seq_length=8, layouts=layouts, costs="measured", **CPU)
+
+    width, hidden = config.intermediate_size, config.hidden_size
+    assert shapes == [(width // 2, hidden), (width // 2, hidden), (width, hidden)]
+
+
 def test_the_command_plans_for_the_measured_machine(
     machine: KeptMachine, again: list[int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -144,7 +166,7 @@ def test_ranks_are_at_most_the_devices_of_a_host(
     monkeypatch.setattr(kept_machine, "busy", busy)
 
     for most in (None, 4, 1):
-        measured_machine("cpu", most).factors("layers", lambda _: [1.0])
+        measured_machine("cpu", most).factors("layers", lambda _: [[1.0, 1.0]])
 
     assert again == [64, 4, 2]
     assert neighbours == [63, 3, 1]
@@ -154,7 +176,7 @@ def test_all_hosts_have_the_measured_cores(again: list[int], monkeypatch: pytest
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(2), raising=False)
-    monkeypatch.setattr(KeptMachine, "factors", lambda *_: [1.0] * 4)
+    monkeypatch.setattr(KeptMachine, "factors", lambda *_: [[1.0, 1.0]] * 4)
 
     def seconds(hosts: int, **options: Any) -> float:
         job: dict[str, Any] = {"devices": 4 * hosts, "hosts": hosts, "global_batch": 8 * hosts, "link": "1GB/s"}
@@ -169,7 +191,7 @@ def test_a_plan_names_the_measured_device(again: list[int], monkeypatch: pytest.
     about = {"device": "NVIDIA A100", "cores": 1, "threads": 1}
     kept = KeptMachine("cuda", about, kept_machine._measured("cuda", 1, 1))
     monkeypatch.setattr("nxdpp.planning.planner.measured_machine", lambda *_: kept)
-    monkeypatch.setattr(KeptMachine, "factors", lambda *_: [1.0] * 4)
+    monkeypatch.setattr(KeptMachine, "factors", lambda *_: [[1.0, 1.0]] * 4)
 
     def plan(device: Any) -> Plan:
         return nxdpp.plan(
@@ -219,20 +241,18 @@ def test_ranks_end_with_their_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         os.kill(int(rank.stem), 0)
 
 
-def test_a_disturbed_link_is_no_link(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disturbed_link_is_no_link() -> None:
     figures = object.__new__(RankFigures)
-    figures.__dict__ |= {"_device": torch.device("cpu"), "_rows": 1, "_inner": 1, "_outer": 1}
-    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
+    figures.__dict__ |= {"_device": torch.device("cpu")}
 
-    def link(*means: float) -> dict[str, float]:
-        left = iter(means)
-        monkeypatch.setattr(figures, "_mean", lambda *_: next(left), raising=False)
-        return figures._link()
+    def line(*seconds: float) -> Link:
+        left = iter(seconds)
+        return figures._line("messages", lambda _: next(left), float)
 
-    assert link(1.0, 1.001, 1.008)["rate"] == pytest.approx((2**23 - 2**16) / 0.007)
-    for large in (1.001, 1.002, 0.9):
+    assert line(0.001, 0.008).bytes_per_second == pytest.approx((2**23 - 2**16) / 0.007)
+    for large in (0.001, 0.0011, -0.1):
         with pytest.raises(RuntimeError, match="other processes disturb the link"):
-            link(1.0, 1.002, large)
+            line(0.001, large)
 
 
 def test_devices_that_are_not_here_are_refused(cache: Path) -> None:

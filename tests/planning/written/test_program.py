@@ -1,10 +1,7 @@
 """Programs of a plan: what ``--write train.py`` writes runs as it is."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,8 +13,8 @@ from nxdpp.__main__ import main
 from nxdpp.planning.layout import Layout
 from nxdpp.planning.written.program import program
 from tests.planning.test_plan_command import CONFIG
+from tests.support.run_program import run_program
 
-ROOT = Path(__file__).parents[3]
 OPTIONS = ["--devices", "4", "--device-memory", "1GB", "--global-batch", "8", "--device", "cpu", "--link", "1GB/s"]
 FIXED = ["--tensor-parallel-size", "2", "--pipeline-parallel-size", "2", "--autocast", "bfloat16"]
 
@@ -44,19 +41,10 @@ def test_written_programs_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     start = 'import runpy\n\nfor name in ("train", "whole", "deferred"):\n    runpy.run_path(f"{name}.py")\n'
     (tmp_path / "all.py").write_text(start)
 
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    ended = subprocess.run(
-        [*command.split()[:-1], "all.py"],
-        cwd=tmp_path,
-        env=os.environ | {"PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+    ended = run_program("all.py", [], 4, folder=tmp_path)
 
-    assert ended.returncode == 0, ended.stderr
-    lines = re.findall(r"step \d: loss \d\.\d+", ended.stdout)
+    assert ended.codes == [0] * 4, ended.output
+    lines = re.findall(r"step \d: loss \d\.\d+", ended.output)
     assert len(lines) == 30
     assert lines[10:20] == lines[20:]
 

@@ -11,7 +11,12 @@ PROGRAM = str(Path(__file__).with_name("erring_program.py"))
 
 @pytest.mark.parametrize(
     ("case", "rank"),
-    [("save", 0), ("finish of a save", 0), ("load", 0), ("load", 1), ("evaluation", 1), ("construction", 1)],
+    [
+        *(pytest.param(*given, marks=pytest.mark.one_python) for given in (("save", 0), ("load", 0), ("load", 1))),
+        ("finish of a save", 0),
+        pytest.param("evaluation", 1, marks=pytest.mark.one_python),
+        ("construction", 1),
+    ],
 )
 def test_all_ranks_name_the_rank_on_which_an_error_starts(tmp_path: Path, case: str, rank: int) -> None:
     ended = run_program(PROGRAM, [case, str(rank), str(tmp_path)], 2, own_outputs=True)

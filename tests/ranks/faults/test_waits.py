@@ -4,7 +4,6 @@ import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -73,7 +72,6 @@ class _Finder(ast.NodeVisitor):
         self.generic_visit(node)
 
 
-@pytest.mark.one_python
 def test_each_call_that_waits_for_another_rank_is_within_a_wait() -> None:
     found = {}
     for name, tree in _sources():
@@ -85,7 +83,6 @@ def test_each_call_that_waits_for_another_rank_is_within_a_wait() -> None:
     assert set(_OTHER) - set(found) == set(), "these have none any more"
 
 
-@pytest.mark.one_python
 def test_the_table_has_each_exchange() -> None:
     """Those of doors, of NCCL and of the start are made alike, and are met in the tests of their modules."""
     calls = [
@@ -146,14 +143,13 @@ _EXCHANGES = {
 """By number of ranks, pipeline and tensor-parallel size: the exchanges of the last rank."""
 
 
-_MARKS: dict[tuple[int, int, int], Any] = {(2, 1, 2): (), (4, 2, 1): pytest.mark.one_python}
-"""Marks of the layouts in the suite."""
+_IN_THE_SUITE = (2, 1, 2), (4, 2, 1)
 
 
 @pytest.mark.parametrize("each", ["name", pytest.param("call", marks=pytest.mark.sweep)])
 @pytest.mark.parametrize(
     "layout",
-    [pytest.param(each, marks=_MARKS.get(each, pytest.mark.sweep)) for each in _EXCHANGES],
+    [pytest.param(each, marks=() if each in _IN_THE_SUITE else pytest.mark.sweep) for each in _EXCHANGES],
     ids=lambda layout: "{}ranks_pp{}_tp{}".format(*layout),
 )
 def test_rank_that_sleeps_before_an_exchange_is_named(layout: tuple[int, int, int], each: str, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ RULES = pytest.mark.parametrize("rules", [GLOO, NCCL], ids=lambda rules: rules.n
 @pytest.mark.parametrize(
     ("ranks", "microbatches"),
     [
-        pytest.param(ranks, m, marks=pytest.mark.sweep if m > 2 * ranks and ranks == 8 else ())
+        pytest.param(ranks, m, marks=pytest.mark.sweep if m > 2 * ranks and ranks in (3, 8) else ())
         for ranks in (2, 3, 4, 8)
         for m in numbers_of_microbatches(ranks)
     ],

@@ -55,7 +55,7 @@ def _noted_calls(calls: list[Noted]) -> None:
     noting(RemoteChannel, "send_metadata", lambda c: ("SEND_METADATA", (c.boundary.source, c.boundary.destination)))
     # The last calls before a forward and before a backward.
     noting(StageRunner, "_receive", lambda _, mb, __: ("COMPUTE", mb))
-    noting(StageRunner, "_returned_gradients", lambda _, mb: ("COMPUTE", mb))
+    noting(StageRunner, "_roots", lambda _, __, mb: ("COMPUTE", mb))
 
 
 def _train(rank: int, name: str, skips: bool, rules: TransportRules) -> list[Any]:

@@ -265,6 +265,19 @@ def test_circles_and_large_containers_are_walked_once() -> None:
     assert len(spine.mapping["large"]) == 100_000
 
 
+class Asserts(nn.Module):
+    def forward(self, x: Any) -> Any:
+        assert x is not None
+        return x
+
+
+def test_the_calls_that_pytest_writes_into_an_assertion_are_not_walked() -> None:
+    """They reach its configuration and the reports of all tests."""
+    found = ReachableState([Asserts()]).snapshot()
+    assert list(found.functions) == [Asserts.forward]
+    assert not [path for path, _ in found.keys if "pytest" in path]
+
+
 def test_nothing_of_torch_and_transformers_is_code_of_the_user() -> None:
     config = LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, vocab_size=8)
     llama = LlamaForCausalLM(config)

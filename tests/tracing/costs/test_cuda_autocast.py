@@ -1,0 +1,59 @@
+"""The dtypes of CUDA's autocast on CPU tensors."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
+
+from nxdpp.tracing.costs.cuda_autocast import CudaAutocast
+
+OPERATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "linear": lambda x: F.linear(x.float(), x.float()),
+    "softmax": lambda x: F.softmax(x, -1),
+    "log_softmax": lambda x: x.log_softmax(-1),
+    "softmax with a dtype": lambda x: F.softmax(x, -1, dtype=torch.float64),
+    "layer_norm": lambda x: F.layer_norm(x, (8,)),
+    "group_norm": lambda x: F.group_norm(x, 2),
+    "rms_norm": lambda x: F.rms_norm(x, (8,)),
+    "pow": lambda x: x.pow(2),
+    "operator": lambda x: x**2,
+    "reversed": lambda x: 1 / x,
+    "rsqrt": torch.rsqrt,
+    "exp": torch.exp,
+    "log": torch.log,
+    "sum": lambda x: x.sum(-1),
+    "cumsum": lambda x: torch.cumsum(x, -1),
+    "norm": lambda x: x.norm(),
+    "cross_entropy": lambda x: F.cross_entropy(x, torch.zeros(4, dtype=torch.long, device=x.device)),
+    "softplus": F.softplus,
+    "mse_loss": lambda x: F.mse_loss(x, x),
+    "gelu": F.gelu,
+    "silu": F.silu,
+    "mean": torch.mean,
+    "tanh": torch.tanh,
+    "mixed": lambda x: x * x.float(),
+}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_dtypes_are_those_on_cuda(name: str) -> None:
+    """Fake tensors of CUDA need no device where no gradient is asked for."""
+    found = {}
+    for kind in ("cuda", "cpu"):
+        mode: AbstractContextManager[Any] = nullcontext()
+        if kind == "cpu":
+            mode = CudaAutocast()
+        with torch.no_grad(), FakeTensorMode(), mode:
+            x = torch.empty(4, 8, device=kind, dtype=torch.bfloat16)
+            # A context of torch.autocast turns itself off without a device.
+            torch.set_autocast_dtype(kind, torch.bfloat16)
+            torch.set_autocast_enabled(kind, True)
+            try:
+                found[kind] = OPERATIONS[name](x).dtype
+            finally:
+                torch.set_autocast_enabled(kind, False)
+    assert found["cpu"] == found["cuda"]

@@ -1,0 +1,43 @@
+"""CUDA's lists of autocast for runs on fake CPU tensors, whose own lists convert fewer operations to float32.
+
+The names are those of "CUDA Ops that can autocast to float32" in torch's documentation.
+"""
+
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from nxdpp.tracing.costs.run_node import map_tensors
+
+_HALF = (torch.float16, torch.bfloat16)
+# These convert their result, not their input.
+_WITH_DTYPE = frozenset({"softmax", "log_softmax", "sum", "prod", "cumsum", "cumprod"})
+_IN_FLOAT32 = frozenset(
+    {
+        *("layer_norm", "group_norm", "rms_norm", "norm", "dist", "cdist", "renorm", "cosine_similarity", "softplus"),
+        *("pow", "__pow__", "__rpow__", "rsqrt", "reciprocal", "__rdiv__", "__rtruediv__"),
+        *("exp", "expm1", "log", "log2", "log10", "log1p", "logsumexp"),
+        *("acos", "asin", "cosh", "sinh", "tan", "erfinv"),
+        *("binary_cross_entropy_with_logits", "kl_div", "l1_loss", "smooth_l1_loss", "soft_margin_loss"),
+        *("nll_loss", "mse_loss", "poisson_nll_loss", "cosine_embedding_loss", "hinge_embedding_loss"),
+        *("margin_ranking_loss", "multilabel_margin_loss", "multi_margin_loss", "triplet_margin_loss"),
+    }
+)
+
+
+class CudaAutocast(TorchFunctionMode):
+    """Mode in which operations on half tensors give float32 where they do under CUDA's autocast."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run ``func`` in the dtype of CUDA's list."""
+        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
+        if name in _IN_FLOAT32:
+            args, kwargs = map_tensors(_in_float32, (args, kwargs))
+        elif name in _WITH_DTYPE and kwargs.get("dtype") is None and args and args[0].dtype in _HALF:
+            kwargs = {**kwargs, "dtype": torch.float32}
+        return func(*args, **kwargs)
+
+
+def _in_float32(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float() if tensor.dtype in _HALF else tensor
