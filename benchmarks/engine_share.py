@@ -42,7 +42,7 @@ from nxdpp.pipeline.runtime.engine_config import EngineConfig  # noqa: E402
 from nxdpp.schedules.actions import Action, ActionKind  # noqa: E402
 from nxdpp.schedules.chosen import ChosenSchedule  # noqa: E402
 from nxdpp.schedules.families.registry import FAMILIES, find_family  # noqa: E402
-from nxdpp.schedules.lowering.rank_program import in_flight_limit, rank_program  # noqa: E402
+from nxdpp.schedules.lowering.releases import in_flight_limit, rank_program  # noqa: E402
 from nxdpp.schedules.lowering.transport_rules import GLOO  # noqa: E402
 
 RANKS, MICROBATCHES, ROWS, WIDTH = 4, 32, 4, 256

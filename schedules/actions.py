@@ -50,10 +50,7 @@ _KINDS = {kind.value: kind for kind in ActionKind}
 
 
 def parse_action(text: str) -> Action:
-    """Parse a compute action: stage, ``F``, ``B``, ``I`` or ``W``, microbatch.
-
-    Raises ``ValueError`` for any other text.
-    """
+    """Parse a compute action: stage, ``F``, ``B``, ``I`` or ``W``, microbatch; ``ValueError`` for other texts."""
     match = _COMPUTE.fullmatch(text.strip())
     if match is None:
         raise ValueError(

@@ -24,11 +24,8 @@ _GIB = 2**30
 class LayerCost:
     """Cost of a transformer layer with the nodes before it, or of the head.
 
-    Attributes:
-        layer: name of the layer.
-        work: forward and backward of one microbatch, in any unit.
-        state_bytes: weights, gradients and optimizer state.
-        activation_bytes: activations that one microbatch keeps for its backward.
+    ``work`` is of forward and backward of one microbatch, in any unit. ``state_bytes`` are weights, gradients and
+    optimizer state, ``activation_bytes`` what one microbatch keeps for its backward.
     """
 
     layer: str
@@ -39,13 +36,10 @@ class LayerCost:
 
 @dataclass(frozen=True)
 class MemoryLimit:
-    """Memory of each rank.
+    """Memory of each rank, with the number of microbatches in flight on each stage.
 
-    Attributes:
-        bytes: memory of one rank.
-        in_flight: number of microbatches in flight on each stage.
-        shared_bytes: activations of no layer, such as a mask, that each stage keeps of a microbatch.
-        transport_bytes: the part of ``bytes`` that communicators and messages take on each rank.
+    ``shared_bytes`` are activations of no layer, such as a mask, that each stage keeps of a microbatch.
+    ``transport_bytes`` is the part of ``bytes`` that communicators and messages take on each rank.
     """
 
     bytes: int
@@ -61,21 +55,14 @@ def balanced_cuts(
     memory: MemoryLimit | None = None,
     rank_of: Sequence[int] | None = None,
 ) -> list[str]:
-    """Return the names of the layers after which to cut.
+    """Return the names of the layers after which to cut the layers, which are in the order of the model.
 
     The slowest rank has as little work as possible. Among such cuts the sum of the squares of the ranks' work is the
     smallest. With one chunk a rank the result is exact, in time of ranks times layers squared. With several it is exact
-    for up to 500 partial cuts at once. Beyond, the search drops the least even partial cuts.
+    for up to 500 partial cuts at once. Beyond, the search drops the least even partial cuts. ``rank_of`` has the rank
+    of each stage, by default ``s % ranks``.
 
-    Args:
-        layer_costs: cost of each layer, in the order of the model.
-        ranks: number of ranks.
-        chunks: stages of each rank.
-        memory: memory of each rank. ``None`` for no limit.
-        rank_of: rank of each stage. By default stage ``s`` is on rank ``s % ranks``.
-
-    Raises:
-        ValueError: for fewer layers, head included, than stages, or if no cut is found that fits into ``memory``.
+    Raises ``ValueError`` for fewer layers, head included, than stages, or if no cut is found that fits into ``memory``.
     """
     stages = ranks * chunks
     assert memory is None or len(memory.in_flight) == stages

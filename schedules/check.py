@@ -79,7 +79,6 @@ _FORWARD_DONE, _INPUT_GRADIENT_DONE, _ALL_DONE = 1, 2, 3
 
 
 def _place(schedule: Schedule) -> dict[int, int]:
-    """Return the rank of each stage."""
     placed: dict[int, int] = {}
     for rank, actions in enumerate(schedule):
         for stage in {action[0] for action in actions}:

@@ -36,11 +36,7 @@ class Blocked(RuntimeError):
 
 
 def run_in_order(schedule: Schedule, stages: int, microbatches: int, times: Times | None = None) -> list[list[float]]:
-    """Return the start of each action of each rank; without ``times``, every time is 0.
-
-    Raises:
-        Blocked: if no rank can continue.
-    """
+    """Return the start of each action of each rank, at 0 without ``times``; ``Blocked`` if no rank can continue."""
     execution = _Execution(schedule, stages, microbatches, times or Times(*[[0.0] * stages] * 4))
     execution.run()
     return execution.starts
@@ -133,6 +129,5 @@ class _Execution:
 
 
 def _needed(action: Action) -> Action:
-    """Return the action that ``action`` waits for."""
     step = -1 if action.kind is ActionKind.FORWARD else 1
     return Action(action.stage + step, action.kind, action.microbatch)

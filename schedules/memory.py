@@ -20,13 +20,9 @@ from nxdpp.schedules.simulate import in_flight_peaks
 def peak_bytes(schedule: Schedule, held: Sequence[float], after_input: Sequence[float]) -> list[float]:
     """Return for each rank the most bytes that its stages hold at once for their microbatches.
 
-    Args:
-        schedule: compute actions of each rank.
-        held: bytes that each stage holds for one microbatch from its forward to its backward or input-gradient.
-        after_input: bytes that each stage holds for one microbatch from its input-gradient to its weight-gradient.
-
-    Raises:
-        ValueError: for a list without one number for each stage, or for a negative number.
+    Each stage holds ``held`` bytes for one microbatch from its forward to its backward or input-gradient, and
+    ``after_input`` from its input-gradient to its weight-gradient. Raises ``ValueError`` for a list without one number
+    for each stage, or for a negative number.
     """
     stages = len({action.stage for actions in schedule for action in actions})
     for name, sizes in (("held", held), ("after_input", after_input)):

@@ -21,16 +21,10 @@ _Output = tuple[int, bool, int]
 
 
 def shared_run(schedule: Schedule, times: Times, cores: float) -> Timeline:
-    """Return the timeline of ``schedule`` by ranks that share ``cores``.
+    """Return the timeline of ``schedule`` by ranks that share ``cores``; ``times`` are on a core of its own.
 
-    Args:
-        schedule: compute actions of each rank.
-        times: times of each stage on a core of its own.
-        cores: cores of all ranks of this pipeline. Where n equal pipelines share a machine, each has 1/n of its cores.
-
-    Raises:
-        ScheduleError: for a schedule that cannot run.
-        ValueError: if ``cores`` is not positive, or a list of ``times`` lacks one number for each stage.
+    Where n equal pipelines share a machine, each has 1/n of its cores. Raises ``ScheduleError`` for a schedule that
+    cannot run, and ``ValueError`` if ``cores`` is not positive, or a list of ``times`` lacks one number for each stage.
     """
     if not cores > 0:
         raise ValueError(f"cores={cores} must be a number above 0.")
@@ -114,7 +108,6 @@ class _SharedExecution:
             self._ready.append(rank)
 
     def _needed(self, action: Action) -> _Output | None:
-        """Return the output that ``action`` needs, if any."""
         stage, kind, microbatch, _ = action
         if kind is ActionKind.FORWARD:
             return (stage - 1, True, microbatch) if stage else None

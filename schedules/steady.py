@@ -29,15 +29,8 @@ _EQUAL = 1e-9
 def steady_makespan(family: Family, ranks: int, microbatches: int, chunks: int | None, times: Times) -> float:
     """Return the makespan of a step, as ``simulate`` gives it for the whole schedule.
 
-    Args:
-        family: family of the schedule.
-        ranks: p, the ranks of the pipeline.
-        microbatches: m, the microbatches of the step.
-        chunks: stages a rank; ``None`` takes the default of the family.
-        times: times of each of the ``ranks * chunks`` stages, in any unit.
-
-    Raises:
-        ValueError: for numbers that the family does not have.
+    ``times`` are of each of the ``ranks * chunks`` stages, in any unit; ``chunks=None`` takes the default of the
+    family. Raises ``ValueError`` for numbers that the family does not have.
     """
 
     def makespan(count: int) -> float:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from nxdpp.schedules.actions import parse_action
-from nxdpp.schedules.text_file import text_of
+from nxdpp.schedules.written import text_of
 
 _END = b"\n]\n"
 
@@ -84,12 +84,9 @@ def check_path(path: Any) -> Path:
 
 
 class TimelineWriter:
-    """Writer of the file of one pipeline.
+    """Writer of the file of one pipeline, by its number among the replicas.
 
-    Args:
-        path: of the first replica's file; the others write ``NAME.pipeline1.json``, ... next to it.
-        pipeline: number of the pipeline among the replicas.
-        ranks: number of ranks of the pipeline.
+    The first one writes ``path``; the others write ``NAME.pipeline1.json``, ... next to it.
     """
 
     def __init__(self, path: Path, pipeline: int, ranks: int) -> None:
@@ -155,10 +152,7 @@ class TimelineFile(NamedTuple):
 
 
 def read_timeline(path: Path) -> TimelineFile:
-    """Read a file; of one that was cut off, the events before the cut.
-
-    Raises ``ValueError`` for a file that cannot be read or is no timeline of a pipeline.
-    """
+    """Read a file, or what is before its cut; ``ValueError`` for one that cannot be read or is no timeline."""
     rows = _read_rows(path)
     names: dict[int, str] = {}
     steps: defaultdict[int, dict[int, list[Event]]] = defaultdict(dict)

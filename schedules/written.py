@@ -7,21 +7,20 @@ A CSV file has one row a rank and one action a cell, ``0F0`` (see ``parse_action
 """
 
 import csv
+import stat
 from collections.abc import Sequence
 from io import StringIO
 from pathlib import Path
 
 from nxdpp.schedules.actions import Action, Schedule, parse_action
 from nxdpp.schedules.check import check
-from nxdpp.schedules.text_file import text_of
 
 
 def parse_schedule(ranks: Sequence[Sequence[str]]) -> Schedule:
     """Parse and check the schedule of the action texts of each rank.
 
-    Raises:
-        ValueError: for a text that is no action, with its rank and place.
-        ScheduleError: for a schedule that cannot run.
+    Raises ``ValueError`` for a text that is no action, with its rank and place, and ``ScheduleError`` for a schedule
+    that cannot run.
     """
     schedule = [_parse_rank(rank, texts) for rank, texts in enumerate(ranks)]
     check(schedule)
@@ -53,3 +52,15 @@ def _parse_rank(rank: int, texts: Sequence[str]) -> list[Action]:
         except ValueError as error:
             raise ValueError(f"rank {rank}, action {at}: {error}") from None
     return actions
+
+
+def text_of(path: Path) -> str:
+    """Return the text of ``path``.
+
+    Raises ``OSError`` for a file that cannot be read, and for a pipe or a device, which may never end;
+    ``UnicodeDecodeError`` for one that is no text.
+    """
+    mode = path.stat().st_mode
+    if stat.S_ISFIFO(mode) or stat.S_ISCHR(mode):
+        raise OSError("it is a pipe or a device, which may never end. Write it into a file first.")
+    return path.read_text(encoding="utf-8")

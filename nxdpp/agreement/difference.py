@@ -51,12 +51,7 @@ _STARTS = {
 
 
 class Difference(NamedTuple):
-    """Difference of the texts of two ranks.
-
-    Attributes:
-        has: the words for what one rank has, such as ``"other settings"``.
-        lines: the first differing lines of both ranks, with a line break after each.
-    """
+    """What one rank has, such as ``"other settings"``, and the first differing lines of both with line breaks."""
 
     has: str
     lines: str

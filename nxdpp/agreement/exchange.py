@@ -23,11 +23,7 @@ _REMEDY = "Wrap the same model with the same arguments, and set the same modes, 
 
 
 class ReplicaExchanges:
-    """The exchanges of one pipelined model with its replicas.
-
-    Args:
-        settings: settings that decide which exchanges a step has, equal on all replicas.
-    """
+    """The exchanges of a pipelined model with its replicas; ``settings``, equal on all, decide which there are."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         self._settings = [f"{name}={canonical(value)}" for name, value in settings.items()]

@@ -31,9 +31,7 @@ _MULTIPLIER = 0x9E3779B97F4A7C15
 class InputHashes:
     """Hashes of the inputs that a rank was given.
 
-    Attributes:
-        names, values: of this step's inputs.
-        late_names, late_values: of inputs of the step before on a device other than the CPU.
+    ``late_names`` and ``late_values`` are of inputs of the step before on a device other than the CPU.
     """
 
     names: Sequence[str] = ()
@@ -69,9 +67,8 @@ def _slots(values: Sequence[int]) -> list[int]:
 class InputHasher:
     """Hashes the inputs of one pipeline's steps.
 
-    Args:
-        check_inputs: when floating tensors are hashed: ``"first"`` in the first step of a signature, ``"always"`` or
-            ``"never"``. Other tensors and numbers are hashed in every step.
+    ``check_inputs`` tells when floating tensors are hashed: ``"first"`` in the first step of a signature, ``"always"``
+    or ``"never"``. Other tensors and numbers are hashed in every step.
     """
 
     def __init__(self, check_inputs: str) -> None:
@@ -81,9 +78,8 @@ class InputHasher:
     def of_step(self, batches: Sequence[Mapping[str, Any]], is_first: bool) -> InputHashes:
         """Return the hashes of a step, and the hashes that the step before left on a device.
 
-        Args:
-            batches: inputs by name, of the whole batch or of each microbatch.
-            is_first: the first step of its signature. All its hashes are waited for.
+        ``batches`` has inputs by name, of the whole batch or of each microbatch. In the first step of its signature,
+        ``is_first``, all hashes are waited for.
         """
         late, self._pending = self._pending, None
         known: dict[str, int] = {}

@@ -69,9 +69,7 @@ class Values:
 class InitialWeights:
     """Samples of the initial weights of a whole model, on one rank.
 
-    Args:
-        parameters: of the whole model, by name. Parameters on the meta device have no values.
-        local: names of the parameters that this rank keeps.
+    ``parameters`` are of the whole model; on the meta device they have no values. This rank keeps the ``local`` ones.
     """
 
     def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]], local: Collection[str]) -> None:

@@ -65,11 +65,7 @@ class StepIdentity(NamedTuple):
 
 
 class StepVerifier:
-    """Compares the steps of the ranks of one pipeline, each with the previous rank's.
-
-    Args:
-        group: a group over the ranks of the pipeline that takes CPU tensors.
-    """
+    """Compares the steps of the ranks of one pipeline, each with the previous rank's; ``group`` takes CPU tensors."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
@@ -100,19 +96,11 @@ class StepVerifier:
     ) -> int:
         """Raise ``RuntimeError`` unless the previous rank is about to run the same step.
 
-        All ranks of the pipeline must call this. Returns the ``calls`` of the first rank.
-
-        Args:
-            step: the step of this rank.
-            step_digest: its digest.
-            is_new: the signature is new to this rank. It must then be new to the other ranks too.
-            inputs: hashes of the inputs of this rank.
-            number: how many steps this rank has begun.
-            refused: the last step that only this rank may have refused; it explains a different number.
-            calls: number of calls of all ranks that this rank has begun. It may differ.
-            leaves_average: ``True`` for a step in ``no_sync()``.
-            values: of this rank's parameters, to compare with the ranks before it.
-            hooks_after: compares the numbers of gradient hooks of tied weights, and returns those for the next rank.
+        All ranks of the pipeline must call this. Returns the ``calls`` of the first rank: the calls of all ranks that a
+        rank has begun, which may differ. A signature that ``is_new`` to this rank must be new to the others too.
+        ``number`` is how many steps this rank has begun. ``refused`` is the last step that only this rank may have
+        refused; it explains a different number. ``values`` are compared with the ranks before it. ``hooks_after``
+        compares the numbers of gradient hooks of tied weights, and returns the numbers for the next rank.
         """
         self._origin = step.origin or self._origin
         header = self._sent.numpy()

@@ -37,13 +37,8 @@ def verify_tensor_ranks(
 ) -> None:
     """Raise ``RuntimeError`` on all ranks of ``group`` unless they are about to run the same step; collective over it.
 
-    Args:
-        group: the ranks of a tensor group, for CPU tensors.
-        signature: shapes and dtypes of this rank's inputs, and the kind of the step.
-        inputs: hashes of this rank's inputs.
-        number: how many steps this rank has begun.
-        is_new: the signature is new to this rank.
-        leaves_average: ``True`` for a step in ``no_sync()``.
+    ``group`` has the ranks of a tensor group, for CPU tensors. ``number`` is how many steps this rank has begun,
+    ``is_new`` whether the signature is new to it. ``leaves_average`` is ``True`` for a step in ``no_sync()``.
     """
     kind = int.from_bytes(digest(repr((signature, is_new, leaves_average)).encode()), "little", signed=True)
     own = torch.tensor([number, kind, *inputs.words()], device="cpu")

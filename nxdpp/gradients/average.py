@@ -26,9 +26,9 @@ from nxdpp.gradients.buckets import (
 )
 from nxdpp.gradients.gradient_dtype import dense, gradient_dtype, zero_gradient
 from nxdpp.ranks import parallel_state
-from nxdpp.ranks.extremes import extremes
 from nxdpp.ranks.faults import failure_watch
 from nxdpp.ranks.faults.waits import Wait
+from nxdpp.ranks.group_values import extremes
 from nxdpp.ranks.host_wire import needs_host
 
 

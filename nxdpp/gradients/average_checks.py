@@ -110,12 +110,8 @@ class LeftOutAverageCheck:
     """Compares a sample of the parameters over the replicas, after optimizer steps with gradients of one replica.
 
     ``no_sync()`` leaves the average to a later step, and a program may forget that step, or average by itself. Those
-    steps are collective over ``group``. The hook is removed with the last parameter.
-
-    Args:
-        parameters: this rank's, by name.
-        group: the data-parallel ranks that have the same parameters.
-        source: gives the object that knows whether the gradients are averaged, and ``None`` once it is gone.
+    steps are collective over ``group``, the data-parallel ranks. The hook is removed with the last parameter.
+    ``source`` gives the object that knows whether the gradients are averaged, and ``None`` once it is gone.
     """
 
     def __init__(
@@ -154,10 +150,7 @@ OptimizerCheck = ReplicaStepCheck | LeftOutAverageCheck
 def check_optimizers(
     parameters: Mapping[str, nn.Parameter], hands_over: bool, source: Callable[[], Averaged | None]
 ) -> OptimizerCheck | None:
-    """Have steps of optimizers checked from now on; ``None`` for one replica.
-
-    ``hands_over`` is ``use_zero1_optimizer``. The rest is as for ``LeftOutAverageCheck``.
-    """
+    """Have steps of optimizers checked from now on, as by ``LeftOutAverageCheck``; ``None`` for one replica."""
     if parallel_state.get_data_parallel_size() == 1:
         return None
     if not hands_over:

@@ -51,10 +51,7 @@ class CollectiveWork(Protocol):
 
 @dataclass(frozen=True)
 class Combination:
-    """Sum or mean over ranks: ``before`` on each rank's gradients, division, sum, ``after`` on the result.
-
-    ``divisor`` is the number of ranks for a mean, and 1 for a sum.
-    """
+    """Sum (``divisor`` 1) or mean over ranks: ``before`` on each rank's gradients, division, sum, ``after``."""
 
     divisor: int
     before: Sequence[Hook] = ()
@@ -89,15 +86,11 @@ class Combination:
 
 @dataclass(frozen=True, eq=False)
 class SentBucket:
-    """A bucket whose collective has begun.
+    """A bucket whose collective has begun; ``work`` is ``None`` for one rank.
 
-    Attributes:
-        flat: the flat vector that gets the result. It is in host memory where the group cannot send from the device.
-        work: ``None`` for one rank.
-        wait: names the exchange.
-        after: run on the result.
-        take: copies the result to where it belongs.
-        copied_bytes: memory of the flat vector; 0 for a single tensor that is sent from its own memory.
+    ``flat`` gets the result, in host memory where the group cannot send from the device. ``after`` runs on the result,
+    and ``take`` copies it to where it belongs. ``copied_bytes`` is 0 for a single tensor that is sent from its own
+    memory.
     """
 
     flat: torch.Tensor

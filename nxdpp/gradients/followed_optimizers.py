@@ -74,10 +74,7 @@ def _successors(
     known: set[str],
     was_meta: set[int],
 ) -> dict[int, list[nn.Parameter]]:
-    """For each held parameter, by id, its successors: several if a tie has ended, and none if it is freed.
-
-    Raises ``RuntimeError`` before an optimizer is changed.
-    """
+    """The successors of each held parameter, by id: several if a tie has ended, and none if it is freed."""
     after = dict(model.named_parameters(remove_duplicate=False))
     present = set(map(id, after.values()))
     renamed = [name for name, parameter in after.items() if name not in known and not parameter.is_meta]

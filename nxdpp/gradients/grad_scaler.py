@@ -107,11 +107,7 @@ class GradScaler(torch.amp.GradScaler):
             device_of(self._scale.device).submit()
 
     def _unscale_grads_(
-        self,
-        optimizer: torch.optim.Optimizer,
-        inv_scale: torch.Tensor,
-        found_inf: torch.Tensor,
-        allow_fp16: bool,
+        self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
     ) -> dict[torch.device, torch.Tensor]:
         parallel_state.refuse_in_debug("a step of GradScaler")
         with board.call("GradScaler.unscale_"), failure_watch.reported():

@@ -32,9 +32,8 @@ def dense(gradient: torch.Tensor, parameter: torch.Tensor, use: str = "averaged 
 def accumulate_in(parameter: torch.Tensor, dtype: torch.dtype) -> None:
     """Have gradients of ``parameter`` accumulate in ``dtype``, if it has more bits than theirs.
 
-    Raises:
-        ValueError: where torch has no ``Tensor.grad_dtype``.
-        RuntimeError: for a parameter that has a gradient.
+    Raises ``ValueError`` where torch has no ``Tensor.grad_dtype``, ``RuntimeError`` for a parameter that has a
+    gradient.
     """
     if gradient_dtype(parameter).itemsize >= dtype.itemsize:
         return

@@ -170,13 +170,9 @@ def total_norm(
 ) -> torch.Tensor:
     """Return the norm of the gradients of all ranks of ``groups``, without a wait for the device.
 
-    Collective over ``groups``, with one all-reduce of one number in each group of several ranks.
-
-    Args:
-        gradients: of this rank, of any dtypes and devices.
-        shares: the share of each gradient that this rank adds; over all ranks with the gradient they sum to 1.
-        norm_type: order of the norm, above 0.
-        groups: each rank of the job that adds gradients is reached through one group after the other.
+    Collective over ``groups``, with one all-reduce of one number in each group of several ranks. Each rank that adds
+    gradients is reached through one group after the other. The ``shares`` of a gradient over all ranks that have it sum
+    to 1.
     """
     device = gradients[0].device if gradients else parallel_state.local_device()
     is_largest = norm_type == math.inf

@@ -23,11 +23,7 @@ _REMEDY = "Call zero_grad() of the optimizer before the next backward."
 
 
 class ReductionMarks:
-    """The gradients of one reduction.
-
-    Args:
-        control: a group over the replicas that takes CPU tensors; ``None`` for one replica.
-    """
+    """The gradients of one reduction; ``control`` is a group of the replicas for CPU tensors, ``None`` for one."""
 
     def __init__(self, control: ProcessGroup | None) -> None:
         self._control = control

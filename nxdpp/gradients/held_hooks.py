@@ -40,12 +40,10 @@ class HeldHooks:
         earlier: torch.Tensor | None,
         whole: Callable[[torch.Tensor | None], torch.Tensor | None],
     ) -> None:
-        """Put the hooks back, and add the gradients to ``earlier``; the hooks run for each microbatch.
+        """Put the hooks back, and add the gradients to ``earlier``, ``.grad`` from before the step.
 
-        Args:
-            microbatches: the microbatch of each action of the step.
-            earlier: ``.grad`` from before the step.
-            whole: makes the gradient of a microbatch from this rank's part. Both are ``None`` where there is none.
+        The hooks run for each microbatch; ``microbatches`` has the one of each action of the step. ``whole`` makes the
+        gradient of a microbatch from this rank's part. Both are ``None`` where there is none.
         """
         self.put_back()
         parts: dict[int, torch.Tensor] = {}

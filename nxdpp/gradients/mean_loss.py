@@ -17,14 +17,9 @@ def mean_loss(
 ) -> torch.Tensor:
     """Mean loss over all microbatches and data-parallel replicas, on every rank; all ranks must call this.
 
-    Args:
-        losses: the loss of each microbatch, on the rank of the last stage; ignored on others.
-        source: the rank of the pipeline that has them.
-        device: device of the result.
-        dtype: of the losses, where this rank knows it. Otherwise it waits for the device, and reads it.
-
-    Returns:
-        A tensor of shape () and of the dtype of the losses.
+    The pipeline's rank ``source`` gives the loss of each microbatch; ``losses`` of others are ignored. Without
+    ``dtype``, the dtype of the losses, this rank waits for the device and reads it. Returns a tensor of shape () on
+    ``device``.
     """
     pipeline = parallel_state.get_pipeline_model_parallel_group()
     if parallel_state.get_pipeline_model_parallel_rank() == source:

@@ -66,14 +66,10 @@ class _Bucket:
 
 
 class OverlappedAverage:
-    """Averages the gradients of one rank over the replicas, step after step.
+    """Averages the gradients of one rank over the replicas, step after step; sums without ``mean``.
 
-    The first step sends nothing early: it finds which parameters have gradients on any replica.
-
-    Args:
-        group: the data-parallel group.
-        control: a group over the same ranks for tensors in CPU memory.
-        mean: ``False`` for the sum over the replicas.
+    The first step sends nothing early: it finds which parameters have gradients on any replica. ``control`` is a group
+    over the ranks of ``group`` for CPU tensors.
     """
 
     def __init__(self, group: ProcessGroup, control: ProcessGroup, mean: bool = True) -> None:
@@ -104,15 +100,12 @@ class OverlappedAverage:
         held_back: Collection[nn.Parameter],
         start_agreement: Callable[[int], Callable[[], bool]],
     ) -> None:
-        """Begin a step, of which nothing is sent yet.
+        """Begin a step, of which nothing is sent yet; all replicas give the same ``parameters`` in the same order.
 
-        Args:
-            parameters: of this rank, the same on all replicas in the same order.
-            last: the last backward of each local stage, in the order of the step.
-            held_back: parameters whose gradients change after the last backward: tied weights.
-            start_agreement: called with a hash of the order of the buckets; collective over the replicas. Its result is
-                called before a gradient is sent. That returns whether all have this order, and raises where they must
-                not go on. The message is on its way meanwhile: replicas need not wait for each other.
+        ``last`` has the last backward of each local stage, in the order of the step. The gradients of ``held_back``
+        change after it: tied weights. ``start_agreement`` is called with a hash of the order of the buckets; collective
+        over the replicas. Its result is called before a gradient is sent. That returns whether all have this order, and
+        raises where they must not continue. The message is on its way meanwhile: replicas need not wait for each other.
         """
         self.abandon()
         self._trained = [parameter for parameter in parameters if parameter.requires_grad]
@@ -151,8 +144,7 @@ class OverlappedAverage:
     def finish(self) -> None:
         """End the average, after the sums of tied weights; collective over the replicas.
 
-        Raises:
-            ValueError: for sparse gradients.
+        Raises ``ValueError`` for sparse gradients.
         """
         if not self._trained:
             return

@@ -63,16 +63,9 @@ class RankParameters(Protocol):
 
 
 class ReplicaGradients:
-    """The gradients of this rank's parameters, and whether they are averaged.
+    """The gradients of this rank's parameters, and whether the ones of the last training step are averaged.
 
-    Args:
-        part: the parameters of this rank.
-        exchanges: with the data-parallel replicas.
-        mean: ``False`` for sums over the replicas instead of averages.
-
-    Attributes:
-        is_left_out: ``True`` in ``no_sync()``.
-        is_averaged: ``True`` if the gradients of the last training step are averaged.
+    ``is_left_out`` is ``True`` in ``no_sync()``. Without ``mean`` gradients are summed over the replicas.
     """
 
     def __init__(self, part: RankParameters, exchanges: ReplicaExchanges, mean: bool = True) -> None:
@@ -96,9 +89,8 @@ class ReplicaGradients:
     def verify(self) -> None:
         """Verify in steps 1, 2, 4, 8, ... that the replicas have the same parameters; collective over them.
 
-        Raises:
-            RuntimeError: for names, shapes or dtypes that differ from the first replica's, or values in a sample, and
-                in step 1 for attributes.
+        Raises ``RuntimeError`` for names, shapes or dtypes that differ from the first replica's, or values in a sample,
+        and in step 1 for attributes.
         """
         if not (number := next(self._numbers)) & (number - 1):
             before = number // 2
@@ -111,9 +103,8 @@ class ReplicaGradients:
     def average(self) -> None:
         """Average ``.grad`` over the replicas; collective over them.
 
-        Raises:
-            RuntimeError: on all of them, where replicas are in different steps, for a second sum of the same gradients,
-                and as ``verify`` does.
+        Raises ``RuntimeError`` on all of them, where replicas are in different steps, for a second sum of the same
+        gradients, and as ``verify`` does.
         """
         self._refuse_second_sum()
         group, control = parallel_state.get_data_parallel_group(), parallel_state.get_data_parallel_control_group()

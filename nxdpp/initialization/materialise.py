@@ -59,17 +59,14 @@ def initial_weights(
     param_init_fn: ParameterInitialiser | None,
     record: ConstructorRecord | None = None,
 ) -> tuple[list[torch.Tensor], bool]:
-    """Initialise ``metas`` of the whole model ``root``; not collective.
+    """Initialise ``metas`` of the whole model ``root``, which is unchanged; not collective.
 
     Each module of these tensors is passed to ``param_init_fn``. Without that function, transformers models use their
     ``_init_weights`` and other modules their ``reset_parameters``. A buffer that ``param_init_fn`` does not write comes
     from the ``record`` of the constructor, or from the same methods.
 
-    Returns:
-        CPU tensors in the order of ``metas``, and whether they contain random numbers. ``root`` is unchanged.
-
-    Raises:
-        RuntimeError: for tensors that are not or only partly initialised, or replaced by a different shape or dtype.
+    Returns CPU tensors in the order of ``metas``, and whether they contain random numbers. Raises ``RuntimeError`` for
+    tensors that are not or only partly initialised, or replaced by a different shape or dtype.
     """
     values: dict[MetaTensor, torch.Tensor] = {}
     has_drawn = False
@@ -240,7 +237,6 @@ class _Initialisation:
         return [name for name, _ in self._root.named_modules(remove_duplicate=False) if name in having]
 
     def _check_written(self, unwritten: Sequence[MetaTensor]) -> None:
-        """Raise ``RuntimeError`` if there are ``unwritten`` tensors."""
         if not unwritten:
             return
         lines = []

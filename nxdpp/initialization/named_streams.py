@@ -24,15 +24,8 @@ class NamedStreams(TorchDispatchMode):
     Numbers for a tensor without a name (``torch.randn(...)``, copied later) come from a stream of the current module.
     Each module restarts the streams of the tensors that it writes. So a tensor of several modules has the numbers of
     the last one, whatever modules a rank skips. An explicit ``generator`` and the random numbers of Python and NumPy
-    are not changed. The state of the default generator stays as it is.
-
-    Args:
-        seed: the model's seed, from ``torch.initial_seed()``.
-        names: the named tensors, by name.
-        guarded: tensors that must not change; writes to them are dropped.
-
-    Attributes:
-        has_drawn: ``True`` once a random number was drawn from a stream.
+    are not changed. The state of the default generator stays as it is. Writes to ``guarded`` tensors are dropped.
+    ``has_drawn`` tells whether a random number was drawn from a stream.
     """
 
     def __init__(self, seed: int, names: Mapping[str, torch.Tensor], guarded: list[torch.Tensor]) -> None:

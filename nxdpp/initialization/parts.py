@@ -17,9 +17,8 @@ _NAME = "_is_part_of"
 class PartOf:
     """Part ``index`` of ``count`` equal ones of ``whole`` along ``dim``, of each of ``stride`` blocks.
 
-    Attributes:
-        whole: on the meta device, without memory.
-        padded: number of elements along ``dim`` with the zeros behind the whole; 0 without padding, and with blocks.
+    ``whole`` is on the meta device. ``padded`` is the number of elements along ``dim`` with the zeros behind the whole;
+    0 without padding, and with blocks.
     """
 
     whole: torch.Tensor

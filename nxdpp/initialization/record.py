@@ -19,8 +19,7 @@ from nxdpp.initialization.tape import Tape
 class ConstructorRecord:
     """Materialises tensors that a recorded constructor made, in any order.
 
-    Attributes:
-        origin: text with the seed and generator state of the constructor, for comparison between replicas.
+    Replicas compare ``origin``, a text with the seed and generator state of the constructor.
     """
 
     def __init__(self, tape: Tape, seed: int, generator_state: torch.Tensor) -> None:
@@ -67,9 +66,8 @@ _parts: weakref.WeakKeyDictionary[nn.Module, _RecordedModule] = weakref.WeakKeyD
 def record_of(module: nn.Module) -> ConstructorRecord | None:
     """The record of ``module`` or of a part of it; None if ``deferred_init`` made none of them.
 
-    Raises:
-        ValueError: if parts of ``module`` come from different calls.
-        RuntimeError: if a meta tensor was replaced (``model.half()``) or written to since the constructor.
+    Raises ``ValueError`` if parts of ``module`` come from different calls, ``RuntimeError`` if a meta tensor was
+    replaced (``model.half()``) or written to since the constructor.
     """
     found = {name: part for name, each in module.named_modules() if (part := _parts.get(each)) is not None}
     if len({id(part.record) for part in found.values()}) > 1:

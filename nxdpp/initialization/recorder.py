@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from nxdpp.initialization import random_draws, replay
+from nxdpp.initialization import mersenne_twister, replay
 from nxdpp.initialization.tape import Draw, Generator, Operation, Tape, View, written_tensors
 
 aten = torch.ops.aten
@@ -141,7 +141,7 @@ class ConstructorRecorder(TorchDispatchMode):
         # State before the call.
         generator = call.generator
         draw = None
-        if random_draws.is_random(call.function):
+        if mersenne_twister.is_random(call.function):
             draw = Draw(generator.get_state(), default=generator is torch.default_generator)
         kept = call.on("cpu").with_leaves(self._kept)
         overwrites = self._overwrites(call)
@@ -171,7 +171,7 @@ class ConstructorRecorder(TorchDispatchMode):
         except (NotImplementedError, RuntimeError):
             # The shape of the result may depend on values: then the call runs once with memory.
             return self._results_of_values(call)
-        if random_draws.is_random(call.function):
+        if mersenne_twister.is_random(call.function):
             self._advance(call, results)
         return results
 
@@ -184,8 +184,8 @@ class ConstructorRecorder(TorchDispatchMode):
         return tree_map(_without_memory, results)
 
     def _advance(self, call: _Call, results: Any) -> None:
-        if isinstance(results, torch.Tensor) and random_draws.can_skip(call.function, results):
-            random_draws.skip(call.function, results, call.generator)
+        if isinstance(results, torch.Tensor) and mersenne_twister.can_skip(call.function, results):
+            mersenne_twister.skip(call.function, results, call.generator)
             return
         if call.function.overloadpacket in _OVERWRITING:
             # The first argument is only written: its content need not be computed.

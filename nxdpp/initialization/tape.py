@@ -41,11 +41,9 @@ class Draw:
 class Operation:
     """One operation; each deferred tensor among its arguments is a ``View``, other tensors are copies.
 
-    Attributes:
-        creates: results with a new storage, each with its index in the flat results.
-        changes: storages that are written in place.
-        overwrites: the ``changes`` whose earlier content is not needed.
-        draw: generator state, if the operation draws random numbers.
+    ``creates`` has the results with a new storage, each with its index in the flat results. ``changes`` are storages
+    that are written in place; the earlier content of ``overwrites`` among them is not needed. ``draw`` is the generator
+    state of an operation that draws random numbers.
     """
 
     function: Any

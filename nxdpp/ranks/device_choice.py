@@ -19,29 +19,61 @@ from torch.distributed import Store  # type: ignore[attr-defined]  # public, tho
 
 from nxdpp.devices import cuda, xla
 from nxdpp.devices.kinds import device_of
-from nxdpp.ranks.device_arguments import backend_of, wanted_device, written
+from nxdpp.ranks.faults.waits import first_names
 from nxdpp.ranks.launcher import Launcher
 from nxdpp.ranks.store_exchange import StoreExchange
+
+BACKENDS = ("gloo", "nccl")
+_BACKEND_OF = {"cpu": "gloo", "cuda": "nccl", "xla": "gloo"}
+_DEVICE_OF = {"gloo": "cpu", "nccl": "cuda"}
+_DEVICES = "'cpu', 'cuda', for the CUDA device of the local rank, or 'xla', for torch_xla's device of the process"
+
+
+def wanted_device(backend: str | None, device: str | None) -> str | None:
+    """Return ``"cpu"``, ``"cuda"``, ``"xla"``, or ``None`` for CUDA where it is present, and else the CPU.
+
+    Raises ``ValueError`` for an unknown name, and for a backend that does not serve the device.
+    """
+    if backend is not None and backend not in BACKENDS:
+        raise ValueError(
+            f"backend={backend!r:.80} must be 'gloo', for the CPU, or 'nccl', for CUDA devices; without it nxdpp takes "
+            f"nccl where each rank has a CUDA device, and else gloo"
+        )
+    if device is None:
+        return None if backend is None else _DEVICE_OF[backend]
+    if not isinstance(device, str) or device not in _BACKEND_OF:
+        raise ValueError(f"device={device!r:.80} must be {_DEVICES}; without it nxdpp takes the device of the backend")
+    if backend not in (None, _BACKEND_OF[device]):
+        raise ValueError(
+            f"backend={backend!r} does not serve device={device!r}, which communicates over {_BACKEND_OF[device]}: "
+            f"leave backend out, or give backend={_BACKEND_OF[device]!r}"
+        )
+    return device
+
+
+def backend_of(device: str) -> str:
+    """Return the backend that serves the device of a type, ``"gloo"`` or ``"nccl"``."""
+    return _BACKEND_OF[device]
+
+
+def written(backend: str | None, device: str | None) -> str:
+    """Return the argument of the two that asks for the device, as a caller writes it."""
+    return f"backend={backend!r}" if device is None else f"device={device!r}"
+
 
 _logger = logging.getLogger(__name__)
 
 _CPU = torch.device("cpu")
 _REMEDY = "or give initialize_model_parallel(backend='gloo'), which trains on the CPU"
-_RANKS_SHOWN = 8
 
 
 def choose(launcher: Launcher, backend: str | None, kind: str | None = None) -> torch.device:
     """Return this rank's device: a CUDA device for NCCL, the CPU or an XLA device for gloo.
 
-    Args:
-        launcher: the rank's numbers.
-        backend: ``"gloo"``, ``"nccl"``, or ``None`` for NCCL where CUDA is present.
-        kind: ``"cpu"``, ``"cuda"``, ``"xla"``, or ``None`` for the device of ``backend``.
-
-    Raises:
-        ValueError: for unknown names, a backend that does not serve the device, or CUDA where it is absent.
-        RuntimeError: where CUDA is present, and this rank cannot use a device of its own; for XLA without a torch_xla
-            and a PJRT device that can be used.
+    ``backend=None`` is NCCL where CUDA is present, ``kind=None`` the device of ``backend``. Raises ``ValueError`` for
+    unknown names, a backend that does not serve the device, or CUDA where it is absent. Raises ``RuntimeError`` where
+    CUDA is present, and this rank cannot use a device of its own, and for XLA without a torch_xla and a PJRT device
+    that can be used.
     """
     wanted = wanted_device(backend, kind)
     if wanted == "xla":
@@ -101,11 +133,7 @@ def start_device(device: torch.device) -> str:
 def verify_own_devices(store: Store, rank: int, world_size: int, identity: str) -> None:
     """Raise ``RuntimeError`` on each rank if two ranks have the same device; collective over all ranks.
 
-    Args:
-        store: shared by all ranks.
-        rank: this rank.
-        world_size: number of ranks.
-        identity: of this rank's device on its host.
+    ``identity`` is of this rank's device on its host.
     """
     here = f"{identity} of host {socket.gethostname()}"
     devices: list[str] = StoreExchange(store, rank, world_size, "devices").gather(here)
@@ -119,28 +147,16 @@ def verify_own_devices(store: Store, rank: int, world_size: int, identity: str) 
 
 
 def verify_same_kind(store: Store, rank: int, world_size: int, device: torch.device) -> None:
-    """Raise ``RuntimeError`` on all ranks unless they have devices of one kind; collective over all ranks.
-
-    Args:
-        store: shared by all ranks.
-        rank: this rank.
-        world_size: number of ranks.
-        device: this rank's device.
-    """
+    """Raise ``RuntimeError`` on all ranks unless they have devices of one kind; collective over all ranks."""
     kinds: list[str] = StoreExchange(store, rank, world_size, "device kinds").gather(device_of(device).kind)
     if len(set(kinds)) == 1:
         return
-    with_kind = ", ".join(f"{kind} on {_listed(kinds, kind)}" for kind in dict.fromkeys(kinds))
+    ranks = {kind: [rank for rank, found in enumerate(kinds) if found == kind] for kind in dict.fromkeys(kinds)}
+    with_kind = ", ".join(f"{kind} on {first_names(those)}" for kind, those in ranks.items())
     raise RuntimeError(
         f"the ranks have devices of different kinds: {with_kind}. Give all ranks the same backend= and device= of "
         f"initialize_model_parallel, and start them on hosts with the same devices and the same PJRT_DEVICE."
     )
-
-
-def _listed(kinds: list[str], kind: str) -> str:
-    ranks = [rank for rank, found in enumerate(kinds) if found == kind]
-    others = f" and {len(ranks) - _RANKS_SHOWN} others" if len(ranks) > _RANKS_SHOWN else ""
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:_RANKS_SHOWN]))}{others}"
 
 
 def check_world(backend: str | None, kind: str | None) -> None:
@@ -169,11 +185,8 @@ def check_world(backend: str | None, kind: str | None) -> None:
 def device_of_world(launcher: Launcher, backend: str | None, kind: str | None = None) -> torch.device:
     """Return this rank's device in a world that the caller has started; a CUDA device becomes the current one.
 
-    The device of the world's start comes first (``device_id``), then one that was made current.
-
-    Raises:
-        ValueError: for a backend or a device that the world does not serve.
-        RuntimeError: as ``choose``.
+    The device of the world's start comes first (``device_id``), then one that was made current. Raises ``ValueError``
+    for a backend or a device that the world does not serve, ``RuntimeError`` as ``choose``.
     """
     check_world(backend, kind)
     wanted, config = wanted_device(backend, kind), dist.get_backend_config()

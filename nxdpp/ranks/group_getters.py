@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from nxdpp.ranks import current_state
-from nxdpp.ranks.debug_state import DebugState
+from nxdpp.ranks.current_state import DebugState
 from nxdpp.ranks.store_exchange import StoreExchange
 from nxdpp.ranks.transfer_groups import TransferGroups
 

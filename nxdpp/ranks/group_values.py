@@ -1,9 +1,11 @@
-"""Values of one rank for all ranks of a group, in the fixed form of ``wire_form``: lengths go first."""
+"""Values of ranks for all ranks of a group: any in the fixed form of ``wire_form``, and extremes of numbers."""
 
-from typing import TypeVar
+from collections.abc import Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
 from nxdpp.ranks.faults.waits import Wait
 from nxdpp.ranks.wire_form import packed, unpacked
@@ -43,3 +45,21 @@ def broadcast_value(value: T | None, group: dist.ProcessGroup | None = None, sou
 
 def _bytes_of(form: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(form), dtype=torch.uint8) if form else torch.empty(0, dtype=torch.uint8)
+
+
+_CPU = torch.device("cpu")
+
+
+def extremes(
+    numbers: Sequence[float], group: ProcessGroup | None, device: torch.device = _CPU, dtype: torch.dtype = torch.int64
+) -> tuple[list[Any], list[Any]]:
+    """Return the smallest and the largest of all ranks of ``group``, for each of ``numbers``; collective over it.
+
+    ``None`` stands for all ranks. ``group`` takes tensors of ``device``. Numbers are exact within ``dtype``.
+    """
+    both = torch.tensor([*numbers, *(-number for number in numbers)], dtype=dtype, device=device)
+    with Wait("comparison of numbers", group):
+        dist.all_reduce(both, dist.ReduceOp.MAX, group)
+    # The maximum of the negated values is the negated minimum.
+    largest, negated = both.view(2, -1).tolist()
+    return [-number for number in negated], largest

@@ -76,11 +76,8 @@ def begin_on_host(
     """Start to copy ``tensors`` of one device to host memory, and begin ``collective`` of the copies in a thread.
 
     Collectives begin in the order of the calls. Before a collective of its own over the same group, a rank calls
-    ``wait_begun``: ranks that begin two in different orders would give each the other's values.
-
-    Args:
-        tensors: not changed before the collective is finished. There may be none.
-        collective: gets the copies, and returns the work in flight.
+    ``wait_begun``: ranks that begin two in different orders would give each the other's values. ``tensors`` are not
+    changed before the collective is finished; there may be none. ``collective`` returns the work in flight.
     """
     copied = device_of(tensors[0].device).to_host_together(tensors) if tensors else list
 

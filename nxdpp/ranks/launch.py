@@ -13,7 +13,6 @@ from torch.distributed import (  # type: ignore[attr-defined]  # public, though 
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
-from nxdpp.ranks.device_arguments import wanted_device
 from nxdpp.ranks.device_choice import (
     check_world,
     choose,
@@ -21,6 +20,7 @@ from nxdpp.ranks.device_choice import (
     start_device,
     verify_own_devices,
     verify_same_kind,
+    wanted_device,
 )
 from nxdpp.ranks.faults.watch_store import launcher_has_store
 from nxdpp.ranks.launcher import Launcher, launcher
@@ -30,10 +30,7 @@ _LOOPBACK = "lo"
 
 
 def world_size() -> int:
-    """Number of processes: from the launcher, or 1 for a plain ``python script.py``.
-
-    Raises ``RuntimeError`` if some of the launcher's variables are missing.
-    """
+    """Number of processes from the launcher, 1 without one; ``RuntimeError`` if it lacks some of its variables."""
     return launcher().world_size
 
 
@@ -45,10 +42,7 @@ def check_device(backend: str | None, kind: str | None) -> None:
 
 
 def choose_device(backend: str | None, kind: str | None = None) -> torch.device:
-    """Return this rank's device: of the running world, or of the one to start.
-
-    Raises ``ValueError`` or ``RuntimeError`` as ``device_choice.choose``, before anything is changed.
-    """
+    """Return this rank's device in the running world, or the one to start; raises as ``device_choice.choose``."""
     return (device_of_world if dist.is_initialized() else choose)(launcher(), backend, kind)
 
 

@@ -20,14 +20,9 @@ _RENDEZVOUS = ("MASTER_ADDR", "MASTER_PORT")
 
 @dataclass(frozen=True)
 class Launcher:
-    """A rank's numbers, as its launcher gives them.
+    """A rank's numbers in the world and on its host, as its launcher gives them; ``None`` if unknown.
 
-    Attributes:
-        name: ``"torchrun"``, ``"srun"``, ``"mpirun"``, or ``"python"`` for a single process.
-        rank: number of the rank in the world.
-        world_size: number of ranks.
-        local_rank: number of the rank on its host; ``None`` if unknown.
-        local_world_size: number of ranks on this host; ``None`` if unknown.
+    ``name`` is ``"torchrun"``, ``"srun"``, ``"mpirun"``, or ``"python"`` for a single process.
     """
 
     name: str

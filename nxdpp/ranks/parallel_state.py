@@ -23,7 +23,7 @@ import torch.distributed as dist
 from nxdpp import upward
 from nxdpp.devices.kinds import device_of
 from nxdpp.ranks import current_state, group_getters, launch, rank_getters
-from nxdpp.ranks.debug_state import DebugState
+from nxdpp.ranks.current_state import DebugState
 from nxdpp.ranks.faults import failure_watch, mistakes
 from nxdpp.ranks.faults.board import board
 from nxdpp.ranks.faults.timeouts import Timeouts

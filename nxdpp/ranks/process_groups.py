@@ -1,7 +1,11 @@
-"""Process groups of this rank: the device mesh, and the extra groups of the pipeline dimension."""
+"""Process groups of this rank: the device mesh, and the extra groups of the pipeline dimension.
+
+Hosts of a job may have environments of their own: all ranks must have the same versions of torch and transformers.
+"""
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from importlib import metadata
 
 import torch
 import torch.distributed as dist
@@ -11,29 +15,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from nxdpp.ranks.faults.timeouts import NO_LIMITS, Timeouts
 from nxdpp.ranks.faults.waits import Wait
 from nxdpp.ranks.rank_mesh import DIMENSIONS, RankMesh
-from nxdpp.ranks.same_versions import check_same_versions
 from nxdpp.ranks.store_exchange import StoreExchange
 from nxdpp.ranks.transfer_groups import TransferGroups, build_transfer_groups, own_group
 from nxdpp.schedules.lowering.transport_rules import RULES
-
-# torch_xla replaces ``dist.new_group`` by one with fewer arguments.
-_new_group = distributed_c10d.new_group
 
 
 @dataclass(frozen=True)
 class ProcessGroups:
     """The groups of a running job.
 
-    Attributes:
-        rank_mesh: the global rank at each place.
-        mesh: device mesh of shape (pipeline, data, tensor).
-        device: this rank's device.
-        control_groups: gloo groups over this rank's groups, by dimension.
-        transfer_groups: groups for the P2P transfers of this rank's pipeline.
-        world: the default process group at the time of construction.
-        started_world: ``True`` if nxdpp started ``torch.distributed``.
-        exchange: exchange of small values between all ranks.
-        timeouts: after which the job ends if no rank has moved.
+    ``mesh`` has the shape (pipeline, data, tensor). ``control_groups`` are gloo groups over this rank's groups, by
+    dimension. ``world`` is the default process group at the time of construction. ``started_world`` is ``True`` if
+    nxdpp started ``torch.distributed``. The job ends after ``timeouts`` if no rank has moved.
     """
 
     rank_mesh: RankMesh
@@ -61,10 +54,7 @@ class ProcessGroups:
         for dimension in DIMENSIONS:
             if self.rank_mesh.size(dimension) == 1:
                 return self.mesh.get_group(dimension)
-        with Wait("new process group"):
-            group = _new_group([dist.get_rank()], use_local_synchronization=True)
-        assert isinstance(group, ProcessGroup)
-        return group
+        return _group_of([dist.get_rank()])
 
     @cached_property
     def model_group(self) -> ProcessGroup:
@@ -72,11 +62,7 @@ class ProcessGroups:
         for one, other in (("pipeline", "tensor"), ("tensor", "pipeline")):
             if self.rank_mesh.size(one) == 1:
                 return self.mesh.get_group(other)
-        ranks = self.rank_mesh.models()[self.rank("data")]
-        with Wait("new process group", ranks=ranks):
-            group = _new_group(ranks, use_local_synchronization=True)
-        assert isinstance(group, ProcessGroup)
-        return group
+        return _group_of(self.rank_mesh.models()[self.rank("data")])
 
     def part_of_data_group(self, count: int) -> ProcessGroup:
         """Group of consecutive ranks of the data group, one of ``count``; its first use is collective over it."""
@@ -84,10 +70,7 @@ class ProcessGroups:
             ranks = dist.get_process_group_ranks(self.mesh.get_group("data"))
             size = len(ranks) // count
             first = self.rank("data") // size * size
-            with Wait("new process group", ranks=ranks[first : first + size]):
-                group = _new_group(ranks[first : first + size], use_local_synchronization=True)
-            assert isinstance(group, ProcessGroup)
-            self._data_parts[count] = group
+            self._data_parts[count] = _group_of(ranks[first : first + size])
         return self._data_parts[count]
 
     def destroy(self) -> None:
@@ -107,6 +90,15 @@ class ProcessGroups:
         for group in dict.fromkeys(groups):
             if group is not self.world:
                 dist.destroy_process_group(group)
+
+
+def _group_of(ranks: list[int]) -> ProcessGroup:
+    """Make the group of ``ranks``; collective over them."""
+    with Wait("new process group", ranks=ranks):
+        # torch_xla replaces ``dist.new_group`` by one with fewer arguments.
+        group = distributed_c10d.new_group(ranks, use_local_synchronization=True)
+    assert isinstance(group, ProcessGroup)
+    return group
 
 
 def build_groups(
@@ -135,15 +127,7 @@ def build_groups(
     _wait_for_all_ranks(dist.get_world_size(), store)
     exchange = StoreExchange(store, dist.get_rank(), dist.get_world_size())
     return ProcessGroups(
-        rank_mesh,
-        mesh,
-        device,
-        control_groups,
-        transfer_groups,
-        world,
-        started_world,
-        exchange,
-        timeouts,
+        rank_mesh, mesh, device, control_groups, transfer_groups, world, started_world, exchange, timeouts
     )
 
 
@@ -171,3 +155,25 @@ def _wait_for_all_ranks(world_size: int, store: Store) -> None:
         store.set("nxdpp_groups_made", "")
     with Wait("new process groups"):
         store.wait(["nxdpp_groups_made"])
+
+
+def check_same_versions(store: Store) -> None:
+    """Raise ``RuntimeError`` for versions that differ from the first rank's; all ranks call it."""
+    own = f"{dist.get_rank()}|torch {torch.__version__}|transformers {_version('transformers')}"
+    first = store.compare_set("nxdpp_versions", "", own).decode()
+    there, *theirs = first.split("|")
+    here, *ours = own.split("|")
+    if theirs != ours:
+        pairs = [pair for pair in zip(theirs, ours, strict=True) if pair[0] != pair[1]]
+        raise RuntimeError(
+            f"rank {there} has {' and '.join(pair[0] for pair in pairs)}, and rank {here} has "
+            f"{' and '.join(pair[1] for pair in pairs)}: they may compute different numbers. Install the same versions "
+            f"on all hosts."
+        )
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "(none)"

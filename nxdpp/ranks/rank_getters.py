@@ -5,7 +5,7 @@ a dimension is an index; "global rank" is the rank in ``torch.distributed``.
 """
 
 from nxdpp.ranks import current_state
-from nxdpp.ranks.debug_state import DebugState
+from nxdpp.ranks.current_state import DebugState
 from nxdpp.ranks.rank_mesh import DIMENSIONS
 
 

@@ -19,11 +19,9 @@ DIMENSIONS = ("pipeline", "data", "tensor")
 
 @dataclass(frozen=True)
 class RankMesh:
-    """The global rank at each place of a job.
+    """The global rank at each place of a job, by the number of ranks along each dimension.
 
-    Attributes:
-        pipeline, data, tensor: number of ranks along each dimension.
-        order: the three dimensions; ranks are in row-major order of it.
+    Ranks are in row-major order of ``order``.
     """
 
     pipeline: int

@@ -4,17 +4,14 @@ import numbers
 import os
 from pathlib import Path
 
-from nxdpp.ranks.device_arguments import wanted_device, written
+from nxdpp.ranks.device_choice import wanted_device, written
 from nxdpp.ranks.faults.timeouts import Timeouts
 from nxdpp.ranks.process_groups import ProcessGroups
 from nxdpp.ranks.rank_mesh import RankMesh
 
 
 def check_sizes(tensor: int, pipeline: int, world_size: int) -> None:
-    """Raise ``ValueError`` for a size below 1, and for sizes that do not divide the world.
-
-    Raises ``TypeError`` for a size that is no whole number.
-    """
+    """Raise ``ValueError`` for sizes below 1 or that do not divide the world, ``TypeError`` for no whole number."""
     for name, size in (("tensor_model_parallel_size", tensor), ("pipeline_model_parallel_size", pipeline)):
         if isinstance(size, bool) or not isinstance(size, numbers.Integral):
             raise TypeError(f"{name}={size!r} must be a whole number of at least 1.")

@@ -12,11 +12,13 @@ Rank 0 may read a question of an earlier start. No rank waits for that answer, a
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from uuid import uuid4
 
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # public, not in its __all__
+
+from nxdpp.ranks.faults.waits import first_names
 
 _QUESTION = "nxdpp_question"
 _ANSWER = "nxdpp_answer"
@@ -26,7 +28,6 @@ _LIMIT = timedelta(minutes=30)
 _SECONDS_TO_A_LINE = 60.0  # imports may take long
 _READ_AGAIN_SECONDS = 0.2
 _FASTEST_POLL_SECONDS, _SLOWEST_POLL_SECONDS = 0.005, 0.1
-_RANKS_SHOWN = 8
 
 
 def store_of_start(store: Store, rank: int, world_size: int) -> Store:
@@ -84,7 +85,7 @@ def _answer_all(store: Store, own: Store, name: str, world_size: int) -> None:
 
     def line() -> str:
         missing = [rank for rank, question in enumerate(questions, 1) if not store.check([question])]
-        who = f"rank {_listed(missing)}" if missing else f"{len(questions) - own.add(_STARTED, 0)} ranks"
+        who = first_names(missing) if missing else f"{len(questions) - own.add(_STARTED, 0)} ranks"
         return f"rank 0 waits for {who} to start"
 
     _wait_until(all_have_started, line)
@@ -104,8 +105,3 @@ def _wait_until(condition: Callable[[], bool], line: Callable[[], str]) -> None:
             print(f"{line()}, for {now - began:.0f} s", file=sys.stderr, flush=True)
         time.sleep(pause)
         pause = min(pause * 1.5, _SLOWEST_POLL_SECONDS)
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:_RANKS_SHOWN]))
-    return shown if len(ranks) <= _RANKS_SHOWN else f"{shown} and {len(ranks) - _RANKS_SHOWN} others"

@@ -20,22 +20,14 @@ from torch.distributed import (  # type: ignore[attr-defined]  # public, though 
     Store,
 )
 
-from nxdpp.ranks.faults.waits import Wait
+from nxdpp.ranks.faults.waits import Wait, first_names
 from nxdpp.ranks.wire_form import packed, unpacked
 
 _LIMIT = timedelta(minutes=30)
-_RANKS_SHOWN = 8
 
 
 class StoreExchange:
-    """Exchanges of one rank, numbered alike on all ranks.
-
-    Args:
-        store: the store of this start.
-        rank: this rank.
-        world_size: number of ranks.
-        name: of these exchanges. Exchanges of one name are made by one thread of each rank.
-    """
+    """Exchanges of one rank, numbered alike on all ranks; one thread of each makes the ones of a ``name``."""
 
     def __init__(self, store: Store, rank: int, world_size: int, name: str = "exchange") -> None:
         self._world_store = store
@@ -75,14 +67,9 @@ class StoreExchange:
         """Return what ``answer`` on rank 0 gives for this rank; collective over all ranks.
 
         Only rank 0 reads the values of all ranks, and each rank reads its own answer: for values that are large
-        together.
-
-        Args:
-            value: of this rank, for rank 0; of a type that has a form (``wire_form``).
-            answer: a function on rank 0 of the values of all ranks, which returns a value for each of them. It must
-                not raise: other ranks would wait.
-
-        Raises ``RuntimeError`` as ``gather`` does.
+        together. ``answer`` takes the values of all ranks, and returns a value for each of them. It must not raise:
+        other ranks would wait. Values have types with a form (``wire_form``). Raises ``RuntimeError`` as ``gather``
+        does.
         """
         if self._world_size == 1:
             return answer([unpacked(packed(value))])[0]
@@ -127,7 +114,6 @@ class StoreExchange:
         return value
 
     def _begin(self) -> Store:
-        """Return the store for the next exchange."""
         if self._store is None:
             # A rank that blocks on the world's own connection would hold up torch's threads.
             connection = self._world_store.clone()  # type: ignore[attr-defined]  # missing in torch's stubs
@@ -142,8 +128,9 @@ class StoreExchange:
                 store.wait(keys, _LIMIT)
         except DistStoreError as error:
             missing = [rank for rank, key in enumerate(keys, 1) if not store.check([key])]
-            shown = ", ".join(map(str, missing[:_RANKS_SHOWN])) + (", ..." if len(missing) > _RANKS_SHOWN else "")
-            raise RuntimeError(f"rank {shown} did not take part in {self._exchange} within {_LIMIT}") from error
+            raise RuntimeError(
+                f"{first_names(missing)} did not take part in {self._exchange} within {_LIMIT}"
+            ) from error
         return [own, *store.multi_get(keys)]
 
     def _wait(self, store: Store, key: str, awaited: int = 0) -> None:

@@ -78,10 +78,7 @@ def all_reduce(
 def start_all_reduce(
     tensor: torch.Tensor, group: ProcessGroup | None = None, operation: Literal["sum", "max"] = "sum"
 ) -> torch.Tensor:
-    """Start ``all_reduce`` in the memory of ``tensor``, if it is contiguous and passes through no other memory.
-
-    The content of the result comes later.
-    """
+    """Start ``all_reduce``, in the memory of ``tensor`` if possible; the content of the result comes later."""
     tensor = tensor.contiguous()
     size = size_of(group)
     if size > 1:

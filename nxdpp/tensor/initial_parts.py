@@ -41,16 +41,9 @@ _NUMBERS_AT_ONCE = 1 << 20
 def fill_parameter(parameter: nn.Parameter, init_method: InitMethod, keep_whole: bool = False) -> torch.Tensor | None:
     """Write what this rank holds of a tensor that ``init_method`` initialises; a meta tensor stays as it is.
 
-    The CPU's generator ends in the state that it has after the whole tensor.
-
-    Args:
-        parameter: with the attributes that tell how the whole is divided, see ``tensor_attributes``. Its padding gets
-            zeros.
-        init_method: initialises the whole tensor in place, without padding.
-        keep_whole: draw the whole at once, and return it.
-
-    Returns:
-        The whole on the CPU with ``keep_whole``, else ``None``; ``None`` on the meta device and in ``deferred_init``.
+    The CPU's generator ends in the state that it has after the whole tensor. The attributes of ``parameter`` tell how
+    the whole is divided, see ``tensor_attributes``; its padding gets zeros. With ``keep_whole`` the whole is drawn at
+    once and returned on the CPU, but not for a meta tensor and in ``deferred_init``.
     """
     if parameter.is_meta:
         return None
@@ -164,10 +157,7 @@ def _operations(
 
 
 class _Recipe(TorchDispatchMode):
-    """Notes the operations on one tensor, and raises ``NotImplementedError`` for any that needs the whole.
-
-    The operations do not run.
-    """
+    """Notes the operations on one tensor, without running them; ``NotImplementedError`` where one needs the whole."""
 
     def __init__(self, whole: torch.Tensor) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -57,7 +57,6 @@ class _Mapping(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        """Run ``back`` on the gradient."""
         (gradient,) = gradients
         return gradient if ctx.back is None else ctx.back.run(gradient, ctx.group), None, None, None
 

@@ -122,13 +122,11 @@ class _Finish(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        """Return the input."""
         return x.detach()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
-        """Wait for the gradient."""
         return wait(gradients[0])
 
 
@@ -139,7 +137,6 @@ class _Start(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, sequence: _Sequence | None, reduce_dtype: torch.dtype | None
     ) -> torch.Tensor:
-        """Return the input, or the whole sequence."""
         ctx.sequence, ctx.reduce_dtype = sequence, reduce_dtype
         return outside_of_graph(x if sequence is None else all_gather(x, sequence.dim))
 
@@ -174,7 +171,6 @@ class _Weight(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, torch.Tensor | None, torch.Tensor | None, None]:
-        """Compute both gradients from the product's gradient."""
         (gradient,) = gradients
         _, needs_weight, needs_bias, _ = ctx.needs_input_grad
         weight_gradient = None
@@ -201,6 +197,5 @@ class _Join(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the gradient twice."""
         (gradient,) = gradients
         return gradient, gradient

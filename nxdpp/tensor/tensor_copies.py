@@ -25,8 +25,8 @@ from nxdpp.agreement.same_values import sample
 from nxdpp.devices.kinds import device_of
 from nxdpp.gradients.step_hooks import run_before_steps
 from nxdpp.ranks import parallel_state
-from nxdpp.ranks.extremes import extremes
 from nxdpp.ranks.faults import failure_watch
+from nxdpp.ranks.group_values import extremes
 from nxdpp.tensor.tensor_attributes import is_tensor_parallel
 
 # Relative differences of norms. On the CPU copies have equal bits; other devices may add up in any order.
@@ -38,11 +38,7 @@ _MISSING, _NOT_FINITE = -1.0, torch.finfo(torch.float64).max
 
 
 class TensorCopies:
-    """The copies that this rank has of the whole parameters of ``module``.
-
-    Args:
-        module: the local modules.
-    """
+    """The copies that this rank has of the whole parameters of ``module``, the local modules."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module

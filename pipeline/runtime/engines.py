@@ -18,7 +18,7 @@ from nxdpp.ranks import parallel_state
 from nxdpp.ranks.faults import failure_watch
 from nxdpp.schedules.chosen import ChosenSchedule
 from nxdpp.schedules.lowering.lowering import StagePair
-from nxdpp.schedules.lowering.rank_program import RankProgram, in_flight_limit, rank_program
+from nxdpp.schedules.lowering.releases import RankProgram, in_flight_limit, rank_program
 from nxdpp.schedules.lowering.transport_rules import TransportRules
 from nxdpp.schedules.timeline_file import check_path
 

@@ -10,13 +10,10 @@ from nxdpp.schedules.families.chunk_groups import ChunkStep, backward_order
 
 
 def delay_weights(stages: list[int], forwards: list[ChunkStep], warm_up: int, delay: int) -> list[Action]:
-    """Return the actions of one rank.
+    """Return the actions of one rank, which has one of ``stages`` for each chunk.
 
-    Args:
-        stages: the rank's stage of each chunk.
-        forwards: chunk and microbatch of each forward, in order; backwards have the chunks reversed.
-        warm_up: number of forwards before the first input-gradient.
-        delay: number of input-gradients before the first weight-gradient.
+    ``forwards`` has chunk and microbatch of each forward, in order; backwards have the chunks reversed. ``warm_up``
+    forwards come before the first input-gradient, and ``delay`` input-gradients before the first weight-gradient.
     """
     backwards = backward_order(forwards, len(stages))
     actions = [Action(stages[chunk], ActionKind.FORWARD, microbatch) for chunk, microbatch in forwards[:warm_up]]

@@ -9,15 +9,10 @@ from nxdpp.schedules.placement import Placement
 
 @dataclass(frozen=True)
 class Family:
-    """A family of schedules.
+    """A family of schedules, by its name in ``schedule=`` and on the command line.
 
-    Attributes:
-        name: name in ``schedule=`` and on the command line.
-        summary: its properties in a few words.
-        make: ``(placement, microbatches)`` -> compute actions of all ranks.
-        default_chunks: number of stages a rank if none is given.
-        any_chunks: allows any number of stages a rank, not only the default.
-        v_shaped: the placement is a V.
+    ``make`` takes a placement and the number of microbatches, and returns the compute actions of all ranks. With
+    ``any_chunks`` a rank may have any number of stages, not only the default. ``v_shaped`` is for a placement in a V.
     """
 
     name: str

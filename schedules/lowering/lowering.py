@@ -32,15 +32,12 @@ _RECEIVED_AS = {
 
 
 def lower(schedule: Schedule, edges: Collection[StagePair], posted_ahead: int | None = 2) -> Schedule:
-    """Add the sends and receives to each rank's compute actions.
+    """Add the sends and receives to each rank's compute actions, a schedule that ``check`` accepts.
 
     Sends and receives name their peer. On a rank with one stage, all at one place become one action without a peer.
-
-    Args:
-        schedule: compute actions of each rank, a schedule that ``check`` accepts.
-        edges: pairs of stages that exchange activations; gradients go in the other direction.
-        posted_ahead: number of compute actions between a receive and its use; bounds the buffers held. ``None`` posts
-            receives in the global order. All sends and receives then name their peer.
+    ``edges`` are pairs of stages that exchange activations; gradients go in the other direction. ``posted_ahead`` is
+    the number of compute actions between a receive and its use; it bounds the buffers held. ``None`` posts receives in
+    the global order. All sends and receives then name their peer.
     """
     lowering = _Lowering(schedule, edges, posted_ahead)
     return [lowering.rank(rank) for rank in range(len(schedule))]

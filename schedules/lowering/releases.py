@@ -6,14 +6,18 @@ computed at that action or later. Under 1F1B, the gradient of microbatch 0 shows
     rank 0   0F0  0F1   ·   0B0  0F2  0B1 ...       after 0B0 the activation of microbatch 0 is free
     rank 1        1F0  1B0  1F1  1B1 ...
 
-To wait for a send at another time could stop a rank that others wait for.
+To wait for a send at another time could stop a rank that others wait for. ``rank_program`` has the releases of a rank
+with its actions.
 """
 
 from bisect import bisect_left
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
 
 from nxdpp.schedules.actions import Action, ActionKind, Schedule
-from nxdpp.schedules.lowering.lowering import Exchanges, StagePair
+from nxdpp.schedules.lowering.lowering import Exchanges, StagePair, lower, lower_rank
+from nxdpp.schedules.lowering.rendezvous import sends_in_flight
+from nxdpp.schedules.lowering.transport_rules import TransportRules
 
 # The actions that use what is sent, and that make what is received.
 _AT_OTHER_END = {
@@ -69,3 +73,37 @@ def _place(places: dict[Action, int], transfer: Action) -> int:
     assert transfer.peer is not None, "exchanges name their peers"
     actions = (Action(transfer.peer, kind, transfer.microbatch) for kind in _AT_OTHER_END[transfer.kind])
     return next(places[action] for action in actions if action in places)
+
+
+# One transfer can run while the next value is computed.
+_SENDS_IN_FLIGHT = 2
+
+
+class RankProgram(NamedTuple):
+    """Program of a rank: its actions, sends and receives included, and the releases of its sends.
+
+    ``releases`` has for each compute action in order the sends that are finished after it. It is empty without
+    backwards.
+    """
+
+    actions: Sequence[Action]
+    releases: Sequence[Sequence[Action]]
+
+
+def rank_program(
+    schedule: Schedule, rank: int, edges: Collection[StagePair], rules: TransportRules, trains: bool
+) -> RankProgram:
+    """Return the program of ``rank`` for the compute actions of all ranks."""
+    actions = lower_rank(schedule, rank, edges, rules.posted_ahead)
+    return RankProgram(actions, releases(schedule, rank, edges) if trains else [])
+
+
+def in_flight_limit(schedule: Schedule, edges: Collection[StagePair], rules: TransportRules) -> int:
+    """Return the limit of sends in flight between two stages, for tensors that no backward holds.
+
+    It is enough where receives begin at their use, as over shared memory.
+    """
+    if rules.posted_ahead is None:
+        # In the global order a rank may wait for each send.
+        return _SENDS_IN_FLIGHT
+    return max(_SENDS_IN_FLIGHT, sends_in_flight(lower(schedule, edges, 0), edges))

@@ -20,10 +20,7 @@ _SENDS = (ActionKind.SEND_ACTIVATION, ActionKind.SEND_GRADIENT)
 
 
 def sends_in_flight(lowered: Schedule, edges: Collection[StagePair]) -> int:
-    """Return the fewest sends in flight from one stage to another with which ``lowered`` ends.
-
-    Raises ``ScheduleError`` if no number is enough.
-    """
+    """Return the fewest sends in flight from stage to stage with which ``lowered`` ends, or raise ``ScheduleError``."""
 
     def ends(in_flight: int) -> bool:
         try:
@@ -41,15 +38,10 @@ def sends_in_flight(lowered: Schedule, edges: Collection[StagePair]) -> int:
 
 
 def check_lowered(lowered: Schedule, edges: Collection[StagePair], in_flight: int | None = None) -> None:
-    """Check that all ranks come to their end.
+    """Check that all ranks come to the end of the actions that ``lower`` makes of a schedule that ``check`` accepts.
 
-    Args:
-        lowered: the actions of each rank, as ``lower`` makes them of a schedule that ``check`` accepts.
-        edges: pairs of stages that exchange activations.
-        in_flight: most sends in flight from one stage to another; ``None`` for any number, 0 to wait for each send.
-
-    Raises:
-        ScheduleError: for a deadlock; names the ranks and actions.
+    ``in_flight`` is the most sends in flight from one stage to another; ``None`` for any number, 0 to wait for each
+    send. Raises ``ScheduleError`` for a deadlock, with the ranks and actions.
     """
     exchanges = Exchanges(lowered, edges)
     network = _Network(exchanges)

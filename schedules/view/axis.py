@@ -8,13 +8,7 @@ from itertools import count
 
 @dataclass(frozen=True)
 class Axis:
-    """Axis of a drawing.
-
-    Attributes:
-        unit: name of the unit, in a few letters.
-        legend: the unit in words.
-        suffix: of a time outside of the axis.
-    """
+    """Axis of a drawing: its unit in a few letters and in words, and the suffix of a time outside of the axis."""
 
     unit: str
     legend: str
@@ -40,13 +34,9 @@ def number(time: float) -> str:
 
 
 def tick_step(makespan: float, scale: float, letter: float, gap: float) -> float:
-    """Return the smallest round step at which the numbers of the ticks fit.
+    """Return the smallest round step at which the numbers of the ticks fit on an axis from 0 to ``makespan``.
 
-    Args:
-        makespan: end of the axis.
-        scale: width of a time of 1.
-        letter: width of a letter.
-        gap: width between two numbers.
+    A time of 1 has the width ``scale``. ``letter`` is the width of a letter, ``gap`` the width between two numbers.
     """
     if not makespan:
         return 1.0

@@ -32,14 +32,7 @@ class BoxPart(NamedTuple):
 
 
 class Blocks:
-    """Blocks that begin at a tick.
-
-    Attributes:
-        scale: pixels of a time of 1.
-        time: time of a block.
-        count: number of blocks.
-        longest: makespan of the longest timeline.
-    """
+    """Blocks that begin at a tick: number, ``time`` of each, pixels of a time of 1, and the longest makespan."""
 
     def __init__(self, timelines: Mapping[str, Timeline], labels: Labels, width: float) -> None:
         self.longest = max(timeline.makespan for timeline in timelines.values())

@@ -77,7 +77,6 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _schedule(options: argparse.Namespace) -> tuple[str, Schedule]:
-    """Return name and schedule."""
     if not options.name.endswith(".csv"):
         ranks, microbatches = _ranks_and_microbatches(options)
         return options.name, find_family(options.name).build(ranks, microbatches, options.virtual)

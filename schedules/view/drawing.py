@@ -91,7 +91,6 @@ class _Drawing:
         return found
 
     def append_block(self, text: Text, block: int) -> None:
-        """Append the axis and the rows of a block."""
         start, end = self._start(block), min(self._start(block + 1), self._columns)
         text.append(self._head)
         text.append(self._axis(block, start, end).rstrip() + "\n")
@@ -134,7 +133,6 @@ class _Drawing:
         yield _Piece(column, max(1, self._column(timeline.makespan)))
 
     def _by_block(self) -> list[list[list[_Piece]]]:
-        """Return the pieces of each rank in each block, in order."""
         found: list[list[list[_Piece]]] = [[[] for _ in self._rows] for _ in range(self.blocks)]
         for rank, row in enumerate(self._rows):
             block = 0

@@ -34,12 +34,8 @@ def svg(
 ) -> str:
     """Return the text of an SVG file: in each block the timelines one above the other, over one axis.
 
-    Args:
-        title: first line of the picture.
-        timelines: of the same stages, by name; the name of a single one may be empty.
-        axis: unit of time.
-        width: pixels of the picture, at least 480.
-        marks: by name of the timeline, its intervals of ``wait`` and of ``send``.
+    ``timelines`` are of the same stages, by name; the name of a single one may be empty. ``width`` is in pixels, at
+    least 480. ``marks`` has by name of the timeline its intervals of ``wait`` and of ``send``.
     """
     from matplotlib import rc_context
 

@@ -101,10 +101,7 @@ class RecordedStep:
 
 
 class RecordedTimeline:
-    """The steps in a timeline file.
-
-    Raises ``ValueError`` for a file that cannot be read or is no timeline of a pipeline.
-    """
+    """The steps in a timeline file; ``ValueError`` for a file that cannot be read or is no timeline."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -27,15 +27,9 @@ def tables(
 ) -> "list[Table]":
     """Return a table, or several where one is wider than ``width`` columns: each begins with the first column.
 
-    Heads are broken between words, and cells after a comma.
-
-    Args:
-        heads: names of the columns.
-        rows: cells, one for each column.
-        width: columns of the terminal.
-        left: number of columns aligned to the left; the others are aligned to the right.
-        total: separate the last row by a line.
-        folded: the column of texts that may be broken between any words, and in words that are too long.
+    Heads are broken between words, and cells after a comma. The first ``left`` columns are aligned to the left, the
+    others to the right. ``total`` separates the last row by a line. The texts of the column ``folded`` may be broken
+    between any words, and in words that are too long.
     """
     from rich.box import Box
     from rich.cells import cell_len

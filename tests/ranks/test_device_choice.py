@@ -12,7 +12,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from nxdpp.devices import cuda
 from nxdpp.ranks import launch, parallel_state
-from nxdpp.ranks.device_choice import choose, device_of_world, start_device, verify_own_devices
+from nxdpp.ranks.device_choice import choose, device_of_world, start_device, verify_own_devices, wanted_device
 from nxdpp.ranks.launcher import Launcher
 from tests.support.fake_cuda import FakeCuda
 from tests.support.fake_xla import FakeXla
@@ -317,5 +317,44 @@ def _other_device_on_rank_1(rank: int) -> str:
 def test_ranks_with_different_devices_are_refused_on_all_ranks() -> None:
     errors = run_ranks(3, _other_device_on_rank_1)
     assert len(set(errors)) == 1
-    expected = "the ranks have devices of different kinds: cpu on ranks 0, 2, xla (NEURON) on rank 1. Give all"
+    expected = "the ranks have devices of different kinds: cpu on ranks 0 and 2, xla (NEURON) on rank 1. Give all"
     assert errors[0].startswith(expected)
+
+
+def test_each_pair_that_fits() -> None:
+    pairs = {
+        (None, None): None,
+        ("gloo", None): "cpu",
+        ("nccl", None): "cuda",
+        (None, "cpu"): "cpu",
+        ("gloo", "cpu"): "cpu",
+        (None, "cuda"): "cuda",
+        ("nccl", "cuda"): "cuda",
+        (None, "xla"): "xla",
+        ("gloo", "xla"): "xla",
+    }
+    assert {pair: wanted_device(*pair) for pair in pairs} == pairs
+
+
+@pytest.mark.parametrize(
+    ("backend", "device", "needed"), [("nccl", "xla", "gloo"), ("nccl", "cpu", "gloo"), ("gloo", "cuda", "nccl")]
+)
+def test_a_backend_that_does_not_serve_the_device(backend: str, device: str, needed: str) -> None:
+    expected = (
+        f"backend='{backend}' does not serve device='{device}', which communicates over {needed}: leave backend out, "
+        f"or give backend='{needed}'"
+    )
+    with pytest.raises(ValueError, match=re.escape(expected)):
+        wanted_device(backend, device)
+    assert wanted_device(None, device) == wanted_device(needed, device) == device
+
+
+@pytest.mark.parametrize("device", ["tpu", "cuda:0", "", "XLA", 0, ["xla"]])
+def test_an_unknown_device(device: str) -> None:
+    with pytest.raises(ValueError, match=r"^device=.* must be 'cpu', 'cuda', .* or 'xla', for torch_xla's device"):
+        wanted_device(None, device)
+
+
+def test_an_unknown_backend() -> None:
+    with pytest.raises(ValueError, match=r"^backend='xla' must be 'gloo', for the CPU, or 'nccl'"):
+        wanted_device("xla", "xla")

@@ -81,5 +81,8 @@ def test_a_missing_rank_is_named(monkeypatch: pytest.MonkeyPatch, capfd: pytest.
 
 def test_the_wait_for_a_missing_rank_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(start_store, "_LIMIT", timedelta(seconds=0.3))
-    with _ranks() as start, pytest.raises(RuntimeError, match=r"rank 0 waits for rank 1, 2 to start for 0:00:00\.3"):
+    with (
+        _ranks() as start,
+        pytest.raises(RuntimeError, match=r"rank 0 waits for ranks 1 and 2 to start for 0:00:00\.3"),
+    ):
         start(0).result(timeout=20)

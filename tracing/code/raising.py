@@ -37,13 +37,10 @@ class Raises:
 
 @dataclass(frozen=True)
 class Question:
-    """A branch that depends on the truth of a value.
+    """A branch that depends on the truth of the value of ``asked``, a part of the condition ``top``.
 
-    Attributes:
-        asked: the expression of the value.
-        raises: the exceptions of branches that only raise, by the truth that leads there.
-        chained: the truth that leads to further questions, after which the code raises, or continues as for the other.
-        top: the condition that the value is a part of.
+    ``raises`` has the exceptions of branches that only raise, by the truth that leads there. ``chained`` is the truth
+    that leads to further questions, after which the code raises, or continues as for the other.
     """
 
     asked: ast.AST

@@ -32,12 +32,7 @@ _PART = "*"
 
 @dataclass(frozen=True)
 class StoredNames:
-    """Names that a run of modules may store.
-
-    Attributes:
-        on_self: of each class, the names that its code stores on ``self``.
-        on_others: names that some code stores on another object.
-    """
+    """Names that a run of modules may store: by class on ``self``, and on another object."""
 
     on_self: dict[type, frozenset[str]]
     on_others: frozenset[str]

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nxdpp.tracing.costs.run_node import NodeRun
+from nxdpp.tracing.costs.run_node import NodeRun, memory_of
 from nxdpp.tracing.modules import listings
 
 
@@ -16,7 +16,7 @@ def cached_casts(run: NodeRun) -> list[torch.Tensor]:
     """
     if run.module is None or not torch.is_autocast_enabled("cpu"):
         return []
-    memories = {_memory(parameter) for parameter in listings.parameters(run.module)}
+    memories = {memory_of(parameter) for parameter in listings.parameters(run.module)}
     first, again = _Casts(memories), _Casts(memories)
     with torch.enable_grad():
         with first:
@@ -37,10 +37,6 @@ class _Casts(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run ``func``, and note its result if it copies a parameter."""
         result = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten._to_copy.default and _memory(args[0]) in self._memories:
-            self.made[_memory(args[0])] = result
+        if func is torch.ops.aten._to_copy.default and memory_of(args[0]) in self._memories:
+            self.made[memory_of(args[0])] = result
         return result
-
-
-def _memory(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)

@@ -7,8 +7,8 @@ their work. Activations are the tensors that autograd saves. Of equal layers onl
 import copy
 import logging
 import operator
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,10 +28,11 @@ from nxdpp.tracing.costs.run_node import (
     detached,
     initial_value,
     map_tensors,
+    memory_of,
     run_of,
     tensors_in,
 )
-from nxdpp.tracing.graph.swap import all_swapped
+from nxdpp.tracing.graph.swap import all_swapped, swapped
 from nxdpp.tracing.graph.trace import TracedGraph
 from nxdpp.tracing.modules import listings
 from nxdpp.tracing.sizes.fake_runs import FakeCopies, uncached_functions
@@ -77,17 +78,12 @@ def count_costs(
     device: torch.device = _ACCELERATOR,
     parts: CountedParts | None = None,
 ) -> dict[fx.Node, NodeCost]:
-    """Return the cost of each node of ``traced`` for one microbatch.
+    """Return the cost of each node of ``traced``, the graph of ``root``, for one microbatch.
 
-    A node that cannot run on fake tensors is estimated: 2 FLOPs a parameter and token forward, twice that backward.
-    An example is a mixture of experts whose shapes depend on its data.
-
-    Args:
-        traced: the graph of ``root``.
-        root: the model. It is not changed. Its parameters may be on the meta device.
-        inputs: values of the graph's inputs. Only shapes and dtypes of tensors are read.
-        device: the type of device whose ratio of FLOPs to bytes ``work`` assumes.
-        parts: counts ``NodeCost.parts`` too. Its ratio of FLOPs to bytes takes the place of the ratio of ``device``.
+    A node that cannot run on fake tensors is estimated: 2 FLOPs a parameter and token forward, twice that backward. An
+    example is a mixture of experts whose shapes depend on its data. ``root`` is not changed, and may be on the meta
+    device. Of ``inputs`` only shapes and dtypes are read. ``work`` assumes the ratio of FLOPs to bytes of the type of
+    ``device``. With ``parts``, whose ratio then takes its place, ``NodeCost.parts`` is counted too.
     """
     dtype = next((p.dtype for p in listings.parameters(root) if p.is_floating_point()), torch.float32)
     balance = machine_balance(device, dtype) if parts is None else parts.balance
@@ -116,7 +112,9 @@ class _Counter:
 
     def run(self, traced: TracedGraph, inputs: Mapping[str, Any]) -> dict[fx.Node, NodeCost]:
         costs = {}
-        with all_swapped(uncached_functions(self._root)), self._mode, _quiet():
+        # Torch's log of operations that cannot run on fake tensors. Their nodes are marked as estimated.
+        quiet = swapped(vars(logging.getLogger("torch._subclasses.fake_tensor")), {"disabled": True})
+        with all_swapped(uncached_functions(self._root)), self._mode, quiet:
             for node in traced.graph.nodes:
                 if node.op == "output":
                     continue
@@ -131,7 +129,7 @@ class _Counter:
                 costs[node] = replace(cost, output_bytes=output_bytes, output_tensors=len(tensors))
                 if node.op != "get_attr":
                     for tensor in tensors:
-                        self._made_by.setdefault(_memory(tensor), node.name)
+                        self._made_by.setdefault(memory_of(tensor), node.name)
         return costs
 
     def _run(self, node: fx.Node) -> tuple[Any, NodeCost]:
@@ -147,7 +145,7 @@ class _Counter:
             # Each of several equal layers needs memory of its own, which identifies its value.
             value = map_tensors(_another, value)
         tensors = run.tensors
-        memories = [_memory(tensors[position]) for position in saved]
+        memories = [memory_of(tensors[position]) for position in saved]
         names = dict.fromkeys(self._made_by[memory] for memory in memories if memory in self._made_by)
         return value, replace(cost, saved_values=tuple(names))
 
@@ -178,18 +176,6 @@ class _Counter:
             args, kwargs = map_tensors(_zeros, (run.args, run.kwargs))
             value = NodeRun(run.node, module, args, kwargs).forward()
         return map_tensors(self._copies.tensor, value)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence torch's log of operations that cannot run on fake tensors. Their nodes are marked as estimated."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    before = logger.disabled
-    logger.disabled = True
-    try:
-        yield
-    finally:
-        logger.disabled = before
 
 
 def _with_parts(run: NodeRun, cost: NodeCost, how: CountedParts, casts: Sequence[torch.Tensor]) -> NodeCost:
@@ -223,9 +209,9 @@ def _count(run: NodeRun, balance: float, with_backward: bool = True, casts: Sequ
     if run.module is not None:
         work += _accumulation_work(run.module, balance)
         state = (*listings.parameters(run.module), *listings.buffers(run.module), *casts)
-        not_counted = {_memory(tensor) for tensor in state}
-    arguments = [_memory(tensor) for tensor in run.tensors]
-    storages = {_memory(tensor): tensor.untyped_storage() for tensor in saved if _memory(tensor) not in not_counted}
+        not_counted = {memory_of(tensor) for tensor in state}
+    arguments = [memory_of(tensor) for tensor in run.tensors]
+    storages = {memory_of(tensor): tensor.untyped_storage() for tensor in saved if memory_of(tensor) not in not_counted}
     saved_bytes = sum(storage.nbytes() for memory, storage in storages.items() if memory not in arguments)
     positions = [arguments.index(memory) for memory in storages if memory in arguments]
     # The graph keeps the hook, which keeps the list.
@@ -266,10 +252,6 @@ def _estimated_parts(cost: NodeCost) -> NodeParts:
 def _accumulation_work(module: nn.Module, balance: float) -> float:
     """Return the work of adding the gradients of a microbatch to earlier ones: two reads and a write."""
     return 3 * balance * sum(p.numel() * p.element_size() for p in listings.parameters(module) if p.requires_grad)
-
-
-def _memory(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
 
 
 def _another(tensor: torch.Tensor) -> torch.Tensor:

@@ -40,21 +40,13 @@ def measure_nodes(
     device: torch.device,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[fx.Node, Seconds]:
-    """Return the seconds of each of the ``timed`` nodes for one microbatch.
+    """Return the seconds of each of the ``timed`` nodes of ``root`` for one microbatch on ``device``.
 
-    They are the lower quartile of 7 runs after 2 warm-up runs: other work on this machine adds to the others.
-    Gradients are added to those of an earlier run, as in all microbatches but the first. An error of a node is raised
-    as it is.
-
-    Args:
-        traced: the graph of ``root``.
-        root: the model. The model, its gradients and the random state are not changed. Random numbers replace
-            parameters on the meta device.
-        inputs: values of the graph's inputs. Random numbers replace floating-point tensors on the meta device, ones
-            replace the others.
-        timed: nodes to measure. The others run once.
-        device: where the nodes run.
-        clock: gives seconds. ``time.thread_time`` leaves out other processes on the core of a single thread.
+    They are the lower quartile of 7 runs after 2 warm-up runs: other work on this machine adds to the others. Other
+    nodes run once. Gradients are added to an earlier run's, as in all microbatches but the first. The model, its
+    gradients and the random state are not changed. Random numbers replace parameters and floating-point inputs on the
+    meta device, ones replace the other inputs. ``clock`` gives seconds; ``time.thread_time`` leaves out other processes
+    on the core of a single thread. An error of a node is raised as it is.
     """
     devices = [] if device.type == "cpu" else [device.index or 0]
     with (

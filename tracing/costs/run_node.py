@@ -137,6 +137,11 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     return [leaf for leaf in leaves_of(value) if isinstance(leaf, torch.Tensor)]
 
 
+def memory_of(tensor: torch.Tensor) -> int:
+    """Return a number that tensors with the same memory share while one of them lives."""
+    return int(tensor.untyped_storage()._cdata)
+
+
 def detached(tensor: torch.Tensor) -> torch.Tensor:
     """Return a leaf of the autograd graph with the memory of ``tensor``."""
     return tensor.detach().requires_grad_(tensor.requires_grad)

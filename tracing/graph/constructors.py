@@ -45,10 +45,7 @@ _ORIGINALS = {id(getattr(torch, name)): name for name in _REPLACED}
 
 
 def recorded_constructors(tracer: fx.Tracer) -> AbstractContextManager[None]:
-    """Record every new tensor as a node, so that each stage that needs it makes it.
-
-    Raises ``RuntimeError`` for random tensors outside the layers, which the trace would draw once.
-    """
+    """Record new tensors as nodes, which each stage makes; random ones outside the layers are an error."""
     replacements = {name: _recorder(tracer, getattr(torch, name)) for name in _CONSTRUCTORS}
     replacements |= {name: _refusal(name, _DRAWN_ONCE) for name in _RANDOM}
     replacements |= {name: _recorder(tracer, getattr(torch, name), has_proxy) for name in _OF_METADATA}
@@ -63,10 +60,7 @@ def refused_random_tensors() -> AbstractContextManager[None]:
 
 
 def refused_seeds(namespaces: Iterable[dict[str, Any]]) -> AbstractContextManager[None]:
-    """Refuse to set the state of torch's generators, also by ``fork_rng``: no step would do so.
-
-    ``namespaces`` may have the functions under names of their own.
-    """
+    """Refuse to set the state of torch's generators, under all names in ``namespaces``: no step would do so."""
     # torch.compile replaces torch.manual_seed, and not torch.random.manual_seed.
     names = {id(vars(module)[name]): name for module in (torch, torch.random) for name in _SEEDS}
 

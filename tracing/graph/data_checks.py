@@ -35,10 +35,7 @@ _Condition = tuple[fx.Proxy, bool]
 
 
 def raise_where(values: list[Any], truths: list[bool], error: type[Exception], text: str, place: str) -> None:
-    """Raise ``error`` where each value has its truth. The host waits for a tensor on a GPU, as in the model.
-
-    ``RuntimeError`` replaces an error that cannot be made from a text.
-    """
+    """Raise ``error``, or ``RuntimeError`` if it takes no text, where each value has its truth; waits for a GPU."""
     if not all(bool(value) is truth for value, truth in zip(values, truths, strict=True)):
         return
     told = "an assertion of the model does not hold" if error is AssertionError else "the model raises for this data"

@@ -32,16 +32,8 @@ from nxdpp.tracing.values.proxy import refuse_attributes_of_output
 class Entry(nn.Module):
     """A call of a module, with a placeholder for each input, that returns the leaves of its output.
 
-    Args:
-        module: the module to trace.
-        inputs: specs of the inputs that become placeholders.
-        constants: the other inputs.
-        tracer: the tracer of the graph.
-        carried: values of a first run, for a second one.
-        namespaces: globals of the user's functions.
-
-    Attributes:
-        output_spec: structure of the output, after a call.
+    ``constants`` are the other inputs. ``carried`` has values of a first run, for a second one. ``namespaces`` are
+    globals of the user's functions. ``output_spec`` is the structure of the output, after a call.
     """
 
     def __init__(

@@ -193,11 +193,7 @@ class _ModeRecorder:
 
 
 class RunningModes:
-    """Modes of this thread, changed from node to node.
-
-    Args:
-        names: the modes that will change.
-    """
+    """Modes of this thread, changed from node to node; ``names`` are the ones that will change."""
 
     def __init__(self, names: Iterator[str] | tuple[str, ...]) -> None:
         self._before = {name: _modes()[name].read() for name in names}

@@ -213,10 +213,7 @@ class SpineTracer(AnsweringTracer):
         return created
 
     def create_arg(self, a: Any) -> Any:
-        """An argument of a node. Numbers of NumPy become numbers of Python.
-
-        Raises ``StaleValueError`` for a value of another trace.
-        """
+        """An argument of a node, a number of Python for NumPy's; ``StaleValueError`` for a value of another trace."""
         if isinstance(a, fx.Proxy):
             if a.tracer is not self:
                 raise self.refused(StaleValueError("a value of another trace is used"))

@@ -97,19 +97,14 @@ def trace(
     shapes: Shapes | None = None,
     guess: bool | None = None,
 ) -> TracedGraph:
-    """Trace ``module(**inputs, **constants)``.
+    """Trace ``module(**inputs, **constants)``; the module is unchanged afterwards, and may be on the meta device.
 
-    Args:
-        module: any module; its parameters may be on the meta device. It is unchanged afterwards.
-        inputs: names of the traced inputs, with their specs; the inputs of a loss function too.
-        constants: inputs whose values are part of the graph (``None``, booleans, strings).
-        options: leaves, wrapped functions, the tracer and the loss function.
-        shapes: shapes and dtypes of inputs, for code that asks for sizes.
-        guess: the answer to questions about inputs of unknown shape. The graph then shows the order of the modules,
-            and cannot be run. By default such a question is an error.
+    ``inputs`` has the specs of the traced inputs, the inputs of a loss function too. The values of ``constants`` are
+    part of the graph (``None``, booleans, strings). ``shapes`` are for code that asks for sizes. ``guess`` is the
+    answer to questions about inputs of unknown shape. The graph then shows the order of the modules, and cannot be run.
+    By default such a question is an error.
 
-    Raises:
-        TracingError: with the line of the model that cannot be traced, and the remedy.
+    Raises ``TracingError`` with the line of the model that cannot be traced, and the remedy.
     """
     layers = options.layers_of(module)
     spine = spine_names(module, layers, options.leaf_classes)

@@ -36,11 +36,9 @@ def begin_capture(
 ) -> tuple[Any, Collected]:
     """Begin to collect outputs in ``layer``, which takes ``argument``; return ``argument`` and the collector.
 
-    Args:
-        argument: the first tensor among the arguments of the layer.
-        layer: the layer.
-        before: the keys to collect, with the number of outputs that earlier layers have given for each.
-        selected: the hidden states that are wanted, by number; ``None`` for all of them.
+    ``argument`` is the first tensor among the arguments of the layer. ``before`` has the keys to collect, with the
+    number of outputs that earlier layers have given for each. ``selected`` are the numbers of the hidden states that
+    are wanted; ``None`` for all of them.
     """
     # transformers counts hidden states, and takes the input of the first layer for one more.
     collected: Collected = {key: [None] * count for key, count in before.items()}

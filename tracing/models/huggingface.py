@@ -90,10 +90,7 @@ class HuggingFaceTracer(SpineTracer):
 
 
 def refuse_untraceable(model: nn.Module, spine: Collection[str], constants: Mapping[str, Any]) -> None:
-    """Raise ``ValueError`` for options with which a trace would give wrong numbers.
-
-    Reads the configurations of the transformers models among the modules named ``spine``.
-    """
+    """Raise ``ValueError`` for options of transformers models in ``spine`` with which a trace would be wrong."""
     if constants.get("use_cache"):
         raise ValueError(
             f"use_cache={constants['use_cache']!r}: a cache does not cross pipeline stages. Leave use_cache out."

@@ -47,14 +47,9 @@ _BY_ROWS = frozenset({"idefics2", "idefics3", "mllama", "smolvlm"})
 def split_images(module: nn.Module, inputs: Mapping[str, Any], microbatches: int) -> list[dict[str, Any]]:
     """Return, for each microbatch, its part of the inputs that hold images or videos; empty dicts without such inputs.
 
-    Args:
-        module: a transformers model, or a module with one inside.
-        inputs: the model's inputs, ``input_ids`` of shape (B, T) among them; B is a multiple of ``microbatches``.
-        microbatches: number of microbatches.
-
-    Raises:
-        ValueError: where the tokens do not tell the row of each image or have no values (meta device), and for a
-            microbatch without images next to others that have some.
+    ``input_ids`` of shape (B, T) is among ``inputs``; B is a multiple of ``microbatches``. ``module`` is a transformers
+    model, or has one inside. Raises ``ValueError`` where the tokens do not tell the row of each image or have no values
+    (meta device), and for a microbatch without images next to others that have some.
     """
     parts: list[dict[str, Any]] = [{} for _ in range(microbatches)]
     tokens = inputs.get("input_ids")

@@ -47,13 +47,7 @@ _EXAMPLE = "loss_fn=lambda output, labels: F.cross_entropy(output, labels)"
 
 @dataclass(frozen=True)
 class LossFunction:
-    """A function of the model's output and of inputs, which returns the loss of a microbatch.
-
-    Attributes:
-        function: called with the output, and with inputs by name.
-        names: inputs that it takes.
-        required: the ``names`` without a default.
-    """
+    """A function of the model's output and ``names`` of inputs, some ``required``, that returns the loss."""
 
     function: Callable[..., Any]
     names: tuple[str, ...]
@@ -110,12 +104,9 @@ class LossFunction:
     ) -> fx.Node:
         """Add the call, and placeholders of its own inputs, to the graph of a model; return the call.
 
-        Args:
-            graph: ends with the leaves of the model's output.
-            output_spec: their structure.
-            inputs: specs of all traced inputs, the model's and the function's.
-            constants: all other inputs.
-            module: the model. Parameters of other ranks may move to the meta device later.
+        ``graph`` ends with the leaves of the model's output, whose structure is ``output_spec``. ``inputs`` has the
+        specs of all traced inputs, the model's and the function's, and ``constants`` all other inputs. Parameters of
+        other ranks may move to the meta device later.
         """
         end = next(node for node in graph.nodes if node.op == "output")
         placeholders = {str(node.target): node for node in graph.nodes if node.op == "placeholder"}
@@ -194,12 +185,10 @@ def nodes_of(arguments: Iterable[Any]) -> frozenset[Any] | None:
 
 
 def verify_leaves(loss: Any, before: frozenset[Any], module: nn.Module) -> None:
-    """Raise ``ValueError`` for a leaf that is no parameter of this rank, and for a loss without a value.
+    """Raise ``ValueError`` for a leaf that is no parameter of this rank, and for a ``loss`` without a value.
 
-    Args:
-        loss: made by a function whose arguments the nodes ``before`` made.
-        before: these nodes.
-        module: the whole model. Parameters of other ranks are on the meta device.
+    The nodes ``before`` made the arguments of its function. Parameters of other ranks in ``module``, the whole model,
+    are on the meta device.
     """
     if not isinstance(loss, torch.Tensor):
         return

@@ -70,14 +70,11 @@ class _UnknownError(Exception):
 
 @dataclass(frozen=True)
 class LossTerm:
-    """A part of the loss that is divided by a number of labels.
+    """A part of the loss that is divided by a number of labels; ``name`` of its function is for messages.
 
-    Attributes:
-        name: of the function, for messages.
-        targets: node of the labels, or of their number.
-        ignore_index: label that does not count; ``None`` where ``targets`` is the number.
-        shifted: the first label of each row does not count.
-        divisor: the argument ``num_items_in_batch``, a node or a number; ``None`` for a mean.
+    ``targets`` is the node of the labels, or of their number; ``ignore_index``, a label that does not count, is then
+    ``None``. ``shifted``: the first label of each row does not count. ``divisor`` is the argument
+    ``num_items_in_batch``, a node or a number; ``None`` for a mean.
     """
 
     name: str

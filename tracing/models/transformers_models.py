@@ -9,21 +9,14 @@ from nxdpp.tracing.modules import listings
 
 
 def transformers_models(module: nn.Module, among: Collection[str] | None = None) -> dict[str, PreTrainedModel]:
-    """The outermost transformers models of ``module`` by name; the root's name is ``""``.
-
-    ``among`` limits the names that are looked at.
-    """
+    """The outermost transformers models of ``module`` by name (``""`` for the root), ``among`` some names."""
     found: dict[str, PreTrainedModel] = {}
     _collect(module, "", among, found, set())
     return found
 
 
 def _collect(
-    module: nn.Module,
-    name: str,
-    among: Collection[str] | None,
-    found: dict[str, PreTrainedModel],
-    seen: set[nn.Module],
+    module: nn.Module, name: str, among: Collection[str] | None, found: dict[str, PreTrainedModel], seen: set[nn.Module]
 ) -> None:
     if module in seen or (among is not None and name not in among):
         return

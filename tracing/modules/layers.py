@@ -71,10 +71,7 @@ def resolve_classes(module: nn.Module, wanted: Iterable[Any], argument: str) -> 
 
 
 def known_leaves(module: nn.Module, wanted: Iterable[Any]) -> list[Any]:
-    """Return ``wanted`` without names of classes that ``module`` does not have, and log a warning for these.
-
-    Scripts for several models name the leaves of all of them.
-    """
+    """Return ``wanted`` without classes that ``module`` lacks, with a warning: scripts name leaves of many models."""
     leaves = list(wanted)
     existing = {type(child).__name__ for child in listings.modules(module)}
     unknown = [leaf for leaf in leaves if isinstance(leaf, str) and leaf not in existing]

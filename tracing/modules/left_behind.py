@@ -41,14 +41,7 @@ _MACHINERY = ("torch.", "nxdpp.")
 
 
 class LeftBehind:
-    """Attributes of leaves in one trace.
-
-    Args:
-        tracer: the spine tracer.
-        model: the traced model.
-        spine: names of the modules that are traced through.
-        leaves: all other modules of ``model``.
-    """
+    """Attributes of ``leaves``, the modules of ``model`` that are not traced through, in one trace."""
 
     def __init__(self, tracer: Any, model: nn.Module, spine: Collection[str], leaves: Sequence[nn.Module]) -> None:
         self._tracer = tracer

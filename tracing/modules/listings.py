@@ -70,10 +70,7 @@ def buffers(module: nn.Module) -> Iterator[torch.Tensor]:
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """The module that ``module`` runs if it is one of torch's wrappers; otherwise ``module``.
-
-    ``checkpoint_wrapper`` and ``torch.compile`` make the wrappers.
-    """
+    """The module that ``checkpoint_wrapper`` or ``torch.compile`` has wrapped; any other ``module`` itself."""
     while module._modules and type(module).__module__.startswith("torch."):
         inner = next((module._modules[key] for key in _WRAPPED if key in module._modules), None)
         if inner is None:

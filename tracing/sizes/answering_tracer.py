@@ -29,14 +29,11 @@ from nxdpp.tracing.sizes.sizes import (
     is_none,
     is_tensor,
 )
+from nxdpp.tracing.values.metadata import METHODS
 
 
 class Answers:
-    """The answers of one run, in the order of their questions.
-
-    Args:
-        earlier: the answers of an earlier run. They serve while the questions are the same.
-    """
+    """The answers of one run in order; the ones of an ``earlier`` run serve while the questions are the same."""
 
     def __init__(self, earlier: Self | None = None) -> None:
         self._given: list[tuple[Any, Any]] = []
@@ -59,16 +56,10 @@ class Answers:
 
 
 class AnsweringTracer(fx.Tracer):
-    """Tracer with answers about values.
+    """Tracer with answers about values for inputs of ``shapes``, as far as they are known.
 
-    Args:
-        shapes: shapes and dtypes of the inputs, as far as they are known.
-        guess: the answer to a question that no size gives, for a trace of the order of modules; ``None`` for none.
-        options: of ``fx.Tracer``.
-
-    Attributes:
-        facts: the answers that traced code has had.
-        answers: answers by question, which another trace may know.
+    ``guess`` is the answer to a question that no size gives, for a trace of the order of modules; ``None`` for none.
+    ``facts`` are the answers that traced code has had, ``answers`` the ones that another trace may know.
     """
 
     def __init__(self, shapes: Shapes, guess: bool | None = None, **options: Any) -> None:
@@ -174,18 +165,10 @@ _SIZE = 2
 _ARITHMETIC = frozenset({operator.__name__, math.__name__, "_operator", "builtins"})
 # Attributes of a tensor that have its elements.
 _VIEWS = frozenset({"T", "mT", "H", "mH", "data", "real", "imag", "grad"})
-# Methods and functions that read no elements.
-_OF_METADATA = frozenset(
-    {"size", "dim", "numel", "nelement", "ndimension", "is_floating_point", "is_complex", "is_contiguous",
-     "element_size", "get_device"}
-)  # fmt: skip
 
 
 def guessed_answer(node: fx.Node, read: Callable[[Any], Any], guess: bool, root: nn.Module) -> Any:
-    """Return a guess of ``read(value of node)``; ``None`` where the elements of a tensor decide.
-
-    Questions of yes and no are answered by ``guess``, numbers are small.
-    """
+    """Return ``guess`` for a yes or no, a small number else; ``None`` where the elements of a tensor decide."""
     if read is bool:
         return None if _reads_elements(node, root) else guess
     if read.__name__ == "number_of_items" or read is len:
@@ -207,7 +190,7 @@ def _reads_elements(node: fx.Node, root: nn.Module) -> bool:
         if _makes_a_tensor(current, is_item):
             return True
         is_attribute = current.target is getattr and current.args[1] not in _VIEWS
-        if is_attribute or getattr(current.target, "__name__", current.target) in _OF_METADATA:
+        if is_attribute or getattr(current.target, "__name__", current.target) in METHODS:
             continue
         only_metadata = metadata_arguments(current, root)
         is_item = current.target is operator.getitem
@@ -220,9 +203,9 @@ def _makes_a_tensor(node: fx.Node, is_item: bool) -> bool:
     if node.op == "call_module":
         return not is_item
     if node.op == "call_method":
-        return node.target not in _OF_METADATA
+        return node.target not in METHODS
     if node.op != "call_function" or isinstance(node.target, OpaqueCall):
         return False
-    if getattr(node.target, "__name__", None) in _OF_METADATA:
+    if getattr(node.target, "__name__", None) in METHODS:
         return False
     return getattr(node.target, "__module__", None) not in _ARITHMETIC

@@ -68,10 +68,7 @@ class TooManyGuessesError(Exception):
 
 
 class GuessingMode(FakeTensorMode):
-    """Fake tensors whose every element is ``guess``; ``asks`` tells whether the running code may read one.
-
-    Without a guess no code may.
-    """
+    """Fake tensors whose every element is ``guess``, if code ``asks``; without a guess no code may."""
 
     def __init__(self, guess: bool | None) -> None:
         super().__init__(allow_non_fake_inputs=True)

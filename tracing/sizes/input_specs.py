@@ -31,11 +31,10 @@ _SAME_METHODS = frozenset(
      "lt", "masked_fill", "mul", "ne", "sub", "to", "transpose", "type", "type_as"}
 )  # fmt: skip
 COMPARISONS = frozenset({operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge})
-_POINTWISE = frozenset(
-    {torch.where, torch.logical_and, torch.logical_or, torch.logical_not, operator.add, operator.sub,
-     operator.mul, operator.truediv, operator.floordiv, operator.eq, operator.ne,
-     operator.lt, operator.le, operator.gt, operator.ge, operator.and_, operator.or_}
-)  # fmt: skip
+_POINTWISE = COMPARISONS | {
+    torch.where, torch.logical_and, torch.logical_or, torch.logical_not, operator.add, operator.sub, operator.mul,
+    operator.truediv, operator.floordiv, operator.and_, operator.or_,
+}  # fmt: skip
 # Methods of a tensor that keep its dtype, also under autocast.
 _SAME_DTYPE = frozenset(
     {"clone", "contiguous", "cpu", "cuda", "detach", "expand", "expand_as", "flatten", "movedim", "narrow", "permute",

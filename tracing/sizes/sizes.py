@@ -46,10 +46,7 @@ Shapes = Mapping[str, tuple[torch.Size, torch.dtype]]
 
 @dataclass(frozen=True)
 class Fact:
-    """``read`` of the value of ``node`` was ``answer`` when the graph was made.
-
-    ``of_any_data``: it is the answer of ``Sizes.read_for_any_data``.
-    """
+    """``read`` of the value of ``node``, or ``read_for_any_data``, was ``answer`` when the graph was made."""
 
     node: fx.Node
     read: Callable[[Any], Any]
@@ -74,14 +71,11 @@ class DataInModuleError(UnknownSizeError):
 
 
 class Sizes:
-    """Answers for inputs of one signature.
+    """Answers for inputs of one signature; inputs that are not in ``shapes`` have unknown shapes.
 
-    Args:
-        root: the module that the nodes' targets are names in; its parameters may be on the meta device.
-        shapes: shapes and dtypes of the graph's inputs; other inputs have unknown shapes.
-        guess: the elements of tensors, where an answer depends on them. By default such an answer is unknown.
-        modes: the modes of torch around the model. By default the modes of this thread.
-        in_modules: the guess serves only the code of modules, not the code between them.
+    ``guess`` stands for the elements of tensors, where an answer depends on them. By default such an answer is unknown.
+    With ``in_modules`` it serves only the code of modules, not the code between them. ``modes`` are around the model,
+    by default the modes of this thread.
     """
 
     def __init__(

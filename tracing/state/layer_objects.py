@@ -49,18 +49,11 @@ class PlainValue(NamedTuple):
 
 
 class Reached(StateWalk):
-    """The objects that modules and their code can reach.
+    """The objects that modules and their code can reach from ``roots``, each with its path.
 
-    Args:
-        roots: modules or other objects, each with its path.
-        names_of: gives the names that the code of a function uses.
-        names: names that are known; without them the code of the modules gives them.
-
-    Attributes:
-        names: the names that the code uses.
-        holders: mutable objects by their id, each with its path.
-        places: tensors, by the id of their holder and their place in it.
-        plain: other values without content, in the same way.
+    ``names`` are the names that the code uses; without them the code of the modules gives them. ``holders`` has mutable
+    objects by their id, each with its path, ``places`` tensors by the id of their holder and their place in it, and
+    ``plain`` other values without content, in the same way.
     """
 
     def __init__(

@@ -55,16 +55,11 @@ class ChangedState:
 
 
 class ReachableState:
-    """The state that the spine's code can reach.
+    """The state that the code of ``spine``, the modules whose ``forward`` is traced, can reach.
 
-    Args:
-        spine: the modules whose ``forward`` is traced.
-
-    Attributes:
-        functions: functions of the user that the code may call.
-        names: names of attributes and globals in their code.
-        asked: names of attributes that their code reads of objects other than ``self``.
-        of_leaves: attributes of modules below the spine that code names, as module, path and name.
+    ``functions`` are the user's that the code may call, ``names`` the attributes and globals in their code, and
+    ``asked`` the attributes that they read of objects other than ``self``. ``of_leaves`` has attributes of modules
+    below the spine that code names, as module, path and name.
     """
 
     def __init__(self, spine: Iterable[nn.Module]) -> None:

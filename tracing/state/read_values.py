@@ -104,14 +104,11 @@ def is_equal(value: Any, before: Any) -> bool:
 
 
 class ValuesWalk(StateWalk):
-    """One pass over the plain values that code of ``spine`` can read.
+    """One pass over the plain ``values`` that code of ``spine`` can read.
 
     Without a ``state``, which code of the user has, these are the values of configurations and plain attributes.
-
-    Attributes:
-        values: the values.
-        objects: tensors and other whole objects that code may read. The stages of a graph may hold them.
-        reads: calls that read the places to look at for a change of them.
+    ``objects`` are tensors and other whole objects that code may read. The stages of a graph may hold them. ``reads``
+    are calls that read the places to look at for a change of them.
     """
 
     def __init__(self, spine: Sequence[nn.Module], state: ReachableState | None) -> None:
@@ -191,12 +188,8 @@ class ReadPlace:
 class ReadValues:
     """The plain values that the code of a spine reads, now and before.
 
-    Args:
-        spine: the modules whose ``forward`` is traced.
-        find_state: finds the state that code of the user in the spine can reach; ``None`` without such code.
-
-    Attributes:
-        objects: the tensors and other whole objects that the code read when ``number`` was last asked for.
+    ``find_state`` finds the state that code of the user in the spine can reach; ``None`` without such code. ``objects``
+    are tensors and other whole objects that the code read when ``number`` was last asked for.
     """
 
     def __init__(self, spine: Sequence[nn.Module], find_state: Callable[[], ReachableState | None]) -> None:

@@ -53,17 +53,10 @@ class Run:
 def refuse_differences(
     module: nn.Module, state: ReachableState, before: StateWalk, first: Run, run_again: Callable[["Carried"], Run]
 ) -> None:
-    """Run the spine a second time and compare it with the first run.
+    """Run the spine a second time and compare it with the ``first`` run, whose values must be used no more.
 
-    Args:
-        module: the traced module.
-        state: the state that the spine can reach.
-        before: the state before the first run.
-        first: the first run; its values must be used no more.
-        run_again: traces the module again. It calls ``adopt`` of its argument once the graph has its inputs.
-
-    Raises:
-        TracingError: for a difference, with the line of the model.
+    ``before`` is the state before that run. ``run_again`` traces the module again. It calls ``adopt`` of its argument
+    once the graph has its inputs. Raises ``TracingError`` for a difference, with the line of the model.
     """
     # The graphs' names begin with the name of the traced module.
     root = nn.Module()

@@ -22,15 +22,10 @@ OF_LAYERS = -1
 class SpineSettings:
     """The parts of modules on which a trace of the spine depends.
 
-    Args:
-        spine: the modules that are traced through.
-        names: names of attributes in the code of the user that the spine runs.
-        owned: names of parameters and buffers, below the first module of ``spine``, that not every rank holds.
-        asked: names of attributes that the code reads of objects other than ``self``.
-
-    Attributes:
-        spine: those modules.
-        of_layers: ``training`` with all modules, ``requires_grad`` with all parameters, where the code may read them.
+    ``names`` are attributes in the code of the user that the spine runs, ``asked`` the ones that it reads of objects
+    other than ``self``. Not every rank holds the ``owned`` parameters and buffers, named below the first module of
+    ``spine``. ``of_layers`` has ``training`` with all modules, ``requires_grad`` with all parameters, where the code
+    may read them.
     """
 
     def __init__(

@@ -30,15 +30,7 @@ _MOST_ITEMS_OF_TENSOR = 1 << 20
 
 
 class SharedBuffers:
-    """Buffers with names in several layers, found while the model is whole.
-
-    Args:
-        root: the model.
-        layers: the stage of each layer.
-
-    Attributes:
-        elsewhere: for each such name one of another stage.
-    """
+    """For a buffer with names in several of ``layers``, found while the model is whole: a name of another stage."""
 
     def __init__(self, root: nn.Module, layers: Mapping[str, int]) -> None:
         names: dict[int, list[tuple[str, int]]] = {}
@@ -54,14 +46,7 @@ class SharedBuffers:
 
 
 class SharedObjects:
-    """The tensors that modules of a stage share with modules of other stages.
-
-    Args:
-        root: the model.
-        stages: the stages of each module that runs, by name.
-        stage: the stage that is watched.
-        buffers: buffers with several names.
-    """
+    """The tensors that modules of ``stage`` share with others; ``stages`` has the stages of each that runs."""
 
     def __init__(
         self, root: nn.Module, stages: Mapping[str, set[int]], stage: int, buffers: SharedBuffers | None = None

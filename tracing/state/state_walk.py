@@ -9,14 +9,7 @@ from collections import UserDict, UserList, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextvars import ContextVar
-from types import (
-    BuiltinMethodType,
-    FunctionType,
-    MappingProxyType,
-    MethodType,
-    ModuleType,
-    SimpleNamespace,
-)
+from types import BuiltinMethodType, FunctionType, MappingProxyType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy
@@ -61,15 +54,9 @@ class StateWalk:
     """One pass over the objects that the code of the modules ``spine`` can reach by the names ``reached``.
 
     ``of_leaves`` has attributes of other modules, each as module, path and name. ``names_of`` gives the names that the
-    code of a function uses.
-
-    Attributes:
-        functions: functions of the user.
-        caches: functions with a cache (``functools.lru_cache``).
-        keys: by path and name, a key of the content of each place.
-        undo: calls that put the content of all objects back.
-        kept: all objects: no other object gets the id of one of them.
-        traced: traced values, with their paths.
+    code of a function uses. The pass finds ``functions`` of the user, ``caches`` (``functools.lru_cache``), ``keys`` of
+    the content of each place by path and name, and ``traced`` values with their paths. ``undo`` has calls that put the
+    content of all objects back. ``kept`` has all objects: no other object gets the id of one of them.
     """
 
     def __init__(

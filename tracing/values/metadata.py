@@ -22,10 +22,12 @@ _ATTRIBUTES = frozenset(
     {"device", "dtype", "is_cpu", "is_cuda", "is_leaf", "is_meta", "is_mps", "is_nested", "is_quantized", "is_sparse",
      "is_xpu", "itemsize", "layout", "nbytes", "ndim", "requires_grad", "shape"}
 )  # fmt: skip
-_METHODS = frozenset(
+METHODS = frozenset(
     {"dim", "element_size", "get_device", "is_complex", "is_contiguous", "is_floating_point", "is_signed", "ndimension",
      "nelement", "numel", "size", "storage_offset", "stride"}
 )  # fmt: skip
+"""Methods of a tensor that read none of its elements."""
+
 _FUNCTIONS = frozenset(
     {torch.broadcast_shapes, torch.finfo, torch.iinfo, torch.is_complex, torch.is_floating_point, torch.numel}
 )
@@ -62,7 +64,7 @@ def _is_metadata(node: fx.Node) -> bool:
     if node.op == "placeholder":
         return spec is not None and spec.number is not None
     if node.op == "call_method":
-        return node.target in _METHODS or _follows(node)
+        return node.target in METHODS or _follows(node)
     if node.op != "call_function":
         return False
     target: Any = node.target
@@ -107,10 +109,7 @@ def asks_for_device(node: fx.Node) -> bool:
 
 
 def answer_for(node: fx.Node, device: torch.device, other: Callable[[fx.Node], Any]) -> Any:
-    """Return the value of ``node``, which asks for a device, on ``device``.
-
-    ``other`` gives the value of a node that does not. Raises ``ElsewhereError``.
-    """
+    """Return the value of ``node``, which asks for a device, on ``device``; ``other`` gives other nodes' values."""
     if not asks_for_device(node):
         return other(node)
     if _reads_device(node):

@@ -3,6 +3,8 @@
 import argparse
 from pathlib import Path
 
+from nxdpp.schedules.view.output import whole_number
+
 _PATH = "a checkpoint, or the directory of a training's checkpoints, of which the newest is taken"
 _ANY = f"{_PATH}; or a directory of Hugging Face or of NeuronX Distributed's ranks"
 _FORMATS = ("nxdpp", "huggingface", "nxd")
@@ -76,7 +78,7 @@ def _add_convert(actions: "argparse._SubParsersAction[argparse.ArgumentParser]")
     )
     for name in ("tensor", "pipeline"):
         convert.add_argument(
-            f"--{name}-parallel-size", type=_count, default=1, metavar="N", help=f"{name} ranks, for --to nxd (1)"
+            f"--{name}-parallel-size", type=whole_number, default=1, metavar="N", help=f"{name} ranks, for --to nxd (1)"
         )
 
 
@@ -114,9 +116,3 @@ def _size(text: str) -> int:
     if unit not in _UNITS or not number.isdecimal() or int(number) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} must be a number with a unit of {', '.join(_UNITS)}, such as 5GB")
     return int(number) * _UNITS[unit]
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least 1")
-    return int(text)

@@ -33,14 +33,7 @@ Files = Sequence[RankFile]
 
 @dataclass(frozen=True)
 class RankPart:
-    """Shape of a rank's tensor, and how it is divided.
-
-    Attributes:
-        shape: of the part.
-        dim: divided dimension, -1 for a whole tensor.
-        blocks: number of blocks, each of which is divided.
-        count: number of different parts.
-    """
+    """Shape of a rank's part of a tensor: each of ``blocks`` divided along ``dim`` (-1: whole) into ``count``."""
 
     shape: tuple[int, ...]
     dim: int = -1
@@ -67,9 +60,7 @@ def parts_of(model: MetaModel, tensor: int, pipeline: int, origin: Path) -> list
     found = []
     for rank in range(pipeline):
         parallel_state.initialize_debug(
-            tensor_model_parallel_size=tensor,
-            pipeline_model_parallel_rank=rank,
-            pipeline_model_parallel_size=pipeline,
+            tensor_model_parallel_size=tensor, pipeline_model_parallel_rank=rank, pipeline_model_parallel_size=pipeline
         )
         try:
             module = meta_model(model.texts, None, origin).module
@@ -114,15 +105,10 @@ def _part(tensor: torch.Tensor) -> RankPart:
 
 
 class Whole:
-    """A tensor of which each of ``files`` has a part or a copy, by its shape.
+    """A tensor of which each of ``files``, of the tensor ranks in order, has a part or a copy, by its shape.
 
-    Args:
-        name: of the tensor in the files.
-        files: of the tensor ranks in order.
-        expected: whole shape by the configuration.
-        blocks: number of blocks along the divided dimension, each of which is divided.
-
-    Raises ``ValueError`` for shapes that do not make this whole, or could make it in several ways.
+    ``expected`` is the whole shape by the configuration. Each of ``blocks`` blocks along the divided dimension is
+    divided. Raises ``ValueError`` for shapes that do not make this whole, or could make it in several ways.
     """
 
     def __init__(self, name: str, files: Sequence[RankFile], expected: tuple[int, ...], blocks: int) -> None:

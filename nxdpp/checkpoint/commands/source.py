@@ -21,12 +21,9 @@ _ADAPTED = ("base_model.model.", "base_model.prompt_encoder.")
 
 @dataclass(frozen=True)
 class MetaModel:
-    """A model on the meta device.
+    """A model on the meta device: of transformers, or another module with the names of the tensors.
 
-    Attributes:
-        module: a transformers model, or another module with the names of the tensors.
-        texts: files of its configuration by name; empty for any other module.
-        tensors: its tensors, with ties.
+    ``texts`` are files of its configuration by name; empty for any other module. ``tensors`` have ties.
     """
 
     module: nn.Module
@@ -44,12 +41,9 @@ class MetaModel:
     def sources(self, shapes: Mapping[str, Sequence[int]], ties: Mapping[str, str], origin: Path) -> dict[str, str]:
         """Return the name in a checkpoint of each tensor of the model.
 
-        Args:
-            shapes: whole shape of each tensor of the checkpoint.
-            ties: other names of its tied tensors, with the first one.
-            origin: of the checkpoint, for errors.
-
-        Raises ``ValueError`` for names and shapes that differ from the model's.
+        ``shapes`` has the whole shape of each tensor of the checkpoint, and ``ties`` other names of its tied tensors,
+        with the first one. ``origin`` is for errors. Raises ``ValueError`` for names and shapes that differ from the
+        model's.
         """
         found = {name: ties.get(name, name) for name in self.tensors.tensors}
         missing = [name for name, source in found.items() if source not in shapes]
@@ -108,13 +102,7 @@ def _built(config: Path, texts: dict[str, str]) -> MetaModel:
 
 
 class Source(NamedTuple):
-    """A model to convert.
-
-    Attributes:
-        model: on the meta device.
-        layouts: shape and dtype of each tensor, by the names of ``model.tensors``.
-        read: returns the values of one.
-    """
+    """A model to convert, on the meta device; ``read`` returns the values of one of ``layouts``, by its name."""
 
     model: MetaModel
     layouts: dict[str, StoredLayout]

@@ -39,18 +39,13 @@ Part = tuple[str, tuple[Range, ...], tuple[int, ...]]
 
 @dataclass
 class Described:
-    """All of a rank's state except its tensors.
+    """All of a rank's state except its tensors; ``None`` for what the training does not have.
 
-    Attributes:
-        layout: sizes of the job.
-        ties: see ``ModelTensors``; ``None`` without a model.
-        configuration: files of a transformers model by name, of rank 0; ``None`` for other models.
-        optimizer: class of the optimizer; ``None`` without one.
-        groups: its parameter groups, with this rank's names.
-        states: description of the state of each parameter that this rank keeps; a frozen one has none.
-        samples: hashes of a sample of each parameter, by name and the part that this rank has; empty in one process.
-        random: states of this rank's generators.
-        others: scheduler, scaler and user content as JSON.
+    ``ties`` is as in ``ModelTensors``. ``configuration`` has files of a transformers model by name, of rank 0.
+    ``groups`` are the optimizer's parameter groups, with this rank's names. ``states`` describes the state of each
+    parameter that this rank keeps; a frozen one has none. ``samples`` has hashes of a sample of each parameter, by name
+    and the part that this rank has; it is empty in one process. ``random`` has the states of this rank's generators,
+    and ``others`` scheduler, scaler and user content as JSON.
     """
 
     layout: dict[str, int]

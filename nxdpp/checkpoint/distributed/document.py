@@ -18,11 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.checkpoint.metadata import (
-    Metadata,
-    MetadataIndex,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from nxdpp.checkpoint.distributed.directory import DOCUMENT, write_text
 from nxdpp.checkpoint.distributed.document_checks import DIGITS, check_content, metadata_of
@@ -75,11 +71,8 @@ def write_document(
 ) -> None:
     """Write the document to ``path`` and flush it to the disk. Raises ``OSError``.
 
-    Args:
-        number: of the checkpoint in a training, in the order of saves.
-        content: JSON of the caller.
-        metadata: names, shapes, dtypes and rectangles of the tensors.
-        spans: the place of each rectangle.
+    ``number`` is of the checkpoint in a training, in the order of saves. ``content`` is JSON of the caller.
+    ``metadata`` has names, shapes, dtypes and rectangles of the tensors, ``spans`` the place of each rectangle.
     """
     tensors = {}
     for name, saved in tensors_of(metadata).items():

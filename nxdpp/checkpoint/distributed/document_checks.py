@@ -114,12 +114,7 @@ def _check_cover(name: str, shape: tuple[int, ...], blocks: Sequence[_Rectangle]
 
 
 def check_content(content: Any, tensors: Mapping[str, TensorStorageMetadata]) -> None:
-    """Raise ``ValueError`` for content that no save writes.
-
-    Args:
-        content: JSON of the document.
-        tensors: of the document by name.
-    """
+    """Raise ``ValueError`` for ``content``, JSON of a document with ``tensors``, that no save writes."""
     _need(_has(content, "layout", "ties", "configuration", "optimizer", "random"), "content")
     _need(_has(content, "scheduler", "grad_scaler", "user_content"), "content")
     # A conversion has no layout, and no random states.

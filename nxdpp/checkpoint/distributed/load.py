@@ -48,14 +48,9 @@ MIXED = "The model has values of two origins now: steps and saves of it are refu
 
 
 class Load:
-    """One load. Its methods are collective over all ranks, in their order.
+    """One load, whose methods are collective in their order; all ranks raise the errors of the document.
 
-    Args:
-        folder: directory of the checkpoint.
-        exchange: of all ranks.
-        remote: the directory of ``folder`` in a store, which has the values.
-
-    Raises ``OSError``, ``DamagedFile`` and ``ValueError`` for the document, on all ranks.
+    ``remote`` is the directory of ``folder`` in a store, which has the values.
     """
 
     def __init__(self, folder: Path, exchange: Exchange, remote: RemoteDirectory | None = None) -> None:
@@ -188,8 +183,7 @@ class Load:
         for name, one in given.items():
             if one is None and self.content[name] is not None and self.exchange.rank == 0:
                 warnings.warn(
-                    f"{self._folder} has the state of a {name}, which is not loaded: give {name}= too.",
-                    stacklevel=4,
+                    f"{self._folder} has the state of a {name}, which is not loaded: give {name}= too.", stacklevel=4
                 )
 
     def _warn_of_masters(self, optimizer: Optimizer, names: Mapping[int, str]) -> None:

@@ -44,17 +44,11 @@ class LoadArguments(NamedTuple):
 
 
 class LoadTargets:
-    """The tensors that this rank reads, by name, and the acts that follow; not collective.
+    """The tensors that this rank reads, by name, and the acts that follow; not collective. ``folder`` is for messages.
 
-    Args:
-        folder: directory of the checkpoint, for messages.
-        document: of the checkpoint.
-
-    Attributes:
-        tensors: rectangles in memory of this rank, by the names of the checkpoint.
-        in_new_memory: names of the tensors that are read into memory which nothing uses before ``take_over``.
-        of_replicas: names of the tensors that all data-parallel replicas need.
-        user_content: of the checkpoint. Tensors in it get their values by the read.
+    ``tensors`` are rectangles in memory of this rank, by the names of the checkpoint. Some are read ``in_new_memory``,
+    which nothing uses before ``take_over``. All data-parallel replicas need the ones in ``of_replicas``. Tensors in
+    ``user_content`` get their values by the read.
     """
 
     def __init__(self, folder: Path, document: Document) -> None:

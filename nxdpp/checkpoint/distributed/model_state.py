@@ -9,20 +9,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from nxdpp.checkpoint.huggingface.model_tensors import (
-    WrappedModel,
-    check_still_tied,
-    tied_names_of,
-    unwrapped_name,
-)
+from nxdpp.checkpoint.huggingface.model_tensors import WrappedModel, check_still_tied, tied_names_of, unwrapped_name
 
 
 class ModelTensors(NamedTuple):
-    """The tensors of a model that this rank has.
+    """The tensors of a model that this rank has, by name; a tied one only under its first name in the whole model.
 
-    Attributes:
-        tensors: by name; a tied one only under its first name in the whole model.
-        ties: the other names of tied tensors of the whole model, with their first name; equal on all ranks.
+    ``ties`` has the other names of tied tensors of the whole model, with their first name; equal on all ranks.
     """
 
     tensors: dict[str, torch.Tensor]
@@ -92,7 +85,6 @@ def _state_of(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _persistent(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters and persistent buffers by name."""
     yield from module.named_parameters()
     for path, each in module.named_modules():
         for name, buffer in each.named_buffers(path, recurse=False):

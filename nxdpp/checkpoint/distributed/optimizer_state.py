@@ -30,15 +30,11 @@ Description = dict[str, Any]
 
 @dataclass(frozen=True)
 class Held:
-    """State of a parameter, or of a flat range of it, that this rank keeps.
+    """State of a parameter, or of a flat range of it, that this rank keeps, by its ``name`` in the whole model.
 
-    Attributes:
-        name: of the parameter in the whole model.
-        parameter: of this rank.
-        start: first element of the range in the flattened ``parameter``.
-        values: what the optimizer steps: the parameter, a flat range of it, or of a master copy.
-        states: of the optimizer that steps them.
-        dtype: of the stepped values. If ``values`` have a different one, ``states`` has a master copy in it.
+    ``start`` is the first element of the range in the flattened ``parameter``. ``values`` is what the optimizer steps:
+    the parameter, a flat range of it, or of a master copy. ``states`` is of the optimizer that steps them, ``dtype`` of
+    the stepped values. If ``values`` have a different one, ``states`` has a master copy in it.
     """
 
     name: str

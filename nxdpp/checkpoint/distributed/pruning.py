@@ -35,14 +35,8 @@ _found_damaged: set[_Identity] = set()
 def prune(path: Path, kept: int | None, current: str, named: Iterable[str]) -> list[OSError]:
     """Remove the files of unfinished saves, and checkpoints older than the ``kept`` newest ones that look whole.
 
-    Args:
-        path: directory of the checkpoints.
-        kept: number of checkpoints to keep; ``None`` keeps all.
-        current: tag of the checkpoint that was saved last.
-        named: the files that its document names.
-
-    Returns:
-        The errors of removals. The other removals still happen.
+    ``kept=None`` keeps all. ``current`` is the tag of the checkpoint that was saved last, and ``named`` the files that
+    its document names. Returns the errors of removals. The other removals still happen.
     """
     failures: list[OSError] = []
 

@@ -65,13 +65,9 @@ def replica() -> tuple[int, int]:
 class Exchange:
     """Values and errors of all ranks. Each method is collective over all ranks, in one thread of each.
 
-    Args:
-        name: of the exchange. Without a name it is the exchange of all calls of nxdpp, for the main thread.
-        consequence: a sentence on the state after a failure, for the other ranks' errors.
-        kinds: classes of errors of one rank that the others raise too.
-
-    Attributes:
-        failures: kinds of the errors of all ranks in the last ``together``; the same on each rank.
+    Without a ``name`` it is the exchange of all calls of nxdpp, for the main thread. Other ranks' errors have
+    ``consequence``, a sentence on the state after a failure, and are of the first of ``kinds`` that fits. ``failures``
+    has the kinds of the errors of all ranks in the last ``together``; the same on each rank.
     """
 
     def __init__(
@@ -86,10 +82,7 @@ class Exchange:
             self._store = ours if name is None else ours.named(name)
 
     def through_first(self, value: Any, answer: Callable[[list[Any]], Sequence[Any]]) -> Any:
-        """Return this rank's result of ``answer``, which rank 0 calls with the values of all ranks.
-
-        An error of ``answer`` is raised on all ranks.
-        """
+        """Return this rank's result of ``answer``, which rank 0 calls with all values; all ranks raise its error."""
         if self._store is None:
             return answer([value])[0]
 
@@ -133,13 +126,10 @@ class Exchange:
 
 
 class CollectiveCall(NamedTuple):
-    """A collective call of one rank.
+    """A collective call of the function ``name`` on one rank, with a ``note`` that the ranks tell each other.
 
-    Attributes:
-        name: of the function.
-        arguments: text by name of the arguments that must be equal on all ranks.
-        of_first: names of arguments that count on rank 0, and that this rank gives.
-        note: a value that the ranks tell each other.
+    ``arguments`` has by name a text of those that must be equal on all ranks. This rank gives the ones in ``of_first``,
+    which count on rank 0.
     """
 
     name: str
@@ -151,11 +141,8 @@ class CollectiveCall(NamedTuple):
 def same_call(exchange: Exchange, describe: Callable[[], CollectiveCall]) -> list[Any]:
     """Return the notes of all ranks; collective over all ranks.
 
-    Args:
-        exchange: of all ranks.
-        describe: checks the arguments of this rank, and returns its call. Its error is raised on all ranks.
-
-    Raises ``ValueError`` on all ranks for calls that differ.
+    ``describe`` checks the arguments of this rank, and returns its call. Its error is raised on all ranks. Raises
+    ``ValueError`` on all ranks for calls that differ.
     """
     calls = exchange.all_together(describe)
     for rank, call in enumerate(calls):

@@ -36,7 +36,6 @@ class _Read(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Bytes of the values."""
         return self.destination.numel() * self.dtype.itemsize
 
     def into(self, destination: torch.Tensor, reader: ChecksummedReader) -> None:
@@ -54,10 +53,7 @@ class _Read(NamedTuple):
 
 
 def read_tensors(folder: Path, metadata: Metadata, tensors: Mapping[str, TensorBlocks]) -> None:
-    """Read saved rectangles into ``tensors`` by name, in the order of the files.
-
-    Raises ``DamagedFile`` and ``OSError``.
-    """
+    """Read saved rectangles into ``tensors`` in the order of the files; raises ``DamagedFile`` and ``OSError``."""
     with ChecksummedReader(folder) as reader:
         for each in _reads(metadata, tensors):
             each.into(each.destination, reader)
@@ -66,12 +62,8 @@ def read_tensors(folder: Path, metadata: Metadata, tensors: Mapping[str, TensorB
 class VerifiedReads:
     """Reads into ``tensors`` by name, which begin to change when all ranks have verified what they read.
 
-    Args:
-        folder, metadata: of the checkpoint.
-        tensors: memory for the rectangles.
-        new: names of the tensors whose memory nothing uses yet.
-        room: bytes of host memory that new memory and kept values may take. What has no room is read twice.
-        elsewhere: as of ``ChecksummedReader``.
+    Nothing uses the memory of the ones in ``new`` yet. New memory and kept values may take ``room`` bytes of host
+    memory. What has no room is read twice. ``elsewhere`` is as of ``ChecksummedReader``.
     """
 
     def __init__(

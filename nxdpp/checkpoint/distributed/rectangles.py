@@ -38,13 +38,10 @@ class Block(NamedTuple):
 
 
 class PlaceInWhole(NamedTuple):
-    """The place of a rank's tensor in the whole.
+    """The place of a rank's tensor, of ``local_shape``, in the whole of ``shape`` without padding.
 
-    Attributes:
-        shape: of the whole tensor, without padding.
-        local_shape: of the rank's tensor.
-        dim: divided dimension, -1 for a whole tensor.
-        ranges: the elements along ``dim`` that the rank has. The rest of its tensor is padding.
+    ``dim`` is the divided dimension, -1 for a whole tensor. The rank has the elements ``ranges`` along it. The rest of
+    its tensor is padding.
     """
 
     shape: tuple[int, ...]
@@ -55,9 +52,8 @@ class PlaceInWhole(NamedTuple):
     def blocks(self, values: torch.Tensor, start: int = 0) -> list[Block]:
         """Return ``values`` as rectangles of the whole, which are views of it.
 
-        Args:
-            values: a tensor of ``local_shape``, or contiguous elements of the flattened one, of shape ``(n,)``.
-            start: index of the first of these elements in the flattened tensor.
+        They have ``local_shape``, or are contiguous elements from ``start`` on of the flattened tensor, of shape
+        ``(n,)``.
         """
         values = values.detach()
         if tuple(values.shape) == self.local_shape:

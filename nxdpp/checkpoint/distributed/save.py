@@ -47,12 +47,10 @@ _numbers = itertools.count()
 
 
 class Save:
-    """One save. Its methods are collective over all ranks, in their order.
+    """One save into ``folder``, whose name is the tag. Its methods are collective over all ranks, in their order.
 
-    Args:
-        folder: directory of the checkpoint, whose name is the tag.
-        kept: number of checkpoints to keep; ``None`` keeps all.
-        exchange: of all ranks. After ``plan`` it may be replaced by the exchange of another thread.
+    ``kept`` is the number of checkpoints to keep; ``None`` keeps all. After ``plan`` the exchange may be replaced by
+    the exchange of another thread.
     """
 
     def __init__(self, folder: Path, kept: int | None, exchange: Exchange) -> None:
@@ -194,7 +192,6 @@ def _cannot_write(error: OSError, rank: int, file: Path) -> OSError:
 
 
 def _content(of_ranks: list[Described]) -> dict[str, Any]:
-    """Join what the ranks describe."""
     first = of_ranks[0]
     states: dict[str, Any] = {}
     for rank, described in enumerate(of_ranks):

@@ -26,12 +26,9 @@ _PIECE_BYTES = 8 << 20
 
 
 class SharedReads(Generic[T]):
-    """The replica that does each read; collective over all ranks.
+    """The replica that does each read, of so many bytes in one order on all replicas; collective over all ranks.
 
-    Args:
-        exchange: of all ranks.
-        sizes: bytes of each read, in one order on all replicas.
-        described: text on all that is read, and where. Replicas with different texts read all of their own.
+    ``described`` tells all that is read, and where. Replicas with different texts read all of their own.
     """
 
     def __init__(self, exchange: Exchange, sizes: Mapping[T, int], described: str) -> None:

@@ -40,15 +40,11 @@ _MAKERS: dict[str, Callable[[Any], Any]] = {
 
 
 def encoded(value: Any, path: str, tensors: dict[str, torch.Tensor] | None = None) -> Any:
-    """Return ``value`` as JSON.
+    """Return ``value`` as JSON; ``path`` is its name, for errors and for its tensors.
 
-    Args:
-        value: numbers, strings, bytes, tensors, dtypes, devices, and containers of them. Scalars of NumPy become
-            Python scalars.
-        path: name of ``value``, for errors and for its tensors.
-        tensors: gets tensors and arrays by name. Without it only tensors without dimensions are taken.
-
-    Raises ``ValueError`` for a value of any other type, with its path.
+    It may be numbers, strings, bytes, tensors, dtypes, devices, and containers of them. Scalars of NumPy become Python
+    scalars. ``tensors`` gets tensors and arrays by name. Without it only tensors without dimensions are taken. Raises
+    ``ValueError`` for a value of any other type, with its path.
     """
     return _encoded(value, path, tensors, _LEVELS)
 
@@ -92,10 +88,7 @@ def _encoded(value: Any, path: str, tensors: dict[str, torch.Tensor] | None, lev
 
 
 def decoded(saved: Any, tensors: Mapping[str, torch.Tensor] | None = None) -> Any:
-    """Return the value of which ``encoded`` made ``saved``; ``tensors`` has its tensors by name.
-
-    Raises ``ValueError`` for a mark that ``encoded`` does not make.
-    """
+    """Return the value of which ``encoded`` made ``saved``; ``ValueError`` for a mark that it does not make."""
     if isinstance(saved, list):
         return [decoded(each, tensors) for each in saved]
     if not isinstance(saved, dict):

@@ -16,12 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from nxdpp.agreement.together import from_all_ranks, together
-from nxdpp.checkpoint.distributed.model_state import (
-    ModelTensors,
-    is_pipelined,
-    local_module_of,
-    model_tensors,
-)
+from nxdpp.checkpoint.distributed.model_state import ModelTensors, is_pipelined, local_module_of, model_tensors
 from nxdpp.checkpoint.distributed.rectangles import PlaceInWhole, placement_of
 from nxdpp.checkpoint.huggingface.model_tensors import WrappedModel, unwrapped_name
 from nxdpp.devices.kinds import device_of
@@ -77,10 +72,7 @@ def gather_state_dict(model: nn.Module | WrappedModel) -> dict[str, torch.Tensor
 def gather_tensors(
     model: nn.Module | WrappedModel, consequence: str, names: Collection[str] | None = None
 ) -> dict[str, torch.Tensor] | None:
-    """Return the tensors of ``model`` with one of ``names``, by default all, as ``gather_state_dict`` does.
-
-    Errors say the ``consequence``.
-    """
+    """Return all tensors of ``model``, or ``names``, as ``gather_state_dict``; errors say ``consequence``."""
     model = cast(nn.Module, model)
 
     def tensors() -> ModelTensors:

@@ -107,11 +107,8 @@ def read_region(
 ) -> None:
     """Read a rectangle of a stored tensor of ``shape`` into ``destination``, which has the rectangle's shape.
 
-    Args:
-        read, shape, dtype: of the stored tensor.
-        offsets: of the rectangle in it.
-        destination: on any device, of any dtype and strides. It has its values after ``wait``.
-        wait: waits for the reads.
+    ``offsets`` are of the rectangle in the tensor. ``destination`` is on any device, of any dtype and strides. It has
+    its values after ``wait``, which waits for the reads.
     """
     destination = destination.detach()
     if not shape:

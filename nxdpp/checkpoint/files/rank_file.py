@@ -86,7 +86,6 @@ def make_file(path: Path, layouts: Mapping[str, StoredLayout], key: str) -> Rank
 
 
 def _state(content: Any, key: str, path: Path) -> Mapping[str, torch.Tensor]:
-    """The dict of tensors in ``content``."""
     if isinstance(content, dict) and isinstance(content.get(key), dict):
         content = content[key]
     if not isinstance(content, dict):

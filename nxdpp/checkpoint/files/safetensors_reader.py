@@ -51,12 +51,7 @@ class OpenFile:
 
 @dataclass(frozen=True)
 class StoredTensor(StoredLayout):
-    """A tensor of a safetensors file, whose values are read through ``file``.
-
-    Attributes:
-        stamp: identity of the file, by which a changed file is found.
-        place: byte of the file at which the values begin.
-    """
+    """A tensor in ``file``, values from byte ``place`` on; by its ``stamp`` a changed file is found."""
 
     path: Path
     stamp: tuple[int, int, int]

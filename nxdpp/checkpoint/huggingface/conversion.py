@@ -27,13 +27,10 @@ from transformers.core_model_loading import (
 
 @dataclass(eq=False)
 class Conversion:
-    """Conversion that makes new tensors from source tensors.
+    """Conversion that makes new tensors, the ``first`` of them by name, from source tensors.
 
-    Attributes:
-        first: name of the first new tensor.
-        converter: converter of transformers; None for a rename of one source.
-        renamings: applied to the results of the converter.
-        sources: each the matched pattern of the converter and the name of a tensor.
+    ``converter`` is of transformers; None for a rename of one source. ``renamings`` are applied to its results. Each of
+    ``sources`` has the matched pattern of the converter and the name of a tensor.
     """
 
     first: str
@@ -64,9 +61,8 @@ class Conversion:
 class LoadingPlan:
     """Conversions of the tensors of a checkpoint.
 
-    Attributes:
-        unexpected: stored name of each converted name that the model lacks.
-        used: transforms that matched a tensor, which ``save_pretrained`` must revert; ``None`` for any load's.
+    ``unexpected`` has the stored name of each converted name that the model lacks. ``used`` are transforms that matched
+    a tensor, which ``save_pretrained`` must revert; ``None`` for any load's.
     """
 
     conversions: list[Conversion]

@@ -20,14 +20,11 @@ Wanted = list[tuple[Conversion, list[tuple[str, torch.Tensor]]]]
 
 
 class FileTensors:
-    """Tensors of a checkpoint, converted to tensors of a model by the conversions ``provided``.
+    """Tensors of a checkpoint, converted to ``target``, the tensors of a model, by the conversions ``provided``.
 
-    Attributes:
-        target: the tensors of the model.
-        tied: names in the files of each weight that has several there.
-        conversions: the ones that this rank needs, in the order of the files.
-        only_meta: all tensors that they fill are on the meta device. Their values are read once, and looked at before
-            they replace anything.
+    ``tied`` has the names in the files of each weight that has several there. ``conversions`` are the ones that this
+    rank needs, in the order of the files. All tensors that ``only_meta`` ones fill are on the meta device. Their values
+    are read once, and looked at before they replace anything.
     """
 
     def __init__(self, target: Target, stored: Mapping[str, StoredTensor], provided: Mapping[str, Conversion]) -> None:

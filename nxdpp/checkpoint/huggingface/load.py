@@ -16,11 +16,7 @@ from nxdpp.checkpoint.huggingface.conversion import Conversion
 from nxdpp.checkpoint.huggingface.file_tensors import FileTensors, fitting_tensors
 from nxdpp.checkpoint.huggingface.load_target import target_of
 from nxdpp.checkpoint.huggingface.mismatch import Accepted, Fit, LoadReport
-from nxdpp.checkpoint.huggingface.model_tensors import (
-    WrappedModel,
-    check_wrapped,
-    tensors_of,
-)
+from nxdpp.checkpoint.huggingface.model_tensors import WrappedModel, check_wrapped, tensors_of
 from nxdpp.checkpoint.huggingface.quantised import forget_quantisation
 from nxdpp.checkpoint.huggingface.read_directory import Contents, contents_of
 from nxdpp.devices.kinds import readable

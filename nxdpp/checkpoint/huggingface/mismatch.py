@@ -74,13 +74,7 @@ class LoadReport:
 
 @dataclass(frozen=True)
 class Accepted:
-    """Differences that a load accepts.
-
-    Attributes:
-        names: missing and unexpected tensors.
-        shapes: tensors of a different shape.
-        widths: floating tensors of a different width, which are converted.
-    """
+    """Differences that a load accepts: in names, shapes, and the width of floating tensors, which are converted."""
 
     names: bool = False
     shapes: bool = False

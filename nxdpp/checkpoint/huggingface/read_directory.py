@@ -39,12 +39,7 @@ _QUANTISATIONS = ("quantization_config", "compression_config")
 
 @dataclass(frozen=True)
 class Contents:
-    """Contents of ``directory``.
-
-    Attributes:
-        directory: the directory.
-        adapter: the file of an adapter's weights, which may be missing; ``None`` for a whole model.
-    """
+    """Contents of ``directory``; ``adapter`` is the file of an adapter, which may be missing, else ``None``."""
 
     directory: Path
     adapter: Path | None

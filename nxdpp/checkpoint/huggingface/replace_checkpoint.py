@@ -35,13 +35,9 @@ _UNIMPORTANT = ("transformers_version", WEIGHTS_FIELD)
 
 @dataclass(frozen=True)
 class NewCheckpoint:
-    """Complete files of a checkpoint, in a folder on the file system of ``directory``.
+    """Complete files of a checkpoint, in a folder on the file system of ``directory``, which gets them.
 
-    Attributes:
-        directory: the directory that gets them.
-        folder: for files that are made meanwhile.
-        shards: files of weights in order, each with the names of its tensors.
-        bytes: of all tensors.
+    ``shards`` are files of weights in order, each with the names of its tensors; ``bytes`` is of all tensors.
     """
 
     directory: Path
@@ -145,10 +141,7 @@ def _write(path: Path, text: str) -> Path:
 
 
 def differs(earlier: Path, new: Path) -> bool:
-    """Return whether two configurations in JSON load weights in different ways.
-
-    A file that is missing or damaged loads none, so nothing differs from it.
-    """
+    """Return whether two configurations in JSON load weights differently; a missing or damaged one loads none."""
     before = _fields(earlier)
     return isinstance(before, dict) and _important(before) != _important(_fields(new))
 

@@ -174,7 +174,6 @@ def _local_tensors(model: WrappedModel) -> dict[str, torch.Tensor]:
 
 
 def _tensors(model: WrappedModel, local: Mapping[str, torch.Tensor], shard: Shard) -> dict[str, torch.Tensor]:
-    """Convert the ``local`` tensors to the tensors of ``shard``."""
     made: dict[str, torch.Tensor] = {}
     for conversion in shard.conversions:
         made |= conversion.convert(lambda name: readable(joined(local[name])), model.original_module)

@@ -19,8 +19,8 @@ from transformers import Trainer, TrainerControl
 
 from nxdpp.agreement.together import from_all_ranks
 from nxdpp.doors.transformers.step_batches import StepBatches
-from nxdpp.ranks.extremes import extremes
 from nxdpp.ranks.faults.board import board
+from nxdpp.ranks.group_values import extremes
 
 _FLAGS = tuple(field.name for field in fields(TrainerControl))
 _PLACES = ("the end of a step or epoch", "its logs and evaluation", "an evaluation", "a save")

@@ -40,10 +40,7 @@ _judged = WeakIdKeyDictionary()
 
 
 def refuse_partial_steps(of_stages: Parameters | None = None) -> None:
-    """Make optimizers raise ``RuntimeError`` in a first step that would be wrong on this rank.
-
-    ``of_stages`` returns the present parameters of pipelined models.
-    """
+    """Refuse first steps that would be wrong on this rank; ``of_stages`` returns parameters of pipelined models."""
     if not _stages:
         run_before_steps(refuse_partial_step)
         _stages.append(tuple)

@@ -96,10 +96,7 @@ class Sharding:
         groups: int = 1,
         whole: bool = False,
     ) -> Self:
-        """Return the sharding over the data-parallel ranks of this process, or over each of ``groups`` of them.
-
-        Raises ``ValueError`` for a number of groups that does not divide the ranks.
-        """
+        """Return the sharding over the data-parallel ranks, or over ``groups``, whose number must divide them."""
         replicas = parallel_state.get_data_parallel_size()
         if groups < 1 or replicas % groups:
             raise ValueError(f"sharding_groups={groups} must divide the {replicas} data-parallel ranks.")
@@ -114,10 +111,7 @@ class Sharding:
 class ShardedBucket:
     """Parameters of one dtype and device, and this rank's part of them.
 
-    Attributes:
-        members: the parameters, in the order of the flat vector.
-        pieces: this rank's part. Padding belongs to no piece.
-        averaged_dtype: of the messages with gradients.
+    ``members`` are in the order of the flat vector. Padding belongs to none of the ``pieces``.
     """
 
     def __init__(self, members: Sequence[Member], sharding: Sharding) -> None:
@@ -142,10 +136,7 @@ class ShardedBucket:
         self.pieces = list(self._cut())
 
     def follow(self) -> None:
-        """Follow parameters whose values or memory a program has changed since the last step.
-
-        Raises ``RuntimeError`` for a parameter of another dtype or on another device.
-        """
+        """Follow parameters whose values or memory a program has changed; another dtype or device is an error."""
         for piece in self.pieces:
             parameter = piece.member.parameter
             if (parameter.dtype, parameter.device) != (self._dtype, self._device):
@@ -173,10 +164,8 @@ class ShardedBucket:
     ) -> SentBucket:
         """Start to average or sum the gradients over the ranks, for the pieces; missing ones count as zeros.
 
-        Args:
-            present: whether a rank has the gradient, for all parameters by index. Other pieces get none.
-            before: functions of the flat vector, which run before the division.
-            after: functions of this rank's part of the flat vector of the result, or of all of it (``whole``).
+        Pieces whose parameter is ``present`` on no rank get none. ``before`` has functions of the flat vector, which
+        run before the division, and ``after`` functions of this rank's part of the result, or of all of it (``whole``).
         """
         sharding, size = self._sharding, self._sharding.size
         combination = Combination(sharding.replicas if sharding.mean else 1, before)
@@ -267,7 +256,6 @@ class ShardedBucket:
                 parameter.grad.copy_(from_wire(place.view_as(parameter), self._device))
 
     def _cut(self) -> Iterator[ShardedPiece]:
-        """Cut this rank's part of the flat vector into pieces."""
         begin = self._sharding.rank * self._shard_numel
         at = 0
         for member in self.members:

@@ -14,16 +14,8 @@ from nxdpp.gradients.optimizer.zero1_state import options_of
 class ShardedParameters:
     """Buckets of the parameters that an optimizer steps; later ones are added.
 
-    These require a gradient, or have one from before they were frozen: torch's optimizers step them too.
-
-    Args:
-        sharding: the ranks that share the parameters.
-        bucket_bytes: largest size of a bucket.
-
-    Attributes:
-        members: all parameters of the groups in their order.
-        buckets: in the order in which they were made.
-        layout: a hash of the buckets, equal on equal replicas.
+    These require a gradient, or have one from before they were frozen: torch's optimizers step them too. ``members``
+    are all parameters of the groups in their order. ``layout`` is a hash of the buckets, equal on equal replicas.
     """
 
     def __init__(self, sharding: Sharding, bucket_bytes: int) -> None:

@@ -1,25 +1,27 @@
-"""Reduced gradients of a step of ``Zero1Optimizer``, from their reduction to the end of the step."""
+"""Reduced gradients of a step of ``Zero1Optimizer``, from the agreement of the replicas to the end of the step."""
 
 import math
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from nxdpp.gradients.buckets import Hook, send_all
 from nxdpp.gradients.gradient_norm import counted_share, total_norm
 from nxdpp.gradients.gradient_reducer import ReductionMarks
 from nxdpp.gradients.optimizer.sharded_bucket import ShardedBucket, ShardedPiece, Sharding
+from nxdpp.gradients.optimizer.zero1_state import options_of
 from nxdpp.ranks import parallel_state
+from nxdpp.ranks.faults.waits import Wait
+from nxdpp.ranks.group_values import extremes
 
 
 class StepReduction:
-    """The buckets whose pieces have reduced gradients: the ones with a gradient on any replica.
-
-    Args:
-        sharding: the ranks that share the parameters.
-    """
+    """The buckets whose pieces have reduced gradients: the ones with a gradient on any replica."""
 
     def __init__(self, sharding: Sharding) -> None:
         self._sharding = sharding
@@ -34,10 +36,7 @@ class StepReduction:
         before: Sequence[Hook] = (),
         after: Sequence[Hook] = (),
     ) -> None:
-        """Average or sum the gradients, each rank its part of each bucket; collective over the replicas.
-
-        ``present`` says for each parameter, by index, whether a replica has its gradient.
-        """
+        """Average or sum the gradients that are ``present`` on any replica, by index; collective over the replicas."""
         self._buckets = [bucket for bucket in buckets if bucket.has_gradients(present)]
         send_all(partial(bucket.start_reduction, present, before, after) for bucket in self._buckets)
 
@@ -114,3 +113,67 @@ class StepReduction:
 
     def _pieces(self) -> Iterator[ShardedPiece]:
         return (piece for bucket in self._buckets for piece in bucket.pieces)
+
+
+class ReplicaPosition(NamedTuple):
+    """Numbers that are equal on replicas in the same step.
+
+    ``trainings`` counts the training steps before it. ``layout`` is a hash of the buckets, ``options`` of the groups'
+    options.
+    """
+
+    step: int
+    trainings: int
+    layout: int
+    parameters: int
+    options: int
+
+
+def hash_of_options(groups: Sequence[dict[str, Any]], settings: Sequence[Any]) -> int:
+    """Return a hash of the options of ``groups``, and of ``settings``, that replicas must have alike."""
+    options = [
+        sorted((key, value) for key, value in group.items() if isinstance(value, bool | int | float | str | tuple))
+        for group in map(options_of, groups)
+    ]
+    return zlib.crc32(repr((options, *settings)).encode())
+
+
+def present_anywhere(present: Sequence[bool], own: ReplicaPosition) -> list[bool]:
+    """Return for each parameter whether it is ``present`` on a replica; collective over the replicas.
+
+    Raises ``RuntimeError`` on all of them unless they have the same position.
+    """
+    control = parallel_state.get_data_parallel_control_group()
+    # The first message has a length that all replicas know.
+    smallest, largest = extremes(own, control)
+    if smallest != largest:
+        raise RuntimeError(_difference(ReplicaPosition(*smallest), ReplicaPosition(*largest)))
+    flags = torch.tensor(present, dtype=torch.uint8, device="cpu")
+    with Wait("gradients that replicas have", control):
+        dist.all_reduce(flags, dist.ReduceOp.MAX, control)
+    return [bool(flag) for flag in flags.tolist()]
+
+
+def _difference(smallest: ReplicaPosition, largest: ReplicaPosition) -> str:
+    if (smallest.layout, smallest.parameters) != (largest.layout, largest.parameters):
+        return (
+            f"the data-parallel replicas give Zero1Optimizer different parameters ({smallest.parameters} and "
+            f"{largest.parameters}, of different layouts). Make it with the same parameters, and set the same "
+            f"requires_grad, on every replica."
+        )
+    if smallest.step != largest.step:
+        return (
+            f"a data-parallel replica is in step {smallest.step} of its Zero1Optimizer, and another in step "
+            f"{largest.step}: make each call of step() on every rank."
+        )
+    if smallest.trainings != largest.trainings:
+        return (
+            f"a data-parallel replica has made {smallest.trainings} training steps before step {smallest.step} of its "
+            f"Zero1Optimizer, and another {largest.trainings}: their gradients belong to different batches. Make each "
+            f"call of run_train and of step() on every rank."
+        )
+    return (
+        "the data-parallel replicas have different options in the groups of their Zero1Optimizer, such as lr, or "
+        "another max_norm: each would step its part of the parameters by its own. Give a scheduler the same numbers on "
+        "every replica (ReduceLROnPlateau: the mean loss of broadcast_and_average_loss=True)."
+    )

@@ -20,10 +20,9 @@ from nxdpp.devices.kinds import device_of
 from nxdpp.gradients.buckets import Hook
 from nxdpp.gradients.gradient_dtype import accumulate_in
 from nxdpp.gradients.optimizer import zero1_checks
-from nxdpp.gradients.optimizer.replica_position import ReplicaPosition, hash_of_options, present_anywhere
 from nxdpp.gradients.optimizer.sharded_bucket import ShardedPiece, Sharding
 from nxdpp.gradients.optimizer.sharded_parameters import ShardedParameters
-from nxdpp.gradients.optimizer.step_reduction import StepReduction
+from nxdpp.gradients.optimizer.step_reduction import ReplicaPosition, StepReduction, hash_of_options, present_anywhere
 from nxdpp.gradients.optimizer.zero1_checks import check_elementwise
 from nxdpp.gradients.optimizer.zero1_state import (
     ParameterShard,

@@ -58,11 +58,9 @@ def refuse_sparse(parameters: Iterable[nn.Parameter]) -> None:
 def check_elementwise(optimizer_class: Any, defaults: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
     """Return the options of a group of ``optimizer_class(params, **defaults)``.
 
-    A small matrix is stepped as a whole and in two flat parts. Both must end alike.
-
-    Raises:
-        TypeError: for something other than a class of optimizers.
-        ValueError: for an optimizer that ends differently, or cannot step flat parts (Adafactor, LBFGS, Muon, LAMB).
+    A small matrix is stepped as a whole and in two flat parts. Both must end alike. Raises ``TypeError`` for something
+    other than a class of optimizers, ``ValueError`` for an optimizer that ends differently, or cannot step flat parts
+    (Adafactor, LBFGS, Muon, LAMB).
     """
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
         raise TypeError(f"optimizer_class must be a class such as torch.optim.AdamW, not {optimizer_class!r:.80}.")

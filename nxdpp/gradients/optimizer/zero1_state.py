@@ -15,14 +15,9 @@ _SAME_PARAMETERS = (
 
 
 class ParameterShard(NamedTuple):
-    """A part of a parameter that this rank keeps, in row-major order.
+    """Elements ``start`` to ``stop``, in row-major order, of a parameter of ``shape`` that this rank keeps.
 
-    Attributes:
-        parameter: index among the parameters of all groups.
-        name: of the parameter, where the optimizer was made from named parameters; else ``None``.
-        group: index of its parameter group.
-        shape: of the whole parameter.
-        start, stop: the range of its flattened elements.
+    ``parameter`` is its index among the parameters of all groups. It has a ``name`` where the optimizer got named ones.
     """
 
     parameter: int

@@ -32,9 +32,7 @@ _begun = 0
 def keep(error: Exception, all_of: Callable[[int], list[int]]) -> None:
     """Keep ``error`` for a step that no rank has begun; collective over the threads of all ranks.
 
-    Args:
-        error: error of this rank.
-        all_of: gives the values of all ranks. If it fails, the next step of this rank raises ``error``.
+    ``all_of`` gives the values of all ranks. If it fails, the next step of this rank raises ``error``.
     """
     one = _BackgroundError(error)
     with _changed:

@@ -28,19 +28,9 @@ _DIED = "died without an error: killed (a signal, no memory), crashed, or ended 
 
 
 class Causes:
-    """Causes of the end of one rank.
+    """Causes of the end of one rank; ``end`` may be made by another thread meanwhile.
 
-    Args:
-        store: the entries of the watch.
-        peers: the other ranks on this host.
-        hangs: roll calls.
-        other_calls: comparison of this rank's calls with the calls of the others.
-        end: of this rank, which another thread may make meanwhile.
-        rank: this rank.
-        world_size: number of ranks.
-
-    Attributes:
-        host_departure: departure of the rank that has the store; ``None`` before.
+    ``host_departure`` is the departure of the rank that has the store; ``None`` before.
     """
 
     def __init__(

@@ -1,11 +1,20 @@
-"""Output and exit of a process that ends because of a fault."""
+"""Output and exit of a process that ends because of a fault, and the file of its error that torchrun shows.
+
+Without the file torchrun's last lines tell of an exit code, and the sentence that helps is above its trace::
+
+    Root Cause (first observed failure):
+      rank      : 2 (local_rank: 2)
+      traceback : ValueError: inputs: LlamaForCausalLM.forward takes no ['lables'] (did you mean 'labels'?)
+"""
 
 import contextlib
+import json
 import os
 import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import NoReturn
 
 
@@ -38,3 +47,25 @@ def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
+
+
+def tell_launcher(sentence: str, is_consequence: bool = False) -> None:
+    """Write ``sentence`` for torchrun; does nothing without torchrun, or if there is a file already.
+
+    One that ``is_consequence`` replaces a file: torch's ``record`` has written the error of a lost connection there.
+    The file appears whole: torchrun may end this process in the middle, and gives up on a file that it cannot parse.
+    torchrun takes the earliest error for the cause, in whole seconds. A consequence comes after it.
+    """
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path or (os.path.exists(path) and not is_consequence):
+        return
+    message = {"message": sentence, "extraInfo": {"timestamp": str(int(time.time()) + is_consequence)}}
+    unfinished = Path(f"{path}.{os.getpid()}")
+    with contextlib.suppress(OSError):
+        unfinished.write_text(json.dumps({"message": message}), encoding="utf-8")
+        unfinished.replace(path)
+
+
+def sentence_of(error: BaseException) -> str:
+    """The last lines of the traceback of ``error``: its class, text and notes."""
+    return "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])

@@ -22,9 +22,8 @@ from types import TracebackType
 from torch.distributed import Store  # type: ignore[attr-defined]  # public, though not in its __all__
 
 from nxdpp.ranks.faults.board import board
-from nxdpp.ranks.faults.folded_frames import fold
-from nxdpp.ranks.faults.launcher_file import sentence_of, tell_launcher
-from nxdpp.ranks.faults.mistakes import add_note
+from nxdpp.ranks.faults.ending_process import sentence_of, tell_launcher
+from nxdpp.ranks.faults.mistakes import add_note, fold
 from nxdpp.ranks.faults.rank_watch import RankWatch
 from nxdpp.ranks.faults.timeouts import NO_LIMITS, Timeouts
 

@@ -24,15 +24,7 @@ _PAUSE_SECONDS = 0.1  # between two looks at another rank's roll call
 
 
 class HangWatch:
-    """Roll calls of one rank.
-
-    Args:
-        store: the entries of the watch.
-        peers: the other ranks on this host.
-        rank: this rank.
-        world_size: number of ranks.
-        timeouts: times without progress after which the job ends.
-    """
+    """Roll calls of one rank."""
 
     def __init__(self, store: WatchStore, peers: LocalPeers, rank: int, world_size: int, timeouts: Timeouts) -> None:
         self._store = store

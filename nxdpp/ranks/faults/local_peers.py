@@ -22,14 +22,7 @@ LAUNCHER = -1
 class LocalPeers:
     """The other ranks on this host, as far as they are known.
 
-    Args:
-        store: the entries of the watch.
-        rank: this rank.
-        world_size: number of ranks on all hosts.
-
-    Attributes:
-        ended: ranks whose processes have ended, the first one first.
-        are_known: ``True`` once all ranks of this host are known.
+    ``ended`` has ranks whose processes have ended, the first one first. ``are_known`` is ``True`` once all are known.
     """
 
     def __init__(self, store: WatchStore, rank: int, world_size: int) -> None:

@@ -5,16 +5,18 @@ A note follows the traceback of an error that ends the program::
     run_train(...).backward()         element 0 of tensors does not require grad and does not have a grad_fn
     loss.item() before the last rank  'NoneType' object has no attribute 'item'
     DataParallel(model).run_train()   'DataParallel' object has no attribute 'run_train'
+
+An error in a model's forward is printed without the frames between the program's call and the model's code.
 """
 
 import sys
+from collections.abc import Iterator
 from types import TracebackType
 
 import torch
 from torch import nn
 
 from nxdpp.ranks.faults.board import board
-from nxdpp.ranks.faults.folded_frames import fold
 
 _RAN_BACKWARD = (
     "run_train has run the backward of all microbatches, and the loss that it returns is detached. Leave "
@@ -89,3 +91,37 @@ def _is_of_program(error: BaseException) -> bool:
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
     return trace is not None and trace.tb_frame.f_globals.get("__name__", "").partition(".")[0] not in _LIBRARIES
+
+
+_GENERATED = "<eval_with_key>"
+
+
+def fold(error: BaseException) -> None:
+    """Leave the frames of nxdpp out of the traceback of ``error``, if code of a model raised it."""
+    traces = list(_traces(error.__traceback__))
+    # A graph of torch.fx may be the program's own.
+    is_of_stage = any(map(_is_generated, traces)) and any(map(_is_of_nxdpp, traces))
+    if not is_of_stage or _is_of_nxdpp(traces[-1]):
+        return
+    kept = [trace for trace in traces if not _is_of_nxdpp(trace) and not _is_generated(trace)]
+    folded = None
+    for trace in reversed(kept):
+        folded = TracebackType(folded, trace.tb_frame, trace.tb_lasti, trace.tb_lineno)
+    error.__traceback__ = folded
+    # The place in the pipeline stays the last line.
+    notes = [f"nxdpp: {len(traces) - len(kept)} frames of nxdpp are left out of the traceback."]
+    error.__notes__ = notes + getattr(error, "__notes__", [])
+
+
+def _traces(trace: TracebackType | None) -> Iterator[TracebackType]:
+    while trace is not None:
+        yield trace
+        trace = trace.tb_next
+
+
+def _is_generated(trace: TracebackType) -> bool:
+    return trace.tb_frame.f_code.co_filename.startswith(_GENERATED)
+
+
+def _is_of_nxdpp(trace: TracebackType) -> bool:
+    return str(trace.tb_frame.f_globals.get("__name__")).partition(".")[0] == "nxdpp"

@@ -23,11 +23,7 @@ _UNMOVED_SECONDS = 3.0
 class OtherCalls:
     """Comparison of this rank's calls with the calls of the others; one thread uses it.
 
-    Args:
-        connection: to the store of the failure watch.
-        board: of this process.
-        rank: this rank.
-        seconds: time without a move after which a call is compared.
+    A call is compared after ``seconds`` without a move. ``connection`` is to the store of the failure watch.
     """
 
     def __init__(self, connection: WatchConnection, board: Board, rank: int, seconds: float = _UNMOVED_SECONDS) -> None:

@@ -51,11 +51,9 @@ _GRAPH = "<eval_with_key>"
 class CodePlace:
     """The Python code that a thread is in.
 
-    Attributes:
-        where: the innermost function of the user or of the model's library, such as ``"`Mlp.forward`, mlp.py:17"``.
-        compiles: ``True`` in a compiler.
-        node: place in the code of a stage's graph; -1 outside.
-        stack: a line for each frame, the innermost last.
+    ``where`` is the innermost function of the user or of the model's library, such as ``"`Mlp.forward`, mlp.py:17"``.
+    ``compiles`` is ``True`` in a compiler. ``node`` is the place in the code of a stage's graph; -1 outside. ``stack``
+    has a line for each frame, the innermost last.
     """
 
     where: str

@@ -6,8 +6,7 @@ import time
 from collections.abc import Callable
 from typing import NoReturn
 
-from nxdpp.ranks.faults.ending_process import exit_process, print_line, wait_until
-from nxdpp.ranks.faults.launcher_file import tell_launcher
+from nxdpp.ranks.faults.ending_process import exit_process, print_line, tell_launcher, wait_until
 from nxdpp.ranks.faults.local_peers import LocalPeers
 from nxdpp.ranks.faults.watch_store import Ending, WatchStore, launcher_has_store, pause_seconds
 
@@ -20,18 +19,10 @@ _AFTERWARDS_SECONDS = 0.3  # torchrun polls every 0.1 s and must see the failed 
 
 
 class RankEnd:
-    """The end of one rank, which one thread makes.
+    """The end of one rank, which one thread makes; ``hosts`` is ``True`` if this rank has the store.
 
-    Args:
-        store: the entries of the watch.
-        peers: the other ranks on this host.
-        rank: this rank.
-        world_size: number of ranks.
-        hosts: ``True`` if this rank has the store.
-
-    Attributes:
-        store_is_gone: ``True`` once the store may not answer any more.
-        host_has_left: ``True`` once the store's host has ended normally.
+    ``store_is_gone`` is ``True`` once the store may not answer any more, ``host_has_left`` once its host has ended
+    normally.
     """
 
     def __init__(self, store: WatchStore, peers: LocalPeers, rank: int, world_size: int, hosts: bool) -> None:

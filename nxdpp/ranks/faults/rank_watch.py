@@ -34,13 +34,8 @@ _watches = count()
 class RankWatch:
     """The watch of one rank, from its construction to ``leave`` or to the end of the process.
 
-    Args:
-        store: the world's store, under a prefix of this start.
-        timeouts: times without progress after which the job ends.
-
-    Attributes:
-        owns_failure: ``True`` if this rank is the first to fail, so that its error is the one to print.
-        process: that started the watch; a fork inherits it.
+    ``owns_failure`` is ``True`` if this rank is the first to fail, so that its error is the one to print. ``process``
+    started the watch; a fork inherits it.
     """
 
     def __init__(self, store: Store, timeouts: Timeouts) -> None:

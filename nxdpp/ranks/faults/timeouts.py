@@ -6,12 +6,7 @@ from typing import NamedTuple
 
 
 class Timeouts(NamedTuple):
-    """Limits in seconds for a rank that does not move; 0 is for no limit.
-
-    Attributes:
-        hang: for a rank that waits or works.
-        compile: for a rank that compiles.
-    """
+    """Limits in seconds for a rank that waits or works, or compiles, and does not move; 0 is for no limit."""
 
     hang: float = 0.0
     compile: float = 0.0

@@ -23,14 +23,10 @@ _MOST_NAMES = 8
 
 
 class Wait:
-    """The time in which this rank waits for other ranks, as a context manager; the outermost one is shown.
+    """The time in which this rank waits for other ranks in the exchange ``name``; the outermost one is shown.
 
-    Threads other than the one that trains show nothing.
-
-    Args:
-        name: the exchange that it waits in.
-        group: the ranks that take part; they are named where it is given.
-        ranks: numbers in ``group`` of those that it waits for; without a group the ranks themselves.
+    Threads other than the one that trains show nothing. The ranks of ``group`` are named, or the ones that this rank
+    waits for: ``ranks`` are numbers in ``group``, and without a group the ranks themselves.
     """
 
     __slots__ = ("_group", "_name", "_ranks")
@@ -67,3 +63,9 @@ def names(ranks: Sequence[int]) -> str:
     if len(ranks) > _MOST_NAMES or not ranks:
         return f"{len(ranks)} ranks"
     return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+
+
+def first_names(ranks: Sequence[int]) -> str:
+    """Names of ``ranks``, of many only the first and the number of the others."""
+    more = len(ranks) - _MOST_NAMES
+    return names(ranks) if more <= 0 else f"ranks {', '.join(map(str, ranks[:_MOST_NAMES]))} and {more} others"

@@ -61,13 +61,9 @@ class Ending:
 
 @dataclass(frozen=True)
 class RollCall:
-    """A request that each rank tells where it is.
+    """A request of rank ``by`` that each rank tells where it is; it is open until it is judged.
 
-    Attributes:
-        number: of the roll call.
-        by: the rank that asks.
-        is_open: ``True`` until it is judged.
-        goes_on: ``True`` if ranks wait for one that is outside of nxdpp.
+    ``goes_on`` is ``True`` if ranks wait for one that is outside of nxdpp.
     """
 
     number: int
@@ -91,8 +87,7 @@ State = Ending | RollCall | None
 class WatchStore:
     """The entries of one watch. ``store`` has a prefix of its own, and a connection of its own.
 
-    Attributes:
-        connection: to the store; it takes no more requests after ``leave`` or ``finish``.
+    ``connection`` takes no more requests after ``leave`` or ``finish``.
     """
 
     def __init__(self, store: Store) -> None:

@@ -95,7 +95,6 @@ def difference(ours: nn.Module, whole: nn.Module, inputs: Mapping[str, Any]) -> 
 
 
 def _train(model: nn.Module, inputs: Mapping[str, Any]) -> torch.Tensor:
-    """Compute gradients; return the loss."""
     is_wide = next(model.parameters()).dtype == torch.float64
     model.zero_grad()
     with Float64() if is_wide else nullcontext():

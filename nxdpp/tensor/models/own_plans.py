@@ -15,13 +15,9 @@ from nxdpp.tensor.models.type_plans import PLANS
 
 
 class Rule(NamedTuple):
-    """Rule that the plan of a type lacks, or has with a different style.
+    """Rule of modules or parameters that the plan of a type lacks, or has with a different style.
 
-    Attributes:
-        name: pattern of modules or parameters.
-        style: style of these modules or parameters.
-        beside: rule of the plan that needs this one.
-        reason: for messages.
+    ``beside`` is the rule of the plan that needs this one, ``reason`` is for messages.
     """
 
     name: str

@@ -38,13 +38,10 @@ _PER_HEAD = "replicated_with_grad_allreduce"
 
 @dataclass
 class DividedLayers:
-    """Modules of a model whose layers can have a part of the sequence, by name.
+    """Names of the modules of a model whose layers, in order, can have a part of the sequence.
 
-    Attributes:
-        layers: in order.
-        columns: column-parallel layers of each attention and feed-forward.
-        rows: row-parallel layers.
-        norms: norms between them.
+    ``columns`` has the column-parallel layers of each attention and feed-forward, ``norms`` are between them and
+    ``rows``.
     """
 
     layers: list[str] = field(default_factory=list)
@@ -54,10 +51,7 @@ class DividedLayers:
 
 
 def check_layers(model: nn.Module, plan: Mapping[str, str]) -> DividedLayers:
-    """Return the layers of ``model`` that ``plan`` divides.
-
-    Raises ``ValueError`` for a layer with any other kind of module.
-    """
+    """Return the layers that ``plan`` divides. Raises ``ValueError`` for a layer with any other kind of module."""
     styles, of_parameters, _ = expanded(plan, model)
     lists = {_list_of(name): None for name in styles if _list_of(name)}
     if len(lists) != 1:

@@ -42,14 +42,10 @@ def share_inputs(found: Mapping[str, nn.Module], names: Iterable[str]) -> None:
 
 @dataclass
 class _Begun:
-    """Nodes of one tensor.
+    """Nodes of one tensor, for the layers ``siblings``; the ones in ``waiting`` were not given the tensor yet.
 
-    Attributes:
-        siblings: the layers that they are for.
-        state: state of the tensor in which the other layers may use the nodes.
-        parts: weights and biases.
-        waiting: the layers that were not given the tensor yet.
-        entered: the shared input, or where no layer is trained a copy of the tensor.
+    Layers may use them while the tensor has this ``state``. Where no layer is trained, ``entered`` is a copy of the
+    tensor.
     """
 
     siblings: "Siblings"

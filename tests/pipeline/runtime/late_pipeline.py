@@ -23,7 +23,7 @@ from nxdpp.pipeline.runtime.engine import Engine
 from nxdpp.pipeline.runtime.engine_config import EngineConfig
 from nxdpp.pipeline.stages.cut_graph import RankStages
 from nxdpp.schedules.chosen import ChosenSchedule
-from nxdpp.schedules.lowering.rank_program import in_flight_limit, rank_program
+from nxdpp.schedules.lowering.releases import in_flight_limit, rank_program
 from nxdpp.schedules.lowering.transport_rules import GLOO, NCCL, TransportRules
 from tests.pipeline.runtime.scheduled_models import Skips, make, rows
 from tests.support import late_device

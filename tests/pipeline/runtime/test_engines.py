@@ -10,7 +10,7 @@ from nxdpp.agreement import last_used
 from nxdpp.pipeline.p2p.transport import Direction, Transport
 from nxdpp.pipeline.runtime import engines as engines_module
 from nxdpp.pipeline.runtime.engine import Engine
-from nxdpp.schedules.lowering.rank_program import rank_program
+from nxdpp.schedules.lowering.releases import rank_program
 from tests.support.models import make, padded_batch
 from tests.support.run_ranks import run_ranks
 

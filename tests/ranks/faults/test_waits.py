@@ -22,7 +22,6 @@ _WAITS = {
     "wait",
     "wait_tensor",
     "_all_gather",
-    "_new_group",
     "_reduce_scatter",
 }
 # What waits for no other rank, or is called by what says so.

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from nxdpp.schedules.actions import Action, ActionKind
 from nxdpp.schedules.check import ScheduleError
 from nxdpp.schedules.lowering.lowering import Exchanges
-from nxdpp.schedules.lowering.rank_program import RankProgram
+from nxdpp.schedules.lowering.releases import RankProgram
 from nxdpp.schedules.lowering.transport_rules import RankPair, TransportRules, neighbouring_pairs
 from tests.schedules.transport_model.rank_calls import Call, CallKind, RankCalls
 from tests.schedules.transport_model.situation import Backend, Situation, Synchronises

@@ -6,8 +6,7 @@ from typing import NamedTuple
 from nxdpp.schedules.actions import Schedule
 from nxdpp.schedules.check import ScheduleError
 from nxdpp.schedules.lowering.lowering import Exchanges, StagePair, lower
-from nxdpp.schedules.lowering.rank_program import RankProgram, in_flight_limit
-from nxdpp.schedules.lowering.releases import releases
+from nxdpp.schedules.lowering.releases import RankProgram, in_flight_limit, releases
 from nxdpp.schedules.lowering.transport_rules import GLOO, TransportRules
 from tests.schedules.transport_model.model import Model, Programs
 from tests.schedules.transport_model.situation import Backend, Situation, Synchronises

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from nxdpp import NxDPPModel
-from nxdpp.ranks.faults.folded_frames import fold
+from nxdpp.ranks.faults.mistakes import fold
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from nxdpp.ranks.faults.launcher_file import sentence_of, tell_launcher
+from nxdpp.ranks.faults.ending_process import sentence_of, tell_launcher
 from tests.support.run_program import run_program
 
 PROGRAM = str(Path(__file__).with_name("mistaken_program.py"))
