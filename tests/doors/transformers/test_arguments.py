@@ -17,9 +17,6 @@ from tests.support.models import llama
 
 REFUSED: dict[str, Any] = {
     "label_smoothing_factor": 0.1,
-    "torch_compile": True,
-    "torch_compile_backend": "eager",
-    "torch_compile_mode": "default",
     "use_liger_kernel": True,
     "liger_kernel_config": {"rope": True},
     "neftune_noise_alpha": 5.0,

@@ -1,0 +1,98 @@
+"""``torch.compile`` of this rank's modules, after the model is cut.
+
+Dynamo keeps the codes of all modules that are compiled in place at one function of torch, and compares the module and
+its inputs with what each code was compiled for::
+
+    nn.Module._call_impl     layer, training, static shapes        all equal layers run it
+                             layer, training, dynamic shapes       compiled at the second shape
+                             layer, evaluation
+                             embedding, norm, head ...
+"""
+
+import inspect
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from nxdpp.pipeline.local.view import LocalView
+from nxdpp.tracing.modules import listings
+
+# For all modules of a rank. Torch's own limit is 8 codes; it then runs modules as they are.
+_CODES = 64
+_KEY = "triton.cudagraphs"
+_GRAPHS = (
+    "replays CUDA graphs, whose outputs the next microbatch overwrites while earlier ones are in flight. Use "
+    "mode='max-autotune-no-cudagraphs', or leave it out."
+)
+
+
+def apply_compile(model: LocalView, **options: Any) -> None:
+    """Compile this rank's layers, embeddings, norms and heads with ``torch.compile``; their first calls compile.
+
+    Equal layers run one compiled code. A second shape of inputs compiles once more, for dynamic shapes; further shapes
+    run that code. Training, evaluation and other dtypes have their own codes. Modules are compiled in place: names of
+    parameters, state dicts and checkpoints stay. Losses and gradients equal, bit for bit, those of one process whose
+    same modules are compiled with the same ``options``. With ``apply_checkpoint``, called before or after, the compiled
+    backward recomputes the forward.
+
+    The backward of a compiled module is one operation. So a schedule that splits backwards (``zb1p``, ``zb-v`` and
+    others) trains exactly, and computes the module's weight-gradients already with its input-gradient: it then has the
+    bubble of the schedule without a split. ``backend="eager"`` keeps the split.
+
+    While a rank compiles, others wait up to ``compile_timeout`` of ``initialize_model_parallel``. Modules without
+    parameters, and what the model computes between modules, are not compiled. A second call replaces the options. A
+    module that replaces another later is not compiled until the next call. torch's process-wide
+    ``torch._dynamo.config.recompile_limit`` becomes at least 64, so that all modules of a rank have their codes. Not
+    collective; every rank calls it, with equal options.
+
+    Args:
+        model: the wrapped model, with or without values.
+        options: arguments of ``torch.compile`` other than ``model``, such as ``backend``, ``mode`` and ``dynamic``.
+
+    Raises:
+        TypeError: for a ``model`` that is not wrapped, or a part of one.
+        ValueError: for options that torch refuses, and for CUDA graphs. Nothing is changed then.
+    """
+    if not isinstance(model, LocalView):
+        raise TypeError(
+            f"apply_compile takes a wrapped model, not a {type(model).__name__}: call it after NxDPPModel(module, ...) "
+            f"with the whole of it, and it compiles the layers, embedding and head of this rank. Another module "
+            f"compiles itself, by module.compile()."
+        )
+    check_options(options)
+    outermost = (module for _, module in model.local_named_children())
+    compile_modules((module for module in outermost if next(listings.parameters(module), None) is not None), options)
+
+
+def compile_modules(modules: Iterable[nn.Module], options: dict[str, Any]) -> None:
+    """Compile each of ``modules`` in place by ``torch.compile``'s ``options``; their first calls compile."""
+    # Not imported before: it takes a second.
+    from torch._dynamo import config
+
+    config.recompile_limit = max(config.recompile_limit, _CODES)
+    for module in modules:
+        module.compile(**_copied(options))
+
+
+def check_options(options: dict[str, Any]) -> None:
+    """Raise ``ValueError`` for ``options`` that ``torch.compile`` or a pipeline refuses."""
+    known = [name for name in inspect.signature(torch.compile).parameters if name != "model"]
+    if unknown := sorted(set(options) - set(known)):
+        raise ValueError(f"torch.compile of torch {torch.__version__} has no {unknown}; it takes {', '.join(known)}.")
+    backend, mode, inner = (options.get(name) for name in ("backend", "mode", "options"))
+    if backend == "cudagraphs":
+        raise ValueError(f"backend='cudagraphs' {_GRAPHS}")
+    try:
+        torch.compile(check_options, **_copied(options))
+    except Exception as error:
+        raise ValueError(f"torch.compile refuses {options}: {error}") from error
+    if backend in (None, "inductor") and (torch._inductor.list_mode_options(mode) if mode else inner or {}).get(_KEY):
+        raise ValueError(f"{f'mode={mode!r}' if mode else _KEY} {_GRAPHS}")
+
+
+def _copied(options: dict[str, Any]) -> dict[str, Any]:
+    """``options`` for one call: torch takes entries out of the inner dict."""
+    inner = options.get("options")
+    return options | {"options": dict(inner)} if inner is not None else options

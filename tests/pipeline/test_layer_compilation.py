@@ -1,0 +1,211 @@
+"""``apply_compile``: compiled modules of a rank train bit for bit as the same compiled modules of one process."""
+
+import copy
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from torch._dynamo.utils import counters
+
+from nxdpp import NxDPPModel, apply_checkpoint, apply_compile, deferred_init, parallel_state
+from nxdpp.schedules.families.registry import FAMILIES
+from tests.support.models import gradient_differences, llama, make, padded_batch, reference, train_in_one_process
+from tests.support.run_ranks import run_ranks
+
+OUTSIDE = ("embed_tokens", "norm", "lm_head")
+SPLIT = ("zb1p", "zb-v")
+
+
+def compiled(whole: Any, backend: str = "aot_eager") -> Any:
+    """Compile the modules of the ``whole`` model that ``apply_compile`` compiles on the ranks."""
+    torch._dynamo.config.recompile_limit = 64
+    for name, module in whole.named_modules():
+        above, _, key = name.rpartition(".")
+        if (key in OUTSIDE and "layers" not in above) or above.endswith("layers"):
+            module.compile(backend=backend)
+    return whole
+
+
+def wrap(model: nn.Module, schedule: str = "1f1b", backend: str = "aot_eager", **arguments: Any) -> NxDPPModel:
+    chunks = FAMILIES[schedule].default_chunks
+    wrapped = NxDPPModel(
+        model, num_microbatches=4, return_mb_loss=True, schedule=schedule, virtual_pipeline_size=chunks, **arguments
+    )
+    apply_compile(wrapped, backend=backend)
+    return wrapped
+
+
+def pair(name: str = "llama", schedule: str = "1f1b", backend: str = "aot_eager", **arguments: Any) -> Any:
+    """A wrapped model, and the model of one process, both compiled."""
+    model = make(name)
+    whole = compiled(reference(model), backend)
+    return wrap(model, schedule, backend, **arguments), whole
+
+
+def check_step(wrapped: NxDPPModel, whole: nn.Module, length: int = 10, tied: bool = False) -> None:
+    """A step has the losses and gradients of one process bit for bit, but for a tied weight."""
+    batch = padded_batch(8, length)
+    losses = wrapped.run_train(**batch)
+    expected = train_in_one_process(whole, batch, 4)
+    assert losses is None or all(map(torch.equal, losses, expected))
+    differences = gradient_differences(wrapped, whole)
+    if tied:
+        assert all(difference is not None and difference < 1e-6 for difference in differences.values()), differences
+        assert all("embed_tokens" in name or "lm_head" in name for name in differences), differences
+    else:
+        assert not differences, differences
+
+
+def codes() -> int:
+    return int(counters["stats"]["unique_graphs"])
+
+
+def names_and_codes() -> None:
+    """Equal layers have one code, names stay, and a second length compiles once, a third not at all."""
+    torch._dynamo.reset()
+    counters.clear()
+    model = make("llama")
+    wrapped = NxDPPModel(model, num_microbatches=4)
+    before = list(wrapped.local_state_dict()), [name for name, _ in wrapped.named_modules()]
+    with pytest.raises(ValueError, match=r"torch.compile of torch .* has no \['backed'\]; it takes fullgraph, dynamic"):
+        apply_compile(wrapped, backed="aot_eager")
+    with pytest.raises(ValueError, match=r"torch.compile refuses {'backend': 'none'}"):
+        apply_compile(wrapped, backend="none")
+    assert not any(module._compiled_call_impl for module in wrapped.local_modules())
+    apply_compile(wrapped, backend="aot_eager")
+    assert (list(wrapped.local_state_dict()), [name for name, _ in wrapped.named_modules()]) == before
+    done = {name for name, module in wrapped.local_named_modules() if module._compiled_call_impl}
+    first, last = {"model.embed_tokens", "model.layers.0", "model.layers.1"}, {"model.norm", "lm_head"}
+    assert done == (first if wrapped.holds_first_stage else {"model.layers.2", "model.layers.3"} | last)
+    found = []
+    for length in (10, 12, 14, 9):
+        wrapped.run_train(**padded_batch(8, length))
+        found.append(codes())
+    # A layer, and one or two modules beside it.
+    each = 2 if wrapped.holds_first_stage else 3
+    assert found == [each, 2 * each, 2 * each, 2 * each]
+
+
+def schedules(families: tuple[str, ...]) -> None:
+    # An ordinary backward is first: what it compiles may overwrite what it has saved.
+    for name in families:
+        for step in range(2):
+            wrapped, whole = pair(schedule=name, deallocate_pipeline_outputs=name in SPLIT)
+            check_step(wrapped, whole, 10 + step)
+
+
+def evaluations_and_modes() -> None:
+    wrapped, whole = pair(schedule="zb1p")
+    check_step(wrapped, whole)
+    for module in (wrapped, whole):
+        module.eval()
+    batch = padded_batch(8)
+    result: Any = wrapped.run_eval(**batch)
+    with torch.no_grad():
+        expected = [whole(**{name: value.chunk(4)[i] for name, value in batch.items()}).loss for i in range(4)]
+    assert result is None or torch.equal(torch.as_tensor(result).mean(), torch.stack(expected).mean())
+    check_step(wrapped, whole)
+    for module in (wrapped, whole):
+        module.train()
+    with torch.autocast("cpu", torch.bfloat16):
+        check_step(wrapped, whole)
+    for model in (wrapped.original_module, whole):
+        model.get_submodule("model.layers.1").requires_grad_(False)
+        model.get_submodule("model.layers.2").mlp.requires_grad_(False)
+    wrapped.refresh()
+    wrapped.zero_grad()
+    whole.zero_grad()
+    check_step(wrapped, whole)
+
+
+def replaced_layers() -> None:
+    wrapped, whole = pair()
+    check_step(wrapped, whole)
+    torch.manual_seed(5)
+    layer = make("llama").model.layers[1]
+    for model in (wrapped.original_module, whole):
+        model.model.layers[1] = copy.deepcopy(layer)
+    wrapped.refresh()
+    check_step(wrapped, whole)
+    apply_compile(wrapped, backend="aot_eager")
+    compiled(whole)
+    check_step(wrapped, whole)
+
+
+def recomputation() -> None:
+    for first in (True, False):
+        model = make("llama")
+        whole = compiled(reference(model))
+        wrapped = NxDPPModel(model, num_microbatches=4, return_mb_loss=True, schedule="zb1p")
+        for apply in (apply_checkpoint, compile_again) if first else (compile_again, apply_checkpoint):
+            apply(wrapped)  # type: ignore[operator]
+        check_step(wrapped, whole)
+    # Dropout repeats in the recomputation.
+    gradients = []
+    for checkpointed in (False, True):
+        dropped = wrap(make("gpt2", dropout=0.3))
+        if checkpointed:
+            apply_checkpoint(dropped)
+        torch.manual_seed(3)
+        dropped.run_train(**padded_batch(8))
+        gradients.append([parameter.grad for parameter in dropped.parameters()])
+    assert all(map(torch.equal, *gradients))
+
+
+def compile_again(wrapped: NxDPPModel) -> None:
+    apply_compile(wrapped, backend="aot_eager")
+
+
+def other_models() -> None:
+    wrapped, whole = pair("tied_llama")
+    check_step(wrapped, whole, tied=True)
+
+    model: Any = deferred_init(llama)
+    wrapped = wrap(model)
+    wrapped.move_model_to_device()
+    whole = compiled(reference(llama()))
+    values = dict(wrapped.local_named_parameters())
+    with torch.no_grad():
+        for name, parameter in whole.named_parameters():
+            if name in values:
+                parameter.copy_(values[name])
+    wrapped.run_train(**padded_batch(8))
+    assert all(parameter.grad is not None for parameter in wrapped.parameters())
+
+    adapted: Any = get_peft_model(
+        make("llama"), LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj", "v_proj"])
+    )
+    whole = compiled(reference(adapted))
+    check_step(wrap(adapted), whole)
+
+
+PARTS: dict[str, Callable[[], None]] = {
+    "codes": names_and_codes,
+    "modes": evaluations_and_modes,
+    "replaced": replaced_layers,
+    "recomputation": recomputation,
+    "models": other_models,
+}
+
+
+def over_two_ranks(rank: int, families: tuple[str, ...]) -> dict[str, float]:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    seconds = {}
+    for name, part in {**PARTS, "schedules": lambda: schedules(families)}.items():
+        start = time.perf_counter()
+        try:
+            part()
+        except Exception as error:
+            error.add_note(name)
+            raise
+        seconds[name] = time.perf_counter() - start
+    return seconds
+
+
+def test_compiled_modules_train_as_in_one_process() -> None:
+    print(run_ranks(2, over_two_ranks, ("1f1b", "zb1p", "zb-v", "interleaved")))
