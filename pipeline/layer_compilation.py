@@ -16,7 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from nxdpp.devices.kinds import device_of
 from nxdpp.pipeline.local.view import LocalView
+from nxdpp.ranks import parallel_state
 from nxdpp.tracing.modules import listings
 
 # For all modules of a rank. Torch's own limit is 8 codes; it then runs modules as they are.
@@ -53,7 +55,7 @@ def apply_compile(model: LocalView, **options: Any) -> None:
 
     Raises:
         TypeError: for a ``model`` that is not wrapped, or a part of one.
-        ValueError: for options that torch refuses, and for CUDA graphs. Nothing is changed then.
+        ValueError: for options that torch refuses, for CUDA graphs, and on XLA devices. Nothing is changed then.
     """
     if not isinstance(model, LocalView):
         raise TypeError(
@@ -61,6 +63,8 @@ def apply_compile(model: LocalView, **options: Any) -> None:
             f"with the whole of it, and it compiles the layers, embedding and head of this rank. Another module "
             f"compiles itself, by module.compile()."
         )
+    if device_of(parallel_state.local_device()).is_lazy:
+        raise ValueError("an XLA device compiles all operations of an action itself: leave apply_compile out.")
     check_options(options)
     outermost = (module for _, module in model.local_named_children())
     compile_modules((module for module in outermost if next(listings.parameters(module), None) is not None), options)

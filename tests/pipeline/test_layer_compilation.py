@@ -12,9 +12,13 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch._dynamo.utils import counters
 
-from nxdpp import NxDPPModel, apply_checkpoint, apply_compile, deferred_init, parallel_state
+from nxdpp import NxDPPModel, apply_checkpoint, apply_compile, deferred_init, parallel_state, tensor_parallelize
 from nxdpp.schedules.families.registry import FAMILIES
+from tests.pipeline.runtime.scheduled_models import Chain, InPlace, Skips, copy_of, train_both
+from tests.pipeline.runtime.scheduled_models import make as make_small
+from tests.pipeline.runtime.scheduled_models import wrap as wrap_small
 from tests.support.models import gradient_differences, llama, make, padded_batch, reference, train_in_one_process
+from tests.support.plain_models import WIDTH
 from tests.support.run_ranks import run_ranks
 
 OUTSIDE = ("embed_tokens", "norm", "lm_head")
@@ -91,11 +95,11 @@ def names_and_codes() -> None:
     assert found == [each, 2 * each, 2 * each, 2 * each]
 
 
-def schedules(families: tuple[str, ...]) -> None:
+def schedules(families: tuple[str, ...], backend: str = "aot_eager") -> None:
     # An ordinary backward is first: what it compiles may overwrite what it has saved.
     for name in families:
         for step in range(2):
-            wrapped, whole = pair(schedule=name, deallocate_pipeline_outputs=name in SPLIT)
+            wrapped, whole = pair("llama", name, backend, deallocate_pipeline_outputs=name in SPLIT)
             check_step(wrapped, whole, 10 + step)
 
 
@@ -165,17 +169,15 @@ def other_models() -> None:
     wrapped, whole = pair("tied_llama")
     check_step(wrapped, whole, tied=True)
 
-    model: Any = deferred_init(llama)
-    wrapped = wrap(model)
-    wrapped.move_model_to_device()
-    whole = compiled(reference(llama()))
-    values = dict(wrapped.local_named_parameters())
-    with torch.no_grad():
-        for name, parameter in whole.named_parameters():
-            if name in values:
-                parameter.copy_(values[name])
-    wrapped.run_train(**padded_batch(8))
-    assert all(parameter.grad is not None for parameter in wrapped.parameters())
+    gradients = []
+    for apply in (compile_again, lambda wrapped: None):
+        torch.manual_seed(0)
+        deferred = NxDPPModel(deferred_init(llama), num_microbatches=4)
+        apply(deferred)
+        deferred.move_model_to_device()
+        deferred.run_train(**padded_batch(8))
+        gradients.append([parameter.grad for parameter in deferred.parameters()])
+    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-6)
 
     adapted: Any = get_peft_model(
         make("llama"), LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj", "v_proj"])
@@ -184,12 +186,38 @@ def other_models() -> None:
     check_step(wrap(adapted), whole)
 
 
+def small_models(families: tuple[str, ...], backend: str, kinds: tuple[Any, ...] = (Chain, Skips, InPlace)) -> None:
+    for name in families:
+        for kind in kinds:
+            for only_blocks in (False, True):
+                model = make_small(kind, 4)
+                whole = copy_of(model)
+                chunks = FAMILIES[name].default_chunks
+                if not only_blocks:
+                    wrapped = wrap_small(model, 4, schedule=name, virtual_pipeline_size=chunks, return_mb_loss=True)
+                    apply_compile(wrapped, backend=backend)
+                    for module in (whole.embedding, whole.head, *whole.blocks):  # type: ignore[attr-defined, misc]
+                        module.compile(backend=backend)
+                else:
+                    # The weight-gradients of embedding and head can wait.
+                    for module in (*whole.blocks, *model.blocks):  # type: ignore[attr-defined, misc]
+                        module.compile(backend=backend)
+                    wrapped = wrap_small(model, 4, schedule=name, virtual_pipeline_size=chunks, return_mb_loss=True)
+                for step in range(2):
+                    losses, expected = train_both(wrapped, whole, 4, step)
+                    assert losses is None or all(map(torch.equal, losses, expected))
+                differences = gradient_differences(wrapped, whole)
+                assert not differences, (name, kind.__name__, only_blocks, differences)
+
+
 PARTS: dict[str, Callable[[], None]] = {
     "codes": names_and_codes,
     "modes": evaluations_and_modes,
     "replaced": replaced_layers,
     "recomputation": recomputation,
     "models": other_models,
+    "small models": lambda: small_models(("1f1b", *SPLIT), "aot_eager"),
+    "inductor": lambda: small_models(("1f1b", *SPLIT), "inductor", (Chain,)),
 }
 
 
@@ -205,6 +233,56 @@ def over_two_ranks(rank: int, families: tuple[str, ...]) -> dict[str, float]:
             raise
         seconds[name] = time.perf_counter() - start
     return seconds
+
+
+def all_families(rank: int, backend: str) -> None:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    schedules(tuple(FAMILIES), backend)
+    small_models(tuple(FAMILIES), backend)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_all_families(backend: str) -> None:
+    run_ranks(2, all_families, backend)
+
+
+def divided_layers(rank: int, backend: str) -> None:
+    parallel_state.initialize_model_parallel(2, 2)
+    gradients = []
+    for apply in (lambda wrapped: None, lambda wrapped: apply_compile(wrapped, backend=backend)):
+        for sequence_parallel in (False, True):
+            model = tensor_parallelize(make("llama"), sequence_parallel=sequence_parallel)
+            wrapped = NxDPPModel(model, num_microbatches=4, schedule="zb1p")
+            apply(wrapped)
+            wrapped.run_train(**padded_batch(8))
+            wrapped.run_train(**padded_batch(8, 12))
+            gradients.append([parameter.grad for parameter in wrapped.parameters()])
+    for eager, done in zip(gradients[:2], gradients[2:], strict=True):
+        torch.testing.assert_close(done, eager, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_tensor_parallel_layers(backend: str) -> None:
+    run_ranks(4, divided_layers, backend)
+
+
+def compile_slowly(rank: int) -> None:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2, hang_timeout=2.0)
+    wrapped = wrap_small(make_small(Chain, 2), 4)
+
+    def slow(graph: Any, inputs: Any) -> Any:
+        time.sleep(3.0 * rank)
+        return graph.forward
+
+    apply_compile(wrapped, backend=slow)
+    wrapped.run_train(x=torch.ones(4, WIDTH))
+
+
+@pytest.mark.sweep
+def test_ranks_wait_for_a_rank_that_compiles() -> None:
+    run_ranks(2, compile_slowly)
 
 
 def test_compiled_modules_train_as_in_one_process() -> None:
