@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from nxdpp.devices.kinds import device_of
+from nxdpp.pipeline.activation_checkpoint import compile_checkpointed
 from nxdpp.pipeline.local.view import LocalView
 from nxdpp.ranks import parallel_state
 from nxdpp.tracing.modules import listings
@@ -36,8 +37,8 @@ def apply_compile(model: LocalView, **options: Any) -> None:
     Equal layers run one compiled code. A second shape of inputs compiles once more, for dynamic shapes; further shapes
     run that code. Training, evaluation and other dtypes have their own codes. Modules are compiled in place: names of
     parameters, state dicts and checkpoints stay. Losses and gradients equal, bit for bit, those of one process whose
-    same modules are compiled with the same ``options``. With ``apply_checkpoint``, called before or after, the compiled
-    backward recomputes the forward.
+    same modules are compiled with the same ``options``. With ``apply_checkpoint``, called before or after, a
+    recomputation runs the compiled forward again.
 
     The backward of a compiled module is one operation. So a schedule that splits backwards (``zb1p``, ``zb-v`` and
     others) trains exactly, and computes the module's weight-gradients already with its input-gradient: it then has the
@@ -66,22 +67,25 @@ def apply_compile(model: LocalView, **options: Any) -> None:
     if device_of(parallel_state.local_device()).is_lazy:
         raise ValueError("an XLA device compiles all operations of an action itself: leave apply_compile out.")
     check_options(options)
-    outermost = (module for _, module in model.local_named_children())
-    compile_modules((module for module in outermost if next(listings.parameters(module), None) is not None), options)
+    outermost = model.local_named_children()
+    with_parameters = [named for named in outermost if next(listings.parameters(named[1]), None) is not None]
+    compile_modules(with_parameters, options)
 
 
-def compile_modules(modules: Iterable[nn.Module], options: dict[str, Any]) -> None:
-    """Compile each of ``modules`` in place by ``torch.compile``'s ``options``; their first calls compile."""
+def compile_modules(modules: Iterable[tuple[str, nn.Module]], options: dict[str, Any]) -> None:
+    """Compile each of the named ``modules`` in place by ``torch.compile``'s ``options``; their first calls compile."""
     # Not imported before: it takes a second.
     from torch._dynamo import config
 
     config.recompile_limit = max(config.recompile_limit, _CODES)
-    for module in modules:
-        module.compile(**_copied(options))
+    for name, module in modules:
+        compile_checkpointed(name, module, _copied(options))
 
 
 def check_options(options: dict[str, Any]) -> None:
     """Raise ``ValueError`` for ``options`` that ``torch.compile`` or a pipeline refuses."""
+    from torch._inductor import list_mode_options
+
     known = [name for name in inspect.signature(torch.compile).parameters if name != "model"]
     if unknown := sorted(set(options) - set(known)):
         raise ValueError(f"torch.compile of torch {torch.__version__} has no {unknown}; it takes {', '.join(known)}.")
@@ -91,8 +95,8 @@ def check_options(options: dict[str, Any]) -> None:
     try:
         torch.compile(check_options, **_copied(options))
     except Exception as error:
-        raise ValueError(f"torch.compile refuses {options}: {error}") from error
-    if backend in (None, "inductor") and (torch._inductor.list_mode_options(mode) if mode else inner or {}).get(_KEY):
+        raise ValueError(f"torch.compile refuses {options}: {error!s:.300}") from error
+    if backend in (None, "inductor") and (list_mode_options(mode) if mode else inner or {}).get(_KEY):
         raise ValueError(f"{f'mode={mode!r}' if mode else _KEY} {_GRAPHS}")
 
 

@@ -42,5 +42,5 @@ def judge(task: str, model_type: str) -> Verdict:
 def compile_outermost(model: torch.nn.Module, layers: list[str]) -> None:
     """Compile what ``apply_compile`` compiles on all ranks together."""
     names = {name for name, _ in listings.named_parameters(model, remove_duplicate=False)}
-    outermost = (module for _, module in build_local_module(model, names, layers).named_children())
-    compile_modules((module for module in outermost if list(listings.parameters(module))), {"backend": BACKEND})
+    outermost = build_local_module(model, names, layers).named_children()
+    compile_modules((named for named in outermost if list(listings.parameters(named[1]))), {"backend": BACKEND})

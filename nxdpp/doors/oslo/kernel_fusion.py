@@ -48,10 +48,13 @@ def fuse(module: nn.Module, whole: bool, kernels: Collection[str]) -> None:
         whole: compile all of ``module``.
         kernels: ``"FusedRMSNorm"`` compiles RMS norms too.
     """
-    fused = [module] if whole else [each for each in module.modules() if isinstance(each, _ACTIVATIONS)]
-    if not whole and "FusedRMSNorm" in kernels:
-        fused += filter(_is_rms_norm, module.modules())
-    compile_modules(fused, {})
+    norms = "FusedRMSNorm" in kernels
+    fused = (
+        (name, each)
+        for name, each in module.named_modules()
+        if isinstance(each, _ACTIVATIONS) or (norms and _is_rms_norm(each))
+    )
+    compile_modules([("", module)] if whole else fused, {})
 
 
 def _is_rms_norm(module: nn.Module) -> bool:
