@@ -1,7 +1,7 @@
 """Compiled sweep: each type cut in two, its modules compiled with ``aot_eager``, against the compiled unwrapped model.
 
 The layers, and the modules with parameters outside of them, are compiled in place in both models, as ``apply_compile``
-does. Verdicts are those of the training sweep, in train mode on two shapes. A type that torch cannot compile in one
+does. Verdicts are those of the training sweep, in train mode on the padded shape. A type that torch cannot compile in one
 process is not built.
 """
 
@@ -18,6 +18,7 @@ from nxdpp.tracing.modules import listings
 from nxdpp.tracing.modules.layers import find_layer_classes
 from tests.zoo import ARGUMENTS, build, inputs
 from tests.zoo.comparison import compare
+from tests.zoo.inputs import PADDED
 from tests.zoo.sweep import Verdict
 from tests.zoo.with_loss import with_loss
 
@@ -27,7 +28,7 @@ BACKEND = "aot_eager"
 def judge(task: str, model_type: str) -> Verdict:
     """Compare one type with its unwrapped model, both compiled."""
     bare = build(task, model_type)
-    batches = [inputs(task, bare, shape) for shape in range(2)]
+    batches = [inputs(task, bare, PADDED)]
     given: dict[str, Any] = ARGUMENTS.get(model_type, {})
     model = with_loss(task, bare)
     whole = copy.deepcopy(model)
