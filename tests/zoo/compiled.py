@@ -1,8 +1,8 @@
 """Compiled sweep: each type cut in two, its modules compiled with ``aot_eager``, against the compiled unwrapped model.
 
 The layers, and the modules with parameters outside of them, are compiled in place in both models, as ``apply_compile``
-does. Verdicts are those of the training sweep, in train mode on the padded shape. A type that torch cannot compile in one
-process is not built.
+does. Verdicts are those of the training sweep, in train mode on the padded shape. A type that torch cannot compile in
+one process is not built.
 """
 
 import copy
