@@ -1,7 +1,7 @@
 """``torch.compile`` of this rank's modules, after the model is cut.
 
-Dynamo keeps compiled codes at the ``forward`` of a class, and compares the module and its inputs with what each code was
-compiled for::
+Dynamo keeps compiled codes at the ``forward`` of a class, and compares the module and its inputs with what each code
+was compiled for::
 
     LlamaDecoderLayer.forward     training, static shapes        all equal layers run it
                                   training, dynamic shapes       compiled at the second shape
@@ -21,7 +21,8 @@ from nxdpp.pipeline.local.view import LocalView
 from nxdpp.ranks import parallel_state
 from nxdpp.tracing.modules import listings
 
-# Torch's own limit is 8 codes of a class; it then runs modules as they are. Layers that read their number need one each.
+# Torch's own limit is 8 codes of a class; it then runs modules as they are. Layers that read their number need one
+# each.
 _CODES = 64
 _KEY = "triton.cudagraphs"
 _GRAPHS = (
@@ -45,10 +46,9 @@ def apply_compile(model: LocalView, **options: Any) -> None:
 
     While a rank compiles, others wait up to ``compile_timeout`` of ``initialize_model_parallel``. Modules without
     parameters, and what the model computes between modules, are not compiled; torch runs a plain ``nn.Linear`` or
-    ``nn.Embedding``, which is one kernel, as it is. A second call replaces the options. A
-    module that replaces another later is not compiled until the next call. torch's process-wide
-    ``torch._dynamo.config.recompile_limit`` becomes at least 64, for layers that read their own number. Not collective;
-    every rank calls it, with equal options.
+    ``nn.Embedding``, which is one kernel, as it is. A second call replaces the options. A module that replaces another
+    later is not compiled until the next call. torch's process-wide ``torch._dynamo.config.recompile_limit`` becomes at
+    least 64, for layers that read their own number. Not collective; every rank calls it, with equal options.
 
     Args:
         model: the wrapped model, with or without values.
