@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
@@ -93,7 +94,7 @@ def _run_rank(rank: int, hidden: int, family: str, backend: str, effort: Effort)
 
 def _parts(stage: nn.Module) -> Iterator[nn.Module]:
     assert isinstance(stage, llama.LlamaStage), "llama_job cuts"
-    body = stage.model
+    body: Any = stage.model
     yield from (part for part in (body.embed_tokens, *body.layers.values(), body.norm, stage.lm_head) if part)
 
 

@@ -54,7 +54,7 @@ def pair(name: str = "llama", schedule: str = "1f1b", backend: str = "aot_eager"
 def check_step(wrapped: NxDPPModel, whole: nn.Module, length: int = 10, tied: bool = False) -> None:
     """A step has the losses and gradients of one process bit for bit, but for a tied weight."""
     batch = padded_batch(8, length)
-    losses = wrapped.run_train(**batch)
+    losses: Any = wrapped.run_train(**batch)
     expected = train_in_one_process(whole, batch, 4)
     assert losses is None or all(map(torch.equal, losses, expected))
     differences = gradient_differences(wrapped, whole)
@@ -146,11 +146,14 @@ def recomputation() -> None:
         model = make("llama")
         whole = compiled(reference(model))
         wrapped = NxDPPModel(model, num_microbatches=4, return_mb_loss=True, schedule="zb1p")
-        for apply in (apply_checkpoint, compile_again) if first else (compile_again, apply_checkpoint):
-            apply(wrapped)  # type: ignore[operator]
+        if first:
+            apply_checkpoint(wrapped)
+        compile_again(wrapped)
+        if not first:
+            apply_checkpoint(wrapped)
         check_step(wrapped, whole)
     # Dropout repeats in the recomputation.
-    gradients = []
+    gradients: list[Any] = []
     for checkpointed in (False, True):
         dropped = wrap(make("gpt2", dropout=0.3))
         if checkpointed:
@@ -169,11 +172,12 @@ def other_models() -> None:
     wrapped, whole = pair("tied_llama")
     check_step(wrapped, whole, tied=True)
 
-    gradients = []
-    for apply in (compile_again, lambda wrapped: None):
+    gradients: list[Any] = []
+    for is_compiled in (True, False):
         torch.manual_seed(0)
         deferred = NxDPPModel(deferred_init(llama), num_microbatches=4)
-        apply(deferred)
+        if is_compiled:
+            compile_again(deferred)
         deferred.move_model_to_device()
         deferred.run_train(**padded_batch(8))
         gradients.append([parameter.grad for parameter in deferred.parameters()])
@@ -190,17 +194,17 @@ def small_models(families: tuple[str, ...], backend: str, kinds: tuple[Any, ...]
     for name in families:
         for kind in kinds:
             for only_blocks in (False, True):
-                model = make_small(kind, 4)
-                whole = copy_of(model)
+                model: Any = make_small(kind, 4)
+                whole: Any = copy_of(model)
                 chunks = FAMILIES[name].default_chunks
                 if not only_blocks:
                     wrapped = wrap_small(model, 4, schedule=name, virtual_pipeline_size=chunks, return_mb_loss=True)
                     apply_compile(wrapped, backend=backend)
-                    for module in (whole.embedding, whole.head, *whole.blocks):  # type: ignore[attr-defined, misc]
+                    for module in (whole.embedding, whole.head, *whole.blocks):
                         module.compile(backend=backend)
                 else:
                     # The weight-gradients of embedding and head can wait.
-                    for module in (*whole.blocks, *model.blocks):  # type: ignore[attr-defined, misc]
+                    for module in (*whole.blocks, *model.blocks):
                         module.compile(backend=backend)
                     wrapped = wrap_small(model, 4, schedule=name, virtual_pipeline_size=chunks, return_mb_loss=True)
                 for step in range(2):
@@ -253,12 +257,13 @@ def test_all_families(backend: str) -> None:
 
 def divided_layers(rank: int, backend: str) -> None:
     parallel_state.initialize_model_parallel(2, 2)
-    gradients = []
-    for apply in (lambda wrapped: None, lambda wrapped: apply_compile(wrapped, backend=backend)):
+    gradients: list[Any] = []
+    for is_compiled in (False, True):
         for sequence_parallel in (False, True):
             model = tensor_parallelize(make("llama"), sequence_parallel=sequence_parallel)
             wrapped = NxDPPModel(model, num_microbatches=4, schedule="zb1p")
-            apply(wrapped)
+            if is_compiled:
+                apply_compile(wrapped, backend=backend)
             wrapped.run_train(**padded_batch(8))
             wrapped.run_train(**padded_batch(8, 12))
             gradients.append([parameter.grad for parameter in wrapped.parameters()])
