@@ -3,6 +3,7 @@
 import copy
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from nxdpp import NxDPPModel, apply_checkpoint, apply_compile, deferred_init, parallel_state, tensor_parallelize
+from nxdpp.pipeline.activation_checkpoint import is_checkpointed, remove_checkpoint
+from nxdpp.pipeline.layer_compilation import compile_modules
 from nxdpp.schedules.families.registry import FAMILIES
 from tests.pipeline.runtime.scheduled_models import Chain, InPlace, Skips, copy_of, train_both
 from tests.pipeline.runtime.scheduled_models import make as make_small
@@ -292,3 +295,56 @@ def compile_slowly(rank: int) -> None:
 @pytest.mark.sweep
 def test_ranks_wait_for_a_rank_that_compiles() -> None:
     run_ranks(2, compile_slowly)
+
+
+class Counted(nn.Module):
+    """Has statistics, and a count that its output depends on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.norm(self.linear(x)).relu() * self.calls  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("first", ["checkpoint", "compile"])
+def test_a_recomputation_of_compiled_code_has_the_state_of_its_forward(first: str) -> None:
+    torch.manual_seed(0)
+    eager: Any = Counted()
+    layer: Any = copy.deepcopy(eager)
+    apply_checkpoint(wrapped_layer(eager))
+    if first == "checkpoint":
+        apply_checkpoint(wrapped_layer(layer))
+    compile_modules([("0", layer)], {"backend": "aot_eager"})
+    if first == "compile":
+        apply_checkpoint(wrapped_layer(layer))
+    rows = torch.randn(3, 8, WIDTH)
+    for each in (eager, layer):
+        # All forwards before the first backward.
+        for loss in [each(x).square().sum() for x in rows]:
+            loss.backward()
+    assert layer.calls == 3
+    found, expected = ([*(p.grad for p in each.parameters()), *each.buffers()] for each in (layer, eager))
+    assert all(map(torch.equal, found, expected))
+    remove_checkpoint(wrapped_layer(layer))
+    assert not is_checkpointed(layer)
+    assert layer._compiled_call_impl is not None
+
+
+def test_only_a_wrapped_model_is_compiled() -> None:
+    with pytest.raises(TypeError, match=r"takes a wrapped model, not a Counted: call it after NxDPPModel\(module"):
+        apply_compile(Counted())  # type: ignore[arg-type]
+
+
+def wrapped_layer(layer: nn.Module) -> Any:
+    """A wrapped model of one layer."""
+    return SimpleNamespace(
+        rank=0,
+        layers=["0"],
+        stage_layers=["0"],
+        original_module=nn.Sequential(layer),
+        local_named_modules=lambda: [("0", layer)],
+    )
