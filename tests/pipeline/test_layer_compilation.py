@@ -93,9 +93,9 @@ def names_and_codes() -> None:
     for length in (10, 12, 14):
         wrapped.run_train(**padded_batch(8, length))
         found.append(codes())
-    # A layer, and the norm. Torch runs plain embeddings and linear layers as they are.
-    each = 2 if wrapped.holds_last_stage else 1
-    assert found == [each, 2 * each, 2 * each]
+    # Of the layers, and of the norm. Torch runs plain embeddings and linear layers as they are.
+    assert 0 < found[0] <= (2 if wrapped.holds_last_stage else 1), found
+    assert found[0] < found[1] == found[2], found
 
 
 def schedules(families: tuple[str, ...], backend: str = "aot_eager") -> None:
