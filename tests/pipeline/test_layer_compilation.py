@@ -38,7 +38,7 @@ def compiled(whole: Any, backend: str = "aot_eager") -> Any:
     return whole
 
 
-def wrap(model: nn.Module, schedule: str = "1f1b", backend: str = "aot_eager", **arguments: Any) -> NxDPPModel:
+def wrap(model: nn.Module, schedule: str = "1f1b", backend: str = "aot_eager", **arguments: Any) -> Any:
     chunks = FAMILIES[schedule].default_chunks
     wrapped = NxDPPModel(
         model, num_microbatches=4, return_mb_loss=True, schedule=schedule, virtual_pipeline_size=chunks, **arguments
@@ -54,7 +54,7 @@ def pair(name: str = "llama", schedule: str = "1f1b", backend: str = "aot_eager"
     return wrap(model, schedule, backend, **arguments), whole
 
 
-def check_step(wrapped: NxDPPModel, whole: nn.Module, length: int = 10, tied: bool = False) -> None:
+def check_step(wrapped: Any, whole: nn.Module, length: int = 10, tied: bool = False) -> None:
     """A step has the losses and gradients of one process bit for bit, but for a tied weight."""
     batch = padded_batch(8, length)
     losses: Any = wrapped.run_train(**batch)
@@ -167,7 +167,7 @@ def recomputation() -> None:
     assert all(map(torch.equal, *gradients))
 
 
-def compile_again(wrapped: NxDPPModel) -> None:
+def compile_again(wrapped: Any) -> None:
     apply_compile(wrapped, backend="aot_eager")
 
 
