@@ -20,6 +20,7 @@ Names::
     PipelineConfig                 Settings of a Pipeline, equal on all ranks
     TracedLayers                   Transformer layers of a model, in the order of execution
     apply_checkpoint               Recompute the forward of layers during their backward
+    apply_compile                  Compile this rank's layers, embeddings, norms and heads with torch.compile
     check_tensor_parallel          Compare model divided by plan with model in one process
     compare_tensor_copies          Make calls of module with gradients compare its copies
     data_parallel_sampler          Return a sampler that gives this rank's replica its part of dataset
@@ -86,6 +87,7 @@ __all__ = [
     "PipelineConfig",
     "TracedLayers",
     "apply_checkpoint",
+    "apply_compile",
     "check_tensor_parallel",
     "compare_tensor_copies",
     "data_parallel_sampler",

@@ -77,16 +77,23 @@ def apply_checkpoint(model: CheckpointedModel, layers_to_checkpoint: Sequence[st
 def remove_checkpoint(model: CheckpointedModel) -> None:
     """Keep the activations of this rank's layers again, after ``apply_checkpoint``; not collective."""
     for module in dict(model.local_named_modules()).values():
-        if isinstance(module.forward, functools.partial) and is_checkpointed(module):
-            own = module.forward.args[0]
-            del module.forward
-            if module.forward != own:
-                module.forward = own
+        if is_checkpointed(module):
+            _keep_activations(module)
 
 
 def is_checkpointed(module: nn.Module) -> bool:
     """Return whether ``apply_checkpoint`` has changed ``module``."""
-    return isinstance(module.forward, functools.partial) and module.forward.func is _recomputed
+    return _checkpointed_call(module) is not None
+
+
+def compile_checkpointed(name: str, module: nn.Module, options: dict[str, Any]) -> None:
+    """Compile ``module`` in place by ``torch.compile``'s ``options``. It stays checkpointed where it was."""
+    was_checkpointed = is_checkpointed(module)
+    if was_checkpointed:
+        _keep_activations(module)
+    module.compile(**options)
+    if was_checkpointed:
+        _checkpoint(name, module)
 
 
 def _checkpoint_all(model: CheckpointedModel) -> None:
@@ -108,8 +115,30 @@ def _has(model: nn.Module, name: str) -> bool:
 def _checkpoint(name: str, module: nn.Module) -> None:
     if is_checkpointed(module) or isinstance(module, CheckpointWrapper):
         return
-    # The instance's own forward is replaced, not the module: a wrapper would rename its parameters.
-    module.forward = functools.partial(_recomputed, module.forward, LayerState(name, module))
+    # The instance's own forward is replaced, not the module: a wrapper would rename its parameters. Compiled code is
+    # recomputed as a whole: the state is looked at outside of it.
+    state = LayerState(name, module)
+    if module._compiled_call_impl is None:
+        module.forward = functools.partial(_recomputed, module.forward, state)
+    else:
+        module._compiled_call_impl = functools.partial(_recomputed, module._compiled_call_impl, state)
+
+
+def _checkpointed_call(module: nn.Module) -> "functools.partial[Any] | None":
+    calls = (module._compiled_call_impl, module.forward)
+    return next((each for each in calls if isinstance(each, functools.partial) and each.func is _recomputed), None)
+
+
+def _keep_activations(module: nn.Module) -> None:
+    call = _checkpointed_call(module)
+    assert call is not None, "it is checkpointed"
+    own = call.args[0]
+    if call is module._compiled_call_impl:
+        module._compiled_call_impl = own
+        return
+    del module.forward
+    if module.forward != own:
+        module.forward = own
 
 
 def _recomputed(forward: Callable[..., Any], state: LayerState, /, *args: Any, **kwargs: Any) -> Any:

@@ -1,5 +1,6 @@
 """Tokens a second of a Llama, next to hand-cut stages and to one process."""
 
+import copy
 import os
 from collections.abc import Iterable
 
@@ -92,16 +93,18 @@ class LlamaStage(nn.Module):
         return logits
 
 
-def llama_job() -> Job:
-    """A Llama with random weights and tokens."""
+def llama_job(hidden: int = HIDDEN) -> Job:
+    """A Llama with random weights and tokens, ``hidden`` wide."""
+    config = copy.deepcopy(CONFIG)
+    config.update({"hidden_size": hidden, "intermediate_size": 4 * hidden, "head_dim": hidden // 4})
 
     def make_model() -> nn.Module:
         torch.manual_seed(0)
-        return LlamaForCausalLM(CONFIG)
+        return LlamaForCausalLM(config)
 
     torch.manual_seed(1)
     ids = torch.randint(VOCABULARY, (MICROBATCHES * MICROBATCH, SEQUENCE))
-    function = LlamaForCausalLM(CONFIG).loss_function
+    function = LlamaForCausalLM(config).loss_function
     return Job(
         make_model=make_model,
         layer_class=LlamaDecoderLayer,
@@ -110,7 +113,7 @@ def llama_job() -> Job:
         inputs={"input_ids": ids, "labels": ids},
         first_input=ids,
         target=ids,
-        hidden=(MICROBATCH, SEQUENCE, HIDDEN),
+        hidden=(MICROBATCH, SEQUENCE, hidden),
         microbatches=MICROBATCHES,
     )
 

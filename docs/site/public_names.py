@@ -8,6 +8,7 @@ _GROUPS = {
         "PipelineConfig",
         "Pipeline",
         "apply_checkpoint",
+        "apply_compile",
         "GradScaler",
         "data_parallel_sampler",
         "TracedLayers",

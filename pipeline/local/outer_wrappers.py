@@ -24,7 +24,7 @@ _AVERAGED = (
 )
 COMPILED = (
     "torch.compile of a pipelined model would compile nothing: a rank runs its layers one by one, not the forward. "
-    "Compile the layers before NxDPPModel(module): for layer in layers: layer.compile()."
+    "Call nxdpp.apply_compile(model) in its place: it compiles the layers, embedding and head of this rank."
 )
 _TRAINED = (
     "transformers.Trainer would call the forward of a pipelined model. Give the model to "

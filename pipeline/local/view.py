@@ -172,7 +172,7 @@ class LocalView(nn.Module):
         )
 
     def compile(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raise ``RuntimeError``: layers are compiled, before the model is wrapped."""
+        """Raise ``RuntimeError``: ``apply_compile`` compiles the layers."""
         raise RuntimeError(COMPILED)
 
     def __reduce_ex__(self, protocol: Any) -> Any:

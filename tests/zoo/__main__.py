@@ -9,7 +9,7 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
-from tests.zoo import TASKS, initial_values, libraries_sweep, pretrained, tensor, training, types, xla
+from tests.zoo import TASKS, compiled, initial_values, libraries_sweep, pretrained, tensor, training, types, xla
 from tests.zoo.libraries import DISTRIBUTIONS, LIBRARIES, cases, is_installed
 from tests.zoo.page import page
 from tests.zoo.results import FOLDER, read, write
@@ -21,8 +21,9 @@ SWEEPS: dict[str, Judge] = {
     "pretrained": pretrained.judge,
     "tensor": tensor.judge,
     "xla": xla.judge,
+    "compiled": compiled.judge,
 }
-_WRITTEN = ("training", "xla")
+_WRITTEN = ("training", "xla", "compiled")
 """Sweeps whose rows are kept in files."""
 
 _PAGE = Path(__file__).parents[2] / "docs/zoo.md"
@@ -35,7 +36,7 @@ def main() -> None:
     if unknown := set(arguments.tasks) - {*TASKS, *LIBRARIES}:
         parser.error(f"no such task or library: {', '.join(sorted(unknown))}")
     if arguments.write and arguments.sweep not in _WRITTEN:
-        parser.error(f"--write is for the sweeps {' and '.join(_WRITTEN)}")
+        parser.error(f"--write is for the sweeps {', '.join(_WRITTEN)}")
     verdicts = {name: _swept(arguments, name) for name in arguments.tasks or _by_default(arguments.sweep)}
     if arguments.write:
         _write(arguments.sweep, verdicts, whole=arguments.type is None)
@@ -63,7 +64,7 @@ def _source() -> str:
 
 
 def _by_default(sweep: str) -> list[str]:
-    if sweep == "xla":
+    if sweep in ("xla", "compiled"):
         return ["causal-lm"]
     if sweep != "training":
         return [name for name, task in TASKS.items() if task.thorough]

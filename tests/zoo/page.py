@@ -1,4 +1,4 @@
-"""The page ``docs/zoo.md`` from the results of the sweeps ``training`` and ``xla``: totals, and what is refused."""
+"""The page ``docs/zoo.md`` from the results of its sweeps: totals, and what is refused."""
 
 import textwrap
 from collections import Counter
@@ -50,7 +50,7 @@ computed by transformers' `batched_mm`, whose shapes do not depend on the data.
 _LONGEST = 120
 
 
-def page(training: Results, xla: Results) -> str:
+def page(training: Results, xla: Results, compiled: Results) -> str:
     """Return the page in Markdown."""
     found = training.verdicts
     groups = {
@@ -62,6 +62,7 @@ def page(training: Results, xla: Results) -> str:
     others = {name: verdicts for name, verdicts in rows.items() if name not in whole}
     lines = _rates("mapping or library", "not built", groups | others)
     lines += ["", *_filled("All types that build are right", [f"{name} {_right(of)}" for name, of in whole.items()])]
+    lines += ["", *textwrap.wrap(_compiled(compiled), 120, break_on_hyphens=False)] if compiled.verdicts else []
     lines += ["", "## Refused or failing", "", *_refused(found)]
     text = _INTRODUCTION.format(source=_source(training)) + "\n".join(lines) + "\n"
     if xla.verdicts:
@@ -71,6 +72,17 @@ def page(training: Results, xla: Results) -> str:
         )
         text += "\n".join([*lines, "", *_refused(xla.verdicts)]) + "\n"
     return text
+
+
+def _compiled(results: Results) -> str:
+    rates = []
+    for task, types in results.verdicts.items():
+        counted = sum(verdict.result not in APART for verdict in types.values())
+        rates.append(f"{task} {100 * _right(types.values()) / counted:.1f} % of {counted}")
+    return (
+        f"Both models compiled by `aot_eager` (`python -m tests.zoo compiled`, {results.source.partition(',')[0]}), "
+        f"right: {', '.join(rates)}."
+    )
 
 
 def _source(results: Results) -> str:

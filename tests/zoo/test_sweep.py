@@ -52,7 +52,8 @@ def test_the_page_has_totals_and_the_refused_types() -> None:
     tasks = {"causal-lm": {"gpt2": Verdict("exact"), "reformer": refused}, "masked-lm": {"reformer": refused}}
     tasks["rnnt"] = {"parakeet": Verdict("to rounding")}
 
-    text = page(Results("commit 1", tasks), Results("commit 2", {"causal-lm": xla | {"xlm": Verdict("not compared")}}))
+    over_xla = Results("commit 2", {"causal-lm": xla | {"xlm": Verdict("not compared")}})
+    text = page(Results("commit 1", tasks), over_xla, Results("commit 3, torch", {"causal-lm": xla}))
 
     assert "| causal-lm | 50.0 % | 1 | 0 | 1 | 0 | 0 |" in text
     assert "| all mappings | 50.0 % | 1 | 1 | 2 | 0 | 0 |" in text
@@ -60,12 +61,13 @@ def test_the_page_has_totals_and_the_refused_types() -> None:
     assert "| reformer | causal-lm and 1 more | a \\| b |" in text
     assert "| causal-lm | 50.0 % | 1 | 0 | 0 | 1 | 1 |" in text
     assert "| opt | causal-lm | y |" in text
+    assert "(`python -m tests.zoo compiled`, commit 3), right: causal-lm 50.0 % of 2." in " ".join(text.split())
     assert "mpt" not in text
 
 
 def test_the_page_is_that_of_the_rows_and_short() -> None:
     shown = (ROOT / "docs/zoo.md").read_text()
-    assert shown == page(results.read(FOLDER / "training.tsv"), results.read(FOLDER / "xla.tsv"))
+    assert shown == page(*(results.read(FOLDER / f"{name}.tsv") for name in ("training", "xla", "compiled")))
     assert len(shown.encode()) <= 8 * 1024
     rates = "1,163 of 1,177"
     assert rates in (ROOT / "README.md").read_text()

@@ -25,13 +25,13 @@ def spine_names(module: nn.Module, layers: list[str], leaf_classes: tuple[type[n
         if hasattr(ancestor, "_orig_mod"):
             raise ValueError(
                 f"torch.compile was given {name or 'the model'}, which holds transformer layers; it cannot be cut. "
-                f"Wrap the module that it was given (._orig_mod), and compile its layers: layers[i] = "
-                f"torch.compile(layers[i])."
+                f"Wrap the module that it was given (._orig_mod), and compile its layers afterwards: "
+                f"nxdpp.apply_compile(wrapped)."
             )
         if ancestor._compiled_call_impl is not None:
             raise ValueError(
                 f"{name or 'the model'} was compiled in place (compile()) and holds transformer layers; it cannot be "
-                f"cut. Leave this call out, and compile its layers: layers[i].compile()."
+                f"cut. Leave this call out, and compile its layers after wrapping: nxdpp.apply_compile(wrapped)."
             )
     return spine
 

@@ -16,6 +16,8 @@ from typing import Any
 from torch import nn
 from transformers.activations import ACT2CLS
 
+from nxdpp.pipeline.layer_compilation import compile_modules
+
 _RMS_NORMS = ("RMSNorm", "T5LayerNorm")
 _entries: list[Any] = list(ACT2CLS.values())
 _ACTIVATIONS: tuple[type[nn.Module], ...] = tuple({each[0] if isinstance(each, tuple) else each for each in _entries})
@@ -46,14 +48,13 @@ def fuse(module: nn.Module, whole: bool, kernels: Collection[str]) -> None:
         whole: compile all of ``module``.
         kernels: ``"FusedRMSNorm"`` compiles RMS norms too.
     """
-    if whole:
-        module.compile()
-        return
-    fused = [each for each in module.modules() if isinstance(each, _ACTIVATIONS)]
-    if "FusedRMSNorm" in kernels:
-        fused += filter(_is_rms_norm, module.modules())
-    for each in fused:
-        each.compile()
+    norms = "FusedRMSNorm" in kernels
+    fused = (
+        (name, each)
+        for name, each in module.named_modules()
+        if isinstance(each, _ACTIVATIONS) or (norms and _is_rms_norm(each))
+    )
+    compile_modules([("", module)] if whole else fused, {})
 
 
 def _is_rms_norm(module: nn.Module) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 from transformers import TrainingArguments
 from transformers.training_args import OptimizerNames
 
+from nxdpp.pipeline.layer_compilation import check_options
 from nxdpp.tensor.rank_files import local_path
 
 HONOURED = frozenset(
@@ -23,6 +24,7 @@ HONOURED = frozenset(
         *("bf16", "tf32", "use_cpu", "use_cache", "torch_empty_cache_steps"),
         *("activation_checkpointing", "activation_checkpointing_kwargs"),
         *("gradient_checkpointing", "gradient_checkpointing_kwargs"),
+        *("torch_compile", "torch_compile_backend", "torch_compile_mode"),
         # Logs.
         *("logging_strategy", "logging_steps", "logging_first_step", "logging_nan_inf_filter", "log_on_each_node"),
         *("include_num_input_tokens_seen", "log_level", "log_level_replica", "disable_tqdm", "skip_memory_metrics"),
@@ -62,16 +64,12 @@ WITHOUT_EFFECT = {
 
 _DDP = "gradients are averaged without DistributedDataParallel. Leave it out."
 _FSDP = "the pipeline divides the model already. Leave it out."
-_COMPILE = "torch.compile cannot be traced into stages. Leave it out."
 _EVAL = "evaluate with bf16=True (autocast), or load the saved model in a lower precision."
 REFUSED = {
     "label_smoothing_factor": "the last stage computes the model's own loss. Smooth labels in the model's forward.",
     "fp16": "float16 needs a scaled loss. Use bf16=True, or NxDPPModel with grad_scaler=nxdpp.GradScaler().",
     "fp16_full_eval": _EVAL,
     "bf16_full_eval": _EVAL,
-    "torch_compile": _COMPILE,
-    "torch_compile_backend": _COMPILE,
-    "torch_compile_mode": _COMPILE,
     "use_liger_kernel": "it replaces modules after the model is cut. Apply it to the model before the trainer is made.",
     "liger_kernel_config": "it belongs to use_liger_kernel, which is refused.",
     "neftune_noise_alpha": "its noise has other numbers on each rank. Put it into the model's embedding.",
@@ -117,6 +115,13 @@ _OF_ACCELERATOR = {
 }
 
 
+def compile_options(args: TrainingArguments) -> dict[str, Any]:
+    """The arguments of ``torch.compile`` that ``args`` gives; empty without ``torch_compile``."""
+    if not args.torch_compile:
+        return {}
+    return {"backend": args.torch_compile_backend or "inductor", "mode": args.torch_compile_mode}
+
+
 def check_arguments(args: TrainingArguments) -> None:
     """Raise ``ValueError`` for a field of ``args`` that ``PipelineTrainer`` cannot honour; not collective."""
     for field in dataclasses.fields(args):
@@ -150,6 +155,8 @@ def check_replicas(args: TrainingArguments, replicas: int) -> None:
 
 def _check_values(args: TrainingArguments) -> None:
     local_path(args.output_dir or ".")
+    if options := compile_options(args):
+        check_options(options)
     if args.optim not in OPTIMIZERS:
         names = ", ".join(sorted(each.value for each in OPTIMIZERS))
         name = str(OptimizerNames(args.optim).value)

@@ -21,7 +21,7 @@ from transformers.trainer_pt_utils import nested_gather
 from transformers.trainer_utils import TrainOutput
 
 from nxdpp.doors.transformers import checks
-from nxdpp.doors.transformers.arguments import check_arguments, check_replicas
+from nxdpp.doors.transformers.arguments import check_arguments, check_replicas, compile_options
 from nxdpp.doors.transformers.control import ControlledTrainer
 from nxdpp.doors.transformers.data import check_divided, replica_loader
 from nxdpp.doors.transformers.data_randomness import DataRandomness
@@ -31,6 +31,7 @@ from nxdpp.doors.transformers.pipelined_model import TrainerModel
 from nxdpp.doors.transformers.saving import SavingTrainer
 from nxdpp.doors.transformers.step_batches import StepBatches, joined, split_rows
 from nxdpp.gradients.followed_optimizers import followed_by_optimizers
+from nxdpp.pipeline.layer_compilation import apply_compile
 from nxdpp.ranks import parallel_state
 
 
@@ -255,6 +256,8 @@ class PipelineTrainer(SavingTrainer, EvaluatingTrainer, ControlledTrainer):
         whole = number_of_parameters(model)
         with followed_by_optimizers(model):
             self.pipelined = TrainerModel(model, **self._pipeline_arguments)
+        if options := compile_options(self.args):
+            apply_compile(self.pipelined, **options)
         # Trainer counts the operations of parameters: tied ones of several ranks twice, and a part of divided ones.
         counted = model.num_parameters(exclude_embeddings=True) if isinstance(model, PreTrainedModel) else whole
         self._flos_factor = whole / max(counted, 1)

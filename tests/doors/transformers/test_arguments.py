@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from accelerate.state import AcceleratorState
 from torch import nn
 from transformers import Trainer, TrainingArguments
 
@@ -17,9 +19,6 @@ from tests.support.models import llama
 
 REFUSED: dict[str, Any] = {
     "label_smoothing_factor": 0.1,
-    "torch_compile": True,
-    "torch_compile_backend": "eager",
-    "torch_compile_mode": "default",
     "use_liger_kernel": True,
     "liger_kernel_config": {"rope": True},
     "neftune_noise_alpha": 5.0,
@@ -110,6 +109,22 @@ def test_replicas_refuse_by_name(given: dict[str, Any], message: str, make: Any)
     arguments.check_replicas(args, 1)
     with pytest.raises(ValueError, match=message):
         arguments.check_replicas(args, 2)
+
+
+@pytest.mark.parametrize("field", ["torch_compile_mode", "torch_compile_backend"])
+def test_compile_options_are_refused_as_by_torch(field: str, make: Any) -> None:
+    with pytest.raises(ValueError, match=r"(mode='max-autotune' replays CUDA graphs|Invalid backend)"):
+        arguments.check_arguments(make(**{field: "max-autotune"}))
+
+
+def test_a_trainer_compiles_the_layers(make: Any) -> None:
+    AcceleratorState._reset_state(reset_partial_state=True)
+    rows = [{"input_ids": torch.arange(8), "labels": torch.arange(8)}] * 2
+    trainer = PipelineTrainer(llama(2), make(max_steps=1, torch_compile_backend="eager"), train_dataset=rows)
+    layers = [module for name, module in trainer.pipelined.named_modules() if name in trainer.pipelined.layers]
+    assert [layer._compiled_call_impl is not None for layer in layers] == [True, True]
+    assert trainer.train().global_step == 1
+    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 class OwnLoss(PipelineTrainer):

@@ -101,7 +101,7 @@ def test_a_trainer_of_the_wrapped_model(tmp_path: Path) -> None:
 def test_other_wrappers_around_the_wrapped_model() -> None:
     wrapped = NxDPPModel(llama(), num_microbatches=2)
     for compiles in (partial(torch.compile, wrapped, backend="eager"), partial(wrapped.compile, backend="eager")):
-        with pytest.raises(RuntimeError, match=r"Compile the layers before NxDPPModel\(module\): for layer in layers"):
+        with pytest.raises(RuntimeError, match=r"Call nxdpp.apply_compile\(model\) in its place"):
             compiles()
     with pytest.raises(RuntimeError, match=r"FSDP would shard this rank's stages.*Leave it out"):
         fully_shard(wrapped, mesh=mesh())
@@ -178,7 +178,7 @@ def test_a_compiled_model() -> None:
     model: Any = torch.compile(llama(), backend="eager")
     message = refused(model)
     assert "torch.compile was given the model" in message
-    assert "(._orig_mod), and compile its layers: layers[i] = torch.compile(layers[i])" in message
+    assert "(._orig_mod), and compile its layers afterwards: nxdpp.apply_compile(wrapped)" in message
     inside = model._orig_mod
     for i, layer in enumerate(inside.model.layers):
         inside.model.layers[i] = torch.compile(layer, backend="eager")

@@ -1,0 +1,106 @@
+"""``torch.compile`` of this rank's modules, after the model is cut.
+
+Dynamo keeps compiled codes at the ``forward`` of a class, and compares the module and its inputs with what each code
+was compiled for::
+
+    LlamaDecoderLayer.forward     training, static shapes        all equal layers run it
+                                  training, dynamic shapes       compiled at the second shape
+                                  evaluation, dynamic shapes
+"""
+
+import inspect
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from nxdpp.devices.kinds import device_of
+from nxdpp.pipeline.activation_checkpoint import compile_checkpointed
+from nxdpp.pipeline.local.view import LocalView
+from nxdpp.ranks import parallel_state
+from nxdpp.tracing.modules import listings
+
+# Torch's own limit is 8 codes of a class; it then runs modules as they are. Layers that read their number need one
+# each.
+_CODES = 64
+_KEY = "triton.cudagraphs"
+_GRAPHS = (
+    "replays CUDA graphs, whose outputs the next microbatch overwrites while earlier ones are in flight. Use "
+    "mode='max-autotune-no-cudagraphs', or leave it out."
+)
+
+
+def apply_compile(model: LocalView, **options: Any) -> None:
+    """Compile this rank's layers, embeddings, norms and heads with ``torch.compile``; their first calls compile.
+
+    Equal layers run one compiled code. A second shape of inputs compiles once more, for dynamic shapes; further shapes
+    run that code. Training, evaluation and other dtypes have their own codes. Modules are compiled in place: names of
+    parameters, state dicts and checkpoints stay. Losses and gradients equal, bit for bit, those of one process whose
+    same modules are compiled with the same ``options``. With ``apply_checkpoint``, called before or after, a
+    recomputation runs the compiled forward again.
+
+    The backward of a compiled module is one operation. So a schedule that splits backwards (``zb1p``, ``zb-v`` and
+    others) trains exactly, and computes the module's weight-gradients already with its input-gradient: it then has the
+    bubble of the schedule without a split. ``backend="eager"`` keeps the split.
+
+    While a rank compiles, others wait up to ``compile_timeout`` of ``initialize_model_parallel``. Modules without
+    parameters, and what the model computes between modules, are not compiled; torch runs a plain ``nn.Linear`` or
+    ``nn.Embedding``, which is one kernel, as it is. A second call replaces the options. A module that replaces another
+    later is not compiled until the next call. torch's process-wide ``torch._dynamo.config.recompile_limit`` becomes at
+    least 64, for layers that read their own number. Not collective; every rank calls it, with equal options.
+
+    Args:
+        model: the wrapped model, with or without values.
+        options: arguments of ``torch.compile`` other than ``model``, such as ``backend``, ``mode`` and ``dynamic``.
+
+    Raises:
+        TypeError: for a ``model`` that is not wrapped, or a part of one.
+        ValueError: for options that torch refuses, for CUDA graphs, and on XLA devices. Nothing is changed then.
+    """
+    if not isinstance(model, LocalView):
+        raise TypeError(
+            f"apply_compile takes a wrapped model, not a {type(model).__name__}: call it after NxDPPModel(module, ...) "
+            f"with the whole of it, and it compiles the layers, embedding and head of this rank. Another module "
+            f"compiles itself, by module.compile()."
+        )
+    if device_of(parallel_state.local_device()).is_lazy:
+        raise ValueError("an XLA device compiles all operations of an action itself: leave apply_compile out.")
+    check_options(options)
+    outermost = model.local_named_children()
+    with_parameters = [named for named in outermost if next(listings.parameters(named[1]), None) is not None]
+    compile_modules(with_parameters, options)
+
+
+def compile_modules(modules: Iterable[tuple[str, nn.Module]], options: dict[str, Any]) -> None:
+    """Compile each of the named ``modules`` in place by ``torch.compile``'s ``options``; their first calls compile."""
+    # Not imported before: it takes a second.
+    from torch._dynamo import config
+
+    config.recompile_limit = max(config.recompile_limit, _CODES)
+    for name, module in modules:
+        compile_checkpointed(name, module, _copied(options))
+
+
+def check_options(options: dict[str, Any]) -> None:
+    """Raise ``ValueError`` for ``options`` that ``torch.compile`` or a pipeline refuses."""
+    from torch._inductor import list_mode_options
+
+    known = [name for name in inspect.signature(torch.compile).parameters if name != "model"]
+    if unknown := sorted(set(options) - set(known)):
+        raise ValueError(f"torch.compile of torch {torch.__version__} has no {unknown}; it takes {', '.join(known)}.")
+    backend, mode, inner = (options.get(name) for name in ("backend", "mode", "options"))
+    if backend == "cudagraphs":
+        raise ValueError(f"backend='cudagraphs' {_GRAPHS}")
+    try:
+        torch.compile(check_options, **_copied(options))
+    except Exception as error:
+        raise ValueError(f"torch.compile refuses {options}: {error!s:.300}") from error
+    if backend in (None, "inductor") and (list_mode_options(mode) if mode else inner or {}).get(_KEY):
+        raise ValueError(f"{f'mode={mode!r}' if mode else _KEY} {_GRAPHS}")
+
+
+def _copied(options: dict[str, Any]) -> dict[str, Any]:
+    """``options`` for one call: torch takes entries out of the inner dict."""
+    inner = options.get("options")
+    return options | {"options": dict(inner)} if inner is not None else options

@@ -1,0 +1,350 @@
+"""``apply_compile``: compiled modules of a rank train bit for bit as the same compiled modules of one process."""
+
+import copy
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from torch._dynamo.utils import counters
+
+from nxdpp import NxDPPModel, apply_checkpoint, apply_compile, deferred_init, parallel_state, tensor_parallelize
+from nxdpp.pipeline.activation_checkpoint import is_checkpointed, remove_checkpoint
+from nxdpp.pipeline.layer_compilation import compile_modules
+from nxdpp.schedules.families.registry import FAMILIES
+from tests.pipeline.runtime.scheduled_models import Chain, InPlace, Skips, copy_of, train_both
+from tests.pipeline.runtime.scheduled_models import make as make_small
+from tests.pipeline.runtime.scheduled_models import wrap as wrap_small
+from tests.support.models import gradient_differences, llama, make, padded_batch, reference, train_in_one_process
+from tests.support.plain_models import WIDTH
+from tests.support.run_ranks import run_ranks
+
+OUTSIDE = ("embed_tokens", "norm", "lm_head")
+SPLIT = ("zb1p", "zb-v")
+
+
+def compiled(whole: Any, backend: str = "aot_eager") -> Any:
+    """Compile the modules of the ``whole`` model that ``apply_compile`` compiles on the ranks."""
+    torch._dynamo.config.recompile_limit = 64
+    for name, module in whole.named_modules():
+        above, _, key = name.rpartition(".")
+        if (key in OUTSIDE and "layers" not in above) or above.endswith("layers"):
+            module.compile(backend=backend)
+    return whole
+
+
+def wrap(model: nn.Module, schedule: str = "1f1b", backend: str = "aot_eager", **arguments: Any) -> Any:
+    chunks = FAMILIES[schedule].default_chunks
+    wrapped = NxDPPModel(
+        model, num_microbatches=4, return_mb_loss=True, schedule=schedule, virtual_pipeline_size=chunks, **arguments
+    )
+    apply_compile(wrapped, backend=backend)
+    return wrapped
+
+
+def pair(name: str = "llama", schedule: str = "1f1b", backend: str = "aot_eager", **arguments: Any) -> Any:
+    """A wrapped model, and the model of one process, both compiled."""
+    model = make(name)
+    whole = compiled(reference(model), backend)
+    return wrap(model, schedule, backend, **arguments), whole
+
+
+def check_step(wrapped: Any, whole: nn.Module, length: int = 10, tied: bool = False) -> None:
+    """A step has the losses and gradients of one process bit for bit, but for a tied weight."""
+    batch = padded_batch(8, length)
+    losses: Any = wrapped.run_train(**batch)
+    expected = train_in_one_process(whole, batch, 4)
+    assert losses is None or all(map(torch.equal, losses, expected))
+    differences = gradient_differences(wrapped, whole)
+    if tied:
+        assert all(difference is not None and difference < 1e-6 for difference in differences.values()), differences
+        assert all("embed_tokens" in name or "lm_head" in name for name in differences), differences
+    else:
+        assert not differences, differences
+
+
+def codes() -> int:
+    return int(counters["stats"]["unique_graphs"])
+
+
+def names_and_codes() -> None:
+    """Equal layers have one code, names stay, and a second length compiles once, a third not at all."""
+    torch._dynamo.reset()
+    counters.clear()
+    model = make("llama")
+    wrapped = NxDPPModel(model, num_microbatches=4)
+    before = list(wrapped.local_state_dict()), [name for name, _ in wrapped.named_modules()]
+    with pytest.raises(ValueError, match=r"torch.compile of torch .* has no \['backed'\]; it takes fullgraph, dynamic"):
+        apply_compile(wrapped, backed="aot_eager")
+    with pytest.raises(ValueError, match=r"torch.compile refuses {'backend': 'none'}"):
+        apply_compile(wrapped, backend="none")
+    assert not any(module._compiled_call_impl for module in wrapped.local_modules())
+    apply_compile(wrapped, backend="aot_eager")
+    assert (list(wrapped.local_state_dict()), [name for name, _ in wrapped.named_modules()]) == before
+    done = {name for name, module in wrapped.local_named_modules() if module._compiled_call_impl}
+    first, last = {"model.embed_tokens", "model.layers.0", "model.layers.1"}, {"model.norm", "lm_head"}
+    assert done == ({"model.layers.2", "model.layers.3"} | last if wrapped.holds_last_stage else first)
+    found = []
+    for length in (10, 12, 14):
+        wrapped.run_train(**padded_batch(8, length))
+        found.append(codes())
+    # Of the layers, and of the norm. Torch runs plain embeddings and linear layers as they are.
+    assert 0 < found[0] <= (2 if wrapped.holds_last_stage else 1), found
+    assert found[0] < found[1] == found[2], found
+
+
+def schedules(families: tuple[str, ...], backend: str = "aot_eager") -> None:
+    # An ordinary backward is first: what it compiles may overwrite what it has saved.
+    for name in families:
+        for step in range(2):
+            wrapped, whole = pair("llama", name, backend, deallocate_pipeline_outputs=name in SPLIT)
+            check_step(wrapped, whole, 10 + step)
+
+
+def evaluations_and_modes() -> None:
+    wrapped, whole = pair(schedule="zb1p")
+    check_step(wrapped, whole)
+    for module in (wrapped, whole):
+        module.eval()
+    batch = padded_batch(8)
+    result: Any = wrapped.run_eval(**batch)
+    with torch.no_grad():
+        expected = [whole(**{name: value.chunk(4)[i] for name, value in batch.items()}).loss for i in range(4)]
+    assert result is None or torch.equal(torch.as_tensor(result).mean(), torch.stack(expected).mean())
+    check_step(wrapped, whole)
+    for module in (wrapped, whole):
+        module.train()
+    with torch.autocast("cpu", torch.bfloat16):
+        check_step(wrapped, whole)
+    for model in (wrapped.original_module, whole):
+        model.get_submodule("model.layers.1").requires_grad_(False)
+        model.get_submodule("model.layers.2").mlp.requires_grad_(False)
+    wrapped.refresh()
+    wrapped.zero_grad()
+    whole.zero_grad()
+    check_step(wrapped, whole)
+
+
+def replaced_layers() -> None:
+    wrapped, whole = pair()
+    check_step(wrapped, whole)
+    torch.manual_seed(5)
+    layer = make("llama").model.layers[1]
+    for model in (wrapped.original_module, whole):
+        model.model.layers[1] = copy.deepcopy(layer)
+    wrapped.refresh()
+    check_step(wrapped, whole)
+    apply_compile(wrapped, backend="aot_eager")
+    compiled(whole)
+    check_step(wrapped, whole)
+
+
+def recomputation() -> None:
+    for first in (True, False):
+        model = make("llama")
+        whole = compiled(reference(model))
+        wrapped = NxDPPModel(model, num_microbatches=4, return_mb_loss=True, schedule="zb1p")
+        if first:
+            apply_checkpoint(wrapped)
+        compile_again(wrapped)
+        if not first:
+            apply_checkpoint(wrapped)
+        check_step(wrapped, whole)
+    # Dropout repeats in the recomputation.
+    gradients: list[Any] = []
+    for checkpointed in (False, True):
+        dropped = wrap(make("gpt2", dropout=0.3))
+        if checkpointed:
+            apply_checkpoint(dropped)
+        torch.manual_seed(3)
+        dropped.run_train(**padded_batch(8))
+        gradients.append([parameter.grad for parameter in dropped.parameters()])
+    assert all(map(torch.equal, *gradients))
+
+
+def compile_again(wrapped: Any) -> None:
+    apply_compile(wrapped, backend="aot_eager")
+
+
+def other_models() -> None:
+    wrapped, whole = pair("tied_llama")
+    check_step(wrapped, whole, tied=True)
+
+    gradients: list[Any] = []
+    for is_compiled in (True, False):
+        torch.manual_seed(0)
+        deferred = NxDPPModel(deferred_init(llama), num_microbatches=4)
+        if is_compiled:
+            compile_again(deferred)
+        deferred.move_model_to_device()
+        deferred.run_train(**padded_batch(8))
+        gradients.append([parameter.grad for parameter in deferred.parameters()])
+    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-6)
+
+    adapted: Any = get_peft_model(
+        make("llama"), LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj", "v_proj"])
+    )
+    whole = compiled(reference(adapted))
+    check_step(wrap(adapted), whole)
+
+
+def small_models(families: tuple[str, ...], backend: str, kinds: tuple[Any, ...] = (Chain, Skips, InPlace)) -> None:
+    for name in families:
+        for kind in kinds:
+            for only_blocks in (False, True):
+                model: Any = make_small(kind, 4)
+                whole: Any = copy_of(model)
+                chunks = FAMILIES[name].default_chunks
+                if not only_blocks:
+                    wrapped = wrap_small(model, 4, schedule=name, virtual_pipeline_size=chunks, return_mb_loss=True)
+                    apply_compile(wrapped, backend=backend)
+                    for module in (whole.embedding, whole.head, *whole.blocks):
+                        module.compile(backend=backend)
+                else:
+                    # The weight-gradients of embedding and head can wait.
+                    for module in (*whole.blocks, *model.blocks):
+                        module.compile(backend=backend)
+                    wrapped = wrap_small(model, 4, schedule=name, virtual_pipeline_size=chunks, return_mb_loss=True)
+                for step in range(2):
+                    losses, expected = train_both(wrapped, whole, 4, step)
+                    assert losses is None or all(map(torch.equal, losses, expected))
+                differences = gradient_differences(wrapped, whole)
+                assert not differences, (name, kind.__name__, only_blocks, differences)
+
+
+PARTS: dict[str, Callable[[], None]] = {
+    "codes": names_and_codes,
+    "schedules": lambda: schedules(("1f1b", *SPLIT)),
+    "recomputation": recomputation,
+    "small models": lambda: small_models(("1f1b", "zb1p"), "aot_eager"),
+    "inductor": lambda: small_models(("1f1b", "zb1p"), "inductor", (Chain,)),
+}
+MORE: dict[str, Callable[[], None]] = {
+    "modes": evaluations_and_modes,
+    "replaced": replaced_layers,
+    "models": other_models,
+}
+
+
+def over_two_ranks(rank: int, names: tuple[str, ...]) -> None:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    for name in names:
+        try:
+            (PARTS | MORE)[name]()
+        except Exception as error:
+            error.add_note(name)
+            raise
+
+
+@pytest.mark.parametrize("names", [tuple(PARTS), pytest.param(tuple(MORE), marks=pytest.mark.sweep)])
+def test_compiled_modules_train_as_in_one_process(names: tuple[str, ...]) -> None:
+    run_ranks(2, over_two_ranks, names)
+
+
+def all_families(rank: int, backend: str) -> None:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    schedules(tuple(FAMILIES), backend)
+    small_models(tuple(FAMILIES), backend)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_all_families(backend: str) -> None:
+    run_ranks(2, all_families, backend)
+
+
+def divided_layers(rank: int, backend: str) -> None:
+    parallel_state.initialize_model_parallel(2, 2)
+    gradients: list[Any] = []
+    for is_compiled in (False, True):
+        for sequence_parallel in (False, True):
+            model = tensor_parallelize(make("llama"), sequence_parallel=sequence_parallel)
+            wrapped = NxDPPModel(model, num_microbatches=4, schedule="zb1p")
+            if is_compiled:
+                apply_compile(wrapped, backend=backend)
+            wrapped.run_train(**padded_batch(8))
+            wrapped.run_train(**padded_batch(8, 12))
+            gradients.append([parameter.grad for parameter in wrapped.parameters()])
+    for eager, done in zip(gradients[:2], gradients[2:], strict=True):
+        torch.testing.assert_close(done, eager, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_tensor_parallel_layers(backend: str) -> None:
+    run_ranks(4, divided_layers, backend)
+
+
+def compile_slowly(rank: int) -> None:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2, hang_timeout=2.0)
+    wrapped = wrap_small(make_small(Chain, 2), 4)
+
+    def slow(graph: Any, inputs: Any) -> Any:
+        time.sleep(3.0 * rank)
+        return graph.forward
+
+    apply_compile(wrapped, backend=slow)
+    wrapped.run_train(x=torch.ones(4, WIDTH))
+
+
+@pytest.mark.sweep
+def test_ranks_wait_for_a_rank_that_compiles() -> None:
+    run_ranks(2, compile_slowly)
+
+
+class Counted(nn.Module):
+    """Has statistics, and a count that its output depends on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.norm(self.linear(x)).relu() * self.calls  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("first", ["checkpoint", "compile"])
+def test_a_recomputation_of_compiled_code_has_the_state_of_its_forward(first: str) -> None:
+    torch.manual_seed(0)
+    eager: Any = Counted()
+    layer: Any = copy.deepcopy(eager)
+    apply_checkpoint(wrapped_layer(eager))
+    if first == "checkpoint":
+        apply_checkpoint(wrapped_layer(layer))
+    compile_modules([("0", layer)], {"backend": "aot_eager"})
+    if first == "compile":
+        apply_checkpoint(wrapped_layer(layer))
+    rows = torch.randn(3, 8, WIDTH)
+    for each in (eager, layer):
+        # All forwards before the first backward.
+        for loss in [each(x).square().sum() for x in rows]:
+            loss.backward()
+    assert layer.calls == 3
+    found, expected = ([*(p.grad for p in each.parameters()), *each.buffers()] for each in (layer, eager))
+    assert all(map(torch.equal, found, expected))
+    remove_checkpoint(wrapped_layer(layer))
+    assert not is_checkpointed(layer)
+    assert layer._compiled_call_impl is not None
+
+
+def test_only_a_wrapped_model_is_compiled() -> None:
+    with pytest.raises(TypeError, match=r"takes a wrapped model, not a Counted: call it after NxDPPModel\(module"):
+        apply_compile(Counted())  # type: ignore[arg-type]
+
+
+def wrapped_layer(layer: nn.Module) -> Any:
+    """A wrapped model of one layer."""
+    return SimpleNamespace(
+        rank=0,
+        layers=["0"],
+        stage_layers=["0"],
+        original_module=nn.Sequential(layer),
+        local_named_modules=lambda: [("0", layer)],
+    )
