@@ -14,7 +14,7 @@ import statistics
 import sys
 import threading
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import wraps
@@ -50,7 +50,7 @@ class Clock:
     """Seconds of a thread by kind: a call of one kind within another counts for its own."""
 
     def __init__(self) -> None:
-        self.seconds: Counter[str] = Counter()
+        self.seconds: defaultdict[str, float] = defaultdict(float)
         self._kind = REST
         self._since = time.perf_counter()
         self._thread = threading.get_ident()

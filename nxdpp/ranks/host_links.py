@@ -54,7 +54,7 @@ def host_links(pipelines: Sequence[Sequence[int]], rank: int, store: Store) -> d
         return {}
     own = pipeline.index(rank)
     with Wait("new process groups"):
-        return _Start(pipeline, own, store, choice != "gloo" and _can_share(rank)).links()
+        return _LinkStart(pipeline, own, store, choice != "gloo" and _can_share(rank)).links()
 
 
 def _can_share(rank: int) -> bool:
@@ -67,7 +67,7 @@ def _can_share(rank: int) -> bool:
     return True
 
 
-class _Start:
+class _LinkStart:
     """The start of one rank's links, in phases, of which none waits for a later phase of another rank."""
 
     def __init__(self, pipeline: Sequence[int], own: int, store: Store, can_share: bool) -> None:
