@@ -81,6 +81,7 @@ def groups_of_a_rank(backend: str, ranks: int, pipeline: int, rank: int = 0) -> 
     store: Any = SimpleNamespace(
         add=lambda key, amount: ranks,
         set=lambda key, value: None,
+        get=lambda key: b"",
         wait=lambda keys: None,
         compare_set=lambda key, expected, value: value.encode(),
     )

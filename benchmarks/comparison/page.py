@@ -1,5 +1,6 @@
 """Results of the comparison on their pages: tables of all cases, the main ones, and the picture."""
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ def write(rows: Sequence[Row], session: Mapping[str, Any]) -> None:
     )
     write_blocks(RESULTS, {name: f"{measured}\n\n{table(own)}" for name, own in sections.items()})
     main = {
-        name: table([row for row in sections[name] if row.case in cases])
+        name: re.sub("-{4,}", "---", re.sub(" +", " ", table([row for row in sections[name] if row.case in cases])))
         for name, cases in MAIN_CASES.items()
         if name in sections
     }

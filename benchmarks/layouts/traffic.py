@@ -1,18 +1,21 @@
 """Count of the bytes that a rank hands to collectives and P2P transfers.
 
-Each collective of torch is an operator of the dispatcher. So a dispatch mode sees all of nxdpp, DDP, FSDP2 and DTensor.
-A collective counts as the bytes that a ring algorithm sends (``nxdpp.parallel_layers.collective_bytes``), and a send as
-its bytes.
+Each collective of torch is an operator of the dispatcher. So a dispatch mode sees all of nxdpp, DDP, FSDP2 and DTensor,
+but the messages of shared memory, whose send is counted. A collective counts as the bytes that a ring algorithm sends
+(``nxdpp.parallel_layers.collective_bytes``), and a send as its bytes.
 """
 
 from collections import Counter
-from typing import Any
+from contextlib import ExitStack
+from typing import Any, Self
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nxdpp.devices.collective_bytes import Kind, least_sent
+from nxdpp.ranks.host_link import HostLink
 
 # torch has no public way from the name of a group to the group.
 _group_by_name: Any = vars(dist.distributed_c10d)["_resolve_process_group"]
@@ -58,6 +61,7 @@ class Traffic(TorchDispatchMode):
         self.messages: Counter[str] = Counter()
         self.control = 0
         self._dimensions = dimensions
+        self._links = ExitStack()
 
     def of(self, dimension: str) -> float:
         """Return the bytes that this rank has sent in ``dimension``, without control messages."""
@@ -69,6 +73,24 @@ class Traffic(TorchDispatchMode):
             self._count(func.name().split(".")[0], args)
         return func(*args, **(kwargs or {}))
 
+    def __enter__(self) -> Self:
+        """Count the messages of shared memory too, which no operator sends."""
+        send = HostLink.send
+
+        def counted(link: HostLink, tensor: torch.Tensor, tag: int) -> bool:
+            is_sent = send(link, tensor, tag)
+            if is_sent:
+                self._add(tensor, "pipeline", "send", float(tensor.nbytes))
+            return is_sent
+
+        self._links.enter_context(patch.object(HostLink, "send", counted))
+        return super().__enter__()  # type: ignore[no-any-return]  # without types in torch
+
+    def __exit__(self, *error: Any) -> None:
+        """Count no more."""
+        self._links.close()
+        super().__exit__(*error)
+
     def _count(self, name: str, args: Any) -> None:
         if name in _SENDS_NOTHING:
             return
@@ -79,11 +101,13 @@ class Traffic(TorchDispatchMode):
         size = dist.get_world_size(group)
         whole = _whole(name, tensors, args, size)
         sent = least_sent(_KINDS[name], whole, size) if name in _KINDS else float(whole)
-        if not tensors[0].is_floating_point() or tensors[0].dtype == torch.float64:
+        self._add(tensors[0], self._dimensions.get(group.group_name, "other"), _KINDS.get(name, "send"), sent)
+
+    def _add(self, tensor: torch.Tensor, dimension: str, kind: str, sent: float) -> None:
+        if not tensor.is_floating_point() or tensor.dtype == torch.float64:
             self.control += int(sent)
             return
-        dimension = self._dimensions.get(group.group_name, "other")
-        self.sent[dimension, _KINDS.get(name, "send")] += sent  # type: ignore[assignment]  # a Counter of floats
+        self.sent[dimension, kind] += sent  # type: ignore[assignment]  # a Counter of floats
         self.messages[dimension] += 1
 
 

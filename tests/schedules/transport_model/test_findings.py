@@ -39,7 +39,7 @@ FINDINGS = {
     "eager communicators": Finding(
         Backend.NCCL_EAGER,
         Situation(),
-        {"1f1b": 4, "interleaved": 4, "looped-bfs": 4, "dualpipe-v": 4, "zb1p": 4, "zb-h1": 8, "zb-v": 8},
+        {"1f1b": 4, "interleaved": 4, "dualpipe-v": 4, "zb1p": 4, "looped-bfs": 8, "zb-h1": 8, "zb-v": 8},
         {},
     ),
     "device-wide synchronisation": Finding(

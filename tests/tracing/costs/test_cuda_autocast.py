@@ -50,10 +50,12 @@ def test_dtypes_are_those_on_cuda(name: str) -> None:
         with torch.no_grad(), FakeTensorMode(), mode:
             x = torch.empty(4, 8, device=kind, dtype=torch.bfloat16)
             # A context of torch.autocast turns itself off without a device.
+            usual = torch.get_autocast_dtype(kind)
             torch.set_autocast_dtype(kind, torch.bfloat16)
             torch.set_autocast_enabled(kind, True)
             try:
                 found[kind] = OPERATIONS[name](x).dtype
             finally:
                 torch.set_autocast_enabled(kind, False)
+                torch.set_autocast_dtype(kind, usual)
     assert found["cpu"] == found["cuda"]
