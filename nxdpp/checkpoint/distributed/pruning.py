@@ -135,7 +135,7 @@ def ends_of(spans: Mapping[MetadataIndex, FileSpan]) -> dict[str, int]:
 
 
 def _identity(folder: Path) -> bytes:
-    """Distinguishes the document from one that replaces it. A copy of a store's document is the same."""
+    """Distinguishes the document from one that replaces it; equal for two local copies of a store's document."""
     return hashlib.blake2b(read_document(folder)).digest()
 
 

@@ -21,7 +21,7 @@ _BUSY = ("wait", "skip")
 
 
 def place_of(path: str | os.PathLike[str]) -> Path | str:
-    """``path`` as a ``Path``, also of ``file://``, or the address of a store.
+    """``path`` as a ``Path``, also of ``file:///``, or the address of a store.
 
     Raises ``TypeError``, and ``ValueError`` as ``local_path`` and ``check_address`` do.
     """
@@ -33,7 +33,7 @@ def place_of(path: str | os.PathLike[str]) -> Path | str:
             "path has a user and a password, which messages would show: give them in the environment or in fsspec's "
             "configuration, and the address without them."
         )
-    if text.startswith("file://"):
+    if text.startswith("file:///"):
         return local_path(text.removeprefix("file://"))
     scheme = re.match(r"([A-Za-z][\w+.-]+):/+", text)
     if not scheme:

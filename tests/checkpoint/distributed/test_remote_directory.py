@@ -231,6 +231,7 @@ def test_what_a_killed_process_has_left_is_removed(temporary: Path) -> None:
         ("s3://run::gs://bucket", "has a chain or a step upwards"),
         ("simplecache::s3://bucket/run", "would be a folder 'simplecache::s3:' of this host"),
         ("memory://", "has no name after '://'"),
+        ("file://run", "is in a store that may show a file"),
         ("s3:///run", "give it as text, 's3://run'"),
         (Path("s3://bucket/run"), "'s3:/bucket/run' is not the address of a store: give it as text, 's3://bucket/run'"),
         ("s3://key:se/cret@bucket/run", "path has a user and a password, which messages would show"),
