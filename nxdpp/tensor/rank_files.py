@@ -34,7 +34,7 @@ def local_path(path: str | os.PathLike[str]) -> Path:
     name = os.fspath(path)
     if not name:
         raise ValueError("path='' has no name: give one, '.' for the working directory.")
-    if store := re.match(r"[A-Za-z][\w+.-]+:/", name):
+    if store := re.match(r"[A-Za-z][\w+.:-]+:/", name):
         raise ValueError(
             f"path={name!r} is not on a file system, and would be a folder {store[0][:-1]!r} of this host: files "
             f"are locked, renamed and mapped, which a store of objects cannot. Give a folder that all hosts share, "

@@ -13,6 +13,7 @@ A checkpoint looks whole if its document is, and each file has all bytes that it
 has changed. This process remembers the checkpoints that it has found damaged.
 """
 
+import hashlib
 import stat
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -27,9 +28,7 @@ from nxdpp.checkpoint.distributed.document import parsed_document, read_document
 from nxdpp.checkpoint.files.checksummed_reader import DamagedFile
 from nxdpp.checkpoint.files.pieces import FileSpan
 
-_Identity = tuple[int, int, int]
-
-_found_damaged: set[_Identity] = set()
+_found_damaged: set[bytes] = set()
 
 
 def prune(path: Path, kept: int | None, current: str, named: Iterable[str]) -> list[OSError]:
@@ -123,7 +122,7 @@ def keep_damaged(folder: Path) -> None:
     """Remember that a load has found the checkpoint in ``folder`` damaged, as it is now."""
     try:
         _found_damaged.add(_identity(folder))
-    except OSError:
+    except (OSError, ValueError):
         return
 
 
@@ -135,12 +134,11 @@ def ends_of(spans: Mapping[MetadataIndex, FileSpan]) -> dict[str, int]:
     return ends
 
 
-def _identity(folder: Path) -> _Identity:
-    """Distinguishes the document from one that replaces it."""
-    found = (folder / DOCUMENT).stat()
-    return found.st_ino, found.st_mtime_ns, found.st_size
+def _identity(folder: Path) -> bytes:
+    """Distinguishes the document from one that replaces it; equal for two local copies of a store's document."""
+    return hashlib.blake2b(read_document(folder)).digest()
 
 
 @lru_cache(maxsize=64)
-def _ends(folder: Path, _: _Identity) -> dict[str, int]:
+def _ends(folder: Path, _: bytes) -> dict[str, int]:
     return ends_of(parsed_document(folder, read_document(folder)).metadata.storage_data)

@@ -13,6 +13,8 @@ An object is there when all of it is. So the order of a save makes a checkpoint 
 import errno
 import os
 import re
+import shutil
+import socket
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -22,21 +24,27 @@ from typing import Any
 from nxdpp.checkpoint.distributed.directory import DOCUMENT, HEAD_BYTES, LATEST, is_file_of_save
 from nxdpp.checkpoint.files.checksummed_reader import DamagedFile
 
-
-def is_address(path: object) -> bool:
-    """Return whether ``path`` is text with the scheme of a store."""
-    return isinstance(path, str) and re.match(r"[A-Za-z][\w+.-]+://", path) is not None
+STORES = ("s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "memory")
+"""Schemes of stores that have a new object whole or not at all, and that tell an error of a listing."""
 
 
 def check_address(address: str) -> None:
-    """Raise ``ValueError`` for a store that fsspec does not know, or whose package is missing."""
+    """Raise ``ValueError`` for an address without a place in one of ``STORES``, or whose package is missing."""
+    scheme, _, name = address.partition("://")
+    if scheme not in STORES:
+        raise ValueError(
+            f"path={address!r} is in a store that may show a file before it is whole: give an address of one of "
+            f"{', '.join(STORES)}, or a folder that all hosts share, such as a mounted bucket."
+        )
+    if not name:
+        raise ValueError(f"path={address!r} has no name after '://': give the bucket and a folder in it.")
+    if "::" in name or ".." in name.split("/"):
+        raise ValueError(f"path={address!r} has a chain or a step upwards: give it without '::' and '..'.")
     _opened(address)
 
 
 def _opened(address: str) -> tuple[Any, str]:
     """The file system of fsspec, and the path in it."""
-    if ".." in address.split("/"):
-        raise ValueError(f"path={address!r} has a step upwards: give the address without '..'.")
     try:
         # It comes with torch, and only an address needs it.
         from fsspec.core import url_to_fs
@@ -52,8 +60,16 @@ def _opened(address: str) -> tuple[Any, str]:
 
 @contextmanager
 def staged(address: str) -> Iterator["RemoteDirectory"]:
-    """Give the directory at ``address``, with a local folder below ``$TMPDIR`` until the end of the block."""
-    with tempfile.TemporaryDirectory(prefix="nxdpp-") as staging:
+    """Give the directory at ``address``, with a local folder below ``$TMPDIR`` until the end of the block.
+
+    What killed processes of this host have left there is removed.
+    """
+    ours = f"nxdpp-{socket.gethostname()}-"
+    for left in Path(tempfile.gettempdir()).iterdir():
+        found = re.fullmatch(rf"{re.escape(ours)}(\d+)-\w{{8}}", left.name)
+        if found and _has_ended(int(found[1])):
+            shutil.rmtree(left, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=f"{ours}{os.getpid()}-") as staging:
         # The local folder has the address in its name, which errors show.
         yield RemoteDirectory(address, Path(staging, address.replace("://", "/")))
 
@@ -76,20 +92,19 @@ class RemoteDirectory:
 
         Documents come with their first bytes, or ``whole``. Other files have their sizes.
         """
-        with self._told("list", self.address):
+        with self._told("read", self.address):
             self._store.invalidate_cache()
             found = self._store.find(self._root, detail=True)
-        root = f"{self._root}/"
-        sizes = {
-            path.removeprefix(root): int(each["size"] or 0) for path, each in found.items() if path.startswith(root)
-        }
-        names = [name for name in sizes if name == LATEST or _is_of_checkpoint(name)]
-        for name in names:
-            (self.local / name).parent.mkdir(exist_ok=True)
-            with (self.local / name).open("wb") as file:
-                file.truncate(sizes[name])
-        small = [name for name in names if name == LATEST or name.endswith(f"/{DOCUMENT}")]
-        with self._told("read", self.address):
+            root = f"{self._root}/"
+            sizes = {
+                path.removeprefix(root): int(each["size"] or 0) for path, each in found.items() if path.startswith(root)
+            }
+            names = [name for name in sizes if name == LATEST or _is_of_checkpoint(name)]
+            for name in names:
+                (self.local / name).parent.mkdir(exist_ok=True)
+                with (self.local / name).open("wb") as file:
+                    file.truncate(sizes[name])
+            small = [name for name in names if name == LATEST or name.endswith(f"/{DOCUMENT}")]
             ends = [sizes[name] if whole or name == LATEST else min(sizes[name], HEAD_BYTES) for name in small]
             contents = self._store.cat_ranges([self._path(self.local / name) for name in small], [0] * len(small), ends)
             for name, content in zip(small, contents, strict=True):
@@ -117,19 +132,21 @@ class RemoteDirectory:
 
     def upload(self, path: Path) -> None:
         """Send the file ``path``."""
-        target = self._path(path)
         with self._told("write", path):
-            try:
-                self._store.put_file(os.fspath(path), target)
-            except FileNotFoundError:
-                # This store has folders.
-                self._store.makedirs(target.rpartition("/")[0], exist_ok=True)
-                self._store.put_file(os.fspath(path), target)
+            self._store.put_file(os.fspath(path), self._path(path))
 
     def replace(self, path: Path) -> None:
         """Send the small file ``path``: the store has the earlier one or all of it at any moment."""
-        with self._told("write", path), self._store.transaction:
+        with self._told("write", path):
             self._store.pipe_file(self._path(path), path.read_bytes())
+
+    def has(self, path: Path) -> bool:
+        """Return whether the store has the bytes of the file ``path``."""
+        try:
+            with self._told("read", path):
+                return bool(self._store.cat_file(self._path(path)) == path.read_bytes())
+        except FileNotFoundError:
+            return False
 
     def remove(self, paths: Iterable[Path]) -> None:
         """Remove files; documents first."""
@@ -147,10 +164,23 @@ class RemoteDirectory:
         try:
             yield
         except Exception as error:
-            number = error.errno if isinstance(error, OSError) and error.errno else errno.EIO
+            # Libraries make errors without a number.
+            default = errno.ENOENT if isinstance(error, FileNotFoundError) else errno.EIO
+            number = (isinstance(error, OSError) and error.errno) or default
             raise OSError(number, f"cannot {act} {name}: {type(error).__name__}: {error}") from error
 
 
 def _is_of_checkpoint(name: str) -> bool:
     tag, _, file = name.partition("/")
     return bool(tag) and (file == DOCUMENT or is_file_of_save(file))
+
+
+def _has_ended(process: int) -> bool:
+    """Return whether no process of this host has that number."""
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return True
+    except (PermissionError, OverflowError):
+        pass
+    return False

@@ -33,6 +33,7 @@ class RemoteSave(Save):
     """
 
     _remote: RemoteDirectory
+    _needed = "all hosts must reach the same store"
 
     def __init__(self, address: str, tag: str, kept: int | None, exchange: Exchange) -> None:
         super().__init__(Path(tag), kept, exchange)
@@ -74,18 +75,27 @@ class RemoteSave(Save):
         else:
             outcome = super()._finish(of_ranks)[0]
             if outcome[0]:
-                outcome = self._published(before)
+                outcome = self._published(before, outcome[1])
         return [outcome] * len(of_ranks)
 
-    def _published(self, before: Sequence[Path]) -> tuple[bool, Exception | None]:
+    def _published(self, before: Sequence[Path], failed: Exception | None) -> tuple[bool, Exception | None]:
         """Send what the local folder has now, and remove what it has no longer.
 
-        Returns whether the checkpoint counts, and an error.
+        After ``failed``, an error of the local folder, only the document is sent. Returns whether the checkpoint
+        counts, and an error. It also counts if the store may have its document: the files that it names must stay.
         """
+        document = self._folder / DOCUMENT
         try:
-            self._remote.replace(self._folder / DOCUMENT)
+            self._remote.replace(document)
         except OSError as error:
-            return False, _not_saved(error, 0)
+            try:
+                if not self._remote.has(document):
+                    return False, _not_saved(error, 0)
+            except OSError:
+                unknown = f"{error.strerror}. Whether the store has it is not known: its files stay"
+                return True, OSError(error.errno, f"rank 0 {unknown}")
+        if failed is not None:
+            return True, failed
         saved = f"{self._address}/{self._tag} is saved"
         try:
             self._remote.replace(self._remote.local / LATEST)

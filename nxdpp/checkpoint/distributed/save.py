@@ -53,6 +53,8 @@ class Save:
     the exchange of another thread.
     """
 
+    _needed = "the directory must be on a file system that all hosts share"
+
     def __init__(self, folder: Path, kept: int | None, exchange: Exchange) -> None:
         self.exchange = exchange
         self._folder = folder
@@ -167,7 +169,7 @@ class Save:
             if not found.is_file():
                 raise RuntimeError(
                     f"rank {rank} has written {found} on {host}, and rank 0 on {socket.gethostname()} does not find "
-                    f"it: the directory must be on a file system that all hosts share. No checkpoint was made."
+                    f"it: {self._needed}. No checkpoint was made."
                 )
             if found.stat().st_size < end:
                 raise OSError(errno.EIO, f"it has {found.stat().st_size} of {end} bytes", str(found))

@@ -55,9 +55,9 @@ def save_checkpoint(
 
     A checkpoint has original names and whole shapes. The states of all ranks' random generators belong to it. Files
     come first, then the document that makes it count, then ``path/latest``; older checkpoints are removed after that.
-    An existing tag is replaced in the same way. ``path`` is on a file system that all hosts share, or the address of a
-    store that fsspec reaches, such as ``"s3://bucket/run"``: each rank then writes its file below ``$TMPDIR`` and
-    sends it. Nothing keeps two programs from saving at one address.
+    An existing tag is replaced in the same way. ``path`` is on a file system that all hosts share, or the address of
+    S3, Google's or Azure's store for fsspec, such as ``"s3://bucket/run"``: each rank then writes its file below
+    ``$TMPDIR`` and sends it. Nothing keeps two programs from saving at one address.
 
     Args:
         path: directory of the training's checkpoints, made if it is missing; or its address.

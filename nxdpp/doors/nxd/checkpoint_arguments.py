@@ -1,6 +1,7 @@
 """Arguments of the functions of checkpoints, as one rank gives them."""
 
 import os
+import re
 from pathlib import Path
 from typing import Any, cast
 
@@ -11,7 +12,7 @@ from torch.optim import Optimizer
 from nxdpp.checkpoint.distributed import directory
 from nxdpp.checkpoint.distributed.directory import DOCUMENT
 from nxdpp.checkpoint.distributed.model_state import local_module_of
-from nxdpp.checkpoint.distributed.remote_directory import check_address, is_address
+from nxdpp.checkpoint.distributed.remote_directory import check_address
 from nxdpp.doors.nxd.model import NxDModel
 from nxdpp.doors.nxd.optimizer import NxDOptimizer
 from nxdpp.tensor.rank_files import local_path
@@ -20,16 +21,28 @@ _BUSY = ("wait", "skip")
 
 
 def place_of(path: str | os.PathLike[str]) -> Path | str:
-    """``path`` as a ``Path``, or the address of a store.
+    """``path`` as a ``Path``, also of ``file:///``, or the address of a store.
 
     Raises ``TypeError``, and ``ValueError`` as ``local_path`` and ``check_address`` do.
     """
     if not isinstance(path, str | os.PathLike) or not isinstance(os.fspath(path), str):
         raise TypeError(f"path={path!r} must be a string or a Path.")
-    if isinstance(path, str) and is_address(path):
-        check_address(path)
-        return path.rstrip("/")
-    return local_path(path)
+    text = os.fspath(path)
+    if re.match(r"[\w+.:-]+:/.*:.*@", text):
+        raise ValueError(
+            "path has a user and a password, which messages would show: give them in the environment or in fsspec's "
+            "configuration, and the address without them."
+        )
+    if text.startswith("file:///"):
+        return local_path(text.removeprefix("file://"))
+    scheme = re.match(r"([A-Za-z][\w+.-]+):/+", text)
+    if not scheme:
+        return local_path(path)
+    address = f"{scheme[1]}://{text[scheme.end() :]}"
+    check_address(address)
+    if address != path:
+        raise ValueError(f"path={text!r} is not the address of a store: give it as text, {address!r}.")
+    return address.rstrip("/")
 
 
 def tag_of(tag: str | int) -> str:
@@ -42,7 +55,7 @@ def tag_of(tag: str | int) -> str:
 def remedy_without_checkpoint(path: Path | str) -> str:
     """The call for a ``path`` that is not the directory of a training's checkpoints."""
     if isinstance(path, str):
-        return f"has_checkpoint({path!r}) tells it beforehand."
+        return f"if it is one checkpoint itself, give its directory, and tag={path.rpartition('/')[2]!r}."
     if (path / DOCUMENT).is_file():
         return f"it is one checkpoint itself. Give its directory and its tag: {str(path.parent)!r}, {path.name!r}."
     if any(path.glob("model*.safetensors*")):

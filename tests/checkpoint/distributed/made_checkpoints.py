@@ -37,6 +37,8 @@ def checkpoint(path: Path, tag: str, number: int, save: str = "0123abcd") -> set
         (folder / name).write_bytes(_VALUES)
         spans[MetadataIndex("model.a", [at])] = FileSpan(name, 4, 4, (zlib.crc32(_VALUES[4:]),))
     tensor = TensorStorageMetadata(TensorProperties(dtype=torch.float32), torch.Size([2]), chunks)
-    write_document(directory.new_document(folder, save), number, _CONTENT, Metadata({"model.a": tensor}), spans)
+    # No two saves have the same document.
+    content = {**_CONTENT, "user_content": str(folder)}
+    write_document(directory.new_document(folder, save), number, content, Metadata({"model.a": tensor}), spans)
     directory.put_document(folder, save)
     return set(names)

@@ -1,14 +1,21 @@
 """Checkpoints in a store of fsspec: whole at any moment, for any layout of ranks, and with nothing left on a host."""
 
+import os
 import shutil
+import socket
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
+from fsspec.implementations.local import LocalFileSystem
 
 from nxdpp import parallel_state
+from nxdpp.checkpoint.distributed import directory
 from nxdpp.checkpoint.distributed.remote_directory import RemoteDirectory
 from nxdpp.doors.nxd.checkpoint import finalize_checkpoint, has_checkpoint, load_checkpoint, save_checkpoint
 from tests.checkpoint.distributed.layouts import Layout, copy_through, tensors_in, train_and_save
@@ -18,6 +25,22 @@ from tests.support.run_ranks import run_ranks
 from tests.support.tensor_models import VOCABULARY, make
 
 CHANGES = ("upload", "replace", "remove")
+
+
+class FolderStore(LocalFileSystem):  # type: ignore[misc]  # fsspec has no types
+    """A store that all processes of this host reach: ``s3://tmp/run`` is the folder ``/tmp/run``."""
+
+    protocol = ("s3",)
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(auto_mkdir=True, **options)
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return f"/{path.removeprefix('s3://').strip('/')}"
+
+
+fsspec.register_implementation("s3", FolderStore, clobber=True)
 
 
 @pytest.fixture(autouse=True)
@@ -34,10 +57,10 @@ def test_a_checkpoint_loads_whenever_the_save_is_killed(
 ) -> None:
     path = tmp_path / "store" / "run"
     training = Training()
-    assert not has_checkpoint(f"file://{path}")
+    assert not has_checkpoint(f"s3:/{path}")
     for step in range(3):
         training.step()
-        training.save(f"file://{path}", f"step_{step}")
+        training.save(f"s3:/{path}", f"step_{step}")
     before = training.state()
     training.step()
     states: list[Path] = []
@@ -57,38 +80,47 @@ def test_a_checkpoint_loads_whenever_the_save_is_killed(
     with monkeypatch.context() as patches:
         for name in CHANGES:
             patches.setattr(RemoteDirectory, name, before_each(name))
-        training.save(f"file://{path}", tag, num_kept_ckpts=kept)
+        training.save(f"s3:/{path}", tag, num_kept_ckpts=kept)
     copied()
     found = []
     for state in states:
         loaded = Training()
-        assert loaded.load(f"file://{state}/")["tag"] in ("step_2", tag)
+        assert loaded.load(f"s3:/{state}/")["tag"] in ("step_2", tag)
         found.append([is_same(loaded.state(), each) for each in (before, training.state())].index(True))
     assert len(found) == 5
     assert found == sorted(found)
     assert (found[0], found[1], found[-1]) == (0, 0, 1)
     # The next save removes what the killed one left, but for folders.
     for state in states:
-        training.save(f"file://{state}", "step_4", num_kept_ckpts=1)
+        training.save(f"s3:/{state}", "step_4", num_kept_ckpts=1)
         assert {file.name for file in state.iterdir() if not is_empty(file)} == {"latest", "step_4"}
         assert len(list((state / "step_4").iterdir())) == 2
-    # A directory of a file system is the same.
+    # A directory of a file system is the same, and is locked.
     assert Training().load(path)["tag"] == tag
+    assert not (path / ".lock").exists()
+    training.save(f"file://{path}", "step_5")
+    assert (path / ".lock").exists()
+    assert has_checkpoint(f"file://{path}/")
     assert is_empty(temporary)
 
 
 def test_a_save_that_fails_leaves_nothing(tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    address = f"file://{tmp_path}/run"
+    address = f"s3:/{tmp_path}/run"
     training = Training()
     training.save(address, "first")
     files = sorted(tmp_path.rglob("*"))
+    with monkeypatch.context() as patches:
+        patches.setattr(FolderStore, "find", lambda *_, **__: {})
+        with pytest.raises(RuntimeError, match="does not find it: all hosts must reach the same store"):
+            training.save(address, "second")
+    assert {path for path in tmp_path.rglob("*") if path.is_file()} == {path for path in files if path.is_file()}
     for name in ("put_file", "find", "pipe_file"):
         with monkeypatch.context() as patches:
 
             def fail(*_: Any, **__: Any) -> None:
                 raise KeyError("of a library")
 
-            patches.setattr(f"fsspec.implementations.local.LocalFileSystem.{name}", fail)
+            patches.setattr(f"{__name__}.FolderStore.{name}", fail)
             with pytest.raises(OSError, match=rf"rank 0 cannot \w+ {address}.*KeyError: 'of a library'. Earlier"):
                 training.save(address, "second")
         assert {path for path in tmp_path.rglob("*") if path.is_file()} == {path for path in files if path.is_file()}
@@ -99,17 +131,17 @@ def test_a_save_that_fails_leaves_nothing(tmp_path: Path, temporary: Path, monke
     assert Training().load(address)["tag"] == "first"
     for file in (tmp_path / "run/first").glob("*.safetensors"):
         file.write_bytes(file.read_bytes()[:-1] + b"\1")
-    with pytest.raises(ValueError, match=r"/file/.*run/first/.*is damaged"):
+    with pytest.raises(ValueError, match=r"/s3/.*run/first/.*is damaged"):
         Training().load(address, "first")
     with pytest.raises(FileNotFoundError, match="run/third has no whole checkpoint"):
         Training().load(address, "third")
-    with pytest.raises(FileNotFoundError, match=r"has_checkpoint\('file://.*empty'\) tells"):
-        Training().load(f"file://{tmp_path}/empty")
+    with pytest.raises(FileNotFoundError, match=r"give its directory, and tag='first'"):
+        Training().load(f"{address}/first")
     assert is_empty(temporary)
 
 
 def test_objects_without_folders(temporary: Path) -> None:
-    address, training = f"memory://{temporary}/run", Training()
+    address, training = f"memory:/{temporary}/run", Training()
     states = []
     for step in range(4):
         training.step()
@@ -126,24 +158,96 @@ def test_objects_without_folders(temporary: Path) -> None:
     assert is_empty(temporary)
 
 
+def test_a_damaged_checkpoint_is_not_counted(temporary: Path) -> None:
+    address, training = f"memory:/{temporary}/damaged", Training()
+    for tag in ("first", "second"):
+        training.save(address, tag)
+    store = fsspec.filesystem("memory")
+    (file,) = store.glob(f"{temporary}/damaged/second/*.safetensors")
+    store.pipe_file(file, store.cat_file(file)[:-1] + b"\1")
+    assert training.load(address)["tag"] == "first"
+    training.save(address, "third", num_kept_ckpts=2)
+    for tag in ("first", "third"):
+        assert Training().load(address, tag)["tag"] == tag
+
+
+def test_a_document_that_may_be_stored_keeps_its_files(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    address, training = f"memory:/{temporary}/lost", Training()
+    training.save(address, "only")
+    replace = RemoteDirectory.replace
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise TimeoutError("no answer")
+
+    def send_and_fail(self: RemoteDirectory, path: Path) -> None:
+        replace(self, path)
+        if path.name == directory.DOCUMENT:
+            raise OSError(5, "no answer")
+
+    with monkeypatch.context() as patches:
+        patches.setattr("fsspec.implementations.memory.MemoryFileSystem.pipe_file", fail)
+        for tag in ("only", "other"):
+            with pytest.raises(OSError, match=r"no answer. Earlier checkpoints are there"):
+                training.save(address, tag)
+    assert Training().load(address)["tag"] == "only"
+    assert len(fsspec.filesystem("memory").find(f"{temporary}/lost")) == 3
+    monkeypatch.setattr(RemoteDirectory, "replace", send_and_fail)
+    training.step()
+    training.save(address, "only", num_kept_ckpts=1)
+    assert len(fsspec.filesystem("memory").find(f"{temporary}/lost")) == 3
+    with monkeypatch.context() as patches:
+        patches.setattr(RemoteDirectory, "has", fail)
+        with pytest.raises(OSError, match=r"no answer. Whether the store has it is not known: its files stay"):
+            training.save(address, "only", num_kept_ckpts=1)
+    loaded = Training()
+    loaded.load(address)
+    assert is_same(loaded.state(), training.state())
+    # The local folder has no room for ``latest``.
+    monkeypatch.setattr(directory, "write_latest", fail)
+    with pytest.raises(OSError, match="is saved: load_checkpoint with tag='next' loads it"):
+        training.save(address, "next", num_kept_ckpts=1)
+    assert Training().load(address)["tag"] == "only"
+    assert Training().load(address, "next")["tag"] == "next"
+
+
+def test_what_a_killed_process_has_left_is_removed(temporary: Path) -> None:
+    with subprocess.Popen(["true"]) as process:
+        pass
+    host = socket.gethostname()
+    names = [f"nxdpp-{host}-{process.pid}-abcd_123", f"nxdpp-{host}-{os.getpid()}-abcd_123", "nxdpp-x-1-abcd_123"]
+    for name in names:
+        (temporary / name).mkdir()
+    (temporary / names[0] / "file").touch()
+    assert not has_checkpoint(f"memory:/{temporary}/none")
+    assert {each.name for each in temporary.iterdir()} == set(names[1:])
+
+
 @pytest.mark.parametrize(
     ("address", "sentence"),
     [
-        (
-            "nowhere://bucket/run",
-            "needs a package of fsspec, which this host does not have: Protocol not known: nowhere",
-        ),
-        ("oss://bucket/run", "this host does not have: Install ossfs.*on all hosts, such as s3fs for s3://, or give a"),
-        ("file:///run/../other", "has a step upwards"),
+        ("hdfs://bucket/run", "is in a store that may show a file before it is whole: give an address of one of s3, "),
+        ("gs://bucket/run", "needs a package of fsspec, which this host does not have.*on all hosts, such as s3fs"),
+        ("s3://run/../other", "has a chain or a step upwards"),
+        ("s3://run::gs://bucket", "has a chain or a step upwards"),
+        ("simplecache::s3://bucket/run", "would be a folder 'simplecache::s3:' of this host"),
+        ("memory://", "has no name after '://'"),
+        ("file://run", "is in a store that may show a file"),
+        ("s3:///run", "give it as text, 's3://run'"),
+        (Path("s3://bucket/run"), "'s3:/bucket/run' is not the address of a store: give it as text, 's3://bucket/run'"),
+        ("s3://key:se/cret@bucket/run", "path has a user and a password, which messages would show"),
     ],
 )
-def test_a_store_without_its_package_is_refused(address: str, sentence: str) -> None:
+def test_an_address_of_no_store_is_refused(address: str | Path, sentence: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "gcsfs", None)
     model = torch.nn.Linear(2, 2)
-    for call in (lambda: save_checkpoint(address, "tag", model), lambda: load_checkpoint(address, "tag", model)):
-        with pytest.raises(ValueError, match=sentence):
+    for call in (
+        lambda: save_checkpoint(address, "tag", model),
+        lambda: load_checkpoint(address, "tag", model),
+        lambda: has_checkpoint(address),
+    ):
+        with pytest.raises(ValueError, match=sentence) as caught:
             call()
-    with pytest.raises(ValueError, match=sentence):
-        has_checkpoint(address)
+        assert "cret" not in str(caught.value)
 
 
 PIPELINED, SHARDED = Layout(2), Layout(1, 1, True)
@@ -151,7 +255,7 @@ PIPELINED, SHARDED = Layout(2), Layout(1, 1, True)
 
 def _through_layouts(rank: int, path: Path, temporary: Path) -> None:
     tempfile.tempdir = str(temporary)
-    address: Any = f"file://{path}"
+    address: Any = f"s3:/{path}"
     ids = torch.randint(0, VOCABULARY, (8, 12), generator=torch.Generator().manual_seed(7))
     batches = [{"input_ids": ids, "labels": ids}] * 2
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
@@ -159,8 +263,26 @@ def _through_layouts(rank: int, path: Path, temporary: Path) -> None:
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel()
     copy_through(lambda: make("llama"), SHARDED, address, str(PIPELINED))
-    with pytest.raises(ValueError, match="path='file:///other' on rank 1"):
-        save_checkpoint(f"file://{path}" if rank == 0 else "file:///other", "third")
+    with pytest.raises(ValueError, match="path='s3://other' on rank 1"):
+        save_checkpoint(address if rank == 0 else "s3://other", "third")
+    files = sorted(path.rglob("*.*"))
+    parallel_state.get_exchange().gather(0)
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise KeyError("of a library")
+
+    with pytest.MonkeyPatch.context() as patches:
+        if rank == 1:
+            patches.setattr(FolderStore, "put_file", fail)
+        sentence = r"rank 1 cannot write s3://.*'of a library'. Earlier checkpoints are there"
+        with pytest.raises(OSError, match=sentence):
+            save_checkpoint(address, str(SHARDED), make("llama"))
+        parallel_state.get_exchange().gather(0)
+        assert sorted(path.rglob("*.*")) == files
+        save_checkpoint(address, str(SHARDED), make("llama"), async_save=True)
+        with pytest.raises(OSError, match=sentence):
+            finalize_checkpoint()
+        assert sorted(path.rglob("*.*")) == files
 
 
 def test_another_layout_loads_to_the_bit(tmp_path: Path, temporary: Path) -> None:

@@ -110,8 +110,8 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     *(({"tag": tag}, ValueError, "must be the name of a directory") for tag in
       ("..", "a/b", "latest", " a", "a\n", "a\0", "\ud800", True, None, 1.5)),
     ({"path": ""}, ValueError, "path='' has no name"),
-    ({"path": "nowhere://bucket/run"}, ValueError, "'nowhere://bucket/run' needs a package of fsspec, which this host"),
-    ({"path": Path("gs://bucket")}, ValueError, "path='gs:/bucket' is not on a file system"),
+    ({"path": "nowhere://bucket/run"}, ValueError, "'nowhere://bucket/run' is in a store that may show a file"),
+    ({"path": Path("memory://bucket")}, ValueError, "'memory:/bucket' is not the address of a store: give it as text"),
     ({"path": b"out"}, TypeError, "path=b'out' must be a string or a Path"),
     ({"path": None}, TypeError, "path=None must be a string or a Path"),
     ({"model": nn.Linear(2, 2).state_dict()}, TypeError, "model is of class OrderedDict: give the module itself"),
