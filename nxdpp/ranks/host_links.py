@@ -90,8 +90,8 @@ class _LinkStart:
                     if offer is not None:
                         self._confirm(other, *offer)
             except BaseException:
-                for link in self._links.values():
-                    link.close()
+                while self._links:
+                    self._links.popitem()[1].close()
                 raise
         return self._links
 
@@ -129,8 +129,8 @@ class _LinkStart:
                 own = SharedBuffer()
                 opened.callback(own.close)
                 connection = opened.enter_context(socket.socket(socket.AF_UNIX))
-                connection.connect(f"\0{name}")
                 connection.settimeout(_SECONDS)
+                connection.connect(f"\0{name}")
                 if _is_of_this_user(connection):
                     socket.send_fds(connection, [f"{name} {self._own}".encode()], [own.memory, own.reader])
                     offer = connection, own
