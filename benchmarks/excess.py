@@ -10,6 +10,7 @@ goes the ideal's idle time. So the kinds of a row add up to its excess: microsec
 """
 
 import argparse
+import os
 import statistics
 import sys
 import threading
@@ -84,7 +85,7 @@ def counted_calls(clock: Clock) -> Iterator[None]:
     calls: list[tuple[Any, str, str]] = [
         (time, "sleep", SLEEPS),
         (dist.Work, "wait", WAITING),
-        (HostLink, "_read", WAITING),
+        (os, "read", WAITING),
         (HostLink, "send", MESSAGES),
         (HostLink, "receive", MESSAGES),
         (torch_schedules, "_batch_p2p", MESSAGES),
