@@ -132,9 +132,9 @@ def test_where_either_side_cannot_both_have_no_link(
     mapped = host_links._mapped
     calls: list[int] = []
 
-    def second_fails(memory: int) -> Any:
-        calls.append(memory)
-        found = mapped(memory)
+    def second_fails(descriptors: list[int]) -> Any:
+        calls.append(len(descriptors))
+        found = mapped(descriptors)
         if len(calls) == 2:
             raise OSError("no map")
         return found
