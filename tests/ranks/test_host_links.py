@@ -223,6 +223,8 @@ def test_another_process_that_connects_is_sent_away(monkeypatch: pytest.MonkeyPa
 
 def _accept_and_end(start: Any, listener: socket.socket, name: str) -> None:
     if start._own == 0:
+        # Only once the other rank has sent.
+        start._store.get(start._key(0, 1))
         listener.accept()[0].close()
 
 
