@@ -3,10 +3,11 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from nxdpp.pipeline.partition.transport_bytes import COMMUNICATOR_BYTES, MESSAGES_HELD, SLOTS_HELD
+from nxdpp.pipeline.partition.transport_bytes import COMMUNICATOR_BYTES, MESSAGES_HELD
 from nxdpp.planning.layer_times import BUCKET_BYTES
 from nxdpp.planning.layout import Layout
 from nxdpp.planning.stage_costs import RankState, StageCosts
+from nxdpp.ranks.host_link import slots_of
 from nxdpp.ranks.transfer_groups import communicators
 from nxdpp.schedules.actions import Action, ActionKind
 
@@ -72,7 +73,10 @@ def rank_memory(
         # torch steps all parameters at once on CUDA, and one after the other on the CPU.
         step = gradients if on_cuda else 3 * state.largest
         buckets = min(state.copied, _COPIED_BYTES + BUCKET_BYTES) if layout.data > 1 else 0
-    transport = SLOTS_HELD * message if kind == "cpu" and layout.pipeline > 1 else 0.0
+    transport = 0.0
+    if kind == "cpu" and layout.pipeline > 1:
+        # Each way as many messages as 1F1B has in flight. Where a rank is late, other families have more.
+        transport = 2 * min(slots_of(int(message)), layout.stages) * message
     if on_cuda:
         made = communicators(layout.pipeline, layout.data, layout.tensor)
         transport = made * COMMUNICATOR_BYTES + (MESSAGES_HELD * message if layout.pipeline > 1 else 0.0)

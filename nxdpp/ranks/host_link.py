@@ -8,7 +8,11 @@
 
 The pipe is the doorbell, and its end is the notice that the other process has ended. A message without a slot has a
 header too, and is sent by the caller's other means. So memory is bounded, and no message waits for a slot. Nothing has
-a name: nothing is left in /dev/shm after any end. Reserved pages cannot be lost to a limit later (SIGBUS).
+a name: nothing is left in /dev/shm after any end. Pages are reserved first, so no copy ends in a SIGBUS. At a cgroup's
+limit the reservation brings the OOM killer.
+
+A sender that finds the pipe full takes the headers of all links of its process meanwhile. So ranks that all send before
+they receive never wait for each other.
 
 multiprocessing.shared_memory has names, which stay after a kill. Torch's shared storages need a new file and its
 descriptor for each message. gloo's own transport goes through the kernel's sockets, with a thread on each side.
@@ -20,25 +24,32 @@ import fcntl
 import mmap
 import os
 import platform
+import select
 import struct
 import threading
 from collections import defaultdict, deque
+from weakref import WeakSet
 
 import torch
+
+from nxdpp.ranks.faults.waits import Wait
 
 # Tag, bytes, slot, offset of the slot. A write of one header is atomic, so a read returns whole headers.
 _HEADER = struct.Struct("=qqqq")
 _READ_BYTES = 64 * _HEADER.size
 _ELSEWHERE = -1
-# Room for 8,192 headers, or 2,048 where the system allows no more: a sender that is so far ahead waits.
+# Room for 8,192 headers; a user with many pipes gets 2,048 or 256. A sender that is so far ahead waits.
 _PIPE_BYTES = 8192 * _HEADER.size
+_LOOK_MILLISECONDS = 2  # while a sender waits
 
 _FLAGS = 4096  # slots at most, a byte for each
-_ARENA_BYTES = 5 * 2**26  # of addresses, for slots of all sizes; memory is taken for the slots that are used
+ARENA_BYTES = 9 * 2**24
+"""Addresses of one way of a link, for slots of all sizes; memory is taken for the slots that are used."""
 _SMALLEST_SLOT = 4096
-_LARGEST_SLOT = 16 * 2**20  # larger messages, such as pieces of weights, would take much memory
-_POOL_SLOTS, _POOL_BYTES = 16, 4 * 2**20  # slots of a size: at least 16, and 4 MiB where they are small
-_MOST_POOL_BYTES = 64 * 2**20
+LARGEST_SLOT = 16 * 2**20
+"""Bytes of the largest message; larger ones, such as pieces of weights, would take much memory."""
+_POOL_SLOTS, _POOL_BYTES = 16, 4 * 2**20  # slots of a size: 16, and 4 MiB where they are small
+_MOST_POOL_BYTES, _FEWEST_SLOTS = 16 * 2**20, 2  # the limit for large ones
 
 _copy = ctypes.memmove
 _FREE = b"\0"
@@ -58,6 +69,13 @@ class _Pool:
 _NO_POOL = _Pool(0, 0, 0, 0)
 
 
+def slots_of(size: int) -> int:
+    """Return how many messages of ``size`` bytes one way of a link has room for, at most."""
+    rounded = _rounded(size)
+    slots = min(max(_POOL_SLOTS, _POOL_BYTES // rounded), max(_FEWEST_SLOTS, _MOST_POOL_BYTES // rounded))
+    return slots if rounded <= LARGEST_SLOT else 0
+
+
 class SharedBuffer:
     """Memory that a process sends from, and the pipe of its headers; made by the sender.
 
@@ -70,24 +88,31 @@ class SharedBuffer:
     """
 
     def __init__(self) -> None:
-        self.memory = os.memfd_create("nxdpp")
-        self.reader = self.writer = -1
+        self.memory = self.reader = self.writer = -1
         try:
-            os.ftruncate(self.memory, _ARENA_BYTES)
+            self.memory = os.memfd_create("nxdpp")
+            os.ftruncate(self.memory, ARENA_BYTES)
             os.posix_fallocate(self.memory, 0, _FLAGS + _SMALLEST_SLOT)
             self.reader, self.writer = os.pipe()
+            os.set_blocking(self.writer, False)
             with contextlib.suppress(OSError):
                 fcntl.fcntl(self.writer, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
-            self.map = mmap.mmap(self.memory, _ARENA_BYTES)
+            self.map = mmap.mmap(self.memory, ARENA_BYTES)
         except BaseException:
             self.close()
             raise
 
     def close(self) -> None:
-        """Close all descriptors."""
-        for descriptor in (self.memory, self.reader, self.writer):
+        """Close all descriptors that no link has taken over."""
+        descriptors = self.memory, self.reader, self.writer
+        self.memory = self.reader = self.writer = -1
+        for descriptor in descriptors:
             if descriptor >= 0:
                 os.close(descriptor)
+
+
+_LINKS: "WeakSet[HostLink]" = WeakSet()
+"""Open links of this process."""
 
 
 class HostLink:
@@ -102,9 +127,9 @@ class HostLink:
 
     def __init__(self, peer: int, own: SharedBuffer, memory: mmap.mmap, reader: int) -> None:
         self._peer = peer
-        self._descriptors = [own.memory, own.writer, reader]
-        self._memory, self._writer, self._reader = self._descriptors
-        os.close(own.reader)
+        self._memory, self._writer, self._reader = own.memory, own.writer, reader
+        own.memory = own.writer = -1
+        own.close()
         self._sent, self._received = own.map, memory
         self._sent_at, self._received_at = map(_address, (own.map, memory))
         self._arrived: defaultdict[int, deque[tuple[int, int, int, int]]] = defaultdict(deque)
@@ -112,9 +137,10 @@ class HostLink:
         self._pools: dict[int, _Pool] = {}
         self._sized: dict[int, _Pool] = {}
         self._next_slot, self._next_offset = 0, _FLAGS
-        # A thread may send while the main thread receives.
-        self._sending = threading.Lock()
+        # A thread may send while the main thread receives, and takes headers while it waits.
+        self._sending, self._reading = threading.Lock(), threading.Lock()
         self._fence = None if platform.machine() in ("x86_64", "AMD64") else threading.Lock()
+        _LINKS.add(self)
 
     def send(self, tensor: torch.Tensor, tag: int) -> bool:
         """Send the memory of a dense CPU ``tensor``, such as one of (B, T, H), which may be changed afterwards.
@@ -126,16 +152,14 @@ class HostLink:
         with self._sending:
             pool = self._pools.get(size) or self._pool_of(size)
             slot, offset = self._sent.find(_FREE, pool.first, pool.end), 0
-            if slot < 0:
-                slot = self._new_slot(pool)
-            if slot >= 0:
+            if slot >= 0 or (slot := self._new_slot(pool)) >= 0:
                 offset = pool.offset + (slot - pool.first) * pool.size
                 _copy(self._sent_at + offset, tensor.data_ptr(), size)
                 self._sent[slot] = 1
             try:
                 os.write(self._writer, _HEADER.pack(tag, size, slot, offset))
-            except BrokenPipeError:
-                raise self._ended() from None
+            except OSError as error:
+                self._write_later(_HEADER.pack(tag, size, slot, offset), error)
         return slot >= 0
 
     def receive(self, tensor: torch.Tensor, tag: int) -> bool:
@@ -145,27 +169,32 @@ class HostLink:
         peer has ended, or has sent a different number of bytes.
         """
         arrived = self._arrived[tag]
-        while not arrived:
-            for header in _HEADER.iter_unpack(os.read(self._reader, _READ_BYTES) or self._raise_end()):
-                self._arrived[header[0]].append(header)
+        with self._reading:
+            while not arrived:
+                for header in _HEADER.iter_unpack(os.read(self._reader, _READ_BYTES) or self._raise_end()):
+                    self._arrived[header[0]].append(header)
         _, size, slot, offset = arrived.popleft()
+        if slot != _ELSEWHERE and size == tensor.nbytes:
+            _copy(tensor.data_ptr(), self._received_at + offset, size)
+            if self._fence is not None:
+                self._order()
+            self._received[slot] = 0
+            return True
         if size != tensor.nbytes:
             raise RuntimeError(
                 f"rank {self._peer} has sent a message of {size} bytes where {tensor.nbytes} bytes were expected: the "
                 f"ranks are no longer in step"
             )
-        if slot == _ELSEWHERE:
-            return False
-        _copy(tensor.data_ptr(), self._received_at + offset, size)
-        if self._fence is not None:
-            self._order()
-        self._received[slot] = 0
-        return True
+        return False
 
     def close(self) -> None:
-        """Close the descriptors; the peer can still receive what was sent."""
-        while self._descriptors:
-            os.close(self._descriptors.pop())
+        """Close the descriptors; the peer can still receive what was sent. A message after it raises ``OSError``."""
+        descriptors = self._reader, self._writer, self._memory
+        # Files that are opened later have the numbers.
+        self._reader = self._writer = self._memory = -1
+        for descriptor in descriptors:
+            if descriptor >= 0:
+                os.close(descriptor)
 
     def __del__(self) -> None:
         self.close()
@@ -179,19 +208,19 @@ class HostLink:
 
     def _pool_of(self, size: int) -> _Pool:
         """The pool of messages of ``size`` bytes, with memory for them in each of its slots."""
-        rounded = max(_SMALLEST_SLOT, 1 << (size - 1).bit_length())
-        pool = self._sized.get(rounded)
-        if pool is None and rounded <= _LARGEST_SLOT:
-            slots = min(max(_POOL_SLOTS, _POOL_BYTES // rounded), _MOST_POOL_BYTES // rounded)
+        rounded, slots = _rounded(size), slots_of(size)
+        pool = self._sized.get(rounded) if slots else _NO_POOL
+        if pool is None:
             first, offset = self._next_slot, self._next_offset
             pool = self._sized[rounded] = _Pool(first, first + slots, offset, rounded)
             self._next_slot += slots
             self._next_offset += slots * rounded
             assert self._next_slot <= _FLAGS, "slots of all sizes have flags"
-            assert self._next_offset <= _ARENA_BYTES, "slots of all sizes have addresses"
-        if pool is None or not all(self._reserve(pool, slot, size) for slot in range(pool.first, pool.end)):
-            pool = _NO_POOL
-        else:
+            assert self._next_offset <= ARENA_BYTES, "slots of all sizes have addresses"
+        if not all(self._reserve(pool, slot, size) for slot in range(pool.first, pool.end)):
+            # There may be memory later.
+            return _NO_POOL
+        if pool is not _NO_POOL:
             pool.memory = max(pool.memory, size)
         self._pools[size] = pool
         return pool
@@ -211,11 +240,55 @@ class HostLink:
             return False
         return True
 
-    def _ended(self) -> RuntimeError:
-        return RuntimeError(f"rank {self._peer} has ended: Connection closed by peer (messages through shared memory)")
+    def _write_later(self, header: bytes, error: OSError) -> None:
+        """Write ``header`` once the full pipe has room; raises any other ``error``."""
+        with Wait("P2P transfer", ranks=[self._peer]):
+            while isinstance(error, BlockingIOError):
+                for link in list(_LINKS):
+                    link._drain()
+                _is_ready(self._writer, select.POLLOUT, _LOOK_MILLISECONDS)
+                try:
+                    os.write(self._writer, header)
+                    return
+                except OSError as again:
+                    error = again
+        if isinstance(error, BrokenPipeError):
+            self._raise_end()
+        raise error
+
+    def _drain(self) -> None:
+        """Take the headers that have arrived, unless another thread reads."""
+        if self._reading.acquire(blocking=False):
+            try:
+                while self._reader >= 0 and _is_ready(self._reader, select.POLLIN, 0):
+                    for header in _HEADER.iter_unpack(os.read(self._reader, _READ_BYTES)):
+                        self._arrived[header[0]].append(header)
+            finally:
+                self._reading.release()
 
     def _raise_end(self) -> bytes:
-        raise self._ended()
+        raise RuntimeError(
+            f"rank {self._peer} has ended: Connection closed by peer (messages through shared memory)"
+        ) from None
+
+
+def _close_links() -> None:
+    """Close the links of a fork, such as a worker of a DataLoader: it would keep the pipes of an ended rank open."""
+    for link in list(_LINKS):
+        link.close()
+
+
+os.register_at_fork(after_in_child=_close_links)
+
+
+def _rounded(size: int) -> int:
+    return max(_SMALLEST_SLOT, 1 << (size - 1).bit_length())
+
+
+def _is_ready(descriptor: int, event: int, milliseconds: int) -> bool:
+    poll = select.poll()
+    poll.register(descriptor, event)
+    return any(found & event for _, found in poll.poll(milliseconds))
 
 
 def _address(memory: mmap.mmap) -> int:

@@ -7,7 +7,8 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 # A received tensor enters the graph together with this one, which makes it require a gradient and gets none.
-_ANCHOR = torch.empty(0, device="cpu", requires_grad=True)
+with torch.inference_mode(mode=False):
+    _ANCHOR = torch.empty(0, device="cpu", requires_grad=True)
 
 
 class ReceivedTensor:

@@ -29,10 +29,11 @@ _Gradients = tuple[torch.Tensor | None, ...]
 
 # A leaf whose hook calls what its thread asks for; made once, since that takes as long as a small operation.
 _asked = local()
-_ANCHOR = torch.zeros((), device="cpu", requires_grad=True)
-_ANCHOR.register_hook(lambda gradient: _asked.function(gradient))
-_ANCHOR_EDGE = get_gradient_edge(_ANCHOR)
-_ZERO = torch.zeros((), device="cpu")
+with torch.inference_mode(mode=False), torch.enable_grad():
+    _ANCHOR = torch.zeros((), device="cpu", requires_grad=True)
+    _ANCHOR.register_hook(lambda gradient: _asked.function(gradient))
+    _ANCHOR_EDGE = get_gradient_edge(_ANCHOR)
+    _ZERO = torch.zeros((), device="cpu")
 
 
 @dataclass
@@ -183,11 +184,13 @@ def _run_split_nodes(
 
 def _run_while_asking_for(edges: list[GradientEdge], function: Callable[[torch.Tensor], None]) -> None:
     """Call ``function`` while autograd's engine wants the gradients of ``edges``: nodes then compute no other ones."""
+    # A node that runs may have a split backward of its own.
+    outer = getattr(_asked, "function", None)
     _asked.function = function
     try:
         run_backward([_ANCHOR_EDGE], [_ZERO], [_ANCHOR_EDGE, *edges], retain=True, accumulate=False)
     finally:
-        del _asked.function
+        _asked.function = outer
 
 
 def _start(root: GradientEdge, gradient: torch.Tensor | None) -> torch.Tensor:

@@ -5,7 +5,8 @@ Neighbours there have a communicator for each way. Both ranks send and post in o
 (``schedules/lowering/global_order.py``), which excludes a deadlock.
 
 Ranks of one host that would use gloo have a link of shared memory (``nxdpp/ranks/host_link.py``). A send copies into it
-and waits for nobody. Where the link has no room, gloo sends the message.
+and waits for nobody. Where the link has no room, gloo sends the message. Above ``LARGEST_SLOT`` bytes both ranks know
+that gloo does, and the receive is posted ahead.
 
 On gloo two rules exclude a deadlock. For two ranks, messages of one kind are sent and received in the same order. A
 rank blocks on a receive only when the sender needs nothing that this rank has not posted yet.
@@ -30,11 +31,11 @@ from nxdpp.devices.kinds import device_of
 from nxdpp.pipeline.p2p.layout import TensorLayout
 from nxdpp.ranks.faults.board import board
 from nxdpp.ranks.faults.waits import Wait
-from nxdpp.ranks.host_link import HostLink
+from nxdpp.ranks.host_link import LARGEST_SLOT, HostLink
 from nxdpp.ranks.transfer_groups import TransferGroups
 from nxdpp.ranks.wire_form import packed, unpacked
 
-# The gradient that a receive returns for a mark.
+# The gradient that a receive returns for a mark, and what a send holds that needs no tensor.
 MISSING = torch.empty(0, device="cpu")
 
 # By dtype: its first number as an integer, in C and in torch, and the bits of a not-a-number that no computation gives.
@@ -165,12 +166,12 @@ class Transport:
         receive, number, waits, link = self._receives[source]
         memory = buffer if buffer.is_contiguous() else _flat(buffer)
         wire_tag = tag * _KINDS + direction if self._has_tags else 0
-        work = receive([memory], number, wire_tag) if link is None else None
+        work = receive([memory], number, wire_tag) if link is None or buffer.nbytes > LARGEST_SLOT else None
 
         def wait() -> torch.Tensor:
             board.wait = waits
             try:
-                if link is None or not link.receive(buffer, wire_tag):
+                if work or link is None or not link.receive(buffer, wire_tag):
                     (work or receive([memory], number, wire_tag)).wait()
             except RuntimeError:
                 self._sends.raise_error()
@@ -196,6 +197,10 @@ class Transport:
 
         The caller must keep the returned pair until its ``wait`` has returned.
         """
+        # The memory of these has other values than the tensor, or there is none.
+        if tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor():
+            memory = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+            tensor = memory.copy_(tensor)
         self.sent_bytes += tensor.nbytes
         if destination not in self._sending:
             group, _, number = self._groups.between(self._rank, destination)
@@ -206,14 +211,14 @@ class Transport:
             copied = unchanged(tensor, device_of(self._device).to_host(tensor))
 
             def start(message: torch.Tensor) -> Transfer:
-                if link is not None and link.send(message, wire_tag):
+                if link is not None and message.nbytes <= LARGEST_SLOT and link.send(message, wire_tag):
                     return _COPIED
                 return send([message if message.is_contiguous() else _flat(message)], number, wire_tag)
 
             return self._sends.start(copied, start), tensor
         tensor = tensor.to(self._wire_device)
-        if link is not None and link.send(tensor, wire_tag):
-            return _COPIED, tensor
+        if link is not None and tensor.nbytes <= LARGEST_SLOT and link.send(tensor, wire_tag):
+            return _COPIED, MISSING
         return send([tensor if tensor.is_contiguous() else _flat(tensor)], number, wire_tag), tensor
 
     def finish(self) -> None:

@@ -1,7 +1,7 @@
 """Memory of the transport on a rank's device: communicators, and the messages that it holds.
 
 On the CPU gloo's connections have buffers of kilobytes, and host memory frees a message at once. A link of shared
-memory has slots for the messages that were in flight at once; only a plan for CPUs counts them.
+memory keeps slots for the messages that were in flight at once; only a plan for CPUs counts them (``rank_memory``).
 """
 
 from collections.abc import Mapping
@@ -17,8 +17,6 @@ from nxdpp.tracing.graph.trace import TracedGraph
 COMMUNICATOR_BYTES = 100 * 2**20
 # The most receives that a family posts ahead, and two sends in flight each way: their memory is freed late.
 MESSAGES_HELD = 7 + 2 * 2
-# A message in flight each way.
-SLOTS_HELD = 2
 
 
 def transport_bytes(

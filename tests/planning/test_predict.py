@@ -74,6 +74,15 @@ def test_the_memory_is_that_of_measured_ranks(layout: Layout, measured: list[flo
     assert predicted == pytest.approx(measured, rel=0.06)
 
 
+@pytest.mark.parametrize(("samples", "ranks", "held"), [(2, 2, 4), (2, 4, 8), (64, 4, 4), (256, 4, 0)])
+def test_shared_memory_has_the_slots_of_the_messages_in_flight(samples: int, ranks: int, held: int) -> None:
+    message = samples * 128 * 256 * 4
+    layout = Layout(pipeline=ranks, microbatch=samples)
+    prediction = predict(_costs(ranks, 8 * samples), layout)
+
+    assert [rank.transport for rank in prediction.memory] == [held * message] * ranks
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved", "zb-h1", "zb-v"])
 def test_the_time_of_a_schedule_is_that_of_the_simulator(schedule: str) -> None:
     chunks = find_family(schedule).default_chunks

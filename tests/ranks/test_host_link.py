@@ -1,18 +1,24 @@
 """Links of shared memory: messages, room, and the end of the other process."""
 
+import fcntl
 import gc
 import mmap
 import os
 import random
+import select
 import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
 from nxdpp.ranks import host_link
-from nxdpp.ranks.host_link import HostLink, SharedBuffer
+from nxdpp.ranks.faults.board import board
+from nxdpp.ranks.faults.waits import Wait
+from nxdpp.ranks.host_link import HostLink, SharedBuffer, slots_of
 
 pytestmark = pytest.mark.one_python
 
@@ -63,7 +69,9 @@ def test_messages_are_matched_by_tags_and_those_of_a_tag_by_order(ends: Ends) ->
 
 def test_slots_are_used_again_and_a_message_without_a_slot_is_told(ends: Ends) -> None:
     message = torch.ones(2**20)
-    slots = 16
+    slots = slots_of(message.nbytes)
+    assert slots == 4
+    assert max(slots_of(2**exponent) << exponent for exponent in range(12, 30)) == 2 * host_link.LARGEST_SLOT
     for _ in range(3):
         for tag in range(slots + 2):
             assert ends[0].send(message * tag, tag) is (tag < slots)
@@ -84,7 +92,7 @@ def test_a_larger_message_takes_memory_in_slots_of_a_smaller_one(ends: Ends) -> 
 
 
 def test_lack_of_memory_and_a_message_above_the_limit_are_told(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_link, "_LARGEST_SLOT", 2**16)
+    monkeypatch.setattr(host_link, "LARGEST_SLOT", 2**16)
     large = torch.ones(2**14 + 1)
     assert not ends[0].send(large, 0)
     assert not ends[1].receive(large, 0)
@@ -98,6 +106,88 @@ def test_lack_of_memory_and_a_message_above_the_limit_are_told(ends: Ends, monke
     assert not ends[1].receive(small, 1)
     with pytest.raises(OSError, match="no space"):
         SharedBuffer()
+
+
+def test_a_lack_of_memory_that_ends_is_forgotten(ends: Ends) -> None:
+    small, larger = torch.ones(1100), torch.ones(2000)
+    assert ends[0].send(small, 0)
+    with mock.patch.object(os, "posix_fallocate", side_effect=OSError("no space")):
+        assert not ends[0].send(larger, 1)
+    assert ends[0].send(larger, 2)
+
+
+def with_small_pipes(monkeypatch: pytest.MonkeyPatch) -> tuple[Ends, int]:
+    """A link whose pipes have room for the returned number of headers."""
+    monkeypatch.setattr(host_link, "_PIPE_BYTES", 1)
+    ends = linked()
+    return ends, fcntl.fcntl(ends[0]._writer, fcntl.F_GETPIPE_SZ) // host_link._HEADER.size
+
+
+def test_ranks_that_send_far_ahead_before_they_receive_do_not_wait_for_each_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ends, room = with_small_pipes(monkeypatch)
+    count, orders = 5 * room, dict[int, list[int]]()
+
+    def run(rank: int) -> None:
+        message = torch.zeros(1, dtype=torch.int64)
+        order = []
+        for number in range(count):
+            ends[rank].send(message.fill_(number), number)
+        for number in range(count):
+            # Without a slot only the header comes.
+            order.append(int(message) if ends[rank].receive(message.fill_(-1), number) else number)
+        orders[rank] = order
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert orders == {rank: list(range(count)) for rank in (0, 1)}
+
+
+def test_a_sender_at_a_full_pipe_shows_that_it_waits_and_names_a_peer_that_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ends, room = with_small_pipes(monkeypatch)
+    for _ in range(room):
+        ends[0].send(torch.ones(1), 0)
+    waits = []
+
+    def note(descriptor: int, event: int, milliseconds: int) -> bool:
+        assert (descriptor, event) == (ends[0]._writer, select.POLLOUT)
+        waits.append(board.wait)
+        ends[1].close()
+        return True
+
+    monkeypatch.setattr(HostLink, "_drain", lambda link: None)
+    monkeypatch.setattr(host_link, "_is_ready", note)
+    with pytest.raises(RuntimeError, match="rank 1 has ended: Connection closed by peer"):
+        ends[0].send(torch.ones(1), 0)
+    assert [type(wait) for wait in waits] == [Wait]
+    assert board.wait is None
+
+
+def test_a_closed_link_writes_into_no_later_file(ends: Ends, tmp_path: Path) -> None:
+    ends[0].close()
+    files = [(tmp_path / str(number)).open("wb", buffering=0) for number in range(4)]
+    for message in (torch.ones(3), torch.ones(300_000)):
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            ends[0].send(message, 0)
+    for file in files:
+        assert os.fstat(file.fileno()).st_size == 0
+        file.close()
+
+
+def test_a_fork_has_no_ends_of_a_link(ends: Ends) -> None:
+    own = {number for end in ends for number in (end._memory, end._writer, end._reader)}
+    child = os.fork()
+    if not child:
+        os._exit(any(os.path.exists(f"/proc/self/fd/{number}") for number in own))
+    assert os.waitpid(child, 0)[1] == 0
+    ends[0].send(torch.ones(3), 0)
+    assert torch.equal(received(ends[1], torch.ones(3), 0), torch.ones(3))
 
 
 def test_another_number_of_bytes_is_refused(ends: Ends) -> None:

@@ -1,6 +1,8 @@
 """Start of the links of a pipeline, each rank in a thread; ``NXDPP_P2P``, and ranks that cannot share memory."""
 
+import errno
 import os
+import resource
 import secrets
 import socket
 from collections.abc import Callable
@@ -64,18 +66,30 @@ def test_large_pipelines_link_neighbours() -> None:
     assert [sorted(of_rank) for of_rank in links] == [sorted({(r - 1) % 10, (r + 1) % 10}) for r in range(10)]
 
 
-@pytest.mark.parametrize("choice", ["gloo", None])
+def _denied(*_: Any) -> None:
+    raise PermissionError(errno.EACCES, "denied")
+
+
+@pytest.mark.parametrize("lack", ["", "no memfd", "ulimit -v", "no socket", "no name"])
 def test_without_shared_memory_there_is_no_link_and_one_line_says_so(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], choice: str | None
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], lack: str
 ) -> None:
-    if choice:
-        monkeypatch.setenv("NXDPP_P2P", choice)
-    else:
+    before = len(os.listdir("/proc/self/fd"))
+    if lack == "":
+        monkeypatch.setenv("NXDPP_P2P", "gloo")
+    elif lack == "no memfd":
         monkeypatch.delattr(os, "memfd_create")
+    elif lack == "ulimit -v":
+        monkeypatch.setattr(resource, "getrlimit", lambda _: (2**31, resource.RLIM_INFINITY))
+    else:
+        unnamed = type("Unnamed", (socket.socket,), {"bind": _denied})
+        monkeypatch.setattr(socket, "socket", _denied if lack == "no socket" else unnamed)
     assert start([[0, 1]]) == [{}, {}]
     lines = capfd.readouterr().err.splitlines()
-    assert len(lines) == (0 if choice else 2)
+    assert len(lines) == (2 if lack else 0)
     assert all("over gloo, without shared memory" in line for line in lines)
+    assert lack != "ulimit -v" or "it takes 288 MiB of addresses, and ulimit -v allows 2048 MiB in all" in lines[0]
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_another_choice_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,9 +132,9 @@ def test_where_either_side_cannot_both_have_no_link(
     mapped = host_links._mapped
     calls: list[int] = []
 
-    def second_fails(memory: int) -> Any:
-        calls.append(memory)
-        found = mapped(memory)
+    def second_fails(descriptors: list[int]) -> Any:
+        calls.append(len(descriptors))
+        found = mapped(descriptors)
         if len(calls) == 2:
             raise OSError("no map")
         return found
@@ -136,3 +150,108 @@ def test_where_either_side_cannot_both_have_no_link(
         monkeypatch.setattr(owner, name, value or second_fails)
     assert start([[0, 1]]) == [{}, {}]
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def _lacks_descriptors(at_bytes: int, left: int) -> Callable[..., Any]:
+    receive = socket.recv_fds
+
+    def recv_fds(connection: socket.socket, size: int, *rest: int) -> Any:
+        said, descriptors, flags, address = receive(connection, size, *rest)
+        if size == at_bytes:
+            for descriptor in descriptors[left:]:
+                os.close(descriptor)
+            descriptors = descriptors[:left]
+        return said, descriptors, flags, address
+
+    return recv_fds
+
+
+@pytest.mark.parametrize("left", [0, 1])
+@pytest.mark.parametrize("at_bytes", [256, 1], ids=["lower rank", "higher rank"])
+def test_a_rank_that_may_open_no_more_files_has_no_link(
+    monkeypatch: pytest.MonkeyPatch, at_bytes: int, left: int
+) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(socket, "recv_fds", _lacks_descriptors(at_bytes, left))
+    assert start([[0, 1]]) == [{}, {}]
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_where_no_connection_can_be_accepted_the_spare_descriptor_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    accept = socket.socket.accept
+    refusals = [OSError(errno.EMFILE, "too many open files")]
+
+    def refuse_once(listener: socket.socket) -> Any:
+        if refusals:
+            raise refusals.pop()
+        return accept(listener)
+
+    before = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(socket.socket, "accept", refuse_once)
+    links = start([[0, 1]])
+    assert [sorted(of_rank) for of_rank in links] == [[1], [0]]
+    del links
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize("answers", [[False], [True, False]], ids=["seen by the higher rank", "by the lower rank"])
+def test_ranks_of_different_users_have_no_link(monkeypatch: pytest.MonkeyPatch, answers: list[bool]) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    asked = iter(answers)
+    monkeypatch.setattr(host_links, "_is_of_this_user", lambda _: next(asked))
+    assert start([[0, 1]]) == [{}, {}]
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_another_process_that_connects_is_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    strangers = []
+    offer = host_links._LinkStart._offer
+
+    def after_strangers(start: Any, other: int, can_share: bool) -> Any:
+        name = start._store.get(start._key(other)).decode()
+        for hello in (b"", f"{name} 7".encode()):
+            strangers.append(socket.socket(socket.AF_UNIX))
+            strangers[-1].connect(f"\0{name}")
+            strangers[-1].sendall(hello)
+        return offer(start, other, can_share)
+
+    monkeypatch.setattr(host_links._LinkStart, "_offer", after_strangers)
+    assert [sorted(of_rank) for of_rank in start([[0, 1]])] == [[1], [0]]
+    for stranger in strangers:
+        stranger.close()
+
+
+def _accept_and_end(start: Any, listener: socket.socket, name: str) -> None:
+    if start._own == 0:
+        # Only once the other rank has sent.
+        start._store.get(start._key(0, 1))
+        listener.accept()[0].close()
+
+
+@pytest.mark.parametrize(
+    ("rank", "phase", "end"),
+    [(0, "_accept", _accept_and_end), (1, "_confirm", lambda *_: None)],
+    ids=["lower", "higher"],
+)
+def test_a_rank_that_ends_meanwhile_is_named_and_nothing_stays_open(
+    monkeypatch: pytest.MonkeyPatch, rank: int, phase: str, end: Callable[..., None]
+) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(host_links._LinkStart, phase, end)
+    with pytest.raises(RuntimeError, match=f"^rank {rank} has ended: Connection closed by peer$"):
+        start([[0, 1]])
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_rank_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    silent = []
+
+    def accept(start: Any, listener: socket.socket, name: str) -> None:
+        if start._own == 0:
+            silent.append(listener.accept()[0])
+
+    monkeypatch.setattr(host_links, "_SECONDS", 0.2)
+    monkeypatch.setattr(host_links._LinkStart, "_accept", accept)
+    with pytest.raises(RuntimeError, match="rank 1 has waited 0 s for shared memory with rank 0"):
+        start([[0, 1]])
+    silent[0].close()

@@ -1,6 +1,7 @@
 """Received tensors in the autograd graph; ``run_backward`` as ``torch.autograd.backward`` and ``grad``."""
 
 import copy
+import importlib.util
 from typing import Any, ClassVar
 
 import pytest
@@ -23,6 +24,19 @@ def test_it_accumulates_into_leaves() -> None:
     run_backward([output], [torch.ones(3)])
     assert weight.grad is not None
     assert weight.grad.tolist() == [12, 12, 12]
+
+
+def test_an_import_within_inference_mode_serves_training() -> None:
+    spec = importlib.util.find_spec("nxdpp.pipeline.backward.run")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    with torch.inference_mode():
+        spec.loader.exec_module(module)
+    assert not module._ANCHOR.is_inference()
+    received = module.ReceivedTensor(torch.ones(2))
+    module.run_backward([received.enter_graph() * 2], [torch.ones(2)])
+    assert received.gradient.tolist() == [2, 2]
 
 
 def test_an_edge_is_that_of_torch_and_keeps_a_node_of_python() -> None:

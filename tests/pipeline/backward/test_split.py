@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import importlib.util
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from nxdpp.pipeline.backward import split as split_module
 from nxdpp.pipeline.backward import structure
 from nxdpp.pipeline.backward.graph import AT_ONCE, BackwardAnalysis
 from nxdpp.pipeline.backward.split import SplitBackward
@@ -440,6 +442,30 @@ def test_no_memory_of_a_microbatch_is_held() -> None:
             assert alive() == set()
     finally:
         gc.enable()
+
+
+def test_what_a_thread_asks_for_comes_again_after_a_split_backward_within_it() -> None:
+    edge = get_gradient_edge(torch.ones(1, requires_grad=True))
+    ran = []
+
+    def outer(_: torch.Tensor) -> None:
+        split_module._run_while_asking_for([edge], lambda _: ran.append("inner"))
+        ran.append(split_module._asked.function)
+
+    split_module._run_while_asking_for([edge], outer)
+    assert ran == ["inner", outer]
+
+
+def test_an_import_within_inference_mode_serves_training() -> None:
+    spec = importlib.util.find_spec("nxdpp.pipeline.backward.split")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    with torch.inference_mode():
+        spec.loader.exec_module(module)
+    called: list[torch.Tensor] = []
+    module._run_while_asking_for([get_gradient_edge(torch.ones(1, requires_grad=True))], called.append)
+    assert called
 
 
 def test_products_are_counted() -> None:

@@ -27,6 +27,10 @@ TENSORS = [
     torch.arange(4.0).to(torch.complex64),
     torch.arange(5000.0),
     torch.arange(2),
+    # Lazy values, which are not in the memory.
+    torch.complex(torch.arange(4.0), torch.ones(4)).conj(),
+    torch._neg_view(torch.arange(24.0).view(2, 3, 4).transpose(0, 2)),
+    torch._efficientzerotensor(4),
 ]
 
 
@@ -51,13 +55,21 @@ def make_transport() -> Transport:
 
 
 def exchange(rank: int) -> None:
-    """Over shared memory, over gloo, and over both: a message that finds no slot goes over gloo."""
-    for choice, largest_slot in (("shm", 2**20), ("gloo", 2**20), ("shm", 4096)):
-        os.environ["NXDPP_P2P"], host_link._LARGEST_SLOT = choice, largest_slot
+    """Over shared memory, over gloo, and over both: a message without a slot goes over gloo, as does a large one."""
+    for choice, largest_slot, largest in (
+        ("shm", 2**20, 2**20),
+        ("gloo", 0, 0),
+        ("shm", 4096, 2**20),
+        ("shm", 0, 4096),
+    ):
+        os.environ["NXDPP_P2P"] = choice
+        host_link.LARGEST_SLOT = largest_slot or host_link.LARGEST_SLOT
+        transport_module.LARGEST_SLOT = largest  # type: ignore[attr-defined]  # what it has imported
         transport = make_transport()
         assert len(parallel_state.get_pipeline_transfer_groups().links) == (choice == "shm")
         for direction in Direction:
             _exchange(transport, rank, direction)
+        _exchange_with_one_tag(transport, rank)
         parallel_state.destroy_model_parallel()
 
 
@@ -74,13 +86,52 @@ def _exchange(transport: Transport, rank: int, direction: Direction) -> None:
     }
     for tag, tensor in enumerate(TENSORS):
         received = waits[tag]()
-        assert torch.equal(received, tensor)
+        assert torch.equal(received, tensor.clone().resolve_conj().resolve_neg())
         assert received.stride() == layouts[tag].stride
         assert received.dtype == tensor.dtype
 
 
+def _exchange_with_one_tag(transport: Transport, rank: int) -> None:
+    """Messages of one tag, by different means where the larger one has no slot."""
+    tensors = [TENSORS[8] + number if number % 2 else TENSORS[0] + number for number in range(4)]
+    if rank == 0:
+        for work, _ in [transport.send(tensor, 1, Direction.ACTIVATION, 3) for tensor in tensors]:
+            work.wait()
+        return
+    for tensor in tensors:
+        received = transport.post_receive(layout_of(tensor).tensors[0], 0, Direction.ACTIVATION, 3)()
+        assert torch.equal(received, tensor)
+
+
 def test_received_tensors_equal_the_sent_ones() -> None:
     run_ranks(2, exchange)
+
+
+def test_a_large_message_is_posted_ahead_and_a_small_one_holds_no_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+
+    class Noted:
+        """A group and a link in one."""
+
+        def send(self, message: Any, *_: int) -> bool:
+            calls.append("link" if isinstance(message, torch.Tensor) else "gloo")
+            return True
+
+        def recv(self, *_: Any) -> Any:
+            calls.append("posted")
+
+    groups = OneGroup(Noted())
+    monkeypatch.setattr(groups, "links", {1: Noted()})
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda _: 0)
+    monkeypatch.setattr(transport_module, "LARGEST_SLOT", 16)
+    transport = Transport(cast(TransferGroups, groups), cast(Any, None), torch.device("cpu"))
+    for numbers, expected in ((4, ["link"]), (5, ["posted", "gloo"])):
+        calls.clear()
+        message = torch.ones(numbers)
+        transport.post_receive(layout_of(message).tensors[0], 1, Direction.ACTIVATION, 0)
+        _, held = transport.send(message, 1, Direction.ACTIVATION, 0)
+        assert calls == expected
+        assert (held is message) == (numbers == 5)
 
 
 def exchange_metadata(rank: int) -> None:
@@ -137,6 +188,7 @@ def exchange_through_host(rank: int) -> None:
     class Host:
         @staticmethod
         def to_host(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+            assert not tensor.is_neg()
             return lambda: torch.full(tensor.shape, float(len(tensor)))
 
         @staticmethod
@@ -150,7 +202,8 @@ def exchange_through_host(rank: int) -> None:
     control = parallel_state.get_pipeline_control_group()
     transport = Transport(groups, control, torch.device("meta"))
     rows = range(1, 65)
-    sends = [transport.send(torch.empty(n, 300, device="meta"), 1 - rank, Direction.ACTIVATION, n) for n in rows]
+    tensors = {n: torch._neg_view(torch.empty(n, 300, device="meta")) for n in rows}
+    sends = [transport.send(tensors[n], 1 - rank, Direction.ACTIVATION, n) for n in rows]
     for n in reversed(rows):
         (layout,) = layout_of(torch.empty(n, 300)).tensors
         received = transport.post_receive(layout, 1 - rank, Direction.ACTIVATION, n)()
