@@ -1,6 +1,7 @@
 """Modules in which little or nothing divides, over two units of two ranks: the numbers of one process."""
 
 import copy
+import io
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -127,6 +128,24 @@ def trained(rank: int, policy: str, kind: type[nn.Module], settings: dict[str, A
     return [str(each.message) for each in seen if "computes the whole module" in str(each.message)]
 
 
+def normed_with_other_numbers(rank: int) -> None:
+    """A unit with more samples than the other would wait for it."""
+    torch.manual_seed(1)
+    model = parallelize(WithLoss(), {"x": batch(0, 0)}, "data", ComputeConfig(2, RANKS, use_end2end=True))
+    assert isinstance(model, ParallelModule)
+    with pytest.raises(RuntimeError, match="given 1 samples and another 2, and a BatchNorm2d counts each sample"):
+        model.train_step([batch(0, 0)] * (1 + rank // 2))
+    model.train_step([batch(0, 0)] * 2)
+    kept = io.BytesIO()
+    torch.save(model.get_submodule("norm"), kept)
+    kept.seek(0)
+    norm = torch.load(kept, weights_only=False)
+    assert type(norm) is type(copy.deepcopy(norm)) is type(model.get_submodule("norm"))
+    assert str(norm.state_dict()) == str(model.get_submodule("norm").state_dict())
+    model.eval()
+    model.train_step([batch(0, 0)] * (1 + rank // 2))
+
+
 def normed_in_a_pipeline(rank: int) -> None:
     """A batch norm in two pipelines of two ranks counts the same microbatch of both."""
     torch.manual_seed(1)
@@ -158,6 +177,7 @@ def _cases(rank: int) -> dict[tuple[str, str], list[str]]:
         gate = parallelize(Gate(), {"x": torch.full((2, 4), 1.0 - 2 * (rank // 2))}, "tp", ComputeConfig(2, RANKS))
     assert isinstance(gate, ParallelModule)
     assert gate.get_parameter("up.weight").shape == (4, 4)
+    normed_with_other_numbers(rank)
     parallel_state.destroy_model_parallel()
     normed_in_a_pipeline(rank)
     return found
