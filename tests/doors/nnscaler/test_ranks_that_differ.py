@@ -202,11 +202,12 @@ class TestOneRank:
         model = kind(init_params=False)
         model.load_state_dict(made(WithPositions).state_dict())
         for call in (lambda: model(sample(0)["data"]), lambda: broadcast_weights(model)):
-            with pytest.raises(
-                RuntimeError, match=r"unit 0 has values. Else .* mark_non_persistent_buffers_inited\(\)"
-            ):
+            with pytest.raises(RuntimeError, match=r"unit 0 has values\. Else .* mark_non_persistent_buffers_inited"):
                 call()
         with pytest.raises(RuntimeError, match=r"no values yet \(positions is the first\): write them before"):
+            model.mark_non_persistent_buffers_inited()
+        model.get_buffer("shift").fill_(1)
+        with pytest.raises(RuntimeError, match=r"^1 non-persistent .*\(positions is the first\)"):
             model.mark_non_persistent_buffers_inited()
         model.get_buffer("positions").copy_(torch.arange(2))
         model.mark_non_persistent_buffers_inited()
