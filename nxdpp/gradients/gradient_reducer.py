@@ -47,7 +47,8 @@ class ReductionMarks:
         for parameter in self._parameters:
             if parameter.grad is not None:
                 self._marked[id(parameter)] = parameter.grad, parameter.grad._version
-            self._hooks.append(parameter.register_post_accumulate_grad_hook(self._refuse_addition))
+            if parameter.requires_grad:
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(self._refuse_addition))
         self.is_set = True
 
     def clear(self) -> None:

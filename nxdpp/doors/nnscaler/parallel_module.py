@@ -176,9 +176,7 @@ class ParallelModule(nn.Module):
         self._check_end2end("train_step")
         if self._config.inference_only:
             raise RuntimeError("the module is for inference: leave inference_only out of its ComputeConfig to train it")
-        check_samples(samples, self._samples_of_step, is_dummy_batch)
-        if self._pipeline is None:
-            refuse_other_numbers(self._norms, len(samples))
+        self._check_samples(samples, is_dummy_batch)
 
         def transform(number: int, loss: torch.Tensor) -> torch.Tensor:
             if is_dummy_batch is not None and is_dummy_batch[number]:
@@ -203,12 +201,17 @@ class ParallelModule(nn.Module):
         Raises as ``train_step`` does.
         """
         self._check_end2end("infer_step")
-        check_samples(samples, self._samples_of_step)
+        self._check_samples(samples)
         with self._calls.verified(samples, is_training=False):
             if self._pipeline is not None:
                 return self._pipeline.eval_samples(self._named(samples))
             with torch.no_grad():
                 return [self._part(sample) for sample in samples]
+
+    def _check_samples(self, samples: list[Any], is_dummy_batch: list[bool] | None = None) -> None:
+        check_samples(samples, self._samples_of_step, is_dummy_batch)
+        if self._pipeline is None:
+            refuse_other_numbers(self._norms, len(samples))
 
     def _named(self, samples: list[Any]) -> list[dict[str, Any]]:
         return [{self._sample_name: sample} for sample in samples]

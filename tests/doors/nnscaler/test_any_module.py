@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from nxdpp import parallel_state
+from nxdpp.doors.nnscaler.policy_graph import PolicyGraph
 from nxdpp.nnscaler import ComputeConfig, ParallelModule, build_optimizer
 from tests.doors.nnscaler.own_folders import parallelize
 from tests.support.run_ranks import run_ranks
@@ -128,14 +129,22 @@ def trained(rank: int, policy: str, kind: type[nn.Module], settings: dict[str, A
     return [str(each.message) for each in seen if "computes the whole module" in str(each.message)]
 
 
+def recomputed(graph: PolicyGraph, compute_config: ComputeConfig) -> PolicyGraph:
+    graph.divide(compute_config.plan_ngpus)
+    graph.recompute(["norm"])
+    return graph
+
+
 def normed_with_other_numbers(rank: int) -> None:
-    """A unit with more samples than the other would wait for it."""
+    """A unit with more samples than the other would wait for it. A recomputation counts no sample again."""
     torch.manual_seed(1)
-    model = parallelize(WithLoss(), {"x": batch(0, 0)}, "data", ComputeConfig(2, RANKS, use_end2end=True))
+    model = parallelize(WithLoss(), {"x": batch(0, 0)}, recomputed, ComputeConfig(2, RANKS, use_end2end=True))
     assert isinstance(model, ParallelModule)
-    with pytest.raises(RuntimeError, match="given 1 samples and another 2, and a BatchNorm2d counts each sample"):
-        model.train_step([batch(0, 0)] * (1 + rank // 2))
+    for step in (model.train_step, model.infer_step):
+        with pytest.raises(RuntimeError, match="given 1 samples and another 2, and a BatchNorm2d counts each sample"):
+            step([batch(0, 0)] * (1 + rank // 2))
     model.train_step([batch(0, 0)] * 2)
+    assert model.get_buffer("norm.num_batches_tracked") == 2
     kept = io.BytesIO()
     torch.save(model.get_submodule("norm"), kept)
     kept.seek(0)
