@@ -154,7 +154,7 @@ class ParallelModule(nn.Module):
     ) -> list[Any]:
         """Compute the gradients of the sum of the losses of ``samples``; collective over the ranks of a unit.
 
-        Over all units where a ``BatchNorm2d`` is in training.
+        Collective over all units where a ``BatchNorm2d`` is in training.
 
         Gradients of earlier steps are dropped first. ``sync_shard_grad`` of the optimizer, or its step, sums over the
         units.
