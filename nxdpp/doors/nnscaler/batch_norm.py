@@ -39,7 +39,8 @@ class UnitsBatchNorm2d(nn.BatchNorm2d):
         values = input.to(torch.promote_types(input.dtype, torch.float32))
         count = values.new_full((1,), input.numel() / input.shape[1])
         sums = _sum(torch.cat([values.sum((0, 2, 3)), count]), group)
-        count, mean = sums[-1], sums[:-1] / sums[-1]
+        count = sums[-1].detach()
+        mean = sums[:-1] / count
         variance = _sum((values - _wide(mean)).square().sum((0, 2, 3)), group) / count
         self._track(mean.detach(), variance.detach() * count / (count - 1))
         scale = (variance + self.eps).rsqrt() * (1 if self.weight is None else self.weight)

@@ -149,7 +149,7 @@ def normed_with_other_numbers(rank: int) -> None:
     torch.save(model.get_submodule("norm"), kept)
     kept.seek(0)
     norm = torch.load(kept, weights_only=False)
-    assert type(norm) is type(copy.deepcopy(norm)) is type(model.get_submodule("norm"))
+    assert type(norm) is type(copy.deepcopy(model.get_submodule("norm"))) is type(model.get_submodule("norm"))
     assert str(norm.state_dict()) == str(model.get_submodule("norm").state_dict())
     model.eval()
     model.train_step([batch(0, 0)] * (1 + rank // 2))
