@@ -137,6 +137,7 @@ class ReductionMarks:
 
     def _refuse_addition(self, parameter: torch.Tensor) -> None:
         marked = self._marked.get(id(parameter))
+        assert parameter.grad is not None
         if marked is not None and (parameter.grad is marked[0] or parameter.grad.requires_grad):
             raise RuntimeError(_addition(parameter))
         self._is_computed = True
