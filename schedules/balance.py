@@ -59,8 +59,8 @@ def balanced_cuts(
 
     The slowest rank has as little work as possible. Among such cuts the sum of the squares of the ranks' work is the
     smallest. With one chunk a rank the result is exact, in time of ranks times layers squared. With several it is exact
-    for up to 500 partial cuts at once. Beyond, the search drops the least even partial cuts. ``rank_of`` has the rank
-    of each stage, by default ``s % ranks``.
+    for up to 500 partial cuts at once. Beyond, the search drops the least even partial cuts. Each rank has ``chunks``
+    stages; ``rank_of`` has the rank of each stage ``s``, by default ``s % ranks``. ``memory=None`` sets no limit.
 
     Raises ``ValueError`` for fewer layers, head included, than stages, or if no cut is found that fits into ``memory``.
     """

@@ -21,10 +21,11 @@ _Output = tuple[int, bool, int]
 
 
 def shared_run(schedule: Schedule, times: Times, cores: float) -> Timeline:
-    """Return the timeline of ``schedule`` by ranks that share ``cores``; ``times`` are on a core of its own.
+    """Return the timeline of ``schedule`` by ranks that share ``cores``, the cores of all ranks of this pipeline.
 
-    Where n equal pipelines share a machine, each has 1/n of its cores. Raises ``ScheduleError`` for a schedule that
-    cannot run, and ``ValueError`` if ``cores`` is not positive, or a list of ``times`` lacks one number for each stage.
+    ``times`` are of each stage on a core of its own. Where n equal pipelines share a machine, each has 1/n of its
+    cores. Raises ``ScheduleError`` for a schedule that cannot run, and ``ValueError`` if ``cores`` is not positive, or
+    a list of ``times`` lacks one number for each stage.
     """
     if not cores > 0:
         raise ValueError(f"cores={cores} must be a number above 0.")

@@ -96,8 +96,8 @@ class StepVerifier:
     ) -> int:
         """Raise ``RuntimeError`` unless the previous rank is about to run the same step.
 
-        All ranks of the pipeline must call this. Returns the ``calls`` of the first rank: the calls of all ranks that a
-        rank has begun, which may differ. A signature that ``is_new`` to this rank must be new to the others too.
+        All ranks of the pipeline must call this. Returns the ``calls`` of the first rank: how many calls of all ranks
+        it has begun, which may differ. A signature that ``is_new`` to this rank must be new to the others too.
         ``number`` is how many steps this rank has begun. ``refused`` is the last step that only this rank may have
         refused; it explains a different number. ``values`` are compared with the ranks before it. ``hooks_after``
         compares the numbers of gradient hooks of tied weights, and returns the numbers for the next rank.

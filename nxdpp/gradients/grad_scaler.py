@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.amp.grad_scaler import OptState
 
 from nxdpp.devices.kinds import device_of
+from nxdpp.gradients.optimizer.zero1 import Zero1Optimizer
 from nxdpp.ranks import parallel_state
 from nxdpp.ranks.faults import failure_watch
 from nxdpp.ranks.faults.board import board
@@ -113,7 +114,8 @@ class GradScaler(torch.amp.GradScaler):
         with board.call("GradScaler.unscale_"), failure_watch.reported():
             if not allow_fp16:
                 _refuse_float16(optimizer)
-            found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+            holder = optimizer.holding_gradients() if isinstance(optimizer, Zero1Optimizer) else optimizer
+            found = super()._unscale_grads_(holder, inv_scale, found_inf, allow_fp16)
             return {found_inf.device: self._anywhere(optimizer, found.values(), found_inf.device)}
 
     def _anywhere(

@@ -58,7 +58,7 @@ def master_dtype(dtype: torch.dtype, wanted: torch.dtype | None = None) -> torch
 
 
 def take_changes(master: torch.Tensor, values: torch.Tensor) -> None:
-    """Take over the ``values`` of a parameter that are not the rounded ``master``: a program has loaded them.
+    """Take over the ``values`` that are not the rounded ``master``: a program has changed them.
 
     Both have the same shape; ``values`` has the lower precision. Other elements keep their low bits.
     """

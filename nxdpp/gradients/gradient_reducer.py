@@ -4,6 +4,7 @@
 
     reduce ─▶ set ─▶ reduce again: the same gradients, nothing to do
                  ├─▶ zero_grad, backward, reduce again: other gradients, reduce them
+                 ├─▶ .grad = ..., reduce again: RuntimeError, it may be of the sum of all or of one replica
                  └─▶ backward: RuntimeError, it would add one replica's gradient to the sum of all
 """
 
@@ -23,14 +24,20 @@ _REMEDY = "Call zero_grad() of the optimizer before the next backward."
 
 
 class ReductionMarks:
-    """The gradients of one reduction; ``control`` is a group of the replicas for CPU tensors, ``None`` for one."""
+    """The gradients of one reduction.
 
-    def __init__(self, control: ProcessGroup | None) -> None:
-        self._control = control
+    Args:
+        control: a group of the replicas for CPU tensors, ``None`` for one.
+        are_results: whether the marked gradients are the result, which a program may change in place. Else they are
+            what was reduced.
+    """
+
+    def __init__(self, control: ProcessGroup | None, are_results: bool = True) -> None:
+        self._control, self._are_results = control, are_results
         self._parameters: list[nn.Parameter] = []
         self._marked: dict[int, tuple[torch.Tensor, int]] = {}
         self._hooks: list[RemovableHandle] = []
-        self._is_after_step = False
+        self._is_after_step = self._is_computed = False
         self.is_set = False
 
     def set(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -40,6 +47,7 @@ class ReductionMarks:
         for parameter in self._parameters:
             if parameter.grad is not None:
                 self._marked[id(parameter)] = parameter.grad, parameter.grad._version
+            if parameter.requires_grad:
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(self._refuse_addition))
         self.is_set = True
 
@@ -48,7 +56,7 @@ class ReductionMarks:
         for hook in self._hooks:
             hook.remove()
         self._parameters, self._marked, self._hooks = [], {}, []
-        self._is_after_step = self.is_set = False
+        self._is_after_step = self._is_computed = self.is_set = False
 
     def end_step(self) -> None:
         """Continue without hooks: a later backward is found by the next ``are_present``, which raises then."""
@@ -71,22 +79,32 @@ class ReductionMarks:
         Collective over the replicas where gradients are marked; all of them have marked some, or none has. If the
         gradients are new, the marks are cleared.
 
-        Raises ``RuntimeError`` on all replicas where some gradients are the marked ones and others are new. Also for
-        marked gradients that were changed since ``end_step``.
+        Raises ``RuntimeError`` on all replicas where some gradients are the marked ones and others are new, and where
+        a program has put tensors in the place of results. Also for gradients that were changed since ``end_step``.
         """
         if not self.is_set:
             return False
         if self._is_after_step:
             for parameter in self._parameters:
-                if self._is_kept(parameter) and self._is_changed(parameter):
+                # With create_graph a backward adds in a new tensor.
+                is_sum = parameter.grad is not None and parameter.grad.requires_grad
+                if self._is_changed(parameter) if self._is_kept(parameter) else is_sum:
                     raise RuntimeError(_addition(parameter))
         kept = any(self._is_kept(parameter) for parameter in self._parameters)
         new = any(each.grad is not None and not self._is_kept(each) for each in self._parameters)
-        flags = torch.tensor([kept, new or (bool(self._marked) and not kept)], dtype=torch.int32, device="cpu")
+        replaced = new and self._are_results and bool(self._marked) and not (self._is_after_step or self._is_computed)
+        own = [kept, new or (bool(self._marked) and not kept), replaced]
+        flags = torch.tensor(own, dtype=torch.int32, device="cpu")
         if self._control is not None and dist.get_world_size(self._control) > 1:
             with Wait("comparison of kept gradients", self._control):
                 dist.all_reduce(flags, dist.ReduceOp.MAX, self._control)
-        is_kept, is_new = flags.tolist()
+        is_kept, is_new, is_replaced = flags.tolist()
+        if is_replaced:
+            raise RuntimeError(
+                "tensors were put in the place of gradients after these were reduced over the data-parallel replicas, "
+                "on this replica or another, and would be reduced again. Change the gradients in place, such as by "
+                "parameter.grad.mul_(factor), or call zero_grad() of the optimizer before new ones."
+            )
         if is_kept and is_new:
             raise RuntimeError(
                 f"some gradients were reduced over the data-parallel replicas before, and others are new, on this "
@@ -97,9 +115,14 @@ class ReductionMarks:
         return not is_new
 
     def check_unchanged(self) -> None:
-        """Raise ``RuntimeError`` for a marked gradient that was changed in place or removed."""
+        """Raise ``RuntimeError`` for a marked gradient that was removed, or changed in place where it is no result.
+
+        After ``end_step`` for a result that was changed too.
+        """
+        is_followed = self._are_results and not self._is_after_step
         for parameter in self._parameters:
-            if id(parameter) in self._marked and (not self._is_kept(parameter) or self._is_changed(parameter)):
+            is_changed = not self._is_kept(parameter) or (not is_followed and self._is_changed(parameter))
+            if id(parameter) in self._marked and is_changed:
                 raise RuntimeError(
                     f"the gradient of a parameter of shape {list(parameter.shape)} was changed after it was reduced, "
                     f"and the step would ignore that. Change gradients before, or by functions of the optimizer."
@@ -113,9 +136,11 @@ class ReductionMarks:
         return parameter.grad is not None and parameter.grad._version != self._marked[id(parameter)][1]
 
     def _refuse_addition(self, parameter: torch.Tensor) -> None:
+        marked = self._marked.get(id(parameter))
         assert parameter.grad is not None
-        if parameter.grad is self._marked[id(parameter)][0] or parameter.grad.requires_grad:
+        if marked is not None and (parameter.grad is marked[0] or parameter.grad.requires_grad):
             raise RuntimeError(_addition(parameter))
+        self._is_computed = True
 
 
 def _addition(parameter: torch.Tensor) -> str:

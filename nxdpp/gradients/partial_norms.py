@@ -21,7 +21,10 @@ _of_models: Parameters = tuple
 
 
 def refuse_partial_norms(of_models: Parameters) -> None:
-    """Make torch's norms raise ``RuntimeError`` where a rank has only a part of the gradients ``of_models``."""
+    """Make torch's norms of gradients raise ``RuntimeError`` where a rank has only a part of them.
+
+    ``of_models`` returns the present parameters of pipelined models.
+    """
     global _of_models
     _of_models = of_models
     vars(clip_grad)[_GROUPS] = _checked_group

@@ -73,7 +73,10 @@ class StepGradients:
         self._earlier = []
 
     def add_up(self, microbatches: Sequence[int]) -> None:
-        """Add the sum of the step's gradients over the tensor group to earlier ones; ``microbatches`` are by action."""
+        """Sum the step's gradients, and add them to earlier ones; collective over the tensor group.
+
+        ``microbatches`` has the microbatch of each action of the step.
+        """
         sum_gradients([parameter for parameter, _, hooks in self._earlier if hooks is None])
         for parameter, earlier, hooks in self._earlier:
             if hooks is not None:

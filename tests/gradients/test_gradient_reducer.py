@@ -77,9 +77,26 @@ def after_a_step(rank: int) -> None:
     reducer.reduce()
     assert torch.equal(weight_gradient(model), torch.full((1, 2), 3.0))
     reducer.end_step()
+    for create_graph in (False, True):
+        model(torch.ones(1, 2)).square().sum().backward(create_graph=create_graph)
+        with pytest.raises(RuntimeError, match="a backward adds to the gradient"):
+            reducer.reduce()
+
+
+def replaced(rank: int) -> None:
+    """Other tensors in ``.grad`` may be of the sums: they are not summed again. A backward computes new gradients."""
+    model, reducer = made(rank)
     backward(model, rank)
-    with pytest.raises(RuntimeError, match="a backward adds to the gradient"):
+    reducer.reduce()
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.grad = parameter.grad / 2 if rank else parameter.grad
+    with pytest.raises(RuntimeError, match=r"put in the place of gradients after .* on this replica or another"):
         reducer.reduce()
+    model.zero_grad()
+    backward(model, rank)
+    reducer.reduce()
+    assert torch.equal(weight_gradient(model), torch.full((1, 2), 3.0))
 
 
 def in_part(rank: int) -> None:
@@ -98,6 +115,7 @@ def cases(rank: int) -> None:
     once(rank)
     new_gradients(rank)
     after_a_step(rank)
+    replaced(rank)
 
 
 def test_gradients_are_reduced_once() -> None:

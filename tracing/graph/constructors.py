@@ -45,7 +45,7 @@ _ORIGINALS = {id(getattr(torch, name)): name for name in _REPLACED}
 
 
 def recorded_constructors(tracer: fx.Tracer) -> AbstractContextManager[None]:
-    """Record new tensors as nodes, which each stage makes; random ones outside the layers are an error."""
+    """Record new tensors as nodes, which each stage makes; ``RuntimeError`` for random ones outside the layers."""
     replacements = {name: _recorder(tracer, getattr(torch, name)) for name in _CONSTRUCTORS}
     replacements |= {name: _refusal(name, _DRAWN_ONCE) for name in _RANDOM}
     replacements |= {name: _recorder(tracer, getattr(torch, name), has_proxy) for name in _OF_METADATA}
@@ -60,7 +60,10 @@ def refused_random_tensors() -> AbstractContextManager[None]:
 
 
 def refused_seeds(namespaces: Iterable[dict[str, Any]]) -> AbstractContextManager[None]:
-    """Refuse to set the state of torch's generators, under all names in ``namespaces``: no step would do so."""
+    """Refuse to set the state of torch's generators, also by ``fork_rng``: no step would do so.
+
+    ``namespaces`` may have the functions under names of their own.
+    """
     # torch.compile replaces torch.manual_seed, and not torch.random.manual_seed.
     names = {id(vars(module)[name]): name for module in (torch, torch.random) for name in _SEEDS}
 

@@ -32,8 +32,9 @@ from nxdpp.tracing.values.proxy import refuse_attributes_of_output
 class Entry(nn.Module):
     """A call of a module, with a placeholder for each input, that returns the leaves of its output.
 
-    ``constants`` are the other inputs. ``carried`` has values of a first run, for a second one. ``namespaces`` are
-    globals of the user's functions. ``output_spec`` is the structure of the output, after a call.
+    ``inputs`` has the specs of these inputs, ``constants`` the other inputs. ``carried`` has values of a first run, for
+    a second one. ``namespaces`` are globals of the user's functions. ``output_spec`` is the structure of the output,
+    after a call.
     """
 
     def __init__(

@@ -29,7 +29,7 @@ def registers_hook(node: fx.Node) -> bool:
 
 
 def hook_method(owner: fx.Proxy) -> Callable[[Callable[[torch.Tensor], Any]], "HookHandle"]:
-    """``register_hook`` of a traced value: it records the hook for each step, unless that holds traced values."""
+    """``register_hook`` of a traced value, for each step; ``RuntimeError`` for a hook that holds traced values."""
 
     def register(hook: Callable[[torch.Tensor], Any]) -> HookHandle:
         if _holds_proxy(hook):

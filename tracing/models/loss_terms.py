@@ -72,9 +72,9 @@ class _UnknownError(Exception):
 class LossTerm:
     """A part of the loss that is divided by a number of labels; ``name`` of its function is for messages.
 
-    ``targets`` is the node of the labels, or of their number; ``ignore_index``, a label that does not count, is then
-    ``None``. ``shifted``: the first label of each row does not count. ``divisor`` is the argument
-    ``num_items_in_batch``, a node or a number; ``None`` for a mean.
+    ``targets`` is the node of the labels, or of their number. ``ignore_index`` is the label that does not count;
+    ``None`` where ``targets`` is the number. ``shifted``: the first label of each row does not count. ``divisor`` is
+    the argument ``num_items_in_batch``, a node or a number; ``None`` for a mean.
     """
 
     name: str

@@ -9,7 +9,7 @@ from nxdpp.tracing.modules import listings
 
 
 def transformers_models(module: nn.Module, among: Collection[str] | None = None) -> dict[str, PreTrainedModel]:
-    """The outermost transformers models of ``module`` by name (``""`` for the root), ``among`` some names."""
+    """The outermost transformers models of ``module`` by name, ``""`` for the root; only names ``among``."""
     found: dict[str, PreTrainedModel] = {}
     _collect(module, "", among, found, set())
     return found

@@ -68,7 +68,7 @@ class TooManyGuessesError(Exception):
 
 
 class GuessingMode(FakeTensorMode):
-    """Fake tensors whose every element is ``guess``, if code ``asks``; without a guess no code may."""
+    """Fake tensors whose every element is ``guess`` for code that ``asks``; ``None`` answers no code."""
 
     def __init__(self, guess: bool | None) -> None:
         super().__init__(allow_non_fake_inputs=True)

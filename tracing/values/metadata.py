@@ -109,7 +109,10 @@ def asks_for_device(node: fx.Node) -> bool:
 
 
 def answer_for(node: fx.Node, device: torch.device, other: Callable[[fx.Node], Any]) -> Any:
-    """Return the value of ``node``, which asks for a device, on ``device``; ``other`` gives other nodes' values."""
+    """Return the value of ``node``, which asks for a device, on ``device``. Raises ``ElsewhereError``.
+
+    ``other`` gives the value of a node that does not.
+    """
     if not asks_for_device(node):
         return other(node)
     if _reads_device(node):

@@ -141,7 +141,7 @@ def _write(path: Path, text: str) -> Path:
 
 
 def differs(earlier: Path, new: Path) -> bool:
-    """Return whether two configurations in JSON load weights differently; a missing or damaged one loads none."""
+    """Return whether two configurations in JSON load weights differently; not for a missing one."""
     before = _fields(earlier)
     return isinstance(before, dict) and _important(before) != _important(_fields(new))
 

@@ -6,11 +6,14 @@
     unit 1   x ─ sums ─┴─ sum over the units ┴─▶ mean, variance ─▶ y
 """
 
+from typing import Any
+
 import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
 from nxdpp.ranks import parallel_state
+from nxdpp.ranks.group_values import extremes
 from nxdpp.tensor.mappings import copy_to_tensor_model_parallel_region, reduce_from_tensor_model_parallel_region
 
 
@@ -23,6 +26,10 @@ class UnitsBatchNorm2d(nn.BatchNorm2d):
     # A pipeline knows torch's batch norms by it: the statistics belong to one stage.
     __module__ = nn.BatchNorm2d.__module__
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle the class by its own place."""
+        return _new, (), vars(self)
+
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Normalise ``input`` (N, C, H, W), with the statistics of all units in training."""
         if not self.training:
@@ -32,7 +39,8 @@ class UnitsBatchNorm2d(nn.BatchNorm2d):
         values = input.to(torch.promote_types(input.dtype, torch.float32))
         count = values.new_full((1,), input.numel() / input.shape[1])
         sums = _sum(torch.cat([values.sum((0, 2, 3)), count]), group)
-        count, mean = sums[-1], sums[:-1] / sums[-1]
+        count = sums[-1].detach()
+        mean = sums[:-1] / count
         variance = _sum((values - _wide(mean)).square().sum((0, 2, 3)), group) / count
         self._track(mean.detach(), variance.detach() * count / (count - 1))
         scale = (variance + self.eps).rsqrt() * (1 if self.weight is None else self.weight)
@@ -48,11 +56,30 @@ class UnitsBatchNorm2d(nn.BatchNorm2d):
         self.running_var.lerp_(variance.to(self.running_var.dtype), factor)
 
 
-def over_units(module: nn.Module, units: int) -> None:
-    """Let each ``BatchNorm2d`` of ``module`` count the samples of all ``units``; not collective."""
-    for part in module.modules() if units > 1 else ():
-        if type(part) is nn.BatchNorm2d:
-            part.__class__ = UnitsBatchNorm2d
+def over_units(module: nn.Module, units: int) -> list[nn.Module]:
+    """Let each ``BatchNorm2d`` of ``module`` count the samples of all ``units``, and return them; not collective."""
+    norms = [part for part in module.modules() if units > 1 and type(part) is nn.BatchNorm2d]
+    for norm in norms:
+        norm.__class__ = UnitsBatchNorm2d
+    return list(norms)
+
+
+def refuse_other_numbers(norms: list[nn.Module], samples: int) -> None:
+    """Raise ``RuntimeError`` on all units for different numbers of ``samples``, where ``norms`` count them.
+
+    Collective over the units if one of ``norms`` is in training: each sample is a message.
+    """
+    if any(norm.training for norm in norms):
+        (fewest,), (most,) = extremes([samples], parallel_state.get_data_parallel_control_group())
+        if fewest != most:
+            raise RuntimeError(
+                f"a unit was given {fewest} samples and another {most}, and a BatchNorm2d counts each sample of all "
+                f"units together: give all units equally many, or set the batch norms to eval()"
+            )
+
+
+def _new() -> nn.Module:
+    return UnitsBatchNorm2d.__new__(UnitsBatchNorm2d)
 
 
 def _sum(values: torch.Tensor, group: ProcessGroup) -> torch.Tensor:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from nxdpp.doors.local_modules import LocalModules
-from nxdpp.doors.nnscaler.batch_norm import over_units
+from nxdpp.doors.nnscaler.batch_norm import over_units, refuse_other_numbers
 from nxdpp.doors.nnscaler.compute_config import ComputeConfig
 from nxdpp.doors.nnscaler.end2end import check_samples, loss_of, sample_name
 from nxdpp.doors.nnscaler.equal_ranks import EqualCalls
@@ -54,6 +54,7 @@ class ParallelModule(nn.Module):
     _layout: UnitLayout
     _part: nn.Module
     _whole: nn.Module
+    _norms: list[nn.Module]
 
     def __init__(self, init_params: bool = True) -> None:
         super().__init__()
@@ -90,7 +91,7 @@ class ParallelModule(nn.Module):
         # Tensor-parallel layers and batch norms get other classes, derived from these.
         parts = module.modules() if layout.layer_classes else ()
         layer_classes = list(dict.fromkeys(type(part) for part in parts if type(part).__name__ in layout.layer_classes))
-        over_units(module, self._config.units)
+        self._norms = over_units(module, self._config.units)
         if layout.tensor > 1 and layout.plan != {}:
             try:
                 tensor_parallelize(module, layout.plan, gather_logits=True)
@@ -153,6 +154,8 @@ class ParallelModule(nn.Module):
     ) -> list[Any]:
         """Compute the gradients of the sum of the losses of ``samples``; collective over the ranks of a unit.
 
+        Collective over all units where a ``BatchNorm2d`` is in training.
+
         Gradients of earlier steps are dropped first. ``sync_shard_grad`` of the optimizer, or its step, sums over the
         units.
 
@@ -166,13 +169,14 @@ class ParallelModule(nn.Module):
 
         Raises:
             RuntimeError: for a module that is not end-to-end or for inference only, without gradients, before
-                parameters have values, and for an output without a scalar loss.
+                parameters have values, and for an output without a scalar loss. Also on all units for different
+                numbers of samples, where a batch norm counts the samples of all units.
             ValueError: for a number of samples that the pipeline does not take, and of ``is_dummy_batch``.
         """
         self._check_end2end("train_step")
         if self._config.inference_only:
             raise RuntimeError("the module is for inference: leave inference_only out of its ComputeConfig to train it")
-        check_samples(samples, self._samples_of_step, is_dummy_batch)
+        self._check_samples(samples, is_dummy_batch)
 
         def transform(number: int, loss: torch.Tensor) -> torch.Tensor:
             if is_dummy_batch is not None and is_dummy_batch[number]:
@@ -197,12 +201,17 @@ class ParallelModule(nn.Module):
         Raises as ``train_step`` does.
         """
         self._check_end2end("infer_step")
-        check_samples(samples, self._samples_of_step)
+        self._check_samples(samples)
         with self._calls.verified(samples, is_training=False):
             if self._pipeline is not None:
                 return self._pipeline.eval_samples(self._named(samples))
             with torch.no_grad():
                 return [self._part(sample) for sample in samples]
+
+    def _check_samples(self, samples: list[Any], is_dummy_batch: list[bool] | None = None) -> None:
+        check_samples(samples, self._samples_of_step, is_dummy_batch)
+        if self._pipeline is None:
+            refuse_other_numbers(self._norms, len(samples))
 
     def _named(self, samples: list[Any]) -> list[dict[str, Any]]:
         return [{self._sample_name: sample} for sample in samples]
@@ -223,7 +232,12 @@ class ParallelModule(nn.Module):
         """Raise ``RuntimeError`` while parameters or buffers have no values."""
         if self._empty:
             buffers = "Non-persistent buffers haven't been initialized. " if self._unsaved() & self._empty else ""
-            remedy = "Call broadcast_weights" if buffers else "Load a state dict, or call broadcast_weights"
+            remedy = "Load a state dict, or call broadcast_weights"
+            if buffers:
+                remedy = (
+                    "Call broadcast_weights if unit 0 has values. Else give the buffers values on each rank, and call "
+                    "mark_non_persistent_buffers_inited()"
+                )
             raise RuntimeError(
                 f"{buffers}{len(self._empty)} parameters or buffers have no values ({min(self._empty)} is the first): "
                 f"the module was made without them. {remedy}."
@@ -235,8 +249,19 @@ class ParallelModule(nn.Module):
         return not self._unsaved() & self._empty
 
     def mark_non_persistent_buffers_inited(self) -> None:
-        """Note that the buffers that a state dict leaves out have their values."""
-        self._empty -= self._unsaved()
+        """Note that the buffers that a state dict leaves out have their values.
+
+        Raises ``RuntimeError`` for one that nothing was written to, where its dtype shows that: one of floats or of
+        signed integers.
+        """
+        unsaved = self._unsaved() & self._empty
+        unwritten = sorted(name for name in unsaved if _is_unwritten(self._part.get_buffer(name)))
+        if unwritten:
+            raise RuntimeError(
+                f"{len(unwritten)} non-persistent buffers have no values yet ({unwritten[0]} is the first): write them "
+                f"before mark_non_persistent_buffers_inited()"
+            )
+        self._empty -= unsaved
 
     def _unsaved(self) -> set[str]:
         """Names of the non-persistent buffers."""
@@ -309,8 +334,21 @@ class ParallelModule(nn.Module):
         for tensor in tensors.values():
             if isinstance(tensor, torch.Tensor):
                 with torch.no_grad():
-                    tensor.fill_(torch.nan if tensor.is_floating_point() or tensor.is_complex() else 0)
+                    tensor.fill_(_no_value(tensor.dtype))
         self._empty = {name for name, value in tensors.items() if isinstance(value, torch.Tensor)}
+
+
+def _no_value(dtype: torch.dtype) -> float:
+    """The value of each element of a tensor without values: one that nobody means, if ``dtype`` has such a value."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return torch.nan
+    return torch.iinfo(dtype).min if dtype.is_signed else 0
+
+
+def _is_unwritten(tensor: torch.Tensor) -> bool:
+    value = _no_value(tensor.dtype)
+    is_missing = tensor.isnan() if value != value else tensor == value
+    return tensor.dtype.is_signed and tensor.numel() > 0 and bool(is_missing.all())
 
 
 def _fits(given: Any, own: torch.Tensor) -> bool:

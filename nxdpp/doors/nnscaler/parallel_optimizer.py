@@ -133,11 +133,12 @@ class ParallelOptimizer(Optimizer):
     def sync_shard_grad(self) -> None:
         """Sum the gradients over the units, unless that is done; collective over the ranks with the same parameters.
 
-        ``step`` does so first. A program calls it to read or change gradients before the step.
+        ``step`` does so first. A program calls it to read gradients, or to change them in place, before the step.
 
         Before steps 1, 2, 3, 5, 9 ... it compares the values of parameters, and is collective over all ranks.
 
-        Raises ``RuntimeError`` if ranks have different parameters or values, or new gradients on some ranks only.
+        Raises ``RuntimeError`` if ranks have different parameters or values, or new gradients on some ranks only, and
+        for tensors that a program has put in the place of sums.
         """
         self._verify_values()
         for reducer in self._reducers:

@@ -211,6 +211,13 @@ class ShardedBucket:
         holders = [*(piece.tensor for piece in self.pieces), *(self._parameters if self._sharding.whole else ())]
         return (holder.grad for holder in holders if holder.grad is not None)
 
+    def take_whole_gradients(self) -> None:
+        """Give the pieces what a program has changed in ``.grad``: through ``.data`` it leaves no other trace."""
+        for piece in self.pieces:
+            gradient = piece.member.parameter.grad
+            if piece.tensor.grad is not None and gradient is not None:
+                take_changes(piece.tensor.grad, _part(gradient, piece.start, piece.stop))
+
     def drop_gradients(self) -> None:
         """Free the gradients of the pieces."""
         for piece in self.pieces:
@@ -290,11 +297,11 @@ def make_buckets(members: Sequence[Member], sharding: Sharding, limit: int) -> l
     ]
 
 
-def _flat(parameter: nn.Parameter) -> torch.Tensor:
-    """The values in row-major order, a view where the parameter is contiguous."""
-    return parameter.detach().reshape(-1)
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """The values in row-major order, a view where the tensor is contiguous."""
+    return tensor.detach().reshape(-1)
 
 
-def _part(parameter: nn.Parameter, start: int, stop: int) -> torch.Tensor:
-    """Elements ``start`` to ``stop`` of the values; a parameter without dimensions as it is."""
-    return _flat(parameter)[start:stop] if parameter.dim() else parameter.detach()
+def _part(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    """Elements ``start`` to ``stop`` of the values; a tensor without dimensions as it is."""
+    return _flat(tensor)[start:stop] if tensor.dim() else tensor.detach()

@@ -27,7 +27,7 @@ class StepReduction:
         self._sharding = sharding
         self._buckets: list[ShardedBucket] = []
         control = parallel_state.get_data_parallel_control_group() if sharding.replicas > 1 else None
-        self._marks = ReductionMarks(control)
+        self._marks = ReductionMarks(control, are_results=sharding.whole)
 
     def reduce(
         self,
@@ -47,14 +47,14 @@ class StepReduction:
     def is_done(self) -> bool:
         """Return whether the present gradients are reduced; collective over the replicas after ``mark``.
 
-        Raises ``RuntimeError`` for gradients that were changed since.
+        Raises ``RuntimeError`` for gradients that were changed since, unless ``.grad`` has the result.
         """
         if not self._marks.is_set:
             return False
         if not self._marks.are_present():
             self.end()
             return False
-        self._marks.check_unchanged()
+        self._follow()
         return True
 
     def check_done(self) -> None:
@@ -63,8 +63,9 @@ class StepReduction:
             raise RuntimeError("the gradients of this step are not reduced yet: call reduce_gradients() first.")
 
     def scale(self, factor: float | torch.Tensor) -> None:
-        """Multiply the reduced gradients by ``factor``. Raises ``RuntimeError`` where ``.grad`` was changed since."""
+        """Multiply the reduced gradients by ``factor``. Raises as ``is_done`` does."""
         self.check_done()
+        self._follow()
         self._multiply(factor)
 
     def clip(self, max_norm: float) -> torch.Tensor:
@@ -73,6 +74,7 @@ class StepReduction:
         Collective over all ranks. Infinity only measures. Each element counts once: pieces of a group do not overlap.
         Returns a float32 tensor of shape ().
         """
+        self._follow()
         pieces = list(self._pieces())
         gradients = [piece.tensor.grad for piece in pieces if piece.tensor.grad is not None]
         shares = [counted_share(piece.member.parameter) for piece in pieces if piece.tensor.grad is not None]
@@ -103,13 +105,18 @@ class StepReduction:
         self._buckets = []
 
     def _multiply(self, factor: float | torch.Tensor) -> None:
-        self._marks.check_unchanged()
         for gradient in (gradient for bucket in self._buckets for gradient in bucket.gradients()):
             if isinstance(factor, torch.Tensor):
                 gradient.mul_(factor.to(gradient.device, gradient.dtype))
             else:
                 gradient.mul_(factor)
         self._marks.follow()
+
+    def _follow(self) -> None:
+        """Give the pieces what a program has changed in whole gradients; other changes are an error."""
+        self._marks.check_unchanged()
+        for bucket in self._buckets if self._sharding.whole else ():
+            bucket.take_whole_gradients()
 
     def _pieces(self) -> Iterator[ShardedPiece]:
         return (piece for bucket in self._buckets for piece in bucket.pieces)
@@ -174,6 +181,7 @@ def _difference(smallest: ReplicaPosition, largest: ReplicaPosition) -> str:
         )
     return (
         "the data-parallel replicas have different options in the groups of their Zero1Optimizer, such as lr, or "
-        "another max_norm: each would step its part of the parameters by its own. Give a scheduler the same numbers on "
-        "every replica (ReduceLROnPlateau: the mean loss of broadcast_and_average_loss=True)."
+        "another max_norm, sharding_groups or whole_gradients: each would step its part of the parameters by its own. "
+        "Give a scheduler the same numbers on every replica (ReduceLROnPlateau: the mean loss of "
+        "broadcast_and_average_loss=True)."
     )

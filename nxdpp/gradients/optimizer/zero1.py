@@ -63,8 +63,8 @@ class Zero1Optimizer(Optimizer):
             the parameter, and then needs torch 2.10. By default the parameter's dtype.
         averaged_dtype: of the messages with gradients, likewise. By default the dtype of ``.grad``.
         sharding_groups: number of groups of replicas. Each group has the whole state, and sends parameters inside it.
-        whole_gradients: give ``.grad`` the result too, which stays there until it is removed. That takes an all-reduce
-            in place of a reduce-scatter.
+        whole_gradients: give ``.grad`` the result too, which stays there until it is removed. A program may change it
+            in place before the step, on all replicas alike. It takes an all-reduce in place of a reduce-scatter.
         reduction: ``"mean"``, or ``"sum"`` for the sum of the gradients over the data-parallel ranks.
         optimizer_defaults: options of ``optimizer_class``.
 
@@ -142,7 +142,8 @@ class Zero1Optimizer(Optimizer):
 
         Raises:
             RuntimeError: where replicas are in different steps, or have other parameters or options, before anything is
-                changed. Also for gradients that were changed since ``reduce_gradients``.
+                changed. Also for gradients that were replaced, or without ``whole_gradients`` changed, since
+                ``reduce_gradients``.
             ValueError: for sparse gradients.
         """
         loss = None
@@ -159,8 +160,8 @@ class Zero1Optimizer(Optimizer):
         """Average or sum the gradients over the data-parallel ranks before the step; collective over all ranks.
 
         Each rank gets the result of its own pieces. Nothing happens if this is done already: until ``step``, until
-        ``zero_grad``, or until all gradients are other tensors on all ranks. Between this and the step, a backward
-        that adds to a gradient raises ``RuntimeError``.
+        ``zero_grad``, or until all gradients are other tensors on all ranks, with ``whole_gradients`` from a backward.
+        Between this and the step, a backward that adds to a gradient raises ``RuntimeError``.
 
         Args:
             before: functions of a flat bucket of this rank's gradients, of shape (elements,), which change it in place.
@@ -180,7 +181,7 @@ class Zero1Optimizer(Optimizer):
     def scale_gradients(self, factor: float | torch.Tensor) -> None:
         """Multiply the reduced gradients by ``factor``, a number equal on all ranks; not collective.
 
-        Raises ``RuntimeError`` before ``reduce_gradients``, and for gradients that were changed since.
+        Raises ``RuntimeError`` before ``reduce_gradients``, and for gradients that were changed since, as ``step``.
         """
         self._reduction.scale(factor)
 
@@ -199,6 +200,14 @@ class Zero1Optimizer(Optimizer):
         Raises ``RuntimeError`` before ``reduce_gradients``, and ``ValueError`` for ``max_norm`` of 0 or less.
         """
         return self._clip(zero1_checks.checked_norm(max_norm))
+
+    def holding_gradients(self) -> Optimizer:
+        """Return the optimizer whose parameters have the gradients of the next step; collective over the replicas.
+
+        That is ``base_optimizer`` after ``reduce_gradients``, unless ``.grad`` has the result. Raises as ``step`` does.
+        """
+        is_in_pieces = not self._sharding.whole and self._reduction.is_done()
+        return self.base_optimizer if is_in_pieces else self
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Free or zero all gradients, reduced ones too."""
@@ -290,7 +299,9 @@ class Zero1Optimizer(Optimizer):
         present = [member.parameter.grad is not None for member in self._sharded.members]
         if self._sharding.replicas == 1:
             return present
-        options = hash_of_options(self.param_groups, (self.grad_clipping, self.max_norm, self._sharding.mean))
+        sharding = self._sharding
+        settings = (self.grad_clipping, self.max_norm, sharding.mean, sharding.groups, sharding.whole)
+        options = hash_of_options(self.param_groups, settings)
         position = ReplicaPosition(self._steps, board.training_steps(), self._sharded.layout, len(present), options)
         return present_anywhere(present, position)
 

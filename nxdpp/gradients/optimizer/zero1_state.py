@@ -17,7 +17,8 @@ _SAME_PARAMETERS = (
 class ParameterShard(NamedTuple):
     """Elements ``start`` to ``stop``, in row-major order, of a parameter of ``shape`` that this rank keeps.
 
-    ``parameter`` is its index among the parameters of all groups. It has a ``name`` where the optimizer got named ones.
+    ``parameter`` is its index among the parameters of all groups, ``group`` the index of its group. It has a ``name``
+    where the optimizer got named ones.
     """
 
     parameter: int

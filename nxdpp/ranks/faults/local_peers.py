@@ -22,7 +22,7 @@ LAUNCHER = -1
 class LocalPeers:
     """The other ranks on this host, as far as they are known.
 
-    ``ended`` has ranks whose processes have ended, the first one first. ``are_known`` is ``True`` once all are known.
+    ``ended`` has ranks whose processes have ended, the first one first. ``are_known`` is ``True`` once the host's are.
     """
 
     def __init__(self, store: WatchStore, rank: int, world_size: int) -> None:

@@ -1,6 +1,7 @@
 """Modules in which little or nothing divides, over two units of two ranks: the numbers of one process."""
 
 import copy
+import io
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 from nxdpp import parallel_state
+from nxdpp.doors.nnscaler.policy_graph import PolicyGraph
 from nxdpp.nnscaler import ComputeConfig, ParallelModule, build_optimizer
 from tests.doors.nnscaler.own_folders import parallelize
 from tests.support.run_ranks import run_ranks
@@ -127,6 +129,32 @@ def trained(rank: int, policy: str, kind: type[nn.Module], settings: dict[str, A
     return [str(each.message) for each in seen if "computes the whole module" in str(each.message)]
 
 
+def recomputed(graph: PolicyGraph, compute_config: ComputeConfig) -> PolicyGraph:
+    graph.divide(compute_config.plan_ngpus)
+    graph.recompute(["norm"])
+    return graph
+
+
+def normed_with_other_numbers(rank: int) -> None:
+    """A unit with more samples than the other would wait for it. A recomputation counts no sample again."""
+    torch.manual_seed(1)
+    model = parallelize(WithLoss(), {"x": batch(0, 0)}, recomputed, ComputeConfig(2, RANKS, use_end2end=True))
+    assert isinstance(model, ParallelModule)
+    for step in (model.train_step, model.infer_step):
+        with pytest.raises(RuntimeError, match="given 1 samples and another 2, and a BatchNorm2d counts each sample"):
+            step([batch(0, 0)] * (1 + rank // 2))
+    model.train_step([batch(0, 0)] * 2)
+    assert model.get_buffer("norm.num_batches_tracked") == 2
+    kept = io.BytesIO()
+    torch.save(model.get_submodule("norm"), kept)
+    kept.seek(0)
+    norm = torch.load(kept, weights_only=False)
+    assert type(norm) is type(copy.deepcopy(model.get_submodule("norm"))) is type(model.get_submodule("norm"))
+    assert str(norm.state_dict()) == str(model.get_submodule("norm").state_dict())
+    model.eval()
+    model.train_step([batch(0, 0)] * (1 + rank // 2))
+
+
 def normed_in_a_pipeline(rank: int) -> None:
     """A batch norm in two pipelines of two ranks counts the same microbatch of both."""
     torch.manual_seed(1)
@@ -158,6 +186,7 @@ def _cases(rank: int) -> dict[tuple[str, str], list[str]]:
         gate = parallelize(Gate(), {"x": torch.full((2, 4), 1.0 - 2 * (rank // 2))}, "tp", ComputeConfig(2, RANKS))
     assert isinstance(gate, ParallelModule)
     assert gate.get_parameter("up.weight").shape == (4, 4)
+    normed_with_other_numbers(rank)
     parallel_state.destroy_model_parallel()
     normed_in_a_pipeline(rank)
     return found

@@ -172,6 +172,14 @@ def _everyones(value: Any) -> list[Any]:
     return found
 
 
+class WithPositions(Net):
+    """Has a buffer of integers that no state dict has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("positions", torch.arange(2), persistent=False)
+
+
 class TestOneRank:
     @pytest.fixture(autouse=True)
     def _one_rank(self) -> Any:
@@ -187,3 +195,20 @@ class TestOneRank:
             model.load_state_dict({**state, "first.weight": torch.zeros(1, 1)})
         with pytest.raises(RuntimeError, match="2 parameters or buffers have no values"):
             model(sample(0)["data"])
+
+    def test_buffers_that_no_state_dict_has_are_written_before_they_are_marked(self) -> None:
+        kind = parallelize(WithPositions, {"x": sample(0)["data"]}, "dp", ComputeConfig(1, 1))
+        assert isinstance(kind, type)
+        model = kind(init_params=False)
+        model.load_state_dict(made(WithPositions).state_dict())
+        for call in (lambda: model(sample(0)["data"]), lambda: broadcast_weights(model)):
+            with pytest.raises(RuntimeError, match=r"unit 0 has values\. Else .* mark_non_persistent_buffers_inited"):
+                call()
+        with pytest.raises(RuntimeError, match=r"no values yet \(positions is the first\): write them before"):
+            model.mark_non_persistent_buffers_inited()
+        model.get_buffer("shift").fill_(1)
+        with pytest.raises(RuntimeError, match=r"^1 non-persistent .*\(positions is the first\)"):
+            model.mark_non_persistent_buffers_inited()
+        model.get_buffer("positions").copy_(torch.arange(2))
+        model.mark_non_persistent_buffers_inited()
+        model(sample(0)["data"])

@@ -357,6 +357,9 @@ def replicas_that_differ(rank: int) -> None:
     calls = mock.patch.object(board, "training_steps", return_value=3 + rank)
     with calls, pytest.raises(RuntimeError, match=TRAININGS):
         optimizer._present_anywhere()
+    optimizer = Zero1Optimizer(make(), torch.optim.SGD, whole_gradients=rank == 1)
+    with pytest.raises(RuntimeError, match="or another max_norm, sharding_groups or whole_gradients: each would step"):
+        optimizer._present_anywhere()
     optimizer = Zero1Optimizer(make()[rank:], torch.optim.SGD)
     with pytest.raises(RuntimeError, match=r"different parameters \(6 and 7, of different layouts\)"):
         optimizer._present_anywhere()

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from nxdpp import parallel_state
+from nxdpp import GradScaler, parallel_state
 from nxdpp.gradients.optimizer.zero1 import Zero1Optimizer
 from tests.gradients.optimizer.test_zero1 import assert_same, gradient, make, set_gradients, set_means
 from tests.support.run_ranks import run_ranks
@@ -28,6 +28,11 @@ def both(
 def set_sums(parameters: list[nn.Parameter], step: int) -> None:
     for index, parameter in enumerate(parameters):
         parameter.grad = gradient(0, step, index) + gradient(1, step, index)
+
+
+def gradient_of(parameter: nn.Parameter) -> torch.Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
 
 
 def in_parts(rank: int) -> None:
@@ -92,12 +97,53 @@ def whole_gradients(rank: int) -> None:
         optimizer.zero_grad()
         assert all(parameter.grad is None for parameter in ours)
     assert_same(ours, theirs)
+    # A program may change the sums, through ``.data`` too.
     set_gradients(ours, rank, 3)
+    set_sums(theirs, 3)
     optimizer.reduce_gradients()
-    assert ours[1].grad is not None
-    ours[1].grad.add_(1)
+    for parameters in (ours, theirs):
+        for place, parameter in enumerate(parameters):
+            gradient_of(parameter).data.mul_(0.25 * place)
+        nn.utils.clip_grad_norm_(parameters, 0.5)
+    torch.testing.assert_close(optimizer.gradient_norm(), torch.tensor(0.5))
+    optimizer.step()
+    plain.step()
+    assert_same(ours, theirs)
+    gradient_of(ours[1]).add_(1)
     with pytest.raises(RuntimeError, match="was changed after it was reduced, and the step would ignore that"):
         optimizer.scale_gradients(2.0)
+    optimizer.zero_grad()
+    set_gradients(ours, rank, 4)
+    optimizer.reduce_gradients()
+    set_gradients(ours, rank, 4)
+    with pytest.raises(RuntimeError, match=r"put in the place of gradients after .* and would be reduced again"):
+        optimizer._reduction.is_done()
+
+
+def scaled_afterwards(rank: int) -> None:
+    """A scaler after the reduction unscales the results, and finds an overflow of a sum."""
+    for whole in (False, True):
+        ours, optimizer, theirs, plain = both("sum", whole)
+        scaler = GradScaler(init_scale=4.0)
+        scaler.begin_step(torch.device("cpu"))
+        for step in range(3):
+            set_gradients(ours, rank, step)
+            set_sums(theirs, step)
+            for parameter in ours:
+                gradient_of(parameter).mul_(scaler.get_scale())
+            if step == 1:
+                # Finite on each replica.
+                gradient_of(ours[0]).fill_(3e38)
+            optimizer.reduce_gradients()
+            scaler.unscale_(optimizer)
+            if step != 1:
+                torch.testing.assert_close(optimizer.clip_gradients(2.0), nn.utils.clip_grad_norm_(theirs, 2.0))
+                plain.step()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        assert_same(ours, theirs)
+        assert scaler.get_scale() == 2.0
 
 
 def hooks(rank: int) -> None:
@@ -175,7 +221,16 @@ def refusals(rank: int) -> None:
         Zero1Optimizer(ours, torch.optim.AdamW, reduction="max")
 
 
-CASES: list[Callable[[int], None]] = [in_parts, sums, whole_gradients, hooks, new_gradients, options_between, refusals]
+CASES: list[Callable[[int], None]] = [
+    in_parts,
+    sums,
+    whole_gradients,
+    scaled_afterwards,
+    hooks,
+    new_gradients,
+    options_between,
+    refusals,
+]
 
 
 def run_cases(rank: int) -> None:
