@@ -35,7 +35,7 @@ def apply_checkpoint(model: CheckpointedModel, layers_to_checkpoint: Sequence[st
     gets. Buffers and attributes that forward changes, such as statistics and counters, have the values of the forward
     in the recomputation, which leaves them as they are. A step raises ``RuntimeError`` for a layer that depends on
     other state. The call is not collective: each rank checkpoints its own layers and skips names of other stages. A
-    checkpointed layer stays as it is.
+    checkpointed layer stays as it is. A copy of a layer is checkpointed too, unless the layer is compiled.
 
     Args:
         model: the wrapped model.
