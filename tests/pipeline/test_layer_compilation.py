@@ -9,13 +9,16 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo
+import torch._inductor.config
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch._dynamo.utils import counters
 
 from nxdpp import NxDPPModel, apply_checkpoint, apply_compile, deferred_init, parallel_state, tensor_parallelize
+from nxdpp.pipeline import layer_compilation
 from nxdpp.pipeline.activation_checkpoint import is_checkpointed, remove_checkpoint
-from nxdpp.pipeline.layer_compilation import compile_modules
+from nxdpp.pipeline.layer_compilation import check_options, compile_modules, compiled_modules
+from nxdpp.pipeline.local.view import LocalView
 from nxdpp.schedules.families.registry import FAMILIES
 from tests.pipeline.runtime.scheduled_models import Chain, InPlace, Skips, copy_of, train_both
 from tests.pipeline.runtime.scheduled_models import make as make_small
@@ -217,8 +220,41 @@ def small_models(families: tuple[str, ...], backend: str, kinds: tuple[Any, ...]
                 assert not differences, (name, kind.__name__, only_blocks, differences)
 
 
+def hooks() -> None:
+    """A hook that is registered after the first step runs until it is removed."""
+    wrapped = wrap(make("llama"))
+    layer = f"model.layers.{2 if wrapped.holds_last_stage else 1}"
+    own = wrapped.get_submodule(layer)
+    for name in ("mlp.down_proj", ""):
+        for is_hooked in (False, True, False):
+            if is_hooked:
+                handle = own.get_submodule(name).register_forward_hook(lambda module, inputs, output: output * 0)
+            wrapped.zero_grad()
+            wrapped.run_train(**padded_batch(8))
+            if is_hooked:
+                handle.remove()
+            gradient = own.get_parameter("mlp.down_proj.weight").grad
+            assert gradient is not None
+            assert bool(gradient.any()) != is_hooked, (name, is_hooked)
+
+
+def comparison_with_the_module() -> None:
+    """Compiled code has other bits than the module."""
+    for is_compiled in (True, False):
+        wrapped = wrap_small(make_small(Chain, 2), 4, check_against_module="first")
+        if is_compiled:
+            apply_compile(wrapped, backend="eager")
+            with pytest.raises(RuntimeError, match=r"rank 1: its modules are compiled, .* after the first step"):
+                wrapped.run_train(x=torch.ones(4, WIDTH))
+    wrapped.run_train(x=torch.ones(4, WIDTH))
+    apply_compile(wrapped, backend="eager")
+    wrapped.run_train(x=torch.ones(4, WIDTH))
+
+
 PARTS: dict[str, Callable[[], None]] = {
     "codes": names_and_codes,
+    "hooks": hooks,
+    "comparison": comparison_with_the_module,
     "schedules": lambda: schedules(("1f1b", *SPLIT)),
     "recomputation": recomputation,
     "small models": lambda: small_models(("1f1b", "zb1p"), "aot_eager"),
@@ -233,6 +269,8 @@ MORE: dict[str, Callable[[], None]] = {
 
 def over_two_ranks(rank: int, names: tuple[str, ...]) -> None:
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    # A frame that dynamo gives up runs without an error.
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
     for name in names:
         try:
             (PARTS | MORE)[name]()
@@ -248,6 +286,7 @@ def test_compiled_modules_train_as_in_one_process(names: tuple[str, ...]) -> Non
 
 def all_families(rank: int, backend: str) -> None:
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
     schedules(tuple(FAMILIES), backend)
     small_models(tuple(FAMILIES), backend)
 
@@ -336,7 +375,64 @@ def test_a_recomputation_of_compiled_code_has_the_state_of_its_forward(first: st
 
 def test_only_a_wrapped_model_is_compiled() -> None:
     with pytest.raises(TypeError, match=r"takes a wrapped model, not a Counted: call it after NxDPPModel\(module"):
-        apply_compile(Counted())  # type: ignore[arg-type]
+        apply_compile(Counted())
+
+
+class Head(nn.Module):
+    """Is called by another method than forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.dropout = nn.Linear(WIDTH, 1), nn.Dropout()
+
+    def loss(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(self.dropout(x)).mean()  # type: ignore[no-any-return]
+
+
+def test_modules_below_those_without_a_forward_are_compiled() -> None:
+    outermost = [("embeddings", nn.ModuleList([Counted(), Counted()])), ("layer", Counted()), ("head", Head())]
+
+    names = [name for name, _ in compiled_modules(outermost)]
+
+    assert names == ["embeddings.0", "embeddings.1", "layer", "head.linear"]
+
+
+def test_the_limits_of_codes_grow_with_the_modules() -> None:
+    with torch._dynamo.config.patch(recompile_limit=8, accumulated_recompile_limit=256):
+        for count in (1, 100):
+            compile_modules([(str(number), nn.Linear(1, 1)) for number in range(count)], {"backend": "eager"})
+            assert torch._dynamo.config.recompile_limit == max(64, 4 * count)
+        assert torch._dynamo.config.accumulated_recompile_limit == 400
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"backend": "cudagraphs"}, "backend='cudagraphs' replays CUDA graphs"),
+        ({"mode": "reduce-overhead"}, "mode='reduce-overhead' replays CUDA graphs"),
+        ({"options": {"triton.cudagraphs": True}}, r"triton\.cudagraphs replays CUDA graphs"),
+        ({"backend": "aot_eager", "mode": "default"}, "leave them out with backend='aot_eager'"),
+        ({"backend": "eager", "options": {"triton.cudagraphs": True}}, "leave them out with backend='eager'"),
+    ],
+)
+def test_options_that_are_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_options(given)
+
+
+def test_cuda_graphs_of_the_process_are_refused() -> None:
+    with torch._inductor.config.patch({"triton.cudagraphs": True}):
+        with pytest.raises(ValueError, match=r"torch\._inductor\.config\.triton\.cudagraphs replays CUDA graphs"):
+            check_options({})
+        check_options({"options": {"triton.cudagraphs": False}})
+        check_options({"backend": "aot_eager"})
+
+
+def test_an_xla_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layer_compilation.parallel_state, "local_device", lambda: torch.device("cpu"))
+    monkeypatch.setattr(layer_compilation, "device_of", lambda _: SimpleNamespace(is_lazy=True))
+    with pytest.raises(ValueError, match="an XLA device compiles all operations of an action itself"):
+        apply_compile(LocalView())
 
 
 def wrapped_layer(layer: nn.Module) -> Any:
