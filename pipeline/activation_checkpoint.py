@@ -35,7 +35,7 @@ def apply_checkpoint(model: CheckpointedModel, layers_to_checkpoint: Sequence[st
     gets. Buffers and attributes that forward changes, such as statistics and counters, have the values of the forward
     in the recomputation, which leaves them as they are. A step raises ``RuntimeError`` for a layer that depends on
     other state. The call is not collective: each rank checkpoints its own layers and skips names of other stages. A
-    checkpointed layer stays as it is. A copy of a layer is checkpointed too, unless the layer is compiled.
+    checkpointed layer stays as it is.
 
     Args:
         model: the wrapped model.
@@ -121,7 +121,19 @@ def _checkpoint(name: str, module: nn.Module) -> None:
     if module._compiled_call_impl is None:
         module.forward = functools.partial(_recomputed, module.forward, state)
     else:
+        module.forward = _ForwardOfCompiled(_forward_of_compiled, module.forward, state)
         module._compiled_call_impl = functools.partial(_recomputed, module._compiled_call_impl, state)
+
+
+class _ForwardOfCompiled(functools.partial[Any]):
+    """The forward of a module whose compiled code is recomputed. A copy has no compiled code, and recomputes it."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return functools.partial, (_recomputed, *self.args)
+
+
+def _forward_of_compiled(forward: Callable[..., Any], state: LayerState, /, *args: Any, **kwargs: Any) -> Any:
+    return forward(*args, **kwargs)
 
 
 def _checkpointed_call(module: nn.Module) -> "functools.partial[Any] | None":
@@ -135,7 +147,8 @@ def _keep_activations(module: nn.Module) -> None:
     own = call.args[0]
     if call is module._compiled_call_impl:
         module._compiled_call_impl = own
-        return
+        assert isinstance(module.forward, _ForwardOfCompiled)
+        own = module.forward.args[0]
     del module.forward
     if module.forward != own:
         module.forward = own

@@ -49,8 +49,8 @@ def apply_compile(model: nn.Module, **options: Any) -> None:
     parameters, modules of which the model calls a method other than ``forward``, and what it computes between modules
     are not compiled; torch runs a plain ``nn.Linear`` or ``nn.Embedding``, which is one kernel, as it is. A second call
     replaces the options. A module that replaces another later is not compiled until the next call. A change of a
-    layer's hooks compiles it again. A copy of a compiled module is neither compiled nor checkpointed. Not collective;
-    every rank calls it, with equal options.
+    layer's hooks compiles it again. A copy of a compiled module is not. Not collective; every rank calls it, with equal
+    options.
 
     Settings of the process in ``torch._dynamo.config`` change: limits of codes rise, for layers that read their own
     number, and ``skip_nnmodule_hook_guards`` becomes ``False``.

@@ -1,6 +1,7 @@
 """``apply_compile``: compiled modules of a rank train bit for bit as the same compiled modules of one process."""
 
 import copy
+import pickle
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -360,17 +361,24 @@ def test_a_recomputation_of_compiled_code_has_the_state_of_its_forward(first: st
     compile_modules([("0", layer)], {"backend": "aot_eager"})
     if first == "compile":
         apply_checkpoint(wrapped_layer(layer))
+    copied = copy.deepcopy(layer)
+    assert is_checkpointed(copied)
+    assert is_checkpointed(pickle.loads(pickle.dumps(layer)))
     rows = torch.randn(3, 8, WIDTH)
-    for each in (eager, layer):
+    for each in (eager, layer, copied):
         # All forwards before the first backward.
         for loss in [each(x).square().sum() for x in rows]:
             loss.backward()
-    assert layer.calls == 3
-    found, expected = ([*(p.grad for p in each.parameters()), *each.buffers()] for each in (layer, eager))
+    assert layer.calls == copied.calls == 3
+    found, of_copy, expected = (
+        [*(p.grad for p in each.parameters()), *each.buffers()] for each in (layer, copied, eager)
+    )
     assert all(map(torch.equal, found, expected))
+    assert all(map(torch.equal, of_copy, expected))
     remove_checkpoint(wrapped_layer(layer))
     assert not is_checkpointed(layer)
     assert layer._compiled_call_impl is not None
+    assert "forward" not in vars(layer)
 
 
 def test_only_a_wrapped_model_is_compiled() -> None:
