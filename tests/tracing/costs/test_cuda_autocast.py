@@ -18,7 +18,7 @@ OPERATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "softmax with a dtype": lambda x: F.softmax(x, -1, dtype=torch.float64),
     "softmax with a dtype by position": lambda x: x.softmax(-1, torch.float32),
     "softmax of input=": lambda x: torch.softmax(input=x, dim=-1),
-    "sum into out=": lambda x: torch.sum(x, dim=-1, out=torch.empty_like(x[:, 0])),
+    "sum into out=": lambda x: torch.sum(x, dim=-1, out=torch.empty(4, dtype=x.dtype, device=x.device)),
     "layer_norm": lambda x: F.layer_norm(x, (8,)),
     "group_norm": lambda x: F.group_norm(x, 2),
     "rms_norm": lambda x: F.rms_norm(x, (8,)),
