@@ -437,7 +437,7 @@ def test_cuda_graphs_of_the_process_are_refused() -> None:
 
 
 def test_an_xla_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layer_compilation.parallel_state, "local_device", lambda: torch.device("cpu"))
+    monkeypatch.setattr(parallel_state, "local_device", lambda: torch.device("cpu"))
     monkeypatch.setattr(layer_compilation, "device_of", lambda _: SimpleNamespace(is_lazy=True))
     with pytest.raises(ValueError, match="an XLA device compiles all operations of an action itself"):
         apply_compile(LocalView())
