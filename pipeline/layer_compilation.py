@@ -62,7 +62,7 @@ def apply_compile(model: nn.Module, **options: Any) -> None:
     Raises:
         TypeError: for a ``model`` that is not wrapped, or a part of one.
         ValueError: for options that torch refuses, for CUDA graphs, for ``mode`` and ``options`` of a named backend
-            other than inductor, and on XLA devices. Nothing is changed then.
+            other than inductor, on XLA devices and with tensor parallelism. Nothing is changed then.
     """
     wrapped = model if isinstance(model, LocalView) else getattr(model, "pipelined", None)
     if not isinstance(wrapped, LocalView):
@@ -73,6 +73,8 @@ def apply_compile(model: nn.Module, **options: Any) -> None:
         )
     if device_of(parallel_state.local_device()).is_lazy:
         raise ValueError("an XLA device compiles all operations of an action itself: leave apply_compile out.")
+    if parallel_state.get_tensor_model_parallel_size() > 1:
+        raise ValueError("torch cannot compile the collectives of tensor-parallel layers: leave apply_compile out.")
     check_options(options)
     compile_modules(compiled_modules(wrapped.local_named_children()), options)
 
