@@ -121,7 +121,19 @@ def _checkpoint(name: str, module: nn.Module) -> None:
     if module._compiled_call_impl is None:
         module.forward = functools.partial(_recomputed, module.forward, state)
     else:
+        module.forward = _ForwardOfCompiled(_forward_of_compiled, module.forward, state)
         module._compiled_call_impl = functools.partial(_recomputed, module._compiled_call_impl, state)
+
+
+class _ForwardOfCompiled(functools.partial[Any]):
+    """The forward of a module whose compiled code is recomputed. A copy has no compiled code, and recomputes it."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return functools.partial, (_recomputed, *self.args)
+
+
+def _forward_of_compiled(forward: Callable[..., Any], state: LayerState, /, *args: Any, **kwargs: Any) -> Any:
+    return forward(*args, **kwargs)
 
 
 def _checkpointed_call(module: nn.Module) -> "functools.partial[Any] | None":
@@ -135,7 +147,8 @@ def _keep_activations(module: nn.Module) -> None:
     own = call.args[0]
     if call is module._compiled_call_impl:
         module._compiled_call_impl = own
-        return
+        assert isinstance(module.forward, _ForwardOfCompiled)
+        own = module.forward.args[0]
     del module.forward
     if module.forward != own:
         module.forward = own

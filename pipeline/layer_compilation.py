@@ -9,7 +9,7 @@ was compiled for::
 """
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -21,17 +21,18 @@ from nxdpp.pipeline.local.view import LocalView
 from nxdpp.ranks import parallel_state
 from nxdpp.tracing.modules import listings
 
-# Torch's own limit is 8 codes of a class; it then runs modules as they are. Layers that read their number need one
-# each.
+# Torch's own limit is 8 codes of a class; it then runs modules as they are. Layers that read their number need codes of
+# their own: static and dynamic shapes in training and evaluation.
 _CODES = 64
+_CODES_OF_A_MODULE = 4
 _KEY = "triton.cudagraphs"
 _GRAPHS = (
-    "replays CUDA graphs, whose outputs the next microbatch overwrites while earlier ones are in flight. Use "
-    "mode='max-autotune-no-cudagraphs', or leave it out."
+    "replays CUDA graphs, whose outputs the next microbatch overwrites while earlier ones are in flight. Turn it off; "
+    "mode='max-autotune-no-cudagraphs' is without it."
 )
 
 
-def apply_compile(model: LocalView, **options: Any) -> None:
+def apply_compile(model: nn.Module, **options: Any) -> None:
     """Compile this rank's layers, embeddings, norms and heads with ``torch.compile``; their first calls compile.
 
     Equal layers run one compiled code. A second shape of inputs compiles once more, for dynamic shapes; further shapes
@@ -45,20 +46,26 @@ def apply_compile(model: LocalView, **options: Any) -> None:
     bubble of the schedule without a split. ``backend="eager"`` keeps the split.
 
     While a rank compiles, others wait up to ``compile_timeout`` of ``initialize_model_parallel``. Modules without
-    parameters, and what the model computes between modules, are not compiled; torch runs a plain ``nn.Linear`` or
-    ``nn.Embedding``, which is one kernel, as it is. A second call replaces the options. A module that replaces another
-    later is not compiled until the next call. torch's process-wide ``torch._dynamo.config.recompile_limit`` becomes at
-    least 64, for layers that read their own number. Not collective; every rank calls it, with equal options.
+    parameters, modules of which the model calls a method other than ``forward``, and what it computes between modules
+    are not compiled; torch runs a plain ``nn.Linear`` or ``nn.Embedding``, which is one kernel, as it is. A second call
+    replaces the options. A module that replaces another later is not compiled until the next call. A change of a
+    layer's hooks compiles it again. A copy of a module is not compiled. Not collective; every rank calls it, with equal
+    options.
+
+    Settings of the process in ``torch._dynamo.config`` change: limits of codes rise, for layers that read their own
+    number, and ``skip_nnmodule_hook_guards`` becomes ``False``.
 
     Args:
-        model: the wrapped model, with or without values.
+        model: the wrapped model, with or without values, or the model of ``initialize_parallel_model``.
         options: arguments of ``torch.compile`` other than ``model``, such as ``backend``, ``mode`` and ``dynamic``.
 
     Raises:
         TypeError: for a ``model`` that is not wrapped, or a part of one.
-        ValueError: for options that torch refuses, for CUDA graphs, and on XLA devices. Nothing is changed then.
+        ValueError: for options that torch refuses, for CUDA graphs, for ``mode`` and ``options`` of a named backend
+            other than inductor, on XLA devices and with tensor parallelism. Nothing is changed then.
     """
-    if not isinstance(model, LocalView):
+    wrapped = model if isinstance(model, LocalView) else getattr(model, "pipelined", None)
+    if not isinstance(wrapped, LocalView):
         raise TypeError(
             f"apply_compile takes a wrapped model, not a {type(model).__name__}: call it after NxDPPModel(module, ...) "
             f"with the whole of it, and it compiles the layers, embedding and head of this rank. Another module "
@@ -66,10 +73,19 @@ def apply_compile(model: LocalView, **options: Any) -> None:
         )
     if device_of(parallel_state.local_device()).is_lazy:
         raise ValueError("an XLA device compiles all operations of an action itself: leave apply_compile out.")
+    if parallel_state.get_tensor_model_parallel_size() > 1:
+        raise ValueError("torch cannot compile the collectives of tensor-parallel layers: leave apply_compile out.")
     check_options(options)
-    outermost = model.local_named_children()
-    with_parameters = [named for named in outermost if next(listings.parameters(named[1]), None) is not None]
-    compile_modules(with_parameters, options)
+    compile_modules(compiled_modules(wrapped.local_named_children()), options)
+
+
+def compiled_modules(outermost: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn.Module]]:
+    """The modules with parameters among ``outermost`` that have a ``forward``, or below modules that have none."""
+    for name, module in outermost:
+        if type(module).forward is nn.Module.forward:
+            yield from compiled_modules((f"{name}.{key}", child) for key, child in module.named_children())
+        elif next(listings.parameters(module), None) is not None:
+            yield name, module
 
 
 def compile_modules(modules: Iterable[tuple[str, nn.Module]], options: dict[str, Any]) -> None:
@@ -77,14 +93,19 @@ def compile_modules(modules: Iterable[tuple[str, nn.Module]], options: dict[str,
     # Not imported before: it takes a second.
     from torch._dynamo import config
 
-    config.recompile_limit = max(config.recompile_limit, _CODES)
-    for name, module in modules:
+    named = list(modules)
+    codes = _CODES_OF_A_MODULE * len(named)
+    config.recompile_limit = max(config.recompile_limit, _CODES, codes)
+    config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, codes)
+    # Else hooks that are registered or removed after the first call would change nothing.
+    config.skip_nnmodule_hook_guards = False
+    for name, module in named:
         compile_checkpointed(name, module, _copied(options))
 
 
 def check_options(options: dict[str, Any]) -> None:
     """Raise ``ValueError`` for ``options`` that ``torch.compile`` or a pipeline refuses."""
-    from torch._inductor import list_mode_options
+    from torch._inductor import config, list_mode_options
 
     known = [name for name in inspect.signature(torch.compile).parameters if name != "model"]
     if unknown := sorted(set(options) - set(known)):
@@ -92,12 +113,17 @@ def check_options(options: dict[str, Any]) -> None:
     backend, mode, inner = (options.get(name) for name in ("backend", "mode", "options"))
     if backend == "cudagraphs":
         raise ValueError(f"backend='cudagraphs' {_GRAPHS}")
+    if isinstance(backend, str) and backend != "inductor" and (mode or inner):
+        raise ValueError(f"mode and options are inductor's: leave them out with backend={backend!r}.")
     try:
         torch.compile(check_options, **_copied(options))
     except Exception as error:
         raise ValueError(f"torch.compile refuses {options}: {error!s:.300}") from error
-    if backend in (None, "inductor") and (list_mode_options(mode) if mode else inner or {}).get(_KEY):
-        raise ValueError(f"{f'mode={mode!r}' if mode else _KEY} {_GRAPHS}")
+    if backend in (None, "inductor"):
+        given = list_mode_options(mode) if mode else inner or {}
+        if given.get(_KEY, config.triton.cudagraphs):
+            what = f"torch._inductor.config.{_KEY}" if _KEY not in given else f"mode={mode!r}" if mode else _KEY
+            raise ValueError(f"{what} {_GRAPHS}")
 
 
 def _copied(options: dict[str, Any]) -> dict[str, Any]:

@@ -78,9 +78,9 @@ class PipelineView(LocalView):
 
     @property
     def last_compile_seconds(self) -> float:
-        """Seconds in which this process compiled graphs, from the end of the step before to the end of the last step.
+        """Seconds of compilations of an XLA device, from the end of the step before to the end of the last step.
 
-        They include the graph of an optimizer's step. 0.0 on devices that run operations at once.
+        They include the graph of an optimizer's step. 0.0 on other devices, with ``apply_compile`` too.
         """
         return self._pipeline.compile_seconds
 

@@ -41,6 +41,10 @@ _DRAWS = (
     "the module draws random numbers (dropout), other ones in a pipeline than in one process. Call eval() on the "
     "wrapped model for the first step, or set the rates to 0"
 )
+_COMPILED = (
+    "its modules are compiled, and compiled code rounds in its own way. Call apply_compile after the first step, or "
+    "leave check_against_module out"
+)
 _DIFFERS = (
     "check_against_module: the first step differs from the module in one process. Code outside its layers may depend "
     "on something that the trace has fixed: make the module that holds it a leaf (leaf_module_cls), or the function a "
@@ -77,11 +81,14 @@ class ReferenceStep:
 
         Parameters, buffers, gradients and global random generators are as before. ``step`` is the loss of the step.
 
-        Raises ``RuntimeError``, on all ranks, for a module that draws random numbers or cannot be run in one process.
+        Raises ``RuntimeError``, on all ranks, for a module that draws random numbers or cannot be run in one process,
+        and for compiled modules.
         """
         values = self._gathered({name: (t.detach().cpu(), t.requires_grad) for name, t in _tensors(self._local)})
 
         def act() -> list[str]:
+            if any(module._compiled_call_impl is not None for module in listings.modules(self._local)):
+                return [_COMPILED]
             with _unchanged_generators(self._device) as have_moved:
                 module = self._copy(values)
                 with _noted_progress(module):

@@ -36,7 +36,7 @@ _sends = True
 
 @contextmanager
 def nothing_sent() -> Iterator[None]:
-    """Give results of the right shape without a meaning inside, for the seconds of one rank's own work."""
+    """Give zeros, or the input, of the right shape inside, for the seconds of one rank's own work."""
     global _sends
     _sends = False
     try:
@@ -98,7 +98,7 @@ def all_gather(tensor: torch.Tensor, dim: int, group: ProcessGroup | None = None
     shape[dim] *= size
     note_collective("all_gather", tensor.nbytes * size, size)
     if not has_values(tensor):
-        return tensor.new_empty(shape)
+        return _without_values(tensor, shape)
     given = outside_of_graph(tensor.contiguous())
     joined = wait(_start(given, group, lambda message, name: _ops.all_gather_into_tensor(message, size, name)))
     if dim == 0:
@@ -124,7 +124,7 @@ def start_reduce_scatter(tensor: torch.Tensor, dim: int, group: ProcessGroup | N
     shape[dim] = _part_size(tensor, dim, size)
     note_collective("reduce_scatter", tensor.nbytes, size)
     if not has_values(tensor):
-        return tensor.new_empty(shape)
+        return _without_values(tensor, shape)
     # The parts of the ranks lie one after the other.
     parts = tensor.unflatten(dim, (size, shape[dim])).movedim(dim, 0).reshape(size * shape[0], *shape[1:])
     given = outside_of_graph(parts.contiguous())
@@ -153,6 +153,11 @@ def outside_of_graph(tensor: torch.Tensor) -> torch.Tensor:
 def has_values(tensor: torch.Tensor) -> bool:
     """Return whether ``tensor`` has values to send; meta and fake tensors have none."""
     return _sends and not (tensor.is_meta or is_fake(tensor))
+
+
+def _without_values(tensor: torch.Tensor, shape: list[int]) -> torch.Tensor:
+    # Layers compute on it where nothing is sent, and old memory may have denormal numbers, which are slow.
+    return tensor.new_empty(shape) if _sends else tensor.new_zeros(shape)
 
 
 def _part_size(tensor: torch.Tensor, dim: int, size: int) -> int:

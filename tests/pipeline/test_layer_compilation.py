@@ -1,6 +1,7 @@
 """``apply_compile``: compiled modules of a rank train bit for bit as the same compiled modules of one process."""
 
 import copy
+import pickle
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -9,13 +10,16 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo
+import torch._inductor.config
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch._dynamo.utils import counters
 
-from nxdpp import NxDPPModel, apply_checkpoint, apply_compile, deferred_init, parallel_state, tensor_parallelize
+from nxdpp import NxDPPModel, apply_checkpoint, apply_compile, deferred_init, parallel_state
+from nxdpp.pipeline import layer_compilation
 from nxdpp.pipeline.activation_checkpoint import is_checkpointed, remove_checkpoint
-from nxdpp.pipeline.layer_compilation import compile_modules
+from nxdpp.pipeline.layer_compilation import check_options, compile_modules, compiled_modules
+from nxdpp.pipeline.local.view import LocalView
 from nxdpp.schedules.families.registry import FAMILIES
 from tests.pipeline.runtime.scheduled_models import Chain, InPlace, Skips, copy_of, train_both
 from tests.pipeline.runtime.scheduled_models import make as make_small
@@ -217,8 +221,41 @@ def small_models(families: tuple[str, ...], backend: str, kinds: tuple[Any, ...]
                 assert not differences, (name, kind.__name__, only_blocks, differences)
 
 
+def hooks() -> None:
+    """A hook that is registered after the first step runs until it is removed."""
+    wrapped = wrap(make("llama"))
+    layer = f"model.layers.{2 if wrapped.holds_last_stage else 1}"
+    own = wrapped.get_submodule(layer)
+    for name in ("mlp.down_proj", ""):
+        for is_hooked in (False, True, False):
+            if is_hooked:
+                handle = own.get_submodule(name).register_forward_hook(lambda module, inputs, output: output * 0)
+            wrapped.zero_grad()
+            wrapped.run_train(**padded_batch(8))
+            if is_hooked:
+                handle.remove()
+            gradient = own.get_parameter("mlp.down_proj.weight").grad
+            assert gradient is not None
+            assert bool(gradient.any()) != is_hooked, (name, is_hooked)
+
+
+def comparison_with_the_module() -> None:
+    """Compiled code has other bits than the module."""
+    for is_compiled in (True, False):
+        wrapped = wrap_small(make_small(Chain, 2), 4, check_against_module="first")
+        if is_compiled:
+            apply_compile(wrapped, backend="eager")
+            with pytest.raises(RuntimeError, match=r"rank 1: its modules are compiled, .* after the first step"):
+                wrapped.run_train(x=torch.ones(4, WIDTH))
+    wrapped.run_train(x=torch.ones(4, WIDTH))
+    apply_compile(wrapped, backend="eager")
+    wrapped.run_train(x=torch.ones(4, WIDTH))
+
+
 PARTS: dict[str, Callable[[], None]] = {
     "codes": names_and_codes,
+    "hooks": hooks,
+    "comparison": comparison_with_the_module,
     "schedules": lambda: schedules(("1f1b", *SPLIT)),
     "recomputation": recomputation,
     "small models": lambda: small_models(("1f1b", "zb1p"), "aot_eager"),
@@ -233,6 +270,8 @@ MORE: dict[str, Callable[[], None]] = {
 
 def over_two_ranks(rank: int, names: tuple[str, ...]) -> None:
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    # A frame that dynamo gives up runs without an error.
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
     for name in names:
         try:
             (PARTS | MORE)[name]()
@@ -248,6 +287,7 @@ def test_compiled_modules_train_as_in_one_process(names: tuple[str, ...]) -> Non
 
 def all_families(rank: int, backend: str) -> None:
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
     schedules(tuple(FAMILIES), backend)
     small_models(tuple(FAMILIES), backend)
 
@@ -258,26 +298,14 @@ def test_all_families(backend: str) -> None:
     run_ranks(2, all_families, backend)
 
 
-def divided_layers(rank: int, backend: str) -> None:
-    parallel_state.initialize_model_parallel(2, 2)
-    gradients: list[Any] = []
-    for is_compiled in (False, True):
-        for sequence_parallel in (False, True):
-            model = tensor_parallelize(make("llama"), sequence_parallel=sequence_parallel)
-            wrapped = NxDPPModel(model, num_microbatches=4, schedule="zb1p")
-            if is_compiled:
-                apply_compile(wrapped, backend=backend)
-            wrapped.run_train(**padded_batch(8))
-            wrapped.run_train(**padded_batch(8, 12))
-            gradients.append([parameter.grad for parameter in wrapped.parameters()])
-    for eager, done in zip(gradients[:2], gradients[2:], strict=True):
-        torch.testing.assert_close(done, eager, rtol=1e-5, atol=1e-6)
+def compile_divided(rank: int) -> None:
+    parallel_state.initialize_model_parallel(2, 1)
+    with pytest.raises(ValueError, match="collectives of tensor-parallel layers: leave apply_compile out"):
+        apply_compile(wrap_small(make_small(Chain, 2), 4))
 
 
-@pytest.mark.sweep
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_tensor_parallel_layers(backend: str) -> None:
-    run_ranks(4, divided_layers, backend)
+def test_tensor_parallel_layers_are_refused() -> None:
+    run_ranks(2, compile_divided)
 
 
 def compile_slowly(rank: int) -> None:
@@ -321,22 +349,86 @@ def test_a_recomputation_of_compiled_code_has_the_state_of_its_forward(first: st
     compile_modules([("0", layer)], {"backend": "aot_eager"})
     if first == "compile":
         apply_checkpoint(wrapped_layer(layer))
+    copied = copy.deepcopy(layer)
+    assert is_checkpointed(copied)
+    assert is_checkpointed(pickle.loads(pickle.dumps(layer)))
     rows = torch.randn(3, 8, WIDTH)
-    for each in (eager, layer):
+    for each in (eager, layer, copied):
         # All forwards before the first backward.
         for loss in [each(x).square().sum() for x in rows]:
             loss.backward()
-    assert layer.calls == 3
-    found, expected = ([*(p.grad for p in each.parameters()), *each.buffers()] for each in (layer, eager))
+    assert layer.calls == copied.calls == 3
+    found, of_copy, expected = (
+        [*(p.grad for p in each.parameters()), *each.buffers()] for each in (layer, copied, eager)
+    )
     assert all(map(torch.equal, found, expected))
+    assert all(map(torch.equal, of_copy, expected))
     remove_checkpoint(wrapped_layer(layer))
     assert not is_checkpointed(layer)
     assert layer._compiled_call_impl is not None
+    assert "forward" not in vars(layer)
 
 
 def test_only_a_wrapped_model_is_compiled() -> None:
     with pytest.raises(TypeError, match=r"takes a wrapped model, not a Counted: call it after NxDPPModel\(module"):
-        apply_compile(Counted())  # type: ignore[arg-type]
+        apply_compile(Counted())
+
+
+class Head(nn.Module):
+    """Is called by another method than forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.dropout = nn.Linear(WIDTH, 1), nn.Dropout()
+
+    def loss(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(self.dropout(x)).mean()  # type: ignore[no-any-return]
+
+
+def test_modules_below_those_without_a_forward_are_compiled() -> None:
+    outermost = [("embeddings", nn.ModuleList([Counted(), Counted()])), ("layer", Counted()), ("head", Head())]
+
+    names = [name for name, _ in compiled_modules(outermost)]
+
+    assert names == ["embeddings.0", "embeddings.1", "layer", "head.linear"]
+
+
+def test_the_limits_of_codes_grow_with_the_modules() -> None:
+    with torch._dynamo.config.patch(recompile_limit=8, accumulated_recompile_limit=256):
+        for count in (1, 100):
+            compile_modules([(str(number), nn.Linear(1, 1)) for number in range(count)], {"backend": "eager"})
+            assert torch._dynamo.config.recompile_limit == max(64, 4 * count)
+        assert torch._dynamo.config.accumulated_recompile_limit == 400
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"backend": "cudagraphs"}, "backend='cudagraphs' replays CUDA graphs"),
+        ({"mode": "reduce-overhead"}, "mode='reduce-overhead' replays CUDA graphs"),
+        ({"options": {"triton.cudagraphs": True}}, r"triton\.cudagraphs replays CUDA graphs"),
+        ({"backend": "aot_eager", "mode": "default"}, "leave them out with backend='aot_eager'"),
+        ({"backend": "eager", "options": {"triton.cudagraphs": True}}, "leave them out with backend='eager'"),
+    ],
+)
+def test_options_that_are_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_options(given)
+
+
+def test_cuda_graphs_of_the_process_are_refused() -> None:
+    with torch._inductor.config.patch({"triton.cudagraphs": True}):
+        with pytest.raises(ValueError, match=r"torch\._inductor\.config\.triton\.cudagraphs replays CUDA graphs"):
+            check_options({})
+        check_options({"options": {"triton.cudagraphs": False}})
+        check_options({"backend": "aot_eager"})
+
+
+def test_an_xla_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parallel_state, "local_device", lambda: torch.device("cpu"))
+    monkeypatch.setattr(layer_compilation, "device_of", lambda _: SimpleNamespace(is_lazy=True))
+    with pytest.raises(ValueError, match="an XLA device compiles all operations of an action itself"):
+        apply_compile(LocalView())
 
 
 def wrapped_layer(layer: nn.Module) -> Any:

@@ -9,7 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from nxdpp.ranks import parallel_state
-from nxdpp.tensor import mappings
+from nxdpp.tensor import collectives, mappings
 from nxdpp.tensor.utils import local_slice
 from tests.support.held_tensors import held_tensors, holds_graph
 from tests.support.run_ranks import run_ranks
@@ -127,6 +127,17 @@ def _cases(rank: int, size: int) -> None:
 @pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.sweep), 4])
 def test_mappings(size: int) -> None:
     run_ranks(size, _cases, size)
+
+
+def test_results_are_zeros_where_nothing_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collectives, "size_of", lambda group: 2)
+    torch.use_deterministic_algorithms(True)  # fresh memory is NaN
+    try:
+        with collectives.nothing_sent():
+            for collective in (collectives.all_gather, collectives.reduce_scatter):
+                assert not collective(torch.ones(4, 2), 0).any()
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def test_one_rank_returns_its_input_and_a_missing_start_is_named() -> None:

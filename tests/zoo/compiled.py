@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch._dynamo import config
 
-from nxdpp.pipeline.layer_compilation import compile_modules
+from nxdpp.pipeline.layer_compilation import compile_modules, compiled_modules
 from nxdpp.pipeline.local.tree import build_local_module
 from nxdpp.tracing.graph.trace import TracingOptions
 from nxdpp.tracing.modules import listings
@@ -44,4 +44,4 @@ def compile_outermost(model: torch.nn.Module, layers: list[str]) -> None:
     """Compile what ``apply_compile`` compiles on all ranks together."""
     names = {name for name, _ in listings.named_parameters(model, remove_duplicate=False)}
     outermost = build_local_module(model, names, layers).named_children()
-    compile_modules((named for named in outermost if list(listings.parameters(named[1]))), {"backend": BACKEND})
+    compile_modules(compiled_modules(outermost), {"backend": BACKEND})

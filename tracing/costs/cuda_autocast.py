@@ -34,9 +34,14 @@ class CudaAutocast(TorchFunctionMode):
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
         if name in _IN_FLOAT32:
             args, kwargs = map_tensors(_in_float32, (args, kwargs))
-        elif name in _WITH_DTYPE and kwargs.get("dtype") is None and args and args[0].dtype in _HALF:
+        elif name in _WITH_DTYPE and _gives_half(*args, **kwargs):
             kwargs = {**kwargs, "dtype": torch.float32}
         return func(*args, **kwargs)
+
+
+def _gives_half(input: torch.Tensor, *args: Any, out: torch.Tensor | None = None, **kwargs: Any) -> bool:
+    has_dtype = any(isinstance(value, torch.dtype) for value in (*args, *kwargs.values()))
+    return input.dtype in _HALF and out is None and not has_dtype
 
 
 def _in_float32(tensor: torch.Tensor) -> torch.Tensor:

@@ -50,6 +50,22 @@ class NxDModel(nn.Module):
         """Return the whole model. In a pipeline other ranks' parameters are on the meta device."""
         return self.module.original_module if isinstance(self.module, NxDPPModel) else self.module
 
+    @property
+    def pipelined(self) -> NxDPPModel | None:
+        """The pipeline that runs steps; ``None`` on one rank without a ``pipeline_config``."""
+        if isinstance(self.module, NxDPPModel):
+            return self.module
+        config = self.nxd_config["pipeline_config"]
+        if config is not None and self._of_one_rank is None:
+            # The optimizer averages, as after a backward of the program's own.
+            arguments = {**config, "param_init_fn": None, "use_zero1_optimizer": True}
+            self.__dict__["_of_one_rank"] = NxDPPModel(self.module, **arguments)
+        return self._of_one_rank
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile the model, without a pipeline. Raises ``RuntimeError`` in one: ``apply_compile`` compiles it."""
+        (self.pipelined or self.module).compile(*args, **kwargs)
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model. Raises ``RuntimeError`` in a pipeline, which runs by ``run_train`` and ``run_eval``."""
         return self.module(*args, **kwargs)
@@ -61,7 +77,7 @@ class NxDModel(nn.Module):
         without one the batch runs at once, by any arguments of the model. Gradients are then of this replica only,
         and the optimizer averages them.
         """
-        steps = self._steps()
+        steps = self.pipelined
         if steps is not None:
             return steps.run_train(*args, **inputs)
         loss = pick_loss(self.module(*args, **inputs), None)
@@ -73,7 +89,7 @@ class NxDModel(nn.Module):
 
         On one rank without a ``pipeline_config`` it returns the loss of the output.
         """
-        steps = self._steps()
+        steps = self.pipelined
         if steps is not None:
             return steps.run_eval(*args, **inputs)
         with torch.no_grad():
@@ -146,14 +162,3 @@ class NxDModel(nn.Module):
             if value is None or callable(value):
                 raise
             return value
-
-    def _steps(self) -> NxDPPModel | None:
-        """The pipeline that runs steps; ``None`` on one rank without a ``pipeline_config``."""
-        if isinstance(self.module, NxDPPModel):
-            return self.module
-        config = self.nxd_config["pipeline_config"]
-        if config is not None and self._of_one_rank is None:
-            # The optimizer averages, as after a backward of the program's own.
-            arguments = {**config, "param_init_fn": None, "use_zero1_optimizer": True}
-            self.__dict__["_of_one_rank"] = NxDPPModel(self.module, **arguments)
-        return self._of_one_rank

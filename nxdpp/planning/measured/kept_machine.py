@@ -28,6 +28,8 @@ from nxdpp.version import __version__
 
 _KINDS = ("cpu", "cuda")
 _TIMEOUT = 600
+# Another number for other names or meanings of figures and factors.
+_FORMAT = 2
 
 
 @dataclass
@@ -166,6 +168,7 @@ def _about(kind: str, most: int | None) -> dict[str, Any]:
         "ranks": max(min(ranks, ranks if most is None else most), 1 if kind == "cuda" else 2),
         "torch": torch.__version__,
         "nxdpp": __version__,
+        "format": _FORMAT,
     }
 
 

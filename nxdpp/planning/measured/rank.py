@@ -143,7 +143,8 @@ class RankFigures:
     def _messages(self) -> dict[str, float]:
         """Return bytes a second of a pipeline's messages, and the seconds of an empty one.
 
-        Ranks 2 n and 2 n + 1 send a message to and fro, by the transport of a pipeline over all ranks.
+        Ranks 2 n and 2 n + 1 send a message to and fro, by the transport of a pipeline over all ranks. The last of an
+        odd number of ranks has no figures.
         """
         ranks = dist.get_world_size()
         parallel_state.destroy_model_parallel()
@@ -151,6 +152,10 @@ class RankFigures:
         groups, control = parallel_state.get_pipeline_transfer_groups(), parallel_state.get_pipeline_control_group()
         transport, rank = Transport(groups, control, self._device), dist.get_rank(control)
         other = rank ^ 1
+        if other == ranks:
+            for _ in _MESSAGES[self._device.type]:
+                dist.barrier()  # of the others' medians
+            return {}
 
         def seconds(size: int) -> float:
             message = torch.zeros(size // _FLOAT, device=self._device)
@@ -165,7 +170,7 @@ class RankFigures:
                     receive()
                 sent.wait()
 
-            return self._median(*[to_and_fro] if other < ranks else []) / 2
+            return self._median(to_and_fro) / 2
 
         found = self._line("messages", seconds, float)
         return {"message_rate": found.bytes_per_second, "message_latency": found.latency}
@@ -221,14 +226,15 @@ class _Nothing(nn.Module):
 
 
 def main(kind: str, at_once: int, file: Path) -> None:
-    """Measure this rank on a device of ``kind``; rank 0 writes the means into ``file``."""
+    """Measure this rank on a device of ``kind``; rank 0 writes the means over ranks into ``file``."""
     parallel_state.initialize_model_parallel(device=kind)
     torch.manual_seed(0)  # replicas of a model are equal
     own = RankFigures(parallel_state.local_device(), at_once).all()
     figures: list[dict[str, float]] = [own] * dist.get_world_size()
     dist.all_gather_object(figures, own)
     if dist.get_rank() == 0:
-        file.write_text(json.dumps({name: statistics.fmean(each[name] for each in figures) for name in own}))
+        means = {name: statistics.fmean(each[name] for each in figures if name in each) for name in own}
+        file.write_text(json.dumps(means))
     parallel_state.destroy_model_parallel()
 
 

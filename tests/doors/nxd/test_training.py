@@ -294,6 +294,18 @@ def test_one_process_without_clipping(alone: dict[str, Any]) -> None:
     assert "NxDOptimizer" in repr(optimizer)
 
 
+def test_layers_of_a_pipeline_are_compiled_by_apply_compile(alone: dict[str, Any]) -> None:
+    model = initialize_parallel_model(alone, make, False, Chain, LAYERS)
+    model.compile(backend="eager")
+    assert model.module._compiled_call_impl is not None
+    configured = nxdpp.neuronx_distributed_config(pipeline_config=PIPELINE)
+    model = initialize_parallel_model(configured, make, False, Chain, LAYERS)
+    with pytest.raises(RuntimeError, match=r"Call nxdpp.apply_compile\(model\) in its place"):
+        model.compile(backend="eager")
+    nxdpp.apply_compile(model, backend="eager")
+    assert model.module.get_submodule("blocks.0")._compiled_call_impl is not None
+
+
 def test_torchs_data_parallel_wrapper_is_refused(alone: dict[str, Any]) -> None:
     model = initialize_parallel_model(alone, make, False, Chain, LAYERS)
     with pytest.raises(RuntimeError, match=r"leave it out\. Gradients are averaged"):

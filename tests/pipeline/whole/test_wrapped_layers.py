@@ -17,7 +17,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.nn.utils import parametrizations
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-from nxdpp import NxDPPModel, load_pretrained, parallel_state, save_pretrained
+from nxdpp import NxDPPModel, apply_compile, load_pretrained, parallel_state, save_pretrained
 from nxdpp.tracing.modules import listings
 from tests.support.in_process import InProcessPipeline
 from tests.support.models import gradient_differences, make, microbatches, padded_batch, train_in_one_process
@@ -159,10 +159,20 @@ def test_a_compiled_model_is_refused() -> None:
     model = compiled(Model(lambda block: block))
     with pytest.raises(ValueError, match=r"nxdpp.apply_compile\(wrapped\)"):
         InProcessPipeline(model, 2, {"x": torch.randn(4, 4)}, transformer_layer_cls=Block)
-    inner = model._orig_mod
-    for i in range(3):
-        inner.blocks[i] = compiled(inner.blocks[i])
-    check_training(inner, Block, LAYERS)
+    run_ranks(2, compile_after_wrapping)
+
+
+def compile_after_wrapping(rank: int) -> None:
+    """Follow the message."""
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    whole, model = (Model(lambda block: block) for _ in range(2))
+    wrapped = NxDPPModel(model, transformer_layer_cls=Block, num_microbatches=2)
+    apply_compile(wrapped, backend="aot_eager")
+    batch = {"x": torch.randn(4, 4)}
+    wrapped.run_train(**batch)
+    for part in microbatches(batch, 2):
+        (whole(**part) / 2).backward()
+    assert not gradient_differences(wrapped, whole)
 
 
 def wrapped_llama(name: str) -> Any:

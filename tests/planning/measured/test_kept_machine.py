@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ import nxdpp
 from nxdpp.__main__ import main
 from nxdpp.planning.layout import Layout
 from nxdpp.planning.machine import DEVICES, Link
-from nxdpp.planning.measured import kept_machine
+from nxdpp.planning.measured import kept_machine, rank
 from nxdpp.planning.measured.kept_machine import KeptMachine, measured_machine, place
 from nxdpp.planning.measured.rank import RankFigures
 from nxdpp.planning.plan import Plan
@@ -28,6 +29,7 @@ from nxdpp.tracing.costs.measure import Seconds, measure_nodes
 from nxdpp.version import __version__
 from tests.planning.test_plan_command import CONFIG, SEARCH
 from tests.planning.test_planner import CPU, Stack
+from tests.support.run_ranks import run_ranks
 
 INPUTS = {"states": torch.zeros(3, 16)}
 # In the place of a rank's measurements.
@@ -88,6 +90,7 @@ def test_kept_figures_are_not_measured_again(machine: KeptMachine, again: list[i
         ({"torch": "1.0"}, r"torch 1\.0, not"),
         ({"nxdpp": "0.1"}, r"nxdpp 0\.1, not"),
         ({"processor": "Z80"}, "processor Z80, not"),
+        ({"format": 1}, "format 1, not"),
         (None, "JSONDecodeError"),
     ],
 )
@@ -253,6 +256,29 @@ def test_a_disturbed_link_is_no_link() -> None:
     for large in (0.001, 0.0011, -0.1):
         with pytest.raises(RuntimeError, match="other processes disturb the link"):
             line(0.001, large)
+
+
+def names_of_messages(own: int, file: Path) -> list[str]:
+    """Measure only messages; one rank more than pairs has no figures."""
+    names: list[str] = []
+
+    def messages(figures: RankFigures) -> dict[str, float]:
+        found = figures._messages()
+        names.extend(found)
+        return found
+
+    # Other work on this machine disturbs the link.
+    with patch.multiple(rank, _REPEATS=3, _LONGER=0), patch.object(RankFigures, "all", messages):
+        rank.main("cpu", 2, file)
+    return names
+
+
+def test_the_last_of_three_ranks_has_no_partner(tmp_path: Path) -> None:
+    both = ["message_rate", "message_latency"]
+
+    assert run_ranks(3, names_of_messages, tmp_path / "figures.json") == [both, both, []]
+
+    assert list(json.loads((tmp_path / "figures.json").read_text())) == both
 
 
 def test_devices_that_are_not_here_are_refused(cache: Path) -> None:

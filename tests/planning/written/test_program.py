@@ -1,7 +1,10 @@
 """Programs of a plan: what ``--write train.py`` writes runs as it is."""
 
 import json
+import os
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -47,6 +50,28 @@ def test_written_programs_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     lines = re.findall(r"step \d: loss \d\.\d+", ended.output)
     assert len(lines) == 30
     assert lines[10:20] == lines[20:]
+
+
+@pytest.mark.one_python
+def test_a_program_runs_in_fresh_interpreters(tmp_path: Path) -> None:
+    """Ranks of other tests have imported all rooms before."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    plan = nxdpp.plan(
+        LlamaConfig.from_dict(CONFIG),
+        devices=2,
+        device_memory="1GB",
+        global_batch=4,
+        device="cpu",
+        layouts=[Layout(pipeline=2)],
+    )
+    (tmp_path / "train.py").write_text(program(plan, "config.json"))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+
+    ended = subprocess.run(torchrun, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200)
+
+    assert ended.returncode == 0, ended.stderr
+    assert len(re.findall(r"step \d: loss \d\.\d+", ended.stdout)) == 10
 
 
 def test_a_program_of_many_stages_fits_a_terminal() -> None:
