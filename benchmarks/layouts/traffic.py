@@ -84,12 +84,12 @@ class Traffic(TorchDispatchMode):
             return is_sent
 
         self._links.enter_context(patch.object(HostLink, "send", counted))
-        return super().__enter__()  # type: ignore[no-any-return]  # without types in torch
+        return super().__enter__()  # type: ignore[no-any-return,no-untyped-call]  # without types in torch
 
     def __exit__(self, *error: Any) -> None:
         """Count no more."""
         self._links.close()
-        super().__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def _count(self, name: str, args: Any) -> None:
         if name in _SENDS_NOTHING:

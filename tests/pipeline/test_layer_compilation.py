@@ -256,10 +256,10 @@ PARTS: dict[str, Callable[[], None]] = {
     "codes": names_and_codes,
     "hooks": hooks,
     "comparison": comparison_with_the_module,
-    "schedules": lambda: schedules(("1f1b", *SPLIT)),
+    "schedules": lambda: schedules(("zb1p",)),
     "recomputation": recomputation,
-    "small models": lambda: small_models(("1f1b", "zb1p"), "aot_eager"),
-    "inductor": lambda: small_models(("1f1b", "zb1p"), "inductor", (Chain,)),
+    "small models": lambda: small_models(("zb1p",), "aot_eager"),
+    "inductor": lambda: small_models(("zb1p",), "inductor", (Chain,)),
 }
 MORE: dict[str, Callable[[], None]] = {
     "modes": evaluations_and_modes,
