@@ -29,10 +29,10 @@ if ROOT not in sys.path:
     sys.path.insert(0, ROOT)
 
 import torch  # noqa: E402
-from torch import nn  # noqa: E402
 from torch.autograd.graph import get_gradient_edge  # noqa: E402
 
 from benchmarks.report import markdown_table, session_line  # noqa: E402
+from benchmarks.steps_on_demand import WIDTH, ScaledLayer, ScaledStack  # noqa: E402
 from nxdpp import NxDPPModel, parallel_state  # noqa: E402
 from nxdpp.pipeline.loss.step_loss import StepLoss  # noqa: E402
 from nxdpp.pipeline.p2p.layout import TensorLayout, ValueLayout, layout_of, tensor_layout  # noqa: E402
@@ -45,7 +45,7 @@ from nxdpp.schedules.families.registry import FAMILIES, find_family  # noqa: E40
 from nxdpp.schedules.lowering.releases import in_flight_limit, rank_program  # noqa: E402
 from nxdpp.schedules.lowering.transport_rules import GLOO  # noqa: E402
 
-RANKS, MICROBATCHES, ROWS, WIDTH = 4, 32, 4, 256
+RANKS, MICROBATCHES, ROWS = 4, 32, 4
 KINDS = ("forward", "backward", "split backward", "receive", "send and release")
 _KIND_OF = {
     ActionKind.FORWARD: "forward",
@@ -57,26 +57,6 @@ _KIND_OF = {
     ActionKind.SEND_ACTIVATION: "send and release",
     ActionKind.SEND_GRADIENT: "send and release",
 }
-
-
-class _Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(WIDTH))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * self.weight
-
-
-class _Stack(nn.Module):
-    def __init__(self, layers: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(_Layer() for _ in range(layers))
-
-    def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return (x - target).square().mean()
 
 
 class _Finished:
@@ -176,8 +156,8 @@ def _engine(family: str, rank: int) -> tuple[Engine, Sequence[Action], StepLoss]
     """An engine of ``rank`` without other ranks, its actions, and the inputs of a step."""
     torch.manual_seed(0)
     chunks = find_family(family).default_chunks
-    stack = _Stack(RANKS * chunks)
-    model = NxDPPModel(stack, _Layer, MICROBATCHES, virtual_pipeline_size=chunks, schedule=family)
+    stack = ScaledStack(RANKS * chunks)
+    model = NxDPPModel(stack, ScaledLayer, MICROBATCHES, virtual_pipeline_size=chunks, schedule=family)
     message = torch.randn(ROWS, WIDTH)
     microbatches = [{"x": message, "target": message} for _ in range(MICROBATCHES)]
     programs = model._pipeline._programs

@@ -1,4 +1,4 @@
-"""Where a step's time above its schedule's ideal goes, for nxdpp, torch.distributed.pipelining and a loop by hand.
+"""Parts of a step's time above its schedule's ideal: nxdpp, torch.distributed.pipelining and a loop by hand.
 
     python benchmarks/excess.py                            # the families that both have, 2 minutes
     python benchmarks/excess.py --only 1f1b --sleep 0      # stages of no work: all of the step

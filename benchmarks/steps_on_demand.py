@@ -14,24 +14,30 @@ from torch import nn
 
 from nxdpp import NxDPPModel, parallel_state
 
-_WIDTH = 256
+WIDTH = 256
 
 
-class _Layer(nn.Module):
+class ScaledLayer(nn.Module):
+    """One multiplication."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(_WIDTH))
+        self.weight = nn.Parameter(torch.ones(WIDTH))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``x`` (B, H) times the weight."""
         return x * self.weight
 
 
-class _Stack(nn.Module):
+class ScaledStack(nn.Module):
+    """Layers, and the loss of their output."""
+
     def __init__(self, layers: int) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(_Layer() for _ in range(layers))
+        self.layers = nn.ModuleList(ScaledLayer() for _ in range(layers))
 
     def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        """The mean squared distance from ``target`` (B, H)."""
         for layer in self.layers:
             x = layer(x)
         return (x - target).square().mean()
@@ -44,10 +50,12 @@ def main(ranks: int, microbatches: int, families: dict[str, int], message: int) 
     """
     torch.set_num_threads(1)
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=ranks)
-    batch = (microbatches * message, _WIDTH)
+    batch = (microbatches * message, WIDTH)
     x, target = torch.randn(2, *batch, generator=torch.Generator().manual_seed(0))
     models = {
-        family: NxDPPModel(_Stack(ranks * chunks), _Layer, microbatches, virtual_pipeline_size=chunks, schedule=family)
+        family: NxDPPModel(
+            ScaledStack(ranks * chunks), ScaledLayer, microbatches, virtual_pipeline_size=chunks, schedule=family
+        )
         for family, chunks in families.items()
     }
     print("ready", flush=True)

@@ -51,7 +51,7 @@ _STARTS = {
 
 
 class Difference(NamedTuple):
-    """What one rank has, such as ``"other settings"``, and the first differing lines of both with line breaks."""
+    """One rank's side, such as ``"other settings"``, and the first differing lines of both with line breaks."""
 
     has: str
     lines: str
