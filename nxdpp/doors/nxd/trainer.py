@@ -37,8 +37,8 @@ def initialize_parallel_model(
 ) -> NxDModel:
     """Build ``model_fn(*model_args, **model_kwargs)`` and wrap it for training; collective over all ranks.
 
-    The returned model is on the rank's device, with its initial weights. Every rank builds the same model: seed before
-    the call. Pipeline ranks may have different seeds, as of ``set_random_seed`` in the scripts of NeuronX Distributed:
+    The returned model is in training mode on the rank's device, with its initial weights. Every rank builds the same
+    model: seed before the call. Pipeline ranks may have different seeds, as of ``set_random_seed`` in the scripts of NeuronX Distributed:
     the model is built with the numbers of the first rank of the pipeline, of Python's, NumPy's and torch's generators.
     Afterwards each rank has its own again. Replicas are compared by a sample of their parameters.
 
@@ -106,6 +106,8 @@ def _initialized(
         module = model_fn(*model_args, **model_kwargs)
     if not isinstance(module, nn.Module) or isinstance(module, NxDPPModel | NxDModel):
         raise TypeError(f"model_fn must return a module that is not wrapped, not a {type(module).__name__}.")
+    # A model of from_pretrained is in evaluation mode.
+    module.train()
     if nxd_config["pad_model"]:
         module = _padded(module)
     param_init_fn = pipeline.get("param_init_fn")

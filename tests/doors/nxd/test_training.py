@@ -277,7 +277,8 @@ def alone() -> Any:
 
 
 def test_one_process_without_clipping(alone: dict[str, Any]) -> None:
-    model = initialize_parallel_model(alone, make, False, Chain, LAYERS)
+    model = initialize_parallel_model(alone, lambda: make(Chain, LAYERS).eval())
+    assert model.training is model.module.training is True
     optimizer = initialize_parallel_optimizer(alone, torch.optim.SGD, model.parameters(), lr=1.0)
     x = rows(4)
     before = [parameter.detach().clone() for parameter in model.parameters()]
