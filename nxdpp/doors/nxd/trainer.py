@@ -37,10 +37,10 @@ def initialize_parallel_model(
 ) -> NxDModel:
     """Build ``model_fn(*model_args, **model_kwargs)`` and wrap it for training; collective over all ranks.
 
-    The returned model is in training mode on the rank's device, with its initial weights. Every rank builds the same
-    model: seed before the call. Pipeline ranks may have different seeds, as of ``set_random_seed`` in the scripts of NeuronX Distributed:
-    the model is built with the numbers of the first rank of the pipeline, of Python's, NumPy's and torch's generators.
-    Afterwards each rank has its own again. Replicas are compared by a sample of their parameters.
+    The returned model is on the rank's device, in training mode, with its initial weights. Every rank builds the same
+    model: seed before the call. Pipeline ranks may have different seeds, as of ``set_random_seed`` in the scripts of
+    NeuronX Distributed: the model is built with the numbers of the first rank of the pipeline, of Python's, NumPy's and
+    torch's generators. Afterwards each rank has its own again. Replicas are compared by a sample of their parameters.
 
     Args:
         nxd_config: of ``neuronx_distributed_config``.

@@ -208,7 +208,7 @@ def gpt_neox(is_sequence_parallel: bool) -> nn.Module:
             self.layers = nn.ModuleList([NeoXBlock() for _ in range(config.num_hidden_layers)])
             self.final_layer_norm = norm()
             self.embed_out = layers.ColumnParallelLinear(
-                size, config.vocab_size, bias=False, gather_output=False, **more
+                size, config.vocab_size, bias=False, gather_output=False, init_method=init_method
             )
 
         def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -216,8 +216,11 @@ def gpt_neox(is_sequence_parallel: bool) -> nn.Module:
             if is_sequence_parallel:
                 states = _Scatter.apply(states)  # type: ignore[no-untyped-call]
             for layer in self.layers:
-                states = torch.utils.checkpoint.checkpoint(layer, states, use_reentrant=False)
-            logits = self.embed_out(self.final_layer_norm(states)).transpose(0, 1)[:, :-1].contiguous()
+                states = torch.utils.checkpoint.checkpoint(layer, states, use_reentrant=True)
+            states = self.final_layer_norm(states)
+            if is_sequence_parallel:
+                states = mappings.gather_from_sequence_parallel_region(states, to_model_parallel=False)
+            logits = self.embed_out(states.transpose(0, 1).contiguous())[:, :-1].contiguous()
             return parallel_cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten()).mean()
 
     return NeoXForCausalLM()

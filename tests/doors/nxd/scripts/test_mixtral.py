@@ -5,7 +5,7 @@ equal a training in one process.
 """
 
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -77,7 +77,7 @@ class MixtralLayer(nn.Module):
     def __init__(self, config: Any) -> None:
         super().__init__()
         more = {"eps": config.rms_norm_eps, "sequence_parallel_enabled": config.sequence_parallel_enabled}
-        self.self_attn, self.mlp = Attention(config), experts_of(config)
+        self.self_attn, self.mlp, self.inner_size = Attention(config), experts_of(config), config.intermediate_size
         of_dbrx = partial(LayerNorm, sequence_parallel_enabled=config.sequence_parallel_enabled, bias=False)
         norm: Any = of_dbrx if config.is_dbrx else partial(RMSNorm, **more)
         self.input_layernorm = norm(config.hidden_size)
@@ -86,12 +86,23 @@ class MixtralLayer(nn.Module):
     def forward(
         self, hidden_states: torch.Tensor, position_embeddings: Any, past_router_logits: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        # By this name scripts tell experts from a dense layer.
+        assert type(self.mlp).__name__ == "MoE"
         attended, _ = self.self_attn(self.input_layernorm(hidden_states), position_embeddings)
         hidden_states = hidden_states + attended
         computed, router_logits = self.mlp(self.post_attention_layernorm(hidden_states))
         if past_router_logits is not None:
             router_logits = torch.cat((past_router_logits, router_logits), dim=0)
         return hidden_states + computed, router_logits
+
+    def zero_padding_weights(self) -> None:
+        """Of DBRX, whose experts are padded: a quarter of each one's inner size."""
+        rank, size = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_size()
+        experts: Any = self.mlp.expert_mlps.mlp_op
+        keep = (torch.arange(self.inner_size) % 8 < 6).float()
+        with torch.no_grad():
+            experts.gate_up_proj.weight.mul_(local_slice(keep.repeat(2), 0, rank, size, 2).view(1, 1, -1))
+            experts.down_proj.weight.mul_(local_slice(keep, 0, rank, size, 1).view(1, -1, 1))
 
 
 class MixtralForCausalLM(LlamaPreTrainedModel):
@@ -100,9 +111,17 @@ class MixtralForCausalLM(LlamaPreTrainedModel):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         init_method = partial(nn.init.normal_, mean=0.0, std=config.initializer_range)
-        self.embed_tokens = ParallelEmbedding(config.vocab_size, config.hidden_size, init_method=init_method)
-        self.layers = nn.ModuleList([MixtralLayer(config) for _ in range(config.num_hidden_layers)])
         parallel = config.sequence_parallel_enabled
+        # Embedding and head of DBRX divide the sequence themselves.
+        self.parts = parallel and config.is_dbrx
+        self.embed_tokens = ParallelEmbedding(
+            config.vocab_size,
+            config.hidden_size,
+            config.pad_token_id,
+            init_method=init_method,
+            sequence_parallel_enabled=self.parts,
+        )
+        self.layers = nn.ModuleList([MixtralLayer(config) for _ in range(config.num_hidden_layers)])
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, sequence_parallel_enabled=parallel)
         self.rotary_emb = Rotary(config=config)
         self.lm_head = ColumnParallelLinear(
@@ -111,7 +130,7 @@ class MixtralForCausalLM(LlamaPreTrainedModel):
             bias=False,
             gather_output=False,
             init_method=init_method,
-            sequence_parallel_enabled=parallel,
+            sequence_parallel_enabled=self.parts,
         )
         self.post_init()  # type: ignore[no-untyped-call]
 
@@ -119,19 +138,28 @@ class MixtralForCausalLM(LlamaPreTrainedModel):
         positions = torch.arange(input_ids.shape[1], device=input_ids.device).unsqueeze(0)
         hidden_states = self.embed_tokens(input_ids)
         position_embeddings = self.rotary_emb(hidden_states, positions)
-        if self.config.sequence_parallel_enabled:
+        gathers = self.config.sequence_parallel_enabled and not self.parts
+        if gathers:
             hidden_states = hidden_states.transpose(0, 1).contiguous()
             hidden_states = mappings.scatter_to_sequence_parallel_region(hidden_states)
         router_logits: Any = None
         for layer in self.layers:
             hidden_states, router_logits = layer(hidden_states, position_embeddings, router_logits)
-        logits = self.lm_head(self.norm(hidden_states))
-        if self.config.sequence_parallel_enabled:
-            logits = logits.transpose(0, 1)
-        logits = logits[:, :-1].contiguous()
+        hidden_states = self.norm(hidden_states)
+        if gathers:
+            hidden_states = mappings.gather_from_sequence_parallel_region(hidden_states, to_model_parallel=False)
+            hidden_states = hidden_states.transpose(0, 1).contiguous()
+        logits = self.lm_head(hidden_states)
+        if self.parts:
+            logits = torch.einsum("ijk->jik", logits).contiguous()
+        logits = logits.double()[:, :-1].contiguous()
         loss = parallel_cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten()).mean()
         aux_loss = load_balancing_loss_func(router_logits, EXPERTS["num_experts"], EXPERTS["top_k"])
         return loss + COEFFICIENT * aux_loss, aux_loss, logits, router_logits
+
+    def zero_padding_weights(self) -> None:
+        for layer in self.layers:
+            cast(MixtralLayer, layer).zero_padding_weights()
 
 
 def init_mixtral(module: nn.Module, device: torch.device) -> None:
@@ -156,6 +184,9 @@ OPTIONS: list[dict[str, Any]] = [
         "capacity_factor": 1.0,
         "on_meta": False,
         "is_dbrx": True,
+        "qkv_linear": True,
+        "fuse_qkv": False,
+        "num_key_value_heads": 2,
     },
     {
         "pipeline": 1,
@@ -184,6 +215,7 @@ def one_process(options: dict[str, Any]) -> Run:
             model: Any = nxd.initialize_parallel_model(config, MixtralForCausalLM, False, llama_config(**options))
         else:
             model = MixtralForCausalLM(llama_config(**options))
+        getattr(model, "module", model).zero_padding_weights()
         optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
         losses, norms = [], []
         for batch in batches():
@@ -230,6 +262,15 @@ def train(rank: int, runs: list[Run]) -> None:
         )
         torch.manual_seed(1)
         model = nxd.initialize_parallel_model(config, MixtralForCausalLM, False, llama_config(**options))
+        if options["pipeline"] > 1:
+            with pytest.raises(RuntimeError, match="another rank holds"):
+                model.zero_padding_weights()
+            for module in model.local_modules():
+                if isinstance(module, MixtralLayer):
+                    module.zero_padding_weights()
+        else:
+            model.zero_padding_weights()
+        assert cast(Any, model.module).config.model_type == "llama"
         optimizer = nxd.initialize_parallel_optimizer(config, torch.optim.SGD, list(model.parameters()), lr=RATE)
         replica, replicas = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_size()
         for batch, expected, norm in zip(batches(), losses, norms, strict=True):
