@@ -40,6 +40,7 @@ docs/api
 docs/guide/*
 docs/*
 benchmarks/results/*
+CONTRIBUTING
 CHANGELOG
 ```
 """
