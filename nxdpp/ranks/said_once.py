@@ -24,9 +24,18 @@ class FirstRankToSay(logging.Filter):
         connection = store.clone()  # type: ignore[attr-defined]  # missing in torch's stubs
         self._store = PrefixStore("said", connection)
         self._counts: Counter[bytes] = Counter()
+        self._last: logging.LogRecord | None = None
+        self._is_first = True
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Return whether this rank is the first to log the text of ``record`` for the n-th time."""
+        if record is self._last:
+            # Another handler.
+            return self._is_first
+        self._last, self._is_first = record, self._counted(record)
+        return self._is_first
+
+    def _counted(self, record: logging.LogRecord) -> bool:
         text = hashlib.blake2b(f"{record.name}:{record.levelno}:{record.getMessage()}".encode()).digest()
         self._counts[text] += 1
         try:
@@ -40,7 +49,8 @@ def say_once(store: Store) -> None:
 
     A filter of an earlier world is replaced. Handlers that are added later print on each rank.
     """
+    first = FirstRankToSay(store)
     for handler in logging.getLogger(LIBRARY).handlers:
         for old in [each for each in handler.filters if isinstance(each, FirstRankToSay)]:
             handler.removeFilter(old)
-        handler.addFilter(FirstRankToSay(store))
+        handler.addFilter(first)

@@ -10,7 +10,9 @@ from tests.support.run_ranks import run_ranks
 
 def say(rank: int) -> str:
     printed = io.StringIO()
-    logging.getLogger(LIBRARY).addHandler(logging.StreamHandler(printed))
+    library = logging.getLogger(LIBRARY)
+    library.addHandler(logging.StreamHandler(printed))
+    library.setLevel(logging.WARNING)
     parallel_state.initialize_model_parallel()
     logger = logging.getLogger(f"{LIBRARY}.models.llama")
     for _ in range(2):
