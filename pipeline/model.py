@@ -326,8 +326,9 @@ class NxDPPModel(PipelineView, Generic[OnEveryRank, PerMicrobatch]):
     def run_eval(self, *positional: Any, **inputs: Any) -> Any:
         """Run the forward of all microbatches without gradients; collective over all ranks.
 
-        Takes inputs as ``run_train`` does, and returns the loss as it does if the output names one. Otherwise the rank
-        of the last stage returns the model's output, with the microbatches concatenated along dimension 0.
+        Takes inputs as ``run_train`` does, and returns the loss as it does if the output names one or is one tensor of
+        shape (). Otherwise the rank of the last stage returns the model's output, with the microbatches concatenated
+        along dimension 0.
         """
         with board.call("run_eval", "step", "pipeline", has_limit=True):
             check_not_positional(self.original_module, positional)

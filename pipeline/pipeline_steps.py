@@ -21,8 +21,8 @@ from nxdpp.ranks.faults.board import Call, board
 class Evaluation:
     """Result of ``eval_step`` on this rank.
 
-    ``losses`` holds the loss of each microbatch where the model's output names a loss, and is ``None`` otherwise. Their
-    mean is the loss.
+    ``losses`` holds the loss of each microbatch where the model's output names a loss, or is one tensor of shape (). It
+    is ``None`` otherwise. Their mean is the loss.
     ``output`` is then the model's output, with the microbatches concatenated along dimension 0. Both are empty on
     ranks without the last stage.
     """
@@ -141,6 +141,9 @@ class PipelineSteps:
         result = self._runner.evaluate(self._batches.of_inputs, inputs, self._preparation.with_named_loss)
         if result.step.has_loss:
             return Evaluation(result.losses())
+        losses = result.lone_losses()
+        if losses is not None:
+            return Evaluation(losses)
         return Evaluation(None, join_outputs(result.outputs()) if result.values else None)
 
     def eval_samples(self, samples: Sequence[Mapping[str, Any]]) -> list[Any]:

@@ -49,6 +49,7 @@ class StepPreparation:
     def __init__(self, config: PipelineConfig, programs: ProgramCache, normalization: LossNormalization) -> None:
         self._loss_spec = config.output_loss_value_spec
         self._is_sum = config.gradient_reduction == "sum"
+        self._by_tokens = config.loss_normalization == "tokens"
         self._programs = programs
         self._normalization = normalization
 
@@ -76,9 +77,9 @@ class StepPreparation:
         return self._prepared(batch, cut, "loss and output", loss, transform)
 
     def with_named_loss(self, batch: Batch) -> PreparedStep:
-        """Prepare an evaluation, which ends with the loss where the output names one."""
+        """Prepare an evaluation, which ends with the loss where the output names one or labels divide it."""
         cut = self._graph(batch)
-        if self._programs.evaluation_ends_with(cut) == "loss":
+        if self._programs.evaluation_ends_with(cut) == "loss" or (self._by_tokens and cut.is_lone):
             return self._losing(cut, batch, False)
         return self._prepared(batch, cut, "output", StepLoss(batch.microbatches))
 
@@ -148,6 +149,18 @@ class StepResult:
         with failure_watch.reported():
             losses: list[torch.Tensor] = self._shared(self.losses())
             return losses
+
+    def lone_losses(self) -> list[torch.Tensor] | None:
+        """Return the loss of each microbatch where the model returns nothing but it; collective over the pipeline.
+
+        Returns ``None`` on all ranks where the output is another value, and an empty list without the last stage.
+        """
+        if not self.step.cut.is_lone:
+            return None
+        values = [each for (each,) in self.values]
+        with failure_watch.reported():
+            (are_losses,) = self._shared([all(isinstance(each, torch.Tensor) and not each.ndim for each in values)])
+        return values if are_losses else None
 
     def shared_outputs(self) -> list[Any]:
         """Return the outputs on all ranks; collective over the pipeline."""

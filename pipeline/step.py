@@ -8,7 +8,7 @@
     finish     tied weights, reference, average over the replicas ─▶ StepResult
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -121,13 +121,13 @@ class StepRunner:
             if self._check_first:
                 reference = ReferenceStep(self._part, self._partition.owners, self._config, device)
             # Verify.
-            signature, digest, engine = self._verify(step, device, train=True)
+            signature, digest, engine, hashes = self._verify(step, device, train=True)
             if self._part.tied.has_weights:
                 self._part.tied.set_aside()
             if self._has_tensor_ranks:
                 self._sequence.set_aside()
                 self._copies.verify(self._part.seed)
-            self._replicas.verify()
+            self._replicas.verify(() if self._config.check_inputs == "never" else hashes)
             if reference is not None:
                 reference.run(step.loss)
             # Run, and add up the gradients of several ranks.
@@ -155,7 +155,7 @@ class StepRunner:
         with self._noted(), torch.inference_mode(mode=False), torch.no_grad():
             step, device = prepare(take(inputs)), self._part.changes.device
             check_autocast(device, is_scaled=True)
-            signature, digest, engine = self._verify(step, device, train=False)
+            signature, digest, engine, _ = self._verify(step, device, train=False)
             _, values = self._run(step, signature, digest, engine, device)
             return StepResult(step, values, self._last_rank, device)
 
@@ -183,10 +183,11 @@ class StepRunner:
 
     def _verify(
         self, step: PreparedStep, device: torch.device, train: bool
-    ) -> tuple[StepSignature, int, Engine | None]:
+    ) -> tuple[StepSignature, int, Engine | None, Sequence[int]]:
         """Verify that all ranks of the pipeline run the same step, in its first run also on the same values.
 
-        Returns the step's signature, its digest, and its engine; a new signature has none. Raises ``RuntimeError`` when
+        Returns the step's signature, its digest, its engine, and hashes of its inputs. A new signature has no engine.
+        Raises ``RuntimeError`` when
         the ranks are about to run different steps.
         """
         if self._compiled is None:
@@ -221,7 +222,7 @@ class StepRunner:
                 self._part.tied.hooks_after if self._part.any_ties and train else None,
             )
         self._is_verified, self._refused = True, None
-        return signature, digest, engine
+        return signature, digest, engine, inputs.values
 
     def _run(
         self,

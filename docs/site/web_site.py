@@ -13,7 +13,14 @@ _SETTINGS = {
     "language": "en",
     "smartquotes": False,
     "root_doc": "README",
-    "include_patterns": ["README.md", "CHANGELOG.md", "docs/*.md", "docs/guide/*.md", "benchmarks/results/*.md"],
+    "include_patterns": [
+        "README.md",
+        "CONTRIBUTING.md",
+        "CHANGELOG.md",
+        "docs/*.md",
+        "docs/guide/*.md",
+        "benchmarks/results/*.md",
+    ],
     "myst_heading_anchors": 4,
     "html_theme": "alabaster",
     "html_theme_options": {"page_width": "1100px", "sidebar_width": "240px"},
@@ -33,6 +40,7 @@ docs/api
 docs/guide/*
 docs/*
 benchmarks/results/*
+CONTRIBUTING
 CHANGELOG
 ```
 """

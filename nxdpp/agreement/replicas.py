@@ -3,6 +3,7 @@
 Gradients are averaged over the replicas; values never are.
 """
 
+import logging
 from collections.abc import Iterable, Sequence
 
 import torch.distributed as dist
@@ -11,6 +12,8 @@ from torch import nn
 from nxdpp.agreement.comparison import unequal
 from nxdpp.agreement.difference import difference_of
 from nxdpp.agreement.same_values import sample
+
+_logger = logging.getLogger(__name__)
 
 SAME_MODEL = (
     "Wrap the same model with the same arguments in every data-parallel replica, after the same torch.manual_seed(...)."
@@ -35,6 +38,17 @@ def check_replicas(
         f"{second} has {difference.has} than {first}:\n{difference.lines}"
         f"{seeds if found.notes[0] != found.notes[1] else ''}{remedy}"
     )
+
+
+def warn_of_equal_batches(hashes: Sequence[int], group: dist.ProcessGroup) -> None:
+    """Warn on rank 0 if all ranks of its data-parallel ``group`` have the same ``hashes``; collective over that."""
+    if dist.get_process_group_ranks(group)[0] == 0 and unequal(list(hashes), group) is None and dist.get_rank() == 0:
+        _logger.warning(
+            "all %d data-parallel replicas have the same batch, so they compute the same gradients: give each its own "
+            "rows. nxdpp.data_parallel_sampler(dataset) does. A DistributedSampler takes "
+            "num_replicas=parallel_state.get_data_parallel_size() and rank=parallel_state.get_data_parallel_rank().",
+            dist.get_world_size(group),
+        )
 
 
 def check_replica_values(

@@ -2,7 +2,8 @@
 
 Without the error such an optimizer would silently update parameters that are no longer trained. An existing optimizer
 is found when a parameter is replaced. An optimizer made later, from an old list of parameters, is found at its first
-step. An optimizer made before wrapping is found too; it would also keep the parameters of other stages in memory.
+step. An optimizer made before wrapping is found in the first step of the model, before it runs; it would also keep the
+parameters of other stages in memory.
 
 Where the program itself has replaced a parameter, one process would go on with the old one without a word. Here it goes
 on with a warning.
@@ -97,13 +98,7 @@ def _refuse_replaced(optimizer: Optimizer) -> None:
             _step_check()
             _step_check = None
         return
-    names = [_replaced[parameter] for parameter in parameters_of(optimizer) if parameter in _replaced]
-    if names:
-        raise RuntimeError(
-            f"an optimizer, {type(optimizer).__name__}, holds {len(names)} parameters that are not this rank's "
-            f"({names[0]} is the first): they were replaced, or belong to other stages. Make the optimizer from "
-            f"local_parameters() or local_module.parameters(), after wrapping, loading and move_model_to_device()."
-        )
+    _check_not_replaced(optimizer)
     old = [_outdated.pop(parameter) for parameter in parameters_of(optimizer) if parameter in _outdated]
     if old:
         _logger.warning(
@@ -112,6 +107,22 @@ def _refuse_replaced(optimizer: Optimizer) -> None:
             type(optimizer).__name__,
             len(old),
             old[0],
+        )
+
+
+def check_no_optimizer_has(replaced: Mapping[str, nn.Parameter]) -> None:
+    """Raise ``RuntimeError`` if a live optimizer holds parameters ``replaced``, which are watched, before it steps."""
+    for optimizer, _ in holders(replaced):
+        _check_not_replaced(optimizer)
+
+
+def _check_not_replaced(optimizer: Optimizer) -> None:
+    names = [_replaced[parameter] for parameter in parameters_of(optimizer) if parameter in _replaced]
+    if names:
+        raise RuntimeError(
+            f"an optimizer, {type(optimizer).__name__}, holds {len(names)} parameters that are not this rank's "
+            f"({names[0]} is the first): they were replaced, or belong to other stages. Make the optimizer from "
+            f"local_parameters() or local_module.parameters(), after wrapping, loading and move_model_to_device()."
         )
 
 

@@ -20,7 +20,7 @@ from torch import nn
 
 from nxdpp.agreement.exchange import ReplicaExchanges
 from nxdpp.agreement.fingerprint import parameter_lines
-from nxdpp.agreement.replicas import SAME_MODEL, check_replica_values
+from nxdpp.agreement.replicas import SAME_MODEL, check_replica_values, warn_of_equal_batches
 from nxdpp.gradients.average import average_gradients
 from nxdpp.gradients.average_checks import replica_step_check
 from nxdpp.gradients.average_plan import LastBackward
@@ -86,17 +86,20 @@ class ReplicaGradients:
         """Figures of the last average that began during a step."""
         return AverageReport(0, 0, 0.0) if self._overlapped is None else self._overlapped.report
 
-    def verify(self) -> None:
+    def verify(self, hashes: Sequence[int] = ()) -> None:
         """Verify in steps 1, 2, 4, 8, ... that the replicas have the same parameters; collective over them.
 
-        Raises ``RuntimeError`` for names, shapes or dtypes that differ from the first replica's, or values in a sample,
-        and in step 1 for attributes.
+        In step 1 equal ``hashes`` of the batch are a warning. Raises ``RuntimeError`` for names, shapes or dtypes that
+        differ from the first replica's, or values in a sample, and in step 1 for attributes.
         """
         if not (number := next(self._numbers)) & (number - 1):
             before = number // 2
             if not before:
                 replica_step_check.of_pipeline(self._module.parameters(), is_averaged=True)
                 self._compare(self._part.attribute_lines())
+                if self._replicas > 1 and any(hashes):
+                    self._exchanges.begin("comparison of batches")
+                    warn_of_equal_batches(hashes, parallel_state.get_data_parallel_group())
             else:
                 self._compare(remedy=_APART.format(f"{before} step{'s' * (before > 1)}"))
 

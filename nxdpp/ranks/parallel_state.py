@@ -32,6 +32,7 @@ from nxdpp.ranks.known_keywords import knows_its_keywords
 from nxdpp.ranks.process_groups import ProcessGroups, build_groups
 from nxdpp.ranks.rank_getters import *  # noqa: F403  # all getters are names of this module
 from nxdpp.ranks.rank_mesh import DIMENSIONS, RankMesh, checked_order
+from nxdpp.ranks.said_once import say_once
 from nxdpp.ranks.start_checks import check_ones, check_same, check_sizes, checked_folder
 
 
@@ -121,6 +122,7 @@ def initialize_model_parallel(
     store = launch.start_world(own_device) if started_world else launch.join_world(own_device)
     if world_size > 1:
         failure_watch.start(store, timeouts)
+        say_once(store)
     with failure_watch.reported():
         current_state.replace(build_groups(rank_mesh, started_world, own_device, store, timeouts))
     board.is_compiling = device_of(own_device).is_compiling

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 from transformers import PreTrainedModel
 
 from nxdpp.agreement.configurations import configuration_lines
@@ -13,7 +14,7 @@ from nxdpp.agreement.same_values import InitialWeights, RankValues
 from nxdpp.gradients.autocast import note_blocks_that_are_off
 from nxdpp.gradients.optimizer.partial_steps import refuse_partial_steps
 from nxdpp.gradients.partial_norms import refuse_partial_norms
-from nxdpp.gradients.replaced_parameters import check_no_optimizer_holds, watch_replaced
+from nxdpp.gradients.replaced_parameters import check_no_optimizer_has, check_no_optimizer_holds, watch_replaced
 from nxdpp.initialization.allocation import with_type_of
 from nxdpp.initialization.initialisers import ParameterInitialiser
 from nxdpp.initialization.materialise import MetaTensor, initial_weights
@@ -113,7 +114,11 @@ class LocalPart:
         self.module = build_local_module(root, local, layers, elsewhere)
         refuse_calls_elsewhere(root, owners, self.module)
         kept = set(map(id, listings.parameters(self.module)))
-        watch_replaced({name: parameter for name, parameter in whole.items() if id(parameter) not in kept})
+        others = {name: parameter for name, parameter in whole.items() if id(parameter) not in kept}
+        watch_replaced(others)
+        # Only what somebody else holds stays in it, such as an optimizer made before wrapping.
+        self._others = WeakIdKeyDictionary()
+        self._others.update((parameter, name) for name, parameter in others.items())
         # Numbers count the ties of the whole model, so that a number is the same weight on all ranks.
         weights = [
             TiedWeight(next(name for name in names if name in used), tuple(names), tuple(ranks), number)
@@ -173,6 +178,10 @@ class LocalPart:
                 f"({without[0]} is the first). Call move_model_to_device() or materialise(), which initialise them, or "
                 f"nxdpp.load_pretrained(model, directory); and make the optimizer after it."
             )
+
+    def check_optimizers(self) -> None:
+        """Raise ``RuntimeError`` for an optimizer made before wrapping, which holds parameters of other ranks."""
+        check_no_optimizer_has({name: parameter for parameter, name in self._others.items()})
 
     def values(self) -> RankValues:
         """The present values, for a comparison with other ranks."""

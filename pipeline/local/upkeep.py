@@ -103,8 +103,10 @@ class LocalUpkeep:
             self._follow_replacements()
 
     def check_trained(self) -> None:
-        """Raise ``RuntimeError`` for parameters of a dtype that cannot be trained."""
+        """Raise ``RuntimeError`` for a dtype that cannot be trained, and for optimizers made before wrapping."""
         if self._trained_at != self._changes.number:
+            if not self._runs:
+                self._part.check_optimizers()
             if self._dtypes.has_moved:
                 arguments.check_trained_dtypes(self._tree)
                 self._dtypes.settle()

@@ -92,7 +92,7 @@ class CutGraph:
     def has_named_loss(self, spec: LossSpec = None) -> bool:
         """Return whether the output names a loss, or a loss function has all its inputs.
 
-        Only its shape tells whether a lone value of the output is a loss.
+        Only its shape tells whether a lone value of the output is a loss: ``is_lone``.
         """
         if self.traced.loss is not None or self.traced.lacking_for_loss:
             return self.traced.loss is not None
@@ -102,6 +102,11 @@ class CutGraph:
             return isinstance(pick_loss(self.output, spec), fx.Node)
         except ValueError:
             return False
+
+    @property
+    def is_lone(self) -> bool:
+        """Whether the output is one value, without a name and without a loss function."""
+        return isinstance(self.output, fx.Node) and self.traced.loss is None and not self.traced.lacking_for_loss
 
     def results(self) -> list[fx.Node]:
         """Return the nodes of all values of the output, each once."""

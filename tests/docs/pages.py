@@ -32,8 +32,8 @@ def guide_pages() -> list[Path]:
 
 
 def linking_pages() -> list[Path]:
-    """README.md and all pages of docs/."""
-    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    """README.md, CONTRIBUTING.md and all pages of docs/."""
+    return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def blocks(page: Path) -> list[Block]:

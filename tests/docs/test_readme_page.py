@@ -1,13 +1,16 @@
-"""README.md is short and has what a new user needs first; the flags of the main job's page exist."""
+"""README.md is short, has what a new user needs first, and its code runs; the flags of the main job's page exist."""
 
 import importlib.util
+import io
 import re
 import shlex
 import sys
+from contextlib import redirect_stdout
 
 import pytest
 
 from tests.docs.pages import GUIDE, ROOT, blocks
+from tests.support.run_ranks import run_ranks
 
 pytestmark = pytest.mark.one_python
 
@@ -15,32 +18,45 @@ README = ROOT / "README.md"
 TEXT = README.read_text()
 
 
-def test_it_is_short_and_begins_with_three_sentences_and_a_picture() -> None:
+def test_it_is_short_and_its_first_screen_has_the_state() -> None:
     lines = TEXT.splitlines()
-    assert len(lines) <= 120
+    assert len(lines) <= 60
     _, first, picture, *_ = TEXT.split("\n\n")
     assert len(re.findall(r"\.(?:\s|$)", first)) == 3
     assert re.fullmatch(r"!\[.+\]\(docs/pictures/[\w-]+\.svg\)", picture)
     assert all(len(line) <= 120 for line in lines if not line.startswith("|"))
+    assert sum(line.startswith("| [") for line in lines) <= 10
+    screen = "\n".join(lines[:25])
+    assert all(word in screen for word in ("CPU", "GPU", "tests", "When not to use it"))
 
 
-def test_the_two_commands_and_the_line_for_the_cpu() -> None:
-    """``.ci/run`` runs the two commands as they are written here."""
-    commands = [block.text for block in blocks(README) if block.language == "sh"]
-    assert [bool(re.search(r"^pip install .* && .*(train\.py|pytest)$", command)) for command in commands] == [
-        *(False, True, True)
-    ]
-    cpu, main_job, _ = commands
+def test_the_commands() -> None:
+    """``.ci/run`` runs the second and the third as they are written here."""
+    (block,) = [block.text for block in blocks(README) if block.language == "sh"]
+    cpu, main_job, tests = block.splitlines()
     assert cpu.split()[-1] == "https://download.pytorch.org/whl/cpu"
     assert " OMP_NUM_THREADS=1 torchrun " in main_job  # else torchrun prints two lines about it
-    assert "5 GB" in TEXT
-    assert TEXT.index("5 GB") < TEXT.index(cpu) < TEXT.index(main_job)
+    assert all(re.search(r"^pip install .* && .*(train\.py|pytest)$", each) for each in (main_job, tests))
 
 
-def test_the_changed_loop_has_what_a_training_needs() -> None:
+def lines_of(change: str, left_out: str) -> str:
+    return "\n".join(line[1:] for line in change.splitlines() if not line.startswith(left_out))
+
+
+def losses(rank: int, program: str) -> list[str]:
+    printed = io.StringIO()
+    with redirect_stdout(printed):
+        exec(program, {"__name__": "__main__"})
+    return printed.getvalue().splitlines()
+
+
+def test_the_change_runs_as_pasted_and_prints_the_same_losses() -> None:
     (change,) = [block.text for block in blocks(README) if block.language == "diff"]
-    for needed in ("clip_grad_norm_", "scheduler.step()", "print("):
-        assert needed in change
+    before, after = lines_of(change, "+"), lines_of(change, "-")
+    assert "nxdpp" not in before
+    expected = run_ranks(1, losses, before)[0]
+    assert len(expected) == 10
+    assert run_ranks(4, losses, after) == [expected] * 4
 
 
 def test_the_flags_of_the_main_job_exist(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,7 @@
 """Errors of the average over replicas that began during a step, and replicas whose parameters go apart."""
 
+import io
+import logging
 import re
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -14,6 +16,7 @@ from nxdpp import NxDPPModel, parallel_state
 from nxdpp.gradients.replica_gradients import ReplicaGradients
 from nxdpp.ranks.faults import failure_watch
 from tests.pipeline.after_wrapping.scripts import Layer, Plain, batch
+from tests.support.models import make, padded_batch
 from tests.support.run_ranks import run_ranks
 
 
@@ -105,3 +108,22 @@ def test_replicas_are_compared_in_steps_1_2_4_8() -> None:
             assert re.search(r"values of (embed|layers.2.linear).weight", message)
             assert f"had the same parameters {ago}." in message
             assert "Step the optimizer after run_train, and draw new values after the same torch.manual_seed" in message
+
+
+def warnings_of(rank: int) -> list[str]:
+    printed = io.StringIO()
+    logging.getLogger("nxdpp").addHandler(logging.StreamHandler(printed))
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    found = []
+    for seed in (parallel_state.get_data_parallel_rank(), 0):
+        model = NxDPPModel(make("llama", layers=2), num_microbatches=2)
+        for _ in range(2):
+            model.run_train(**padded_batch(4, seed=seed))
+        found.append(printed.getvalue())
+    return found
+
+
+def test_one_rank_tells_once_of_replicas_with_the_same_batch() -> None:
+    own, same = map("".join, zip(*run_ranks(4, warnings_of), strict=True))
+    assert own == ""
+    assert same.count("all 2 data-parallel replicas have the same batch") == same.count("\n") == 1

@@ -83,6 +83,49 @@ def test_outputs_of_any_stage_keep_their_structure() -> None:
     run_ranks(2, evaluate_plain)
 
 
+class BareLoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x if labels is None else nn.functional.cross_entropy(x, labels)
+
+
+def count_labels(microbatch: dict[str, Any]) -> int:
+    return int((microbatch["labels"] != -100).sum())
+
+
+def evaluate_bare(rank: int) -> None:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    x, labels = torch.randn(6, 4), torch.tensor([0, 1, -100, 2, 3, -100])
+    for everywhere in (False, True):
+        for rule in ("microbatch", "tokens"):
+            torch.manual_seed(0)
+            wrapped = NxDPPModel(
+                BareLoss(),
+                transformer_layer_cls=nn.Linear,
+                num_microbatches=3,
+                broadcast_and_average_loss=everywhere,
+                loss_normalization=rule,
+                count_items_fn=count_labels if rule == "tokens" else None,
+            )
+            for _ in range(2):
+                evaluated = wrapped.run_eval(x=x, labels=labels)
+                trained = wrapped.run_train(x=x, labels=labels)
+                assert (trained is None) == (evaluated is None) == (rank == 0 and not everywhere)
+                assert trained is None or torch.equal(trained, evaluated)
+                if rule == "microbatch":
+                    output = wrapped.run_eval(x=x)
+                    assert (None if output is None else output.shape) == ((6, 4) if rank == 1 else None)
+
+
+def test_a_bare_loss_is_returned_as_by_a_training_step() -> None:
+    run_ranks(2, evaluate_bare)
+
+
 def evaluate_everywhere(rank: int) -> torch.Tensor:
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
     wrapped = NxDPPModel(make("llama"), num_microbatches=2, broadcast_and_average_loss=True)

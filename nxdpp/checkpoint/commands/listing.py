@@ -4,6 +4,7 @@ import json
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 from rich.cells import cell_len
@@ -48,7 +49,7 @@ class Listing:
         """Print it for a reader. Names are folded at the width of the terminal, and nothing is cut."""
         out = Console(highlight=False, markup=False, emoji=False)
         out.print(f"{self.path}: {self.title}", soft_wrap=True)
-        for name, text in self.lines:
+        for name, text in [*self._summary(), *self.lines]:
             out.print(f"{printable(name):<13} {printable(text, _LONGEST)}", soft_wrap=True)
         heads = ("tensor", "dtype", "shape", self.bytes_title)
         rows = [self._row(name) for name in self.tensors]
@@ -60,6 +61,17 @@ class Listing:
                 _print_lines(out, heads, rows)
         if self.rest:
             out.print(self.rest)
+
+    def _summary(self) -> list[tuple[str, str]]:
+        """Number, dtypes and sizes of all tensors of the table, before the lines of each."""
+        if not self.tensors:
+            return []
+        tensors = self.tensors.values()
+        count = sum(prod(each.shape) for each in tensors)
+        dtypes = ", ".join(dict.fromkeys(_dtype(each) for each in tensors))
+        size, state = sum(each.bytes for each in tensors), sum(self.bytes.values())
+        more = f"; {sized(state)} {self.bytes_title}" if state > size else ""
+        return [("values", f"{count:,} in {len(self.tensors):,} tensors, {dtypes}, {sized(size)}{more}")]
 
     def _row(self, name: str) -> tuple[str, str, str, str]:
         layout = self.tensors[name]

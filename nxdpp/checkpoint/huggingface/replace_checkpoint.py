@@ -4,7 +4,9 @@
 
     model-1c5f09aa-00001-of-00002.safetensors    new files get names that the earlier checkpoint does not use
     model.safetensors.index.json                 replaced: from now on the new checkpoint is loaded
-    model-00001-of-00002.safetensors             removed
+    model-00001-of-00002.safetensors             removed, then a link to the new file
+    model.safetensors.index.json                 replaced: it has the usual names
+    model-1c5f09aa-00001-of-00002.safetensors    removed
 
 One file is ``model.safetensors``, which is replaced itself, and is loaded in preference to an index. So it is removed
 last where an index replaces it.
@@ -20,7 +22,7 @@ import json
 import os
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,6 +59,25 @@ class NewCheckpoint:
         for file in list(self.directory.iterdir()):
             if file.name not in kept and (file.name == SINGLE_FILE or _OURS.fullmatch(file.name)):
                 file.unlink(missing_ok=True)
+        if INDEX_FILE in kept:
+            self._give_usual_names(kept - {INDEX_FILE})
+
+    def _give_usual_names(self, tagged: Collection[str]) -> None:
+        """Give the files of the index names without a tag; file systems without hard links keep the tag."""
+        names = self._names("")
+        if names[0] in tagged:
+            return
+        links = [self.directory / name for name in names]
+        try:
+            for old, new in zip(sorted(tagged), links, strict=True):
+                new.hardlink_to(self.directory / old)
+        except OSError:
+            for link in links:
+                link.unlink(missing_ok=True)
+            return
+        put(self._write_index(names), self.directory / INDEX_FILE)
+        for old in tagged:
+            (self.directory / old).unlink()
 
     def _has_weights(self) -> bool:
         return any((self.directory / name).is_file() for name in (SINGLE_FILE, INDEX_FILE))
@@ -97,11 +118,14 @@ class NewCheckpoint:
         """Names of files that the directory does not have, with the tag in them."""
         tag = ""
         while True:
-            count = len(self.shards)
-            names = [f"model{tag}-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+            names = self._names(tag)
             if not (needs_tag and not tag) and not any((self.directory / name).exists() for name in names):
                 return tag, names
             tag = f"-{secrets.token_hex(4)}"
+
+    def _names(self, tag: str) -> list[str]:
+        count = len(self.shards)
+        return [f"model{tag}-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
 
     def _write_index(self, names: Sequence[str]) -> Path:
         files = {tensor: name for name, tensors in zip(names, self.shards.values(), strict=True) for tensor in tensors}

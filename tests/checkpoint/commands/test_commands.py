@@ -65,7 +65,7 @@ def test_show_prints_layout_content_and_a_row_for_each_tensor(saved: Path, capsy
     assert "optimizer     AdamW with exp_avg, exp_avg_sq, step\n" in text
     assert '"lr": 0.125' in text
     assert 'user_content  {"step": 1, "mask": {"$tensor": "user_content.mask"}}' in text
-    rows = {line.split()[0]: line for line in text.splitlines() if "float32" in line}
+    rows = {line.split()[0]: line for line in text.splitlines() if "float32 " in line}
     # A parameter, exp_avg and exp_avg_sq of 32 floats.
     assert rows["model.norm.weight"].split()[1:] == ["float32", "[32]", "384", "B"]
     assert len(rows) == len(llama(tie_word_embeddings=True).state_dict()) - 1

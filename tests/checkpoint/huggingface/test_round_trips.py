@@ -104,6 +104,7 @@ def test_one_partition_loads_what_another_saves(tmp_path: Path) -> None:
 
 def replicas(rank: int, folder: Path) -> list[str]:
     model = wrap(make("llama"), 2)
+    save_pretrained(wrap(make("llama", seed=7), 2), folder)
     save_pretrained(model, folder)
     expected = {name: tensor.clone() for name, tensor in model.local_state_dict().items()}
     again = wrap(make("llama", seed=5), 2)
@@ -112,7 +113,7 @@ def replicas(rank: int, folder: Path) -> list[str]:
     return differing(again.local_state_dict(), expected)
 
 
-def test_only_the_first_replica_saves(tmp_path: Path) -> None:
+def test_only_the_first_replica_saves_under_the_usual_names(tmp_path: Path) -> None:
     assert run_ranks(4, replicas, tmp_path) == [[], [], [], []]
 
     assert sorted(file.name for file in tmp_path.glob("*.safetensors")) == [

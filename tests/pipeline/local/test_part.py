@@ -345,3 +345,17 @@ def test_optimizer_made_before_wrapping_is_refused_at_its_step() -> None:
         elsewhere.step()
     finally:
         parallel_state.destroy_model_parallel()
+
+
+def test_optimizer_made_before_wrapping_is_refused_before_the_first_step_runs() -> None:
+    parallel_state.initialize_debug(pipeline_model_parallel_rank=0, pipeline_model_parallel_size=2)
+    try:
+        model = make("llama")
+        early = torch.optim.AdamW(model.parameters())
+        part = NxDPPModel(model, num_microbatches=2)._pipeline.part
+        with pytest.raises(RuntimeError, match=r"AdamW, holds 20 parameters that are not this rank's .*after wrapping"):
+            part.check_optimizers()
+        del early
+        part.check_optimizers()
+    finally:
+        parallel_state.destroy_model_parallel()
