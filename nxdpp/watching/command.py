@@ -50,6 +50,8 @@ def run_watch(options: argparse.Namespace) -> None:
         raise ValueError("--port is of the page: add --web, or leave out --port.")
     if options.once and options.web:
         raise ValueError("--once prints to the terminal: leave out --web. For a page of this moment call report.")
+    if options.port is not None and not 0 <= options.port < 2**16:
+        raise ValueError(f"--port {options.port}: give a number from 0 to {2**16 - 1}.")
     run = RunMetrics(options.folder)
     with suppress(KeyboardInterrupt):
         if options.web:

@@ -30,8 +30,9 @@ from nxdpp.ranks import parallel_state
 from nxdpp.ranks.faults.ending_process import fault_listeners
 
 _LOGGER = logging.getLogger("nxdpp")
-# What a line has without a word of the program.
-_OWN = ("time", "step", "seconds", "busy", "bytes", "actions", "fault", "begins", "ends", "rank", "ranks")
+# What a line has without a word of the program: of the file and its rank, and of a step.
+_OF_RANKS = ("begins", "ends", "done", "steps", "rank", "ranks", "stages", "replica", "schedule", "host", "device")
+OWN_NAMES = frozenset(("time", "step", "seconds", "busy", "bytes", "actions", "fault", *_OF_RANKS))
 
 
 class MetricsFile:
@@ -116,11 +117,8 @@ class MetricsFile:
         Raises ``TypeError`` for other values, ``ValueError`` for a name that a line has already. A file that cannot be
         written is a warning.
         """
-        taken = [name for name in more if name in _OWN]
-        if taken:
-            raise ValueError(f"write({taken[0]}=...): a line has {taken[0]} of its own. Choose another name.")
-        values = {"loss": loss if self._rank == 0 or self._model.holds_last_stage else None, "tokens": tokens, **more}
-        told = {name: _plain(name, value) for name, value in values.items() if value is not None}
+        has_loss = self._rank == 0 or self._model.holds_last_stage
+        told = _plain_values({"loss": loss if has_loss else None, "tokens": tokens, **more})
         now, before = time.perf_counter(), self._ended_at
         self._ended_at = now
         self._step += 1
@@ -136,8 +134,11 @@ class MetricsFile:
         self._append(line)
 
     def add(self, **more: Any) -> None:
-        """Append values of the last step that became known after its line, as the loss of an evaluation."""
-        self._append({"step": self._step, **{name: _plain(name, value) for name, value in more.items()}})
+        """Append values of the last step that become known after its line, as the loss of an evaluation.
+
+        Raises as ``write`` does.
+        """
+        self._append({"step": self._step, **_plain_values(more)})
 
     def close(self) -> None:
         """Append a last line, and close the file; again without effect."""
@@ -185,6 +186,14 @@ class MetricsFile:
                 _LOGGER.warning(f"{self.path} lacks lines: {error.strerror}. The training continues.")
 
 
+def _plain_values(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values that are there, for JSON."""
+    taken = [name for name in values if name in OWN_NAMES]
+    if taken:
+        raise ValueError(f"{taken[0]}=: a line has {taken[0]} of its own. Choose another name.")
+    return {name: _plain(name, value) for name, value in values.items() if value is not None}
+
+
 def _plain(name: str, value: Any) -> Any:
     """Return a value for JSON: numbers that are not finite as texts, such as ``"nan"``."""
     if isinstance(value, torch.Tensor) and value.dim() < 2:
@@ -192,7 +201,5 @@ def _plain(name: str, value: Any) -> Any:
     if isinstance(value, Sequence) and not isinstance(value, str):
         return [_plain(name, each) for each in value]
     if not isinstance(value, int | float):
-        raise TypeError(
-            f"write({name}={value!r:.60}) must be a number, a list of numbers or a tensor of one dimension."
-        )
+        raise TypeError(f"{name}={value!r:.60} must be a number, a list of numbers or a tensor of one dimension.")
     return value if math.isfinite(value) else str(value)
