@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from nxdpp.schedules.view.labels import INK
+from nxdpp.schedules.view.tables import tables
 
 # Ranks of the table and of the strip; the others are counted.
 _RANKS = 16
@@ -18,14 +19,14 @@ _BAR = 10
 # Heights of a curve, from the least to the most, and a full and an empty part of a bar.
 _HEIGHTS = {False: "▁▂▃▄▅▆▇█", True: "_.-=+*%#"}
 _FILLED = {False: "█░", True: "#."}
-_STYLES = {"fault": "bold red", "died": "bold red", "done": "green"}
+_STYLES = {"fault": "bold red", "done": "green"}
 
 
 def frame(summary: dict[str, Any], console: Console) -> RenderableType:
     """Return what ``summary_of`` has, as wide as ``console``; letters of ASCII where it has no others."""
     ascii_only = console.options.ascii_only
     parts: list[RenderableType] = [_head(summary), _curves(summary, console.width, ascii_only)]
-    parts.append(_ranks(summary, ascii_only))
+    parts += _ranks(summary, console.width, ascii_only)
     parts += _strip(summary["strip"], console.width)
     parts += _experts(summary["experts"], console.width, ascii_only)
     parts += [Text(_sentence(fault), style="bold red") for fault in summary["faults"]]
@@ -52,27 +53,27 @@ def _curves(summary: dict[str, Any], width: int, ascii_only: bool) -> Renderable
     return table
 
 
-def _ranks(summary: dict[str, Any], ascii_only: bool) -> RenderableType:
-    table = Table(box=None, padding=(0, 1), pad_edge=False)
-    for name in ("rank", "stages", "busy", "memory", "step", "seconds", "state"):
-        table.add_column(name, justify="left" if name in ("busy", "state") else "right", no_wrap=True)
+def _ranks(summary: dict[str, Any], width: int, ascii_only: bool) -> Iterator[RenderableType]:
     full, empty = _FILLED[ascii_only]
+    rows = []
     for row in summary["ranks"][:_RANKS]:
-        busy, seconds = row["busy"], row["seconds"]
+        busy, seconds, ago = row["busy"], row["seconds"], _ago(summary["now"] - row["seen_at"])
         filled = round(_BAR * (busy or 0.0))
-        ago = _ago(summary["now"] - row["seen_at"])
-        state = row["state"]
-        table.add_row(
-            str(row["rank"]),
-            ", ".join(map(str, row["stages"])),
-            "" if busy is None else f"{100 * busy:3.0f}% {full * filled}{empty * (_BAR - filled)}",
-            "" if row["bytes"] is None else decimal(row["bytes"]),
-            "" if row["step"] is None else f"{row['step']:,}",
-            "" if seconds is None else f"{seconds:.3f}",
-            Text(ago if state == "running" else f"{state}, {ago}", style=_STYLES.get(state, "")),
+        rows.append(
+            [
+                str(row["rank"]),
+                ", ".join(map(str, row["stages"])),
+                "" if busy is None else f"{100 * busy:3.0f}% {full * filled}{empty * (_BAR - filled)}",
+                "" if row["bytes"] is None else decimal(row["bytes"]),
+                "" if row["step"] is None else f"{row['step']:,}",
+                "" if seconds is None else f"{seconds:.3f}",
+                ago if row["state"] == "running" else f"{row['state']}, {ago}",
+            ]
         )
+    yield from tables(("rank", "stages", "busy", "memory", "step", "seconds", "last line"), rows, width)
     more = len(summary["ranks"]) - _RANKS
-    return Group(table, Text(f"and {more} more ranks")) if more > 0 else table
+    if more > 0:
+        yield Text(f"and {more} more ranks")
 
 
 def _strip(strip: dict[str, Any] | None, width: int) -> Iterator[RenderableType]:
