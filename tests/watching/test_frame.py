@@ -34,9 +34,10 @@ out  step 20 of 40  2 ranks, 1f1b  last line 2 s ago
 loss              0.2 █▄▃▂▂▂▂▂▁▁▁▁▁▁▁▁▁▁▁▁
 tokens a second 1,024 ▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁
 seconds           0.5 ▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁
-rank  stages  busy               memory  step  seconds  state
-   0       0   75% ████████░░  500.0 MB    20    0.500  2 s ago
-   1       1   50% █████░░░░░  500.0 MB    20    0.500  2 s ago
+rank  stages             busy    memory  step  seconds  last line
+-----------------------------------------------------------------
+0          0   75% ████████░░  500.0 MB    20    0.500    2 s ago
+1          1   50% █████░░░░░  500.0 MB    20    0.500    2 s ago
 step 20, 400.0 ms  F forward  B backward  . bubble
    0  FFFFFFFFFFFFFFFFFFF....................................BBBBBBBBBBBBBBBBBBB
    1  ..................FFFFFFFFFFFFFFFFFFFBBBBBBBBBBBBBBBBBBB..................

@@ -70,7 +70,7 @@ class MetricsCallback(TrainerCallback):
             if isinstance(value, int | float) and name not in (*OWN_NAMES, *_LEFT_OUT)
         }
         shown = {name: value for name, value in told.items() if not name.endswith(_LEFT_OUT_ENDS)}
-        if self._file is not None and shown and "train_runtime" not in told:
+        if self._file is not None and shown and "train_loss" not in told:
             self._file.add(**shown)
         return control
 
