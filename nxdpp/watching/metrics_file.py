@@ -47,7 +47,8 @@ class MetricsFile:
                 optimizer.zero_grad()
                 metrics.write(loss=loss, tokens=batch["input_ids"].numel())
 
-    No method is collective. Without a fault the file ends with a line that says so.
+    No method is collective. A CUDA device is waited for at the end of each step. Without a fault the file ends with a
+    line that says so.
 
     Args:
         folder: of the run. Rank 3 appends to ``FOLDER/metrics/rank0003.jsonl``. Hosts may share the folder, or have
@@ -57,7 +58,7 @@ class MetricsFile:
             replace earlier ones, and a start at an earlier step replaces all that followed it.
         steps: the number of steps of the whole run, if it is known.
         actions_every: each time that the steps are a multiple of it, the line has the times of the step's actions,
-            for which a CUDA device is waited for. 0 for never.
+            0 for never.
 
     Raises ``TypeError`` for a ``model`` that is no ``NxDPPModel``, ``ValueError`` for negative numbers, ``OSError`` for
     a folder that cannot be written.

@@ -3,6 +3,7 @@
 import json
 from collections import deque
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -65,11 +66,13 @@ class RankMetrics:
                         self._add(line)
 
     def _add(self, line: bytes) -> None:
-        try:
+        # A line that is none of MetricsFile raises in one way or another.
+        with suppress(ValueError, KeyError, TypeError, AttributeError):
             found = json.loads(line)
             self.seen_at = float(found["time"])
-        except (ValueError, KeyError, TypeError):
-            return
+            self._apply(found)
+
+    def _apply(self, found: dict[str, Any]) -> None:
         if "stages" in found:
             self.about |= {key: value for key, value in found.items() if key in _ABOUT}
         if "begins" in found:

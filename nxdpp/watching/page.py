@@ -43,7 +43,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Answer a request that names this machine as its host: another name is a page elsewhere."""
-        if self.headers.get("Host", "").rpartition(":")[0] not in _HOSTS:
+        if self.headers.get("Host", "").split(":")[0] not in _HOSTS:
             self.send_error(HTTPStatus.FORBIDDEN, "only for 127.0.0.1 and localhost")
         elif self.path == "/":
             self._answer("text/html; charset=utf-8", page())

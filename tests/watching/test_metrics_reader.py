@@ -27,7 +27,7 @@ def test_a_torn_line_and_strange_ones_are_left_out(tmp_path: Path) -> None:
     """What a process leaves that is killed in a write, and the lines of its next start."""
     path = lines(tmp_path, 0, begin(0), step(0, 1))
     with path.open("a") as file:
-        file.write('{"time": 1, "step": 2, "lo\n[]\nnull\n{"step": 9}\n')
+        file.write('{"time": 1, "step": 2, "lo\n[]\nnull\n{"step": 9}\n{"time": 1, "step": 2, "loss": "low"}\n')
     lines(tmp_path, 0, begin(0, done=1), step(0, 2))
     assert RunMetrics(tmp_path).curves()["loss"] == [(1, 4.0), (2, 2.0)]
 

@@ -50,7 +50,9 @@ def test_the_server_answers_with_the_run_of_the_moment(port: int, tmp_path: Path
     assert _get(port, "/other")[0] == 404
 
 
-@pytest.mark.parametrize(("host", "status"), [("localhost:9", 200), ("elsewhere.example:80", 403), ("", 403)])
+@pytest.mark.parametrize(
+    ("host", "status"), [("localhost:9", 200), ("127.0.0.1", 200), ("elsewhere.example:80", 403), ("", 403)]
+)
 def test_only_pages_of_this_machine_read_it(port: int, host: str, status: int) -> None:
     """A page elsewhere whose name leads to 127.0.0.1 sends that name."""
     assert _get(port, "/data", host)[0] == status
