@@ -18,7 +18,7 @@ _HEAD = 6
 _BAR = 10
 # Heights of a curve, from the least to the most, and a full and an empty part of a bar.
 _HEIGHTS = {False: "▁▂▃▄▅▆▇█", True: "_.-=+*%#"}
-_FILLED = {False: "█░", True: "#."}
+_FILLED = {False: ("█", "░"), True: ("#", ".")}
 _STYLES = {"fault": "bold red", "done": "green"}
 
 
