@@ -17,6 +17,7 @@ import os
 import socket
 import time
 from collections.abc import Mapping, Sequence
+from numbers import Integral, Real
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -145,7 +146,9 @@ class MetricsFile:
         """Append a last line, and close the file; again without effect."""
         if self._file is not None:
             self._append({"ends": True})
-            self._release()
+            fault_listeners.remove(self._write_fault)
+            os.close(self._file)
+            self._file = None
 
     def __enter__(self) -> Self:
         return self
@@ -156,13 +159,6 @@ class MetricsFile:
         # The failure watch may still add the fault.
         if error is None:
             self.close()
-
-    def _release(self) -> None:
-        file, self._file = self._file, None
-        if self._write_fault in fault_listeners:
-            fault_listeners.remove(self._write_fault)
-        if file is not None:
-            os.close(file)
 
     def _actions(self) -> list[list[Any]]:
         """Return text, start in seconds since 1970, and seconds of each compute action of the last step."""
@@ -201,6 +197,7 @@ def _plain(name: str, value: Any) -> Any:
         value = value.tolist()
     if isinstance(value, Sequence) and not isinstance(value, str):
         return [_plain(name, each) for each in value]
-    if not isinstance(value, int | float):
+    if not isinstance(value, Real):
         raise TypeError(f"{name}={value!r:.60} must be a number, a list of numbers or a tensor of one dimension.")
-    return value if math.isfinite(value) else str(value)
+    number = int(value) if isinstance(value, Integral) else float(value)
+    return number if math.isfinite(number) else str(number)

@@ -8,6 +8,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -132,8 +133,8 @@ def test_wrong_values_and_names_are_refused(tmp_path: Path, model: NxDPPModel) -
         with pytest.raises(ValueError, match=r"seconds=: a line has seconds of its own. Choose another name"):
             metrics.add(seconds=1)
         # None of them is a step.
-        metrics.write(1, norm=None)
-        assert _records(tmp_path, 0)[-1]["step"] == 1
+        metrics.write(np.float32(1.5), norm=None, counts=np.arange(2).tolist())
+        assert _records(tmp_path, 0)[-1].items() >= {"step": 1, "loss": 1.5}.items()
     with pytest.raises(ValueError, match=r"rank0000.jsonl is closed: write before close\(\)"):
         metrics.write(1)
     with pytest.raises(TypeError, match="must be an NxDPPModel, not Linear: wrap it first"):
