@@ -29,8 +29,8 @@ def written(monkeypatch: pytest.MonkeyPatch) -> mock.MagicMock:
     import report
 
     made = mock.MagicMock()
-    monkeypatch.setattr(report, "MetricsFile", made)
-    return made.return_value
+    monkeypatch.setattr(report, "MetricsFile", lambda *_, **__: made)
+    return made
 
 
 def finished_report(folder: Path, loss: float) -> Any:

@@ -37,7 +37,7 @@ class MetricsCallback(TrainerCallback):
     ) -> TrainerControl:
         """Begin the file, after the steps of a resumed training."""
         self._file = MetricsFile(
-            self._folder or args.output_dir,
+            self._folder or str(args.output_dir),
             self._trainer.pipelined,
             done=state.global_step,
             steps=state.max_steps,

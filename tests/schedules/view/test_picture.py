@@ -51,14 +51,14 @@ def _boxes(picture: Element, kind: str) -> list[_Box]:
     found = []
     paths = [(path, group.get("fill")) for group in _groups(picture, kind) for path in group.findall(f"{SVG}path")]
     for path, colour in paths:
-        found += [_Box(*map(float, sizes), path.findtext(f"{SVG}title"), colour) for sizes in _sizes(path)]
+        found += [_Box(*sizes, path.findtext(f"{SVG}title"), colour) for sizes in _sizes(path)]
     return found
 
 
-def _sizes(path: Element) -> list[tuple[str, ...]]:
+def _sizes(path: Element) -> list[tuple[float, float, float, float]]:
     """Return left, top, width and height of each rectangle of a path; one without width or height is a line."""
     edges = re.findall(r"M(\S+?) ([\d.]+)(?:v([\d.]+))?(?:h([\d.]+))?", path.attrib["d"])
-    return [(left, top, width or "0", height or "0") for left, top, height, width in edges]
+    return [(float(left), float(top), float(width or 0), float(height or 0)) for left, top, height, width in edges]
 
 
 def _of_class(picture: Element, kind: str, tag: str) -> list[Element]:
