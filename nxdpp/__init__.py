@@ -15,6 +15,7 @@ Names::
 
     GradScaler                     torch's GradScaler over all ranks
     LoadReport                     Differences between a checkpoint and the whole model that it was loaded into
+    MetricsFile                    Metrics of this rank's steps, which python -m nxdpp watch FOLDER shows
     NxDPPModel                     A model that a pipeline of ranks trains, each of which holds some of its layers
     Pipeline                       A module cut into stages, of which this rank holds and runs its own
     PipelineConfig                 Settings of a Pipeline, equal on all ranks
@@ -82,6 +83,7 @@ from nxdpp.late_names import late_names
 __all__ = [
     "GradScaler",
     "LoadReport",
+    "MetricsFile",
     "NxDPPModel",
     "Pipeline",
     "PipelineConfig",

@@ -1,4 +1,4 @@
-"""``python -m nxdpp``: the stages of a model, schedules, recorded timelines, and checkpoints.
+"""``python -m nxdpp``: the stages of a model, schedules, recorded timelines, checkpoints, and runs.
 
 ::
 
@@ -6,6 +6,7 @@
     python -m nxdpp schedule zb-v --ranks 4 --microbatches 8
     python -m nxdpp timeline trace.json
     python -m nxdpp checkpoint show out
+    python -m nxdpp watch out
 
 Its help also tells how to read the lines of a job that hangs.
 """
@@ -23,6 +24,7 @@ from nxdpp.planning import command as plan_command
 from nxdpp.schedules.view import command as schedule_command
 from nxdpp.schedules.view import timeline_command
 from nxdpp.version import __version__
+from nxdpp.watching import command as watch_command
 
 # Exit status of a process that SIGINT ends, as shells have it.
 _INTERRUPTED = 130
@@ -79,7 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"nxdpp {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
-    for command in (plan_command, schedule_command, timeline_command, checkpoint_command):
+    for command in (plan_command, schedule_command, timeline_command, checkpoint_command, watch_command):
         command.add_parser(commands)
     return parser
 

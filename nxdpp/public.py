@@ -36,3 +36,4 @@ from nxdpp.tensor.models.comparison import check_tensor_parallel as check_tensor
 from nxdpp.tensor.models.own_plans import tensor_plan as tensor_plan
 from nxdpp.tensor.models.parallelize import tensor_parallelize as tensor_parallelize
 from nxdpp.tensor.tensor_copies import compare_tensor_copies as compare_tensor_copies
+from nxdpp.watching.metrics_file import MetricsFile as MetricsFile

@@ -220,6 +220,11 @@ class Pipeline(PipelineSteps):
         return {} if self._runner.timer is None else self._runner.timer.action_seconds
 
     @property
+    def action_times(self) -> list[tuple[str, int, int]]:
+        """Text, start and end of each compute action of this rank in the last step; empty on XLA."""
+        return [] if self._runner.timer is None else self._runner.timer.action_times
+
+    @property
     def sent_bytes(self) -> int:
         """Bytes of the tensors that this rank has sent to other ranks of the pipeline in the last step."""
         return self._runner.sent_bytes

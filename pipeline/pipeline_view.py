@@ -46,6 +46,11 @@ class PipelineView(LocalView):
         return self._pipeline.local_stage_modules
 
     @property
+    def schedule_name(self) -> str:
+        """Name of the schedule, such as ``1f1b``."""
+        return self._pipeline.schedule.name
+
+    @property
     def last_busy_share(self) -> float:
         """Share of the last step, between 0 and 1, in which this rank computed."""
         return self._pipeline.busy_share
@@ -66,6 +71,14 @@ class PipelineView(LocalView):
         weight-gradient. Empty on XLA, which runs the operations of an action later.
         """
         return self._pipeline.action_seconds
+
+    @property
+    def last_action_times(self) -> list[tuple[str, int, int]]:
+        """Text, start and end of each compute action of this rank in the last step; ``last_action_seconds`` has texts.
+
+        Times are nanoseconds of ``time.perf_counter_ns``. A CUDA device is waited for.
+        """
+        return self._pipeline.action_times
 
     @property
     def last_sent_bytes(self) -> int:

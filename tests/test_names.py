@@ -34,6 +34,7 @@ INTERNAL = {
     "ranks",
     "tensor",
     "tracing",
+    "watching",
 }
 PACKAGES = {path.parent.name for path in (ROOT / "nxdpp").glob("*/__init__.py")} - INTERNAL
 ALL = frozenset(vars(nxdpp)["__all__"])

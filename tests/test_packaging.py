@@ -17,6 +17,7 @@ pytestmark = pytest.mark.one_python
 
 ROOT = Path(__file__).parents[1]
 SECONDS = 120
+DATA = {"nxdpp/py.typed", "nxdpp/watching/page.html"}
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +65,7 @@ def test_the_wheel_has_every_module_and_no_link(clone: Path, built: Path) -> Non
         entries = wheel.infolist()
     names = {entry.filename for entry in entries if ".dist-info/" not in entry.filename}
 
-    assert names == modules(clone) | {"nxdpp/py.typed"}
+    assert names == modules(clone) | DATA
     assert {"nxdpp/pipeline/partition/__init__.py", "nxdpp/nnscaler/__init__.py"} <= names
     assert not [entry.filename for entry in entries if (entry.external_attr >> 16) & 0o170000 == 0o120000]
 
@@ -76,7 +77,7 @@ def test_the_sdist_has_no_link(clone: Path, built: Path) -> None:
 
     assert not [member.name for member in members if member.issym() or member.islnk()]
     names = {member.name.partition("/")[2] for member in members}
-    assert modules(clone) | {"nxdpp/py.typed", "pyproject.toml", "setup.py", "README.md", "LICENSE"} <= names
+    assert modules(clone) | DATA | {"pyproject.toml", "setup.py", "README.md", "LICENSE"} <= names
 
 
 @pytest.mark.parametrize("mode", ["lenient", "compat"])

@@ -14,6 +14,7 @@ _GROUPS = {
         "TracedLayers",
         "trace_layers",
         "device_memory",
+        "MetricsFile",
     ),
     "Weights": ("deferred_init", "init_on_device", "load_pretrained", "LoadReport", "save_pretrained"),
     "Checkpoints of a training": (

@@ -3,10 +3,8 @@
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import fmean, median
 
-import torch
 from one_process import OneProcess
 from rich.console import Console
 from rich.filesize import decimal
@@ -15,6 +13,7 @@ from settings import Settings
 
 from nxdpp import NxDPPModel, parallel_state
 from nxdpp.agreement.together import from_all_ranks
+from nxdpp.devices.memory import peak_bytes
 from nxdpp.schedules.actions import parse_action
 from nxdpp.schedules.chosen import ChosenSchedule
 from nxdpp.schedules.simulate import Timeline, simulate
@@ -80,7 +79,7 @@ class StepFigures:
             self._stages,
             len(self._steps),
             fmean(self._busy or [0.0]),
-            peak_bytes(),
+            peak_bytes(parallel_state.local_device()),
             self._sent,
             median(self._steps or [0.0]),
             median(self._run_train or [0.0]),
@@ -88,21 +87,6 @@ class StepFigures:
         )
         every = from_all_ranks(own)
         return every if own.steps else []
-
-
-def peak_bytes() -> int:
-    """Most memory so far: allocated on a CUDA device, else of this process."""
-    device = parallel_state.local_device()
-    if device.type == "cuda":
-        return torch.accelerator.max_memory_allocated(device)
-    status = Path("/proc/self/status")
-    if status.exists():
-        lines = status.read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
-    import resource
-
-    # macOS counts bytes.
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def ideal(settings: Settings, figures: Sequence[RankFigures]) -> Timeline | None:

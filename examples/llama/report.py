@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TextIO
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,7 @@ from rich.filesize import decimal
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column, Table
 
-from nxdpp import NxDPPModel, parallel_state
+from nxdpp import MetricsFile, NxDPPModel, parallel_state
 from nxdpp.agreement.together import from_all_ranks
 from nxdpp.devices.kinds import device_of
 
@@ -24,7 +24,7 @@ from nxdpp.devices.kinds import device_of
 PLAIN_LINES = 20
 
 METRICS = "metrics.jsonl"
-# Lines of a run that has not saved.
+# Lines of a run while it saves.
 UNFINISHED_METRICS = "metrics.unfinished.jsonl"
 # Lines of an earlier run while its checkpoint is replaced.
 EARLIER_METRICS = "metrics.earlier.jsonl"
@@ -80,15 +80,17 @@ def print_stage_table(console: Console, model: NxDPPModel) -> None:
 
 
 class TrainingReport:
-    """Context manager that shows and records each step on rank 0.
+    """Context manager that shows each step on rank 0, and records it on all ranks.
 
-    A file in ``folder`` gets a line for each step with ``step``, ``loss`` and ``tokens_per_second``, and with
-    ``compile_seconds`` where a device compiled graphs. It becomes ``metrics.jsonl`` in ``saving``. The one of an
-    earlier run stays until then. ``earlier`` has the metrics of the steps before a resumed run. The file
-    begins with them, even if the earlier run's file is lost.
+    ``python -m nxdpp watch FOLDER`` shows the steps too. ``metrics.jsonl`` of rank 0 goes with the checkpoint: it gets
+    its lines in ``saving``, with ``step``, ``loss`` and ``tokens_per_second``, and ``compile_seconds`` where a device
+    compiled graphs. The one of an earlier run stays until then. ``earlier`` has the metrics of the steps before a
+    resumed run. The file begins with them, even if the earlier run's file is lost.
     """
 
-    def __init__(self, console: Console, folder: Path, steps: int, earlier: torch.Tensor = NO_METRICS) -> None:
+    def __init__(
+        self, console: Console, folder: Path, steps: int, model: NxDPPModel, earlier: torch.Tensor = NO_METRICS
+    ) -> None:
         self._console = console
         self._steps = steps
         self._shown = dist.get_rank() == 0
@@ -112,7 +114,8 @@ class TrainingReport:
         self._history = torch.zeros(steps, 3, dtype=torch.float64)
         # Checkpoints of earlier versions have no seconds of compilation.
         self._history[: self._done, : earlier.shape[1]] = earlier
-        self._metrics = self._begun() if self._shown else None
+        # nxdpp: a line for each step of each rank, which `python -m nxdpp watch` shows.
+        self._metrics = MetricsFile(folder, model, done=self._done, steps=steps)
         self._last_end = time.perf_counter()
         self._device = device_of(parallel_state.local_device())
         self._compiled = self._device.compiled()
@@ -125,10 +128,9 @@ class TrainingReport:
         self._compiled = self._device.compiled()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
         self._bar.stop()
-        if self._metrics:
-            self._metrics.close()
+        self._metrics.__exit__(kind, *error)
 
     @contextmanager
     def saving(self) -> Iterator[None]:
@@ -138,8 +140,10 @@ class TrainingReport:
         checkpoint, whenever the run is killed. The next run gives the checkpoint its metrics.
         """
         metrics, earlier = self._folder / METRICS, self._folder / EARLIER_METRICS
-        if self._shown and metrics.exists():
-            metrics.replace(earlier)
+        if self._shown:
+            self._write(self._folder / UNFINISHED_METRICS)
+            if metrics.exists():
+                metrics.replace(earlier)
         try:
             yield
         except BaseException:
@@ -147,8 +151,6 @@ class TrainingReport:
                 earlier.replace(metrics)
             raise
         if self._shown:
-            if not (self._folder / UNFINISHED_METRICS).exists():
-                self._write(self._folder / UNFINISHED_METRICS)
             (self._folder / UNFINISHED_METRICS).replace(metrics)
             earlier.unlink(missing_ok=True)
 
@@ -174,27 +176,20 @@ class TrainingReport:
         self._last_end, self._compiled = end, compiled
         self._history[step - 1] = torch.tensor([loss, tokens_per_second, seconds], dtype=torch.float64)
         self._done = step
-        if self._metrics is not None:
+        self._metrics.write(loss, tokens, compile_seconds=seconds or None)
+        if self._shown:
             self._show(step, loss, tokens_per_second, shares, seconds, graphs)
         return bool(every[:, 4].any())
 
     def _show(
         self, step: int, loss: float, tokens_per_second: float, shares: list[float], seconds: float, graphs: float
     ) -> None:
-        """Write the line of a step, and show it; rank 0 calls it."""
-        assert self._metrics is not None
-        self._metrics.write(_line(step, loss, tokens_per_second, seconds))
+        """Show a step; rank 0 calls it."""
         line = f"loss {loss:.3f}  {tokens_per_second:,.0f} tokens/s  busy {_range(shares)}"
         self._bar.update(self._task, completed=step, description=line)
         compiling = f"compiling {seconds:.1f} s ({graphs:.0f} graphs)  " if seconds else ""
         if compiling or (not self._is_live and step % max(1, self._steps // PLAIN_LINES) == 0):
             self._console.print(f"step {step}/{self._steps}  {compiling}{line}", highlight=False, soft_wrap=True)
-
-    def _begun(self) -> TextIO:
-        """The file of this run, open for its next line."""
-        file = self._folder / UNFINISHED_METRICS
-        self._write(file)
-        return file.open("a", buffering=1)
 
     def _write(self, file: Path) -> None:
         """Replace ``file`` by the lines of all steps so far, by a rename."""

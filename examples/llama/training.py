@@ -139,7 +139,7 @@ def train(settings: Settings, console: Console, ctrl_c: CtrlC) -> list[RankFigur
     when = f"after step {done}" if done else "before training"
     console.print(f"held-out loss {when}: {loss_before:.3f}", highlight=False)
     figures = StepFigures(model)
-    with TrainingReport(console, settings.output, settings.steps, earlier) as report:
+    with TrainingReport(console, settings.output, settings.steps, model, earlier) as report:
         for step, ids in enumerate(training_batches(settings, done), done + 1):
             loss = loss_with_gradients(model, ids, settings, console).item()
             if not math.isfinite(loss):

@@ -1,10 +1,12 @@
-"""Memory of a rank's device on this machine, and of its host."""
+"""Memory of a rank's device on this machine, of its host and of its process."""
 
 import os
 import re
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+
+import torch
 
 from nxdpp.devices import cuda
 
@@ -20,6 +22,21 @@ def device_memory() -> int:
         return cuda.total_memory(0)
     host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return host // int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Return the most memory so far: allocated on a CUDA ``device``, else resident of this process."""
+    if device.type == "cuda":
+        return torch.accelerator.max_memory_allocated(device)
+    with suppress(OSError):
+        # The figure of resource.getrusage begins with the parent's.
+        found = re.search(rb"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_bytes())
+        if found is not None:
+            return int(found[1]) << 10
+    import resource
+
+    # macOS counts bytes.
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def free_host_memory() -> int:

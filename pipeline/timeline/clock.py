@@ -59,3 +59,18 @@ class StepTimer:
         if self._step is None or self._device.is_lazy:
             return {}
         return {str(Action(*block[:3])): 1e-9 * self._device.between(*block[3:]) for block in self.blocks}
+
+    @property
+    def action_times(self) -> list[tuple[str, int, int]]:
+        """Text, start and end of each compute action, in nanoseconds of ``time.perf_counter_ns``; waits for the device.
+
+        Empty where ``action_seconds`` is.
+        """
+        if self._step is None or self._device.is_lazy:
+            return []
+        stamp, now = self._device.origin()
+        placed = [
+            (now - self._device.between(start, stamp), now - self._device.between(end, stamp))
+            for *_, start, end in self.blocks
+        ]
+        return [(str(Action(*block[:3])), *times) for block, times in zip(self.blocks, placed, strict=True)]

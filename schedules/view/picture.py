@@ -7,6 +7,7 @@ times of each action as a tooltip.
 import io
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 from nxdpp.schedules.simulate import Span, Timeline
@@ -74,7 +75,8 @@ class _Picture:
 
         self._add_head(title)
         self._add_legend()
-        axes = [self._add_block(block) for block in range(self._blocks.count)]
+        for block in range(self._blocks.count):
+            self._add_block(block)
         self._add_actions()
         width, height = self._width, round(self._bottom + _INDENT)
         frame = FancyBboxPatch(
@@ -83,8 +85,6 @@ class _Picture:
         self._page.add_artist(frame)
         self._page.set(xlim=(0, width), ylim=(height, 0))
         self._figure.set_size_inches(width / 72, height / 72)
-        for block, top in enumerate(axes):
-            self._add_axis(block, 1 - top / height)
         written = io.StringIO()
         self._figure.savefig(written, format="svg", metadata={"Date": None, "Creator": None})
         return written.getvalue()
@@ -112,9 +112,8 @@ class _Picture:
         from matplotlib.patches import Rectangle
 
         colour, group = (kind, "action") if kind.startswith("#") else ("none", kind)
-        corner = round(x, 2), round(y, 2)
         self._page.add_artist(
-            Rectangle(corner, round(width, 2), height, facecolor=colour, gid=f"{group}|{tooltip}", clip_on=False)
+            Rectangle((x, y), width, height, facecolor=colour, gid=f"{group}|{tooltip}", clip_on=False)
         )
 
     def _add_head(self, title: str) -> None:
@@ -152,8 +151,8 @@ class _Picture:
         small = "small boxes have no label" if any(self._label(span) is None for span in spans) else None
         yield from (([], text) for text in (self._labels.legend(), self._axis.legend, small) if text)
 
-    def _add_block(self, block: int) -> float:
-        """Add names and rows of a block, and return the place of its axis."""
+    def _add_block(self, block: int) -> None:
+        """Add names, rows and the axis of a block."""
         for name, timeline in self._timelines.items():
             reached = [part for part in self._blocks.parts(0.0, timeline.makespan) if part.block == block]
             if block and not reached:
@@ -172,27 +171,29 @@ class _Picture:
                     self._add_figures(f"{100 * timeline.bubbles[rank]:.1f} %", f"{timeline.peaks[rank]:.4g}")
                 self._bottom += _ROW + _GAP
         self._text(_INDENT, self._axis.unit, self._bottom + 2)
+        self._add_axis(block)
         self._bottom += _AXIS
-        return self._bottom - _AXIS
 
     def _add_figures(self, bubble: str, peak: str) -> None:
         self._text(self._right - _PEAK, bubble, ha="right")
         self._text(self._right, peak, ha="right")
 
-    def _add_axis(self, block: int, y: float) -> None:
+    def _add_axis(self, block: int) -> None:
         """Add the line, the ticks and their numbers below a block."""
-        start, ticks = block * self._blocks.time, self._blocks.ticks(block)
-        end = min(start + self._blocks.time, self._blocks.longest)
-        scale = self._blocks.scale / self._width
-        axes = self._figure.add_axes((self._left / self._width, y, max(end - start, 1e-9) * scale, 0), gid="axis|")
-        axes.set(xlim=(start, max(end, start + 1e-9)), yticks=[])
-        axes.set_xticks(ticks, list(map(number, ticks)))
-        axes.tick_params(length=5, width=1)
-        axes.spines[["left", "right", "top"]].set_visible(False)
-        axes.spines["bottom"].set_linewidth(1)
+        start = block * self._blocks.time
+        length = min(self._blocks.time, self._blocks.longest - start)
+        self._box("axis", self._left, self._bottom, length * self._blocks.scale, 0)
+        for tick in self._blocks.ticks(block):
+            x = self._left + (tick - start) * self._blocks.scale
+            self._box("axis", x, self._bottom, 0, 5)
+            self._text(x, number(tick), self._bottom + 2, ha="center", gid="axis|")
 
     def _add_actions(self) -> None:
-        """Add waits as thin bars and sends as narrow ones, and over them the actions with labels and tooltips."""
+        """Add waits as thin bars and sends as narrow ones, and over them the actions with labels and tooltips.
+
+        Actions of one colour follow each other.
+        """
+        actions: list[tuple[str, float, float, float, str]] = []
         for name, timeline in self._timelines.items():
             marks = self._marks.get(name, {})
             for rank, spans in enumerate(timeline.spans):
@@ -205,10 +206,12 @@ class _Picture:
                     colour = shade(span.action.kind, self._labels.chunk(span.action), self._labels.chunks)
                     tooltip, label = f"{span.action}, {number(span.start)} to {number(span.end)}", self._label(span)
                     for part, x, top in self._placed(name, rank, span.start, span.end):
-                        self._box(colour, x, top, part.width, _ROW, tooltip)
+                        actions.append((colour, x, top, part.width, tooltip))
                         if part == label:
                             text = self._labels.label(span.action)
                             self._text(x + part.width / 2, text, top, ha="center", gid="label|")
+        for colour, x, top, width, tooltip in sorted(actions, key=itemgetter(0)):
+            self._box(colour, x, top, width, _ROW, tooltip)
 
     def _placed(self, name: str, rank: int, start: float, end: float) -> Iterator[tuple[BoxPart, float, float]]:
         """Yield the parts of a box in a row, with their left and upper edges."""

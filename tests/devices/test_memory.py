@@ -4,9 +4,11 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
 import nxdpp
 from nxdpp.devices import cuda, memory
+from tests.support.process_memory import peak_bytes
 
 
 def test_ranks_share_the_memory_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -21,6 +23,14 @@ def test_a_cuda_device_has_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "find", lambda: cuda.CudaProbe(2))
     monkeypatch.setattr(cuda, "total_memory", lambda index: 80 * 10**9 + index)
     assert nxdpp.device_memory() == 80 * 10**9
+
+
+def test_the_most_memory_of_this_process_does_not_fall() -> None:
+    before = memory.peak_bytes(torch.device("cpu"))
+    torch.ones(1 << 26)
+    after = memory.peak_bytes(torch.device("cpu"))
+    assert before <= after == peak_bytes()
+    assert after >= 1 << 28
 
 
 def test_the_free_memory_of_a_host_is_below_its_whole(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

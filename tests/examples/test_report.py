@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,20 +18,36 @@ from nxdpp.devices.device import Compilations, Device
 
 KEYS = ("loss", "tokens_per_second", "compile_seconds")
 
-pytestmark = pytest.mark.usefixtures("one_rank")
+pytestmark = pytest.mark.usefixtures("one_rank", "written")
+# MetricsFile, which has tests of its own, gets no more of it than its figures.
+MODEL: Any = None
 
 
-def finished_report(folder: Path, run: str) -> Any:
-    """The report of a run that has done its steps."""
-    from report import UNFINISHED_METRICS, TrainingReport
+@pytest.fixture
+def written(monkeypatch: pytest.MonkeyPatch) -> mock.MagicMock:
+    """The MetricsFile of the reports."""
+    import report
 
-    with TrainingReport(Console(quiet=True), folder, 1) as report:
-        (folder / UNFINISHED_METRICS).write_text(run)
+    made = mock.MagicMock()
+    monkeypatch.setattr(report, "MetricsFile", lambda *_, **__: made)
+    return made
+
+
+def finished_report(folder: Path, loss: float) -> Any:
+    """The report of a run that has done its step."""
+    from report import TrainingReport
+
+    with TrainingReport(Console(quiet=True), folder, 1, MODEL) as report:
+        report.step_done(1, loss, 10, 0.5)
     return report
 
 
+def loss_in(file: Path) -> str:
+    return str(json.loads(file.read_text())["loss"])
+
+
 def save(folder: Path, run: str, look: Callable[[], None] = lambda: None) -> None:
-    report = finished_report(folder, run)
+    report = finished_report(folder, float(run))
     look()
     with report.saving():
         look()
@@ -48,7 +65,7 @@ def test_metrics_are_those_of_the_checkpoint_whenever_a_run_is_killed(
     folder = tmp_path / "run"
     copies: list[Path] = []
     folder.mkdir()
-    save(folder, "first")
+    save(folder, "1.0")
     if not has_metrics:
         (folder / "metrics.jsonl").unlink()
 
@@ -63,29 +80,29 @@ def test_metrics_are_those_of_the_checkpoint_whenever_a_run_is_killed(
         unlink(self, missing_ok)
 
     monkeypatch.setattr(Path, "unlink", looking_unlink)
-    save(folder, "second", look)
+    save(folder, "2.0", look)
     monkeypatch.undo()
 
     checkpoints = []
     for copy in copies:
         checkpoints.append((copy / "model.safetensors").read_text())
         metrics = copy / "metrics.jsonl"
-        assert not metrics.exists() or metrics.read_text() == checkpoints[-1]
+        assert not metrics.exists() or loss_in(metrics) == checkpoints[-1]
         settle_metrics(copy)
-        assert (metrics.read_text() if metrics.exists() else "none") == (
-            checkpoints[-1] if has_metrics or checkpoints[-1] == "second" else "none"
+        assert (loss_in(metrics) if metrics.exists() else "none") == (
+            checkpoints[-1] if has_metrics or checkpoints[-1] == "2.0" else "none"
         )
         assert not (copy / "metrics.earlier.jsonl").exists()
-    assert checkpoints == ["first", "first", "second", "second", "second"]
+    assert checkpoints == ["1.0", "1.0", "2.0", "2.0", "2.0"]
     assert sorted(path.name for path in folder.iterdir()) == ["metrics.jsonl", "model.safetensors"]
 
 
 def test_a_save_that_fails_leaves_the_earlier_metrics(tmp_path: Path) -> None:
-    save(tmp_path, "first")
-    report = finished_report(tmp_path, "second")
+    save(tmp_path, "1.0")
+    report = finished_report(tmp_path, 2.0)
     with pytest.raises(OSError, match="no more"), report.saving():
         raise OSError("no more")
-    assert (tmp_path / "metrics.jsonl").read_text() == "first"
+    assert loss_in(tmp_path / "metrics.jsonl") == "1.0"
 
 
 @pytest.mark.parametrize("left", ["", '{"step": 1, "loss": 9.0}\n{"step": 1, "lo', None])
@@ -96,11 +113,9 @@ def test_metrics_of_a_resumed_run_have_each_step_once(left: str | None, tmp_path
     if left is not None:
         (tmp_path / UNFINISHED_METRICS).write_text(left)
     earlier = torch.tensor([[1 / 3, 1e6, 12.5], [0.5, 7.0, 0.0]], dtype=torch.float64)
-    with TrainingReport(Console(quiet=True), tmp_path, 3, earlier) as report:
+    with TrainingReport(Console(quiet=True), tmp_path, 3, MODEL, earlier) as report:
         report.step_done(3, 0.1, 10, 0.5)
         last = report.metrics(3)[2].tolist()
-        # A file that is lost while the run goes on.
-        (tmp_path / UNFINISHED_METRICS).unlink()
         with report.saving():
             pass
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
@@ -113,25 +128,27 @@ def test_metrics_of_a_resumed_run_have_each_step_once(left: str | None, tmp_path
 
 
 def test_compilation_is_shown_apart_and_does_not_make_the_step_slow(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: mock.MagicMock
 ) -> None:
-    from report import UNFINISHED_METRICS, TrainingReport
+    from report import TrainingReport
 
     now = [0.0]
     so_far = [Compilations(3, 1.0)]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(Device, "compiled", lambda _: so_far[0])
-    written = io.StringIO()
-    console = Console(file=written, width=200)
-    with TrainingReport(console, tmp_path, 100) as report:
+    printed = io.StringIO()
+    console = Console(file=printed, width=200)
+    with TrainingReport(console, tmp_path, 100, MODEL) as report:
         now[0], so_far[0] = 14.0, Compilations(9, 13.0)
         report.step_done(1, 0.5, 100, 0.25)
         for step, now[0] in ((2, 16.0), (3, 18.0), (4, 20.0), (5, 22.0)):
             report.step_done(step, 0.5, 100, 0.25)
         assert report.metrics(2).tolist() == [[0.5, 50.0, 12.0], [0.5, 50.0, 0.0]]
-        first, second = map(json.loads, (tmp_path / UNFINISHED_METRICS).read_text().splitlines()[:2])
-    assert (first["compile_seconds"], "compile_seconds" in second) == (12.0, False)
-    assert written.getvalue().splitlines() == [
+    assert written.write.mock_calls[:2] == [
+        mock.call(0.5, 100, compile_seconds=12.0),
+        mock.call(0.5, 100, compile_seconds=None),
+    ]
+    assert printed.getvalue().splitlines() == [
         "step 1/100  compiling 12.0 s (6 graphs)  loss 0.500  50 tokens/s  busy 25%",
         "step 5/100  loss 0.500  50 tokens/s  busy 25%",
     ]
@@ -142,7 +159,7 @@ def _terminal_output(folder: Path) -> str:
     from report import TrainingReport
 
     written = io.StringIO()
-    with TrainingReport(Console(file=written, width=80, force_terminal=True), folder, 2) as report:
+    with TrainingReport(Console(file=written, width=80, force_terminal=True), folder, 2, MODEL) as report:
         for step in (1, 2):
             report.step_done(step, 0.5, 100, 0.25)
         return written.getvalue()
@@ -164,7 +181,7 @@ def test_the_cursor_is_there_whatever_ends_the_process(tmp_path: Path, monkeypat
 def test_metrics_of_a_checkpoint_without_compile_seconds(tmp_path: Path) -> None:
     from report import TrainingReport
 
-    with TrainingReport(Console(quiet=True), tmp_path, 2, torch.ones(1, 2, dtype=torch.float64)) as report:
+    with TrainingReport(Console(quiet=True), tmp_path, 2, MODEL, torch.ones(1, 2, dtype=torch.float64)) as report:
         assert report.metrics(1).tolist() == [[1.0, 1.0, 0.0]]
 
 
@@ -177,7 +194,7 @@ def test_no_digit_is_lost_with_eight_ranks_at_80_columns(tmp_path: Path, monkeyp
     shares = [0.611 + 0.027 * rank for rank in range(8)]
     monkeypatch.setattr(report, "numbers_of_all_ranks", lambda _: torch.tensor([[0, 1, 0, 0, 0]] * 8))
     monkeypatch.setattr(report, "_stage_means", lambda _: shares)
-    with report.TrainingReport(console, tmp_path, 100_000) as running:
+    with report.TrainingReport(console, tmp_path, 100_000, MODEL) as running:
         running.step_done(99_999, 12.3456, 1_234_567, 0.5)
     bar = next(line for line in reversed(written.getvalue().splitlines()) if "99999/100000" in line)
     assert bar.rstrip().endswith("loss 12.346  1,234,567 tokens/s  busy 61-80%")

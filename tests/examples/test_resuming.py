@@ -17,6 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from nxdpp import parallel_state
 from nxdpp.checkpoint.files.checksummed_writer import write_checksummed
+from nxdpp.watching.metrics_reader import RunMetrics
 from tests.examples.tiny import TINY_LLAMA, run_main_job
 from tests.support.run_ranks import run_ranks
 
@@ -130,8 +131,9 @@ def test_a_killed_job_goes_on_exactly(layout: list[str], tmp_path: Path) -> None
     run_ranks(2, _train, _arguments(expected, *layout))
     with pytest.raises(AssertionError):
         run_ranks(2, _train_until, 5, _arguments(folder, *layout, "--resume"))
-    assert len((folder / "metrics.unfinished.jsonl").read_text().splitlines()) == 5
+    assert RunMetrics(folder).ranks[0].last["step"] == 5
     run_ranks(2, _train, _arguments(folder, *layout, "--resume", "auto"))
+    assert dict(RunMetrics(folder).curves()["loss"]) == dict(enumerate(_losses(folder), 1))
 
     assert _losses(folder) == _losses(expected)
     weights, own = _saved(expected), _saved(folder)

@@ -17,6 +17,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
+# Called with the sentence of the fault that ends this process, in the thread that ends it.
+fault_listeners: list[Callable[[str], object]] = []
+
 
 def print_line(line: str) -> None:
     """Write ``line`` to standard error directly: another thread may hold Python's buffers."""
@@ -50,12 +53,15 @@ def _flush() -> None:
 
 
 def tell_launcher(sentence: str, is_consequence: bool = False) -> None:
-    """Write ``sentence`` for torchrun; does nothing without torchrun, or if there is a file already.
+    """Give ``sentence`` to ``fault_listeners``, and write it for torchrun, unless there is a file already.
 
     One that ``is_consequence`` replaces a file: torch's ``record`` has written the error of a lost connection there.
     The file appears whole: torchrun may end this process in the middle, and gives up on a file that it cannot parse.
     torchrun takes the earliest error for the cause, in whole seconds. A consequence comes after it.
     """
+    for listener in list(fault_listeners):
+        with contextlib.suppress(Exception):
+            listener(sentence)
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path or (os.path.exists(path) and not is_consequence):
         return

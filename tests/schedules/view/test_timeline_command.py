@@ -63,7 +63,7 @@ def test_a_picture_of_the_measured_and_the_simulated_step(
     assert sorted(titles, key=picture.index) == titles
     waits = [event for event in json.loads(timeline_file.read_text()) if event.get("cat") == "wait"]
     # One is in the legend.
-    drawn = sum(group.count("<path") for group in re.findall(r'<g class="wait">(.*?)</g>', picture, re.DOTALL))
+    drawn = sum(group.count("M") for group in re.findall(r'<g class="wait">(.*?)</g>', picture, re.DOTALL))
     assert drawn == 1 + sum(event["args"]["step"] == 1 for event in waits)
     assert ">wait for another rank<" in picture
     assert "start of a send" not in picture

@@ -1,0 +1,203 @@
+"""Writer of the metrics of a run: a file for each rank with a line for each step.
+
+::
+
+    out/metrics/rank0000.jsonl     {"time": ..., "begins": true, "rank": 0, "ranks": 4, "stages": [0], ...}
+                                   {"time": ..., "step": 1, "seconds": 0.34, "loss": 4.85, "tokens": 4096, ...}
+    out/metrics/rank0003.jsonl     {"time": ..., "step": 1, ...}
+                                   {"time": ..., "fault": "stops because rank 0 died without an error: ..."}
+
+A line is one JSON object, and is appended in one call. So a reader sees whole lines, and a killed process loses none.
+"""
+
+import json
+import logging
+import math
+import os
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from numbers import Integral, Real
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+
+from nxdpp.devices.memory import peak_bytes
+from nxdpp.pipeline.pipeline_view import PipelineView
+from nxdpp.ranks import parallel_state
+from nxdpp.ranks.faults.ending_process import fault_listeners
+
+_LOGGER = logging.getLogger("nxdpp")
+# What a line has without a word of the program: of the file and its rank, and of a step.
+_OF_RANKS = ("begins", "ends", "done", "steps", "rank", "ranks", "stages", "replica", "schedule", "host", "device")
+OWN_NAMES = frozenset(("time", "step", "seconds", "busy", "bytes", "actions", "fault", *_OF_RANKS))
+
+
+class MetricsFile:
+    """Metrics of this rank's steps, which ``python -m nxdpp watch FOLDER`` shows; every rank makes one.
+
+    ::
+
+        with nxdpp.MetricsFile("out", model, steps=300) as metrics:
+            for batch in batches:
+                loss = model.run_train(**batch)
+                optimizer.step()
+                optimizer.zero_grad()
+                metrics.write(loss=loss, tokens=batch["input_ids"].numel())
+
+    No method is collective. A CUDA device is waited for at the end of each step. Without a fault the file ends with a
+    line that says so.
+
+    Args:
+        folder: of the run. Rank 3 appends to ``FOLDER/metrics/rank0003.jsonl``. Hosts may share the folder, or have
+            their own: it is only read.
+        model: the ``NxDPPModel`` of the steps.
+        done: the number of steps before the first one here, as after a resumed checkpoint. Later lines of a step
+            replace earlier ones, and a start at an earlier step replaces all that followed it.
+        steps: the number of steps of the whole run, if it is known.
+        actions_every: each time that the steps are a multiple of it, the line has the times of the step's actions,
+            0 for never.
+
+    Raises ``TypeError`` for a ``model`` that is no ``NxDPPModel``, ``ValueError`` for negative numbers, ``OSError`` for
+    a folder that cannot be written.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        model: PipelineView,
+        *,
+        done: int = 0,
+        steps: int | None = None,
+        actions_every: int = 10,
+    ) -> None:
+        if not isinstance(model, PipelineView):
+            raise TypeError(f"the model must be an NxDPPModel, not {type(model).__name__}: wrap it first.")
+        if done < 0 or actions_every < 0:
+            raise ValueError(f"done={done} and actions_every={actions_every} must not be negative.")
+        self._model = model
+        self._rank = dist.get_rank()
+        self._step = done
+        self._actions_every = actions_every
+        self._device = parallel_state.local_device()
+        self._ended_at: float | None = None
+        self.path = Path(folder) / "metrics" / f"rank{self._rank:04}.jsonl"
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._file: int | None = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        size = os.fstat(self._file).st_size
+        # A killed process may have left a part of a line.
+        self._is_torn = size > 0 and os.pread(self._file, 1, size - 1) != b"\n"
+        self._has_warned = False
+        self._about: dict[str, Any] = {
+            "rank": self._rank,
+            "ranks": dist.get_world_size(),
+            "stages": model.local_stages,
+            "replica": parallel_state.get_data_parallel_rank(),
+            "schedule": model.schedule_name,
+            "host": socket.gethostname(),
+            "device": self._device.type,
+        }
+        self._append({"begins": True, **self._about, "done": done, "steps": steps})
+        fault_listeners.append(self._write_fault)
+
+    def write(self, loss: Any = None, tokens: int | None = None, **more: Any) -> None:
+        """Append the line of a step that has ended; once a step, on every rank.
+
+        It has the number of the step, the seconds since the line before, the busy share and the most bytes of memory
+        so far.
+
+        Args:
+            loss: a number or a tensor of one, which waits for its device; ``None`` on ranks that have none. Of ranks
+                other than 0 only those of the last stage keep it.
+            tokens: of the step in the whole job.
+            more: numbers, tensors of one or of one dimension, and lists of numbers, by names of your own.
+                ``experts=`` has the number of tokens that each expert got.
+
+        Raises ``TypeError`` for other values, ``ValueError`` for a name that a line has already. A file that cannot be
+        written is a warning.
+        """
+        has_loss = self._rank == 0 or self._model.holds_last_stage
+        told = _plain_values({"loss": loss if has_loss else None, "tokens": tokens, **more})
+        now, before = time.perf_counter(), self._ended_at
+        self._ended_at = now
+        self._step += 1
+        line = {
+            "step": self._step,
+            "seconds": self._model.last_step_seconds if before is None else now - before,
+            **told,
+            "busy": round(self._model.last_busy_share, 4),
+            "bytes": peak_bytes(self._device),
+        }
+        if self._actions_every and self._step % self._actions_every == 0:
+            line |= self._about | {"actions": self._actions()}
+        self._append(line)
+
+    def add(self, **more: Any) -> None:
+        """Append values of the last step that become known after its line, as the loss of an evaluation.
+
+        Raises as ``write`` does.
+        """
+        self._append({"step": self._step, **_plain_values(more)})
+
+    def close(self) -> None:
+        """Append a last line, and close the file; again without effect."""
+        if self._file is not None:
+            self._append({"ends": True})
+            fault_listeners.remove(self._write_fault)
+            os.close(self._file)
+            self._file = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # The failure watch may still add the fault.
+        if error is None:
+            self.close()
+
+    def _actions(self) -> list[list[Any]]:
+        """Return text, start in seconds since 1970, and seconds of each compute action of the last step."""
+        ahead = time.time_ns() - time.perf_counter_ns()
+        times = self._model.last_action_times
+        return [[text, round(1e-9 * (start + ahead), 6), round(1e-9 * (end - start), 6)] for text, start, end in times]
+
+    def _write_fault(self, sentence: str) -> None:
+        """Append the fault that ends this process; any thread may call it."""
+        self._append({"fault": sentence})
+
+    def _append(self, line: Mapping[str, Any]) -> None:
+        if self._file is None:
+            raise ValueError(f"{self.path} is closed: write before close(), or make a new MetricsFile.")
+        text = json.dumps({"time": round(time.time(), 3), **line}, separators=(",", ":"))
+        data = f"{chr(10) if self._is_torn else ''}{text}\n".encode()
+        try:
+            self._is_torn = os.write(self._file, data) < len(data)
+        except OSError as error:
+            if not self._has_warned:
+                self._has_warned = True
+                _LOGGER.warning(f"{self.path} lacks lines: {error.strerror}. The training continues.")
+
+
+def _plain_values(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values that are there, for JSON."""
+    taken = [name for name in values if name in OWN_NAMES]
+    if taken:
+        raise ValueError(f"{taken[0]}=: a line has {taken[0]} of its own. Choose another name.")
+    return {name: _plain(name, value) for name, value in values.items() if value is not None}
+
+
+def _plain(name: str, value: Any) -> Any:
+    """Return a value for JSON: numbers that are not finite as texts, such as ``"nan"``."""
+    if isinstance(value, torch.Tensor) and value.dim() < 2:
+        value = value.tolist()
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [_plain(name, each) for each in value]
+    if not isinstance(value, Real):
+        raise TypeError(f"{name}={value!r:.60} must be a number, a list of numbers or a tensor of one dimension.")
+    number = int(value) if isinstance(value, Integral) else float(value)
+    return number if math.isfinite(number) else str(number)

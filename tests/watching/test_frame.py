@@ -1,0 +1,75 @@
+"""The frame of a run in a terminal."""
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from nxdpp.watching.frame import frame
+from nxdpp.watching.metrics_reader import RunMetrics
+from nxdpp.watching.summary import summary_of
+from tests.watching.runs import BEGAN, begin, lines, whole_run
+
+ENDS = {"time": BEGAN + 10, "ends": True}
+
+
+def _frame(folder: Path, width: int = 80, encoding: str = "utf-8") -> str:
+    file = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    console = Console(file=file, width=width, highlight=False, markup=False)
+    console.print(frame(summary_of(RunMetrics(folder), BEGAN + 12), console))
+    file.flush()
+    written: Any = file.buffer
+    return "\n".join(line.rstrip() for line in written.getvalue().decode(encoding).splitlines())
+
+
+def test_a_frame_of_80_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    whole_run(Path("out"), experts=[30, 10, 20, 20])
+    shown = _frame(Path("out"))
+    assert shown == (
+        """\
+out  step 20 of 40  2 ranks, 1f1b  last line 2 s ago
+loss              0.2 █▄▃▂▂▂▂▂▁▁▁▁▁▁▁▁▁▁▁▁
+tokens a second 1,024 ▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁
+seconds           0.5 ▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁
+rank  stages             busy    memory  step  seconds  last line
+-----------------------------------------------------------------
+0          0   75% ████████░░  500.0 MB    20    0.500    2 s ago
+1          1   50% █████░░░░░  500.0 MB    20    0.500    2 s ago
+step 20, 400.0 ms  F forward  B backward  . bubble
+   0  FFFFFFFFFFFFFFFFFFF....................................BBBBBBBBBBBBBBBBBBB
+   1  ..................FFFFFFFFFFFFFFFFFFFBBBBBBBBBBBBBBBBBBB..................
+4 experts, 0.50 to 1.50 of the mean  █▃▆▆"""
+    )
+    assert "stages" in _frame(Path("out"), 40)
+
+
+def test_a_terminal_without_other_letters_than_ascii(tmp_path: Path) -> None:
+    shown = _frame(whole_run(tmp_path, experts=[1, 2]), 80, "ascii")
+    assert "75% ########.." in shown
+    assert "mean  +#" in shown
+
+
+def test_faults_are_whole_sentences(tmp_path: Path) -> None:
+    reason = "stops because rank 1 died without an error: killed (a signal, no memory), crashed, or ended by os._exit"
+    lines(whole_run(tmp_path), 0, {"time": BEGAN + 11, "fault": reason})
+    shown = _frame(tmp_path)
+    assert "ended by a fault 1 s ago" in shown.replace("\n", " ")
+    assert "died, 2 s ago" in shown
+    assert "fault: rank 1 died without an error: killed (a signal, no memory), crashed, or" in shown
+    assert "(told by rank 0)" in shown
+
+
+def test_many_ranks_are_counted(tmp_path: Path) -> None:
+    for rank in range(20):
+        lines(tmp_path, rank, begin(rank, 20), ENDS)
+    shown = _frame(tmp_path)
+    assert "and 4 more ranks" in shown
+    assert "done 2 s ago" in shown.split("rank  stages")[0]
+
+
+def test_a_run_before_its_first_step(tmp_path: Path) -> None:
+    lines(tmp_path, 0, begin(0, 1, done=7))
+    assert "step 7 of 40  1 rank  last line 12 s ago" in _frame(tmp_path).replace("\n", " ")
