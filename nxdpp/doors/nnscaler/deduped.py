@@ -144,8 +144,8 @@ def broadcast_weights(module: nn.Module, stride_size: int | None = None) -> None
         is_only_rank_0 = keepers.is_only_rank_0(key)
         send(tensor, is_only_rank_0, 1 if is_only_rank_0 else units)
     for each in parallel_modules(module).values():
-        each.mark_non_persistent_buffers_inited()
-    # Each module notes that it has values, and that its replicas are to be compared again.
+        each.note_received()
+    # The replicas are to be compared again.
     module.load_state_dict(module.state_dict())
 
 
