@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Self
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from nxdpp.doors.local_modules import LocalModules
@@ -120,6 +121,11 @@ class ParallelModule(nn.Module):
     def compute_config(self) -> ComputeConfig:
         """The configuration that ``parallelize`` was given."""
         return self._config
+
+    @property
+    def rank(self) -> int:
+        """Global rank of this process."""
+        return dist.get_rank()
 
     @property
     def use_scheduler(self) -> bool:

@@ -178,6 +178,7 @@ class WithPositions(Net):
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("positions", torch.arange(2), persistent=False)
+        self.register_buffer("mask", torch.ones(2, dtype=torch.bool), persistent=False)
 
 
 class TestOneRank:
@@ -210,5 +211,11 @@ class TestOneRank:
         with pytest.raises(RuntimeError, match=r"^1 non-persistent .*\(positions is the first\)"):
             model.mark_non_persistent_buffers_inited()
         model.get_buffer("positions").copy_(torch.arange(2))
+        # A move replaces buffers and writes no values. False is a value of a mask.
+        model.double()
+        with pytest.raises(RuntimeError, match=r"^1 non-persistent .*\(mask is the first\)"):
+            model.mark_non_persistent_buffers_inited()
+        model.get_buffer("mask").zero_()
+        model.float()
         model.mark_non_persistent_buffers_inited()
         model(sample(0)["data"])
