@@ -1,5 +1,6 @@
 """A weight that the stages of a pipeline share, divided over the ranks of a stage or on each of them: one process."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -27,18 +28,17 @@ class Product(nn.Module):
         return x @ self.weight
 
 
-class Projection(nn.Linear):
+def projection(weight: nn.Parameter) -> nn.Linear:
     """A linear layer, whose output features the ranks of a stage share."""
-
-    def __init__(self, weight: nn.Parameter) -> None:
-        super().__init__(WIDTH, WIDTH, bias=False)
-        self.weight = weight
+    layer = nn.Linear(WIDTH, WIDTH, bias=False)
+    layer.weight = weight
+    return layer
 
 
 class Repeated(nn.Module):
     """Several layers of one weight. Returns the loss, or the loss and its values without a gradient."""
 
-    def __init__(self, kind: type[Any], layers: int, returns_two: bool) -> None:
+    def __init__(self, kind: Callable[[nn.Parameter], nn.Module], layers: int, returns_two: bool) -> None:
         super().__init__()
         weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 4)
         self.layers = nn.ModuleList(kind(weight) for _ in range(layers))
@@ -64,7 +64,9 @@ def stages(graph: Any, config: ComputeConfig) -> Any:
     return graph
 
 
-def compared(rank: int, kind: type[nn.Module], layers: int, plan_ngpus: int, returns_two: bool) -> None:
+def compared(
+    rank: int, kind: Callable[[nn.Parameter], nn.Module], layers: int, plan_ngpus: int, returns_two: bool
+) -> None:
     torch.manual_seed(0)
     expected = Repeated(kind, layers, returns_two)
     config = ComputeConfig(plan_ngpus, RANKS, use_end2end=True)
@@ -86,7 +88,7 @@ def compared(rank: int, kind: type[nn.Module], layers: int, plan_ngpus: int, ret
     assert own.grad is not None
     rows = own.shape[0]
     # A rank of a divided stage has rows of the weight.
-    assert rows == (WIDTH // (plan_ngpus // layers) if kind is Projection else WIDTH)
+    assert rows == (WIDTH // (plan_ngpus // layers) if kind is projection else WIDTH)
     first = rank % (WIDTH // rows) * rows
     torch.testing.assert_close(own.grad, whole.grad[first : first + rows])
     optimizer.step()
@@ -95,7 +97,7 @@ def compared(rank: int, kind: type[nn.Module], layers: int, plan_ngpus: int, ret
 
 
 def run_cases(rank: int) -> None:
-    for kind in (Product, Projection):
+    for kind in (Product, projection):
         compared(rank, kind, 2, 2, False)
         compared(rank, kind, 2, 4, True)
         compared(rank, kind, 4, 4, False)

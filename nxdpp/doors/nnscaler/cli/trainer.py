@@ -257,7 +257,9 @@ class Trainer:
         saves |= is_last and _is_due(args.checkpoint.every_n_epochs, epoch + 1)
         validates = saves or _is_due(args.val_every_n_train_steps, finished)
         if validates or (is_last and _is_due(args.val_every_n_epochs, epoch + 1)):
-            loss = self._validate(loss)
+            # The iterator of a loader draws a number, and a training is the same however often it is validated.
+            with torch.random.fork_rng(devices=[]):
+                loss = self._validate(loss)
         if saves and not args.checkpoint.no_save:
             trainer_files.save(self, epoch, loss)
 

@@ -5,7 +5,6 @@ import os
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from importlib import import_module
 from typing import Any, Self
 
 import numpy as np
@@ -143,7 +142,7 @@ class TrainerArgs:
     def from_dict(cls, arguments: dict[str, Any]) -> Self:
         """Return the arguments of nested dicts. Raises ``ValueError`` for unknown and refused ones."""
         if name := arguments.get("init_module"):
-            import_module(name)
+            named_object(name)
         return build(cls, arguments, REFUSED)
 
     def to_dict(self) -> dict[str, Any]:

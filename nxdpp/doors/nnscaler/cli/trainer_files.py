@@ -12,7 +12,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -22,11 +22,8 @@ from nxdpp.doors.nnscaler.deduped import deduped_state_dict, load_deduped_state_
 from nxdpp.doors.nnscaler.merged import load_merged_state_dict, load_sharded_state_dict, merge_state_dicts
 from nxdpp.doors.random_states import random_states
 
-if TYPE_CHECKING:
-    from nxdpp.doors.nnscaler.cli.trainer import Trainer
 
-
-def save(trainer: "Trainer", epoch: int, loss: float) -> None:
+def save(trainer: Any, epoch: int, loss: float) -> None:
     """Save the training, and link ``last`` and ``best`` to it; collective over all ranks.
 
     A link is made when the files of all ranks are written. Raises on all ranks where one cannot write.
@@ -59,7 +56,7 @@ def save(trainer: "Trainer", epoch: int, loss: float) -> None:
         _remove_old(config)
 
 
-def load(trainer: "Trainer") -> None:
+def load(trainer: Any) -> None:
     """Resume the checkpoint of the arguments, if there is one; collective over all ranks.
 
     Raises ``ValueError`` on all ranks for files of different steps, and for a checkpoint that does not fit.
@@ -97,7 +94,7 @@ def merged(files: Sequence[str | Path]) -> dict[str, Any]:
     return {**of_all, "model": model, "optimizer": optimizer, "save_type": "merged"}
 
 
-def _read(trainer: "Trainer") -> dict[str, Any] | None:
+def _read(trainer: Any) -> dict[str, Any] | None:
     path = trainer.train_args.checkpoint.path_to_resume()
     if path is None or path.is_file():
         return None if path is None else _load_file(path)
@@ -114,7 +111,7 @@ def _load_file(path: str | Path) -> dict[str, Any]:
     return torch.load(path, map_location="cpu", weights_only=True)  # type: ignore[no-any-return]
 
 
-def _write(path: Path, trainer: "Trainer", put: Callable[[Path], object]) -> None:
+def _write(path: Path, trainer: Any, put: Callable[[Path], object]) -> None:
     """Let ``put`` write a file, and give it its name ``path`` then. Files of more ranks than there are go."""
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_suffix(".new")

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 
-from nxdpp.nnscaler import uninit
+from nxdpp import parallel_state
 from nxdpp.nnscaler.cli import Trainer
 from tests.doors.nnscaler.cli.trained import MLP, SimpleDataset
 from tests.support.run_ranks import run_ranks
@@ -88,7 +88,7 @@ def one_process(units: int, clip: float = 0.0) -> tuple[dict[str, torch.Tensor],
                 parameter.grad.mul_(1 / len(chosen))
             norm = nn.utils.clip_grad_norm_(model.parameters(), clip or 1e9)
             optimizer.step()
-            steps.append((sum(float(loss) for loss in losses) / len(losses), float(norm)))
+            steps.append((sum(loss.item() for loss in losses) / len(losses), float(norm)))
         scheduler.step()
     return {name: each.detach() for name, each in model.named_parameters()}, steps
 
@@ -121,10 +121,11 @@ def compared(rank: int, folder: Path) -> None:
     # Before each save, and after each epoch; each is one loss over all data.
     assert [line[1] for line in lines if line[0] == "val"] == [3, 5, 6, 9, 10]
     assert trainer.optimizer.param_groups[0]["lr"] == 0.01 / 4
-    found = {path.name for path in (folder / "pipeline").iterdir()}
-    best = (folder / "pipeline/best/0.ckpt").resolve().parent.name
-    assert found == {"last", "best", "0001-0009", "0001-0010", best}
-    uninit()
+    if rank == 0:
+        found = {path.name for path in (folder / "pipeline").iterdir()}
+        best = (folder / "pipeline/best/0.ckpt").resolve().parent.name
+        assert found == {"last", "best", "0001-0009", "0001-0010", best}
+    parallel_state.destroy_model_parallel()
 
     weights, steps = one_process(2, clip=0.05)
     more = (*UNITS, "--compute_config.use_zero", "--optimizer.clip_gnorm=0.05", "--checkpoint.save_type", "deduped")
@@ -132,7 +133,7 @@ def compared(rank: int, folder: Path) -> None:
     for name, parameter in trainer.model.named_parameters():
         torch.testing.assert_close(parameter.detach(), weights[name])
     torch.testing.assert_close(losses_of(trainer), steps)
-    uninit()
+    parallel_state.destroy_model_parallel()
 
 
 def resumed(rank: int, folder: Path) -> None:
@@ -141,17 +142,17 @@ def resumed(rank: int, folder: Path) -> None:
         arguments = (*more, "--model.args.dropout", "0.2")
         whole = trained(folder, f"{name} whole", *arguments)
         expected = whole.model.state_dict(), whole.optimizer.state_dict()
-        uninit()
+        parallel_state.destroy_model_parallel()
         # No checkpoint is there.
         trained(folder, f"{name} parts", *arguments, "--max_train_steps=7", "--checkpoint.resume_from=last")
-        uninit()
+        parallel_state.destroy_model_parallel()
         second = trained(folder, f"{name} parts", *arguments, "--checkpoint.resume_from=last")
         assert len(losses_of(second)) == len(losses_of(whole)) - 7
         assert losses_of(second) == losses_of(whole)[7:]
         assert str((second.model.state_dict(), second.optimizer.state_dict())) == str(expected)
         for key, value in expected[0].items():
             assert not isinstance(value, torch.Tensor) or torch.equal(second.model.state_dict()[key], value)
-        uninit()
+        parallel_state.destroy_model_parallel()
 
 
 def other_plan(rank: int, folder: Path) -> None:
@@ -166,12 +167,12 @@ def other_plan(rank: int, folder: Path) -> None:
     if rank == 0:
         (last / "0.ckpt").unlink()
         (last / "0.ckpt").symlink_to("../0001-0009/0.ckpt")
-    uninit()
+    parallel_state.destroy_model_parallel()
     with pytest.raises(ValueError, match="ranks resume files of different steps"):
         trained(folder, "pipeline", "--checkpoint.resume_from=last")
     if rank == 0:
         (last / "2.ckpt").touch()
-    uninit()
+    parallel_state.destroy_model_parallel()
     with pytest.raises(ValueError, match=r"has the files of ranks \[0, 1, 2\], and this job has 2 ranks: merge"):
         trained(folder, "pipeline", "--checkpoint.resume_from=last")
 

@@ -47,7 +47,7 @@ REFUSED = {
     "more": "'more' belongs to no argument: give --name VALUE or --name=VALUE",
     "--compute_config.use_end2end=false": "compute_config is needed, with use_end2end=True",
     "--max_epochs=0": "max_epochs or max_train_steps is needed",
-    "--global_batch_size=6": "global_batch_size=6 must be micro_batch_size=2 times 1 units times grad_accumulation_steps=1",
+    "--global_batch_size=5": "global_batch_size=5 must be micro_batch_size=2 times 1 units times grad_accumulation",
     "--optimizer.grad_reduction=max": "optimizer.grad_reduction must be one of mean, sum, per-token-mean, not 'max'",
     "--optimizer.loss_reduction=per-token-mean": "per-token-mean needs optimizer.aggregate_outputs_fn",
     "--checkpoint.every_n_epochs=1": "every_n_epochs and every_n_train_steps are given: leave one of them out",
@@ -68,9 +68,9 @@ def test_names_that_lead_nowhere_are_refused_when_they_are_used(file: str) -> No
     args = TrainerArgs.from_cli([*argv, "--hook.on_step=builtins.print", "--dataloader.train_args.batch_size=2"])
     with pytest.raises(ValueError, match=r"'tests.nowhere.MLP' is not the full name of a class or function"):
         _ = args.model_type
-    with pytest.raises(ValueError, match="checkpoint.resume_from: gone does not exist"):
+    with pytest.raises(ValueError, match=r"checkpoint.resume_from: gone does not exist"):
         args.checkpoint.path_to_resume()
-    with pytest.raises(ValueError, match="hook must be one of after_setup, .*, not 'on_step'"):
+    with pytest.raises(ValueError, match=r"hook must be one of after_setup, .*, not 'on_step'"):
         args.create_hook()
     with pytest.raises(ValueError, match="dataloader has batch_size: give micro_batch_size in its place"):
         args.create_dataloader("train", args.create_dataset())
