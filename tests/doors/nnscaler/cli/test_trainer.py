@@ -138,17 +138,18 @@ def compared(rank: int, folder: Path) -> None:
 
 def resumed(rank: int, folder: Path) -> None:
     """A training that ends in the middle of an epoch, and one that goes on: as the whole one, with dropout."""
-    for name, more in (("p", ()), ("u", (*UNITS, "--global_batch_size=8", "--checkpoint.save_type=deduped"))):
+    zero = (*UNITS, "--compute_config.use_zero", "--global_batch_size=8", "--checkpoint.save_type=deduped")
+    for name, steps, more in (("p", 7, ()), ("u", 4, zero)):
         arguments = (*more, "--model.args.dropout", "0.2")
         whole = trained(folder, f"{name} whole", *arguments)
         expected = whole.model.state_dict(), whole.optimizer.state_dict()
         parallel_state.destroy_model_parallel()
         # No checkpoint is there.
-        trained(folder, f"{name} parts", *arguments, "--max_train_steps=7", "--checkpoint.resume_from=last")
+        trained(folder, f"{name} parts", *arguments, f"--max_train_steps={steps}", "--checkpoint.resume_from=last")
         parallel_state.destroy_model_parallel()
         second = trained(folder, f"{name} parts", *arguments, "--checkpoint.resume_from=last")
-        assert len(losses_of(second)) == len(losses_of(whole)) - 7
-        assert losses_of(second) == losses_of(whole)[7:]
+        assert len(losses_of(second)) == len(losses_of(whole)) - steps
+        assert losses_of(second) == losses_of(whole)[steps:]
         assert str((second.model.state_dict(), second.optimizer.state_dict())) == str(expected)
         for key, value in expected[0].items():
             assert not isinstance(value, torch.Tensor) or torch.equal(second.model.state_dict()[key], value)
