@@ -103,3 +103,11 @@ def test_arguments_are_objects_too(tmp_path: Path) -> None:
     assert args.to_dict()["hook"]["on_step_end"] == "tests.doors.nnscaler.cli.trained.count_steps"
     with pytest.raises(ValueError, match="argv and train_args are given: leave one of them out"):
         Trainer([], train_args=args)
+
+
+def test_compile_makes_the_plan_without_ranks(file: str, tmp_path: Path) -> None:
+    trainer = Trainer(["-f", file, "--run_mode=compile", f"--gen_savedir={tmp_path}"])
+    trainer.run()
+
+    assert trainer.train_args.gen_reuse == "moo"
+    assert len(list(tmp_path.rglob("plan.json"))) == 1
