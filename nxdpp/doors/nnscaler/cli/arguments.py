@@ -24,11 +24,12 @@ def read_arguments(argv: Sequence[str]) -> dict[str, Any]:
 
     Raises ``ValueError`` for a value without a name, for parts of a list, and for a file that is no YAML dict.
     """
-    words, arguments = list(argv), {}
+    words, arguments = list(argv), dict[str, Any]()
     if words[:1] == ["-f"]:
-        arguments = yaml.safe_load(Path(words[1]).read_text()) if len(words) > 1 else None
-        if not isinstance(arguments, dict):
+        read = yaml.safe_load(Path(words[1]).read_text()) if len(words) > 1 else None
+        if not isinstance(read, dict):
             raise ValueError(f"{' '.join(words[:2])} must name a YAML file with names and values")
+        arguments = read
         words = words[2:]
     while words:
         name, equals, value = words.pop(0).partition("=")
@@ -58,8 +59,8 @@ def build(kind: type[T], given: Any, refused: Mapping[str, str | None], where: s
     """
     if isinstance(given, kind):
         return given
-    if hasattr(kind, "SHORT") and isinstance(given, str):
-        given = {kind.SHORT: given}
+    if isinstance(given, str) and (short := getattr(kind, "SHORT", None)):
+        given = {short: given}
     name = where.rstrip(".") or "the trainer"
     if not isinstance(given, Mapping):
         raise ValueError(f"{name} must have names and values, not {given!r:.80}")

@@ -189,10 +189,9 @@ class Trainer:
         self.tell("on_train_start")
         for epoch in count(status.finished_train_steps // self.total_train_steps_per_epoch):
             loader = self.dataloader["train"]
-            for part in (loader, getattr(loader, "sampler", None)):
-                if hasattr(part, "set_epoch"):
-                    part.set_epoch(epoch)
-                    break
+            shuffled = loader if hasattr(loader, "set_epoch") else getattr(loader, "sampler", None)
+            if hasattr(shuffled, "set_epoch"):
+                shuffled.set_epoch(epoch)  # type: ignore[union-attr]
             self.tell("on_epoch_start", epoch)
             self._train_epoch(epoch)
             self.tell("on_epoch_end", epoch)
