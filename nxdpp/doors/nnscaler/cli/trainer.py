@@ -21,16 +21,16 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from nxdpp.doors.nnscaler.cli import trainer_files
+from nxdpp.doors.nnscaler.cli.aggregated_outputs import AggregatedOutputs, divisor_of, sums_over_units
 from nxdpp.doors.nnscaler.cli.arguments import made, named_object
 from nxdpp.doors.nnscaler.cli.train_hook import TrainHook
 from nxdpp.doors.nnscaler.cli.trainer_args import TrainerArgs
-from nxdpp.doors.nnscaler.end2end import loss_of, sample_name
+from nxdpp.doors.nnscaler.end2end import sample_name
 from nxdpp.doors.nnscaler.nested_values import map_values
 from nxdpp.doors.nnscaler.parallelization import parallelize
 from nxdpp.doors.nnscaler.start import init
 from nxdpp.doors.random_states import set_random_states
 from nxdpp.ranks import parallel_state
-from nxdpp.ranks.faults.waits import Wait
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -41,16 +41,6 @@ class TrainStatus:
 
     finished_train_steps: int = 0
     best_loss: float = math.inf
-
-
-@dataclass
-class AggregatedOutputs:
-    """Sums over the micro-batches of a step, of all units: losses, micro-batches, and tokens if they are counted."""
-
-    loss_sum: float = 0.0
-    num_batches: int = 0
-    num_tokens: int | None = None
-    aggregated_outputs: Any = None
 
 
 class Trainer:
@@ -168,7 +158,9 @@ class Trainer:
         args = self.train_args
         if args.dummy_sample_gen_fn:
             return named_object(args.dummy_sample_gen_fn)(args)
-        return next(iter(args.create_dataloader("train", args.create_dataset())))
+        for sample in args.create_dataloader("train", args.create_dataset()):
+            return sample
+        raise ValueError(f"the training data of a unit have no batch of micro_batch_size={args.micro_batch_size}")
 
     def _converted(self, sample: Any) -> Any:
         """``sample`` on the device, in the dtype of inputs."""
@@ -231,10 +223,10 @@ class Trainer:
         losses = self.model.train_step(batches + [self._dummy] * missing, [False] * number + [True] * missing)[:number]
         self.tell("on_train_step_end", losses)
         outputs = self._aggregated(losses)
-        loss = outputs.loss_sum / _divisor(config.loss_reduction, outputs)
+        loss = outputs.loss_sum / divisor_of(config.loss_reduction, outputs)
         self.tell("after_aggregate_train_step_outputs", outputs, loss)
         self._around("sync_grad", optimizer.sync_shard_grad)
-        optimizer.scale_grads(args.scaling_factor / _divisor(config.grad_reduction, outputs))
+        optimizer.scale_grads(args.scaling_factor / divisor_of(config.grad_reduction, outputs))
         self.tell("before_gnorm_clip")
         gnorm = optimizer.clip_gnorm(config.clip_gnorm)
         self.tell("after_gnorm_clip", gnorm)
@@ -304,26 +296,10 @@ class Trainer:
             yield batches
 
     def _aggregated(self, losses: list[Any]) -> AggregatedOutputs:
-        function: Callable[[list[Any], ProcessGroup], AggregatedOutputs] = _sums_over_units
+        function: Callable[[list[Any], ProcessGroup], AggregatedOutputs] = sums_over_units
         if self.train_args.optimizer.aggregate_outputs_fn:
             function = named_object(self.train_args.optimizer.aggregate_outputs_fn)
         return function(losses, self.sync_group)
-
-
-def _sums_over_units(outputs: list[Any], group: ProcessGroup) -> AggregatedOutputs:
-    """Sum the losses of the micro-batches of all units, in float64; collective over ``group``."""
-    losses = torch.stack([loss_of(output).detach().reshape(()) for output in outputs])
-    sums = torch.stack([losses.sum(dtype=torch.float64), torch.full_like(losses[0], len(outputs), dtype=torch.float64)])
-    with Wait("sum of the losses", group):
-        dist.all_reduce(sums, group=group)
-    return AggregatedOutputs(sums[0].item(), int(sums[1].item()))
-
-
-def _divisor(reduction: str, outputs: AggregatedOutputs) -> float:
-    divisor = {"sum": 1, "mean": outputs.num_batches, "per-token-mean": outputs.num_tokens}[reduction]
-    if not divisor:
-        raise RuntimeError(f"{reduction} needs numbers above 0 in the AggregatedOutputs of aggregate_outputs_fn")
-    return divisor
 
 
 def _is_due(every: int | None, number: int) -> bool:

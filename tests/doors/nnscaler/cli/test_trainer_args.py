@@ -106,6 +106,8 @@ def test_arguments_are_objects_too(tmp_path: Path) -> None:
 
 
 def test_compile_makes_the_plan_without_ranks(file: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="the training data of a unit have no batch of micro_batch_size=2"):
+        Trainer(["-f", file, "--dataset.train_args.size=1", "--dataloader.train_args.drop_last=true"]).run()
     trainer = Trainer(["-f", file, "--run_mode=compile", f"--gen_savedir={tmp_path}"])
     trainer.run()
 
