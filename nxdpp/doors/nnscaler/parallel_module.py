@@ -19,10 +19,10 @@ from nxdpp.doors.nnscaler.batch_norm import over_units, refuse_other_numbers
 from nxdpp.doors.nnscaler.compute_config import ComputeConfig
 from nxdpp.doors.nnscaler.end2end import check_samples, loss_of, sample_name
 from nxdpp.doors.nnscaler.equal_ranks import EqualCalls
-from nxdpp.doors.nnscaler.extra_state import EXTRA_STATE_KEY, module_extra_state, take_extra_state
 from nxdpp.doors.nnscaler.module_source import ModuleSource, take_own_memory
 from nxdpp.doors.nnscaler.nested_values import map_values
 from nxdpp.doors.nnscaler.registered_functions import registered_functions
+from nxdpp.doors.nnscaler.state_dicts.extra_state import EXTRA_STATE_KEY, module_extra_state, take_extra_state
 from nxdpp.doors.nnscaler.unit_layout import UnitLayout
 from nxdpp.doors.nnscaler.unwritten import UnwrittenTensors
 from nxdpp.pipeline.activation_checkpoint import apply_checkpoint

@@ -18,8 +18,8 @@ import torch
 
 from nxdpp.agreement.together import from_all_ranks, together
 from nxdpp.doors.nnscaler.cli.configs import CheckpointConfig
-from nxdpp.doors.nnscaler.deduped import deduped_state_dict, load_deduped_state_dict
-from nxdpp.doors.nnscaler.merged import load_merged_state_dict, load_sharded_state_dict, merge_state_dicts
+from nxdpp.doors.nnscaler.state_dicts.deduped import deduped_state_dict, load_deduped_state_dict
+from nxdpp.doors.nnscaler.state_dicts.merged import load_merged_state_dict, load_sharded_state_dict, merge_state_dicts
 from nxdpp.doors.random_states import random_states
 
 
