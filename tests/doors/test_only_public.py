@@ -10,10 +10,11 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PUBLIC = ("nxdpp", "nxdpp.optimizer", "nxdpp.parallel_layers")
 # Comparisons of ranks, parts of batches and of tensors, ties, options of groups, refusals of a step or a save
-# of a part, values that are sent, waits for them, mappings, modules to checkpoint and to compile, master copies and
-# paths of files have one place each.
+# of a part, values that are sent, waits for them, mappings, modules to checkpoint and to compile, master copies, states
+# of generators and paths of files have one place each.
 SHARED = (
     "nxdpp.doors.local_modules.",
+    "nxdpp.doors.random_states.",
     "nxdpp.agreement.",
     "nxdpp.checkpoint.distributed.model_state.",
     "nxdpp.checkpoint.distributed.rectangles.",

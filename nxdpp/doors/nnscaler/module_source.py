@@ -10,8 +10,8 @@ from torch import nn
 
 from nxdpp.agreement.together import from_first_rank
 from nxdpp.doors.local_modules import over_the_same_memory
-from nxdpp.doors.nnscaler.extra_state import parallel_modules
 from nxdpp.doors.nnscaler.sent_values import take_first_values
+from nxdpp.doors.nnscaler.state_dicts.extra_state import parallel_modules
 from nxdpp.initialization.deferred_init import deferred_init
 
 

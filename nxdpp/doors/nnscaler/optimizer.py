@@ -7,8 +7,10 @@
 """
 
 import inspect
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -22,7 +24,7 @@ from nxdpp.gradients.optimizer.partial_steps import refuse_partial_step
 from nxdpp.gradients.optimizer.zero1 import Zero1Optimizer
 
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
-_ZERO = ("use_zero", "zero_ngroups", "zero_use_reduce_scatter")
+_LOGGER = logging.getLogger(__name__)
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -36,8 +38,8 @@ def build_optimizer(
 
     With ``zero_ngroups`` above 1 it makes groups and is collective over all ranks; else it is not collective.
 
-    Its ``step`` sums the gradients over the units first. It is a ``ParallelOptimizer``, too. Under ZeRO
-    (``use_zero``) it is a ``Zero1Optimizer``, whose units share the state.
+    Its ``step`` sums the gradients over the units first. It is a ``ParallelOptimizer``, too. Where a parallel module
+    has ``use_zero`` it is a ``Zero1Optimizer``, whose units share the state of all modules.
 
     Args:
         module: a parallel module, or a module with parallel ones in it.
@@ -47,8 +49,8 @@ def build_optimizer(
 
     Raises:
         TypeError: for an ``optimizer_fn`` that returns no plain optimizer.
-        ValueError: for parallel modules, or a ``compute_config``, with different sizes or settings of ZeRO. So
-            for a module for inference, and an optimizer that evaluates its closure several times.
+        ValueError: for parallel modules, or a ``compute_config``, with different sizes. So for a module for inference,
+            and an optimizer that evaluates its closure several times.
         RuntimeError: for a module without parallel ones, for an end-to-end module inside another module, and for an
             optimizer whose step over shards is not the one of the whole parameters.
     """
@@ -116,13 +118,32 @@ def _checked_config(
         if each.compute_config.inference_only:
             raise ValueError(f"{type(each).__name__} is for inference: leave inference_only out to train it")
     configs = [each.compute_config for each in parallel] + ([] if compute_config is None else [compute_config])
-    for config in configs:
-        there, here = ({**each.gpu_config, **{name: getattr(each, name) for name in _ZERO}} for each in (first, config))
-        if there != here:
-            raise ValueError(
-                f"one optimizer needs the same {', '.join(there)} everywhere, and was given {there} and {here}"
-            )
-    return first
+    if others := [config.gpu_config for config in configs if config.gpu_config != first.gpu_config]:
+        raise ValueError(
+            f"one optimizer needs the same {' and '.join(first.gpu_config)} everywhere, and was given "
+            f"{first.gpu_config} and {others[0]}"
+        )
+    return _with_one_zero(first, configs)
+
+
+def _with_one_zero(first: ComputeConfig, configs: Sequence[ComputeConfig]) -> ComputeConfig:
+    """Return ``first`` with the settings of ZeRO for an optimizer over modules of ``configs``.
+
+    All state is shared where one module shares its own, by as many units as a module allows. ``.grad`` gets the sums
+    unless all modules take reduce-scatter.
+    """
+    sharing = [config for config in configs if config.use_zero]
+    if not sharing:
+        return first
+    groups = min(config.zero_ngroups for config in sharing)
+    scattered = all(config.use_zero and config.zero_use_reduce_scatter for config in configs)
+    if any(not config.use_zero or config.zero_ngroups != groups for config in configs):
+        _LOGGER.warning(
+            "modules of one optimizer have different settings of ZeRO: it shares the state of all of them, with "
+            "use_zero=True, zero_ngroups=%s, zero_use_reduce_scatter=%s",
+            *(groups, scattered),
+        )
+    return replace(first, use_zero=True, zero_ngroups=groups, zero_use_reduce_scatter=scattered)
 
 
 def _refuse_others(optimizer: Optimizer, parameters: Sequence[torch.Tensor]) -> None:

@@ -6,12 +6,12 @@
                                                                              local module of a Pipeline
 """
 
-import logging
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Self
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from nxdpp.doors.local_modules import LocalModules
@@ -19,11 +19,12 @@ from nxdpp.doors.nnscaler.batch_norm import over_units, refuse_other_numbers
 from nxdpp.doors.nnscaler.compute_config import ComputeConfig
 from nxdpp.doors.nnscaler.end2end import check_samples, loss_of, sample_name
 from nxdpp.doors.nnscaler.equal_ranks import EqualCalls
-from nxdpp.doors.nnscaler.extra_state import EXTRA_STATE_KEY, module_extra_state, take_extra_state
 from nxdpp.doors.nnscaler.module_source import ModuleSource, take_own_memory
 from nxdpp.doors.nnscaler.nested_values import map_values
 from nxdpp.doors.nnscaler.registered_functions import registered_functions
+from nxdpp.doors.nnscaler.state_dicts.extra_state import EXTRA_STATE_KEY, module_extra_state, take_extra_state
 from nxdpp.doors.nnscaler.unit_layout import UnitLayout
+from nxdpp.doors.nnscaler.unwritten import UnwrittenTensors
 from nxdpp.pipeline.activation_checkpoint import apply_checkpoint
 from nxdpp.pipeline.config import PipelineConfig
 from nxdpp.pipeline.pipeline import Pipeline
@@ -31,8 +32,6 @@ from nxdpp.tensor.models.parallelize import tensor_parallelize
 
 # Modules keep their parts in these dictionaries; a ParallelModule shares the ones of its part.
 _SHARED = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
-
-_LOGGER = logging.getLogger(__name__)
 
 ScaleFn = Callable[[torch.Tensor], torch.Tensor]
 
@@ -79,11 +78,11 @@ class ParallelModule(nn.Module):
         self.__dict__["_whole"] = module
         for name in _SHARED:
             self.__dict__[name] = vars(parts)[name]
-        self._empty: set[str] = set()
+        self._unwritten = UnwrittenTensors(parts)
         self._samples_of_step = layout.microbatches if layout.is_pipeline else None
         self._calls = EqualCalls(layout.tensor > 1, layout.is_pipeline)
         if not init_params:
-            self._leave_empty()
+            self._unwritten.leave_all()
 
     def _divide(self, module: nn.Module) -> nn.Module:
         """Return this rank's part of ``module``."""
@@ -122,6 +121,11 @@ class ParallelModule(nn.Module):
     def compute_config(self) -> ComputeConfig:
         """The configuration that ``parallelize`` was given."""
         return self._config
+
+    @property
+    def rank(self) -> int:
+        """Global rank of this process."""
+        return dist.get_rank()
 
     @property
     def use_scheduler(self) -> bool:
@@ -230,42 +234,23 @@ class ParallelModule(nn.Module):
 
     def check_loaded(self) -> None:
         """Raise ``RuntimeError`` while parameters or buffers have no values."""
-        if self._empty:
-            buffers = "Non-persistent buffers haven't been initialized. " if self._unsaved() & self._empty else ""
-            remedy = "Load a state dict, or call broadcast_weights"
-            if buffers:
-                remedy = (
-                    "Call broadcast_weights if unit 0 has values. Else give the buffers values on each rank, and call "
-                    "mark_non_persistent_buffers_inited()"
-                )
-            raise RuntimeError(
-                f"{buffers}{len(self._empty)} parameters or buffers have no values ({min(self._empty)} is the first): "
-                f"the module was made without them. {remedy}."
-            )
+        self._unwritten.check()
 
     @property
     def non_presistent_buffers_inited(self) -> bool:
         """``True`` if the buffers that a state dict leaves out have values."""
-        return not self._unsaved() & self._empty
+        return not self._unwritten.unsaved
 
     def mark_non_persistent_buffers_inited(self) -> None:
         """Note that the buffers that a state dict leaves out have their values.
 
-        Raises ``RuntimeError`` for one that nothing was written to, where its dtype shows that: one of floats or of
-        signed integers.
+        Raises ``RuntimeError`` for one that nothing was written to.
         """
-        unsaved = self._unsaved() & self._empty
-        unwritten = sorted(name for name in unsaved if _is_unwritten(self._part.get_buffer(name)))
-        if unwritten:
-            raise RuntimeError(
-                f"{len(unwritten)} non-persistent buffers have no values yet ({unwritten[0]} is the first): write them "
-                f"before mark_non_persistent_buffers_inited()"
-            )
-        self._empty -= unsaved
+        self._unwritten.mark_unsaved()
 
-    def _unsaved(self) -> set[str]:
-        """Names of the non-persistent buffers."""
-        return {name for name, _ in self._part.named_buffers()} - self._part.state_dict(keep_vars=True).keys()
+    def note_received(self) -> None:
+        """Note that all parameters and buffers have the values of another rank."""
+        self._unwritten.mark_received()
 
     def refresh(self) -> None:
         """Follow changes of ``requires_grad`` or of modules of a pipeline; every rank calls it after them."""
@@ -309,51 +294,18 @@ class ParallelModule(nn.Module):
             raise ValueError("assign=True would replace parameters that stages and optimizers hold: leave it out")
         take_extra_state(state_dict, prefix, self.nxdpp_extra_state())
         self._part._load_from_state_dict(state_dict, prefix, local_metadata, *args)
-        if self._empty:
-            state = self._part.state_dict(keep_vars=True)
-            saved = self._empty & state.keys()
-            loaded = {id(state[name]) for name in saved if _fits(state_dict.get(f"{prefix}{name}"), state[name])}
-            self._empty = {name for name in self._empty if id(state.get(name)) not in loaded}
-            if not self.non_presistent_buffers_inited:
-                _LOGGER.warning(
-                    "Non-persistent buffers cannot be initialized with a state dict: call broadcast_weights, or give "
-                    "them values and call mark_non_persistent_buffers_inited()"
-                )
+        self._unwritten.take_loaded(state_dict, prefix)
         if self._pipeline is not None:
             # The next step compares the values of the replicas again.
             self._pipeline.load_state_dict({}, strict=False, assign=False)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
+        unwritten = self._unwritten.unwritten()
         self._part._apply(fn, recurse)
+        self._unwritten.follow_move(unwritten)
         if self._pipeline is not None:
             self._pipeline.follow()
         return self
-
-    def _leave_empty(self) -> None:
-        tensors = {**self._part.state_dict(keep_vars=True), **dict(self._part.named_buffers())}
-        for tensor in tensors.values():
-            if isinstance(tensor, torch.Tensor):
-                with torch.no_grad():
-                    tensor.fill_(_no_value(tensor.dtype))
-        self._empty = {name for name, value in tensors.items() if isinstance(value, torch.Tensor)}
-
-
-def _no_value(dtype: torch.dtype) -> float:
-    """The value of each element of a tensor without values: one that nobody means, if ``dtype`` has such a value."""
-    if dtype.is_floating_point or dtype.is_complex:
-        return torch.nan
-    return torch.iinfo(dtype).min if dtype.is_signed else 0
-
-
-def _is_unwritten(tensor: torch.Tensor) -> bool:
-    value = _no_value(tensor.dtype)
-    is_missing = tensor.isnan() if value != value else tensor == value
-    return tensor.dtype.is_signed and tensor.numel() > 0 and bool(is_missing.all())
-
-
-def _fits(given: Any, own: torch.Tensor) -> bool:
-    """Return whether a load can copy ``given``: torch leaves tensors of different shapes out, and raises at the end."""
-    return isinstance(given, torch.Tensor) and given.shape == own.shape
 
 
 def _detached(value: Any) -> Any:

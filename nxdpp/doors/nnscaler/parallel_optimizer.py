@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 
 from nxdpp.doors.nnscaler.compute_config import ComputeConfig
 from nxdpp.doors.nnscaler.equal_ranks import verify_equal_values
-from nxdpp.doors.nnscaler.extra_state import add_optimizer_extra_state, take_optimizer_extra_state
 from nxdpp.doors.nnscaler.parallel_module import ParallelModule
+from nxdpp.doors.nnscaler.state_dicts.extra_state import add_optimizer_extra_state, take_optimizer_extra_state
 from nxdpp.gradients.grad_scaler import GradScaler
 from nxdpp.gradients.gradient_norm import clip_grad_norm
 from nxdpp.gradients.gradient_reducer import GradientReducer

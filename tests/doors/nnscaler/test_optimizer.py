@@ -232,8 +232,8 @@ def refusals() -> None:
         (ValueError, "LBFGS follows the loss of one unit", lambda: built(model, torch.optim.LBFGS)),
         (
             ValueError,
-            "the same plan_ngpus, runtime_ngpus, use_zero, zero_ngroups, zero_use_reduce_scatter everywhere",
-            lambda: built(model, adam, ComputeConfig(1, RANKS, use_zero=True)),
+            "the same plan_ngpus and runtime_ngpus everywhere, and was given {'plan_ngpus': 1",
+            lambda: built(model, adam, ComputeConfig(2, RANKS)),
         ),
         (
             TypeError,

@@ -178,6 +178,7 @@ class WithPositions(Net):
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("positions", torch.arange(2), persistent=False)
+        self.register_buffer("used", torch.ones(2, dtype=torch.bool), persistent=False)
 
 
 class TestOneRank:
@@ -207,8 +208,14 @@ class TestOneRank:
         with pytest.raises(RuntimeError, match=r"no values yet \(positions is the first\): write them before"):
             model.mark_non_persistent_buffers_inited()
         model.get_buffer("shift").fill_(1)
-        with pytest.raises(RuntimeError, match=r"^1 non-persistent .*\(positions is the first\)"):
+        with pytest.raises(RuntimeError, match=r"^2 non-persistent .*\(positions is the first\)"):
             model.mark_non_persistent_buffers_inited()
         model.get_buffer("positions").copy_(torch.arange(2))
+        # A move replaces buffers and writes no values. False is a value of it.
+        model.double()
+        with pytest.raises(RuntimeError, match=r"^1 non-persistent .*\(used is the first\)"):
+            model.mark_non_persistent_buffers_inited()
+        model.get_buffer("used").zero_()
+        model.float()
         model.mark_non_persistent_buffers_inited()
         model(sample(0)["data"])

@@ -360,6 +360,10 @@ def replicas_that_differ(rank: int) -> None:
     optimizer = Zero1Optimizer(make(), torch.optim.SGD, whole_gradients=rank == 1)
     with pytest.raises(RuntimeError, match="or another max_norm, sharding_groups or whole_gradients: each would step"):
         optimizer._present_anywhere()
+    # Groups of one replica need no process group.
+    optimizer = Zero1Optimizer(make(), torch.optim.SGD, sharding_groups=1 + rank)
+    with pytest.raises(RuntimeError, match="or another max_norm, sharding_groups or whole_gradients: each would step"):
+        optimizer._present_anywhere()
     optimizer = Zero1Optimizer(make()[rank:], torch.optim.SGD)
     with pytest.raises(RuntimeError, match=r"different parameters \(6 and 7, of different layouts\)"):
         optimizer._present_anywhere()

@@ -17,7 +17,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from nxdpp.agreement.together import together
-from nxdpp.doors.nnscaler.extra_state import (
+from nxdpp.doors.nnscaler.sent_values import send, send_shards, send_state
+from nxdpp.doors.nnscaler.state_dicts.extra_state import (
     EXTRA_STATE_KEY,
     add_optimizer_extra_state,
     check_names,
@@ -25,8 +26,7 @@ from nxdpp.doors.nnscaler.extra_state import (
     take_extra_state,
     take_optimizer_extra_state,
 )
-from nxdpp.doors.nnscaler.merged import check_optimizer, to_device
-from nxdpp.doors.nnscaler.sent_values import send, send_shards, send_state
+from nxdpp.doors.nnscaler.state_dicts.merged import check_optimizer, to_device
 from nxdpp.ranks import parallel_state
 
 
@@ -144,8 +144,8 @@ def broadcast_weights(module: nn.Module, stride_size: int | None = None) -> None
         is_only_rank_0 = keepers.is_only_rank_0(key)
         send(tensor, is_only_rank_0, 1 if is_only_rank_0 else units)
     for each in parallel_modules(module).values():
-        each.mark_non_persistent_buffers_inited()
-    # Each module notes that it has values, and that its replicas are to be compared again.
+        each.note_received()
+    # The replicas are to be compared again.
     module.load_state_dict(module.state_dict())
 
 

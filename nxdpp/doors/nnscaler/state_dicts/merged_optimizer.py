@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from nxdpp.checkpoint.distributed.rectangles import PlaceInWhole
-from nxdpp.doors.nnscaler.extra_state import (
+from nxdpp.doors.nnscaler.state_dicts.extra_state import (
     EXTRA_STATE_KEY,
     VERSION,
     check_version,

@@ -9,7 +9,11 @@ import torch
 from torch import nn
 
 from nxdpp import parallel_state
-from nxdpp.doors.nnscaler.extra_state import EXTRA_STATE_KEY, add_optimizer_extra_state, take_optimizer_extra_state
+from nxdpp.doors.nnscaler.state_dicts.extra_state import (
+    EXTRA_STATE_KEY,
+    add_optimizer_extra_state,
+    take_optimizer_extra_state,
+)
 from nxdpp.nnscaler import (
     ComputeConfig,
     ParallelModule,

@@ -8,7 +8,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from nxdpp.checkpoint.distributed.rectangles import PlaceInWhole
-from nxdpp.doors.nnscaler.extra_state import (
+from nxdpp.doors.nnscaler.state_dicts.extra_state import (
     EXTRA_STATE_KEY,
     check_names,
     check_version,
@@ -16,7 +16,7 @@ from nxdpp.doors.nnscaler.extra_state import (
     parallel_modules,
     placement_in,
 )
-from nxdpp.doors.nnscaler.merged_optimizer import divide_optimizer_state, merge_optimizers
+from nxdpp.doors.nnscaler.state_dicts.merged_optimizer import divide_optimizer_state, merge_optimizers
 from nxdpp.ranks import parallel_state
 
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from nxdpp import parallel_state
 from nxdpp.checkpoint.distributed.rectangles import PlaceInWhole, placement_of
-from nxdpp.doors.nnscaler.extra_state import (
+from nxdpp.doors.nnscaler.state_dicts.extra_state import (
     EXTRA_STATE_KEY,
     fields_of,
     joined,

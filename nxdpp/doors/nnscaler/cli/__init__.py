@@ -1,0 +1,1 @@
+"""nnScaler's trainer: a program that is one file of arguments."""

@@ -1,0 +1,135 @@
+"""Checkpoints of a trainer, a file of each rank.
+
+::
+
+    save_dir/0001-0020/0.ckpt 1.ckpt    epoch 1, step 20
+    save_dir/last/0.ckpt ...            links to the files of the last checkpoint, and of the best one
+"""
+
+import os
+import re
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nxdpp.agreement.together import from_all_ranks, together
+from nxdpp.doors.nnscaler.cli.configs import CheckpointConfig
+from nxdpp.doors.nnscaler.state_dicts.deduped import deduped_state_dict, load_deduped_state_dict
+from nxdpp.doors.nnscaler.state_dicts.merged import load_merged_state_dict, load_sharded_state_dict, merge_state_dicts
+from nxdpp.doors.random_states import random_states
+
+
+def save(trainer: Any, epoch: int, loss: float) -> None:
+    """Save the training, and link ``last`` and ``best`` to it; collective over all ranks.
+
+    A link is made when the files of all ranks are written. Raises on all ranks where one cannot write.
+    """
+    config, status = trainer.train_args.checkpoint, trainer.train_status
+    folder = Path(config.save_dir) / f"{epoch:04d}-{status.finished_train_steps:04d}"
+    links = ["last"] * config.save_last + ["best"] * (config.save_best and loss <= status.best_loss)
+    status.best_loss = min(loss, status.best_loss)
+    model, optimizer = trainer.model.state_dict(), trainer.optimizer.state_dict()
+    if config.save_type == "deduped":
+        model, optimizer = deduped_state_dict(trainer.model, trainer.optimizer)
+    device = next(trainer.model.parameters()).device
+    states = None if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
+    state = {
+        "model": model,
+        "optimizer": optimizer,
+        "lr_scheduler": trainer.lr_scheduler.state_dict() if trainer.lr_scheduler else None,
+        "train_status": asdict(status),
+        "train_args": trainer.train_args.to_dict(),
+        "rng_states": (random_states(), states),
+        "save_type": config.save_type,
+    }
+    trainer.tell("on_save_checkpoint", state)
+    path = folder / f"{trainer.rank}.ckpt"
+    together(lambda: _write(path, trainer, lambda new: torch.save(state, new)))
+    for name in links:
+        link, target = folder.parent / name / path.name, Path("..", folder.name, path.name)
+        together(lambda link=link, target=target: _write(link, trainer, lambda new: new.symlink_to(target)))  # type: ignore[misc]
+    if trainer.local_rank == 0:
+        _remove_old(config)
+
+
+def load(trainer: Any) -> None:
+    """Resume the checkpoint of the arguments, if there is one; collective over all ranks.
+
+    Raises ``ValueError`` on all ranks for files of different steps, and for a checkpoint that does not fit.
+    """
+    state = together(lambda: _read(trainer))
+    steps = from_all_ranks(None if state is None else state.get("train_status"))
+    if any(each != steps[0] for each in steps):
+        raise ValueError(f"ranks resume files of different steps, {steps}: give a folder of one step in resume_from")
+    if state is None:
+        return
+    trainer.tell("on_load_checkpoint", state)
+    kind = state.get("save_type", "merged")
+    loads = {"sharded": load_sharded_state_dict, "deduped": load_deduped_state_dict, "merged": load_merged_state_dict}
+    loads[kind](trainer.model, state["model"], trainer.optimizer, state["optimizer"])
+    if state.get("lr_scheduler"):
+        if trainer.lr_scheduler is None:
+            raise ValueError("the checkpoint has the state of a learning-rate scheduler: give lr_scheduler")
+        trainer.lr_scheduler.load_state_dict(state["lr_scheduler"])
+    vars(trainer.train_status).update(state.get("train_status") or {})
+    if kind != "merged":
+        trainer.resumed_states = state["rng_states"]
+    trainer.tell("after_load_checkpoint", state)
+
+
+def merged(files: Sequence[str | Path]) -> dict[str, Any]:
+    """Return the state that the ``files`` of all ranks have together, without random states; needs no ranks.
+
+    Raises ``ValueError`` for files of different trainings.
+    """
+    states = [_load_file(each) for each in files]
+    of_all = {name: states[0][name] for name in ("train_args", "train_status", "lr_scheduler")}
+    if different := [name for name in of_all if any(state[name] != of_all[name] for state in states)]:
+        raise ValueError(f"the files have different {different[0]}: give the files of one checkpoint")
+    model, optimizer = merge_state_dicts([each["model"] for each in states], [each["optimizer"] for each in states])
+    return {**of_all, "model": model, "optimizer": optimizer, "save_type": "merged"}
+
+
+def _read(trainer: Any) -> dict[str, Any] | None:
+    path = trainer.train_args.checkpoint.path_to_resume()
+    if path is None or path.is_file():
+        return None if path is None else _load_file(path)
+    ranks = sorted(int(each.stem) for each in path.glob("*.ckpt") if each.stem.isdigit())
+    if ranks != list(range(trainer.world_size)):
+        raise ValueError(
+            f"{path} has the files of ranks {ranks}, and this job has {trainer.world_size} ranks: merge the files by "
+            f"Trainer.merge_checkpoint(files, output), and give the output"
+        )
+    return _load_file(path / f"{trainer.rank}.ckpt")
+
+
+def _load_file(path: str | Path) -> dict[str, Any]:
+    return torch.load(path, map_location="cpu", weights_only=True)  # type: ignore[no-any-return]
+
+
+def _write(path: Path, trainer: Any, put: Callable[[Path], object]) -> None:
+    """Let ``put`` write a file, and give it its name ``path`` then. Files of more ranks than there are go."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_suffix(".new")
+    new.unlink(missing_ok=True)
+    put(new)
+    os.replace(new, path)
+    if trainer.local_rank == 0:
+        for other in path.parent.glob("*.ckpt"):
+            if other.stem.isdigit() and int(other.stem) >= trainer.world_size:
+                other.unlink(missing_ok=True)
+
+
+def _remove_old(config: CheckpointConfig) -> None:
+    """Remove all but the last checkpoints, and the ones that links lead to."""
+    folder = Path(config.save_dir)
+    linked = {each.resolve().parent for name in ("last", "best") for each in (folder / name).glob("*.ckpt")}
+    found = [each for each in folder.iterdir() if re.fullmatch(r"\d+-\d+", each.name)]
+    found.sort(key=lambda each: int(each.name.partition("-")[2]))
+    for each in found[: -config.keep_last_n_checkpoints] if config.keep_last_n_checkpoints else ():
+        if each.resolve() not in linked:
+            shutil.rmtree(each, ignore_errors=True)

@@ -1,0 +1,185 @@
+"""Modules with different settings of ZeRO in one optimizer, and buckets of gradients of several dtypes and sizes."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from nxdpp import parallel_state
+from nxdpp.nnscaler import (
+    ComputeConfig,
+    ParallelModule,
+    build_optimizer,
+    deduped_state_dict,
+    load_deduped_state_dict,
+    merge_state_dicts,
+)
+from tests.doors.nnscaler.own_folders import parallelize
+from tests.doors.nnscaler.trained_modules import WIDTH, Net, sample
+from tests.support.run_ranks import run_ranks
+
+pytestmark = pytest.mark.one_python
+
+RANKS, STEPS = 4, 2
+
+
+class Two(nn.Module):
+    """Two modules, parallel or not, between plain ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.between, self.after = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
+        self.first, self.second = Net(), Net()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.second(self.between(self.first(self.before(x)).tanh()))
+        return self.after(x.tanh()).square().mean()  # type: ignore[no-any-return]
+
+
+def two(seed: int, *configs: ComputeConfig) -> Any:
+    torch.manual_seed(seed)
+    model: Any = Two()
+    policy = "tp" if configs and configs[0].plan_ngpus > 1 else "dp"
+    for name, config in zip(("first", "second"), configs, strict=False):
+        inner = model.get_submodule(name)
+        setattr(model, name, parallelize(inner, {"x": sample(0)["data"]}, policy, config, instance_name=name))
+    return model
+
+
+def mixed_zero(rank: int, plan: int, *settings: dict[str, Any], groups: int) -> None:
+    """Train as one process does, and go on from deduplicated and merged states."""
+    configs = [ComputeConfig(plan, RANKS, **each) for each in settings]
+    model, expected = two(0, *configs), two(0)
+    ours: Any = build_optimizer(model, torch.optim.Adam, lr=0.05)
+    sharding = ours._sharding
+    assert sharding.groups == groups
+    theirs = torch.optim.Adam(expected.parameters(), lr=0.05)
+    for step in range(STEPS):
+        model(sample(10 * step + rank // plan)["data"]).backward()
+        for unit in range(RANKS // plan):
+            expected(sample(10 * step + unit)["data"]).backward()
+        torch.testing.assert_close(ours.clip_gnorm(0.5), nn.utils.clip_grad_norm_(expected.parameters(), 0.5))
+        ours.step()
+        theirs.step()
+        ours.zero_grad()
+        theirs.zero_grad()
+    for name in ("before.weight", "between.bias", "after.weight"):
+        torch.testing.assert_close(model.get_parameter(name), expected.get_parameter(name), rtol=1e-5, atol=1e-6)
+    kept: Any = deduped_state_dict(model, ours)
+    other = two(3, *configs)
+    again: Any = build_optimizer(other, torch.optim.Adam, lr=0.1)
+    load_deduped_state_dict(other, kept[0], again, kept[1])
+    assert str(again.state_dict()) == str(ours.state_dict())
+    everyones = parallel_state.get_exchange().gather(kept)
+    merged, state = merge_state_dicts([each[0] for each in everyones], [each[1] for each in everyones])
+    torch.testing.assert_close(merged, expected.state_dict(), rtol=1e-5, atol=1e-6)
+    assert state is not None
+    torch.testing.assert_close(state["state"], theirs.state_dict()["state"], rtol=1e-5, atol=1e-6)
+    parallel_state.destroy_model_parallel()
+
+
+class Summed(nn.Module):
+    """Two tensors of one dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x).sum()  # type: ignore[no-any-return]
+
+
+class Halves(nn.Module):
+    """Parameters of float32 and float16, which no rank divides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, shape in (("w", (WIDTH, WIDTH)), ("b", (WIDTH,))):
+            setattr(self, f"{name}0", nn.Parameter(torch.randn(*shape)))
+            setattr(self, f"{name}1", nn.Parameter(torch.randn(*shape).half()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        w0, b0, w1, b1 = (self.get_parameter(name) for name in ("w0", "b0", "w1", "b1"))
+        return ((w1 @ (w0 @ x + b0).half()) / 8 + b1).sum().float()
+
+
+class Embedded(nn.Module):
+    """Takes numbers without gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(10, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.embedding(x).sum()  # type: ignore[no-any-return]
+
+
+def buckets(rank: int, plan: int, kind: type[nn.Module], **settings: Any) -> list[torch.dtype]:
+    """Compare the sums with one process to the bit, and return the dtype of each bucket."""
+    torch.manual_seed(0)
+    expected = kind()
+    config = ComputeConfig(plan, RANKS, use_end2end=True, **settings)
+    samples = [_sample(kind, unit) for unit in range(RANKS // plan)]
+    model = parallelize(expected, {"x": samples[0]}, "tp" if plan > 1 else "dp", config)
+    assert isinstance(model, ParallelModule)
+    assert model.rank == rank
+    optimizer: Any = build_optimizer(model, torch.optim.SGD, lr=0.1)
+    seen: list[torch.dtype] = []
+    optimizer.register_reducer_pre_hook(lambda reducer, grad: seen.append(grad.dtype))
+    model.train_step([samples[rank // plan]])
+    optimizer.sync_shard_grad()
+    for each in samples:
+        expected(each).backward()
+    for name, parameter in expected.named_parameters():
+        own = model.get_parameter(name).grad
+        assert own is not None
+        assert parameter.grad is not None
+        rows = own.shape[0]
+        # A divided embedding has rows of the whole.
+        first = 0 if rows == parameter.shape[0] else rank % plan * rows
+        tolerance = 0.0 if len(samples) == 2 else 1e-6
+        torch.testing.assert_close(own, parameter.grad[first : first + rows], rtol=tolerance, atol=tolerance)
+    return seen
+
+
+def _sample(kind: type[nn.Module], unit: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(unit)
+    if kind is Embedded:
+        return torch.randint(0, 10, (10, 10), generator=generator)
+    return torch.randn(WIDTH, WIDTH, generator=generator)
+
+
+def without_values(rank: int) -> None:
+    """A class makes modules without values; units of equal place share what their optimizer has."""
+    config = ComputeConfig(2, RANKS, use_end2end=True, use_zero=True, zero_ngroups=2)
+    kind = parallelize(Summed, {"x": _sample(Summed, 0)}, "tp", config)
+    assert isinstance(kind, type)
+    model = kind(init_params=False)
+    assert config.get_sync_group()[0] == [rank % 2, rank % 2 + 2]
+    optimizer: Any = build_optimizer(model, torch.optim.Adam, lr=0.1)
+    with pytest.raises(RuntimeError, match="2 parameters or buffers have no values"):
+        model.train_step([_sample(Summed, 0)])
+    model.load_state_dict(kind().state_dict())
+    model.train_step([_sample(Summed, 0)])
+    optimizer.step()
+
+
+def run_cases(rank: int) -> None:
+    zero: dict[str, Any] = {"use_zero": True}
+    mixed_zero(rank, 1, {**zero, "zero_ngroups": 2}, {**zero, "zero_ngroups": 4}, groups=2)
+    mixed_zero(rank, 2, {**zero, "zero_ngroups": 2}, {}, groups=2)
+    mixed_zero(rank, 2, {}, {**zero, "zero_use_reduce_scatter": True}, groups=1)
+    # One tensor a bucket, and all in one.
+    for use_async, cap, count in ((True, 1e-6, 2), (False, 0, 1)):
+        zero = {"use_zero": True, "zero_ngroups": 2, "use_async_reducer": use_async}
+        assert buckets(rank, 1, Summed, **zero, reducer_bucket_cap_mb=cap) == [torch.float32] * count
+    parallel_state.destroy_model_parallel()
+    dtypes = buckets(rank, 2, Halves, use_async_reducer=True, reducer_bucket_cap_mb=100)
+    assert sorted(map(str, dtypes)) == ["torch.float16", "torch.float32"]
+    buckets(rank, 2, Embedded)
+    without_values(rank)
+
+
+def test_sums_and_states_are_those_of_one_process() -> None:
+    run_ranks(RANKS, run_cases)
