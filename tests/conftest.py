@@ -3,13 +3,19 @@
 The single-process references have one thread, like the ranks: the order of a sum can depend on the threads.
 """
 
+import atexit
 import gc
 import os
 import re
+import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
+# The interpreters that tests start, and the workers, have the settings of this folder's sitecustomize.
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    filter(None, (f"{Path(__file__).parent}/support/interpreter", os.environ.get("PYTHONPATH")))
+)
 # OpenMP reads this variable when torch is loaded.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -23,6 +29,9 @@ import torch
 
 from tests.support.torchvision_operators import define_missing_operators
 
+# Tests give sys.path to the interpreters that they start.
+sys.path[:] = dict.fromkeys([*sys.path, f"{Path(__file__).parent}/support/interpreter"])
+atexit.register(gc.freeze)
 torch.set_num_threads(1)
 define_missing_operators()
 

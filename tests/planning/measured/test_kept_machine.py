@@ -148,7 +148,7 @@ def test_the_command_plans_for_the_measured_machine(
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
 
-    assert main(["plan", str(tmp_path), *SEARCH, "--measure", "--best", "1"]) == 0
+    assert main(["plan", str(tmp_path), *SEARCH, "--measure", "--best", "1", "--data-parallel-size", "2"]) == 0
 
     assert again == []
     assert "LlamaForCausalLM, 2 cpu devices on 1 host" in capsys.readouterr().out

@@ -221,7 +221,7 @@ def test_actions_without_length_at_the_end_of_a_block() -> None:
 
 
 def test_a_long_schedule_has_blocks_of_equal_time() -> None:
-    picture = _picture(simulate(FAMILIES["gpipe"].build(2, 140)), 480)
+    picture = _picture(simulate(FAMILIES["gpipe"].build(2, 60)), 480)
 
     texts = _texts(picture)
     rows = [round(row.width, 1) for row in _boxes(picture, "row")]
