@@ -70,6 +70,7 @@ def _detailed(number: int, prediction: Prediction) -> list[str]:
 def _below(plan: Plan, details: bool) -> Iterator[str]:
     yield "layout: tensor x pipeline x data ranks. schedule: with its stages a rank, if several."
     yield "microbatches: number x samples of each. memory: of the rank with the most."
+    yield "bubble: mean share of the schedule's time in which ranks wait"
     yield "with: c activation checkpointing, z ZeRO-1 (Zero1Optimizer), s sequence parallel"
     yield "Each row is the best schedule and microbatch of its sizes and switches."
     if details:
