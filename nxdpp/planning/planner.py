@@ -114,7 +114,7 @@ def plan(
         size_of(device_memory, "device_memory"),
         found_device,
         hosts,
-        _link(link or "400GB/s", "link", 10e-6),
+        _link(link or "400GB/s", "link", 5e-6),
         _link(host_link, "host_link", 20e-6),
         cores,
     )

@@ -126,6 +126,16 @@ def test_a_slow_link_takes_the_time_of_its_bytes() -> None:
     assert slow.limited_by.startswith("tensor collectives")
 
 
+def test_a_collective_takes_the_latency_of_its_steps() -> None:
+    """Each way a layer has two all-reduces: log2(ranks) steps there and as many back."""
+    two, four = (predict(_costs(ranks, 8, rate=1e15, latency=1.0), Layout(tensor=ranks)) for ranks in (2, 4))
+
+    # The embedding, the gradient of the last hidden state, and the loss have collectives too.
+    all_reduces = two.times[0].tensor / (8 * 2)
+    assert 4 * 4 <= all_reduces <= 4 * 4 + 5
+    assert four.times[0].tensor == pytest.approx(2 * two.times[0].tensor)
+
+
 @pytest.fixture(scope="module")
 def counted() -> CountedModel:
     return _costs(1, 8).of(1, False, 1)
