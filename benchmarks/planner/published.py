@@ -187,11 +187,9 @@ def _model(name: str) -> PreTrainedModel:
 
 
 def _gpt(name: str) -> GPT2Config:
-    """Return a GPT with Megatron's number of kernels: one for GELU, and none of their own for dropout."""
     hidden, layers, heads, vocabulary, positions = _GPTS[name]
     return GPT2Config(
         vocab_size=vocabulary, n_positions=positions, n_embd=hidden, n_layer=layers, n_head=heads, use_cache=False,
-        activation_function="gelu_pytorch_tanh", attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0,
     )  # fmt: skip
 
 
