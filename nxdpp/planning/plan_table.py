@@ -14,7 +14,7 @@ def show(plan: Plan, dtype: str, source: str, file: str, details: bool = False, 
     Args:
         plan: the plan.
         dtype: sentence about the dtype.
-        source: the program.
+        source: the program; empty where ``file`` has it.
         file: its name in the command.
         details: print a second table.
         notes: sentences below the tables.
@@ -33,10 +33,13 @@ def show(plan: Plan, dtype: str, source: str, file: str, details: bool = False, 
         print()
         rows = [_detailed(number, prediction) for number, prediction in enumerate(plan.best, 1)]
         print("\n".join(table(("", "limited by", "sent: tensor", "pipeline", "data"), rows, 2)))
-    for line in (*notes, *_below(plan, details)):
+    written = "--write train.py: the program below; --write plan.json: for NxDPPModel.from_plan(model, plan)"
+    for line in (*notes, *_below(plan, details), written if source else "The program is written. Its start:"):
         print(paragraph(line))
     # Lines to copy must not be broken.
-    print(f"\n{plan.torchrun(file)}\n\n{source}", end="")
+    print(f"\n{plan.torchrun(file)}")
+    if source:
+        print(f"\n{source}", end="")
 
 
 def _optimizer(plan: Plan) -> str:
@@ -83,7 +86,6 @@ def _below(plan: Plan, details: bool) -> Iterator[str]:
         yield f"no tensor-parallel size {size}: {reason}"
     if not details:
         yield "--details: parts of the step's time, and sent bytes; --json: all numbers"
-    yield "--write train.py: the program below; --write plan.json: for NxDPPModel.from_plan(model, plan)"
 
 
 VERSION = 1
