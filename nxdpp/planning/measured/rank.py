@@ -116,13 +116,15 @@ class RankFigures:
     def _collectives(self) -> dict[str, float]:
         """Return bytes a second of collectives over all ranks, and the seconds of a step of an all-reduce.
 
-        Ranks compute between their collectives, and wait for the last one then. So each one follows a product.
+        Ranks compute between their collectives, and wait for the last one then. So each one follows a product. Where
+        ranks share a core, none begins its collective before all have computed: a product counts by its own clock.
         """
         ranks = dist.get_world_size()
         x = torch.randn(self._rows, self._inner, device=self._device)
         weight = torch.randn(self._outer, self._inner, device=self._device)
         product = partial(torch.matmul, x, weight.t())
-        without = self._median(product)
+        dist.barrier()
+        without = self._quarter(product)
 
         def line(kind: Kind, parts: int, collective: Callable[[torch.Tensor], object]) -> Link:
             def seconds(size: int) -> float:
