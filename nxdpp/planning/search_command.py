@@ -105,7 +105,7 @@ def run_search(options: argparse.Namespace) -> None:
     else:
         about = dtype_text(found.model, found.dtype, options.dtype, named)
         if options.autocast is not None:
-            about += f" Steps run under torch.autocast, {options.autocast}."
+            about = f"{found.dtype}, as {found.model}(config) makes it; steps run under autocast to {options.autocast}"
         written = options.write is not None and options.write.suffix == ".py"
         file = str(options.write) if written else "train.py"
         show(found, about, "" if written else source, file, options.details, notes)

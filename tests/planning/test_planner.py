@@ -122,6 +122,7 @@ def test_a_data_sheet_replaces_a_named_device() -> None:
     assert seconds(peak="67TFLOP/s", bandwidth="3.35TB/s") == pytest.approx(seconds(device="h100"))
     assert seconds(peak="6.7GFLOP/s") > 2 * seconds()
     assert seconds(bandwidth="3.35GB/s") > 2 * seconds()
+    assert plan(peak="1TFLOP/s").note == "h100 with peak 1TFLOP/s, as given."
     notes = {"b200": "", "mi300x": "", "tpu-v5p": "memory of an XLA device is counted as a CPU's, without"}
     for device, note in notes.items():
         found = plan(device=device)
