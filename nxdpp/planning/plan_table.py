@@ -20,7 +20,8 @@ def show(plan: Plan, dtype: str, source: str, file: str, details: bool = False, 
         notes: sentences below the tables.
     """
     hosts = f"{plan.hosts} host{'s' if plan.hosts > 1 else ''}"
-    title = f"{plan.model}, {plan.devices} {plan.device} devices on {hosts}, {plan.global_batch} samples a step"
+    devices = f"{plan.devices} {plan.device} device{'s' if plan.devices > 1 else ''}"
+    title = f"{plan.model}, {devices} on {hosts}, {plan.global_batch} samples a step"
     shapes = ", ".join(f"{name} {list(shape)}" for name, shape in plan.sample.items())
     print(paragraph(title))
     print(paragraph(f"dtype: {dtype}"))
