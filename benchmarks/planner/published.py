@@ -13,15 +13,24 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from benchmarks.report import markdown_table
 from nxdpp.planning.configured_model import microbatch_on_meta
 from nxdpp.planning.layout import Layout
-from nxdpp.planning.machine import DEVICES, Job, Link, Machine
+from nxdpp.planning.machine import DEVICES, DeviceSpeed, Job, Link, Machine
 from nxdpp.planning.model_costs import ModelCosts
 from nxdpp.planning.predict import Prediction, predict
 
-_NVLINK = {"a100": Link(300e9), "h100": Link(450e9)}
 _COLUMNS = (
     "run", "tensor x pipeline x data", "schedule, stages a rank", "step: published, s", "predicted, s",
-    "predicted / published", "the run differs by",
+    "predicted / published", "recipe",
 )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Devices of a run, 8 on a host: speed, bytes of memory, and bytes a second of their links."""
+
+    device: DeviceSpeed
+    memory: int
+    link: float
+    host_link: float
 
 
 @dataclass(frozen=True)
@@ -30,88 +39,130 @@ class Run:
 
     Attributes:
         name: its model and devices.
-        model: ``"8B"``, ``"70B"`` and ``"405B"`` for Llama 3.1, ``"gpt"`` for a GPT of 1,008 billion parameters.
-        device: name of the device.
-        memory: bytes of one.
-        host_rate: bytes a second of a device's network card.
+        model: key of ``_LLAMAS`` or ``_GPTS``.
+        cluster: its devices.
         batch: sequences of a step.
         length: tokens of a sequence.
         layout: sizes of the run.
         schedules: names and stages a rank that are predicted; several where the source has not printed them.
         seconds: of a step.
-        bandwidth: of a device's memory where it is not the usual one.
-        fsdp: FSDP takes the place of ZeRO-1.
-        differs: what else the run does that is not predicted.
+        differs: what the run does that no plan does; empty for the recipe of the plan. With FSDP the exchange hides.
+        unknown: what the source has not printed.
     """
 
     name: str
     model: str
-    device: str
-    memory: int
-    host_rate: float
+    cluster: Cluster
     batch: int
     length: int
     layout: Layout
     schedules: tuple[tuple[str, int], ...]
     seconds: float
-    bandwidth: float | None = None
-    fsdp: bool = False
     differs: str = ""
+    unknown: str = ""
+
+    @property
+    def recipe(self) -> str:
+        """The text of the table."""
+        differs = f"differs: {self.differs}" if self.differs else "same"
+        return differs + (f"; not printed: {self.unknown}" if self.unknown else "")
 
 
+_A100 = Cluster(DEVICES["a100"], 80 * 10**9, 300e9, 25e9)
+_H100 = Cluster(DEVICES["h100"], 80 * 10**9, 450e9, 50e9)
+# The source: 2.4 TB/s, and a peak between that of the SXM module (989 TFLOP/s) and of the NVL (835), not known exactly.
+_H100_500W = Cluster(DEVICES["h100"].with_data_sheet(912e12, 2.4e12), 96 * 2**30, 450e9, 50e9)
 # FLOPs of a token by PaLM's definition (6 N + 12 L H Q T), which the source names: attention counts.
 _LLAMA_FLOPS = 6 * 405e9 + 12 * 126 * 16384 * 8192
 # FSDP gathers parameters for the forward and for the backward, and scatters gradients; ZeRO-1 gathers once.
 _FSDP_EXCHANGES = 3 / 2
-_STAGES = "stages a rank are not printed"
-_FLOAT8 = "float8, compiled, asynchronous tensor collectives, 500 W"
+_FLOAT8 = "FSDP, float8, torch.compile, asynchronous tensor collectives"
 _TITAN = Layout(8, 8, 8, checkpoint=True, zero1=True, sequence=True)
+_STAGES = "stages a rank"
+
+
+def _llama_3(data: int, devices: int, flops: float) -> Run:
+    return Run(
+        f"Llama 3 405B, {devices:,} H100", "405B", _H100, 2048, 8192, Layout(8, 16, data, zero1=True, sequence=True),
+        (("interleaved", 4), ("interleaved", 7)), _LLAMA_FLOPS * 2048 * 8192 / (devices * flops), unknown=_STAGES,
+    )  # fmt: skip
+
+
+def _megatron(model: str, pipeline: int, data: int, batch: int, chunks: int, flops: float) -> Run:
+    """Return a run of the paper, whose formula counts the recomputed forward."""
+    layout, (hidden, layers, _, vocabulary, length) = Layout(8, pipeline, data, checkpoint=True), _GPTS[model]
+    parts = 1 + length / (6 * hidden) + vocabulary / (16 * layers * hidden)
+    counted = 96 * batch * length * layers * hidden**2 * parts
+    return Run(
+        f"Megatron-LM {model}, {layout.devices:,} A100", model, _A100, batch, length, layout,
+        (("1f1b", 1), ("interleaved", chunks)), counted / (layout.devices * flops),
+        unknown=f"{_STAGES}, samples of a microbatch",
+    )  # fmt: skip
+
+
+def _zero_bubble(model: str, devices: int, microbatch: int, microbatches: int, schedule: str, rate: float) -> Run:
+    """Return a run at ``rate`` samples a second and device. ZB-1p has the memory and, there, the bubble of ZB-H1."""
+    batch = microbatches * microbatch
+    return Run(
+        f"Zero Bubble {model}, {devices} A100", model, _A100, batch, 1024,
+        Layout(pipeline=devices, microbatch=microbatch, zero1=True), ((schedule, 1),), batch / devices / rate,
+        unknown="vocabulary, link of hosts",
+    )  # fmt: skip
+
+
+# Hidden size, of feed-forward, layers and heads.
+_LLAMAS = {"8B": (4096, 14336, 32, 32), "70B": (8192, 28672, 80, 64), "405B": (16384, 53248, 126, 128)}
+# Hidden size, layers, heads, vocabulary and positions.
+_GPTS = {
+    "1.5B": (2304, 22, 24, 50304, 1024),
+    "6.2B": (4096, 30, 32, 50304, 1024),
+    "14.6B": (5120, 46, 40, 50304, 1024),
+    "28.3B": (6144, 62, 48, 50304, 1024),
+    "145.6B": (12288, 80, 96, 51200, 2048),
+    "529.6B": (20480, 105, 128, 51200, 2048),
+    "1,008B": (25600, 128, 160, 51200, 2048),
+}
 RUNS = (
-    # At 430 and at 400 TFLOP/s and device.
-    Run(
-        "Llama 3 405B, 8,192 H100", "405B", "h100", 80 * 10**9, 50e9, 2048, 8192,
-        Layout(8, 16, 64, zero1=True, sequence=True), (("interleaved", 4), ("interleaved", 7)),
-        _LLAMA_FLOPS * 2048 * 8192 / (8192 * 430e12), differs=_STAGES,
-    ),
-    Run(
-        "Llama 3 405B, 16,384 H100", "405B", "h100", 80 * 10**9, 50e9, 2048, 8192,
-        Layout(8, 16, 128, zero1=True, sequence=True), (("interleaved", 4), ("interleaved", 7)),
-        _LLAMA_FLOPS * 2048 * 8192 / (16384 * 400e12), differs=_STAGES,
-    ),
+    _llama_3(64, 8192, 430e12),
+    _llama_3(128, 16384, 400e12),
+    _megatron("145.6B", 8, 24, 2304, 2, 148e12),
+    _megatron("529.6B", 35, 9, 2520, 3, 163e12),
+    _megatron("1,008B", 64, 6, 3072, 2, 163e12),
+    _zero_bubble("1.5B", 8, 6, 32, "1f1b", 12.5),
+    _zero_bubble("1.5B", 8, 6, 32, "zb-h1", 13.4),
+    _zero_bubble("6.2B", 8, 3, 32, "1f1b", 3.70),
+    _zero_bubble("6.2B", 8, 3, 32, "zb-h1", 4.00),
+    _zero_bubble("14.6B", 16, 1, 64, "1f1b", 1.49),
+    _zero_bubble("14.6B", 16, 1, 64, "zb-h1", 1.67),
+    _zero_bubble("28.3B", 32, 1, 128, "1f1b", 0.80),
+    _zero_bubble("28.3B", 32, 1, 128, "zb-h1", 0.90),
     # 256 sequences of 8,192 tokens, at 100 and at 128 tokens a second and device.
     Run(
-        "torchtitan 405B, 512 H100", "405B", "h100", 96 * 2**30, 50e9, 256, 8192, _TITAN, (("1f1b", 1),),
-        256 * 8192 / 512 / 100, 2.4e12, True, _FLOAT8,
+        "torchtitan 405B, 512 H100", "405B", _H100_500W, 256, 8192, _TITAN, (("1f1b", 1),), 256 * 8192 / 512 / 100,
+        _FLOAT8,
     ),
     Run(
-        "torchtitan 405B, 512 H100", "405B", "h100", 96 * 2**30, 50e9, 256, 8192, _TITAN,
-        (("interleaved", 2), ("interleaved", 4)), 256 * 8192 / 512 / 128, 2.4e12, True, f"{_FLOAT8}; {_STAGES}",
+        "torchtitan 405B, 512 H100", "405B", _H100_500W, 256, 8192, _TITAN, (("interleaved", 2), ("interleaved", 4)),
+        256 * 8192 / 512 / 128, _FLOAT8, _STAGES,
     ),
-    # In bfloat16, without float8: selective checkpoints lie between none and all.
+    # Selective checkpoints lie between none and all.
     Run(
-        "torchtitan 8B, 8 H100", "8B", "h100", 96 * 2**30, 50e9, 16, 8192,
-        Layout(data=8, zero1=True, microbatch=2), (("1f1b", 1),), 2 * 8192 / 5762, 2.4e12, True,
-        "selective checkpoints, 500 W",
-    ),
-    Run(
-        "torchtitan 8B, 8 H100", "8B", "h100", 96 * 2**30, 50e9, 16, 8192,
-        Layout(data=8, zero1=True, microbatch=2, checkpoint=True), (("1f1b", 1),), 2 * 8192 / 5762, 2.4e12, True,
-        "selective checkpoints, 500 W",
+        "torchtitan 8B, 8 H100", "8B", _H100_500W, 16, 8192, Layout(data=8, zero1=True, microbatch=2), (("1f1b", 1),),
+        2 * 8192 / 5762, "FSDP, selective checkpoints",
     ),
     Run(
-        "torchtitan 70B, 64 A100", "70B", "a100", 80 * 10**9, 25e9, 64, 8192,
-        Layout(data=64, zero1=True, checkpoint=True), (("1f1b", 1),), 8192 / 331, fsdp=True,
+        "torchtitan 8B, 8 H100", "8B", _H100_500W, 16, 8192,
+        Layout(data=8, zero1=True, microbatch=2, checkpoint=True), (("1f1b", 1),), 2 * 8192 / 5762,
+        "FSDP, selective checkpoints",
     ),
     Run(
-        "torchtitan 405B, 128 H100", "405B", "h100", 96 * 2**30, 50e9, 32, 8192,
+        "torchtitan 70B, 64 A100", "70B", _A100, 64, 8192, Layout(data=64, zero1=True, checkpoint=True),
+        (("1f1b", 1),), 8192 / 331, "FSDP", "link of hosts",
+    ),
+    Run(
+        "torchtitan 405B, 128 H100", "405B", _H100_500W, 32, 8192,
         Layout(8, 1, 16, zero1=True, checkpoint=True, sequence=True, microbatch=2), (("1f1b", 1),),
-        2 * 8192 / 8 / 109, 2.4e12, True, "500 W (assumed)",
-    ),
-    # The paper's formula counts 5.14e19 FLOPs a step, the recomputed forward among them; 163 TFLOP/s and device.
-    Run(
-        "Megatron-LM 1,008B, 3,072 A100", "gpt", "a100", 80 * 10**9, 25e9, 3072, 2048,
-        Layout(8, 64, 6, checkpoint=True), (("1f1b", 1), ("interleaved", 2)), 5.14e19 / (3072 * 163e12),
-        differs=f"fused kernels, float16; {_STAGES}",
+        2 * 8192 / 8 / 109, "FSDP",
     ),
 )  # fmt: skip
 
@@ -129,18 +180,21 @@ def table(runs: Iterable[Run] = RUNS) -> str:
 def _model(name: str) -> PreTrainedModel:
     """Return the model on the meta device, with parameters of 16 bits."""
     with torch.device("meta"):
-        model: PreTrainedModel = GPT2LMHeadModel(_GPT) if name == "gpt" else LlamaForCausalLM(_llama(*_LLAMAS[name]))
+        model: PreTrainedModel = GPT2LMHeadModel(_gpt(name)) if name in _GPTS else LlamaForCausalLM(_llama(name))
     for parameter in model.parameters():
         parameter.data = parameter.data.to(torch.bfloat16)
     return model
 
 
-_GPT = GPT2Config(vocab_size=51200, n_positions=2048, n_embd=25600, n_layer=128, n_head=160, use_cache=False)
-# Hidden size, of feed-forward, layers and heads.
-_LLAMAS = {"8B": (4096, 14336, 32, 32), "70B": (8192, 28672, 80, 64), "405B": (16384, 53248, 126, 128)}
+def _gpt(name: str) -> GPT2Config:
+    hidden, layers, heads, vocabulary, positions = _GPTS[name]
+    return GPT2Config(
+        vocab_size=vocabulary, n_positions=positions, n_embd=hidden, n_layer=layers, n_head=heads, use_cache=False,
+    )  # fmt: skip
 
 
-def _llama(hidden: int, middle: int, layers: int, heads: int) -> LlamaConfig:
+def _llama(name: str) -> LlamaConfig:
+    hidden, middle, layers, heads = _LLAMAS[name]
     return LlamaConfig(
         vocab_size=128256, hidden_size=hidden, intermediate_size=middle, num_hidden_layers=layers,
         num_attention_heads=heads, num_key_value_heads=8, max_position_embeddings=131072, use_cache=False,
@@ -149,25 +203,32 @@ def _llama(hidden: int, middle: int, layers: int, heads: int) -> LlamaConfig:
 
 def _cells(run: Run, schedule: str, chunks: int, model: PreTrainedModel) -> list[str]:
     layout = replace(run.layout, schedule=schedule, chunks=chunks)
-    machine = Machine(
-        layout.devices, run.memory, DEVICES[run.device].with_data_sheet(None, run.bandwidth), layout.devices // 8,
-        _NVLINK[run.device], Link(run.host_rate, 20e-6),
-    )  # fmt: skip
-    job = Job(run.batch, lambda size: microbatch_on_meta(model, size, run.length))
-    found = predict(ModelCosts(model, machine, job), layout)
-    seconds = _overlapped(found) if run.fsdp else found.step_seconds
-    sharded = "FSDP" if run.fsdp else "ZeRO-1"
-    switches = {sharded: layout.zero1, "recomputed": layout.checkpoint, "sequence": layout.sequence}
+    seconds = predicted_seconds(run, layout, model)
+    sharded = "FSDP" if "FSDP" in run.differs else "ZeRO-1" if layout.data > 1 else ""
+    switches = {sharded: layout.zero1 and bool(sharded), "recomputed": layout.checkpoint, "sequence": layout.sequence}
     on = "".join(f", {name}" for name, is_on in switches.items() if is_on)
     return [
         run.name,
         f"{layout.tensor} x {layout.pipeline} x {layout.data}{on}",
         f"{schedule}, {chunks}",
-        f"{run.seconds:.1f}",
-        f"{seconds:.1f}",
+        f"{run.seconds:.3g}",
+        f"{seconds:.3g}",
         f"{seconds / run.seconds:.2f}",
-        run.differs,
+        run.recipe,
     ]
+
+
+def predicted_seconds(run: Run, layout: Layout, model: PreTrainedModel | None = None) -> float:
+    """Return the predicted seconds of a step of ``run`` with one of its schedules."""
+    model = model or _model(run.model)
+    cluster = run.cluster
+    machine = Machine(
+        layout.devices, cluster.memory, cluster.device, layout.devices // 8, Link(cluster.link),
+        Link(cluster.host_link, 20e-6),
+    )  # fmt: skip
+    job = Job(run.batch, lambda size: microbatch_on_meta(model, size, run.length))
+    found = predict(ModelCosts(model, machine, job), layout)
+    return _overlapped(found) if "FSDP" in run.differs else found.step_seconds
 
 
 def _overlapped(found: Prediction) -> float:

@@ -1,14 +1,15 @@
-"""Bytes that a rank sends in collectives.
+"""Bytes that a rank sends in collectives, and their steps.
 
 The counts are for the ring algorithms, which send the fewest bytes. ``n`` ranks share a tensor of ``S`` bytes::
 
     all-reduce                    2 (n - 1) / n S
     all-gather, reduce-scatter      (n - 1) / n S       S is the whole tensor
 
-The algorithms are in "Bandwidth Optimal All-reduce Algorithms for Clusters of Workstations" (Patarasuk and Yuan,
-2009).
+A step is a message that waits for the one before. The algorithms are in "Bandwidth Optimal All-reduce Algorithms for
+Clusters of Workstations" (Patarasuk and Yuan, 2009). A tree needs log2(n) steps each way.
 """
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal
@@ -17,11 +18,11 @@ Kind = Literal["all_reduce", "all_gather", "reduce_scatter"]
 
 
 class SentBytes:
-    """The least bytes that this rank sends in collectives of its tensor groups, and the number of collectives."""
+    """The least bytes that this rank sends in collectives of its tensor groups, and the steps of all collectives."""
 
     def __init__(self) -> None:
         self.total = 0.0
-        self.count = 0
+        self.steps = 0
 
 
 _counters: list[SentBytes] = []
@@ -32,11 +33,16 @@ def least_sent(kind: Kind, whole: float, ranks: int) -> float:
     return (2 if kind == "all_reduce" else 1) * whole * (ranks - 1) / ranks
 
 
+def least_steps(kind: Kind, ranks: int) -> int:
+    """Return the least number of messages, one after the other, of a collective over ``ranks`` ranks."""
+    return (2 if kind == "all_reduce" else 1) * math.ceil(math.log2(ranks))
+
+
 def note_collective(kind: Kind, whole: int, ranks: int) -> None:
     """Count a collective; for the functions that run one."""
     for counter in _counters:
         counter.total += least_sent(kind, whole, ranks)
-        counter.count += 1
+        counter.steps += least_steps(kind, ranks)
 
 
 @contextmanager

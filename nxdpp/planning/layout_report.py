@@ -114,11 +114,8 @@ def _heading(result: LayoutResult) -> Iterator[str]:
     yield f"optimizer: {result.optimizer_text}"
     shapes = ", ".join(f"{name} {shape}" for name, shape in result.inputs.items())
     yield f"step: {result.options.schedule.microbatches} microbatches of {shapes}"
-    yield (
-        f"schedule: {result.options.schedule_name}, bubble {result.layout.bubble:.1%} with the work of these stages, "
-        f"{result.layout.equal_bubble:.1%} with equal ones: at best {1 - result.layout.equal_bubble:.1%} of the ranks' "
-        f"time"
-    )
+    waits = f"bubble {result.layout.bubble:.1%} (share of a step in which ranks wait)"
+    yield f"schedule: {result.options.schedule_name}, {waits}"
 
 
 def _ranks(result: LayoutResult) -> list[str]:
@@ -193,6 +190,7 @@ def _details(result: LayoutResult) -> list[str]:
         *table(heads, rows),
         "forward, backward: TFLOPs of a microbatch. held: most microbatches in flight.",
         "sent: tensors and bytes that the forward of a microbatch sends to other stages.",
+        f"bubble with stages of equal work: {result.layout.equal_bubble:.1%}",
     ]
 
 

@@ -25,7 +25,7 @@ class Link:
     """
 
     bytes_per_second: float
-    latency: float = 10e-6
+    latency: float = 5e-6
     reduce_scatter: float | None = None
     all_gather: float | None = None
     messages: "Link | None" = None

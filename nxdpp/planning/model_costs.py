@@ -26,6 +26,7 @@ from nxdpp.planning.measured.kept_machine import KeptMachine
 from nxdpp.tensor.collectives import nothing_sent
 from nxdpp.tracing.costs.count import NodeCost, count_costs
 from nxdpp.tracing.costs.cuda_autocast import CudaAutocast
+from nxdpp.tracing.costs.cuda_kernels import CudaKernels
 from nxdpp.tracing.costs.measure import measure_nodes
 from nxdpp.tracing.costs.node_parts import CountedParts, NodeParts
 from nxdpp.tracing.graph.trace import TracedGraph, TracingOptions, trace_for
@@ -162,7 +163,8 @@ class ModelCosts:
             lists: AbstractContextManager[Any] = nullcontext()
             if self.autocast and device.kind != "cpu":
                 lists = CudaAutocast()
-            with torch.autocast("cpu", self.autocast, enabled=self.autocast is not None), lists:
+            kernels: AbstractContextManager[Any] = CudaKernels() if device.kind == "cuda" else nullcontext()
+            with torch.autocast("cpu", self.autocast, enabled=self.autocast is not None), lists, kernels:
                 costs = count_costs(traced, model, batch, parts=how)
             kept = self._measured
             if kept is not None and microbatch <= _MEASURED:

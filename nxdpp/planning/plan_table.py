@@ -14,13 +14,14 @@ def show(plan: Plan, dtype: str, source: str, file: str, details: bool = False, 
     Args:
         plan: the plan.
         dtype: sentence about the dtype.
-        source: the program.
+        source: the program; empty where ``file`` has it.
         file: its name in the command.
         details: print a second table.
         notes: sentences below the tables.
     """
     hosts = f"{plan.hosts} host{'s' if plan.hosts > 1 else ''}"
-    title = f"{plan.model}, {plan.devices} {plan.device} devices on {hosts}, {plan.global_batch} samples a step"
+    devices = f"{plan.devices} {plan.device} device{'s' if plan.devices > 1 else ''}"
+    title = f"{plan.model}, {devices} on {hosts}, {plan.global_batch} samples a step"
     shapes = ", ".join(f"{name} {list(shape)}" for name, shape in plan.sample.items())
     print(paragraph(title))
     print(paragraph(f"dtype: {dtype}"))
@@ -33,10 +34,13 @@ def show(plan: Plan, dtype: str, source: str, file: str, details: bool = False, 
         print()
         rows = [_detailed(number, prediction) for number, prediction in enumerate(plan.best, 1)]
         print("\n".join(table(("", "limited by", "sent: tensor", "pipeline", "data"), rows, 2)))
-    for line in (*notes, *_below(plan, details)):
+    written = "--write train.py: the program below; --write plan.json: for NxDPPModel.from_plan(model, plan)"
+    for line in (*notes, *_below(plan, details), written if source else "The program is written. Its start:"):
         print(paragraph(line))
     # Lines to copy must not be broken.
-    print(f"\n{plan.torchrun(file)}\n\n{source}", end="")
+    print(f"\n{plan.torchrun(file)}")
+    if source:
+        print(f"\n{source}", end="")
 
 
 def _optimizer(plan: Plan) -> str:
@@ -70,6 +74,7 @@ def _detailed(number: int, prediction: Prediction) -> list[str]:
 def _below(plan: Plan, details: bool) -> Iterator[str]:
     yield "layout: tensor x pipeline x data ranks. schedule: with its stages a rank, if several."
     yield "microbatches: number x samples of each. memory: of the rank with the most."
+    yield "bubble: mean share of the schedule's time in which ranks wait"
     yield "with: c activation checkpointing, z ZeRO-1 (Zero1Optimizer), s sequence parallel"
     yield "Each row is the best schedule and microbatch of its sizes and switches."
     if details:
@@ -82,7 +87,6 @@ def _below(plan: Plan, details: bool) -> Iterator[str]:
         yield f"no tensor-parallel size {size}: {reason}"
     if not details:
         yield "--details: parts of the step's time, and sent bytes; --json: all numbers"
-    yield "--write train.py: the program below; --write plan.json: for NxDPPModel.from_plan(model, plan)"
 
 
 VERSION = 1

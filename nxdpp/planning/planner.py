@@ -114,7 +114,7 @@ def plan(
         size_of(device_memory, "device_memory"),
         found_device,
         hosts,
-        _link(link or "400GB/s", "link", 10e-6),
+        _link(link or "400GB/s", "link", 5e-6),
         _link(host_link, "host_link", 20e-6),
         cores,
     )
@@ -138,7 +138,7 @@ def plan(
         _class_names(transformer_layer_cls),
         sum(parameter.numel() for parameter in listings.parameters(model)),
         None if wanted is None else name_of(wanted),
-        _note("" if kept is None else kept.note, machine.device.kind),
+        _note("" if kept is None else kept.note, machine.device.kind, name, {"peak": peak, "bandwidth": bandwidth}),
     )
 
 
@@ -159,9 +159,11 @@ def _model(given: Any, dtype: torch.dtype | str | None) -> nn.Module:
     return build_on_meta(copy.deepcopy(given), wanted)
 
 
-def _note(of_measured: str, kind: str) -> str:
+def _note(of_measured: str, kind: str, device: str, sheet: Mapping[str, str | float | None]) -> str:
     """Return what a reader of the figures must know."""
     notes = [of_measured] if of_measured else []
+    if given := [f"{figure} {value}" for figure, value in sheet.items() if value is not None]:
+        notes.append(f"{device} with {' and '.join(given)}, as given.")
     if kind == "xla":
         notes.append("memory of an XLA device is counted as a CPU's, without what its compiler adds.")
     return " ".join(notes)

@@ -73,7 +73,7 @@ class Prediction:
         parts = {
             f"compute of rank {number}" if len(self.times) > 1 else "compute": slowest.compute,
             "tensor collectives": slowest.tensor,
-            "bubble": slowest.bubble,
+            "waits": slowest.bubble,
             "ZeRO-1 exchange" if self.layout.zero1 else "average": slowest.average,
             "optimizer": slowest.optimizer,
         }

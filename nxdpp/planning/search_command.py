@@ -105,9 +105,10 @@ def run_search(options: argparse.Namespace) -> None:
     else:
         about = dtype_text(found.model, found.dtype, options.dtype, named)
         if options.autocast is not None:
-            about += f" Steps run under torch.autocast, {options.autocast}."
-        file = "train.py" if options.write is None or options.write.suffix == ".json" else str(options.write)
-        show(found, about, source, file, options.details, notes)
+            about = f"{found.dtype}, as {found.model}(config) makes it; steps run under autocast to {options.autocast}"
+        written = options.write is not None and options.write.suffix == ".py"
+        file = str(options.write) if written else "train.py"
+        show(found, about, "" if written else source, file, options.details, notes)
     if options.write is not None and options.write.suffix == ".py":
         options.write.write_text(source, encoding="utf-8")
     elif options.write is not None:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from nxdpp.devices.collective_bytes import Kind, least_sent
+from nxdpp.devices.collective_bytes import Kind, least_sent, least_steps
 from nxdpp.planning.layer_times import BUCKET_BYTES
 from nxdpp.planning.layout import Layout
 from nxdpp.planning.machine import Link, Machine
@@ -36,8 +36,8 @@ def exchange_seconds(kind: Kind, whole: float, ranks: int, link: Link) -> float:
     """Return the seconds of collectives over ``ranks`` ranks for ``whole`` bytes, in buckets."""
     if ranks == 1 or not whole:
         return 0.0
-    steps = (2 if kind == "all_reduce" else 1) * math.ceil(math.log2(ranks))
-    return least_sent(kind, whole, ranks) / link.rate(kind) + steps * link.latency * math.ceil(whole / BUCKET_BYTES)
+    steps = least_steps(kind, ranks) * math.ceil(whole / BUCKET_BYTES)
+    return least_sent(kind, whole, ranks) / link.rate(kind) + steps * link.latency
 
 
 # AdamW in torch reads and writes about this many tensors of the size of the parameters.

@@ -170,6 +170,7 @@ def test_several_stages_a_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert [row[0] for row in rows] == ["0", "stage-0", "stage-2", "1", "stage-1", "stage-3", "total"]
     assert [row[1] for row in rows[1:3]] == ["2: 0..1", "2: 4..5"]
     assert "schedule: interleaved, bubble" in output
+    assert output.count("bubble") == 1
 
 
 @pytest.mark.one_python
@@ -219,6 +220,7 @@ def test_no_row_is_wider_than_80_columns(
     assert max(map(len, output.splitlines())) <= 80
     rows = _rows(output)
     assert len(rows) == 52 * 3 + 1
+    assert "bubble with stages of equal work: " in output
     assert sum(_number(row[2]) for row in rows if row[0].isdigit()) == _number(rows[-1][2])
 
 

@@ -13,6 +13,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
+from nxdpp.devices.collective_bytes import least_steps
 from nxdpp.gradients import buckets
 from nxdpp.planning import layer_times
 from nxdpp.planning.configured_model import microbatch_on_meta
@@ -124,6 +125,17 @@ def test_a_slow_link_takes_the_time_of_its_bytes() -> None:
     assert slow.times[0].tensor == pytest.approx(slow.sent.tensor / 1e6)
     assert slow.times[0].average == pytest.approx(slow.sent.data / 1e6)
     assert slow.limited_by.startswith("tensor collectives")
+
+
+def test_a_collective_takes_the_latency_of_its_steps() -> None:
+    """Each way a layer has two all-reduces, of two steps for two ranks."""
+    found = predict(_costs(2, 8, rate=1e15, latency=1.0), Layout(tensor=2))
+
+    # The embedding, the gradient of the last hidden state, and the loss have collectives too.
+    all_reduces = found.times[0].tensor / (8 * 2)
+    assert 4 * 4 <= all_reduces <= 4 * 4 + 5
+    assert [least_steps("all_reduce", ranks) for ranks in (1, 2, 3, 8)] == [0, 2, 4, 6]
+    assert least_steps("all_gather", 8) == 3
 
 
 @pytest.fixture(scope="module")

@@ -35,6 +35,8 @@ class CudaAutocast(TorchFunctionMode):
         if name in _IN_FLOAT32:
             args, kwargs = map_tensors(_in_float32, (args, kwargs))
         elif name in _WITH_DTYPE and _gives_half(*args, **kwargs):
+            # A dtype of None may be the last positional argument.
+            args = args[:-1] if args and args[-1] is None else args
             kwargs = {**kwargs, "dtype": torch.float32}
         return func(*args, **kwargs)
 

@@ -32,7 +32,7 @@ class NodeParts:
         kept: bytes that live between input-gradient and weight-gradient.
         kept_gradients: bytes of ``kept`` that the input-gradient makes.
         forward_sent, backward_sent: bytes that a rank sends at least in its tensor group.
-        forward_collectives, backward_collectives: number of collectives.
+        forward_steps, backward_steps: messages of its collectives that wait for one another.
         backward_flops: FLOPs of the backward.
     """
 
@@ -45,8 +45,8 @@ class NodeParts:
     kept_gradients: int = 0
     forward_sent: float = 0.0
     backward_sent: float = 0.0
-    forward_collectives: int = 0
-    backward_collectives: int = 0
+    forward_steps: int = 0
+    backward_steps: int = 0
     backward_flops: int = 0
 
     @property
@@ -104,9 +104,9 @@ def _count(
     # Forward.
     edges, like = _ends(run.forward())
     forward, forward_live = counter.work, live.peak
-    forward_sent, forward_collectives = sent.total, sent.count
+    forward_sent, forward_steps = sent.total, sent.steps
     if not edges:
-        return NodeParts(forward, forward_live=forward_live, forward_sent=forward_sent)
+        return NodeParts(forward, forward_live=forward_live, forward_sent=forward_sent, forward_steps=forward_steps)
     # Only the part that leads to received values, then all of it.
     parameters = [] if run.module is None else list(listings.parameters(run.module))
     kept, kept_gradients = _kept_bytes(edges, received, [*parameters, *casts])
@@ -116,7 +116,7 @@ def _count(
             torch.autograd.grad(edges, received, starts, retain_graph=True, allow_unused=True)
         del starts
     input_gradient = counter.work - forward
-    backward_sent, collectives, flops_before = sent.total, sent.count, flops.get_total_flops()
+    backward_sent, backward_steps, flops_before = sent.total, sent.steps, flops.get_total_flops()
     live.reset_peak()
     with outer_gradients_kept(run, edges), torch._C._DisableAutocast():
         torch.autograd.backward(edges, [make() for make in like])
@@ -131,8 +131,8 @@ def _count(
         kept_gradients,
         forward_sent,
         sent.total - backward_sent,
-        forward_collectives,
-        sent.count - collectives,
+        forward_steps,
+        sent.steps - backward_steps,
         flops.get_total_flops() - flops_before,
     )
 

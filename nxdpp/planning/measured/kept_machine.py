@@ -29,7 +29,7 @@ from nxdpp.version import __version__
 _KINDS = ("cpu", "cuda")
 _TIMEOUT = 600
 # Another number for other names or meanings of figures and factors.
-_FORMAT = 2
+_FORMAT = 3
 
 
 @dataclass

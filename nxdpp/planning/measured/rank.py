@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import AdamW
 
-from nxdpp.devices.collective_bytes import Kind, least_sent
+from nxdpp.devices.collective_bytes import Kind, least_sent, least_steps
 from nxdpp.devices.kinds import device_of
 from nxdpp.pipeline.model import NxDPPModel
 from nxdpp.pipeline.p2p.layout import TensorLayout
@@ -114,15 +114,17 @@ class RankFigures:
         return self._median(lambda: model.run_train(x=x)) / (2 * _ACTIONS)
 
     def _collectives(self) -> dict[str, float]:
-        """Return bytes a second of collectives over all ranks, and the seconds of one of an all-reduce's two steps.
+        """Return bytes a second of collectives over all ranks, and the seconds of a step of an all-reduce.
 
-        Ranks compute between their collectives, and wait for the last one then. So each one follows a product.
+        Ranks compute between their collectives, and wait for the last one then. So each one follows a product. Where
+        ranks share a core, none begins its collective before all have computed: a product counts by its own clock.
         """
         ranks = dist.get_world_size()
         x = torch.randn(self._rows, self._inner, device=self._device)
         weight = torch.randn(self._outer, self._inner, device=self._device)
         product = partial(torch.matmul, x, weight.t())
-        without = self._median(product)
+        dist.barrier()
+        without = self._quarter(product)
 
         def line(kind: Kind, parts: int, collective: Callable[[torch.Tensor], object]) -> Link:
             def seconds(size: int) -> float:
@@ -135,7 +137,7 @@ class RankFigures:
         both = line("all_reduce", 1, dist.all_reduce)
         return {
             "all_reduce": both.bytes_per_second,
-            "latency": both.latency / 2,
+            "latency": both.latency / least_steps("all_reduce", ranks),
             "reduce_scatter": line("reduce_scatter", 1, partial(reduce_scatter, dim=0, group=world)).bytes_per_second,
             "all_gather": line("all_gather", ranks, partial(all_gather, dim=0, group=world)).bytes_per_second,
         }

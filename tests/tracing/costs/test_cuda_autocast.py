@@ -17,6 +17,7 @@ OPERATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "log_softmax": lambda x: x.log_softmax(-1),
     "softmax with a dtype": lambda x: F.softmax(x, -1, dtype=torch.float64),
     "softmax with a dtype by position": lambda x: x.softmax(-1, torch.float32),
+    "softmax with None for a dtype": lambda x: x.softmax(-1, None),
     "softmax of input=": lambda x: torch.softmax(input=x, dim=-1),
     "sum into out=": lambda x: torch.sum(x, dim=-1, out=torch.empty(4, dtype=x.dtype, device=x.device)),
     "layer_norm": lambda x: F.layer_norm(x, (8,)),
