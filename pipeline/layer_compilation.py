@@ -73,10 +73,15 @@ def apply_compile(model: nn.Module, **options: Any) -> None:
         )
     if device_of(parallel_state.local_device()).is_lazy:
         raise ValueError("an XLA device compiles all operations of an action itself: leave apply_compile out.")
-    if parallel_state.get_tensor_model_parallel_size() > 1:
-        raise ValueError("torch cannot compile the collectives of tensor-parallel layers: leave apply_compile out.")
     check_options(options)
-    compile_modules(compiled_modules(wrapped.local_named_children()), options)
+    modules = list(compiled_modules(wrapped.local_named_children()))
+    if parallel_state.get_tensor_model_parallel_size() > 1:
+        # Not imported before: it imports transformers.
+        from nxdpp.tensor.models.shared_inputs import forget_after_calls
+
+        for _, module in modules:
+            forget_after_calls(module)
+    compile_modules(modules, options)
 
 
 def compiled_modules(outermost: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn.Module]]:

@@ -43,6 +43,18 @@ def overlapped_linear(
     return [shared.product(index) for index in range(len(parts))]
 
 
+def is_trained(x: torch.Tensor, parts: list[WeightRows]) -> bool:
+    """Return whether the product of ``x`` and ``parts`` has a gradient of ``x`` and of a weight."""
+    return torch.is_grad_enabled() and x.requires_grad and any(part.weight.requires_grad for part in parts)
+
+
+def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
+    """Return the dtype to which autocast converts the input ``x`` of a linear layer. It leaves float64 as it is."""
+    device = x.device.type
+    is_converted = torch.is_autocast_enabled(device) and x.dtype != torch.float64
+    return torch.get_autocast_dtype(device) if is_converted else None
+
+
 class SharedInput:
     """Input of several parts, whose products may be computed one after another, by the code of a model.
 
@@ -68,9 +80,8 @@ class SharedInput:
         reduce_dtype: torch.dtype | None = None,
     ) -> None:
         device = x.device.type
-        # Autocast leaves float64 as it is.
-        if torch.is_autocast_enabled(device) and x.dtype != torch.float64:
-            dtype = torch.get_autocast_dtype(device)
+        dtype = autocast_dtype(x)
+        if dtype is not None:
             x = x.to(dtype)
             parts = [WeightRows(weight.to(dtype), None if bias is None else bias.to(dtype)) for weight, bias in parts]
         self._parts = parts

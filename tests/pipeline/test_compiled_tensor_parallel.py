@@ -1,0 +1,186 @@
+"""``apply_compile`` of tensor-parallel layers: the numbers of the same layers that are not compiled."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch._dynamo
+from torch import nn
+from torch._dynamo.utils import counters
+
+from nxdpp import NxDPPModel, apply_checkpoint, apply_compile, parallel_state, tensor_parallelize
+from nxdpp.devices.collective_bytes import sent_bytes
+from nxdpp.modules.qkv_linear import GQAQKVColumnParallelLinear
+from nxdpp.parallel_layers import ColumnParallelLinear, RowParallelLinear
+from nxdpp.schedules.families.registry import FAMILIES
+from tests.support.models import llama, padded_batch, train_in_one_process
+from tests.support.run_ranks import run_ranks
+from tests.support.tensor_parallel_models import ParallelLayer, ParallelModel
+
+VOCABULARY = 64
+
+
+class GroupedLayer(nn.Module):
+    """Query, key and value heads that ranks share, an activation and a row-parallel layer."""
+
+    def __init__(self, copies: int) -> None:
+        super().__init__()
+        self.qkv = GQAQKVColumnParallelLinear(8, [8, 4], gather_output=False, kv_size_multiplier=copies)
+        self.out = RowParallelLinear(8, 8, input_is_parallel=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        query, key, value = self.qkv(x)
+        repeated = torch.cat([key + value] * (query.shape[-1] // key.shape[-1]), -1)
+        changed: torch.Tensor = x + self.out(query.sigmoid() * repeated)
+        return changed
+
+
+class Grouped(nn.Module):
+    """Layers with shared heads under a gathered head."""
+
+    def __init__(self, copies: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, 8)
+        self.layers = nn.ModuleList(GroupedLayer(copies) for _ in range(2))
+        self.head = ColumnParallelLinear(8, VOCABULARY)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, -2), labels.flatten())
+
+
+def divisible() -> Any:
+    return llama(2, vocab_size=VOCABULARY)
+
+
+class Case(NamedTuple):
+    """A model of this rank, and the class of its layers where it is not found."""
+
+    model: Callable[[], Any]
+    layer: type[nn.Module] | None = None
+
+    def wrap(self, **arguments: Any) -> Any:
+        torch.manual_seed(0)
+        model = self.model()
+        return NxDPPModel(model, transformer_layer_cls=self.layer, num_microbatches=2, **arguments)
+
+    def batch(self, length: int = 10) -> dict[str, torch.Tensor]:
+        batch = padded_batch(4, length)
+        return batch if self.layer is None else {"input_ids": batch["input_ids"], "labels": batch["input_ids"]}
+
+
+CASES = {
+    "llama": Case(lambda: tensor_parallelize(divisible())),
+    "llama, sequence": Case(lambda: tensor_parallelize(divisible(), sequence_parallel=True)),
+    "layers": Case(lambda: ParallelModel(2, VOCABULARY, False), ParallelLayer),
+    "layers, sequence": Case(lambda: ParallelModel(2, VOCABULARY, True), ParallelLayer),
+    "grouped": Case(lambda: Grouped(2), GroupedLayer),
+}
+
+
+class Pair:
+    """Two models of a case, one of them compiled."""
+
+    def __init__(self, name: str, backend: str = "aot_eager", checkpointed: bool = False, **arguments: Any) -> None:
+        self.case = CASES[name]
+        self.eager, self.compiled = self.case.wrap(**arguments), self.case.wrap(**arguments)
+        if checkpointed:
+            apply_checkpoint(self.compiled)
+        apply_compile(self.compiled, backend=backend)
+
+    def check(self, length: int = 10, tolerance: float = 0.0, messages: bool = True) -> None:
+        """A step of both has equal losses and gradients, and so many messages."""
+        batch, sent = self.case.batch(length), []
+        losses = []
+        for model in (self.eager, self.compiled):
+            model.zero_grad()
+            with sent_bytes() as counted:
+                losses.append(model.run_train(**batch))
+            sent.append(counted.count)
+        assert not messages or sent[0] == sent[1], sent
+        assert losses[0] is None or torch.equal(*losses) or tolerance
+        for (name, parameter), other in zip(
+            self.eager.local_named_parameters(), self.compiled.local_parameters(), strict=True
+        ):
+            expected, found = parameter.grad, other.grad
+            assert (found - expected).abs().max() <= tolerance * expected.abs().max(), name
+
+
+def one_of_each(backend: str = "aot_eager", tolerance: float = 0.0) -> None:
+    for name in CASES:
+        torch._dynamo.reset()
+        counters.clear()
+        # A sequence is gathered again for the weight-gradients, and kept by compiled code.
+        Pair(name, backend).check(tolerance=tolerance, messages="sequence" not in name)
+        assert not counters["graph_break"], (name, counters["graph_break"])
+
+
+def modes() -> None:
+    """Changing lengths, autocast, evaluation, a frozen layer and recomputation."""
+    pair = Pair("llama")
+    for length in (10, 12, 14):
+        pair.check(length)
+    for model in (pair.eager, pair.compiled):
+        model.eval()
+    evaluated = [model.run_eval(**pair.case.batch()) for model in (pair.eager, pair.compiled)]
+    assert torch.equal(*evaluated)
+    for model in (pair.eager, pair.compiled):
+        model.train()
+    for name in ("llama", "llama, sequence"):
+        with torch.autocast("cpu", torch.bfloat16):
+            Pair(name).check(messages=name == "llama")
+    Pair("llama", checkpointed=True).check(messages=False)
+    kept = [child.siblings.in_graph for child in pair.compiled.modules() if "siblings" in vars(child)]
+    assert kept == [None] * 10
+
+
+def one_process() -> None:
+    """The compiled ranks equal one process to rounding."""
+    pair = Pair("llama")
+    torch.manual_seed(0)
+    whole = divisible()
+    losses = train_in_one_process(whole, pair.case.batch(), 2)
+    assert torch.allclose(pair.compiled.run_train(**pair.case.batch()), torch.stack(losses).mean(), rtol=1e-6)
+    norm = whole.model.layers[0].input_layernorm.weight.grad
+    found = pair.compiled.get_parameter("model.layers.0.input_layernorm.weight").grad
+    torch.testing.assert_close(found, norm, rtol=1e-4, atol=1e-7)
+
+
+def over_two_ranks(rank: int) -> None:
+    parallel_state.initialize_model_parallel(2, 1)
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
+    one_of_each()
+    modes()
+    one_process()
+
+
+def test_compiled_ranks_have_the_numbers_of_eager_ones() -> None:
+    run_ranks(2, over_two_ranks)
+
+
+def by_inductor(rank: int) -> None:
+    parallel_state.initialize_model_parallel(2, 1)
+    one_of_each("inductor", 1e-5)
+
+
+@pytest.mark.sweep
+def test_inductor_has_the_numbers_of_eager_ranks_to_rounding() -> None:
+    run_ranks(2, by_inductor)
+
+
+def families(rank: int, names: tuple[str, ...]) -> None:
+    parallel_state.initialize_model_parallel(2, 2)
+    for name in names:
+        chunks = FAMILIES[name].default_chunks
+        for case in ("layers", "layers, sequence"):
+            pair = Pair(case, schedule=name, virtual_pipeline_size=chunks)
+            for step in range(2):
+                pair.check(10 + 2 * step, messages=False)
+
+
+@pytest.mark.sweep
+def test_all_families() -> None:
+    run_ranks(4, families, tuple(FAMILIES))
