@@ -45,6 +45,9 @@ def apply_compile(model: nn.Module, **options: Any) -> None:
     others) trains exactly, and computes the module's weight-gradients already with its input-gradient: it then has the
     bubble of the schedule without a split. ``backend="eager"`` keeps the split.
 
+    Tensor-parallel layers are compiled with their collectives, which run in the order of the layer's code. The sum of
+    an input-gradient then does not overlap with the weight-gradient, as it does in layers that are not compiled.
+
     While a rank compiles, others wait up to ``compile_timeout`` of ``initialize_model_parallel``. Modules without
     parameters, modules of which the model calls a method other than ``forward``, and what it computes between modules
     are not compiled; torch runs a plain ``nn.Linear`` or ``nn.Embedding``, which is one kernel, as it is. A second call
@@ -62,7 +65,7 @@ def apply_compile(model: nn.Module, **options: Any) -> None:
     Raises:
         TypeError: for a ``model`` that is not wrapped, or a part of one.
         ValueError: for options that torch refuses, for CUDA graphs, for ``mode`` and ``options`` of a named backend
-            other than inductor, on XLA devices and with tensor parallelism. Nothing is changed then.
+            other than inductor, and on XLA devices. Nothing is changed then.
     """
     wrapped = model if isinstance(model, LocalView) else getattr(model, "pipelined", None)
     if not isinstance(wrapped, LocalView):

@@ -279,7 +279,8 @@ def column_parallel(
     """
     if parallel_state.get_tensor_model_parallel_size() == 1:
         return [functional.linear(input_, *part) for part in parts]
-    if is_trained(input_, parts) and not torch.compiler.is_dynamo_compiling():
+    has_nodes = sequence_dimension is not None or not torch.compiler.is_dynamo_compiling()
+    if has_nodes and is_trained(input_, parts):
         return overlapped_linear(input_, parts, sequence_dimension, reduce_dtype)
     whole = whole_input(input_, parts, sequence_dimension, reduce_dtype)
     return [functional.linear(whole, *part) for part in parts]
@@ -293,8 +294,8 @@ def whole_input(
 ) -> torch.Tensor:
     """Return the input of the products of ``parts``, whose gradient is summed over them and over the tensor group.
 
-    In a compiled module it has the dtype of ``SharedInput``, for which it stands there: the backward is one operation.
-    Arguments are as of ``column_parallel``.
+    In compiled code it has the dtype of ``SharedInput``, for which it stands there. Arguments are as of
+    ``column_parallel``.
     """
     dtype = autocast_dtype(x)
     if dtype is not None and is_trained(x, parts):

@@ -149,7 +149,7 @@ class DividedColumns(Siblings):
     def gather(self, part: torch.Tensor) -> torch.Tensor:
         """Return the whole sequence ``(B, S, H)`` of this rank's part ``(B, S / ranks, H)``."""
         parts = [WeightRows(layer.weight, layer.bias) for layer in self._layers]
-        if torch.compiler.is_dynamo_compiling() or not is_trained(part, parts):
+        if not is_trained(part, parts):
             return whole_input(part, parts, _DIM)
         self._shared, self._waiting = SharedInput(part, parts, sequence_dimension=_DIM), list(self._layers)
         return self._shared.whole
