@@ -98,6 +98,7 @@ class SharedInput:
             x = x.to(dtype)
             parts = [WeightRows(weight.to(dtype), None if bias is None else bias.to(dtype)) for weight, bias in parts]
         self._parts = parts
+        self._products: list[torch.Tensor] | None = None
         if torch.compiler.is_dynamo_compiling():
             assert sequence_dimension is not None, "compiled code needs no nodes for a whole sequence"
             flat = [each for part in parts for each in part]
@@ -118,9 +119,8 @@ class SharedInput:
 
     def product(self, index: int) -> torch.Tensor:
         """Return the product ``(..., O)`` of the part ``index``; once for each part."""
-        if torch.compiler.is_dynamo_compiling():
-            compiled: torch.Tensor = self._products[index]
-            return compiled
+        if self._products is not None:
+            return self._products[index]
         weight, bias = self._parts[index]
         with torch.autocast(self._rows.device.type, enabled=False):
             product = functional.linear(self._rows, weight.detach(), None if bias is None else bias.detach())
@@ -238,7 +238,7 @@ class _Products(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, dim: int, reduce_dtype: torch.dtype | None, *parameters: torch.Tensor | None
+        ctx: Any, x: torch.Tensor, dim: int, reduce_dtype: torch.dtype | None, *parameters: Any
     ) -> tuple[torch.Tensor, ...]:
         """``parameters`` has the weight of each part and its bias or ``None``, in turn."""
         weights, biases = parameters[::2], parameters[1::2]

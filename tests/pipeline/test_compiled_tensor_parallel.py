@@ -93,8 +93,9 @@ class Pair:
 
     def check(self, length: int = 10, tolerance: float = 0.0, messages: bool = False) -> None:
         """A step of both has equal losses and gradients, and as many collectives."""
-        batch, sent = self.case.batch(length), []
-        losses = []
+        batch = self.case.batch(length)
+        losses: list[Any] = []
+        sent: list[int] = []
         for model in (self.eager, self.compiled):
             model.zero_grad()
             with sent_bytes() as counted:

@@ -365,12 +365,12 @@ class Dropped(nn.Module):
 
 
 def test_dropout_repeats_in_a_recomputation_of_compiled_code() -> None:
-    gradients = []
-    for is_checkpointed_ in (False, True):
+    gradients: list[Any] = []
+    for recomputes in (False, True):
         torch.manual_seed(0)
         layer = Dropped()
         compile_modules([("0", layer)], {"backend": "aot_eager"})
-        if is_checkpointed_:
+        if recomputes:
             apply_checkpoint(wrapped_layer(layer))
         torch.manual_seed(1)
         for loss in [layer(x).square().sum() for x in torch.ones(3, 8, WIDTH)]:
