@@ -30,6 +30,7 @@ _GRAPHS = (
     "replays CUDA graphs, whose outputs the next microbatch overwrites while earlier ones are in flight. Turn it off; "
     "mode='max-autotune-no-cudagraphs' is without it."
 )
+_TIMED = ("max_autotune", "max_autotune_pointwise", "max_autotune_gemm", "coordinate_descent_tuning")
 
 
 def apply_compile(model: nn.Module, **options: Any) -> None:
@@ -65,7 +66,8 @@ def apply_compile(model: nn.Module, **options: Any) -> None:
     Raises:
         TypeError: for a ``model`` that is not wrapped, or a part of one.
         ValueError: for options that torch refuses, for CUDA graphs, for ``mode`` and ``options`` of a named backend
-            other than inductor, and on XLA devices. Nothing is changed then.
+            other than inductor, on XLA devices, and with tensor parallelism for modes that choose kernels by their
+            times, such as ``max-autotune``. Nothing is changed then.
     """
     wrapped = model if isinstance(model, LocalView) else getattr(model, "pipelined", None)
     if not isinstance(wrapped, LocalView):
@@ -76,9 +78,10 @@ def apply_compile(model: nn.Module, **options: Any) -> None:
         )
     if device_of(parallel_state.local_device()).is_lazy:
         raise ValueError("an XLA device compiles all operations of an action itself: leave apply_compile out.")
-    check_options(options)
+    is_divided = parallel_state.get_tensor_model_parallel_size() > 1
+    check_options(options, is_divided)
     modules = list(compiled_modules(wrapped.local_named_children()))
-    if parallel_state.get_tensor_model_parallel_size() > 1:
+    if is_divided:
         # Not imported before: it imports transformers.
         from nxdpp.tensor.models.shared_inputs import forget_after_calls
 
@@ -111,8 +114,8 @@ def compile_modules(modules: Iterable[tuple[str, nn.Module]], options: dict[str,
         compile_checkpointed(name, module, _copied(options))
 
 
-def check_options(options: dict[str, Any]) -> None:
-    """Raise ``ValueError`` for ``options`` that ``torch.compile`` or a pipeline refuses."""
+def check_options(options: dict[str, Any], is_divided: bool = False) -> None:
+    """Raise ``ValueError`` for ``options`` that ``torch.compile``, a pipeline or a divided model refuses."""
     from torch._inductor import config, list_mode_options
 
     known = [name for name in inspect.signature(torch.compile).parameters if name != "model"]
@@ -128,10 +131,16 @@ def check_options(options: dict[str, Any]) -> None:
     except Exception as error:
         raise ValueError(f"torch.compile refuses {options}: {error!s:.300}") from error
     if backend in (None, "inductor"):
-        given = list_mode_options(mode) if mode else inner or {}
+        named = list_mode_options(mode) if mode else inner or {}
+        given = {name.replace("-", "_"): value for name, value in named.items()}
         if given.get(_KEY, config.triton.cudagraphs):
             what = f"torch._inductor.config.{_KEY}" if _KEY not in given else f"mode={mode!r}" if mode else _KEY
             raise ValueError(f"{what} {_GRAPHS}")
+        if is_divided and (timed := [name for name in _TIMED if given.get(name, getattr(config, name))]):
+            raise ValueError(
+                f"{timed[0]} chooses kernels by their times, on each tensor-parallel rank by itself: the ranks' copies "
+                f"of one value would differ. Leave it out, or use a tensor-parallel size of 1."
+            )
 
 
 def _copied(options: dict[str, Any]) -> dict[str, Any]:

@@ -434,6 +434,14 @@ def test_cuda_graphs_of_the_process_are_refused() -> None:
         check_options({"backend": "aot_eager"})
 
 
+def test_kernels_chosen_by_their_times_are_refused_for_divided_layers() -> None:
+    options = {"mode": "max-autotune-no-cudagraphs"}
+    check_options(options)
+    with pytest.raises(ValueError, match="max_autotune chooses kernels by their times, on each tensor-parallel rank"):
+        check_options(options, is_divided=True)
+    check_options({}, is_divided=True)
+
+
 def test_an_xla_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parallel_state, "local_device", lambda: torch.device("cpu"))
     monkeypatch.setattr(layer_compilation, "device_of", lambda _: SimpleNamespace(is_lazy=True))
