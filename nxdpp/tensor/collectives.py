@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 from torch._subclasses.fake_tensor import is_fake
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, distributed_c10d
 
 from nxdpp.devices.collective_bytes import note_collective
 from nxdpp.devices.kinds import device_of
@@ -199,25 +199,29 @@ def _in_graph(kind: str, tensor: torch.Tensor, dim: int, group: ProcessGroup | N
     return joined
 
 
+def _group_of(name: str) -> ProcessGroup | None:
+    return distributed_c10d._resolve_process_group(name) if name else None  # type: ignore[attr-defined, arg-type]  # torch's functional collectives find a group by its name so
+
+
 @torch.library.custom_op("nxdpp::collective", mutates_args=())
 def _collective(tensor: torch.Tensor, kind: str, dim: int, group: str) -> torch.Tensor:
     """Run a collective of compiled code over the group of a name; the empty name stands for this rank's tensor group.
 
     ``kind`` is ``"all_gather"`` or ``"reduce_scatter"`` along ``dim``, or the operation of an all-reduce.
     """
-    members = dist.distributed_c10d._resolve_process_group(group) if group else None  # type: ignore[arg-type]
+    members = _group_of(group)
     if kind == "all_gather":
         return all_gather(tensor, dim, members)
     if kind == "reduce_scatter":
         return reduce_scatter(tensor, dim, members)
-    assert kind == "sum" or kind == "max", kind
-    return all_reduce(tensor, members, kind)
+    assert kind in ("sum", "max"), kind
+    return all_reduce(tensor, members, "max" if kind == "max" else "sum")
 
 
 @_collective.register_fake
 def _collective_shape(tensor: torch.Tensor, kind: str, dim: int, group: str) -> torch.Tensor:
     """Return a tensor without values of the result's shape."""
-    size = dist.distributed_c10d._resolve_process_group(group).size() if group else size_of(None)  # type: ignore[arg-type]
+    size = size_of(_group_of(group))
     shape = list(tensor.shape)
     if kind == "all_gather":
         shape[dim] *= size

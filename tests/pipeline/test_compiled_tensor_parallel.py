@@ -1,6 +1,6 @@
 """``apply_compile`` of tensor-parallel layers: the numbers of the same layers that are not compiled."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import pytest
@@ -110,11 +110,11 @@ class Pair:
             assert (found - expected).abs().max() <= tolerance * expected.abs().max(), name
 
 
-def one_of_each(backend: str = "aot_eager", tolerance: float = 0.0) -> dict[str, Pair]:
+def one_of_each(names: Iterable[str], backend: str = "aot_eager", tolerance: float = 0.0) -> dict[str, Pair]:
     pairs = {}
-    for name, case in CASES.items():
+    for name in names:
         counters.clear()
-        pairs[name] = Pair(case, backend)
+        pairs[name] = Pair(CASES[name], backend)
         # The first step traces the model without values.
         for is_counted in (False, True):
             pairs[name].check(tolerance=tolerance, messages=is_counted)
@@ -122,11 +122,8 @@ def one_of_each(backend: str = "aot_eager", tolerance: float = 0.0) -> dict[str,
     return pairs
 
 
-def modes(pairs: dict[str, Pair]) -> None:
-    """Changing lengths, evaluation, autocast and recomputation."""
-    llamas = pairs["llama"]
-    for length in (12, 14):
-        llamas.check(length)
+def modes(llamas: Pair, layers: Pair) -> None:
+    """Evaluation, changing lengths, autocast and recomputation."""
     for model in (llamas.eager, llamas.compiled):
         model.eval()
     assert torch.equal(*[model.run_eval(**llamas.case.batch()) for model in (llamas.eager, llamas.compiled)])
@@ -135,26 +132,35 @@ def modes(pairs: dict[str, Pair]) -> None:
     llamas.check()
     kept = [child.siblings.in_graph for child in llamas.compiled.modules() if "siblings" in vars(child)]
     assert kept == [None] * 10
+    for length in (12, 14):
+        layers.check(length)
     with torch.autocast("cpu", torch.bfloat16):
-        for name in ("layers", "layers, sequence"):
-            pairs[name].check()
-    apply_checkpoint(pairs["layers"].compiled)
-    pairs["layers"].check()
+        layers.check()
+    apply_checkpoint(layers.compiled)
+    layers.check()
 
 
-def over_two_ranks(rank: int) -> None:
+def over_two_ranks(rank: int, names: Sequence[str]) -> None:
     parallel_state.initialize_model_parallel(2, 1)
     torch._dynamo.config.fail_on_recompile_limit_hit = True
-    modes(one_of_each())
+    pairs = one_of_each(names)
+    modes(*(pairs[name] for name in names[:2]))
 
 
-def test_compiled_ranks_have_the_numbers_of_eager_ones() -> None:
-    run_ranks(2, over_two_ranks)
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("llama", "layers", "llama, sequence"),
+        pytest.param(("llama, sequence", "layers, sequence", "grouped"), marks=pytest.mark.sweep),
+    ],
+)
+def test_compiled_ranks_have_the_numbers_of_eager_ones(names: Sequence[str]) -> None:
+    run_ranks(2, over_two_ranks, names)
 
 
 def by_inductor(rank: int) -> None:
     parallel_state.initialize_model_parallel(2, 1)
-    one_of_each("inductor", 1e-5)
+    one_of_each(CASES, "inductor", 1e-5)
 
 
 @pytest.mark.sweep
