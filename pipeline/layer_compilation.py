@@ -30,6 +30,7 @@ _GRAPHS = (
     "replays CUDA graphs, whose outputs the next microbatch overwrites while earlier ones are in flight. Turn it off; "
     "mode='max-autotune-no-cudagraphs' is without it."
 )
+_TIMED = ("max_autotune", "max_autotune_pointwise", "max_autotune_gemm", "coordinate_descent_tuning")
 
 
 def apply_compile(model: nn.Module, **options: Any) -> None:
@@ -44,6 +45,9 @@ def apply_compile(model: nn.Module, **options: Any) -> None:
     The backward of a compiled module is one operation. So a schedule that splits backwards (``zb1p``, ``zb-v`` and
     others) trains exactly, and computes the module's weight-gradients already with its input-gradient: it then has the
     bubble of the schedule without a split. ``backend="eager"`` keeps the split.
+
+    Tensor-parallel layers are compiled with their collectives, which run in the order of the layer's code. The sum of
+    an input-gradient then does not overlap with the weight-gradient, as it does in layers that are not compiled.
 
     While a rank compiles, others wait up to ``compile_timeout`` of ``initialize_model_parallel``. Modules without
     parameters, modules of which the model calls a method other than ``forward``, and what it computes between modules
@@ -62,7 +66,8 @@ def apply_compile(model: nn.Module, **options: Any) -> None:
     Raises:
         TypeError: for a ``model`` that is not wrapped, or a part of one.
         ValueError: for options that torch refuses, for CUDA graphs, for ``mode`` and ``options`` of a named backend
-            other than inductor, on XLA devices and with tensor parallelism. Nothing is changed then.
+            other than inductor, on XLA devices, and with tensor parallelism for schedules in a V such as ``zb-v``
+            and for modes that choose kernels by their times such as ``max-autotune``. Nothing is changed then.
     """
     wrapped = model if isinstance(model, LocalView) else getattr(model, "pipelined", None)
     if not isinstance(wrapped, LocalView):
@@ -73,10 +78,25 @@ def apply_compile(model: nn.Module, **options: Any) -> None:
         )
     if device_of(parallel_state.local_device()).is_lazy:
         raise ValueError("an XLA device compiles all operations of an action itself: leave apply_compile out.")
-    if parallel_state.get_tensor_model_parallel_size() > 1:
-        raise ValueError("torch cannot compile the collectives of tensor-parallel layers: leave apply_compile out.")
-    check_options(options)
-    compile_modules(compiled_modules(wrapped.local_named_children()), options)
+    is_divided = parallel_state.get_tensor_model_parallel_size() > 1
+    if is_divided and wrapped.holds_last_stage and _is_first_of_several():
+        raise ValueError(
+            "with tensor parallelism apply_compile takes no schedule in a V, whose first rank has the last stage too: "
+            "use 1f1b, interleaved or zb1p, or leave apply_compile out."
+        )
+    check_options(options, is_divided)
+    modules = list(compiled_modules(wrapped.local_named_children()))
+    if is_divided:
+        # Not imported before: it imports transformers.
+        from nxdpp.tensor.models.shared_inputs import forget_after_calls
+
+        for _, module in modules:
+            forget_after_calls(module)
+    compile_modules(modules, options)
+
+
+def _is_first_of_several() -> bool:
+    return parallel_state.get_pipeline_model_parallel_size() > 1 and parallel_state.is_pipeline_first_stage()
 
 
 def compiled_modules(outermost: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn.Module]]:
@@ -103,8 +123,8 @@ def compile_modules(modules: Iterable[tuple[str, nn.Module]], options: dict[str,
         compile_checkpointed(name, module, _copied(options))
 
 
-def check_options(options: dict[str, Any]) -> None:
-    """Raise ``ValueError`` for ``options`` that ``torch.compile`` or a pipeline refuses."""
+def check_options(options: dict[str, Any], is_divided: bool = False) -> None:
+    """Raise ``ValueError`` for ``options`` that ``torch.compile``, a pipeline or a divided model refuses."""
     from torch._inductor import config, list_mode_options
 
     known = [name for name in inspect.signature(torch.compile).parameters if name != "model"]
@@ -120,10 +140,16 @@ def check_options(options: dict[str, Any]) -> None:
     except Exception as error:
         raise ValueError(f"torch.compile refuses {options}: {error!s:.300}") from error
     if backend in (None, "inductor"):
-        given = list_mode_options(mode) if mode else inner or {}
+        named = list_mode_options(mode) if mode else inner or {}
+        given = {name.replace("-", "_"): value for name, value in named.items()}
         if given.get(_KEY, config.triton.cudagraphs):
             what = f"torch._inductor.config.{_KEY}" if _KEY not in given else f"mode={mode!r}" if mode else _KEY
             raise ValueError(f"{what} {_GRAPHS}")
+        if is_divided and (timed := [name for name in _TIMED if given.get(name, getattr(config, name))]):
+            raise ValueError(
+                f"{timed[0]} chooses kernels by their times, on each tensor-parallel rank by itself: the ranks' copies "
+                f"of one value would differ. Leave it out, or use a tensor-parallel size of 1."
+            )
 
 
 def _copied(options: dict[str, Any]) -> dict[str, Any]:

@@ -8,6 +8,10 @@ gloo's threads hold the tensors of a collective a little longer than its ``wait`
 input without its graph. An ``autograd.Function`` whose forward returns a result returns ``outside_of_graph`` of it: the
 result itself would get the graph. So no thread of gloo ever frees a part of a graph.
 
+In a module that ``torch.compile`` compiles, a collective is the operation ``nxdpp::collective`` of the graph. It calls
+the function here. So compiled code shows its waits too. A backend keeps the order of these operations, by which ranks
+pair their messages.
+
 A device tensor whose group is gloo's passes through host memory, and its collective is finished when it is started. On
 a device that records operations it is the end of a graph: all operations before it are submitted once.
 """
@@ -18,8 +22,9 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
+from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 from torch._subclasses.fake_tensor import is_fake
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, distributed_c10d
 
 from nxdpp.devices.collective_bytes import note_collective
 from nxdpp.devices.kinds import device_of
@@ -72,6 +77,8 @@ def all_reduce(
     """Return the sum or the maximum over ``group``, as a new tensor."""
     if size_of(group) == 1:
         return tensor
+    if torch.compiler.is_dynamo_compiling():
+        return _in_graph(operation, tensor, 0, group)
     return wait(start_all_reduce(tensor.clone(memory_format=torch.contiguous_format), group, operation))
 
 
@@ -94,6 +101,8 @@ def all_gather(tensor: torch.Tensor, dim: int, group: ProcessGroup | None = None
     if size == 1:
         return tensor
     dim = dim % tensor.dim()
+    if torch.compiler.is_dynamo_compiling():
+        return _in_graph("all_gather", tensor, dim, group)
     shape = list(tensor.shape)
     shape[dim] *= size
     note_collective("all_gather", tensor.nbytes * size, size)
@@ -111,6 +120,10 @@ def reduce_scatter(tensor: torch.Tensor, dim: int, group: ProcessGroup | None = 
 
     Raises ``ValueError`` for a size that does not divide.
     """
+    if torch.compiler.is_dynamo_compiling() and size_of(group) > 1:
+        dim = dim % tensor.dim()
+        _part_size(tensor, dim, size_of(group))
+        return _in_graph("reduce_scatter", tensor, dim, group)
     return wait(start_reduce_scatter(tensor, dim, group))
 
 
@@ -179,3 +192,42 @@ def _start(
     message = on_wire(tensor, group)
     started = collective(message, str(group.group_name))
     return started if message is tensor else device_of(tensor.device).from_host(wait(started))
+
+
+def _in_graph(kind: str, tensor: torch.Tensor, dim: int, group: ProcessGroup | None) -> torch.Tensor:
+    joined: torch.Tensor = torch.ops.nxdpp.collective(tensor, kind, dim, "" if group is None else group.group_name)
+    return joined
+
+
+def _group_of(name: str) -> ProcessGroup | None:
+    return distributed_c10d._resolve_process_group(name) if name else None  # type: ignore[attr-defined, arg-type]  # torch's functional collectives find a group by its name so
+
+
+@torch.library.custom_op("nxdpp::collective", mutates_args=())
+def _collective(tensor: torch.Tensor, kind: str, dim: int, group: str) -> torch.Tensor:
+    """Run a collective of compiled code over the group of a name; the empty name stands for this rank's tensor group.
+
+    ``kind`` is ``"all_gather"`` or ``"reduce_scatter"`` along ``dim``, or the operation of an all-reduce.
+    """
+    members = _group_of(group)
+    if kind == "all_gather":
+        return all_gather(tensor, dim, members)
+    if kind == "reduce_scatter":
+        return reduce_scatter(tensor, dim, members)
+    assert kind in ("sum", "max"), kind
+    return all_reduce(tensor, members, "max" if kind == "max" else "sum")
+
+
+@_collective.register_fake
+def _collective_shape(tensor: torch.Tensor, kind: str, dim: int, group: str) -> torch.Tensor:
+    """Return a tensor without values of the result's shape."""
+    size = size_of(_group_of(group))
+    shape = list(tensor.shape)
+    if kind == "all_gather":
+        shape[dim] *= size
+    elif kind == "reduce_scatter":
+        shape[dim] //= size
+    return tensor.new_empty(shape)
+
+
+_register_effectful_op(torch.ops.nxdpp.collective.default, _EffectType.ORDERED)

@@ -27,7 +27,7 @@ from nxdpp.tensor import mappings
 from nxdpp.tensor.convolutions import InputChannelParallelConv2d, OutputChannelParallelConv2d
 from nxdpp.tensor.embedding import ParallelEmbedding
 from nxdpp.tensor.initial_parts import InitMethod
-from nxdpp.tensor.overlapped_linear import WeightRows, overlapped_linear
+from nxdpp.tensor.overlapped_linear import WeightRows, autocast_dtype, is_trained, overlapped_linear
 from nxdpp.tensor.padding import ranges
 from nxdpp.tensor.parallel_linear import ParallelLinear
 
@@ -279,10 +279,27 @@ def column_parallel(
     """
     if parallel_state.get_tensor_model_parallel_size() == 1:
         return [functional.linear(input_, *part) for part in parts]
-    if torch.is_grad_enabled() and input_.requires_grad and any(part.weight.requires_grad for part in parts):
+    has_nodes = sequence_dimension is not None or not torch.compiler.is_dynamo_compiling()
+    if has_nodes and is_trained(input_, parts):
         return overlapped_linear(input_, parts, sequence_dimension, reduce_dtype)
+    whole = whole_input(input_, parts, sequence_dimension, reduce_dtype)
+    return [functional.linear(whole, *part) for part in parts]
+
+
+def whole_input(
+    x: torch.Tensor,
+    parts: list[WeightRows],
+    sequence_dimension: int | None = None,
+    reduce_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Return the input of the products of ``parts``, whose gradient is summed over them and over the tensor group.
+
+    In compiled code it has the dtype of ``SharedInput``, for which it stands there. Arguments are as of
+    ``column_parallel``.
+    """
+    dtype = autocast_dtype(x)
+    if dtype is not None and is_trained(x, parts):
+        x = x.to(dtype)
     if sequence_dimension is not None:
-        input_ = mappings.gather_from_sequence_parallel_region(input_, sequence_dimension, reduce_dtype=reduce_dtype)
-    else:
-        input_ = mappings.copy_to_tensor_model_parallel_region(input_, reduce_dtype=reduce_dtype)
-    return [functional.linear(input_, *part) for part in parts]
+        return mappings.gather_from_sequence_parallel_region(x, sequence_dimension, reduce_dtype=reduce_dtype)
+    return mappings.copy_to_tensor_model_parallel_region(x, reduce_dtype=reduce_dtype)

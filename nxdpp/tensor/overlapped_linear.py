@@ -14,6 +14,9 @@ Nodes 2 and 4 compute one gradient each. So a split backward (``pipeline/backwar
 input-gradient, and 5, 2 later. Under sequence parallelism node 3 gathers the sequence, and its gradient is
 reduce-scattered. Node 2 keeps this rank's part of the sequence only, and gathers it again. Weights with one input
 gather it once.
+
+The backward of a compiled module is one operation, and its order is the backend's. There, all is one node
+(``_Products``) under sequence parallelism, and torch's own nodes without.
 """
 
 from typing import Any, NamedTuple
@@ -22,7 +25,15 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from nxdpp.tensor.collectives import all_gather, outside_of_graph, size_of, start_all_reduce, start_reduce_scatter, wait
+from nxdpp.tensor.collectives import (
+    all_gather,
+    outside_of_graph,
+    reduce_scatter,
+    size_of,
+    start_all_reduce,
+    start_reduce_scatter,
+    wait,
+)
 
 
 class WeightRows(NamedTuple):
@@ -43,6 +54,18 @@ def overlapped_linear(
     return [shared.product(index) for index in range(len(parts))]
 
 
+def is_trained(x: torch.Tensor, parts: list[WeightRows]) -> bool:
+    """Return whether the product of ``x`` and ``parts`` has a gradient of ``x`` and of a weight."""
+    return torch.is_grad_enabled() and x.requires_grad and any(part.weight.requires_grad for part in parts)
+
+
+def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
+    """Return the dtype to which autocast converts the input ``x`` of a linear layer. It leaves float64 as it is."""
+    device = x.device.type
+    is_converted = torch.is_autocast_enabled(device) and x.dtype != torch.float64
+    return torch.get_autocast_dtype(device) if is_converted else None
+
+
 class SharedInput:
     """Input of several parts, whose products may be computed one after another, by the code of a model.
 
@@ -60,6 +83,8 @@ class SharedInput:
         whole: ``(..., I)``, ``x`` of the whole sequence. Its own gradient joins the sum.
     """
 
+    whole: torch.Tensor
+
     def __init__(
         self,
         x: torch.Tensor,
@@ -68,12 +93,17 @@ class SharedInput:
         reduce_dtype: torch.dtype | None = None,
     ) -> None:
         device = x.device.type
-        # Autocast leaves float64 as it is.
-        if torch.is_autocast_enabled(device) and x.dtype != torch.float64:
-            dtype = torch.get_autocast_dtype(device)
+        dtype = autocast_dtype(x)
+        if dtype is not None:
             x = x.to(dtype)
             parts = [WeightRows(weight.to(dtype), None if bias is None else bias.to(dtype)) for weight, bias in parts]
         self._parts = parts
+        self._products: list[torch.Tensor] | None = None
+        if torch.compiler.is_dynamo_compiling():
+            assert sequence_dimension is not None, "compiled code needs no nodes for a whole sequence"
+            flat = [each for part in parts for each in part]
+            self.whole, *self._products = _Products.apply(x, sequence_dimension, reduce_dtype, *flat)  # type: ignore[no-untyped-call]
+            return
         with torch.autocast(device, enabled=False):
             sequence = None
             if sequence_dimension is not None:
@@ -84,11 +114,13 @@ class SharedInput:
                 _Weight.apply(finished.detach(), *part, sequence)  # type: ignore[no-untyped-call]
                 for part in parts
             ]
-            self.whole: torch.Tensor = _Start.apply(finished, sequence, reduce_dtype)  # type: ignore[no-untyped-call]
+            self.whole = _Start.apply(finished, sequence, reduce_dtype)  # type: ignore[no-untyped-call]
             self._rows = self.whole.reshape(-1, x.shape[-1])
 
     def product(self, index: int) -> torch.Tensor:
         """Return the product ``(..., O)`` of the part ``index``; once for each part."""
+        if self._products is not None:
+            return self._products[index]
         weight, bias = self._parts[index]
         with torch.autocast(self._rows.device.type, enabled=False):
             product = functional.linear(self._rows, weight.detach(), None if bias is None else bias.detach())
@@ -199,3 +231,37 @@ class _Join(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         (gradient,) = gradients
         return gradient, gradient
+
+
+class _Products(torch.autograd.Function):
+    """All parts in compiled code: the whole sequence, and the product of each part."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, dim: int, reduce_dtype: torch.dtype | None, *parameters: Any
+    ) -> tuple[torch.Tensor, ...]:
+        """``parameters`` has the weight of each part and its bias or ``None``, in turn."""
+        weights, biases = parameters[::2], parameters[1::2]
+        ctx.save_for_backward(x, *weights)
+        ctx.dim, ctx.reduce_dtype, ctx.has_bias = dim, reduce_dtype, tuple(bias is not None for bias in biases)
+        whole = all_gather(x, dim)
+        products = [functional.linear(whole, *part) for part in zip(weights, biases, strict=True)]
+        return whole, *products
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, *weights = ctx.saved_tensors
+        rows = [gradient.reshape(-1, gradient.shape[-1]) for gradient in gradients]
+        # In the order of autograd: the node that was created last is the first.
+        total = rows[-1].mm(weights[-1])
+        for index in range(len(weights) - 2, -1, -1):
+            total = total + rows[index + 1].mm(weights[index])
+        summed = (total + rows[0]).view(gradients[0].shape).to(ctx.reduce_dtype or x.dtype)
+        input_gradient = reduce_scatter(summed, ctx.dim).to(x.dtype)
+        whole = all_gather(x, ctx.dim)
+        whole = whole.reshape(-1, whole.shape[-1])
+        of_parameters: list[torch.Tensor | None] = []
+        for index, has_bias in enumerate(ctx.has_bias):
+            gradient = rows[index + 1]
+            of_parameters += [gradient.t().mm(whole), gradient.sum(0) if has_bias else None]
+        return input_gradient, None, None, *of_parameters

@@ -159,16 +159,6 @@ def recomputation() -> None:
         if not first:
             apply_checkpoint(wrapped)
         check_step(wrapped, whole)
-    # Dropout repeats in the recomputation.
-    gradients: list[Any] = []
-    for checkpointed in (False, True):
-        dropped = wrap(make("gpt2", dropout=0.3))
-        if checkpointed:
-            apply_checkpoint(dropped)
-        torch.manual_seed(3)
-        dropped.run_train(**padded_batch(8))
-        gradients.append([parameter.grad for parameter in dropped.parameters()])
-    assert all(map(torch.equal, *gradients))
 
 
 def compile_again(wrapped: Any) -> None:
@@ -197,10 +187,15 @@ def other_models() -> None:
     check_step(wrap(adapted), whole)
 
 
-def small_models(families: tuple[str, ...], backend: str, kinds: tuple[Any, ...] = (Chain, Skips, InPlace)) -> None:
+def small_models(
+    families: tuple[str, ...],
+    backend: str,
+    kinds: tuple[Any, ...] = (Chain, Skips, InPlace),
+    whether_only_blocks: tuple[bool, ...] = (False, True),
+) -> None:
     for name in families:
         for kind in kinds:
-            for only_blocks in (False, True):
+            for only_blocks in whether_only_blocks:
                 model: Any = make_small(kind, 4)
                 whole: Any = copy_of(model)
                 chunks = FAMILIES[name].default_chunks
@@ -223,18 +218,18 @@ def small_models(families: tuple[str, ...], backend: str, kinds: tuple[Any, ...]
 
 def hooks() -> None:
     """A hook that is registered after the first step runs until it is removed."""
-    wrapped = wrap(make("llama"))
-    layer = f"model.layers.{2 if wrapped.holds_last_stage else 1}"
-    own = wrapped.get_submodule(layer)
-    for name in ("mlp.down_proj", ""):
+    wrapped = wrap_small(make_small(Chain, 2), 4)
+    apply_compile(wrapped, backend="aot_eager")
+    own = wrapped.get_submodule(f"blocks.{int(wrapped.holds_last_stage)}")
+    for name in ("linear", ""):
         for is_hooked in (False, True, False):
             if is_hooked:
                 handle = own.get_submodule(name).register_forward_hook(lambda module, inputs, output: output * 0)
             wrapped.zero_grad()
-            wrapped.run_train(**padded_batch(8))
+            wrapped.run_train(x=torch.ones(4, WIDTH))
             if is_hooked:
                 handle.remove()
-            gradient = own.get_parameter("mlp.down_proj.weight").grad
+            gradient = own.get_parameter("linear.weight").grad
             assert gradient is not None
             assert bool(gradient.any()) != is_hooked, (name, is_hooked)
 
@@ -258,8 +253,9 @@ PARTS: dict[str, Callable[[], None]] = {
     "comparison": comparison_with_the_module,
     "schedules": lambda: schedules(("zb1p",)),
     "recomputation": recomputation,
-    "small models": lambda: small_models(("zb1p",), "aot_eager"),
-    "inductor": lambda: small_models(("zb1p",), "inductor", (Chain,)),
+    "small models": lambda: small_models(("zb1p",), "aot_eager", (Skips, InPlace), (False,)),
+    "only blocks": lambda: small_models(("zb1p",), "aot_eager", (Chain,), (True,)),
+    "inductor": lambda: small_models(("zb1p",), "inductor", (Chain,), (False,)),
 }
 MORE: dict[str, Callable[[], None]] = {
     "modes": evaluations_and_modes,
@@ -296,16 +292,6 @@ def all_families(rank: int, backend: str) -> None:
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_all_families(backend: str) -> None:
     run_ranks(2, all_families, backend)
-
-
-def compile_divided(rank: int) -> None:
-    parallel_state.initialize_model_parallel(2, 1)
-    with pytest.raises(ValueError, match="collectives of tensor-parallel layers: leave apply_compile out"):
-        apply_compile(wrap_small(make_small(Chain, 2), 4))
-
-
-def test_tensor_parallel_layers_are_refused() -> None:
-    run_ranks(2, compile_divided)
 
 
 def compile_slowly(rank: int) -> None:
@@ -369,6 +355,30 @@ def test_a_recomputation_of_compiled_code_has_the_state_of_its_forward(first: st
     assert "forward" not in vars(layer)
 
 
+class Dropped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.dropout = nn.Linear(WIDTH, WIDTH), nn.Dropout()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.dropout(self.linear(x)).square()  # type: ignore[no-any-return]
+
+
+def test_dropout_repeats_in_a_recomputation_of_compiled_code() -> None:
+    gradients: list[Any] = []
+    for recomputes in (False, True):
+        torch.manual_seed(0)
+        layer = Dropped()
+        compile_modules([("0", layer)], {"backend": "aot_eager"})
+        if recomputes:
+            apply_checkpoint(wrapped_layer(layer))
+        torch.manual_seed(1)
+        for loss in [layer(x).square().sum() for x in torch.ones(3, 8, WIDTH)]:
+            loss.backward()
+        gradients.append([parameter.grad for parameter in layer.parameters()])
+    assert all(map(torch.equal, *gradients))
+
+
 def test_only_a_wrapped_model_is_compiled() -> None:
     with pytest.raises(TypeError, match=r"takes a wrapped model, not a Counted: call it after NxDPPModel\(module"):
         apply_compile(Counted())
@@ -422,6 +432,14 @@ def test_cuda_graphs_of_the_process_are_refused() -> None:
             check_options({})
         check_options({"options": {"triton.cudagraphs": False}})
         check_options({"backend": "aot_eager"})
+
+
+def test_kernels_chosen_by_their_times_are_refused_for_divided_layers() -> None:
+    options = {"mode": "max-autotune-no-cudagraphs"}
+    check_options(options)
+    with pytest.raises(ValueError, match="max_autotune chooses kernels by their times, on each tensor-parallel rank"):
+        check_options(options, is_divided=True)
+    check_options({}, is_divided=True)
 
 
 def test_an_xla_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

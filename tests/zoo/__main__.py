@@ -13,7 +13,7 @@ from tests.zoo import TASKS, compiled, initial_values, libraries_sweep, pretrain
 from tests.zoo.libraries import DISTRIBUTIONS, LIBRARIES, cases, is_installed
 from tests.zoo.page import page
 from tests.zoo.results import FOLDER, read, write
-from tests.zoo.sweep import WRONG, Journal, Judge, Verdict, judge_types
+from tests.zoo.sweep import TIME_LIMIT, WRONG, Journal, Judge, Verdict, judge_types
 
 SWEEPS: dict[str, Judge] = {
     "training": training.judge,
@@ -76,7 +76,9 @@ def _swept(arguments: argparse.Namespace, name: str) -> dict[str, Verdict]:
     judge = SWEEPS[arguments.sweep] if is_task else libraries_sweep.judge
     known = types(name) if is_task else list(cases(name))
     chosen = [one for one in known if arguments.type in (None, one)]
-    return judge_types(judge, name, chosen, arguments.jobs, Journal(arguments.journal) if arguments.journal else None)
+    journal = Journal(arguments.journal) if arguments.journal else None
+    limit = compiled.TIME_LIMIT if arguments.sweep == "compiled" else TIME_LIMIT
+    return judge_types(judge, name, chosen, arguments.jobs, journal, limit)
 
 
 def _parser() -> argparse.ArgumentParser:

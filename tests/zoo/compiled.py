@@ -23,6 +23,7 @@ from tests.zoo.sweep import Verdict
 from tests.zoo.with_loss import with_loss
 
 BACKEND = "aot_eager"
+TIME_LIMIT = 120.0  # seconds for a type, mostly of dynamo
 
 
 def judge(task: str, model_type: str) -> Verdict:

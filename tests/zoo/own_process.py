@@ -5,7 +5,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkProcess
+from pathlib import Path
 from typing import Any
+
+_OUT_OF_MEMORY = Path("/proc/self/oom_score_adj")
 
 
 def in_own_processes(
@@ -39,6 +42,9 @@ def in_own_processes(
 
 
 def _send_result(function: Callable[[str], Any], name: str, writer: Connection) -> None:
+    # Where memory is short, Linux kills this process and not the sweep.
+    if _OUT_OF_MEMORY.exists():
+        _OUT_OF_MEMORY.write_text("1000")
     writer.send(function(name))
 
 

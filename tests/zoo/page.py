@@ -19,8 +19,8 @@ Models are as small as possible, and dropout is off. Stages run in one process. 
 with the unwrapped model that accumulates the same microbatches. Types of the first four mappings are cut into two and
 four stages, on the meta device and on the CPU; they run in train and eval mode on three shapes, one of them padded. The
 others are cut into three stages, and run in train mode on two shapes. A class that several mappings name is in the
-first of them. Vision-language models get an image in each row (`tests/zoo/inputs/image_text.py` names the exceptions).
-Models that return no loss stand in a module with a loss. Models of libraries get their layer class as an argument.
+first of them. Most vision-language models get an image in each row. Models that return no loss stand in a module with
+a loss. Models of libraries get their layer class as an argument.
 
 | result | meaning |
 |---|---|
@@ -43,8 +43,8 @@ padded batch in four microbatches. `tests/zoo/results/xla.tsv` has a row for eac
 {source}
 
 The loss and each gradient are compared with one process on the CPU, and with one process with an XLA device. *XLA's
-own*: the unwrapped model fails in one XLA process, or differs there from the CPU by more than rounding. Experts are
-computed by transformers' `batched_mm`, whose shapes do not depend on the data.
+own*: the unwrapped model fails in one XLA process, or differs there from the CPU by more than rounding. Experts run by
+transformers' `batched_mm`, of fixed shapes.
 
 """
 _LONGEST = 120

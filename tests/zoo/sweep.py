@@ -53,17 +53,23 @@ Judge = Callable[[str, str], Verdict]
 
 
 def judge_types(
-    judge: Judge, task: str, chosen: Sequence[str], jobs: int, journal: Journal | None = None
+    judge: Judge,
+    task: str,
+    chosen: Sequence[str],
+    jobs: int,
+    journal: Journal | None = None,
+    time_limit: float = TIME_LIMIT,
 ) -> dict[str, Verdict]:
     """Print one line for each type, then a summary. ``judge`` runs in ``jobs`` processes at a time.
 
-    Types that ``journal`` has are not judged again; the verdicts of the others are added to it.
+    A type that takes more than ``time_limit`` seconds, or whose process is killed, is failing. Types that ``journal``
+    has are not judged again; the verdicts of the others are added to it.
     """
     console = Console(highlight=False, soft_wrap=True)
     known = {} if journal is None else journal.verdicts(task)
     verdicts = {name: known[name] for name in chosen if name in known}
     left = [name for name in chosen if name not in known]
-    for name, result in in_own_processes(partial(judge_quietly, judge, task), left, jobs, TIME_LIMIT):
+    for name, result in in_own_processes(partial(judge_quietly, judge, task), left, jobs, time_limit):
         verdict = Verdict("failing", str(result)) if isinstance(result, RuntimeError) else result
         verdicts[name] = verdict
         if journal is not None:

@@ -1,5 +1,8 @@
 """Verdicts of a sweep: one line for each type, a summary, the rows in a file, and the page."""
 
+import os
+import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -30,6 +33,24 @@ def test_every_type_gets_a_verdict(capsys: pytest.CaptureFixture[str]) -> None:
     }
     assert "KeyError: 'mpt'" in capsys.readouterr().out
     assert summary("causal-lm", verdicts).startswith("causal-lm: 50.0 % of the 2 types that build are right")
+
+
+def _ends(task: str, model_type: str) -> Verdict:
+    if model_type == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if model_type == "slow":
+        time.sleep(60)
+    return Verdict("exact")
+
+
+def test_a_sweep_continues_after_a_type_that_is_killed_or_slow() -> None:
+    verdicts = judge_types(_ends, "causal-lm", ["killed", "slow", "gpt2"], jobs=1, time_limit=1.0)
+
+    assert verdicts == {
+        "killed": Verdict("failing", "the process ended without a result"),
+        "slow": Verdict("failing", "not done after 1 s"),
+        "gpt2": Verdict("exact"),
+    }
 
 
 def test_the_rows_are_read_as_they_were_written(tmp_path: Path) -> None:

@@ -24,11 +24,12 @@ from torch.nn import functional
 
 from nxdpp.ranks import parallel_state
 from nxdpp.tensor import mappings
+from nxdpp.tensor.layers import whole_input
 from nxdpp.tensor.models.compared_types import COMPARED_SEQUENCES
 from nxdpp.tensor.models.modules import ColumnLinear, RowLinear
 from nxdpp.tensor.models.plan import expanded
 from nxdpp.tensor.models.shared_inputs import Siblings
-from nxdpp.tensor.overlapped_linear import SharedInput, WeightRows
+from nxdpp.tensor.overlapped_linear import SharedInput, WeightRows, is_trained
 from nxdpp.tensor.tensor_attributes import mark_sequence_parallel
 
 _DIM = 1
@@ -147,10 +148,9 @@ class DividedColumns(Siblings):
 
     def gather(self, part: torch.Tensor) -> torch.Tensor:
         """Return the whole sequence ``(B, S, H)`` of this rank's part ``(B, S / ranks, H)``."""
-        trained = any(layer.weight.requires_grad for layer in self._layers)
-        if not (torch.is_grad_enabled() and part.requires_grad and trained):
-            return mappings.gather_from_sequence_parallel_region(part, _DIM)
         parts = [WeightRows(layer.weight, layer.bias) for layer in self._layers]
+        if not is_trained(part, parts):
+            return whole_input(part, parts, _DIM)
         self._shared, self._waiting = SharedInput(part, parts, sequence_dimension=_DIM), list(self._layers)
         return self._shared.whole
 

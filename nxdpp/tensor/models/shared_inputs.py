@@ -8,20 +8,23 @@ them. The tensor keeps these for the others::
     value(x) ─┘
 
 A layer that is given a different tensor, or the same one again, begins a new ``SharedInput``.
+
+``torch.compile`` cannot follow what a tensor keeps. In compiled code the siblings keep the tensor and what they compute
+from it, and a hook of the module around them forgets it.
 """
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn import functional
 
 from nxdpp.tensor import mappings
-from nxdpp.tensor.layers import column_parallel
+from nxdpp.tensor.layers import column_parallel, whole_input
 from nxdpp.tensor.models.modules import ColumnLinear
-from nxdpp.tensor.overlapped_linear import SharedInput, WeightRows
+from nxdpp.tensor.overlapped_linear import SharedInput, WeightRows, autocast_dtype
 
 _KEPT = "_nxdpp_shared_input"
 
@@ -55,14 +58,47 @@ class _Begun:
     entered: SharedInput | torch.Tensor
 
 
+class _InGraph(NamedTuple):
+    """Input of a layer in a compiled module, and the tensor of which its siblings compute their products."""
+
+    input_: torch.Tensor
+    mode: tuple[bool, torch.dtype | None]
+    whole: torch.Tensor
+
+
+def forget_after_calls(module: nn.Module) -> None:
+    """Let layers in ``module``, which is to be compiled, keep no input after a call of the module around them.
+
+    A second call changes nothing.
+    """
+    for owner in module.modules():
+        kept = [vars(child).get("siblings") for child in owner.children()]
+        siblings = next((each for each in kept if type(each) is Siblings), None)
+        if siblings is not None and not any(isinstance(hook, _Forget) for hook in owner._forward_hooks.values()):
+            owner.register_forward_hook(_Forget(siblings))
+
+
+class _Forget:
+    """Hook of the module around ``siblings``. Dynamo follows it in the code of the layer."""
+
+    def __init__(self, siblings: "Siblings") -> None:
+        self._siblings = siblings
+
+    def __call__(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        self._siblings.in_graph = None
+
+
 class Siblings:
-    """Column-parallel layers of one module."""
+    """Column-parallel layers of one module; ``in_graph`` is what they keep during a call of compiled code."""
 
     def __init__(self, layers: list[ColumnLinear]) -> None:
         self._layers = layers
+        self.in_graph: _InGraph | None = None
 
     def product(self, layer: ColumnLinear, input_: torch.Tensor) -> torch.Tensor:
         """Return this rank's part of the product of ``layer``, ``(..., O / ranks)``."""
+        if torch.compiler.is_dynamo_compiling():
+            return functional.linear(self._whole(input_), layer.weight, layer.bias)
         # A leaf that kept nodes of its own graph would never be freed. A copied layer has the siblings of the original.
         if not torch.is_grad_enabled() or input_.is_leaf or not input_.requires_grad or layer not in self._layers:
             return column_parallel(input_, [WeightRows(layer.weight, layer.bias)])[0]
@@ -76,6 +112,14 @@ class Siblings:
         if isinstance(begun.entered, SharedInput):
             return begun.entered.product(index)
         return functional.linear(begun.entered, layer.weight, layer.bias)
+
+    def _whole(self, input_: torch.Tensor) -> torch.Tensor:
+        mode = torch.is_grad_enabled(), autocast_dtype(input_)
+        kept = self.in_graph
+        if kept is None or kept.input_ is not input_ or kept.mode != mode:
+            parts = [WeightRows(layer.weight, layer.bias) for layer in self._layers]
+            kept = self.in_graph = _InGraph(input_, mode, whole_input(input_, parts))
+        return kept.whole
 
     def _fits(self, begun: _Begun, index: int, input_: torch.Tensor) -> bool:
         layer = self._layers[index]

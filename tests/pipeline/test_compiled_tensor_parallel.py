@@ -1,0 +1,190 @@
+"""``apply_compile`` of tensor-parallel layers: the numbers of the same layers that are not compiled."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch._dynamo
+from torch import nn
+from torch._dynamo.utils import counters
+
+from nxdpp import NxDPPModel, apply_checkpoint, apply_compile, parallel_state, tensor_parallelize
+from nxdpp.devices.collective_bytes import sent_bytes
+from nxdpp.modules.qkv_linear import GQAQKVColumnParallelLinear
+from nxdpp.parallel_layers import ColumnParallelLinear, RowParallelLinear
+from nxdpp.schedules.families.registry import FAMILIES
+from tests.support.models import llama, padded_batch
+from tests.support.run_ranks import run_ranks
+from tests.support.tensor_parallel_models import ParallelLayer, ParallelModel
+
+VOCABULARY = 64
+
+
+class GroupedLayer(nn.Module):
+    """Query, key and value heads that ranks share, an activation and a row-parallel layer."""
+
+    def __init__(self, copies: int) -> None:
+        super().__init__()
+        self.qkv = GQAQKVColumnParallelLinear(8, [8, 4], gather_output=False, kv_size_multiplier=copies)
+        self.out = RowParallelLinear(8, 8, input_is_parallel=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        query, key, value = self.qkv(x)
+        repeated = torch.cat([key + value] * (query.shape[-1] // key.shape[-1]), -1)
+        changed: torch.Tensor = x + self.out(query.sigmoid() * repeated)
+        return changed
+
+
+class Grouped(nn.Module):
+    """Layers with shared heads under a gathered head."""
+
+    def __init__(self, copies: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, 8)
+        self.layers = nn.ModuleList(GroupedLayer(copies) for _ in range(2))
+        self.head = ColumnParallelLinear(8, VOCABULARY)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, -2), labels.flatten())
+
+
+def divisible() -> Any:
+    return llama(2, vocab_size=VOCABULARY)
+
+
+class Case(NamedTuple):
+    """A model of this rank, and the class of its layers where it is not found."""
+
+    model: Callable[[], Any]
+    layer: type[nn.Module] | None = None
+
+    def wrap(self, **arguments: Any) -> Any:
+        torch.manual_seed(0)
+        model = self.model()
+        return NxDPPModel(model, transformer_layer_cls=self.layer, **{"num_microbatches": 2, **arguments})
+
+    def batch(self, length: int = 10) -> dict[str, torch.Tensor]:
+        batch = padded_batch(4, length)
+        return batch if self.layer is None else {"input_ids": batch["input_ids"], "labels": batch["input_ids"]}
+
+
+CASES = {
+    "llama": Case(lambda: tensor_parallelize(divisible())),
+    "llama, sequence": Case(lambda: tensor_parallelize(divisible(), sequence_parallel=True)),
+    "layers": Case(lambda: ParallelModel(2, VOCABULARY, False), ParallelLayer),
+    "layers, sequence": Case(lambda: ParallelModel(2, VOCABULARY, True), ParallelLayer),
+    "grouped": Case(lambda: Grouped(2), GroupedLayer),
+}
+
+DEEP = Case(lambda: ParallelModel(4, VOCABULARY, True), ParallelLayer)
+
+
+class Pair:
+    """Two models of a case, one of them compiled."""
+
+    def __init__(self, case: Case, backend: str = "aot_eager", **arguments: Any) -> None:
+        self.case = case
+        self.eager, self.compiled = case.wrap(**arguments), case.wrap(**arguments)
+        apply_compile(self.compiled, backend=backend)
+
+    def check(self, length: int = 10, tolerance: float = 0.0, messages: bool = False) -> None:
+        """A step of both has equal losses and gradients, and as many collectives."""
+        batch = self.case.batch(length)
+        losses: list[Any] = []
+        sent: list[int] = []
+        for model in (self.eager, self.compiled):
+            model.zero_grad()
+            with sent_bytes() as counted:
+                losses.append(model.run_train(**batch))
+            sent.append(counted.count)
+        assert not messages or sent[0] == sent[1], sent
+        assert losses[0] is None or torch.equal(*losses) or tolerance
+        for (name, parameter), other in zip(
+            self.eager.local_named_parameters(), self.compiled.local_parameters(), strict=True
+        ):
+            expected, found = parameter.grad, other.grad
+            assert (found - expected).abs().max() <= tolerance * expected.abs().max(), name
+
+
+def one_of_each(names: Iterable[str], backend: str = "aot_eager", tolerance: float = 0.0) -> dict[str, Pair]:
+    pairs = {}
+    for name in names:
+        counters.clear()
+        pairs[name] = Pair(CASES[name], backend)
+        # The first step traces the model without values.
+        for is_counted in (False, True):
+            pairs[name].check(tolerance=tolerance, messages=is_counted)
+        assert not counters["graph_break"], (name, counters["graph_break"])
+    return pairs
+
+
+def modes(llamas: Pair, layers: Pair) -> None:
+    """Evaluation, changing lengths, autocast and recomputation."""
+    for model in (llamas.eager, llamas.compiled):
+        model.eval()
+    assert torch.equal(*[model.run_eval(**llamas.case.batch()) for model in (llamas.eager, llamas.compiled)])
+    for model in (llamas.eager, llamas.compiled):
+        model.train()
+    llamas.check()
+    kept = [child.siblings.in_graph for child in llamas.compiled.modules() if "siblings" in vars(child)]
+    assert kept == [None] * 10
+    for length in (12, 14):
+        layers.check(length)
+    with torch.autocast("cpu", torch.bfloat16):
+        layers.check()
+    apply_checkpoint(layers.compiled)
+    layers.check()
+
+
+def over_two_ranks(rank: int, names: Sequence[str]) -> None:
+    parallel_state.initialize_model_parallel(2, 1)
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
+    pairs = one_of_each(names)
+    modes(*(pairs[name] for name in names[:2]))
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("llama", "layers", "llama, sequence"),
+        pytest.param(("llama, sequence", "layers, sequence", "grouped"), marks=pytest.mark.sweep),
+    ],
+)
+def test_compiled_ranks_have_the_numbers_of_eager_ones(names: Sequence[str]) -> None:
+    run_ranks(2, over_two_ranks, names)
+
+
+def by_inductor(rank: int) -> None:
+    parallel_state.initialize_model_parallel(2, 1)
+    one_of_each(CASES, "inductor", 1e-5)
+
+
+@pytest.mark.sweep
+def test_inductor_has_the_numbers_of_eager_ranks_to_rounding() -> None:
+    run_ranks(2, by_inductor)
+
+
+def run_families(names: tuple[str, ...]) -> None:
+    for name in names:
+        chunks = FAMILIES[name].default_chunks
+        pair = Pair(DEEP, num_microbatches=4, schedule=name, virtual_pipeline_size=chunks)
+        for step in range(2):
+            pair.check(10 + 2 * step)
+
+
+def over_four_ranks(rank: int, names: tuple[str, ...]) -> None:
+    parallel_state.initialize_model_parallel(2, 2)
+    run_families(names)
+    v_shaped = DEEP.wrap(num_microbatches=4, schedule="zb-v", virtual_pipeline_size=2)
+    if v_shaped.holds_last_stage:
+        with pytest.raises(ValueError, match="no schedule in a V, whose first rank has the last stage too"):
+            apply_compile(v_shaped)
+
+
+@pytest.mark.sweep
+def test_all_families() -> None:
+    run_ranks(4, over_four_ranks, tuple(name for name, family in FAMILIES.items() if not family.v_shaped))
