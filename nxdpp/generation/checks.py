@@ -1,0 +1,127 @@
+"""Arguments of ``generate`` that a pipeline cannot honour, and the comparison of arguments between ranks."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers import GenerationConfig, GenerationMixin
+
+from nxdpp.agreement.fingerprint import digest
+from nxdpp.agreement.input_hash import hash_of
+from nxdpp.generation.absent import leaves_in
+from nxdpp.generation.batches import GeneratedBatch, is_list
+from nxdpp.ranks import parallel_state
+from nxdpp.ranks.group_values import gather_values
+
+_REFUSED = {
+    "past_key_values": "caches stay on the ranks of their stages. Leave it out, and give all tokens",
+    "cache_params": "caches stay on the ranks of their stages. Leave it out, and give all tokens",
+    "encoder_outputs": "the encoder runs on its stages. Give the encoder's inputs",
+    "assistant_model": "its tokens would be verified a batch at a time. Leave it out",
+    "custom_generate": "it may call parts of the model that other ranks run. Leave it out",
+}
+_SWITCHES = {
+    "output_attentions": "attentions stay on the ranks of their layers. Leave it out",
+    "output_hidden_states": "hidden states stay on the ranks of their layers. Leave it out",
+}
+_CACHES = (None, "dynamic", "static", "sliding_window", "hybrid")
+
+
+class AgreedStart(NamedTuple):
+    """What all ranks know of each other before they generate."""
+
+    has_streamer: bool
+    has_equal_random_state: bool
+
+
+def check_arguments(module: nn.Module, inputs: Any, parts: int, arguments: Mapping[str, Any]) -> None:
+    """Raise ``ValueError`` or ``TypeError`` for what ``generate`` of a pipelined model cannot honour."""
+    if not isinstance(module, GenerationMixin):
+        raise TypeError(
+            f"generate needs a model of transformers that generates, such as AutoModelForCausalLM; {type(module).__name__} "
+            f"is none."
+        )
+    for name, reason in _REFUSED.items():
+        if arguments.get(name) is not None:
+            raise ValueError(f"generate over a pipeline cannot honour {name}: {reason}.")
+    config = arguments.get("generation_config") or module.generation_config
+    for name, reason in _SWITCHES.items():
+        if arguments.get(name, getattr(config, name, None)):
+            raise ValueError(f"generate over a pipeline cannot honour {name}=True: {reason}.")
+    cache = arguments.get("cache_implementation", config.cache_implementation)
+    if cache not in _CACHES:
+        raise ValueError(
+            f"generate over a pipeline cannot honour cache_implementation={cache!r}: it keeps 'dynamic' and 'static' "
+            f"caches. Leave it out."
+        )
+    chunk = arguments.get("prefill_chunk_size", config.prefill_chunk_size)
+    if chunk is not None and cache not in (None, "dynamic"):
+        raise ValueError(
+            f"generate over a pipeline cannot honour prefill_chunk_size={chunk} with a {cache!r} cache, which would hold "
+            f"memory for all layers. Leave one of them out."
+        )
+    _check_batches(inputs, parts, arguments, config)
+
+
+def _check_batches(inputs: Any, parts: int, arguments: Mapping[str, Any], config: GenerationConfig) -> None:
+    if isinstance(parts, bool) or not isinstance(parts, int) or parts < 1:
+        raise ValueError(f"num_microbatches={parts!r} must be a whole number of at least 1.")
+    if is_list(inputs):
+        if not inputs or not all(isinstance(each, Mapping) for each in inputs):
+            raise TypeError("a list of batches has a dict of inputs for each, such as {'input_ids': ids}.")
+        if parts > 1:
+            raise ValueError("num_microbatches splits one batch: leave it out for a list of batches.")
+    if (parts > 1 or is_list(inputs)) and arguments.get("streamer") is not None:
+        raise ValueError("a streamer shows one batch: generate without a list of batches and num_microbatches.")
+    if parts == 1:
+        return
+    if arguments.get("return_dict_in_generate", config.return_dict_in_generate):
+        raise ValueError(
+            "num_microbatches returns tokens: leave out return_dict_in_generate, or give a list of batches."
+        )
+    tensors = {
+        name: value for name, value in {"inputs": inputs, **arguments}.items() if isinstance(value, torch.Tensor)
+    }
+    rows = {len(value) for value in tensors.values() if value.dim()}
+    if len(rows) != 1 or next(iter(rows)) % parts or len(rows) == 0:
+        raise ValueError(
+            f"num_microbatches={parts} splits the rows of a batch into equal parts; the inputs "
+            f"{', '.join(tensors)} have {sorted(rows)} rows."
+        )
+
+
+def check_same(batches: Sequence[GeneratedBatch], arguments: Mapping[str, Any]) -> AgreedStart:
+    """Compare the arguments of the ranks of this replica; collective over them.
+
+    Raises ``ValueError`` on all of them for inputs or settings that differ.
+    """
+    inputs = [
+        hash_of(leaf) for batch in batches for leaf in leaves_in(batch.arguments) if isinstance(leaf, torch.Tensor)
+    ]
+    own = (
+        [int(each) for each in inputs],
+        digest(_settings(arguments).encode()).hex(),
+        digest(torch.get_rng_state().numpy().tobytes()).hex(),
+        arguments.get("streamer") is not None,
+    )
+    everyones = gather_values(own, parallel_state.get_pipeline_control_group())
+    if parallel_state.get_tensor_model_parallel_size() > 1:
+        of_pipelines = gather_values(everyones, parallel_state.get_tensor_control_group())
+        everyones = [each for of_pipeline in of_pipelines for each in of_pipeline]
+    for number, what in enumerate(("tokens or other inputs", "settings")):
+        if any(each[number] != own[number] for each in everyones):
+            raise ValueError(
+                f"the ranks of a pipeline call generate with different {what}: give all of them the same. A DataLoader "
+                f"with shuffle=True needs generator=torch.Generator().manual_seed(seed)."
+            )
+    return AgreedStart(any(each[3] for each in everyones), all(each[2] == own[2] for each in everyones))
+
+
+def _settings(arguments: Mapping[str, Any]) -> str:
+    plain = {
+        name: value.to_dict() if isinstance(value, GenerationConfig) else value
+        for name, value in arguments.items()
+        if isinstance(value, bool | int | float | str | list | tuple | None | GenerationConfig)
+    }
+    return repr(sorted(plain.items()))

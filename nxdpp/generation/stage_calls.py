@@ -1,0 +1,324 @@
+"""A forward of the model over the ranks of a pipeline: each runs the model's own code, and its own modules in it.
+
+::
+
+    rank 0   embed  layers.0  layers.1 ──▶  .         .        .   norm  lm_head       . is a module of the other rank
+    rank 1   .      .         .         ──▶  layers.2 layers.3     norm  lm_head ──▶ logits
+
+The first forward shows which results of modules other ranks need: each result goes to all ranks with its values, as a
+tensor that tells what follows from it. From then on a result goes only to the ranks that need it, and other ranks have
+tensors without values. All ranks see the same code run, so they know all of this without a message.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from transformers.cache_utils import Cache
+
+from nxdpp.generation.absent import (
+    AbsentTensor,
+    Root,
+    ShapelessTensor,
+    leaves_in,
+    mapped,
+    roots_of,
+    tracked_as,
+    unknown_values,
+    untracked,
+)
+from nxdpp.generation.caches import advance, cache_among
+from nxdpp.generation.leaves import StageLeaf, stage_of
+from nxdpp.ranks.faults.board import board
+
+_CACHE = "nxdpp: the cache"
+_CALL = "_compiled_call_impl"
+_DIMENSIONS = 8
+
+
+class StageExchange(Protocol):
+    """Messages between the ranks of a pipeline, in the order of their sends."""
+
+    def send(self, tensor: torch.Tensor, destination: int) -> None:
+        """Start to send a dense tensor."""
+
+    def receive(
+        self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, source: int, on_host: bool = False
+    ) -> torch.Tensor:
+        """Receive a tensor; with ``on_host`` one in host memory."""
+
+    def send_value(self, value: Any, destination: int) -> None:
+        """Start to send a value that has a form (``wire_form``)."""
+
+    def receive_value(self, source: int) -> Any:
+        """Receive the value of a ``send_value``."""
+
+
+@dataclass(frozen=True)
+class OutputRule:
+    """What ranks without the values know of a tensor that a module returns.
+
+    ``follows`` are the dimensions that the first argument has too. ``has_shape``: all dimensions but the last do.
+    """
+
+    size: tuple[int, ...]
+    dtype: torch.dtype
+    follows: tuple[bool, ...]
+    has_shape: bool
+
+    def placeholder(self, first: torch.Tensor | None, root: Root, device: torch.device) -> torch.Tensor:
+        """Return the tensor without values, for the present ``first`` argument of the module."""
+        kind = AbsentTensor if self.has_shape and type(first) is not ShapelessTensor else ShapelessTensor
+        size: tuple[int, ...] = ()
+        if kind is AbsentTensor:
+            present = self.size if first is None else first.shape
+            size = tuple(present[i] if same else self.size[i] for i, same in enumerate(self.follows))
+        made: torch.Tensor = tracked_as(
+            torch.zeros((), dtype=self.dtype, device=device).expand(size), frozenset({root}), kind
+        )
+        return made
+
+
+@dataclass
+class KnownCall:
+    """A call of a module in a forward: who runs it, and who needs which of its tensors.
+
+    ``shapes`` are sizes and strides by the number of a tensor and the signature of the forward.
+    """
+
+    home: int
+    executors: frozenset[int]
+    template: Any
+    wanted: dict[int, set[int]] = field(default_factory=dict)
+    shapes: dict[tuple[int, Any], tuple[list[int], list[int]]] = field(default_factory=dict)
+
+    def want(self, index: int, ranks: frozenset[int]) -> None:
+        """Send tensor ``index`` to ``ranks`` from now on."""
+        if others := ranks - self.executors - self.wanted.get(index, set()):
+            self.wanted.setdefault(index, set()).update(others)
+            self.shapes.clear()
+
+
+Plan = dict[tuple[str, int], KnownCall]
+"""The calls of a forward by the name of the module and the number of its call."""
+
+
+class StageCalls:
+    """Forwards of one rank.
+
+    Args:
+        leaves: the modules that run as a whole.
+        rank: this rank of the pipeline.
+        rank_of: the rank of a stage.
+        stages: number of stages.
+        driver: the rank that needs the outputs.
+        exchange: messages to the other ranks.
+        device: the device of this rank.
+        plans: what earlier forwards have shown, by the path of the module that was called.
+    """
+
+    def __init__(
+        self,
+        leaves: Sequence[StageLeaf],
+        rank: int,
+        rank_of: Callable[[int], int],
+        stages: int,
+        driver: int,
+        exchange: StageExchange,
+        device: torch.device,
+        plans: dict[str, Plan],
+    ) -> None:
+        self._rank = rank
+        self._rank_of = rank_of
+        self._ranks = frozenset(map(rank_of, range(stages)))
+        self._driver = driver
+        self._exchange = exchange
+        self._device = device
+        self._plans = plans
+        # Torch calls this attribute in place of a module with its hooks, as after ``compile()``.
+        self._calls = [(vars(leaf.module), partial(self._call, leaf, leaf.module._call_impl)) for leaf in leaves]
+        self._plan: Plan = {}
+        self._numbers: dict[str, int] = {}
+        self._stage = 0
+        self._signature: Any = None
+        self._has_new = False
+
+    def run(self, path: str, module: nn.Module, arguments: Mapping[str, Any], signature: Any) -> Any:
+        """Call ``module``, which has this ``path``, with ``arguments``, and return its output.
+
+        Every rank calls it with equal arguments; ``signature`` is hashable, and has the shapes of inputs. The driver's
+        output has all values. Raises ``RuntimeError`` for code that needs values of another rank.
+        """
+        self._plan = self._plans.setdefault(path, {})
+        self._numbers, self._stage, self._signature, self._has_new = {}, 0, signature, False
+        compiled = [state.get(_CALL) for state, _ in self._calls]
+        for state, call in self._calls:
+            state[_CALL] = call
+        try:
+            output = module(**arguments)
+        finally:
+            for (state, _), before in zip(self._calls, compiled, strict=True):
+                if before is None:
+                    del state[_CALL]
+                else:
+                    state[_CALL] = before
+        if self._has_new:
+            self._want(roots_of(leaves_in(output)), frozenset({self._driver}))
+            output = mapped(untracked, output)
+        if self._rank == self._driver:
+            for leaf in leaves_in(output):
+                if isinstance(leaf, AbsentTensor):
+                    raise unknown_values(leaf.roots, "returns it")
+        return output
+
+    def _call(self, leaf: StageLeaf, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run ``leaf``, receive its result, or return tensors without values."""
+        board.moved()
+        number = self._numbers.get(leaf.name, 0)
+        self._numbers[leaf.name] = number + 1
+        stage = stage_of(leaf, self._stage)
+        if leaf.layer_stage is not None:
+            self._stage = stage + leaf.ends_stage
+        known = self._plan.get((leaf.name, number))
+        if known is None:
+            return self._first_call(leaf, number, stage, forward, args, kwargs)
+        if self._has_new:
+            self._want(roots_of(leaves_in((args, kwargs))), known.executors)
+        if self._rank in known.executors:
+            if self._has_new:
+                args, kwargs = mapped(untracked, (args, kwargs))
+            for value in leaves_in((args, kwargs)):
+                if isinstance(value, AbsentTensor):
+                    raise unknown_values(value.roots, f"gives it to {leaf.name} in this forward only")
+            output = forward(*args, **kwargs)
+            if self._rank == known.home and known.wanted:
+                self._send(known, [each for each in leaves_in(output) if isinstance(each, torch.Tensor)])
+            return output
+        cache = self._pass_by(leaf, args, kwargs)
+        return self._elsewhere(known, (leaf.name, number), _first_tensor(args, kwargs), cache)
+
+    def _first_call(
+        self,
+        leaf: StageLeaf,
+        number: int,
+        stage: int,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Run ``leaf`` on the rank of ``stage``, and give all ranks its result with its values."""
+        self._has_new = True
+        roots = roots_of(leaves_in((args, kwargs)))
+        home = self._rank_of(stage)
+        # What follows only from the inputs, each rank that can computes itself.
+        executors = frozenset({home} if roots else map(self._rank_of, leaf.stages))
+        home = home if home in executors else min(executors)
+        first = _first_tensor(args, kwargs)
+        cache = cache_among((*args, *kwargs.values()))
+        if self._rank in executors:
+            args, kwargs = mapped(untracked, (args, kwargs))
+            output = forward(*args, **kwargs)
+            if self._rank == home:
+                message = mapped(lambda each: _CACHE if isinstance(each, Cache) else each, output)
+                for other in sorted(self._ranks - executors):
+                    self._exchange.send_value(message, other)
+        else:
+            self._pass_by(leaf, args, kwargs)
+            received = self._exchange.receive_value(home)
+            output = mapped(lambda each: cache if each == _CACHE else _on(each, self._device), received)
+        self._want(roots, executors)
+        template = mapped(lambda each: _rule(each, first), output)
+        self._plan[leaf.name, number] = KnownCall(home, executors, template)
+        return _rooted(output, (leaf.name, number))
+
+    def _want(self, roots: frozenset[Root], ranks: frozenset[int]) -> None:
+        for name, number, index in roots:
+            self._plan[name, number].want(index, ranks)
+
+    def _pass_by(self, leaf: StageLeaf, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Cache | None:
+        """Enter into the cache that another rank runs ``leaf``; return the cache among its arguments."""
+        cache = cache_among((*args, *kwargs.values()))
+        first = _first_tensor(args, kwargs)
+        if cache is not None and leaf.indices and first is not None:
+            advance(cache, leaf, first)
+        return cache
+
+    def _elsewhere(self, known: KnownCall, key: tuple[str, int], first: torch.Tensor | None, cache: Any) -> Any:
+        """The result of a call that another rank runs: with the values that this rank needs."""
+        index = -1
+
+        def made(each: Any) -> Any:
+            nonlocal index
+            if not isinstance(each, OutputRule):
+                return cache if each is _CACHE else each
+            index += 1
+            if self._rank in known.wanted.get(index, ()):
+                return self._receive(known, index, each)
+            return each.placeholder(first, (*key, index), self._device)
+
+        return mapped(made, known.template)
+
+    def _send(self, known: KnownCall, tensors: Sequence[torch.Tensor]) -> None:
+        rules = [each for each in leaves_in(known.template) if isinstance(each, OutputRule)]
+        for index in sorted(known.wanted):
+            tensor = _dense(tensors[index])
+            assert tensor.dtype == rules[index].dtype, "a module returns the dtypes of its first call"
+            shape = list(tensor.size()), list(tensor.stride())
+            is_known = known.shapes.get((index, self._signature)) == shape
+            header = None
+            if not is_known:
+                assert not rules[index].has_shape or (index, self._signature) not in known.shapes, "one shape each"
+                header = torch.tensor([tensor.dim(), *shape[0], *shape[1], *[0] * (2 * (_DIMENSIONS - tensor.dim()))])
+                if rules[index].has_shape:
+                    known.shapes[index, self._signature] = shape
+            for destination in sorted(known.wanted[index]):
+                if header is not None:
+                    self._exchange.send(header, destination)
+                self._exchange.send(tensor, destination)
+
+    def _receive(self, known: KnownCall, index: int, rule: OutputRule) -> torch.Tensor:
+        shape = known.shapes.get((index, self._signature))
+        if shape is None:
+            header = self._exchange.receive([2 * _DIMENSIONS + 1], [1], torch.int64, known.home, on_host=True).tolist()
+            shape = header[1 : 1 + header[0]], header[1 + header[0] : 1 + 2 * header[0]]
+            if rule.has_shape:
+                known.shapes[index, self._signature] = shape
+        return self._exchange.receive(*shape, rule.dtype, known.home)
+
+
+def _first_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+    return next((value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)), None)
+
+
+def _rule(value: Any, first: torch.Tensor | None) -> Any:
+    """What stands in a template for ``value`` of an output."""
+    if not isinstance(value, torch.Tensor):
+        return _CACHE if isinstance(value, Cache) else value
+    given = () if first is None else tuple(first.shape)
+    follows = tuple(i < len(given) and given[i] == size for i, size in enumerate(value.shape))
+    return OutputRule(tuple(value.shape), value.dtype, follows, all(follows[:-1]))
+
+
+def _rooted(output: Any, key: tuple[str, int]) -> Any:
+    index = -1
+
+    def rooted(each: Any) -> Any:
+        nonlocal index
+        if not isinstance(each, torch.Tensor):
+            return each
+        index += 1
+        return tracked_as(each, frozenset({(*key, index)}))
+
+    return mapped(rooted, output)
+
+
+def _on(value: Any, device: torch.device) -> Any:
+    return value.to(device) if isinstance(value, torch.Tensor) else value
+
+
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    is_dense = tensor.is_contiguous() or torch._prims_common.is_non_overlapping_and_dense(tensor)
+    return tensor if is_dense else tensor.contiguous()
