@@ -28,9 +28,13 @@ _READS |= {"equal", "allclose", "is_nonzero"}
 
 
 class TrackedTensor(torch.Tensor):
-    """A tensor with its values, and ``roots``: the results of modules that it follows from."""
+    """A tensor with its values, and ``roots``: the results of modules that it follows from.
+
+    ``touched`` gets the roots of all tensors that code above the layers computes with.
+    """
 
     roots: frozenset[Root]
+    touched: set[Root] | None = None
 
     @classmethod
     def __torch_function__(
@@ -44,7 +48,10 @@ class TrackedTensor(torch.Tensor):
         name = getattr(func, "__name__", "")
         tensors = [leaf for leaf in leaves_in((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         tracked = [tensor for tensor in tensors if isinstance(tensor, TrackedTensor)]
+        touched = tracked[0].touched
         absent = [tensor for tensor in tracked if isinstance(tensor, AbsentTensor)]
+        if touched is not None:
+            touched.update(*(tensor.roots for tensor in tracked))
         if absent and name in _READS:
             raise unknown_values(absent[0].roots, f"reads its values ({name})")
         is_write = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
@@ -58,7 +65,7 @@ class TrackedTensor(torch.Tensor):
             return result
         roots = frozenset().union(*(tensor.roots for tensor in tracked))
         kind = AbsentTensor if absent else TrackedTensor
-        return mapped(lambda leaf: tracked_as(leaf, roots, kind), result)
+        return mapped(lambda leaf: tracked_as(leaf, roots, kind, touched), result)
 
 
 class AbsentTensor(TrackedTensor):
@@ -102,12 +109,14 @@ def mapped(function: Callable[[Any], Any], value: Any) -> Any:
     return function(value)
 
 
-def tracked_as(value: Any, roots: frozenset[Root], kind: type[TrackedTensor] = TrackedTensor) -> Any:
+def tracked_as(
+    value: Any, roots: frozenset[Root], kind: type[TrackedTensor] = TrackedTensor, touched: set[Root] | None = None
+) -> Any:
     """Return a tensor ``value`` as one that follows from ``roots``; other values as they are."""
     if type(value) is not torch.Tensor:
         return value
     made = value.as_subclass(kind)
-    made.roots = roots
+    made.roots, made.touched = roots, touched
     return made
 
 

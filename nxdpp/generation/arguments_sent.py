@@ -51,7 +51,7 @@ class SentArguments:
         for method, args in changes:
             for cache in self.caches.values():
                 if hasattr(cache, method):
-                    getattr(cache, method)(*mapped(lambda each: _on(each, device), args))
+                    getattr(cache, method)(*mapped(lambda each: on_device(each, device), args))
         return {name: self._value(name, *form, device=device) for name, form in arguments.items()}
 
     def _of(self, name: str, value: Any) -> list[Any]:
@@ -72,7 +72,7 @@ class SentArguments:
             return self.caches[content]
         if kind == _SAME:
             return self._last[name][0]
-        value = mapped(lambda each: _on(each, device), content)
+        value = mapped(lambda each: on_device(each, device), content)
         if kind == _APPENDED:
             value = torch.cat([self._last[name][0], value], dim=-1)
         self._last[name] = value, 0
@@ -91,5 +91,6 @@ def _is_appended(last: torch.Tensor, value: torch.Tensor) -> bool:
     )
 
 
-def _on(value: Any, device: torch.device) -> Any:
+def on_device(value: Any, device: torch.device) -> Any:
+    """Return a tensor ``value`` on ``device``; other values as they are."""
     return value.to(device) if isinstance(value, torch.Tensor) else value

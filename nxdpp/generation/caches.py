@@ -1,7 +1,7 @@
 """Caches of keys and values of which a rank has the layers of its own stages.
 
-A layer of another rank has an entry without memory in this rank's cache: ``(B, 0, T, 0)``. So the cache tells the true
-length for masks and positions, and ``reorder_cache``, ``crop`` and the others run as they are.
+A layer of another rank has an entry of one number a token in this rank's cache: ``(B, 1, T, 1)``. So the cache tells
+the true length for masks and positions, and ``reorder_cache``, ``crop`` and the others run as they are.
 """
 
 from collections.abc import Callable, Iterable
@@ -41,8 +41,9 @@ def advance(cache: Cache, leaf: StageLeaf, hidden: torch.Tensor) -> None:
         if isinstance(layer, DummyLayer):
             continue
         if layer is None or isinstance(layer, CacheLayerMixin):
-            empty = torch.empty((batch, 0, length, 0), dtype=hidden.dtype, device=hidden.device)
-            decoder.update(empty, empty, index)
+            # A cache takes a tensor without elements for one of length 0.
+            numbers = torch.zeros((batch, 1, length, 1), dtype=hidden.dtype, device=hidden.device)
+            decoder.update(numbers, numbers, index)
         if isinstance(layer, LinearAttentionCacheLayerMixin):
             layer.has_previous_state.update(dict.fromkeys(layer.has_previous_state, True))
 

@@ -39,8 +39,8 @@ def check_arguments(module: nn.Module, inputs: Any, parts: int, arguments: Mappi
     """Raise ``ValueError`` or ``TypeError`` for what ``generate`` of a pipelined model cannot honour."""
     if not isinstance(module, GenerationMixin):
         raise TypeError(
-            f"generate needs a model of transformers that generates, such as AutoModelForCausalLM; {type(module).__name__} "
-            f"is none."
+            f"generate needs a model of transformers that generates, such as one of AutoModelForCausalLM, and this "
+            f"is a {type(module).__name__}."
         )
     for name, reason in _REFUSED.items():
         if arguments.get(name) is not None:
@@ -58,8 +58,8 @@ def check_arguments(module: nn.Module, inputs: Any, parts: int, arguments: Mappi
     chunk = arguments.get("prefill_chunk_size", config.prefill_chunk_size)
     if chunk is not None and cache not in (None, "dynamic"):
         raise ValueError(
-            f"generate over a pipeline cannot honour prefill_chunk_size={chunk} with a {cache!r} cache, which would hold "
-            f"memory for all layers. Leave one of them out."
+            f"generate over a pipeline cannot honour prefill_chunk_size={chunk} with a {cache!r} cache, which would "
+            f"hold memory for all layers. Leave one of them out."
         )
     _check_batches(inputs, parts, arguments, config)
 

@@ -145,6 +145,7 @@ class StageCalls:
         self._stage = 0
         self._signature: Any = None
         self._has_new = False
+        self._touched: set[Root] = set()
 
     def run(self, path: str, module: nn.Module, arguments: Mapping[str, Any], signature: Any) -> Any:
         """Call ``module``, which has this ``path``, with ``arguments``, and return its output.
@@ -154,6 +155,7 @@ class StageCalls:
         """
         self._plan = self._plans.setdefault(path, {})
         self._numbers, self._stage, self._signature, self._has_new = {}, 0, signature, False
+        self._touched = set()
         compiled = [state.get(_CALL) for state, _ in self._calls]
         for state, call in self._calls:
             state[_CALL] = call
@@ -167,6 +169,7 @@ class StageCalls:
                     state[_CALL] = before
         if self._has_new:
             self._want(roots_of(leaves_in(output)), frozenset({self._driver}))
+            self._want_shapes()
             output = mapped(untracked, output)
         if self._rank == self._driver:
             for leaf in leaves_in(output):
@@ -232,11 +235,32 @@ class StageCalls:
         self._want(roots, executors)
         template = mapped(lambda each: _rule(each, first), output)
         self._plan[leaf.name, number] = KnownCall(home, executors, template)
-        return _rooted(output, (leaf.name, number))
+        return self._rooted(output, (leaf.name, number))
 
     def _want(self, roots: frozenset[Root], ranks: frozenset[int]) -> None:
         for name, number, index in roots:
             self._plan[name, number].want(index, ranks)
+
+    def _want_shapes(self) -> None:
+        """Send to all ranks what their code computes with, if they would not know its shape."""
+        for name, number, index in self._touched:
+            known = self._plan[name, number]
+            rules = [each for each in leaves_in(known.template) if isinstance(each, OutputRule)]
+            if not rules[index].has_shape:
+                known.want(index, self._ranks)
+
+    def _rooted(self, output: Any, key: tuple[str, int]) -> Any:
+        """``output`` of a call, with tensors that tell what follows from it."""
+        index = -1
+
+        def rooted(each: Any) -> Any:
+            nonlocal index
+            if not isinstance(each, torch.Tensor):
+                return each
+            index += 1
+            return tracked_as(each, frozenset({(*key, index)}), touched=self._touched)
+
+        return mapped(rooted, output)
 
     def _pass_by(self, leaf: StageLeaf, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Cache | None:
         """Enter into the cache that another rank runs ``leaf``; return the cache among its arguments."""
@@ -302,23 +326,12 @@ def _rule(value: Any, first: torch.Tensor | None) -> Any:
     return OutputRule(tuple(value.shape), value.dtype, follows, all(follows[:-1]))
 
 
-def _rooted(output: Any, key: tuple[str, int]) -> Any:
-    index = -1
-
-    def rooted(each: Any) -> Any:
-        nonlocal index
-        if not isinstance(each, torch.Tensor):
-            return each
-        index += 1
-        return tracked_as(each, frozenset({(*key, index)}))
-
-    return mapped(rooted, output)
-
-
 def _on(value: Any, device: torch.device) -> Any:
     return value.to(device) if isinstance(value, torch.Tensor) else value
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
-    is_dense = tensor.is_contiguous() or torch._prims_common.is_non_overlapping_and_dense(tensor)
-    return tensor if is_dense else tensor.contiguous()
+    """``tensor``, or a copy where its memory has gaps or overlaps."""
+    if tensor.is_contiguous() or torch.empty_like(tensor, device="meta").stride() == tensor.stride():
+        return tensor
+    return torch.empty_like(tensor).copy_(tensor)

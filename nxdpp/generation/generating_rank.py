@@ -1,0 +1,111 @@
+"""One rank of a generation: its forwards, by the commands of the rank that decides."""
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from nxdpp.generation.absent import mapped
+from nxdpp.generation.arguments_sent import SentArguments, on_device
+from nxdpp.generation.driver import make_cache
+from nxdpp.generation.leaves import stage_leaves
+from nxdpp.generation.stage_calls import Plan, StageCalls, StageExchange
+from nxdpp.generation.streams import play
+from nxdpp.pipeline.partition.partition import Partition
+from nxdpp.ranks.faults import failure_watch
+from nxdpp.schedules.placement import Placement
+from nxdpp.tensor.mappings import gather_from_tensor_model_parallel_region_with_dim
+
+
+class CommandExchange(StageExchange, Protocol):
+    """Messages of a rank of the pipeline, and commands of the rank ``driver`` for all others."""
+
+    rank: int
+    driver: int
+
+    def command(self, value: Any) -> None:
+        """Send ``value`` to all other ranks; on the driver."""
+
+    def next_command(self) -> Any:
+        """Receive the next command; on the other ranks."""
+
+    def finish(self) -> None:
+        """Wait until all messages have been sent."""
+
+
+class GeneratingRank:
+    """The forwards of a rank, and what it knows of the arguments of each of ``count`` batches.
+
+    Args:
+        module: the whole model. Parameters of other ranks are on the meta device.
+        partition: its stages.
+        placement: the rank of each stage.
+        messages: to the other ranks.
+        device: of this rank.
+        count: number of batches.
+        plans: what earlier forwards have shown, by the path of the module that was called.
+        logits_are_divided: ``True`` if this rank's logits are of its part of the vocabulary.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        partition: Partition,
+        placement: Placement,
+        messages: CommandExchange,
+        device: torch.device,
+        count: int,
+        plans: dict[str, Plan],
+        logits_are_divided: bool = False,
+    ) -> None:
+        self.module = module
+        self.messages = messages
+        self.device = device
+        self.sent = [SentArguments() for _ in range(count)]
+        self._calls = StageCalls(
+            stage_leaves(module, partition),
+            messages.rank,
+            placement.rank_of,
+            partition.stages,
+            messages.driver,
+            messages,
+            device,
+            plans,
+        )
+        self._gathers = messages.rank == messages.driver and logits_are_divided
+
+    def forward(self, path: str, arguments: Mapping[str, Any]) -> Any:
+        """Run the module of ``path`` on this rank."""
+        shapes = [
+            (name, value.shape)
+            for name, value in arguments.items()
+            if isinstance(value, torch.Tensor) and "mask" not in name
+        ]
+        output = self._calls.run(path, self.module.get_submodule(path), arguments, tuple(shapes))
+        if self._gathers and path == "" and getattr(output, "logits", None) is not None:
+            output.logits = gather_from_tensor_model_parallel_region_with_dim(output.logits, -1)
+        return output
+
+    def follow(self, streamer: Any, has_equal_random_state: bool) -> list[Any]:
+        """Run the driver's commands, until it ends or raises; return its results."""
+        with failure_watch.reported():
+            while True:
+                command = self.messages.next_command()
+                play(streamer, command["events"])
+                if command["do"] in ("end", "error"):
+                    break
+                sent = self.sent[command["batch"]]
+                if command["do"] == "cache":
+                    sent.keep_caches(make_cache(self.module, command["made"], self.device), is_driver=False)
+                else:
+                    given = sent.unpacked(command["changes"], command["arguments"], self.device)
+                    output = self.forward(command["path"], given)
+                    if command["path"] == "":
+                        sent.keep_caches(output, is_driver=False)
+            self.messages.finish()
+        if command["do"] == "error":
+            raise command["error"]
+        if command["random_state"] is not None and has_equal_random_state:
+            torch.set_rng_state(command["random_state"])
+        return [mapped(lambda each: on_device(each, self.device), result) for result in command["results"]]
