@@ -18,6 +18,8 @@ from nxdpp.generation.caches import NAMES, record_changes
 
 _NEW, _SAME, _APPENDED, _CACHE = "new", "same", "appended", "cache"
 
+_NOTHING = object()
+
 
 class SentArguments:
     """Arguments and caches of the forwards of one batch, on the driver or on another rank.
@@ -58,7 +60,7 @@ class SentArguments:
         for known, cache in self.caches.items():
             if value is cache:
                 return [_CACHE, known]
-        last, version = self._last.get(name, (None, 0))
+        last, version = self._last.get(name, (_NOTHING, 0))
         is_tensor = isinstance(value, torch.Tensor)
         self._last[name] = value, value._version if is_tensor else 0
         if value is last and (not is_tensor or value._version == version):

@@ -17,6 +17,8 @@ from nxdpp.ranks.faults import failure_watch
 from nxdpp.schedules.placement import Placement
 from nxdpp.tensor.mappings import gather_from_tensor_model_parallel_region_with_dim
 
+_TOKENS = ("input_ids", "decoder_input_ids", "inputs_embeds", "decoder_inputs_embeds")
+
 
 class CommandExchange(StageExchange, Protocol):
     """Messages of a rank of the pipeline, and commands of the rank ``driver`` for all others."""
@@ -44,7 +46,7 @@ class GeneratingRank:
         messages: to the other ranks.
         device: of this rank.
         count: number of batches.
-        plans: what earlier forwards have shown, by the path of the module that was called.
+        plans: what earlier forwards have shown, by their kind.
         logits_are_divided: ``True`` if this rank's logits are of its part of the vocabulary.
     """
 
@@ -82,7 +84,9 @@ class GeneratingRank:
             for name, value in arguments.items()
             if isinstance(value, torch.Tensor) and "mask" not in name
         ]
-        output = self._calls.run(path, self.module.get_submodule(path), arguments, tuple(shapes))
+        is_one_token = any(name in _TOKENS and shape[1:2] == (1,) for name, shape in shapes)
+        kind = f"{path}: one token" if is_one_token else path
+        output = self._calls.run(kind, self.module.get_submodule(path), arguments, tuple(shapes))
         if self._gathers and path == "" and getattr(output, "logits", None) is not None:
             output.logits = gather_from_tensor_model_parallel_region_with_dim(output.logits, -1)
         return output

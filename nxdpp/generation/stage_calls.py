@@ -72,14 +72,14 @@ class OutputRule:
     def placeholder(self, first: torch.Tensor | None, root: Root, device: torch.device) -> torch.Tensor:
         """Return the tensor without values, for the present ``first`` argument of the module."""
         kind = AbsentTensor if self.has_shape and type(first) is not ShapelessTensor else ShapelessTensor
-        size: tuple[int, ...] = ()
-        if kind is AbsentTensor:
-            present = self.size if first is None else first.shape
-            size = tuple(present[i] if same else self.size[i] for i, same in enumerate(self.follows))
-        made: torch.Tensor = tracked_as(
-            torch.zeros((), dtype=self.dtype, device=device).expand(size), frozenset({root}), kind
-        )
+        size = self.size_for(first) if kind is AbsentTensor else ()
+        made: torch.Tensor = tracked_as(torch.zeros(size, dtype=self.dtype, device=device), frozenset({root}), kind)
         return made
+
+    def size_for(self, first: torch.Tensor | None) -> tuple[int, ...]:
+        """The size of the tensor, for the present ``first`` argument of the module."""
+        present = self.size if first is None else first.shape
+        return tuple(present[i] if same else self.size[i] for i, same in enumerate(self.follows))
 
 
 @dataclass
@@ -94,6 +94,21 @@ class KnownCall:
     template: Any
     wanted: dict[int, set[int]] = field(default_factory=dict)
     shapes: dict[tuple[int, Any], tuple[list[int], list[int]]] = field(default_factory=dict)
+
+    @property
+    def rules(self) -> list[OutputRule]:
+        """What is known of each tensor of the output."""
+        return [each for each in leaves_in(self.template) if isinstance(each, OutputRule)]
+
+    def check(self, name: str, tensors: Sequence[torch.Tensor], first: torch.Tensor | None) -> None:
+        """Raise ``RuntimeError`` if other ranks would take ``tensors`` of the output for those of other sizes."""
+        for tensor, rule in zip(tensors, self.rules, strict=True):
+            if (rule.has_shape and tuple(tensor.shape) != rule.size_for(first)) or tensor.dtype != rule.dtype:
+                raise RuntimeError(
+                    f"generate over a pipeline: {name} returns a tensor of {tuple(tensor.shape)}, {tensor.dtype}, and "
+                    f"other ranks expect {rule.size_for(first)}, {rule.dtype}, as in its first call. Generate in one "
+                    f"process: model.save_pretrained(directory) on every rank, then from_pretrained(directory)."
+                )
 
     def want(self, index: int, ranks: frozenset[int]) -> None:
         """Send tensor ``index`` to ``ranks`` from now on."""
@@ -117,7 +132,7 @@ class StageCalls:
         driver: the rank that needs the outputs.
         exchange: messages to the other ranks.
         device: the device of this rank.
-        plans: what earlier forwards have shown, by the path of the module that was called.
+        plans: what earlier forwards have shown, by their kind.
     """
 
     def __init__(
@@ -147,13 +162,14 @@ class StageCalls:
         self._has_new = False
         self._touched: set[Root] = set()
 
-    def run(self, path: str, module: nn.Module, arguments: Mapping[str, Any], signature: Any) -> Any:
-        """Call ``module``, which has this ``path``, with ``arguments``, and return its output.
+    def run(self, kind: str, module: nn.Module, arguments: Mapping[str, Any], signature: Any) -> Any:
+        """Call ``module`` with ``arguments``, and return its output.
 
-        Every rank calls it with equal arguments; ``signature`` is hashable, and has the shapes of inputs. The driver's
-        output has all values. Raises ``RuntimeError`` for code that needs values of another rank.
+        Every rank calls it with equal arguments. ``kind`` names forwards that run the same modules: the module and
+        whether it takes one token. ``signature`` is hashable, and has the shapes of inputs. The driver's output has all
+        values. Raises ``RuntimeError`` for code that needs values of another rank.
         """
-        self._plan = self._plans.setdefault(path, {})
+        self._plan = self._plans.setdefault(kind, {})
         self._numbers, self._stage, self._signature, self._has_new = {}, 0, signature, False
         self._touched = set()
         compiled = [state.get(_CALL) for state, _ in self._calls]
@@ -197,8 +213,10 @@ class StageCalls:
                 if isinstance(value, AbsentTensor):
                     raise unknown_values(value.roots, f"gives it to {leaf.name} in this forward only")
             output = forward(*args, **kwargs)
-            if self._rank == known.home and known.wanted:
-                self._send(known, [each for each in leaves_in(output) if isinstance(each, torch.Tensor)])
+            if self._rank == known.home and len(known.executors) < len(self._ranks):
+                tensors = [each for each in leaves_in(output) if isinstance(each, torch.Tensor)]
+                known.check(leaf.name, tensors, _first_tensor(args, kwargs))
+                self._send(known, tensors)
             return output
         cache = self._pass_by(leaf, args, kwargs)
         return self._elsewhere(known, (leaf.name, number), _first_tensor(args, kwargs), cache)
@@ -245,8 +263,7 @@ class StageCalls:
         """Send to all ranks what their code computes with, if they would not know its shape."""
         for name, number, index in self._touched:
             known = self._plan[name, number]
-            rules = [each for each in leaves_in(known.template) if isinstance(each, OutputRule)]
-            if not rules[index].has_shape:
+            if not known.rules[index].has_shape:
                 known.want(index, self._ranks)
 
     def _rooted(self, output: Any, key: tuple[str, int]) -> Any:
@@ -286,10 +303,9 @@ class StageCalls:
         return mapped(made, known.template)
 
     def _send(self, known: KnownCall, tensors: Sequence[torch.Tensor]) -> None:
-        rules = [each for each in leaves_in(known.template) if isinstance(each, OutputRule)]
+        rules = known.rules
         for index in sorted(known.wanted):
             tensor = _dense(tensors[index])
-            assert tensor.dtype == rules[index].dtype, "a module returns the dtypes of its first call"
             shape = list(tensor.size()), list(tensor.stride())
             is_known = known.shapes.get((index, self._signature)) == shape
             header = None

@@ -9,7 +9,7 @@
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from itertools import islice
 from typing import Any, cast
 
@@ -25,6 +25,7 @@ from transformers.trainer_utils import EvalLoopOutput, PredictionOutput
 
 from nxdpp.doors.transformers.data import check_divided
 from nxdpp.doors.transformers.data_randomness import DataRandomness
+from nxdpp.doors.transformers.generating import GeneratedPredictions
 from nxdpp.doors.transformers.pipelined_model import TrainerModel
 from nxdpp.ranks import parallel_state
 from nxdpp.ranks.faults.waits import Wait
@@ -93,6 +94,22 @@ class EvaluatingTrainer(Trainer):
     _predictions: deque[Prediction]
     _takes_items: bool | None = None
     _evaluated: int = 0
+    _generation: GeneratedPredictions | None = None
+
+    def evaluate(
+        self,
+        eval_dataset: Any = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+        **generation: Any,
+    ) -> dict[str, float]:
+        """Evaluate as ``Trainer``, or with ``predict_with_generate`` as ``Seq2SeqTrainer``.
+
+        ``generation`` are arguments of ``generate``. Raises ``ValueError`` for them without ``predict_with_generate``.
+        """
+        with self._generating(generation):
+            metrics: dict[str, float] = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+        return metrics
 
     def evaluation_loop(
         self,
@@ -130,10 +147,15 @@ class EvaluatingTrainer(Trainer):
         super().log(logs, start_time)
 
     def predict(
-        self, test_dataset: Dataset[Any], ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
+        self,
+        test_dataset: Dataset[Any],
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "test",
+        **generation: Any,
     ) -> PredictionOutput:
-        """Predict as ``Trainer``; all ranks get all predictions."""
-        output: PredictionOutput = super().predict(test_dataset, ignore_keys, metric_key_prefix)
+        """Predict as ``Trainer``; all ranks get all predictions. Takes and raises as ``evaluate``."""
+        with self._generating(generation):
+            output: PredictionOutput = super().predict(test_dataset, ignore_keys, metric_key_prefix)
         self._correct_speed(output.metrics or {})
         return output
 
@@ -168,9 +190,30 @@ class EvaluatingTrainer(Trainer):
             self._takes_items = self.pipelined.pipeline.takes_number_of_items(given[0])
         return given if self._takes_items else microbatches
 
+    @contextmanager
+    def _generating(self, settings: Mapping[str, Any]) -> Iterator[None]:
+        """Generate the predictions of the block, if the arguments of the trainer say so."""
+        if getattr(self.args, "predict_with_generate", False):
+            self._generation = GeneratedPredictions(self, settings)
+        elif settings:
+            raise ValueError(
+                f"{', '.join(settings)}: arguments of generate need predict_with_generate=True of "
+                f"Seq2SeqTrainingArguments."
+            )
+        try:
+            yield
+        finally:
+            self._generation = None
+
     def _predict(
         self, batches: list[dict[str, Any]], loss_only: bool, ignore_keys: list[str] | None
     ) -> list[Prediction]:
+        if self._generation is not None and not loss_only:
+            losses = [loss for loss, _, _ in self._predict(batches, True, ignore_keys)]
+            prepared = [self._prepare_inputs(batch) for batch in batches]
+            with self.accelerator.autocast():
+                generated = self._generation.of(self.pipelined, prepared)
+            return [(loss, *each) for loss, each in zip(losses, generated, strict=True)]
         if len({tuple(batch) for batch in batches}) > 1:
             # A pass runs one graph.
             return [self._predict([batch], loss_only, ignore_keys)[0] for batch in batches]
