@@ -12,7 +12,9 @@ from nxdpp.agreement.input_hash import hash_of
 from nxdpp.generation.absent import leaves_in
 from nxdpp.generation.batches import GeneratedBatch, is_list
 from nxdpp.ranks import parallel_state
+from nxdpp.ranks.faults import failure_watch
 from nxdpp.ranks.group_values import gather_values
+from nxdpp.tracing.modules import listings
 
 _REFUSED = {
     "past_key_values": "caches stay on the ranks of their stages. Leave it out, and give all tokens",
@@ -25,6 +27,7 @@ _SWITCHES = {
     "output_attentions": "attentions stay on the ranks of their layers. Leave it out",
     "output_hidden_states": "hidden states stay on the ranks of their layers. Leave it out",
 }
+_PLAIN = (bool, int, float, str, type(None))
 _CACHES = (None, "dynamic", "static", "sliding_window", "hybrid")
 
 
@@ -35,13 +38,26 @@ class AgreedStart(NamedTuple):
     has_equal_random_state: bool
 
 
+def generating_path(root: nn.Module) -> str:
+    """Return the name of the model in ``root`` that generates: ``root`` itself, or the base of a ``PeftModel``.
+
+    Raises ``TypeError`` for a module without one.
+    """
+    if isinstance(root, GenerationMixin):
+        return ""
+    adapters = getattr(root, "peft_config", {})
+    if not any(getattr(each, "is_prompt_learning", False) for each in dict(adapters).values()):
+        for name, module in listings.named_modules(root) if adapters else ():
+            if isinstance(module, GenerationMixin):
+                return name
+    raise TypeError(
+        f"generate needs a model of transformers that generates, such as one of AutoModelForCausalLM, or LoRA on it; "
+        f"this is a {type(root).__name__}."
+    )
+
+
 def check_arguments(module: nn.Module, inputs: Any, parts: int, arguments: Mapping[str, Any]) -> None:
-    """Raise ``ValueError`` or ``TypeError`` for what ``generate`` of a pipelined model cannot honour."""
-    if not isinstance(module, GenerationMixin):
-        raise TypeError(
-            f"generate needs a model of transformers that generates, such as one of AutoModelForCausalLM, and this "
-            f"is a {type(module).__name__}."
-        )
+    """Raise ``ValueError`` or ``TypeError`` for what ``generate`` of ``module`` over a pipeline cannot honour."""
     for name, reason in _REFUSED.items():
         if arguments.get(name) is not None:
             raise ValueError(f"generate over a pipeline cannot honour {name}: {reason}.")
@@ -91,8 +107,8 @@ def _check_batches(inputs: Any, parts: int, arguments: Mapping[str, Any], config
         )
 
 
-def check_same(batches: Sequence[GeneratedBatch], arguments: Mapping[str, Any]) -> AgreedStart:
-    """Compare the arguments of the ranks of this replica; collective over them.
+def check_same(batches: Sequence[GeneratedBatch], arguments: Mapping[str, Any], training: bool) -> AgreedStart:
+    """Compare the arguments of the ranks of this replica, and whether their models train; collective over them.
 
     Raises ``ValueError`` on all of them for inputs or settings that differ.
     """
@@ -101,14 +117,15 @@ def check_same(batches: Sequence[GeneratedBatch], arguments: Mapping[str, Any]) 
     ]
     own = (
         [int(each) for each in inputs],
-        digest(_settings(arguments).encode()).hex(),
+        digest(_settings(arguments, training).encode()).hex(),
         digest(torch.get_rng_state().numpy().tobytes()).hex(),
         arguments.get("streamer") is not None,
     )
-    everyones = gather_values(own, parallel_state.get_pipeline_control_group())
-    if parallel_state.get_tensor_model_parallel_size() > 1:
-        of_pipelines = gather_values(everyones, parallel_state.get_tensor_control_group())
-        everyones = [each for of_pipeline in of_pipelines for each in of_pipeline]
+    with failure_watch.reported():
+        everyones = gather_values(own, parallel_state.get_pipeline_control_group())
+        if parallel_state.get_tensor_model_parallel_size() > 1:
+            of_pipelines = gather_values(everyones, parallel_state.get_tensor_control_group())
+            everyones = [each for of_pipeline in of_pipelines for each in of_pipeline]
     for number, what in enumerate(("tokens or other inputs", "settings")):
         if any(each[number] != own[number] for each in everyones):
             raise ValueError(
@@ -118,10 +135,10 @@ def check_same(batches: Sequence[GeneratedBatch], arguments: Mapping[str, Any]) 
     return AgreedStart(any(each[3] for each in everyones), all(each[2] == own[2] for each in everyones))
 
 
-def _settings(arguments: Mapping[str, Any]) -> str:
+def _settings(arguments: Mapping[str, Any], training: bool) -> str:
     plain = {
         name: value.to_dict() if isinstance(value, GenerationConfig) else value
         for name, value in arguments.items()
-        if isinstance(value, bool | int | float | str | list | tuple | None | GenerationConfig)
+        if isinstance(value, GenerationConfig) or all(isinstance(leaf, _PLAIN) for leaf in leaves_in(value))
     }
-    return repr(sorted(plain.items()))
+    return repr([training, torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda"), sorted(plain.items())])

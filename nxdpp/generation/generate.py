@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from nxdpp.generation.batches import batches_of, joined
-from nxdpp.generation.checks import check_arguments, check_same
+from nxdpp.generation.checks import check_arguments, check_same, generating_path
 from nxdpp.generation.deciding_rank import DecidingRank
 from nxdpp.generation.generating_rank import GeneratingRank
 from nxdpp.generation.messages import RankMessages
@@ -34,31 +34,33 @@ _plans: "WeakKeyDictionary[Pipeline, dict[str, Plan]]" = WeakKeyDictionary()
 def generate(pipeline: Pipeline, inputs: Any, num_microbatches: int, arguments: Mapping[str, Any]) -> Any:
     """Generate as ``NxDPPModel.generate``; collective over the pipeline and its tensor groups."""
     parallel_state.refuse_in_debug("generate")
-    check_arguments(pipeline.original_module, inputs, num_microbatches, arguments)
+    path = generating_path(pipeline.original_module)
+    module = pipeline.original_module.get_submodule(path)
+    check_arguments(module, inputs, num_microbatches, arguments)
     failure_watch.refuse_after_failure()
     pipeline.check_materialised()
     with board.call("generate", "call", "pipeline", has_limit=True), torch.no_grad():
         device = pipeline.device
-        batches = batches_of(pipeline.original_module, inputs, num_microbatches, arguments, device)
+        batches = batches_of(module, inputs, num_microbatches, arguments, device)
         last = pipeline.schedule.placement.rank_of(pipeline.partition.stages - 1)
         messages = RankMessages(device, last)
-        with failure_watch.reported():
-            agreed = check_same(batches, arguments)
+        agreed = check_same(batches, arguments, module.training)
         rank = GeneratingRank(
             pipeline.original_module,
+            path,
             pipeline.partition,
             pipeline.schedule.placement,
             messages,
             device,
             len(batches),
             _plans.setdefault(pipeline, {}),
-            _has_divided_logits(pipeline.original_module),
+            _has_divided_logits(module),
         )
         if messages.is_driver:
             results = DecidingRank(rank, arguments, agreed.has_streamer).generate(batches)
         else:
             results = rank.follow(arguments.get("streamer"), agreed.has_equal_random_state)
-        return joined(results, pipeline.original_module, inputs, num_microbatches, arguments)
+        return joined(results, module, inputs, num_microbatches, arguments)
 
 
 def _has_divided_logits(module: nn.Module) -> bool:

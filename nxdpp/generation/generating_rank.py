@@ -40,7 +40,8 @@ class GeneratingRank:
     """The forwards of a rank, and what it knows of the arguments of each of ``count`` batches.
 
     Args:
-        module: the whole model. Parameters of other ranks are on the meta device.
+        root: the whole model. Parameters of other ranks are on the meta device.
+        path: the name in it of the model that generates.
         partition: its stages.
         placement: the rank of each stage.
         messages: to the other ranks.
@@ -52,7 +53,8 @@ class GeneratingRank:
 
     def __init__(
         self,
-        module: nn.Module,
+        root: nn.Module,
+        path: str,
         partition: Partition,
         placement: Placement,
         messages: CommandExchange,
@@ -61,12 +63,12 @@ class GeneratingRank:
         plans: dict[str, Plan],
         logits_are_divided: bool = False,
     ) -> None:
-        self.module = module
+        self.module = root.get_submodule(path)
         self.messages = messages
         self.device = device
         self.sent = [SentArguments() for _ in range(count)]
         self._calls = StageCalls(
-            stage_leaves(module, partition),
+            stage_leaves(root, partition),
             messages.rank,
             placement.rank_of,
             partition.stages,

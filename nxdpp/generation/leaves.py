@@ -1,7 +1,8 @@
 """The modules that a forward runs as a whole on one rank: layers, embeddings, norms and heads."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 
 from torch import nn
 
@@ -57,7 +58,8 @@ def stage_leaves(module: nn.Module, partition: Partition) -> list[StageLeaf]:
         stage = partition.layer_stages.get(name)
         ends = stage is not None and last_layers[stage] == name and stage < partition.stages - 1
         leaves.append(StageLeaf(name, child, stages, stage, ends, _indices(child)))
-    return leaves
+    claims = Counter(index for leaf in leaves for index in leaf.indices)
+    return [_without_shared(leaf, claims) for leaf in leaves]
 
 
 def stage_of(leaf: StageLeaf, current: int) -> int:
@@ -83,6 +85,15 @@ def _below(
             yield from _below(child, f"{name}.", spine, seen)
         else:
             yield name, child
+
+
+def _without_shared(leaf: StageLeaf, claims: Mapping[int, int]) -> StageLeaf:
+    """``leaf`` with the index of its name only, where it shares modules, and so indices, with other layers."""
+    number = leaf.name.rpartition(".")[2]
+    is_shared = leaf.layer_stage is not None and any(claims[index] > 1 for index in leaf.indices)
+    if is_shared and number.isdecimal() and int(number) in leaf.indices:
+        return replace(leaf, indices=(int(number),))
+    return leaf
 
 
 def _indices(module: nn.Module) -> tuple[int, ...]:

@@ -20,7 +20,6 @@ PROMPT = torch.tensor([[3, 4, 5]])
 
 BEFORE = "call it on the module before NxDPPModel"
 REFUSED: Mapping[str, tuple[Callable[[Any], Any], str]] = {
-    "generate": (lambda model: model.generate(PROMPT), "call save_pretrained.directory. on every rank, then Llama"),
     "push_to_hub": (lambda model: model.push_to_hub("a/b"), "upload the directory from one process"),
     "from_pretrained": (lambda model: model.from_pretrained("a"), "nxdpp.load_pretrained.model, directory."),
     "resize_token_embeddings": (lambda model: model.resize_token_embeddings(70), BEFORE),

@@ -97,7 +97,7 @@ def generate_on_threads(
         messages = _Queues(rank, stages, queues)
         try:
             with torch.no_grad():
-                one = GeneratingRank(own, partition, Placement(stages, 1), messages, _CPU, 1, {})
+                one = GeneratingRank(own, "", partition, Placement(stages, 1), messages, _CPU, 1, {})
                 if rank == stages - 1:
                     (results[rank],) = DecidingRank(one, {}, False).generate([GeneratedBatch(dict(arguments))])
                 else:
