@@ -10,6 +10,7 @@ tensor that tells what follows from it. From then on a result goes only to the r
 tensors without values. All ranks see the same code run, so they know all of this without a message.
 """
 
+from collections import UserDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -194,8 +195,31 @@ class StageCalls:
         return output
 
     def _call(self, leaf: StageLeaf, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run ``leaf``, receive its result, or return tensors without values."""
+        """Return the result of ``leaf``. What it enters into dicts that layers share is a part of the result."""
         board.moved()
+        shared = {name: value for name, value in kwargs.items() if isinstance(value, UserDict)}
+        if not shared:
+            return self._result(leaf, forward, args, kwargs)
+
+        def with_entries(*args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
+            own = {name: type(value)(kwargs[name]) for name, value in shared.items()}
+            output = forward(*args, **{**kwargs, **own})
+            given = {name: kwargs[name] for name in own}
+            return output, {
+                name: {key: value for key, value in own[name].items() if value is not given[name].get(key)}
+                for name in own
+            }
+
+        plain = {name: dict(value) for name, value in shared.items()}
+        output, entries = self._result(leaf, with_entries, args, {**kwargs, **plain})
+        for name, value in shared.items():
+            value.update(entries[name])
+        return output
+
+    def _result(
+        self, leaf: StageLeaf, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run ``leaf``, receive its result, or return tensors without values."""
         number = self._numbers.get(leaf.name, 0)
         self._numbers[leaf.name] = number + 1
         stage = stage_of(leaf, self._stage)
