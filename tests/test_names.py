@@ -33,6 +33,7 @@ INTERNAL = {
     "planning",
     "ranks",
     "tensor",
+    "generation",
     "tracing",
 }
 PACKAGES = {path.parent.name for path in (ROOT / "nxdpp").glob("*/__init__.py")} - INTERNAL
