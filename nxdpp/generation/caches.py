@@ -4,19 +4,16 @@ A layer of another rank has an entry of one number a token in this rank's cache:
 the true length for masks and positions, and ``reorder_cache``, ``crop`` and the others run as they are.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from transformers.cache_utils import (
     Cache,
     CacheLayerMixin,
-    DummyLayer,
     EncoderDecoderCache,
     LinearAttentionCacheLayerMixin,
 )
-
-from nxdpp.generation.leaves import StageLeaf
 
 NAMES = ("past_key_values", "cache_params", "state", "mems", "past_buckets_states")
 """Names under which forwards of transformers take and return caches."""
@@ -29,23 +26,40 @@ def cache_among(values: Iterable[Any]) -> Cache | None:
     return next((value for value in values if isinstance(value, Cache)), None)
 
 
-def advance(cache: Cache, leaf: StageLeaf, hidden: torch.Tensor) -> None:
-    """Enter that ``leaf``, which another rank runs, has seen ``hidden`` of (B, T, H)."""
-    decoder = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
-    batch, length = hidden.shape[:2]
-    for index in leaf.indices:
-        is_growing = decoder.layer_class_to_replicate is not None
-        if index >= len(decoder.layers) and not is_growing:
-            continue
-        layer = None if index >= len(decoder.layers) else decoder.layers[index]
-        if isinstance(layer, DummyLayer):
-            continue
-        if layer is None or isinstance(layer, CacheLayerMixin):
-            # A cache takes a tensor without elements for one of length 0.
-            numbers = torch.zeros((batch, 1, length, 1), dtype=hidden.dtype, device=hidden.device)
-            decoder.update(numbers, numbers, index)
+def lengths(cache: Any) -> list[int]:
+    """The length of each layer of ``cache`` before a forward."""
+    return [_length(layer) for layer in _layers(cache)]
+
+
+def advance(cache: Any, before: Sequence[int], tokens: torch.Tensor) -> None:
+    """Enter into ``cache``, after a forward of ``tokens`` (B, T, ...), that other ranks have run their layers.
+
+    ``before`` are the lengths before the forward. Layers that have the same now are taken for those of other ranks.
+    """
+    layers = _layers(cache)
+    known = [*before, *[0] * (len(layers) - len(before))]
+    grown = [layer for layer, length in zip(layers, known, strict=True) if _length(layer) != length]
+    batch, length = tokens.shape[:2]
+    if grown:
+        batch = grown[0].keys.shape[0]
+        length = max(_length(layer) - old for layer, old in zip(layers, known, strict=True))
+    # A cache takes a tensor without elements for one of length 0.
+    numbers = torch.zeros((batch, 1, length, 1), device=tokens.device)
+    for layer in layers:
+        if isinstance(layer, CacheLayerMixin) and layer not in grown:
+            layer.update(numbers, numbers)
         if isinstance(layer, LinearAttentionCacheLayerMixin):
             layer.has_previous_state.update(dict.fromkeys(layer.has_previous_state, True))
+
+
+def _layers(cache: Any) -> list[Any]:
+    if isinstance(cache, EncoderDecoderCache):
+        cache = cache.self_attention_cache
+    return cache.layers if isinstance(cache, Cache) else []
+
+
+def _length(layer: Any) -> int:
+    return int(layer.get_seq_length()) if isinstance(layer, CacheLayerMixin) else 0
 
 
 def record_changes(cache: Any, record: Callable[[str, tuple[Any, ...]], None]) -> None:

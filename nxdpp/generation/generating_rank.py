@@ -8,6 +8,7 @@ from torch import nn
 
 from nxdpp.generation.absent import mapped
 from nxdpp.generation.arguments_sent import SentArguments, on_device
+from nxdpp.generation.caches import advance, cache_among, lengths
 from nxdpp.generation.driver import make_cache
 from nxdpp.generation.leaves import stage_leaves
 from nxdpp.generation.stage_calls import Plan, StageCalls, StageExchange
@@ -17,7 +18,7 @@ from nxdpp.ranks.faults import failure_watch
 from nxdpp.schedules.placement import Placement
 from nxdpp.tensor.mappings import gather_from_tensor_model_parallel_region_with_dim
 
-_TOKENS = ("input_ids", "decoder_input_ids", "inputs_embeds", "decoder_inputs_embeds")
+_TOKENS = ("decoder_input_ids", "decoder_inputs_embeds", "input_ids", "inputs_embeds")
 
 
 class CommandExchange(StageExchange, Protocol):
@@ -88,7 +89,13 @@ class GeneratingRank:
         ]
         is_one_token = any(name in _TOKENS and shape[1:2] == (1,) for name, shape in shapes)
         kind = f"{path}: one token" if is_one_token else path
+        before = lengths(cache_among(arguments.values()))
         output = self._calls.run(kind, self.module.get_submodule(path), arguments, tuple(shapes))
+        made = output.values() if isinstance(output, dict) else ()
+        cache = cache_among((*arguments.values(), *made))
+        tokens = next((arguments[name] for name in _TOKENS if arguments.get(name) is not None), None)
+        if cache is not None and tokens is not None:
+            advance(cache, before, tokens)
         if self._gathers and path == "" and getattr(output, "logits", None) is not None:
             output.logits = gather_from_tensor_model_parallel_region_with_dim(output.logits, -1)
         return output

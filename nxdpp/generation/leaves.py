@@ -1,8 +1,7 @@
 """The modules that a forward runs as a whole on one rank: layers, embeddings, norms and heads."""
 
-from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 from torch import nn
 
@@ -22,7 +21,6 @@ class StageLeaf:
         stages: the stages that hold all its parameters.
         layer_stage: its stage if it is a layer, otherwise ``None``.
         ends_stage: ``True`` if it is the last layer of its stage.
-        indices: numbers of the layers of a cache that its modules update.
     """
 
     name: str
@@ -30,7 +28,6 @@ class StageLeaf:
     stages: frozenset[int]
     layer_stage: int | None
     ends_stage: bool
-    indices: tuple[int, ...]
 
 
 def stage_leaves(module: nn.Module, partition: Partition) -> list[StageLeaf]:
@@ -57,9 +54,8 @@ def stage_leaves(module: nn.Module, partition: Partition) -> list[StageLeaf]:
             )
         stage = partition.layer_stages.get(name)
         ends = stage is not None and last_layers[stage] == name and stage < partition.stages - 1
-        leaves.append(StageLeaf(name, child, stages, stage, ends, _indices(child)))
-    claims = Counter(index for leaf in leaves for index in leaf.indices)
-    return [_without_shared(leaf, claims) for leaf in leaves]
+        leaves.append(StageLeaf(name, child, stages, stage, ends))
+    return leaves
 
 
 def stage_of(leaf: StageLeaf, current: int) -> int:
@@ -85,17 +81,3 @@ def _below(
             yield from _below(child, f"{name}.", spine, seen)
         else:
             yield name, child
-
-
-def _without_shared(leaf: StageLeaf, claims: Mapping[int, int]) -> StageLeaf:
-    """``leaf`` with the index of its name only, where it shares modules, and so indices, with other layers."""
-    number = leaf.name.rpartition(".")[2]
-    is_shared = leaf.layer_stage is not None and any(claims[index] > 1 for index in leaf.indices)
-    if is_shared and number.isdecimal() and int(number) in leaf.indices:
-        return replace(leaf, indices=(int(number),))
-    return leaf
-
-
-def _indices(module: nn.Module) -> tuple[int, ...]:
-    found = {getattr(child, "layer_idx", None) for child in listings.modules(module)}
-    return tuple(sorted(index for index in found if type(index) is int))

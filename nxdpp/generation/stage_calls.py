@@ -31,7 +31,7 @@ from nxdpp.generation.absent import (
     unknown_values,
     untracked,
 )
-from nxdpp.generation.caches import advance, cache_among
+from nxdpp.generation.caches import cache_among
 from nxdpp.generation.leaves import StageLeaf, stage_of
 from nxdpp.ranks.faults.board import board
 
@@ -242,7 +242,7 @@ class StageCalls:
                 known.check(leaf.name, tensors, _first_tensor(args, kwargs))
                 self._send(known, tensors)
             return output
-        cache = self._pass_by(leaf, args, kwargs)
+        cache = cache_among((*args, *kwargs.values()))
         return self._elsewhere(known, (leaf.name, number), _first_tensor(args, kwargs), cache)
 
     def _first_call(
@@ -271,7 +271,6 @@ class StageCalls:
                 for other in sorted(self._ranks - executors):
                     self._exchange.send_value(message, other)
         else:
-            self._pass_by(leaf, args, kwargs)
             received = self._exchange.receive_value(home)
             output = mapped(lambda each: cache if each == _CACHE else _on(each, self._device), received)
         self._want(roots, executors)
@@ -302,14 +301,6 @@ class StageCalls:
             return tracked_as(each, frozenset({(*key, index)}), touched=self._touched)
 
         return mapped(rooted, output)
-
-    def _pass_by(self, leaf: StageLeaf, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Cache | None:
-        """Enter into the cache that another rank runs ``leaf``; return the cache among its arguments."""
-        cache = cache_among((*args, *kwargs.values()))
-        first = _first_tensor(args, kwargs)
-        if cache is not None and leaf.indices and first is not None:
-            advance(cache, leaf, first)
-        return cache
 
     def _elsewhere(self, known: KnownCall, key: tuple[str, int], first: torch.Tensor | None, cache: Any) -> Any:
         """The result of a call that another rank runs: with the values that this rank needs."""

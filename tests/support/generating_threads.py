@@ -76,7 +76,7 @@ class _Queues:
 
 
 def generate_on_threads(
-    model: Any, stages: int, arguments: Mapping[str, Any], transformer_layer_cls: Any = None
+    model: Any, stages: int, arguments: Mapping[str, Any], transformer_layer_cls: Any = None, **others: Any
 ) -> list[Any]:
     """Return the result of each rank of a pipeline of ``stages``, the last one of the rank that decides.
 
