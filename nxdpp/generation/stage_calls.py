@@ -236,7 +236,7 @@ class StageCalls:
             for value in leaves_in((args, kwargs)):
                 if isinstance(value, AbsentTensor):
                     raise unknown_values(value.roots, f"gives it to {leaf.name} in this forward only")
-            output = forward(*args, **kwargs)
+            output = self._run(leaf, forward, args, kwargs)
             if self._rank == known.home and len(known.executors) < len(self._ranks):
                 tensors = [each for each in leaves_in(output) if isinstance(each, torch.Tensor)]
                 known.check(leaf.name, tensors, _first_tensor(args, kwargs))
@@ -265,7 +265,7 @@ class StageCalls:
         cache = cache_among((*args, *kwargs.values()))
         if self._rank in executors:
             args, kwargs = mapped(untracked, (args, kwargs))
-            output = forward(*args, **kwargs)
+            output = self._run(leaf, forward, args, kwargs)
             if self._rank == home:
                 message = mapped(lambda each: _CACHE if isinstance(each, Cache) else each, output)
                 for other in sorted(self._ranks - executors):
@@ -277,6 +277,13 @@ class StageCalls:
         template = mapped(lambda each: _rule(each, first), output)
         self._plan[leaf.name, number] = KnownCall(home, executors, template)
         return self._rooted(output, (leaf.name, number))
+
+    def _run(self, leaf: StageLeaf, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        try:
+            return forward(*args, **kwargs)
+        except Exception as error:
+            error.add_note(f"in generate: {leaf.name} on pipeline rank {self._rank}")
+            raise
 
     def _want(self, roots: frozenset[Root], ranks: frozenset[int]) -> None:
         for name, number, index in roots:

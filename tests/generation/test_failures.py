@@ -21,4 +21,4 @@ def test_all_ranks_end_with_the_reason(where: str, words: str) -> None:
     assert words in ended.output
     if where == "layer":
         assert "rank 1 stops because rank 0 failed" in ended.output
-        assert "in generate call 1" in ended.output
+        assert "in generate: model.layers.1 on pipeline rank 0" in ended.output
