@@ -34,7 +34,8 @@ class DecidingRank:
             sent = [_without_caches(result) for result in results]
             packed(sent)
         except Exception as error:
-            if self._is_in_forward:
+            # Of several batches some are in flight: other ranks have sent what nobody would receive.
+            if self._is_in_forward or self._turns is not None:
                 failure_watch.report(error)
                 raise
             with failure_watch.reported():
