@@ -30,9 +30,9 @@ class DecidingRank:
         """Return the result of each batch, and send its tokens to the other ranks."""
         before = torch.get_rng_state()
         try:
-            results = self._results(batches)
-            sent = [_without_caches(result) for result in results]
-            packed(sent)
+            results = [_without_caches(result) for result in self._results(batches)]
+            tokens = [_tokens_alone(result) for result in results]
+            packed(tokens)
         except Exception as error:
             # Of several batches some are in flight: other ranks have sent what nobody would receive.
             if self._is_in_forward or self._turns is not None:
@@ -45,9 +45,9 @@ class DecidingRank:
         after = torch.get_rng_state()
         with failure_watch.reported():
             state = None if torch.equal(before, after) else after
-            self._send("end", results=[_tokens_alone(result) for result in sent], random_state=state)
+            self._send("end", results=tokens, random_state=state)
             self._rank.messages.finish()
-        return sent
+        return results
 
     def _results(self, batches: Sequence[GeneratedBatch]) -> list[Any]:
         tasks = [self._task(number, batch) for number, batch in enumerate(batches)]
