@@ -22,13 +22,13 @@ from nxdpp.generation.checks import check_arguments, check_same, generating_path
 from nxdpp.generation.deciding_rank import DecidingRank
 from nxdpp.generation.generating_rank import GeneratingRank
 from nxdpp.generation.messages import RankMessages
-from nxdpp.generation.stage_calls import Plan
+from nxdpp.generation.stage_calls import Plans
 from nxdpp.pipeline.pipeline import Pipeline
 from nxdpp.ranks import parallel_state
 from nxdpp.ranks.faults import failure_watch
 from nxdpp.ranks.faults.board import board
 
-_plans: "WeakKeyDictionary[Pipeline, dict[str, Plan]]" = WeakKeyDictionary()
+_plans: "WeakKeyDictionary[Pipeline, Plans]" = WeakKeyDictionary()
 
 
 def generate(pipeline: Pipeline, inputs: Any, num_microbatches: int, arguments: Mapping[str, Any]) -> Any:

@@ -1,17 +1,19 @@
 """One rank of a generation: its forwards, by the commands of the rank that decides."""
 
+import copy
 from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
 from torch import nn
+from transformers.cache_utils import Cache
 
 from nxdpp.generation.absent import mapped
 from nxdpp.generation.arguments_sent import SentArguments, on_device
 from nxdpp.generation.caches import advance, cache_among, lengths
 from nxdpp.generation.driver import make_cache
 from nxdpp.generation.leaves import stage_leaves
-from nxdpp.generation.stage_calls import Plan, StageCalls, StageExchange
+from nxdpp.generation.stage_calls import Plans, StageCalls, StageExchange
 from nxdpp.generation.streams import play
 from nxdpp.pipeline.partition.partition import Partition
 from nxdpp.ranks.faults import failure_watch
@@ -19,6 +21,8 @@ from nxdpp.schedules.placement import Placement
 from nxdpp.tensor.mappings import gather_from_tensor_model_parallel_region_with_dim
 
 _TOKENS = ("decoder_input_ids", "decoder_inputs_embeds", "input_ids", "inputs_embeds")
+
+_MANY_TOKENS, _FEW = 256, 3
 
 
 class CommandExchange(StageExchange, Protocol):
@@ -61,7 +65,7 @@ class GeneratingRank:
         messages: CommandExchange,
         device: torch.device,
         count: int,
-        plans: dict[str, Plan],
+        plans: Plans,
         logits_are_divided: bool = False,
     ) -> None:
         self.module = root.get_submodule(path)
@@ -78,6 +82,7 @@ class GeneratingRank:
             device,
             plans,
         )
+        self._plans = plans
         self._gathers = messages.rank == messages.driver and logits_are_divided
 
     def forward(self, path: str, arguments: Mapping[str, Any]) -> Any:
@@ -87,13 +92,16 @@ class GeneratingRank:
             for name, value in arguments.items()
             if isinstance(value, torch.Tensor) and "mask" not in name
         ]
-        is_one_token = any(name in _TOKENS and shape[1:2] == (1,) for name, shape in shapes)
-        kind = f"{path}: one token" if is_one_token else path
+        tokens = next((arguments[name] for name in _TOKENS if arguments.get(name) is not None), None)
+        kind = path, None if tokens is None else _kind_of(*tokens.shape[:2])
+        module = self.module.get_submodule(path)
+        if kind not in self._plans and not module.training and (few := few_tokens(arguments, tokens)):
+            # Results of a first forward go to all ranks.
+            self._calls.run(kind, module, few, "few tokens")
         before = lengths(cache_among(arguments.values()))
-        output = self._calls.run(kind, self.module.get_submodule(path), arguments, tuple(shapes))
+        output = self._calls.run(kind, module, arguments, tuple(shapes))
         made = output.values() if isinstance(output, dict) else ()
         cache = cache_among((*arguments.values(), *made))
-        tokens = next((arguments[name] for name in _TOKENS if arguments.get(name) is not None), None)
         if cache is not None and tokens is not None:
             advance(cache, before, tokens)
         if self._gathers and path == "" and getattr(output, "logits", None) is not None:
@@ -122,3 +130,30 @@ class GeneratingRank:
         if command["random_state"] is not None and has_equal_random_state:
             torch.set_rng_state(command["random_state"])
         return [mapped(lambda each: on_device(each, self.device), result) for result in command["results"]]
+
+
+def _kind_of(rows: int, length: int) -> tuple[bool, bool, bool]:
+    """Forwards of one kind tell their dimensions apart alike."""
+    return rows == 1, length == 1, rows == length
+
+
+def few_tokens(arguments: Mapping[str, Any], tokens: torch.Tensor | None) -> dict[str, Any]:
+    """Return ``arguments`` of a forward for few of its ``tokens`` (B, T), with a cache of its own.
+
+    Empty for few tokens, and for arguments that do not follow the tokens.
+    """
+    if tokens is None or tokens.dim() != 2 or tokens.numel() <= _MANY_TOKENS or tokens.shape[1] <= _FEW:
+        return {}
+    few: dict[str, Any] = {}
+    for name, value in arguments.items():
+        if isinstance(value, torch.Tensor) and value.dim() == 2 and value.shape[1] == tokens.shape[1]:
+            if value.shape[0] not in (1, tokens.shape[0]):
+                return {}
+            few[name] = value[:2, :_FEW]
+        elif isinstance(value, Cache) and not any(lengths(value)):
+            few[name] = copy.deepcopy(value)
+        elif value is None or isinstance(value, bool | int | str):
+            few[name] = value
+        else:
+            return {}
+    return few

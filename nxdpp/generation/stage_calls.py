@@ -11,7 +11,7 @@ tensors without values. All ranks see the same code run, so they know all of thi
 """
 
 from collections import UserDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -121,6 +121,9 @@ class KnownCall:
 Plan = dict[tuple[str, int], KnownCall]
 """The calls of a forward by the name of the module and the number of its call."""
 
+Plans = dict[Hashable, Plan]
+"""The calls of forwards by their kind."""
+
 
 class StageCalls:
     """Forwards of one rank.
@@ -145,7 +148,7 @@ class StageCalls:
         driver: int,
         exchange: StageExchange,
         device: torch.device,
-        plans: dict[str, Plan],
+        plans: Plans,
     ) -> None:
         self._rank = rank
         self._rank_of = rank_of
@@ -163,11 +166,11 @@ class StageCalls:
         self._has_new = False
         self._touched: set[Root] = set()
 
-    def run(self, kind: str, module: nn.Module, arguments: Mapping[str, Any], signature: Any) -> Any:
+    def run(self, kind: Hashable, module: nn.Module, arguments: Mapping[str, Any], signature: Any) -> Any:
         """Call ``module`` with ``arguments``, and return its output.
 
-        Every rank calls it with equal arguments. ``kind`` names forwards that run the same modules: the module and
-        whether it takes one token. ``signature`` is hashable, and has the shapes of inputs. The driver's output has all
+        Every rank calls it with equal arguments. Forwards of one ``kind`` run the same modules, and tell their
+        dimensions apart alike. ``signature`` is hashable, and has the shapes of inputs. The driver's output has all
         values. Raises ``RuntimeError`` for code that needs values of another rank.
         """
         self._plan = self._plans.setdefault(kind, {})

@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers.cache_utils import DynamicCache
 
 from nxdpp.generation.absent import AbsentTensor, ShapelessTensor, TrackedTensor, roots_of, tracked_as
+from nxdpp.generation.generating_rank import few_tokens
 from tests.generation.generated_models import MODELS, prompt
 from tests.support.generating_threads import generate_on_threads
 from tests.zoo import build
@@ -72,3 +74,18 @@ def test_reads_and_writes_of_absent_values_are_refused(use: Callable[[Any], Any]
     kind = ShapelessTensor if use is nn.functional.relu else AbsentTensor
     with pytest.raises(RuntimeError, match="a result of embedding, which another rank runs"):
         use(tracked_as(torch.zeros(1), _ROOTS, kind))
+
+
+def test_a_long_prompt_is_planned_on_few_tokens() -> None:
+    model, ids = MODELS["llama"]().eval(), prompt(3, 100)
+    given = {"input_ids": ids, "attention_mask": torch.ones_like(ids).index_fill(1, torch.tensor([0]), 0)}
+    cache = DynamicCache(config=model.config)
+
+    few = few_tokens({**given, "past_key_values": cache, "use_cache": True}, ids)
+
+    assert few["input_ids"].shape == few["attention_mask"].shape == (2, 3)
+    assert few["past_key_values"] is not cache
+    assert few_tokens({**given, "pixel_values": torch.ones(3, 4, 4)}, ids) == {}
+    expected = copy.deepcopy(model).generate(**given, **_SETTINGS)
+    found = generate_on_threads(model, 2, {**given, **_SETTINGS})
+    assert all(map(torch.equal, found[-1]["logits"], expected["logits"]))
