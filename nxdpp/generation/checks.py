@@ -139,6 +139,7 @@ def _settings(arguments: Mapping[str, Any], training: bool) -> str:
     plain = {
         name: value.to_dict() if isinstance(value, GenerationConfig) else value
         for name, value in arguments.items()
+        if value is not None
         if isinstance(value, GenerationConfig) or all(isinstance(leaf, _PLAIN) for leaf in leaves_in(value))
     }
     return repr([training, torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda"), sorted(plain.items())])
