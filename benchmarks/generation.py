@@ -40,7 +40,7 @@ def main() -> None:
     given = {"max_new_tokens": sizes.new, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     rows: dict[str, tuple[float, torch.Tensor]] = {}
     if dist.get_rank() == 1:
-        # The deciding rank: the other one waits, so one core is free of work as with one process.
+        # The driver: the other one waits, so one core is free of work as with one process.
         rows["one process"] = _timed(lambda: _model(sizes).generate, ids, given)
         rows["device_map, two devices in turn"] = _timed(lambda: _dispatched(sizes).generate, ids, given)
     dist.barrier()

@@ -99,9 +99,9 @@ class PipelineView(LocalView):
     def generate(self, inputs: Any = None, *, num_microbatches: int = 1, **arguments: Any) -> Any:
         """Generate tokens as ``generate`` of transformers; collective over the ranks of a pipeline.
 
-        The tokens equal one process's: a rank of the last stage runs transformers' own ``generate``, and all ranks run
-        its forwards, each with the cache of its own layers. Logits stay on that rank, and tokens go to all. Several
-        batches keep all stages busy. The training mode stays as it is: call ``eval()`` before.
+        The tokens equal one process's: the driver, a rank of the last stage, runs transformers' own ``generate``, and
+        all ranks run its forwards, each with the cache of its own layers. Logits stay on the driver, and tokens go to
+        all. Several batches keep all stages busy. The training mode stays as it is: call ``eval()`` before.
 
         Args:
             inputs: tokens (B, T), or what the model's ``generate`` takes; also by name (``input_ids``). A list of dicts
@@ -110,11 +110,11 @@ class PipelineView(LocalView):
                 batches that sample have seeds of their own, ``torch.randint(2**63 - 1, (n,))`` of the generator.
             arguments: of transformers' ``generate``: masks, ``generation_config`` and its fields, ``logits_processor``,
                 ``stopping_criteria``, ``streamer``, ``synced_gpus`` (over data-parallel replicas) and others.
-                Processors and criteria run on the rank that decides, a streamer where it is given.
+                Processors and criteria run on the driver, a streamer where it is given.
 
         Returns:
             The tokens (B, T + new) on every rank, for a list of batches a list. With ``return_dict_in_generate=True``
-            the output of transformers without its cache; only the rank that decides has scores and logits.
+            the output of transformers without its cache; only the driver has scores and logits.
 
         Raises:
             ValueError, TypeError: for arguments that cannot be honoured, with the reason: caches and outputs of

@@ -1,129 +1,114 @@
-"""The model as the driver of a generation sees it: transformers' own ``generate``, whose forwards run on all ranks."""
+"""The driver: the rank that runs transformers' own ``generate``, and tells the other ranks each forward."""
 
-from collections.abc import Callable
-from typing import Any, NoReturn
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import nn
-from transformers import GenerationConfig
-from transformers.generation.configuration_utils import GenerationMode
 
-from nxdpp.generation.caches import NAMES
-from nxdpp.ranks import parallel_state
-from nxdpp.ranks.faults.waits import Wait
-
-_CACHE_FIELDS = ("cache_implementation", "cache_config", "max_cache_len", "num_beams", "num_return_sequences")
-_CACHE_FIELDS += ("prefill_chunk_size", "use_cache", "is_assistant")
-
-RunForward = Callable[[str, dict[str, Any]], Any]
-"""Runs the module of a path with these arguments on all ranks, and returns its output."""
+from nxdpp.generation.batches import GeneratedBatch
+from nxdpp.generation.driven_model import driven
+from nxdpp.generation.generating_rank import GeneratingRank
+from nxdpp.generation.streams import RelayedStreamer
+from nxdpp.generation.turns import Turns
+from nxdpp.ranks.faults import failure_watch
+from nxdpp.ranks.wire_form import packed
 
 
-class DrivenModel:
-    """Methods of a model of transformers, in front of its own ones, which run a pipeline.
+class GenerationDriver:
+    """The driver of a generation: it runs transformers' own ``generate``."""
 
-    Attributes:
-        run_forward: of the model, whose path is ``""``, or of its encoder.
-        prepare_cache: has the other ranks make a cache, by its settings, as this rank has made one.
-        rank_device: the device of this rank. The first parameter may be on another rank.
-        module_path: the name of this module in the model.
-    """
+    def __init__(self, rank: GeneratingRank, arguments: Mapping[str, Any], has_streamer: bool) -> None:
+        self._rank = rank
+        self._arguments = dict(arguments)
+        self._events: list[Any] = []
+        if has_streamer:
+            self._arguments["streamer"] = RelayedStreamer(arguments.get("streamer"), self._events)
+        self._turns: Turns | None = None
+        self._is_in_forward = False
 
-    run_forward: RunForward
-    prepare_cache: Callable[[dict[str, Any], dict[str, Any]], None]
-    rank_device: torch.device
-    module_path: str
+    def generate(self, batches: Sequence[GeneratedBatch]) -> list[Any]:
+        """Return the result of each batch, and send its tokens to the other ranks."""
+        before = torch.get_rng_state()
+        try:
+            results = [_without_caches(result) for result in self._results(batches)]
+            tokens = [_tokens_alone(result) for result in results]
+            packed(tokens)
+        except Exception as error:
+            # Of several batches some are in flight: other ranks have sent what nobody would receive.
+            if self._is_in_forward or self._turns is not None:
+                failure_watch.report(error)
+                raise
+            with failure_watch.reported():
+                self._send("error", error=_sendable(error))
+                self._rank.messages.finish()
+            raise
+        after = torch.get_rng_state()
+        with failure_watch.reported():
+            state = None if torch.equal(before, after) else after
+            self._send("end", results=tokens, random_state=state)
+            self._rank.messages.finish()
+        return results
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward of the model on all ranks."""
-        if args:
-            raise ValueError(
-                "generate over a pipeline gives the inputs of a forward by name, and got some by position."
-            )
-        return self.run_forward(self.module_path, kwargs)
+    def _results(self, batches: Sequence[GeneratedBatch]) -> list[Any]:
+        tasks = [self._task(number, batch) for number, batch in enumerate(batches)]
+        if len(tasks) == 1:
+            return [tasks[0]()]
+        self._turns = Turns(self._rank.device)
+        return self._turns.run(tasks, [batch.seed for batch in batches])
 
-    @property
-    def device(self) -> torch.device:
-        """The device of this rank."""
-        return self.rank_device
+    def _task(self, number: int, batch: GeneratedBatch) -> Callable[[], Any]:
+        def run_forward(path: str, arguments: dict[str, Any]) -> Any:
+            return self._forward(number, path, arguments)
 
-    def get_encoder(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the encoder, whose forward runs on all ranks too."""
-        encoder = super().get_encoder(*args, **kwargs)  # type: ignore[misc]  # of the model's class
-        path = next((name for name, each in self.named_modules() if each is encoder), None)  # type: ignore[attr-defined]
-        if path is None or encoder is self:
-            return encoder
-        return driven(encoder, self.run_forward, self.prepare_cache, self.rank_device, path)
+        def prepare_cache(given: dict[str, Any], made: dict[str, Any]) -> None:
+            self._send("cache", batch=number, made=given)
+            self._rank.sent[number].keep_caches(made, is_driver=True)
 
-    def _prepare_cache_for_generation(
-        self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *args: Any
-    ) -> None:
-        before = {name: model_kwargs.get(name) for name in NAMES}
-        super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)  # type: ignore[misc]
-        made = {name: model_kwargs[name] for name in NAMES if model_kwargs.get(name) is not before[name]}
-        if made:
-            encoded = model_kwargs.get("encoder_outputs")
-            settings = {name: getattr(generation_config, name, None) for name in _CACHE_FIELDS}
-            self.prepare_cache(
-                {
-                    "settings": settings,
-                    "mode": str(args[0].value),
-                    "sizes": list(args[1:]),
-                    "encoded": None if encoded is None else list(encoded[0].shape),
-                },
-                made,
-            )
+        module = self._rank.module
+        model = driven(module, run_forward, prepare_cache, self._rank.device)
+        others = {name: value for name, value in self._arguments.items() if name not in batch.arguments}
+        return lambda: type(module).generate(model, **batch.arguments, **others)  # type: ignore[attr-defined]
 
-    def _has_unfinished_sequences(self, this_peer_finished: bool, synced_gpus: bool, device: torch.device) -> bool:
-        if not synced_gpus or parallel_state.get_data_parallel_size() == 1:
-            return not this_peer_finished
-        group = parallel_state.get_data_parallel_control_group()
-        running = torch.tensor([not this_peer_finished], dtype=torch.int64, device="cpu")
-        with Wait("next token of the other replicas", group):
-            dist.all_reduce(running, dist.ReduceOp.MAX, group)
-        return bool(running)
+    def _forward(self, number: int, path: str, arguments: dict[str, Any]) -> Any:
+        sent = self._rank.sent[number]
+        changes, packed_arguments = sent.packed(arguments)
+        self._send("forward", batch=number, path=path, changes=changes, arguments=packed_arguments)
+        if self._turns is not None:
+            self._turns.pass_on()
+        self._is_in_forward = True
+        output = self._rank.forward(path, arguments)
+        self._is_in_forward = False
+        if path == "":
+            sent.keep_caches(output, is_driver=True)
+        return output
 
-
-def driven(
-    module: nn.Module,
-    run_forward: RunForward,
-    prepare_cache: Callable[[dict[str, Any], dict[str, Any]], None],
-    device: torch.device,
-    path: str = "",
-) -> Any:
-    """Return a second object over the state of ``module``, with the methods of ``DrivenModel``."""
-    kind = type(module)
-    attributes = {
-        "__module__": kind.__module__,
-        "__doc__": kind.__doc__,
-        "run_forward": staticmethod(run_forward),
-        "prepare_cache": staticmethod(prepare_cache),
-        "rank_device": device,
-        "module_path": path,
-    }
-    if hasattr(kind, "_reorder_cache"):
-        attributes["_reorder_cache"] = staticmethod(_refuse_reorder)
-    made = object.__new__(type(kind.__name__, (DrivenModel, kind), attributes))
-    made.__dict__ = module.__dict__
-    return made
+    def _send(self, do: str, **content: Any) -> None:
+        events = list(self._events)
+        self._events.clear()
+        self._rank.messages.command({"do": do, "events": events, **content})
 
 
-def _refuse_reorder(cache: Any, beams: torch.Tensor) -> NoReturn:
-    raise RuntimeError(
-        "generate over a pipeline cannot reorder the cache of this model, whose class has a _reorder_cache of its own: "
-        "leave out num_beams, or give use_cache=False."
-    )
+def _without_caches(result: Any) -> Any:
+    """``result`` without its cache: a rank has only a part of it."""
+    if isinstance(result, dict) and result.get("past_key_values") is not None:
+        fields = {name: value for name, value in result.items() if name != "past_key_values"}
+        return type(result)(**fields)
+    return result
 
 
-def make_cache(module: Any, given: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """Return the caches, by name, that the driver has made for ``given``; on another rank."""
-    made: dict[str, Any] = {}
-    if given["encoded"] is not None:
-        made["encoder_outputs"] = (torch.empty(given["encoded"], device="meta"),)
-    settings = {name: value for name, value in given["settings"].items() if value is not None}
-    is_assistant = settings.pop("is_assistant", False)
-    config = GenerationConfig(**settings)
-    config.is_assistant = is_assistant
-    module._prepare_cache_for_generation(config, made, GenerationMode(given["mode"]), *given["sizes"])
-    return {name: made[name] for name in NAMES if name in made}
+def _tokens_alone(result: Any) -> Any:
+    """What other ranks get of ``result``: no scores over the vocabulary."""
+    if not isinstance(result, dict):
+        return result
+    names = ("sequences", "sequences_scores", "beam_indices")
+    return type(result)(**{name: result[name] for name in names if result.get(name) is not None})
+
+
+def _sendable(error: Exception) -> Exception:
+    try:
+        packed(error)
+    except (TypeError, ValueError):
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    kind = type(error)
+    is_known = kind.__module__ == "builtins" or kind.__module__.startswith("nxdpp.")
+    return error if is_known else RuntimeError(f"{kind.__name__}: {error}")

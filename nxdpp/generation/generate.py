@@ -19,7 +19,7 @@ from torch import nn
 
 from nxdpp.generation.batches import batches_of, joined
 from nxdpp.generation.checks import check_arguments, check_same, generating_path
-from nxdpp.generation.deciding_rank import DecidingRank
+from nxdpp.generation.driver import GenerationDriver
 from nxdpp.generation.generating_rank import GeneratingRank
 from nxdpp.generation.messages import RankMessages
 from nxdpp.generation.stage_calls import Plans
@@ -57,7 +57,7 @@ def generate(pipeline: Pipeline, inputs: Any, num_microbatches: int, arguments: 
             _has_divided_logits(module),
         )
         if messages.is_driver:
-            results = DecidingRank(rank, arguments, agreed.has_streamer).generate(batches)
+            results = GenerationDriver(rank, arguments, agreed.has_streamer).generate(batches)
         else:
             results = rank.follow(arguments.get("streamer"), agreed.has_equal_random_state)
         return joined(results, module, inputs, num_microbatches, arguments)

@@ -1,4 +1,4 @@
-"""One rank of a generation: its forwards, by the commands of the rank that decides."""
+"""One rank of a generation: its forwards, by the commands of the driver."""
 
 import copy
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from transformers.cache_utils import Cache
 from nxdpp.generation.absent import mapped
 from nxdpp.generation.arguments_sent import SentArguments, on_device
 from nxdpp.generation.caches import advance, cache_among, lengths
-from nxdpp.generation.driver import make_cache
+from nxdpp.generation.driven_model import make_cache
 from nxdpp.generation.leaves import stage_leaves
 from nxdpp.generation.stage_calls import Plans, StageCalls, StageExchange
 from nxdpp.generation.streams import play

@@ -1,4 +1,4 @@
-"""A generation in which a layer of rank 0 fails, or a criterion of the deciding rank; run by test_failures."""
+"""A generation in which a layer of rank 0 fails, or a criterion of the driver; run by test_failures."""
 
 import sys
 

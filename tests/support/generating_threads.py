@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from nxdpp.generation.batches import GeneratedBatch
-from nxdpp.generation.deciding_rank import DecidingRank
+from nxdpp.generation.driver import GenerationDriver
 from nxdpp.generation.generating_rank import GeneratingRank
 from nxdpp.pipeline.first_partition import first_partition
 from nxdpp.pipeline.partition.partition import even
@@ -78,7 +78,7 @@ class _Queues:
 def generate_on_threads(
     model: Any, stages: int, arguments: Mapping[str, Any], transformer_layer_cls: Any = None, **others: Any
 ) -> list[Any]:
-    """Return the result of each rank of a pipeline of ``stages``, the last one of the rank that decides.
+    """Return the result of each rank of a pipeline of ``stages``, the last one of the driver.
 
     On each rank the parameters of others are not-a-number. Raises the first error of a rank.
     """
@@ -99,7 +99,7 @@ def generate_on_threads(
             with torch.no_grad():
                 one = GeneratingRank(own, "", partition, Placement(stages, 1), messages, _CPU, 1, {})
                 if rank == stages - 1:
-                    (results[rank],) = DecidingRank(one, {}, False).generate([GeneratedBatch(dict(arguments))])
+                    (results[rank],) = GenerationDriver(one, {}, False).generate([GeneratedBatch(dict(arguments))])
                 else:
                     (results[rank],) = one.follow(None, False)
         except BaseException as error:
