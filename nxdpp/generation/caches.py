@@ -5,7 +5,7 @@ the true length for masks and positions, and ``reorder_cache``, ``crop`` and the
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers.cache_utils import (
@@ -26,30 +26,46 @@ def cache_among(values: Iterable[Any]) -> Cache | None:
     return next((value for value in values if isinstance(value, Cache)), None)
 
 
-def lengths(cache: Any) -> list[int]:
-    """The length of each layer of ``cache`` before a forward."""
-    return [_length(layer) for layer in _layers(cache)]
+class CacheUpdate(NamedTuple):
+    """What a call of a module does to layer ``index`` of a cache.
 
-
-def advance(cache: Any, before: Sequence[int], tokens: torch.Tensor) -> None:
-    """Enter into ``cache``, after a forward of ``tokens`` (B, T, ...), that other ranks have run their layers.
-
-    ``before`` are the lengths before the forward. Layers that have the same now are taken for those of other ranks.
+    ``growth`` are the tokens that it adds, ``None`` for as many as the module is given. ``has_state``: the layer has a
+    state without a length afterwards.
     """
-    layers = _layers(cache)
-    known = [*before, *[0] * (len(layers) - len(before))]
-    grown = [layer for layer, length in zip(layers, known, strict=True) if _length(layer) != length]
-    batch, length = tokens.shape[:2]
-    if grown:
-        batch = grown[0].keys.shape[0]
-        length = max(_length(layer) - old for layer, old in zip(layers, known, strict=True))
-    # A cache takes a tensor without elements for one of length 0.
-    numbers = torch.zeros((batch, 1, length, 1), device=tokens.device)
-    for layer in layers:
-        if isinstance(layer, CacheLayerMixin) and layer not in grown:
-            layer.update(numbers, numbers)
-        if isinstance(layer, LinearAttentionCacheLayerMixin):
-            layer.has_previous_state.update(dict.fromkeys(layer.has_previous_state, True))
+
+    index: int
+    growth: int | None
+    has_state: bool
+
+
+def sizes(cache: Any) -> list[tuple[int, bool]]:
+    """Length of each layer of ``cache``, and whether it has a state without a length."""
+    return [_size(layer) for layer in _layers(cache)]
+
+
+def updates(before: Sequence[tuple[int, bool]], cache: Any, tokens: int) -> list[CacheUpdate]:
+    """Return what a call that was given ``tokens`` a row has done to ``cache``, which had these sizes ``before``."""
+    found = []
+    for index, (length, has_state) in enumerate(sizes(cache)):
+        old = before[index] if index < len(before) else (0, False)
+        growth = length - old[0]
+        if growth or has_state != old[1]:
+            found.append(CacheUpdate(index, None if growth == tokens else growth, has_state))
+    return found
+
+
+def advance(cache: Any, done: Sequence[CacheUpdate], hidden: torch.Tensor) -> None:
+    """Do to ``cache`` what another rank's call has done to its own; the module was given ``hidden`` (B, T, ...)."""
+    decoder = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
+    for index, growth, has_state in done:
+        length = hidden.shape[1] if growth is None else growth
+        if length:
+            # A cache takes a tensor without elements for one of length 0.
+            numbers = torch.zeros((hidden.shape[0], 1, length, 1), device=hidden.device)
+            decoder.update(numbers, numbers, index)
+        if has_state:
+            flags = decoder.layers[index].has_previous_state
+            flags.update(dict.fromkeys(flags, True))
 
 
 def _layers(cache: Any) -> list[Any]:
@@ -58,8 +74,9 @@ def _layers(cache: Any) -> list[Any]:
     return cache.layers if isinstance(cache, Cache) else []
 
 
-def _length(layer: Any) -> int:
-    return int(layer.get_seq_length()) if isinstance(layer, CacheLayerMixin) else 0
+def _size(layer: Any) -> tuple[int, bool]:
+    length = int(layer.get_seq_length()) if isinstance(layer, CacheLayerMixin) else 0
+    return length, isinstance(layer, LinearAttentionCacheLayerMixin) and all(layer.has_previous_state.values())
 
 
 def record_changes(cache: Any, record: Callable[[str, tuple[Any, ...]], None]) -> None:

@@ -10,7 +10,7 @@ from transformers.cache_utils import Cache
 
 from nxdpp.generation.absent import mapped
 from nxdpp.generation.arguments_sent import SentArguments, on_device
-from nxdpp.generation.caches import advance, cache_among, lengths
+from nxdpp.generation.caches import sizes
 from nxdpp.generation.driven_model import make_cache
 from nxdpp.generation.leaves import stage_leaves
 from nxdpp.generation.stage_calls import Plans, StageCalls, StageExchange
@@ -98,12 +98,7 @@ class GeneratingRank:
         if kind not in self._plans and not module.training and (few := few_tokens(arguments, tokens)):
             # Results of a first forward go to all ranks.
             self._calls.run(kind, module, few, "few tokens")
-        before = lengths(cache_among(arguments.values()))
         output = self._calls.run(kind, module, arguments, tuple(shapes))
-        made = output.values() if isinstance(output, dict) else ()
-        cache = cache_among((*arguments.values(), *made))
-        if cache is not None and tokens is not None:
-            advance(cache, before, tokens)
         if self._gathers and path == "" and getattr(output, "logits", None) is not None:
             output.logits = gather_from_tensor_model_parallel_region_with_dim(output.logits, -1)
         return output
@@ -150,7 +145,7 @@ def few_tokens(arguments: Mapping[str, Any], tokens: torch.Tensor | None) -> dic
             if value.shape[0] not in (1, tokens.shape[0]):
                 return {}
             few[name] = value[:2, :_FEW]
-        elif isinstance(value, Cache) and not any(lengths(value)):
+        elif isinstance(value, Cache) and not any(length for length, _ in sizes(value)):
             few[name] = copy.deepcopy(value)
         elif value is None or isinstance(value, bool | int | str):
             few[name] = value

@@ -31,7 +31,7 @@ from nxdpp.generation.absent import (
     unknown_values,
     untracked,
 )
-from nxdpp.generation.caches import cache_among
+from nxdpp.generation.caches import CacheUpdate, advance, cache_among, sizes, updates
 from nxdpp.generation.leaves import StageLeaf, stage_of
 from nxdpp.ranks.faults.board import board
 
@@ -85,7 +85,7 @@ class OutputRule:
 
 @dataclass
 class KnownCall:
-    """A call of a module in a forward: who runs it, and who needs which of its tensors.
+    """A call of a module in a forward: who runs it, what it does to the cache, and who needs which of its tensors.
 
     ``shapes`` are sizes and strides by the number of a tensor and the signature of the forward.
     """
@@ -93,6 +93,7 @@ class KnownCall:
     home: int
     executors: frozenset[int]
     template: Any
+    updates: Sequence[CacheUpdate] = ()
     wanted: dict[int, set[int]] = field(default_factory=dict)
     shapes: dict[tuple[int, Any], tuple[list[int], list[int]]] = field(default_factory=dict)
 
@@ -245,8 +246,10 @@ class StageCalls:
                 known.check(leaf.name, tensors, _first_tensor(args, kwargs))
                 self._send(known, tensors)
             return output
-        cache = cache_among((*args, *kwargs.values()))
-        return self._elsewhere(known, (leaf.name, number), _first_tensor(args, kwargs), cache)
+        cache, first = cache_among((*args, *kwargs.values())), _first_tensor(args, kwargs)
+        if cache is not None and first is not None:
+            advance(cache, known.updates, first)
+        return self._elsewhere(known, (leaf.name, number), first, cache)
 
     def _first_call(
         self,
@@ -266,19 +269,25 @@ class StageCalls:
         home = home if home in executors else min(executors)
         first = _first_tensor(args, kwargs)
         cache = cache_among((*args, *kwargs.values()))
+        done: list[CacheUpdate] = []
         if self._rank in executors:
+            before = sizes(cache)
             args, kwargs = mapped(untracked, (args, kwargs))
             output = self._run(leaf, forward, args, kwargs)
+            if first is not None and first.dim() > 1:
+                done = updates(before, cache, first.shape[1])
             if self._rank == home:
                 message = mapped(lambda each: _CACHE if isinstance(each, Cache) else each, output)
                 for other in sorted(self._ranks - executors):
-                    self._exchange.send_value(message, other)
+                    self._exchange.send_value((message, done), other)
         else:
-            received = self._exchange.receive_value(home)
+            received, done = self._exchange.receive_value(home)
+            if cache is not None and first is not None:
+                advance(cache, done, first)
             output = mapped(lambda each: cache if each == _CACHE else _on(each, self._device), received)
         self._want(roots, executors)
         template = mapped(lambda each: _rule(each, first), output)
-        self._plan[leaf.name, number] = KnownCall(home, executors, template)
+        self._plan[leaf.name, number] = KnownCall(home, executors, template, done)
         return self._rooted(output, (leaf.name, number))
 
     def _run(self, leaf: StageLeaf, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
