@@ -54,7 +54,7 @@ class SentArguments:
             for cache in self.caches.values():
                 if hasattr(cache, method):
                     getattr(cache, method)(*mapped(lambda each: on_device(each, device), args))
-        return {name: self._value(name, *form, device=device) for name, form in arguments.items()}
+        return {name: self._value(name, form[0], form[1], device) for name, form in arguments.items()}
 
     def _of(self, name: str, value: Any) -> list[Any]:
         for known, cache in self.caches.items():

@@ -61,7 +61,7 @@ def check_arguments(module: nn.Module, inputs: Any, parts: int, arguments: Mappi
     for name, reason in _REFUSED.items():
         if arguments.get(name) is not None:
             raise ValueError(f"generate over a pipeline cannot honour {name}: {reason}.")
-    config = arguments.get("generation_config") or module.generation_config
+    config: Any = arguments.get("generation_config") or module.generation_config
     for name, reason in _SWITCHES.items():
         if arguments.get(name, getattr(config, name, None)):
             raise ValueError(f"generate over a pipeline cannot honour {name}=True: {reason}.")

@@ -13,7 +13,13 @@ from nxdpp.generation.caches import NAMES
 from nxdpp.ranks import parallel_state
 from nxdpp.ranks.faults.waits import Wait
 
-_CACHE_FIELDS = ("cache_implementation", "cache_config", "max_cache_len", "num_beams", "num_return_sequences")
+_CACHE_FIELDS: tuple[str, ...] = (
+    "cache_implementation",
+    "cache_config",
+    "max_cache_len",
+    "num_beams",
+    "num_return_sequences",
+)
 _CACHE_FIELDS += ("prefill_chunk_size", "use_cache", "is_assistant")
 
 RunForward = Callable[[str, dict[str, Any]], Any]
@@ -94,7 +100,7 @@ def driven(
 ) -> Any:
     """Return a second object over the state of ``module``, with the methods of ``DrivenModel``."""
     kind = type(module)
-    attributes = {
+    attributes: dict[str, Any] = {
         "__module__": kind.__module__,
         "__doc__": kind.__doc__,
         "run_forward": staticmethod(run_forward),
@@ -104,7 +110,7 @@ def driven(
     }
     if hasattr(kind, "_reorder_cache"):
         attributes["_reorder_cache"] = staticmethod(_refuse_reorder)
-    made = object.__new__(type(kind.__name__, (DrivenModel, kind), attributes))
+    made: Any = object.__new__(type(kind.__name__, (DrivenModel, kind), attributes))
     made.__dict__ = module.__dict__
     return made
 

@@ -17,7 +17,7 @@ from nxdpp.generation.stage_calls import Plans, StageCalls, StageExchange
 from nxdpp.generation.streams import play
 from nxdpp.pipeline.partition.partition import Partition
 from nxdpp.ranks.faults import failure_watch
-from nxdpp.schedules.placement import Placement
+from nxdpp.schedules.placement import ListedPlacement, Placement
 from nxdpp.tensor.mappings import gather_from_tensor_model_parallel_region_with_dim
 
 _TOKENS = ("decoder_input_ids", "decoder_inputs_embeds", "input_ids", "inputs_embeds")
@@ -61,7 +61,7 @@ class GeneratingRank:
         root: nn.Module,
         path: str,
         partition: Partition,
-        placement: Placement,
+        placement: Placement | ListedPlacement,
         messages: CommandExchange,
         device: torch.device,
         count: int,

@@ -15,9 +15,9 @@ def _seeded(make: Callable[..., Any], **changes: Any) -> Any:
 
 
 def _t5() -> Any:
-    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_heads": 4, "num_layers": 2, "num_decoder_layers": 2}
+    sizes: Any = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_heads": 4, "num_layers": 2, "num_decoder_layers": 2}
     return T5ForConditionalGeneration(
-        T5Config(vocab_size=VOCABULARY, decoder_start_token_id=0, dropout_rate=0.0, **sizes)
+        T5Config(**{"vocab_size": VOCABULARY, "decoder_start_token_id": 0, "dropout_rate": 0.0, **sizes})
     )
 
 

@@ -75,7 +75,7 @@ def results(generate: Any, kind: str) -> dict[str, Any]:
     return found
 
 
-def generate(rank: int, kind: str, arguments: Mapping[str, Any], ranks: Mapping[str, int]) -> dict[str, Any]:
+def generate(rank: int, kind: str, arguments: Mapping[str, Any], ranks: Mapping[str, Any]) -> dict[str, Any]:
     parallel_state.initialize_model_parallel(**ranks)
     module = MODELS[kind]()
     divided = tensor_parallelize(module) if "tensor_model_parallel_size" in ranks else module
@@ -144,7 +144,7 @@ def expected(kind: str) -> dict[str, Any]:
         ("llama", {}, {"pipeline_model_parallel_size": 2, "tensor_model_parallel_size": 2}),
     ],
 )
-def test_tokens_equal_one_process(kind: str, arguments: Mapping[str, Any], ranks: Mapping[str, int]) -> None:
+def test_tokens_equal_one_process(kind: str, arguments: Mapping[str, Any], ranks: Mapping[str, Any]) -> None:
     of_one = expected(kind)
     found = run_ranks(
         ranks["pipeline_model_parallel_size"] * ranks.get("tensor_model_parallel_size", 1),

@@ -125,7 +125,7 @@ class PipelineTrainer(SavingTrainer, EvaluatingTrainer, ControlledTrainer):
             preprocess_logits_for_metrics,
         )
         if (generation_config := getattr(args, "generation_config", None)) is not None:
-            self.model.generation_config = Seq2SeqTrainer.load_generation_config(generation_config)
+            vars(self.model)["generation_config"] = Seq2SeqTrainer.load_generation_config(generation_config)
         if self.is_world_process_zero():
             checks.warn_of_idle_ranks(self._parts * args.gradient_accumulation_steps)
 
