@@ -129,7 +129,13 @@ class EvaluatingTrainer(Trainer):
         size = 1 if is_own else 2 * parallel_state.get_pipeline_model_parallel_size()
         windows = Windows(dataloader, size, self._randomness.fetching)
         self._windows, self._predictions = windows, deque()
-        self.gather_function = lambda data: gathered(data, windows)
+
+        def gather(data: Any) -> Any:
+            # Seq2SeqTrainer gives the loss of a short last batch the weight of a full one.
+            is_loss = isinstance(data, torch.Tensor) and data.ndim == 1
+            return gathered(data, windows, is_whole=self._generation is not None and is_loss)
+
+        self.gather_function = gather
         try:
             of_windows = cast("DataLoader[Any]", windows)
             with self._randomness.of_call():
@@ -264,12 +270,14 @@ class EvaluatingTrainer(Trainer):
         return logits[0] if len(logits) == 1 else logits
 
 
-def gathered(data: Any, windows: Windows) -> Any:
+def gathered(data: Any, windows: Windows, is_whole: bool = False) -> Any:
     """Return ``data`` (B, ...) of all replicas, (replicas * B, ...), without the rows that fill up the last batch.
 
-    Collective over the replicas. ``data`` are tensors of equal shapes on all of them, also nested.
+    ``is_whole`` keeps these rows. Collective over the replicas. ``data`` are tensors of equal shapes on all of them,
+    also nested.
     """
-    rows = windows.remainder if windows.end_of_dataloader and windows.remainder > 0 else None
+    is_short = windows.end_of_dataloader and windows.remainder > 0 and not is_whole
+    rows = windows.remainder if is_short else None
 
     def gather(tensor: torch.Tensor) -> torch.Tensor:
         own = tensor[None] if tensor.ndim == 0 else tensor.contiguous()
