@@ -193,9 +193,7 @@ class StageCalls:
             self._want_shapes()
             output = mapped(untracked, output)
         if self._rank == self._driver:
-            for leaf in leaves_in(output):
-                if isinstance(leaf, AbsentTensor):
-                    raise unknown_values(leaf.roots, "returns it")
+            _refuse_absent(output, "returns it")
         return output
 
     def _call(self, leaf: StageLeaf, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -237,9 +235,6 @@ class StageCalls:
         if self._rank in known.executors:
             if self._has_new:
                 args, kwargs = mapped(untracked, (args, kwargs))
-            for value in leaves_in((args, kwargs)):
-                if isinstance(value, AbsentTensor):
-                    raise unknown_values(value.roots, f"gives it to {leaf.name} in this forward only")
             output = self._run(leaf, forward, args, kwargs)
             if self._rank == known.home and len(known.executors) < len(self._ranks):
                 tensors = [each for each in leaves_in(output) if isinstance(each, torch.Tensor)]
@@ -291,11 +286,14 @@ class StageCalls:
         return self._rooted(output, (leaf.name, number))
 
     def _run(self, leaf: StageLeaf, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        _refuse_absent((args, kwargs), f"gives it to {leaf.name} in this forward only")
         try:
-            return forward(*args, **kwargs)
+            output = forward(*args, **kwargs)
         except Exception as error:
             error.add_note(f"in generate: {leaf.name} on pipeline rank {self._rank}")
             raise
+        _refuse_absent(output, f"{leaf.name} reads it from a cache or an attribute")
+        return output
 
     def _want(self, roots: frozenset[Root], ranks: frozenset[int]) -> None:
         for name, number, index in roots:
@@ -361,6 +359,12 @@ class StageCalls:
             if rule.has_shape:
                 known.shapes[index, self._signature] = shape
         return self._exchange.receive(*shape, rule.dtype, known.home)
+
+
+def _refuse_absent(values: Any, reason: str) -> None:
+    for value in leaves_in(values):
+        if isinstance(value, AbsentTensor):
+            raise unknown_values(value.roots, reason)
 
 
 def _first_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
