@@ -21,8 +21,8 @@ from nxdpp.generation.batches import batches_of, joined
 from nxdpp.generation.checks import check_arguments, check_same, generating_path
 from nxdpp.generation.driver import GenerationDriver
 from nxdpp.generation.generating_rank import GeneratingRank
+from nxdpp.generation.known_calls import Plans
 from nxdpp.generation.messages import RankMessages
-from nxdpp.generation.stage_calls import Plans
 from nxdpp.pipeline.pipeline import Pipeline
 from nxdpp.ranks import parallel_state
 from nxdpp.ranks.faults import failure_watch

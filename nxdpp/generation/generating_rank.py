@@ -12,8 +12,9 @@ from nxdpp.generation.absent import mapped
 from nxdpp.generation.arguments_sent import SentArguments, on_device
 from nxdpp.generation.caches import sizes
 from nxdpp.generation.driven_model import make_cache
+from nxdpp.generation.known_calls import Plans
 from nxdpp.generation.leaves import stage_leaves
-from nxdpp.generation.stage_calls import Plans, StageCalls, StageExchange
+from nxdpp.generation.stage_calls import StageCalls, StageExchange
 from nxdpp.generation.streams import play
 from nxdpp.pipeline.partition.partition import Partition
 from nxdpp.ranks.faults import failure_watch

@@ -12,7 +12,6 @@ tensors without values. All ranks see the same code run, so they know all of thi
 
 from collections import UserDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
@@ -23,7 +22,6 @@ from transformers.cache_utils import Cache
 from nxdpp.generation.absent import (
     AbsentTensor,
     Root,
-    ShapelessTensor,
     leaves_in,
     mapped,
     roots_of,
@@ -32,10 +30,10 @@ from nxdpp.generation.absent import (
     untracked,
 )
 from nxdpp.generation.caches import CacheUpdate, advance, cache_among, sizes, updates
+from nxdpp.generation.known_calls import CACHE, KnownCall, OutputRule, Plan, Plans, rule_of
 from nxdpp.generation.leaves import StageLeaf, stage_of
 from nxdpp.ranks.faults.board import board
 
-_CACHE = "nxdpp: the cache"
 _CALL = "_compiled_call_impl"
 _DIMENSIONS = 8
 
@@ -56,74 +54,6 @@ class StageExchange(Protocol):
 
     def receive_value(self, source: int) -> Any:
         """Receive the value of a ``send_value``."""
-
-
-@dataclass(frozen=True)
-class OutputRule:
-    """What ranks without the values know of a tensor that a module returns.
-
-    ``follows`` are the dimensions that the first argument has too. ``has_shape``: all dimensions but the last do.
-    """
-
-    size: tuple[int, ...]
-    dtype: torch.dtype
-    follows: tuple[bool, ...]
-    has_shape: bool
-
-    def placeholder(self, first: torch.Tensor | None, root: Root, device: torch.device) -> torch.Tensor:
-        """Return the tensor without values, for the present ``first`` argument of the module."""
-        kind = AbsentTensor if self.has_shape and type(first) is not ShapelessTensor else ShapelessTensor
-        size = self.size_for(first) if kind is AbsentTensor else ()
-        made: torch.Tensor = tracked_as(torch.zeros(size, dtype=self.dtype, device=device), frozenset({root}), kind)
-        return made
-
-    def size_for(self, first: torch.Tensor | None) -> tuple[int, ...]:
-        """The size of the tensor, for the present ``first`` argument of the module."""
-        present = self.size if first is None else first.shape
-        return tuple(present[i] if same else self.size[i] for i, same in enumerate(self.follows))
-
-
-@dataclass
-class KnownCall:
-    """A call of a module in a forward: who runs it, what it does to the cache, and who needs which of its tensors.
-
-    ``shapes`` are sizes and strides by the number of a tensor and the signature of the forward.
-    """
-
-    home: int
-    executors: frozenset[int]
-    template: Any
-    updates: Sequence[CacheUpdate] = ()
-    wanted: dict[int, set[int]] = field(default_factory=dict)
-    shapes: dict[tuple[int, Any], tuple[list[int], list[int]]] = field(default_factory=dict)
-
-    @property
-    def rules(self) -> list[OutputRule]:
-        """What is known of each tensor of the output."""
-        return [each for each in leaves_in(self.template) if isinstance(each, OutputRule)]
-
-    def check(self, name: str, tensors: Sequence[torch.Tensor], first: torch.Tensor | None) -> None:
-        """Raise ``RuntimeError`` if other ranks would take ``tensors`` of the output for those of other sizes."""
-        for tensor, rule in zip(tensors, self.rules, strict=True):
-            if (rule.has_shape and tuple(tensor.shape) != rule.size_for(first)) or tensor.dtype != rule.dtype:
-                raise RuntimeError(
-                    f"generate over a pipeline: {name} returns a tensor of {tuple(tensor.shape)}, {tensor.dtype}, and "
-                    f"other ranks expect {rule.size_for(first)}, {rule.dtype}, as in its first call. Generate in one "
-                    f"process: model.save_pretrained(directory) on every rank, then from_pretrained(directory)."
-                )
-
-    def want(self, index: int, ranks: frozenset[int]) -> None:
-        """Send tensor ``index`` to ``ranks`` from now on."""
-        if others := ranks - self.executors - self.wanted.get(index, set()):
-            self.wanted.setdefault(index, set()).update(others)
-            self.shapes.clear()
-
-
-Plan = dict[tuple[str, int], KnownCall]
-"""The calls of a forward by the name of the module and the number of its call."""
-
-Plans = dict[Hashable, Plan]
-"""The calls of forwards by their kind."""
 
 
 class StageCalls:
@@ -272,16 +202,16 @@ class StageCalls:
             if first is not None and first.dim() > 1:
                 done = updates(before, cache, first.shape[1])
             if self._rank == home:
-                message = mapped(lambda each: _CACHE if isinstance(each, Cache) else each, output)
+                message = mapped(lambda each: CACHE if isinstance(each, Cache) else each, output)
                 for other in sorted(self._ranks - executors):
                     self._exchange.send_value((message, done), other)
         else:
             received, done = self._exchange.receive_value(home)
             if cache is not None and first is not None:
                 advance(cache, done, first)
-            output = mapped(lambda each: cache if each == _CACHE else _on(each, self._device), received)
+            output = mapped(lambda each: cache if each == CACHE else _on(each, self._device), received)
         self._want(roots, executors)
-        template = mapped(lambda each: _rule(each, first), output)
+        template = mapped(lambda each: rule_of(each, first), output)
         self._plan[leaf.name, number] = KnownCall(home, executors, template, done)
         return self._rooted(output, (leaf.name, number))
 
@@ -326,7 +256,7 @@ class StageCalls:
         def made(each: Any) -> Any:
             nonlocal index
             if not isinstance(each, OutputRule):
-                return cache if each is _CACHE else each
+                return cache if each is CACHE else each
             index += 1
             if self._rank in known.wanted.get(index, ()):
                 return self._receive(known, index, each)
@@ -369,15 +299,6 @@ def _refuse_absent(values: Any, reason: str) -> None:
 
 def _first_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
     return next((value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)), None)
-
-
-def _rule(value: Any, first: torch.Tensor | None) -> Any:
-    """What stands in a template for ``value`` of an output."""
-    if not isinstance(value, torch.Tensor):
-        return _CACHE if isinstance(value, Cache) else value
-    given = () if first is None else tuple(first.shape)
-    follows = tuple(i < len(given) and given[i] == size for i, size in enumerate(value.shape))
-    return OutputRule(tuple(value.shape), value.dtype, follows, all(follows[:-1]))
 
 
 def _on(value: Any, device: torch.device) -> Any:
