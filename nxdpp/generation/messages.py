@@ -4,11 +4,10 @@ Commands go from the driver to the first tensor rank of each stage, and from the
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from nxdpp.devices.host_sends import Transfer
 from nxdpp.pipeline.p2p.layout import TensorLayout
@@ -23,7 +22,6 @@ from nxdpp.schedules.lowering.transport_rules import RULES
 _VALUES, _COMMANDS = 0, 1
 _FRAME = 2048
 """Bytes of the first message of a command; what is longer follows in a second one."""
-_IN_FLIGHT = 32
 _CPU = torch.device("cpu")
 
 
@@ -54,7 +52,7 @@ class RankMessages:
         self.driver = driver
         self._others = [other for other in range(parallel_state.get_pipeline_model_parallel_size()) if other != driver]
         self._tensor_rank = parallel_state.get_tensor_model_parallel_rank()
-        self._has_peers = parallel_state.get_tensor_model_parallel_size() > 1
+        self._tensor_ranks = parallel_state.get_tensor_model_parallel_size()
         self.is_driver = self.rank == driver and self._tensor_rank == 0
         self._sent: deque[tuple[Transfer, torch.Tensor]] = deque()
 
@@ -75,22 +73,23 @@ class RankMessages:
 
     def receive_value(self, source: int) -> Any:
         """Receive the value of a ``send_value``."""
-        return unpacked(self._received_bytes(source, _VALUES))
+        return unpacked(self._received_bytes(self._commands_of(source, _VALUES)))
 
     def command(self, value: Any) -> None:
         """Send ``value`` to all other ranks of this replica; on the driver."""
         form = packed(value)
         for other in self._others:
             self._send_bytes(form, other, _COMMANDS)
-        if self._has_peers:
-            self._relay(form)
+        self._relay(form)
 
     def next_command(self) -> Any:
         """Receive the next value of ``command``; on the other ranks."""
-        form = b""
         if self._tensor_rank == 0:
-            form = self._received_bytes(self.driver, _COMMANDS)
-        return unpacked(self._relay(form) if self._has_peers else form)
+            form = self._received_bytes(self._commands_of(self.driver))
+            self._relay(form)
+        else:
+            form = self._received_bytes(self._relayed)
+        return unpacked(form)
 
     def finish(self) -> None:
         """Wait until all messages have been sent."""
@@ -99,7 +98,8 @@ class RankMessages:
 
     def _start(self, transport: Transport, tensor: torch.Tensor, destination: int, tag: int) -> None:
         self._sent.append(transport.send(tensor, destination, Direction.ACTIVATION, tag))
-        if len(self._sent) > _IN_FLIGHT:
+        # No wait: the receiver may wait for a forward of this rank.
+        while self._sent and _is_sent(self._sent[0][0]):
             self._wait_for_oldest()
 
     def _wait_for_oldest(self) -> None:
@@ -110,32 +110,33 @@ class RankMessages:
         for frame in _frames(form):
             self._start(self._commands, frame, destination, tag)
 
-    def _received_bytes(self, source: int, tag: int) -> bytes:
-        def received(size: int) -> torch.Tensor:
-            return _received(self._commands, [size], [1], torch.uint8, source, tag)
-
+    def _received_bytes(self, received: Callable[[int], torch.Tensor]) -> bytes:
+        """Return the form of messages of which ``received`` returns the next one, of a number of bytes."""
         first = received(_FRAME).numpy().tobytes()
         length = int.from_bytes(first[:8], "little")
         rest = b"" if length <= _FRAME - 8 else received(length - _FRAME + 8).numpy().tobytes()
         return first[8 : 8 + length] + rest
 
-    def _relay(self, form: bytes) -> bytes:
-        """Send ``form`` of the first tensor rank to its tensor group; return it on all ranks of the group."""
-        group = parallel_state.get_tensor_control_group()
+    def _commands_of(self, source: int, tag: int = _COMMANDS) -> Callable[[int], torch.Tensor]:
+        return lambda size: _received(self._commands, [size], [1], torch.uint8, source, tag)
+
+    def _relay(self, form: bytes) -> None:
+        """Send ``form`` to the others of this tensor group: no collective, as they may be in one of a layer."""
+        for other in range(1, self._tensor_ranks):
+            for frame in _frames(form):
+                group = parallel_state.get_tensor_control_group()
+                self._sent.append((group.send([frame], other, _COMMANDS), frame))
+
+    def _relayed(self, size: int) -> torch.Tensor:
+        group, frame = parallel_state.get_tensor_control_group(), torch.empty(size, dtype=torch.uint8, device="cpu")
         with Wait("next token of generate", group, [0]):
-            if self._tensor_rank == 0:
-                for frame in _frames(form):
-                    dist.broadcast(frame, group=group, group_src=0)
-                return form
-            first = torch.empty(_FRAME, dtype=torch.uint8, device="cpu")
-            dist.broadcast(first, group=group, group_src=0)
-            form = first.numpy().tobytes()
-            length = int.from_bytes(form[:8], "little")
-            if length > _FRAME - 8:
-                rest = torch.empty(length - _FRAME + 8, dtype=torch.uint8, device="cpu")
-                dist.broadcast(rest, group=group, group_src=0)
-                form += rest.numpy().tobytes()
-            return form[8 : 8 + length]
+            group.recv([frame], 0, _COMMANDS).wait()
+        return frame
+
+
+def _is_sent(transfer: Any) -> bool:
+    """Return whether a wait for ``transfer`` returns at once. A message in shared memory is one that has been sent."""
+    return not hasattr(transfer, "is_completed") or bool(transfer.is_completed())
 
 
 def _frames(form: bytes) -> list[torch.Tensor]:
