@@ -21,9 +21,17 @@ def _t5() -> Any:
     )
 
 
+def _adapted() -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(
+        gpt2(), LoraConfig(target_modules=["c_attn"], r=2, init_lora_weights=False, fan_in_fan_out=True)
+    )
+
+
 MODELS: dict[str, Callable[[], Any]] = {
     "llama": lambda: _seeded(llama, initializer_range=0.3),
-    "gpt2": lambda: _seeded(gpt2),
+    "adapted gpt2": lambda: _seeded(_adapted),
     "dropped gpt2": lambda: _seeded(gpt2, dropout=0.1),
     "t5": lambda: _seeded(_t5),
 }

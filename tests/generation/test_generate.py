@@ -139,7 +139,7 @@ def expected(kind: str) -> dict[str, Any]:
     ("kind", "arguments", "ranks"),
     [
         ("llama", {}, {"pipeline_model_parallel_size": 2}),
-        ("gpt2", {"virtual_pipeline_size": 2}, {"pipeline_model_parallel_size": 2}),
+        ("adapted gpt2", {"virtual_pipeline_size": 2}, {"pipeline_model_parallel_size": 2}),
         ("t5", {}, {"pipeline_model_parallel_size": 2}),
         ("llama", {}, {"pipeline_model_parallel_size": 2, "tensor_model_parallel_size": 2}),
     ],
