@@ -75,15 +75,41 @@ def results(generate: Any, kind: str) -> dict[str, Any]:
     return found
 
 
-def generate(rank: int, kind: str, arguments: Mapping[str, Any], ranks: Mapping[str, Any]) -> dict[str, Any]:
-    parallel_state.initialize_model_parallel(**ranks)
+def generated(kind: str, **arguments: Any) -> dict[str, Any]:
+    """Results of a pipelined model on this rank."""
     module = MODELS[kind]()
-    divided = tensor_parallelize(module) if "tensor_model_parallel_size" in ranks else module
+    divided = module if parallel_state.get_tensor_model_parallel_size() == 1 else tensor_parallelize(module)
     model = NxDPPModel(divided, num_microbatches=2, **arguments).eval()
     found = results(model.generate, kind)
-    if kind == "llama":
-        found |= _of_llama(model)
-    return found
+    return found | _of_llama(model) if kind == "llama" else found
+
+
+def on_two_ranks(rank: int) -> dict[str, Any]:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    return {
+        "llama": generated("llama"),
+        "adapted gpt2": generated("adapted gpt2", virtual_pipeline_size=2),
+        "t5": generated("t5"),
+        "trainings": [train_around(generates) for generates in (False, True)],
+    }
+
+
+def on_four_ranks(rank: int) -> dict[str, Any]:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2, tensor_model_parallel_size=2)
+    found = {"llama": generated("llama")}
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    return {**found, "replica": replica()}
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> list[dict[str, Any]]:
+    return run_ranks(2, on_two_ranks)
+
+
+@pytest.fixture(scope="module")
+def four_ranks() -> list[dict[str, Any]]:
+    return run_ranks(4, on_four_ranks)
 
 
 def _of_llama(model: Any) -> dict[str, Any]:
@@ -135,81 +161,74 @@ def expected(kind: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("kind", "arguments", "ranks"),
-    [
-        ("llama", {}, {"pipeline_model_parallel_size": 2}),
-        ("adapted gpt2", {"virtual_pipeline_size": 2}, {"pipeline_model_parallel_size": 2}),
-        ("t5", {}, {"pipeline_model_parallel_size": 2}),
-        ("llama", {}, {"pipeline_model_parallel_size": 2, "tensor_model_parallel_size": 2}),
-    ],
-)
-def test_tokens_equal_one_process(kind: str, arguments: Mapping[str, Any], ranks: Mapping[str, Any]) -> None:
+@pytest.mark.parametrize("kind", ["llama", "adapted gpt2", "t5"])
+def test_tokens_equal_one_process(kind: str, two_ranks: list[dict[str, Any]]) -> None:
     of_one = expected(kind)
-    found = run_ranks(
-        ranks["pipeline_model_parallel_size"] * ranks.get("tensor_model_parallel_size", 1),
-        generate,
-        kind,
-        arguments,
-        ranks,
-    )
-    for rank, of_rank in enumerate(found):
-        for name, tokens in of_one.items():
-            ours = of_rank[name]
-            if name == "stream":
-                assert ours in (tokens, None)
-            elif isinstance(tokens, list):
-                assert all(map(torch.equal, ours, tokens)), (rank, name)
-            elif isinstance(tokens, float):
-                assert ours == tokens, (rank, name)
-            elif isinstance(tokens, dict):
-                assert torch.equal(ours["sequences"], tokens["sequences"])
-                assert ours.get("past_key_values") is None
-            else:
-                assert torch.equal(ours, tokens), (rank, name)
-    deciding = found[-1] if "tensor_model_parallel_size" not in ranks else found[-2]
-    for ours, theirs in zip(deciding["scores"]["scores"], of_one["scores"]["scores"], strict=True):
+    for of_rank in two_ranks:
+        assert_equal(of_rank[kind], of_one)
+    first, last = two_ranks
+    assert all(map(torch.equal, last[kind]["scores"]["scores"], of_one["scores"]["scores"]))
+    assert first[kind]["scores"].get("scores") is None
+
+
+def test_tensor_ranks_have_the_tokens_of_one_process(four_ranks: list[dict[str, Any]]) -> None:
+    of_one = expected("llama")
+    for of_rank in four_ranks:
+        assert_equal(of_rank["llama"], of_one)
+    for ours, theirs in zip(four_ranks[2]["llama"]["scores"]["scores"], of_one["scores"]["scores"], strict=True):
         torch.testing.assert_close(ours, theirs)
-    assert found[0]["scores"].get("scores") is None
 
 
-def train_around(rank: int, generates: bool) -> list[Any]:
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+def assert_equal(found: Mapping[str, Any], of_one: Mapping[str, Any]) -> None:
+    for name, tokens in of_one.items():
+        ours = found[name]
+        if name == "stream":
+            assert ours in (tokens, None)
+        elif isinstance(tokens, list):
+            assert all(map(torch.equal, ours, tokens)), name
+        elif isinstance(tokens, float):
+            assert ours == tokens, name
+        elif isinstance(tokens, dict):
+            assert torch.equal(ours["sequences"], tokens["sequences"]), name
+            assert ours.get("past_key_values") is None
+        else:
+            assert torch.equal(ours, tokens), name
+
+
+def train_around(generates: bool) -> list[float]:
+    """Losses of a training that generates after each step, or does not."""
     torch.manual_seed(1)
     model = NxDPPModel(MODELS["dropped gpt2"](), num_microbatches=2, broadcast_and_average_loss=True)
     optimizer = torch.optim.SGD(model.local_parameters(), lr=0.1)
-    found: list[Any] = []
+    found = []
     for step in range(3):
-        found.append(model.run_train(**padded_batch(4, seed=step)))
+        found.append(model.run_train(**padded_batch(4, seed=step)).item())
         optimizer.step()
         optimizer.zero_grad()
         if generates:
             model.eval()
-            traced = model._pipeline._programs
-            state = [vars(module).copy() for module in model.original_module.modules()]
+            states = [vars(module).copy() for module in model.original_module.modules()]
             model.generate(prompt(2), max_new_tokens=3, num_beams=2)
-            assert [vars(module) for module in model.original_module.modules()] == state
-            assert traced is model._pipeline._programs
+            assert [vars(module) for module in model.original_module.modules()] == states
             model.train()
     return found
 
 
-def test_a_training_goes_on_as_without_it() -> None:
-    first, second = (run_ranks(2, train_around, generates) for generates in (False, True))
-    assert first == second
+def test_a_training_continues_as_without_it(two_ranks: list[dict[str, Any]]) -> None:
+    for rank in two_ranks:
+        first, second = rank["trainings"]
+        assert first == second
 
 
-def replicas(rank: int) -> Any:
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+def replica() -> Any:
+    """Tokens of this replica; the replicas end after different numbers of tokens."""
     model = NxDPPModel(MODELS["llama"]()).eval()
-    replica = parallel_state.get_data_parallel_rank()
-    # The replicas end after different numbers of tokens.
-    return model.generate(prompt(2, seed=replica), max_new_tokens=2 + 3 * replica, synced_gpus=True)
+    number = parallel_state.get_data_parallel_rank()
+    return model.generate(prompt(2, seed=number), max_new_tokens=2 + 3 * number, synced_gpus=True)
 
 
-def test_replicas_end_together() -> None:
-    found = run_ranks(4, replicas)
+def test_replicas_end_together(four_ranks: list[dict[str, Any]]) -> None:
     whole = MODELS["llama"]().eval()
-    for rank, tokens in enumerate(found):
-        replica = rank % 2
-        assert torch.equal(tokens, whole.generate(prompt(2, seed=replica), max_new_tokens=2 + 3 * replica))
+    for rank, found in enumerate(four_ranks):
+        number = rank % 2
+        assert torch.equal(found["replica"], whole.generate(prompt(2, seed=number), max_new_tokens=2 + 3 * number))

@@ -129,7 +129,7 @@ def on_one_rank(rank: int) -> list[bool]:
     with init_on_device(torch.device("meta")):
         module = llama()
     model = NxDPPModel(module, num_microbatches=2)
-    same.append("call materialise() or move_model_to_device() first" in message(lambda m: m.generate(PROMPT), model))
+    same.append("Call move_model_to_device() or materialise()" in message(lambda m: m.generate(PROMPT), model))
     model.move_model_to_device()
     return [*same, model.generate(PROMPT, max_new_tokens=4).shape == (1, 7)]
 

@@ -38,7 +38,7 @@ def _trained(cls: Any, folder: Path, **settings: Any) -> list[dict[str, float]]:
         save_strategy="no",
         eval_strategy="steps",
         eval_steps=2,
-        max_steps=4,
+        max_steps=2,
         logging_steps=1,
         per_device_train_batch_size=4,
         per_device_eval_batch_size=2,
