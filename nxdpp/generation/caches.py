@@ -27,13 +27,13 @@ def cache_among(values: Iterable[Any]) -> Cache | None:
 
 
 class CacheUpdate(NamedTuple):
-    """What a call of a module does to layer ``index`` of a cache.
+    """What a call of a module does to the layer ``number`` of a cache.
 
     ``growth`` are the tokens that it adds, ``None`` for as many as the module is given. ``has_state``: the layer has a
     state without a length afterwards.
     """
 
-    index: int
+    number: int
     growth: int | None
     has_state: bool
 
@@ -64,7 +64,8 @@ def advance(cache: Any, done: Sequence[CacheUpdate], hidden: torch.Tensor) -> No
             numbers = torch.zeros((hidden.shape[0], 1, length, 1), device=hidden.device)
             decoder.update(numbers, numbers, index)
         if has_state:
-            flags = decoder.layers[index].has_previous_state
+            layer: Any = decoder.layers[index]
+            flags = layer.has_previous_state
             flags.update(dict.fromkeys(flags, True))
 
 

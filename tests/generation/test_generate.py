@@ -176,7 +176,8 @@ def test_tensor_ranks_have_the_tokens_of_one_process(four_ranks: list[dict[str, 
     for of_rank in four_ranks:
         assert_equal(of_rank["llama"], of_one)
     for ours, theirs in zip(four_ranks[2]["llama"]["scores"]["scores"], of_one["scores"]["scores"], strict=True):
-        torch.testing.assert_close(ours, theirs)
+        # The tensor ranks' sums have a different order.
+        assert (ours - theirs).abs().max() < 1e-5 * theirs.abs().max()
 
 
 def assert_equal(found: Mapping[str, Any], of_one: Mapping[str, Any]) -> None:
