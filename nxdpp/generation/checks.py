@@ -61,6 +61,11 @@ def check_arguments(module: nn.Module, inputs: Any, parts: int, arguments: Mappi
     for name, reason in _REFUSED.items():
         if arguments.get(name) is not None:
             raise ValueError(f"generate over a pipeline cannot honour {name}: {reason}.")
+    if any(getattr(each, "sequence_parallel_enabled", False) for each in listings.modules(module)):
+        raise ValueError(
+            "generate cannot honour sequence_parallel=True, which divides the tokens of a row over the tensor-parallel "
+            "ranks: a forward has one new token. Save the model, and generate without sequence_parallel."
+        )
     config: Any = arguments.get("generation_config") or module.generation_config
     for name, reason in _SWITCHES.items():
         if arguments.get(name, getattr(config, name, None)):

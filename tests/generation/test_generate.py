@@ -97,6 +97,9 @@ def on_two_ranks(rank: int) -> dict[str, Any]:
 def on_four_ranks(rank: int) -> dict[str, Any]:
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2, tensor_model_parallel_size=2)
     found = {"llama": generated("llama")}
+    divided = NxDPPModel(tensor_parallelize(MODELS["llama"](), sequence_parallel=True))
+    with pytest.raises(ValueError, match="cannot honour sequence_parallel=True"):
+        divided.generate(prompt(2))
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
     return {**found, "replica": replica()}
