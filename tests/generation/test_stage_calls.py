@@ -13,7 +13,7 @@ from nxdpp.generation.absent import AbsentTensor, ShapelessTensor, TrackedTensor
 from nxdpp.generation.generating_rank import few_tokens
 from tests.generation.generated_models import MODELS, prompt
 from tests.support.generating_threads import generate_on_threads
-from tests.zoo import build
+from tests.zoo import build, generation
 from tests.zoo.comparison import without_randomness
 
 _TYPES = ("gemma3_text", "jamba", "falcon_mamba", "zamba2", "biogpt", "bart")
@@ -40,6 +40,10 @@ def test_tokens_and_logits_equal_one_process(name: str) -> None:
 
     assert torch.equal(first["sequences"], expected["sequences"])
     assert all(map(torch.equal, last["logits"], expected["logits"]))
+
+
+def test_an_image_is_encoded_on_the_ranks_of_its_tower() -> None:
+    assert generation.judge("image-text-to-text", "llava").result == "exact"
 
 
 def test_a_spine_that_reads_a_value_of_another_rank_is_refused() -> None:

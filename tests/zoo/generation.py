@@ -30,20 +30,25 @@ _MODES: dict[str, dict[str, Any]] = {
     "beams": {"do_sample": False, "num_beams": 2},
 }
 _NEW = 5
+_NOT_GIVEN = ("labels", "decoder_input_ids", "decoder_attention_mask")
 
 
 def judge(task: str, model_type: str) -> Verdict:
     """Compare one type with its unwrapped model."""
     model: Any = build(task, model_type).eval()
     without_randomness(model)
-    batch = inputs(task, model, 0)
-    ids = batch["input_ids"][:2]
+    batch = {name: value for name, value in inputs(task, model, 0).items() if name not in _NOT_GIVEN}
+    if list(batch) == ["input_ids"]:
+        batch = {"input_ids": batch["input_ids"][:2]}
+    ids = batch.get("input_ids")
     given: dict[str, Any] = ARGUMENTS.get(model_type, {})
     worst, notes = 0.0, []
     for name, settings in _MODES.items():
-        for padding in (0, 2):
-            arguments = {"input_ids": ids, "max_new_tokens": _NEW, **settings}
+        # Images stand at the begin of a row, where its padding would be.
+        for padding in (0, 2) if list(batch) == ["input_ids"] else (0,):
+            arguments: dict[str, Any] = {**batch, "max_new_tokens": _NEW, **settings}
             if padding:
+                assert ids is not None
                 mask = torch.ones_like(ids)
                 mask[0, :padding] = 0
                 arguments["attention_mask"] = mask
