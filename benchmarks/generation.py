@@ -1,21 +1,24 @@
 """Tokens a second of ``generate`` over a pipeline of 2 ranks, next to one process and to transformers' several devices.
 
-    torchrun --nproc-per-node 2 benchmarks/generation.py [--layers 12 --width 512 --rows 8 --new 32]
+    torchrun --nproc-per-node 2 benchmarks/generation.py [--layers 12 --width 512 --rows 8 --new 32 --batches 4]
 
-Each process has one thread. A batch of ``--rows`` prompts of 64 tokens gets ``--new`` tokens, greedily:
+Each process has one thread. Batches of ``--rows`` prompts of 64 tokens get ``--new`` tokens a row, greedily:
 
-- one process;
-- ``device_map``: the layers of one process on two devices, as ``from_pretrained(device_map="auto")`` spreads them. One
-  device works at a time. On the CPU both devices are the CPU, so this shows the cost of accelerate's hooks, and an
-  upper bound of what two equal devices reach for one batch;
-- the pipeline, with the rows as one batch (also one stage at a time), and in parts that keep both stages busy.
+- one process, one batch after the other;
+- ``device_map``: the same with the hooks of accelerate around each module, which spread a model over devices
+  (``from_pretrained(device_map="auto")``). One device works at a time. On the CPU all devices are the CPU, so this is
+  an upper bound of what two equal devices reach in that way;
+- the pipeline with one batch after the other: one stage works at a time, too;
+- the pipeline with all batches at once, which keeps both stages busy.
 
-All have the same tokens, which is asserted. The fastest of three runs counts.
+Equal tokens are asserted. The fastest of three runs counts. A forward of few rows takes the time in which it reads the
+weights, so parts of one batch (``num_microbatches``) are no faster than the batch; more batches are.
 """
 
 import argparse
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,31 +34,34 @@ _RUNS = 3
 def main() -> None:
     """Print a table on rank 0."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    for name, default in (("layers", 12), ("width", 512), ("rows", 8), ("new", 32)):
+    for name, default in (("layers", 12), ("width", 512), ("rows", 8), ("new", 32), ("batches", 4)):
         parser.add_argument(f"--{name}", type=int, default=default)
     sizes = parser.parse_args()
     torch.set_num_threads(1)
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
-    ids = torch.randint(3, 8000, (sizes.rows, _PROMPT), generator=torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed(0)
+    batches = [torch.randint(3, 8000, (sizes.rows, _PROMPT), generator=generator) for _ in range(sizes.batches)]
     given = {"max_new_tokens": sizes.new, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    rows: dict[str, tuple[float, torch.Tensor]] = {}
+    rows: dict[str, tuple[float, list[torch.Tensor]]] = {}
     if dist.get_rank() == 1:
-        # The driver: the other one waits, so one core is free of work as with one process.
-        rows["one process"] = _timed(lambda: _model(sizes).generate, ids, given)
-        rows["device_map, two devices in turn"] = _timed(lambda: _dispatched(sizes).generate, ids, given)
+        # The driver of the pipeline. The other rank waits without work.
+        for name, model in (("one process", _model(sizes)), ("device_map, two devices in turn", _dispatched(sizes))):
+            rows[name] = _timed(partial(_in_turn, model, batches, given))
     dist.barrier()
     model = NxDPPModel(_model(sizes)).eval()
-    for parts in (1, 2, 4):
-        if sizes.rows % parts == 0:
-            rows[f"pipeline, {parts} at a time"] = _timed(
-                lambda: model.generate, ids, {**given, "num_microbatches": parts}
-            )
+    rows["pipeline, batches in turn"] = _timed(partial(_in_turn, model, batches, given))
+    rows["pipeline, batches at once"] = _timed(lambda: model.generate([{"input_ids": ids} for ids in batches], **given))
     if dist.get_rank() == 1:
         base, tokens = rows["one process"]
         for name, (seconds, found) in rows.items():
-            assert torch.equal(found, tokens), f"{name} has other tokens"
-            print(f"{name:34}{sizes.rows * sizes.new / seconds:8.0f} tokens/s{base / seconds:7.2f} of one process")
+            assert all(map(torch.equal, found, tokens)), f"{name} has other tokens"
+            number = sizes.batches * sizes.rows * sizes.new
+            print(f"{name:34}{number / seconds:8.0f} tokens/s{base / seconds:7.2f} of one process")
     dist.destroy_process_group()
+
+
+def _in_turn(model: Any, batches: list[torch.Tensor], given: dict[str, Any]) -> list[torch.Tensor]:
+    return [model.generate(ids, **given) for ids in batches]
 
 
 def _model(sizes: argparse.Namespace) -> Any:
@@ -80,15 +86,12 @@ def _dispatched(sizes: argparse.Namespace) -> Any:
     return model
 
 
-def _timed(
-    make: Callable[[], Callable[..., torch.Tensor]], ids: torch.Tensor, given: dict[str, Any]
-) -> tuple[float, torch.Tensor]:
+def _timed(generate: Callable[[], list[torch.Tensor]]) -> tuple[float, list[torch.Tensor]]:
     """Seconds of the fastest run, and its tokens; the first run is not counted."""
-    generate = make()
-    tokens, seconds = generate(ids, **given), float("inf")
+    tokens, seconds = generate(), float("inf")
     for _ in range(_RUNS):
         start = time.perf_counter()
-        tokens = generate(ids, **given)
+        tokens = generate()
         seconds = min(seconds, time.perf_counter() - start)
     return seconds, tokens
 
