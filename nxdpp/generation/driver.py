@@ -31,7 +31,7 @@ class GenerationDriver:
         before = torch.get_rng_state()
         try:
             results = [_without_caches(result) for result in self._results(batches)]
-            tokens = [_tokens_alone(result) for result in results]
+            tokens = [_tokens_only(result) for result in results]
             packed(tokens)
         except Exception as error:
             # Of several batches some are in flight: other ranks have sent what nobody would receive.
@@ -96,7 +96,7 @@ def _without_caches(result: Any) -> Any:
     return result
 
 
-def _tokens_alone(result: Any) -> Any:
+def _tokens_only(result: Any) -> Any:
     """What other ranks get of ``result``: no scores over the vocabulary."""
     if not isinstance(result, dict):
         return result

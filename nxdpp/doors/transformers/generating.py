@@ -1,4 +1,4 @@
-"""Evaluations of ``PipelineTrainer`` by generated tokens, as those of ``Seq2SeqTrainer``: ``predict_with_generate``."""
+"""Evaluations of ``PipelineTrainer`` by generated tokens, as ``Seq2SeqTrainer`` does it: ``predict_with_generate``."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
