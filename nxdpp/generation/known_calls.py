@@ -59,7 +59,7 @@ class KnownCall:
         return [each for each in leaves_in(self.template) if isinstance(each, OutputRule)]
 
     def check(self, name: str, tensors: Sequence[torch.Tensor], first: torch.Tensor | None) -> None:
-        """Raise ``RuntimeError`` if other ranks expect other sizes or dtypes of ``tensors``, which the module returns."""
+        """Raise ``RuntimeError`` if other ranks expect different sizes or dtypes of the returned ``tensors``."""
         for tensor, rule in zip(tensors, self.rules, strict=True):
             if (rule.has_shape and tuple(tensor.shape) != rule.size_for(first)) or tensor.dtype != rule.dtype:
                 raise RuntimeError(

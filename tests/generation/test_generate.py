@@ -1,4 +1,4 @@
-"""Tokens of a pipeline are those of one process."""
+"""A pipeline generates the tokens of one process."""
 
 from collections.abc import Mapping
 from typing import Any
