@@ -21,12 +21,15 @@ _REFUSED = {
     "cache_params": "caches stay on the ranks of their stages. Leave it out, and give all tokens",
     "encoder_outputs": "the encoder runs on its stages. Give the encoder's inputs",
     "assistant_model": "its tokens would be verified a batch at a time. Leave it out",
+    "trust_remote_code": "such code was not compared with one process. Leave it out",
     "custom_generate": "it may call parts of the model that other ranks run. Leave it out",
 }
 _SWITCHES = {
     "output_attentions": "attentions stay on the ranks of their layers. Leave it out",
     "output_hidden_states": "hidden states stay on the ranks of their layers. Leave it out",
 }
+_OF_TEXT = ("inputs", "input_ids", "attention_mask", "position_ids", "token_type_ids", "decoder_input_ids")
+_OF_TEXT += ("decoder_attention_mask", "labels")
 _PLAIN = (bool, int, float, str, type(None))
 _CACHES = (None, "dynamic", "static", "sliding_window", "hybrid")
 
@@ -70,6 +73,12 @@ def check_arguments(module: nn.Module, inputs: Any, parts: int, arguments: Mappi
     for name, reason in _SWITCHES.items():
         if arguments.get(name, getattr(config, name, None)):
             raise ValueError(f"generate over a pipeline cannot honour {name}=True: {reason}.")
+    scale = arguments.get("guidance_scale", config.guidance_scale)
+    if scale not in (None, 1):
+        raise ValueError(
+            f"generate over a pipeline cannot honour guidance_scale={scale}, which runs the model a second time for "
+            f"each token, with a cache that other ranks do not know. Leave it out."
+        )
     cache = arguments.get("cache_implementation", config.cache_implementation)
     if cache not in _CACHES:
         raise ValueError(
@@ -83,6 +92,18 @@ def check_arguments(module: nn.Module, inputs: Any, parts: int, arguments: Mappi
             f"hold memory for all layers. Leave one of them out."
         )
     _check_batches(inputs, parts, arguments, config)
+    for batch in inputs if is_list(inputs) else ({"inputs": inputs, **arguments},):
+        _check_text(batch)
+
+
+def _check_text(batch: Mapping[str, Any]) -> None:
+    """Raise ``ValueError`` for tensors of a batch other than tokens and their masks."""
+    for name, value in batch.items():
+        if isinstance(value, torch.Tensor) and (name not in _OF_TEXT or value.is_floating_point()):
+            raise ValueError(
+                f"generate over a pipeline takes tokens and their masks, and cannot honour {name}: images, sounds and "
+                f"embeddings were not compared with one process. Save the model, and generate in one process."
+            )
 
 
 def _check_batches(inputs: Any, parts: int, arguments: Mapping[str, Any], config: GenerationConfig) -> None:

@@ -62,10 +62,6 @@ class DrivenModel:
             return encoder
         return driven(encoder, self.run_forward, self.prepare_cache, self.rank_device, path)
 
-    def _prepare_multimodal_encoder_kwargs_for_generation(self, model_kwargs: dict[str, Any]) -> dict[str, Any]:
-        # The first forward encodes images, on the ranks of their tower.
-        return model_kwargs
-
     def _prepare_cache_for_generation(
         self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *args: Any
     ) -> None:

@@ -42,8 +42,9 @@ def test_tokens_and_logits_equal_one_process(name: str) -> None:
     assert all(map(torch.equal, last["logits"], expected["logits"]))
 
 
-def test_an_image_is_encoded_on_the_ranks_of_its_tower() -> None:
-    assert generation.judge("image-text-to-text", "llava").result == "exact"
+def test_an_image_is_refused() -> None:
+    verdict = generation.judge("image-text-to-text", "llava")
+    assert (verdict.result, "cannot honour pixel_values: images" in verdict.words) == ("refused", True)
 
 
 def test_a_spine_that_reads_a_value_of_another_rank_is_refused() -> None:

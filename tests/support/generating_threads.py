@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from nxdpp.generation.batches import GeneratedBatch
+from nxdpp.generation.checks import check_arguments
 from nxdpp.generation.driver import GenerationDriver
 from nxdpp.generation.generating_rank import GeneratingRank
 from nxdpp.pipeline.first_partition import first_partition
@@ -82,6 +83,7 @@ def generate_on_threads(
 
     On each rank the parameters of others are not-a-number. Raises the first error of a rank.
     """
+    check_arguments(model, None, 1, arguments)
     options = TracingOptions(find_layer_classes(model, transformer_layer_cls))
     partition = first_partition(model, options, stages, even)
     queues: dict[tuple[int, int, str], Queue[Any]] = {

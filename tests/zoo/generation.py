@@ -44,7 +44,6 @@ def judge(task: str, model_type: str) -> Verdict:
     given: dict[str, Any] = ARGUMENTS.get(model_type, {})
     worst, notes = 0.0, []
     for name, settings in _MODES.items():
-        # Images stand at the begin of a row, where its padding would be.
         for padding in (0, 2) if list(batch) == ["input_ids"] else (0,):
             arguments: dict[str, Any] = {**batch, "max_new_tokens": _NEW, **settings}
             if padding:
