@@ -28,8 +28,10 @@ _SWITCHES = {
     "output_attentions": "attentions stay on the ranks of their layers. Leave it out",
     "output_hidden_states": "hidden states stay on the ranks of their layers. Leave it out",
 }
-_OF_TEXT = ("inputs", "input_ids", "attention_mask", "position_ids", "token_type_ids", "decoder_input_ids")
-_OF_TEXT += ("decoder_attention_mask", "labels")
+_OF_TEXT = frozenset(
+    {"inputs", "input_ids", "attention_mask", "position_ids", "token_type_ids", "labels"}
+    | {"decoder_input_ids", "decoder_attention_mask"}
+)
 _PLAIN = (bool, int, float, str, type(None))
 _CACHES = (None, "dynamic", "static", "sliding_window", "hybrid")
 
