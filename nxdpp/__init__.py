@@ -160,5 +160,12 @@ def _move_model_to_device(model: Any, device: Any) -> None:
     move_model_to_device(model, device)
 
 
+def _generate(pipeline: Any, inputs: Any, num_microbatches: int, arguments: Any) -> Any:
+    from nxdpp.generation.generate import generate
+
+    return generate(pipeline, inputs, num_microbatches, arguments)
+
+
+upward.generate = _generate
 upward.save_pretrained = _save_pretrained
 upward.move_model_to_device = _move_model_to_device

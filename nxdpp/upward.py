@@ -8,3 +8,6 @@ save_pretrained: Callable[[Any, Any], None]
 
 move_model_to_device: Callable[[Any, Any], None]
 """``nxdpp.parallel_layers.move_model_to_device``, which NxD's API guide lists under ``parallel_state``."""
+
+generate: Callable[[Any, Any, int, Any], Any]
+"""``generate`` of ``nxdpp.generation``, for a pipeline, the inputs, the number of parts and other arguments."""

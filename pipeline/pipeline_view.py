@@ -7,6 +7,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
+from nxdpp import upward
 from nxdpp.gradients.overlapped_average import AverageReport
 from nxdpp.pipeline.local.tree import follow_training_modes
 from nxdpp.pipeline.local.upkeep import works_on_meta
@@ -107,6 +108,33 @@ class PipelineView(LocalView):
         one rank writes each tensor, whatever ``is_main_process`` is.
         """
         save_directory_of(self, save_directory, positional, arguments)
+
+    def generate(self, inputs: Any = None, *, num_microbatches: int = 1, **arguments: Any) -> Any:
+        """Generate tokens as ``generate`` of transformers; collective over the ranks of a pipeline.
+
+        The tokens equal one process's: the driver, a rank of the last stage, runs transformers' own ``generate``, and
+        all ranks run its forwards, each with the cache of its own layers. Logits stay on the driver, and tokens go to
+        all. Several batches keep all stages busy. The training mode stays as it is: call ``eval()`` before.
+
+        Args:
+            inputs: tokens (B, T), or what the model's ``generate`` takes; also by name (``input_ids``). A list of dicts
+                of inputs is for several batches.
+            num_microbatches: equal parts into which the rows are split; several are generated at a time. Parts and
+                batches that sample have seeds of their own, ``torch.randint(2**63 - 1, (n,))`` of the generator.
+            arguments: of transformers' ``generate``: masks, ``generation_config`` and its fields, ``logits_processor``,
+                ``stopping_criteria``, ``streamer``, ``synced_gpus`` (over data-parallel replicas) and others.
+                Processors and criteria run on the driver, a streamer where it is given.
+
+        Returns:
+            The tokens (B, T + new) on every rank, for a list of batches a list. With ``return_dict_in_generate=True``
+            the output of transformers without its cache; only the driver has scores and logits.
+
+        Raises:
+            ValueError, TypeError: for arguments that cannot be honoured, with the reason: caches and outputs of
+                other ranks' layers, and an assistant. Also what transformers raises, on all ranks.
+            RuntimeError: for a model whose code above the layers needs values of another rank. The job ends.
+        """
+        return upward.generate(self._pipeline, inputs, num_microbatches, arguments)
 
     def gradient_checkpointing_enable(
         self, gradient_checkpointing_kwargs: Mapping[str, Any] | None = None, **arguments: Any

@@ -33,6 +33,7 @@ INTERNAL = {
     "planning",
     "ranks",
     "tensor",
+    "generation",
     "tracing",
     "watching",
 }

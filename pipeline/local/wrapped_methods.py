@@ -67,8 +67,6 @@ def wrapped_method(
     def call(*args: Any, **kwargs: Any) -> Any:
         if name in _REFUSED:
             _refuse(name, "is not possible", _REFUSED[name])
-        if name == "generate":
-            _check_generates(module, tree)
         if name == "num_parameters":
             return _count(module, tree, tied, *args, **kwargs)
         if name == "get_memory_footprint":
@@ -131,19 +129,6 @@ def refused_member(name: str) -> AttributeError:
 
 def _refuse(name: str, reason: str, remedy: str) -> NoReturn:
     raise RuntimeError(f"{name}() of a pipelined model {reason}: {remedy}.")
-
-
-def _check_generates(module: nn.Module, tree: nn.Module) -> None:
-    if is_elsewhere(module, tree):
-        kind = type(module).__name__
-        load = f"{kind}.from_pretrained(directory).generate(...)" if hasattr(module, "from_pretrained") else "load it"
-        _refuse(
-            "generate",
-            "would need all layers, and this rank holds those of its stages",
-            f"call save_pretrained(directory) on every rank, then {load} in one process",
-        )
-    if any(tensor.is_meta for tensor in listings.parameters(tree)):
-        _refuse("generate", "has parameters without values", "call materialise() or move_model_to_device() first")
 
 
 def _count(

@@ -9,7 +9,18 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
-from tests.zoo import TASKS, compiled, initial_values, libraries_sweep, pretrained, tensor, training, types, xla
+from tests.zoo import (
+    TASKS,
+    compiled,
+    generation,
+    initial_values,
+    libraries_sweep,
+    pretrained,
+    tensor,
+    training,
+    types,
+    xla,
+)
 from tests.zoo.libraries import DISTRIBUTIONS, LIBRARIES, cases, is_installed
 from tests.zoo.page import page
 from tests.zoo.results import FOLDER, read, write
@@ -22,8 +33,9 @@ SWEEPS: dict[str, Judge] = {
     "tensor": tensor.judge,
     "xla": xla.judge,
     "compiled": compiled.judge,
+    "generation": generation.judge,
 }
-_WRITTEN = ("training", "xla", "compiled")
+_WRITTEN = ("training", "xla", "compiled", "generation")
 """Sweeps whose rows are kept in files."""
 
 _PAGE = Path(__file__).parents[2] / "docs/zoo.md"
@@ -64,7 +76,7 @@ def _source() -> str:
 
 
 def _by_default(sweep: str) -> list[str]:
-    if sweep in ("xla", "compiled"):
+    if sweep in ("xla", "compiled", "generation"):
         return ["causal-lm"]
     if sweep != "training":
         return [name for name, task in TASKS.items() if task.thorough]

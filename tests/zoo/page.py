@@ -50,7 +50,7 @@ transformers' `batched_mm`, of fixed shapes.
 _LONGEST = 120
 
 
-def page(training: Results, xla: Results, compiled: Results) -> str:
+def page(training: Results, xla: Results, compiled: Results, generation: Results) -> str:
     """Return the page in Markdown."""
     found = training.verdicts
     groups = {
@@ -62,7 +62,8 @@ def page(training: Results, xla: Results, compiled: Results) -> str:
     others = {name: verdicts for name, verdicts in rows.items() if name not in whole}
     lines = _rates("mapping or library", "not built", groups | others)
     lines += ["", *_filled("All types that build are right", [f"{name} {_right(of)}" for name, of in whole.items()])]
-    lines += ["", *textwrap.wrap(_compiled(compiled), 120, break_on_hyphens=False)] if compiled.verdicts else []
+    lines += _in_one_line("Both models compiled by `aot_eager` (`python -m tests.zoo compiled`", compiled)
+    lines += _in_one_line("Tokens and logits of `generate` (`python -m tests.zoo generation`", generation)
     lines += ["", "## Refused or failing", "", *_refused(found)]
     text = _INTRODUCTION.format(source=_source(training)) + "\n".join(lines) + "\n"
     if xla.verdicts:
@@ -74,15 +75,14 @@ def page(training: Results, xla: Results, compiled: Results) -> str:
     return text
 
 
-def _compiled(results: Results) -> str:
+def _in_one_line(words: str, results: Results) -> list[str]:
+    """A paragraph with the share of right types in each task, if there are results."""
     rates = []
     for task, types in results.verdicts.items():
         counted = sum(verdict.result not in APART for verdict in types.values())
         rates.append(f"{task} {100 * _right(types.values()) / counted:.1f} % of {counted}")
-    return (
-        f"Both models compiled by `aot_eager` (`python -m tests.zoo compiled`, {results.source.partition(',')[0]}), "
-        f"right: {', '.join(rates)}."
-    )
+    told = f"{words}, {results.source.partition(',')[0]}), right: {', '.join(rates)}."
+    return ["", *textwrap.wrap(told, 120, break_on_hyphens=False)] if rates else []
 
 
 def _source(results: Results) -> str:

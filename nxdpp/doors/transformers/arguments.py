@@ -9,6 +9,7 @@ from typing import Any
 from transformers import TrainingArguments
 from transformers.training_args import OptimizerNames
 
+from nxdpp.doors.transformers.generating import FIELDS
 from nxdpp.pipeline.layer_compilation import check_options
 from nxdpp.tensor.rank_files import local_path
 
@@ -125,7 +126,7 @@ def compile_options(args: TrainingArguments) -> dict[str, Any]:
 def check_arguments(args: TrainingArguments) -> None:
     """Raise ``ValueError`` for a field of ``args`` that ``PipelineTrainer`` cannot honour; not collective."""
     for field in dataclasses.fields(args):
-        if field.name in HONOURED or field.name in WITHOUT_EFFECT:
+        if field.name in HONOURED | FIELDS or field.name in WITHOUT_EFFECT:
             continue
         value = getattr(args, field.name)
         if value in _NORMALIZED.get(field.name, (_default(field),)):

@@ -9,7 +9,7 @@
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from itertools import islice
 from typing import Any, cast
 
@@ -25,6 +25,7 @@ from transformers.trainer_utils import EvalLoopOutput, PredictionOutput
 
 from nxdpp.doors.transformers.data import check_divided
 from nxdpp.doors.transformers.data_randomness import DataRandomness
+from nxdpp.doors.transformers.generating import GeneratedPredictions
 from nxdpp.doors.transformers.pipelined_model import TrainerModel
 from nxdpp.ranks import parallel_state
 from nxdpp.ranks.faults.waits import Wait
@@ -93,6 +94,22 @@ class EvaluatingTrainer(Trainer):
     _predictions: deque[Prediction]
     _takes_items: bool | None = None
     _evaluated: int = 0
+    _generation: GeneratedPredictions | None = None
+
+    def evaluate(
+        self,
+        eval_dataset: Any = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+        **generation: Any,
+    ) -> dict[str, float]:
+        """Evaluate as ``Trainer``, or with ``predict_with_generate`` as ``Seq2SeqTrainer``.
+
+        ``generation`` are arguments of ``generate``. Raises ``ValueError`` for them without ``predict_with_generate``.
+        """
+        with self._generating(generation):
+            metrics: dict[str, float] = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+        return metrics
 
     def evaluation_loop(
         self,
@@ -112,7 +129,13 @@ class EvaluatingTrainer(Trainer):
         size = 1 if is_own else 2 * parallel_state.get_pipeline_model_parallel_size()
         windows = Windows(dataloader, size, self._randomness.fetching)
         self._windows, self._predictions = windows, deque()
-        self.gather_function = lambda data: gathered(data, windows)
+
+        def gather(data: Any) -> Any:
+            # Seq2SeqTrainer gives the loss of a short last batch the weight of a full one.
+            is_loss = isinstance(data, torch.Tensor) and data.ndim == 1
+            return gathered(data, windows, is_whole=self._generation is not None and is_loss)
+
+        self.gather_function = gather
         try:
             of_windows = cast("DataLoader[Any]", windows)
             with self._randomness.of_call():
@@ -130,10 +153,15 @@ class EvaluatingTrainer(Trainer):
         super().log(logs, start_time)
 
     def predict(
-        self, test_dataset: Dataset[Any], ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
+        self,
+        test_dataset: Dataset[Any],
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "test",
+        **generation: Any,
     ) -> PredictionOutput:
-        """Predict as ``Trainer``; all ranks get all predictions."""
-        output: PredictionOutput = super().predict(test_dataset, ignore_keys, metric_key_prefix)
+        """Predict as ``Trainer``; all ranks get all predictions. Takes and raises as ``evaluate``."""
+        with self._generating(generation):
+            output: PredictionOutput = super().predict(test_dataset, ignore_keys, metric_key_prefix)
         self._correct_speed(output.metrics or {})
         return output
 
@@ -168,9 +196,30 @@ class EvaluatingTrainer(Trainer):
             self._takes_items = self.pipelined.pipeline.takes_number_of_items(given[0])
         return given if self._takes_items else microbatches
 
+    @contextmanager
+    def _generating(self, settings: Mapping[str, Any]) -> Iterator[None]:
+        """Generate the predictions of the block, if the arguments of the trainer say so."""
+        if getattr(self.args, "predict_with_generate", False):
+            self._generation = GeneratedPredictions(self, settings)
+        elif settings:
+            raise ValueError(
+                f"{', '.join(settings)}: arguments of generate need predict_with_generate=True of "
+                f"Seq2SeqTrainingArguments."
+            )
+        try:
+            yield
+        finally:
+            self._generation = None
+
     def _predict(
         self, batches: list[dict[str, Any]], loss_only: bool, ignore_keys: list[str] | None
     ) -> list[Prediction]:
+        if self._generation is not None and not loss_only:
+            losses = [loss for loss, _, _ in self._predict(batches, True, ignore_keys)]
+            prepared = [self._prepare_inputs(batch) for batch in batches]
+            with self.accelerator.autocast():
+                generated = self._generation.of(self.pipelined, prepared)
+            return [(loss, *each) for loss, each in zip(losses, generated, strict=True)]
         if len({tuple(batch) for batch in batches}) > 1:
             # A pass runs one graph.
             return [self._predict([batch], loss_only, ignore_keys)[0] for batch in batches]
@@ -221,12 +270,14 @@ class EvaluatingTrainer(Trainer):
         return logits[0] if len(logits) == 1 else logits
 
 
-def gathered(data: Any, windows: Windows) -> Any:
+def gathered(data: Any, windows: Windows, is_whole: bool = False) -> Any:
     """Return ``data`` (B, ...) of all replicas, (replicas * B, ...), without the rows that fill up the last batch.
 
-    Collective over the replicas. ``data`` are tensors of equal shapes on all of them, also nested.
+    ``is_whole`` keeps these rows. Collective over the replicas. ``data`` are tensors of equal shapes on all of them,
+    also nested.
     """
-    rows = windows.remainder if windows.end_of_dataloader and windows.remainder > 0 else None
+    is_short = windows.end_of_dataloader and windows.remainder > 0 and not is_whole
+    rows = windows.remainder if is_short else None
 
     def gather(tensor: torch.Tensor) -> torch.Tensor:
         own = tensor[None] if tensor.ndim == 0 else tensor.contiguous()

@@ -16,7 +16,7 @@ from accelerate.utils.memory import clear_device_cache
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
-from transformers import PreTrainedModel, TrainingArguments
+from transformers import PreTrainedModel, Seq2SeqTrainer, TrainingArguments
 from transformers.trainer_pt_utils import nested_gather
 from transformers.trainer_utils import TrainOutput
 
@@ -124,6 +124,8 @@ class PipelineTrainer(SavingTrainer, EvaluatingTrainer, ControlledTrainer):
             optimizer_cls_and_kwargs,
             preprocess_logits_for_metrics,
         )
+        if (generation_config := getattr(args, "generation_config", None)) is not None:
+            vars(self.model)["generation_config"] = Seq2SeqTrainer.load_generation_config(generation_config)
         if self.is_world_process_zero():
             checks.warn_of_idle_ranks(self._parts * args.gradient_accumulation_steps)
 

@@ -84,7 +84,9 @@ def test_each_call_that_waits_for_another_rank_is_within_a_wait() -> None:
 
 
 def test_the_table_has_each_exchange() -> None:
-    """Those of doors, of NCCL and of the start are made alike, and are met in the tests of their modules."""
+    """Those of doors, NCCL, the start and generate are made alike, and are met in the tests of their modules."""
+    others = {"comparison of kept gradients", "first message", "new process groups"}
+    others |= {"next token of generate", "next token of the other replicas"}
     calls = [
         call
         for name, tree in _sources()
@@ -93,7 +95,7 @@ def test_the_table_has_each_exchange() -> None:
     ]
     made = {call.args[0].value for call in calls if isinstance(call.args[0], ast.Constant)}
     met = set().union(*_EXCHANGES.values())
-    assert made - met == {"comparison of kept gradients", "first message", "new process groups"}
+    assert made - met == others
 
 
 def _sources() -> Iterator[tuple[str, ast.Module]]:

@@ -1,0 +1,1 @@
+"""Generation over the stages of a pipeline: one rank decides, and all ranks run forwards with caches of their own."""

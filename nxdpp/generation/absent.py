@@ -1,0 +1,151 @@
+"""Tensors that tell which modules they follow from, and tensors whose values only another rank has.
+
+The spine of a model (the code above its layers) runs as it is on every rank, on ordinary tensors where the rank knows
+the values, and on ``AbsentTensor`` objects where it does not::
+
+    hidden = self.embed_tokens(ids)      absent on a rank without the embedding: zeros in the right shape
+    hidden = hidden * self.scale         absent too: it follows from the embedding
+    hidden = layer(hidden)               received, if a module of this rank needs it
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NoReturn
+
+import torch
+
+from nxdpp.pipeline.local.elsewhere_tensors import ElsewhereTensor
+
+Root = tuple[str, int, int]
+"""A tensor that a module returns: the module's name, the number of its call in the forward, and of the tensor."""
+
+# Their results have values of their own.
+_NEW = frozenset(
+    {"new_zeros", "new_ones", "new_full", "new_empty", "zeros_like", "ones_like", "full_like", "empty_like"}
+)
+# They would read values that are not there.
+_READS = frozenset({"__bool__", "__int__", "__float__", "__index__", "__contains__", "item", "tolist", "numpy"})
+_READS |= {"equal", "allclose", "is_nonzero"}
+
+
+class TrackedTensor(torch.Tensor):
+    """A tensor with its values, and ``roots``: the results of modules that it follows from.
+
+    ``touched`` gets the roots of all tensors that code above the layers computes with.
+    """
+
+    roots: frozenset[Root]
+    touched: set[Root] | None = None
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Call ``func``; its tensors follow from the roots of all arguments.
+
+        Raises ``RuntimeError`` for code that writes into an ordinary tensor, or that reads values of an absent one.
+        """
+        kwargs = dict(kwargs or {})
+        name = getattr(func, "__name__", "")
+        tensors = [leaf for leaf in leaves_in((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        tracked = [tensor for tensor in tensors if isinstance(tensor, TrackedTensor)]
+        touched = tracked[0].touched
+        absent = [tensor for tensor in tracked if isinstance(tensor, AbsentTensor)]
+        if touched is not None:
+            touched.update(*(tensor.roots for tensor in tracked))
+        if absent and name in _READS:
+            raise unknown_values(absent[0].roots, f"reads its values ({name})")
+        is_write = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+        if is_write and not isinstance(tensors[0], TrackedTensor):
+            raise unknown_values(tracked[0].roots, f"writes it into another tensor ({name})")
+        with torch._C.DisableTorchFunctionSubclass():
+            if any(isinstance(tensor, ElsewhereTensor) for tensor in tensors):
+                args, kwargs = mapped(lambda leaf: _with_memory(leaf, tracked[0]), (args, kwargs))
+            result = func(*args, **kwargs)
+        if name in _NEW or not isinstance(result, torch.Tensor | tuple | list):
+            return result
+        roots = frozenset().union(*(tensor.roots for tensor in tracked))
+        kind = AbsentTensor if absent else TrackedTensor
+        return mapped(lambda leaf: tracked_as(leaf, roots, kind, touched), result)
+
+
+class AbsentTensor(TrackedTensor):
+    """A tensor whose values another rank has: zeros in its shape and dtype, on the device of this rank."""
+
+
+class ShapelessTensor(AbsentTensor):
+    """A tensor of which this rank does not know the shape either; code may only hand it on."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> NoReturn:
+        """Raise ``RuntimeError``."""
+        name = getattr(func, "__name__", "")
+        roots = roots_of(leaf for leaf in leaves_in((args, dict(kwargs or {}))))
+        raise unknown_values(roots, f"computes with it ({name})")
+
+
+def leaves_in(value: Any) -> Iterator[Any]:
+    """The values in tuples, lists and dicts."""
+    if isinstance(value, tuple | list):
+        for each in value:
+            yield from leaves_in(each)
+    elif isinstance(value, dict):
+        for each in value.values():
+            yield from leaves_in(each)
+    else:
+        yield value
+
+
+def mapped(function: Callable[[Any], Any], value: Any) -> Any:
+    """``value`` with ``function`` applied to each value in its tuples, lists and dicts."""
+    if isinstance(value, tuple | list):
+        made = [mapped(function, each) for each in value]
+        return type(value)(*made) if hasattr(value, "_fields") else type(value)(made)
+    if isinstance(value, dict):
+        items = {key: mapped(function, each) for key, each in value.items()}
+        # An output of transformers has fields.
+        return items if type(value) is dict else type(value)(**items)
+    return function(value)
+
+
+def tracked_as(
+    value: Any, roots: frozenset[Root], kind: type[TrackedTensor] = TrackedTensor, touched: set[Root] | None = None
+) -> Any:
+    """Return a tensor ``value`` as one that follows from ``roots``; other values as they are."""
+    if type(value) is not torch.Tensor:
+        return value
+    made = value.as_subclass(kind)
+    made.roots, made.touched = roots, touched
+    return made
+
+
+def untracked(value: Any) -> Any:
+    """Return a tensor with known values as an ordinary one; other values as they are."""
+    if type(value) is not TrackedTensor:
+        return value
+    with torch._C.DisableTorchFunctionSubclass():
+        return value.as_subclass(torch.Tensor)
+
+
+def roots_of(values: Iterable[Any]) -> frozenset[Root]:
+    """The roots of all tensors among ``values``."""
+    return frozenset().union(*(value.roots for value in values if isinstance(value, TrackedTensor)))
+
+
+def unknown_values(roots: Iterable[Root], reason: str) -> RuntimeError:
+    """The error for code that needs values which only another rank has."""
+    names = ", ".join(sorted({name for name, _, _ in roots}))
+    return RuntimeError(
+        f"generate over a pipeline: code above the layers takes a result of {names}, which another rank runs, and "
+        f"{reason}. Generate in one process: model.save_pretrained(directory) on every rank, then "
+        f"from_pretrained(directory).generate(...)."
+    )
+
+
+def _with_memory(leaf: Any, like: torch.Tensor) -> Any:
+    if not isinstance(leaf, ElsewhereTensor):
+        return leaf
+    if not isinstance(like, AbsentTensor):
+        raise unknown_values(getattr(like, "roots", ()), f"computes with {leaf.held_as}")
+    return torch.zeros(leaf.shape, dtype=leaf.dtype, device=like.device)

@@ -1,0 +1,78 @@
+"""Batches that are generated at once: given as a list, or the rows of one batch in equal parts."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from nxdpp.generation.absent import mapped
+
+
+@dataclass(frozen=True)
+class GeneratedBatch:
+    """Arguments of ``generate`` that differ between batches, and the seed of the batch's random numbers."""
+
+    arguments: dict[str, Any]
+    seed: int = 0
+
+
+def is_list(inputs: Any) -> bool:
+    """Return whether ``inputs`` are several batches."""
+    return isinstance(inputs, list | tuple)
+
+
+def samples(module: Any, arguments: Mapping[str, Any]) -> bool:
+    """Return whether a generation with ``arguments`` draws random numbers."""
+    config = arguments.get("generation_config") or module.generation_config
+    return bool(arguments.get("do_sample", config.do_sample))
+
+
+def batches_of(
+    module: nn.Module, inputs: Any, parts: int, arguments: Mapping[str, Any], device: torch.device
+) -> list[GeneratedBatch]:
+    """Return the batches, with their tensors on ``device``.
+
+    Several batches that sample draw their seeds from torch's generator: ``torch.randint(2**63 - 1, (n,))``.
+    """
+    if is_list(inputs):
+        given = [dict(each) for each in inputs]
+    elif parts == 1:
+        given = [{"inputs": inputs, **_tensors(arguments)}]
+    else:
+        whole = {"inputs": inputs, **_tensors(arguments)}
+        split = {name: value.chunk(parts) for name, value in whole.items() if value is not None}
+        given = [{name: rows[number] for name, rows in split.items()} for number in range(parts)]
+    given = [mapped(lambda each: each.to(device) if isinstance(each, torch.Tensor) else each, one) for one in given]
+    seeds = [0] * len(given)
+    if len(given) > 1 and samples(module, arguments):
+        seeds = torch.randint(2**63 - 1, (len(given),), device="cpu").tolist()
+    return [GeneratedBatch(one, seed) for one, seed in zip(given, seeds, strict=True)]
+
+
+def joined(results: Sequence[Any], module: Any, inputs: Any, parts: int, arguments: Mapping[str, Any]) -> Any:
+    """Return the result of one batch, a list for a list of batches, and the rows of all parts of a batch."""
+    if is_list(inputs):
+        return list(results)
+    if parts == 1:
+        return results[0]
+    longest = max(result.shape[1] for result in results)
+    pad = _padding(module, arguments)
+    if pad is None and any(result.shape[1] != longest for result in results):
+        raise ValueError("the parts of the batch end at different lengths: give pad_token_id")
+    return torch.cat([functional.pad(each, (0, longest - each.shape[1]), value=pad or 0) for each in results])
+
+
+def _tensors(arguments: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in arguments.items() if isinstance(value, torch.Tensor)}
+
+
+def _padding(module: Any, arguments: Mapping[str, Any]) -> int | None:
+    config = arguments.get("generation_config") or module.generation_config
+    for name in ("pad_token_id", "eos_token_id"):
+        value = arguments.get(name, getattr(config, name))
+        if value is not None:
+            return int(value[0] if isinstance(value, list | tuple) else value)
+    return None

@@ -1,0 +1,173 @@
+"""Arguments of ``generate`` that a pipeline cannot honour, and the comparison of arguments between ranks."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers import GenerationConfig, GenerationMixin
+
+from nxdpp.agreement.fingerprint import digest
+from nxdpp.agreement.input_hash import hash_of
+from nxdpp.generation.absent import leaves_in
+from nxdpp.generation.batches import GeneratedBatch, is_list
+from nxdpp.ranks import parallel_state
+from nxdpp.ranks.faults import failure_watch
+from nxdpp.ranks.group_values import gather_values
+from nxdpp.tracing.modules import listings
+
+_REFUSED = {
+    "past_key_values": "caches stay on the ranks of their stages. Leave it out, and give all tokens",
+    "cache_params": "caches stay on the ranks of their stages. Leave it out, and give all tokens",
+    "encoder_outputs": "the encoder runs on its stages. Give the encoder's inputs",
+    "assistant_model": "its tokens would be verified a batch at a time. Leave it out",
+    "trust_remote_code": "such code was not compared with one process. Leave it out",
+    "custom_generate": "it may call parts of the model that other ranks run. Leave it out",
+}
+_SWITCHES = {
+    "output_attentions": "attentions stay on the ranks of their layers. Leave it out",
+    "output_hidden_states": "hidden states stay on the ranks of their layers. Leave it out",
+}
+_OF_TEXT = frozenset(
+    {"inputs", "input_ids", "attention_mask", "position_ids", "token_type_ids", "labels"}
+    | {"decoder_input_ids", "decoder_attention_mask"}
+)
+_PLAIN = (bool, int, float, str, type(None))
+_CACHES = (None, "dynamic", "static", "sliding_window", "hybrid")
+
+
+class AgreedStart(NamedTuple):
+    """What all ranks know of each other before they generate."""
+
+    has_streamer: bool
+    has_equal_random_state: bool
+
+
+def generating_path(root: nn.Module) -> str:
+    """Return the name of the model in ``root`` that generates: ``root`` itself, or the base of a ``PeftModel``.
+
+    Raises ``TypeError`` for a module without one.
+    """
+    if isinstance(root, GenerationMixin):
+        return ""
+    adapters = getattr(root, "peft_config", {})
+    if not any(getattr(each, "is_prompt_learning", False) for each in dict(adapters).values()):
+        for name, module in listings.named_modules(root) if adapters else ():
+            if isinstance(module, GenerationMixin):
+                return name
+    raise TypeError(
+        f"generate needs a model of transformers that generates, such as one of AutoModelForCausalLM, or LoRA on it; "
+        f"this is a {type(root).__name__}."
+    )
+
+
+def check_arguments(module: nn.Module, inputs: Any, parts: int, arguments: Mapping[str, Any]) -> None:
+    """Raise ``ValueError`` or ``TypeError`` for what ``generate`` of ``module`` over a pipeline cannot honour."""
+    for name, reason in _REFUSED.items():
+        if arguments.get(name) is not None:
+            raise ValueError(f"generate over a pipeline cannot honour {name}: {reason}.")
+    if any(getattr(each, "sequence_parallel_enabled", False) for each in listings.modules(module)):
+        raise ValueError(
+            "generate cannot honour sequence_parallel=True, which divides the tokens of a row over the tensor-parallel "
+            "ranks: a forward has one new token. Save the model, and generate without sequence_parallel."
+        )
+    config: Any = arguments.get("generation_config") or module.generation_config
+    for name, reason in _SWITCHES.items():
+        if arguments.get(name, getattr(config, name, None)):
+            raise ValueError(f"generate over a pipeline cannot honour {name}=True: {reason}.")
+    scale = arguments.get("guidance_scale", config.guidance_scale)
+    if scale not in (None, 1):
+        raise ValueError(
+            f"generate over a pipeline cannot honour guidance_scale={scale}, which runs the model a second time for "
+            f"each token, with a cache that other ranks do not know. Leave it out."
+        )
+    cache = arguments.get("cache_implementation", config.cache_implementation)
+    if cache not in _CACHES:
+        raise ValueError(
+            f"generate over a pipeline cannot honour cache_implementation={cache!r}: it keeps 'dynamic' and 'static' "
+            f"caches. Leave it out."
+        )
+    chunk = arguments.get("prefill_chunk_size", config.prefill_chunk_size)
+    if chunk is not None and cache not in (None, "dynamic"):
+        raise ValueError(
+            f"generate over a pipeline cannot honour prefill_chunk_size={chunk} with a {cache!r} cache, which would "
+            f"hold memory for all layers. Leave one of them out."
+        )
+    _check_batches(inputs, parts, arguments, config)
+    for batch in inputs if is_list(inputs) else ({"inputs": inputs, **arguments},):
+        _check_text(batch)
+
+
+def _check_text(batch: Mapping[str, Any]) -> None:
+    """Raise ``ValueError`` for tensors of a batch other than tokens and their masks."""
+    for name, value in batch.items():
+        if isinstance(value, torch.Tensor) and (name not in _OF_TEXT or value.is_floating_point()):
+            raise ValueError(
+                f"generate over a pipeline takes tokens and their masks, and cannot honour {name}: images, sounds and "
+                f"embeddings were not compared with one process. Save the model, and generate in one process."
+            )
+
+
+def _check_batches(inputs: Any, parts: int, arguments: Mapping[str, Any], config: GenerationConfig) -> None:
+    if isinstance(parts, bool) or not isinstance(parts, int) or parts < 1:
+        raise ValueError(f"num_microbatches={parts!r} must be a whole number of at least 1.")
+    if is_list(inputs):
+        if not inputs or not all(isinstance(each, Mapping) for each in inputs):
+            raise TypeError("a list of batches has a dict of inputs for each, such as {'input_ids': ids}.")
+        if parts > 1:
+            raise ValueError("num_microbatches splits one batch: leave it out for a list of batches.")
+    if (parts > 1 or is_list(inputs)) and arguments.get("streamer") is not None:
+        raise ValueError("a streamer shows one batch: generate without a list of batches and num_microbatches.")
+    if parts == 1:
+        return
+    if arguments.get("return_dict_in_generate", config.return_dict_in_generate):
+        raise ValueError(
+            "num_microbatches returns tokens: leave out return_dict_in_generate, or give a list of batches."
+        )
+    tensors = {
+        name: value for name, value in {"inputs": inputs, **arguments}.items() if isinstance(value, torch.Tensor)
+    }
+    rows = {len(value) for value in tensors.values() if value.dim()}
+    if len(rows) != 1 or next(iter(rows)) % parts or len(rows) == 0:
+        raise ValueError(
+            f"num_microbatches={parts} splits the rows of a batch into equal parts; the inputs "
+            f"{', '.join(tensors)} have {sorted(rows)} rows."
+        )
+
+
+def check_same(batches: Sequence[GeneratedBatch], arguments: Mapping[str, Any], training: bool) -> AgreedStart:
+    """Compare the arguments of the ranks of this replica, and whether their models train; collective over them.
+
+    Raises ``ValueError`` on all of them for inputs or settings that differ.
+    """
+    inputs = [
+        hash_of(leaf) for batch in batches for leaf in leaves_in(batch.arguments) if isinstance(leaf, torch.Tensor)
+    ]
+    own = (
+        [int(each) for each in inputs],
+        digest(_settings(arguments, training).encode()).hex(),
+        digest(torch.get_rng_state().numpy().tobytes()).hex(),
+        arguments.get("streamer") is not None,
+    )
+    with failure_watch.reported():
+        everyones = gather_values(own, parallel_state.get_pipeline_control_group())
+        if parallel_state.get_tensor_model_parallel_size() > 1:
+            of_pipelines = gather_values(everyones, parallel_state.get_tensor_control_group())
+            everyones = [each for of_pipeline in of_pipelines for each in of_pipeline]
+    for number, what in enumerate(("tokens or other inputs", "settings")):
+        if any(each[number] != own[number] for each in everyones):
+            raise ValueError(
+                f"the ranks of a pipeline call generate with different {what}: give all of them the same. A DataLoader "
+                f"with shuffle=True needs generator=torch.Generator().manual_seed(seed)."
+            )
+    return AgreedStart(any(each[3] for each in everyones), all(each[2] == own[2] for each in everyones))
+
+
+def _settings(arguments: Mapping[str, Any], training: bool) -> str:
+    plain = {
+        name: value.to_dict() if isinstance(value, GenerationConfig) else value
+        for name, value in arguments.items()
+        if value is not None
+        if isinstance(value, GenerationConfig) or all(isinstance(leaf, _PLAIN) for leaf in leaves_in(value))
+    }
+    return repr([training, torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda"), sorted(plain.items())])

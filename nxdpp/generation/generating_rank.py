@@ -1,0 +1,155 @@
+"""One rank of a generation: its forwards, by the commands of the driver."""
+
+import copy
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from transformers.cache_utils import Cache
+
+from nxdpp.generation.absent import mapped
+from nxdpp.generation.arguments_sent import SentArguments, on_device
+from nxdpp.generation.caches import sizes
+from nxdpp.generation.driven_model import make_cache
+from nxdpp.generation.known_calls import Plans
+from nxdpp.generation.leaves import stage_leaves
+from nxdpp.generation.stage_calls import StageCalls, StageExchange
+from nxdpp.generation.streams import play
+from nxdpp.pipeline.partition.partition import Partition
+from nxdpp.ranks.faults import failure_watch
+from nxdpp.schedules.placement import ListedPlacement, Placement
+from nxdpp.tensor.mappings import gather_from_tensor_model_parallel_region_with_dim
+
+_TOKENS = ("decoder_input_ids", "decoder_inputs_embeds", "input_ids", "inputs_embeds")
+
+_MANY_TOKENS, _FEW = 256, 3
+
+
+class CommandExchange(StageExchange, Protocol):
+    """Messages of a rank of the pipeline, and commands of the rank ``driver`` for all others."""
+
+    rank: int
+    driver: int
+
+    def command(self, value: Any) -> None:
+        """Send ``value`` to all other ranks; on the driver."""
+
+    def next_command(self) -> Any:
+        """Receive the next command; on the other ranks."""
+
+    def finish(self) -> None:
+        """Wait until all messages have been sent."""
+
+
+class GeneratingRank:
+    """The forwards of a rank, and what it knows of the arguments of each of ``count`` batches.
+
+    Args:
+        root: the whole model. Parameters of other ranks are on the meta device.
+        path: the name in it of the model that generates.
+        partition: its stages.
+        placement: the rank of each stage.
+        messages: to the other ranks.
+        device: of this rank.
+        count: number of batches.
+        plans: what earlier forwards have shown, by their kind.
+        logits_are_divided: ``True`` if this rank's logits are of its part of the vocabulary.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        path: str,
+        partition: Partition,
+        placement: Placement | ListedPlacement,
+        messages: CommandExchange,
+        device: torch.device,
+        count: int,
+        plans: Plans,
+        logits_are_divided: bool = False,
+    ) -> None:
+        self.module = root.get_submodule(path)
+        self.messages = messages
+        self.device = device
+        self.sent = [SentArguments() for _ in range(count)]
+        self._calls = StageCalls(
+            stage_leaves(root, partition),
+            messages.rank,
+            placement.rank_of,
+            partition.stages,
+            messages.driver,
+            messages,
+            device,
+            plans,
+        )
+        self._plans = plans
+        self._gathers = messages.rank == messages.driver and logits_are_divided
+
+    def forward(self, path: str, arguments: Mapping[str, Any]) -> Any:
+        """Run the module of ``path`` on this rank."""
+        shapes = [
+            (name, value.shape)
+            for name, value in arguments.items()
+            if isinstance(value, torch.Tensor) and "mask" not in name
+        ]
+        tokens = next((arguments[name] for name in _TOKENS if arguments.get(name) is not None), None)
+        kind = path, None if tokens is None else _kind_of(*tokens.shape[:2])
+        module = self.module.get_submodule(path)
+        if kind not in self._plans and not module.training and (few := few_tokens(arguments, tokens)):
+            # Results of a first forward go to all ranks.
+            self._calls.run(kind, module, few, "few tokens")
+        output = self._calls.run(kind, module, arguments, tuple(shapes))
+        if self._gathers and path == "" and getattr(output, "logits", None) is not None:
+            output.logits = gather_from_tensor_model_parallel_region_with_dim(output.logits, -1)
+        return output
+
+    def follow(self, streamer: Any, has_equal_random_state: bool) -> list[Any]:
+        """Run the driver's commands, until it ends or raises; return its results."""
+        with failure_watch.reported():
+            while True:
+                command = self.messages.next_command()
+                play(streamer, command["events"])
+                if command["do"] in ("end", "error"):
+                    break
+                sent = self.sent[command["batch"]]
+                if command["do"] == "cache":
+                    sent.keep_caches(make_cache(self.module, command["made"], self.device), is_driver=False)
+                else:
+                    given = sent.unpacked(command["changes"], command["arguments"], self.device)
+                    output = self.forward(command["path"], given)
+                    if command["path"] == "":
+                        sent.keep_caches(output, is_driver=False)
+            self.messages.finish()
+        if command["do"] == "error":
+            raise command["error"]
+        if command["random_state"] is not None and has_equal_random_state:
+            torch.set_rng_state(command["random_state"])
+        return [mapped(lambda each: on_device(each, self.device), result) for result in command["results"]]
+
+
+def _kind_of(rows: int, length: int) -> tuple[bool, bool, bool]:
+    """Forwards of one kind tell their dimensions apart alike."""
+    return rows == 1, length == 1, rows == length
+
+
+def few_tokens(arguments: Mapping[str, Any], tokens: torch.Tensor | None) -> dict[str, Any]:
+    """Return ``arguments`` of a forward for few of its ``tokens`` (B, T), with a cache of its own.
+
+    Empty for few tokens, and for arguments that do not follow the tokens.
+    """
+    if tokens is None or tokens.dim() != 2 or tokens.numel() <= _MANY_TOKENS or tokens.shape[1] <= _FEW:
+        return {}
+    few: dict[str, Any] = {}
+    for name, value in arguments.items():
+        if isinstance(value, torch.Tensor) and value.dim() == 2 and value.shape[1] == tokens.shape[1]:
+            if value.shape[0] not in (1, tokens.shape[0]):
+                return {}
+            few[name] = value[:2, :_FEW]
+        elif isinstance(value, Cache) and not any(length for length, _ in sizes(value)):
+            few[name] = copy.deepcopy(value)
+        elif value is None or isinstance(value, bool | int | str):
+            few[name] = value
+        else:
+            return {}
+    return few

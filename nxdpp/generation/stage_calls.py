@@ -1,0 +1,312 @@
+"""A forward of the model over the ranks of a pipeline: each runs the model's own code, and its own modules in it.
+
+::
+
+    rank 0   embed  layers.0  layers.1 ──▶  .         .        .   norm  lm_head       . is a module of the other rank
+    rank 1   .      .         .         ──▶  layers.2 layers.3     norm  lm_head ──▶ logits
+
+The first forward shows which results of modules other ranks need: each result goes to all ranks with its values, as a
+tensor that tells what follows from it. From then on a result goes only to the ranks that need it, and other ranks have
+tensors without values. All ranks see the same code run, so they know all of this without a message.
+"""
+
+from collections import UserDict
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from transformers.cache_utils import Cache
+
+from nxdpp.generation.absent import (
+    AbsentTensor,
+    Root,
+    leaves_in,
+    mapped,
+    roots_of,
+    tracked_as,
+    unknown_values,
+    untracked,
+)
+from nxdpp.generation.caches import CacheUpdate, advance, cache_among, sizes, updates
+from nxdpp.generation.known_calls import CACHE, KnownCall, OutputRule, Plan, Plans, rule_of
+from nxdpp.generation.leaves import StageLeaf, stage_of
+from nxdpp.ranks.faults.board import board
+
+_CALL = "_compiled_call_impl"
+_DIMENSIONS = 8
+
+
+class StageExchange(Protocol):
+    """Messages between the ranks of a pipeline, in the order of their sends."""
+
+    def send(self, tensor: torch.Tensor, destination: int) -> None:
+        """Start to send a dense tensor."""
+
+    def receive(
+        self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, source: int, on_host: bool = False
+    ) -> torch.Tensor:
+        """Receive a tensor; with ``on_host`` one in host memory."""
+
+    def send_value(self, value: Any, destination: int) -> None:
+        """Start to send a value that has a form (``wire_form``)."""
+
+    def receive_value(self, source: int) -> Any:
+        """Receive the value of a ``send_value``."""
+
+
+class StageCalls:
+    """Forwards of one rank.
+
+    Args:
+        leaves: the modules that run as a whole.
+        rank: this rank of the pipeline.
+        rank_of: the rank of a stage.
+        stages: number of stages.
+        driver: the rank that needs the outputs.
+        exchange: messages to the other ranks.
+        device: the device of this rank.
+        plans: what earlier forwards have shown, by their kind.
+    """
+
+    def __init__(
+        self,
+        leaves: Sequence[StageLeaf],
+        rank: int,
+        rank_of: Callable[[int], int],
+        stages: int,
+        driver: int,
+        exchange: StageExchange,
+        device: torch.device,
+        plans: Plans,
+    ) -> None:
+        self._rank = rank
+        self._rank_of = rank_of
+        self._ranks = frozenset(map(rank_of, range(stages)))
+        self._driver = driver
+        self._exchange = exchange
+        self._device = device
+        self._plans = plans
+        # Torch calls this attribute in place of a module with its hooks, as after ``compile()``.
+        self._calls = [(vars(leaf.module), partial(self._call, leaf, leaf.module._call_impl)) for leaf in leaves]
+        self._plan: Plan = {}
+        self._numbers: dict[str, int] = {}
+        self._stage = 0
+        self._signature: Any = None
+        self._has_new = False
+        self._touched: set[Root] = set()
+
+    def run(self, kind: Hashable, module: nn.Module, arguments: Mapping[str, Any], signature: Any) -> Any:
+        """Call ``module`` with ``arguments``, and return its output.
+
+        Every rank calls it with equal arguments. Forwards of one ``kind`` run the same modules, and tell their
+        dimensions apart alike. ``signature`` is hashable, and has the shapes of inputs. The driver's output has all
+        values. Raises ``RuntimeError`` for code that needs values of another rank.
+        """
+        self._plan = self._plans.setdefault(kind, {})
+        self._numbers, self._stage, self._signature, self._has_new = {}, 0, signature, False
+        self._touched = set()
+        compiled = [state.get(_CALL) for state, _ in self._calls]
+        for state, call in self._calls:
+            state[_CALL] = call
+        try:
+            output = module(**arguments)
+        finally:
+            for (state, _), before in zip(self._calls, compiled, strict=True):
+                if before is None:
+                    del state[_CALL]
+                else:
+                    state[_CALL] = before
+        if self._has_new:
+            self._want(roots_of(leaves_in(output)), frozenset({self._driver}))
+            self._want_shapes()
+            output = mapped(untracked, output)
+        if self._rank == self._driver:
+            _refuse_absent(output, "returns it")
+        return output
+
+    def _call(self, leaf: StageLeaf, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Return the result of ``leaf``. What it enters into dicts that layers share is a part of the result."""
+        board.moved()
+        shared = {name: value for name, value in kwargs.items() if isinstance(value, UserDict)}
+        if not shared:
+            return self._result(leaf, forward, args, kwargs)
+
+        def with_entries(*args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
+            own = {name: type(value)(kwargs[name]) for name, value in shared.items()}
+            output = forward(*args, **{**kwargs, **own})
+            given = {name: kwargs[name] for name in own}
+            return output, {
+                name: {key: value for key, value in own[name].items() if value is not given[name].get(key)}
+                for name in own
+            }
+
+        plain = {name: dict(value) for name, value in shared.items()}
+        output, entries = self._result(leaf, with_entries, args, {**kwargs, **plain})
+        for name, value in shared.items():
+            value.update(entries[name])
+        return output
+
+    def _result(
+        self, leaf: StageLeaf, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run ``leaf``, receive its result, or return tensors without values."""
+        number = self._numbers.get(leaf.name, 0)
+        self._numbers[leaf.name] = number + 1
+        stage = stage_of(leaf, self._stage)
+        if leaf.layer_stage is not None:
+            self._stage = stage + leaf.ends_stage
+        known = self._plan.get((leaf.name, number))
+        if known is None:
+            return self._first_call(leaf, number, stage, forward, args, kwargs)
+        if self._has_new:
+            self._want(roots_of(leaves_in((args, kwargs))), known.executors)
+        if self._rank in known.executors:
+            if self._has_new:
+                args, kwargs = mapped(untracked, (args, kwargs))
+            output = self._run(leaf, forward, args, kwargs)
+            if self._rank == known.home and len(known.executors) < len(self._ranks):
+                tensors = [each for each in leaves_in(output) if isinstance(each, torch.Tensor)]
+                known.check(leaf.name, tensors, _first_tensor(args, kwargs))
+                self._send(known, tensors)
+            return output
+        cache, first = cache_among((*args, *kwargs.values())), _first_tensor(args, kwargs)
+        if cache is not None and first is not None:
+            advance(cache, known.updates, first)
+        return self._elsewhere(known, (leaf.name, number), first, cache)
+
+    def _first_call(
+        self,
+        leaf: StageLeaf,
+        number: int,
+        stage: int,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Run ``leaf`` on the rank of ``stage``, and give all ranks its result with its values."""
+        self._has_new = True
+        roots = roots_of(leaves_in((args, kwargs)))
+        home = self._rank_of(stage)
+        # What follows only from the inputs, each rank that can computes itself.
+        executors = frozenset({home} if roots else map(self._rank_of, leaf.stages))
+        home = home if home in executors else min(executors)
+        first = _first_tensor(args, kwargs)
+        cache = cache_among((*args, *kwargs.values()))
+        done: list[CacheUpdate] = []
+        if self._rank in executors:
+            before = sizes(cache)
+            args, kwargs = mapped(untracked, (args, kwargs))
+            output = self._run(leaf, forward, args, kwargs)
+            if first is not None and first.dim() > 1:
+                done = updates(before, cache, first.shape[1])
+            if self._rank == home:
+                message = mapped(lambda each: CACHE if isinstance(each, Cache) else each, output)
+                for other in sorted(self._ranks - executors):
+                    self._exchange.send_value((message, done), other)
+        else:
+            received, done = self._exchange.receive_value(home)
+            if cache is not None and first is not None:
+                advance(cache, done, first)
+            output = mapped(lambda each: cache if each == CACHE else _on(each, self._device), received)
+        self._want(roots, executors)
+        template = mapped(lambda each: rule_of(each, first), output)
+        self._plan[leaf.name, number] = KnownCall(home, executors, template, done)
+        return self._rooted(output, (leaf.name, number))
+
+    def _run(self, leaf: StageLeaf, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        _refuse_absent((args, kwargs), f"gives it to {leaf.name} in this forward only")
+        try:
+            output = forward(*args, **kwargs)
+        except Exception as error:
+            error.add_note(f"in generate: {leaf.name} on pipeline rank {self._rank}")
+            raise
+        _refuse_absent(output, f"{leaf.name} reads it from a cache or an attribute")
+        return output
+
+    def _want(self, roots: frozenset[Root], ranks: frozenset[int]) -> None:
+        for name, number, index in roots:
+            self._plan[name, number].want(index, ranks)
+
+    def _want_shapes(self) -> None:
+        """Send to all ranks what their code computes with, if they would not know its shape."""
+        for name, number, index in self._touched:
+            known = self._plan[name, number]
+            if not known.rules[index].has_shape:
+                known.want(index, self._ranks)
+
+    def _rooted(self, output: Any, key: tuple[str, int]) -> Any:
+        """``output`` of a call, with tensors that tell what follows from it."""
+        index = -1
+
+        def rooted(each: Any) -> Any:
+            nonlocal index
+            if not isinstance(each, torch.Tensor):
+                return each
+            index += 1
+            return tracked_as(each, frozenset({(*key, index)}), touched=self._touched)
+
+        return mapped(rooted, output)
+
+    def _elsewhere(self, known: KnownCall, key: tuple[str, int], first: torch.Tensor | None, cache: Any) -> Any:
+        """The result of a call that another rank runs: with the values that this rank needs."""
+        index = -1
+
+        def made(each: Any) -> Any:
+            nonlocal index
+            if not isinstance(each, OutputRule):
+                return cache if each is CACHE else each
+            index += 1
+            if self._rank in known.wanted.get(index, ()):
+                return self._receive(known, index, each)
+            return each.placeholder(first, (*key, index), self._device)
+
+        return mapped(made, known.template)
+
+    def _send(self, known: KnownCall, tensors: Sequence[torch.Tensor]) -> None:
+        rules = known.rules
+        for index in sorted(known.wanted):
+            tensor = _dense(tensors[index])
+            shape = list(tensor.size()), list(tensor.stride())
+            is_known = known.shapes.get((index, self._signature)) == shape
+            header = None
+            if not is_known:
+                assert not rules[index].has_shape or (index, self._signature) not in known.shapes, "one shape each"
+                header = torch.tensor([tensor.dim(), *shape[0], *shape[1], *[0] * (2 * (_DIMENSIONS - tensor.dim()))])
+                if rules[index].has_shape:
+                    known.shapes[index, self._signature] = shape
+            for destination in sorted(known.wanted[index]):
+                if header is not None:
+                    self._exchange.send(header, destination)
+                self._exchange.send(tensor, destination)
+
+    def _receive(self, known: KnownCall, index: int, rule: OutputRule) -> torch.Tensor:
+        shape = known.shapes.get((index, self._signature))
+        if shape is None:
+            header = self._exchange.receive([2 * _DIMENSIONS + 1], [1], torch.int64, known.home, on_host=True).tolist()
+            shape = header[1 : 1 + header[0]], header[1 + header[0] : 1 + 2 * header[0]]
+            if rule.has_shape:
+                known.shapes[index, self._signature] = shape
+        return self._exchange.receive(*shape, rule.dtype, known.home)
+
+
+def _refuse_absent(values: Any, reason: str) -> None:
+    for value in leaves_in(values):
+        if isinstance(value, AbsentTensor):
+            raise unknown_values(value.roots, reason)
+
+
+def _first_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+    return next((value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)), None)
+
+
+def _on(value: Any, device: torch.device) -> Any:
+    return value.to(device) if isinstance(value, torch.Tensor) else value
+
+
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor``, or a copy where its memory has gaps or overlaps."""
+    if tensor.is_contiguous() or torch.empty_like(tensor, device="meta").stride() == tensor.stride():
+        return tensor
+    return torch.empty_like(tensor).copy_(tensor)

@@ -1,0 +1,238 @@
+"""A pipeline generates the tokens of one process."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from transformers import GenerationConfig, LogitsProcessor, StoppingCriteria, StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
+
+from nxdpp import NxDPPModel, parallel_state, tensor_parallelize
+from tests.generation.generated_models import MODELS, prompt
+from tests.support.models import padded_batch
+from tests.support.run_ranks import run_ranks
+
+pytestmark = pytest.mark.one_python
+
+
+class Odd(LogitsProcessor):
+    """Allows odd tokens."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        scores[:, ::2] = -torch.inf
+        return scores
+
+
+class LongEnough(StoppingCriteria):
+    """Ends a row at 9 tokens."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **others: Any) -> torch.Tensor:
+        return torch.full((len(input_ids),), input_ids.shape[1] >= 9)
+
+
+class Collected(BaseStreamer):
+    """Keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.tokens: list[Any] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.tokens.append(value.tolist())
+
+    def end(self) -> None:
+        self.tokens.append("end")
+
+
+_MASK = prompt(4).new_ones(4, 7)
+_MASK[0, :3] = _MASK[2, :1] = 0
+
+CASES: dict[str, Mapping[str, Any]] = {
+    "greedy": {"max_new_tokens": 6},
+    "sampling": {"max_new_tokens": 6, "do_sample": True, "top_k": 0, "temperature": 1.3},
+    "beams": {"max_new_tokens": 6, "num_beams": 3, "num_return_sequences": 2},
+    "padded": {"max_new_tokens": 6, "attention_mask": _MASK},
+    "processor": {"max_new_tokens": 6, "logits_processor": [Odd()]},
+    "criteria": {"max_new_tokens": 9, "stopping_criteria": StoppingCriteriaList([LongEnough()])},
+    "configuration": {"generation_config": GenerationConfig(max_new_tokens=4, num_beams=2)},
+    "no cache": {"max_new_tokens": 4, "use_cache": False},
+    "static cache": {"max_new_tokens": 4, "cache_implementation": "static"},
+    "chunks": {"max_new_tokens": 4, "prefill_chunk_size": 3},
+    "scores": {"max_new_tokens": 4, "return_dict_in_generate": True, "output_scores": True},
+}
+_NOT_FOR_T5 = ("static cache", "chunks", "criteria")
+
+
+def cases(kind: str) -> dict[str, Mapping[str, Any]]:
+    return {name: case for name, case in CASES.items() if kind != "t5" or name not in _NOT_FOR_T5}
+
+
+def results(generate: Any, kind: str) -> dict[str, Any]:
+    found = {}
+    for name, case in cases(kind).items():
+        torch.manual_seed(3)
+        found[name] = generate(prompt(4), **{"pad_token_id": 0, **case})
+    return found
+
+
+def generated(kind: str, **arguments: Any) -> dict[str, Any]:
+    """Results of a pipelined model on this rank."""
+    module = MODELS[kind]()
+    divided = module if parallel_state.get_tensor_model_parallel_size() == 1 else tensor_parallelize(module)
+    model = NxDPPModel(divided, num_microbatches=2, **arguments).eval()
+    found = results(model.generate, kind)
+    return found | _of_llama(model) if kind == "llama" else found
+
+
+def on_two_ranks(rank: int) -> dict[str, Any]:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    return {
+        "llama": generated("llama"),
+        "adapted gpt2": generated("adapted gpt2", virtual_pipeline_size=2),
+        "t5": generated("t5"),
+        "trainings": [train_around(generates) for generates in (False, True)],
+    }
+
+
+def on_four_ranks(rank: int) -> dict[str, Any]:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2, tensor_model_parallel_size=2)
+    found = {"llama": generated("llama")}
+    divided = NxDPPModel(tensor_parallelize(MODELS["llama"](), sequence_parallel=True))
+    with pytest.raises(ValueError, match="cannot honour sequence_parallel=True"):
+        divided.generate(prompt(2))
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    return {**found, "replica": replica()}
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> list[dict[str, Any]]:
+    return run_ranks(2, on_two_ranks)
+
+
+@pytest.fixture(scope="module")
+def four_ranks() -> list[dict[str, Any]]:
+    return run_ranks(4, on_four_ranks)
+
+
+def _of_llama(model: Any) -> dict[str, Any]:
+    """What is compared with one process on the rank itself."""
+    found: dict[str, Any] = {}
+    long = prompt(4)
+    found["parts"] = model.generate(long, num_microbatches=4, max_new_tokens=6)
+    found["list"] = model.generate([{"input_ids": rows} for rows in long.split([1, 2, 1])], max_new_tokens=6)
+    torch.manual_seed(5)
+    found["sampled list"] = model.generate(
+        [{"input_ids": rows} for rows in long.split(2)], max_new_tokens=6, do_sample=True
+    )
+    streamer = Collected() if model.rank == 0 else None
+    model.generate(long, max_new_tokens=3, streamer=streamer)
+    found["stream"] = streamer and streamer.tokens
+    torch.manual_seed(9)
+    model.generate(long, max_new_tokens=3, do_sample=True)
+    found["random number"] = torch.rand(1).item()
+    with pytest.raises(ValueError, match="past_key_values: caches stay"):
+        model.generate(long, past_key_values=object())
+    with pytest.raises(ValueError, match="output_attentions=True"):
+        model.generate(long, output_attentions=True)
+    with pytest.raises(ValueError, match="cache_implementation='quantized'"):
+        model.generate(long, cache_implementation="quantized")
+    with pytest.raises(ValueError, match="different tokens"):
+        model.generate(long + model.rank, max_new_tokens=2)
+    with pytest.raises(ValueError, match=r"num_beams|temperature|model_kwargs"):
+        model.generate(long, max_new_tokens=2, unknown_argument=3)
+    return found
+
+
+def expected(kind: str) -> dict[str, Any]:
+    whole = MODELS[kind]().eval()
+    found = results(whole.generate, kind)
+    if kind == "llama":
+        long, streamer = prompt(4), Collected()
+        found["parts"] = whole.generate(long, max_new_tokens=6)
+        found["list"] = [whole.generate(rows, max_new_tokens=6) for rows in long.split([1, 2, 1])]
+        torch.manual_seed(5)
+        found["sampled list"] = []
+        for seed, rows in zip(torch.randint(2**63 - 1, (2,)).tolist(), long.split(2), strict=True):
+            torch.manual_seed(seed)
+            found["sampled list"].append(whole.generate(rows, max_new_tokens=6, do_sample=True))
+        whole.generate(long, max_new_tokens=3, streamer=streamer)
+        found["stream"] = streamer.tokens
+        torch.manual_seed(9)
+        whole.generate(long, max_new_tokens=3, do_sample=True)
+        found["random number"] = torch.rand(1).item()
+    return found
+
+
+@pytest.mark.parametrize("kind", ["llama", "adapted gpt2", "t5"])
+def test_tokens_equal_one_process(kind: str, two_ranks: list[dict[str, Any]]) -> None:
+    of_one = expected(kind)
+    for of_rank in two_ranks:
+        assert_equal(of_rank[kind], of_one)
+    first, last = two_ranks
+    assert all(map(torch.equal, last[kind]["scores"]["scores"], of_one["scores"]["scores"]))
+    assert first[kind]["scores"].get("scores") is None
+
+
+def test_tensor_ranks_have_the_tokens_of_one_process(four_ranks: list[dict[str, Any]]) -> None:
+    of_one = expected("llama")
+    for of_rank in four_ranks:
+        assert_equal(of_rank["llama"], of_one)
+    for ours, theirs in zip(four_ranks[2]["llama"]["scores"]["scores"], of_one["scores"]["scores"], strict=True):
+        # The tensor ranks' sums have a different order.
+        assert (ours - theirs).abs().max() < 1e-5 * theirs.abs().max()
+
+
+def assert_equal(found: Mapping[str, Any], of_one: Mapping[str, Any]) -> None:
+    for name, tokens in of_one.items():
+        ours = found[name]
+        if name == "stream":
+            assert ours in (tokens, None)
+        elif isinstance(tokens, list):
+            assert all(map(torch.equal, ours, tokens)), name
+        elif isinstance(tokens, float):
+            assert ours == tokens, name
+        elif isinstance(tokens, dict):
+            assert torch.equal(ours["sequences"], tokens["sequences"]), name
+            assert ours.get("past_key_values") is None
+        else:
+            assert torch.equal(ours, tokens), name
+
+
+def train_around(generates: bool) -> list[float]:
+    """Losses of a training that generates after each step, or does not."""
+    torch.manual_seed(1)
+    model = NxDPPModel(MODELS["dropped gpt2"](), num_microbatches=2, broadcast_and_average_loss=True)
+    optimizer = torch.optim.SGD(model.local_parameters(), lr=0.1)
+    found = []
+    for step in range(3):
+        found.append(model.run_train(**padded_batch(4, seed=step)).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        if generates:
+            model.eval()
+            states = [vars(module).copy() for module in model.original_module.modules()]
+            model.generate(prompt(2), max_new_tokens=3, num_beams=2)
+            assert [vars(module) for module in model.original_module.modules()] == states
+            model.train()
+    return found
+
+
+def test_a_training_continues_as_without_it(two_ranks: list[dict[str, Any]]) -> None:
+    for rank in two_ranks:
+        first, second = rank["trainings"]
+        assert first == second
+
+
+def replica() -> Any:
+    """Tokens of this replica; the replicas end after different numbers of tokens."""
+    model = NxDPPModel(MODELS["llama"]()).eval()
+    number = parallel_state.get_data_parallel_rank()
+    return model.generate(prompt(2, seed=number), max_new_tokens=2 + 3 * number, synced_gpus=True)
+
+
+def test_replicas_end_together(four_ranks: list[dict[str, Any]]) -> None:
+    whole = MODELS["llama"]().eval()
+    for rank, found in enumerate(four_ranks):
+        number = rank % 2
+        assert torch.equal(found["replica"], whole.generate(prompt(2, seed=number), max_new_tokens=2 + 3 * number))

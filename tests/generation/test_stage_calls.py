@@ -1,0 +1,96 @@
+"""Models whose spines, caches or outputs are unlike Llama's, on ranks that are threads."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers.cache_utils import DynamicCache
+
+from nxdpp.generation.absent import AbsentTensor, ShapelessTensor, TrackedTensor, roots_of, tracked_as
+from nxdpp.generation.generating_rank import few_tokens
+from tests.generation.generated_models import MODELS, prompt
+from tests.support.generating_threads import generate_on_threads
+from tests.zoo import build, generation
+from tests.zoo.comparison import without_randomness
+
+_TYPES = ("gemma3_text", "jamba", "falcon_mamba", "zamba2", "biogpt", "bart")
+_SETTINGS: dict[str, Any] = {
+    "max_new_tokens": 4,
+    "num_beams": 2,
+    "pad_token_id": 0,
+    "return_dict_in_generate": True,
+    "output_logits": True,
+}
+_ROOTS = frozenset({("embedding", 0, 0)})
+
+
+@pytest.mark.parametrize("name", _TYPES)
+def test_tokens_and_logits_equal_one_process(name: str) -> None:
+    model: Any = build("seq2seq-lm" if name == "bart" else "causal-lm", name).eval()
+    without_randomness(model)
+    mask = torch.ones_like(prompt(2))
+    mask[0, :2] = 0
+    given = {"input_ids": prompt(2), "attention_mask": mask, **_SETTINGS}
+    expected = copy.deepcopy(model).generate(**given)
+
+    first, *_, last = generate_on_threads(model, 2, given)
+
+    assert torch.equal(first["sequences"], expected["sequences"])
+    assert all(map(torch.equal, last["logits"], expected["logits"]))
+
+
+def test_an_image_is_refused() -> None:
+    verdict = generation.judge("image-text-to-text", "llava")
+    assert (verdict.result, "cannot honour pixel_values: images" in verdict.words) == ("refused", True)
+
+
+def test_a_spine_that_reads_a_value_of_another_rank_is_refused() -> None:
+    class ReadsMean(type(MODELS["llama"]())):  # type: ignore[misc]  # a class that a call returns
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            output = super().forward(*args, **kwargs)
+            output.logits = output.logits * self.model.embed_tokens(kwargs["input_ids"]).mean().item()
+            return output
+
+    model = MODELS["llama"]()
+    model.__class__ = ReadsMean
+    with pytest.raises(RuntimeError, match=r"takes a result of model.embed_tokens.*reads its values \(item\)"):
+        generate_on_threads(model.eval(), 2, {"input_ids": prompt(2), "max_new_tokens": 3})
+
+
+def test_what_follows_from_an_absent_tensor_is_absent() -> None:
+    absent = tracked_as(torch.zeros(2, 3), _ROOTS, AbsentTensor)
+    known = tracked_as(torch.ones(2, 3), frozenset({("norm", 0, 0)}))
+
+    assert type(absent.sum(0) + 1) is AbsentTensor
+    assert roots_of([torch.cat([absent, known])]) == {("embedding", 0, 0), ("norm", 0, 0)}
+    assert type(known * 2) is TrackedTensor
+    assert type(torch.zeros_like(absent)) is torch.Tensor
+    assert absent.shape == (2, 3)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [bool, lambda absent: absent.tolist(), lambda absent: torch.zeros(1).copy_(absent), nn.functional.relu],
+)
+def test_reads_and_writes_of_absent_values_are_refused(use: Callable[[Any], Any]) -> None:
+    kind = ShapelessTensor if use is nn.functional.relu else AbsentTensor
+    with pytest.raises(RuntimeError, match="a result of embedding, which another rank runs"):
+        use(tracked_as(torch.zeros(1), _ROOTS, kind))
+
+
+def test_a_long_prompt_is_planned_on_few_tokens() -> None:
+    model, ids = MODELS["llama"]().eval(), prompt(3, 100)
+    given = {"input_ids": ids, "attention_mask": torch.ones_like(ids).index_fill(1, torch.tensor([0]), 0)}
+    cache = DynamicCache(config=model.config)
+
+    few = few_tokens({**given, "past_key_values": cache, "use_cache": True}, ids)
+
+    assert few["input_ids"].shape == few["attention_mask"].shape == (2, 3)
+    assert few["past_key_values"] is not cache
+    assert few_tokens({**given, "pixel_values": torch.ones(3, 4, 4)}, ids) == {}
+    expected = copy.deepcopy(model).generate(**given, **_SETTINGS)
+    found = generate_on_threads(model, 2, {**given, **_SETTINGS})
+    assert all(map(torch.equal, found[-1]["logits"], expected["logits"]))
