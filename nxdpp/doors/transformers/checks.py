@@ -41,9 +41,9 @@ def check_model(model: Any, trainer: type[Trainer], loss_function: Any, of_libra
         raise ValueError(f"{trainer.__name__} has a compute_loss of its own, which a pipeline does not call: {remedy}")
 
 
-def check_scaling(is_scaled: bool | None) -> None:
-    """Raise ``ValueError`` for a ``loss_is_scaled_for_ga`` of a subclass."""
-    if is_scaled is not None:
+def check_scaling(is_scaled: bool | None, of_library: bool | None) -> None:
+    """Raise ``ValueError`` for a ``loss_is_scaled_for_ga`` of a subclass, other than the one ``of_library``."""
+    if is_scaled is not of_library:
         raise ValueError(
             f"PipelineTrainer cannot honour loss_is_scaled_for_ga={is_scaled}, which belongs to an own compute_loss. "
             f"Leave it at None, and return the scaled loss from the model's forward."

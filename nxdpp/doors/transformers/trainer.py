@@ -95,7 +95,7 @@ class PipelineTrainer(SavingTrainer, EvaluatingTrainer, ControlledTrainer):
         args = TrainingArguments("tmp_trainer") if args is None else args
         check_arguments(args, self._fields)
         checks.check_model(model, type(self), compute_loss_func, self._library)
-        checks.check_scaling(self.loss_is_scaled_for_ga)
+        checks.check_scaling(self.loss_is_scaled_for_ga, self._library.loss_is_scaled_for_ga)
         checks.check_optimizer(optimizer_cls_and_kwargs)
         checks.check_pipeline_arguments(pipeline_arguments)
         self._parts = checks.parts_of_batch(num_microbatches, args.gradient_accumulation_steps)
@@ -146,7 +146,7 @@ class PipelineTrainer(SavingTrainer, EvaluatingTrainer, ControlledTrainer):
         """
         if trial is not None:
             raise ValueError("PipelineTrainer cannot honour trial: start a training for each choice of arguments.")
-        checks.check_scaling(self.loss_is_scaled_for_ga)
+        checks.check_scaling(self.loss_is_scaled_for_ga, self._library.loss_is_scaled_for_ga)
         self._step.clear()
         with self._randomness.of_call():
             return super().train(resume_from_checkpoint, ignore_keys_for_eval=ignore_keys_for_eval)

@@ -126,16 +126,13 @@ class PipelineDPOTrainer(DPOTrainer, ScoredTrainer):  # type: ignore[misc]  # TR
     def _loss_fn(self) -> Callable[..., torch.Tensor]:
         def loss(
             scores: dict[str, Any],
-            input_ids: torch.Tensor,
             completion_mask: torch.Tensor,
             ref_chosen_logps: torch.Tensor,
             ref_rejected_logps: torch.Tensor,
         ) -> torch.Tensor:
             inputs = {
-                "input_ids": input_ids,
-                "completion_mask": completion_mask,
-                # For the count of tokens, which is not this call's.
-                "attention_mask": completion_mask,
+                # The scores are there, and tokens are not counted here: the two are only read.
+                **dict.fromkeys(("input_ids", "attention_mask", "completion_mask"), completion_mask),
                 _CHOSEN: ref_chosen_logps,
                 _REJECTED: ref_rejected_logps,
             }
@@ -147,7 +144,8 @@ class PipelineDPOTrainer(DPOTrainer, ScoredTrainer):  # type: ignore[misc]  # TR
         return {**batch, "labels": batch["input_ids"].masked_fill(batch["completion_mask"] == 0, -100)}
 
     def _run(self, batches: list[dict[str, Any]], items: Any) -> list[torch.Tensor]:
-        return super()._run(self._with_references(batches), items)
+        # TRL's loss is the mean of each batch, also where a collator gives labels to count.
+        return super()._run(self._with_references(batches), None)
 
     def _predict(
         self, batches: list[dict[str, Any]], loss_only: bool, ignore_keys: list[str] | None

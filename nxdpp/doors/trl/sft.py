@@ -95,8 +95,5 @@ class PipelineSFTTrainer(SFTTrainer, ScoredTrainer):  # type: ignore[misc]  # TR
         self._cut_scored()
 
     def _loss_fn(self) -> Callable[..., torch.Tensor]:
-        def loss(scores: dict[str, Any], labels: torch.Tensor) -> torch.Tensor:
-            # The count of tokens, which compute_loss needs a mask for, is not this call's.
-            return self._differentiated({"labels": labels, "attention_mask": labels}, scores)
-
-        return loss
+        # compute_loss asks for a mask to count tokens, which is not done here.
+        return lambda scores: self._differentiated({"attention_mask": scores["label_mask"]}, scores)

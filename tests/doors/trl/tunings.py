@@ -18,7 +18,7 @@ from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 from nxdpp.integrations import PipelineDPOTrainer, PipelineSFTTrainer
 from tests.support.models import VOCABULARY, llama, mixtral, qwen3, tied_llama
 
-_SPECIAL = ["<pad>", "<s>", "</s>", "<user>", "<assistant>"]
+_SPECIAL = ["<pad>", "<s>", "</s>", "<user>", "<assistant>", "<unk>"]
 _TEMPLATE = (
     "{% for message in messages %}{% if message.role == 'assistant' %}<assistant> "
     "{% generation %}{{ message.content }} </s>{% endgeneration %} {% else %}<user> {{ message.content }} {% endif %}"
@@ -29,7 +29,7 @@ _TEMPLATE = (
 def tokenizer() -> PreTrainedTokenizerFast:
     """Words w0, w1, ..., and a chat template that marks the assistant's tokens."""
     words = [*_SPECIAL, *(f"w{number}" for number in range(VOCABULARY - len(_SPECIAL)))]
-    inner = Tokenizer(WordLevel({word: number for number, word in enumerate(words)}))
+    inner = Tokenizer(WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>"))
     inner.pre_tokenizer = WhitespaceSplit()
     return PreTrainedTokenizerFast(
         tokenizer_object=inner, pad_token="<pad>", bos_token="<s>", eos_token="</s>", chat_template=_TEMPLATE
@@ -160,9 +160,7 @@ TUNINGS = {
     "recomputed adapters": Tuning({"gradient_checkpointing": True}, adapted="before"),
     "dynamic": Tuning({"loss_type": "dft", "max_grad_norm": 0.1}),
     "split": Tuning({"gradient_accumulation_steps": 2}, pipeline={"num_microbatches": 4}),
-    "interleaved": Tuning(
-        model=partial(llama, LAYERS, tie_word_embeddings=True), pipeline={"virtual_pipeline_size": 2}
-    ),
+    "interleaved": Tuning(model=tied_llama, pipeline={"virtual_pipeline_size": 2}),
     "experts": Tuning(model=mixtral),
     "pairs": Tuning(_EVALUATED, pairs, evaluated=8, reference=llama),
     "pairs with adapters": Tuning(_EVALUATED, pairs, qwen3, adapted="by the trainer", evaluated=8),
