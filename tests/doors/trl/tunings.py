@@ -164,14 +164,24 @@ TUNINGS = {
     "experts": Tuning(model=mixtral),
     "pairs": Tuning(_EVALUATED, pairs, evaluated=8, reference=llama),
     "pairs with adapters": Tuning(_EVALUATED, pairs, qwen3, adapted="by the trainer", evaluated=8),
-    "pairs after adapters": Tuning({}, pairs, adapted="before"),
+    "pairs after adapters": Tuning(
+        {"loss_type": "hinge", "f_divergence_type": "js_divergence"}, pairs, adapted="before"
+    ),
     "known references": Tuning(
-        {"precompute_ref_log_probs": True, "loss_type": ["ipo", "sft"], "loss_weights": [1.0, 0.5], **_EVALUATED},
+        {
+            "precompute_ref_log_probs": True,
+            "loss_type": ["ipo", "sft"],
+            "loss_weights": [1.0, 0.5],
+            "beta": 0.5,
+            **_EVALUATED,
+        },
         pairs,
         evaluated=8,
     ),
     "weighted pairs": Tuning(
-        {"use_weighting": True, "ld_alpha": 0.5, "loss_type": "hinge", "bf16": True}, pairs, reference=llama
+        {"use_weighting": True, "ld_alpha": 0.5, "label_smoothing": 0.1, "loss_type": "robust", "bf16": True},
+        pairs,
+        reference=llama,
     ),
 }
 
