@@ -16,7 +16,8 @@ class PipelineSFTTrainer(SFTTrainer, ScoredTrainer):  # type: ignore[misc]  # TR
     Data sets, chat templates, packing, completion masks and adapters are TRL's. The last stage computes the
     log-probabilities (B, T - 1) of the labels, and sends these; logits go to no other rank. Losses and the metrics
     ``mean_token_accuracy``, ``entropy`` and ``num_tokens`` equal ``SFTTrainer`` in one process whose
-    ``per_device_train_batch_size`` is the one here times the number of replicas.
+    ``per_device_train_batch_size`` is the one here times the number of replicas. ``eval_loss`` is the mean over the
+    batches of each replica, as in TRL with several processes.
 
     Every rank makes it with the same arguments and calls the same methods, as for ``PipelineTrainer``.
 

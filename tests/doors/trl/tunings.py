@@ -101,14 +101,16 @@ class Tuning:
         """``True`` for pairs."""
         return self.data is pairs
 
-    def trainer(self, folder: Path, replicas: int = 1, *, over_ranks: bool = False, **pipeline: Any) -> Any:
-        """Return the trainer; one process takes the batches of ``replicas``."""
+    def trainer(
+        self, folder: Path, replicas: int = 1, evaluated_by: int = 1, *, over_ranks: bool = False, **pipeline: Any
+    ) -> Any:
+        """Return the trainer; one process trains on the batches of ``replicas``, and evaluates others' together."""
         torch.manual_seed(0)
         model = self.model()
         args = {**_SHARED, **self.args, "output_dir": str(folder)}
         if not over_ranks:
-            for name in ("per_device_train_batch_size", "per_device_eval_batch_size"):
-                args[name] *= replicas
+            args["per_device_train_batch_size"] *= replicas
+            args["per_device_eval_batch_size"] *= evaluated_by
         given: dict[str, Any] = {"train_dataset": self.data(24), "processing_class": tokenizer()}
         if self.evaluated:
             given["eval_dataset"] = self.data(self.evaluated)
@@ -147,11 +149,12 @@ _SHARED: dict[str, Any] = {
     "learning_rate": 1e-3,
 }
 _EVALUATED = {"eval_strategy": "steps", "eval_steps": 2}
+_SAVED = {**_EVALUATED, "save_strategy": "steps", "save_steps": 2}
 _PACKED = {"packing": True, "max_length": 16, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 2}
 
 TUNINGS = {
     "texts": Tuning({**_EVALUATED, "logging_steps": 2, "max_steps": 4}, evaluated=8),
-    "completions of a Qwen": Tuning(_EVALUATED, completions, qwen3, evaluated=8),
+    "completions of a Qwen": Tuning(_SAVED, completions, qwen3, evaluated=8),
     "whole texts of completions": Tuning({"completion_only_loss": False}, completions),
     "chats": Tuning({"assistant_only_loss": True, **_EVALUATED}, chats, qwen3, evaluated=8),
     "packed": Tuning({**_PACKED, "max_length": 24}),
@@ -163,7 +166,7 @@ TUNINGS = {
     "interleaved": Tuning(model=tied_llama, pipeline={"virtual_pipeline_size": 2}),
     "experts": Tuning(model=mixtral),
     "pairs": Tuning(_EVALUATED, pairs, evaluated=8, reference=llama),
-    "pairs with adapters": Tuning(_EVALUATED, pairs, qwen3, adapted="by the trainer", evaluated=8),
+    "pairs with adapters": Tuning(_SAVED, pairs, qwen3, adapted="by the trainer", evaluated=8),
     "pairs after adapters": Tuning(
         {"loss_type": "hinge", "f_divergence_type": "js_divergence"}, pairs, adapted="before"
     ),
@@ -185,5 +188,10 @@ TUNINGS = {
     ),
 }
 
-REPLICATED = ["completions of a Qwen", "pairs with adapters"]
-"""Fine-tunings that two replicas run too."""
+RESUMED = ["completions of a Qwen", "pairs with adapters"]
+"""Fine-tunings with a checkpoint after step 2; two replicas run them too."""
+MORE = (
+    *("texts", "whole texts of completions", "cut in pieces", "recomputed adapters", "dynamic", "split", "interleaved"),
+    *("experts", "pairs after adapters"),
+)
+"""Fine-tunings of the sweep."""
