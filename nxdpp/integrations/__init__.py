@@ -22,11 +22,16 @@ _LIBRARIES = ("accelerate", "datasets", "peft", "trl")
 def _module_with(name: str) -> ModuleType:
     try:
         if name == "PipelineTrainer":
-            from nxdpp.doors.transformers import trainer as module
-        elif name == "PipelineSFTTrainer":
-            from nxdpp.doors.trl import sft as module
-        else:
-            from nxdpp.doors.trl import dpo as module
+            from nxdpp.doors.transformers import trainer
+
+            return trainer
+        if name == "PipelineSFTTrainer":
+            from nxdpp.doors.trl import sft
+
+            return sft
+        from nxdpp.doors.trl import dpo
+
+        return dpo
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
         if missing not in _LIBRARIES:
@@ -36,7 +41,6 @@ def _module_with(name: str) -> ModuleType:
             f"nxdpp.integrations.{name} needs {missing}: install the extra, pip install -c constraints.txt "
             f"'.[{extra}]' in the clone of nxdpp."
         ) from error
-    return module
 
 
 __getattr__, __dir__ = late_names(__name__, __all__, _module_with)

@@ -64,7 +64,7 @@ class PipelineDPOTrainer(DPOTrainer, ScoredTrainer):  # type: ignore[misc]  # TR
             *("discopop_tau", "ref_model_mixup_alpha", "ref_model_sync_steps"),
         }
     )
-    _scores = ("log_probs", "entropy", "mean_logits", "is_top1")
+    _scores: tuple[str, ...] = ("log_probs", "entropy", "mean_logits", "is_top1")
     _is_complete = False
     _reference: TrainerModel | None = None
     prediction_step = EvaluatingTrainer.prediction_step
@@ -232,7 +232,8 @@ class PipelineDPOTrainer(DPOTrainer, ScoredTrainer):  # type: ignore[misc]  # TR
                 f"{type(dataset).__name__}. Give a ref_model, or use a Dataset."
             )
         loader = self.accelerator.prepare(DataLoader(dataset, batch_size, collate_fn=self.data_collator))
-        batches, found = iter(loader), []
+        batches = iter(loader)
+        found: list[torch.Tensor] = []
         with self.compute_loss_context_manager(), self.accelerator.autocast():
             while window := list(islice(batches, 2 * parallel_state.get_pipeline_model_parallel_size())):
                 known = self._with_references([self._prepare_inputs(batch) for batch in window])

@@ -11,7 +11,7 @@ a pipeline has the backbone and the layer on different ranks.
 
 from collections.abc import Sequence
 from types import MethodType, SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from peft import PeftModel
@@ -26,8 +26,7 @@ _AUXILIARY = "aux_loss"
 
 def causal_model(model: nn.Module) -> PreTrainedModel:
     """Return the model itself, inside of adapters."""
-    inner: PreTrainedModel = model.get_base_model() if isinstance(model, PeftModel) else model  # type: ignore[assignment]
-    return inner
+    return cast(PreTrainedModel, model.get_base_model() if isinstance(model, PeftModel) else model)
 
 
 def return_scores(model: nn.Module, names: Sequence[str], with_routers: bool = False) -> None:
@@ -38,7 +37,7 @@ def return_scores(model: nn.Module, names: Sequence[str], with_routers: bool = F
     layer that is not an ``nn.Linear``.
     """
     causal = causal_model(model)
-    head = causal.get_output_embeddings()
+    head: Any = causal.get_output_embeddings()
     linears = [head] if type(head) is nn.Linear else _saved_linears(head)
     if not linears:
         raise ValueError(
@@ -47,11 +46,11 @@ def return_scores(model: nn.Module, names: Sequence[str], with_routers: bool = F
         )
     fields = (*names, MASK, *([_AUXILIARY] if with_routers else []))
     for linear in linears:
-        linear.forward = MethodType(_scoring_linear(causal.config, names, fields), linear)
-    causal.forward = MethodType(_scoring_model(causal, fields), causal)
+        vars(linear)["forward"] = MethodType(_scoring_linear(causal.config, names, fields), linear)
+    vars(causal)["forward"] = MethodType(_scoring_model(causal, fields), causal)
 
 
-def scores_of(output: dict[str, Any]) -> FusedCausalLMOutput:
+def scores_of(output: dict[str, Any]) -> Any:
     """Return the dict of a model's scores as TRL's code reads it."""
     return FusedCausalLMOutput(**output)
 
@@ -90,7 +89,7 @@ def _scoring_model(model: PreTrainedModel, fields: Sequence[str]) -> Any:
     plain = model.forward
     asked = {"output_router_logits": True} if _AUXILIARY in fields else {}
 
-    def forward(self: PreTrainedModel, *args: Any, labels: torch.Tensor | None = None, **kwargs: Any) -> Any:
+    def forward(self: Any, *args: Any, labels: torch.Tensor | None = None, **kwargs: Any) -> Any:
         if labels is None:
             return plain(*args, **kwargs)
         hidden = self.base_model(*args, **{**kwargs, "use_cache": False, **asked})

@@ -42,7 +42,7 @@ class PipelineSFTTrainer(SFTTrainer, ScoredTrainer):  # type: ignore[misc]  # TR
             *("pad_to_multiple_of", "completion_only_loss", "assistant_only_loss", "loss_type"),
         }
     )
-    _scores = ("log_probs", "entropy", "is_top1")
+    _scores: tuple[str, ...] = ("log_probs", "entropy", "is_top1")
     prediction_step = EvaluatingTrainer.prediction_step
 
     def __init__(

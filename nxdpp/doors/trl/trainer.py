@@ -11,10 +11,11 @@ TRL's ``compute_loss`` calls the model itself. Here it is given a function that 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from peft import PeftModel
+from torch import nn
 
 from nxdpp.doors.transformers import checks
 from nxdpp.doors.transformers.arguments import check_arguments
@@ -80,7 +81,7 @@ class ScoredTrainer(PipelineTrainer):
                 "num_microbatches splits batches, and the auxiliary loss of the experts is a mean over a batch. Use "
                 "num_microbatches=gradient_accumulation_steps; or router_aux_loss_coef=0.0."
             )
-        return_scores(self.model, self._scores, self.aux_loss_enabled)
+        return_scores(cast(nn.Module, self.model), self._scores, self.aux_loss_enabled)
         self._pipeline_arguments["loss_fn"] = self._loss_fn()
         super()._cut()
 
@@ -137,7 +138,9 @@ class ScoredTrainer(PipelineTrainer):
 
     def _loss(self, inputs: dict[str, Any], scores: Scores, items: Any) -> torch.Tensor:
         output = scores_of(scores)
-        loss: torch.Tensor = self.compute_loss(lambda **_: output, inputs, num_items_in_batch=items)
+        # Its annotations ask for a module.
+        compute: Any = self.compute_loss
+        loss: torch.Tensor = compute(lambda **_: output, inputs, num_items_in_batch=items)
         return loss
 
     @contextmanager

@@ -11,7 +11,7 @@ from peft import PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from tests.doors.transformers.test_trainer import Logs, assert_alike, marked
+from tests.doors.transformers.test_trainer import Logs, asked, assert_alike, marked
 from tests.doors.trl.tunings import MORE, RESUMED, TUNINGS
 from tests.support.run_ranks import run_ranks
 
@@ -54,8 +54,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def one_pipeline(request: pytest.FixtureRequest, folder: Path) -> list[Any]:
     """The logs of the trainings that are compared in this run, and of the resumed ones."""
-    asked = [item.callspec.params.get("name") for item in request.session.items if hasattr(item, "callspec")]
-    names = [name for name in TUNINGS if name in [*asked, *RESUMED]]
+    names = list(dict.fromkeys([*RESUMED, *asked(request, TUNINGS)]))
     return run_ranks(2, tune_one_pipeline, folder, names, timeout=150.0)
 
 
