@@ -90,8 +90,6 @@ REFUSED = {
     "fsdp_config": _FSDP,
     "deepspeed": _FSDP,
     "debug": "its hooks would not see other ranks' stages. Leave it out.",
-    "activation_offloading": "its hooks are for a model in one process. Set gradient_checkpointing=True.",
-    "sync_ref_model": "its callback copies whole models. Leave it out.",
 }
 """Fields that are refused with a value other than their default, with the reason and the remedy."""
 

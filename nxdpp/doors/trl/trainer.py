@@ -26,6 +26,12 @@ from nxdpp.doors.trl.scores import return_scores, scores_of
 
 Scores = dict[str, Any]
 
+REFUSED = {
+    "activation_offloading": "its hooks are for a model in one process. Set gradient_checkpointing=True.",
+    "sync_ref_model": "its callback copies whole models. Leave it out.",
+}
+"""Fields of TRL's configurations that are refused, with the reason and the remedy."""
+
 
 class ScoredTrainer(PipelineTrainer):
     """A ``PipelineTrainer`` below a trainer of TRL in the order of classes."""
@@ -53,6 +59,9 @@ class ScoredTrainer(PipelineTrainer):
         if args is None:
             return
         check_arguments(args, cls._fields)
+        for name, reason in REFUSED.items():
+            if getattr(args, name, False):
+                raise ValueError(f"{cls.__name__} cannot honour {name}=True: {reason}")
         if (args.gradient_checkpointing_kwargs or {}).get("selective"):
             raise ValueError(
                 f"{cls.__name__} cannot honour gradient_checkpointing_kwargs={{'selective': True}}: it changes the "
