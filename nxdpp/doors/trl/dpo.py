@@ -65,6 +65,7 @@ class PipelineDPOTrainer(DPOTrainer, ScoredTrainer):  # type: ignore[misc]  # TR
         }
     )
     _scores: tuple[str, ...] = ("log_probs", "entropy", "mean_logits", "is_top1")
+    precompute_ref_logps: bool
     _is_complete = False
     _reference: TrainerModel | None = None
     prediction_step = EvaluatingTrainer.prediction_step
@@ -212,9 +213,10 @@ class PipelineDPOTrainer(DPOTrainer, ScoredTrainer):  # type: ignore[misc]  # TR
                 vars(layer)[name] = own
 
     def _precompute_all(self) -> None:
-        train = self.args.precompute_ref_batch_size or self.args.per_device_train_batch_size
+        args: Any = self.args
+        train = args.precompute_ref_batch_size or args.per_device_train_batch_size
         self.train_dataset = self._precompute_ref_logps(self.train_dataset, "train", train)
-        evaluation = self.args.precompute_ref_batch_size or self.args.per_device_eval_batch_size
+        evaluation = args.precompute_ref_batch_size or args.per_device_eval_batch_size
         if isinstance(self.eval_dataset, dict):
             for name, dataset in self.eval_dataset.items():
                 self.eval_dataset[name] = self._precompute_ref_logps(dataset, name, evaluation)
