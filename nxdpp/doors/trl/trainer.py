@@ -44,8 +44,8 @@ class ScoredTrainer(PipelineTrainer):
     _is_vision_dataset: bool
     aux_loss_enabled: bool
 
-    def __init__(self, **named: Any) -> None:
-        super().__init__(**{**named, **self._pipeline})
+    def __init__(self, *positional: Any, **named: Any) -> None:
+        super().__init__(*positional, **{**named, **self._pipeline})
 
     @classmethod
     def _check(cls, model: Any, args: Any, loss_function: Any = None, metrics: Any = None) -> None:
