@@ -164,7 +164,8 @@ class PipelineSteps:
         microbatches: Sequence[Mapping[str, Any]],
         transform: LossTransform | None = None,
         average: bool = True,
-    ) -> list[torch.Tensor]:
+        outputs: bool = False,
+    ) -> list[Any]:
         """Run forward and backward of ``microbatches`` as they are; collective over the pipeline.
 
         Gradients and losses are as in ``train_step``. The microbatches may differ in sizes, and their number from
@@ -175,6 +176,7 @@ class PipelineSteps:
                 the same structure and dtypes, as samples have.
             transform: as in ``train_samples``. The returned losses are not transformed.
             average: as in ``train_step``.
+            outputs: return the whole output of each in place of its loss, as ``eval_microbatches`` does.
 
         Returns:
             The detached loss of each microbatch on every rank of the pipeline. Their mean is the loss. All ranks but
@@ -185,9 +187,10 @@ class PipelineSteps:
                 of microbatches that the schedule cannot run.
         """
         with _call("train_microbatches"):
-            prepare = partial(self._preparation.with_loss, transform=transform)
+            prepared = self._preparation.with_loss_and_output if outputs else self._preparation.with_loss
+            prepare = partial(prepared, transform=transform)
             result = self._runner.train(self._batches.of_microbatches, microbatches, prepare, average)
-            return result.shared_losses()
+            return result.shared_outputs() if outputs else result.shared_losses()
 
     def eval_microbatches(self, microbatches: Sequence[Mapping[str, Any]], outputs: bool = False) -> list[Any]:
         """Run the forward of ``microbatches`` without gradients; collective over the pipeline.

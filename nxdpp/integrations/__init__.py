@@ -1,7 +1,7 @@
-"""Other libraries' trainers over a pipeline: ``transformers.Trainer`` as ``PipelineTrainer``, and its metrics.
+"""Other libraries' trainers over a pipeline: transformers' ``Trainer``, and TRL's ``SFTTrainer`` and ``DPOTrainer``.
 
-Its names are imported at their first use. They need the extra ``trainer``:
-``pip install -c constraints.txt '.[trainer]'`` in the clone.
+Its names are imported at their first use. They need the extra ``trainer``, TRL's the extra ``trl``:
+``pip install -c constraints.txt '.[trl]'`` in the clone.
 """
 
 from types import ModuleType
@@ -12,21 +12,34 @@ from nxdpp.late_names import late_names
 if TYPE_CHECKING:
     from nxdpp.doors.transformers.metrics_callback import MetricsCallback
     from nxdpp.doors.transformers.trainer import PipelineTrainer
+    from nxdpp.doors.trl.dpo import PipelineDPOTrainer
+    from nxdpp.doors.trl.sft import PipelineSFTTrainer
 
-__all__ = ["MetricsCallback", "PipelineTrainer"]
+__all__ = ["MetricsCallback", "PipelineDPOTrainer", "PipelineSFTTrainer", "PipelineTrainer"]
+
+_LIBRARIES = ("accelerate", "datasets", "peft", "trl")
 
 
 def _module_with(name: str) -> ModuleType:
     try:
-        from nxdpp.doors.transformers import metrics_callback, trainer
+        if name == "PipelineTrainer":
+            from nxdpp.doors.transformers import trainer as module
+        elif name == "MetricsCallback":
+            from nxdpp.doors.transformers import metrics_callback as module
+        elif name == "PipelineSFTTrainer":
+            from nxdpp.doors.trl import sft as module
+        else:
+            from nxdpp.doors.trl import dpo as module
     except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != "accelerate":
+        missing = (error.name or "").partition(".")[0]
+        if missing not in _LIBRARIES:
             raise
+        extra = "trainer" if name in ("MetricsCallback", "PipelineTrainer") else "trl"
         raise ImportError(
-            f"nxdpp.integrations.{name} needs accelerate, as transformers.Trainer does: install the extra, "
-            "pip install -c constraints.txt '.[trainer]' in the clone of nxdpp."
+            f"nxdpp.integrations.{name} needs {missing}: install the extra, pip install -c constraints.txt "
+            f"'.[{extra}]' in the clone of nxdpp."
         ) from error
-    return metrics_callback if name == "MetricsCallback" else trainer
+    return module
 
 
 __getattr__, __dir__ = late_names(__name__, __all__, _module_with)

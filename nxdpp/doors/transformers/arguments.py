@@ -4,6 +4,7 @@ A field that is in no table belongs to a newer transformers. It is refused if it
 """
 
 import dataclasses
+from collections.abc import Container
 from typing import Any
 
 from transformers import TrainingArguments
@@ -123,10 +124,13 @@ def compile_options(args: TrainingArguments) -> dict[str, Any]:
     return {"backend": args.torch_compile_backend or "inductor", "mode": args.torch_compile_mode}
 
 
-def check_arguments(args: TrainingArguments) -> None:
-    """Raise ``ValueError`` for a field of ``args`` that ``PipelineTrainer`` cannot honour; not collective."""
+def check_arguments(args: TrainingArguments, more: Container[str] = ()) -> None:
+    """Raise ``ValueError`` for a field of ``args`` that ``PipelineTrainer`` cannot honour; not collective.
+
+    A subclass honours ``more`` fields.
+    """
     for field in dataclasses.fields(args):
-        if field.name in HONOURED | FIELDS or field.name in WITHOUT_EFFECT:
+        if field.name in HONOURED | FIELDS or field.name in WITHOUT_EFFECT or field.name in more:
             continue
         value = getattr(args, field.name)
         if value in _NORMALIZED.get(field.name, (_default(field),)):

@@ -30,20 +30,20 @@ _NO_SPLIT = "Use num_microbatches=gradient_accumulation_steps, which splits no b
 logger = logging.get_logger(__name__)
 
 
-def check_model(model: Any, trainer: type[Trainer], loss_function: Any) -> None:
-    """Raise ``ValueError`` for a wrapped model, and for a loss that is computed outside of the model."""
+def check_model(model: Any, trainer: type[Trainer], loss_function: Any, of_library: type[Trainer] = Trainer) -> None:
+    """Raise ``ValueError`` for a wrapped model, and for a ``compute_loss`` other than the trainer's ``of_library``."""
     if isinstance(model, NxDPPModel):
         raise ValueError("the model is wrapped already: give PipelineTrainer the model itself.")
     remedy = "the last stage computes the model's own loss. Compute it in the model's forward."
     if loss_function is not None:
         raise ValueError(f"PipelineTrainer cannot honour compute_loss_func: {remedy}")
-    if trainer.compute_loss is not Trainer.compute_loss:
+    if trainer.compute_loss is not of_library.compute_loss:
         raise ValueError(f"{trainer.__name__} has a compute_loss of its own, which a pipeline does not call: {remedy}")
 
 
-def check_scaling(is_scaled: bool | None) -> None:
-    """Raise ``ValueError`` for a ``loss_is_scaled_for_ga`` of a subclass."""
-    if is_scaled is not None:
+def check_scaling(is_scaled: bool | None, of_library: bool | None) -> None:
+    """Raise ``ValueError`` for a ``loss_is_scaled_for_ga`` of a subclass, other than the one ``of_library``."""
+    if is_scaled is not of_library:
         raise ValueError(
             f"PipelineTrainer cannot honour loss_is_scaled_for_ga={is_scaled}, which belongs to an own compute_loss. "
             f"Leave it at None, and return the scaled loss from the model's forward."

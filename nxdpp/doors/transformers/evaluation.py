@@ -278,14 +278,15 @@ def gathered(data: Any, windows: Windows, is_whole: bool = False) -> Any:
     """
     is_short = windows.end_of_dataloader and windows.remainder > 0 and not is_whole
     rows = windows.remainder if is_short else None
+    return recursively_apply(lambda tensor: of_replicas(tensor)[:rows], data, error_on_other_type=True)
 
-    def gather(tensor: torch.Tensor) -> torch.Tensor:
-        own = tensor[None] if tensor.ndim == 0 else tensor.contiguous()
-        parts = [own]
-        if parallel_state.get_data_parallel_size() > 1:
-            parts = [torch.empty_like(own) for _ in range(parallel_state.get_data_parallel_size())]
-            with Wait("outputs of the replicas", parallel_state.get_data_parallel_group()):
-                dist.all_gather(parts, own, group=parallel_state.get_data_parallel_group())
-        return torch.cat(parts)[:rows]
 
-    return recursively_apply(gather, data, error_on_other_type=True)
+def of_replicas(tensor: torch.Tensor) -> torch.Tensor:
+    """Return ``tensor`` (B, ...) of all replicas, (replicas * B, ...); collective over them. A number is one row."""
+    own = tensor[None] if tensor.ndim == 0 else tensor.contiguous()
+    parts = [own]
+    if parallel_state.get_data_parallel_size() > 1:
+        parts = [torch.empty_like(own) for _ in range(parallel_state.get_data_parallel_size())]
+        with Wait("outputs of the replicas", parallel_state.get_data_parallel_group()):
+            dist.all_gather(parts, own, group=parallel_state.get_data_parallel_group())
+    return torch.cat(parts)

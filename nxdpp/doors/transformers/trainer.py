@@ -8,15 +8,15 @@
     training_step of the others       ─────▶     returns the loss of each
 """
 
-from collections.abc import Iterator, Mapping
-from typing import Any, cast
+from collections.abc import Container, Iterator, Mapping
+from typing import Any, ClassVar, cast
 
 import torch
 from accelerate.utils.memory import clear_device_cache
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
-from transformers import PreTrainedModel, Seq2SeqTrainer, TrainingArguments
+from transformers import PreTrainedModel, Seq2SeqTrainer, Trainer, TrainingArguments
 from transformers.trainer_pt_utils import nested_gather
 from transformers.trainer_utils import TrainOutput
 
@@ -65,6 +65,10 @@ class PipelineTrainer(SavingTrainer, EvaluatingTrainer, ControlledTrainer):
             then. Also as ``NxDPPModel`` does.
     """
 
+    # Of a subclass over another library's trainer: that trainer, and its fields of ``args``.
+    _library: ClassVar[type[Trainer]] = Trainer
+    _fields: ClassVar[Container[str]] = ()
+
     def __init__(
         self,
         model: nn.Module | None = None,
@@ -89,9 +93,9 @@ class PipelineTrainer(SavingTrainer, EvaluatingTrainer, ControlledTrainer):
         pipeline_arguments: Mapping[str, Any] | None = None,
     ) -> None:
         args = TrainingArguments("tmp_trainer") if args is None else args
-        check_arguments(args)
-        checks.check_model(model, type(self), compute_loss_func)
-        checks.check_scaling(self.loss_is_scaled_for_ga)
+        check_arguments(args, self._fields)
+        checks.check_model(model, type(self), compute_loss_func, self._library)
+        checks.check_scaling(self.loss_is_scaled_for_ga, self._library.loss_is_scaled_for_ga)
         checks.check_optimizer(optimizer_cls_and_kwargs)
         checks.check_pipeline_arguments(pipeline_arguments)
         self._parts = checks.parts_of_batch(num_microbatches, args.gradient_accumulation_steps)
@@ -144,7 +148,7 @@ class PipelineTrainer(SavingTrainer, EvaluatingTrainer, ControlledTrainer):
         """
         if trial is not None:
             raise ValueError("PipelineTrainer cannot honour trial: start a training for each choice of arguments.")
-        checks.check_scaling(self.loss_is_scaled_for_ga)
+        checks.check_scaling(self.loss_is_scaled_for_ga, self._library.loss_is_scaled_for_ga)
         self._step.clear()
         with self._randomness.of_call():
             return super().train(resume_from_checkpoint, ignore_keys_for_eval=ignore_keys_for_eval)
@@ -235,18 +239,24 @@ class PipelineTrainer(SavingTrainer, EvaluatingTrainer, ControlledTrainer):
         self.pipelined.train()
         if callable(to_training := getattr(self.optimizer, "train", None)):
             to_training()
-        parts = [split_rows(self._prepare_inputs(batch), self._parts) for batch in batches]
+        prepared = [self._prepare_inputs(batch) for batch in batches]
+        with self.compute_loss_context_manager(), self.accelerator.autocast():
+            losses = self._run(prepared, items)
+        every = self.args.torch_empty_cache_steps
+        if every is not None and self.state.global_step % every == 0:
+            clear_device_cache()
+        return losses
+
+    def _run(self, batches: list[dict[str, Any]], items: Any) -> list[torch.Tensor]:
+        """Run forward and backward of ``batches``; return the share of each in the loss of the step."""
+        parts = [split_rows(batch, self._parts) for batch in batches]
         microbatches = [part for of_batch in parts for part in of_batch]
         microbatches = self.with_items(microbatches, items)
         is_divided = "num_items_in_batch" in microbatches[0]
         checks.check_split(self._parts, self.model, is_divided)
         # Trainer does not divide the loss of a model that takes num_items_in_batch and ignores it.
         are_summed = items is not None and self.model_accepts_loss_kwargs and not is_divided
-        with self.compute_loss_context_manager(), self.accelerator.autocast():
-            losses = self.pipelined.run_microbatches(microbatches, are_summed)
-        every = self.args.torch_empty_cache_steps
-        if every is not None and self.state.global_step % every == 0:
-            clear_device_cache()
+        losses = self.pipelined.run_microbatches(microbatches, are_summed)
         return joined(losses, [len(of_batch) for of_batch in parts])
 
     def _finalize_training(self, trial: Any, num_train_samples: int, start_time: float) -> Any:
@@ -272,6 +282,9 @@ class PipelineTrainer(SavingTrainer, EvaluatingTrainer, ControlledTrainer):
     def _validate_args(self) -> None:
         super()._validate_args()
         checks.check_split(self._parts, self.model, self.model_accepts_loss_kwargs)
+        self._cut()
+
+    def _cut(self) -> None:
         # From here on nothing is refused any more: the other stages' parameters can be freed.
         self._is_checked = True
         model = cast(nn.Module, self.model)

@@ -79,17 +79,17 @@ def train_replicas(rank: int, folder: Path, names: list[str]) -> dict[str, Run]:
 
 @pytest.fixture(scope="module")
 def one_pipeline(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Mapping[str, Run]]:
-    names = [*_asked(request, TRAININGS), "dropout"]
+    names = [*asked(request, TRAININGS), "dropout"]
     return run_ranks(2, train, tmp_path_factory.mktemp("pipeline"), names, 1, timeout=150.0)
 
 
 @pytest.fixture(scope="module")
 def two_replicas(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Mapping[str, Run]]:
-    names = [*dict.fromkeys(["metrics", *_asked(request, REPLICATED)])]
+    names = [*dict.fromkeys(["metrics", *asked(request, REPLICATED)])]
     return run_ranks(4, train_replicas, tmp_path_factory.mktemp("replicas"), names, timeout=150.0)
 
 
-def _asked(request: pytest.FixtureRequest, names: Iterable[str]) -> list[str]:
+def asked(request: pytest.FixtureRequest, names: Iterable[str]) -> list[str]:
     """The trainings that tests with the fixture compare in this run."""
     asked = {
         item.callspec.params.get("name")

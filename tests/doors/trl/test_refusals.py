@@ -1,0 +1,62 @@
+"""What a pipeline's trainer of TRL cannot honour is refused by name, before anything is changed."""
+
+from dataclasses import fields
+from typing import Any
+
+import pytest
+from trl import DPOConfig, SFTConfig
+
+from nxdpp.doors.transformers import arguments
+from nxdpp.doors.trl.trainer import REFUSED
+from nxdpp.integrations import PipelineDPOTrainer, PipelineSFTTrainer
+from tests.doors.trl.tunings import pairs, texts, tokenizer
+from tests.support.models import llama
+
+pytestmark = pytest.mark.one_python
+
+
+@pytest.mark.parametrize(("trainer", "config"), [(PipelineSFTTrainer, SFTConfig), (PipelineDPOTrainer, DPOConfig)])
+def test_each_field_is_honoured_or_refused(trainer: Any, config: Any) -> None:
+    known = arguments.HONOURED | arguments.REFUSED.keys() | arguments.WITHOUT_EFFECT.keys()
+    assert {field.name for field in fields(config)} - known == trainer._fields | (REFUSED.keys() & vars(config).keys())
+    assert not trainer._fields & (known | REFUSED.keys())
+
+
+@pytest.mark.parametrize(
+    ("args", "given", "message"),
+    [
+        ({"activation_offloading": True}, {}, "cannot honour activation_offloading=True"),
+        ({"label_smoothing_factor": 0.1}, {}, "cannot honour label_smoothing_factor=0.1"),
+        ({"gradient_checkpointing_kwargs": {"selective": True}}, {}, r"\{'selective': True\}"),
+        ({}, {"compute_loss_func": print}, "cannot honour compute_loss_func"),
+        ({}, {"compute_metrics": print}, "logits stay on the last stage"),
+        ({}, {"preprocess_logits_for_metrics": print}, "logits stay on the last stage"),
+    ],
+)
+def test_refused_by_supervised_tuning(args: dict[str, Any], given: dict[str, Any], message: str) -> None:
+    config = SFTConfig("out", use_cpu=True, **args)
+    with pytest.raises(ValueError, match=message):
+        PipelineSFTTrainer(llama(), config, train_dataset=texts(2), processing_class=tokenizer(), **given)
+
+
+def test_refused_with_pairs() -> None:
+    given = {"train_dataset": pairs(2), "processing_class": tokenizer()}
+    with pytest.raises(ValueError, match="cannot honour sync_ref_model=True"):
+        PipelineDPOTrainer(llama(), args=DPOConfig("out", use_cpu=True, sync_ref_model=True), **given)
+    with pytest.raises(ValueError, match="num_microbatches itself"):
+        PipelineDPOTrainer(
+            llama(),
+            llama(),
+            DPOConfig("out", use_cpu=True),
+            pipeline_arguments={"num_microbatches": 8},
+            **given,
+        )
+
+
+def test_a_compute_loss_of_a_subclass_is_refused() -> None:
+    class Own(PipelineSFTTrainer):
+        def compute_loss(self, *given: Any, **named: Any) -> Any:
+            raise AssertionError
+
+    with pytest.raises(ValueError, match="Own has a compute_loss of its own"):
+        Own(llama(), SFTConfig("out", use_cpu=True), train_dataset=texts(2), processing_class=tokenizer())

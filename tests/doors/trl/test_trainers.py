@@ -1,0 +1,115 @@
+"""Losses, norms and metrics of the fine-tuning trainers are those of TRL in one process."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PromptTuningConfig, get_peft_model
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from tests.doors.transformers.test_trainer import Logs, asked, assert_alike, marked
+from tests.doors.trl.tunings import MORE, RESUMED, TUNINGS
+from tests.support.run_ranks import run_ranks
+
+pytestmark = pytest.mark.one_python
+
+
+def tune(rank: int, folder: Path, names: Sequence[str]) -> dict[str, Logs]:
+    logs = {}
+    for name in names:
+        trainer = TUNINGS[name].trainer(folder / name, over_ranks=True, pipeline_parallel_size=2)
+        trainer.train()
+        trainer.save_model()
+        logs[name] = trainer.state.log_history
+    return logs
+
+
+def tune_one_pipeline(rank: int, folder: Path, names: Sequence[str]) -> dict[str, Logs]:
+    logs = tune(rank, folder, names)
+    for name in RESUMED:
+        again = TUNINGS[name].trainer(folder / name, over_ranks=True)
+        again.train(resume_from_checkpoint=str(folder / name / "checkpoint-2"))
+        logs[f"{name}, resumed"] = again.state.log_history
+    with pytest.raises(ValueError, match="logits stay on the last stage"):
+        again.predict(again.eval_dataset)
+    prompted = replace(TUNINGS["texts"], model=_prompted)
+    with pytest.raises(ValueError, match="cannot train PROMPT_TUNING"):
+        prompted.trainer(folder / "prompted", over_ranks=True)
+    return logs
+
+
+def _prompted() -> Any:
+    return get_peft_model(TUNINGS["texts"].model(), PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM"))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("pipeline")
+
+
+@pytest.fixture(scope="module")
+def one_pipeline(request: pytest.FixtureRequest, folder: Path) -> list[Any]:
+    """The logs of the trainings that are compared in this run, and of the resumed ones."""
+    names = list(dict.fromkeys([*RESUMED, *asked(request, TUNINGS)]))
+    return run_ranks(2, tune_one_pipeline, folder, names, timeout=150.0)
+
+
+@pytest.fixture(scope="module")
+def two_replicas(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    return run_ranks(4, tune, tmp_path_factory.mktemp("replicas"), RESUMED, timeout=150.0)
+
+
+@pytest.mark.parametrize("name", marked(TUNINGS, MORE))
+def test_two_stages_tune_as_one_process(name: str, one_pipeline: list[Any], tmp_path: Path) -> None:
+    expected = _in_one_process(name, tmp_path)
+    for logs in one_pipeline:
+        assert_alike(logs[name], expected)
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_replicas_tune_as_one_process(name: str, two_replicas: list[Any], tmp_path: Path) -> None:
+    expected = _in_one_process(name, tmp_path, 2, 2)
+    # The loss of an evaluation is the mean of the losses of batches, and these are the batches of each replica.
+    for log, of_batches in zip(expected, _in_one_process(name, tmp_path, 2), strict=True):
+        log.update({key: value for key, value in of_batches.items() if key == "eval_loss"})
+    for logs in two_replicas:
+        assert_alike(*(_without("total_flos", each) for each in (logs[name], expected)))
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_a_resumed_tuning_has_the_same_logs(name: str, one_pipeline: list[Any]) -> None:
+    for logs in one_pipeline:
+        first, again = logs[name][:-1], logs[f"{name}, resumed"][:-1]
+        # TRL counts the tokens of each call of train.
+        assert_alike(*(_without("num_tokens", each) for each in (again, first)))
+
+
+def _without(key: str, logs: Logs) -> Logs:
+    return [{name: value for name, value in log.items() if key not in name} for log in logs]
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_a_saved_model_is_that_of_one_process(name: str, one_pipeline: list[Any], folder: Path, tmp_path: Path) -> None:
+    trainer = TUNINGS[name].trainer(tmp_path)
+    trainer.train()
+    trainer.save_model()
+    found, expected = (_saved(each, TUNINGS[name].adapted) for each in (folder / name, tmp_path))
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
+
+
+def _saved(folder: Path, adapted: str) -> dict[str, torch.Tensor]:
+    if adapted:
+        return load_file(folder / "adapter_model.safetensors")
+    weights: dict[str, torch.Tensor] = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    return weights
+
+
+def _in_one_process(name: str, folder: Path, replicas: int = 1, evaluated_by: int = 1) -> Logs:
+    trainer = TUNINGS[name].trainer(folder, replicas, evaluated_by)
+    trainer.train()
+    logs: Logs = trainer.state.log_history
+    return logs
