@@ -13,7 +13,7 @@ import torch.distributed as dist
 from datasets import load_dataset
 from huggingface_hub import HfApi
 from peft import LoraConfig
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, BitsAndBytesConfig
 from transformers.trainer_utils import get_last_checkpoint
 from trl import SFTConfig
 
@@ -25,6 +25,7 @@ parser.add_argument("data")
 parser.add_argument("--output", default="runs/tuned", help="folder of checkpoints and of the tuned model")
 parser.add_argument("--steps", type=int, default=200)
 parser.add_argument("--lora", action="store_true", help="train adapters in place of all weights")
+parser.add_argument("--four-bit", action="store_true", help="adapters over frozen 4-bit weights of bitsandbytes")
 parser.add_argument("--cpu", action="store_true", help="float32 on the CPU, over gloo")
 parser.add_argument("--prompt", default="Once upon a time", help="what the tuned model continues")
 parser.add_argument("--push", metavar="OWNER/NAME", help="repository on the hub that gets the result")
@@ -38,7 +39,7 @@ settings = SFTConfig(
     max_steps=asked.steps,
     per_device_train_batch_size=2,
     gradient_accumulation_steps=8,  # the microbatches of the pipeline: four times the processes is a good start
-    learning_rate=2e-4 if asked.lora else 2e-5,
+    learning_rate=2e-4 if asked.lora or asked.four_bit else 2e-5,
     eval_strategy="steps",
     eval_steps=0.25,  # of all steps
     save_steps=0.25,
@@ -47,7 +48,10 @@ settings = SFTConfig(
     bf16=not asked.cpu,
     report_to="none",
 )
-lora = LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM") if asked.lora else None
+if asked.four_bit:
+    settings.model_init_kwargs = {"quantization_config": BitsAndBytesConfig(load_in_4bit=True)}
+adapters = asked.lora or asked.four_bit
+lora = LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM") if adapters else None
 trainer = PipelineSFTTrainer(asked.model, settings, None, rows["train"], rows["test"], tokenizer, peft_config=lora)
 trainer.add_callback(MetricsCallback(trainer))  # python -m nxdpp watch runs/tuned
 trainer.train(resume_from_checkpoint=get_last_checkpoint(asked.output) if Path(asked.output).is_dir() else None)

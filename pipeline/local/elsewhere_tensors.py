@@ -10,6 +10,7 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from nxdpp.pipeline.local.own_save import refuse_pickle
 from nxdpp.tensor.tensor_attributes import copy_tensor_model_parallel_attributes
@@ -79,7 +80,15 @@ _Held = TypeVar("_Held", bound=ElsewhereTensor)
 
 
 def parameter_elsewhere(parameter: nn.Parameter, name: str) -> ElsewhereParameter:
-    """Return what is in place of ``parameter`` on a rank that does not hold it; ``name`` is its name."""
+    """Return what is in place of ``parameter`` on a rank that does not hold it; ``name`` is its name.
+
+    Raises ``ValueError`` for a parameter that stands for several tensors, such as torchao's quantized weights.
+    """
+    if is_traceable_wrapper_subclass(parameter):
+        raise ValueError(
+            f"{name} is a {type(parameter.data).__name__}, which stands for several tensors, and a stage holds plain "
+            f"ones. For adapters over quantized weights load the model with BitsAndBytesConfig(load_in_4bit=True)."
+        )
     made = ElsewhereParameter(_on_meta(parameter), parameter.requires_grad)
     made.is_freed = not parameter.is_meta or (isinstance(parameter, ElsewhereParameter) and parameter.is_freed)
     copy_tensor_model_parallel_attributes(made, parameter)

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -53,10 +53,22 @@ def local_module_of(model: nn.Module) -> nn.Module:
     return cast(nn.Module, model.module) if isinstance(model, DistributedDataParallel) else model
 
 
+def _quantised(state: Mapping[str, Any]) -> list[str]:
+    """Names of the frozen 4-bit weights of bitsandbytes, and of all that it writes of their form.
+
+    They never change, and its kernels for the CPU arrange them anew in an evaluation: they stay out of checkpoints, and
+    a load finds them in the model, as adapters find their base.
+    """
+    weights = [name for name, value in state.items() if hasattr(value, "quant_state") and not value.requires_grad]
+    starts = tuple(f"{name}." for name in weights)
+    return [name for name in state if name in weights or (starts and name.startswith(starts))]
+
+
 def _state_of(module: nn.Module) -> dict[str, torch.Tensor]:
     """The parameters and persistent buffers of ``module`` by name, a tied one under each of its names."""
     state = module.state_dict(keep_vars=True)
     own = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
+    apart = {id(state.pop(name)) for name in _quantised(state)}
     for name, value in state.items():
         if id(value) not in own:
             raise ValueError(
@@ -67,7 +79,7 @@ def _state_of(module: nn.Module) -> dict[str, torch.Tensor]:
             raise ValueError(
                 f"{name} is a {type(value).__name__} of layout {value.layout}, and a checkpoint holds dense tensors."
             )
-    kept = set(map(id, state.values()))
+    kept = {*map(id, state.values()), *apart}
     left = [name for name, tensor in _persistent(module) if id(tensor) not in kept]
     if left:
         raise ValueError(

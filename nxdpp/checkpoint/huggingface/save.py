@@ -51,16 +51,16 @@ def save_pretrained(model: WrappedModel, directory: str | os.PathLike[str]) -> N
     copied, for one file at a time. Other tensors need no memory.
 
     The files of an earlier checkpoint in ``directory`` are replaced when all are complete, and then removed. A save
-    that fails or is killed at any moment leaves the earlier or the new checkpoint, complete. So the files have a tag
-    in their names (``model-1c5f09aa-00001-of-00004.safetensors``) where the usual names are in use, and a single file
-    has an index where ``config.json`` changes. A differently configured adapter has a moment in which only
-    ``load_pretrained`` finds it: its files are then in ``.unfinished/complete``.
+    that fails or is killed at any moment leaves the earlier or the new checkpoint, complete. So the files keep a tag in
+    their names (``model-1c5f09aa-00001-of-00004.safetensors``) where the usual names were in use on a file system
+    without hard links, and a single file has an index where ``config.json`` changes. A differently configured adapter
+    has a moment in which only ``load_pretrained`` finds it: its files are then in ``.unfinished/complete``.
 
     Raises:
         ValueError: before any write, for tensors on the meta device and for unsupported dtypes. Also for an adapter
             where ``directory`` has a whole model, and the other way round, and for an empty name.
-        NotImplementedError: on every rank, before any write, for quantized models, adapters of transformers itself
-            (``add_adapter``), and tensors with parts on several stages.
+        NotImplementedError: on every rank, before any write, for quantized models that are no ``PeftModel``, adapters
+            of transformers itself (``add_adapter``), and tensors with parts on several stages.
         RuntimeError: on every rank, before any write, for copies of a tied weight that differ.
         OSError: on the rank that cannot write a file; the other ranks raise ``RuntimeError``.
     """
@@ -150,7 +150,8 @@ def _writer() -> int | None:
 def _check_can_be_saved(model: WrappedModel) -> None:
     check_no_padding(model.local_module)
     for sign, kind in (("hf_quantizer", "quantized models"), ("_hf_peft_config_loaded", "models with add_adapter()")):
-        if getattr(model.original_module, sign, None):
+        # Only the adapters of a PeftModel are written.
+        if getattr(model.original_module, sign, None) and not is_adapted(model.original_module):
             raise NotImplementedError(f"saving {kind} is not implemented: save local_state_dict() on each rank.")
     check_whole(model.local_module)
     local = tensors_of(model.local_module)
