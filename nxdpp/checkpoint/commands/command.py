@@ -6,8 +6,8 @@ from pathlib import Path
 from nxdpp.schedules.view.output import whole_number
 
 _PATH = "a checkpoint, or the directory of a training's checkpoints, of which the newest is taken"
-_ANY = f"{_PATH}; or a directory of Hugging Face or of NeuronX Distributed's ranks"
-_FORMATS = ("nxdpp", "huggingface", "nxd")
+_ANY = f"{_PATH}; or a directory of Hugging Face, torch.distributed.checkpoint or NeuronX Distributed's ranks"
+_FORMATS = ("nxdpp", "huggingface", "nxd", "dcp")
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 _EXAMPLES = """\
 examples:
@@ -15,6 +15,7 @@ examples:
   python -m nxdpp checkpoint verify out/step_300       exit status 1 for a damaged one
   python -m nxdpp checkpoint convert out/step_300 model --to huggingface
   python -m nxdpp checkpoint convert model out/start --to nxdpp
+  python -m nxdpp checkpoint convert out/step_300 whole --to dcp
   python -m nxdpp checkpoint convert model ranks --to nxd --tensor-parallel-size 2
 
 docs/checkpoints.md has the output of each.
@@ -57,7 +58,9 @@ def _add_convert(actions: "argparse._SubParsersAction[argparse.ArgumentParser]")
         help="write the model in another format",
         description="Write the model of a checkpoint in another format, tensor by tensor: the largest tensor is in "
         "memory, and no model. Sources: a checkpoint of nxdpp, a Hugging Face directory, files of NeuronX "
-        "Distributed's ranks (nxd). From the last two comes a checkpoint with a model alone. Values keep their dtypes.",
+        "Distributed's ranks (nxd), a directory of torch.distributed.checkpoint (dcp). Only the model is written, "
+        "without the optimizer: for dcp the flat state dict of one process, which torch.distributed.checkpoint.load "
+        "and dcp_to_torch_save read. Values keep their dtypes.",
     )
     convert.add_argument("source", metavar="SOURCE", type=Path, help=f"{_PATH}; or a directory of the other formats")
     convert.add_argument("destination", metavar="DESTINATION", type=Path, help="a directory that has no checkpoint")

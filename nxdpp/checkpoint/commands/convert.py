@@ -11,6 +11,7 @@ import torch
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan, create_default_local_save_plan
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
+from nxdpp.checkpoint.commands.dcp import dcp_source, write_dcp
 from nxdpp.checkpoint.commands.formats import Format, format_of, opened
 from nxdpp.checkpoint.commands.huggingface import huggingface_source, write_huggingface
 from nxdpp.checkpoint.commands.rank_directory import rank_source, write_ranks
@@ -70,14 +71,13 @@ def convert(
         raise ValueError("--plain is for a module without a configuration: leave it or --config out.")
     if plain and "nxd" in (to, kind):
         raise ValueError("files of ranks need the configuration of a transformers model: give --config, not --plain.")
-    if kind == "nxd":
-        source = rank_source(path, config, blocks)
-    else:
-        source = (sharded_source if kind == "nxdpp" else huggingface_source)(path, config, plain)
+    source = rank_source(path, config, blocks) if kind == "nxd" else _SOURCES[kind](path, config, plain)
     if to == "nxdpp":
         write_sharded(source, destination)
     elif to == "nxd":
         write_ranks(source, destination, tensor, pipeline, blocks)
+    elif to == "dcp":
+        write_dcp(source, destination)
     else:
         write_huggingface(source, destination, largest or SHARD_BYTES)
     count = sum(layout.bytes for layout in source.layouts.values())
@@ -146,3 +146,6 @@ def _content(source: Source) -> dict[str, Any]:
         "configuration": source.model.texts or None,
         "random": [],
     }
+
+
+_SOURCES = {"nxdpp": sharded_source, "huggingface": huggingface_source, "dcp": dcp_source}

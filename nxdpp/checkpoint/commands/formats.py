@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Literal
 
+from nxdpp.checkpoint.commands.dcp_files import METADATA, has_dcp_files
 from nxdpp.checkpoint.distributed import directory
 from nxdpp.checkpoint.distributed.directory import DOCUMENT
 from nxdpp.checkpoint.distributed.document import Document, parsed_document, read_document
@@ -17,7 +18,7 @@ from nxdpp.checkpoint.huggingface.read_directory import (
     settings_of,
 )
 
-Format = Literal["nxdpp", "nxd", "huggingface"]
+Format = Literal["nxdpp", "nxd", "huggingface", "dcp"]
 
 
 def format_of(path: Path) -> Format:
@@ -28,6 +29,8 @@ def format_of(path: Path) -> Format:
     """
     if (path / DOCUMENT).is_file() or directory.tags(path) or unfinished(path):
         return "nxdpp"
+    if has_dcp_files(path):
+        return "dcp"
     if rank_files(path):
         return "nxd"
     if _is_huggingface(path):
@@ -82,5 +85,5 @@ def missing(path: Path) -> ValueError:
         return DamagedFile(f"{folder} is unfinished: {DOCUMENT} is not written. The save goes on, or has ended early.")
     return ValueError(
         f"{path} has no checkpoint: neither {DOCUMENT} of nxdpp nor a directory with one, no model.safetensors of "
-        f"Hugging Face, and no files of NeuronX Distributed's ranks."
+        f"Hugging Face, no {METADATA} of torch.distributed.checkpoint, and no files of NeuronX Distributed's ranks."
     )

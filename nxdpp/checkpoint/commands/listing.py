@@ -24,7 +24,7 @@ class Listing:
     """Content of a path.
 
     Attributes:
-        format: ``nxdpp``, ``huggingface`` or ``nxd``.
+        format: ``nxdpp``, ``huggingface``, ``nxd`` or ``dcp``.
         path: of the checkpoint.
         title: the first line, after the path.
         lines: name and text of each further line.

@@ -3,16 +3,18 @@
 import json
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from nxdpp.checkpoint.commands.dcp_files import read_dcp_directory
 from nxdpp.checkpoint.commands.formats import format_of, opened, unfinished
 from nxdpp.checkpoint.commands.listing import Listing, sized
 from nxdpp.checkpoint.distributed import directory
 from nxdpp.checkpoint.distributed.directory import DOCUMENT, number_of
 from nxdpp.checkpoint.distributed.document import OF_MODEL, OF_OPTIMIZER, Document, tensors_of
 from nxdpp.checkpoint.files.checksummed_reader import ChecksummedReader, DamagedFile
-from nxdpp.checkpoint.files.pieces import layouts_of, printable
+from nxdpp.checkpoint.files.pieces import layouts_of, listed, printable
 from nxdpp.checkpoint.files.rank_file import KEY, RankFile, rank_files
 from nxdpp.checkpoint.huggingface.read_directory import method_of, read_contents
 from nxdpp.tensor.rank_files import rank_name
@@ -54,7 +56,7 @@ def verify(path: Path, every: bool = False) -> int:
         return max(_verify(path / tag) for tag in tags)
     if kind == "nxdpp":
         return _verify(path)
-    return _verify_files(path, _OTHERS[kind])
+    return _verify_files(path, partial(_dcp, headers=True) if kind == "dcp" else _OTHERS[kind])
 
 
 def _verify(path: Path) -> int:
@@ -216,6 +218,22 @@ def _ranks(path: Path) -> Listing:
     return Listing("nxd", str(path), title, lines, layouts, values=values)
 
 
+def _dcp(path: Path, headers: bool = False) -> Listing:
+    """Return the tensors of all ranks by name. Raises ``ValueError`` for damaged files; with ``headers`` of pieces too."""
+    directory = read_dcp_directory(path)
+    if headers:
+        for tensor in directory.tensors.values():
+            tensor.check_headers()
+    layouts, others = layouts_of(directory.tensors), directory.others
+    pieces = [piece for tensor in directory.tensors.values() for piece in tensor.pieces]
+    size = sum(each.bytes for each in layouts.values())
+    files = len({piece.path for piece in pieces})
+    held = f"{len(layouts):,} tensors, {len(pieces):,} blocks, {files:,} files, {sized(size)}"
+    rest = f"And {len(others):,} entries that are not tensors: {listed(others)}." if others else ""
+    values = {"others": others, "all_tensors": len(layouts), "all_bytes": size}
+    return Listing("dcp", str(path), f"torch.distributed.checkpoint, {held}", [], layouts, rest=rest, values=values)
+
+
 def _verify_files(path: Path, read: Callable[[Path], Listing]) -> int:
     """Print whether the files of ``path`` are complete, by their headers and lengths; return 1 where they are not."""
     try:
@@ -229,4 +247,4 @@ def _verify_files(path: Path, read: Callable[[Path], Listing]) -> int:
     return 0
 
 
-_OTHERS: Mapping[str, Callable[[Path], Listing]] = {"huggingface": _huggingface, "nxd": _ranks}
+_OTHERS: Mapping[str, Callable[[Path], Listing]] = {"huggingface": _huggingface, "nxd": _ranks, "dcp": _dcp}

@@ -63,7 +63,7 @@ def metadata_of(tensors: Mapping[str, Any]) -> Metadata:
             offsets, sizes = (_numbers(block[key], f"{key} of a block of {name}") for key in ("offsets", "sizes"))
             chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
             spans[MetadataIndex(name, chunks[-1].offsets)] = _span(name, block, prod(sizes) * dtype.itemsize)
-        _check_cover(name, shape, [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks])
+        check_cover(name, shape, [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks])
         described[name] = TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape), chunks)
     return Metadata(state_dict_metadata=described, storage_data=spans)
 
@@ -90,7 +90,7 @@ def _numbers(value: Any, what: str) -> tuple[int, ...]:
 _Rectangle = tuple[tuple[int, ...], tuple[int, ...]]
 
 
-def _check_cover(name: str, shape: tuple[int, ...], blocks: Sequence[_Rectangle]) -> None:
+def check_cover(name: str, shape: tuple[int, ...], blocks: Sequence[_Rectangle]) -> None:
     """Raise ``ValueError`` unless each element of ``shape`` is in exactly one of ``blocks``."""
     if len(blocks) == 1 and blocks[0] == ((0,) * len(shape), shape):
         return

@@ -1,0 +1,127 @@
+"""Directory of torch.distributed.checkpoint, as source and as destination of a conversion."""
+
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
+from torch.distributed.checkpoint.metadata import MetadataIndex
+
+from nxdpp.checkpoint.commands.dcp_files import METADATA, SUFFIX, DcpTensor, read_dcp_directory
+from nxdpp.checkpoint.commands.source import MetaModel, Source, check_free, meta_model, plain_model, with_dtypes
+from nxdpp.checkpoint.distributed.directory import flush_directory
+from nxdpp.checkpoint.files.pieces import layouts_of, listed
+from nxdpp.checkpoint.huggingface.model_tensors import tensors_of
+from nxdpp.checkpoint.huggingface.read_directory import texts_in
+
+_SHOWN = 5
+
+
+def dcp_source(path: Path, config: Path | None, plain: bool = False) -> Source:
+    """Return the model in the directory ``path``: under a key ``model``, or in no key.
+
+    The model is of the configuration in ``config`` or ``path``; a prefix that all its names have is dropped.
+    ``plain`` tensors keep their names. What is left out is printed.
+
+    Raises ``ValueError`` for a damaged directory, where the tensors do not fit the configuration, and for copies of a
+    tied tensor that differ.
+    """
+    directory = read_dcp_directory(path)
+    try:
+        stored = directory.model()
+    except ValueError as error:
+        raise ValueError(f"{path} cannot be converted: {error}") from error
+    if plain:
+        model = plain_model(layouts_of(stored), {}, path)
+        sources = {name: name for name in model.tensors.tensors}
+    else:
+        model = meta_model(texts_in(path), config, path)
+        stored = _without_prefix(stored, model)
+        sources = _sources(stored, model, path)
+    layouts = layouts_of({name: stored[source] for name, source in sources.items()})
+    with_dtypes(model, layouts)
+    others = [*directory.others, *(directory.tensors.keys() - {each.name for each in stored.values()})]
+    if others:
+        names = listed(sorted(others), _SHOWN)
+        print(f"{path}: {len(others):,} entries are not of the model, and are left out: {names}.")
+    return Source(model, layouts, lambda name: stored[sources[name]].read())
+
+
+def write_dcp(source: Source, destination: Path) -> None:
+    """Write the state dict of one process, flat, with a tied tensor under each of its names.
+
+    Each tensor has a file: torch keeps the tensors of a file in memory until it is closed.
+
+    Raises ``ValueError`` where ``destination`` has a checkpoint, and ``OSError`` if it cannot be written.
+    """
+    texts = source.model.texts
+    if destination.is_dir() and any(destination.glob(f"*{SUFFIX}")):
+        raise ValueError(f"{destination} has files {SUFFIX} already: give another directory.")
+    check_free(destination, METADATA, *texts)
+    destination.mkdir(parents=True, exist_ok=True)
+    first = {name: source.model.tensors.ties.get(name, name) for name in tensors_of(source.model.module)}
+    state = {name: source.layouts[own].on_meta() for name, own in first.items()}
+    writer = FileSystemWriter(destination, single_file_per_rank=False)
+    try:
+        for name, text in texts.items():
+            (destination / name).write_text(text, encoding="utf-8")
+        with warnings.catch_warnings():
+            # torch warns of a save without a process group, also where no_dist asks for it.
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")
+            dcp.save(state, storage_writer=writer, planner=_PlannerOfSource(source, first), no_dist=True)
+    except BaseException:
+        for file in (*destination.glob(f"*{SUFFIX}"), *destination.glob(f"{METADATA}*")):
+            file.unlink(missing_ok=True)
+        for name in texts:
+            (destination / name).unlink(missing_ok=True)
+        raise
+    flush_directory(destination)
+
+
+class _PlannerOfSource(DefaultSavePlanner):
+    """Plans tensors on the meta device, and reads each when it is written."""
+
+    def __init__(self, source: Source, first: Mapping[str, str]) -> None:
+        super().__init__()
+        self._source = source
+        self._first = first
+
+    def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
+        """Return the values of a tensor."""
+        return self._source.read(self._first[index.fqn])
+
+
+def _without_prefix(stored: Mapping[str, DcpTensor], model: MetaModel) -> dict[str, DcpTensor]:
+    """The tensors of ``stored`` by names without the prefix that the first name of ``model`` has there."""
+    first = next(iter(model.tensors.tensors))
+    ends = [name for name in stored if name == first or name.endswith(f".{first}")]
+    prefix = min(ends, key=len).removesuffix(first) if ends else ""
+    return {name.removeprefix(prefix): each for name, each in stored.items() if name.startswith(prefix)}
+
+
+def _sources(stored: Mapping[str, DcpTensor], model: MetaModel, path: Path) -> dict[str, str]:
+    """The name in ``stored`` of each tensor of ``model``; raises ``ValueError`` for copies that differ."""
+    copies = {name for names in model.tied_names for name in names}
+    chosen: dict[str, str] = {}
+    for first, *others in model.tied_names:
+        found = [name for name in (first, *others) if name in stored]
+        if not found:
+            continue
+        chosen[first] = found[0]
+        values = stored[found[0]].read()
+        for name in found[1:]:
+            if not _is_same(stored[name].read(), values):
+                raise ValueError(
+                    f"{name} and {found[0]} differ in {path}, and are one tensor by the configuration: give that of "
+                    f"the model that was saved, --config DIR."
+                )
+    shapes = {name: each.shape for name, each in stored.items() if name not in copies or name in chosen.values()}
+    return model.sources(shapes, chosen, path)
+
+
+def _is_same(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Return whether two tensors have the same shape, dtype and bits."""
+    is_alike = (left.shape, left.dtype) == (right.shape, right.dtype)
+    return is_alike and torch.equal(left.reshape(-1).view(torch.uint8), right.reshape(-1).view(torch.uint8))

@@ -1,0 +1,292 @@
+"""Files of torch.distributed.checkpoint (DCP): names, shapes and the places of pieces, and the values of a tensor.
+
+::
+
+    path/.metadata        a pickle: shape and dtype of each tensor, the pieces of it, and the place of each piece
+    path/__0_0.distcp     pieces, each as ``torch.save`` writes a tensor; and pickles of other values
+
+The pickles may come from elsewhere, and no code of theirs runs. ``.metadata`` becomes objects without methods: of
+torch's classes only the names are known. Pieces are loaded with ``weights_only=True``. Other pickles are not read.
+"""
+
+import io
+import pickle
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+from typing import Any, NamedTuple
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from nxdpp.checkpoint.distributed.document_checks import check_cover
+from nxdpp.checkpoint.files.checksummed_reader import DamagedFile
+from nxdpp.checkpoint.files.pieces import StoredLayout, printable, read_bytes
+
+METADATA = ".metadata"
+SUFFIX = ".distcp"
+_OF_METADATA = "torch.distributed.checkpoint.metadata"
+_CLASSES = {
+    (_OF_METADATA, "Metadata"),
+    (_OF_METADATA, "MetadataIndex"),
+    (_OF_METADATA, "TensorStorageMetadata"),
+    (_OF_METADATA, "BytesStorageMetadata"),
+    (_OF_METADATA, "ChunkStorageMetadata"),
+    (_OF_METADATA, "TensorProperties"),
+    (_OF_METADATA, "StorageMeta"),
+    (_OF_METADATA, "_MEM_FORMAT_ENCODING"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+}
+"""What ``.metadata`` has objects of."""
+_PATHS = ("pathlib", "pathlib._local")
+
+
+class DcpPiece(NamedTuple):
+    """A rectangle of a tensor, and its bytes ``start`` to ``start + length`` of a file."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    path: Path
+    start: int
+    length: int
+
+
+@dataclass(frozen=True)
+class DcpTensor(StoredLayout):
+    """A tensor in pieces, which have each element once."""
+
+    name: str
+    pieces: tuple[DcpPiece, ...]
+
+    def read(self) -> torch.Tensor:
+        """Return the values. Raises ``DamagedFile``, and ``OSError`` for a file that cannot be read."""
+        if len(self.pieces) == 1:
+            return self._loaded(self.pieces[0]).contiguous()
+        values = torch.empty(self.shape, dtype=self.dtype)
+        for piece in self.pieces:
+            region = tuple(slice(at, at + size) for at, size in zip(piece.offsets, piece.sizes, strict=True))
+            values[region] = self._loaded(piece)
+        return values
+
+    def check_headers(self) -> None:
+        """Raise ``DamagedFile`` for a piece whose header is damaged or does not fit; values are not read."""
+        for piece in self.pieces:
+            self._loaded(piece, with_values=False)
+
+    def _loaded(self, piece: DcpPiece, with_values: bool = True) -> torch.Tensor:
+        what = f"the piece of {printable(self.name, 300)} at byte {piece.start} of {piece.path}"
+        with piece.path.open("rb") as file, nullcontext() if with_values else FakeTensorMode():
+            try:
+                found = torch.load(_Window(file.fileno(), piece.start, piece.length), "cpu", weights_only=True)
+            except Exception as error:
+                # The content is arbitrary bytes, and torch and pickle raise many types for it.
+                raise DamagedFile(
+                    f"{what} is damaged, or not a tensor ({type(error).__name__}: {_first_line(error)})."
+                ) from error
+        if not isinstance(found, torch.Tensor) or found.layout != torch.strided:
+            raise DamagedFile(f"{what} is no dense tensor.")
+        if (tuple(found.shape), found.dtype) != (piece.sizes, self.dtype):
+            raise DamagedFile(
+                f"{what} is of {found.dtype} and shape {list(found.shape)}, and by {METADATA} of {self.dtype} and "
+                f"{list(piece.sizes)}: the files are of different saves."
+            )
+        return found.detach()
+
+
+class DcpDirectory(NamedTuple):
+    """The content of a directory: tensors by name, and the names of entries that are not tensors.
+
+    ``keys`` has for a name the keys of the nested dicts that were saved; by default it is one key.
+    """
+
+    tensors: dict[str, DcpTensor]
+    others: list[str]
+    keys: Mapping[str, tuple[str, ...]]
+
+    def model(self) -> dict[str, DcpTensor]:
+        """The tensors of the model by its names: the ones under a key ``model``, or else the ones under no key.
+
+        Raises ``ValueError`` for several models.
+        """
+        keys = {name: self.keys.get(name, (name,)) for name in self.tensors}
+        found = {each[: at + 1] for each in keys.values() for at, key in enumerate(each[:-1]) if key == "model"}
+        outer = [each for each in found if len(each) == min(map(len, found))]
+        if len(outer) > 1:
+            raise ValueError(f"there are several models: {', '.join(sorted(map('.'.join, outer)))}.")
+        if outer:
+            depth = len(outer[0])
+            names = {name: ".".join(each[depth:]) for name, each in keys.items() if each[:depth] == outer[0]}
+        else:
+            names = {name: name for name, each in keys.items() if len(each) == 1} or {name: name for name in keys}
+        return {own: self.tensors[name] for name, own in names.items()}
+
+
+def has_dcp_files(path: Path) -> bool:
+    """Return whether ``path`` is a directory of torch.distributed.checkpoint.
+
+    Raises ``DamagedFile`` for an unfinished one.
+    """
+    if (path / METADATA).is_file():
+        return True
+    if any(path.glob(f"*{SUFFIX}")):
+        raise DamagedFile(f"{path} is unfinished: {METADATA} of torch.distributed.checkpoint is missing.")
+    return False
+
+
+def read_dcp_directory(path: Path) -> DcpDirectory:
+    """Return the content of the directory ``path``, without values.
+
+    Raises ``DamagedFile`` for a damaged ``.metadata``, one that has anything but descriptions, and missing files or
+    files that are too short; ``OSError`` for files that cannot be read.
+    """
+    file = path / METADATA
+    content = file.read_bytes()
+    try:
+        found = _Unpickler(io.BytesIO(content)).load()
+        tensors, others, keys = _described(found, path)
+    except Exception as error:
+        # A damaged pickle raises any type.
+        raise DamagedFile(
+            f"{file} is not of torch.distributed.checkpoint, or is damaged ({type(error).__name__}: "
+            f"{_first_line(error)})."
+        ) from error
+    lengths: dict[Path, int] = {}
+    for tensor in tensors.values():
+        for piece in tensor.pieces:
+            if piece.path not in lengths:
+                lengths[piece.path] = piece.path.stat().st_size if piece.path.is_file() else -1
+            length = lengths[piece.path]
+            if length < piece.start + piece.length:
+                state = f"has {length:,} bytes" if length >= 0 else "is missing"
+                raise DamagedFile(
+                    f"{piece.path} {state}, and {printable(tensor.name, 300)} is in bytes {piece.start:,} to "
+                    f"{piece.start + piece.length:,} of it: copy the directory again."
+                )
+    return DcpDirectory(tensors, others, keys)
+
+
+class _Pickled:
+    """Stands for an object of a class of torch: only the state that was pickled."""
+
+    def __init__(self, *arguments: object) -> None:
+        self.arguments = arguments
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+class _Unpickler(pickle.Unpickler):
+    """Makes containers, numbers, strings, dtypes, and for each class that is admitted an object without its code.
+
+    The classes are made anew, because a pickle can set attributes of what ``find_class`` returns.
+    """
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self._made: dict[tuple[str, str], type] = {each: type(each[1], (_Pickled,), {}) for each in _CLASSES}
+
+    def find_class(self, module: str, name: str) -> Callable[..., Any] | torch.dtype:
+        """Return what stands for ``name`` of ``module``."""
+        if (module, name) in self._made:
+            return self._made[module, name]
+        if (module, name) == ("torch", "Size"):
+            return tuple
+        if module == "torch" and isinstance(found := vars(torch).get(name), torch.dtype):
+            return found
+        if (module, name) == ("torch.serialization", "_get_layout"):
+            return lambda layout: layout
+        if module in _PATHS and name in ("PosixPath", "WindowsPath"):
+            return lambda *parts: PurePath(*parts)
+        raise pickle.UnpicklingError(f"it names {printable(module)}.{printable(name)}, which is not called")
+
+
+def _described(metadata: Any, path: Path) -> tuple[dict[str, DcpTensor], list[str], dict[str, tuple[str, ...]]]:
+    """The tensors, other names, and keys in ``metadata``; raises many types for what torch does not write."""
+    described, stored = _state(metadata, "Metadata")["state_dict_metadata"], metadata.state["storage_data"]
+    places = {}
+    for index, info in stored.items():
+        at = _state(index, "MetadataIndex")
+        places[at["fqn"], tuple(at.get("offset") or ())] = _state(info, "_StorageInfo")
+    tensors, others = {}, []
+    for name, each in described.items():
+        if type(name) is not str:
+            raise ValueError(f"a name is {name!r:.100}")
+        if type(each).__name__ == "BytesStorageMetadata":
+            others.append(name)
+            continue
+        saved = _state(each, "TensorStorageMetadata")
+        dtype, shape = _state(saved["properties"], "TensorProperties")[0], _numbers(saved["size"])
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(f"{name} has the dtype {dtype!r:.100}")
+        pieces = []
+        for chunk in saved["chunks"]:
+            block = _state(chunk, "ChunkStorageMetadata")
+            offsets, sizes = _numbers(block["offsets"]), _numbers(block["sizes"])
+            if all(sizes):
+                pieces.append(_piece(name, offsets, sizes, places[name, offsets], path))
+        if all(shape):
+            check_cover(name, shape, [each[:2] for each in pieces])
+        tensors[name] = DcpTensor(shape, dtype, name, tuple(pieces))
+    planned = metadata.state.get("planner_data")
+    # The default planner has a dict.
+    keys = planned if isinstance(planned, dict) else {}
+    return tensors, others, {name: tuple(map(str, each)) for name, each in keys.items()}
+
+
+def _piece(
+    name: str, offsets: tuple[int, ...], sizes: tuple[int, ...], info: Mapping[str, Any], path: Path
+) -> DcpPiece:
+    file, (start, length) = info["relative_path"], _numbers((info["offset"], info["length"]))
+    if info.get("transform_descriptors"):
+        raise ValueError(f"{name} is transformed by {info['transform_descriptors']!r:.100}, which is not read here")
+    if type(file) is not str or not file.isprintable() or Path(file).name != file:
+        raise ValueError(f"{name} is in the file {file!r:.100}")
+    return DcpPiece(offsets, sizes, path / file, start, length)
+
+
+def _state(value: Any, kind: str) -> Any:
+    if type(value).__name__ != kind or not isinstance(value, _Pickled):
+        raise ValueError(f"a {type(value).__name__} is in the place of {kind}")
+    return value.state
+
+
+def _numbers(values: Any) -> tuple[int, ...]:
+    if any(type(each) is not int or not 0 <= each < 2**63 for each in values):
+        raise ValueError(f"sizes or places are {values!r:.100}")
+    return tuple(values)
+
+
+def _first_line(error: Exception) -> str:
+    return printable(str(error).strip().split("\n")[0], 300)
+
+
+class _Window(io.RawIOBase):
+    """Bytes ``start`` to ``start + length`` of an open file, as a file."""
+
+    def __init__(self, descriptor: int, start: int, length: int) -> None:
+        self._descriptor = descriptor
+        self._start = start
+        self._length = length
+        self._at = 0
+
+    def readable(self) -> bool:
+        """Return ``True``."""
+        return True
+
+    def seekable(self) -> bool:
+        """Return ``True``."""
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Set the place of the next read, and return it."""
+        self._at = max(0, offset + (0, self._at, self._length)[whence])
+        return self._at
+
+    def readinto(self, into: Any) -> int:
+        """Read bytes into memory, and return their number."""
+        count = read_bytes(
+            self._descriptor, self._start + self._at, memoryview(into)[: max(0, self._length - self._at)]
+        )
+        self._at += count
+        return count
