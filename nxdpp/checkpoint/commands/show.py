@@ -219,7 +219,7 @@ def _ranks(path: Path) -> Listing:
 
 
 def _dcp(path: Path, headers: bool = False) -> Listing:
-    """Return the tensors of all ranks by name. Raises ``ValueError`` for damaged files; with ``headers`` of pieces too."""
+    """Return the tensors by name. Raises ``ValueError`` for damaged files, with ``headers`` for damaged pieces too."""
     directory = read_dcp_directory(path)
     if headers:
         for tensor in directory.tensors.values():
