@@ -5,9 +5,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from nxdpp.checkpoint.commands.dcp_files import METADATA, SUFFIX, DcpTensor, read_dcp_directory
 from nxdpp.checkpoint.commands.source import MetaModel, Source, check_free, meta_model, plain_model, with_dtypes
@@ -70,12 +72,15 @@ def write_dcp(source: Source, destination: Path) -> None:
         with warnings.catch_warnings():
             # torch warns of a save without a process group, also where no_dist asks for it.
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
-            dcp.save(state, storage_writer=writer, planner=_PlannerOfSource(source, first), no_dist=True)
-    except BaseException:
+            save(state, storage_writer=writer, planner=_PlannerOfSource(source, first), no_dist=True)
+    except BaseException as error:
         for file in (*destination.glob(f"*{SUFFIX}"), *destination.glob(f"{METADATA}*")):
             file.unlink(missing_ok=True)
         for name in texts:
             (destination / name).unlink(missing_ok=True)
+        if isinstance(error, CheckpointException):
+            # torch wraps what a rank raises, and here is one rank.
+            raise error.failures[0][0] from None
         raise
     flush_directory(destination)
 

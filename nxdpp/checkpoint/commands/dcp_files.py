@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path, PurePath
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple, cast
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -77,8 +77,9 @@ class DcpTensor(StoredLayout):
     def _loaded(self, piece: DcpPiece, with_values: bool = True) -> torch.Tensor:
         what = f"the piece of {printable(self.name, 300)} at byte {piece.start} of {piece.path}"
         with piece.path.open("rb") as file, nullcontext() if with_values else FakeTensorMode():
+            window = _Window(file.fileno(), piece.start, piece.length)
             try:
-                found = torch.load(_Window(file.fileno(), piece.start, piece.length), "cpu", weights_only=True)
+                found = torch.load(cast(IO[bytes], window), "cpu", weights_only=True)
             except Exception as error:
                 # The content is arbitrary bytes, and torch and pickle raise many types for it.
                 raise DamagedFile(

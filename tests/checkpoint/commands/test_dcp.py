@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.optim import AdamW
@@ -27,6 +28,7 @@ from nxdpp.checkpoint.commands.dcp import write_dcp
 from nxdpp.checkpoint.commands.source import Source, plain_model
 from nxdpp.checkpoint.files.pieces import layouts_of
 from nxdpp.doors.nxd.checkpoint import load_checkpoint, save_checkpoint
+from tests.checkpoint.commands.test_examples_of_docs import damage
 from tests.checkpoint.huggingface.checkpointed_models import tensors_in
 from tests.support.run_ranks import run_ranks
 from tests.support.tensor_models import llama
@@ -55,10 +57,11 @@ def _save(rank: int, folder: Path) -> None:
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     options = StateDictOptions(flatten_optimizer_state_dict=True)
+    model_state: dict[str, Any]
     model_state, optimizer_state = get_state_dict(sharded, optimizer, options=options)
     progress = {"step": torch.tensor(3), "loader": {"epoch": 1}}
-    dcp.save({"app": {"model": model_state, "optimizer": optimizer_state, **progress}}, checkpoint_id=folder / "nested")
-    dcp.save({**model_state, "optimizer": optimizer_state, "train": progress}, checkpoint_id=folder / "flat")
+    save({"app": {"model": model_state, "optimizer": optimizer_state, **progress}}, checkpoint_id=folder / "nested")
+    save({**model_state, "optimizer": optimizer_state, "train": progress}, checkpoint_id=folder / "flat")
     whole = {name: value.full_tensor() for name, value in model_state.items()}
     if rank == 0:
         torch.save(whole, folder / "expected.pt")
@@ -97,7 +100,7 @@ def test_torch_reads_what_two_stages_saved_and_so_does_nxdpp(
     assert "lm_head.weight" in expected
     assert not recwarn.list
     state = {name: torch.zeros_like(value) for name, value in expected.items()}
-    dcp.load(state, checkpoint_id=written, no_dist=True)
+    load(state, checkpoint_id=written, no_dist=True)
     assert _are_equal(state, expected)
     dcp_to_torch_save(written, tmp_path / "whole.pt")
     assert _are_equal(torch.load(tmp_path / "whole.pt"), expected)
@@ -137,13 +140,13 @@ def test_shards_of_torch_are_read(form: str, saved: Path, tmp_path: Path, capsys
     assert _checkpoint("convert", saved / form, tmp_path / "out" / "one", "--to", "nxdpp", "--plain") == 0
     assert _checkpoint("convert", tmp_path / "out", tmp_path / "dcp", "--to", "dcp", "--plain") == 0
     state = {name: torch.zeros_like(value) for name, value in expected.items()}
-    dcp.load(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    load(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
     assert _are_equal(state, expected)
 
 
 def test_a_prefix_of_all_names_is_dropped(saved: Path, tmp_path: Path) -> None:
     state = {f"_orig.module.{name}": value for name, value in _tied().state_dict().items()}
-    dcp.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
     made = (tmp_path / "made", "--to", "huggingface", "--config", saved / "model")
     assert _checkpoint("convert", tmp_path / "dcp", *made) == 0
     assert _are_equal(tensors_in(tmp_path / "made"), tensors_in(saved / "model"))
@@ -152,13 +155,14 @@ def test_a_prefix_of_all_names_is_dropped(saved: Path, tmp_path: Path) -> None:
 def test_one_tensor_is_in_memory(tmp_path: Path) -> None:
     tensors = {f"layer.{number}": torch.full((4, 4), float(number)) for number in range(6)}
     tensors |= {"number": torch.tensor(3), "none": torch.empty(0, 4)}
-    alive: list[weakref.ref[torch.Tensor]] = []
+    alive: list[weakref.ref[Any]] = []
     most = 0
 
     def read(name: str) -> torch.Tensor:
         nonlocal most
         values = tensors[name].clone()
-        alive.append(weakref.ref(values.untyped_storage()))
+        storage: Any = values.untyped_storage()
+        alive.append(weakref.ref(storage))
         most = max(most, sum(each() is not None for each in alive))
         return values
 
@@ -220,6 +224,12 @@ def _edited(change: Callable[[Metadata, dict[str, Any]], object]) -> Callable[[P
     return damage
 
 
+def _chunks(metadata: Metadata) -> list[Any]:
+    described = metadata.state_dict_metadata["model.norm.weight"]
+    assert isinstance(described, TensorStorageMetadata)
+    return described.chunks
+
+
 def _cut(path: Path) -> None:
     file = path / "__0_0.distcp"
     os.truncate(file, file.stat().st_size - 1)
@@ -232,7 +242,7 @@ _DAMAGES: dict[str, Callable[[Path], object]] = {
     "copy the directory again": _cut,
     "is not of torch.distributed.checkpoint, or is damaged (EOFError": lambda path: os.truncate(path / ".metadata", 0),
     "or is damaged (UnpicklingError: pickle data was truncated)": lambda path: os.truncate(path / ".metadata", 99),
-    f"the blocks of {_NORM} do not have each": _edited(lambda all, _: all.state_dict_metadata[_NORM].chunks.pop()),
+    f"the blocks of {_NORM} do not have each": _edited(lambda all, _: _chunks(all).pop()),
     "is in the file '../x'": _edited(lambda _, places: setattr(places[_NORM], "relative_path", "../x")),
     "transformed by ['zstd']": _edited(lambda _, places: setattr(places[_NORM], "transform_descriptors", ["zstd"])),
     "(KeyError": _edited(lambda all, _: all.storage_data.clear()),
@@ -254,21 +264,29 @@ def test_damage_is_named(text: str, written: Path, capsys: pytest.CaptureFixture
     assert text in capsys.readouterr().err
 
 
+def test_an_error_leaves_no_files(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(saved / "out", tmp_path / "out")
+    damage(tmp_path / "out" / "one", f"model.{_NORM}")
+    assert _checkpoint("convert", tmp_path / "out", tmp_path / "made", "--to", "dcp") == 2
+    assert "have another checksum than when they were written" in capsys.readouterr().err
+    assert list((tmp_path / "made").iterdir()) == []
+
+
 def test_what_cannot_be_converted_is_refused(
     written: Path, saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert _checkpoint("convert", saved / "out", written, "--to", "dcp") == 2
     assert "has files .distcp already: give another directory" in capsys.readouterr().err
     state = _tied().state_dict()
-    dcp.save({"a": {"model": state}, "b": {"model": state}}, checkpoint_id=tmp_path / "two", no_dist=True)
+    save({"a": {"model": state}, "b": {"model": state}}, checkpoint_id=tmp_path / "two", no_dist=True)
     made = (tmp_path / "made", "--to", "huggingface", "--config", saved / "model")
     assert _checkpoint("convert", tmp_path / "two", *made) == 2
     assert "two cannot be converted: there are several models: a.model, b.model" in capsys.readouterr().err
-    dcp.save({**state, "lm_head.weight": -state["lm_head.weight"]}, checkpoint_id=tmp_path / "untied", no_dist=True)
+    save({**state, "lm_head.weight": -state["lm_head.weight"]}, checkpoint_id=tmp_path / "untied", no_dist=True)
     assert _checkpoint("convert", tmp_path / "untied", *made) == 2
     assert "differ in" in capsys.readouterr().err
     shutil.rmtree(tmp_path / "untied")
     del state[_NORM]
-    dcp.save(state, checkpoint_id=tmp_path / "untied", no_dist=True)
+    save(state, checkpoint_id=tmp_path / "untied", no_dist=True)
     assert _checkpoint("convert", tmp_path / "untied", *made) == 2
     assert f"1 are missing ({_NORM})" in capsys.readouterr().err
