@@ -7,7 +7,7 @@ import shutil
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -57,12 +57,11 @@ def _save(rank: int, folder: Path) -> None:
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     options = StateDictOptions(flatten_optimizer_state_dict=True)
-    model_state: dict[str, Any]
     model_state, optimizer_state = get_state_dict(sharded, optimizer, options=options)
     progress = {"step": torch.tensor(3), "loader": {"epoch": 1}}
     save({"app": {"model": model_state, "optimizer": optimizer_state, **progress}}, checkpoint_id=folder / "nested")
     save({**model_state, "optimizer": optimizer_state, "train": progress}, checkpoint_id=folder / "flat")
-    whole = {name: value.full_tensor() for name, value in model_state.items()}
+    whole = {name: cast(Any, value).full_tensor() for name, value in model_state.items()}
     if rank == 0:
         torch.save(whole, folder / "expected.pt")
     parallel_state.destroy_model_parallel()
