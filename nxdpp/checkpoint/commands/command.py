@@ -57,10 +57,10 @@ def _add_convert(actions: "argparse._SubParsersAction[argparse.ArgumentParser]")
         "convert",
         help="write the model in another format",
         description="Write the model of a checkpoint in another format, tensor by tensor: the largest tensor is in "
-        "memory, and no model. Sources: a checkpoint of nxdpp, a Hugging Face directory, files of NeuronX "
-        "Distributed's ranks (nxd), a directory of torch.distributed.checkpoint (dcp). Only the model is written, "
-        "without the optimizer: for dcp the flat state dict of one process, which torch.distributed.checkpoint.load "
-        "and dcp_to_torch_save read. Values keep their dtypes.",
+        "memory, for dcp in a few copies, and no model. Sources: a checkpoint of nxdpp, a Hugging Face directory, "
+        "files of NeuronX Distributed's ranks (nxd), a directory of torch.distributed.checkpoint (dcp). Only the model "
+        "is written, without the optimizer: for dcp the flat state dict of one process, which "
+        "torch.distributed.checkpoint.load and dcp_to_torch_save read. Values keep their dtypes.",
     )
     convert.add_argument("source", metavar="SOURCE", type=Path, help=f"{_PATH}; or a directory of the other formats")
     convert.add_argument("destination", metavar="DESTINATION", type=Path, help="a directory that has no checkpoint")
