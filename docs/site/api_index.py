@@ -6,6 +6,9 @@ from importlib import import_module
 
 from public_names import public_names
 
+_LONGEST = 80
+"""Characters of a sentence that stays whole."""
+
 _INTRODUCTION = """\
 # API
 
@@ -33,6 +36,10 @@ def api_index() -> str:
 
 
 def _sentence(found: object) -> str:
-    """Return the first sentence of a docstring in Markdown, up to a colon or semicolon, without its "Return"."""
+    """Return the first sentence of a docstring in Markdown, up to a colon or semicolon, without its "Return".
+
+    A long one ends at its first comma.
+    """
     first = " ".join((inspect.getdoc(found) or "").partition("\n\n")[0].split()).replace("``", "`")
-    return re.split(r"[.;:](?= |$)", first.removeprefix("Return "))[0]
+    sentence = re.split(r"[.;:](?= |$)", first.removeprefix("Return "))[0]
+    return sentence if len(sentence) <= _LONGEST else sentence.partition(",")[0]
