@@ -5,8 +5,9 @@
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 4 examples/llama/train.py --schedule zb1p --trace trace.json
     PJRT_DEVICE=CPU OMP_NUM_THREADS=1 torchrun --nproc-per-node 4 examples/llama/train.py --device xla
 
-All give the same losses, to rounding. ``training.py`` has the training; its comments that start with "nxdpp" mark the
-lines that make a pipeline of a Hugging Face model. This file checks the flags before anything imports torch.
+All give the same losses, pipelines to the last bit. ``training.py`` has the training; its comments that start with
+"nxdpp" mark the lines that make a pipeline of a Hugging Face model. This file checks the flags before anything imports
+torch.
 """
 
 import gc
