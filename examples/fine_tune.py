@@ -1,67 +1,61 @@
-"""Fine-tune a published model over the stages of a pipeline, and let it answer.
+"""Fine-tune a published model over the stages of a pipeline: torchrun --nproc-per-node 2 fine_tune.py MODEL DATA OUTPUT
 
-    torchrun --nproc-per-node 2 examples/fine_tune.py MODEL DATA --output runs/tuned
-
-MODEL is a name on the Hugging Face hub, or a folder. DATA is a text file, of which each line is a sample; or JSON lines
-with "messages" (chat), "prompt" and "completion", or "text". A second start with the same folder resumes.
+MODEL is a name on the Hugging Face hub, or a folder. DATA is a .txt file of a sample a line, or a .jsonl file of
+"messages" (chat), "prompt" and "completion", or "text".
 """
 
 import argparse
 from pathlib import Path
 
-import torch.distributed as dist
+import torch
 from datasets import load_dataset
 from huggingface_hub import HfApi
 from peft import LoraConfig
 from transformers import AutoTokenizer, BitsAndBytesConfig
-from transformers.trainer_utils import get_last_checkpoint
 from trl import SFTConfig
 
+from nxdpp import parallel_state
 from nxdpp.integrations import MetricsCallback, PipelineSFTTrainer
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("model")
-parser.add_argument("data")
-parser.add_argument("--output", default="runs/tuned", help="folder of checkpoints and of the tuned model")
+for name in ("model", "data", "output"):
+    parser.add_argument(name)
 parser.add_argument("--steps", type=int, default=200)
 parser.add_argument("--lora", action="store_true", help="train adapters in place of all weights")
 parser.add_argument("--four-bit", action="store_true", help="adapters over frozen 4-bit weights of bitsandbytes")
 parser.add_argument("--cpu", action="store_true", help="float32 on the CPU, over gloo")
-parser.add_argument("--prompt", default="Once upon a time", help="what the tuned model continues")
-parser.add_argument("--push", metavar="OWNER/NAME", help="repository on the hub that gets the result")
+parser.add_argument("--resume", action="store_true", help="go on from the newest complete checkpoint of OUTPUT")
+parser.add_argument("--prompt", default="Once upon a time", help="what the tuned model answers")
+parser.add_argument("--push", metavar="OWNER/NAME", help="private repository on the hub that gets the result")
 asked = parser.parse_args()
 
-rows = load_dataset("text" if asked.data.endswith(".txt") else "json", data_files=asked.data, split="train")
-rows = rows.train_test_split(0.1, seed=0)
+kind, adapts = "text" if asked.data.endswith(".txt") else "json", asked.lora or asked.four_bit
+rows = load_dataset(kind, data_files=asked.data, split="train").train_test_split(0.1, seed=0)
 tokenizer = AutoTokenizer.from_pretrained(asked.model)
-settings = SFTConfig(
-    asked.output,
-    max_steps=asked.steps,
-    per_device_train_batch_size=2,
-    gradient_accumulation_steps=8,  # the microbatches of the pipeline: four times the processes is a good start
-    learning_rate=2e-4 if asked.lora or asked.four_bit else 2e-5,
-    eval_strategy="steps",
-    eval_steps=0.25,  # of all steps
-    save_steps=0.25,
-    save_total_limit=2,
-    use_cpu=asked.cpu,
-    bf16=not asked.cpu,
-    report_to="none",
-)
-if asked.four_bit:
-    settings.model_init_kwargs = {"quantization_config": BitsAndBytesConfig(load_in_4bit=True)}
-adapters = asked.lora or asked.four_bit
-lora = LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM") if adapters else None
-trainer = PipelineSFTTrainer(asked.model, settings, None, rows["train"], rows["test"], tokenizer, peft_config=lora)
-trainer.add_callback(MetricsCallback(trainer))  # python -m nxdpp watch runs/tuned
-trainer.train(resume_from_checkpoint=get_last_checkpoint(asked.output) if Path(asked.output).is_dir() else None)
-trainer.save_model()  # from_pretrained reads the folder
+dtype = torch.float32 if asked.cpu else torch.bfloat16
+four_bit = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
+batches = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 8}  # 8 microbatches of 2 rows
+schedule = {"max_steps": asked.steps, "eval_strategy": "steps", "eval_steps": 0.25, "save_steps": 0.25}
+device = {"use_cpu": asked.cpu, "bf16": not asked.cpu}
+rate = 2e-4 if adapts else 2e-5
+args = SFTConfig(asked.output, learning_rate=rate, report_to="none", **batches, **schedule, **device)
+given = {"quantization_config": four_bit if asked.four_bit else None}
+given["peft_config"] = LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM") if adapts else None
+trainer = PipelineSFTTrainer(asked.model, args, None, rows["train"], rows["test"], tokenizer, **given)
+trainer.add_callback(MetricsCallback(trainer))  # python -m nxdpp watch OUTPUT
+complete = sorted(Path(asked.output).glob("checkpoint-*/trainer_state.json"), key=lambda file: file.stat().st_mtime)
+trainer.train(resume_from_checkpoint=str(complete[-1].parent) if asked.resume and complete else None)
+trainer.save_model()  # from_pretrained reads OUTPUT
 
-tokens = trainer.pipelined.eval().generate(**tokenizer(asked.prompt, return_tensors="pt"), max_new_tokens=40)
-if dist.get_rank() == 0:
+chat = [{"role": "user", "content": asked.prompt}]
+is_chat = "messages" in rows["train"].column_names
+text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) if is_chat else asked.prompt
+tokens = trainer.pipelined.eval().generate(**tokenizer(text, return_tensors="pt"), max_new_tokens=40)
+parallel_state.destroy_model_parallel()
+if args.process_index == 0:
     print(tokenizer.decode(tokens[0], skip_special_tokens=True))
     trainer.create_model_card()
     if asked.push:
-        HfApi().create_repo(asked.push, exist_ok=True)
-        HfApi().upload_folder(repo_id=asked.push, folder_path=asked.output, ignore_patterns="checkpoint-*")
-dist.barrier()
+        HfApi().create_repo(asked.push, private=True, exist_ok=True)
+        left_out = ["checkpoint-*", "metrics/*", "training_args.bin"]
+        HfApi().upload_folder(repo_id=asked.push, folder_path=asked.output, ignore_patterns=left_out)

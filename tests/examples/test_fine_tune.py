@@ -20,7 +20,8 @@ from tests.support.run_ranks import run_ranks
 pytestmark = pytest.mark.one_python
 
 EXAMPLE = Path(__file__).parents[2] / "examples/fine_tune.py"
-PROMPT = "user: a cat"
+PROMPT = "a cat"
+TEMPLATE_OF_PROMPT = "user: a cat</s>"
 TEMPLATE = "{% for each in messages %}{{ each['role'] }}: {{ each['content'] }}{{ eos_token }}{% endfor %}"
 
 
@@ -35,45 +36,60 @@ def publish(folder: Path) -> None:
     tokenizer.save_pretrained(folder)
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=len(letters), hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4
+        vocab_size=len(letters), hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4
     )
     config.eos_token_id, config.pad_token_id = 1, 0
     LlamaForCausalLM(config).save_pretrained(folder)
     turns = [[("user", f"a cat {number}"), ("assistant", "sat on a mat")] for number in range(20)]
     chats = [{"messages": [{"role": role, "content": text} for role, text in each]} for each in turns]
     (folder / "chats.jsonl").write_text("\n".join(map(json.dumps, chats)))
+    (folder / "lines.txt").write_text("\n".join(f"a cat {number} sat on a mat" for number in range(20)))
 
 
-def tune(rank: int, folder: Path, steps: int, *flags: str) -> tuple[str, list[Any]]:
+def tune(rank: int, folder: Path, data: str, *flags: str) -> tuple[str, list[Any]]:
     uploads: list[Any] = []
     vars(huggingface_hub)["HfApi"] = lambda: SimpleNamespace(
-        create_repo=lambda *_, **__: None, upload_folder=lambda **given: uploads.append(given)
+        create_repo=lambda *_, **given: uploads.append(given), upload_folder=lambda **given: uploads.append(given)
     )
-    given = [str(folder), str(folder / "chats.jsonl"), "--output", str(folder / "tuned"), "--steps", str(steps)]
-    sys.argv = ["fine_tune.py", *given, "--cpu", "--prompt", PROMPT, *flags]
+    sys.argv = ["fine_tune.py", str(folder), str(folder / data), str(folder / f"of {data}"), "--cpu", *flags]
     printed = io.StringIO()
     with redirect_stdout(printed):
         runpy.run_path(str(EXAMPLE), run_name="__main__")
     return printed.getvalue().rstrip().rpartition("\n")[2], uploads
 
 
+def tune_twice(rank: int, folder: Path) -> list[tuple[str, list[Any]]]:
+    return [
+        tune(rank, folder, "chats.jsonl", "--steps", "4"),
+        tune(rank, folder, "chats.jsonl", "--steps", "8", "--resume", "--prompt", PROMPT, "--push", "me/tuned"),
+    ]
+
+
 def test_a_model_is_tuned_resumed_and_generates(tmp_path: Path) -> None:
     publish(tmp_path)
-    tuned = tmp_path / "tuned"
-    run_ranks(2, tune, tmp_path, 4)
-    first = (tuned / "checkpoint-4/trainer_state.json").read_text()
+    tuned = tmp_path / "of chats.jsonl"
 
-    (answer, uploads), (_, of_others) = run_ranks(2, tune, tmp_path, 8, "--push", "me/tuned")
-    assert [each["repo_id"] for each in uploads] == ["me/tuned"]
+    (_, (answer, uploads)), (_, (_, of_others)) = run_ranks(2, tune_twice, tmp_path)
+
+    assert uploads[0] == {"private": True, "exist_ok": True}
+    assert uploads[1]["repo_id"] == "me/tuned"
     assert of_others == []
-
     state = json.loads((tuned / "checkpoint-8/trainer_state.json").read_text())
     assert state["global_step"] == 8
-    evaluated = [each["eval_loss"] for each in state["log_history"] if "eval_loss" in each]
-    assert evaluated[:4] == [each["eval_loss"] for each in json.loads(first)["log_history"] if "eval_loss" in each]
-    assert evaluated[-1] < evaluated[0]
+    evaluated = {each["step"]: each["eval_loss"] for each in state["log_history"] if "eval_loss" in each}
+    assert {1, 4, 8} <= evaluated.keys()
+    assert evaluated[8] < evaluated[1]
     assert "library_name: transformers" in (tuned / "README.md").read_text()
     whole = LlamaForCausalLM.from_pretrained(tuned).eval()
     tokenizer = AutoTokenizer.from_pretrained(tuned)
-    tokens = whole.generate(**tokenizer(PROMPT, return_tensors="pt"), max_new_tokens=40)
+    asked = TEMPLATE_OF_PROMPT
+    tokens = whole.generate(**tokenizer(asked, return_tensors="pt"), max_new_tokens=40)
     assert answer == tokenizer.decode(tokens[0], skip_special_tokens=True).rpartition("\n")[2]
+
+
+def test_adapters_over_four_bit_weights_are_tuned_on_lines(tmp_path: Path) -> None:
+    publish(tmp_path)
+    run_ranks(2, tune, tmp_path, "lines.txt", "--steps", "2", "--four-bit")
+    state = json.loads((tmp_path / "of lines.txt/checkpoint-2/trainer_state.json").read_text())
+    assert [each["step"] for each in state["log_history"] if "eval_loss" in each] == [1, 2]
+    assert (tmp_path / "of lines.txt/adapter_model.safetensors").exists()
