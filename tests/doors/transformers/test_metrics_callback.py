@@ -43,7 +43,7 @@ def test_steps_have_their_logs_and_a_resumed_training_appends(tmp_path: Path) ->
     assert {name: curves[name] for name in expected} == expected
     assert [step for step, _ in expected["loss"]] == [2, 4]
     # Four batches of two rows with 12 tokens; the third step ends an epoch of ten batches.
-    assert run.ranks[0].curves["tokens"] == {1: 96, 2: 96, 3: 48, 4: 96}
+    assert run.ranks[0].curves["tokens"].points() == [(1, 96), (2, 96), (3, 48), (4, 96)]
     assert [step for step, _ in curves["seconds"]] == [1, 2, 3, 4]
     assert sorted(curves) == ["eval_loss", "grad_norm", "learning_rate", "loss", "seconds", "tokens a second"]
     for rank in run.ranks.values():
