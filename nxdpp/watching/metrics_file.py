@@ -90,11 +90,11 @@ class MetricsFile:
         self._device = parallel_state.local_device()
         self._ended_at: float | None = None
         self.path = Path(folder) / "metrics" / f"rank{self._rank:04}.jsonl"
+        self._is_left = False
         for listener in list(fault_listeners):
             earlier = getattr(listener, "__self__", None)
             if isinstance(earlier, MetricsFile) and (earlier._is_left or earlier.path == self.path):
                 earlier._release()
-        self._is_left = False
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._file: int | None = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         size = os.fstat(self._file).st_size

@@ -10,7 +10,7 @@ from rich.console import Console
 from nxdpp.watching.frame import frame
 from nxdpp.watching.metrics_reader import RunMetrics
 from nxdpp.watching.summary import summary_of
-from tests.watching.runs import BEGAN, begin, lines, whole_run
+from tests.watching.runs import BEGAN, begin, lines, step, whole_run
 
 ENDS = {"time": BEGAN + 10, "ends": True}
 
@@ -85,7 +85,8 @@ def test_missing_ranks_are_counted_and_rows_have_their_rank(tmp_path: Path) -> N
 
 
 def test_a_terminal_obeys_nothing_of_the_files(tmp_path: Path) -> None:
-    lines(whole_run(tmp_path, **{"no\x1b[2Jrm": 1.0}), 0, {"time": BEGAN + 11, "fault": "said \x1b]0;title\x07 \u202e"})
+    told = [step(0, 21, **{"no\x1b[2Jrm": 1.0}), {"time": BEGAN + 11, "fault": "said \x1b]0;title\x07 \u202e"}]
+    lines(whole_run(tmp_path), 0, *told)
     shown = _frame(tmp_path)
     assert "\\x1b]0;title\\x07" in shown
     assert all(each.isprintable() for line in shown.splitlines() for each in line)
