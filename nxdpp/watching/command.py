@@ -31,7 +31,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     watch.add_argument("folder", metavar="FOLDER", type=Path, help="the run's folder")
     watch.add_argument("--once", action="store_true", help="print one frame and end; also where there is no terminal")
-    watch.add_argument("--web", action="store_true", help="serve a page to browsers of this machine")
+    watch.add_argument("--web", action="store_true", help="serve a page; every user of this machine can read it")
     watch.add_argument("--port", type=int, metavar="N", help=f"port of the page ({_PORT}); 0 for any that is free")
     watch.set_defaults(run=run_watch)
     report = commands.add_parser(
@@ -47,7 +47,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 def run_watch(options: argparse.Namespace) -> None:
     """Show the run of ``options``; ``ValueError`` for a folder without metrics, or flags that do not fit."""
     if options.port is not None and not options.web:
-        raise ValueError("--port is of the page: add --web, or leave out --port.")
+        raise ValueError("--port needs --web: add it, or leave out --port.")
     if options.once and options.web:
         raise ValueError("--once prints to the terminal: leave out --web. For a page of this moment call report.")
     if options.port is not None and not 0 <= options.port < 2**16:

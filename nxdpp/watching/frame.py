@@ -19,37 +19,41 @@ _BAR = 10
 # Heights of a curve, from the least to the most, and a full and an empty part of a bar.
 _HEIGHTS = {False: "▁▂▃▄▅▆▇█", True: "_.-=+*%#"}
 _FILLED = {False: ("█", "░"), True: ("#", ".")}
-_STYLES = {"fault": "bold red", "done": "green"}
+_STYLES = {"fault": "bold red", "done": "green", "left": "yellow"}
 
 
 def frame(summary: dict[str, Any], console: Console) -> RenderableType:
     """Return what ``summary_of`` has, as wide as ``console``; letters of ASCII where it has no others."""
     ascii_only = console.options.ascii_only
-    parts: list[RenderableType] = [_head(summary), _curves(summary, console.width, ascii_only)]
+    parts: list[RenderableType] = [_head(summary)]
+    # First, as a terminal shows what its height has room for.
+    parts += [Text(_printable(_sentence(fault)), style="bold red") for fault in summary["faults"]]
+    parts.append(_curves(summary, console.width, ascii_only))
     parts += _ranks(summary, console.width, ascii_only)
-    parts += _strip(summary["strip"], console.width)
+    parts += _strip(summary["strip"], [row["rank"] for row in summary["ranks"]], console.width)
     parts += _experts(summary["experts"], console.width, ascii_only)
-    parts += [Text(_sentence(fault), style="bold red") for fault in summary["faults"]]
     return Group(*parts)
 
 
 def _head(summary: dict[str, Any]) -> Text:
     of = f" of {summary['steps']:,}" if summary["steps"] else ""
-    ranks = f"{len(summary['ranks'])} ranks, {summary['schedule']}" if len(summary["ranks"]) > 1 else "1 rank"
-    text = Text(f"{summary['folder']}  step {summary['step']:,}{of}  {ranks}  ")
+    there, world = len(summary["ranks"]), summary["world"]
+    ranks = f"{world} ranks, {summary['schedule']}" if world > 1 else "1 rank"
+    ranks = ranks if there == world else f"{there} of {ranks}"
+    text = Text(_printable(f"{summary['folder']}  step {summary['step']:,}{of}  {ranks}  "))
     state, ago = summary["state"], _ago(summary["now"] - summary["seen_at"])
-    said = {"running": f"last line {ago}", "done": f"done {ago}", "fault": f"ended by a fault {ago}"}[state]
-    return text.append(said, _STYLES.get(state, ""))
+    said = {"running": f"last line {ago}", "done": f"done {ago}", "fault": f"ended by a fault {ago}"}
+    return text.append(said.get(state) or _printable(f"left {ago} by {summary['left']}"), _STYLES.get(state, ""))
 
 
 def _curves(summary: dict[str, Any], width: int, ascii_only: bool) -> RenderableType:
     table = Table.grid(padding=(0, 1))
-    names = list(summary["curves"])
-    head = max(map(len, names), default=0) + max(map(len, summary["latest"].values()), default=0) + 2
-    for name in names:
+    names = {name: _printable(name) for name in summary["curves"]}
+    head = max(map(len, names.values()), default=0) + max(map(len, summary["latest"].values()), default=0) + 2
+    for name, shown in names.items():
         values = [value for _, value in summary["curves"][name] if value is not None]
         drawn = _sparkline(values, max(8, min(48, width - head)), ascii_only)
-        table.add_row(Text(name), Text(summary["latest"][name], justify="right"), Text(drawn, style="cyan"))
+        table.add_row(Text(shown), Text(summary["latest"][name], justify="right"), Text(drawn, style="cyan"))
     return table
 
 
@@ -58,7 +62,7 @@ def _ranks(summary: dict[str, Any], width: int, ascii_only: bool) -> Iterator[Re
     rows = []
     for row in summary["ranks"][:_RANKS]:
         busy, seconds, ago = row["busy"], row["seconds"], _ago(summary["now"] - row["seen_at"])
-        filled = round(_BAR * (busy or 0.0))
+        filled = round(_BAR * min(1.0, max(0.0, busy or 0.0)))
         rows.append(
             [
                 str(row["rank"]),
@@ -76,8 +80,8 @@ def _ranks(summary: dict[str, Any], width: int, ascii_only: bool) -> Iterator[Re
         yield Text(f"and {more} more ranks")
 
 
-def _strip(strip: dict[str, Any] | None, width: int) -> Iterator[RenderableType]:
-    """Yield the actions of a step: a row a rank, a column the action in its middle."""
+def _strip(strip: dict[str, Any] | None, numbers: Sequence[int], width: int) -> Iterator[RenderableType]:
+    """Yield the actions of a step: a row for each of the ranks ``numbers``, a column the action in its middle."""
     if strip is None:
         return
     legend = Text(f"step {strip['step']:,}, {strip['ms']:,.1f} ms  ")
@@ -85,7 +89,7 @@ def _strip(strip: dict[str, Any] | None, width: int) -> Iterator[RenderableType]
         legend.append(kind, f"{INK} on {colour}").append(f" {name}  ")
     yield legend.append(". bubble")
     columns = max(8, width - _HEAD)
-    for rank, row in enumerate(strip["ranks"][:_RANKS]):
+    for rank, row in list(zip(numbers, strip["ranks"], strict=True))[:_RANKS]:
         text = Text(f"{rank:>4}  ")
         at = 0
         for column in range(columns):
@@ -111,6 +115,11 @@ def _sentence(fault: dict[str, Any]) -> str:
     others = [rank for rank in fault["told_by"] if rank not in fault["named"]]
     by = f" (told by rank{'s' * (len(others) > 1)} {', '.join(map(str, others))})" if others else ""
     return f"fault: {fault['text']}{by}"
+
+
+def _printable(text: str) -> str:
+    """Return ``text`` with escapes for characters that a terminal would obey; lines remain."""
+    return "".join(each if each.isprintable() or each == "\n" else ascii(each)[1:-1] for each in text)
 
 
 def _sparkline(values: Sequence[float], columns: int, ascii_only: bool) -> str:

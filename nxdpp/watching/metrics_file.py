@@ -28,11 +28,14 @@ import torch.distributed as dist
 from nxdpp.devices.memory import peak_bytes
 from nxdpp.pipeline.pipeline_view import PipelineView
 from nxdpp.ranks import parallel_state
-from nxdpp.ranks.faults.ending_process import fault_listeners
+from nxdpp.ranks.faults.ending_process import fault_listeners, sentence_of
 
 _LOGGER = logging.getLogger("nxdpp")
-# What a line has without a word of the program: of the file and its rank, and of a step.
-_OF_RANKS = ("begins", "ends", "done", "steps", "rank", "ranks", "stages", "replica", "schedule", "host", "device")
+# Names that MetricsFile itself gives to a line: the start and its rank, and a step. A program has to choose others.
+_OF_RANKS = (
+    *("begins", "ends", "done", "steps", "rank", "ranks", "stages", "replica", "tensor_rank", "schedule", "host"),
+    "device",
+)
 OWN_NAMES = frozenset(("time", "step", "seconds", "busy", "bytes", "actions", "fault", *_OF_RANKS))
 
 
@@ -48,12 +51,12 @@ class MetricsFile:
                 optimizer.zero_grad()
                 metrics.write(loss=loss, tokens=batch["input_ids"].numel())
 
-    No method is collective. A CUDA device is waited for at the end of each step. Without a fault the file ends with a
-    line that says so.
+    No method is collective. A CUDA device is waited for at the end of each step. The last line says how the ``with``
+    block was left, or which fault ended the process. A new ``MetricsFile`` of the same folder closes an earlier one.
 
     Args:
-        folder: of the run. Rank 3 appends to ``FOLDER/metrics/rank0003.jsonl``. Hosts may share the folder, or have
-            their own: it is only read.
+        folder: of the run. Rank 3 appends to ``FOLDER/metrics/rank0003.jsonl``. Hosts share the folder. Otherwise
+            copy the files of all hosts into one folder for ``watch``.
         model: the ``NxDPPModel`` of the steps.
         done: the number of steps before the first one here, as after a resumed checkpoint. Later lines of a step
             replace earlier ones, and a start at an earlier step replaces all that followed it.
@@ -61,8 +64,8 @@ class MetricsFile:
         actions_every: each time that the steps are a multiple of it, the line has the times of the step's actions,
             0 for never.
 
-    Raises ``TypeError`` for a ``model`` that is no ``NxDPPModel``, ``ValueError`` for negative numbers, ``OSError`` for
-    a folder that cannot be written.
+    Raises ``TypeError`` for a ``model`` that is no ``NxDPPModel``, ``ValueError`` for negative numbers and for
+    ``steps`` that are no whole number, ``OSError`` for a folder that cannot be written.
     """
 
     def __init__(
@@ -78,6 +81,8 @@ class MetricsFile:
             raise TypeError(f"the model must be an NxDPPModel, not {type(model).__name__}: wrap it first.")
         if done < 0 or actions_every < 0:
             raise ValueError(f"done={done} and actions_every={actions_every} must not be negative.")
+        if steps is not None and not (isinstance(steps, Integral) and steps >= 0):
+            raise ValueError(f"steps={steps} must be a whole number that is not negative, or None if it is unknown.")
         self._model = model
         self._rank = dist.get_rank()
         self._step = done
@@ -85,6 +90,11 @@ class MetricsFile:
         self._device = parallel_state.local_device()
         self._ended_at: float | None = None
         self.path = Path(folder) / "metrics" / f"rank{self._rank:04}.jsonl"
+        self._is_left = False
+        for listener in list(fault_listeners):
+            earlier = getattr(listener, "__self__", None)
+            if isinstance(earlier, MetricsFile) and (earlier._is_left or earlier.path == self.path):
+                earlier._release()
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._file: int | None = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         size = os.fstat(self._file).st_size
@@ -96,31 +106,38 @@ class MetricsFile:
             "ranks": dist.get_world_size(),
             "stages": model.local_stages,
             "replica": parallel_state.get_data_parallel_rank(),
+            "tensor_rank": parallel_state.get_tensor_model_parallel_rank(),
             "schedule": model.schedule_name,
             "host": socket.gethostname(),
             "device": self._device.type,
         }
-        self._append({"begins": True, **self._about, "done": done, "steps": steps})
+        self._append({"begins": True, **self._about, "done": done, "steps": None if steps is None else int(steps)})
         fault_listeners.append(self._write_fault)
 
     def write(self, loss: Any = None, tokens: int | None = None, **more: Any) -> None:
         """Append the line of a step that has ended; once a step, on every rank.
 
-        It has the number of the step, the seconds since the line before, the busy share and the most bytes of memory
-        so far.
+        It has the number of the step, the seconds since the last ``write`` or ``add``, the busy share and the most
+        bytes of memory so far. An evaluation or a save in between counts, unless an ``add`` follows it.
 
         Args:
-            loss: a number or a tensor of one, which waits for its device; ``None`` on ranks that have none. Of ranks
-                other than 0 only those of the last stage keep it.
+            loss: a number or a tensor of one element, which waits for its device; ``None`` on ranks that have none.
+                It is left out on ranks that are neither rank 0 nor of the last stage.
             tokens: of the step in the whole job.
-            more: numbers, tensors of one or of one dimension, and lists of numbers, by names of your own.
-                ``experts=`` has the number of tokens that each expert got.
+            more: numbers, tensors of one element or of one dimension, and lists of numbers, by names of your own.
+                ``experts=`` has the number of tokens that each expert got on this rank. ``watch`` adds them up over
+                the ranks whose tensor rank is 0: the others have the same tokens.
 
-        Raises ``TypeError`` for other values, ``ValueError`` for a name that a line has already. A file that cannot be
-        written is a warning.
+        Numbers that are not finite are written as the texts ``"nan"``, ``"inf"`` and ``"-inf"``.
+
+        Raises ``TypeError`` for other values, ``ValueError`` for a list of losses and for a name that a line has
+        already. A file that cannot be written is a warning.
         """
         has_loss = self._rank == 0 or self._model.holds_last_stage
         told = _plain_values({"loss": loss if has_loss else None, "tokens": tokens, **more})
+        if isinstance(told.get("loss"), list):
+            count = len(told["loss"])
+            raise ValueError(f"loss= has {count} numbers, as with return_mb_loss=True: give their mean, one number.")
         now, before = time.perf_counter(), self._ended_at
         self._ended_at = now
         self._step += 1
@@ -138,14 +155,20 @@ class MetricsFile:
     def add(self, **more: Any) -> None:
         """Append values of the last step that become known after its line, as the loss of an evaluation.
 
-        Raises as ``write`` does.
+        The time that is spent until then does not count as seconds of the next step. Raises as ``write`` does.
         """
         self._append({"step": self._step, **_plain_values(more)})
+        if self._ended_at is not None:
+            self._ended_at = time.perf_counter()
 
     def close(self) -> None:
         """Append a last line, and close the file; again without effect."""
-        if self._file is not None:
+        if self._file is not None and not self._is_left:
             self._append({"ends": True})
+        self._release()
+
+    def _release(self) -> None:
+        if self._file is not None:
             fault_listeners.remove(self._write_fault)
             os.close(self._file)
             self._file = None
@@ -156,8 +179,11 @@ class MetricsFile:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # The failure watch may still add the fault.
-        if error is None:
+        if error is not None and self._file is not None:
+            self._append({"ends": sentence_of(error)})
+            # If the error ends the process, the failure watch adds the fault, which may have begun on a different rank.
+            self._is_left = True
+        else:
             self.close()
 
     def _actions(self) -> list[list[Any]]:
@@ -173,7 +199,7 @@ class MetricsFile:
     def _append(self, line: Mapping[str, Any]) -> None:
         if self._file is None:
             raise ValueError(f"{self.path} is closed: write before close(), or make a new MetricsFile.")
-        text = json.dumps({"time": round(time.time(), 3), **line}, separators=(",", ":"))
+        text = json.dumps({"time": round(time.time(), 3), **line}, separators=(",", ":"), allow_nan=False)
         data = f"{chr(10) if self._is_torn else ''}{text}\n".encode()
         try:
             self._is_torn = os.write(self._file, data) < len(data)
@@ -193,8 +219,8 @@ def _plain_values(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _plain(name: str, value: Any) -> Any:
     """Return a value for JSON: numbers that are not finite as texts, such as ``"nan"``."""
-    if isinstance(value, torch.Tensor) and value.dim() < 2:
-        value = value.tolist()
+    if isinstance(value, torch.Tensor) and (value.dim() < 2 or value.numel() == 1):
+        value = value.item() if value.numel() == 1 else value.tolist()
     if isinstance(value, Sequence) and not isinstance(value, str):
         return [_plain(name, each) for each in value]
     if not isinstance(value, Real):

@@ -1,24 +1,54 @@
 """Reader of the metrics of a run: the files of all ranks, from where it has read before."""
 
 import json
+import math
+import os
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from nxdpp.schedules.actions import parse_action
 from nxdpp.schedules.simulate import Span
+from nxdpp.watching.curve import Curve
 
 # Steps over which the busy share of a rank is averaged.
 RECENT = 20
 # What a line says of its rank, and values of a step that have no curve.
-_ABOUT = ("rank", "ranks", "stages", "replica", "schedule", "host", "device", "done", "steps")
+_ABOUT = ("rank", "ranks", "stages", "replica", "tensor_rank", "schedule", "host", "device", "done", "steps")
 _NO_CURVE = ("time", "step", "busy", "bytes")
 # Bytes of lines that are read together, and steps whose actions are kept: ranks may be a step apart.
 _PART = 1 << 22
 _KEPT = 2
+# Begin of a file by which it is known again.
+_HEAD_BYTES = 64
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and 0 <= value < 2**53
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and abs(value) < 1e300
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _are_counts(value: Any) -> bool:
+    return isinstance(value, list) and all(map(_is_count, value))
+
+
+# What the values of a line must be that it has by these names.
+_SOUND: dict[str, Callable[[Any], bool]] = {
+    **dict.fromkeys(("step", "done", "rank", "ranks", "replica", "tensor_rank"), _is_count),
+    **dict.fromkeys(("time", "seconds", "busy", "bytes"), _is_number),
+    **dict.fromkeys(("fault", "schedule", "host", "device"), _is_text),
+    "stages": _are_counts,
+    "steps": lambda value: value is None or _is_count(value),
+}
 
 
 class RankMetrics:
@@ -29,18 +59,23 @@ class RankMetrics:
         began_at, seen_at: times of the start and of the last line, in seconds since 1970.
         last: the values of the last step by name.
         busy: the busy shares of the last steps.
-        curves: values by name and step: of rank 0 all, of other ranks the loss.
+        curves: values by name: of rank 0 all, of other ranks the loss.
         actions: compute actions by step, of the last steps that have them; seconds since 1970.
         fault: the sentence with which the rank ended.
-        ends: whether the last line is that of a run that ended well.
+        ends: whether the last line says that the run ended without an error.
+        left: the error with which the program left the run, if the last line says so; it may have caught the error.
     """
 
     def __init__(self, path: Path, rank: int) -> None:
         self._path = path
         self._rank = rank
+        self._forget()
+
+    def _forget(self) -> None:
         self._offset = 0
+        self._head = b""
         self.about: dict[str, Any] = {}
-        self.curves: dict[str, dict[int, float]] = {}
+        self.curves: dict[str, Curve] = {}
         self.began_at = self.seen_at = 0.0
         self._begin(0)
 
@@ -48,29 +83,39 @@ class RankMetrics:
         """Forget what an earlier start did after step ``done``."""
         self.fault: str | None = None
         self.ends = False
+        self.left: str | None = None
         self.last: dict[str, Any] = {}
         self.busy: deque[float] = deque(maxlen=RECENT)
         self.actions: dict[int, list[Span]] = {}
         for curve in self.curves.values():
-            for step in [step for step in curve if step > done]:
-                del curve[step]
+            curve.forget_after(done)
 
     def read_on(self) -> None:
-        """Read the lines since the last call. A line without its end waits; a torn or strange one is left out."""
-        with self._path.open("rb") as file:
+        """Read the lines that were appended since the last call, or all of a file that was made anew.
+
+        A line whose end is not written yet waits for the next call. Lines that are no JSON of a ``MetricsFile`` are
+        skipped. A file that was removed changes nothing.
+        """
+        with suppress(FileNotFoundError), self._path.open("rb") as file:
+            # A new file may have the inode of a removed one. Its first line has a different time.
+            if file.read(len(self._head)) != self._head or os.fstat(file.fileno()).st_size < self._offset:
+                self._forget()
             file.seek(self._offset)
             while part := file.readlines(_PART):
                 for line in part:
                     if line.endswith(b"\n"):
                         self._offset += len(line)
+                        self._head = (self._head + line)[:_HEAD_BYTES]
                         self._add(line)
 
     def _add(self, line: bytes) -> None:
-        # A line that is none of MetricsFile raises in one way or another.
-        with suppress(ValueError, KeyError, TypeError, AttributeError):
+        # Bytes that are no JSON, and numbers and brackets that are too many for Python.
+        with suppress(ValueError, RecursionError):
             found = json.loads(line)
-            self.seen_at = float(found["time"])
-            self._apply(found)
+            is_sound = isinstance(found, dict) and "time" in found and ("begins" not in found or "done" in found)
+            if is_sound and all(check(found[name]) for name, check in _SOUND.items() if name in found):
+                self.seen_at = float(found["time"])
+                self._apply(found)
 
     def _apply(self, found: dict[str, Any]) -> None:
         if "stages" in found:
@@ -81,7 +126,8 @@ class RankMetrics:
         if "step" in found:
             self._add_step(found)
         self.fault = self.fault or found.get("fault")
-        self.ends = "ends" in found
+        ends = found.get("ends")
+        self.ends, self.left = ends is True, ends if isinstance(ends, str) else None
 
     def _add_step(self, found: dict[str, Any]) -> None:
         step = found["step"]
@@ -91,11 +137,23 @@ class RankMetrics:
         if "busy" in found:
             self.busy.append(found["busy"])
         for name, value in values.items():
-            if isinstance(value, int | float | str) and name not in _NO_CURVE and (self._rank == 0 or name == "loss"):
-                self.curves.setdefault(name, {})[step] = float(value)
+            if name not in _NO_CURVE and (self._rank == 0 or name == "loss"):
+                # A text that is no number, a list, or an integer beyond float is no point of a curve.
+                with suppress(ValueError, TypeError, OverflowError):
+                    number = float(value)
+                    self.curves.setdefault(name, Curve()).add(step, number)
         if found.get("actions"):
-            self.actions[step] = [Span(parse_action(text), at, at + took) for text, at, took in found["actions"]]
-            self.actions = dict(list(self.actions.items())[-_KEPT:])
+            with suppress(ValueError, TypeError, OverflowError):
+                self.actions[step] = _spans(found["actions"])
+                self.actions = dict(list(self.actions.items())[-_KEPT:])
+
+
+def _spans(actions: Any) -> list[Span]:
+    """Return the spans of a line; ``ValueError`` or ``TypeError`` for what are none."""
+    spans = [Span(parse_action(text), float(at), float(at) + float(took)) for text, at, took in actions]
+    if not all(math.isfinite(span.start) and math.isfinite(span.end) for span in spans):
+        raise ValueError("times of actions are finite")
+    return spans
 
 
 class RunMetrics:
@@ -120,7 +178,7 @@ class RunMetrics:
 
     @property
     def ranks(self) -> dict[int, RankMetrics]:
-        """The ranks of the last start by number, without those of an earlier start with more ranks."""
+        """The ranks of the last start by number. Files of an earlier start with more ranks are left out."""
         number = self._ranks[0].about.get("ranks", 1)
         return {rank: self._ranks[rank] for rank in sorted(self._ranks) if rank < number}
 
@@ -129,7 +187,7 @@ class RunMetrics:
 
         The loss is rank 0's, or the mean over the ranks that have one.
         """
-        found = {name: sorted(curve.items()) for name, curve in self._ranks[0].curves.items()}
+        found = {name: curve.points() for name, curve in self._ranks[0].curves.items()}
         tokens, seconds = dict(found.pop("tokens", [])), dict(found.get("seconds", []))
         first = {
             "loss": found.pop("loss", None) or list(self._mean_losses()),
@@ -138,6 +196,7 @@ class RunMetrics:
         return {name: curve for name, curve in (first | found).items() if curve}
 
     def _mean_losses(self) -> Iterator[tuple[int, float]]:
-        curves = [rank.curves["loss"] for rank in self.ranks.values() if "loss" in rank.curves]
+        curves = [dict(rank.curves["loss"].points()) for rank in self.ranks.values() if "loss" in rank.curves]
         for step in sorted(set().union(*curves)):
-            yield step, fmean(curve[step] for curve in curves if step in curve)
+            losses = [curve[step] for curve in curves if step in curve]
+            yield step, sum(losses) / len(losses)

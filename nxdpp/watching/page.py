@@ -1,6 +1,7 @@
 """A run as a page: one HTML file with its data inside, or served to this machine's browsers only."""
 
 import json
+import sys
 import time
 from functools import partial
 from http import HTTPStatus
@@ -16,6 +17,11 @@ _PAGE = Path(__file__).with_name("page.html")
 # In the page, the text of the data; null lets it ask the server.
 _DATA = '<script id="data" type="application/json">null</script>'
 _HOSTS = ("127.0.0.1", "localhost")
+# The page asks only its own server.
+_POLICY = (
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
 
 
 def page(summary: dict[str, Any] | None = None) -> str:
@@ -25,13 +31,20 @@ def page(summary: dict[str, Any] | None = None) -> str:
     if summary is None:
         return text
     # A name must not end the script.
-    data = json.dumps(summary).replace("<", "\\u003c")
+    data = json.dumps(summary, allow_nan=False).replace("<", "\\u003c")
     return text.replace(_DATA, _DATA.replace("null", data))
 
 
 def server(run: RunMetrics, port: int) -> ThreadingHTTPServer:
     """Return a server of the page on 127.0.0.1; ``port`` 0 is any that is free. Raises ``OSError`` for one in use."""
-    return ThreadingHTTPServer(("127.0.0.1", port), partial(_Handler, run, Lock()))
+    return _Server(("127.0.0.1", port), partial(_Handler, run, Lock()))
+
+
+class _Server(ThreadingHTTPServer):
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Print the error of an answer, unless the browser has closed its tab."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -51,7 +64,7 @@ class _Handler(BaseHTTPRequestHandler):
             with self._lock:
                 self._run.read_on()
                 found = summary_of(self._run, time.time())
-            self._answer("application/json", json.dumps(found))
+            self._answer("application/json", json.dumps(found, allow_nan=False))
         else:
             self.send_error(HTTPStatus.NOT_FOUND)
 
@@ -61,6 +74,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(data)))
         self.send_header("Cache-Control", "no-store")
+        self.send_header("Content-Security-Policy", _POLICY)
+        self.send_header("X-Content-Type-Options", "nosniff")
         self.end_headers()
         self.wfile.write(data)
 

@@ -19,11 +19,15 @@ def summary_of(run: RunMetrics, now: float) -> dict[str, Any]:
 
     Keys: ``folder``, ``now``, ``began_at``, ``seen_at``, ``step``, ``steps``, ``schedule``, ``state``, ``curves`` (by
     name, ``[step, value]``; ``null`` for a value that is not finite), ``latest`` (the last value of each curve as
-    text), ``ranks``, ``strip``, ``faults`` and ``experts``.
+    text), ``world`` (the number of ranks, of which ``ranks`` has the rows that are there), ``ranks``, ``strip``,
+    ``faults``, ``left`` (the error with which the program left a run without a fault) and ``experts``.
     """
     ranks, curves = run.ranks, run.curves()
     faults = _faults(ranks)
     about = ranks[0].about
+    world = about.get("ranks", 1)
+    left = next((rank.left for rank in ranks.values() if rank.left is not None), None)
+    is_done = len(ranks) == world and all(rank.ends for rank in ranks.values())
     return {
         "folder": str(run.folder),
         "now": now,
@@ -32,7 +36,9 @@ def summary_of(run: RunMetrics, now: float) -> dict[str, Any]:
         "step": max(rank.last.get("step", about.get("done", 0)) for rank in ranks.values()),
         "steps": about.get("steps"),
         "schedule": about.get("schedule", ""),
-        "state": "fault" if faults else "done" if all(rank.ends for rank in ranks.values()) else "running",
+        "state": "fault" if faults else "done" if is_done else "running" if left is None else "left",
+        "left": left,
+        "world": world,
         "curves": {name: _thinned(curve) for name, curve in curves.items()},
         "latest": {name: _shown(curve[-1][1]) for name, curve in curves.items()},
         "ranks": [_row(number, rank, faults) for number, rank in ranks.items()],
@@ -44,7 +50,7 @@ def summary_of(run: RunMetrics, now: float) -> dict[str, Any]:
 
 def _row(number: int, rank: RankMetrics, faults: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return what the table of ranks says of one rank."""
-    state = "fault" if rank.fault else "done" if rank.ends else "running"
+    state = "fault" if rank.fault else "done" if rank.ends else "running" if rank.left is None else "left"
     if state == "running" and any(number in fault["named"] for fault in faults):
         state = "died"
     return {
@@ -97,7 +103,8 @@ def _strip(ranks: dict[int, RankMetrics]) -> dict[str, Any] | None:
 
     return {
         "step": step,
-        "ms": ms(max(span.end for row in rows for span in row)),
+        # A strip of no length has no scale.
+        "ms": max(0.001, ms(max(span.end for row in rows for span in row))),
         "kinds": {kind.value: [NAMES[kind], shade(kind, labels.chunks - 1, labels.chunks)] for kind in labels.kinds},
         "ranks": [
             [
@@ -116,11 +123,18 @@ def _strip(ranks: dict[int, RankMetrics]) -> dict[str, Any] | None:
 
 
 def _experts(ranks: dict[int, RankMetrics]) -> list[float] | None:
-    """Return the tokens of each expert in the last step, the sum over the ranks that tell them."""
-    told = [rank.last["experts"] for rank in ranks.values() if isinstance(rank.last.get("experts"), list)]
+    """Return the tokens of each expert in the last step, the sum over the ranks of tensor rank 0 that tell them.
+
+    The other tensor ranks have the same tokens.
+    """
+    firsts = [rank.last.get("experts") for rank in ranks.values() if rank.about.get("tensor_rank", 0) == 0]
+    told = [each for each in firsts if isinstance(each, list)]
     if not told or len({len(each) for each in told}) > 1:
         return None
-    sums = [sum(map(float, each)) for each in zip(*told, strict=True)]
+    try:
+        sums = [sum(map(float, each)) for each in zip(*told, strict=True)]
+    except (ValueError, TypeError, OverflowError):
+        return None
     return sums if all(map(math.isfinite, sums)) else None
 
 
@@ -128,9 +142,9 @@ def _thinned(curve: Sequence[tuple[int, float]]) -> list[tuple[float, float | No
     """Return at most ``_POINTS`` means of neighbours, and the last value as it is."""
     size = math.ceil(len(curve) / _POINTS)
     parts = [curve[at : at + size] for at in range(0, len(curve), size)]
-    points = [(part[-1][0], fmean(value for _, value in part)) for part in parts]
+    points = [(part[-1][0], sum(value for _, value in part) / len(part)) for part in parts]
     points[-1] = curve[-1]
-    return [(step, value if math.isfinite(value) else None) for step, value in points]
+    return [(step, value if abs(value) < 1e300 else None) for step, value in points]
 
 
 def _shown(value: float) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.docs.logger_modules import logger_modules
 from tests.docs.pages import ROOT, fragments, guide_pages, number_of_ranks, printed_text, script
 from tests.support.run_ranks import run_ranks
 
@@ -37,6 +38,7 @@ class _Copied(io.StringIO):
 def run_page(rank: int, page: Path, folder: Path) -> str:
     """Run the script of ``page`` in ``folder`` as a program; return what this rank prints."""
     os.chdir(folder)
+    sys.modules |= logger_modules()
     file = str(folder / "train.py")
     sys.argv = [file]
     printed = _Copied()

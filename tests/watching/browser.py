@@ -1,10 +1,13 @@
 """The page of a run in Chromium: ``python -m tests.watching.browser OUT``, with playwright and a Chromium installed.
 
+A command of its own: neither the suite nor ``.ci/run`` calls it.
+
 It serves a made-up run, looks at 1200 and at 400 pixels, light and dark, and writes a screenshot of each. It fails for
 a request to elsewhere, an error of the page's script, a page that is wider than its window, and a step that does not
 appear.
 """
 
+import re
 import sys
 from pathlib import Path
 from shutil import which
@@ -58,7 +61,8 @@ def _look(page: Any, address: str, folder: Path, last: int) -> None:
     lines(folder, 0, step(0, last))
     page.get_by_text(f"step {last} of 40").wait_for()
     page.locator("#curves svg").first.hover()
-    page.get_by_text("step 1", exact=False).first.wait_for()
+    # The value under the pointer; the axis has "step 1" too.
+    page.get_by_text(re.compile(r"step \d+: ")).first.wait_for()
     wide = page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
     assert wide == 0, f"the page is {wide} pixels wider than its window"
     assert not errors, errors

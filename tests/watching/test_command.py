@@ -36,7 +36,7 @@ def test_one_frame_and_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[st
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--port", "9"], "--port is of the page: add --web, or leave out --port."),
+        (["--port", "9"], "--port needs --web: add it, or leave out --port."),
         (["--once", "--web"], "--once prints to the terminal: leave out --web."),
         (["--web", "--port", "99999999"], "--port 99999999: give a number from 0 to 65535."),
     ],

@@ -10,7 +10,7 @@ from rich.console import Console
 from nxdpp.watching.frame import frame
 from nxdpp.watching.metrics_reader import RunMetrics
 from nxdpp.watching.summary import summary_of
-from tests.watching.runs import BEGAN, begin, lines, whole_run
+from tests.watching.runs import BEGAN, begin, lines, step, whole_run
 
 ENDS = {"time": BEGAN + 10, "ends": True}
 
@@ -59,6 +59,8 @@ def test_faults_are_whole_sentences(tmp_path: Path) -> None:
     assert "ended by a fault 1 s ago" in shown.replace("\n", " ")
     assert "died, 2 s ago" in shown
     assert "fault: rank 1 died without an error: killed (a signal, no memory), crashed, or" in shown
+    # A terminal shows the first lines: the fault is before the curves and ranks.
+    assert shown.index("fault: rank 1") < shown.index("loss") < shown.index("rank  stages")
     assert "(told by rank 0)" in shown
 
 
@@ -68,6 +70,33 @@ def test_many_ranks_are_counted(tmp_path: Path) -> None:
     shown = _frame(tmp_path)
     assert "and 4 more ranks" in shown
     assert "done 2 s ago" in shown.split("rank  stages")[0]
+
+
+def test_missing_ranks_are_counted_and_rows_have_their_rank(tmp_path: Path) -> None:
+    whole_run(tmp_path / "whole")
+    for rank in (0, 1):
+        told = (tmp_path / "whole" / "metrics" / f"rank{rank:04}.jsonl").read_text().replace('"ranks": 2', '"ranks": 8')
+        place = tmp_path / "metrics" / f"rank{3 * rank:04}.jsonl"
+        place.parent.mkdir(exist_ok=True)
+        place.write_text(told)
+    shown = _frame(tmp_path, 120)
+    assert "2 of 8 ranks, 1f1b" in shown.replace("\n", " ")
+    assert [line[:6] for line in shown.splitlines() if "...." in line] == ["   0  ", "   3  "]
+
+
+def test_a_terminal_obeys_nothing_of_the_files(tmp_path: Path) -> None:
+    told = [step(0, 21, **{"no\x1b[2Jrm": 1.0}), {"time": BEGAN + 11, "fault": "said \x1b]0;title\x07 \u202e"}]
+    lines(whole_run(tmp_path), 0, *told)
+    shown = _frame(tmp_path)
+    assert "\\x1b]0;title\\x07" in shown
+    assert all(each.isprintable() for line in shown.splitlines() for each in line)
+
+
+def test_a_run_that_was_left_by_an_error(tmp_path: Path) -> None:
+    lines(whole_run(tmp_path), 0, {"time": BEGAN + 11, "ends": "Interrupted: after step 20"})
+    shown = _frame(tmp_path, 200)
+    assert "left 1 s ago by Interrupted: after step 20" in shown
+    assert "left, 1 s ago" in shown
 
 
 def test_a_run_before_its_first_step(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import logging
 import math
 import os
 import signal
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,34 @@ def test_a_run_that_died_has_its_last_steps_and_the_fault(tmp_path: Path) -> Non
     assert [(row["step"], row["state"]) for row in summary["ranks"]] == [(2, "fault"), (2, "died")]
 
 
+def leave(rank: int, folder: Path) -> None:
+    """Leave four blocks in turn: by an error that is caught, by an end without an error, whole, and by the last one."""
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=1)
+    model = NxDPPModel(llama(2), num_microbatches=1)
+    for error in (ValueError("caught"), SystemExit(0)):
+        with suppress(ValueError, SystemExit), MetricsFile(folder, model):
+            raise error
+        assert summary_of(RunMetrics(folder), 0.0)["left"] == f"{type(error).__name__}: {error}"
+    with MetricsFile(folder / "other", model):
+        assert summary_of(RunMetrics(folder / "other"), 0.0)["state"] == "running"
+    with MetricsFile(folder, model):
+        raise ValueError("no more")
+
+
+def test_the_last_line_says_how_the_block_was_left(tmp_path: Path) -> None:
+    """In a world of one process too, where no failure watch adds a fault."""
+    with pytest.raises(AssertionError, match="no more"):
+        run_ranks(1, leave, tmp_path)
+    summary = summary_of(RunMetrics(tmp_path), 0.0)
+    assert (summary["state"], summary["left"], summary["ranks"][0]["state"]) == ("left", "ValueError: no more", "left")
+    assert [line["ends"] for line in _records(tmp_path, 0) if "ends" in line] == [
+        "ValueError: caught",
+        "SystemExit: 0",
+        "ValueError: no more",
+    ]
+    assert _records(tmp_path / "other", 0)[-1]["ends"] is True
+
+
 @pytest.fixture
 def model(one_rank: None) -> NxDPPModel:
     return NxDPPModel(llama(2), num_microbatches=1)
@@ -122,6 +151,22 @@ def test_the_error_of_a_rank_is_its_last_line(
     assert _records(tmp_path, 0)[-1]["fault"] == "ValueError: no more"
     metrics.close()
     assert not fault_listeners
+    assert "fault" in _records(tmp_path, 0)[-1]
+
+
+def test_a_new_file_closes_an_earlier_one(tmp_path: Path, model: NxDPPModel) -> None:
+    """As in a notebook: a fault is told once, and only to the run that it ends."""
+    with suppress(ValueError), MetricsFile(tmp_path / "left", model):
+        raise ValueError
+    first = MetricsFile(tmp_path, model)
+    second = MetricsFile(tmp_path, model)
+    with pytest.raises(ValueError, match="is closed"):
+        first.write(1)
+    tell_launcher("it fell")
+    second.close()
+    assert not fault_listeners
+    assert [line["fault"] for line in _records(tmp_path, 0) if "fault" in line] == ["it fell"]
+    assert "fault" not in _records(tmp_path / "left", 0)[-1]
 
 
 def test_wrong_values_and_names_are_refused(tmp_path: Path, model: NxDPPModel) -> None:
@@ -135,12 +180,36 @@ def test_wrong_values_and_names_are_refused(tmp_path: Path, model: NxDPPModel) -
         # None of them is a step.
         metrics.write(np.float32(1.5), norm=None, counts=np.arange(2).tolist())
         assert _records(tmp_path, 0)[-1].items() >= {"step": 1, "loss": 1.5}.items()
+        with pytest.raises(ValueError, match=r"loss= has 2 numbers, as with return_mb_loss=True: give their mean"):
+            metrics.write([torch.tensor(1.0), torch.tensor(2.0)])
+        # Tensors of one element are numbers, and a loss that is none is shown.
+        metrics.write(torch.tensor([float("nan")]), norm=torch.ones(1, 1))
+        assert _records(tmp_path, 0)[-1].items() >= {"step": 2, "loss": "nan", "norm": 1.0}.items()
+        assert summary_of(RunMetrics(tmp_path), 0.0)["latest"]["loss"] == "nan"
     with pytest.raises(ValueError, match=r"rank0000.jsonl is closed: write before close\(\)"):
         metrics.write(1)
     with pytest.raises(TypeError, match="must be an NxDPPModel, not Linear: wrap it first"):
         MetricsFile(tmp_path, torch.nn.Linear(1, 1))  # type: ignore[arg-type]  # refused
     with pytest.raises(ValueError, match="done=-1 and actions_every=10 must not be negative"):
         MetricsFile(tmp_path, model, done=-1)
+    for steps in (-1, math.inf, math.nan, 2.5):
+        with pytest.raises(ValueError, match=f"steps={steps} must be a whole number that is not negative"):
+            MetricsFile(tmp_path, model, steps=steps)  # type: ignore[arg-type]  # refused
+
+
+def test_an_evaluation_before_add_is_no_time_of_a_step(
+    tmp_path: Path, model: NxDPPModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+    monkeypatch.setattr("time.perf_counter", lambda: now)
+    with MetricsFile(tmp_path, model, actions_every=0) as metrics:
+        for _ in range(2):
+            metrics.write(1)
+            now += 10.0
+            metrics.add(eval_loss=2)
+            now += 1.0
+        metrics.write(1)
+    assert [line["seconds"] for line in _records(tmp_path, 0) if "seconds" in line][1:] == [1.0, 1.0]
 
 
 def test_a_full_disk_does_not_end_the_training(

@@ -1,10 +1,15 @@
 """Metrics that are read: lines that are whole, starts after one another, and files of ranks."""
 
+import io
+import json
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from nxdpp.watching.frame import frame
 from nxdpp.watching.metrics_reader import RECENT, RunMetrics
+from nxdpp.watching.summary import summary_of
 from tests.watching.runs import about, begin, lines, step, whole_run
 
 
@@ -30,6 +35,55 @@ def test_a_torn_line_and_strange_ones_are_left_out(tmp_path: Path) -> None:
         file.write('{"time": 1, "step": 2, "lo\n[]\nnull\n{"step": 9}\n{"time": 1, "step": 2, "loss": "low"}\n')
     lines(tmp_path, 0, begin(0, done=1), step(0, 2))
     assert RunMetrics(tmp_path).curves()["loss"] == [(1, 4.0), (2, 2.0)]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"time": 2, "step": 2, "loss": 1%s}' % ("0" * 400),
+        '{"time": 2, "step": 1%s, "loss": 9}' % ("0" * 5000),
+        '{"time": 2, "step": 2, "loss": %s' % ("[" * 100_000),
+        '{"time": 2, "step": "two", "loss": 9}',
+        '{"time": 2, "step": [2], "loss": 9}',
+        '{"time": 2, "step": 2, "busy": "much", "loss": 9}',
+        '{"time": 2, "step": 2, "busy": NaN, "loss": 9}',
+        '{"time": 2, "step": 2, "bytes": {}, "loss": 9}',
+        '{"time": Infinity, "fault": "no"}',
+        '{"time": 2, "fault": 3}',
+        '{"time": 2, "begins": true, "ranks": "all", "stages": [0], "done": 0}',
+        '{"time": 2, "begins": true, "ranks": 2, "stages": 0, "done": 0, "steps": "x"}',
+        '{"time": 2, "step": 2, "actions": [["0F0", Infinity, 1]]}',
+        '{"time": 2, "step": 2, "actions": 3}',
+        '{"time": 2, "step": 2, "experts": [{}, []]}',
+        '{"time": 2, "step": 2, "experts": [1%s]}' % ("0" * 400),
+    ],
+    ids=range(16),
+)
+def test_a_line_of_wrong_types_harms_nothing(line: str, tmp_path: Path) -> None:
+    path = whole_run(tmp_path, 1) / "metrics" / "rank0000.jsonl"
+    with path.open("a") as file:
+        file.write(line + "\n")
+    lines(tmp_path, 0, step(0, 3))
+    summary = summary_of(RunMetrics(tmp_path), 0.0)
+    assert json.dumps(summary, allow_nan=False)
+    assert summary["curves"]["loss"] == [(1, 4.0), (3, 4.0 / 3)]
+    Console(file=io.StringIO()).print(frame(summary, Console(file=io.StringIO())))
+
+
+def test_a_file_that_was_made_anew_is_read_from_its_begin(tmp_path: Path) -> None:
+    run = RunMetrics(whole_run(tmp_path))
+    path = tmp_path / "metrics" / "rank0000.jsonl"
+    path.unlink()
+    run.read_on()
+    assert len(run.curves()["loss"]) == 20
+    # Longer than the earlier file at once, and then shorter by truncation.
+    lines(tmp_path, 0, begin(0) | {"time": 7.0}, *[step(0, number, loss=1.0) for number in range(1, 61)])
+    run.read_on()
+    assert run.curves()["loss"] == [(number, 1.0) for number in range(1, 61)]
+    path.write_text("")
+    lines(tmp_path, 0, begin(0) | {"time": 7.0}, step(0, 1))
+    run.read_on()
+    assert run.curves()["loss"] == [(1, 4.0)]
 
 
 def test_a_resumed_start_replaces_the_steps_after_its_checkpoint(tmp_path: Path) -> None:

@@ -50,6 +50,28 @@ def test_the_server_answers_with_the_run_of_the_moment(port: int, tmp_path: Path
     assert _get(port, "/other")[0] == 404
 
 
+def test_answers_may_be_used_by_the_page_only(port: int) -> None:
+    connection = HTTPConnection("127.0.0.1", port, timeout=10)
+    connection.request("GET", "/")
+    answer = connection.getresponse()
+    answer.read()
+    connection.close()
+    assert answer.headers["X-Content-Type-Options"] == "nosniff"
+    assert str(answer.headers["Content-Security-Policy"]).startswith("default-src 'none'; ")
+
+
+def test_a_closed_tab_prints_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with server(RunMetrics(whole_run(tmp_path)), 0) as served:
+        for error, said in ((BrokenPipeError("gone"), ""), (ValueError("own"), "ValueError: own")):
+            try:
+                raise error
+            except (OSError, ValueError):
+                served.handle_error(None, ("127.0.0.1", 1))  # type: ignore[arg-type]  # it is only printed
+            shown = capfd.readouterr().err
+            assert said in shown
+            assert bool(shown) == bool(said)
+
+
 @pytest.mark.parametrize(
     ("host", "status"), [("localhost:9", 200), ("127.0.0.1", 200), ("elsewhere.example:80", 403), ("", 403)]
 )

@@ -72,6 +72,9 @@ def test_a_run_that_ended_well(tmp_path: Path) -> None:
     for rank in range(2):
         lines(whole_run(tmp_path) if rank == 0 else tmp_path, rank, {"time": BEGAN + 11, "ends": True})
     assert _summary(tmp_path)["state"] == "done"
+    (tmp_path / "metrics" / "rank0001.jsonl").unlink()
+    found = _summary(tmp_path)
+    assert (found["state"], found["world"], len(found["ranks"])) == ("running", 2, 1)
 
 
 def test_experts_are_summed_over_the_ranks(tmp_path: Path) -> None:
@@ -80,6 +83,25 @@ def test_experts_are_summed_over_the_ranks(tmp_path: Path) -> None:
     assert _summary(tmp_path)["experts"] == [11, 2, 3]
     lines(tmp_path, 1, {"time": BEGAN, "step": 20, "experts": ["nan", 0, 0]})
     assert _summary(tmp_path)["experts"] is None
+
+
+def test_experts_of_tensor_ranks_count_once(tmp_path: Path) -> None:
+    for rank in range(4):
+        lines(tmp_path, rank, begin(rank, 4) | {"tensor_rank": rank % 2}, step(rank, 1, experts=[rank, 1]))
+    assert _summary(tmp_path)["experts"] == [0 + 2, 2]
+
+
+def test_a_strip_of_no_length_has_a_scale(tmp_path: Path) -> None:
+    for rank in range(2):
+        lines(tmp_path, rank, begin(rank), step(rank, 10, actions=[[f"{rank}F0", 1.0, 0.0]]))
+    assert _summary(tmp_path)["strip"]["ms"] > 0
+
+
+def test_infinite_values_of_both_signs(tmp_path: Path) -> None:
+    """Their sum is no number."""
+    values = ["inf", "-inf", 1e308, 1e308] * 200
+    lines(tmp_path, 0, begin(0, 1), *[step(0, at, loss=each, norm=each) for at, each in enumerate(values, 1)])
+    assert _summary(tmp_path)["curves"]["norm"][0][1] is None
 
 
 def test_a_long_curve_is_thinned_and_ends_with_its_last_value(tmp_path: Path) -> None:

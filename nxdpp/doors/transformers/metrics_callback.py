@@ -1,6 +1,7 @@
 """Metrics of a ``PipelineTrainer`` for ``python -m nxdpp watch``."""
 
 import os
+from numbers import Real
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -67,7 +68,7 @@ class MetricsCallback(TrainerCallback):
         told = {
             name: value
             for name, value in (logs or {}).items()
-            if isinstance(value, int | float) and name not in (*OWN_NAMES, *_LEFT_OUT)
+            if isinstance(value, Real) and name not in (*OWN_NAMES, *_LEFT_OUT)
         }
         shown = {name: value for name, value in told.items() if not name.endswith(_LEFT_OUT_ENDS)}
         if self._file is not None and shown and "train_loss" not in told:

@@ -1,9 +1,12 @@
 """The metrics of a ``PipelineTrainer``: each optimizer step with what ``Trainer`` logs for it."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+from transformers import TrainerControl, TrainerState
 
 from nxdpp.integrations import MetricsCallback, PipelineTrainer
 from nxdpp.watching.metrics_reader import RunMetrics
@@ -43,9 +46,17 @@ def test_steps_have_their_logs_and_a_resumed_training_appends(tmp_path: Path) ->
     assert {name: curves[name] for name in expected} == expected
     assert [step for step, _ in expected["loss"]] == [2, 4]
     # Four batches of two rows with 12 tokens; the third step ends an epoch of ten batches.
-    assert run.ranks[0].curves["tokens"] == {1: 96, 2: 96, 3: 48, 4: 96}
+    assert run.ranks[0].curves["tokens"].points() == [(1, 96), (2, 96), (3, 48), (4, 96)]
     assert [step for step, _ in curves["seconds"]] == [1, 2, 3, 4]
     assert sorted(curves) == ["eval_loss", "grad_norm", "learning_rate", "loss", "seconds", "tokens a second"]
     for rank in run.ranks.values():
         assert rank.ends
         assert (rank.about["done"], rank.about["steps"], list(rank.actions)) == (2, 4, [4])
+
+
+def test_numbers_of_numpy_are_taken() -> None:
+    told: dict[str, Any] = {}
+    callback: Any = MetricsCallback(None)  # type: ignore[arg-type]  # a log asks nothing of the trainer
+    callback._file = SimpleNamespace(add=told.update)
+    callback.on_log(None, TrainerState(), TrainerControl(), {"of_numpy": np.float32(0.5), "epoch": 1, "name": "a"})
+    assert told == {"of_numpy": 0.5}
