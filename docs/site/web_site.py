@@ -40,8 +40,7 @@ docs/api
 docs/guide/*
 docs/*
 benchmarks/results/*
-CONTRIBUTING
-CHANGELOG
+C*
 ```
 """
 
