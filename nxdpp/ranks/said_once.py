@@ -10,10 +10,10 @@ import os
 import threading
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from itertools import count
-from typing import Any
+from typing import TextIO
 
 from torch.distributed import Store  # type: ignore[attr-defined]  # public, though not in its __all__
 
@@ -34,7 +34,9 @@ class FirstRankToSay(logging.Filter):
         self._process = os.getpid()
         self._counts: defaultdict[str, Iterator[int]] = defaultdict(count)
         earlier = getattr(warnings.showwarning, "__self__", None)
-        self._show_any = earlier._show_any if isinstance(earlier, FirstRankToSay) else warnings.showwarning
+        self._show_any: Callable[..., None] = warnings.showwarning
+        if isinstance(earlier, FirstRankToSay):
+            self._show_any = earlier._show_any
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Return whether this rank is the first to log the text of ``record`` for the n-th time."""
@@ -43,11 +45,19 @@ class FirstRankToSay(logging.Filter):
             setattr(record, _ANSWER, self._is_first(record.name, record.levelno, record.msg, record.args))
         return bool(getattr(record, _ANSWER))
 
-    def show(self, message: Warning | str, category: type[Warning], filename: str, *others: Any) -> None:
+    def show(
+        self,
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
         """Show a warning as ``warnings.showwarning`` did before; of transformers' files only on the first rank."""
         _, is_theirs, place = filename.rpartition(_FOLDER)
         if not is_theirs or self._is_first(place, category.__name__, message):
-            self._show_any(message, category, filename, *others)
+            self._show_any(message, category, filename, lineno, file, line)
 
     def _is_first(self, *said: object) -> bool:
         try:

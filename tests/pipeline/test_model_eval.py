@@ -147,7 +147,8 @@ def divide(rank: int) -> None:
     for rule, given in (("microbatch", items), ("tokens", items), ("tokens", {})):
         wrapped = NxDPPModel(LossOfLlama(), num_microbatches=2, loss_normalization=rule)
         for _ in range(2):
-            evaluated, trained = (run(**batch, **given) for run in (wrapped.run_eval, wrapped.run_train))
+            evaluated: Any = wrapped.run_eval(**batch, **given)
+            trained: Any = wrapped.run_train(**batch, **given)
             if rank == 1:
                 assert torch.equal(trained, evaluated)
                 torch.testing.assert_close(evaluated, expected)

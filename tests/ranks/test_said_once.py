@@ -22,7 +22,7 @@ def say(rank: int) -> tuple[str, list[str]]:
         library.addHandler(logging.StreamHandler(printed))
     library.setLevel(logging.WARNING)
     warnings.simplefilter("always")
-    warnings.showwarning = lambda message, *_: shown.append(str(message))  # type: ignore[assignment]
+    warnings.showwarning = lambda message, *_: shown.append(str(message))
     # A second world replaces the filters of the first one.
     for _ in range(2):
         parallel_state.initialize_model_parallel()
