@@ -81,6 +81,7 @@ class PipelineConfig:
         grad_scaler: ``nxdpp.GradScaler`` that scales the loss of each microbatch, for autocast to float16.
         check_inputs: when the ranks of a pipeline compare the values of floating inputs: ``"first"``, in the first step
             of each signature, ``"always"``, or ``"never"``. Values of other inputs are compared in every step.
+            With ``"never"`` no warning tells of data-parallel replicas that have the same batch.
     """
 
     num_microbatches: int = 1

@@ -87,6 +87,7 @@ class NxDPPModel(PipelineView, Generic[OnEveryRank, PerMicrobatch]):
             follow ``run_train``.
         check_inputs: when the ranks of a pipeline compare floating inputs: ``"first"``, in the first step of each
             signature, ``"always"`` or ``"never"``. They compare the values of other inputs in every step.
+            With ``"never"`` no warning tells of data-parallel replicas that have the same batch.
         use_optimizer_wrapper: taken for NxD's scripts. ``run_train`` averages the gradients in any case, so a wrapper
             that averages them again changes nothing.
         fuse_microbatches: only ``False``.

@@ -215,11 +215,6 @@ class Pipeline(PipelineSteps):
         return 0.0 if self._runner.timer is None else self._runner.timer.seconds
 
     @property
-    def action_seconds(self) -> dict[str, float]:
-        """Seconds of each compute action of this rank in the last step, by its text; empty on XLA."""
-        return {} if self._runner.timer is None else self._runner.timer.action_seconds
-
-    @property
     def action_times(self) -> list[tuple[str, int, int]]:
         """Text, start and end of each compute action of this rank in the last step; empty on XLA."""
         return [] if self._runner.timer is None else self._runner.timer.action_times

@@ -143,7 +143,8 @@ class PipelineSteps:
             return Evaluation(result.losses())
         losses = result.lone_losses()
         if losses is not None:
-            return Evaluation(losses)
+            with failure_watch.reported():
+                return Evaluation(self._preparation.loss_of(result.step).scaled(losses))
         return Evaluation(None, join_outputs(result.outputs()) if result.values else None)
 
     def eval_samples(self, samples: Sequence[Mapping[str, Any]]) -> list[Any]:

@@ -49,7 +49,6 @@ class StepPreparation:
     def __init__(self, config: PipelineConfig, programs: ProgramCache, normalization: LossNormalization) -> None:
         self._loss_spec = config.output_loss_value_spec
         self._is_sum = config.gradient_reduction == "sum"
-        self._by_tokens = config.loss_normalization == "tokens"
         self._programs = programs
         self._normalization = normalization
 
@@ -77,11 +76,19 @@ class StepPreparation:
         return self._prepared(batch, cut, "loss and output", loss, transform)
 
     def with_named_loss(self, batch: Batch) -> PreparedStep:
-        """Prepare an evaluation, which ends with the loss where the output names one or labels divide it."""
+        """Prepare an evaluation, which ends with the loss where the output names one or divides by counted items."""
         cut = self._graph(batch)
-        if self._programs.evaluation_ends_with(cut) == "loss" or (self._by_tokens and cut.is_lone):
+        if self._programs.evaluation_ends_with(cut) == "loss" or (cut.is_lone and self._normalization.is_fed(cut)):
             return self._losing(cut, batch, False)
         return self._prepared(batch, cut, "output", StepLoss(batch.microbatches))
+
+    def loss_of(self, step: PreparedStep) -> StepLoss:
+        """Return the loss of an evaluation whose outputs are lone losses; collective over replicas that count items.
+
+        Raises ``ValueError`` or ``TypeError`` on all ranks for a loss that a training step refuses.
+        """
+        batch = step.batch
+        return self._normalization.of_step(step.cut, batch.microbatches, batch.is_counted, batch.before, False)
 
     def with_losses(self, batch: Batch) -> PreparedStep:
         """Prepare an evaluation that ends with the loss of each microbatch, as the model returns it.
@@ -151,7 +158,7 @@ class StepResult:
             return losses
 
     def lone_losses(self) -> list[torch.Tensor] | None:
-        """Return the loss of each microbatch where the model returns nothing but it; collective over the pipeline.
+        """Return the loss of each microbatch, as the model returns it, where that is all; collective over the pipeline.
 
         Returns ``None`` on all ranks where the output is another value, and an empty list without the last stage.
         """

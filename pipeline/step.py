@@ -187,8 +187,7 @@ class StepRunner:
         """Verify that all ranks of the pipeline run the same step, in its first run also on the same values.
 
         Returns the step's signature, its digest, its engine, and hashes of its inputs. A new signature has no engine.
-        Raises ``RuntimeError`` when
-        the ranks are about to run different steps.
+        Raises ``RuntimeError`` when the ranks are about to run different steps.
         """
         if self._compiled is None:
             self._compiled = device_of(device).compiled()

@@ -12,6 +12,7 @@ from torch import nn
 from nxdpp.agreement.comparison import unequal
 from nxdpp.agreement.difference import difference_of
 from nxdpp.agreement.same_values import sample
+from nxdpp.ranks import parallel_state
 
 _logger = logging.getLogger(__name__)
 
@@ -20,15 +21,13 @@ SAME_MODEL = (
 )
 
 
-def check_replicas(
-    lines: Sequence[str], group: dist.ProcessGroup, seed: int | None = None, remedy: str = SAME_MODEL
-) -> None:
-    """Raise ``RuntimeError`` unless all ranks of the data-parallel ``group`` give the same ``lines``; collective.
+def check_replicas(lines: Sequence[str], seed: int | None = None, remedy: str = SAME_MODEL) -> None:
+    """Raise ``RuntimeError`` unless all data-parallel replicas give the same ``lines``; collective over them.
 
     The lines list the parameters whose gradients are about to be averaged. ``seed`` is the one with which the rank
     wrapped the model. It may differ, and is shown with a difference. The message ends with ``remedy``.
     """
-    found = unequal(list(lines), group, note=seed)
+    found = unequal(list(lines), parallel_state.get_data_parallel_control_group(), note=seed)
     if found is None:
         return
     first, second = found.names("data-parallel rank")
@@ -40,9 +39,13 @@ def check_replicas(
     )
 
 
-def warn_of_equal_batches(hashes: Sequence[int], group: dist.ProcessGroup) -> None:
-    """Warn on rank 0 if all ranks of its data-parallel ``group`` have the same ``hashes``; collective over that."""
-    if dist.get_process_group_ranks(group)[0] == 0 and unequal(list(hashes), group) is None and dist.get_rank() == 0:
+def warn_of_equal_batches(hashes: Sequence[int]) -> None:
+    """Warn on rank 0 if all its data-parallel replicas have the same ``hashes``, not all 0; collective over them."""
+    group = parallel_state.get_data_parallel_control_group()
+    if dist.get_process_group_ranks(group)[0] != 0:
+        return
+    are_equal = unequal(list(hashes), group) is None
+    if are_equal and any(hashes) and dist.get_rank() == 0:
         _logger.warning(
             "all %d data-parallel replicas have the same batch, so they compute the same gradients: give each its own "
             "rows. nxdpp.data_parallel_sampler(dataset) does. A DistributedSampler takes "
@@ -54,16 +57,15 @@ def warn_of_equal_batches(hashes: Sequence[int], group: dist.ProcessGroup) -> No
 def check_replica_values(
     parameters: Iterable[tuple[str, nn.Parameter]],
     origin: str | None,
-    group: dist.ProcessGroup,
     seed: int | None = None,
     lines: Sequence[str] = (),
     remedy: str = SAME_MODEL,
 ) -> None:
-    """Raise ``RuntimeError`` if a sample of about 1024 elements of a parameter differs; collective over ``group``.
+    """Raise ``RuntimeError`` if a sample of about 1024 elements of a parameter differs; collective over the replicas.
 
     ``origin`` is a line about the origin of the values. It is shown with the difference. ``seed``, ``lines`` and
     ``remedy`` are as for ``check_replicas``.
     """
-    if dist.get_world_size(group) > 1:
+    if parallel_state.get_data_parallel_size() > 1:
         samples = [f"values of {name}: {sample(parameter).hex()}" for name, parameter in parameters]
-        check_replicas([*([] if origin is None else [origin]), *lines, *samples], group, seed, remedy)
+        check_replicas([*([] if origin is None else [origin]), *lines, *samples], seed, remedy)

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
@@ -110,15 +109,12 @@ class LeftOutAverageCheck:
     """Compares a sample of the parameters over the replicas, after optimizer steps with gradients of one replica.
 
     ``no_sync()`` leaves the average to a later step, and a program may forget that step, or average by itself. Those
-    steps are collective over ``group``, the data-parallel ranks. The hook is removed with the last parameter.
+    steps are collective over the replicas. The hook is removed with the last parameter.
     ``source`` gives the object that knows whether the gradients are averaged, and ``None`` once it is gone.
     """
 
-    def __init__(
-        self, parameters: Mapping[str, nn.Parameter], group: dist.ProcessGroup, source: Callable[[], Averaged | None]
-    ) -> None:
+    def __init__(self, parameters: Mapping[str, nn.Parameter], source: Callable[[], Averaged | None]) -> None:
         self._names: WeakIdKeyDictionary = WeakIdKeyDictionary({each: name for name, each in parameters.items()})
-        self._group = group
         self._source = source
         self._end = run_after_steps(self._check)
 
@@ -134,7 +130,7 @@ class LeftOutAverageCheck:
         if not held:
             return
         try:
-            check_replicas(held, self._group)
+            check_replicas(held)
         except RuntimeError as error:
             raise RuntimeError(
                 f"the data-parallel replicas have different parameters after a step of {type(optimizer).__name__}: the "
@@ -154,6 +150,6 @@ def check_optimizers(
     if parallel_state.get_data_parallel_size() == 1:
         return None
     if not hands_over:
-        return LeftOutAverageCheck(parameters, parallel_state.get_data_parallel_group(), source)
+        return LeftOutAverageCheck(parameters, source)
     replica_step_check.of_pipeline(parameters.values(), is_averaged=False)
     return replica_step_check

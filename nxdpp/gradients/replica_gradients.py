@@ -97,9 +97,10 @@ class ReplicaGradients:
             if not before:
                 replica_step_check.of_pipeline(self._module.parameters(), is_averaged=True)
                 self._compare(self._part.attribute_lines())
-                if self._replicas > 1 and any(hashes):
+                if self._replicas > 1:
                     self._exchanges.begin("comparison of batches")
-                    warn_of_equal_batches(hashes, parallel_state.get_data_parallel_group())
+                    with failure_watch.reported():
+                        warn_of_equal_batches(hashes)
             else:
                 self._compare(remedy=_APART.format(f"{before} step{'s' * (before > 1)}"))
 
@@ -246,7 +247,6 @@ class ReplicaGradients:
             return
         self._exchanges.begin("comparison of parameters")
         parameters = list(self._module.named_parameters())
-        group = parallel_state.get_data_parallel_group()
         with failure_watch.reported():
             facts = [*lines, *parameter_lines(parameters)]
-            check_replica_values(parameters, self._part.origin, group, self._part.seed, facts, remedy)
+            check_replica_values(parameters, self._part.origin, self._part.seed, facts, remedy)

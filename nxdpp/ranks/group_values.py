@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from nxdpp.ranks import current_state
 from nxdpp.ranks.faults.waits import Wait
 from nxdpp.ranks.wire_form import packed, unpacked
 
@@ -26,11 +27,19 @@ def gather_values(value: T, group: dist.ProcessGroup) -> list[T]:
     return [unpacked(form[: int(length)].numpy().tobytes()) for form, length in zip(forms, lengths, strict=True)]
 
 
-def broadcast_value(value: T | None, group: dist.ProcessGroup | None = None, source: int = 0) -> T:
-    """Return a copy of ``value`` of the rank ``source`` of ``group``, for CPU tensors; collective over it.
+def from_rank_0(value: T) -> T:
+    """Return a copy of ``value`` of rank 0 on all ranks; collective over them.
 
-    Without a ``group`` all ranks take part.
+    It passes along each dimension in turn: a world of NCCL takes no CPU tensors.
     """
+    for group in current_state.with_groups().control_groups.values():
+        if dist.get_world_size(group) > 1:
+            value = broadcast_value(value, group)
+    return value
+
+
+def broadcast_value(value: T | None, group: dist.ProcessGroup, source: int = 0) -> T:
+    """Return a copy of ``value`` of the rank ``source`` of ``group``, for CPU tensors; collective over it."""
     is_source = dist.get_rank(group) == source
     form = _bytes_of(packed(value) if is_source else b"")
     length = torch.tensor([form.numel()], device="cpu")

@@ -68,6 +68,7 @@ class LocalUpkeep:
         self._on_change = on_change
         self._on_new_values = on_new_values
         self._runs = 0
+        self._has_checked_optimizers = False
         self._changes = part.changes
         self.ready_at = self._trained_at = 0
         self._entries = self._changes.watch(*ENTRIES)
@@ -105,8 +106,9 @@ class LocalUpkeep:
     def check_trained(self) -> None:
         """Raise ``RuntimeError`` for a dtype that cannot be trained, and for optimizers made before wrapping."""
         if self._trained_at != self._changes.number:
-            if not self._runs:
+            if not self._has_checked_optimizers:
                 self._part.check_optimizers()
+                self._has_checked_optimizers = True
             if self._dtypes.has_moved:
                 arguments.check_trained_dtypes(self._tree)
                 self._dtypes.settle()
@@ -209,8 +211,7 @@ class LocalUpkeep:
             return
         if self._part.any_ties:
             self._part.tied.make_equal(transport(self._part.device), parallel_state.get_pipeline_control_group())
-        replicas = parallel_state.get_data_parallel_group()
-        check_replica_values(listings.named_parameters(self._tree), self._part.origin, replicas)
+        check_replica_values(listings.named_parameters(self._tree), self._part.origin)
 
     def load(self, state_dict: Mapping[str, Any], strict: bool, assign: bool) -> Any:
         """Load as ``Module.load_state_dict`` does; with ``assign``, attributes of parameters and ties are kept.

@@ -93,6 +93,10 @@ class LossNormalization:
         """Return whether the loss of ``cut`` depends on a number of items that is given."""
         return self._known(cut).takes_number
 
+    def is_fed(self, cut: CutGraph) -> bool:
+        """Return whether the output of ``cut`` depends on a number of items that is counted before a step."""
+        return self.by_keyword and self.takes_number(cut)
+
     def check_example(self, partition: Partition, options: TracingOptions) -> None:
         """Check, as ``check`` does, the graph for the example inputs of a construction; without one, a step checks."""
         if not self.by_keyword or partition.assumed:

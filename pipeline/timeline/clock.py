@@ -1,4 +1,4 @@
-"""Times of a step: the share in which a rank computed, and the seconds of each compute action."""
+"""Times of a step: the share in which a rank computed, and the times of each compute action."""
 
 import torch
 
@@ -51,20 +51,10 @@ class StepTimer:
         return 0.0 if self._step is None else 1e-9 * self._device.between(*self._step)
 
     @property
-    def action_seconds(self) -> dict[str, float]:
-        """Seconds of each compute action of the step by its text, ``2F0``; waits for their end.
-
-        Empty on a device that only records operations in an action, and runs them later.
-        """
-        if self._step is None or self._device.is_lazy:
-            return {}
-        return {str(Action(*block[:3])): 1e-9 * self._device.between(*block[3:]) for block in self.blocks}
-
-    @property
     def action_times(self) -> list[tuple[str, int, int]]:
         """Text, start and end of each compute action, in nanoseconds of ``time.perf_counter_ns``; waits for the device.
 
-        Empty where ``action_seconds`` is.
+        Empty on a device that only records operations in an action, and runs them later.
         """
         if self._step is None or self._device.is_lazy:
             return []

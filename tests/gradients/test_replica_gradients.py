@@ -14,7 +14,10 @@ from torch import nn
 
 from nxdpp import NxDPPModel, parallel_state
 from nxdpp.gradients.replica_gradients import ReplicaGradients
+from nxdpp.ranks import current_state
 from nxdpp.ranks.faults import failure_watch
+from nxdpp.ranks.group_values import from_rank_0
+from nxdpp.ranks.transfer_groups import own_group
 from tests.pipeline.after_wrapping.scripts import Layer, Plain, batch
 from tests.support.models import make, padded_batch
 from tests.support.run_ranks import run_ranks
@@ -110,20 +113,71 @@ def test_replicas_are_compared_in_steps_1_2_4_8() -> None:
             assert "Step the optimizer after run_train, and draw new values after the same torch.manual_seed" in message
 
 
-def warnings_of(rank: int) -> list[str]:
+def compare_on_hosts() -> None:
+    """Let the data group refuse comparisons, as a group of NCCL does: they have tensors of the host."""
+    groups = current_state.with_groups()
+    data = groups.mesh.get_group("data")
+    groups.control_groups["data"] = own_group(groups.rank_mesh.groups("data"), "gloo")
+    gather = dist.all_gather
+
+    def all_gather(tensors: list[torch.Tensor], own: torch.Tensor, group: Any = None) -> None:
+        assert group not in (None, data, dist.group.WORLD), "a group of devices"
+        gather(tensors, own, group)
+
+    vars(dist)["all_gather"] = all_gather
+
+
+def step_left_out(model: NxDPPModel) -> str:
+    """Step with the gradients of one replica; return the error."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with model.no_sync():
+        model.run_train(**padded_batch(4, seed=parallel_state.get_data_parallel_rank()))
+    with pytest.raises(RuntimeError) as caught:
+        optimizer.step()
+    return str(caught.value)
+
+
+def warnings_of(rank: int) -> tuple[list[str], str]:
     printed = io.StringIO()
     logging.getLogger("nxdpp").addHandler(logging.StreamHandler(printed))
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    compare_on_hosts()
+    replica = parallel_state.get_data_parallel_rank()
     found = []
-    for seed in (parallel_state.get_data_parallel_rank(), 0):
+    # In the last but one, one replica has no hashes: the exchange is made all the same.
+    for seed, hashes in ((replica, True), (0, True), (0, not replica), (0, False)):
         model = NxDPPModel(make("llama", layers=2), num_microbatches=2)
+        model.move_model_to_device()
+        runner = model._pipeline._runner
+        verify = runner._replicas.verify
+        if not hashes:
+            vars(runner._replicas)["verify"] = lambda _, verify=verify: verify(())
         for _ in range(2):
             model.run_train(**padded_batch(4, seed=seed))
         found.append(printed.getvalue())
-    return found
+    assert from_rank_0(rank) == 0
+    return found, step_left_out(model)
 
 
 def test_one_rank_tells_once_of_replicas_with_the_same_batch() -> None:
-    own, same = map("".join, zip(*run_ranks(4, warnings_of), strict=True))
+    found, left_out = zip(*run_ranks(4, warnings_of), strict=True)
+    own, *same = map("".join, zip(*found, strict=True))
     assert own == ""
-    assert same.count("all 2 data-parallel replicas have the same batch") == same.count("\n") == 1
+    for each in same:
+        assert each.count("all 2 data-parallel replicas have the same batch") == each.count("\n") == 1
+    assert all("have different parameters after a step of SGD" in each for each in left_out)
+
+
+def test_an_error_of_the_comparison_of_batches_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise ArithmeticError("no comparison")
+
+    monkeypatch.setattr("nxdpp.gradients.replica_gradients.parallel_state.get_data_parallel_size", lambda: 2)
+    monkeypatch.setattr("nxdpp.gradients.replica_gradients.warn_of_equal_batches", fail)
+    monkeypatch.setattr(ReplicaGradients, "_compare", lambda *_: None)
+    part: Any = SimpleNamespace(module=nn.Linear(2, 2), attribute_lines=list, begin=lambda *_: None)
+    reported: list[BaseException] = []
+    monkeypatch.setattr(failure_watch, "report", reported.append)
+    with pytest.raises(ArithmeticError) as caught:
+        ReplicaGradients(part, exchanges=part).verify()
+    assert reported == [caught.value]

@@ -2,11 +2,13 @@
 
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from nxdpp import NxDPPModel, parallel_state
+from nxdpp.ranks.faults import failure_watch
 from tests.support.models import (
     gradient_differences,
     make,
@@ -117,9 +119,52 @@ def evaluate_bare(rank: int) -> None:
                 trained = wrapped.run_train(x=x, labels=labels)
                 assert (trained is None) == (evaluated is None) == (rank == 0 and not everywhere)
                 assert trained is None or torch.equal(trained, evaluated)
-                if rule == "microbatch":
-                    output = wrapped.run_eval(x=x)
-                    assert (None if output is None else output.shape) == ((6, 4) if rank == 1 else None)
+                output = wrapped.run_eval(x=x)
+                assert (None if output is None else output.shape) == ((6, 4) if rank == 1 else None)
+    divide(rank)
+    refuse(x, labels)
+
+
+class LossOfLlama(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.llama = make("llama", layers=2)
+
+    def forward(
+        self, input_ids: torch.Tensor, labels: torch.Tensor | None = None, num_items_in_batch: Any = None
+    ) -> torch.Tensor:
+        output = self.llama(input_ids, labels=labels, num_items_in_batch=num_items_in_batch)
+        loss: torch.Tensor = output.logits if labels is None else output.loss
+        return loss
+
+
+def divide(rank: int) -> None:
+    """The model divides by a number of items, which the user gives or nxdpp counts."""
+    batch = padded_batch(4)
+    del batch["attention_mask"]
+    items = {"num_items_in_batch": int((batch["labels"][:, 1:] != -100).sum())}
+    expected = LossOfLlama()(**batch, **items).detach()
+    for rule, given in (("microbatch", items), ("tokens", items), ("tokens", {})):
+        wrapped = NxDPPModel(LossOfLlama(), num_microbatches=2, loss_normalization=rule)
+        for _ in range(2):
+            evaluated: Any = wrapped.run_eval(**batch, **given)
+            trained: Any = wrapped.run_train(**batch, **given)
+            if rank == 1:
+                assert torch.equal(trained, evaluated)
+                torch.testing.assert_close(evaluated, expected)
+            assert (trained is None) == (evaluated is None) == (rank == 0)
+        logits = wrapped.run_eval(input_ids=batch["input_ids"])
+        assert rank == 0 or logits.shape[:2] == batch["input_ids"].shape
+
+
+def refuse(x: torch.Tensor, labels: torch.Tensor) -> None:
+    """What a training step refuses is refused after an evaluation too, on all ranks."""
+    vars(failure_watch)["report"] = lambda error: None
+    wrapped = NxDPPModel(BareLoss(), transformer_layer_cls=nn.Linear, num_microbatches=3)
+    labels[2:4] = -100
+    for run in (wrapped.run_eval, wrapped.run_train):
+        with pytest.raises(ValueError, match="microbatch 1 of 3 has no label"):
+            run(x=x, labels=labels)
 
 
 def test_a_bare_loss_is_returned_as_by_a_training_step() -> None:

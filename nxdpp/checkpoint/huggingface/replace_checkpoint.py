@@ -67,13 +67,14 @@ class NewCheckpoint:
         names = self._names("")
         if names[0] in tagged:
             return
-        links = [self.directory / name for name in names]
+        links: list[Path] = []
         try:
-            for old, new in zip(sorted(tagged), links, strict=True):
-                new.hardlink_to(self.directory / old)
+            for old, new in zip(sorted(tagged), names, strict=True):
+                (self.directory / new).hardlink_to(self.directory / old)
+                links.append(self.directory / new)
         except OSError:
             for link in links:
-                link.unlink(missing_ok=True)
+                link.unlink()
             return
         put(self._write_index(names), self.directory / INDEX_FILE)
         for old in tagged:

@@ -127,7 +127,7 @@ def _initialized(
         layers = layer_names(module, find_layer_classes(module, pipeline.get("transformer_layer_cls")))
         _checkpoint(LocalModules(module, module, layers), nxd_config["activation_checkpoint_config"])
     move_model_to_device(module, parallel_state.local_device())
-    check_replica_values(module.named_parameters(), None, parallel_state.get_data_parallel_group())
+    check_replica_values(module.named_parameters(), None)
     # The optimizer's steps compare the gradients of the copies.
     copies = TensorCopies(module)
     copies.verify(torch.initial_seed())

@@ -21,7 +21,7 @@ from transformers.trainer_utils import seed_worker
 
 from nxdpp.doors.transformers.data_randomness import DataRandomness
 from nxdpp.ranks import parallel_state
-from nxdpp.ranks.group_values import broadcast_value
+from nxdpp.ranks.group_values import from_rank_0
 
 
 class FirstRanksOrder(Sampler[int]):
@@ -38,7 +38,7 @@ class FirstRanksOrder(Sampler[int]):
         # All ranks draw the order, so that their generators stay equal.
         with self._randomness.drawing_order():
             order = list(self.sampler)
-        return iter(broadcast_value(order))
+        return iter(from_rank_0(order))
 
     def __len__(self) -> int:
         return len(self.sampler)  # type: ignore[arg-type]  # samplers of map-style data sets have a length

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import torch.distributed as dist
 
 from nxdpp.doors.random_states import States, random_states, set_random_states
-from nxdpp.ranks.group_values import broadcast_value
+from nxdpp.ranks.group_values import from_rank_0
 
 
 class DataRandomness:
@@ -93,6 +93,6 @@ class DataRandomness:
         known, at_end = self.stream or own, self._at_end or own
         is_first = self.stream is None
         begun = [state if is_first or state != end else None for state, end in zip(own, at_end, strict=True)]
-        begun = broadcast_value(begun)
+        begun = from_rank_0(begun)
         self.stream = tuple(state or old for state, old in zip(begun, known, strict=True))
         self._has_begun = True

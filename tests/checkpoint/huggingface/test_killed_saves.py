@@ -106,6 +106,9 @@ def test_a_checkpoint_loads_whenever_the_save_is_killed(
     assert (found[0], found[-1]) == (False, True)
     for state, new in zip(states, found, strict=True):
         assert is_new(values_in(state), expected) == new
+    if other and before == after == SHARDS:
+        # Files get usual names before the index has them, and have the others after that.
+        assert {has_usual for state in states for has_usual in usual_names_in_index(state)} == {False, True}
     # The next save removes what the killed one left.
     wrapped, last = wrap(model(4)), model(4).state_dict()
     for state in states:
@@ -124,6 +127,13 @@ def is_new(state: dict[str, torch.Tensor], expected: dict[bool, dict[str, torch.
         new for new, tensors in expected.items() if tensors.keys() == state.keys() and differing(state, tensors) == []
     )
     return new
+
+
+def usual_names_in_index(folder: Path) -> list[bool]:
+    """Whether the index has the usual name of each file that has another one too."""
+    index = (folder / "model.safetensors.index.json").read_text()
+    tagged = {path.name[len("model-01234567") :] for path in folder.glob("model-????????-*.safetensors")}
+    return [f"model{number}" in index for number in tagged if (folder / f"model{number}").exists()]
 
 
 def leftovers(folder: Path) -> list[str]:
@@ -155,6 +165,23 @@ def test_a_save_that_fails_while_it_replaces_leaves_the_earlier_checkpoint(
     with pytest.raises(OSError, match="no more"):
         save_pretrained(wrap(make("llama", seed=2)), tmp_path)
     assert {file: file.read_bytes() for file in tmp_path.iterdir()} == before
+
+
+def test_a_file_that_takes_a_usual_name_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(write_directory, "SHARD_BYTES", SHARDS)
+    save_pretrained(wrap(model(1)), tmp_path)
+    link = Path.hardlink_to
+
+    def taken(self: Path, target: Path) -> None:
+        if "-00002-of-" in self.name:
+            self.write_text("of another program")
+        link(self, target)
+
+    monkeypatch.setattr(Path, "hardlink_to", taken)
+    save_pretrained(wrap(model(2)), tmp_path)
+    (usual,) = (path for path in tmp_path.glob("model-*.safetensors") if path.name.count("-") == 3)
+    assert usual.read_text() == "of another program"
+    assert differing(values_in(tmp_path), model(2).state_dict()) == []
 
 
 @pytest.mark.parametrize(("ranks", "kills"), [(1, 4), (4, 2)])

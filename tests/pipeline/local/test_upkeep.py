@@ -8,6 +8,7 @@ from torch import nn
 from nxdpp import NxDPPModel
 from nxdpp.pipeline import arguments
 from nxdpp.pipeline.local import upkeep
+from nxdpp.pipeline.local.part import LocalPart
 from tests.support.models import make, padded_batch
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -19,9 +20,16 @@ def test_checks_run_once_after_each_change(monkeypatch: pytest.MonkeyPatch) -> N
     ran: list[str] = []
     monkeypatch.setattr(arguments, "check_trained_dtypes", lambda module: ran.append("dtypes"))
     monkeypatch.setattr(upkeep, "refuse_local_wrappers", lambda module: ran.append("wrappers"))
+    monkeypatch.setattr(LocalPart, "check_optimizers", lambda part: ran.append("optimizers"))
     wrapped = NxDPPModel(make("llama", layers=2), num_microbatches=2)
     checks = wrapped._pipeline._upkeep
     assert checks.unverified_values() is not None
+    ran.clear()
+    wrapped.run_eval(**BATCH)
+    assert ran == ["wrappers"]
+    wrapped.run_train(**BATCH)
+    assert ran == ["wrappers", "optimizers", "dtypes"]
+    wrapped.refresh()
     ran.clear()
     for _ in range(2):
         wrapped.run_train(**BATCH)

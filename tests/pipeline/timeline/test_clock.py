@@ -1,4 +1,4 @@
-"""The share of a step in which a rank computed, and the seconds of its actions."""
+"""The share of a step in which a rank computed, and the times of its actions."""
 
 import time
 from collections.abc import Iterator
@@ -79,16 +79,18 @@ def test_a_waiting_and_a_computing_step(clock: list[int]) -> None:
     assert computing.busy_share == 1.0
 
 
-def test_seconds_of_the_actions_and_of_the_step(clock: list[int]) -> None:
+def test_times_of_the_actions_and_seconds_of_the_step(clock: list[int]) -> None:
     timer = StepTimer(CPU)
-    assert (timer.seconds, timer.action_seconds) == (0.0, {})
+    assert (timer.seconds, timer.action_times) == (0.0, [])
     for first in (2, 4):
         timer.start()
+        began = clock[0]
         for action, computing in (("0F0", first), ("1W3", 5)):
             with _block(timer, action):
                 clock[0] += computing
             clock[0] += 10
         timer.stop()
 
-        assert timer.action_seconds == pytest.approx({"0F0": 1e-9 * first, "1W3": 5e-9})
+        second = began + first + 10
+        assert timer.action_times == [("0F0", began, began + first), ("1W3", second, second + 5)]
         assert timer.seconds == pytest.approx(1e-9 * (25 + first))
