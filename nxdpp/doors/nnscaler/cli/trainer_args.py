@@ -4,7 +4,7 @@ import logging
 import os
 import random
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import numpy as np
@@ -12,13 +12,12 @@ import torch
 from torch import nn
 from torch.utils.data import IterableDataset
 
-from nxdpp.doors.nnscaler.cli.arguments import build, made, named_object, read_arguments
+from nxdpp.doors.nnscaler.cli.arguments import build, made, named_object, plain, read_arguments
 from nxdpp.doors.nnscaler.cli.configs import (
     CheckpointConfig,
     DataloaderConfig,
     DatasetConfig,
     DatasetSamplerConfig,
-    LogConfig,
     LRSchedulerConfig,
     ModelConfig,
     OptimizerConfig,
@@ -33,8 +32,8 @@ REFUSED = {
     "model.parallel_modules": "the trainer trains one end-to-end module: call parallelize for parts, in a program",
     "checkpoint.resume_from.convert_fn": "convert the file before",
     "checkpoint.resume_from.with_merged": "Trainer.merge_checkpoint(files, output) merges files",
-    # Links take no memory, ranks compare values, the log has a line for a step, and no argument refers to another.
-    **dict.fromkeys(("checkpoint.symlink_best_and_last", "debug", "enable_progress_bar", "vars")),
+    # Ranks compare values, the log has a line for a step, and no argument refers to another.
+    **dict.fromkeys(("debug", "enable_progress_bar", "vars")),
 }
 """Arguments of nnScaler's trainer that this one refuses, with the reason; ``None`` for one without effect."""
 
@@ -45,6 +44,11 @@ _DTYPES: dict[str, torch.dtype | None] = {
     "bf16": torch.bfloat16,
     "none": None,
 }
+_COUNTS = (
+    *("micro_batch_size", "global_batch_size", "grad_accumulation_steps", "max_epochs", "max_train_steps"),
+    *("max_val_steps", "val_every_n_train_steps", "val_every_n_epochs", "log_progress_every_n_train_steps"),
+)
+_SAMPLES = ("pp", "hybrid", "autodist")
 _TENSORS = ("param", "buffer", "input")
 _LOGGER = logging.getLogger(__name__)
 
@@ -72,7 +76,7 @@ class TrainerArgs:
     dataset_sampler: DatasetSamplerConfig | None = None
     lr_scheduler: LRSchedulerConfig | None = None
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    log: list[LogConfig] = field(default_factory=list)
+    log: list[ModelConfig] = field(default_factory=list)
     hook: Any = None
     precision: Any = None
     micro_batch_size: int = 1
@@ -94,6 +98,9 @@ class TrainerArgs:
         for name in ("model", "optimizer", "dataset"):
             if not getattr(self, name).type:
                 raise ValueError(f"{name}.type is needed: the full name of its class")
+        for name in _COUNTS:
+            if (getattr(self, name) or 0) < (name == "micro_batch_size"):
+                raise ValueError(f"{name}={getattr(self, name)} must be above 0; leave it out for no number")
         if not (self.max_epochs or self.max_train_steps):
             raise ValueError("max_epochs or max_train_steps is needed: the training has no end")
         if self.gen_reuse == "auto":
@@ -130,6 +137,13 @@ class TrainerArgs:
                 f"{self.scaling_factor} units times grad_accumulation_steps={accumulated}"
             )
         self.global_batch_size, self.grad_accumulation_steps = unit * accumulated, accumulated
+        settings = self.compute_config.pas_config if self.pas_policy in _SAMPLES else {}
+        for name in ("pipeline_nmicros", "update_freq"):
+            if settings.get(name, accumulated) != accumulated:
+                raise ValueError(
+                    f"pas_config has {name}={settings[name]}, and a step has grad_accumulation_steps={accumulated} "
+                    f"samples: give equal numbers"
+                )
         if self.seed is None and self.init_env_fn is None:
             _LOGGER.warning("neither seed nor init_env_fn is given: the training cannot be repeated")
 
@@ -147,7 +161,19 @@ class TrainerArgs:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the arguments as nested dicts, with full names of classes and functions."""
-        return _named(asdict(self))  # type: ignore[no-any-return]
+        return plain(self)  # type: ignore[no-any-return]
+
+    @property
+    def plan_config(self) -> ComputeConfig:
+        """``compute_config`` of ``parallelize``, with the other arguments that a plan depends on."""
+        config = self.compute_config
+        others = {"policy": self.pas_policy, "mbs": self.micro_batch_size, "gbs": self.global_batch_size}
+        others |= {"precision": self.precision, "model_args": self.model.args}
+        return replace(
+            config,
+            pas_config={**config.pas_config, "update_freq": self.grad_accumulation_steps},
+            user_config={**config.user_config, "__from_trainer_args": plain(others)},
+        )
 
     @property
     def scaling_factor(self) -> int:
@@ -220,8 +246,6 @@ class TrainerArgs:
     def create_hook(self) -> Any:
         """Return the hook. Raises ``ValueError`` for a function under an unknown name."""
         given = self.hook or {}
-        if not isinstance(given, dict):
-            given = {each.name: getattr(given, each.name) for each in fields(given)}
         if given.get("type"):
             return named_object(given["type"])(made(given.get("args") or {}))
         hook = TrainHook()
@@ -235,11 +259,3 @@ class TrainerArgs:
 def _check_choice(name: str, value: Any, choices: Any) -> None:
     if value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(choices)}, not {value!r}")
-
-
-def _named(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _named(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(map(_named, value))
-    return f"{value.__module__}.{getattr(value, '__qualname__', value)}" if callable(value) else value
