@@ -111,12 +111,8 @@ def test_arguments_are_objects_too(tmp_path: Path) -> None:
     assert args.create_hook().on_step_end is count_steps
     assert args.to_dict()["hook"]["on_step_end"] == "tests.doors.nnscaler.cli.trained.count_steps"
     args.model.args = {"a": object(), "b": [torch.float16, partial(max, 1)], "c": ({"x"}, None, TrainHook)}
-    c = (["'x'"], None, "nxdpp.doors.nnscaler.cli.train_hook.TrainHook")
-    assert args.to_dict()["model"]["args"] == {
-        "a": "builtins.object",
-        "b": ["torch.float16", "functools.partial"],
-        "c": c,
-    }
+    b, c = ["torch.float16", "functools.partial"], (["'x'"], None, "nxdpp.doors.nnscaler.cli.train_hook.TrainHook")
+    assert args.to_dict()["model"]["args"] == {"a": "builtins.object", "b": b, "c": c}
     assert CheckpointConfig(resume_from="best").path_to_resume() is None  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="argv and train_args are given: leave one of them out"):
         Trainer([], train_args=args)
