@@ -51,7 +51,7 @@ def build(kind: type[T], given: Any, refused: Mapping[str, str | None], where: s
     """Return the dataclass ``kind`` of the values ``given``, which may be text.
 
     Args:
-        kind: a dataclass. One with ``SHORT``, the name of a field, takes the value of that field by itself.
+        kind: a dataclass.
         given: values by name, or an object of ``kind``.
         refused: why each refused argument is, by dotted name. ``None`` for one that has no effect.
         where: dotted name of ``given`` with a dot at its end.
@@ -62,13 +62,10 @@ def build(kind: type[T], given: Any, refused: Mapping[str, str | None], where: s
         return given
     if found := re.search(r"\$!?[({][^)}]*.?", str(plain(given))):
         raise ValueError(f"{found[0]} refers to another argument, which this trainer does not follow: give the value")
-    if isinstance(given, str) and (short := getattr(kind, "SHORT", None)):
-        given = {short: given}
     name = where.rstrip(".") or "the trainer"
     if not isinstance(given, Mapping):
         raise ValueError(f"{name} must have names and values, not {given!r:.80}")
     hints = get_type_hints(kind)
-    hints = {key: hint for key, hint in hints.items() if key != "SHORT"}
     values = {}
     for key, value in given.items():
         path = f"{where}{key}"
@@ -84,7 +81,11 @@ def build(kind: type[T], given: Any, refused: Mapping[str, str | None], where: s
 
 def _typed(hint: Any, value: Any, refused: Mapping[str, str | None], path: str) -> Any:
     for option in (hint, *get_args(hint)):
-        if is_dataclass(option) and get_origin(hint) is not list:
+        if (
+            is_dataclass(option)
+            and get_origin(hint) is not list
+            and not (isinstance(value, str) and str in get_args(hint))
+        ):
             return build(option, value, refused, f"{path}.")  # type: ignore[arg-type]  # a class
     value = value if hint is str else _guessed(value)
     options = get_args(hint) if isinstance(hint, UnionType) else (hint,)
@@ -139,12 +140,10 @@ def plain(value: Any) -> Any:
         return [plain(each) for each in value] if isinstance(value, list) else tuple(map(plain, value))
     if is_dataclass(value) and not isinstance(value, type):
         return {each.name: plain(getattr(value, each.name)) for each in fields(value)}
-    if not hasattr(value, "__qualname__"):
-        text = repr(value)
-        if not callable(value) and " at 0x" not in text:
-            return text
-        value = type(value)
-    return f"{value.__module__}.{value.__qualname__}"
+    if not callable(value) and " at 0x" not in (text := repr(value)):
+        return text
+    named = value if hasattr(value, "__qualname__") else type(value)
+    return f"{named.__module__}.{named.__qualname__}"
 
 
 def made(value: Any) -> Any:

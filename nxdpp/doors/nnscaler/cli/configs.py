@@ -3,7 +3,7 @@
 import logging
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from nxdpp.doors.nnscaler.cli.arguments import made
 
@@ -70,7 +70,6 @@ class DatasetSamplerConfig(DatasetConfig):
 class ResumeOptions:
     """The checkpoint to resume: ``last``, ``best``, a folder of this number of ranks, or a merged file."""
 
-    SHORT: ClassVar[str] = "checkpoint"
     checkpoint: Any = "last"
 
 
@@ -87,7 +86,7 @@ class CheckpointConfig:
     every_n_train_steps: int | None = None
     every_n_epochs: int | None = None
     keep_last_n_checkpoints: int | None = None
-    resume_from: ResumeOptions | None = None
+    resume_from: ResumeOptions | str | None = None
 
     def __post_init__(self) -> None:
         """Verify the numbers, and take a checkpoint for the options that name it."""
@@ -96,7 +95,7 @@ class CheckpointConfig:
         for name in ("every_n_train_steps", "every_n_epochs", "keep_last_n_checkpoints"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"checkpoint.{name}={value} must be above 0; None for no number")
-        if self.resume_from is not None and not isinstance(self.resume_from, ResumeOptions):
+        if isinstance(self.resume_from, str):
             self.resume_from = ResumeOptions(self.resume_from)
 
     def path_to_resume(self) -> Path | None:
@@ -104,7 +103,7 @@ class CheckpointConfig:
 
         Raises ``ValueError`` for any other path that does not exist.
         """
-        name = made(self.resume_from.checkpoint) if self.resume_from else None
+        name = made(self.resume_from.checkpoint) if isinstance(self.resume_from, ResumeOptions) else None
         if not name:
             return None
         is_link = name in ("last", "best")

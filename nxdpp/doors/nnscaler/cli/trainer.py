@@ -80,8 +80,7 @@ class Trainer:
         self.dataloader: dict[str, Any] = {}
         self.train_status = TrainStatus()
         self.loggers: list[Any] = []
-        self.epoch_states: Any = None
-        self.resumed_states: Any = None
+        self.random_states: Any = None, None
         self._hooks: list[Any] = []
         self._device = torch.device("cpu")
 
@@ -186,8 +185,8 @@ class Trainer:
             _LOGGER.info("the training is at its end already: %s steps", status.finished_train_steps)
             return
         self.tell("on_train_start")
-        first = status.finished_train_steps // self.total_train_steps_per_epoch
-        for epoch in range(first, self.train_args.max_epochs or sys.maxsize):
+        done = status.finished_train_steps // self.total_train_steps_per_epoch
+        for epoch in range(done, self.train_args.max_epochs or sys.maxsize):
             loader = self.dataloader["train"]
             shuffled = loader if hasattr(loader, "set_epoch") else getattr(loader, "sampler", None)
             if hasattr(shuffled, "set_epoch"):
@@ -217,10 +216,8 @@ class Trainer:
             if status.finished_train_steps >= self.max_train_steps and idx + 1 < total:
                 return
         if status.finished_train_steps != (epoch + 1) * total or idx == total:
-            raise RuntimeError(
-                f"epoch {epoch} has {'more' if idx == total else 'fewer'} steps than {total}, by len() of the loader: "
-                f"let it give all batches of its length in each epoch"
-            )
+            word = "more" if idx == total else "fewer"
+            raise RuntimeError(f"epoch {epoch} has {word} steps than {total}, by len() of the loader: give all in each")
 
     def _around(self, name: str, act: Callable[[], object]) -> None:
         self.tell(f"before_{name}")
@@ -296,18 +293,18 @@ class Trainer:
 
     def _batches(self, stage: str, skipped: int = 0) -> Iterator[list[Any]]:
         """Give the micro-batches of each step of an epoch, after ``skipped`` steps."""
-        freq, resumed = self.train_args.grad_accumulation_steps, None
+        freq, now = self.train_args.grad_accumulation_steps, None
         if stage == "train":
-            resumed, self.resumed_states = self.resumed_states, None
-            if resumed:
-                # The generators make the order of the epoch, and the batches that it had.
-                set_all_random_states(resumed[0] if skipped else resumed[1])
-            self.epoch_states = all_random_states()
+            # Of a checkpoint: the generators make the order of the epoch, and the batches that it had.
+            start, now = self.random_states
+            if now:
+                set_all_random_states(start if skipped else now)
+            self.random_states = all_random_states(), None
         samples = iter(self.dataloader[stage])
         for _ in islice(samples, skipped * freq):
             pass
-        if resumed and skipped:
-            set_all_random_states(resumed[1])
+        if now and skipped:
+            set_all_random_states(now)
         while batches := [self._converted(sample) for sample in islice(samples, freq)]:
             yield batches
 

@@ -4,7 +4,7 @@ import logging
 import os
 import random
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self
 
 import numpy as np
@@ -12,16 +12,8 @@ import torch
 from torch import nn
 from torch.utils.data import IterableDataset
 
+from nxdpp.doors.nnscaler.cli import configs
 from nxdpp.doors.nnscaler.cli.arguments import build, made, named_object, plain, read_arguments
-from nxdpp.doors.nnscaler.cli.configs import (
-    CheckpointConfig,
-    DataloaderConfig,
-    DatasetConfig,
-    DatasetSamplerConfig,
-    LRSchedulerConfig,
-    ModelConfig,
-    OptimizerConfig,
-)
 from nxdpp.doors.nnscaler.cli.train_hook import HOOKS, TrainHook
 from nxdpp.doors.nnscaler.compute_config import ComputeConfig
 from nxdpp.doors.nnscaler.optimizer import build_optimizer
@@ -38,17 +30,7 @@ REFUSED = {
 """Arguments of nnScaler's trainer that this one refuses, with the reason; ``None`` for one without effect."""
 
 REDUCTIONS = ("mean", "sum", "per-token-mean")
-_DTYPES: dict[str, torch.dtype | None] = {
-    "fp32": torch.float32,
-    "fp16": torch.float16,
-    "bf16": torch.bfloat16,
-    "none": None,
-}
-_COUNTS = (
-    *("micro_batch_size", "global_batch_size", "grad_accumulation_steps", "max_epochs", "max_train_steps"),
-    *("max_val_steps", "val_every_n_train_steps", "val_every_n_epochs", "log_progress_every_n_train_steps"),
-)
-_SAMPLES = ("pp", "hybrid", "autodist")
+_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "none": None}
 _TENSORS = ("param", "buffer", "input")
 _LOGGER = logging.getLogger(__name__)
 
@@ -69,14 +51,14 @@ class TrainerArgs:
     instance_name: Any = None
     run_mode: str = "run"
     dummy_sample_gen_fn: Any = None
-    model: ModelConfig = field(default_factory=ModelConfig)
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    dataset: DatasetConfig = field(default_factory=DatasetConfig)
-    dataloader: DataloaderConfig = field(default_factory=DataloaderConfig)
-    dataset_sampler: DatasetSamplerConfig | None = None
-    lr_scheduler: LRSchedulerConfig | None = None
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    log: list[ModelConfig] = field(default_factory=list)
+    model: configs.ModelConfig = field(default_factory=configs.ModelConfig)
+    optimizer: configs.OptimizerConfig = field(default_factory=configs.OptimizerConfig)
+    dataset: configs.DatasetConfig = field(default_factory=configs.DatasetConfig)
+    dataloader: configs.DataloaderConfig = field(default_factory=configs.DataloaderConfig)
+    dataset_sampler: configs.DatasetSamplerConfig | None = None
+    lr_scheduler: configs.LRSchedulerConfig | None = None
+    checkpoint: configs.CheckpointConfig = field(default_factory=configs.CheckpointConfig)
+    log: list[configs.ModelConfig] = field(default_factory=list)
     hook: Any = None
     precision: Any = None
     micro_batch_size: int = 1
@@ -98,16 +80,16 @@ class TrainerArgs:
         for name in ("model", "optimizer", "dataset"):
             if not getattr(self, name).type:
                 raise ValueError(f"{name}.type is needed: the full name of its class")
-        for name in _COUNTS:
-            if (getattr(self, name) or 0) < (name == "micro_batch_size"):
-                raise ValueError(f"{name}={getattr(self, name)} must be above 0; leave it out for no number")
+        for each in fields(self):
+            value, least = getattr(self, each.name), int(each.name == "micro_batch_size")
+            if each.type in (int, int | None) and each.name != "seed" and (value or 0) < least:
+                raise ValueError(f"{each.name}={value} must be above 0; leave it out for no number")
         if not (self.max_epochs or self.max_train_steps):
             raise ValueError("max_epochs or max_train_steps is needed: the training has no end")
         if self.gen_reuse == "auto":
             self.gen_reuse = "moo" if self.run_mode == "compile" else "match"
-        given = (
-            self.precision if isinstance(self.precision, dict) else dict.fromkeys(_TENSORS, self.precision or "none")
-        )
+        given = self.precision or "none"
+        given = given if isinstance(given, dict) else dict.fromkeys(_TENSORS, given)
         self.precision = dict.fromkeys(_TENSORS, "none") | given
         checkpoint, optimizer = self.checkpoint, self.optimizer
         if not (checkpoint.every_n_epochs or checkpoint.every_n_train_steps):
@@ -137,13 +119,10 @@ class TrainerArgs:
                 f"{self.scaling_factor} units times grad_accumulation_steps={accumulated}"
             )
         self.global_batch_size, self.grad_accumulation_steps = unit * accumulated, accumulated
-        settings = self.compute_config.pas_config if self.pas_policy in _SAMPLES else {}
-        for name in ("pipeline_nmicros", "update_freq"):
-            if settings.get(name, accumulated) != accumulated:
-                raise ValueError(
-                    f"pas_config has {name}={settings[name]}, and a step has grad_accumulation_steps={accumulated} "
-                    f"samples: give equal numbers"
-                )
+        for name, value in self.compute_config.pas_config.items():
+            is_number = name in ("pipeline_nmicros", "update_freq") and self.pas_policy in ("pp", "hybrid", "autodist")
+            if is_number and value != accumulated:
+                raise ValueError(f"pas_config.{name}={value!r} must equal grad_accumulation_steps={accumulated}")
         if self.seed is None and self.init_env_fn is None:
             _LOGGER.warning("neither seed nor init_env_fn is given: the training cannot be repeated")
 
@@ -229,7 +208,7 @@ class TrainerArgs:
         if "collate_fn" in arguments:
             arguments["collate_fn"] = named_object(arguments["collate_fn"])
         if not isinstance(dataset, IterableDataset):
-            config = self.dataset_sampler or DatasetSamplerConfig()
+            config = self.dataset_sampler or configs.DatasetSamplerConfig()
             unit = int(os.environ.get("RANK", "0")) // self.compute_config.plan_ngpus
             own = made(getattr(config, f"{stage}_args") or config.train_args)
             own |= {"dataset": dataset, "num_replicas": self.scaling_factor, "rank": unit}

@@ -42,7 +42,7 @@ def save(trainer: Any, epoch: int, loss: float) -> None:
         "lr_scheduler": trainer.lr_scheduler.state_dict() if trainer.lr_scheduler else None,
         "train_status": asdict(status),
         "train_args": trainer.train_args.to_dict(),
-        "rng_states": (trainer.epoch_states, all_random_states()),
+        "rng_states": (trainer.random_states[0], all_random_states()),
         "save_type": config.save_type,
     }
     trainer.tell("on_save_checkpoint", state)
@@ -75,7 +75,7 @@ def load(trainer: Any) -> None:
         trainer.lr_scheduler.load_state_dict(state["lr_scheduler"])
     vars(trainer.train_status).update(state.get("train_status") or {})
     if kind != "merged":
-        trainer.resumed_states = state["rng_states"]
+        trainer.random_states = state["rng_states"]
     trainer.tell("after_load_checkpoint", state)
 
 
@@ -118,8 +118,7 @@ def _check_fits(trainer: Any, state: Mapping[str, Any]) -> None:
     had = (state.get("train_args") or {}).get("global_batch_size", wanted)
     if had != wanted and _finished(state):
         raise ValueError(
-            f"the checkpoint has {_finished(state)} steps of global_batch_size={had}, and global_batch_size={wanted} "
-            f"is given, of which so many steps are another place in the data: give {had}"
+            f"the checkpoint is at another place in the data: its global_batch_size is {had}, not {wanted}: give {had}"
         )
 
 

@@ -52,7 +52,7 @@ REFUSED = {
     "--val_every_n_epochs=-1": "val_every_n_epochs=-1 must be above 0; leave it out for no number",
     "--checkpoint.keep_last_n_checkpoints=-1": "checkpoint.keep_last_n_checkpoints=-1 must be above 0; None for no",
     "--checkpoint.symlink_best_and_last=false": "symlink_best_and_last=False is refused: last and best are links",
-    "--compute_config.pas_config.pipeline_nmicros=4": "has pipeline_nmicros=4, and a step has grad_accumulation",
+    "--compute_config.pas_config.pipeline_nmicros=4": "pas_config.pipeline_nmicros=4 must equal grad_accumulation_st",
     "more": "'more' belongs to no argument: give --name VALUE or --name=VALUE",
     "--compute_config.use_end2end=false": "compute_config is needed, with use_end2end=True",
     "--max_epochs=0": "max_epochs or max_train_steps is needed",
@@ -113,7 +113,7 @@ def test_arguments_are_objects_too(tmp_path: Path) -> None:
     args.model.args = {"a": object(), "b": [torch.float16, partial(max, 1)], "c": ({"x"}, None, TrainHook)}
     b, c = ["torch.float16", "functools.partial"], (["'x'"], None, "nxdpp.doors.nnscaler.cli.train_hook.TrainHook")
     assert args.to_dict()["model"]["args"] == {"a": "builtins.object", "b": b, "c": c}
-    assert CheckpointConfig(resume_from="best").path_to_resume() is None  # type: ignore[arg-type]
+    assert CheckpointConfig(resume_from="best").path_to_resume() is None
     with pytest.raises(ValueError, match="argv and train_args are given: leave one of them out"):
         Trainer([], train_args=args)
 
