@@ -80,12 +80,9 @@ def build(kind: type[T], given: Any, refused: Mapping[str, str | None], where: s
 
 
 def _typed(hint: Any, value: Any, refused: Mapping[str, str | None], path: str) -> Any:
+    is_text = isinstance(value, str) and str in get_args(hint)
     for option in (hint, *get_args(hint)):
-        if (
-            is_dataclass(option)
-            and get_origin(hint) is not list
-            and not (isinstance(value, str) and str in get_args(hint))
-        ):
+        if is_dataclass(option) and get_origin(hint) is not list and not is_text:
             return build(option, value, refused, f"{path}.")  # type: ignore[arg-type]  # a class
     value = value if hint is str else _guessed(value)
     options = get_args(hint) if isinstance(hint, UnionType) else (hint,)
