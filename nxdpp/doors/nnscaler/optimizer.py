@@ -137,7 +137,8 @@ def _with_one_zero(first: ComputeConfig, configs: Sequence[ComputeConfig]) -> Co
         return first
     groups = min(config.zero_ngroups for config in sharing)
     scattered = all(config.use_zero and config.zero_use_reduce_scatter for config in configs)
-    if any(not config.use_zero or config.zero_ngroups != groups for config in configs):
+    made = (True, groups, scattered)
+    if any((config.use_zero, config.zero_ngroups, config.zero_use_reduce_scatter) != made for config in configs):
         _LOGGER.warning(
             "modules of one optimizer have different settings of ZeRO: it shares the state of all of them, with "
             "use_zero=True, zero_ngroups=%s, zero_use_reduce_scatter=%s",

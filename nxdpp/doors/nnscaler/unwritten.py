@@ -84,10 +84,12 @@ class UnwrittenTensors:
                 f"before mark_non_persistent_buffers_inited()"
             )
         self._names -= self.unsaved
+        self._written.clear()
 
     def mark_received(self) -> None:
         """Note that all tensors have the values of another rank."""
         self._names = set()
+        self._written.clear()
 
     def follow_move(self, unwritten: set[str]) -> None:
         """Take the present tensors of the buffers ``unwritten``: a move has replaced them, and wrote no values."""

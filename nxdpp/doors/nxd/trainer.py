@@ -8,11 +8,10 @@ import torch
 from torch import nn
 
 from nxdpp.agreement.replicas import check_replica_values
-from nxdpp.devices.kinds import device_of
 from nxdpp.doors.local_modules import LocalModules
 from nxdpp.doors.nxd.config import check_sizes
 from nxdpp.doors.nxd.model import NxDModel
-from nxdpp.doors.random_states import States, random_states, set_random_states
+from nxdpp.doors.random_states import all_random_states, set_all_random_states
 from nxdpp.initialization.init_on_device import init_on_device
 from nxdpp.pipeline.activation_checkpoint import apply_checkpoint
 from nxdpp.pipeline.local.part import LocalPart
@@ -69,28 +68,19 @@ def _numbers_of_first_rank() -> Iterator[None]:
     if parallel_state.get_pipeline_model_parallel_size() == 1 or parallel_state.is_debug():
         yield
         return
-    own = _states()
+    own = all_random_states()
     with board.call("initialize_parallel_model"), failure_watch.reported():
         of_first = broadcast_value(own, parallel_state.get_pipeline_control_group())
     if own == of_first:
         yield
         return
-    _set_states(of_first)
+    set_all_random_states(of_first)
     try:
         yield
     finally:
         # A generator with the state of the first rank keeps the state that the model has left.
-        after = zip(own, of_first, _states(), strict=True)
-        _set_states(tuple(now if mine == first else mine for mine, first, now in after))
-
-
-def _states() -> States:
-    return *random_states(), device_of(parallel_state.local_device()).random_state()
-
-
-def _set_states(states: States) -> None:
-    set_random_states(states[:-1])
-    device_of(parallel_state.local_device()).set_random_state(states[-1])
+        after = zip(own, of_first, all_random_states(), strict=True)
+        set_all_random_states(tuple(now if mine == first else mine for mine, first, now in after))
 
 
 def _initialized(
@@ -106,8 +96,9 @@ def _initialized(
         module = model_fn(*model_args, **model_kwargs)
     if not isinstance(module, nn.Module) or isinstance(module, NxDPPModel | NxDModel):
         raise TypeError(f"model_fn must return a module that is not wrapped, not a {type(module).__name__}.")
-    # A model of from_pretrained is in evaluation mode.
-    module.train()
+    # A model of from_pretrained is in evaluation mode. Of another one parts may be.
+    if not module.training:
+        module.train()
     if nxd_config["pad_model"]:
         module = _padded(module)
     param_init_fn = pipeline.get("param_init_fn")

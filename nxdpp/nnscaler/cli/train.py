@@ -1,14 +1,11 @@
 """A training from the command line: ``torchrun -m nxdpp.nnscaler.cli.train -f train.yaml [--name VALUE ...]``."""
 
-import logging
-
 from nxdpp.nnscaler import uninit
 from nxdpp.nnscaler.cli import Trainer
 
 
 def main() -> None:
     """Train with the arguments of the command line; collective over all ranks."""
-    logging.basicConfig(level=logging.INFO)
     try:
         Trainer().run()
     finally:

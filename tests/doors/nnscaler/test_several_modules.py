@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from nxdpp import parallel_state
+from nxdpp.doors.nnscaler.optimizer import _with_one_zero
 from nxdpp.nnscaler import (
     ComputeConfig,
     ParallelModule,
@@ -183,3 +184,9 @@ def run_cases(rank: int) -> None:
 
 def test_sums_and_states_are_those_of_one_process() -> None:
     run_ranks(RANKS, run_cases)
+
+
+def test_other_reduce_scatter_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    configs = [ComputeConfig(1, RANKS, use_zero=True, zero_use_reduce_scatter=each) for each in (True, False)]
+    assert not _with_one_zero(configs[0], configs).zero_use_reduce_scatter
+    assert "zero_use_reduce_scatter=False" in caplog.text

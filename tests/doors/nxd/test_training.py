@@ -295,6 +295,16 @@ def test_one_process_without_clipping(alone: dict[str, Any]) -> None:
     assert "NxDOptimizer" in repr(optimizer)
 
 
+def test_a_part_in_evaluation_mode_stays_so(alone: dict[str, Any]) -> None:
+    def frozen() -> nn.Module:
+        whole = make(Chain, LAYERS)
+        whole.get_submodule("blocks.0").eval()
+        return whole
+
+    model = initialize_parallel_model(alone, frozen)
+    assert [model.module.get_submodule(f"blocks.{each}").training for each in range(2)] == [False, True]
+
+
 def test_layers_of_a_pipeline_are_compiled_by_apply_compile(alone: dict[str, Any]) -> None:
     model = initialize_parallel_model(alone, make, False, Chain, LAYERS)
     model.compile(backend="eager")

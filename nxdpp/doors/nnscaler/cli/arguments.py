@@ -7,8 +7,9 @@
 """
 
 import ast
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from pydoc import locate
 from types import UnionType
@@ -50,22 +51,21 @@ def build(kind: type[T], given: Any, refused: Mapping[str, str | None], where: s
     """Return the dataclass ``kind`` of the values ``given``, which may be text.
 
     Args:
-        kind: a dataclass. One with ``SHORT``, the name of a field, takes the value of that field by itself.
+        kind: a dataclass.
         given: values by name, or an object of ``kind``.
         refused: why each refused argument is, by dotted name. ``None`` for one that has no effect.
         where: dotted name of ``given`` with a dot at its end.
 
-    Raises ``ValueError`` for unknown or refused arguments, and for values that are not of their type.
+    Raises ``ValueError`` for unknown or refused arguments, values that are not of their type, and references.
     """
     if isinstance(given, kind):
         return given
-    if isinstance(given, str) and (short := getattr(kind, "SHORT", None)):
-        given = {short: given}
+    if found := re.search(r"\$!?[({][^)}]*.?", str(plain(given))):
+        raise ValueError(f"{found[0]} refers to another argument, which this trainer does not follow: give the value")
     name = where.rstrip(".") or "the trainer"
     if not isinstance(given, Mapping):
         raise ValueError(f"{name} must have names and values, not {given!r:.80}")
     hints = get_type_hints(kind)
-    hints = {key: hint for key, hint in hints.items() if key != "SHORT"}
     values = {}
     for key, value in given.items():
         path = f"{where}{key}"
@@ -80,13 +80,16 @@ def build(kind: type[T], given: Any, refused: Mapping[str, str | None], where: s
 
 
 def _typed(hint: Any, value: Any, refused: Mapping[str, str | None], path: str) -> Any:
+    is_text = isinstance(value, str) and str in get_args(hint)
     for option in (hint, *get_args(hint)):
-        if is_dataclass(option) and get_origin(hint) is not list:
+        if is_dataclass(option) and get_origin(hint) is not list and not is_text:
             return build(option, value, refused, f"{path}.")  # type: ignore[arg-type]  # a class
     value = value if hint is str else _guessed(value)
     options = get_args(hint) if isinstance(hint, UnionType) else (hint,)
     kinds = tuple(get_origin(option) or option for option in options)
-    if Any not in kinds and not isinstance(value, (*kinds, int) if float in kinds else kinds):
+    allowed = (*kinds, int) if float in kinds else kinds
+    # A bool is no number.
+    if Any not in kinds and not (type(value) in kinds if isinstance(value, bool) else isinstance(value, allowed)):
         raise ValueError(f"{path}={value!r:.80} must be of type {getattr(hint, '__name__', hint)}")
     if get_origin(hint) is list:
         return [build(get_args(hint)[0], each, refused, f"{path}.{number}.") for number, each in enumerate(value)]
@@ -102,8 +105,6 @@ def _guessed(value: Any) -> Any:
         return [_guessed(each) for each in value]
     if not isinstance(value, str):
         return value
-    if value.startswith(("$(", "${", "$!")):
-        raise ValueError(f"{value!r} refers to another argument, which this trainer does not follow: give the value")
     try:
         return {"true": True, "false": False}[value] if value in ("true", "false") else ast.literal_eval(value)
     except (ValueError, SyntaxError, MemoryError, RecursionError):
@@ -119,6 +120,27 @@ def named_object(name: Any) -> Any:
     if found is None:
         raise ValueError(f"{name!r} is not the full name of a class or function that can be imported")
     return found
+
+
+def plain(value: Any) -> Any:
+    """Return ``value`` of dicts, lists, numbers and texts only, equal on all ranks.
+
+    Functions and classes are their full names, other objects their ``repr``, or their class where it has an address.
+    """
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if isinstance(value, Mapping):
+        return {key if type(key) is int else str(key): plain(each) for key, each in value.items()}
+    if isinstance(value, set | frozenset):
+        return sorted(map(repr, value))
+    if isinstance(value, list | tuple):
+        return [plain(each) for each in value] if isinstance(value, list) else tuple(map(plain, value))
+    if is_dataclass(value) and not isinstance(value, type):
+        return {each.name: plain(getattr(value, each.name)) for each in fields(value)}
+    if not callable(value) and " at 0x" not in (text := repr(value)):
+        return text
+    named = value if hasattr(value, "__qualname__") else type(value)
+    return f"{named.__module__}.{named.__qualname__}"
 
 
 def made(value: Any) -> Any:

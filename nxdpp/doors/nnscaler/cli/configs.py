@@ -1,12 +1,11 @@
 """Parts of the trainer's arguments, each about one object of a training."""
 
 import logging
-from dataclasses import dataclass, field, make_dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from nxdpp.doors.nnscaler.cli.arguments import made
-from nxdpp.doors.nnscaler.cli.train_hook import HOOKS
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -19,16 +18,11 @@ class ModelConfig:
     args: dict[str, Any] = field(default_factory=dict)
 
 
-class LogConfig(ModelConfig):
-    """A logger: an object with ``setup(config)``, ``log_metrics(metrics, step, tag=)`` and ``finalize()``."""
+LogConfig = ModelConfig
+"""A logger: an object with ``setup(config)``, ``log_metrics(metrics, step, tag=)`` and ``finalize()``."""
 
-
-class HookConfig(ModelConfig):
-    """A hook, whose class is called with ``args``, one dict."""
-
-
-HookMapConfig = make_dataclass("HookMapConfig", [(name, Any, None) for name in HOOKS])
-HookMapConfig.__doc__ = "A function for each name of ``HOOKS``, or its full name."
+HookConfig = HookMapConfig = dict
+"""A hook: ``type`` and ``args``, with which the class is called, or a function by each name of ``HOOKS``."""
 
 
 @dataclass
@@ -76,7 +70,6 @@ class DatasetSamplerConfig(DatasetConfig):
 class ResumeOptions:
     """The checkpoint to resume: ``last``, ``best``, a folder of this number of ranks, or a merged file."""
 
-    SHORT: ClassVar[str] = "checkpoint"
     checkpoint: Any = "last"
 
 
@@ -89,17 +82,28 @@ class CheckpointConfig:
     save_type: str = "sharded"
     save_last: bool = True
     save_best: bool = True
+    symlink_best_and_last: bool = True
     every_n_train_steps: int | None = None
     every_n_epochs: int | None = None
     keep_last_n_checkpoints: int | None = None
-    resume_from: ResumeOptions | None = None
+    resume_from: ResumeOptions | str | None = None
+
+    def __post_init__(self) -> None:
+        """Verify the numbers, and take a checkpoint for the options that name it."""
+        if not self.symlink_best_and_last:
+            raise ValueError("checkpoint.symlink_best_and_last=False is refused: last and best are links")
+        for name in ("every_n_train_steps", "every_n_epochs", "keep_last_n_checkpoints"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ValueError(f"checkpoint.{name}={value} must be above 0; None for no number")
+        if isinstance(self.resume_from, str):
+            self.resume_from = ResumeOptions(self.resume_from)
 
     def path_to_resume(self) -> Path | None:
         """Return the folder or file to resume; ``None`` for none, and for ``last`` or ``best`` before the first save.
 
         Raises ``ValueError`` for any other path that does not exist.
         """
-        name = made(self.resume_from.checkpoint) if self.resume_from else None
+        name = made(self.resume_from.checkpoint) if isinstance(self.resume_from, ResumeOptions) else None
         if not name:
             return None
         is_link = name in ("last", "best")

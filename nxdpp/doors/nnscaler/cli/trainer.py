@@ -13,7 +13,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import count, islice
+from itertools import islice
+from operator import length_hint
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from nxdpp.doors.nnscaler.end2end import sample_name
 from nxdpp.doors.nnscaler.nested_values import map_values
 from nxdpp.doors.nnscaler.parallelization import parallelize
 from nxdpp.doors.nnscaler.start import init
-from nxdpp.doors.random_states import set_random_states
+from nxdpp.doors.random_states import all_random_states, set_all_random_states
 from nxdpp.ranks import parallel_state
 
 _LOGGER = logging.getLogger(__name__)
@@ -79,12 +80,14 @@ class Trainer:
         self.dataloader: dict[str, Any] = {}
         self.train_status = TrainStatus()
         self.loggers: list[Any] = []
-        self.resumed_states: Any = None
+        self.random_states: Any = None, None
         self._hooks: list[Any] = []
         self._device = torch.device("cpu")
 
     def run(self) -> None:
         """Train, or only make the plan with ``run_mode="compile"``; collective over all ranks."""
+        if self.rank == 0:
+            logging.basicConfig(level=logging.INFO)
         try:
             self._set_up()
             if self.train_args.run_mode == "run":
@@ -119,7 +122,7 @@ class Trainer:
             args.model_type,
             {sample_name(args.model_type): self._dummy},
             args.policy,
-            args.compute_config,
+            args.plan_config,
             gen_savedir=args.gen_savedir,
             reuse=args.gen_reuse,
             instance_name=made(args.instance_name),
@@ -136,6 +139,9 @@ class Trainer:
         self.dataset = {stage: args.create_dataset(stage) for stage in ("train", "val", "test")}
         found = {stage: data for stage, data in self.dataset.items() if data is not None}
         self.dataloader = {stage: args.create_dataloader(stage, data) for stage, data in found.items()}
+        for stage in self.dataloader.keys() - {"test"}:
+            if length_hint(self.dataloader[stage], 1) == 0:
+                raise ValueError(f"the {stage} data of a unit have no batch: give more, or a smaller micro_batch_size")
         self.total_train_steps_per_epoch = math.ceil(len(self.dataloader["train"]) / args.grad_accumulation_steps)
         whole = self.total_train_steps_per_epoch * args.max_epochs if args.max_epochs else sys.maxsize
         self.max_train_steps = min(whole, args.max_train_steps or sys.maxsize)
@@ -179,7 +185,8 @@ class Trainer:
             _LOGGER.info("the training is at its end already: %s steps", status.finished_train_steps)
             return
         self.tell("on_train_start")
-        for epoch in count(status.finished_train_steps // self.total_train_steps_per_epoch):
+        done = status.finished_train_steps // self.total_train_steps_per_epoch
+        for epoch in range(done, self.train_args.max_epochs or sys.maxsize):
             loader = self.dataloader["train"]
             shuffled = loader if hasattr(loader, "set_epoch") else getattr(loader, "sampler", None)
             if hasattr(shuffled, "set_epoch"):
@@ -195,8 +202,10 @@ class Trainer:
 
     def _train_epoch(self, epoch: int) -> None:
         args, status, total = self.train_args, self.train_status, self.total_train_steps_per_epoch
-        done = status.finished_train_steps % total
+        idx = done = status.finished_train_steps % total
         for idx, batches in enumerate(self._batches("train", done), done):
+            if idx == total:
+                break
             self.tell("on_step_start", epoch, idx)
             metrics, outputs = self._step(batches, is_last=idx + 1 == total)
             if self.rank == 0 and _is_due(args.log_progress_every_n_train_steps, status.finished_train_steps):
@@ -204,8 +213,11 @@ class Trainer:
                 _LOGGER.info("epoch %s, step %s of %s: %s", epoch, idx + 1, total, line)
             self.tell("on_step_end", epoch, idx, metrics, outputs)
             self._validate_and_save(epoch, metrics["train_loss"], is_last=idx + 1 == total)
-            if status.finished_train_steps >= self.max_train_steps:
+            if status.finished_train_steps >= self.max_train_steps and idx + 1 < total:
                 return
+        if status.finished_train_steps != (epoch + 1) * total or idx == total:
+            word = "more" if idx == total else "fewer"
+            raise RuntimeError(f"epoch {epoch} has {word} steps than {total}, by len() of the loader: give all in each")
 
     def _around(self, name: str, act: Callable[[], object]) -> None:
         self.tell(f"before_{name}")
@@ -246,12 +258,14 @@ class Trainer:
         args, finished = self.train_args, self.train_status.finished_train_steps
         saves = finished >= self.max_train_steps or _is_due(args.checkpoint.every_n_train_steps, finished)
         saves |= is_last and _is_due(args.checkpoint.every_n_epochs, epoch + 1)
+        saves &= not args.checkpoint.no_save
         validates = saves or _is_due(args.val_every_n_train_steps, finished)
         if validates or (is_last and _is_due(args.val_every_n_epochs, epoch + 1)):
             # The iterator of a loader draws a number, and a training is the same however often it is validated.
-            with torch.random.fork_rng(devices=[]):
-                loss = self._validate(loss)
-        if saves and not args.checkpoint.no_save:
+            before = all_random_states()
+            loss = self._validate(loss)
+            set_all_random_states(before)
+        if saves:
             trainer_files.save(self, epoch, loss)
 
     def _validate(self, train_loss: float) -> float:
@@ -279,19 +293,18 @@ class Trainer:
 
     def _batches(self, stage: str, skipped: int = 0) -> Iterator[list[Any]]:
         """Give the micro-batches of each step of an epoch, after ``skipped`` steps."""
-        freq, samples = self.train_args.grad_accumulation_steps, None
-        if stage == "train" and skipped:
-            samples = iter(self.dataloader[stage])
-            for _ in islice(samples, skipped * freq):
-                pass
-        if stage == "train" and self.resumed_states is not None:
-            # The saved generators had made the order of the epoch, and the batches before.
-            of_cpu, of_device = self.resumed_states
-            set_random_states(of_cpu)
-            if of_device is not None:
-                torch.get_device_module(self._device).set_rng_state(of_device, self._device)
-            self.resumed_states = None
-        samples = iter(self.dataloader[stage]) if samples is None else samples
+        freq, now = self.train_args.grad_accumulation_steps, None
+        if stage == "train":
+            # Of a checkpoint: the generators make the order of the epoch, and the batches that it had.
+            start, now = self.random_states
+            if now:
+                set_all_random_states(start if skipped else now)
+            self.random_states = all_random_states(), None
+        samples = iter(self.dataloader[stage])
+        for _ in islice(samples, skipped * freq):
+            pass
+        if now and skipped:
+            set_all_random_states(now)
         while batches := [self._converted(sample) for sample in islice(samples, freq)]:
             yield batches
 

@@ -4,7 +4,7 @@ import logging
 import os
 import random
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self
 
 import numpy as np
@@ -12,17 +12,8 @@ import torch
 from torch import nn
 from torch.utils.data import IterableDataset
 
-from nxdpp.doors.nnscaler.cli.arguments import build, made, named_object, read_arguments
-from nxdpp.doors.nnscaler.cli.configs import (
-    CheckpointConfig,
-    DataloaderConfig,
-    DatasetConfig,
-    DatasetSamplerConfig,
-    LogConfig,
-    LRSchedulerConfig,
-    ModelConfig,
-    OptimizerConfig,
-)
+from nxdpp.doors.nnscaler.cli import configs
+from nxdpp.doors.nnscaler.cli.arguments import build, made, named_object, plain, read_arguments
 from nxdpp.doors.nnscaler.cli.train_hook import HOOKS, TrainHook
 from nxdpp.doors.nnscaler.compute_config import ComputeConfig
 from nxdpp.doors.nnscaler.optimizer import build_optimizer
@@ -33,18 +24,13 @@ REFUSED = {
     "model.parallel_modules": "the trainer trains one end-to-end module: call parallelize for parts, in a program",
     "checkpoint.resume_from.convert_fn": "convert the file before",
     "checkpoint.resume_from.with_merged": "Trainer.merge_checkpoint(files, output) merges files",
-    # Links take no memory, ranks compare values, the log has a line for a step, and no argument refers to another.
-    **dict.fromkeys(("checkpoint.symlink_best_and_last", "debug", "enable_progress_bar", "vars")),
+    # Ranks compare values, the log has a line for a step, and no argument refers to another.
+    **dict.fromkeys(("debug", "enable_progress_bar", "vars")),
 }
 """Arguments of nnScaler's trainer that this one refuses, with the reason; ``None`` for one without effect."""
 
 REDUCTIONS = ("mean", "sum", "per-token-mean")
-_DTYPES: dict[str, torch.dtype | None] = {
-    "fp32": torch.float32,
-    "fp16": torch.float16,
-    "bf16": torch.bfloat16,
-    "none": None,
-}
+_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "none": None}
 _TENSORS = ("param", "buffer", "input")
 _LOGGER = logging.getLogger(__name__)
 
@@ -65,14 +51,14 @@ class TrainerArgs:
     instance_name: Any = None
     run_mode: str = "run"
     dummy_sample_gen_fn: Any = None
-    model: ModelConfig = field(default_factory=ModelConfig)
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    dataset: DatasetConfig = field(default_factory=DatasetConfig)
-    dataloader: DataloaderConfig = field(default_factory=DataloaderConfig)
-    dataset_sampler: DatasetSamplerConfig | None = None
-    lr_scheduler: LRSchedulerConfig | None = None
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    log: list[LogConfig] = field(default_factory=list)
+    model: configs.ModelConfig = field(default_factory=configs.ModelConfig)
+    optimizer: configs.OptimizerConfig = field(default_factory=configs.OptimizerConfig)
+    dataset: configs.DatasetConfig = field(default_factory=configs.DatasetConfig)
+    dataloader: configs.DataloaderConfig = field(default_factory=configs.DataloaderConfig)
+    dataset_sampler: configs.DatasetSamplerConfig | None = None
+    lr_scheduler: configs.LRSchedulerConfig | None = None
+    checkpoint: configs.CheckpointConfig = field(default_factory=configs.CheckpointConfig)
+    log: list[configs.ModelConfig] = field(default_factory=list)
     hook: Any = None
     precision: Any = None
     micro_batch_size: int = 1
@@ -94,13 +80,16 @@ class TrainerArgs:
         for name in ("model", "optimizer", "dataset"):
             if not getattr(self, name).type:
                 raise ValueError(f"{name}.type is needed: the full name of its class")
+        for each in fields(self):
+            value, least = getattr(self, each.name), int(each.name == "micro_batch_size")
+            if each.type in (int, int | None) and each.name != "seed" and (value or 0) < least:
+                raise ValueError(f"{each.name}={value} must be above 0; leave it out for no number")
         if not (self.max_epochs or self.max_train_steps):
             raise ValueError("max_epochs or max_train_steps is needed: the training has no end")
         if self.gen_reuse == "auto":
             self.gen_reuse = "moo" if self.run_mode == "compile" else "match"
-        given = (
-            self.precision if isinstance(self.precision, dict) else dict.fromkeys(_TENSORS, self.precision or "none")
-        )
+        given = self.precision or "none"
+        given = given if isinstance(given, dict) else dict.fromkeys(_TENSORS, given)
         self.precision = dict.fromkeys(_TENSORS, "none") | given
         checkpoint, optimizer = self.checkpoint, self.optimizer
         if not (checkpoint.every_n_epochs or checkpoint.every_n_train_steps):
@@ -130,6 +119,10 @@ class TrainerArgs:
                 f"{self.scaling_factor} units times grad_accumulation_steps={accumulated}"
             )
         self.global_batch_size, self.grad_accumulation_steps = unit * accumulated, accumulated
+        for name, value in self.compute_config.pas_config.items():
+            is_number = name in ("pipeline_nmicros", "update_freq") and self.pas_policy in ("pp", "hybrid", "autodist")
+            if is_number and value != accumulated:
+                raise ValueError(f"pas_config.{name}={value!r} must equal grad_accumulation_steps={accumulated}")
         if self.seed is None and self.init_env_fn is None:
             _LOGGER.warning("neither seed nor init_env_fn is given: the training cannot be repeated")
 
@@ -147,7 +140,19 @@ class TrainerArgs:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the arguments as nested dicts, with full names of classes and functions."""
-        return _named(asdict(self))  # type: ignore[no-any-return]
+        return plain(self)  # type: ignore[no-any-return]
+
+    @property
+    def plan_config(self) -> ComputeConfig:
+        """``compute_config`` of ``parallelize``, with the other arguments that a plan depends on."""
+        config = self.compute_config
+        others = {"policy": self.pas_policy, "mbs": self.micro_batch_size, "gbs": self.global_batch_size}
+        others |= {"precision": self.precision, "model_args": self.model.args}
+        return replace(
+            config,
+            pas_config={**config.pas_config, "update_freq": self.grad_accumulation_steps},
+            user_config={**config.user_config, "__from_trainer_args": plain(others)},
+        )
 
     @property
     def scaling_factor(self) -> int:
@@ -203,7 +208,7 @@ class TrainerArgs:
         if "collate_fn" in arguments:
             arguments["collate_fn"] = named_object(arguments["collate_fn"])
         if not isinstance(dataset, IterableDataset):
-            config = self.dataset_sampler or DatasetSamplerConfig()
+            config = self.dataset_sampler or configs.DatasetSamplerConfig()
             unit = int(os.environ.get("RANK", "0")) // self.compute_config.plan_ngpus
             own = made(getattr(config, f"{stage}_args") or config.train_args)
             own |= {"dataset": dataset, "num_replicas": self.scaling_factor, "rank": unit}
@@ -220,8 +225,6 @@ class TrainerArgs:
     def create_hook(self) -> Any:
         """Return the hook. Raises ``ValueError`` for a function under an unknown name."""
         given = self.hook or {}
-        if not isinstance(given, dict):
-            given = {each.name: getattr(given, each.name) for each in fields(given)}
         if given.get("type"):
             return named_object(given["type"])(made(given.get("args") or {}))
         hook = TrainHook()
@@ -235,11 +238,3 @@ class TrainerArgs:
 def _check_choice(name: str, value: Any, choices: Any) -> None:
     if value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(choices)}, not {value!r}")
-
-
-def _named(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _named(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(map(_named, value))
-    return f"{value.__module__}.{getattr(value, '__qualname__', value)}" if callable(value) else value

@@ -9,7 +9,7 @@
 import os
 import re
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from nxdpp.agreement.together import from_all_ranks, together
 from nxdpp.doors.nnscaler.cli.configs import CheckpointConfig
 from nxdpp.doors.nnscaler.state_dicts.deduped import deduped_state_dict, load_deduped_state_dict
 from nxdpp.doors.nnscaler.state_dicts.merged import load_merged_state_dict, load_sharded_state_dict, merge_state_dicts
-from nxdpp.doors.random_states import random_states
+from nxdpp.doors.random_states import all_random_states
 
 
 def save(trainer: Any, epoch: int, loss: float) -> None:
@@ -29,26 +29,25 @@ def save(trainer: Any, epoch: int, loss: float) -> None:
     A link is made when the files of all ranks are written. Raises on all ranks where one cannot write.
     """
     config, status = trainer.train_args.checkpoint, trainer.train_status
+    loss = from_all_ranks(loss)[0]
     folder = Path(config.save_dir) / f"{epoch:04d}-{status.finished_train_steps:04d}"
     links = ["last"] * config.save_last + ["best"] * (config.save_best and loss <= status.best_loss)
-    status.best_loss = min(loss, status.best_loss)
+    status.best_loss = min(status.best_loss, loss)
     model, optimizer = trainer.model.state_dict(), trainer.optimizer.state_dict()
     if config.save_type == "deduped":
         model, optimizer = deduped_state_dict(trainer.model, trainer.optimizer)
-    device = next(trainer.model.parameters()).device
-    states = None if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
     state = {
         "model": model,
         "optimizer": optimizer,
         "lr_scheduler": trainer.lr_scheduler.state_dict() if trainer.lr_scheduler else None,
         "train_status": asdict(status),
         "train_args": trainer.train_args.to_dict(),
-        "rng_states": (random_states(), states),
+        "rng_states": (trainer.random_states[0], all_random_states()),
         "save_type": config.save_type,
     }
     trainer.tell("on_save_checkpoint", state)
     path = folder / f"{trainer.rank}.ckpt"
-    together(lambda: _write(path, trainer, lambda new: torch.save(state, new)))
+    together(lambda: _write(path, trainer, lambda new: _save_file(state, new)))
     for name in links:
         link, target = folder.parent / name / path.name, Path("..", folder.name, path.name)
         together(lambda link=link, target=target: _write(link, trainer, lambda new: new.symlink_to(target)))  # type: ignore[misc]
@@ -62,22 +61,21 @@ def load(trainer: Any) -> None:
     Raises ``ValueError`` on all ranks for files of different steps, and for a checkpoint that does not fit.
     """
     state = together(lambda: _read(trainer))
-    steps = from_all_ranks(None if state is None else state.get("train_status"))
-    if any(each != steps[0] for each in steps):
+    steps = from_all_ranks(None if state is None else _finished(state))
+    if len(set(steps)) > 1:
         raise ValueError(f"ranks resume files of different steps, {steps}: give a folder of one step in resume_from")
     if state is None:
         return
     trainer.tell("on_load_checkpoint", state)
+    together(lambda: _check_fits(trainer, state))
     kind = state.get("save_type", "merged")
     loads = {"sharded": load_sharded_state_dict, "deduped": load_deduped_state_dict, "merged": load_merged_state_dict}
     loads[kind](trainer.model, state["model"], trainer.optimizer, state["optimizer"])
     if state.get("lr_scheduler"):
-        if trainer.lr_scheduler is None:
-            raise ValueError("the checkpoint has the state of a learning-rate scheduler: give lr_scheduler")
         trainer.lr_scheduler.load_state_dict(state["lr_scheduler"])
     vars(trainer.train_status).update(state.get("train_status") or {})
     if kind != "merged":
-        trainer.resumed_states = state["rng_states"]
+        trainer.random_states = state["rng_states"]
     trainer.tell("after_load_checkpoint", state)
 
 
@@ -88,8 +86,10 @@ def merged(files: Sequence[str | Path]) -> dict[str, Any]:
     """
     states = [_load_file(each) for each in files]
     of_all = {name: states[0][name] for name in ("train_args", "train_status", "lr_scheduler")}
-    if different := [name for name in of_all if any(state[name] != of_all[name] for state in states)]:
-        raise ValueError(f"the files have different {different[0]}: give the files of one checkpoint")
+    for name in of_all:
+        # A number that is not a number differs from itself.
+        if len({repr(_finished(state) if name == "train_status" else state[name]) for state in states}) > 1:
+            raise ValueError(f"the files have different {name}: give the files of one checkpoint")
     model, optimizer = merge_state_dicts([each["model"] for each in states], [each["optimizer"] for each in states])
     return {**of_all, "model": model, "optimizer": optimizer, "save_type": "merged"}
 
@@ -105,6 +105,29 @@ def _read(trainer: Any) -> dict[str, Any] | None:
             f"Trainer.merge_checkpoint(files, output), and give the output"
         )
     return _load_file(path / f"{trainer.rank}.ckpt")
+
+
+def _finished(state: Mapping[str, Any]) -> int:
+    return int((state.get("train_status") or {}).get("finished_train_steps", 0))
+
+
+def _check_fits(trainer: Any, state: Mapping[str, Any]) -> None:
+    if state.get("lr_scheduler") and trainer.lr_scheduler is None:
+        raise ValueError("the checkpoint has the state of a learning-rate scheduler: give lr_scheduler")
+    wanted = trainer.train_args.global_batch_size
+    had = (state.get("train_args") or {}).get("global_batch_size", wanted)
+    if had != wanted and _finished(state):
+        raise ValueError(
+            f"the checkpoint is at another place in the data: its global_batch_size is {had}, not {wanted}: give {had}"
+        )
+
+
+def _save_file(state: dict[str, Any], path: Path) -> None:
+    """Save what ``_load_file`` loads. Raises ``ValueError`` for objects of other classes, such as ones of a hook."""
+    torch.save(state, path)
+    if kinds := torch.serialization.get_unsafe_globals_in_checkpoint(path):
+        path.unlink()
+        raise ValueError(f"objects of {', '.join(kinds)} cannot be resumed: save numbers, texts and tensors")
 
 
 def _load_file(path: str | Path) -> dict[str, Any]:

@@ -1,5 +1,8 @@
 """The trainer over two ranks: the loop of one process, and resumed to the bit."""
 
+import logging
+import math
+import random
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +12,9 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 
 from nxdpp import parallel_state
+from nxdpp.doors.nnscaler.cli import trainer_files
 from nxdpp.nnscaler.cli import Trainer
+from nxdpp.nnscaler.cli.train_hook import TrainHook
 from tests.doors.nnscaler.cli.trained import MLP, SimpleDataset
 from tests.support.run_ranks import run_ranks
 
@@ -133,12 +138,53 @@ def compared(rank: int, folder: Path) -> None:
     for name, parameter in trainer.model.named_parameters():
         torch.testing.assert_close(parameter.detach(), weights[name])
     torch.testing.assert_close(losses_of(trainer), steps)
+    links_and_ends(rank, folder, trainer)
     parallel_state.destroy_model_parallel()
+
+
+class Disturbing(TrainHook):
+    """A hook that draws a number, and one whose value no checkpoint has."""
+
+    def on_val_start(self, trainer: Trainer) -> None:
+        random.random()
+
+    def on_save_checkpoint(self, trainer: Trainer, state: dict[str, Any]) -> None:
+        state["path"] = Path()
+
+
+def links_and_ends(rank: int, folder: Path, trainer: Trainer) -> None:
+    """The best loss is rank 0's number, values that cannot be read are refused, and epochs have all steps."""
+    status, args = trainer.train_status, trainer.train_args
+    best = status.best_loss
+    for loss in (math.nan, 0.0 if rank else 1e9):
+        trainer_files.save(trainer, 7, loss)
+        assert status.best_loss == best
+    assert (folder / "units/best/0.ckpt").resolve().parent.name != "0007-0006"
+    assert (folder / "units/last/0.ckpt").resolve().parent.name == "0007-0006"
+    trainer._hooks.append(Disturbing())
+    with pytest.raises(ValueError, match=r"objects of pathlib.PosixPath cannot be resumed: save numbers, texts"):
+        trainer_files.save(trainer, 8, 1.0)
+    assert not list((folder / "units/0008-0006").iterdir())
+    args.checkpoint.no_save = True
+    lines, state = len(trainer.loggers[0].lines), random.getstate()
+    trainer._validate_and_save(0, 1.0, is_last=True)
+    assert random.getstate() == state
+    assert len(trainer.loggers[0].lines) == lines + 1
+    args.val_every_n_epochs = 2
+    trainer._validate_and_save(0, 1.0, is_last=True)
+    assert len(trainer.loggers[0].lines) == lines + 1
+    trainer.max_train_steps = 99
+    for total, word in ((2, "more"), (4, "fewer")):
+        status.finished_train_steps, trainer.total_train_steps_per_epoch = 0, total
+        with pytest.raises(RuntimeError, match=f"epoch 0 has {word} steps than {total}, by len.. of the loader"):
+            trainer._train_epoch(0)
+    assert bool(logging.getLogger().handlers) == (rank == 0)
 
 
 def resumed(rank: int, folder: Path) -> None:
     """A training that ends in the middle of an epoch, and one that goes on: as the whole one, with dropout."""
-    zero = (*UNITS, "--compute_config.use_zero", "--global_batch_size=8", "--checkpoint.save_type=deduped")
+    zero: tuple[str, ...] = (f"--dataset_sampler.type={HERE}.Drawn",)
+    zero += (*UNITS, "--compute_config.use_zero", "--global_batch_size=8", "--checkpoint.save_type=deduped")
     for name, steps, more in (("p", 7, ()), ("u", 4, zero)):
         arguments = (*more, "--model.args.dropout", "0.2")
         whole = trained(folder, f"{name} whole", *arguments)
@@ -157,14 +203,23 @@ def resumed(rank: int, folder: Path) -> None:
 
 
 def other_plan(rank: int, folder: Path) -> None:
-    """A merged file goes on in another plan; a folder of other ranks, and of several steps, is refused."""
-    last = folder / "pipeline" / "last"
+    """A merged file goes on in another plan; other batches, ranks, and files of several steps are refused."""
+    last, within = folder / "pipeline/last", folder / "pipeline/0001-0009"
     if rank == 0:
-        Trainer.merge_checkpoint([str(last / f"{each}.ckpt") for each in range(2)], str(folder / "merged.ckpt"))
-    weights, _ = one_process(1)
-    trainer = trained(folder, "other", *UNITS, f"--checkpoint.resume_from={folder / 'merged.ckpt'}")
+        Trainer.merge_checkpoint([str(within / f"{each}.ckpt") for each in range(2)], str(folder / "merged.ckpt"))
+    weights, steps = one_process(1)
+    # After the fourth of five steps of the second epoch.
+    resumes = (*UNITS, f"--checkpoint.resume_from={folder / 'merged.ckpt'}")
+    trainer = trained(folder, "other", *resumes)
+    torch.testing.assert_close(losses_of(trainer), steps[9:])
     for name, parameter in trainer.model.named_parameters():
-        assert torch.equal(parameter, weights[name]), name
+        torch.testing.assert_close(parameter.detach(), weights[name])
+    parallel_state.destroy_model_parallel()
+    with pytest.raises(ValueError, match="is at another place in the data: its global_batch_size is 4, not 8: give 4"):
+        trained(folder, "larger", *resumes, "--global_batch_size=8")
+    parallel_state.destroy_model_parallel()
+    with pytest.raises(ValueError, match="the val data of a unit have no batch: give more, or a smaller micro_batch"):
+        trained(folder, "empty", *UNITS, "--dataset.val_args.size=0")
     if rank == 0:
         (last / "0.ckpt").unlink()
         (last / "0.ckpt").symlink_to("../0001-0009/0.ckpt")

@@ -1,5 +1,6 @@
 """Arguments of the trainer: read, verified and refused; no processes."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -7,8 +8,9 @@ import pytest
 import torch
 
 from nxdpp.nnscaler import ComputeConfig
-from nxdpp.nnscaler.cli import HookMapConfig, ModelConfig, OptimizerConfig, Trainer, TrainerArgs
+from nxdpp.nnscaler.cli import Trainer
 from nxdpp.nnscaler.cli.train_hook import TrainHook
+from nxdpp.nnscaler.cli.trainer_args import CheckpointConfig, HookMapConfig, ModelConfig, OptimizerConfig, TrainerArgs
 from tests.doors.nnscaler.cli.test_trainer import YAML
 from tests.doors.nnscaler.cli.trained import MLP, SimpleDataset, count_steps
 
@@ -44,6 +46,13 @@ REFUSED = {
     "--checkpoint.no_save=no": "checkpoint.no_save='no' must be of type bool",
     "--log.0.type=A": r"--log.0.type: log is \[\{.* of which the command line changes no part",
     "--model.args.dim=$(vars.dim)": r"refers to another argument, which this trainer does not follow: give the value",
+    "--dataset.type=a.$!{vars.name}": "refers to another argument, which this trainer does not follow: give the value",
+    "--optimizer.clip_gnorm": "optimizer.clip_gnorm=True must be of type float",
+    "--micro_batch_size=0": "micro_batch_size=0 must be above 0",
+    "--val_every_n_epochs=-1": "val_every_n_epochs=-1 must be above 0; leave it out for no number",
+    "--checkpoint.keep_last_n_checkpoints=-1": "checkpoint.keep_last_n_checkpoints=-1 must be above 0; None for no",
+    "--checkpoint.symlink_best_and_last=false": "symlink_best_and_last=False is refused: last and best are links",
+    "--compute_config.pas_config.pipeline_nmicros=4": "pas_config.pipeline_nmicros=4 must equal grad_accumulation_st",
     "more": "'more' belongs to no argument: give --name VALUE or --name=VALUE",
     "--compute_config.use_end2end=false": "compute_config is needed, with use_end2end=True",
     "--max_epochs=0": "max_epochs or max_train_steps is needed",
@@ -101,6 +110,10 @@ def test_arguments_are_objects_too(tmp_path: Path) -> None:
     args.hook = HookMapConfig(on_step_end=count_steps)
     assert args.create_hook().on_step_end is count_steps
     assert args.to_dict()["hook"]["on_step_end"] == "tests.doors.nnscaler.cli.trained.count_steps"
+    args.model.args = {"a": object(), "b": [torch.float16, partial(max, 1)], "c": ({"x"}, None, TrainHook)}
+    b, c = ["torch.float16", "functools.partial"], (["'x'"], None, "nxdpp.doors.nnscaler.cli.train_hook.TrainHook")
+    assert args.to_dict()["model"]["args"] == {"a": "builtins.object", "b": b, "c": c}
+    assert CheckpointConfig(resume_from="best").path_to_resume() is None
     with pytest.raises(ValueError, match="argv and train_args are given: leave one of them out"):
         Trainer([], train_args=args)
 
@@ -113,3 +126,11 @@ def test_compile_makes_the_plan_without_ranks(file: str, tmp_path: Path) -> None
 
     assert trainer.train_args.gen_reuse == "moo"
     assert len(list(tmp_path.rglob("plan.json"))) == 1
+    # A plan is of one policy, and of the sizes of a step.
+    again = ["-f", file, "--run_mode=compile", f"--gen_savedir={tmp_path}", "--gen_reuse=match"]
+    Trainer(again).run()
+    for changed in ("--pas_policy=autodist", "--micro_batch_size=1", "--model.args.dropout=0.1"):
+        with pytest.raises(RuntimeError, match="has a plan that does not fit: its user_config is"):
+            Trainer([*again, changed, "--global_batch_size=0", "--grad_accumulation_steps=2"]).run()
+    args = TrainerArgs.from_cli(["-f", file, "--pas_policy=autodist", "--compute_config.pas_config={}"])
+    assert args.plan_config.pas_config == {"update_freq": 2}

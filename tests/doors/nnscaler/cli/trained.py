@@ -1,10 +1,11 @@
 """What the arguments of the trainer's tests name."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Sampler
 
 from nxdpp.nnscaler.cli.trainer import Trainer
 
@@ -36,6 +37,19 @@ class SimpleDataset(Dataset[dict[str, torch.Tensor]]):
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         return {"data": self.pairs[index, 0], "target": self.pairs[index, 1]}
+
+
+class Drawn(Sampler[int]):
+    """Orders from the global generator."""
+
+    def __init__(self, dataset: SimpleDataset, num_replicas: int, rank: int) -> None:
+        self.all, self.own = len(dataset), len(dataset) // num_replicas
+
+    def __len__(self) -> int:
+        return self.own
+
+    def __iter__(self) -> Iterator[int]:
+        yield from torch.randperm(self.all)[: self.own].tolist()
 
 
 class Lines:

@@ -1,0 +1,3 @@
+"""nnScaler's import path ``nnscaler.cli.trainer_args``."""
+
+from nxdpp.nnscaler.cli import *
