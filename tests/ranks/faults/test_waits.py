@@ -124,6 +124,7 @@ _REPLICAS = {
     "average of gradients during a step",
     "average of the gradients",
     "comparison of numbers",
+    "comparison of batches",
     "comparison of parameters",
     "gradients that replicas have",
     "mean loss of a training step",
