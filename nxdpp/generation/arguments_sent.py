@@ -40,7 +40,7 @@ class SentArguments:
             if value is None:
                 continue
             if is_driver and value is not self.caches.get(name):
-                record_changes(value, lambda method, args: self._changes.append((method, args)))
+                record_changes(value, self._changes)
             self.caches[name] = value
 
     def packed(self, arguments: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:

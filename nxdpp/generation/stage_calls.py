@@ -167,9 +167,7 @@ class StageCalls:
                 args, kwargs = mapped(untracked, (args, kwargs))
             output = self._run(leaf, forward, args, kwargs)
             if self._rank == known.home and len(known.executors) < len(self._ranks):
-                tensors = [each for each in leaves_in(output) if isinstance(each, torch.Tensor)]
-                known.check(leaf.name, tensors, _first_tensor(args, kwargs))
-                self._send(known, tensors)
+                self._send(known, known.check(leaf.name, output, _first_tensor(args, kwargs)))
             return output
         cache, first = cache_among((*args, *kwargs.values())), _first_tensor(args, kwargs)
         if cache is not None and first is not None:
@@ -269,25 +267,28 @@ class StageCalls:
         for index in sorted(known.wanted):
             tensor = _dense(tensors[index])
             shape = list(tensor.size()), list(tensor.stride())
-            is_known = known.shapes.get((index, self._signature)) == shape
+            expected = known.shapes.get(index, {}).get(self._signature)
             header = None
-            if not is_known:
-                assert not rules[index].has_shape or (index, self._signature) not in known.shapes, "one shape each"
+            if expected is not None:
+                assert expected[0] == shape[0], "one size for each signature"
+                if expected[1] != shape[1]:
+                    tensor = torch.empty_strided(*expected, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+            else:
                 header = torch.tensor([tensor.dim(), *shape[0], *shape[1], *[0] * (2 * (_DIMENSIONS - tensor.dim()))])
                 if rules[index].has_shape:
-                    known.shapes[index, self._signature] = shape
+                    known.keep_shape(index, self._signature, shape)
             for destination in sorted(known.wanted[index]):
                 if header is not None:
                     self._exchange.send(header, destination)
                 self._exchange.send(tensor, destination)
 
     def _receive(self, known: KnownCall, index: int, rule: OutputRule) -> torch.Tensor:
-        shape = known.shapes.get((index, self._signature))
+        shape = known.shapes.get(index, {}).get(self._signature)
         if shape is None:
             header = self._exchange.receive([2 * _DIMENSIONS + 1], [1], torch.int64, known.home, on_host=True).tolist()
             shape = header[1 : 1 + header[0]], header[1 + header[0] : 1 + 2 * header[0]]
             if rule.has_shape:
-                known.shapes[index, self._signature] = shape
+                known.keep_shape(index, self._signature, shape)
         return self._exchange.receive(*shape, rule.dtype, known.home)
 
 
