@@ -83,6 +83,7 @@ class GeneratingRank:
             messages,
             device,
             plans,
+            self.module.get_output_embeddings(),  # type: ignore[operator]  # of a transformers model
         )
         self._plans = plans
         self._gathers = messages.rank == messages.driver and logits_are_divided
