@@ -84,6 +84,11 @@ def check_arguments(module: nn.Module, inputs: Any, parts: int, arguments: Mappi
             "generate cannot honour sequence_parallel=True, which divides the tokens of a row over the tensor-parallel "
             "ranks: a forward has one new token. Save the model, and generate without sequence_parallel."
         )
+    if getattr(getattr(module, "config", None), "model_type", None) == "fsmt":
+        raise ValueError(
+            "generate over a pipeline takes layers of hidden states (B, T, H), and fsmt has (T, B, H): save the model, "
+            "and generate in one process."
+        )
     config: Any = arguments.get("generation_config") or module.generation_config
     for name, reason in _SWITCHES.items():
         if arguments.get(name, getattr(config, name, None)):
