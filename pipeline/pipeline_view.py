@@ -122,7 +122,7 @@ class PipelineView(LocalView):
                 batches that sample have seeds of their own, ``torch.randint(2**63 - 1, (n,))`` of the generator.
             arguments: of transformers' ``generate``: masks, ``generation_config`` and its fields, ``logits_processor``,
                 ``stopping_criteria``, ``streamer``, ``synced_gpus`` (over data-parallel replicas) and others.
-                Processors and criteria run on the driver, in turn for the batches of a list. A streamer runs where given.
+                Processors and criteria run on the driver, in turn for the batches of a list; a streamer, where given.
 
         Returns:
             The tokens (B, T + new) on every rank, for a list of batches a list. With ``return_dict_in_generate=True``
