@@ -23,6 +23,7 @@ from nxdpp.generation.absent import (
 from nxdpp.generation.caches import record_changes
 from nxdpp.generation.generating_rank import few_tokens
 from nxdpp.generation.known_calls import KnownCall, rule_of
+from nxdpp.ranks.faults import failure_watch
 from tests.generation.generated_models import MODELS, prompt
 from tests.support import generating_threads
 from tests.support.generating_threads import generate_on_threads
@@ -204,3 +205,16 @@ def test_a_recorded_cache_is_freed_at_once() -> None:
     del cache
     assert there() is None
     assert changes[0][0] == "reorder_cache"
+
+
+def test_an_interrupt_of_the_driver_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    reported: list[BaseException] = []
+    monkeypatch.setattr(failure_watch, "report", reported.append)
+
+    def interrupt(*args: Any, **others: Any) -> None:
+        raise KeyboardInterrupt
+
+    given = {"input_ids": prompt(2), "max_new_tokens": 3, "stopping_criteria": [interrupt]}
+    with pytest.raises(KeyboardInterrupt):
+        generate_on_threads(MODELS["llama"]().eval(), 2, given)
+    assert KeyboardInterrupt in map(type, reported)
