@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from nxdpp import upward
 from nxdpp.agreement.exchange import ReplicaExchanges
 from nxdpp.agreement.last_used import LastUsed
 from nxdpp.gradients.gradient_norm import clip_grad_norm
@@ -323,10 +322,6 @@ class Pipeline(PipelineSteps):
     def follow(self) -> None:
         """Follow tensors and modules that were moved, loaded or replaced."""
         self._upkeep.follow()
-
-    def generate(self, inputs: Any, num_microbatches: int, arguments: Mapping[str, Any]) -> Any:
-        """Generate tokens, as ``PipelineView.generate``; collective over the ranks of the pipeline."""
-        return upward.generate(self, inputs, num_microbatches, arguments)
 
     def check_materialised(self) -> None:
         """Raise ``RuntimeError`` while tensors of this rank are on the meta device."""

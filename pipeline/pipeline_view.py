@@ -7,6 +7,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
+from nxdpp import upward
 from nxdpp.gradients.overlapped_average import AverageReport
 from nxdpp.pipeline.local.tree import follow_training_modes
 from nxdpp.pipeline.local.upkeep import works_on_meta
@@ -122,7 +123,7 @@ class PipelineView(LocalView):
                 batches that sample have seeds of their own, ``torch.randint(2**63 - 1, (n,))`` of the generator.
             arguments: of transformers' ``generate``: masks, ``generation_config`` and its fields, ``logits_processor``,
                 ``stopping_criteria``, ``streamer``, ``synced_gpus`` (over data-parallel replicas) and others.
-                Processors and criteria run on the driver, in turn for the batches of a list; a streamer, where given.
+                Processors and criteria run on the driver, a streamer where it is given.
 
         Returns:
             The tokens (B, T + new) on every rank, for a list of batches a list. With ``return_dict_in_generate=True``
@@ -133,7 +134,7 @@ class PipelineView(LocalView):
                 other ranks' layers, and an assistant. Also what transformers raises, on all ranks.
             RuntimeError: for a model whose code above the layers needs values of another rank. The job ends.
         """
-        return self._pipeline.generate(inputs, num_microbatches, arguments)
+        return upward.generate(self._pipeline, inputs, num_microbatches, arguments)
 
     def gradient_checkpointing_enable(
         self, gradient_checkpointing_kwargs: Mapping[str, Any] | None = None, **arguments: Any

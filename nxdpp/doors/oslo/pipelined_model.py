@@ -24,14 +24,7 @@ def pipeline(model: PreTrainedModel, num_microbatches: int) -> Pipeline:
     shadow.keep(made.local_module)
     # Read by the constructor of DistributedDataParallel.
     vars(model)["_ddp_params_and_buffers_to_ignore"] = shadow.freed_names()
-
-    def generate(inputs: Any = None, **arguments: Any) -> Any:
-        shadow.follow(made.local_module)
-        if arguments.get("generation_config") is None:
-            arguments["generation_config"] = model.generation_config
-        return made.generate(inputs, 1, arguments)
-
-    vars(model).update(generate=generate, gradient_checkpointing_enable=_gradient_checkpointing_enable)
+    vars(model).update(generate=_generate, gradient_checkpointing_enable=_gradient_checkpointing_enable)
     vars(model)["pipelined_call"] = PipelinedCall(shadow, made)
     return made
 
@@ -63,6 +56,13 @@ def methods_for(own: type[PreTrainedModel]) -> dict[str, Any]:
 def _device(self: PreTrainedModel) -> torch.device:
     """This rank's device. The first parameter of the model may be on another rank."""
     return parallel_state.local_device()
+
+
+def _generate(*args: Any, **kwargs: Any) -> NoReturn:
+    raise RuntimeError(
+        "generate of a model of oslo.initialize is not built for several stages: call "
+        "save_parallelized(directory, merge_checkpoints=True), and from_pretrained(directory) in one process"
+    )
 
 
 def _gradient_checkpointing_enable(*args: Any, **kwargs: Any) -> NoReturn:

@@ -130,12 +130,8 @@ def _check_gradients() -> None:
         model(**batch(2, replica))
     with torch.autocast("cpu", torch.bfloat16):  # the remedy
         model(**batch(2, replica)).loss.backward()
-    options: Any = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
-    ids = batch(0, 0)["input_ids"][:, :4]
-    assert torch.equal(model.eval().generate(ids, **options), whole.eval().generate(ids, **options))
-    model.generation_config.num_beams = whole.generation_config.num_beams = 2
-    assert torch.equal(model.generate(ids, **options), whole.generate(ids, **options))
-    model.train()
+    with pytest.raises(RuntimeError, match="generate of a model of oslo.initialize is not built"):
+        model.generate(batch(0, 0)["input_ids"])
     with pytest.raises(RuntimeError, match="gradient_checkpointing_enable would not reach"):
         model.gradient_checkpointing_enable()
     handle = model.transformer.h[0].register_forward_hook(lambda *args: None)
