@@ -8,6 +8,7 @@ the values, and on ``AbsentTensor`` objects where it does not::
     hidden = layer(hidden)               received, if a module of this rank needs it
 """
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NoReturn
 
@@ -24,7 +25,15 @@ _NEW = frozenset(
 )
 # They would read values that are not there.
 _READS = frozenset({"__bool__", "__int__", "__float__", "__index__", "__contains__", "item", "tolist", "numpy"})
-_READS |= {"equal", "allclose", "is_nonzero"}
+_READS |= {"equal", "allclose", "is_nonzero", "__array__", "__dlpack__", "__complex__"}
+# The shapes of their results would follow from values.
+_READS |= {"nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "bincount"}
+_IN_PLACE = frozenset(
+    f"__i{name}__"
+    for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
+) | {"__setitem__", "__set__"}
+
+_MASKS = (torch.bool, torch.uint8)
 
 
 class TrackedTensor(torch.Tensor):
@@ -35,12 +44,15 @@ class TrackedTensor(torch.Tensor):
 
     roots: frozenset[Root]
     touched: set[Root] | None = None
+    same_memory: list["weakref.ref[TrackedTensor]"]
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Call ``func``; its tensors follow from the roots of all arguments.
+
+        A tensor that is written into follows from the roots of what is written, as do tensors that share its memory.
 
         Raises ``RuntimeError`` for code that writes into an ordinary tensor, or that reads values of an absent one.
         """
@@ -52,20 +64,33 @@ class TrackedTensor(torch.Tensor):
         absent = [tensor for tensor in tracked if isinstance(tensor, AbsentTensor)]
         if touched is not None:
             touched.update(*(tensor.roots for tensor in tracked))
-        if absent and name in _READS:
-            raise unknown_values(absent[0].roots, f"reads its values ({name})")
-        is_write = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
-        if is_write and not isinstance(tensors[0], TrackedTensor):
-            raise unknown_values(tracked[0].roots, f"writes it into another tensor ({name})")
+        read = absent if name in _READS else _sizes(name, args, kwargs)
+        if read:
+            raise unknown_values(read[0].roots, f"reads its values ({name})")
+        roots = frozenset().union(*(tensor.roots for tensor in tracked))
+        kind = AbsentTensor if absent else TrackedTensor
+        is_write = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
+        written = kwargs.get("out", tensors[0] if is_write else None)
+        if written is not None:
+            if not isinstance(written, TrackedTensor):
+                raise unknown_values(roots, f"writes it into another tensor ({name})")
+            written.follow(roots, kind)
         with torch._C.DisableTorchFunctionSubclass():
             if any(isinstance(tensor, ElsewhereTensor) for tensor in tensors):
                 args, kwargs = mapped(lambda leaf: _with_memory(leaf, tracked[0]), (args, kwargs))
             result = func(*args, **kwargs)
-        if name in _NEW or not isinstance(result, torch.Tensor | tuple | list):
-            return result
-        roots = frozenset().union(*(tensor.roots for tensor in tracked))
-        kind = AbsentTensor if absent else TrackedTensor
-        return mapped(lambda leaf: tracked_as(leaf, roots, kind, touched), result)
+            if name in _NEW or not isinstance(result, torch.Tensor | tuple | list):
+                return result
+            memories = {_memory(tensor): tensor for tensor in tracked}
+            return mapped(lambda leaf: tracked_as(leaf, roots, kind, touched, memories.get(_memory(leaf))), result)
+
+    def follow(self, roots: frozenset[Root], kind: type["TrackedTensor"]) -> None:
+        """Follow from ``roots`` too, without values if they have none; tensors in the same memory do as well."""
+        for each in self.same_memory:
+            if (other := each()) is not None:
+                other.roots |= roots
+                if kind is AbsentTensor and type(other) is TrackedTensor:
+                    other.__class__ = AbsentTensor  # type: ignore[assignment]  # a class of the same layout
 
 
 class AbsentTensor(TrackedTensor):
@@ -110,13 +135,22 @@ def mapped(function: Callable[[Any], Any], value: Any) -> Any:
 
 
 def tracked_as(
-    value: Any, roots: frozenset[Root], kind: type[TrackedTensor] = TrackedTensor, touched: set[Root] | None = None
+    value: Any,
+    roots: frozenset[Root],
+    kind: type[TrackedTensor] = TrackedTensor,
+    touched: set[Root] | None = None,
+    source: TrackedTensor | None = None,
 ) -> Any:
-    """Return a tensor ``value`` as one that follows from ``roots``; other values as they are."""
+    """Return a tensor ``value`` as one that follows from ``roots``; other values as they are.
+
+    ``source`` is a tensor in the memory of ``value``, if there is one.
+    """
     if type(value) is not torch.Tensor:
         return value
     made = value.as_subclass(kind)
     made.roots, made.touched = roots, touched
+    made.same_memory = [] if source is None else source.same_memory
+    made.same_memory.append(weakref.ref(made))
     return made
 
 
@@ -149,3 +183,21 @@ def _with_memory(leaf: Any, like: torch.Tensor) -> Any:
     if not isinstance(like, AbsentTensor):
         raise unknown_values(getattr(like, "roots", ()), f"computes with {leaf.held_as}")
     return torch.zeros(leaf.shape, dtype=leaf.dtype, device=like.device)
+
+
+def _sizes(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[AbsentTensor]:
+    """The absent tensors among the arguments of a call whose values decide the shape of its result."""
+    if name in ("where", "repeat_interleave"):
+        given = [*args, *kwargs.values()]
+        repeats = given if len(given) == 1 else given[1:2] if name == "repeat_interleave" else []
+        return [each for each in repeats if isinstance(each, AbsentTensor)]
+    if name not in ("__getitem__", "__setitem__"):
+        return []
+    indices = args[1] if isinstance(args[1], tuple) else (args[1],)
+    bounds = [bound for each in indices if isinstance(each, slice) for bound in (each.start, each.stop, each.step)]
+    masks = [each for each in leaves_in(indices) if isinstance(each, AbsentTensor) and each.dtype in _MASKS]
+    return [*masks, *(bound for bound in bounds if isinstance(bound, AbsentTensor))]
+
+
+def _memory(value: Any) -> int | None:
+    return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None

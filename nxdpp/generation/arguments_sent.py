@@ -40,13 +40,14 @@ class SentArguments:
             if value is None:
                 continue
             if is_driver and value is not self.caches.get(name):
-                record_changes(value, lambda method, args: self._changes.append((method, args)))
+                record_changes(value, self._changes)
             self.caches[name] = value
 
     def packed(self, arguments: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
         """Return the changes of the caches, and what stands for each of ``arguments``; on the driver."""
-        changes, self._changes = self._changes, []
-        return [list(each) for each in changes], {name: self._of(name, value) for name, value in arguments.items()}
+        changes = [list(each) for each in self._changes]
+        self._changes.clear()
+        return changes, {name: self._of(name, value) for name, value in arguments.items()}
 
     def unpacked(self, changes: list[Any], arguments: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
         """Change the caches, and return the arguments; on another rank than the driver."""

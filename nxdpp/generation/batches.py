@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional
+from transformers import GenerationConfig
 
 from nxdpp.generation.absent import mapped
 
@@ -45,7 +46,7 @@ def batches_of(
         whole = {"inputs": inputs, **_tensors(arguments)}
         split = {name: value.chunk(parts) for name, value in whole.items() if value is not None}
         given = [{name: rows[number] for name, rows in split.items()} for number in range(parts)]
-    given = [mapped(lambda each: each.to(device) if isinstance(each, torch.Tensor) else each, one) for one in given]
+    given = [mapped(lambda each: _on(device, each), one) for one in given]
     seeds = [0] * len(given)
     if len(given) > 1 and samples(module, arguments):
         seeds = torch.randint(2**63 - 1, (len(given),), device="cpu").tolist()
@@ -63,6 +64,22 @@ def joined(results: Sequence[Any], module: Any, inputs: Any, parts: int, argumen
     if pad is None and any(result.shape[1] != longest for result in results):
         raise ValueError("the parts of the batch end at different lengths: give pad_token_id")
     return torch.cat([functional.pad(each, (0, longest - each.shape[1]), value=pad or 0) for each in results])
+
+
+def plain_settings(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``arguments`` with numbers in place of tensors that are settings, such as ``eos_token_id``."""
+    fields = vars(GenerationConfig())
+    return {
+        name: value.tolist() if isinstance(value, torch.Tensor) and name in fields else value
+        for name, value in arguments.items()
+    }
+
+
+def _on(device: torch.device, value: Any) -> Any:
+    """Return a tensor ``value`` on ``device``, as one that counts its changes; other values as they are."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.clone().to(device) if value.is_inference() else value.to(device)
 
 
 def _tensors(arguments: Mapping[str, Any]) -> dict[str, torch.Tensor]:

@@ -4,6 +4,7 @@ A layer of another rank has an entry of one number a token in this rank's cache:
 the true length for masks and positions, and ``reorder_cache``, ``crop`` and the others run as they are.
 """
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -80,18 +81,20 @@ def _size(layer: Any) -> tuple[int, bool]:
     return length, isinstance(layer, LinearAttentionCacheLayerMixin) and all(layer.has_previous_state.values())
 
 
-def record_changes(cache: Any, record: Callable[[str, tuple[Any, ...]], None]) -> None:
-    """Call ``record`` with the name and the arguments of each method that changes ``cache``, before it runs."""
+def record_changes(cache: Any, changes: list[tuple[str, tuple[Any, ...]]]) -> None:
+    """Append the name and the arguments of each method that changes ``cache`` to ``changes``, before it runs."""
+    # A strong reference would keep the memory of the cache until the next collection of cycles.
+    there = weakref.ref(cache)
 
     def recorded(name: str) -> Callable[..., Any]:
-        method = getattr(cache, name)
+        method = getattr(type(cache), name)
 
         def call(*args: Any) -> Any:
-            record(name, args)
-            return method(*args)
+            changes.append((name, args))
+            return method(there(), *args)
 
         return call
 
     for name in _METHODS:
-        if hasattr(cache, name) and name not in vars(cache):
+        if hasattr(type(cache), name) and name not in vars(cache):
             vars(cache)[name] = recorded(name)

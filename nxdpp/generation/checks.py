@@ -5,12 +5,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
 from transformers import GenerationConfig, GenerationMixin
 
 from nxdpp.agreement.fingerprint import digest
 from nxdpp.agreement.input_hash import hash_of
 from nxdpp.generation.absent import leaves_in
 from nxdpp.generation.batches import GeneratedBatch, is_list
+from nxdpp.generation.turns import random_states
 from nxdpp.ranks import parallel_state
 from nxdpp.ranks.faults import failure_watch
 from nxdpp.ranks.group_values import gather_values
@@ -27,7 +29,12 @@ _REFUSED = {
 _SWITCHES = {
     "output_attentions": "attentions stay on the ranks of their layers. Leave it out",
     "output_hidden_states": "hidden states stay on the ranks of their layers. Leave it out",
+    "assistant_early_exit": "its tokens would come of some of the layers. Leave it out",
+    "prompt_lookup_num_tokens": "its tokens would be verified a batch at a time. Leave it out",
+    "use_mtp": "its tokens would be verified a batch at a time. Leave it out",
+    "compile_config": "a compiled forward would not run the other ranks. Leave it out",
 }
+_OF_ROWS = ("prefix_allowed_tokens_fn", "logits_processor", "stopping_criteria")
 _OF_TEXT = frozenset(
     {"inputs", "input_ids", "attention_mask", "position_ids", "token_type_ids", "labels"}
     | {"decoder_input_ids", "decoder_attention_mask"}
@@ -41,6 +48,12 @@ class AgreedStart(NamedTuple):
 
     has_streamer: bool
     has_equal_random_state: bool
+    dtypes: str
+
+
+def is_generating(root: nn.Module) -> bool:
+    """Return whether ``root`` generates as transformers does, or adapts a model that does."""
+    return isinstance(root, GenerationMixin) or hasattr(root, "peft_config")
 
 
 def generating_path(root: nn.Module) -> str:
@@ -71,10 +84,16 @@ def check_arguments(module: nn.Module, inputs: Any, parts: int, arguments: Mappi
             "generate cannot honour sequence_parallel=True, which divides the tokens of a row over the tensor-parallel "
             "ranks: a forward has one new token. Save the model, and generate without sequence_parallel."
         )
+    if getattr(getattr(module, "config", None), "model_type", None) == "fsmt":
+        raise ValueError(
+            "generate over a pipeline takes layers of hidden states (B, T, H), and fsmt has (T, B, H): save the model, "
+            "and generate in one process."
+        )
     config: Any = arguments.get("generation_config") or module.generation_config
     for name, reason in _SWITCHES.items():
         if arguments.get(name, getattr(config, name, None)):
-            raise ValueError(f"generate over a pipeline cannot honour {name}=True: {reason}.")
+            value = arguments.get(name, getattr(config, name, None))
+            raise ValueError(f"generate over a pipeline cannot honour {name}={value}: {reason}.")
     scale = arguments.get("guidance_scale", config.guidance_scale)
     if scale not in (None, 1):
         raise ValueError(
@@ -95,12 +114,32 @@ def check_arguments(module: nn.Module, inputs: Any, parts: int, arguments: Mappi
         )
     _check_batches(inputs, parts, arguments, config)
     for batch in inputs if is_list(inputs) else ({"inputs": inputs, **arguments},):
-        _check_text(batch)
+        _check_text(batch, is_list(inputs))
+    if module.training and (dropped := _dropout_of(module)):
+        raise ValueError(
+            f"generate over a pipeline cannot honour the dropout of {dropped} in training mode, whose random numbers "
+            f"would differ from one process: call model.eval() first."
+        )
 
 
-def _check_text(batch: Mapping[str, Any]) -> None:
+def _dropout_of(module: nn.Module) -> str | None:
+    """Return the name of a module that drops values, or ``None``."""
+    for name, each in listings.named_modules(module):
+        drops = isinstance(each, _DropoutNd) and each.p > 0
+        rates = (rate for key, rate in vars(each).items() if "drop" in key and isinstance(rate, float))
+        if each.training and (drops or any(rate > 0 for rate in rates)):
+            return name
+    return None
+
+
+def _check_text(batch: Mapping[str, Any], is_in_list: bool) -> None:
     """Raise ``ValueError`` for tensors of a batch other than tokens and their masks."""
     for name, value in batch.items():
+        if is_in_list and not isinstance(value, torch.Tensor):
+            raise ValueError(
+                f"a dict of a list of batches has tensors of tokens and their masks only: give {name} "
+                f"to generate itself, for all batches."
+            )
         if isinstance(value, torch.Tensor) and (name not in _OF_TEXT or value.is_floating_point()):
             raise ValueError(
                 f"generate over a pipeline takes tokens and their masks, and cannot honour {name}: images, sounds and "
@@ -116,10 +155,14 @@ def _check_batches(inputs: Any, parts: int, arguments: Mapping[str, Any], config
             raise TypeError("a list of batches has a dict of inputs for each, such as {'input_ids': ids}.")
         if parts > 1:
             raise ValueError("num_microbatches splits one batch: leave it out for a list of batches.")
-    if (parts > 1 or is_list(inputs)) and arguments.get("streamer") is not None:
-        raise ValueError("a streamer shows one batch: generate without a list of batches and num_microbatches.")
     if parts == 1:
         return
+    for name in _OF_ROWS:
+        if arguments.get(name):
+            raise ValueError(
+                f"generate cannot honour {name} with num_microbatches={parts}: it would be called for each part, with "
+                f"rows counted from 0. Leave out num_microbatches, or give a list of batches."
+            )
     if arguments.get("return_dict_in_generate", config.return_dict_in_generate):
         raise ValueError(
             "num_microbatches returns tokens: leave out return_dict_in_generate, or give a list of batches."
@@ -135,19 +178,22 @@ def _check_batches(inputs: Any, parts: int, arguments: Mapping[str, Any], config
         )
 
 
-def check_same(batches: Sequence[GeneratedBatch], arguments: Mapping[str, Any], training: bool) -> AgreedStart:
-    """Compare the arguments of the ranks of this replica, and whether their models train; collective over them.
+def check_same(
+    batches: Sequence[GeneratedBatch], arguments: Mapping[str, Any], root: nn.Module, device: torch.device
+) -> AgreedStart:
+    """Compare the arguments of the ranks of this replica, and the states of their models; collective over them.
 
-    Raises ``ValueError`` on all of them for inputs or settings that differ.
+    Raises ``ValueError`` on all of them for inputs or settings that differ, and for a streamer of several batches.
     """
     inputs = [
         hash_of(leaf) for batch in batches for leaf in leaves_in(batch.arguments) if isinstance(leaf, torch.Tensor)
     ]
     own = (
         [int(each) for each in inputs],
-        digest(_settings(arguments, training).encode()).hex(),
-        digest(torch.get_rng_state().numpy().tobytes()).hex(),
+        digest(repr([_settings(arguments), _state(root, device)]).encode()).hex(),
+        [digest(state.numpy().tobytes()).hex() for state in random_states(device)],
         arguments.get("streamer") is not None,
+        sorted({str(each.dtype) for each in root.parameters() if not each.is_meta}),
     )
     with failure_watch.reported():
         everyones = gather_values(own, parallel_state.get_pipeline_control_group())
@@ -160,14 +206,33 @@ def check_same(batches: Sequence[GeneratedBatch], arguments: Mapping[str, Any], 
                 f"the ranks of a pipeline call generate with different {what}: give all of them the same. A DataLoader "
                 f"with shuffle=True needs generator=torch.Generator().manual_seed(seed)."
             )
-    return AgreedStart(any(each[3] for each in everyones), all(each[2] == own[2] for each in everyones))
+    has_streamer = any(each[3] for each in everyones)
+    if has_streamer and len(batches) > 1:
+        raise ValueError("a streamer shows one batch: generate without a list of batches and num_microbatches.")
+    dtypes = str([*(each[4] for each in everyones), _autocast_dtype(device)])
+    return AgreedStart(has_streamer, all(each[2] == own[2] for each in everyones), dtypes)
 
 
-def _settings(arguments: Mapping[str, Any], training: bool) -> str:
+def _state(root: nn.Module, device: torch.device) -> list[str]:
+    """What a forward of ``root`` depends on besides its arguments: its mode, its adapters and autocast."""
+    adapters = {
+        str([getattr(each, name, None) for name in ("active_adapters", "disable_adapters")])
+        for each in listings.modules(root)
+        if hasattr(each, "disable_adapters")
+    }
+    return [str(root.training), _autocast_dtype(device), *sorted(adapters)]
+
+
+def _autocast_dtype(device: torch.device) -> str:
+    kind = device.type
+    return str(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else "none"
+
+
+def _settings(arguments: Mapping[str, Any]) -> list[tuple[str, Any]]:
     plain = {
         name: value.to_dict() if isinstance(value, GenerationConfig) else value
         for name, value in arguments.items()
         if value is not None
         if isinstance(value, GenerationConfig) or all(isinstance(leaf, _PLAIN) for leaf in leaves_in(value))
     }
-    return repr([training, torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda"), sorted(plain.items())])
+    return sorted(plain.items())

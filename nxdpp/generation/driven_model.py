@@ -1,6 +1,7 @@
 """The model as the driver of a generation sees it: transformers' own ``generate``, whose forwards run on all ranks."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn
 
 import torch
@@ -80,6 +81,14 @@ class DrivenModel:
                 },
                 made,
             )
+
+    def _valid_auto_compile_criteria(self, *args: Any) -> bool:
+        # A compiled forward would be the module's own, without the other ranks.
+        return False
+
+    def _optimize_model_for_decode(self) -> AbstractContextManager[None]:
+        # The other ranks would keep their kind of experts.
+        return nullcontext()
 
     def _has_unfinished_sequences(self, this_peer_finished: bool, synced_gpus: bool, device: torch.device) -> bool:
         if not synced_gpus or parallel_state.get_data_parallel_size() == 1:

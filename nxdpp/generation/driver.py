@@ -9,7 +9,7 @@ from nxdpp.generation.batches import GeneratedBatch
 from nxdpp.generation.driven_model import driven
 from nxdpp.generation.generating_rank import GeneratingRank
 from nxdpp.generation.streams import RelayedStreamer
-from nxdpp.generation.turns import Turns
+from nxdpp.generation.turns import Turns, random_states
 from nxdpp.ranks.faults import failure_watch
 from nxdpp.ranks.wire_form import packed
 
@@ -25,26 +25,31 @@ class GenerationDriver:
             self._arguments["streamer"] = RelayedStreamer(arguments.get("streamer"), self._events)
         self._turns: Turns | None = None
         self._is_in_forward = False
+        self._has_sent_forward = False
 
     def generate(self, batches: Sequence[GeneratedBatch]) -> list[Any]:
         """Return the result of each batch, and send its tokens to the other ranks."""
-        before = torch.get_rng_state()
+        before = random_states(self._rank.device)
         try:
             results = [_without_caches(result) for result in self._results(batches)]
             tokens = [_tokens_only(result) for result in results]
             packed(tokens)
         except Exception as error:
             # Of several batches some are in flight: other ranks have sent what nobody would receive.
-            if self._is_in_forward or self._turns is not None:
+            if self._is_in_forward or (self._turns is not None and self._has_sent_forward):
                 failure_watch.report(error)
                 raise
             with failure_watch.reported():
                 self._send("error", error=_sendable(error))
                 self._rank.messages.finish()
             raise
-        after = torch.get_rng_state()
+        except BaseException as error:
+            # The other ranks wait for the next token, whether the program continues or ends.
+            failure_watch.report(error)
+            raise
+        after = random_states(self._rank.device)
         with failure_watch.reported():
-            state = None if torch.equal(before, after) else after
+            state = None if all(map(torch.equal, before, after)) else after
             self._send("end", results=tokens, random_state=state)
             self._rank.messages.finish()
         return results
@@ -72,6 +77,7 @@ class GenerationDriver:
     def _forward(self, number: int, path: str, arguments: dict[str, Any]) -> Any:
         sent = self._rank.sent[number]
         changes, packed_arguments = sent.packed(arguments)
+        self._has_sent_forward = True
         self._send("forward", batch=number, path=path, changes=changes, arguments=packed_arguments)
         if self._turns is not None:
             self._turns.pass_on()

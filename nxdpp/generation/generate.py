@@ -10,15 +10,17 @@
     driver            next token                                             at the end all ranks get the tokens
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
-from nxdpp.generation.batches import batches_of, joined
-from nxdpp.generation.checks import check_arguments, check_same, generating_path
+from nxdpp.generation.batches import batches_of, is_list, joined, plain_settings
+from nxdpp.generation.checks import check_arguments, check_same, generating_path, is_generating
 from nxdpp.generation.driver import GenerationDriver
 from nxdpp.generation.generating_rank import GeneratingRank
 from nxdpp.generation.known_calls import Plans
@@ -28,32 +30,49 @@ from nxdpp.ranks import parallel_state
 from nxdpp.ranks.faults import failure_watch
 from nxdpp.ranks.faults.board import board
 
-_plans: "WeakKeyDictionary[Pipeline, Plans]" = WeakKeyDictionary()
+
+@dataclass
+class _Kept:
+    """What a pipeline keeps between generations: its messages, and plans by the dtypes of parameters and autocast."""
+
+    messages: RankMessages
+    plans: dict[str, Plans] = field(default_factory=dict)
+
+
+_kept: "WeakKeyDictionary[Pipeline, _Kept]" = WeakKeyDictionary()
+_LENGTH = "_previous_max_cache_length"
 
 
 def generate(pipeline: Pipeline, inputs: Any, num_microbatches: int, arguments: Mapping[str, Any]) -> Any:
     """Generate as ``NxDPPModel.generate``; collective over the pipeline and its tensor groups."""
     parallel_state.refuse_in_debug("generate")
-    path = generating_path(pipeline.original_module)
-    module = pipeline.original_module.get_submodule(path)
+    root: Any = pipeline.original_module
+    if pipeline.partition.stages == 1 and hasattr(root, "generate") and not is_generating(root):
+        if num_microbatches != 1 or is_list(inputs):
+            raise ValueError(f"the generate of {type(root).__name__} takes one batch: leave out num_microbatches.")
+        return root.generate(inputs, **arguments)
+    path = generating_path(root)
+    arguments = plain_settings(arguments)
+    module = root.get_submodule(path)
     check_arguments(module, inputs, num_microbatches, arguments)
     failure_watch.refuse_after_failure()
     pipeline.check_materialised()
-    with board.call("generate", "call", "pipeline", has_limit=True), torch.no_grad():
+    with board.call("generate", "call", "pipeline", has_limit=True), _no_traces(module):
         device = pipeline.device
         batches = batches_of(module, inputs, num_microbatches, arguments, device)
         last = pipeline.schedule.placement.rank_of(pipeline.partition.stages - 1)
-        messages = RankMessages(device, last)
-        agreed = check_same(batches, arguments, module.training)
+        kept = _kept.get(pipeline) or _kept.setdefault(pipeline, _Kept(RankMessages(device, last)))
+        messages = kept.messages
+        agreed = check_same(batches, arguments, root, device)
         rank = GeneratingRank(
-            pipeline.original_module,
+            root,
             path,
             pipeline.partition,
             pipeline.schedule.placement,
             messages,
             device,
             len(batches),
-            _plans.setdefault(pipeline, {}),
+            kept.plans.setdefault(agreed.dtypes, {}),
             _has_divided_logits(module),
         )
         if messages.is_driver:
@@ -61,6 +80,19 @@ def generate(pipeline: Pipeline, inputs: Any, num_microbatches: int, arguments: 
         else:
             results = rank.follow(arguments.get("streamer"), agreed.has_equal_random_state)
         return joined(results, module, inputs, num_microbatches, arguments)
+
+
+@contextmanager
+def _no_traces(module: nn.Module) -> Iterator[None]:
+    """Run without gradients, also in the caller's inference mode, and leave ``module`` as it was."""
+    before = vars(module).get(_LENGTH)
+    try:
+        with torch.inference_mode(mode=False), torch.no_grad():
+            yield
+    finally:
+        vars(module).pop(_LENGTH, None)
+        if before is not None:
+            vars(module)[_LENGTH] = before
 
 
 def _has_divided_logits(module: nn.Module) -> bool:

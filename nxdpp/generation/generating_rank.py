@@ -10,12 +10,13 @@ from transformers.cache_utils import Cache
 
 from nxdpp.generation.absent import mapped
 from nxdpp.generation.arguments_sent import SentArguments, on_device
-from nxdpp.generation.caches import sizes
+from nxdpp.generation.caches import NAMES, sizes
 from nxdpp.generation.driven_model import make_cache
 from nxdpp.generation.known_calls import Plans
 from nxdpp.generation.leaves import stage_leaves
 from nxdpp.generation.stage_calls import StageCalls, StageExchange
 from nxdpp.generation.streams import play
+from nxdpp.generation.turns import set_random_states
 from nxdpp.pipeline.partition.partition import Partition
 from nxdpp.ranks.faults import failure_watch
 from nxdpp.schedules.placement import ListedPlacement, Placement
@@ -82,6 +83,7 @@ class GeneratingRank:
             messages,
             device,
             plans,
+            self.module.get_output_embeddings(),  # type: ignore[operator]  # of a transformers model
         )
         self._plans = plans
         self._gathers = messages.rank == messages.driver and logits_are_divided
@@ -94,7 +96,8 @@ class GeneratingRank:
             if isinstance(value, torch.Tensor) and "mask" not in name
         ]
         tokens = next((arguments[name] for name in _TOKENS if arguments.get(name) is not None), None)
-        kind = path, None if tokens is None else _kind_of(*tokens.shape[:2])
+        has_cache = any(arguments.get(name) is not None for name in NAMES)
+        kind = path, has_cache, None if tokens is None else _kind_of(*tokens.shape[:2])
         module = self.module.get_submodule(path)
         if kind not in self._plans and not module.training and (few := few_tokens(arguments, tokens)):
             # Results of a first forward go to all ranks.
@@ -124,7 +127,7 @@ class GeneratingRank:
         if command["do"] == "error":
             raise command["error"]
         if command["random_state"] is not None and has_equal_random_state:
-            torch.set_rng_state(command["random_state"])
+            set_random_states(self.device, command["random_state"])
         return [mapped(lambda each: on_device(each, self.device), result) for result in command["results"]]
 
 

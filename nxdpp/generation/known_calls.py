@@ -14,6 +14,11 @@ CACHE = "nxdpp: the cache"
 """It stands for the cache among the values that a module returns."""
 
 
+_PLAIN = (bool, int, float, str, type(None))
+_MOST_SHAPES = 1024
+_REMEDY = "Generate in one process: model.save_pretrained(directory) on every rank, then from_pretrained(directory)."
+
+
 @dataclass(frozen=True)
 class OutputRule:
     """What ranks without the values know of a tensor that a module returns.
@@ -43,7 +48,7 @@ class OutputRule:
 class KnownCall:
     """A call of a module in a forward: who runs it, what it does to the cache, and who needs which of its tensors.
 
-    ``shapes`` are sizes and strides by the number of a tensor and the signature of the forward.
+    ``shapes`` are sizes and strides by the number of a tensor, and by the signature of the forward.
     """
 
     home: int
@@ -51,22 +56,49 @@ class KnownCall:
     template: Any
     updates: Sequence[CacheUpdate] = ()
     wanted: dict[int, set[int]] = field(default_factory=dict)
-    shapes: dict[tuple[int, Any], tuple[list[int], list[int]]] = field(default_factory=dict)
+    shapes: dict[int, dict[Any, tuple[list[int], list[int]]]] = field(default_factory=dict)
 
     @property
     def rules(self) -> list[OutputRule]:
         """What is known of each tensor of the output."""
         return [each for each in leaves_in(self.template) if isinstance(each, OutputRule)]
 
-    def check(self, name: str, tensors: Sequence[torch.Tensor], first: torch.Tensor | None) -> None:
-        """Raise ``RuntimeError`` if other ranks expect different sizes or dtypes of the returned ``tensors``."""
+    def check(self, name: str, output: Any, first: torch.Tensor | None) -> list[torch.Tensor]:
+        """Return the tensors of ``output``.
+
+        Raises ``RuntimeError`` if other ranks expect different values, or different sizes or dtypes of tensors.
+        """
+        expected = [each for each in leaves_in(self.template) if not isinstance(each, OutputRule)]
+        others = [each for each in leaves_in(output) if not isinstance(each, torch.Tensor)]
+        tensors = [each for each in leaves_in(output) if isinstance(each, torch.Tensor)]
+        if len(others) != len(expected) or len(tensors) != len(self.rules):
+            raise RuntimeError(
+                f"generate over a pipeline: {name} returns {len(tensors)} tensors and {len(others)} other values, and "
+                f"other ranks expect {len(self.rules)} and {len(expected)}, as in its first call. {_REMEDY}"
+            )
+        for value, known in zip(others, expected, strict=True):
+            if isinstance(known, _PLAIN) and not isinstance(value, Cache) and value != known:
+                raise RuntimeError(
+                    f"generate over a pipeline: {name} returns {value!r}, and other ranks expect {known!r}, as in its "
+                    f"first call. {_REMEDY}"
+                )
         for tensor, rule in zip(tensors, self.rules, strict=True):
             if (rule.has_shape and tuple(tensor.shape) != rule.size_for(first)) or tensor.dtype != rule.dtype:
                 raise RuntimeError(
                     f"generate over a pipeline: {name} returns a tensor of {tuple(tensor.shape)}, {tensor.dtype}, and "
-                    f"other ranks expect {rule.size_for(first)}, {rule.dtype}, as in its first call. Generate in one "
-                    f"process: model.save_pretrained(directory) on every rank, then from_pretrained(directory)."
+                    f"other ranks expect {rule.size_for(first)}, {rule.dtype}, as in its first call. {_REMEDY}"
                 )
+        return tensors
+
+    def keep_shape(self, index: int, signature: Hashable, shape: tuple[list[int], list[int]]) -> None:
+        """Keep the shape that tensor ``index`` has in forwards of ``signature``; the sender and the receivers call it.
+
+        Both forget all shapes of the tensor at the same call.
+        """
+        known = self.shapes.setdefault(index, {})
+        if len(known) >= _MOST_SHAPES:
+            known.clear()
+        known[signature] = shape
 
     def want(self, index: int, ranks: frozenset[int]) -> None:
         """Send tensor ``index`` to ``ranks`` from now on."""

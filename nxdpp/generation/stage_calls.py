@@ -12,6 +12,7 @@ tensors without values. All ranks see the same code run, so they know all of thi
 
 from collections import UserDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -22,6 +23,7 @@ from transformers.cache_utils import Cache
 from nxdpp.generation.absent import (
     AbsentTensor,
     Root,
+    TrackedTensor,
     leaves_in,
     mapped,
     roots_of,
@@ -68,6 +70,7 @@ class StageCalls:
         exchange: messages to the other ranks.
         device: the device of this rank.
         plans: what earlier forwards have shown, by their kind.
+        head: the module that gives the logits, which only the driver gets.
     """
 
     def __init__(
@@ -80,7 +83,9 @@ class StageCalls:
         exchange: StageExchange,
         device: torch.device,
         plans: Plans,
+        head: nn.Module | None = None,
     ) -> None:
+        self._head = head
         self._rank = rank
         self._rank_of = rank_of
         self._ranks = frozenset(map(rank_of, range(stages)))
@@ -167,9 +172,7 @@ class StageCalls:
                 args, kwargs = mapped(untracked, (args, kwargs))
             output = self._run(leaf, forward, args, kwargs)
             if self._rank == known.home and len(known.executors) < len(self._ranks):
-                tensors = [each for each in leaves_in(output) if isinstance(each, torch.Tensor)]
-                known.check(leaf.name, tensors, _first_tensor(args, kwargs))
-                self._send(known, tensors)
+                self._send(known, known.check(leaf.name, output, _first_tensor(args, kwargs)))
             return output
         cache, first = cache_among((*args, *kwargs.values())), _first_tensor(args, kwargs)
         if cache is not None and first is not None:
@@ -185,7 +188,7 @@ class StageCalls:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Run ``leaf`` on the rank of ``stage``, and give all ranks its result with its values."""
+        """Run ``leaf`` on the rank of ``stage``, and give all ranks its result with its values, but no logits."""
         self._has_new = True
         roots = roots_of(leaves_in((args, kwargs)))
         home = self._rank_of(stage)
@@ -195,6 +198,7 @@ class StageCalls:
         first = _first_tensor(args, kwargs)
         cache = cache_among((*args, *kwargs.values()))
         done: list[CacheUpdate] = []
+        kind = TrackedTensor
         if self._rank in executors:
             before = sizes(cache)
             args, kwargs = mapped(untracked, (args, kwargs))
@@ -204,16 +208,20 @@ class StageCalls:
             if self._rank == home:
                 message = mapped(lambda each: CACHE if isinstance(each, Cache) else each, output)
                 for other in sorted(self._ranks - executors):
-                    self._exchange.send_value((message, done), other)
+                    has_values = leaf.module is not self._head or other == self._driver
+                    sent = message if has_values else mapped(_without_values, message)
+                    self._exchange.send_value((sent, done), other)
         else:
             received, done = self._exchange.receive_value(home)
             if cache is not None and first is not None:
                 advance(cache, done, first)
             output = mapped(lambda each: cache if each == CACHE else _on(each, self._device), received)
+            if leaf.module is self._head and self._rank != self._driver:
+                kind = AbsentTensor
         self._want(roots, executors)
         template = mapped(lambda each: rule_of(each, first), output)
         self._plan[leaf.name, number] = KnownCall(home, executors, template, done)
-        return self._rooted(output, (leaf.name, number))
+        return self._rooted(output, (leaf.name, number), kind)
 
     def _run(self, leaf: StageLeaf, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         _refuse_absent((args, kwargs), f"gives it to {leaf.name} in this forward only")
@@ -236,7 +244,7 @@ class StageCalls:
             if not known.rules[index].has_shape:
                 known.want(index, self._ranks)
 
-    def _rooted(self, output: Any, key: tuple[str, int]) -> Any:
+    def _rooted(self, output: Any, key: tuple[str, int], kind: type[TrackedTensor]) -> Any:
         """``output`` of a call, with tensors that tell what follows from it."""
         index = -1
 
@@ -245,7 +253,7 @@ class StageCalls:
             if not isinstance(each, torch.Tensor):
                 return each
             index += 1
-            return tracked_as(each, frozenset({(*key, index)}), touched=self._touched)
+            return tracked_as(each, frozenset({(*key, index)}), kind, self._touched)
 
         return mapped(rooted, output)
 
@@ -269,25 +277,28 @@ class StageCalls:
         for index in sorted(known.wanted):
             tensor = _dense(tensors[index])
             shape = list(tensor.size()), list(tensor.stride())
-            is_known = known.shapes.get((index, self._signature)) == shape
+            expected = known.shapes.get(index, {}).get(self._signature)
             header = None
-            if not is_known:
-                assert not rules[index].has_shape or (index, self._signature) not in known.shapes, "one shape each"
+            if expected is not None:
+                assert expected[0] == shape[0], "one size for each signature"
+                if expected[1] != shape[1]:
+                    tensor = torch.empty_strided(*expected, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+            else:
                 header = torch.tensor([tensor.dim(), *shape[0], *shape[1], *[0] * (2 * (_DIMENSIONS - tensor.dim()))])
                 if rules[index].has_shape:
-                    known.shapes[index, self._signature] = shape
+                    known.keep_shape(index, self._signature, shape)
             for destination in sorted(known.wanted[index]):
                 if header is not None:
                     self._exchange.send(header, destination)
                 self._exchange.send(tensor, destination)
 
     def _receive(self, known: KnownCall, index: int, rule: OutputRule) -> torch.Tensor:
-        shape = known.shapes.get((index, self._signature))
+        shape = known.shapes.get(index, {}).get(self._signature)
         if shape is None:
             header = self._exchange.receive([2 * _DIMENSIONS + 1], [1], torch.int64, known.home, on_host=True).tolist()
             shape = header[1 : 1 + header[0]], header[1 + header[0] : 1 + 2 * header[0]]
             if rule.has_shape:
-                known.shapes[index, self._signature] = shape
+                known.keep_shape(index, self._signature, shape)
         return self._exchange.receive(*shape, rule.dtype, known.home)
 
 
@@ -301,7 +312,21 @@ def _first_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor
     return next((value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)), None)
 
 
+@dataclass(frozen=True)
+class _LogitsElsewhere:
+    """It stands for a tensor whose values only the driver gets."""
+
+    size: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def _without_values(value: Any) -> Any:
+    return _LogitsElsewhere(tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else value
+
+
 def _on(value: Any, device: torch.device) -> Any:
+    if isinstance(value, _LogitsElsewhere):
+        return torch.zeros(value.size, dtype=value.dtype, device=device)
     return value.to(device) if isinstance(value, torch.Tensor) else value
 
 

@@ -36,7 +36,7 @@ class Turns:
         """Return the results of ``tasks``, each begun with its random seed. Raises the first error of a task."""
         results: list[Any] = [None] * len(tasks)
         autocast = _autocast(self._device)
-        before = _random_states(self._device)
+        before = random_states(self._device)
 
         def run(number: int) -> None:
             self._numbers.own = number
@@ -44,8 +44,9 @@ class Turns:
                 with self._turn:
                     self._turn.wait_for(lambda: self._running == number)
                 if self._error is None:
-                    torch.manual_seed(seeds[number])
-                    with autocast():
+                    # A new thread has the first device for its own.
+                    with self._device_context(), autocast():
+                        torch.manual_seed(seeds[number])
                         results[number] = tasks[number]()
             except BaseException as error:
                 self._error = self._error or error
@@ -58,7 +59,7 @@ class Turns:
             thread.start()
         for thread in threads:
             thread.join()
-        _set_random_states(self._device, before)
+        set_random_states(self._device, before)
         if self._error is not None:
             raise self._error
         return results
@@ -67,13 +68,19 @@ class Turns:
         """Let each other task run until it passes on or ends. Raises ``RuntimeError`` if one of them failed."""
         if len(self._waiting) < 2:
             return
-        states = _random_states(self._device)
+        states = random_states(self._device)
         self._hand_over(ends=False)
         with self._turn:
             self._turn.wait_for(lambda: self._running == self._numbers.own)
         if self._error is not None:
             raise RuntimeError("generate of another batch failed") from self._error
-        _set_random_states(self._device, states)
+        set_random_states(self._device, states)
+
+    def _device_context(self) -> AbstractContextManager[Any]:
+        if self._device.type != "cuda":
+            return nullcontext()
+        context: AbstractContextManager[Any] = torch.get_device_module(self._device).device(self._device)
+        return context
 
     def _hand_over(self, ends: bool) -> None:
         own = self._numbers.own
@@ -93,14 +100,16 @@ def _autocast(device: torch.device) -> Callable[[], AbstractContextManager[Any]]
     return lambda: torch.autocast(device.type, dtype)
 
 
-def _random_states(device: torch.device) -> list[torch.Tensor]:
+def random_states(device: torch.device) -> list[torch.Tensor]:
+    """The states of torch's generators of the host and of ``device``."""
     states = [torch.get_rng_state()]
     if device.type == "cuda":
         states.append(torch.get_device_module(device).get_rng_state(device))
     return states
 
 
-def _set_random_states(device: torch.device, states: Sequence[torch.Tensor]) -> None:
+def set_random_states(device: torch.device, states: Sequence[torch.Tensor]) -> None:
+    """Set the generators to the ``states`` of ``random_states``, also of another rank."""
     torch.set_rng_state(states[0])
     if len(states) > 1:
-        torch.get_device_module(device).set_rng_state(states[1], device)
+        torch.get_device_module(device).set_rng_state(states[1].cpu(), device)

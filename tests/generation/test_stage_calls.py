@@ -1,18 +1,33 @@
 """Models whose spines, caches or outputs are unlike Llama's, on ranks that are threads."""
 
 import copy
+import weakref
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from transformers.cache_utils import DynamicCache
 
-from nxdpp.generation.absent import AbsentTensor, ShapelessTensor, TrackedTensor, roots_of, tracked_as
+from nxdpp.generation.absent import (
+    AbsentTensor,
+    ShapelessTensor,
+    TrackedTensor,
+    leaves_in,
+    mapped,
+    roots_of,
+    tracked_as,
+)
+from nxdpp.generation.caches import record_changes
 from nxdpp.generation.generating_rank import few_tokens
+from nxdpp.generation.known_calls import KnownCall, rule_of
+from nxdpp.ranks.faults import failure_watch
 from tests.generation.generated_models import MODELS, prompt
+from tests.support import generating_threads
 from tests.support.generating_threads import generate_on_threads
+from tests.support.models import VOCABULARY
 from tests.zoo import build, generation
 from tests.zoo.comparison import without_randomness
 
@@ -94,3 +109,112 @@ def test_a_long_prompt_is_planned_on_few_tokens() -> None:
     expected = copy.deepcopy(model).generate(**given, **_SETTINGS)
     found = generate_on_threads(model, 2, {**given, **_SETTINGS})
     assert all(map(torch.equal, found[-1]["logits"], expected["logits"]))
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        torch.nonzero,
+        torch.unique,
+        torch.where,
+        np.asarray,
+        lambda absent: torch.masked_select(torch.ones(2), absent > 0),
+        lambda absent: torch.ones(2)[absent > 0],
+        lambda absent: tracked_as(torch.ones(2), _ROOTS)[: absent[0].long()],
+        lambda absent: torch.add(absent, 1, out=torch.ones(2)),
+        lambda absent: torch.ones(2).__iadd__(absent),
+    ],
+)
+def test_shapes_that_follow_from_absent_values_are_refused(use: Callable[[Any], Any]) -> None:
+    with pytest.raises(RuntimeError, match="a result of embedding, which another rank runs"):
+        use(tracked_as(torch.zeros(2), _ROOTS, AbsentTensor))
+
+
+def _assign(known: Any, absent: Any) -> None:
+    known[:, 0] = absent[:, 0]
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda known, absent: known.__iadd__(absent),
+        lambda known, absent: known.mul_(absent),
+        _assign,
+        lambda known, absent: known[:, 0].mul_(absent[:, 0]),
+        lambda known, absent: torch.add(known, absent, out=known),
+    ],
+)
+def test_a_tensor_follows_from_what_is_written_into_it(write: Callable[[Any, Any], Any]) -> None:
+    absent = tracked_as(torch.zeros(2, 3), _ROOTS, AbsentTensor)
+    known = tracked_as(torch.ones(2, 3), frozenset({("norm", 0, 0)}))
+    view = known.T
+
+    write(known, absent)
+
+    assert roots_of([known]) == roots_of([view]) == {("embedding", 0, 0), ("norm", 0, 0)}
+    assert type(known) is type(view) is type(view + 1) is AbsentTensor
+
+
+@pytest.mark.parametrize("name", ["jamba", "zamba2", "gemma3_text"])
+def test_a_long_prompt_equals_one_process(name: str) -> None:
+    model: Any = build("causal-lm", name).eval()
+    without_randomness(model)
+    given = {"input_ids": prompt(2, 140), **_SETTINGS}
+    expected = copy.deepcopy(model).generate(**given)
+    found = generate_on_threads(model, 2, given)
+    assert all(map(torch.equal, found[-1]["logits"], expected["logits"]))
+
+
+def test_logits_stay_on_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[Any] = []
+    original = generating_threads._Queues.send_value
+    monkeypatch.setattr(
+        generating_threads._Queues,
+        "send_value",
+        lambda self, value, destination: (sent.append(value), original(self, value, destination)),
+    )
+    generate_on_threads(MODELS["llama"]().eval(), 2, {"input_ids": prompt(2), "max_new_tokens": 3})
+    shapes = [tuple(each.shape) for each in leaves_in(sent) if isinstance(each, torch.Tensor)]
+    assert shapes
+    assert all(shape[-1] != VOCABULARY for shape in shapes)
+
+
+def test_values_that_change_after_the_first_call_are_refused() -> None:
+    first, executors = torch.zeros(2, 3), frozenset({0})
+    known = KnownCall(0, executors, mapped(lambda each: rule_of(each, first), (first, 3)))
+    assert len(known.check("layer", (first, 3), first)) == 1
+    with pytest.raises(RuntimeError, match="layer returns 4, and other ranks expect 3"):
+        known.check("layer", (first, 4), first)
+    with pytest.raises(RuntimeError, match="layer returns 2 tensors and 0 other values"):
+        known.check("layer", (first, first), first)
+
+
+def test_shapes_are_kept_for_a_bounded_number_of_signatures() -> None:
+    known = KnownCall(0, frozenset({0}), None)
+    for length in range(5000):
+        known.keep_shape(0, length, ([length], [1]))
+    assert len(known.shapes[0]) <= 1024
+
+
+def test_a_recorded_cache_is_freed_at_once() -> None:
+    cache = DynamicCache()
+    changes: list[Any] = []
+    record_changes(cache, changes)
+    cache.reorder_cache(torch.tensor([1, 0]))
+    there = weakref.ref(cache)
+    del cache
+    assert there() is None
+    assert changes[0][0] == "reorder_cache"
+
+
+def test_an_interrupt_of_the_driver_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    reported: list[BaseException] = []
+    monkeypatch.setattr(failure_watch, "report", reported.append)
+
+    def interrupt(*args: Any, **others: Any) -> None:
+        raise KeyboardInterrupt
+
+    given = {"input_ids": prompt(2), "max_new_tokens": 3, "stopping_criteria": [interrupt]}
+    with pytest.raises(KeyboardInterrupt):
+        generate_on_threads(MODELS["llama"]().eval(), 2, given)
+    assert KeyboardInterrupt in map(type, reported)

@@ -60,7 +60,7 @@ def _device(self: PreTrainedModel) -> torch.device:
 
 def _generate(*args: Any, **kwargs: Any) -> NoReturn:
     raise RuntimeError(
-        "generate keeps keys and values of all layers, which a pipeline has on several ranks: call "
+        "generate of a model of oslo.initialize is not built for several stages: call "
         "save_parallelized(directory, merge_checkpoints=True), and from_pretrained(directory) in one process"
     )
 
