@@ -39,8 +39,8 @@ def apply_compile(model: nn.Module, **options: Any) -> None:
     Equal layers run one compiled code. A second shape of inputs compiles once more, for dynamic shapes; further shapes
     run that code. Training, evaluation and other dtypes have their own codes. Modules are compiled in place: names of
     parameters, state dicts and checkpoints stay. Losses and gradients equal, bit for bit, those of one process whose
-    same modules are compiled with the same ``options``. With ``apply_checkpoint``, called before or after, a
-    recomputation runs the compiled forward again.
+    same modules are compiled with the same ``options``, and to rounding with tensor parallelism. With
+    ``apply_checkpoint``, called before or after, a recomputation runs the compiled forward again.
 
     The backward of a compiled module is one operation. So a schedule that splits backwards (``zb1p``, ``zb-v`` and
     others) trains exactly, and computes the module's weight-gradients already with its input-gradient: it then has the

@@ -67,7 +67,10 @@ class _InGraph(NamedTuple):
 
 
 def forget_after_calls(module: nn.Module) -> None:
-    """Let layers in ``module``, which is to be compiled, keep no input after a call of it. A second call is the same."""
+    """Let layers in ``module``, which is to be compiled, keep no input after a call of it.
+
+    A second call changes nothing.
+    """
     if not any(isinstance(hook, _Forget) for hook in module._forward_hooks.values()):
         kept = [vars(layer).get("siblings") for layer in module.modules()]
         if found := list(dict.fromkeys(each for each in kept if isinstance(each, Siblings))):
