@@ -144,7 +144,7 @@ class KeepsAttributes(nn.Module):
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
         # Its compiled code, which is the original's, is not in the state.
-        vars(copied).update(copy.deepcopy(self.__getstate__(), memo))
+        vars(copied).update(copy.deepcopy(self.__getstate__(), memo))  # type: ignore[no-untyped-call]  # torch's
         copied._restore(self._parameters)
         return copied
 
