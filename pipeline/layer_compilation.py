@@ -39,8 +39,8 @@ def apply_compile(model: nn.Module, **options: Any) -> None:
     Equal layers run one compiled code. A second shape of inputs compiles once more, for dynamic shapes; further shapes
     run that code. Training, evaluation and other dtypes have their own codes. Modules are compiled in place: names of
     parameters, state dicts and checkpoints stay. Losses and gradients equal, bit for bit, those of one process whose
-    same modules are compiled with the same ``options``. With ``apply_checkpoint``, called before or after, a
-    recomputation runs the compiled forward again.
+    same modules are compiled with the same ``options``, and to rounding with tensor parallelism. With
+    ``apply_checkpoint``, called before or after, a recomputation runs the compiled forward again.
 
     The backward of a compiled module is one operation. So a schedule that splits backwards (``zb1p``, ``zb-v`` and
     others) trains exactly, and computes the module's weight-gradients already with its input-gradient: it then has the
@@ -66,8 +66,8 @@ def apply_compile(model: nn.Module, **options: Any) -> None:
     Raises:
         TypeError: for a ``model`` that is not wrapped, or a part of one.
         ValueError: for options that torch refuses, for CUDA graphs, for ``mode`` and ``options`` of a named backend
-            other than inductor, on XLA devices, and with tensor parallelism for schedules in a V such as ``zb-v``
-            and for modes that choose kernels by their times such as ``max-autotune``. Nothing is changed then.
+            other than inductor, on XLA devices, and with tensor parallelism for modes that choose kernels by their
+            times such as ``max-autotune``. Nothing is changed then.
     """
     wrapped = model if isinstance(model, LocalView) else getattr(model, "pipelined", None)
     if not isinstance(wrapped, LocalView):
@@ -79,11 +79,6 @@ def apply_compile(model: nn.Module, **options: Any) -> None:
     if device_of(parallel_state.local_device()).is_lazy:
         raise ValueError("an XLA device compiles all operations of an action itself: leave apply_compile out.")
     is_divided = parallel_state.get_tensor_model_parallel_size() > 1
-    if is_divided and wrapped.holds_last_stage and _is_first_of_several():
-        raise ValueError(
-            "with tensor parallelism apply_compile takes no schedule in a V, whose first rank has the last stage too: "
-            "use 1f1b, interleaved or zb1p, or leave apply_compile out."
-        )
     check_options(options, is_divided)
     modules = list(compiled_modules(wrapped.local_named_children()))
     if is_divided:
@@ -93,10 +88,6 @@ def apply_compile(model: nn.Module, **options: Any) -> None:
         for _, module in modules:
             forget_after_calls(module)
     compile_modules(modules, options)
-
-
-def _is_first_of_several() -> bool:
-    return parallel_state.get_pipeline_model_parallel_size() > 1 and parallel_state.is_pipeline_first_stage()
 
 
 def compiled_modules(outermost: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn.Module]]:

@@ -143,7 +143,8 @@ class KeepsAttributes(nn.Module):
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
-        vars(copied).update(copy.deepcopy(vars(self), memo))
+        # Its compiled code, which is the original's, is not in the state.
+        vars(copied).update(copy.deepcopy(self.__getstate__(), memo))  # type: ignore[no-untyped-call]  # torch's
         copied._restore(self._parameters)
         return copied
 

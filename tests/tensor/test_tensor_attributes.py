@@ -102,6 +102,11 @@ def test_marks_of_other_modules_come_back(model: nn.Sequential) -> None:
         assert len(marked(copied.parameters())) == 3
 
 
+def test_copies_of_compiled_layers_are_not_compiled(model: nn.Sequential) -> None:
+    model[0].compile(backend="eager")
+    assert copy.deepcopy(model)[0]._compiled_call_impl is None
+
+
 def test_copies_share_what_their_originals_share(model: nn.Sequential) -> None:
     head = ColumnParallelLinear(6, 10, bias=False)
     head.weight = model[0].weight  # type: ignore[assignment]

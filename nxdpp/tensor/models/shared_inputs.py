@@ -10,7 +10,7 @@ them. The tensor keeps these for the others::
 A layer that is given a different tensor, or the same one again, begins a new ``SharedInput``.
 
 ``torch.compile`` cannot follow what a tensor keeps. In compiled code the siblings keep the tensor and what they compute
-from it, and a hook of the module around them forgets it.
+from it, and a hook of the compiled module forgets it.
 """
 
 from collections.abc import Iterable, Mapping
@@ -67,25 +67,25 @@ class _InGraph(NamedTuple):
 
 
 def forget_after_calls(module: nn.Module) -> None:
-    """Let layers in ``module``, which is to be compiled, keep no input after a call of the module around them.
+    """Let layers in ``module``, which is to be compiled, keep no input after a call of it.
 
     A second call changes nothing.
     """
-    for owner in module.modules():
-        kept = [vars(child).get("siblings") for child in owner.children()]
-        siblings = next((each for each in kept if type(each) is Siblings), None)
-        if siblings is not None and not any(isinstance(hook, _Forget) for hook in owner._forward_hooks.values()):
-            owner.register_forward_hook(_Forget(siblings))
+    if not any(isinstance(hook, _Forget) for hook in module._forward_hooks.values()):
+        kept = [vars(layer).get("siblings") for layer in module.modules()]
+        if found := list(dict.fromkeys(each for each in kept if isinstance(each, Siblings))):
+            module.register_forward_hook(_Forget(found))
 
 
 class _Forget:
-    """Hook of the module around ``siblings``. Dynamo follows it in the code of the layer."""
+    """Hook of a module with layers that share inputs. Dynamo follows it in the code of the module."""
 
-    def __init__(self, siblings: "Siblings") -> None:
+    def __init__(self, siblings: "list[Siblings]") -> None:
         self._siblings = siblings
 
     def __call__(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        self._siblings.in_graph = None
+        for siblings in self._siblings:
+            siblings.in_graph = ()
 
 
 class Siblings:
@@ -93,7 +93,7 @@ class Siblings:
 
     def __init__(self, layers: list[ColumnLinear]) -> None:
         self._layers = layers
-        self.in_graph: _InGraph | None = None
+        self.in_graph: tuple[_InGraph, ...] = ()
 
     def product(self, layer: ColumnLinear, input_: torch.Tensor) -> torch.Tensor:
         """Return this rank's part of the product of ``layer``, ``(..., O / ranks)``."""
@@ -115,11 +115,13 @@ class Siblings:
 
     def _whole(self, input_: torch.Tensor) -> torch.Tensor:
         mode = torch.is_grad_enabled(), autocast_dtype(input_)
-        kept = self.in_graph
-        if kept is None or kept.input_ is not input_ or kept.mode != mode:
-            parts = [WeightRows(layer.weight, layer.bias) for layer in self._layers]
-            kept = self.in_graph = _InGraph(input_, mode, whole_input(input_, parts))
-        return kept.whole
+        for kept in self.in_graph:
+            if kept.input_ is input_ and kept.mode == mode:
+                return kept.whole
+        parts = [WeightRows(layer.weight, layer.bias) for layer in self._layers]
+        whole = whole_input(input_, parts)
+        self.in_graph += (_InGraph(input_, mode, whole),)
+        return whole
 
     def _fits(self, begun: _Begun, index: int, input_: torch.Tensor) -> bool:
         layer = self._layers[index]

@@ -11,6 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 from nxdpp import parallel_state, tensor_parallelize
 from nxdpp.devices.collective_bytes import sent_bytes
+from nxdpp.tensor.collectives import nothing_sent
+from nxdpp.tensor.models.shared_inputs import forget_after_calls
 from tests.pipeline.backward.split_and_plain import compare
 from tests.support.run_ranks import run_ranks
 from tests.support.tensor_models import gradient_distance, make
@@ -140,6 +142,41 @@ def one_of_two() -> Iterator[None]:
     parallel_state.initialize_debug(tensor_model_parallel_size=2)
     yield
     parallel_state.destroy_model_parallel()
+
+
+class _InList(nn.Module):
+    """Siblings below a module without a ``forward``, of which the first and the last have one input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(SIZE, SIZE) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = x.tanh()
+        products = [layer(each) for layer, each in zip(self.layers, (hidden, x.sin(), hidden), strict=True)]
+        y: torch.Tensor = products[0] * products[1] + products[2]
+        return y
+
+
+@pytest.mark.usefixtures("one_of_two")
+def test_compiled_siblings_send_as_much_and_keep_nothing() -> None:
+    x = _x().requires_grad_()
+    sent = []
+    for is_compiled in (False, True):
+        model: Any = tensor_parallelize(_InList(), {"layers.*": "colwise"})
+        if is_compiled:
+            for _ in range(2):
+                forget_after_calls(model)
+            model.compile(backend="eager", fullgraph=True)
+        assert len(model._forward_hooks) == is_compiled
+        with nothing_sent():
+            output = model(x)
+            with sent_bytes() as counted:
+                output.sum().backward()
+        sent.append(counted.steps)
+        assert model.layers[0].siblings.in_graph == ()
+    # Of two inputs, each in two steps.
+    assert sent == [4, 4]
 
 
 @pytest.mark.usefixtures("one_of_two")
