@@ -110,7 +110,7 @@ class DcpDirectory(NamedTuple):
     def model(self, plain: bool = False) -> dict[str, DcpTensor]:
         """The tensors of the model by its names: the ones under a key ``model``, or else the ones under no key.
 
-        Raises ``ValueError`` for several models. Also with ``plain`` where all are under other keys, but for numbers: no
+        Raises ``ValueError`` for several models. Also with ``plain`` where all but numbers are under other keys: no
         configuration tells which are the model's.
         """
         keys = {name: self.keys.get(name, (name,)) for name in self.tensors}
