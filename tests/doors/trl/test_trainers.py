@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from tests.doors.transformers.test_trainer import Logs, asked, assert_alike, marked
-from tests.doors.trl.tunings import MORE, REPLICATED, RESUMED, TUNINGS, pairs
+from tests.doors.trl.tunings import MORE, REPLICATED, RESUMED, TUNINGS
 from tests.support.run_ranks import run_ranks
 
 pytestmark = pytest.mark.one_python
@@ -40,7 +40,7 @@ def tune_one_pipeline(rank: int, folder: Path, names: Sequence[str]) -> dict[str
     with pytest.raises(ValueError, match="cannot train PROMPT_TUNING"):
         prompted.trainer(folder / "prompted", over_ranks=True)
     unknown = TUNINGS["known references"].trainer(folder / "unknown", over_ranks=True)
-    unknown.train_dataset = pairs(8)
+    unknown.train_dataset = unknown.train_dataset.remove_columns("ref_chosen_logps")
     with pytest.raises(ValueError, match="a batch has no ref_chosen_logps"):
         unknown.train()
     return logs
