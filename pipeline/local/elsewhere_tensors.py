@@ -82,11 +82,20 @@ _Held = TypeVar("_Held", bound=ElsewhereTensor)
 def parameter_elsewhere(parameter: nn.Parameter, name: str) -> ElsewhereParameter:
     """Return what is in place of ``parameter`` on a rank that does not hold it; ``name`` is its name.
 
-    Raises ``ValueError`` for a parameter that stands for several tensors, such as torchao's quantized weights.
+    Raises ``ValueError`` for a ``DTensor``, and for one that stands for several tensors, as torchao's quantized ones.
     """
     if is_traceable_wrapper_subclass(parameter):
+        # Here only, since its import takes long.
+        from torch.distributed.tensor import DTensor
+
+        kind = type(parameter.data)
+        if issubclass(kind, DTensor):
+            raise ValueError(
+                f"{name} is a DTensor, a part of a tensor over ranks, and a stage holds plain tensors. Give the model "
+                f"before fully_shard or parallelize_module; nxdpp.tensor_parallelize divides it."
+            )
         raise ValueError(
-            f"{name} is a {type(parameter.data).__name__}, which stands for several tensors, and a stage holds plain "
+            f"{name} is a {kind.__name__}, which stands for several tensors, and a stage holds plain "
             f"ones. For adapters over quantized weights load the model with BitsAndBytesConfig(load_in_4bit=True)."
         )
     made = ElsewhereParameter(_on_meta(parameter), parameter.requires_grad)

@@ -32,7 +32,7 @@ def dcp_source(path: Path, config: Path | None, plain: bool = False) -> Source:
     """
     directory = read_dcp_directory(path)
     try:
-        stored = directory.model()
+        stored = directory.model(plain)
     except ValueError as error:
         raise ValueError(f"{path} cannot be converted: {error}") from error
     if plain:

@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from nxdpp.checkpoint.distributed.document_checks import check_cover
 from nxdpp.checkpoint.files.checksummed_reader import DamagedFile
-from nxdpp.checkpoint.files.pieces import StoredLayout, printable, read_bytes
+from nxdpp.checkpoint.files.pieces import StoredLayout, listed, printable, read_bytes
 
 METADATA = ".metadata"
 SUFFIX = ".distcp"
@@ -80,6 +80,8 @@ class DcpTensor(StoredLayout):
             window = _Window(file.fileno(), piece.start, piece.length)
             try:
                 found = torch.load(cast(IO[bytes], window), "cpu", weights_only=True)
+            except OSError:
+                raise
             except Exception as error:
                 # The content is arbitrary bytes, and torch and pickle raise many types for it.
                 raise DamagedFile(
@@ -105,10 +107,11 @@ class DcpDirectory(NamedTuple):
     others: list[str]
     keys: Mapping[str, tuple[str, ...]]
 
-    def model(self) -> dict[str, DcpTensor]:
+    def model(self, plain: bool = False) -> dict[str, DcpTensor]:
         """The tensors of the model by its names: the ones under a key ``model``, or else the ones under no key.
 
-        Raises ``ValueError`` for several models.
+        Raises ``ValueError`` for several models. Also with ``plain`` where all but numbers are under other keys: no
+        configuration tells which are the model's.
         """
         keys = {name: self.keys.get(name, (name,)) for name in self.tensors}
         found = {each[: at + 1] for each in keys.values() for at, key in enumerate(each[:-1]) if key == "model"}
@@ -119,7 +122,14 @@ class DcpDirectory(NamedTuple):
             depth = len(outer[0])
             names = {name: ".".join(each[depth:]) for name, each in keys.items() if each[:depth] == outer[0]}
         else:
-            names = {name: name for name, each in keys.items() if len(each) == 1} or {name: name for name in keys}
+            names = {name: name for name, each in keys.items() if len(each) == 1}
+            if plain and not any(self.tensors[name].shape for name in names):
+                first = sorted({each[0] for each in keys.values()})
+                raise ValueError(
+                    f"--plain takes the tensors under a key model, or under no key, and the keys are "
+                    f"{listed(first, 5)}. Save the module's state dict as model."
+                )
+            names = names or {name: name for name in keys}
         return {own: self.tensors[name] for name, own in names.items()}
 
 

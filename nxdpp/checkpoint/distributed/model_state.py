@@ -57,9 +57,18 @@ def _quantised(state: Mapping[str, Any]) -> list[str]:
     """Names of the frozen 4-bit weights of bitsandbytes, and of all that it writes of their form.
 
     They never change, and its kernels for the CPU arrange them anew in an evaluation: they stay out of checkpoints, and
-    a load finds them in the model, as adapters find their base.
+    a load finds them in the model, as adapters find their base. One that has values but no state is not quantised yet.
+
+    Raises ``ValueError`` for one on the meta device.
     """
-    weights = [name for name, value in state.items() if hasattr(value, "quant_state") and not value.requires_grad]
+    frozen = {name: value for name, value in state.items() if hasattr(value, "quant_state") and not value.requires_grad}
+    for name, value in frozen.items():
+        if value.is_meta:
+            raise ValueError(
+                f"{name} is a 4-bit weight on the meta device, and a checkpoint has no values for it: load the model "
+                f"with from_pretrained."
+            )
+    weights = [name for name, value in frozen.items() if value.quant_state is not None]
     starts = tuple(f"{name}." for name in weights)
     return [name for name in state if name in weights or (starts and name.startswith(starts))]
 

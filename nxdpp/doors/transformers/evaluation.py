@@ -42,6 +42,7 @@ class Windows:
 
     Attributes:
         window: the batches of the present window that were not given yet, before each one is given.
+        is_last: ``True`` in the last window.
         end_of_dataloader: ``True`` from the last batch on.
         remainder: rows of the last batch of all replicas; 0 for a full one, and -1 if the data has no length.
     """
@@ -53,6 +54,7 @@ class Windows:
         self.size = size
         self._fetching = fetching
         self.window: list[Any] = []
+        self.is_last = False
         self.end_of_dataloader = False
         self.remainder = -1
 
@@ -69,8 +71,9 @@ class Windows:
                 self.window = ahead
                 with self._fetching():
                     ahead = list(islice(batches, self.size))
+                self.is_last = not ahead
                 while self.window:
-                    self.end_of_dataloader = not ahead and len(self.window) == 1
+                    self.end_of_dataloader = self.is_last and len(self.window) == 1
                     yield self.window[0]
                     self.window = self.window[1:]
         finally:

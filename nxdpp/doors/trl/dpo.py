@@ -29,7 +29,7 @@ from nxdpp.doors.trl.scores import return_scores, scores_of
 from nxdpp.doors.trl.trainer import ScoredTrainer
 from nxdpp.ranks import parallel_state
 
-_CHOSEN, _REJECTED = "ref_chosen_logps", "ref_rejected_logps"
+_OF_REFERENCE = _CHOSEN, _REJECTED = "ref_chosen_logps", "ref_rejected_logps"
 
 
 class PipelineDPOTrainer(DPOTrainer, ScoredTrainer):  # type: ignore[misc]  # TRL's constructors differ from Trainer's
@@ -137,7 +137,7 @@ class PipelineDPOTrainer(DPOTrainer, ScoredTrainer):  # type: ignore[misc]  # TR
                 _CHOSEN: ref_chosen_logps,
                 _REJECTED: ref_rejected_logps,
             }
-            return self._differentiated(inputs, scores)
+            return self._differentiated(inputs, scores, None)
 
         return loss
 
@@ -167,9 +167,22 @@ class PipelineDPOTrainer(DPOTrainer, ScoredTrainer):  # type: ignore[misc]  # TR
             self.precompute_ref_logps = given
 
     def _with_references(self, batches: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return ``batches`` with the log-probabilities (B,) of the reference; collective."""
-        if all(_CHOSEN in batch for batch in batches):
-            return list(batches)
+        """Return ``batches`` with the log-probabilities (B,) of the reference; collective.
+
+        Raises ``ValueError`` for a batch without the precomputed ones: the policy may be trained, and is no reference.
+        """
+        if not self.precompute_ref_logps:
+            return self._with_computed_references(batches)
+        if not all(batch.keys() >= {*_OF_REFERENCE} for batch in batches):
+            raise ValueError(
+                f"precompute_ref_log_probs=True, and a batch has no {_CHOSEN} and {_REJECTED}: let data_collator keep "
+                f"both columns."
+            )
+        return list(batches)
+
+    def _with_computed_references(self, batches: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return ``batches`` with the log-probabilities (B,) that the reference has now; collective."""
+        batches = [{key: value for key, value in batch.items() if key not in _OF_REFERENCE} for batch in batches]
         inputs = [self._inputs_of(batch) for batch in batches]
         for each in inputs:
             del each["completion_mask"]
@@ -233,12 +246,18 @@ class PipelineDPOTrainer(DPOTrainer, ScoredTrainer):  # type: ignore[misc]  # TR
                 f"precompute_ref_log_probs=True needs a data set with a length, and {name} is a "
                 f"{type(dataset).__name__}. Give a ref_model, or use a Dataset."
             )
+        step = batch_size * parallel_state.get_data_parallel_size()
+        if not self.accelerator.even_batches and len(dataset) % step:
+            raise ValueError(
+                f"precompute_ref_log_probs=True with even_batches=False needs full batches on all replicas: {name} has "
+                f"{len(dataset)} rows, no multiple of {step}."
+            )
         loader = self.accelerator.prepare(DataLoader(dataset, batch_size, collate_fn=self.data_collator))
         batches = iter(loader)
         found: list[torch.Tensor] = []
         with self.compute_loss_context_manager(), self.accelerator.autocast():
             while window := list(islice(batches, 2 * parallel_state.get_pipeline_model_parallel_size())):
-                known = self._with_references([self._prepare_inputs(batch) for batch in window])
-                found += [torch.stack([of_replicas(each[key]) for key in (_CHOSEN, _REJECTED)]) for each in known]
+                known = self._with_computed_references([self._prepare_inputs(batch) for batch in window])
+                found += [torch.stack([of_replicas(each[key]) for key in _OF_REFERENCE]) for each in known]
         chosen, rejected = torch.cat(found, dim=1)[:, : len(dataset)].cpu().numpy()
         return dataset.add_column(_CHOSEN, chosen).add_column(_REJECTED, rejected)

@@ -97,4 +97,4 @@ class PipelineSFTTrainer(SFTTrainer, ScoredTrainer):  # type: ignore[misc]  # TR
 
     def _loss_fn(self) -> Callable[..., torch.Tensor]:
         # compute_loss asks for a mask to count tokens, which is not done here.
-        return lambda scores: self._differentiated({"attention_mask": scores["label_mask"]}, scores)
+        return lambda scores: self._differentiated({"attention_mask": scores["label_mask"]}, scores, self._items)

@@ -19,10 +19,11 @@ from torch import nn
 
 from nxdpp.doors.transformers import checks
 from nxdpp.doors.transformers.arguments import check_arguments
-from nxdpp.doors.transformers.evaluation import Prediction, of_replicas
+from nxdpp.doors.transformers.evaluation import Prediction, Windows, of_replicas
 from nxdpp.doors.transformers.step_batches import split_rows
 from nxdpp.doors.transformers.trainer import PipelineTrainer
 from nxdpp.doors.trl.scores import return_scores, scores_of
+from nxdpp.ranks import parallel_state
 
 Scores = dict[str, Any]
 
@@ -77,7 +78,7 @@ class ScoredTrainer(PipelineTrainer):
         """Do nothing: TRL's constructor reads the whole model after this one."""
 
     def _cut_scored(self) -> None:
-        """Cut the model, at the end of the constructor."""
+        """Cut the model, at the end of the constructor; raise ``ValueError`` for what TRL's has found out."""
         if self._is_vision_dataset:
             raise ValueError(f"{type(self).__name__} takes text, and the data set has images: use PipelineTrainer.")
         if isinstance(self.model, PeftModel) and self.model.active_peft_config.is_prompt_learning:
@@ -125,7 +126,20 @@ class ScoredTrainer(PipelineTrainer):
         prepared = [self._prepare_inputs(batch) for batch in batches]
         with self.compute_loss_context_manager(), self.accelerator.autocast():
             scores = self.pipelined.pipeline.eval_microbatches(list(map(self._inputs_of, prepared)), outputs=True)
-            return [(loss, None, None) for loss in self._measured(prepared, scores, None)]
+            count = len(prepared) - self._is_filled_up()
+            losses = self._measured(prepared[:count], scores[:count], None)
+            losses += [self._measured_last(*each) for each in zip(prepared[count:], scores[count:], strict=True)]
+            return [(loss, None, None) for loss in losses]
+
+    def _is_filled_up(self) -> bool:
+        """Return whether the present window ends with a batch that has rows twice, for equal batches of replicas."""
+        windows = self._windows
+        return (
+            windows is not None
+            and windows.is_last
+            and windows.remainder > 0
+            and parallel_state.get_data_parallel_size() > 1
+        )
 
     def _measured(
         self, batches: Sequence[Mapping[str, Any]], scores: Sequence[Scores], items: Any
@@ -134,14 +148,36 @@ class ScoredTrainer(PipelineTrainer):
         with torch.no_grad(), self._gathering(of_replicas):
             return [self._loss(dict(b), s, items).detach() for b, s in zip(batches, scores, strict=True)]
 
-    def _differentiated(self, inputs: dict[str, Any], scores: Scores) -> torch.Tensor:
-        """Return TRL's loss of a microbatch, without metrics and without a wait for the device."""
+    def _measured_last(self, batch: Mapping[str, Any], scores: Scores) -> torch.Tensor:
+        """Return the loss of a batch that was filled up, and note the metrics of the other rows; collective.
+
+        Without padding a batch is one row, whose metrics count all.
+        """
+        remainder, rows = cast(Windows, self._windows).remainder, self.args.eval_batch_size
+        own = remainder - parallel_state.get_data_parallel_rank() * rows
+
+        def masked(value: torch.Tensor) -> torch.Tensor:
+            # Pairs have their chosen rows above the rejected ones.
+            if not value.ndim or len(value) % rows:
+                return value
+            return value * (torch.arange(len(value), device=value.device) % rows < own)[:, None]
+
+        masks = {name: masked(batch[name]) for name in ("completion_mask",) if name in batch}
+        with torch.no_grad():
+            loss = self._differentiated(dict(batch), scores, None)
+            # Numbers are sums over the rows of a replica.
+            with self._gathering(lambda each: of_replicas(each)[: remainder if each.ndim else None]):
+                self._loss({**batch, **masks}, {name: masked(each) for name, each in scores.items()}, None)
+        return loss
+
+    def _differentiated(self, inputs: dict[str, Any], scores: Scores, items: Any) -> torch.Tensor:
+        """Return TRL's loss of a microbatch, without metrics."""
         metrics, tokens = self._metrics, self._total_train_tokens
         self._metrics = {"train": defaultdict(list), "eval": defaultdict(list)}
         nothing = torch.zeros((), device="cpu")
         try:
             with self._gathering(lambda _: nothing):
-                return self._loss(inputs, scores, self._items)
+                return self._loss(inputs, scores, items)
         finally:
             self._metrics, self._total_train_tokens = metrics, tokens
 

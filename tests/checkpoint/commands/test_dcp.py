@@ -1,5 +1,6 @@
 """``convert`` to and from directories of torch.distributed.checkpoint, which torch reads and writes here."""
 
+import errno
 import json
 import os
 import pickle
@@ -24,6 +25,7 @@ from transformers import LlamaForCausalLM
 
 from nxdpp import NxDPPModel, parallel_state
 from nxdpp.__main__ import main
+from nxdpp.checkpoint.commands import dcp_files
 from nxdpp.checkpoint.commands.dcp import write_dcp
 from nxdpp.checkpoint.commands.source import Source, plain_model
 from nxdpp.checkpoint.files.pieces import layouts_of
@@ -263,6 +265,16 @@ def test_damage_is_named(text: str, written: Path, capsys: pytest.CaptureFixture
     assert text in capsys.readouterr().err
 
 
+def test_a_failing_disk_is_not_called_damage(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(dcp_files, "read_bytes", fail)
+    with pytest.raises(OSError, match="Input/output error") as raised:
+        dcp_files.read_dcp_directory(written).tensors[_NORM].read()
+    assert raised.value.errno == errno.EIO
+
+
 def test_an_error_leaves_no_files(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.copytree(saved / "out", tmp_path / "out")
     damage(tmp_path / "out" / "one", f"model.{_NORM}")
@@ -285,6 +297,11 @@ def test_what_cannot_be_converted_is_refused(
     assert _checkpoint("convert", tmp_path / "untied", *made) == 2
     assert "differ in" in capsys.readouterr().err
     shutil.rmtree(tmp_path / "untied")
+    plain = (tmp_path / "made", "--to", "huggingface", "--plain")
+    for number, one in enumerate(({"net": state, "step": torch.tensor(3)}, {"net": state, "ema": state})):
+        save(one, checkpoint_id=tmp_path / f"nested{number}", no_dist=True)
+        assert _checkpoint("convert", tmp_path / f"nested{number}", *plain) == 2
+        assert f"the keys are {('net, step', 'ema, net')[number]}. Save" in capsys.readouterr().err
     del state[_NORM]
     save(state, checkpoint_id=tmp_path / "untied", no_dist=True)
     assert _checkpoint("convert", tmp_path / "untied", *made) == 2

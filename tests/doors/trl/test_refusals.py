@@ -1,4 +1,7 @@
-"""What a pipeline's trainer of TRL cannot honour is refused by name, before anything is changed."""
+"""What a pipeline's trainer of TRL cannot honour is refused by name: arguments before anything is changed.
+
+Images, prompt tuning and an auxiliary loss of split batches are refused after TRL's constructor, which tells of them.
+"""
 
 from dataclasses import fields
 from typing import Any
@@ -10,7 +13,7 @@ from nxdpp.doors.transformers import arguments
 from nxdpp.doors.trl.trainer import REFUSED
 from nxdpp.integrations import PipelineDPOTrainer, PipelineSFTTrainer
 from tests.doors.trl.tunings import pairs, texts, tokenizer
-from tests.support.models import llama
+from tests.support.models import llama, mixtral
 
 pytestmark = pytest.mark.one_python
 
@@ -51,6 +54,23 @@ def test_refused_with_pairs() -> None:
             pipeline_arguments={"num_microbatches": 8},
             **given,
         )
+
+
+def test_refused_after_the_constructor_of_trl(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = SFTConfig("out", use_cpu=True, per_device_train_batch_size=2, gradient_accumulation_steps=2)
+    given = {"args": config, "train_dataset": texts(8), "processing_class": tokenizer()}
+    with pytest.raises(ValueError, match="num_microbatches splits batches, and the auxiliary loss"):
+        PipelineSFTTrainer(mixtral(), num_microbatches=4, **given)
+    cut = PipelineSFTTrainer._cut_scored
+
+    def of_images(trainer: Any) -> None:
+        trainer._is_vision_dataset = True
+        cut(trainer)
+
+    # TRL takes images with a processor only.
+    monkeypatch.setattr(PipelineSFTTrainer, "_cut_scored", of_images)
+    with pytest.raises(ValueError, match="PipelineSFTTrainer takes text, and the data set has images"):
+        PipelineSFTTrainer(llama(), **given)
 
 
 def test_a_compute_loss_of_a_subclass_is_refused() -> None:

@@ -74,6 +74,14 @@ def pairs(rows: int) -> Dataset:
     )
 
 
+def pairs_with_references(rows: int) -> Dataset:
+    """Pairs with log-probabilities of another reference."""
+    found = pairs(rows)
+    for name in ("ref_chosen_logps", "ref_rejected_logps"):
+        found = found.add_column(name, [-50.0 * row for row in range(rows)])
+    return found
+
+
 @dataclass(frozen=True)
 class Tuning:
     """One fine-tuning.
@@ -99,7 +107,7 @@ class Tuning:
     @property
     def is_dpo(self) -> bool:
         """``True`` for pairs."""
-        return self.data is pairs
+        return self.data in (pairs, pairs_with_references)
 
     def trainer(
         self, folder: Path, replicas: int = 1, evaluated_by: int = 1, *, over_ranks: bool = False, **pipeline: Any
@@ -151,6 +159,10 @@ _SHARED: dict[str, Any] = {
 _EVALUATED = {"eval_strategy": "steps", "eval_steps": 2}
 _SAVED = {**_EVALUATED, "save_strategy": "steps", "save_steps": 2}
 _PACKED = {"packing": True, "max_length": 16, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 2}
+_LOSSES = [
+    *("sigmoid", "exo_pair", "nca_pair", "bco_pair", "sppo_hard", "aot", "aot_unpaired", "apo_zero", "apo_down"),
+    *("discopop", "sigmoid_norm"),
+]
 
 TUNINGS = {
     "texts": Tuning({**_EVALUATED, "logging_steps": 2, "max_steps": 4}, evaluated=8),
@@ -165,10 +177,13 @@ TUNINGS = {
     "split": Tuning({"gradient_accumulation_steps": 2}, pipeline={"num_microbatches": 4}),
     "interleaved": Tuning(model=tied_llama, pipeline={"virtual_pipeline_size": 2}),
     "experts": Tuning(model=mixtral),
-    "pairs": Tuning(_EVALUATED, pairs, evaluated=8, reference=llama),
+    "pairs": Tuning(_EVALUATED, pairs_with_references, evaluated=8, reference=llama),
     "pairs with adapters": Tuning(_SAVED, pairs, qwen3, adapted="by the trainer", evaluated=8),
     "pairs after adapters": Tuning(
-        {"loss_type": "hinge", "f_divergence_type": "js_divergence"}, pairs, adapted="before"
+        {"loss_type": "hinge", "f_divergence_type": "js_divergence", **_SAVED}, pairs, adapted="before", evaluated=8
+    ),
+    "many losses": Tuning(
+        {"loss_type": _LOSSES, "loss_weights": [0.1] * len(_LOSSES), "label_smoothing": 0.1}, pairs, reference=llama
     ),
     "known references": Tuning(
         {
@@ -188,10 +203,12 @@ TUNINGS = {
     ),
 }
 
-RESUMED = ["completions of a Qwen", "pairs with adapters"]
-"""Fine-tunings with a checkpoint after step 2; two replicas run them too."""
+REPLICATED = ["completions of a Qwen", "pairs with adapters"]
+"""Fine-tunings that two replicas run too."""
+RESUMED = [*REPLICATED, "pairs after adapters"]
+"""Fine-tunings with a checkpoint after step 2."""
 MORE = (
-    *("texts", "whole texts of completions", "cut in pieces", "recomputed adapters", "dynamic", "split", "interleaved"),
-    *("experts", "pairs after adapters"),
+    *("texts", "whole texts of completions", "cut in pieces", "packed", "adapters", "recomputed adapters", "dynamic"),
+    *("interleaved",),
 )
 """Fine-tunings of the sweep."""

@@ -5,7 +5,10 @@ from typing import Any
 
 import pytest
 import torch
+from bitsandbytes.nn import Params4bit
 from peft import LoraConfig, PeftModel, get_peft_model
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
 from nxdpp import NxDPPModel, load_checkpoint, parallel_state, save_checkpoint, save_pretrained
@@ -62,6 +65,24 @@ def test_numbers_bytes_and_saves(tmp_path: Path) -> None:
     assert found[0][1] < 0.6 * layers
     tuned = PeftModel.from_pretrained(quantized(tmp_path).unload(), tmp_path / "adapters")
     assert any(bool(value.any()) for name, value in tuned.named_parameters() if "lora_B" in name)
+
+
+def test_a_weight_that_is_not_quantised_yet_is_saved(tmp_path: Path) -> None:
+    saved, loaded = (torch.nn.Linear(4, 4, bias=False) for _ in range(2))
+    for each in (saved, loaded):
+        each.weight = Params4bit(each.weight.data, requires_grad=False)
+    save_checkpoint(str(tmp_path), "last", saved)
+    load_checkpoint(str(tmp_path), "last", loaded)
+    assert torch.equal(saved.weight, loaded.weight)
+    loaded.weight = Params4bit(torch.empty(4, 4, device="meta"), requires_grad=False)
+    with pytest.raises(ValueError, match="weight is a 4-bit weight on the meta device, and a checkpoint has no values"):
+        load_checkpoint(str(tmp_path), "last", loaded)
+
+
+def test_parts_of_tensors_over_ranks_are_refused(one_rank: None) -> None:
+    part = distribute_tensor(torch.ones(2), init_device_mesh("cpu", (1,)))
+    with pytest.raises(ValueError, match=r"^layer\.weight is a DTensor.*before fully_shard"):
+        parameter_elsewhere(torch.nn.Parameter(part), "layer.weight")
 
 
 def test_weights_that_stand_for_several_tensors_are_refused() -> None:

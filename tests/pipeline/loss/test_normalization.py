@@ -1,5 +1,6 @@
 """Arguments of the mean over all labels: honoured, or refused with a remedy that works."""
 
+import copy
 import math
 from collections.abc import Iterator
 from functools import partial
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 
-from nxdpp import NxDPPModel, parallel_state
+from nxdpp import NxDPPModel, Pipeline, PipelineConfig, parallel_state
 from nxdpp.pipeline.loss.item_counts import number_of
 from tests.support.models import gradient_differences, make, microbatches, reference
 from tests.support.run_ranks import run_ranks
@@ -251,7 +252,18 @@ def train_others(rank: int) -> None:
     check(llama, batch, count_items_fn=count_labels)
     check(Around(make("llama", layers=2)), batch)
     check(asking(), batch)
+    check_with_outputs(asking(), batch)
     check(make("llama", layers=2), batch, input_names=["input_ids", "labels"], deallocate_pipeline_outputs=True)
+
+
+def check_with_outputs(model: Any, batch: dict[str, torch.Tensor]) -> None:
+    given = microbatches(batch, 4)
+    found = []
+    for outputs in (False, True):
+        pipeline = Pipeline(copy.deepcopy(model), PipelineConfig(loss_normalization="tokens"))
+        pipeline.train_microbatches(given, outputs=outputs)
+        found.append([each.grad for each in pipeline.local_module.parameters()])
+    assert all(torch.equal(*each) for each in zip(*found, strict=True))
 
 
 def check(model: Any, batch: dict[str, torch.Tensor], **arguments: Any) -> None:
