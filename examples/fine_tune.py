@@ -6,6 +6,7 @@ MODEL is a name on the Hugging Face hub, or a folder. DATA is a .txt file of a s
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 import torch
 from datasets import load_dataset
@@ -39,7 +40,7 @@ schedule = {"max_steps": asked.steps, "eval_strategy": "steps", "eval_steps": 0.
 device = {"use_cpu": asked.cpu, "bf16": not asked.cpu}
 rate = 2e-4 if adapts else 2e-5
 args = SFTConfig(asked.output, learning_rate=rate, report_to="none", **batches, **schedule, **device)
-given = {"quantization_config": four_bit if asked.four_bit else None}
+given: dict[str, Any] = {"quantization_config": four_bit if asked.four_bit else None}
 given["peft_config"] = LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM") if adapts else None
 trainer = PipelineSFTTrainer(asked.model, args, None, rows["train"], rows["test"], tokenizer, **given)
 trainer.add_callback(MetricsCallback(trainer))  # python -m nxdpp watch OUTPUT

@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,10 @@ class CudaDevice(Device):
     def fill(self, tensor: torch.Tensor, host: torch.Tensor) -> None:
         """Give ``tensor`` the values of ``host`` by way of pinned memory."""
         tensor.copy_(self.from_host(host))
+
+    def as_current(self) -> AbstractContextManager[Any]:
+        """Make it the current device of a thread in the block."""
+        return torch.cuda.device(self.device)
 
     def random_state(self) -> bytes:
         """Return the state of the device's generator."""

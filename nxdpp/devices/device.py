@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -135,6 +136,10 @@ class Device:
 
     def seed(self, number: int) -> None:
         """Seed the device's own random generator with ``number``, if ``torch.manual_seed`` does not do it."""
+
+    def as_current(self) -> AbstractContextManager[Any]:
+        """Make it the current device of a thread in the block."""
+        return nullcontext()
 
     def random_state(self) -> bytes:
         """Return the state of the device's own random generator; the CPU's generator is torch's global one."""

@@ -90,7 +90,7 @@ class TrackedTensor(torch.Tensor):
             if (other := each()) is not None:
                 other.roots |= roots
                 if kind is AbsentTensor and type(other) is TrackedTensor:
-                    other.__class__ = AbsentTensor  # type: ignore[assignment]  # a class of the same layout
+                    other.__class__ = AbsentTensor  # a class of the same layout
 
 
 class AbsentTensor(TrackedTensor):

@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from nxdpp.devices.kinds import device_of
+
 
 class Turns:
     """The turns of some tasks; ``pass_on`` of one lets the others run.
@@ -45,7 +47,7 @@ class Turns:
                     self._turn.wait_for(lambda: self._running == number)
                 if self._error is None:
                     # A new thread has the first device for its own.
-                    with self._device_context(), autocast():
+                    with device_of(self._device).as_current(), autocast():
                         torch.manual_seed(seeds[number])
                         results[number] = tasks[number]()
             except BaseException as error:
@@ -76,12 +78,6 @@ class Turns:
             raise RuntimeError("generate of another batch failed") from self._error
         set_random_states(self._device, states)
 
-    def _device_context(self) -> AbstractContextManager[Any]:
-        if self._device.type != "cuda":
-            return nullcontext()
-        context: AbstractContextManager[Any] = torch.get_device_module(self._device).device(self._device)
-        return context
-
     def _hand_over(self, ends: bool) -> None:
         own = self._numbers.own
         with self._turn:
@@ -102,14 +98,12 @@ def _autocast(device: torch.device) -> Callable[[], AbstractContextManager[Any]]
 
 def random_states(device: torch.device) -> list[torch.Tensor]:
     """The states of torch's generators of the host and of ``device``."""
-    states = [torch.get_rng_state()]
-    if device.type == "cuda":
-        states.append(torch.get_device_module(device).get_rng_state(device))
-    return states
+    own = device_of(device).random_state()
+    return [torch.get_rng_state(), *([torch.frombuffer(bytearray(own), dtype=torch.uint8)] if own else [])]
 
 
 def set_random_states(device: torch.device, states: Sequence[torch.Tensor]) -> None:
     """Set the generators to the ``states`` of ``random_states``, also of another rank."""
     torch.set_rng_state(states[0])
     if len(states) > 1:
-        torch.get_device_module(device).set_rng_state(states[1].cpu(), device)
+        device_of(device).set_random_state(states[1].cpu().numpy().tobytes())

@@ -22,14 +22,15 @@ _LIBRARIES = ("accelerate", "datasets", "peft", "trl")
 
 def _module_with(name: str) -> ModuleType:
     try:
+        if name == "MetricsCallback":
+            from nxdpp.doors.transformers import metrics_callback
+
+            return metrics_callback
         if name == "PipelineTrainer":
-            from nxdpp.doors.transformers import trainer as module
-        elif name == "MetricsCallback":
-            from nxdpp.doors.transformers import metrics_callback as module
-        elif name == "PipelineSFTTrainer":
-            from nxdpp.doors.trl import sft as module
-        else:
-            from nxdpp.doors.trl import dpo as module
+            from nxdpp.doors.transformers import trainer
+
+            return trainer
+        from nxdpp.doors.trl import dpo, sft
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
         if missing not in _LIBRARIES:
@@ -39,7 +40,7 @@ def _module_with(name: str) -> ModuleType:
             f"nxdpp.integrations.{name} needs {missing}: install the extra, pip install -c constraints.txt "
             f"'.[{extra}]' in the clone of nxdpp."
         ) from error
-    return module
+    return sft if name == "PipelineSFTTrainer" else dpo
 
 
 __getattr__, __dir__ = late_names(__name__, __all__, _module_with)

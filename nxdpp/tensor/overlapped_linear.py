@@ -62,7 +62,7 @@ def is_trained(x: torch.Tensor, parts: list[WeightRows]) -> bool:
 def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
     """Return the dtype to which autocast converts the input ``x`` of a linear layer. It leaves float64 as it is."""
     device = x.device.type
-    is_converted = torch.is_autocast_enabled(device) and x.dtype != torch.float64
+    is_converted = not x.is_meta and torch.is_autocast_enabled(device) and x.dtype != torch.float64
     return torch.get_autocast_dtype(device) if is_converted else None
 
 

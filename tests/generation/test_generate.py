@@ -203,7 +203,8 @@ def caches_in_both_orders() -> list[list[torch.Tensor]]:
 def adapters() -> None:
     model = NxDPPModel(MODELS["adapted gpt2"]()).eval()
     if model.rank == 0:
-        model.original_module.base_model.disable_adapter_layers()
+        adapted: Any = model.original_module
+        adapted.base_model.disable_adapter_layers()
     with pytest.raises(ValueError, match="different settings"):
         model.generate(prompt(2), max_new_tokens=2)
 

@@ -168,11 +168,12 @@ def test_a_long_prompt_equals_one_process(name: str) -> None:
 def test_logits_stay_on_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[Any] = []
     original = generating_threads._Queues.send_value
-    monkeypatch.setattr(
-        generating_threads._Queues,
-        "send_value",
-        lambda self, value, destination: (sent.append(value), original(self, value, destination)),
-    )
+
+    def send(self: Any, value: Any, destination: int) -> None:
+        sent.append(value)
+        original(self, value, destination)
+
+    monkeypatch.setattr(generating_threads._Queues, "send_value", send)
     generate_on_threads(MODELS["llama"]().eval(), 2, {"input_ids": prompt(2), "max_new_tokens": 3})
     shapes = [tuple(each.shape) for each in leaves_in(sent) if isinstance(each, torch.Tensor)]
     assert shapes
@@ -200,7 +201,7 @@ def test_a_recorded_cache_is_freed_at_once() -> None:
     cache = DynamicCache()
     changes: list[Any] = []
     record_changes(cache, changes)
-    cache.reorder_cache(torch.tensor([1, 0]))
+    cache.reorder_cache(torch.LongTensor([1, 0]))
     there = weakref.ref(cache)
     del cache
     assert there() is None
