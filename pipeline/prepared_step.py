@@ -73,7 +73,7 @@ class StepPreparation:
         cut = self._graph(batch)
         node = cut.loss_of_sample(self._loss_spec)
         loss = self._normalization.of_step(cut, batch.microbatches, batch.is_counted, batch.before, True, node)
-        return self._prepared(batch, self._with_number(cut, batch, loss), "loss and output", loss, transform)
+        return self._prepared(batch, cut, "loss and output", loss, transform)
 
     def with_named_loss(self, batch: Batch) -> PreparedStep:
         """Prepare an evaluation, which ends with the loss where the output names one or divides by counted items."""
@@ -106,13 +106,7 @@ class StepPreparation:
 
     def _losing(self, cut: CutGraph, batch: Batch, train: bool, transform: LossTransform | None = None) -> PreparedStep:
         loss = self._normalization.of_step(cut, batch.microbatches, batch.is_counted, batch.before, train)
-        return self._prepared(batch, self._with_number(cut, batch, loss), "loss", loss, transform)
-
-    def _with_number(self, cut: CutGraph, batch: Batch, loss: StepLoss) -> CutGraph:
-        """Return the graph for the number of items in ``loss``, where the model's control flow depends on it."""
-        if loss.microbatches is batch.microbatches or NUM_ITEMS in cut.traced.inputs:
-            return cut
-        return self._programs.cut_graph_of_all(loss.microbatches)
+        return self._prepared(batch, cut, "loss", loss, transform)
 
     def _prepared(
         self,
@@ -122,6 +116,9 @@ class StepPreparation:
         loss: StepLoss,
         transform: LossTransform | None = None,
     ) -> PreparedStep:
+        if loss.microbatches is not batch.microbatches and NUM_ITEMS not in cut.traced.inputs:
+            # The model's control flow depends on the number of items, which is then part of the graph.
+            cut = self._programs.cut_graph_of_all(loss.microbatches)
         if self._is_sum or transform is not None:
             loss = replace(loss, is_sum=self._is_sum, transform=transform)
         return PreparedStep(batch, cut, self._programs.program(cut, ends_with), loss, ends_with != "output")

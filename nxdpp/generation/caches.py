@@ -83,6 +83,10 @@ def _size(layer: Any) -> tuple[int, bool]:
 
 def record_changes(cache: Any, changes: list[tuple[str, tuple[Any, ...]]]) -> None:
     """Append the name and the arguments of each method that changes ``cache`` to ``changes``, before it runs."""
+    names = [name for name in _METHODS if hasattr(type(cache), name)]
+    if not names:
+        # A list of tensors, as of RWKV, changes in other ways.
+        return
     # A strong reference would keep the memory of the cache until the next collection of cycles.
     there = weakref.ref(cache)
 
@@ -95,6 +99,6 @@ def record_changes(cache: Any, changes: list[tuple[str, tuple[Any, ...]]]) -> No
 
         return call
 
-    for name in _METHODS:
-        if hasattr(type(cache), name) and name not in vars(cache):
+    for name in names:
+        if name not in vars(cache):
             vars(cache)[name] = recorded(name)
