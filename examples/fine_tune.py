@@ -48,10 +48,11 @@ complete = sorted(Path(asked.output).glob("checkpoint-*/trainer_state.json"), ke
 trainer.train(resume_from_checkpoint=str(complete[-1].parent) if asked.resume and complete else None)
 trainer.save_model()  # from_pretrained reads OUTPUT
 
-chat = [{"role": "user", "content": asked.prompt}]
-is_chat = "messages" in rows["train"].column_names
-text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) if is_chat else asked.prompt
-tokens = trainer.pipelined.eval().generate(**tokenizer(text, return_tensors="pt"), max_new_tokens=40)
+inputs = tokenizer(asked.prompt, return_tensors="pt")
+if "messages" in rows["train"].column_names:
+    chat = [{"role": "user", "content": asked.prompt}]
+    inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+tokens = trainer.pipelined.eval().generate(**inputs, max_new_tokens=40)
 parallel_state.destroy_model_parallel()
 if args.process_index == 0:
     print(tokenizer.decode(tokens[0], skip_special_tokens=True))

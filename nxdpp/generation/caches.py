@@ -28,7 +28,7 @@ def cache_among(values: Iterable[Any]) -> Cache | None:
 
 
 class CacheUpdate(NamedTuple):
-    """What a call of a module does to the layer ``number`` of a cache.
+    """Change of the layer ``number`` of a cache by the call of a module.
 
     ``growth`` are the tokens that it adds, ``None`` for as many as the module is given. ``has_state``: the layer has a
     state without a length afterwards.

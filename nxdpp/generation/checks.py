@@ -44,7 +44,7 @@ _CACHES = (None, "dynamic", "static", "sliding_window", "hybrid")
 
 
 class AgreedStart(NamedTuple):
-    """What all ranks know of each other before they generate."""
+    """Facts that all ranks agree on before they generate."""
 
     has_streamer: bool
     has_equal_random_state: bool
@@ -214,7 +214,7 @@ def check_same(
 
 
 def _state(root: nn.Module, device: torch.device) -> list[str]:
-    """What a forward of ``root`` depends on besides its arguments: its mode, its adapters and autocast."""
+    """Return all that a forward of ``root`` depends on besides its arguments: its mode, its adapters and autocast."""
     adapters = {
         str([getattr(each, name, None) for name in ("active_adapters", "disable_adapters")])
         for each in listings.modules(root)

@@ -103,7 +103,7 @@ def _without_caches(result: Any) -> Any:
 
 
 def _tokens_only(result: Any) -> Any:
-    """What other ranks get of ``result``: no scores over the vocabulary."""
+    """Return the part of ``result`` for other ranks: no scores over the vocabulary."""
     if not isinstance(result, dict):
         return result
     names = ("sequences", "sequences_scores", "beam_indices")

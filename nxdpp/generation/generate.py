@@ -33,7 +33,7 @@ from nxdpp.ranks.faults.board import board
 
 @dataclass
 class _Kept:
-    """What a pipeline keeps between generations: its messages, and plans by the dtypes of parameters and autocast."""
+    """State of a pipeline between generations: its messages, and plans by the dtypes of parameters and autocast."""
 
     messages: RankMessages
     plans: dict[str, Plans] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""What a rank knows of the modules that a forward calls: who runs them, and who needs their results."""
+"""Calls of modules in a forward, as a rank knows them: who runs them, and who needs their results."""
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +21,7 @@ _REMEDY = "Generate in one process: model.save_pretrained(directory) on every ra
 
 @dataclass(frozen=True)
 class OutputRule:
-    """What ranks without the values know of a tensor that a module returns.
+    """Layout of a tensor that a module returns, for ranks without its values.
 
     ``follows`` are the dimensions that the first argument has too. ``has_shape``: all dimensions but the last do.
     """
@@ -60,7 +60,7 @@ class KnownCall:
 
     @property
     def rules(self) -> list[OutputRule]:
-        """What is known of each tensor of the output."""
+        """Layouts of the tensors of the output."""
         return [each for each in leaves_in(self.template) if isinstance(each, OutputRule)]
 
     def check(self, name: str, output: Any, first: torch.Tensor | None) -> list[torch.Tensor]:
@@ -115,7 +115,7 @@ Plans = dict[Hashable, Plan]
 
 
 def rule_of(value: Any, first: torch.Tensor | None) -> Any:
-    """What stands in a template for ``value`` of an output."""
+    """Return the mark in a template for ``value`` of an output."""
     if not isinstance(value, torch.Tensor):
         return CACHE if isinstance(value, Cache) else value
     given = () if first is None else tuple(first.shape)

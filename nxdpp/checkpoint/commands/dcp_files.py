@@ -38,7 +38,7 @@ _CLASSES = {
     (_OF_METADATA, "_MEM_FORMAT_ENCODING"),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
 }
-"""What ``.metadata`` has objects of."""
+"""The classes of the objects in ``.metadata``."""
 _PATHS = ("pathlib", "pathlib._local")
 
 

@@ -1,4 +1,4 @@
-"""What TRL's trainers have in common over a pipeline: their loss runs on the last stage, their metrics on all ranks.
+"""Common part of TRL's trainers over a pipeline: their loss runs on the last stage, their metrics on all ranks.
 
 ::
 

@@ -38,7 +38,7 @@ _LOGGER = logging.getLogger(__name__)
 
 @dataclass
 class TrainStatus:
-    """How far a training is: its finished steps, and the smallest loss at a checkpoint."""
+    """Progress of a training: its finished steps, and the smallest loss at a checkpoint."""
 
     finished_train_steps: int = 0
     best_loss: float = math.inf
