@@ -22,19 +22,19 @@ from nxdpp.checkpoint.distributed import ranks
 from nxdpp.checkpoint.distributed.model_state import ModelTensors, local_module_of, model_tensors
 from nxdpp.checkpoint.distributed.optimizer_state import Description, held_state, optimizer_class
 from nxdpp.checkpoint.distributed.parameter_groups import SavedGroup, groups_of
-from nxdpp.checkpoint.distributed.rectangles import TensorBlocks, blocks_of, placement_of, whole
+from nxdpp.checkpoint.distributed.rectangles import PlaceInWhole, TensorBlocks, blocks_of, placement_of, whole
 from nxdpp.checkpoint.distributed.shared_reads import owners
 from nxdpp.checkpoint.distributed.structured import decoded, encoded
 from nxdpp.checkpoint.huggingface.read_directory import texts_in
 from nxdpp.devices.kinds import device_of, readable
 from nxdpp.pipeline.local.half_loaded import check_whole
 from nxdpp.ranks import parallel_state
-from nxdpp.tensor.padding import Range
 from nxdpp.tensor.random import get_xla_rng_tracker
+from nxdpp.tensor.shards import is_shard, local_of
 from nxdpp.tensor.tensor_attributes import param_is_not_tensor_parallel_duplicate
 
-Part = tuple[str, tuple[Range, ...], tuple[int, ...]]
-"""Name of a parameter, the elements along its divided dimension that a rank has, and the shape there."""
+Part = tuple[str, PlaceInWhole]
+"""Name of a parameter, and the place in it of what a rank has."""
 
 
 @dataclass
@@ -87,13 +87,13 @@ def captured(
         result.ties = tensors.ties
         if any(tensor.is_meta for tensor in tensors.tensors.values()):
             raise ValueError("the model has tensors on the meta device, without values: call move_model_to_device().")
-        values = {name: readable(tensor) for name, tensor in tensors.tensors.items()}
+        values = {name: readable(local_of(tensor)) for name, tensor in tensors.tensors.items()}
         result.samples = _samples(tensors, values)
         for name, tensor in tensors.tensors.items():
             if not _writes(tensor):
                 continue
             # Statistics of batch norms depend on a replica's own batches: save all of them from one replica.
-            into = replicated if isinstance(tensor, nn.Parameter) else of_first
+            into = own if is_shard(tensor) else replicated if isinstance(tensor, nn.Parameter) else of_first
             into[f"model.{name}"] = blocks_of(values[name], placement_of(tensor))
     if optimizer is not None:
         if tensors is None:
@@ -109,7 +109,7 @@ def captured(
                 result.states[held.name] = description
             into = own if held.is_shard else replicated
             for key, value in held.tensors().items():
-                into[f"optimizer.{held.name}.{key}"] = held.blocks(readable(value))
+                into[f"optimizer.{held.name}.{key}"] = held.blocks(value, readable(local_of(value)))
     own.update(_own_share(replicated))
     if ranks.replica()[0] == 0:
         own.update(of_first)
@@ -170,9 +170,7 @@ def _samples(tensors: ModelTensors, values: Mapping[str, torch.Tensor]) -> dict[
     if not ranks.is_several():
         return {}
     parameters = {name: each for name, each in tensors.tensors.items() if isinstance(each, nn.Parameter)}
-    return {
-        (name, placement_of(each).ranges, tuple(each.shape)): sample(values[name]) for name, each in parameters.items()
-    }
+    return {(name, placement_of(each)): sample(values[name]) for name, each in parameters.items()}
 
 
 def _own_share(tensors: dict[str, TensorBlocks]) -> dict[str, TensorBlocks]:

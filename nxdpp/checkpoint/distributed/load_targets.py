@@ -31,6 +31,7 @@ from nxdpp.checkpoint.huggingface.model_tensors import WrappedModel
 from nxdpp.devices.kinds import readable
 from nxdpp.gradients.replaced_parameters import check_no_optimizer_holds
 from nxdpp.initialization.allocation import with_type_of
+from nxdpp.tensor.shards import is_shard, local_of
 
 
 class LoadArguments(NamedTuple):
@@ -124,7 +125,7 @@ class LoadTargets:
                 missing.append(name)
                 continue
             placement = placement_of(tensor)
-            if torch._debug_has_internal_overlap(tensor) == 1:
+            if torch._debug_has_internal_overlap(local_of(tensor)) == 1:
                 raise ValueError(f"{name} is an expanded tensor, whose elements share memory: make it by .clone().")
             if tuple(source.size) != placement.shape or source.properties.dtype != tensor.dtype:
                 raise ValueError(
@@ -138,9 +139,11 @@ class LoadTargets:
                 real = with_type_of(torch.zeros_like(tensor, device="cpu", requires_grad=False), tensor)
                 replaced.append((tensor, real))
             key = f"model.{saved_ties.get(name, name)}"
-            self.of_replicas.add(key)
-            values = self._writable(real)
-            self._add(key, blocks_of(values, placement), is_new=values is not tensor)
+            if not is_shard(tensor):
+                self.of_replicas.add(key)
+            memory = local_of(real)
+            values = self._writable(memory)
+            self._add(key, blocks_of(values, placement), is_new=real is not tensor or values is not memory)
         if missing and strict:
             raise ValueError(
                 f"{self._folder} lacks {listed(missing)} of the model. Nothing was loaded: build the model that was "
@@ -180,8 +183,10 @@ class LoadTargets:
             for key, value in state.items():
                 if "tensor" in described[key]:
                     name = f"optimizer.{held.name}.{key}"
-                    values = self._writable(value)
-                    self._add(name, held.blocks(values), is_new=id(values) not in in_use)
+                    memory = local_of(value)
+                    values = self._writable(memory)
+                    is_new = id(value) not in in_use or values is not memory
+                    self._add(name, held.blocks(value, values), is_new)
                     if not held.is_shard:
                         self.of_replicas.add(name)
             self._after.append(partial(held.give, state, described))

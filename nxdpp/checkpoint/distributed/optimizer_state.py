@@ -9,6 +9,7 @@
 
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from nxdpp.checkpoint.distributed.structured import dtype_named, is_scalar, read
 from nxdpp.gradients.gradient_dtype import master_dtype
 from nxdpp.gradients.optimizer.fp32_adamw import AdamW_FP32OptimParams
 from nxdpp.gradients.optimizer.zero1 import Zero1Optimizer
+from nxdpp.tensor.shards import is_shard, local_of
 
 MASTER = "master"
 """Key of the values that an optimizer steps in place of a parameter in lower precision."""
@@ -57,7 +59,7 @@ class Held:
     @property
     def is_shard(self) -> bool:
         """Other replicas keep the rest of the parameter's state."""
-        return self.values is not self.parameter
+        return self.values is not self.parameter or is_shard(self.parameter)
 
     @property
     def keeps_master(self) -> bool:
@@ -80,12 +82,18 @@ class Held:
         """
         return {key: self._described(key, value) for key, value in self.state().items()}
 
-    def blocks(self, value: torch.Tensor) -> TensorBlocks:
-        """``value`` of the state as rectangles of the whole."""
+    def blocks(self, value: torch.Tensor, memory: torch.Tensor) -> TensorBlocks:
+        """``memory``, which has this rank's elements of ``value`` of the state, as rectangles of the whole."""
         placement = placement_of(self.parameter)
-        if value.shape != self.values.shape:
+        if not self._is_of_elements(value):
             placement = PlaceInWhole(tuple(value.shape), tuple(value.shape), -1, ())
-        return blocks_of(value, placement, self.start)
+        return blocks_of(memory, placement, self.start)
+
+    def _is_of_elements(self, value: torch.Tensor) -> bool:
+        """Return whether ``value`` has an element for each of the stepped values, on the same ranks."""
+        if value.shape != self.values.shape or is_shard(value) != is_shard(self.values):
+            return False
+        return not (is_shard(value) and is_shard(self.values)) or value.placements == self.values.placements
 
     def leaves_master(self, saved: Description) -> bool:
         """Return whether ``saved`` has a master copy for which the optimizer has no place."""
@@ -115,7 +123,12 @@ class Held:
                 old = self.values
             shape = torch.Size(described.get("shape", self.values.shape))
             fits = isinstance(old, torch.Tensor) and (old.shape, old.dtype) == (shape, dtype)
-            state[key] = old if fits else torch.zeros(shape, dtype=dtype, device=self.values.device)
+            if is_shard(self.values):
+                fits = fits and self._is_of_elements(old)
+                made = partial(torch.zeros_like, self.values, requires_grad=False)
+            else:
+                made = partial(torch.zeros, shape, device=self.values.device)
+            state[key] = old if fits else made(dtype=dtype)
         return state
 
     @torch.no_grad()
@@ -159,7 +172,7 @@ class Held:
         if value.layout != torch.strided:
             raise ValueError(f"the state {key!r} of {self.name} is a tensor of layout {value.layout}: {_KINDS}")
         dtype = str(value.dtype).removeprefix("torch.")
-        if value.shape == self.values.shape:
+        if self._is_of_elements(value):
             return {"tensor": dtype}
         self._check_whole(key, value.shape)
         return {"tensor": dtype, "shape": list(value.shape)}
@@ -169,7 +182,7 @@ class Held:
         if placement_of(self.parameter).dim >= 0 or self.is_shard:
             raise ValueError(
                 f"the state {key!r} of {self.name} has shape {list(shape)}, and this rank has a part of the parameter, "
-                f"of shape {list(self.values.shape)}: {_KINDS}"
+                f"of shape {list(local_of(self.values).shape)}: {_KINDS}"
             )
 
 

@@ -40,6 +40,7 @@ OF_TWO: Sequence[tuple[Layout, Sequence[str]]] = (
     (Layout(1, 1, True), ("llama", "bfloat16 llama")),
     (Layout(2), ("tied llama",)),
     (Layout(2, 1, False, FIRST_CUT), ("llama",)),
+    (Layout(shards=2), ("llama", "gpt2", "bfloat16 llama")),
 )
 OF_FOUR: Sequence[tuple[Layout, Sequence[str]]] = (
     (Layout(2, 2), tuple(MODELS)),
@@ -48,6 +49,10 @@ OF_FOUR: Sequence[tuple[Layout, Sequence[str]]] = (
     (Layout(1, 2, True), ("llama", "mixtral", "gpt2", "bfloat16 llama")),
     (Layout(1, 1, True), ("bfloat16 llama",)),
     (Layout(4), ("tied llama", "t5")),
+    (Layout(2, shards=2), ("llama", "tied llama")),
+    (Layout(1, 2, shards=2), ("mixtral", "gpt2")),
+    (Layout(shards=4), ("llama", "bfloat16 llama")),
+    (Layout(shards=2), ("llama",)),
 )
 
 
