@@ -2,6 +2,7 @@
 
 Only ranks of the first data-parallel replica send, one tensor at a time::
 
+    data-parallel ranks                              all-gather of the rows of ``fully_shard``
     tensor group of the first stage that holds it    all-gather of the parts
     its first rank                                   joins them in host memory, sends
     rank 0                                           receives
@@ -27,6 +28,7 @@ from nxdpp.ranks.faults import failure_watch
 from nxdpp.ranks.faults.board import board
 from nxdpp.ranks.faults.waits import Wait
 from nxdpp.tensor.collectives import all_gather
+from nxdpp.tensor.shards import unsharded
 
 _PIECE_BYTES = 2**26
 _TAG = 0
@@ -87,12 +89,14 @@ def gather_tensors(
     here = _with_values(local, firsts)
     is_first_replica = parallel_state.get_data_parallel_rank() == 0
     held = (
-        {name: _Held(tensor.dtype, placement_of(tensor)) for name, tensor in here.items()} if is_first_replica else {}
+        {name: _Held(tensor.dtype, placement_of(tensor)._replace(begin=0)) for name, tensor in here.items()}
+        if is_first_replica
+        else {}
     )
     everyones = from_all_ranks(held)
     sources = together(lambda: _sources(list(firsts.values()), everyones), consequence)
     with failure_watch.reported(), torch.no_grad():
-        whole = {name: _on_rank_0(here.get(name), source) for name, source in sources.items()}
+        whole = {name: _on_rank_0(_all_rows(here.get(name), source), source) for name, source in sources.items()}
     if dist.get_rank() > 0:
         return None
     return {name: cast(torch.Tensor, whole[first]) for name, first in firsts.items()}
@@ -129,6 +133,13 @@ def _sources(names: Sequence[str], everyones: Sequence[Mapping[str, _Held]]) -> 
             f"of them {missing[0]}: call load_pretrained(model, DIRECTORY) or model.materialise()."
         )
     return sources
+
+
+def _all_rows(tensor: torch.Tensor | None, source: _Source) -> torch.Tensor | None:
+    """``tensor`` with the rows of all ranks that have a shard of it, on the ranks that need them for ``source``."""
+    replicas = parallel_state.get_data_parallel_group(as_list=True)
+    first = next(ranks[0] for ranks in replicas if dist.get_rank() in ranks)
+    return unsharded(tensor) if tensor is not None and first in source.ranks else tensor
 
 
 def _on_rank_0(tensor: torch.Tensor | None, source: _Source) -> torch.Tensor | None:

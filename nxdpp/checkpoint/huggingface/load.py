@@ -26,6 +26,7 @@ from nxdpp.ranks import parallel_state
 from nxdpp.ranks.faults import failure_watch
 from nxdpp.ranks.faults.board import board
 from nxdpp.tensor.rank_files import local_path
+from nxdpp.tensor.shards import is_shard, local_of
 
 
 def load_pretrained(
@@ -144,7 +145,7 @@ def _read(source: FileTensors, reads: SharedReads[Conversion]) -> dict[Conversio
         board.moved()
         tensors = filled[conversion]
         source.fill(conversion, [(name, real) for (name, _), real in zip(wanted, tensors, strict=True)])
-        if source.only_meta and any(map(has_nan, tensors)):
+        if source.only_meta and any(has_nan(local_of(each)) for each in tensors):
             source.check_numbers([(conversion, wanted)])
     return filled
 
@@ -179,5 +180,7 @@ def _take_over(
 def _with_memory(tensor: torch.Tensor) -> torch.Tensor:
     """``tensor`` itself, or a CPU tensor like it if it is on the meta device, or on one that records operations."""
     with torch.inference_mode(False):
+        if is_shard(tensor) and not tensor.is_meta:
+            return tensor
         values = torch.empty_like(tensor, device="cpu", requires_grad=False) if tensor.is_meta else readable(tensor)
         return tensor if values is tensor else with_type_of(values, tensor)
