@@ -11,9 +11,9 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from nxdpp.checkpoint.commands.dcp_files import METADATA, SUFFIX, DcpTensor, read_dcp_directory
 from nxdpp.checkpoint.commands.source import MetaModel, Source, check_free, meta_model, plain_model, with_dtypes
-from nxdpp.checkpoint.distributed.directory import flush_directory
+from nxdpp.checkpoint.dcp.directory import DcpTensor, read_dcp_directory
+from nxdpp.checkpoint.distributed.directory import METADATA, SUFFIX, flush_directory
 from nxdpp.checkpoint.files.pieces import layouts_of, listed
 from nxdpp.checkpoint.huggingface.model_tensors import tensors_of
 from nxdpp.checkpoint.huggingface.read_directory import texts_in
@@ -115,18 +115,11 @@ def _sources(stored: Mapping[str, DcpTensor], model: MetaModel, path: Path) -> d
         if not found:
             continue
         chosen[first] = found[0]
-        values = stored[found[0]].read()
         for name in found[1:]:
-            if not _is_same(stored[name].read(), values):
+            if not stored[name].has_values_of(stored[found[0]]):
                 raise ValueError(
                     f"{name} and {found[0]} differ in {path}, and are one tensor by the configuration: give that of "
                     f"the model that was saved, --config DIR."
                 )
     shapes = {name: each.shape for name, each in stored.items() if name not in copies or name in chosen.values()}
     return model.sources(shapes, chosen, path)
-
-
-def _is_same(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Return whether two tensors have the same shape, dtype and bits."""
-    is_alike = (left.shape, left.dtype) == (right.shape, right.dtype)
-    return is_alike and torch.equal(left.reshape(-1).view(torch.uint8), right.reshape(-1).view(torch.uint8))

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from nxdpp.agreement.same_values import sample
 from nxdpp.checkpoint.distributed import ranks
-from nxdpp.checkpoint.distributed.model_state import ModelTensors, local_module_of, model_tensors
+from nxdpp.checkpoint.distributed.model_state import ModelTensors, local_module_of, model_tensors, names_of
 from nxdpp.checkpoint.distributed.optimizer_state import Description, held_state, optimizer_class
 from nxdpp.checkpoint.distributed.parameter_groups import SavedGroup, groups_of
 from nxdpp.checkpoint.distributed.rectangles import PlaceInWhole, TensorBlocks, blocks_of, placement_of, whole
@@ -41,14 +41,15 @@ Part = tuple[str, PlaceInWhole]
 class Described:
     """All of a rank's state except its tensors; ``None`` for what the training does not have.
 
-    ``ties`` is as in ``ModelTensors``. ``configuration`` has files of a transformers model by name, of rank 0.
-    ``groups`` are the optimizer's parameter groups, with this rank's names. ``states`` describes the state of each
-    parameter that this rank keeps; a frozen one has none. ``samples`` has hashes of a sample of each parameter, by name
-    and the part that this rank has; it is empty in one process. ``random`` has the states of this rank's generators,
-    and ``others`` scheduler, scaler and user content as JSON.
+    ``names`` are the model's, and ``configuration`` has files of a transformers model by name, both of rank 0.
+    ``ties`` is as in ``ModelTensors``. ``groups`` are the optimizer's parameter groups, with this rank's names.
+    ``states`` describes the state of each parameter that this rank keeps; a frozen one has none. ``samples`` has hashes
+    of a sample of each parameter, by name and the part that this rank has; it is empty in one process. ``random`` has
+    the states of this rank's generators, and ``others`` scheduler, scaler and user content as JSON.
     """
 
     layout: dict[str, int]
+    names: list[str] = field(default_factory=list)
     ties: dict[str, str] | None = None
     configuration: dict[str, str] | None = None
     optimizer: str | None = None
@@ -117,6 +118,7 @@ def captured(
     own.update({name: whole(tensor) for name, tensor in states.items()})
     if ranks.rank() == 0:
         result.configuration = None if model is None else configuration_of(model)
+        result.names = [] if model is None else names_of(model)
         given = {"scheduler": scheduler, "grad_scaler": grad_scaler}
         states = {}
         result.others = {

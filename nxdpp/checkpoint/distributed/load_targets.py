@@ -167,7 +167,8 @@ class LoadTargets:
         if saved is None:
             raise ValueError(f"{self._folder} has no optimizer: leave out optimizer=.")
         own = optimizer_class(optimizer)
-        if saved["class"] != own:
+        # A directory of torch.distributed.checkpoint has options, and no class.
+        if saved["class"] not in ("", own):
             raise ValueError(
                 f"{self._folder} has the state of {printable(saved['class'])}, and the optimizer is {own}: make the "
                 f"optimizer that was saved, or leave out optimizer=."

@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from nxdpp.checkpoint.huggingface.model_tensors import WrappedModel, check_still_tied, tied_names_of, unwrapped_name
+from nxdpp.pipeline.local.own_save import state_of_all_names
 from nxdpp.tensor.shards import has_rows, is_shard
 
 
@@ -52,6 +53,12 @@ def local_module_of(model: nn.Module) -> nn.Module:
     if is_pipelined(model):
         return cast(WrappedModel, model).local_module
     return cast(nn.Module, model.module) if isinstance(model, DistributedDataParallel) else model
+
+
+def names_of(model: nn.Module) -> list[str]:
+    """All names of the whole model, in its order."""
+    module = cast(WrappedModel, model).original_module if is_pipelined(model) else local_module_of(model)
+    return [unwrapped_name(name) for name in state_of_all_names(module)]
 
 
 def _quantised(state: Mapping[str, Any]) -> list[str]:

@@ -100,6 +100,11 @@ def new_options(optimizer: Optimizer, names: Mapping[int, str], saved: Sequence[
             )
     found = [decoded(group.options) for group in saved]
     for number, (group, options) in enumerate(zip(optimizer.param_groups, found, strict=True)):
+        for key in (key for key in optimizer.defaults if key not in options and _numbers_in(group.get(key))):
+            raise ValueError(
+                f"param_groups[{number}] of the checkpoint has no {key}, and the optimizer {key}={group[key]!r:.100}: "
+                f"make the optimizer that was saved."
+            )
         for key, value in options.items():
             if _numbers_in(group.get(key)) and _numbers_in(value) != _numbers_in(group[key]):
                 raise ValueError(

@@ -17,12 +17,11 @@ import torch.distributed as dist
 from torch import nn
 
 from nxdpp.agreement.together import from_all_ranks, together
-from nxdpp.checkpoint.distributed.model_state import ModelTensors, is_pipelined, local_module_of, model_tensors
+from nxdpp.checkpoint.distributed.model_state import ModelTensors, local_module_of, model_tensors, names_of
 from nxdpp.checkpoint.distributed.rectangles import PlaceInWhole, placement_of
-from nxdpp.checkpoint.huggingface.model_tensors import WrappedModel, unwrapped_name
+from nxdpp.checkpoint.huggingface.model_tensors import WrappedModel
 from nxdpp.devices.kinds import device_of
 from nxdpp.pipeline.local.half_loaded import check_whole
-from nxdpp.pipeline.local.own_save import state_of_all_names
 from nxdpp.ranks import parallel_state
 from nxdpp.ranks.faults import failure_watch
 from nxdpp.ranks.faults.board import board
@@ -82,7 +81,7 @@ def gather_tensors(
         return model_tensors(model)
 
     local = together(tensors, consequence)
-    wanted = [name for name in _names_of(model) if names is None or name in names]
+    wanted = [name for name in names_of(model) if names is None or name in names]
     # Rank 0's names and ties count: a module whose tensors are elsewhere may have lost its ties.
     firsts = {name: local.ties.get(name, name) for name in wanted} if dist.get_rank() == 0 else {}
     firsts = from_all_ranks(firsts)[0]
@@ -100,12 +99,6 @@ def gather_tensors(
     if dist.get_rank() > 0:
         return None
     return {name: cast(torch.Tensor, whole[first]) for name, first in firsts.items()}
-
-
-def _names_of(model: nn.Module) -> list[str]:
-    """All names of the whole model, in its order."""
-    module = cast(WrappedModel, model).original_module if is_pipelined(model) else local_module_of(model)
-    return [unwrapped_name(name) for name in state_of_all_names(module)]
 
 
 def _with_values(local: ModelTensors, firsts: Mapping[str, str]) -> dict[str, torch.Tensor]:
