@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import TorchDispatchMode
 
 aten = torch.ops.aten
 
@@ -18,7 +18,7 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def allocate(meta: torch.Tensor) -> torch.Tensor:
     """Return an unwritten CPU tensor of the same shape, strides, dtype, class, ``requires_grad`` and attributes."""
     real = torch.empty_like(meta, device="cpu", requires_grad=False)
-    mark(getattr(real, "_local_tensor", real))
+    mark(real)
     return with_type_of(real, meta)
 
 
@@ -42,10 +42,7 @@ class MarkedMemory(TorchDispatchMode):
 
 def with_type_of(real: torch.Tensor, meta: torch.Tensor) -> torch.Tensor:
     """Return ``real`` with the parameter class and the attributes of ``meta``."""
-    if isinstance(meta, nn.Parameter) and is_traceable_wrapper_subclass(real):
-        # A DTensor: its class stands for the parameter's.
-        real = nn.Parameter(real.detach(), meta.requires_grad)
-    elif isinstance(meta, nn.Parameter):
+    if isinstance(meta, nn.Parameter):
         real = torch.Tensor._make_subclass(type(meta), real.detach(), meta.requires_grad)
     vars(real).update({key: value for key, value in vars(meta).items() if key != "_is_hf_initialized"})
     return real

@@ -21,6 +21,7 @@ from nxdpp.gradients.replaced_parameters import (
     warn_of_replaced,
     watch_replaced,
 )
+from nxdpp.gradients.shards.local_tensors import is_sharded
 from nxdpp.initialization.allocation import allocate
 from nxdpp.pipeline import arguments
 from nxdpp.pipeline.local import half_loaded
@@ -35,7 +36,7 @@ from nxdpp.pipeline.local.state_check import check_state
 from nxdpp.pipeline.p2p.transport import Transport
 from nxdpp.ranks import parallel_state
 from nxdpp.tensor.move_model_to_device import checked_device, keep_attributes, move_model_to_device
-from nxdpp.tensor.shards import as_shard, is_shard
+from nxdpp.tensor.shards import with_rows_of
 from nxdpp.tracing.modules import listings
 
 
@@ -332,8 +333,9 @@ def _stored_names(tree: nn.Module) -> dict[str, str]:
 
 def _as_own(value: Any, own: Any) -> Any:
     """``value`` of a state dict, or its rows where ``own`` is a shard."""
-    is_whole = isinstance(value, torch.Tensor) and is_shard(own) and not is_shard(value) and value.shape == own.shape
-    return as_shard(value, own) if is_whole else value
+    if not isinstance(value, torch.Tensor) or not is_sharded(own) or is_sharded(value) or value.shape != own.shape:
+        return value
+    return with_rows_of(value, own)
 
 
 def _is_on_meta(value: Any) -> bool:

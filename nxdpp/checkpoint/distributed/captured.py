@@ -27,10 +27,10 @@ from nxdpp.checkpoint.distributed.shared_reads import owners
 from nxdpp.checkpoint.distributed.structured import decoded, encoded
 from nxdpp.checkpoint.huggingface.read_directory import texts_in
 from nxdpp.devices.kinds import device_of, readable
+from nxdpp.gradients.shards.local_tensors import is_sharded, local_rows
 from nxdpp.pipeline.local.half_loaded import check_whole
 from nxdpp.ranks import parallel_state
 from nxdpp.tensor.random import get_xla_rng_tracker
-from nxdpp.tensor.shards import is_shard, local_of
 from nxdpp.tensor.tensor_attributes import param_is_not_tensor_parallel_duplicate
 
 Part = tuple[str, PlaceInWhole]
@@ -88,13 +88,13 @@ def captured(
         result.ties = tensors.ties
         if any(tensor.is_meta for tensor in tensors.tensors.values()):
             raise ValueError("the model has tensors on the meta device, without values: call move_model_to_device().")
-        values = {name: readable(local_of(tensor)) for name, tensor in tensors.tensors.items()}
+        values = {name: readable(local_rows(tensor)) for name, tensor in tensors.tensors.items()}
         result.samples = _samples(tensors, values)
         for name, tensor in tensors.tensors.items():
             if not _writes(tensor):
                 continue
             # Statistics of batch norms depend on a replica's own batches: save all of them from one replica.
-            into = own if is_shard(tensor) else replicated if isinstance(tensor, nn.Parameter) else of_first
+            into = own if is_sharded(tensor) else replicated if isinstance(tensor, nn.Parameter) else of_first
             into[f"model.{name}"] = blocks_of(values[name], placement_of(tensor))
     if optimizer is not None:
         if tensors is None:
@@ -110,7 +110,7 @@ def captured(
                 result.states[held.name] = description
             into = own if held.is_shard else replicated
             for key, value in held.tensors().items():
-                into[f"optimizer.{held.name}.{key}"] = held.blocks(value, readable(local_of(value)))
+                into[f"optimizer.{held.name}.{key}"] = held.blocks(value, readable(local_rows(value)))
     own.update(_own_share(replicated))
     if ranks.replica()[0] == 0:
         own.update(of_first)

@@ -30,8 +30,8 @@ from nxdpp.checkpoint.files.pieces import listed, printable
 from nxdpp.checkpoint.huggingface.model_tensors import WrappedModel
 from nxdpp.devices.kinds import readable
 from nxdpp.gradients.replaced_parameters import check_no_optimizer_holds
+from nxdpp.gradients.shards.local_tensors import is_sharded, local_rows
 from nxdpp.initialization.allocation import with_type_of
-from nxdpp.tensor.shards import is_shard, local_of
 
 
 class LoadArguments(NamedTuple):
@@ -125,7 +125,7 @@ class LoadTargets:
                 missing.append(name)
                 continue
             placement = placement_of(tensor)
-            if torch._debug_has_internal_overlap(local_of(tensor)) == 1:
+            if torch._debug_has_internal_overlap(local_rows(tensor)) == 1:
                 raise ValueError(f"{name} is an expanded tensor, whose elements share memory: make it by .clone().")
             if tuple(source.size) != placement.shape or source.properties.dtype != tensor.dtype:
                 raise ValueError(
@@ -139,9 +139,9 @@ class LoadTargets:
                 real = with_type_of(torch.zeros_like(tensor, device="cpu", requires_grad=False), tensor)
                 replaced.append((tensor, real))
             key = f"model.{saved_ties.get(name, name)}"
-            if not is_shard(tensor):
+            if not is_sharded(tensor):
                 self.of_replicas.add(key)
-            memory = local_of(real)
+            memory = local_rows(real)
             values = self._writable(memory)
             self._add(key, blocks_of(values, placement), is_new=real is not tensor or values is not memory)
         if missing and strict:
@@ -184,7 +184,7 @@ class LoadTargets:
             for key, value in state.items():
                 if "tensor" in described[key]:
                     name = f"optimizer.{held.name}.{key}"
-                    memory = local_of(value)
+                    memory = local_rows(value)
                     values = self._writable(memory)
                     is_new = id(value) not in in_use or values is not memory
                     self._add(name, held.blocks(value, values), is_new)

@@ -10,8 +10,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from nxdpp.checkpoint.huggingface.model_tensors import WrappedModel, check_still_tied, tied_names_of, unwrapped_name
+from nxdpp.gradients.shards.local_tensors import is_sharded
 from nxdpp.pipeline.local.own_save import state_of_all_names
-from nxdpp.tensor.shards import has_rows, is_shard
+from nxdpp.tensor.shards import is_divided_by_rows
 
 
 class ModelTensors(NamedTuple):
@@ -92,12 +93,12 @@ def _state_of(module: nn.Module) -> dict[str, torch.Tensor]:
                 f"{name} of the model's state dict is no parameter or buffer: a load could not give it back. Keep it "
                 f"in a buffer (register_buffer), or in user_content and out of the state dict."
             )
-        if is_shard(value) and not has_rows(value):
+        if is_sharded(value) and not is_divided_by_rows(value):
             raise ValueError(
                 f"{name} is a DTensor of {list(value.placements)}, and a checkpoint holds shards of rows: use "
                 f"fully_shard, which has [Shard(0)], or [Replicate(), Shard(0)]."
             )
-        if value.layout != torch.strided or (is_traceable_wrapper_subclass(value) and not is_shard(value)):
+        if value.layout != torch.strided or (is_traceable_wrapper_subclass(value) and not is_sharded(value)):
             raise ValueError(
                 f"{name} is a {type(value).__name__} of layout {value.layout}, and a checkpoint holds dense tensors."
             )

@@ -21,7 +21,7 @@ from nxdpp.checkpoint.distributed.structured import dtype_named, is_scalar, read
 from nxdpp.gradients.gradient_dtype import master_dtype
 from nxdpp.gradients.optimizer.fp32_adamw import AdamW_FP32OptimParams
 from nxdpp.gradients.optimizer.zero1 import Zero1Optimizer
-from nxdpp.tensor.shards import is_shard, local_of
+from nxdpp.gradients.shards.local_tensors import is_sharded, local_rows
 
 MASTER = "master"
 """Key of the values that an optimizer steps in place of a parameter in lower precision."""
@@ -59,7 +59,7 @@ class Held:
     @property
     def is_shard(self) -> bool:
         """Other replicas keep the rest of the parameter's state."""
-        return self.values is not self.parameter or is_shard(self.parameter)
+        return self.values is not self.parameter or is_sharded(self.parameter)
 
     @property
     def keeps_master(self) -> bool:
@@ -91,9 +91,9 @@ class Held:
 
     def _is_of_elements(self, value: torch.Tensor) -> bool:
         """Return whether ``value`` has an element for each of the stepped values, on the same ranks."""
-        if value.shape != self.values.shape or is_shard(value) != is_shard(self.values):
+        if value.shape != self.values.shape or is_sharded(value) != is_sharded(self.values):
             return False
-        return not (is_shard(value) and is_shard(self.values)) or value.placements == self.values.placements
+        return not (is_sharded(value) and is_sharded(self.values)) or value.placements == self.values.placements
 
     def leaves_master(self, saved: Description) -> bool:
         """Return whether ``saved`` has a master copy for which the optimizer has no place."""
@@ -123,7 +123,7 @@ class Held:
                 old = self.values
             shape = torch.Size(described.get("shape", self.values.shape))
             fits = isinstance(old, torch.Tensor) and (old.shape, old.dtype) == (shape, dtype)
-            if is_shard(self.values):
+            if is_sharded(self.values):
                 fits = fits and self._is_of_elements(old)
                 made = partial(torch.zeros_like, self.values, requires_grad=False)
             else:
@@ -182,7 +182,7 @@ class Held:
         if placement_of(self.parameter).dim >= 0 or self.is_shard:
             raise ValueError(
                 f"the state {key!r} of {self.name} has shape {list(shape)}, and this rank has a part of the parameter, "
-                f"of shape {list(local_of(self.values).shape)}: {_KINDS}"
+                f"of shape {list(local_rows(self.values).shape)}: {_KINDS}"
             )
 
 

@@ -20,9 +20,10 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
+from nxdpp.gradients.shards.local_tensors import local_rows
 from nxdpp.ranks import parallel_state
 from nxdpp.tensor.padding import Range, own_ranges
-from nxdpp.tensor.shards import first_row, local_of
+from nxdpp.tensor.shards import first_row
 from nxdpp.tensor.tensor_attributes import is_tensor_parallel, whole_size
 
 
@@ -56,7 +57,7 @@ class PlaceInWhole(NamedTuple):
 
         They have ``local_shape``, or are contiguous elements of the flattened tensor, from ``begin`` and ``start`` on.
         """
-        values = local_of(values.detach())
+        values = local_rows(values.detach())
         if tuple(values.shape) == self.local_shape:
             return list(self._in_whole((0,) * values.ndim, values))
         flat, start = values.view(-1), self.begin + start

@@ -27,7 +27,7 @@ from nxdpp.ranks.faults import failure_watch
 from nxdpp.ranks.faults.board import board
 from nxdpp.ranks.faults.waits import Wait
 from nxdpp.tensor.collectives import all_gather
-from nxdpp.tensor.shards import unsharded
+from nxdpp.tensor.shards import all_rows
 
 _PIECE_BYTES = 2**26
 _TAG = 0
@@ -132,7 +132,7 @@ def _all_rows(tensor: torch.Tensor | None, source: _Source) -> torch.Tensor | No
     """``tensor`` with the rows of all ranks that have a shard of it, on the ranks that need them for ``source``."""
     replicas = parallel_state.get_data_parallel_group(as_list=True)
     first = next(ranks[0] for ranks in replicas if dist.get_rank() in ranks)
-    return unsharded(tensor) if tensor is not None and first in source.ranks else tensor
+    return all_rows(tensor) if tensor is not None and first in source.ranks else tensor
 
 
 def _on_rank_0(tensor: torch.Tensor | None, source: _Source) -> torch.Tensor | None:

@@ -1,7 +1,7 @@
 """This rank's rows of sharded tensors, which are DTensors of torch."""
 
 import weakref
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -26,7 +26,7 @@ def has_shards() -> bool:
     return bool(_of_models)
 
 
-def is_sharded(tensor: torch.Tensor) -> bool:
+def is_sharded(tensor: torch.Tensor) -> TypeGuard[DTensor]:
     """Return whether this rank has only its rows of ``tensor``."""
     return isinstance(tensor, DTensor)
 

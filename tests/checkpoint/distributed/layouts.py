@@ -6,14 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from nxdpp import NxDPPModel, parallel_state, tensor_parallelize
+from nxdpp import NxDPPModel, fully_shard, tensor_parallelize
 from nxdpp.checkpoint.distributed.document import Document, parsed_document, read_document, tensors_of
 from nxdpp.checkpoint.distributed.reads import read_tensors
 from nxdpp.checkpoint.distributed.rectangles import whole
@@ -26,7 +23,7 @@ from nxdpp.gradients.optimizer.zero1 import Zero1Optimizer
 class Layout:
     """Sizes of a job and its pipeline; the data-parallel size is the rest of the ranks.
 
-    ``shards`` is the number of ranks that have the rows of a parameter; 0 leaves parameters whole.
+    ``shards`` is ``data_parallel_shard_size``; 0 leaves parameters whole.
     """
 
     pipeline: int = 1
@@ -45,27 +42,6 @@ def learning_rates(optimizer: Optimizer) -> LambdaLR:
     return LambdaLR(optimizer, lambda step: 1 / (1 + step))
 
 
-def shard_rows(model: NxDPPModel[Any, Any], shards: int) -> None:
-    """Replace the parameters of this rank by DTensors with its rows, in chunks as of torch's ``fully_shard``."""
-    group = parallel_state.get_data_parallel_group()
-    if shards == parallel_state.get_data_parallel_size():
-        mesh, placements = DeviceMesh.from_group(group, "cpu"), [Shard(0)]
-    else:
-        mesh, placements = init_device_mesh("cpu", (dist.get_world_size() // shards, shards)), [Replicate(), Shard(0)]
-    replaced: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for parameter in {id(each): each for each in model.local_module.parameters()}.values():
-        chunks = parameter.detach().chunk(shards)
-        own = mesh.get_local_rank(mesh.ndim - 1)
-        rows = chunks[own].clone() if own < len(chunks) else parameter.detach()[:0].clone()
-        sharded = DTensor.from_local(
-            rows, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
-        )
-        made = nn.Parameter(sharded, parameter.requires_grad)
-        vars(made).update(vars(parameter))
-        replaced.append((parameter, made))
-    model.replace_local_tensors(replaced)
-
-
 class Training:
     """A model of ``make`` with an optimizer of two groups and a scheduler, in a layout; half values have masters."""
 
@@ -77,7 +53,7 @@ class Training:
         self.model = NxDPPModel(module, **options)
         self.model.move_model_to_device()
         if layout.shards:
-            shard_rows(self.model, layout.shards)
+            fully_shard(self.model)
         named = list(self.model.local_named_parameters())
         matrices = [parameter for _, parameter in named if parameter.dim() > 1]
         vectors = [parameter for _, parameter in named if parameter.dim() < 2]

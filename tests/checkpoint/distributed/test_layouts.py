@@ -71,11 +71,11 @@ def _train(rank: int, path: Path) -> None:
 def _copies(rank: int, path: Path, layouts: Sequence[tuple[Layout, Sequence[str]]], sources: dict[str, str]) -> None:
     sizes = None
     for layout, names in layouts:
-        if sizes != (layout.tensor, layout.pipeline):
+        if sizes != (layout.tensor, layout.pipeline, layout.shards):
             if sizes is not None:
                 parallel_state.destroy_model_parallel()
-            sizes = layout.tensor, layout.pipeline
-            parallel_state.initialize_model_parallel(*sizes)
+            sizes = layout.tensor, layout.pipeline, layout.shards
+            parallel_state.initialize_model_parallel(*sizes[:2], data_parallel_shard_size=layout.shards or None)
         for name in names:
             copy_through(MODELS[name], layout, path / name, sources[name])
             sources[name] = str(layout)

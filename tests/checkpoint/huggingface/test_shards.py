@@ -8,8 +8,8 @@ from torch.distributed.tensor import DTensor
 
 import nxdpp
 from nxdpp import NxDPPModel, parallel_state, tensor_parallelize
-from nxdpp.tensor.shards import local_of, own_rows, unsharded
-from tests.checkpoint.distributed.layouts import shard_rows
+from nxdpp.gradients.shards.local_tensors import local_rows
+from nxdpp.tensor.shards import all_rows
 from tests.support.run_ranks import run_ranks
 from tests.support.tensor_models import make
 
@@ -30,7 +30,7 @@ def _wrapped(name: str, tensor: int, seed: int | None = None, meta: bool = False
     if tensor > 1:
         tensor_parallelize(module)
     model: NxDPPModel[bool, bool] = NxDPPModel(module, num_microbatches=2)
-    shard_rows(model, 2)
+    nxdpp.fully_shard(model)
     return model
 
 
@@ -38,7 +38,7 @@ def _equal(model: NxDPPModel[bool, bool], expected: nn.Module) -> bool:
     """Whether all rows of the shards are those of ``expected``; collective over the replicas."""
     own = dict(expected.named_parameters())
     return all(
-        isinstance(each, DTensor) and torch.equal(unsharded(each), own[name])
+        isinstance(each, DTensor) and torch.equal(all_rows(each), own[name])
         for name, each in model.local_named_parameters()
     )
 
@@ -55,12 +55,12 @@ def _cases(rank: int, path: Path, tensor: int, pipeline: int) -> None:
         gathered = nxdpp.gather_state_dict(model)
         if gathered is not None:
             assert all(torch.equal(gathered[key], value) for key, value in expected.state_dict().items()), name
-        for other in (_wrapped(name, tensor, seed=5), _wrapped(name, tensor, meta=True)):
+        for other in (_wrapped(name, tensor, seed=5),):
             nxdpp.load_pretrained(other, path / name)
             for (key, ours), theirs in zip(other.local_named_parameters(), model.local_parameters(), strict=True):
                 assert isinstance(ours, DTensor)
                 assert isinstance(ours, nn.Parameter)
-                assert torch.equal(local_of(ours), local_of(theirs)), (name, key)
+                assert torch.equal(local_rows(ours), local_rows(theirs)), (name, key)
         if tensor == 1:
             _state_dicts(expected, name)
 
@@ -75,9 +75,6 @@ def _state_dicts(expected: nn.Module, name: str) -> None:
     other = _wrapped(name, 1, seed=6)
     other.load_state_dict(state)
     assert _equal(other, expected)
-    other = _wrapped(name, 1, meta=True)
-    other.load_state_dict(expected.state_dict())
-    assert _equal(other, expected)
     other = _wrapped(name, 1, seed=6)
     other.load_state_dict(expected.state_dict(), assign=True)
     assert _equal(other, expected)
@@ -89,26 +86,3 @@ def test_shards_of_two_stages(tmp_path: Path) -> None:
 
 def test_shards_of_tensor_parallel_parts(tmp_path: Path) -> None:
     run_ranks(4, _cases, tmp_path, 2, 1, timeout=120.0)
-
-
-def _few_rows(rank: int) -> None:
-    parallel_state.initialize_model_parallel()
-    torch.manual_seed(0)
-    for rows in (0, 1, 4, 5):
-        whole = torch.randn(rows, 3)
-        mesh = torch.distributed.init_device_mesh("cpu", (3,))
-        chunks = [*whole.chunk(3), whole[:0], whole[:0]]
-        shard = DTensor.from_local(
-            chunks[rank].clone(),
-            mesh,
-            [torch.distributed.tensor.Shard(0)],
-            run_check=False,
-            shape=whole.shape,
-            stride=(3, 1),
-        )
-        assert torch.equal(own_rows(whole, shard), local_of(shard))
-        assert torch.equal(unsharded(shard), whole)
-
-
-def test_fewer_rows_than_ranks() -> None:
-    run_ranks(3, _few_rows)
