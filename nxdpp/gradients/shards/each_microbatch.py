@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from nxdpp.agreement.exchange import ReplicaExchanges
-from nxdpp.gradients.shards.rank_shards import RankShards, ShardedLayer, StageShards
+from nxdpp.gradients.shards.rank_shards import Changes, RankShards, ShardedLayer, StageShards
 from nxdpp.gradients.shards.unit import ShardedUnit
 from nxdpp.schedules.actions import ActionKind
 
@@ -37,8 +37,8 @@ class _Pass:
 class EachMicrobatch(RankShards):
     """Units that are whole only while they compute."""
 
-    def __init__(self, stages: Mapping[int, StageShards], exchanges: ReplicaExchanges) -> None:
-        super().__init__(stages, exchanges)
+    def __init__(self, stages: Mapping[int, StageShards], exchanges: ReplicaExchanges, changes: Changes) -> None:
+        super().__init__(stages, exchanges, changes)
         self._pass: _Pass | None = None
         for stage in stages.values():
             for number, layer in enumerate(stage.layers):
