@@ -22,6 +22,7 @@ from nxdpp.gradients.shards.once_a_step import OnceAStep
 from nxdpp.gradients.shards.rank_shards import RankShards, ShardedLayer, StageShards
 from nxdpp.gradients.shards.unit import ShardedUnit, shard_context
 from nxdpp.initialization.allocation import with_type_of
+from nxdpp.pipeline.local.changes import TENSORS, Change
 from nxdpp.pipeline.local.view import LocalView
 from nxdpp.pipeline.pipeline import Pipeline
 from nxdpp.ranks import parallel_state
@@ -120,7 +121,8 @@ class _Sharding:
             )
             for stage in local
         }
-        return (EachMicrobatch if resharding else OnceAStep)(stages_shards, self._pipeline.exchanges)
+        watch = self._pipeline.part.changes.watch(*TENSORS, Change.GRADIENT)
+        return (EachMicrobatch if resharding else OnceAStep)(stages_shards, self._pipeline.exchanges, watch)
 
     def _units(self, place: str | tuple[int, ...], names: Sequence[str]) -> list[ShardedUnit]:
         """Shard the parameters ``names``: a unit for each dtype."""
@@ -168,8 +170,8 @@ def _check(reshard_after_forward: object, offload_policy: OffloadPolicy) -> None
         )
     if isinstance(offload_policy, CPUOffloadPolicy) and device.type == "cpu" and offload_policy.pin_memory:
         raise ValueError(
-            "CPUOffloadPolicy() pins memory for a CUDA device, and this rank computes on the CPU, where its rows are in "
-            "host memory anyway: leave offload_policy out."
+            "CPUOffloadPolicy() pins memory for a CUDA device, and this rank computes on the CPU, where its rows are "
+            "in host memory anyway: leave offload_policy out."
         )
 
 

@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from nxdpp.agreement.exchange import ReplicaExchanges
-from nxdpp.gradients.shards.rank_shards import RankShards, ShardedLayer, StageShards
+from nxdpp.gradients.shards.rank_shards import Changes, RankShards, ShardedLayer, StageShards
 from nxdpp.gradients.shards.unit import ShardedUnit
 from nxdpp.schedules.actions import ActionKind
 
@@ -37,8 +37,8 @@ class _Pass:
 class EachMicrobatch(RankShards):
     """Units that are whole only while they compute."""
 
-    def __init__(self, stages: Mapping[int, StageShards], exchanges: ReplicaExchanges) -> None:
-        super().__init__(stages, exchanges)
+    def __init__(self, stages: Mapping[int, StageShards], exchanges: ReplicaExchanges, changes: Changes) -> None:
+        super().__init__(stages, exchanges, changes)
         self._pass: _Pass | None = None
         for stage in stages.values():
             for number, layer in enumerate(stage.layers):
@@ -49,7 +49,15 @@ class EachMicrobatch(RankShards):
 
     def run(self, stage: int, kind: ActionKind, is_first: bool, is_last: bool, compute: Callable[[], None]) -> None:
         """Make the call ``compute``, as ``RankShards.run`` does."""
-        own = self._stages[stage]
+        # Cached casts would stay whole, and their gradients would come with those of the first microbatch.
+        caches = torch.is_autocast_cache_enabled()
+        torch.set_autocast_cache_enabled(False)
+        try:
+            self._run(self._stages[stage], kind, compute)
+        finally:
+            torch.set_autocast_cache_enabled(caches)
+
+    def _run(self, own: StageShards, kind: ActionKind, compute: Callable[[], None]) -> None:
         for unit in own.units if kind is ActionKind.WEIGHT_GRADIENT else own.rest:
             unit.start()
         ahead = own.layers[:1] if kind is ActionKind.FORWARD else own.layers[-1:]
@@ -70,6 +78,8 @@ class EachMicrobatch(RankShards):
         if kind is not ActionKind.INPUT_GRADIENT:
             for unit in own.rest:
                 self._reduce(unit)
+            for unit in own.units if self._step.reduces else ():
+                unit.check_reduced()
         _free(own.units)
 
     def _before_forward(self, layers: Sequence[ShardedLayer], number: int, module: nn.Module, arguments: Any) -> None:

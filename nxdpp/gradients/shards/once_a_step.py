@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from nxdpp.agreement.exchange import ReplicaExchanges
-from nxdpp.gradients.shards.rank_shards import RankShards, StageShards
+from nxdpp.gradients.shards.rank_shards import Changes, RankShards, StageShards
 from nxdpp.gradients.shards.unit import ShardedUnit
 from nxdpp.schedules.actions import ActionKind
 
@@ -27,8 +27,8 @@ from nxdpp.schedules.actions import ActionKind
 class OnceAStep(RankShards):
     """Units that are whole from the first forward of a stage to its last action."""
 
-    def __init__(self, stages: Mapping[int, StageShards], exchanges: ReplicaExchanges) -> None:
-        super().__init__(stages, exchanges)
+    def __init__(self, stages: Mapping[int, StageShards], exchanges: ReplicaExchanges, changes: Changes) -> None:
+        super().__init__(stages, exchanges, changes)
         # Of the present step: the stages of each unit that have not ended.
         self._remaining_stages: dict[ShardedUnit, int] = {}
         # Of the present last backward, in the order in which all replicas reduce.

@@ -10,6 +10,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -54,34 +55,46 @@ class _Step:
     before: dict[ShardedUnit, list[bool]] = field(default_factory=dict)
 
 
+class Changes(Protocol):
+    """Changes of the model."""
+
+    @property
+    def has_moved(self) -> bool:
+        """``True`` after a load, a move, a replacement or a change of ``requires_grad``, until ``settle``."""
+
+    def settle(self) -> None:
+        """Take the changes until now as known."""
+
+
 class RankShards(ABC):
     """The units of this rank.
 
     Args:
         stages: the units of each local stage. Stages that use one parameter share its unit.
         exchanges: of the model with its replicas.
+        changes: of the model that units follow.
 
     Attributes:
         units: each once, in the order of the stages.
     """
 
-    def __init__(self, stages: Mapping[int, StageShards], exchanges: ReplicaExchanges) -> None:
+    def __init__(self, stages: Mapping[int, StageShards], exchanges: ReplicaExchanges, changes: Changes) -> None:
         self._stages = stages
         self._exchanges = exchanges
+        self._changes = changes
         self.units = list(dict.fromkeys(unit for stage in stages.values() for unit in stage.units))
         self._step = _Step()
         note_shards(self)
-
-    def follow(self) -> None:
-        """Follow values that were loaded or moved, and parameters that were frozen."""
-        for unit in self.units:
-            unit.follow()
 
     def begin(self, train: bool, reduces: bool) -> None:
         """Begin a step; collective over the replicas. It ``reduces`` gradients unless they stay on each replica.
 
         Raises ``RuntimeError`` on all replicas where one is about to make another step.
         """
+        if self._changes.has_moved:
+            for unit in self.units:
+                unit.follow()
+            self._changes.settle()
         kind = "a training step" if train else "an evaluation"
         self._exchanges.begin("gather of sharded parameters", [f"in {kind}, gradients are reduced: {reduces}"])
         self._step = _Step(train, train and reduces)
