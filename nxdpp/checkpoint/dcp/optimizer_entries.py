@@ -52,11 +52,20 @@ def torch_state(optimizer: Mapping[str, Any], order: Sequence[str], tensor: Call
     return {_STATE: state, _GROUPS: groups}
 
 
+def optimizer_key(name: str) -> str:
+    """The flat key of a tensor of the checkpoint in a state dict with ``torch_state`` under ``optimizer``."""
+    return f"{OF_OPTIMIZER}{_STATE}.{name.removeprefix(OF_OPTIMIZER)}"
+
+
 class FoundOptimizer(NamedTuple):
-    """Optimizer state in a directory: its part of a checkpoint's content, and tensors by their names there."""
+    """Optimizer state in a directory: its part of a checkpoint's content, and tensors by their names there.
+
+    ``entries`` are the names in the directory.
+    """
 
     content: dict[str, Any]
     tensors: dict[str, DcpTensor]
+    entries: list[str]
 
 
 def found_optimizer(directory: DcpDirectory, model: Mapping[str, DcpTensor]) -> FoundOptimizer | None:
@@ -82,7 +91,9 @@ def found_optimizer(directory: DcpDirectory, model: Mapping[str, DcpTensor]) -> 
             f"the optimizer has {listed(unknown, 5)}, and the model does not: save the names of "
             f"torch.distributed.checkpoint.state_dict.get_state_dict."
         )
-    return FoundOptimizer({"class": "", "groups": groups, "states": states}, tensors)
+    return FoundOptimizer(
+        {"class": "", "groups": groups, "states": states}, tensors, [each.name for each in own.values()]
+    )
 
 
 def _entries(directory: DcpDirectory) -> dict[str, DcpTensor | DcpObject]:

@@ -27,8 +27,10 @@ from nxdpp.checkpoint.files.torch_saves import SavedSpan
 EMPTY: Mapping[str, Any] = dict.fromkeys(("layout", "configuration", "optimizer", "scheduler", "grad_scaler"))
 
 
-def dcp_document(path: Path) -> Document:
-    """Return the document of the model and the optimizer in ``path``; a tied tensor is there under each of its names.
+def dcp_document(path: Path, with_optimizer: bool) -> Document:
+    """Return the document of the model in ``path``, and of its optimizer ``with_optimizer``.
+
+    A tied tensor is there under each of its names.
 
     Raises ``DamagedFile`` for a damaged directory, ``ValueError`` for state that no checkpoint of nxdpp has, and
     ``OSError``.
@@ -36,7 +38,7 @@ def dcp_document(path: Path) -> Document:
     directory = read_dcp_directory(path)
     try:
         model = directory.model()
-        optimizer = found_optimizer(directory, model)
+        optimizer = found_optimizer(directory, model) if with_optimizer else None
         tensors = {f"{OF_MODEL}{name}": each for name, each in model.items()}
         tensors |= {} if optimizer is None else optimizer.tensors
         for name, each in tensors.items():

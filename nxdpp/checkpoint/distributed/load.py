@@ -52,11 +52,18 @@ MIXED = "The model has values of two origins now: steps and saves of it are refu
 class Load:
     """One load, whose methods are collective in their order; all ranks raise the errors of the document.
 
-    ``remote`` is the directory of ``folder`` in a store, which has the values.
+    ``remote`` is the directory of ``folder`` in a store, which has the values. A directory of torch's is only asked for
+    the state of an optimizer ``with_optimizer``.
     """
 
-    def __init__(self, folder: Path, exchange: Exchange, remote: RemoteDirectory | None = None) -> None:
-        self._folder, self._remote = folder, remote
+    def __init__(
+        self,
+        folder: Path,
+        exchange: Exchange,
+        remote: RemoteDirectory | None = None,
+        with_optimizer: bool = False,
+    ) -> None:
+        self._folder, self._remote, self._with_optimizer = folder, remote, with_optimizer
         self.exchange = exchange
         found = exchange.from_first(self._found)
         self._is_of_torch = isinstance(found, Document)
@@ -152,7 +159,7 @@ class Load:
         if self._remote is not None:
             self._remote.fetch(self._folder / DOCUMENT)
         elif not (self._folder / DOCUMENT).is_file() and has_dcp_files(self._folder):
-            return dcp_document(self._folder)
+            return dcp_document(self._folder, self._with_optimizer)
         return zlib.compress(read_document(self._folder), 1)
 
     def _document(self, found: bytes | Document) -> Document:
@@ -225,7 +232,7 @@ def load_first_whole(
     """
     for folder, is_last in zip(folders, [False] * (len(folders) - 1) + [True], strict=True):
         try:
-            load = Load(folder, exchange, remote)
+            load = Load(folder, exchange, remote, given.optimizer is not None)
             load.prepare(given)
             return load.read()
         except Exception as error:

@@ -16,7 +16,7 @@ import nxdpp
 from nxdpp import parallel_state
 from nxdpp.checkpoint.commands.show import verify
 from nxdpp.doors.nxd.checkpoint import finalize_checkpoint, load_checkpoint, save_checkpoint
-from tests.checkpoint.distributed.layouts import Layout, Training
+from tests.checkpoint.distributed.layouts import Layout, Training, learning_rates
 from tests.support.run_ranks import run_ranks
 from tests.support.tensor_models import VOCABULARY, make
 
@@ -49,7 +49,10 @@ def one_process(seed: int = 0) -> tuple[nn.Module, AdamW]:
         {"params": [each for each in parameters if each.dim() > 1], "weight_decay": 0.1},
         {"params": [each for each in parameters if each.dim() < 2], "weight_decay": 0.0},
     ]
-    return model, AdamW(groups, lr=1e-2)
+    optimizer = AdamW(groups, lr=1e-2)
+    # It gives the groups an option of its own.
+    learning_rates(optimizer)
+    return model, optimizer
 
 
 def flat(state: Any, prefix: str = "") -> dict[str, Any]:
