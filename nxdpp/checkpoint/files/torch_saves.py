@@ -81,8 +81,10 @@ def write_saved(path: Path, values: Iterable[tuple[str, Any]]) -> dict[str, tupl
         for name, given in values:
             value, checksums, start = given, None, file.tell()
             if isinstance(given, torch.Tensor):
-                # A view would be written with all of its memory.
-                value = given.detach().cpu().clone(memory_format=torch.contiguous_format)
+                value = given.detach().cpu().contiguous()
+                if value.untyped_storage().nbytes() != value.nbytes:
+                    # torch would write all memory of a view.
+                    value = value.clone()
                 checksums = _checksums(value)
             torch.save(value, file)
             places[name] = SavedSpan(path.name, start, file.tell() - start), checksums
