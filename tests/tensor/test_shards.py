@@ -26,7 +26,9 @@ def _few_rows(rank: int) -> dict[int, tuple[int, int]]:
     found = {}
     for count in (1, 4, 7):
         whole = Rows(count).rows.detach()
-        rows = fully_shard(Rows(count), mesh=mesh).rows
+        module = Rows(count)
+        fully_shard(module, mesh=mesh)
+        rows: torch.Tensor = module.rows
         assert isinstance(rows, DTensor)
         assert is_divided_by_rows(rows)
         assert torch.equal(all_rows(rows), whole)

@@ -173,17 +173,17 @@ def read_dcp_directory(path: Path) -> DcpDirectory:
             f"{first_line(error)})."
         ) from error
     lengths: dict[Path, int] = {}
-    for tensor in (*tensors.values(), *others.values()):
-        for piece in tensor.pieces if isinstance(tensor, DcpTensor) else (tensor.piece,):
-            if piece.path not in lengths:
-                lengths[piece.path] = piece.path.stat().st_size if piece.path.is_file() else -1
-            length = lengths[piece.path]
-            if length < piece.start + piece.length:
-                state = f"has {length:,} bytes" if length >= 0 else "is missing"
-                raise DamagedFile(
-                    f"{piece.path} {state}, and {printable(tensor.name, 300)} is in bytes {piece.start:,} to "
-                    f"{piece.start + piece.length:,} of it: copy the directory again."
-                )
+    pieces = [(each.name, piece) for each in tensors.values() for piece in each.pieces]
+    for name, piece in (*pieces, *((each.name, each.piece) for each in others.values())):
+        if piece.path not in lengths:
+            lengths[piece.path] = piece.path.stat().st_size if piece.path.is_file() else -1
+        length = lengths[piece.path]
+        if length < piece.start + piece.length:
+            state = f"has {length:,} bytes" if length >= 0 else "is missing"
+            raise DamagedFile(
+                f"{piece.path} {state}, and {printable(name, 300)} is in bytes {piece.start:,} to "
+                f"{piece.start + piece.length:,} of it: copy the directory again."
+            )
     return DcpDirectory(tensors, others, keys)
 
 

@@ -98,7 +98,8 @@ def _state_of(module: nn.Module) -> dict[str, torch.Tensor]:
                 f"{name} is a DTensor of {list(value.placements)}, and a checkpoint holds shards of rows: use "
                 f"fully_shard, which has [Shard(0)], or [Replicate(), Shard(0)]."
             )
-        if value.layout != torch.strided or (is_traceable_wrapper_subclass(value) and not is_sharded(value)):
+        is_wrapped = not is_sharded(value) and is_traceable_wrapper_subclass(value)
+        if value.layout != torch.strided or is_wrapped:
             raise ValueError(
                 f"{name} is a {type(value).__name__} of layout {value.layout}, and a checkpoint holds dense tensors."
             )

@@ -89,11 +89,13 @@ class Held:
             placement = PlaceInWhole(tuple(value.shape), tuple(value.shape), -1, ())
         return blocks_of(memory, placement, self.start)
 
-    def _is_of_elements(self, value: torch.Tensor) -> bool:
-        """Return whether ``value`` has an element for each of the stepped values, on the same ranks."""
-        if value.shape != self.values.shape or is_sharded(value) != is_sharded(self.values):
+    def _is_of_elements(self, value: Any) -> bool:
+        """Return whether ``value`` is a tensor with an element for each of the stepped values, on the same ranks."""
+        if not isinstance(value, torch.Tensor) or value.shape != self.values.shape:
             return False
-        return not (is_sharded(value) and is_sharded(self.values)) or value.placements == self.values.placements
+        if is_sharded(value) and is_sharded(self.values):
+            return bool(value.placements == self.values.placements)
+        return is_sharded(value) == is_sharded(self.values)
 
     def leaves_master(self, saved: Description) -> bool:
         """Return whether ``saved`` has a master copy for which the optimizer has no place."""

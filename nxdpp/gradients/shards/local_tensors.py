@@ -33,7 +33,7 @@ def is_sharded(tensor: torch.Tensor) -> TypeGuard[DTensor]:
 
 def local_rows(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's rows of a sharded tensor, in its memory; any other tensor as it is."""
-    return tensor.detach()._local_tensor if isinstance(tensor, DTensor) else tensor
+    return tensor._local_tensor.detach() if isinstance(tensor, DTensor) else tensor
 
 
 def with_rows(like: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

@@ -6,16 +6,18 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
 from torch.optim import AdamW
 
-import nxdpp
 from nxdpp import parallel_state
 from nxdpp.checkpoint.commands.show import verify
 from nxdpp.doors.nxd.checkpoint import finalize_checkpoint, load_checkpoint, save_checkpoint
+from nxdpp.gradients.shards.local_tensors import local_rows
 from tests.checkpoint.distributed.layouts import Layout, Training, learning_rates
 from tests.support.run_ranks import run_ranks
 from tests.support.tensor_models import VOCABULARY, make
@@ -95,7 +97,7 @@ def _save(rank: int, path: Path) -> None:
         for each in (training, other):
             each.step(_batch(2))
         for ours, theirs in zip(training.model.parameters(), other.model.parameters(), strict=True):
-            assert torch.equal(*(nxdpp.gradients.shards.local_tensors.local_rows(each) for each in (ours, theirs)))
+            assert torch.equal(*(local_rows(each) for each in (ours, theirs)))
         parallel_state.destroy_model_parallel()
 
 
@@ -115,8 +117,8 @@ def test_torch_reads_it_with_the_names_of_one_process(name: str, checkpoints: Pa
     states = dict(zip(("model", "optimizer"), get_state_dict(expected, optimizer), strict=True))
 
     model, other = one_process(2)
-    read = dict(zip(("model", "optimizer"), get_state_dict(model, other), strict=True))
-    dcp.load(read, checkpoint_id=folder, no_dist=True)
+    read: dict[str, Any] = dict(zip(("model", "optimizer"), get_state_dict(model, other), strict=True))
+    load(read, checkpoint_id=folder, no_dist=True)
     check_same(read, states)
     set_state_dict(model, other, model_state_dict=read["model"], optim_state_dict=read["optimizer"])
     check_same(other.state_dict(), optimizer.state_dict())
@@ -127,9 +129,10 @@ def test_torch_reads_it_with_the_names_of_one_process(name: str, checkpoints: Pa
 
 
 def test_no_rank_has_written_a_whole_shard(checkpoints: Path) -> None:
-    metadata = dcp.FileSystemReader(checkpoints / "stages and shards" / "dcp").read_metadata()
-    chunks = metadata.state_dict_metadata["model.model.layers.0.mlp.up_proj.weight"].chunks
-    assert len(chunks) == 2
+    metadata = FileSystemReader(checkpoints / "stages and shards" / "dcp").read_metadata()
+    described = metadata.state_dict_metadata["model.model.layers.0.mlp.up_proj.weight"]
+    assert isinstance(described, TensorStorageMetadata)
+    assert len(described.chunks) == 2
     assert metadata.planner_data["optimizer.param_groups.0.lr"] == ("optimizer", "param_groups", 0, "lr")
 
 
