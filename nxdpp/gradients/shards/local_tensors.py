@@ -1,7 +1,6 @@
 """This rank's rows of sharded tensors, which are DTensors of torch."""
 
-import weakref
-from typing import NamedTuple, TypeGuard
+def is_sharded(tensor: torch.Tensor) -> TypeGuard[DTensor]:
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -13,6 +12,7 @@ class LocalGradient(NamedTuple):
     grad: torch.Tensor
 
 
+<<<<<<< HEAD
 _of_models: "weakref.WeakSet[object]" = weakref.WeakSet()
 
 
@@ -27,6 +27,9 @@ def has_shards() -> bool:
 
 
 def is_sharded(tensor: torch.Tensor) -> TypeGuard[DTensor]:
+=======
+def is_sharded(tensor: torch.Tensor) -> bool:
+>>>>>>> 9c07ccbc
     """Return whether this rank has only its rows of ``tensor``."""
     return isinstance(tensor, DTensor)
 
