@@ -1,6 +1,6 @@
 """This rank's rows of sharded tensors, which are DTensors of torch."""
 
-def is_sharded(tensor: torch.Tensor) -> TypeGuard[DTensor]:
+from typing import NamedTuple, TypeGuard
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -12,24 +12,7 @@ class LocalGradient(NamedTuple):
     grad: torch.Tensor
 
 
-<<<<<<< HEAD
-_of_models: "weakref.WeakSet[object]" = weakref.WeakSet()
-
-
-def note_shards(shards: object) -> None:
-    """Note that a model of this job is sharded, for as long as its ``shards`` are in use."""
-    _of_models.add(shards)
-
-
-def has_shards() -> bool:
-    """Return whether a model of this job is sharded: the norm of gradients is then over the shards too."""
-    return bool(_of_models)
-
-
 def is_sharded(tensor: torch.Tensor) -> TypeGuard[DTensor]:
-=======
-def is_sharded(tensor: torch.Tensor) -> bool:
->>>>>>> 9c07ccbc
     """Return whether this rank has only its rows of ``tensor``."""
     return isinstance(tensor, DTensor)
 
