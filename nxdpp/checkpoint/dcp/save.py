@@ -46,6 +46,9 @@ class DcpSave(Save):
     """One save into ``folder``; as ``Save``, and torch.distributed.checkpoint loads model and optimizer."""
 
     _suffix = SUFFIX
+    # Of rank 0: the flat state dict, and the keys of each entry.
+    _entries: Mapping[str, Any] = {}
+    _paths: Mapping[str, Any] = {}
 
     def _plan_all(self, of_ranks: list[tuple[SavePlan, Described]]) -> Sequence[tuple[str, SavePlan]]:
         plans = super()._plan_all(of_ranks)
@@ -62,7 +65,7 @@ class DcpSave(Save):
     def _write_values(self, file: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, FileSpan]:
         others: Iterable[tuple[str, Any]] = ()
         if self.exchange.rank == 0:
-            others = ((name, each) for name, each in self._entries.items() if not isinstance(each, _Stored))
+            others = ((_in_file(name), each) for name, each in self._entries.items() if not isinstance(each, _Stored))
         places = write_saved(file, itertools.chain(tensors.items(), others))
         self._told = {name: span for name, (span, _) in places.items()}
         found = {name: places[name][1] for name in tensors}
@@ -86,14 +89,19 @@ class DcpSave(Save):
                 found = [(MetadataIndex(name, offsets), saved[key_of(index)]) for offsets, index in places]
             elif isinstance(entry, torch.Tensor):
                 described[name] = _described(entry)
-                found = [(MetadataIndex(name, torch.Size([0] * entry.ndim)), saved[name])]
+                found = [(MetadataIndex(name, torch.Size([0] * entry.ndim)), saved[_in_file(name)])]
             else:
                 described[name] = BytesStorageMetadata()
-                found = [(MetadataIndex(name), saved[name])]
+                found = [(MetadataIndex(name), saved[_in_file(name)])]
             results += [WriteResult(index, span.length, _StorageInfo(*span)) for index, span in found]
         writer = FileSystemWriter(self._folder)
         writer.set_up_storage_writer(True)
         writer.finish(Metadata(described, planner_data=self._paths), [results])
+
+
+def _in_file(name: str) -> str:
+    """The key of an entry that is no tensor of the checkpoint, whose keys begin with other words."""
+    return f"entry {name}"
 
 
 def _described(value: torch.Tensor) -> TensorStorageMetadata:

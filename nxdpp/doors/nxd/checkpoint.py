@@ -191,8 +191,8 @@ def load_checkpoint(
     Args:
         path: directory of the training's checkpoints.
         tag: ``None`` loads the newest. One that is damaged is named in a warning, and the next older one is loaded.
-            A directory that torch.distributed.checkpoint wrote is named: its model, and the optimizer's state of
-            torch's ``get_state_dict``, are loaded. It has no checksums, and its optimizer is compared by its options.
+            The name of a directory that torch.distributed.checkpoint wrote loads its model, and an optimizer's state
+            as ``get_state_dict`` names it. There are no checksums, and the optimizer's class is not known.
         model, optimizer, scheduler, grad_scaler: as in the save; what is left out is not loaded. Frozen 4-bit weights
             of bitsandbytes are in no checkpoint, and are not compared: give the same base as in the save.
         num_workers, use_zero1_dcp: as in the save.
