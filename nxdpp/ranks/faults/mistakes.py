@@ -23,8 +23,9 @@ _RAN_BACKWARD = (
     "loss.backward() out: the gradients are in .grad"
 )
 _NO_LOSS = (
-    "if None is the loss: run_train and run_eval return it on the rank of the last stage alone, and None on the "
-    "others. NxDPPModel(..., broadcast_and_average_loss=True) returns it on every rank"
+    "if None is a loss or an output: run_train and run_eval return them on the rank of the last stage, and None on the "
+    "others. NxDPPModel(..., broadcast_and_average_loss=True) returns the loss on every rank; use an output under "
+    "if model.holds_last_stage"
 )
 _LIBRARIES = ("nxdpp", "torch", "transformers")
 
