@@ -11,12 +11,14 @@ added to it (a router's) is the mean over microbatches. The loss of other models
 ``count_items_fn`` counts. It is weighted by their share.
 """
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch.distributed as dist
 from torch import fx, nn
 
 from nxdpp.agreement.exchange import ReplicaExchanges
@@ -40,6 +42,8 @@ from nxdpp.tracing.models.loss_terms import (
 from nxdpp.tracing.sizes.example_inputs import example_shapes, example_specs
 from nxdpp.tracing.sizes.input_specs import InputSpec
 
+_logger = logging.getLogger(__name__)
+
 
 class LossNormalization:
     """The normalization of one pipeline.
@@ -61,6 +65,7 @@ class LossNormalization:
         self._loss_spec = config.output_loss_value_spec
         self.by_keyword = self._rule == "tokens" and self._count_items is None
         self._exchanges = exchanges
+        self._has_warned = False
         self._terms: WeakKeyDictionary[CutGraph, _Terms] = WeakKeyDictionary()
 
     def prepared(
@@ -143,8 +148,9 @@ class LossNormalization:
         on_host = microbatches if counted_from is None else counted_from
         if not is_given and self._rule == "microbatch":
             terms = self._known(cut, loss)
-            _refuse_empty(terms.means, on_host)
-            return StepLoss(microbatches, empty=_empty(terms.of_modules, on_host) if terms.of_modules else {})
+            _refuse_empty([(term, self._numbers(term, on_host)) for term in terms.means], len(on_host))
+            of_modules = [(term, self._numbers(term, on_host)) for term in terms.of_modules]
+            return StepLoss(microbatches, empty=_empty(of_modules))
         count, replicas = len(microbatches), parallel_state.get_data_parallel_size()
         if is_given:
             self._check_given(self._known(cut, loss), on_host, train)
@@ -169,6 +175,20 @@ class LossNormalization:
         if cut not in self._terms:
             self._terms[cut] = _Terms.of(cut, cut.loss(self._loss_spec) if loss is None else loss, self._module)
         return self._terms[cut]
+
+    def _numbers(self, term: LossTerm, microbatches: Sequence[Mapping[str, Any]]) -> dict[int, float]:
+        """Return the number of labels of each microbatch; rank 0 warns where the numbers differ for the first time."""
+        numbers = counts_of(term, microbatches)
+        if not self._has_warned and len(found := set(numbers.values())) > 1 and 0 not in found:
+            self._has_warned = True
+            if dist.get_rank() == 0:
+                _logger.warning(
+                    "the microbatches have %d to %d labels, and each weighs the same in the loss, the mean of their "
+                    "losses. loss_normalization='tokens' gives the mean over all labels, as in one piece.",
+                    min(found),
+                    max(found),
+                )
+        return numbers
 
     def _labels(self, term: LossTerm, microbatches: Sequence[Mapping[str, Any]]) -> list[float]:
         known = counts_of(term, microbatches)
@@ -204,19 +224,18 @@ def _of(train: bool) -> str:
     return "of a training step" if train else "of an evaluation"
 
 
-def _refuse_empty(terms: Sequence[LossTerm], microbatches: Sequence[Mapping[str, Any]]) -> None:
-    for term in terms:
-        empty = [number for number, items in counts_of(term, microbatches).items() if items == 0]
+def _refuse_empty(terms: Sequence[tuple[LossTerm, Mapping[int, float]]], count: int) -> None:
+    for term, numbers in terms:
+        empty = [number for number, items in numbers.items() if items == 0]
         if empty:
             raise ValueError(
-                f"{no_label(empty, len(microbatches), term.without_labels)}, and the loss would be 0 / 0. "
-                f"{LABELS_EVERYWHERE}"
+                f"{no_label(empty, count, term.without_labels)}, and the loss would be 0 / 0. {LABELS_EVERYWHERE}"
             )
 
 
-def _empty(terms: Sequence[LossTerm], microbatches: Sequence[Mapping[str, Any]]) -> dict[int, LossTerm]:
+def _empty(terms: Sequence[tuple[LossTerm, Mapping[int, float]]]) -> dict[int, LossTerm]:
     """Return the microbatches in which one of ``terms`` has no label."""
-    return {number: term for term in terms for number, items in counts_of(term, microbatches).items() if items == 0}
+    return {number: term for term, numbers in terms for number, items in numbers.items() if items == 0}
 
 
 @dataclass(frozen=True)
