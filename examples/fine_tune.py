@@ -24,8 +24,8 @@ for name in ("model", "data", "output"):
 parser.add_argument("--steps", type=int, default=200)
 parser.add_argument("--lora", action="store_true", help="train adapters in place of all weights")
 parser.add_argument("--four-bit", action="store_true", help="adapters over frozen 4-bit weights of bitsandbytes")
-on_cpu = {"default": not torch.accelerator.is_available(), "help": "float32 on the CPU, over gloo; as without a GPU"}
-parser.add_argument("--cpu", action="store_true", **on_cpu)
+no_gpu = not torch.accelerator.is_available()
+parser.add_argument("--cpu", action="store_true", default=no_gpu, help="float32 on the CPU; by default without a GPU")
 parser.add_argument("--resume", action="store_true", help="go on from the newest complete checkpoint of OUTPUT")
 parser.add_argument("--prompt", default="Once upon a time", help="what the tuned model answers")
 parser.add_argument("--push", metavar="OWNER/NAME", help="private repository on the hub that gets the result")
