@@ -147,10 +147,9 @@ class LossNormalization:
         """
         on_host = microbatches if counted_from is None else counted_from
         if not is_given and self._rule == "microbatch":
-            terms = self._known(cut, loss)
-            _refuse_empty([(term, self._numbers(term, on_host)) for term in terms.means], len(on_host))
-            of_modules = [(term, self._numbers(term, on_host)) for term in terms.of_modules]
-            return StepLoss(microbatches, empty=_empty(of_modules))
+            terms = self._known(cut, loss, on_host)
+            _refuse_empty(terms.means, on_host)
+            return StepLoss(microbatches, empty=_empty(terms.of_modules, on_host) if terms.of_modules else {})
         count, replicas = len(microbatches), parallel_state.get_data_parallel_size()
         if is_given:
             self._check_given(self._known(cut, loss), on_host, train)
@@ -171,24 +170,16 @@ class LossNormalization:
         average = total / (count * replicas)
         return StepLoss([{**microbatch, NUM_ITEMS: average} for microbatch in microbatches])
 
-    def _known(self, cut: CutGraph, loss: fx.Node | None = None) -> "_Terms":
+    def _known(
+        self, cut: CutGraph, loss: fx.Node | None = None, microbatches: Sequence[Mapping[str, Any]] = ()
+    ) -> "_Terms":
+        """Return the terms of the loss of ``cut``. Its first ``microbatches`` may be worth a warning, once."""
         if cut not in self._terms:
-            self._terms[cut] = _Terms.of(cut, cut.loss(self._loss_spec) if loss is None else loss, self._module)
+            terms = _Terms.of(cut, cut.loss(self._loss_spec) if loss is None else loss, self._module)
+            self._terms[cut] = terms
+            if not self._has_warned:
+                self._has_warned = any(_warn_of_means(term, microbatches) for term in (*terms.means, *terms.of_modules))
         return self._terms[cut]
-
-    def _numbers(self, term: LossTerm, microbatches: Sequence[Mapping[str, Any]]) -> dict[int, float]:
-        """Return the number of labels of each microbatch; rank 0 warns where the numbers differ for the first time."""
-        numbers = counts_of(term, microbatches)
-        if not self._has_warned and len(found := set(numbers.values())) > 1 and 0 not in found:
-            self._has_warned = True
-            if dist.get_rank() == 0:
-                _logger.warning(
-                    "the microbatches have %d to %d labels, and each weighs the same in the loss, the mean of their "
-                    "losses. loss_normalization='tokens' gives the mean over all labels, as in one piece.",
-                    min(found),
-                    max(found),
-                )
-        return numbers
 
     def _labels(self, term: LossTerm, microbatches: Sequence[Mapping[str, Any]]) -> list[float]:
         known = counts_of(term, microbatches)
@@ -224,18 +215,34 @@ def _of(train: bool) -> str:
     return "of a training step" if train else "of an evaluation"
 
 
-def _refuse_empty(terms: Sequence[tuple[LossTerm, Mapping[int, float]]], count: int) -> None:
-    for term, numbers in terms:
-        empty = [number for number, items in numbers.items() if items == 0]
+def _refuse_empty(terms: Sequence[LossTerm], microbatches: Sequence[Mapping[str, Any]]) -> None:
+    for term in terms:
+        empty = [number for number, items in counts_of(term, microbatches).items() if items == 0]
         if empty:
             raise ValueError(
-                f"{no_label(empty, count, term.without_labels)}, and the loss would be 0 / 0. {LABELS_EVERYWHERE}"
+                f"{no_label(empty, len(microbatches), term.without_labels)}, and the loss would be 0 / 0. "
+                f"{LABELS_EVERYWHERE}"
             )
 
 
-def _empty(terms: Sequence[tuple[LossTerm, Mapping[int, float]]]) -> dict[int, LossTerm]:
+def _warn_of_means(term: LossTerm, microbatches: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether ``microbatches`` have different numbers of labels; rank 0 warns of it."""
+    found = set(counts_of(term, microbatches).values())
+    if len(found) < 2 or 0 in found:
+        return False
+    if dist.get_rank() == 0:
+        _logger.warning(
+            "the microbatches have %d to %d labels, and each weighs the same in the loss, the mean of their losses. "
+            "loss_normalization='tokens' gives the mean over all labels, as in one piece.",
+            min(found),
+            max(found),
+        )
+    return True
+
+
+def _empty(terms: Sequence[LossTerm], microbatches: Sequence[Mapping[str, Any]]) -> dict[int, LossTerm]:
     """Return the microbatches in which one of ``terms`` has no label."""
-    return {number: term for term, numbers in terms for number, items in numbers.items() if items == 0}
+    return {number: term for term in terms for number, items in counts_of(term, microbatches).items() if items == 0}
 
 
 @dataclass(frozen=True)

@@ -226,7 +226,8 @@ def test_a_loss_that_is_not_a_number_in_a_module_of_the_user(caplog: pytest.LogC
     assert isinstance(guarded, torch.Tensor)
     assert guarded.isfinite()
     assert "microbatches have" not in caplog.text
-    for run in (wrapped.run_train, wrapped.run_eval):
+    uneven = NxDPPModel(WithCriterion(), **arguments)
+    for run in (uneven.run_train, uneven.run_eval, wrapped.run_train):
         run(**uneven_batch(UNEVEN))
     assert caplog.text.count("the microbatches have 10 to 64 labels, and each weighs the same in the loss") == 1
     # The other remedy of the message.
