@@ -118,9 +118,7 @@ def _measure_rank(rank: int, hidden: int, rounds: int) -> dict[str, Measured]:
 def _nxdpp(
     job: Job, zero1: bool = False, shard: bool = False, reshard_after_forward: bool | None = None
 ) -> tuple[Step, Callable[[], int]]:
-    model = NxDPPModel(
-        job.make_model(), num_microbatches=job.microbatches, schedule="1f1b", use_zero1_optimizer=zero1
-    )
+    model = NxDPPModel(job.make_model(), num_microbatches=job.microbatches, schedule="1f1b", use_zero1_optimizer=zero1)
     if shard:
         fully_shard(model, reshard_after_forward=reshard_after_forward)
     if zero1:
