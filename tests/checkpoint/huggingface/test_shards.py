@@ -55,7 +55,7 @@ def _cases(rank: int, path: Path, tensor: int, pipeline: int) -> None:
         gathered = nxdpp.gather_state_dict(model)
         if gathered is not None:
             assert all(torch.equal(gathered[key], value) for key, value in expected.state_dict().items()), name
-        for other in (_wrapped(name, tensor, seed=5),):
+        for other in (_wrapped(name, tensor, seed=5), _wrapped(name, tensor, meta=True)):
             nxdpp.load_pretrained(other, path / name)
             for (key, ours), theirs in zip(other.local_named_parameters(), model.local_parameters(), strict=True):
                 assert isinstance(ours, DTensor)
