@@ -179,7 +179,5 @@ def test_shards_of_columns_are_refused(one_rank: None, tmp_path: Path) -> None:
     model = nn.Linear(2, 3)
     columns = DTensor.from_local(torch.ones(3, 2), init_device_mesh("cpu", (1,)), [Shard(1)])
     model.weight = nn.Parameter(columns)
-    with pytest.raises(
-        ValueError, match=r"weight is a DTensor of \[Shard\(dim=1\)\], and a checkpoint holds"
-    ):
+    with pytest.raises(ValueError, match=r"weight is a DTensor of \[Shard\(dim=1\)\], and a checkpoint holds"):
         save_checkpoint(tmp_path, "one", model)
