@@ -104,7 +104,8 @@ def _checksums(value: torch.Tensor) -> tuple[int, ...]:
 
 
 def _elements(descriptor: int, span: SavedSpan, checksums: tuple[int, ...]) -> FileSpan:
-    zipped = torch._C.PyTorchFileReader(cast(IO[bytes], _Window(descriptor, span.start, span.length)))
+    # torch's stubs lack the place of a record.
+    zipped: Any = torch._C.PyTorchFileReader(cast(IO[bytes], _Window(descriptor, span.start, span.length)))
     first, length = zipped.get_record_offset(_VALUES), zipped.get_record_size(_VALUES)
     return FileSpan(span.file, span.start + first, length, checksums)
 
