@@ -23,7 +23,7 @@ from nxdpp.checkpoint.distributed.document import Document, tensors_of
 from nxdpp.checkpoint.distributed.document_checks import part_of
 from nxdpp.checkpoint.distributed.model_state import ModelTensors, is_pipelined
 from nxdpp.checkpoint.distributed.optimizer_state import held_state, is_stepped, not_sharded, optimizer_class
-from nxdpp.checkpoint.distributed.parameter_groups import SavedGroup, new_options
+from nxdpp.checkpoint.distributed.parameter_groups import SavedGroup, check_options, new_options
 from nxdpp.checkpoint.distributed.rectangles import TensorBlocks, blocks_of, placement_of, whole
 from nxdpp.checkpoint.distributed.structured import decoded
 from nxdpp.checkpoint.files.pieces import listed, printable
@@ -174,7 +174,10 @@ class LoadTargets:
                 f"optimizer that was saved, or leave out optimizer=."
             )
         names = tensors.names()
-        options = new_options(optimizer, names, [SavedGroup(**group) for group in saved["groups"]])
+        groups = [SavedGroup(**group) for group in saved["groups"]]
+        if not saved["class"]:
+            check_options(optimizer, groups)
+        options = new_options(optimizer, names, groups)
         states = saved["states"]
         place = {name: number for number, group in enumerate(saved["groups"]) for name in group["names"]}
         for held in list(held_state(optimizer, names)):

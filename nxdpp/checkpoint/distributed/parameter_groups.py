@@ -100,11 +100,6 @@ def new_options(optimizer: Optimizer, names: Mapping[int, str], saved: Sequence[
             )
     found = [decoded(group.options) for group in saved]
     for number, (group, options) in enumerate(zip(optimizer.param_groups, found, strict=True)):
-        for key in (key for key in optimizer.defaults if key not in options and _numbers_in(group.get(key))):
-            raise ValueError(
-                f"param_groups[{number}] of the checkpoint has no {key}, and the optimizer {key}={group[key]!r:.100}: "
-                f"make the optimizer that was saved."
-            )
         for key, value in options.items():
             if _numbers_in(group.get(key)) and _numbers_in(value) != _numbers_in(group[key]):
                 raise ValueError(
@@ -112,6 +107,17 @@ def new_options(optimizer: Optimizer, names: Mapping[int, str], saved: Sequence[
                     f"{key}={group[key]!r:.100}: make the optimizer with the options that were saved."
                 )
     return found
+
+
+def check_options(optimizer: Optimizer, saved: Sequence[SavedGroup]) -> None:
+    """Raise ``ValueError`` where ``optimizer`` has a number that groups of an unknown class lack, as SGD's momentum."""
+    numbers = {key: value for key, value in optimizer.defaults.items() if _numbers_in(value)}
+    for number, group in enumerate(saved):
+        for key in numbers.keys() - group.options.keys():
+            raise ValueError(
+                f"param_groups[{number}] of the checkpoint has no {key}, and the optimizer {key}={numbers[key]!r:.100}: "
+                f"make the optimizer that was saved."
+            )
 
 
 def _numbers_in(value: Any) -> int:
