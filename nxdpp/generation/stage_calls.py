@@ -11,10 +11,11 @@ tensors without values. All ranks see the same code run, so they know all of thi
 """
 
 from collections import UserDict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import nn
@@ -32,10 +33,11 @@ from nxdpp.generation.absent import (
     untracked,
 )
 from nxdpp.generation.caches import CacheUpdate, advance, cache_among, sizes, updates
-from nxdpp.generation.known_calls import CACHE, KnownCall, OutputRule, Plan, Plans, rule_of
+from nxdpp.generation.known_calls import CACHE, REMEDY, KnownCall, OutputRule, Plan, Plans, rule_of
 from nxdpp.generation.leaves import StageLeaf, stage_of
 from nxdpp.ranks.faults.board import board
 
+# Torch calls this attribute in place of a module with its hooks, as after ``compile()``.
 _CALL = "_compiled_call_impl"
 _DIMENSIONS = 8
 
@@ -63,6 +65,7 @@ class StageCalls:
 
     Args:
         leaves: the modules that run as a whole.
+        parameters: the parameters of the spine.
         rank: this rank of the pipeline.
         rank_of: the rank of a stage.
         stages: number of stages.
@@ -76,6 +79,7 @@ class StageCalls:
     def __init__(
         self,
         leaves: Sequence[StageLeaf],
+        parameters: Sequence[StageLeaf],
         rank: int,
         rank_of: Callable[[int], int],
         stages: int,
@@ -93,8 +97,10 @@ class StageCalls:
         self._exchange = exchange
         self._device = device
         self._plans = plans
-        # Torch calls this attribute in place of a module with its hooks, as after ``compile()``.
-        self._calls = [(vars(leaf.module), partial(self._call, leaf, leaf.module._call_impl)) for leaf in leaves]
+        self._parameters = [leaf for leaf in parameters if {rank_of(stage) for stage in leaf.stages} != self._ranks]
+        self._states = [vars(leaf.module) for leaf in leaves]
+        self._calls = [partial(self._call, leaf, leaf.module._call_impl) for leaf in leaves]
+        self._refusals = [partial(_refuse_call, leaf.name) for leaf in leaves]
         self._plan: Plan = {}
         self._numbers: dict[str, int] = {}
         self._stage = 0
@@ -102,8 +108,8 @@ class StageCalls:
         self._has_new = False
         self._touched: set[Root] = set()
 
-    def run(self, kind: Hashable, module: nn.Module, arguments: Mapping[str, Any], signature: Any) -> Any:
-        """Call ``module`` with ``arguments``, and return its output.
+    def run(self, kind: Hashable, called: Callable[..., Any], arguments: Mapping[str, Any], signature: Any) -> Any:
+        """Call ``called``, a module or a method of one, with ``arguments``, and return its output.
 
         Every rank calls it with equal arguments. Forwards of one ``kind`` run the same modules, and tell their
         dimensions apart alike. ``signature`` is hashable, and has the shapes of inputs. The driver's output has all
@@ -112,17 +118,8 @@ class StageCalls:
         self._plan = self._plans.setdefault(kind, {})
         self._numbers, self._stage, self._signature, self._has_new = {}, 0, signature, False
         self._touched = set()
-        compiled = [state.get(_CALL) for state, _ in self._calls]
-        for state, call in self._calls:
-            state[_CALL] = call
-        try:
-            output = module(**arguments)
-        finally:
-            for (state, _), before in zip(self._calls, compiled, strict=True):
-                if before is None:
-                    del state[_CALL]
-                else:
-                    state[_CALL] = before
+        with self._in_place_of_modules(self._calls), self._in_place_of_parameters():
+            output = called(**arguments)
         if self._has_new:
             self._want(roots_of(leaves_in(output)), frozenset({self._driver}))
             self._want_shapes()
@@ -130,6 +127,42 @@ class StageCalls:
         if self._rank == self._driver:
             _refuse_absent(output, "returns it")
         return output
+
+    def refused(self) -> AbstractContextManager[None]:
+        """Refuse to run modules outside of ``run``: other ranks would not run theirs."""
+        return self._in_place_of_modules(self._refusals)
+
+    @contextmanager
+    def _in_place_of_modules(self, calls: Sequence[Callable[..., Any]]) -> Iterator[None]:
+        compiled = [state.get(_CALL) for state in self._states]
+        for state, call in zip(self._states, calls, strict=True):
+            state[_CALL] = call
+        try:
+            yield
+        finally:
+            for state, before in zip(self._states, compiled, strict=True):
+                if before is None:
+                    del state[_CALL]
+                else:
+                    state[_CALL] = before
+
+    @contextmanager
+    def _in_place_of_parameters(self) -> Iterator[None]:
+        """Give each spine parameter to the code of ranks that lack it, as the result of a module of its name."""
+        given = []
+        try:
+            for leaf in self._parameters:
+                key = leaf.name.rpartition(".")[2]
+                parameter = leaf.module._parameters[key]
+                assert parameter is not None
+                like = torch.empty(parameter.shape, device="meta")
+                # An attribute of the object is found before its parameter.
+                vars(leaf.module)[key] = self._result(leaf, lambda like, own=parameter: own.detach(), (like,), {})
+                given.append((leaf.module, key))
+            yield
+        finally:
+            for module, key in given:
+                del vars(module)[key]
 
     def _call(self, leaf: StageLeaf, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Return the result of ``leaf``. What it enters into dicts that layers share is a part of the result."""
@@ -300,6 +333,13 @@ class StageCalls:
             if rule.has_shape:
                 known.keep_shape(index, self._signature, shape)
         return self._exchange.receive(*shape, rule.dtype, known.home)
+
+
+def _refuse_call(name: str, *args: Any, **kwargs: Any) -> NoReturn:
+    raise RuntimeError(
+        f"generate over a pipeline: the model's generate calls {name} outside of the model's forward, where other "
+        f"ranks do not run. {REMEDY}"
+    )
 
 
 def _refuse_absent(values: Any, reason: str) -> None:

@@ -47,6 +47,11 @@ own*: the unwrapped model fails in one XLA process, or differs there from the CP
 transformers' `batched_mm`, of fixed shapes.
 
 """
+_GENERATION = """\
+`python -m tests.zoo generation` ({source}) compares tokens and logits of `generate`, greedy, sampled and by beams, on
+two and four stages. The four mappings name the types that generate from text, images or sounds; {tokens} of those with
+images or sounds got tokens only. *Not built*: the smallest model is too large, lacks a library, or does not generate.
+"""
 _LONGEST = 120
 
 
@@ -63,8 +68,7 @@ def page(training: Results, xla: Results, compiled: Results, generation: Results
     lines = _rates("mapping or library", "not built", groups | others)
     lines += ["", *_filled("All types that build are right", [f"{name} {_right(of)}" for name, of in whole.items()])]
     lines += _in_one_line("Both models compiled by `aot_eager` (`python -m tests.zoo compiled`", compiled)
-    lines += _in_one_line("Tokens and logits of `generate` (`python -m tests.zoo generation`", generation)
-    lines += ["", "## Refused or failing", "", *_refused(found)]
+    lines += ["", "## Refused or failing", "", *_refused(found), *_generated(generation)]
     text = _INTRODUCTION.format(source=_source(training)) + "\n".join(lines) + "\n"
     if xla.verdicts:
         text += _XLA.format(source=_source(xla))
@@ -73,6 +77,27 @@ def page(training: Results, xla: Results, compiled: Results, generation: Results
         )
         text += "\n".join([*lines, "", *_refused(xla.verdicts)]) + "\n"
     return text
+
+
+def _generated(generation: Results) -> list[str]:
+    """A section with the rates of ``generate``, and the types that are not right, by their reason."""
+    rows = {task: list(types.values()) for task, types in generation.verdicts.items()}
+    every = [verdict for verdicts in rows.values() for verdict in verdicts]
+    tokens = sum("tokens only" in verdict.words for verdict in every if verdict.result in RIGHT)
+    left = [
+        f"{name} ({verdict.result})"
+        for types in generation.verdicts.values()
+        for name, verdict in types.items()
+        if verdict.result == "refused" or verdict.result in WRONG
+    ]
+    return [
+        *("", "## Generated tokens", ""),
+        *textwrap.wrap(_GENERATION.format(source=generation.source.partition(",")[0], tokens=tokens), 120),
+        "",
+        *_rates("mapping", "not built", {"all four": every, **rows}),
+        "",
+        *_filled("Not right", left),
+    ]
 
 
 def _in_one_line(words: str, results: Results) -> list[str]:
