@@ -11,7 +11,7 @@ from transformers import GenerationConfig, GenerationMixin
 from nxdpp.agreement.fingerprint import digest
 from nxdpp.agreement.input_hash import hash_of
 from nxdpp.generation.absent import leaves_in
-from nxdpp.generation.batches import GeneratedBatch, is_list
+from nxdpp.generation.batches import GeneratedBatch, has_tensors, is_list
 from nxdpp.generation.turns import random_states
 from nxdpp.ranks import parallel_state
 from nxdpp.ranks.faults import failure_watch
@@ -131,7 +131,7 @@ def _dropout_of(module: nn.Module) -> str | None:
 def _check_embeddings(batch: Mapping[str, Any], is_in_list: bool) -> None:
     """Raise ``ValueError`` for embeddings, and for other values than tensors in a list of batches."""
     for name, value in batch.items():
-        if is_in_list and not isinstance(value, torch.Tensor):
+        if is_in_list and (not has_tensors(value) or name in _REFUSED):
             raise ValueError(
                 f"a dict of a list of batches has tensors only: give {name} to generate itself, for all batches."
             )
@@ -162,14 +162,13 @@ def _check_batches(inputs: Any, parts: int, arguments: Mapping[str, Any], config
         raise ValueError(
             "num_microbatches returns tokens: leave out return_dict_in_generate, or give a list of batches."
         )
-    tensors = {
-        name: value for name, value in {"inputs": inputs, **arguments}.items() if isinstance(value, torch.Tensor)
-    }
-    if images := [name for name, value in tensors.items() if value.is_floating_point() and "mask" not in name]:
-        raise ValueError(
-            f"num_microbatches={parts} splits the rows of tokens and masks, and a row may have any number of images "
-            f"({images[0]}): give a list of batches."
-        )
+    tensors = {name: value for name, value in {"inputs": inputs, **arguments}.items() if has_tensors(value)}
+    for name, value in tensors.items():
+        if not isinstance(value, torch.Tensor) or (value.is_floating_point() and "mask" not in name):
+            raise ValueError(
+                f"num_microbatches={parts} splits the rows of tokens and masks, and a row may have any number of "
+                f"images ({name}): give a list of batches."
+            )
     rows = {len(value) for value in tensors.values() if value.dim()}
     if len(rows) != 1 or next(iter(rows)) % parts or len(rows) == 0:
         raise ValueError(

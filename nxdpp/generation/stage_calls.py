@@ -11,8 +11,8 @@ tensors without values. All ranks see the same code run, so they know all of thi
 """
 
 from collections import UserDict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn, Protocol
@@ -32,13 +32,12 @@ from nxdpp.generation.absent import (
     unknown_values,
     untracked,
 )
+from nxdpp.generation.attributes import CALL, attributes
 from nxdpp.generation.caches import CacheUpdate, advance, cache_among, sizes, updates
 from nxdpp.generation.known_calls import CACHE, REMEDY, KnownCall, OutputRule, Plan, Plans, rule_of
 from nxdpp.generation.leaves import StageLeaf, stage_of
 from nxdpp.ranks.faults.board import board
 
-# Torch calls this attribute in place of a module with its hooks, as after ``compile()``.
-_CALL = "_compiled_call_impl"
 _DIMENSIONS = 8
 
 
@@ -98,9 +97,8 @@ class StageCalls:
         self._device = device
         self._plans = plans
         self._parameters = [leaf for leaf in parameters if {rank_of(stage) for stage in leaf.stages} != self._ranks]
-        self._states = [vars(leaf.module) for leaf in leaves]
-        self._calls = [partial(self._call, leaf, leaf.module._call_impl) for leaf in leaves]
-        self._refusals = [partial(_refuse_call, leaf.name) for leaf in leaves]
+        self._calls = [(leaf.module, CALL, partial(self._call, leaf, leaf.module._call_impl)) for leaf in leaves]
+        self._refusals = [(leaf.module, CALL, partial(_refuse_call, leaf.name)) for leaf in leaves]
         self._plan: Plan = {}
         self._numbers: dict[str, int] = {}
         self._stage = 0
@@ -118,7 +116,7 @@ class StageCalls:
         self._plan = self._plans.setdefault(kind, {})
         self._numbers, self._stage, self._signature, self._has_new = {}, 0, signature, False
         self._touched = set()
-        with self._in_place_of_modules(self._calls), self._in_place_of_parameters():
+        with attributes([*self._calls, *map(self._value, self._parameters)]):
             output = called(**arguments)
         if self._has_new:
             self._want(roots_of(leaves_in(output)), frozenset({self._driver}))
@@ -130,39 +128,15 @@ class StageCalls:
 
     def refused(self) -> AbstractContextManager[None]:
         """Refuse to run modules outside of ``run``: other ranks would not run theirs."""
-        return self._in_place_of_modules(self._refusals)
+        return attributes(self._refusals)
 
-    @contextmanager
-    def _in_place_of_modules(self, calls: Sequence[Callable[..., Any]]) -> Iterator[None]:
-        compiled = [state.get(_CALL) for state in self._states]
-        for state, call in zip(self._states, calls, strict=True):
-            state[_CALL] = call
-        try:
-            yield
-        finally:
-            for state, before in zip(self._states, compiled, strict=True):
-                if before is None:
-                    del state[_CALL]
-                else:
-                    state[_CALL] = before
-
-    @contextmanager
-    def _in_place_of_parameters(self) -> Iterator[None]:
-        """Give each spine parameter to the code of ranks that lack it, as the result of a module of its name."""
-        given = []
-        try:
-            for leaf in self._parameters:
-                key = leaf.name.rpartition(".")[2]
-                parameter = leaf.module._parameters[key]
-                assert parameter is not None
-                like = torch.empty(parameter.shape, device="meta")
-                # An attribute of the object is found before its parameter.
-                vars(leaf.module)[key] = self._result(leaf, lambda like, own=parameter: own.detach(), (like,), {})
-                given.append((leaf.module, key))
-            yield
-        finally:
-            for module, key in given:
-                del vars(module)[key]
+    def _value(self, leaf: StageLeaf) -> tuple[nn.Module, str, Any]:
+        """The value of a spine parameter for code of this rank, as the result of a module of its name."""
+        key = leaf.name.rpartition(".")[2]
+        parameter = leaf.module._parameters[key]
+        assert parameter is not None
+        like = torch.empty(parameter.shape, device="meta")
+        return leaf.module, key, self._result(leaf, lambda like: parameter.detach(), (like,), {})
 
     def _call(self, leaf: StageLeaf, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Return the result of ``leaf``. What it enters into dicts that layers share is a part of the result."""

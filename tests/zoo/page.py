@@ -81,6 +81,8 @@ def page(training: Results, xla: Results, compiled: Results, generation: Results
 
 def _generated(generation: Results) -> list[str]:
     """A section with the rates of ``generate``, and the types that are not right, by their reason."""
+    if not generation.verdicts:
+        return []
     rows = {task: list(types.values()) for task, types in generation.verdicts.items()}
     every = [verdict for verdicts in rows.values() for verdict in verdicts]
     tokens = sum("tokens only" in verdict.words for verdict in every if verdict.result in RIGHT)
