@@ -33,7 +33,7 @@ def _llava() -> Any:
     vision = CLIPVisionConfig(**sizes, image_size=8, patch_size=4)
     text = llama(initializer_range=0.3).config
     return LlavaForConditionalGeneration(
-        LlavaConfig(vision_config=vision, text_config=text, image_token_id=VOCABULARY - 1)
+        LlavaConfig(vision_config=vision, text_config=text, image_token_index=VOCABULARY - 1)
     )
 
 
