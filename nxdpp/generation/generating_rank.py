@@ -112,7 +112,7 @@ class GeneratingRank:
         return output
 
     def calls_refused(self) -> AbstractContextManager[None]:
-        """Refuse calls of modules outside of ``forward``; on the driver, around transformers' ``generate``."""
+        """Refuse calls of other ranks' modules outside of ``forward``; on the driver."""
         return self._calls.refused()
 
     def follow(self, streamer: Any, has_equal_random_state: bool) -> list[Any]:

@@ -98,7 +98,8 @@ class StageCalls:
         self._plans = plans
         self._parameters = [leaf for leaf in parameters if {rank_of(stage) for stage in leaf.stages} != self._ranks]
         self._calls = [(leaf.module, CALL, partial(self._call, leaf, leaf.module._call_impl)) for leaf in leaves]
-        self._refusals = [(leaf.module, CALL, partial(_refuse_call, leaf.name)) for leaf in leaves]
+        elsewhere = [leaf for leaf in leaves if rank not in map(rank_of, leaf.stages)]
+        self._refusals = [(leaf.module, CALL, partial(_refuse_call, leaf.name)) for leaf in elsewhere]
         self._plan: Plan = {}
         self._numbers: dict[str, int] = {}
         self._stage = 0
@@ -127,7 +128,7 @@ class StageCalls:
         return output
 
     def refused(self) -> AbstractContextManager[None]:
-        """Refuse to run modules outside of ``run``: other ranks would not run theirs."""
+        """Refuse to run modules of other ranks outside of ``run``."""
         return attributes(self._refusals)
 
     def _value(self, leaf: StageLeaf) -> tuple[nn.Module, str, Any]:
@@ -311,8 +312,8 @@ class StageCalls:
 
 def _refuse_call(name: str, *args: Any, **kwargs: Any) -> NoReturn:
     raise RuntimeError(
-        f"generate over a pipeline: the model's generate calls {name} outside of the model's forward, where other "
-        f"ranks do not run. {REMEDY}"
+        f"generate over a pipeline: the model's generate calls {name} outside of the model's forward, and another rank "
+        f"has it. {REMEDY}"
     )
 
 
