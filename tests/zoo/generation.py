@@ -23,6 +23,7 @@ import torch
 from tests.support.generating_threads import generate_on_threads
 from tests.zoo import ARGUMENTS, build, inputs
 from tests.zoo.comparison import ROUNDING, is_refusal, without_randomness
+from tests.zoo.inputs.shapes import taken
 from tests.zoo.sweep import Verdict
 
 GENERATING = ("causal-lm", "seq2seq-lm", "image-text-to-text", "speech-seq2seq")
@@ -33,6 +34,7 @@ _MODES: dict[str, dict[str, Any]] = {
     "beams": {"do_sample": False, "num_beams": 2},
 }
 _NEW = 5
+_OF_MEDIA = ("pixel_values", "input_features", "input_values")
 _NOT_GIVEN = ("labels", "decoder_input_ids", "decoder_attention_mask")
 
 
@@ -50,7 +52,7 @@ def judge(task: str, model_type: str) -> Verdict:
     except Exception as error:
         return Verdict("does not build", f"does not generate: {type(error).__name__}: {error}")
     worst, notes = 0.0, []
-    if task in GENERATING[2:] and list(batch) == ["input_ids"]:
+    if list(batch) == ["input_ids"] and any(name.startswith(_OF_MEDIA) for name in taken(model)):
         notes.append("tokens only")
     if list(batch) == ["input_ids"]:
         batch = {"input_ids": batch["input_ids"][:2]}

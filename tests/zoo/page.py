@@ -49,8 +49,8 @@ transformers' `batched_mm`, of fixed shapes.
 """
 _GENERATION = """\
 `python -m tests.zoo generation` ({source}) compares tokens and logits of `generate`, greedy, sampled and by beams, on
-two and four stages. The four mappings name the types that generate from text, images or sounds; {tokens} of those with
-images or sounds got tokens only. *Not built*: the smallest model is too large, lacks a library, or does not generate.
+two and four stages. The four mappings name the types that generate from text, images or sounds; {tokens} that also take
+images or sounds got tokens only. *Not built*: too large, without a library or inputs, or does not generate.
 """
 _LONGEST = 120
 
