@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import (
     CLIPVisionConfig,
     LlavaConfig,
@@ -38,8 +39,6 @@ def _llava() -> Any:
 
 
 def _adapted() -> Any:
-    from peft import LoraConfig, get_peft_model
-
     return get_peft_model(
         gpt2(), LoraConfig(target_modules=["c_attn"], r=2, init_lora_weights=False, fan_in_fan_out=True)
     )
