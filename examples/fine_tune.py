@@ -8,7 +8,6 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-import torch
 from datasets import load_dataset
 from huggingface_hub import HfApi
 from peft import LoraConfig
@@ -33,13 +32,12 @@ asked = parser.parse_args()
 kind, adapts = "text" if asked.data.endswith(".txt") else "json", asked.lora or asked.four_bit
 rows = load_dataset(kind, data_files=asked.data, split="train").train_test_split(0.1, seed=0)
 tokenizer = AutoTokenizer.from_pretrained(asked.model)
-dtype = torch.float32 if asked.cpu else torch.bfloat16
+dtype = "float32" if asked.cpu else "bfloat16"
 four_bit = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
 batches = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 8}  # 8 microbatches of 2 rows
 schedule = {"max_steps": asked.steps, "eval_strategy": "steps", "eval_steps": 0.25, "save_steps": 0.25}
-device = {"use_cpu": asked.cpu, "bf16": not asked.cpu}
-rate = 2e-4 if adapts else 2e-5
-args = SFTConfig(asked.output, learning_rate=rate, report_to="none", **batches, **schedule, **device)
+numbers = {"learning_rate": 2e-4 if adapts else 2e-5, "use_cpu": asked.cpu, "bf16": not asked.cpu}
+args = SFTConfig(asked.output, report_to="none", **batches, **schedule, **numbers)
 given: dict[str, Any] = {"quantization_config": four_bit if asked.four_bit else None}
 given["peft_config"] = LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM") if adapts else None
 trainer = PipelineSFTTrainer(asked.model, args, None, rows["train"], rows["test"], tokenizer, **given)
@@ -59,5 +57,4 @@ if args.process_index == 0:
     trainer.create_model_card()
     if asked.push:
         HfApi().create_repo(asked.push, private=True, exist_ok=True)
-        left_out = ["checkpoint-*", "metrics/*", "training_args.bin"]
-        HfApi().upload_folder(repo_id=asked.push, folder_path=asked.output, ignore_patterns=left_out)
+        HfApi().upload_folder(repo_id=asked.push, folder_path=asked.output, ignore_patterns=["*/*", "*.bin"])
