@@ -2,9 +2,9 @@
 
 A command of its own: neither the suite nor ``.ci/run`` calls it.
 
-It serves a made-up run with experts, a long name and a curve of one point, looks at 1200 and at 400 pixels, light and dark, and writes a screenshot of each. It fails for
-a request to elsewhere, an error of the page's script, a page that is wider than its window, and a step that does not
-appear.
+It serves a made-up run with experts, a long name and a curve of one point, looks at 1200 and at 400 pixels, light and
+dark, and writes a screenshot of each. It fails for a request to elsewhere, an error of the page's script, a page that
+is wider than its window, and a step that does not appear.
 """
 
 import re
