@@ -71,6 +71,8 @@ def coded(folder: Path) -> Any:
         for each in layer.modules():
             if isinstance(each, torch.nn.Linear):
                 each.weight = torch.nn.Parameter(Coded((each.weight.data * 500).char()), requires_grad=False)
+                # As torchao does: the texts of the ranks' models differ.
+                vars(each)["extra_repr"] = lambda each=each: str(type(each.weight))
     return get_peft_model(loaded.train(), LoraConfig(target_modules="all-linear", init_lora_weights=False))
 
 
