@@ -37,7 +37,7 @@ class Coded(torch.Tensor):
 
     @staticmethod
     def __new__(cls, codes: torch.Tensor) -> "Coded":
-        made: Coded = torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32)  # type: ignore[attr-defined]  # missing in torch's stubs
+        made: Coded = torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32)
         made.codes = codes
         return made
 
@@ -52,10 +52,10 @@ class Coded(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.nn.functional.linear:
             return func(args[0], args[1].codes.float() / 500, *args[2:])
-        return super().__torch_function__(func, types, args, kwargs or {})
+        return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]  # torch's
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]  # as torch calls it
         if func is torch.ops.aten.detach.default:
             return cls(args[0].codes)
         raise NotImplementedError(func)
