@@ -115,8 +115,8 @@ def check_options(optimizer: Optimizer, saved: Sequence[SavedGroup]) -> None:
     for number, group in enumerate(saved):
         for key in numbers.keys() - group.options.keys():
             raise ValueError(
-                f"param_groups[{number}] of the checkpoint has no {key}, and the optimizer {key}={numbers[key]!r:.100}: "
-                f"make the optimizer that was saved."
+                f"param_groups[{number}] of the checkpoint has no {key}, and the optimizer has "
+                f"{key}={numbers[key]!r:.100}: make the optimizer that was saved."
             )
 
 

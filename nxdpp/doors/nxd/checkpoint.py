@@ -193,8 +193,8 @@ def load_checkpoint(
         tag: ``None`` loads the newest. One that is damaged is named in a warning, and the next older one is loaded.
             The name of a directory that torch.distributed.checkpoint wrote loads its model, and an optimizer's state
             as ``get_state_dict`` names it. There are no checksums, and the optimizer's class is not known.
-        model, optimizer, scheduler, grad_scaler: as in the save; what is left out is not loaded. Frozen 4-bit weights
-            of bitsandbytes are in no checkpoint, and are not compared: give the same base as in the save.
+        model, optimizer, scheduler, grad_scaler: as in the save; what is left out is not loaded. Frozen quantized
+            weights of bitsandbytes and torchao are in no checkpoint: give the same base as in the save.
         num_workers, use_zero1_dcp: as in the save.
         strict: ``False`` allows names that only the model, or only the checkpoint has.
 
