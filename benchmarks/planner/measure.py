@@ -109,11 +109,11 @@ def make(case: Case, shape: Shape) -> tuple[NxDPPModel, Optimizer]:
         schedule=layout.schedule,
         virtual_pipeline_size=layout.chunks,
         pipeline_cuts=case.cuts,
-        use_zero1_optimizer=layout.zero1,
+        use_zero1_optimizer=layout.zero == 1,
     )
     if layout.checkpoint:
         apply_checkpoint(wrapped)
-    if layout.zero1:
+    if layout.zero == 1:
         return wrapped, Zero1Optimizer(wrapped.local_parameters(), AdamW, grad_clipping=False, lr=1e-3)
     return wrapped, AdamW(wrapped.local_parameters(), lr=1e-3)
 

@@ -77,13 +77,13 @@ _LLAMA_FLOPS = 6 * 405e9 + 12 * 126 * 16384 * 8192
 # FSDP gathers parameters for the forward and for the backward, and scatters gradients; ZeRO-1 gathers once.
 _FSDP_EXCHANGES = 3 / 2
 _FLOAT8 = "FSDP, float8, torch.compile, asynchronous tensor collectives"
-_TITAN = Layout(8, 8, 8, checkpoint=True, zero1=True, sequence=True)
+_TITAN = Layout(8, 8, 8, checkpoint=True, zero=1, sequence=True)
 _STAGES = "stages a rank"
 
 
 def _llama_3(data: int, devices: int, flops: float) -> Run:
     return Run(
-        f"Llama 3 405B, {devices:,} H100", "405B", _H100, 2048, 8192, Layout(8, 16, data, zero1=True, sequence=True),
+        f"Llama 3 405B, {devices:,} H100", "405B", _H100, 2048, 8192, Layout(8, 16, data, zero=1, sequence=True),
         (("interleaved", 4), ("interleaved", 7)), _LLAMA_FLOPS * 2048 * 8192 / (devices * flops), unknown=_STAGES,
     )  # fmt: skip
 
@@ -105,7 +105,7 @@ def _zero_bubble(model: str, devices: int, microbatch: int, microbatches: int, s
     batch = microbatches * microbatch
     return Run(
         f"Zero Bubble {model}, {devices} A100", model, _A100, batch, 1024,
-        Layout(pipeline=devices, microbatch=microbatch, zero1=True), ((schedule, 1),), batch / devices / rate,
+        Layout(pipeline=devices, microbatch=microbatch, zero=1), ((schedule, 1),), batch / devices / rate,
         unknown="vocabulary, link of hosts",
     )  # fmt: skip
 
@@ -147,21 +147,21 @@ RUNS = (
     ),
     # Selective checkpoints lie between none and all.
     Run(
-        "torchtitan 8B, 8 H100", "8B", _H100_500W, 16, 8192, Layout(data=8, zero1=True, microbatch=2), (("1f1b", 1),),
+        "torchtitan 8B, 8 H100", "8B", _H100_500W, 16, 8192, Layout(data=8, zero=1, microbatch=2), (("1f1b", 1),),
         2 * 8192 / 5762, "FSDP, selective checkpoints",
     ),
     Run(
         "torchtitan 8B, 8 H100", "8B", _H100_500W, 16, 8192,
-        Layout(data=8, zero1=True, microbatch=2, checkpoint=True), (("1f1b", 1),), 2 * 8192 / 5762,
+        Layout(data=8, zero=1, microbatch=2, checkpoint=True), (("1f1b", 1),), 2 * 8192 / 5762,
         "FSDP, selective checkpoints",
     ),
     Run(
-        "torchtitan 70B, 64 A100", "70B", _A100, 64, 8192, Layout(data=64, zero1=True, checkpoint=True),
+        "torchtitan 70B, 64 A100", "70B", _A100, 64, 8192, Layout(data=64, zero=1, checkpoint=True),
         (("1f1b", 1),), 8192 / 331, "FSDP", "link of hosts",
     ),
     Run(
         "torchtitan 405B, 128 H100", "405B", _H100_500W, 32, 8192,
-        Layout(8, 1, 16, zero1=True, checkpoint=True, sequence=True, microbatch=2), (("1f1b", 1),),
+        Layout(8, 1, 16, zero=1, checkpoint=True, sequence=True, microbatch=2), (("1f1b", 1),),
         2 * 8192 / 8 / 109, "FSDP",
     ),
 )  # fmt: skip

@@ -61,6 +61,7 @@ class LayerTimes:
         passed: bytes of values of earlier layers that later ones read too, such as the output of an encoder.
         state: of its parameters.
         largest: bytes of the largest parameter.
+        unit: bytes of the parameters of the layer's module, or of the others if they are more.
         copied: bytes of gradients that the average over replicas copies into buckets.
         cast: bytes of weights that autocast converts once a step.
         is_layer: False for the head. Checkpoints are of layers.
@@ -85,6 +86,7 @@ class LayerTimes:
     passed: float
     state: PlannedState
     largest: int
+    unit: int
     copied: int
     cast: int
     is_layer: bool = True
@@ -190,7 +192,8 @@ def counted_layers(
     found: list[LayerTimes] = []
     for index, name in enumerate(names):
         nodes = by_layer[index]
-        held_here = [parameters[parameter] for parameter, held in owners.items() if index in held]
+        held_here = {parameter: parameters[parameter] for parameter, held in owners.items() if index in held}
+        of_layer = {key: each for key, each in held_here.items() if key.startswith(f"{name}.")}
         parts = [costs[node].parts or NodeParts() for node in nodes]
         held = activation_bytes(nodes, costs, traced, shared)
         forward_peak, backward_peak = _peaks(nodes, costs, parts)
@@ -217,9 +220,14 @@ def counted_layers(
                 backward_extra=max(backward_peak - held, 0.0),
                 sent=sent,
                 passed=_sent_bytes(earlier, assigned, costs, index),
-                state=PlannedState.of(held_here),
-                largest=max(map(_bytes, held_here), default=0),
-                copied=sum(_bytes(each) for each in held_here if each.requires_grad and _bytes(each) < BUCKET_BYTES),
+                state=PlannedState.of(held_here.values()),
+                largest=max(map(_bytes, held_here.values()), default=0),
+                unit=max(
+                    weight_bytes(of_layer.values()), weight_bytes(held_here.values()) - weight_bytes(of_layer.values())
+                ),
+                copied=sum(
+                    _bytes(each) for each in held_here.values() if each.requires_grad and _bytes(each) < BUCKET_BYTES
+                ),
                 cast=sum(costs[node].cast_bytes for node in nodes),
                 is_layer=name in traced.layers,
             )
@@ -238,6 +246,11 @@ def _tied(parameters: Mapping[str, nn.Parameter], owners: Mapping[str, set[int]]
         for identity, layers in held.items()
         if len(layers) > 1
     ]
+
+
+def weight_bytes(parameters: Iterable[nn.Parameter]) -> int:
+    """Return the bytes of ``parameters``, each once."""
+    return state_bytes(parameters).weights
 
 
 def _bytes(tensor: torch.Tensor) -> int:

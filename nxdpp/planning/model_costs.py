@@ -23,6 +23,7 @@ from nxdpp.planning.layer_times import CountedModel, LayerTimes, counted_layers
 from nxdpp.planning.layout import Dimensions
 from nxdpp.planning.machine import Job, Machine
 from nxdpp.planning.measured.kept_machine import KeptMachine
+from nxdpp.planning.stage_costs import Itemsizes
 from nxdpp.tensor.collectives import nothing_sent
 from nxdpp.tracing.costs.count import NodeCost, count_costs
 from nxdpp.tracing.costs.cuda_autocast import CudaAutocast
@@ -52,6 +53,7 @@ class ModelCosts:
         measured: this machine, on whose device forward and backward of each layer are measured. Input-gradient and
             weight-gradient have the shares that are counted. ``None`` for counted seconds.
         autocast: dtype of the autocast around a step; ``None`` without.
+        gradient_dtype: in which gradients accumulate and are reduced; ``None`` for the parameters'.
 
     Its methods raise ``ValueError`` for a model that a tensor group cannot divide, and ``TracingError`` for one that
     cannot be traced.
@@ -66,6 +68,7 @@ class ModelCosts:
         transformer_layer_cls: Any | None = None,
         tensor_plan: Mapping[str, str] | None = None,
         autocast: torch.dtype | None = None,
+        gradient_dtype: torch.dtype | None = None,
     ) -> None:
         self.machine = machine
         self.job = job
@@ -76,6 +79,7 @@ class ModelCosts:
         self._factors: dict[tuple[int, bool, int], list[list[float]]] = {}
         self.dtype = dtype_of(model)
         self.autocast = autocast
+        self.itemsizes = Itemsizes(self.dtype.itemsize, (gradient_dtype or self.dtype).itemsize)
         # States of the ranks of layouts, kept by ``predict``.
         self.states: dict[Any, Any] = {}
         self._counted: dict[tuple[int, bool, int], CountedModel] = {}

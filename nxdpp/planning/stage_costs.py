@@ -7,6 +7,8 @@ from itertools import accumulate, pairwise
 
 from nxdpp.planning.layer_times import CountedModel, LayerTimes, PlannedState
 
+_MASTER_BYTES = 4
+
 
 @dataclass(frozen=True)
 class StageCosts:
@@ -49,16 +51,36 @@ class StageCosts:
 
 
 @dataclass(frozen=True)
+class Itemsizes:
+    """Bytes of a number of the parameters, and of their gradients as they accumulate and are reduced."""
+
+    parameter: int
+    gradient: int
+
+    @property
+    def to_gradient(self) -> float:
+        """Bytes of a gradient over those of its parameter."""
+        return self.gradient / self.parameter
+
+    @property
+    def to_master(self) -> float:
+        """Bytes of a master copy, of float32 at least, over those of its parameter."""
+        return max(_MASTER_BYTES / self.parameter, 1.0)
+
+
+@dataclass(frozen=True)
 class RankState(PlannedState):
-    """State of a rank.
+    """State of a rank, or of one stage.
 
     Attributes:
         largest: bytes of its largest parameter.
+        unit: bytes of the largest part that ``fully_shard`` gathers at once: a layer, or the rest of a stage.
         copied: bytes that the average copies into buckets.
         cast: bytes of weights that autocast converts, from the first forward of a step to the last backward.
     """
 
     largest: int = 0
+    unit: int = 0
     copied: int = 0
     cast: int = 0
 
@@ -188,6 +210,7 @@ def rank_state(model: CountedModel, stages: Sequence[StageCosts]) -> RankState:
     return RankState(
         **vars(state),
         largest=max(layer.largest for layer in layers),
+        unit=max(layer.unit for layer in layers),
         copied=sum(layer.copied for layer in layers),
         cast=sum(layer.cast for layer in layers),
     )

@@ -30,7 +30,7 @@ TWO_RANKS = (
     Layout(pipeline=2, schedule="zb-v", chunks=2),
     Layout(pipeline=2, checkpoint=True),
 )
-SHARDED = (Layout(data=2, zero1=True),)
+SHARDED = (Layout(data=2, zero=1),)
 
 
 # How long an exchange holds a bucket, and so the peak with ZeRO-1, depends on the load of the machine.
@@ -44,7 +44,7 @@ def test_the_memory_of_measured_ranks_is_predicted(layouts: tuple[Layout, ...]) 
         assert len(row.ranks) == 2
         assert row.seconds > 0
         # In a tiny model a message or a mask is a large share. With ZeRO-1 a slow exchange holds a bucket longer.
-        most = 1.3 if row.prediction.layout.zero1 else 1.15
+        most = 1.3 if row.prediction.layout.zero else 1.15
         assert 0.85 < row.memory_ratio < most, describe(row.prediction.layout)
     assert all(describe(layout) in rows_table(rows) for layout in layouts)
 

@@ -36,7 +36,7 @@ SWITCHES = [
     Layout(tensor=2, sequence=True, checkpoint=True),
     Layout(tensor=2),
     Layout(pipeline=2, chunks=2, schedule="dualpipe-v", checkpoint=True, microbatch=2),
-    Layout(data=2, zero1=True, checkpoint=True),
+    Layout(data=2, zero=1, checkpoint=True),
     Layout(data=2, microbatch=2),
 ]
 # The script of a user, with printed texts in the place of its own lines: two steps have the losses of one process.
@@ -181,7 +181,7 @@ def test_the_dtype_is_that_of_the_constructor(folder: Path, capsys: pytest.Captu
     assert "dtype: float32, as LlamaForCausalLM(config) makes it. The configuration names\n  bfloat16" in plain
     assert "optimizer, in all layouts: AdamW, with moments in float32" in plain
     assert "optimizer, in all layouts: Zero1Optimizer over AdamW, with moments and copies" in half
-    assert _plan(folder, "--best", "1", "--dtype", "bfloat16", "--no-zero1") == 0
+    assert _plan(folder, "--best", "1", "--dtype", "bfloat16", "--zero", "0") == 0
     without = capsys.readouterr().out
     assert "AdamW, with moments in bfloat16, no float32" in without
     assert "dtype: bfloat16, by --dtype: LlamaForCausalLM(config).to(torch.bfloat16)" in half
@@ -226,7 +226,7 @@ def test_json_of_a_search(folder: Path, capsys: pytest.CaptureFixture[str]) -> N
         (["--devices", "0"], "devices=0 must be a whole number of at least 1"),
         (["--best", "0"], "best=0 must be a whole number of at least 1"),
         (["--dtype", "half-ish"], "dtype='half-ish' is no floating dtype of a model: choose one of float32"),
-        (["--zero1", "--data-parallel-size", "1"], "with data=1, zero1=True fits .* ZeRO-1 needs replicas"),
+        (["--zero", "1", "--data-parallel-size", "1"], "with data=1, zero=1 fits .* ZeRO needs replicas"),
         (["--num-microbatches", "4"], "--num-microbatches: the search chooses it. Leave it out with --devices"),
         (["--partition", "balanced"], "--partition: the search chooses it"),
         (["--peak", "989"], "peak='989' is not understood: give FLOPs a second as in 989TFLOP/s"),

@@ -63,17 +63,17 @@ def test_half_parameters_have_float32_state_in_all_layouts() -> None:
         return nxdpp.plan(LLAMA, devices=2, global_batch=4, dtype="bfloat16", **CPU, **options)
 
     found = plan(best=4)
-    assert {each.layout.zero1 for each in found.best} == {True}
+    assert all(each.layout.zero for each in found.best)
     assert 1 in {each.layout.data for each in found.best}
     assert (found.optimizer_dtype, found.has_masters) == ("float32", True)
     # Two moments and a copy, of 4 bytes a parameter in the place of 2.
-    whole, half = (plan(layouts=[Layout(pipeline=2, zero1=zero1)]) for zero1 in (True, False))
+    whole, half = (plan(layouts=[Layout(pipeline=2, zero=zero)]) for zero in (1, 0))
     assert whole.first.memory[0].optimizer == 3 * half.first.memory[0].optimizer
     assert (half.optimizer_dtype, half.has_masters) == ("bfloat16", False)
-    without = plan(fixed={"zero1": False}, best=1)
-    assert {each.layout.zero1 for each in without.best} == {False}
-    with pytest.raises(ValueError, match="float32 in layouts with zero1=True, and bfloat16 in the others: give zero1"):
-        plan(layouts=[Layout(data=2), Layout(data=2, zero1=True)])
+    without = plan(fixed={"zero": 0}, best=1)
+    assert {each.layout.zero for each in without.best} == {0}
+    with pytest.raises(ValueError, match="float32 in layouts with zero=1 or more, and bfloat16 in the others: give zero"):
+        plan(layouts=[Layout(data=2), Layout(data=2, zero=1)])
 
 
 def test_autocast_computes_in_half_and_keeps_float32_parameters() -> None:
@@ -177,7 +177,7 @@ def test_another_object_is_no_model() -> None:
 
 @pytest.fixture(scope="module")
 def plan() -> Plan:
-    fixed = {"tensor": 2, "pipeline": 2, "checkpoint": True, "sequence": True, "zero1": True, "schedule": "1f1b"}
+    fixed = {"tensor": 2, "pipeline": 2, "checkpoint": True, "sequence": True, "zero": 1, "schedule": "1f1b"}
     return nxdpp.plan(LLAMA, devices=8, global_batch=8, seq_length=32, fixed=fixed, best=1, **CPU)
 
 

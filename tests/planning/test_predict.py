@@ -59,12 +59,12 @@ def _predict(layout: Layout) -> Prediction:
 MEASURED = [
     (Layout(tensor=2, microbatch=2), [36305.7]),
     (Layout(pipeline=2, microbatch=2), [41066.5, 32867.3]),
-    (Layout(data=2, microbatch=2, zero1=True), [57722.4]),
+    (Layout(data=2, microbatch=2, zero=1), [57722.4]),
     (Layout(tensor=2, pipeline=2, microbatch=2), [24810.0, 19241.5]),
     (Layout(tensor=2, pipeline=2, microbatch=2, sequence=True), [22447.6, 17795.6]),
-    (Layout(tensor=2, data=2, microbatch=2, zero1=True), [30005.0]),
-    (Layout(pipeline=2, data=2, microbatch=2, zero1=True), [35819.5, 28864.0]),
-    (Layout(tensor=2, pipeline=2, data=2, microbatch=2, zero1=True), [21660.2, 16352.8]),
+    (Layout(tensor=2, data=2, microbatch=2, zero=1), [30005.0]),
+    (Layout(pipeline=2, data=2, microbatch=2, zero=1), [35819.5, 28864.0]),
+    (Layout(tensor=2, pipeline=2, data=2, microbatch=2, zero=1), [21660.2, 16352.8]),
 ]
 
 
@@ -118,7 +118,7 @@ def test_checkpoints_take_time_and_free_memory() -> None:
 
 
 def test_a_slow_link_takes_the_time_of_its_bytes() -> None:
-    layout = Layout(tensor=2, data=2, zero1=True)
+    layout = Layout(tensor=2, data=2, zero=1)
     quick, slow = (predict(_costs(4, 8, rate=rate, latency=0.0), layout) for rate in (1e12, 1e6))
 
     assert slow.sent == quick.sent

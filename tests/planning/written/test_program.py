@@ -31,7 +31,7 @@ def test_written_programs_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     printed = capsys.readouterr().out
     command = f"torchrun --nproc-per-node 4 {file}"
     assert printed.endswith(f"The program is written. Its start:\n\n{command}\n")
-    layout = Layout(tensor=2, pipeline=2, checkpoint=True, zero1=True)
+    layout = Layout(tensor=2, pipeline=2, checkpoint=True, zero=1)
     config = LlamaConfig.from_json_file(configuration)
     half = nxdpp.plan(
         config, devices=4, device_memory="1GB", global_batch=8, device="cpu", layouts=[layout], dtype="bfloat16"
