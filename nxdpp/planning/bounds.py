@@ -14,7 +14,7 @@ from nxdpp.planning.layout import Layout
 from nxdpp.planning.model_costs import ModelCosts
 from nxdpp.planning.predict import states_of
 from nxdpp.planning.rank_memory import rank_memory, stage_bytes
-from nxdpp.planning.stage_costs import RankState, StageCosts, rank_state, stage_costs, stage_ends
+from nxdpp.planning.stage_costs import RankState, StageCosts, largest_sent, rank_state, stage_costs, stage_ends
 from nxdpp.schedules.families.registry import find_family
 
 # Families of full backwards: a rank's last backward is of its first stage.
@@ -56,7 +56,7 @@ class LowerBounds:
         microbatches = layout.microbatches(self._costs.job.global_batch)
         sizes, machine = self._costs.itemsizes, self._costs.machine
         # Gradients may come after the peak of the activations.
-        part = stage_bytes(layout, state, sizes)
+        part = stage_bytes(layout, state, sizes, machine.device.kind == "cuda")
         held = max(one.held + part.gathered - part.gradients, 0.0)
         memory = rank_memory(layout, state, held, machine.device.kind, sizes, 0.0)
         weights, gradients = state.weights / ranks, state.gradients / ranks
@@ -67,7 +67,6 @@ class LowerBounds:
 
     def of_layout(self, layout: Layout) -> Bounds:
         """Return bounds of ``layout`` with its cuts."""
-        model = self._costs.of(layout.tensor, layout.sequence, layout.microbatch)
         stages = self._cut(layout)
         placement = find_family(layout.schedule).placement(layout.pipeline, layout.chunks)
         microbatches = layout.microbatches(self._costs.job.global_batch)
@@ -86,9 +85,9 @@ class LowerBounds:
             before += stages[rank].work if ends_with_backwards else stages[rank].forward
             held = least_held(layout, rank, microbatches, own)
             # Gradients may come after the peak of the activations.
-            part = stage_bytes(layout, state, sizes)
+            part = stage_bytes(layout, state, sizes, machine.device.kind == "cuda")
             activations = max(held + part.gathered - part.gradients, 0.0)
-            memory = rank_memory(layout, state, activations, machine.device.kind, sizes, model.message)
+            memory = rank_memory(layout, state, activations, machine.device.kind, sizes, largest_sent(stages))
             most = max(most, memory.total)
         return Bounds(seconds + exchanges.after_schedule(max(state.gradients for state in states)), most)
 

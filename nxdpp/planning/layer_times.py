@@ -146,14 +146,12 @@ class CountedModel:
         layers: each layer in order, then the head if it has parameters.
         shared: bytes of values of no layer that each stage keeps of a microbatch: masks, rotary tables, inputs.
         shared_forward: seconds in which each stage computes them.
-        message: bytes of the largest message between stages.
         estimated: True if some costs are estimated from the parameters.
     """
 
     layers: list[LayerTimes]
     shared: float
     shared_forward: float
-    message: float
     estimated: bool
     tied: list["TiedState"]
 

@@ -16,7 +16,6 @@ import torch
 from torch import fx, nn
 
 from nxdpp.pipeline.partition.layer_costs import layers_and_head, shared_bytes, shared_names
-from nxdpp.pipeline.partition.transport_bytes import largest_message
 from nxdpp.planning.dimensions import divided
 from nxdpp.planning.dtypes import dtype_of
 from nxdpp.planning.layer_times import CountedModel, LayerTimes, counted_layers
@@ -105,7 +104,7 @@ class ModelCosts:
             return divided_one
         one, more = self._of_whole(1), self.of(1, False, microbatch)
         layers = [each.grown(a, b) for each, a, b in zip(divided_one.layers, one.layers, more.layers, strict=True)]
-        return _grown(divided_one, layers, more.shared / one.shared if one.shared else 1.0, microbatch)
+        return _grown(divided_one, layers, more.shared / one.shared if one.shared else 1.0)
 
     def _of_whole(self, microbatch: int) -> CountedModel:
         """Return the costs of the model that no tensor group divides: counted for powers of 2, or on a line."""
@@ -120,7 +119,7 @@ class ModelCosts:
         share = (microbatch - below) / (above - below)
         layers = [a.plus(b, share) for a, b in zip(one.layers, two.layers, strict=True)]
         shared = one.shared + share * (two.shared - one.shared)
-        return _grown(one, layers, shared / one.shared if one.shared else 1.0, microbatch / below)
+        return _grown(one, layers, shared / one.shared if one.shared else 1.0)
 
     @cached_property
     def _line(self) -> int:
@@ -186,7 +185,7 @@ class ModelCosts:
         of_none = sum(cost.parts.forward for node, cost in costs.items() if cost.parts and node.name in nowhere)
         estimated = any(cost.estimated for cost in costs.values())
         shared = shared_bytes(traced, model, costs)
-        return CountedModel(layers, shared, of_none / speed, largest_message(traced, costs), estimated, tied)
+        return CountedModel(layers, shared, of_none / speed, estimated, tied)
 
     def _quotients(
         self,
@@ -214,13 +213,12 @@ class ModelCosts:
         ]
 
 
-def _grown(one: CountedModel, layers: list[LayerTimes], shared: float, message: float) -> CountedModel:
+def _grown(one: CountedModel, layers: list[LayerTimes], shared: float) -> CountedModel:
     return replace(
         one,
         layers=layers,
         shared=one.shared * shared,
         shared_forward=one.shared_forward * shared,
-        message=one.message * message,
     )
 
 

@@ -7,7 +7,15 @@ from nxdpp.planning.exchange_times import Exchanges
 from nxdpp.planning.layout import Layout
 from nxdpp.planning.model_costs import ModelCosts
 from nxdpp.planning.rank_memory import RankMemory, activation_peak, rank_memory, stage_bytes
-from nxdpp.planning.stage_costs import Itemsizes, RankState, StageCosts, rank_state, stage_costs, stage_ends
+from nxdpp.planning.stage_costs import (
+    Itemsizes,
+    RankState,
+    StageCosts,
+    largest_sent,
+    rank_state,
+    stage_costs,
+    stage_ends,
+)
 from nxdpp.planning.step_times import RankTimes, built, shares_cores, step_times, whole_makespan
 from nxdpp.schedules.families.registry import find_family
 
@@ -117,13 +125,13 @@ def predict(
     ends = list(ends) if ends is not None else stage_ends(model, layout.stages, layout.checkpoint)
     stages = stage_costs(model, ends, layout.checkpoint, machine.device.action_seconds)
     states, of_stages = states_of(costs, layout, stages)
-    sizes = costs.itemsizes
+    sizes, kind, message = costs.itemsizes, machine.device.kind, largest_sent(stages)
 
     def times_of(count: int) -> list[RankTimes]:
         return step_times(machine, layout, count, stages, states, of_stages, sizes)
 
     def peaks_of(count: int) -> list[float]:
-        return activation_peaks(layout, count, stages, of_stages, sizes)
+        return activation_peaks(layout, count, stages, of_stages, sizes, kind == "cuda")
 
     few, more = _simulated_counts(layout, microbatches) if shorten else (microbatches, microbatches)
     share = 0.0 if more == microbatches else (microbatches - more) / (more - few)
@@ -132,7 +140,7 @@ def predict(
     if share:
         peaks = [a + share * (a - b) for a, b in zip(peaks, peaks_of(few), strict=True)]
     memory = [
-        rank_memory(layout, state, peak + state.cast, machine.device.kind, sizes, model.message)
+        rank_memory(layout, state, peak + state.cast, kind, sizes, message)
         for state, peak in zip(states, peaks, strict=True)
     ]
     if limit is not None and max(rank.total for rank in memory) > limit:
@@ -157,7 +165,12 @@ def _simulated_counts(layout: Layout, microbatches: int) -> tuple[int, int]:
 
 
 def activation_peaks(
-    layout: Layout, microbatches: int, stages: Sequence[StageCosts], of_stages: Sequence[RankState], sizes: Itemsizes
+    layout: Layout,
+    microbatches: int,
+    stages: Sequence[StageCosts],
+    of_stages: Sequence[RankState],
+    sizes: Itemsizes,
+    on_cuda: bool,
 ) -> list[float]:
     """Return the peak of each rank's activations and temporary tensors, beyond its lasting gradients."""
     schedule = built(layout.schedule, layout.pipeline, microbatches, layout.chunks)
@@ -166,7 +179,7 @@ def activation_peaks(
         activation_peak(
             actions,
             stages,
-            {stage: stage_bytes(layout, of_stages[stage], sizes) for stage in placement.stages_of(rank)},
+            {stage: stage_bytes(layout, of_stages[stage], sizes, on_cuda) for stage in placement.stages_of(rank)},
         )
         for rank, actions in enumerate(schedule)
     ]

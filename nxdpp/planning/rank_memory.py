@@ -15,8 +15,8 @@ from nxdpp.schedules.actions import Action, ActionKind
 _COPIED_BYTES = 256 * 2**20
 # A sum of ZeRO-1 has two buckets in flight.
 _BUCKETS = 2
-# Units that ZeRO-3 has gathered at once: the one that runs, and the next one.
-_UNITS = 2
+# Messages of ``fully_shard`` that exist at once: of the unit that runs, and of the next one.
+_MESSAGES = 2
 _MOMENTS = 2
 
 
@@ -29,7 +29,7 @@ class RankMemory:
         activations: of microbatches in flight, with the temporary tensors of the operation that runs, the weights that
             autocast has converted, and with ZeRO-2 and 3 gathered weights and whole gradients; beyond ``gradients``.
         step: temporary tensors of the optimizer's step, which has no activations.
-        buckets: flat copies of gradients that stay from step to step.
+        buckets: flat copies that stay from step to step: of gradients, and with ZeRO-2 and 3 of gathered units.
         transport: communicators and messages; on CPUs the slots of shared memory.
     """
 
@@ -53,8 +53,8 @@ class StageBytes:
     """Bytes of weights and gradients of a stage that come and go in a step.
 
     Attributes:
-        gradients: of the gradients that stay to the end of the step. They come with the first backward; with ZeRO-2
-            with the last one, in the place of the whole gradients.
+        gradients: of the gradients that stay to the end of the step and have no memory before. They come with the first
+            backward; with ZeRO-2 with the last one, in the place of the whole gradients.
         gathered: of weights, from the first forward to the last backward: ZeRO-2.
         whole: of gradients, from the end of the first backward to the last one: ZeRO-2.
         forward, backward: of units that are gathered, and of their gradients, while an action runs.
@@ -69,19 +69,29 @@ class StageBytes:
     last: float = 0.0
 
 
-def stage_bytes(layout: Layout, state: RankState, sizes: Itemsizes) -> StageBytes:
-    """Return the bytes of a stage with ``state``."""
-    gradients = state.gradients * sizes.to_gradient
+def stage_bytes(layout: Layout, state: RankState, sizes: Itemsizes, on_cuda: bool) -> StageBytes:
+    """Return the bytes of a stage with ``state``.
+
+    On CUDA the streams of ``fully_shard`` have memory of their own, which stays: the shards of gradients have it before
+    they come, and messages of gathers count in ``RankMemory.buckets``.
+    """
+    gradients = _lasting(layout, state, sizes)
     if not layout.is_sharded:
         return StageBytes(gradients)
+    shard = 0.0 if on_cuda else gradients
     # Gradients of a unit in the parameters' dtype, and flat in the dtype of the reduction.
     unit = min(state.unit, state.gradients)
     flat = unit * sizes.to_gradient
-    shard = state.gradients * sizes.to_master / layout.data
     if layout.zero > SHARDED:
-        gathered = min(_UNITS * state.unit, state.weights)
+        gathered = state.unit if on_cuda else min(_MESSAGES * state.unit, state.weights)
         return StageBytes(shard, forward=gathered, backward=gathered + unit + flat)
-    return StageBytes(shard, state.weights, gradients, backward=unit if flat > unit else 0.0, last=flat)
+    whole = state.gradients * sizes.to_gradient
+    return StageBytes(shard, state.weights, whole, backward=unit if flat > unit else 0.0, last=flat)
+
+
+def _lasting(layout: Layout, state: RankState, sizes: Itemsizes) -> float:
+    """Return the bytes of the gradients that stay to the end of the step."""
+    return state.gradients * (sizes.to_master / layout.data if layout.is_sharded else sizes.to_gradient)
 
 
 def rank_memory(
@@ -98,13 +108,14 @@ def rank_memory(
         message: bytes of the largest message between stages.
     """
     weights: float = state.weights
-    gradients = stage_bytes(layout, state, sizes).gradients
+    gradients = _lasting(layout, state, sizes)
     on_cuda = kind == "cuda"
     buckets = 0.0
     if layout.is_sharded:
         weights *= sizes.to_master / layout.data
         optimizer = _MOMENTS * gradients
         step = gradients if on_cuda else 3 * state.largest * sizes.to_master / layout.data
+        buckets = min(_MESSAGES * state.unit, state.weights) if on_cuda else 0.0
     elif layout.zero:
         optimizer = -(-state.sharded // layout.data)
         bucket = min(gradients, max(BUCKET_BYTES, state.largest * sizes.to_gradient))

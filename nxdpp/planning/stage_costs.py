@@ -186,6 +186,11 @@ def _stage(model: CountedModel, first: int, end: int, checkpoint: bool, action_s
     )
 
 
+def largest_sent(stages: Sequence[StageCosts]) -> float:
+    """Return the bytes of the largest message between ``stages``."""
+    return max((stage.sent for stage in stages), default=0.0)
+
+
 def _memory(layers: Sequence[LayerTimes], checkpoint: bool) -> tuple[float, float, float]:
     """Return the bytes that the layers hold together, and the most that forward and backward add."""
     held = forward = backward = 0.0
