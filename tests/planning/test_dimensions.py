@@ -12,6 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from nxdpp import parallel_state
 from nxdpp.__main__ import main
+from nxdpp.pipeline.partition.layer_costs import StateBytes
 from nxdpp.planning.dimensions import divided
 from nxdpp.planning.layout import Dimensions
 from nxdpp.planning.stage_summary import StageSummary, summarise_stages
@@ -114,6 +115,21 @@ def test_zero1_shares_moments_and_master_copies_of_float32(dtype: torch.dtype, e
         assert stage.state.gradients == stage.state.weights == stage.state.parameters * dtype.itemsize
 
 
+@pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 4), (torch.bfloat16, 2)])
+def test_zero_2_and_3_share_parameters_in_float32(dtype: torch.dtype, size: int) -> None:
+    """Whole weights and gradients come on top with ZeRO-2, two layers and the gradients of one with ZeRO-3."""
+    layer = (MATRICES + 2 * HIDDEN) * size
+    for plain, once, each in zip(*(_stages(data=4, zero=zero, dtype=dtype) for zero in (0, 2, 3)), strict=True):
+        shard = plain.state.parameters
+        assert once.state == StateBytes(
+            plain.state.parameters, shard + plain.state.weights, plain.state.weights, 2 * shard
+        )
+        assert each.state == StateBytes(plain.state.parameters, shard + 2 * layer, shard + layer, 2 * shard)
+        part = plain.state.weights * 3 / 4
+        assert (once.traffic.reduce_scatter, once.traffic.all_gather) == (part, part)
+        assert (each.traffic.reduce_scatter, each.traffic.all_gather) == (MICROBATCHES * part, 2 * MICROBATCHES * part)
+
+
 def test_a_memory_limit_counts_the_shared_state() -> None:
     used = max(stage.memory for stage in _stages(data=8, zero=1, balanced=True))
 
@@ -130,6 +146,10 @@ def _plan(folder: Path, *arguments: str) -> int:
 
 
 def test_the_command_prints_what_each_dimension_costs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _plan(tmp_path, "--data-parallel-size", "2", "--zero", "3") == 0
+    written = capsys.readouterr().out
+    assert "on 1 tensor x 2 pipeline x 2 data ranks,\n  ZeRO-3" in written
+    assert "AdamW over the shards of fully_shard" in written
     sizes = ("--tensor-parallel-size", "2", "--data-parallel-size", "4", "--zero", "1")
     assert _plan(tmp_path, *sizes, "--batch-size", "8", "--details") == 0
 
@@ -163,4 +183,9 @@ def test_sizes_that_do_not_divide_are_refused(tmp_path: Path, capsys: pytest.Cap
     assert _plan(tmp_path, "--tensor-parallel-size", "3") == 2
 
     assert "3 tensor-parallel ranks" in capsys.readouterr().err
+    assert _plan(tmp_path, "--zero", "2") == 2
+    assert "--zero 2 shares parameters among replicas: add --data-parallel-size" in capsys.readouterr().err
+    limited = ("--data-parallel-size", "2", "--zero", "3", "--partition", "balanced", "--memory-limit", "1")
+    assert _plan(tmp_path, *limited) == 2
+    assert "--memory-limit has no figure for --zero 3" in capsys.readouterr().err
     assert not parallel_state.model_parallel_is_initialized()

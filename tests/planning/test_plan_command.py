@@ -128,8 +128,8 @@ def test_a_plan_is_read_as_it_was_written(folder: Path) -> None:
     assert Plan.from_json(json.dumps(older)).best == plan.best
     with pytest.raises(ValueError, match=r"the text is no plan of nxdpp\.plan: .* argument: 'model'"):
         Plan.from_json(json.dumps({name: value for name, value in content.items() if name != "model"}))
-    with pytest.raises(ValueError, match=r"the text is no plan of nxdpp\.plan: version 7 is not 1"):
-        Plan.from_json(plan.to_json().replace('"version": 1', '"version": 7'))
+    with pytest.raises(ValueError, match=r"the text is no plan of nxdpp\.plan: version 7 is not 2"):
+        Plan.from_json(plan.to_json().replace('"version": 2', '"version": 7'))
     with pytest.raises(ValueError, match="the text is no plan"):
         Plan.from_json("{}")
 
@@ -145,6 +145,7 @@ def test_a_plan_is_read_as_it_was_written(folder: Path) -> None:
         ('"model": ', '"other": ', "other"),
         ('"schedule": "1f1b"', '"schedule": "2f2b"', "there is no schedule '2f2b'"),
         ('"cuts": []', '"cuts": ["model.layers.0"]', r"needs 0 cuts, not \['model.layers.0'\]"),
+        ('"zero": 0', '"zero": 5', "zero=5 must be one of 0, 1, 2, 3"),
         ('"checkpoint": ', '"check": ', "the text is no plan"),
         ('"hosts": 1', '"hosts": "1"', "the text is no plan"),
         ("}\n", "", "the text is no plan"),
@@ -180,7 +181,7 @@ def test_the_dtype_is_that_of_the_constructor(folder: Path, capsys: pytest.Captu
     assert "microbatch of one sample: input_ids [1, 32], labels [1, 32]" in plain
     assert "dtype: float32, as LlamaForCausalLM(config) makes it. The configuration names\n  bfloat16" in plain
     assert "optimizer, in all layouts: AdamW, with moments in float32" in plain
-    assert "optimizer, in all layouts: Zero1Optimizer over AdamW, with moments and copies" in half
+    assert "optimizer, in all layouts: AdamW, with moments and copies of the weights in float32" in half
     assert _plan(folder, "--best", "1", "--dtype", "bfloat16", "--zero", "0") == 0
     without = capsys.readouterr().out
     assert "AdamW, with moments in bfloat16, no float32" in without
@@ -208,7 +209,7 @@ def test_json_of_a_search(folder: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert first["memory_bytes"] == plan.first.peak_bytes == max(rank["memory_bytes"] for rank in first["ranks"])
     assert printed["script"] == program(plan, str(folder))
     assert printed["torchrun"] == plan.torchrun()
-    assert (printed["kind"], printed["dtype"], printed["version"]) == ("search", "float32", 1)
+    assert (printed["kind"], printed["dtype"], printed["version"]) == ("search", "float32", 2)
     assert keys_of(printed) == keys_in(ROOT / "docs" / "planner.md")
 
 
