@@ -96,6 +96,7 @@ __all__ = [
     "deferred_init",
     "device_memory",
     "finalize_checkpoint",
+    "fully_shard",
     "gather_state_dict",
     "has_checkpoint",
     "init_on_device",

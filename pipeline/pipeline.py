@@ -20,11 +20,12 @@ from nxdpp.gradients.gradient_norm import clip_grad_norm
 from nxdpp.gradients.mean_loss import mean_loss
 from nxdpp.gradients.overlapped_average import AverageReport
 from nxdpp.gradients.replica_gradients import ReplicaGradients
+from nxdpp.gradients.shards.rank_shards import RankShards
 from nxdpp.pipeline import arguments
 from nxdpp.pipeline.batch import Batches
 from nxdpp.pipeline.config import PipelineConfig
 from nxdpp.pipeline.first_partition import first_partition
-from nxdpp.pipeline.local.changes import ChangeRecord
+from nxdpp.pipeline.local.changes import Change, ChangeRecord
 from nxdpp.pipeline.local.local_module import stage_module
 from nxdpp.pipeline.local.other_wrappers import refuse_other_wrappers
 from nxdpp.pipeline.local.part import LocalPart
@@ -90,7 +91,7 @@ class Pipeline(PipelineSteps):
         common = _common_settings(config, number, agreed or {})
         options = self._trace_and_cut()
         changes = ChangeRecord()
-        self._exchanges = ReplicaExchanges(
+        self.exchanges = ReplicaExchanges(
             {
                 **common,
                 "num_microbatches": config.num_microbatches,
@@ -99,7 +100,7 @@ class Pipeline(PipelineSteps):
                 "grad_scaler": config.grad_scaler is not None,
             }
         )
-        normalization = LossNormalization(module, config, self._exchanges)
+        normalization = LossNormalization(module, config, self.exchanges)
         normalization.check_example(self.partition, options)
         warn_of_traced_hooks(module, self.partition.layers)
         arguments.warn_of_own_listings(module)
@@ -135,7 +136,7 @@ class Pipeline(PipelineSteps):
         )
         self.local_module: nn.Module = self.part.module
         self.tied_names = self.part.aliases
-        self._replicas = ReplicaGradients(self.part, self._exchanges, config.gradient_reduction == "mean")
+        self._replicas = ReplicaGradients(self.part, self.exchanges, config.gradient_reduction == "mean")
         self._copies = TensorCopies(self.part.module)
         self._loss_dtypes: LastUsed[int, torch.dtype] = LastUsed()
         self._upkeep = LocalUpkeep(
@@ -236,7 +237,7 @@ class Pipeline(PipelineSteps):
         """
         with board.call("mean_loss"), failure_watch.reported():
             if self.holds_last_stage:
-                self._exchanges.begin(f"mean loss of {'a training step' if train else 'an evaluation'}")
+                self.exchanges.begin(f"mean loss of {'a training step' if train else 'an evaluation'}")
             known = self._loss_dtypes.get(self._runner.digest)
             loss = mean_loss(losses, self._last_rank, self.device, known)
             self._loss_dtypes[self._runner.digest] = loss.dtype
@@ -271,6 +272,35 @@ class Pipeline(PipelineSteps):
         if self.config.grad_scaler is not None:
             self.config.grad_scaler.check_unscaled()
         return clip_grad_norm(self.local_module.parameters(), max_norm, norm_type)
+
+    def check_can_shard(self) -> None:
+        """Verify that the parameters can be sharded over the replicas; collective over them.
+
+        Raises ``RuntimeError`` for a second time and for replicas with different parameters, ``ValueError`` for
+        settings of the model that exclude it.
+        """
+        if self.shards is not None:
+            raise RuntimeError("fully_shard was called for this model already: call it once.")
+        excluded = {
+            "use_zero1_optimizer=True, which shards the optimizer's state": self.config.shares_optimizer_state,
+            "check_against_module, which compares whole gradients": self.config.check_against_module is not None,
+        }
+        for what, is_set in excluded.items():
+            if is_set:
+                raise ValueError(f"fully_shard does not go with {what}: wrap the model without it.")
+        self._replicas.check_values()
+
+    @property
+    def shards(self) -> RankShards | None:
+        """The units of this rank's parameters; ``None`` where they are whole."""
+        return self._engines.shards
+
+    def set_shards(self, shards: RankShards) -> None:
+        """Run ``shards``, which this rank's parameters have become, from the next step on; on all ranks."""
+        self._engines.shards = shards
+        self.part.changes.note(Change.PARAMETER)
+        self._upkeep.follow()
+        self.materialise()
 
     def materialise(self) -> None:
         """Give initial weights to this rank's tensors on the meta device; not collective.

@@ -132,6 +132,9 @@ class StepRunner:
                 reference.run(step.loss)
             # Run, and add up the gradients of several ranks.
             engine, values = self._run(step, signature, digest, engine, device)
+            if self._engines.shards is not None:
+                with failure_watch.reported():
+                    self._engines.shards.finish()
             if self._has_tensor_ranks or self._part.tied.parameters:
                 with failure_watch.reported():
                     self._sequence.add_up(engine.microbatches)
@@ -239,6 +242,8 @@ class StepRunner:
         running = engine or self._engines.make(step.program, device, signature)
         with failure_watch.reported(), self._engines.timeline(device, signature.train):
             watch = self._replicas.begin(running.last_backwards) if signature.train else None
+            if self._engines.shards is not None:
+                self._engines.shards.begin(signature.train, self._replicas.is_averaged)
             values = running.run(step.loss, watch)
         self.timer, self.digest = running.timer, digest
         if running.is_lazy:

@@ -67,5 +67,7 @@ def check_replica_values(
     ``remedy`` are as for ``check_replicas``.
     """
     if parallel_state.get_data_parallel_size() > 1:
-        samples = [f"values of {name}: {sample(parameter).hex()}" for name, parameter in parameters]
+        samples = [
+            f"values of {name}: {sample(parameter).hex()}" for name, parameter in parameters if not parameter.is_meta
+        ]
         check_replicas([*([] if origin is None else [origin]), *lines, *samples], seed, remedy)

@@ -12,6 +12,7 @@
 
 import zlib
 from collections.abc import Iterable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ from torch.amp.grad_scaler import OptState
 
 from nxdpp.devices.kinds import device_of
 from nxdpp.gradients.optimizer.zero1 import Zero1Optimizer
+from nxdpp.gradients.replaced_parameters import parameters_of
+from nxdpp.gradients.shards.local_tensors import is_sharded, local_rows
 from nxdpp.ranks import parallel_state
 from nxdpp.ranks.faults import failure_watch
 from nxdpp.ranks.faults.board import board
@@ -114,7 +117,10 @@ class GradScaler(torch.amp.GradScaler):
         with board.call("GradScaler.unscale_"), failure_watch.reported():
             if not allow_fp16:
                 _refuse_float16(optimizer)
-            holder = optimizer.holding_gradients() if isinstance(optimizer, Zero1Optimizer) else optimizer
+            holder: Any = optimizer.holding_gradients() if isinstance(optimizer, Zero1Optimizer) else optimizer
+            if any(is_sharded(parameter) for parameter in parameters_of(optimizer)):
+                # Torch would unscale copies of the rows.
+                holder = SimpleNamespace(param_groups=[{"params": [*map(_rows, parameters_of(optimizer))]}])
             found = super()._unscale_grads_(holder, inv_scale, found_inf, allow_fp16)
             return {found_inf.device: self._anywhere(optimizer, found.values(), found_inf.device)}
 
@@ -181,6 +187,13 @@ def _identity(optimizer: torch.optim.Optimizer) -> tuple[int, int]:
     texts = repr((type(optimizer).__name__, defaults)), repr(shapes)
     kind, own = (zlib.crc32(text.encode()) & 0xFFFFFF for text in texts)
     return kind, own
+
+
+def _rows(parameter: torch.Tensor) -> torch.Tensor:
+    """The rows of ``parameter`` on this rank, with the rows of its gradient."""
+    rows = local_rows(parameter.detach()).detach()
+    rows.grad = None if parameter.grad is None else local_rows(parameter.grad)
+    return rows
 
 
 def _refuse_float16(optimizer: torch.optim.Optimizer) -> None:

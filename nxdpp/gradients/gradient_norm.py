@@ -6,12 +6,15 @@ A gradient that several ranks have counts once. ``counted_share`` gives the shar
     on each tensor rank (a norm)                 1/2  1/2
     split over them (tensor_model_parallel)      1    1
     tied over pipeline ranks (shared)                                   1    0
+    rows of it (fully_shard)                     1 on each rank of a shard group
 
 Data-parallel replicas have equal gradients once these are averaged, so the norm of one replica is the model's norm.
+With ``fully_shard`` the norm is collective over the ranks of a shard group too.
 """
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +22,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from nxdpp.gradients.gradient_dtype import dense
+from nxdpp.gradients.shards.local_tensors import LocalGradient, has_shards, is_sharded, local_rows
 from nxdpp.ranks import parallel_state
 from nxdpp.ranks.faults import failure_watch
 from nxdpp.ranks.faults.board import board
@@ -65,7 +69,8 @@ def clip_grad_norm(
             f"not finite; error_if_nonfinite=False clips all the same."
         )
     if max_norm != math.inf:
-        nn.utils.clip_grads_with_norm_(trained, max_norm, norm)
+        rows: Any = [LocalGradient(local_rows(each.grad)) for each in trained if each.grad is not None]
+        nn.utils.clip_grads_with_norm_(rows, max_norm, norm)
     return norm
 
 
@@ -120,9 +125,15 @@ def _norm_of(
     parallel_state.refuse_in_debug(caller)
     if zero1_optimizer_groups is not None:
         _check_zero1_groups(zero1_optimizer, zero1_optimizer_groups)
-    gradients = [dense(each.grad, each, "clipped") for each in trained if each.grad is not None]
+    gradients = [local_rows(dense(each.grad, each, "clipped")) for each in trained if each.grad is not None]
     shares = [counted_share(each) for each in trained]
     groups = [parallel_state.get_model_parallel_group()]
+    if has_shards():
+        # Each rank of a shard group has other rows of a sharded gradient, and all of any other gradient.
+        ranks = parallel_state.get_shard_mesh().get_group(-1)
+        copies = dist.get_world_size(ranks)
+        shares = [share if is_sharded(p) else share / copies for share, p in zip(shares, trained, strict=True)]
+        groups.append(ranks)
     if zero1_optimizer:
         _check_pieces(trained)
         groups.append(parallel_state.get_data_parallel_group())

@@ -25,6 +25,7 @@ from nxdpp.gradients.average import average_gradients
 from nxdpp.gradients.average_checks import replica_step_check
 from nxdpp.gradients.average_plan import LastBackward
 from nxdpp.gradients.overlapped_average import AverageReport, OverlappedAverage
+from nxdpp.gradients.shards.local_tensors import is_sharded
 from nxdpp.ranks import parallel_state
 from nxdpp.ranks.faults import failure_watch
 from nxdpp.ranks.faults.board import board
@@ -104,18 +105,27 @@ class ReplicaGradients:
             else:
                 self._compare(remedy=_APART.format(f"{before} step{'s' * (before > 1)}"))
 
+    def check_values(self) -> None:
+        """Raise ``RuntimeError`` for replicas with different parameters; collective over them."""
+        self._compare(self._part.attribute_lines())
+
     def average(self) -> None:
         """Average ``.grad`` over the replicas; collective over them.
 
         Raises ``RuntimeError`` on all of them, where replicas are in different steps, for a second sum of the same
         gradients, and as ``verify`` does.
         """
+        if any(map(is_sharded, self._module.parameters())):
+            raise RuntimeError(
+                "fully_shard reduces the gradients of several steps in the last of them: run that one outside of "
+                "no_sync(), and leave average_gradients() out."
+            )
         self._refuse_second_sum()
         group, control = parallel_state.get_data_parallel_group(), parallel_state.get_data_parallel_control_group()
         number = board.training_steps()
         self._exchanges.begin("average of gradients", self._trained_names())
         notes = [number, -number, self._changed]
-        average_gradients(self._module.parameters(), group, control, notes, self._check_of(number), self._mean)
+        average_gradients(self._replicated(), group, control, notes, self._check_of(number), self._mean)
         self.is_averaged = self._is_summed = True
 
     @contextmanager
@@ -186,7 +196,7 @@ class ReplicaGradients:
             return agree
 
         # A parameter that is divided along the sequence gets the sum over tensor ranks after the step.
-        parameters = list(self._module.parameters())
+        parameters = self._replicated()
         divided = (each for each in parameters if getattr(each, "sequence_parallel_enabled", False))
         self._overlapped.begin(parameters, last, [*self._part.tied.parameters, *divided], start)
         return self._overlapped
@@ -207,6 +217,10 @@ class ReplicaGradients:
         """Forget the average of a step that has failed."""
         if self._overlapped is not None:
             self._overlapped.abandon()
+
+    def _replicated(self) -> list[nn.Parameter]:
+        """The parameters of which each replica has all rows."""
+        return [parameter for parameter in self._module.parameters() if not is_sharded(parameter)]
 
     def _check_of(self, number: int) -> Callable[[list[int]], None]:
         """Return the check of the numbers of all replicas, which raises as ``average`` does."""

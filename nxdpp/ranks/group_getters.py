@@ -104,6 +104,15 @@ def get_device_mesh() -> DeviceMesh:
     return current_state.with_groups().mesh
 
 
+def get_shard_mesh() -> DeviceMesh:
+    """Device mesh of the ranks that share this rank's shards.
+
+    Of shape (data,), or (replicas of shards, shard) with ``data_parallel_shard_size``. Its first use is collective over
+    the data group.
+    """
+    return current_state.with_groups().shard_mesh
+
+
 def get_pipeline_control_group() -> ProcessGroup:
     """Gloo group over this rank's pipeline group, for tensors and objects in CPU memory.
 

@@ -33,7 +33,7 @@ from nxdpp.ranks.process_groups import ProcessGroups, build_groups
 from nxdpp.ranks.rank_getters import *  # noqa: F403  # all getters are names of this module
 from nxdpp.ranks.rank_mesh import DIMENSIONS, RankMesh, checked_order
 from nxdpp.ranks.said_once import say_once
-from nxdpp.ranks.start_checks import check_ones, check_same, check_sizes, checked_folder
+from nxdpp.ranks.start_checks import check_ones, check_same, check_sizes, checked_folder, checked_shard_size
 
 
 @knows_its_keywords
@@ -44,6 +44,7 @@ def initialize_model_parallel(
     order: Sequence[str] = DIMENSIONS,
     context_parallel_size: int = 1,
     expert_model_parallel_size: int = 1,
+    data_parallel_shard_size: int | None = None,
     lnc_size: int = 1,
     backend: str | None = None,
     device: str | None = None,
@@ -66,6 +67,8 @@ def initialize_model_parallel(
             order of it. The default is the order of NeuronX Distributed and Megatron; nnScaler has ``"data"`` first.
         context_parallel_size: ranks that share each sequence; only 1.
         expert_model_parallel_size: ranks that share the experts of a layer; only 1.
+        data_parallel_shard_size: consecutive ranks of a data group over which ``fully_shard`` divides parameters. The
+            groups of such ranks are replicas of each other. ``None`` is all data-parallel ranks.
         lnc_size: physical cores in a logical one of a Neuron device; only 1.
         backend: ``"nccl"`` for CUDA devices, ``"gloo"`` for the CPU. ``None`` is NCCL where CUDA is present, else gloo.
         device: ``"cpu"``; ``"cuda"``, the CUDA device of the local rank; or ``"xla"``, torch_xla's device of this
@@ -105,11 +108,12 @@ def initialize_model_parallel(
     check_sizes(tensor, pipeline, world_size)
     check_ones(context_parallel_size, expert_model_parallel_size, lnc_size)
     rank_mesh = RankMesh(pipeline, world_size // (tensor * pipeline), tensor, checked_order(order))
+    shard_size = checked_shard_size(data_parallel_shard_size, rank_mesh.data)
     timeouts = Timeouts(hang_timeout, compile_timeout)
     timeouts.check()
     cache = checked_folder(compilation_cache, device)
     if state is not None:
-        check_same(state, rank_mesh, backend, device, timeouts)
+        check_same(state, rank_mesh, backend, device, timeouts, shard_size)
         if cache is not None:
             device_of(group_getters.local_device()).keep_graphs(cache)
         return
@@ -124,7 +128,7 @@ def initialize_model_parallel(
         failure_watch.start(store, timeouts)
         say_once(store)
     with failure_watch.reported():
-        current_state.replace(build_groups(rank_mesh, started_world, own_device, store, timeouts))
+        current_state.replace(build_groups(rank_mesh, started_world, own_device, store, timeouts, shard_size))
     board.is_compiling = device_of(own_device).is_compiling
     board.members["pipeline"] = frozenset(current_state.own_ranks("pipeline"))
 

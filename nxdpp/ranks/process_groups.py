@@ -26,7 +26,8 @@ class ProcessGroups:
 
     ``mesh`` has the shape (pipeline, data, tensor). ``control_groups`` are gloo groups over this rank's groups, by
     dimension. ``world`` is the default process group at the time of construction. ``started_world`` is ``True`` if
-    nxdpp started ``torch.distributed``. The job ends after ``timeouts`` if no rank has moved.
+    nxdpp started ``torch.distributed``. The job ends after ``timeouts`` if no rank has moved. ``shard_size`` ranks of a
+    data group share a shard.
     """
 
     rank_mesh: RankMesh
@@ -38,6 +39,7 @@ class ProcessGroups:
     started_world: bool
     exchange: StoreExchange
     timeouts: Timeouts = NO_LIMITS
+    shard_size: int = 1
     _data_parts: dict[int, ProcessGroup] = field(default_factory=dict)
 
     def rank(self, dimension: str) -> int:
@@ -73,6 +75,22 @@ class ProcessGroups:
             self._data_parts[count] = _group_of(ranks[first : first + size])
         return self._data_parts[count]
 
+    @cached_property
+    def shard_mesh(self) -> DeviceMesh:
+        """Mesh of the data group, or of its replicas of shards and its shards; its first use is collective over it."""
+        data = self.mesh["data"]
+        size = self.shard_size
+        if size == data.size():
+            return data
+        ranks = torch.tensor(dist.get_process_group_ranks(self.mesh.get_group("data")), device="cpu").view(-1, size)
+        own = self.rank("data")
+        # All ranks make the groups of shards first.
+        shard = self.part_of_data_group(len(ranks))
+        replicas = _group_of(ranks[:, own % size].tolist())
+        return DeviceMesh.from_group(
+            [replicas, shard], data.device_type, mesh=ranks, mesh_dim_names=("replica", "shard")
+        )
+
     def destroy(self) -> None:
         """Destroy the groups, or the whole world if nxdpp started it; collective over all ranks."""
         for link in self.transfer_groups.links.values():
@@ -85,6 +103,7 @@ class ProcessGroups:
             *self.control_groups.values(),
             *self.transfer_groups.all,
             *self._data_parts.values(),
+            *(vars(self)["shard_mesh"].get_all_groups() if "shard_mesh" in vars(self) else ()),
             *(vars(self)[name] for name in ("own_group", "model_group") if name in vars(self)),
         ]
         for group in dict.fromkeys(groups):
@@ -102,7 +121,12 @@ def _group_of(ranks: list[int]) -> ProcessGroup:
 
 
 def build_groups(
-    rank_mesh: RankMesh, started_world: bool, device: torch.device, store: Store, timeouts: Timeouts = NO_LIMITS
+    rank_mesh: RankMesh,
+    started_world: bool,
+    device: torch.device,
+    store: Store,
+    timeouts: Timeouts = NO_LIMITS,
+    shard_size: int | None = None,
 ) -> ProcessGroups:
     """Create the groups, on all ranks the same ones in the same order; collective over all ranks.
 
@@ -110,7 +134,7 @@ def build_groups(
     other versions of libraries.
     """
     check_same_versions(store)
-    _check_same_mesh(rank_mesh, store)
+    _check_same_mesh(rank_mesh, shard_size, store)
     # A mesh on an XLA device would make groups of XLA's own collectives.
     mesh = DeviceMesh(device.type if device.type == "cuda" else "cpu", rank_mesh.ranks, mesh_dim_names=DIMENSIONS)
     pipelines = rank_mesh.groups("pipeline")
@@ -127,15 +151,24 @@ def build_groups(
     _wait_for_all_ranks(dist.get_world_size(), store)
     exchange = StoreExchange(store, dist.get_rank(), dist.get_world_size())
     return ProcessGroups(
-        rank_mesh, mesh, device, control_groups, transfer_groups, world, started_world, exchange, timeouts
+        rank_mesh,
+        mesh,
+        device,
+        control_groups,
+        transfer_groups,
+        world,
+        started_world,
+        exchange,
+        timeouts,
+        shard_size or rank_mesh.data,
     )
 
 
-def _check_same_mesh(rank_mesh: RankMesh, store: Store) -> None:
+def _check_same_mesh(rank_mesh: RankMesh, shard_size: int | None, store: Store) -> None:
     """Raise before a group is made: ranks would wait for each other in different groups."""
-    own = f"{dist.get_rank()}|{rank_mesh.tensor}|{rank_mesh.pipeline}|{rank_mesh.order}"
+    own = f"{dist.get_rank()}|{rank_mesh.tensor}|{rank_mesh.pipeline}|{rank_mesh.order}|{shard_size}"
     first = store.compare_set("nxdpp_mesh", "", own).decode()
-    names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "order")
+    names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "order", "data_parallel_shard_size")
     pairs = list(zip(names, first.split("|")[1:], own.split("|")[1:], strict=True))
     different = [(name, theirs, ours) for name, theirs, ours in pairs if theirs != ours]
     if different:

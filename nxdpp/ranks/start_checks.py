@@ -48,8 +48,30 @@ def check_ones(context: int, expert: int, lnc: int) -> None:
         )
 
 
+def checked_shard_size(size: int | None, replicas: int) -> int:
+    """Return ``data_parallel_shard_size``, by default the number of ``replicas``.
+
+    Raises ``ValueError`` for a size that does not divide them, ``TypeError`` for no whole number.
+    """
+    if size is None:
+        return replicas
+    if isinstance(size, bool) or not isinstance(size, numbers.Integral):
+        raise TypeError(f"data_parallel_shard_size={size!r} must be a whole number of at least 1, or None.")
+    if size < 1 or replicas % size:
+        raise ValueError(
+            f"data_parallel_shard_size={size} must divide the {replicas} data-parallel ranks: give a divisor, or leave "
+            f"it out to divide over all of them."
+        )
+    return int(size)
+
+
 def check_same(
-    state: ProcessGroups, wanted: RankMesh, backend: str | None, device: str | None, timeouts: Timeouts
+    state: ProcessGroups,
+    wanted: RankMesh,
+    backend: str | None,
+    device: str | None,
+    timeouts: Timeouts,
+    shard_size: int,
 ) -> None:
     """Raise ``RuntimeError`` unless ``state`` has the groups, the devices and the limits that are asked for."""
     before = state.rank_mesh
@@ -63,6 +85,11 @@ def check_same(
         raise RuntimeError(
             f"model parallelism is already initialized with order={before.order!r}, which differs from "
             f"order={wanted.order!r}: call destroy_model_parallel() first"
+        )
+    if state.shard_size != shard_size:
+        raise RuntimeError(
+            f"model parallelism is already initialized with data_parallel_shard_size={state.shard_size}, which differs "
+            f"from {shard_size}: call destroy_model_parallel() first"
         )
     kind = state.device.type
     if wanted_device(backend, device) not in (None, kind):

@@ -24,6 +24,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from nxdpp.gradients.gradient_dtype import gradient_dtype, zero_gradient
 from nxdpp.gradients.held_hooks import HeldHooks, count_hooks
+from nxdpp.gradients.shards.local_tensors import local_rows, with_rows
 from nxdpp.ranks import parallel_state
 from nxdpp.tensor.collectives import all_reduce
 from nxdpp.tensor.tensor_attributes import is_sequence_parallel, mark_again
@@ -115,11 +116,11 @@ def _summed(parameter: torch.Tensor, own: torch.Tensor | None) -> torch.Tensor |
 
 
 def _sum_alike(parameters: list[torch.Tensor]) -> None:
-    present = parameters[0].new_tensor([parameter.grad is not None for parameter in parameters])
-    gradients = [zero_gradient(p) if p.grad is None else p.grad for p in parameters]
+    present = local_rows(parameters[0]).new_tensor([parameter.grad is not None for parameter in parameters])
+    gradients = [local_rows(zero_gradient(p) if p.grad is None else p.grad) for p in parameters]
     total = all_reduce(torch.cat([present, *(gradient.reshape(-1) for gradient in gradients)]))
     anywhere, *parts = total.split([len(parameters), *(gradient.numel() for gradient in gradients)])
     missing = [False] * len(parameters) if all(p.grad is not None for p in parameters) else (anywhere == 0).tolist()
     for parameter, gradient, part, is_missing in zip(parameters, gradients, parts, missing, strict=True):
         if not is_missing:
-            parameter.grad = gradient.copy_(part.view_as(gradient))
+            parameter.grad = with_rows(parameter, gradient.copy_(part.view_as(gradient)))

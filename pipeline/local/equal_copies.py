@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from nxdpp.devices.kinds import device_of
+from nxdpp.gradients.shards.local_tensors import local_rows
 from nxdpp.pipeline.p2p.layout import layout_of
 from nxdpp.pipeline.p2p.transport import Direction, Transport
 from nxdpp.ranks.faults import failure_watch
@@ -82,7 +83,8 @@ def _check_alike(everyones: Sequence[Mapping[int, _Copy]]) -> None:
 
 def _send(parameter: nn.Parameter, weight: TiedWeight, transport: Transport, rank: int) -> None:
     first, *others = weight.ranks
-    values = parameter.detach().contiguous()
+    own = local_rows(parameter.detach())
+    values = own.contiguous()
     # Each piece of a lazy device would be a graph of its own.
     is_whole = device_of(values.device).is_lazy
     for piece in [values] if is_whole else values.view(-1).split(max(1, _PIECE_BYTES // values.element_size())):
@@ -94,5 +96,5 @@ def _send(parameter: nn.Parameter, weight: TiedWeight, transport: Transport, ran
         else:
             (layout,) = layout_of(piece).tensors
             piece.copy_(transport.post_receive(layout, first, Direction.ACTIVATION, weight.number)())
-    if rank != first and not parameter.is_contiguous():
-        parameter.detach().copy_(values)
+    if rank != first and not own.is_contiguous():
+        own.copy_(values)

@@ -28,6 +28,7 @@ from nxdpp.devices.host_sends import Transfer
 from nxdpp.gradients.gradient_dtype import gradient_dtype
 from nxdpp.gradients.held_hooks import HeldHooks, count_hooks
 from nxdpp.gradients.replaced_parameters import holders
+from nxdpp.gradients.shards.local_tensors import local_rows, with_rows
 from nxdpp.pipeline.local.equal_copies import TiedWeight, make_equal
 from nxdpp.pipeline.p2p.layout import layout_of
 from nxdpp.pipeline.p2p.transport import Direction, Transport, are_zeros, zeros_like
@@ -182,7 +183,7 @@ class TiedWeights:
             total = self._sum(parameter.grad, parameter, weight, transport)
             if parameter.requires_grad:
                 # No owner has a gradient if all have sent negative zeros.
-                parameter.grad = None if parameter.grad is None and are_zeros(total) else total
+                parameter.grad = None if parameter.grad is None and are_zeros(local_rows(total)) else total
             if earlier is not None:
                 parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
         self._finish_sends()
@@ -210,20 +211,24 @@ class TiedWeights:
     def _sum(
         self, own: torch.Tensor | None, parameter: nn.Parameter, weight: TiedWeight, transport: Transport
     ) -> torch.Tensor:
-        """Sum the owners' gradients, of the shape of ``parameter``: ``(V, H)`` for an embedding of V tokens."""
-        own = zeros_like(parameter, gradient_dtype(parameter)) if own is None else own
+        """Sum the owners' gradients, of the shape of ``parameter``: ``(V, H)`` for an embedding of V tokens.
+
+        Owners of a sharded parameter have the same rows of it, and sum these.
+        """
+        rows = local_rows(parameter)
+        own = zeros_like(rows, gradient_dtype(parameter)) if own is None else local_rows(own)
         (layout,) = layout_of(own).tensors
         own = layout.arrange(own)
         first, *others = weight.ranks
         # The first owner adds up and sends the sum back, so that all copies get the same bits.
         if self._rank != first:
             self._sends.append(transport.send(own, first, Direction.GRADIENT, weight.number))
-            return transport.post_receive(layout, first, Direction.ACTIVATION, weight.number)()
+            return with_rows(parameter, transport.post_receive(layout, first, Direction.ACTIVATION, weight.number)())
         contributions = [transport.post_receive(layout, rank, Direction.GRADIENT, weight.number) for rank in others]
         for contribution in contributions:
             own = own + contribution()
         self._sends += [transport.send(own, rank, Direction.ACTIVATION, weight.number) for rank in others]
-        return own
+        return with_rows(parameter, own)
 
     def copies(self) -> dict[int, Copy]:
         """This rank's copy of each weight, by its number."""
@@ -233,7 +238,7 @@ class TiedWeights:
                 weight.name,
                 str(parameter.dtype),
                 tuple(parameter.shape),
-                sample_and_sum(parameter),
+                sample_and_sum(local_rows(parameter)),
                 parameter.requires_grad,
                 _optimizers_of(parameter),
             )

@@ -49,6 +49,13 @@ class LastBackwardWatch(Protocol):
         """Note that this action has ended."""
 
 
+class ActionShards(Protocol):
+    """Makes compute actions with the parameters that they need whole."""
+
+    def run(self, stage: int, kind: ActionKind, is_first: bool, is_last: bool, compute: Callable[[], None]) -> None:
+        """Make the call ``compute``, the first or the last action of ``stage`` in the step, or another."""
+
+
 class Engine:
     """The steps of one rank for inputs of one signature.
 
@@ -62,6 +69,7 @@ class Engine:
         actions: the actions of this rank, sends and receives included.
         releases: for each compute action in order, the sends that are finished after it.
         recorder: collects the times of this rank's actions; ``None`` records nothing, at no cost.
+        shards: of this rank's parameters; ``None`` where they are whole.
 
     Attributes:
         device: of the stages.
@@ -79,8 +87,10 @@ class Engine:
         actions: Sequence[Action],
         releases: Sequence[Sequence[Action]],
         recorder: StepRecorder | None = None,
+        shards: ActionShards | None = None,
     ) -> None:
         self._config = config
+        self._shards = shards
         self._transport = transport
         self._recorder = recorder
         self.device = device_of(config.device)
@@ -178,6 +188,9 @@ class Engine:
         """The calls of a step, and the action of each."""
         last_sends = {(action.stage, action.kind, action.microbatch): i for i, action in enumerate(actions)}
         last_backwards = set(_last_backwards(actions).values())
+        computes = {i: action for i, action in enumerate(actions) if action.kind not in (*_RECEIVES, *_SENDS)}
+        ends = {action.stage: i for i, action in computes.items()}
+        starts = {action.stage: i for i, action in reversed(computes.items())}
         finished = iter(releases)
         calls: list[Callable[[], None]] = []
         called_for: list[Action] = []
@@ -186,6 +199,9 @@ class Engine:
             if action.kind not in _RECEIVES and action.kind not in _SENDS:
                 if self.is_lazy:
                     new = [partial(self._submitted, call) for call in new]
+                if self._shards is not None:
+                    run = partial(self._shards.run, action.stage, action.kind)
+                    new = [partial(run, i == starts[action.stage], i == ends[action.stage], call) for call in new]
                 if self._recorder is not None:
                     new = [self._recorder.computing(action, call) for call in new]
                 if i in last_backwards:

@@ -8,6 +8,7 @@ import torch
 
 from nxdpp.agreement.last_used import LastUsed
 from nxdpp.agreement.step_signature import StepSignature
+from nxdpp.gradients.shards.rank_shards import RankShards
 from nxdpp.pipeline.config import PipelineConfig
 from nxdpp.pipeline.p2p.transport import Transport
 from nxdpp.pipeline.runtime.engine import Engine
@@ -30,6 +31,9 @@ class Engines:
         config: settings of the pipeline.
         schedule: its schedule.
         rank: this rank of the pipeline.
+
+    Attributes:
+        shards: of this rank's parameters; ``None`` where they are whole.
     """
 
     def __init__(self, config: PipelineConfig, schedule: ChosenSchedule, rank: int) -> None:
@@ -38,6 +42,7 @@ class Engines:
         self._keep_outputs = not config.deallocate_pipeline_outputs
         self._loss_gradient = config.loss_gradient
         path = config.trace_file_path
+        self.shards: RankShards | None = None
         self._timeline = None if path is None else StepTimeline(check_path(path), schedule.name)
         self._transport: Transport | None = None
         # By signature: each engine with the digest of its steps.
@@ -93,7 +98,7 @@ class Engines:
             forms=signature.forms,
         )
         recorder = None if self._timeline is None else self._timeline.recorder
-        return Engine(config, program.stages, self.transport(device), actions, finished_sends, recorder)
+        return Engine(config, program.stages, self.transport(device), actions, finished_sends, recorder, self.shards)
 
     def _lowered_for(
         self, edges: frozenset[StagePair], train: bool, microbatches: int, rules: TransportRules

@@ -1,0 +1,118 @@
+"""Parameters that are gathered for each microbatch: in its forward and again in its backward.
+
+One layer after the other is whole, and the next one is on its way::
+
+    forward     wait 0 │ start 1 │ layer 0 │ free 0 │ wait 1 │ start 2 │ layer 1 │ free 1 ...
+    backward    wait 1 │ start 0 │ layer 1 │ wait 0: reduce 1, free 1   │ layer 0 │ reduce 0, free 0
+
+A backward reaches a layer when autograd has the gradient of its output. The layers behind it are then at their end:
+autograd runs the nodes that were made last first. A weight-gradient of a split backward has no such order, and gathers
+its whole stage.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from nxdpp.agreement.exchange import ReplicaExchanges
+from nxdpp.gradients.shards.rank_shards import Changes, RankShards, ShardedLayer, StageShards
+from nxdpp.gradients.shards.unit import ShardedUnit
+from nxdpp.schedules.actions import ActionKind
+
+
+@dataclass
+class _Pass:
+    """A backward of ``layers``, of which those from ``reached`` on are whole or at their end."""
+
+    layers: Sequence[ShardedLayer]
+    reached: int
+    reduces: bool
+
+
+class EachMicrobatch(RankShards):
+    """Units that are whole only while they compute."""
+
+    def __init__(self, stages: Mapping[int, StageShards], exchanges: ReplicaExchanges, changes: Changes) -> None:
+        super().__init__(stages, exchanges, changes)
+        self._pass: _Pass | None = None
+        for stage in stages.values():
+            for number, layer in enumerate(stage.layers):
+                before = torch.compiler.disable(partial(self._before_forward, stage.layers, number))
+                after = torch.compiler.disable(partial(self._after_forward, stage.layers, number))
+                layer.module.register_forward_pre_hook(before, prepend=True)
+                layer.module.register_forward_hook(after)
+
+    def run(self, stage: int, kind: ActionKind, is_first: bool, is_last: bool, compute: Callable[[], None]) -> None:
+        """Make the call ``compute``, as ``RankShards.run`` does."""
+        own = self._stages[stage]
+        for unit in own.units if kind is ActionKind.WEIGHT_GRADIENT else own.rest:
+            unit.start()
+        ahead = own.layers[:1] if kind is ActionKind.FORWARD else own.layers[-1:]
+        for unit in (unit for layer in ahead for unit in layer.units):
+            unit.start()
+        for unit in own.units if kind is ActionKind.WEIGHT_GRADIENT else own.rest:
+            unit.wait()
+        if kind is ActionKind.FORWARD:
+            compute()
+            _free(own.units)
+            return
+        self._pass = _Pass(own.layers, len(own.layers), kind is not ActionKind.INPUT_GRADIENT)
+        try:
+            compute()
+            self._end_layers(self._pass, 0)
+        finally:
+            self._pass = None
+        if kind is not ActionKind.INPUT_GRADIENT:
+            for unit in own.rest:
+                self._reduce(unit)
+        _free(own.units)
+
+    def _before_forward(self, layers: Sequence[ShardedLayer], number: int, module: nn.Module, arguments: Any) -> None:
+        for unit in layers[number].units:
+            unit.wait()
+        # A backward that recomputes the layer has started the gather before it.
+        if self._pass is None:
+            for unit in (unit for layer in layers[number + 1 : number + 2] for unit in layer.units):
+                unit.start()
+
+    def _after_forward(
+        self, layers: Sequence[ShardedLayer], number: int, module: nn.Module, arguments: Any, output: Any
+    ) -> None:
+        if self._pass is not None:
+            return
+        _free(layers[number].units)
+        if torch.is_grad_enabled():
+            for leaf in pytree.tree_leaves(output):
+                if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                    leaf.register_hook(partial(self._before_backward, number))
+
+    def _before_backward(self, number: int, gradient: torch.Tensor) -> None:
+        """Hook of the output of layer ``number``: its backward comes next."""
+        current = self._pass
+        if current is None or number >= current.reached:
+            return
+        self._end_layers(current, number + 1)
+        current.reached = number
+        for unit in current.layers[number].units:
+            unit.wait()
+        for unit in current.layers[number - 1].units if number else ():
+            unit.start()
+
+    def _end_layers(self, current: _Pass, first: int) -> None:
+        """Reduce and free the layers from ``first`` on that are not at their end."""
+        for layer in reversed(current.layers[first : current.reached + 1]):
+            for unit in layer.units:
+                if current.reduces:
+                    unit.wait()
+                    self._reduce(unit)
+                unit.free()
+
+
+def _free(units: Sequence[ShardedUnit]) -> None:
+    for unit in units:
+        unit.free()

@@ -1,0 +1,46 @@
+"""This rank's rows of sharded tensors, which are DTensors of torch."""
+
+import weakref
+from typing import NamedTuple
+
+import torch
+from torch.distributed.tensor import DTensor
+
+
+class LocalGradient(NamedTuple):
+    """The rows of a gradient on this rank, for functions of torch that read ``.grad`` of parameters."""
+
+    grad: torch.Tensor
+
+
+_of_models: "weakref.WeakSet[object]" = weakref.WeakSet()
+
+
+def note_shards(shards: object) -> None:
+    """Note that a model of this job is sharded, for as long as its ``shards`` are in use."""
+    _of_models.add(shards)
+
+
+def has_shards() -> bool:
+    """Return whether a model of this job is sharded: the norm of gradients is then over the shards too."""
+    return bool(_of_models)
+
+
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """Return whether this rank has only its rows of ``tensor``."""
+    return isinstance(tensor, DTensor)
+
+
+def local_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's rows of a sharded tensor, in its memory; any other tensor as it is."""
+    return tensor.detach()._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def with_rows(like: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Return ``rows`` as a tensor that is sharded as ``like`` is; as they are where ``like`` is not."""
+    if not isinstance(like, DTensor):
+        return rows
+    sharded: torch.Tensor = DTensor.from_local(
+        rows, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+    return sharded

@@ -1,0 +1,116 @@
+"""Parameters that are gathered and gradients that are reduced once a step.
+
+::
+
+    begin                     gathers of all units start, in the order of the schedule
+    first forward of a stage  waits for the unit of each layer as it gets there
+    last backward             a unit is reduced and freed once its gradients are final
+
+In between the parameters are whole, and their gradients add up as in one process.
+"""
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from nxdpp.agreement.exchange import ReplicaExchanges
+from nxdpp.gradients.shards.rank_shards import Changes, RankShards, StageShards
+from nxdpp.gradients.shards.unit import ShardedUnit
+from nxdpp.schedules.actions import ActionKind
+
+
+class OnceAStep(RankShards):
+    """Units that are whole from the first forward of a stage to its last action."""
+
+    def __init__(self, stages: Mapping[int, StageShards], exchanges: ReplicaExchanges, changes: Changes) -> None:
+        super().__init__(stages, exchanges, changes)
+        # Of the present step: the stages of each unit that have not ended.
+        self._remaining_stages: dict[ShardedUnit, int] = {}
+        # Of the present last backward, in the order in which all replicas reduce.
+        self._queue: deque[ShardedUnit] = deque()
+        self._missing: dict[ShardedUnit, set[int]] = {}
+
+    def begin(self, train: bool, reduces: bool) -> None:
+        """Begin a step, as ``RankShards.begin`` does, and start to gather all units."""
+        super().begin(train, reduces)
+        self._remaining_stages = dict.fromkeys(self.units, 0)
+        for stage in self._stages.values():
+            for unit in stage.units:
+                self._remaining_stages[unit] += 1
+        for unit in self.units:
+            unit.start()
+
+    def run(self, stage: int, kind: ActionKind, is_first: bool, is_last: bool, compute: Callable[[], None]) -> None:
+        """Make the call ``compute``, as ``RankShards.run`` does."""
+        own = self._stages[stage]
+        hooks = self._enter(own) if is_first else []
+        if is_last and self._step.reduces:
+            hooks += self._follow_last(own)
+        compute()
+        for hook in hooks:
+            hook.remove()
+        if is_last:
+            self._leave(own)
+        elif kind is not ActionKind.FORWARD:
+            for unit in own.units:
+                unit.convert()
+
+    def _enter(self, stage: StageShards) -> list[RemovableHandle]:
+        """Wait for the units of ``stage``; a layer waits for its own in its first forward."""
+        for unit in stage.rest:
+            unit.wait()
+        hooks = []
+        for layer in stage.layers:
+            if layer.module._compiled_call_impl is not None:
+                # A hook would break its graph.
+                _wait(layer.units)
+            else:
+                hooks.append(layer.module.register_forward_pre_hook(partial(_before_forward, layer.units)))
+        return hooks
+
+    def _follow_last(self, stage: StageShards) -> list[RemovableHandle]:
+        """Reduce the units of ``stage`` in its last backward, each once its gradients are final."""
+        order = [*(unit for layer in reversed(stage.layers) for unit in layer.units), *stage.rest]
+        self._queue = deque(unit for unit in order if unit.is_trained and self._remaining_stages[unit] == 1)
+        self._missing = {unit: set(map(id, unit.whole_trained())) for unit in self._queue}
+        return [
+            parameter.register_post_accumulate_grad_hook(partial(self._accumulated, unit))
+            for unit in self._queue
+            for parameter in unit.whole_trained()
+        ]
+
+    def _accumulated(self, unit: ShardedUnit, parameter: torch.Tensor) -> None:
+        """Hook of autograd: the gradient of ``parameter`` is final. All replicas reduce in one order."""
+        self._missing[unit].discard(id(parameter))
+        while self._queue and not self._missing[self._queue[0]]:
+            first = self._queue.popleft()
+            self._reduce(first)
+            if first.trains_all:
+                # Frozen parameters may still be needed.
+                first.free()
+
+    def _leave(self, stage: StageShards) -> None:
+        """End ``stage``: reduce what is not reduced, and free all of it that no later action needs."""
+        while self._queue:
+            self._reduce(self._queue.popleft())
+        self._missing = {}
+        for unit in stage.units:
+            self._remaining_stages[unit] -= 1
+            if not self._remaining_stages[unit]:
+                if not self._step.reduces and self._step.train:
+                    unit.convert()
+                unit.free()
+
+
+def _wait(units: Any) -> None:
+    for unit in units:
+        unit.wait()
+
+
+def _before_forward(units: Any, module: nn.Module, arguments: Any) -> None:
+    _wait(units)

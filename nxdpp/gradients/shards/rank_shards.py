@@ -1,0 +1,151 @@
+"""The sharded units of one rank in a step: what is gathered, freed and reduced before and after which action.
+
+::
+
+    begin      the replicas verify that they begin the same step
+    run        each compute action of the schedule, with what it needs whole
+    finish     gradients that no replica has are None
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from nxdpp.agreement.exchange import ReplicaExchanges
+from nxdpp.gradients.shards.local_tensors import note_shards
+from nxdpp.gradients.shards.unit import ShardedUnit
+from nxdpp.ranks import parallel_state
+from nxdpp.ranks.faults.waits import Wait
+from nxdpp.schedules.actions import ActionKind
+
+
+@dataclass(frozen=True)
+class ShardedLayer:
+    """A layer that is sharded, with its units: one for each dtype."""
+
+    module: nn.Module
+    units: Sequence[ShardedUnit]
+
+
+@dataclass(frozen=True)
+class StageShards:
+    """The units of a stage: its ``layers`` in the order of execution, and the ``rest``, such as embedding and head."""
+
+    layers: Sequence[ShardedLayer] = ()
+    rest: Sequence[ShardedUnit] = ()
+
+    @property
+    def units(self) -> list[ShardedUnit]:
+        """All of them, in the order in which a forward needs them."""
+        return [*self.rest, *(unit for layer in self.layers for unit in layer.units)]
+
+
+@dataclass
+class _Step:
+    """The present step. ``present`` has for each unit which gradients this rank had, ``before`` which it began with."""
+
+    train: bool = False
+    reduces: bool = False
+    present: dict[ShardedUnit, list[bool]] = field(default_factory=dict)
+    before: dict[ShardedUnit, list[bool]] = field(default_factory=dict)
+
+
+class Changes(Protocol):
+    """Changes of the model."""
+
+    @property
+    def has_moved(self) -> bool:
+        """``True`` after a load, a move, a replacement or a change of ``requires_grad``, until ``settle``."""
+
+    def settle(self) -> None:
+        """Take the changes until now as known."""
+
+
+class RankShards(ABC):
+    """The units of this rank.
+
+    Args:
+        stages: the units of each local stage. Stages that use one parameter share its unit.
+        exchanges: of the model with its replicas.
+        changes: of the model that units follow.
+
+    Attributes:
+        units: each once, in the order of the stages.
+    """
+
+    def __init__(self, stages: Mapping[int, StageShards], exchanges: ReplicaExchanges, changes: Changes) -> None:
+        self._stages = stages
+        self._exchanges = exchanges
+        self._changes = changes
+        self.units = list(dict.fromkeys(unit for stage in stages.values() for unit in stage.units))
+        self._step = _Step()
+        note_shards(self)
+
+    def begin(self, train: bool, reduces: bool) -> None:
+        """Begin a step; collective over the replicas. It ``reduces`` gradients unless they stay on each replica.
+
+        Raises ``RuntimeError`` on all replicas where one is about to make another step.
+        """
+        if self._changes.has_moved:
+            for unit in self.units:
+                unit.follow()
+            self._changes.settle()
+        kind = "a training step" if train else "an evaluation"
+        self._exchanges.begin("gather of sharded parameters", [f"in {kind}, gradients are reduced: {reduces}"])
+        self._step = _Step(train, train and reduces)
+        if self._step.reduces:
+            self._step.before = {unit: _with_gradient(unit) for unit in self.units}
+
+    @abstractmethod
+    def run(self, stage: int, kind: ActionKind, is_first: bool, is_last: bool, compute: Callable[[], None]) -> None:
+        """Make the call ``compute``, an action of ``stage``.
+
+        It ``is_first`` if no action of the stage comes before it in the step, and ``is_last`` if none comes after it.
+        """
+
+    def finish(self) -> None:
+        """End the step after its last action: a gradient that no replica has is ``None``; collective over them."""
+        if not self._step.reduces:
+            return
+        for unit in self.units:
+            unit.finish()
+        trained = [p for unit in self._step.present for p in unit.parameters if p.requires_grad]
+        present = [flag for flags in self._step.present.values() for flag in flags]
+        before = [flag for unit in self._step.present for flag in self._step.before[unit]]
+        for parameter, is_anywhere, had_one in zip(trained, _anywhere(present), before, strict=True):
+            if not is_anywhere and not had_one:
+                parameter.grad = None
+        self._step = _Step()
+
+    def _reduce(self, unit: ShardedUnit) -> None:
+        """Reduce the gradients of ``unit`` in the present step, unless they stay on this replica."""
+        if self._step.reduces and unit.is_trained:
+            present, known = unit.reduce(), self._step.present.get(unit)
+            self._step.present[unit] = present if known is None else list(map(max, present, known))
+        elif self._step.train:
+            unit.convert()
+
+
+def layers_of(stages: Iterable[StageShards]) -> list[ShardedLayer]:
+    """Return the layers of ``stages`` in the order of execution."""
+    return [layer for stage in stages for layer in stage.layers]
+
+
+def _with_gradient(unit: ShardedUnit) -> list[bool]:
+    return [parameter.grad is not None for parameter in unit.parameters if parameter.requires_grad]
+
+
+def _anywhere(present: Sequence[bool]) -> list[bool]:
+    """Return the flags of which any replica has one; collective over the replicas."""
+    if parallel_state.get_data_parallel_size() == 1 or not present:
+        return list(present)
+    control = parallel_state.get_data_parallel_control_group()
+    flags = torch.tensor(present, dtype=torch.int32, device="cpu")
+    with Wait("gradients that replicas have", control):
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=control)
+    return [bool(flag) for flag in flags.tolist()]

@@ -1,0 +1,177 @@
+"""One unit of sharded parameters: the parameters of a layer, or the rest of a stage, of one dtype.
+
+The state is torch's (``fully_shard``, PyTorch's FSDP2): parameters are DTensors with this rank's rows, and the whole
+ones are freed by giving up their memory. What torch does in hooks of modules is called here by the schedule::
+
+    start       begin to gather the parameters              all-gather, in flight
+    wait        put the whole parameters into the modules
+    free        put this rank's rows back
+    reduce      add this rank's rows of the gradients       reduce-scatter
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPCommContext, FSDPParamGroup
+
+from nxdpp.gradients.held_hooks import count_hooks
+from nxdpp.ranks.faults.waits import Wait
+
+
+class ShardedUnit:
+    """Parameters that are gathered, freed and reduced together; the constructor shards them.
+
+    Args:
+        name: for messages.
+        parameters: whole ones of one dtype, with values, on ``device``, equal on all ranks of the mesh.
+        modules: trees in which the parameters are, under all their names.
+        mesh_info: the ranks that share them.
+        context: the streams of this rank's units.
+        mp_policy, offload_policy: torch's.
+        mean: ``False`` for gradients that are summed over the ranks of the mesh.
+
+    Attributes:
+        parameters: the sharded ones.
+        trains_all: ``True`` if none of them is frozen.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        parameters: Sequence[nn.Parameter],
+        modules: Sequence[nn.Module],
+        mesh_info: FSDPMeshInfo,
+        device: torch.device,
+        context: FSDPCommContext,
+        mp_policy: MixedPrecisionPolicy,
+        offload_policy: OffloadPolicy,
+        mean: bool,
+    ) -> None:
+        self.name = name
+        attributes = [dict(vars(parameter)) for parameter in parameters]
+        group = FSDPParamGroup(
+            list(parameters), tuple(modules), mesh_info, None, device, None, mp_policy, offload_policy
+        )
+        self._attributes = attributes
+        self._group = group
+        self._ranks: ProcessGroup = mesh_info.shard_process_group
+        group.comm_ctx = context
+        # gloo has no average.
+        group.force_sum_reduction_for_comms = True
+        group.gradient_divide_factor = None if mean else 1.0
+        self.is_trained = self.trains_all = False
+        for parameter, own in zip(self.parameters, attributes, strict=True):
+            _give(parameter, own)
+        self.follow()
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """This rank's rows, as DTensors."""
+        return [each.sharded_param for each in self._group.fsdp_params]
+
+    @property
+    def is_whole(self) -> bool:
+        """``True`` while the modules have the whole parameters."""
+        return bool(self._group.is_unsharded)
+
+    def follow(self) -> None:
+        """Follow values that were loaded or moved, and parameters that were frozen."""
+        group: Any = self._group
+        group._reset_sharded_params = False
+        group.lazy_init()
+        trained = [each.requires_grad for each in self.parameters]
+        self.is_trained, self.trains_all = any(trained), all(trained)
+        self._converts = any(each.reduce_dtype is not None for each in group.fsdp_params)
+
+    def start(self) -> None:
+        """Begin to gather the parameters, unless they are whole or on their way; collective over the mesh."""
+        with Wait("gather of parameters", self._ranks):
+            self._group.unshard(async_op=True)
+
+    def wait(self) -> None:
+        """Put the whole parameters into the modules, once they have arrived."""
+        if self._group.is_unsharded:
+            return
+        self.start()
+        is_first = not hasattr(self._group.fsdp_params[0], "_unsharded_param")
+        with Wait("gather of parameters", self._ranks):
+            self._group.wait_for_unshard()
+        if is_first:
+            for each, own in zip(self._group.fsdp_params, self._attributes, strict=True):
+                _give(each._unsharded_param, own)
+        self._versions = [each._unsharded_param._version for each in self._group.fsdp_params]
+
+    def free(self) -> None:
+        """Put this rank's rows back, and free the whole parameters; their gradients stay.
+
+        Raises ``RuntimeError`` for a parameter that forward has changed in place: the change would be lost.
+        """
+        if not self._group.is_unsharded:
+            return
+        for each, version in zip(self._group.fsdp_params, self._versions, strict=True):
+            if each._unsharded_param._version != version:
+                raise RuntimeError(
+                    f"a forward of {self.name} has changed a parameter of shape {list(each._unsharded_param.shape)} in "
+                    f"place (nn.Embedding(max_norm=...) does), and a sharded parameter loses such a change: change it "
+                    f"between steps, or leave fully_shard out."
+                )
+        self._group.reshard()
+
+    def whole_trained(self) -> list[nn.Parameter]:
+        """Return the whole parameters whose gradients autograd accumulates."""
+        return [each._unsharded_param for each in self._group.fsdp_params if each._unsharded_param.requires_grad]
+
+    def convert(self) -> None:
+        """Add up the gradients of the microbatches so far in the policy's ``reduce_dtype``."""
+        if self._converts:
+            for each in self._group.fsdp_params:
+                each.accumulate_unsharded_grad_if_needed()
+                each.to_accumulated_grad_if_needed()
+
+    def reduce(self) -> list[bool]:
+        """Reduce the gradients over the mesh, and add this rank's rows to ``.grad`` of the parameters; collective.
+
+        A missing gradient counts as zeros. Returns for each trained parameter whether this rank had one. The whole
+        parameters are freed with ``free``. Raises ``RuntimeError`` for hooks of a gradient, which would not run.
+        """
+        present = []
+        for each in self._group.fsdp_params:
+            if not each.sharded_param.requires_grad:
+                continue
+            if count_hooks(each.sharded_param):
+                raise RuntimeError(
+                    f"a gradient of {self.name}, of shape {list(each.sharded_param.shape)}, has a hook, which would "
+                    f"not see it: fully_shard reduces whole gradients to rows. Change .grad after run_train instead."
+                )
+            whole = each._unsharded_param
+            has_one = whole.grad is not None or each.unsharded_accumulated_grad is not None
+            if not has_one:
+                whole.grad = torch.zeros_like(whole)
+                each.to_accumulated_grad_if_needed()
+            present.append(has_one)
+        group: Any = self._group
+        group.reshard_after_backward = False
+        with Wait("reduction of gradients", self._ranks):
+            group.post_backward()
+        return present
+
+    def finish(self) -> None:
+        """Wait for the reductions on the device."""
+        self._group.finalize_backward()
+
+
+def shard_context(device: torch.device) -> FSDPCommContext:
+    """Return the streams that the units of a rank share."""
+    context = FSDPCommContext()
+    context.lazy_init(device)
+    return context
+
+
+def _give(parameter: nn.Parameter, attributes: dict[str, Any]) -> None:
+    """Give ``parameter`` the attributes that the parameter in its place had, such as the ones of tensor parallelism."""
+    vars(parameter).update({name: value for name, value in attributes.items() if not name.startswith("_fsdp")})

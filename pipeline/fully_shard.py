@@ -1,0 +1,180 @@
+"""Shards of a wrapped model over its data-parallel replicas: ``fully_shard`` of PyTorch's FSDP2, inside the stages.
+
+::
+
+    model = NxDPPModel(module, num_microbatches=8)         also from deferred_init or on the meta device
+    nxdpp.fully_shard(model)                               each layer, and the rest of each stage
+    optimizer = torch.optim.AdamW(model.local_parameters())
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
+
+from nxdpp.devices.kinds import device_of
+from nxdpp.gradients.replaced_parameters import check_no_optimizer_holds, watch_replaced
+from nxdpp.gradients.shards.each_microbatch import EachMicrobatch
+from nxdpp.gradients.shards.local_tensors import is_sharded
+from nxdpp.gradients.shards.once_a_step import OnceAStep
+from nxdpp.gradients.shards.rank_shards import RankShards, ShardedLayer, StageShards
+from nxdpp.gradients.shards.unit import ShardedUnit, shard_context
+from nxdpp.initialization.allocation import with_type_of
+from nxdpp.pipeline.local.changes import TENSORS, Change
+from nxdpp.pipeline.local.view import LocalView
+from nxdpp.pipeline.pipeline import Pipeline
+from nxdpp.ranks import parallel_state
+from nxdpp.ranks.faults import failure_watch
+from nxdpp.ranks.faults.board import board
+from nxdpp.tracing.modules import listings
+
+
+def fully_shard(
+    model: nn.Module,
+    *,
+    reshard_after_forward: bool | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    offload_policy: OffloadPolicy | None = None,
+) -> nn.Module:
+    """Keep of each parameter, gradient and optimizer state only this replica's rows; collective over all ranks.
+
+    Each transformer layer is a unit, and so is the rest of each stage. Parameters become DTensors under their original
+    names, with dimension 0 divided over the data-parallel ranks, or over ``data_parallel_shard_size`` of them. Any
+    optimizer of torch that takes DTensors steps its rows. A model without values gets its initial weights here, a unit
+    at a time. Parameters without dimensions, and of tensor subclasses such as 4-bit weights, stay as they are.
+
+    Args:
+        model: the wrapped model (``NxDPPModel``), or the model of ``initialize_parallel_model``.
+        reshard_after_forward: ``None`` and ``False`` gather a unit before its first forward of a step, free it after
+            its last backward, and reduce its gradients once, in that backward. Weights and gradients are then whole
+            within a step. ``True`` gathers a unit for each forward and each backward of a microbatch, frees it after
+            them, and reduces its gradients each time.
+        mp_policy: torch's. Parameters are gathered in ``param_dtype``, and gradients add up and are reduced in
+            ``reduce_dtype``; the optimizer has the original dtype.
+        offload_policy: torch's; ``CPUOffloadPolicy()`` keeps rows, gradients and optimizer state in host memory.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        TypeError: for a model that is not wrapped.
+        ValueError: for an argument, a device or a setting of the model that cannot be honoured.
+        RuntimeError: for a second call, for an optimizer that holds a parameter, and for replicas with different
+            values. Nothing is changed then.
+
+    After Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (arXiv 1910.02054),
+    and Zhao et al., "PyTorch FSDP" (arXiv 2304.11277).
+    """
+    wrapped = model if isinstance(model, LocalView) else getattr(model, "pipelined", None)
+    pipeline = getattr(wrapped, "_pipeline", None)
+    if not isinstance(pipeline, Pipeline):
+        raise TypeError(
+            f"fully_shard takes a wrapped model, not a {type(model).__name__}: call it after NxDPPModel(module, ...), "
+            f"and before the optimizer is made. A model of one stage is wrapped too."
+        )
+    mp_policy, offload_policy = mp_policy or MixedPrecisionPolicy(), offload_policy or OffloadPolicy()
+    _check(reshard_after_forward, offload_policy)
+    with board.call("fully_shard"), failure_watch.reported():
+        shards = _Sharding(pipeline, mp_policy, offload_policy).shards(bool(reshard_after_forward))
+        pipeline.set_shards(shards)
+    return model
+
+
+class _Sharding:
+    """The units that ``fully_shard`` makes of a pipeline's part on this rank."""
+
+    def __init__(self, pipeline: Pipeline, mp_policy: MixedPrecisionPolicy, offload_policy: OffloadPolicy) -> None:
+        self._pipeline = pipeline
+        self._tree, self._root = pipeline.part.module, pipeline.part.root
+        self._policies = mp_policy, offload_policy
+        self._device = parallel_state.local_device()
+        self._context = shard_context(self._device)
+        mesh = parallel_state.get_shard_mesh()
+        self._mesh_info = FSDPMeshInfo(mesh, 0) if mesh.ndim == 1 else HSDPMeshInfo(mesh, 1, 0)
+
+    def shards(self, resharding: bool) -> RankShards:
+        """Make the units, one after the other."""
+        named = {name: each for name, each in listings.named_parameters(self._tree) if _can_shard(each)}
+        check_no_optimizer_holds(named, "Make the optimizer after fully_shard(model).")
+        self._pipeline.check_can_shard()
+        partition = self._pipeline.partition
+        local = self._pipeline.local_stages
+        # Find the place of each parameter: a layer, or the rest of the stages that use it.
+        everywhere = {name: id(p) for name, p in self._tree.named_parameters(remove_duplicate=False)}
+        used_by = {stage: {everywhere.get(name) for name in partition.parameters_of(stage)} for stage in local}
+        layers = {name: self._tree.get_submodule(name) for name in partition.layers_of(local)}
+        inside = {name: set(map(id, listings.parameters(layer))) for name, layer in layers.items()}
+        places: dict[str | tuple[int, ...], list[str]] = {name: [] for name in layers}
+        for name, parameter in named.items():
+            stages = tuple(stage for stage in local if id(parameter) in used_by[stage]) or (local[0],)
+            holding = [layer for layer, ids in inside.items() if id(parameter) in ids]
+            place = holding[0] if len(holding) == len(stages) == 1 else stages
+            places.setdefault(place, []).append(name)
+        # Shard, and give each stage its units.
+        units = {place: self._units(place, names) for place, names in places.items()}
+        stages_shards = {
+            stage: StageShards(
+                [ShardedLayer(layers[name], units[name]) for name in partition.layers_of([stage])],
+                [unit for place in places if isinstance(place, tuple) and stage in place for unit in units[place]],
+            )
+            for stage in local
+        }
+        watch = self._pipeline.part.changes.watch(*TENSORS, Change.GRADIENT)
+        return (EachMicrobatch if resharding else OnceAStep)(stages_shards, self._pipeline.exchanges, watch)
+
+    def _units(self, place: str | tuple[int, ...], names: Sequence[str]) -> list[ShardedUnit]:
+        """Shard the parameters ``names``: a unit for each dtype."""
+        named = [(name, self._tree.get_parameter(name)) for name in names]
+        values = self._with_values([parameter for _, parameter in named])
+        what = place if isinstance(place, str) else f"the rest of stage {' and '.join(map(str, place))}"
+        alike: dict[torch.dtype, list[nn.Parameter]] = {}
+        for parameter in values:
+            alike.setdefault(parameter.dtype, []).append(parameter)
+        mean = self._pipeline.config.gradient_reduction == "mean"
+        made = [
+            ShardedUnit(
+                what, own, [self._tree, self._root], self._mesh_info, self._device, self._context, *self._policies, mean
+            )
+            for own in alike.values()
+        ]
+        watch_replaced(dict(named))
+        return made
+
+    def _with_values(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+        """Give ``parameters`` values, memory on this rank's device and rows that follow each other; in both trees."""
+        made = self._pipeline.part.initial_weights_of([each for each in parameters if each.is_meta])
+        initial = iter(made)
+        new = []
+        for old in parameters:
+            value = (next(initial) if old.is_meta else old).detach().to(self._device).contiguous()
+            moved = with_type_of(value, old)
+            assert isinstance(moved, nn.Parameter)
+            new.append(moved)
+        self._pipeline.part.replace_tensors(parameters, new)
+        return new
+
+
+def _check(reshard_after_forward: object, offload_policy: OffloadPolicy) -> None:
+    if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
+        raise ValueError(
+            f"reshard_after_forward={reshard_after_forward!r} must be None, True or False: parameters are divided over "
+            f"all ranks of a shard group at all times. data_parallel_shard_size of initialize_model_parallel divides "
+            f"them over fewer ranks."
+        )
+    device = parallel_state.local_device()
+    if device_of(device).is_lazy:
+        raise ValueError(
+            "fully_shard is for the CPU and CUDA: give an XLA device use_zero1_optimizer=True in its place."
+        )
+    if isinstance(offload_policy, CPUOffloadPolicy) and device.type == "cpu" and offload_policy.pin_memory:
+        raise ValueError(
+            "CPUOffloadPolicy() pins memory for a CUDA device, and this rank computes on the CPU, where its rows are "
+            "in host memory anyway: leave offload_policy out."
+        )
+
+
+def _can_shard(parameter: nn.Parameter) -> bool:
+    """Return whether torch can divide ``parameter``: it has rows, and is no tensor of a subclass."""
+    return parameter.ndim > 0 and type(parameter) is nn.Parameter and not is_sharded(parameter)
