@@ -49,7 +49,15 @@ class EachMicrobatch(RankShards):
 
     def run(self, stage: int, kind: ActionKind, is_first: bool, is_last: bool, compute: Callable[[], None]) -> None:
         """Make the call ``compute``, as ``RankShards.run`` does."""
-        own = self._stages[stage]
+        # Cached casts would stay whole, and their gradients would come with those of the first microbatch.
+        caches = torch.is_autocast_cache_enabled()
+        torch.set_autocast_cache_enabled(False)
+        try:
+            self._run(self._stages[stage], kind, compute)
+        finally:
+            torch.set_autocast_cache_enabled(caches)
+
+    def _run(self, own: StageShards, kind: ActionKind, compute: Callable[[], None]) -> None:
         for unit in own.units if kind is ActionKind.WEIGHT_GRADIENT else own.rest:
             unit.start()
         ahead = own.layers[:1] if kind is ActionKind.FORWARD else own.layers[-1:]
@@ -70,6 +78,8 @@ class EachMicrobatch(RankShards):
         if kind is not ActionKind.INPUT_GRADIENT:
             for unit in own.rest:
                 self._reduce(unit)
+            for unit in own.units if self._step.reduces else ():
+                unit.check_reduced()
         _free(own.units)
 
     def _before_forward(self, layers: Sequence[ShardedLayer], number: int, module: nn.Module, arguments: Any) -> None:

@@ -160,6 +160,16 @@ class ShardedUnit:
             group.post_backward()
         return present
 
+    def check_reduced(self) -> None:
+        """Raise ``RuntimeError`` for a gradient that came after ``reduce``: it would count in a later step."""
+        late = [each for each in self.whole_trained() if each.grad is not None]
+        if late:
+            raise RuntimeError(
+                f"{len(late)} gradients of {self.name}, the first of shape {list(late[0].shape)}, came after the layers "
+                f"before it had begun their backward: a value of it is used in a later microbatch, or code around it "
+                f"keeps one. Call fully_shard without reshard_after_forward=True."
+            )
+
     def finish(self) -> None:
         """Wait for the reductions on the device."""
         self._group.finalize_backward()
