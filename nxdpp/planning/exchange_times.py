@@ -5,7 +5,7 @@
     ZeRO-0    the average of gradients                     hides under the last backwards
     ZeRO-1    reduce-scatter, step, all-gather             after the schedule; nothing hides it
     ZeRO-2    all-gather before the first forwards, reduce-scatter in the last backwards
-    ZeRO-3    all-gather in each forward and backward, reduce-scatter in each backward
+    ZeRO-3    all-gather in each forward and backward, in both parts of a split one; reduce-scatter in each backward
 
 On processor cores nothing hides an exchange.
 """
@@ -79,7 +79,7 @@ class Exchanges:
             return sum(self.gather(states[stage].weights) for stage in first)
         ready = late = 0.0
         for stage, (start, end) in sorted(first.items(), key=lambda item: item[1]):
-            late = max(late, ready + self.gather(states[stage].unit) - start)
+            late = max(late, ready + self.gather(states[stage].rest + states[stage].unit) - start)
             ready += self.gather(states[stage].weights)
             late = max(late, ready - end)
         return late
@@ -111,8 +111,8 @@ class Exchanges:
     def _reduce(self, kind: Kind, whole: float) -> float:
         return exchange_seconds(kind, whole, self._layout.data, self._link)
 
-    def sent(self, state: RankState, microbatches: int) -> float:
-        """Return the least bytes that a rank sends to replicas in a step."""
+    def sent(self, state: RankState, microbatches: int, is_split: bool) -> float:
+        """Return the least bytes that a rank sends to replicas in a step, of whole or split backwards."""
         data, gradients = self._layout.data, state.gradients * self._sizes.to_gradient
         scattered = least_sent("reduce_scatter", gradients, data)
         if self._layout.zero == 0:
@@ -120,4 +120,6 @@ class Exchanges:
         if self._layout.zero == 1:
             return scattered + least_sent("all_gather", state.gradients, data)
         gathered = least_sent("all_gather", state.weights, data)
-        return scattered + gathered if self._layout.zero == SHARDED else microbatches * (scattered + 2 * gathered)
+        if self._layout.zero == SHARDED:
+            return scattered + gathered
+        return microbatches * (scattered + (3 if is_split else 2) * gathered)

@@ -61,7 +61,8 @@ class LayerTimes:
         passed: bytes of values of earlier layers that later ones read too, such as the output of an encoder.
         state: of its parameters.
         largest: bytes of the largest parameter.
-        unit: bytes of the parameters of the layer's module, or of the others if they are more.
+        unit: bytes of the parameters of the layer's module.
+        rest: bytes of the other ones.
         copied: bytes of gradients that the average over replicas copies into buckets.
         cast: bytes of weights that autocast converts once a step.
         is_layer: False for the head. Checkpoints are of layers.
@@ -87,6 +88,7 @@ class LayerTimes:
     state: PlannedState
     largest: int
     unit: int
+    rest: int
     copied: int
     cast: int
     is_layer: bool = True
@@ -191,7 +193,7 @@ def counted_layers(
     for index, name in enumerate(names):
         nodes = by_layer[index]
         held_here = {parameter: parameters[parameter] for parameter, held in owners.items() if index in held}
-        of_layer = {key: each for key, each in held_here.items() if key.startswith(f"{name}.")}
+        unit = weight_bytes(each for key, each in held_here.items() if key.startswith(f"{name}."))
         parts = [costs[node].parts or NodeParts() for node in nodes]
         held = activation_bytes(nodes, costs, traced, shared)
         forward_peak, backward_peak = _peaks(nodes, costs, parts)
@@ -220,9 +222,8 @@ def counted_layers(
                 passed=_sent_bytes(earlier, assigned, costs, index),
                 state=PlannedState.of(held_here.values()),
                 largest=max(map(_bytes, held_here.values()), default=0),
-                unit=max(
-                    weight_bytes(of_layer.values()), weight_bytes(held_here.values()) - weight_bytes(of_layer.values())
-                ),
+                unit=unit,
+                rest=weight_bytes(held_here.values()) - unit,
                 copied=sum(
                     _bytes(each) for each in held_here.values() if each.requires_grad and _bytes(each) < BUCKET_BYTES
                 ),

@@ -133,6 +133,16 @@ class Plan:
         given: dict[str, Any] = {} if self.tensor_plan is None else {"plan": dict(self.tensor_plan)}
         return given | ({"sequence_parallel": True} if self.layout.sequence else {})
 
+    def shard_arguments(self) -> dict[str, Any]:
+        """Return the arguments of ``fully_shard`` that differ from their defaults."""
+        given: dict[str, Any] = {"reshard_after_forward": True} if self.layout.zero > SHARDED else {}
+        if self.has_masters:
+            from torch.distributed.fsdp import MixedPrecisionPolicy
+
+            summed = None if self.gradient_dtype is None else dtype_named(self.gradient_dtype)
+            given["mp_policy"] = MixedPrecisionPolicy(dtype_named(self.dtype), summed)
+        return given
+
     def check_model(self, module: nn.Module) -> None:
         """Raise ``ValueError`` for a ``module`` whose class or dtype differs from the plan's."""
         found = (type(module).__name__, name_of(dtype_of(module)))
@@ -150,25 +160,21 @@ class Plan:
         parallel_state.initialize_model_parallel(self.layout.tensor, self.layout.pipeline, **arguments)
 
     def wrap(self, wrapper: Callable[..., Any], module: nn.Module, arguments: Mapping[str, Any]) -> Any:
-        """Divide ``module`` over the tensor group, wrap it by ``wrapper``, and checkpoint its layers, as planned.
+        """Divide ``module`` over the tensor group, wrap it by ``wrapper``, checkpoint and shard its layers, as planned.
 
         Args:
             wrapper: class of the wrapped model.
             module: the model of the plan.
             arguments: further arguments of ``wrapper``.
 
-        Raises ``ValueError`` for ``arguments`` that the plan chooses, for ZeRO-2 and 3, and where the sizes of the job,
-        or the model's class or dtype, differ from the plan's. Nothing is changed then.
+        Raises ``ValueError`` for ``arguments`` that the plan chooses, and where the sizes of the job, or the model's
+        class or dtype, differ from the plan's. Nothing is changed then.
         """
         chosen = self.arguments()
         if twice := sorted((chosen.keys() | _CHOSEN) & arguments.keys()):
             raise ValueError(f"the plan chooses {', '.join(twice)}: leave it out, or call NxDPPModel yourself.")
         self.check_model(module)
         layout = self.layout
-        if layout.is_sharded:
-            raise ValueError(
-                f"the plan has ZeRO-{layout.zero}: call NxDPPModel and nxdpp.fully_shard as plan.script() does."
-            )
         wanted = {"tensor": layout.tensor, "pipeline": layout.pipeline, "data": layout.data}
         found = {
             "tensor": parallel_state.get_tensor_model_parallel_size(),
@@ -185,6 +191,11 @@ class Plan:
         model = wrapper(module, **chosen, **arguments)
         if layout.checkpoint:
             apply_checkpoint(model)
+        if layout.is_sharded:
+            # torch's FSDP takes a while to import.
+            from nxdpp.pipeline.fully_shard import fully_shard
+
+            fully_shard(model, **self.shard_arguments())
         return model
 
     def torchrun(self, script: str = "train.py") -> str:

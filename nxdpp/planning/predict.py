@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from nxdpp.planning.exchange_times import Exchanges
-from nxdpp.planning.layout import Layout
+from nxdpp.planning.layout import SHARDED, Layout
 from nxdpp.planning.model_costs import ModelCosts
 from nxdpp.planning.rank_memory import RankMemory, activation_peak, rank_memory, stage_bytes
 from nxdpp.planning.stage_costs import (
@@ -16,7 +16,7 @@ from nxdpp.planning.stage_costs import (
     stage_costs,
     stage_ends,
 )
-from nxdpp.planning.step_times import RankTimes, built, shares_cores, step_times, whole_makespan
+from nxdpp.planning.step_times import RankTimes, built, is_split, shares_cores, step_times, whole_makespan
 from nxdpp.schedules.families.registry import find_family
 
 
@@ -140,7 +140,7 @@ def predict(
     if share:
         peaks = [a + share * (a - b) for a, b in zip(peaks, peaks_of(few), strict=True)]
     memory = [
-        rank_memory(layout, state, peak + state.cast, kind, sizes, message)
+        rank_memory(layout, state, peak + (0 if layout.zero > SHARDED else state.cast), kind, sizes, message)
         for state, peak in zip(states, peaks, strict=True)
     ]
     if limit is not None and max(rank.total for rank in memory) > limit:
@@ -211,6 +211,7 @@ def _sent(
     states: Sequence[RankState],
 ) -> LinkBytes:
     placement = find_family(layout.schedule).placement(layout.pipeline, layout.chunks)
+    split = is_split(built(layout.schedule, layout.pipeline, 2 * layout.pipeline, layout.chunks))
     tensor, between, data = [], [], []
     for rank, state in enumerate(states):
         own = placement.stages_of(rank)
@@ -223,5 +224,5 @@ def _sent(
             if stage and placement.rank_of(stage - 1) != rank:
                 messages += stages[stage - 1].sent
         between.append(microbatches * messages)
-        data.append(exchanges.sent(state, microbatches))
+        data.append(exchanges.sent(state, microbatches, split))
     return LinkBytes(max(tensor), max(between), max(data))

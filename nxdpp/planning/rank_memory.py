@@ -57,8 +57,10 @@ class StageBytes:
             backward; with ZeRO-2 with the last one, in the place of the whole gradients.
         gathered: of weights, from the first forward to the last backward: ZeRO-2.
         whole: of gradients, from the end of the first backward to the last one: ZeRO-2.
-        forward, backward: of units that are gathered, and of their gradients, while an action runs.
+        forward, backward, weight: of gathered units and of their gradients, while a forward or input-gradient, a
+            backward, or a weight-gradient runs.
         last: of what the last backward has besides.
+        held: of weights that autocast has converted for a microbatch, from its forward to its backward: ZeRO-3.
     """
 
     gradients: float
@@ -66,7 +68,9 @@ class StageBytes:
     whole: float = 0.0
     forward: float = 0.0
     backward: float = 0.0
+    weight: float = 0.0
     last: float = 0.0
+    held: float = 0.0
 
 
 def stage_bytes(layout: Layout, state: RankState, sizes: Itemsizes, on_cuda: bool) -> StageBytes:
@@ -79,14 +83,18 @@ def stage_bytes(layout: Layout, state: RankState, sizes: Itemsizes, on_cuda: boo
     if not layout.is_sharded:
         return StageBytes(gradients)
     shard = 0.0 if on_cuda else gradients
-    # Gradients of a unit in the parameters' dtype, and flat in the dtype of the reduction.
-    unit = min(state.unit, state.gradients)
-    flat = unit * sizes.to_gradient
+    # Gradients of units in the parameters' dtype, and the largest flat in the dtype of the reduction.
+    unit, rest = min(state.unit, state.gradients), min(state.rest, state.gradients)
+    flat = max(unit, rest) * sizes.to_gradient
     if layout.zero > SHARDED:
-        gathered = state.unit if on_cuda else min(_MESSAGES * state.unit, state.weights)
-        return StageBytes(shard, forward=gathered, backward=gathered + unit + flat)
-    whole = state.gradients * sizes.to_gradient
-    return StageBytes(shard, state.weights, whole, backward=unit if flat > unit else 0.0, last=flat)
+        # The rest of a stage is gathered during all of an action, and all of it during a weight-gradient.
+        gathered = min(state.rest + (1 if on_cuda else _MESSAGES) * state.unit, state.weights)
+        backward = gathered + min(rest + unit, state.gradients) + flat
+        # Recomputed layers convert their weights again.
+        held = state.cast * (state.rest / max(state.weights, 1) if layout.checkpoint else 1.0)
+        return StageBytes(shard, forward=gathered, backward=backward, weight=state.weights + flat, held=held)
+    whole, made = state.gradients * sizes.to_gradient, unit if sizes.to_gradient > 1 else 0
+    return StageBytes(shard, state.weights, whole, backward=made, weight=made, last=flat)
 
 
 def _lasting(layout: Layout, state: RankState, sizes: Itemsizes) -> float:
@@ -115,7 +123,7 @@ def rank_memory(
         weights *= sizes.to_master / layout.data
         optimizer = _MOMENTS * gradients
         step = gradients if on_cuda else 3 * state.largest * sizes.to_master / layout.data
-        buckets = min(_MESSAGES * state.unit, state.weights) if on_cuda else 0.0
+        buckets = min(state.rest + _MESSAGES * state.unit, state.weights) if on_cuda else 0.0
     elif layout.zero:
         optimizer = -(-state.sharded // layout.data)
         bucket = min(gradients, max(BUCKET_BYTES, state.largest * sizes.to_gradient))
@@ -164,19 +172,19 @@ def activation_peak(actions: Sequence[Action], costs: Sequence[StageCosts], part
         before = now
         top = now
         if kind is ActionKind.FORWARD:
-            now += cost.held
+            now += cost.held + part.held
             top = now + cost.forward_extra + part.forward
         elif kind is ActionKind.BACKWARD or (kind is ActionKind.WEIGHT_GRADIENT and stage == 0):
-            now -= cost.held
+            now -= cost.held + part.held
             top = before + cost.backward_extra + part.backward
         elif kind is ActionKind.INPUT_GRADIENT and stage:
-            now += cost.kept - cost.held
+            now += cost.kept - cost.held - part.held
             # It frees what it does not keep at its end.
             top = before + cost.kept_gradients + cost.at_once + part.forward
         elif kind is ActionKind.WEIGHT_GRADIENT:
             now -= cost.kept
             # All gradients are made before they are added to the gradients of earlier microbatches.
-            top = (now + cost.deferred if stage in made else before) + part.backward
+            top = (now + cost.deferred if stage in made else before) + part.weight
         is_last = lasts[stage] == number
         peak = max(peak, top + (part.last if is_last else 0.0) - missing)
         if kind not in _ENDS:

@@ -74,13 +74,15 @@ class RankState(PlannedState):
 
     Attributes:
         largest: bytes of its largest parameter.
-        unit: bytes of the largest part that ``fully_shard`` gathers at once: a layer, or the rest of a stage.
+        unit: bytes of the largest layer, which ``fully_shard`` gathers at once.
+        rest: bytes of the parameters of no layer, which it gathers at once too.
         copied: bytes that the average copies into buckets.
         cast: bytes of weights that autocast converts, from the first forward of a step to the last backward.
     """
 
     largest: int = 0
     unit: int = 0
+    rest: int = 0
     copied: int = 0
     cast: int = 0
 
@@ -216,6 +218,7 @@ def rank_state(model: CountedModel, stages: Sequence[StageCosts]) -> RankState:
         **vars(state),
         largest=max(layer.largest for layer in layers),
         unit=max(layer.unit for layer in layers),
+        rest=sum(layer.rest for layer in layers),
         copied=sum(layer.copied for layer in layers),
         cast=sum(layer.cast for layer in layers),
     )

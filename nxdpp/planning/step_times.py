@@ -108,9 +108,9 @@ def step_times(
     schedule = built(layout.schedule, layout.pipeline, microbatches, layout.chunks)
     placement = find_family(layout.schedule).placement(layout.pipeline, layout.chunks)
     exchanges = Exchanges(machine, layout, sizes)
-    is_split = _is_split(schedule)
-    alone = times_of(machine, layout, stages, placement, is_split)
-    times = with_exchanges(alone, exchanges, layout, of_stages, is_split)
+    split = is_split(schedule)
+    alone = times_of(machine, layout, stages, placement, split)
+    times = with_exchanges(alone, exchanges, layout, of_stages, split)
     extra = [_length(times, stage) - _length(alone, stage) for stage in range(len(stages))]
     ends, firsts, lasts, busy = _run(machine, layout, schedule, times, microbatches)
     slowdown = 1.0 if machine.cores is None else max(machine.devices / machine.cores, 1.0)
@@ -191,7 +191,7 @@ def whole_makespan(
     """Return the seconds of the schedule of many microbatches, where no ranks share a core."""
     family = find_family(layout.schedule)
     placement = family.placement(layout.pipeline, layout.chunks)
-    split = _is_split(built(layout.schedule, layout.pipeline, 2 * layout.pipeline, layout.chunks))
+    split = is_split(built(layout.schedule, layout.pipeline, 2 * layout.pipeline, layout.chunks))
     times = times_of(machine, layout, stages, placement, split)
     times = with_exchanges(times, Exchanges(machine, layout, sizes), layout, of_stages, split)
     return steady_makespan(family, layout.pipeline, microbatches, layout.chunks, times)
@@ -221,7 +221,7 @@ def times_of(
 def with_exchanges(
     times: Times, exchanges: Exchanges, layout: Layout, of_stages: Sequence[RankState], split: bool
 ) -> Times:
-    """Return ``times`` with the exchanges of each microbatch: ZeRO-3 gathers twice, and reduces gradients."""
+    """Return ``times`` with the exchanges of each microbatch: ZeRO-3 gathers for each action, and reduces gradients."""
     if layout.zero <= SHARDED:
         return times
     gathers = [exchanges.gather(state.weights) for state in of_stages]
@@ -231,14 +231,15 @@ def with_exchanges(
     for own, later, gather, scatter in zip(times.input_gradient, times.weight_gradient, gathers, scatters, strict=True):
         if split:
             inputs.append(exchanges.longer(own, gather))
-            weights.append(exchanges.longer(later, scatter))
+            weights.append(exchanges.longer(later, gather + scatter))
         else:
             inputs.append(exchanges.longer(own + later, gather + scatter) - later)
             weights.append(later)
     return times._replace(forward=forward, input_gradient=inputs, weight_gradient=weights)
 
 
-def _is_split(schedule: Schedule) -> bool:
+def is_split(schedule: Schedule) -> bool:
+    """Return whether a ``schedule`` has split backwards."""
     return any(action.kind is ActionKind.INPUT_GRADIENT for action in schedule[0])
 
 

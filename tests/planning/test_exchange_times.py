@@ -31,7 +31,9 @@ def test_parameters_move_in_their_dtype_and_gradients_in_that_of_the_reduction()
 @pytest.mark.parametrize(("zero", "sent"), [(0, 400), (1, 300), (2, 300), (3, 3 * 400)])
 def test_sent_bytes_of_a_step(zero: int, sent: float) -> None:
     """ZeRO-2 sends each byte once, ZeRO-3 gathers twice and reduces for each of 3 microbatches."""
-    assert _exchanges(zero).sent(STATE, 3) == sent
+    assert _exchanges(zero).sent(STATE, 3, False) == sent
+    # A weight-gradient gathers once more.
+    assert _exchanges(zero).sent(STATE, 3, True) == sent + (300 if zero == 3 else 0)
 
 
 def test_a_gather_hides_under_earlier_forwards_and_its_own() -> None:

@@ -1,5 +1,7 @@
 """Weights and gradients that come and go in a step, with ZeRO-2 and 3, against sums by hand."""
 
+from dataclasses import replace
+
 import pytest
 
 from nxdpp.planning.layout import Layout
@@ -9,7 +11,7 @@ from nxdpp.schedules.families.registry import find_family
 
 HALF, WITH_FLOAT32_GRADIENTS = Itemsizes(2, 2), Itemsizes(2, 4)
 # 100 half parameters: a gradient of 2 bytes, and 12 bytes of float32 state.
-STATE = RankState(100, 200, 200, 400, 1200, largest=40, unit=50)
+STATE = RankState(100, 200, 200, 400, 1200, largest=40, unit=50, rest=20)
 
 
 def _layout(zero: int, data: int = 4) -> Layout:
@@ -34,15 +36,16 @@ def test_gathered_weights_and_whole_gradients() -> None:
     assert stage_bytes(_layout(2), STATE, HALF, False) == StageBytes(100, 200, 200, last=50)
     # Half gradients of a unit are made before they are added to float32 ones.
     mixed = stage_bytes(_layout(2), STATE, WITH_FLOAT32_GRADIENTS, False)
-    assert mixed == StageBytes(100, 200, 400, backward=50, last=100)
-    # Two units, and the gradients of one, twice: as they are made, and in a message.
-    assert stage_bytes(_layout(3), STATE, HALF, False) == StageBytes(100, forward=100, backward=100 + 50 + 50)
+    assert mixed == StageBytes(100, 200, 400, backward=50, weight=50, last=100)
+    # The rest and two layers, gradients of the rest and a layer, and a message with gradients of one.
+    each = stage_bytes(_layout(3), STATE, HALF, False)
+    assert each == StageBytes(100, forward=120, backward=120 + 70 + 50, weight=200 + 50)
 
 
 def test_streams_of_cuda_keep_their_memory() -> None:
-    """Two messages of gathers stay, and the memory of sharded gradients is there before they are."""
+    """Messages of gathers stay, and the memory of sharded gradients is there before they are."""
     for zero, gathered in ((2, 200.0), (3, 0.0)):
-        assert _memory(zero, "cuda").buckets == 100
+        assert _memory(zero, "cuda").buckets == 20 + 2 * 50
         assert _memory(zero, "cpu").buckets == 0
         part = stage_bytes(_layout(zero), STATE, HALF, True)
         assert (part.gradients, part.gathered) == (0, gathered)
@@ -90,4 +93,15 @@ def test_units_are_gathered_while_an_action_runs() -> None:
 
     found = activation_peak(find_family("1f1b").build(2, 4, 1)[0], _costs(2), {0: part})
 
-    assert found == 2 * 10 + 3 + 50 + 50 + 50
+    assert found == 2 * 10 + 3 + (20 + 50) + (20 + 50) + 50
+
+
+def test_each_microbatch_keeps_the_weights_that_autocast_converts() -> None:
+    """Without a cache of autocast, from its forward to its backward; recomputed layers convert them again."""
+    state = replace(STATE, cast=80)
+    kept = stage_bytes(_layout(3), state, Itemsizes(4, 4), True)
+    again = stage_bytes(replace(_layout(3), checkpoint=True), state, Itemsizes(4, 4), True)
+
+    assert (kept.held, again.held) == (80, 8)
+    found = activation_peak(find_family("1f1b").build(2, 4, 1)[0], _costs(2), {0: kept})
+    assert found == 2 * (10 + 80) + 3 + kept.backward
