@@ -23,6 +23,8 @@ LAYOUTS = (
     Layout(data=2),
     Layout(data=2, microbatch=2),
     Layout(data=2, microbatch=2, zero=1),
+    Layout(data=2, microbatch=2, zero=2),
+    Layout(data=2, microbatch=2, zero=3),
     Layout(data=2, microbatch=2, checkpoint=True),
     Layout(tensor=4, microbatch=2),
     Layout(tensor=2, pipeline=2),
@@ -32,9 +34,15 @@ LAYOUTS = (
     *_pipelines(4, ("1f1b", "gpipe", "interleaved", "zb-v")),
     Layout(pipeline=2, data=2),
     Layout(pipeline=2, data=2, zero=1),
+    Layout(pipeline=2, data=2, zero=2),
+    Layout(pipeline=2, data=2, zero=3),
+    Layout(pipeline=2, chunks=2, schedule="interleaved", data=2, zero=2),
     Layout(pipeline=2, data=2, checkpoint=True),
     Layout(data=4),
     Layout(data=4, zero=1),
+    Layout(data=4, zero=2),
+    Layout(data=4, zero=3),
+    Layout(data=4, zero=3, checkpoint=True),
 )
 
 
