@@ -24,6 +24,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as registration
 
+from nxdpp.gradients.shards.local_tensors import is_sharded
 from nxdpp.ranks import parallel_state
 from nxdpp.tracing.modules import listings
 
@@ -89,7 +90,9 @@ class ChangeRecord:
     def device(self) -> torch.device:
         """The device of this rank's parameters; without parameters, the rank's own."""
         parameters = self._sight.parameters
-        return parameters[0].device if parameters else parallel_state.local_device()
+        # Rows may be kept on the host.
+        has_own = bool(parameters) and not is_sharded(parameters[0])
+        return parameters[0].device if has_own else parallel_state.local_device()
 
     @property
     def modules(self) -> list[nn.Module]:
