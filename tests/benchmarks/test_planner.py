@@ -30,7 +30,7 @@ TWO_RANKS = (
     Layout(pipeline=2, schedule="zb-v", chunks=2),
     Layout(pipeline=2, checkpoint=True),
 )
-SHARDED = (Layout(data=2, zero=1),)
+SHARDED = tuple(Layout(data=2, zero=zero) for zero in (1, 2, 3))
 
 
 # How long an exchange holds a bucket, and so the peak with ZeRO-1, depends on the load of the machine.

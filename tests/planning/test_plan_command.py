@@ -37,6 +37,8 @@ SWITCHES = [
     Layout(tensor=2),
     Layout(pipeline=2, chunks=2, schedule="dualpipe-v", checkpoint=True, microbatch=2),
     Layout(data=2, zero=1, checkpoint=True),
+    Layout(data=2, zero=2, checkpoint=True),
+    Layout(data=2, zero=3),
     Layout(data=2, microbatch=2),
 ]
 # The script of a user, with printed texts in the place of its own lines: two steps have the losses of one process.
@@ -113,7 +115,12 @@ def test_the_printed_lines_run(folder: Path, capsys: pytest.CaptureFixture[str])
     assert ended.codes == [0, 0], ended.output
     for name in names:
         assert f"{name}: the loss of step 1 is that of one process" in ended.output
-    for word in ("tensor_parallelize(model, sequence_parallel=True)", "apply_checkpoint(model)", "Zero1Optimizer("):
+    for word in (
+        "tensor_parallelize(model, sequence_parallel=True)",
+        "apply_checkpoint(model)",
+        "Zero1Optimizer(",
+        "fully_shard(",
+    ):
         assert any(word in text for text in scripts)
 
 
