@@ -89,7 +89,9 @@ def stage_bytes(layout: Layout, state: RankState, sizes: Itemsizes, on_cuda: boo
     if layout.zero > SHARDED:
         # The rest of a stage is gathered during all of an action, and all of it during a weight-gradient.
         gathered = min(state.rest + (1 if on_cuda else _MESSAGES) * state.unit, state.weights)
-        backward = gathered + min(rest + unit, state.gradients) + flat
+        # gloo reduces a copy, while the next layer is recomputed.
+        reduced = 2 * flat if layout.checkpoint and not on_cuda else flat
+        backward = gathered + min(rest + unit, state.gradients) + reduced
         # Recomputed layers convert their weights again.
         held = state.cast * (state.rest / max(state.weights, 1) if layout.checkpoint else 1.0)
         return StageBytes(shard, forward=gathered, backward=backward, weight=state.weights + flat, held=held)

@@ -40,6 +40,9 @@ def test_gathered_weights_and_whole_gradients() -> None:
     # The rest and two layers, gradients of the rest and a layer, and a message with gradients of one.
     each = stage_bytes(_layout(3), STATE, HALF, False)
     assert each == StageBytes(100, forward=120, backward=120 + 70 + 50, weight=200 + 50)
+    # gloo reduces a copy, while the next layer is recomputed.
+    again = stage_bytes(replace(_layout(3), checkpoint=True), STATE, HALF, False)
+    assert again == replace(each, backward=each.backward + 50)
 
 
 def test_streams_of_cuda_keep_their_memory() -> None:
