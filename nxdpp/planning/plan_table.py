@@ -45,7 +45,8 @@ def show(plan: Plan, dtype: str, source: str, file: str, details: bool = False, 
 
 def _optimizer(plan: Plan) -> str:
     if plan.has_masters:
-        return "AdamW, with moments and copies of the weights in float32 (--zero 0: without)"
+        gradients = "" if plan.gradient_dtype is None else f"; gradients add up in {plan.gradient_dtype}"
+        return f"AdamW, with moments and copies of the weights in float32 (--zero 0: without){gradients}"
     half = "" if plan.optimizer_dtype == "float32" else ", no float32 copies of the weights: small updates are lost"
     return f"AdamW, with moments in {plan.optimizer_dtype}{half}"
 
