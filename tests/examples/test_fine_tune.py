@@ -15,7 +15,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from tests.support.run_ranks import run_ranks
+from tests.support.run_ranks import run_ranks, want
 
 pytestmark = pytest.mark.one_python
 
@@ -27,6 +27,7 @@ TEMPLATE = "{% for each in messages %}{{ each['role'] }}: {{ each['content'] }}{
 
 def publish(folder: Path) -> None:
     """Save a tiny model with its tokenizer, and a chat file."""
+    want("nxdpp.doors.trl.sft")
     letters = ["<pad>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
     bytewise = Tokenizer(models.BPE({each: number for number, each in enumerate(letters)}, []))
     bytewise.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -63,6 +64,10 @@ def tune_twice(rank: int, folder: Path) -> list[tuple[str, list[Any]]]:
         tune(rank, folder, "chats.jsonl", "--steps", "4"),
         tune(rank, folder, "chats.jsonl", "--steps", "8", "--resume", "--prompt", PROMPT, "--push", "me/tuned"),
     ]
+
+
+def test_the_example_is_one_page() -> None:
+    assert len(EXAMPLE.read_text().splitlines()) <= 60
 
 
 def test_a_model_is_tuned_resumed_and_generates(tmp_path: Path) -> None:

@@ -44,8 +44,8 @@ class Described:
     ``ties`` is as in ``ModelTensors``. ``configuration`` has files of a transformers model by name, of rank 0.
     ``groups`` are the optimizer's parameter groups, with this rank's names. ``states`` describes the state of each
     parameter that this rank keeps; a frozen one has none. ``samples`` has hashes of a sample of each parameter, by name
-    and the part that this rank has; it is empty in one process. ``random`` has the states of this rank's generators,
-    and ``others`` scheduler, scaler and user content as JSON.
+    and the part that this rank has; it is empty in one process. ``quantized`` is as in ``ModelTensors``. ``random`` has
+    the states of this rank's generators, and ``others`` scheduler, scaler and user content as JSON.
     """
 
     layout: dict[str, int]
@@ -55,6 +55,7 @@ class Described:
     groups: list[SavedGroup] = field(default_factory=list)
     states: dict[str, Description] = field(default_factory=dict)
     samples: dict[Part, bytes] = field(default_factory=dict)
+    quantized: dict[str, str] = field(default_factory=dict)
     random: Any = None
     others: dict[str, Any] = field(default_factory=dict)
 
@@ -84,7 +85,7 @@ def captured(
     if optimizer is not None:
         check_whole(optimizer)
     if tensors is not None:
-        result.ties = tensors.ties
+        result.ties, result.quantized = tensors.ties, tensors.quantized
         if any(tensor.is_meta for tensor in tensors.tensors.values()):
             raise ValueError("the model has tensors on the meta device, without values: call move_model_to_device().")
         values = {name: readable(tensor) for name, tensor in tensors.tensors.items()}

@@ -121,8 +121,9 @@ def check_content(content: Any, tensors: Mapping[str, TensorStorageMetadata]) ->
     layout = {"ranks": 0} if content["layout"] is None else content["layout"]
     _need(_are(layout, lambda value: type(value) is int), "layout")
     _need(content["layout"] is None or _has(layout, *_LAYOUT), "layout")
-    for key in ("ties", "configuration"):
-        _need(content[key] is None or _are(content[key], lambda value: isinstance(value, str)), key)
+    # A conversion has no quantized weights.
+    for key in ("ties", "configuration", "quantized"):
+        _need(content.get(key) is None or _are(content[key], lambda value: isinstance(value, str)), key)
     parts: dict[str, dict[str, TensorStorageMetadata]] = defaultdict(dict)
     for name, saved in tensors.items():
         parts[part_of(name)][name] = saved

@@ -116,6 +116,13 @@ class LoadTargets:
         saved_ties: Mapping[str, str] = self._content["ties"] or {}
         if self._content["ties"] is None:
             raise ValueError(f"{self._folder} has no model: leave out model=.")
+        known = self._content.get("quantized") or {}
+        for name in sorted(known.keys() & tensors.quantized.keys()):
+            if known[name] != tensors.quantized[name]:
+                raise ValueError(
+                    f"{name} is a quantized weight, which {self._folder} leaves out, and this model's has other "
+                    f"values than the saved model's. Nothing was loaded: load the base that was saved, quantized alike."
+                )
         replaced: list[tuple[torch.Tensor, torch.Tensor]] = []
         missing = []
         for name, tensor in tensors.tensors.items():

@@ -9,17 +9,21 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from nxdpp.agreement.same_values import sample
 from nxdpp.checkpoint.huggingface.model_tensors import WrappedModel, check_still_tied, tied_names_of, unwrapped_name
+from nxdpp.pipeline.local.elsewhere_tensors import is_frozen_of_torchao
 
 
 class ModelTensors(NamedTuple):
     """The tensors of a model that this rank has, by name; a tied one only under its first name in the whole model.
 
     ``ties`` has the other names of tied tensors of the whole model, with their first name; equal on all ranks.
+    ``quantized`` has a hash of a sample of each frozen quantized weight of this rank, which ``tensors`` leaves out.
     """
 
     tensors: dict[str, torch.Tensor]
     ties: dict[str, str]
+    quantized: dict[str, str]
 
     def names(self) -> dict[int, str]:
         """The name of each tensor by its ``id``."""
@@ -34,11 +38,11 @@ def model_tensors(model: nn.Module) -> ModelTensors:
     Raises ``ValueError`` for state other than dense parameters and buffers, for a state dict that omits some, and for
     a tie that was undone.
     """
-    state = _state_of(local_module_of(model))
+    state, quantized = _state_of(local_module_of(model))
     groups = tied_names_of(cast(WrappedModel, model)) if is_pipelined(model) else tied_in(state)
     check_still_tied(state, groups)
     ties = {name: names[0] for names in groups for name in names[1:]}
-    return ModelTensors({ties.get(name, name): tensor for name, tensor in state.items()}, ties)
+    return ModelTensors({ties.get(name, name): tensor for name, tensor in state.items()}, ties, quantized)
 
 
 def is_pipelined(model: nn.Module) -> bool:
@@ -54,30 +58,35 @@ def local_module_of(model: nn.Module) -> nn.Module:
 
 
 def _quantised(state: Mapping[str, Any]) -> list[str]:
-    """Names of the frozen 4-bit weights of bitsandbytes, and of all that it writes of their form.
+    """Names of the frozen weights of bitsandbytes in 4 bits and of torchao, and of all that is written of their form.
 
-    They never change, and its kernels for the CPU arrange them anew in an evaluation: they stay out of checkpoints, and
-    a load finds them in the model, as adapters find their base. One that has values but no state is not quantised yet.
+    They never change, and bitsandbytes' kernels for the CPU arrange them anew in an evaluation: they stay out of
+    checkpoints, and a load finds them in the model, as adapters find their base. One of bitsandbytes that has values
+    but no state is not quantised yet.
 
     Raises ``ValueError`` for one on the meta device.
     """
-    frozen = {name: value for name, value in state.items() if hasattr(value, "quant_state") and not value.requires_grad}
+    frozen = {
+        name: value
+        for name, value in state.items()
+        if is_frozen_of_torchao(value) or (hasattr(value, "quant_state") and not value.requires_grad)
+    }
     for name, value in frozen.items():
         if value.is_meta:
             raise ValueError(
-                f"{name} is a 4-bit weight on the meta device, and a checkpoint has no values for it: load the model "
-                f"with from_pretrained."
+                f"{name} is a quantized weight on the meta device, and a checkpoint has no values for it: load the "
+                f"model with from_pretrained."
             )
-    weights = [name for name, value in frozen.items() if value.quant_state is not None]
+    weights = [name for name, value in frozen.items() if getattr(value, "quant_state", value) is not None]
     starts = tuple(f"{name}." for name in weights)
     return [name for name in state if name in weights or (starts and name.startswith(starts))]
 
 
-def _state_of(module: nn.Module) -> dict[str, torch.Tensor]:
-    """The parameters and persistent buffers of ``module`` by name, a tied one under each of its names."""
+def _state_of(module: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """The parameters and persistent buffers of ``module`` by name, a tied one under each of its names; and hashes."""
     state = module.state_dict(keep_vars=True)
     own = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
-    apart = {id(state.pop(name)) for name in _quantised(state)}
+    left_out = {name: state.pop(name) for name in _quantised(state)}
     for name, value in state.items():
         if id(value) not in own:
             raise ValueError(
@@ -88,7 +97,7 @@ def _state_of(module: nn.Module) -> dict[str, torch.Tensor]:
             raise ValueError(
                 f"{name} is a {type(value).__name__} of layout {value.layout}, and a checkpoint holds dense tensors."
             )
-    kept = {*map(id, state.values()), *apart}
+    kept = {*map(id, state.values()), *map(id, left_out.values())}
     left = [name for name, tensor in _persistent(module) if id(tensor) not in kept]
     if left:
         raise ValueError(
@@ -102,7 +111,14 @@ def _state_of(module: nn.Module) -> dict[str, torch.Tensor]:
             f"the model has {max(names, key=names.__getitem__)} twice, in a wrapper of torch and beside it: give the "
             f"module in the wrapper another name than _orig_mod and _checkpoint_wrapped_module."
         )
-    return unwrapped
+    weights = {name: weight for name, weight in left_out.items() if id(weight) in own}
+    return unwrapped, {unwrapped_name(name): _sample(weight) for name, weight in weights.items()}
+
+
+def _sample(weight: torch.Tensor) -> str:
+    if is_frozen_of_torchao(weight):
+        weight = getattr(weight, weight.__tensor_flatten__()[0][0])  # type: ignore[attr-defined]  # torch's own protocol
+    return sample(weight).hex()
 
 
 def _persistent(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

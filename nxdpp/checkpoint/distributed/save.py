@@ -213,6 +213,7 @@ def _content(of_ranks: list[Described]) -> dict[str, Any]:
         "ties": first.ties,
         "configuration": first.configuration,
         "optimizer": optimizer,
+        "quantized": {name: found for described in of_ranks for name, found in described.quantized.items()},
         "random": [described.random for described in of_ranks],
         **first.others,
     }

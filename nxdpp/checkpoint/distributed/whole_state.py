@@ -77,7 +77,14 @@ def gather_tensors(
 
     def tensors() -> ModelTensors:
         check_whole(local_module_of(model))
-        return model_tensors(model)
+        found = model_tensors(model)
+        quantized = [name for name in found.quantized if names is None or name in names]
+        if quantized:
+            raise ValueError(
+                f"{quantized[0]} is a quantized weight, and only dense tensors are gathered: save_pretrained writes "
+                f"adapters, and local_state_dict() has this rank's weights."
+            )
+        return found
 
     local = together(tensors, consequence)
     wanted = [name for name in _names_of(model) if names is None or name in names]

@@ -26,6 +26,7 @@ from nxdpp.checkpoint.huggingface.model_tensors import (
 )
 from nxdpp.checkpoint.huggingface.write_directory import SavedDirectory, Shard, plan_shards, start_save
 from nxdpp.devices.kinds import readable
+from nxdpp.pipeline.local.elsewhere_tensors import is_frozen_of_torchao
 from nxdpp.pipeline.local.half_loaded import check_whole
 from nxdpp.ranks import parallel_state
 from nxdpp.ranks.faults import failure_watch
@@ -149,9 +150,14 @@ def _writer() -> int | None:
 
 def _check_can_be_saved(model: WrappedModel) -> None:
     check_no_padding(model.local_module)
-    for sign, kind in (("hf_quantizer", "quantized models"), ("_hf_peft_config_loaded", "models with add_adapter()")):
+    module = model.original_module
+    is_quantized = any(map(is_frozen_of_torchao, model.local_module.parameters()))
+    for kind, is_there in {
+        "quantized models": is_quantized or getattr(module, "hf_quantizer", None),
+        "models with add_adapter()": getattr(module, "_hf_peft_config_loaded", None),
+    }.items():
         # Only the adapters of a PeftModel are written.
-        if getattr(model.original_module, sign, None) and not is_adapted(model.original_module):
+        if is_there and not is_adapted(module):
             raise NotImplementedError(f"saving {kind} is not implemented: save local_state_dict() on each rank.")
     check_whole(model.local_module)
     local = tensors_of(model.local_module)

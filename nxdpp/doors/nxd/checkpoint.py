@@ -183,8 +183,8 @@ def load_checkpoint(
     Args:
         path: directory of the training's checkpoints.
         tag: ``None`` loads the newest. One that is damaged is named in a warning, and the next older one is loaded.
-        model, optimizer, scheduler, grad_scaler: as in the save; what is left out is not loaded. Frozen 4-bit weights
-            of bitsandbytes are in no checkpoint, and are not compared: give the same base as in the save.
+        model, optimizer, scheduler, grad_scaler: as in the save; what is left out is not loaded. Frozen quantized
+            weights of bitsandbytes and torchao are in no checkpoint: give the same base as in the save.
         num_workers, use_zero1_dcp: as in the save.
         strict: ``False`` allows names that only the model, or only the checkpoint has.
 

@@ -54,11 +54,11 @@ class OnceAStep(RankShards):
 
     def _start(self, count: int) -> None:
         for unit in islice(self._later, count):
-            unit.start()
+            unit.start_gather()
 
-    def _wait(self, units: Iterable[ShardedUnit]) -> None:
+    def _make_whole(self, units: Iterable[ShardedUnit]) -> None:
         for unit in units:
-            unit.wait()
+            unit.make_whole()
             self._start(1)
 
     def run(self, stage: int, kind: ActionKind, is_first: bool, is_last: bool, compute: Callable[[], None]) -> None:
@@ -80,18 +80,18 @@ class OnceAStep(RankShards):
 
     def _enter(self, stage: StageShards) -> list[RemovableHandle]:
         """Wait for the units of ``stage``; a layer waits for its own in its first forward."""
-        self._wait(stage.rest)
+        self._make_whole(stage.rest)
         hooks = []
         for layer in stage.layers:
             if layer.module._compiled_call_impl is not None:
                 # A hook would break its graph.
-                self._wait(layer.units)
+                self._make_whole(layer.units)
             else:
                 hooks.append(layer.module.register_forward_pre_hook(partial(self._before_forward, layer.units)))
         return hooks
 
     def _before_forward(self, units: Iterable[ShardedUnit], module: nn.Module, arguments: Any) -> None:
-        self._wait(units)
+        self._make_whole(units)
 
     def _follow_last(self, stage: StageShards) -> list[RemovableHandle]:
         """Reduce the units of ``stage`` in its last backward, each once its gradients are final."""
