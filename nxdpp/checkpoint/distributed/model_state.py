@@ -11,7 +11,10 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from nxdpp.agreement.same_values import sample
 from nxdpp.checkpoint.huggingface.model_tensors import WrappedModel, check_still_tied, tied_names_of, unwrapped_name
+from nxdpp.gradients.shards.local_tensors import is_sharded
 from nxdpp.pipeline.local.elsewhere_tensors import is_frozen_of_torchao
+from nxdpp.pipeline.local.own_save import state_of_all_names
+from nxdpp.tensor.shards import is_divided_by_rows
 
 
 class ModelTensors(NamedTuple):
@@ -57,6 +60,12 @@ def local_module_of(model: nn.Module) -> nn.Module:
     return cast(nn.Module, model.module) if isinstance(model, DistributedDataParallel) else model
 
 
+def names_of(model: nn.Module) -> list[str]:
+    """All names of the whole model, in its order."""
+    module = cast(WrappedModel, model).original_module if is_pipelined(model) else local_module_of(model)
+    return [unwrapped_name(name) for name in state_of_all_names(module)]
+
+
 def _quantised(state: Mapping[str, Any]) -> list[str]:
     """Names of the frozen weights of bitsandbytes in 4 bits and of torchao, and of all that is written of their form.
 
@@ -93,7 +102,13 @@ def _state_of(module: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str
                 f"{name} of the model's state dict is no parameter or buffer: a load could not give it back. Keep it "
                 f"in a buffer (register_buffer), or in user_content and out of the state dict."
             )
-        if value.layout != torch.strided or is_traceable_wrapper_subclass(value):
+        if is_sharded(value) and not is_divided_by_rows(value):
+            raise ValueError(
+                f"{name} is a DTensor of {list(value.placements)}, and a checkpoint holds shards of rows: use "
+                f"fully_shard, which has [Shard(0)], or [Replicate(), Shard(0)]."
+            )
+        is_wrapped = not is_sharded(value) and is_traceable_wrapper_subclass(value)
+        if value.layout != torch.strided or is_wrapped:
             raise ValueError(
                 f"{name} is a {type(value).__name__} of layout {value.layout}, and a checkpoint holds dense tensors."
             )

@@ -1,6 +1,6 @@
 """This rank's rows of sharded tensors, which are DTensors of torch."""
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -12,14 +12,14 @@ class LocalGradient(NamedTuple):
     grad: torch.Tensor
 
 
-def is_sharded(tensor: torch.Tensor) -> bool:
+def is_sharded(tensor: torch.Tensor) -> TypeGuard[DTensor]:
     """Return whether this rank has only its rows of ``tensor``."""
     return isinstance(tensor, DTensor)
 
 
 def local_rows(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's rows of a sharded tensor, in its memory; any other tensor as it is."""
-    return tensor.detach()._local_tensor if isinstance(tensor, DTensor) else tensor
+    return tensor._local_tensor.detach() if isinstance(tensor, DTensor) else tensor
 
 
 def with_rows(like: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
