@@ -9,7 +9,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from nxdpp.planning.exchange_times import Exchanges
+from nxdpp.planning.exchange_times import ExchangeTimes
 from nxdpp.planning.layout import Layout
 from nxdpp.planning.model_costs import ModelCosts
 from nxdpp.planning.predict import states_of
@@ -60,7 +60,7 @@ class LowerBounds:
         held = max(one.held + part.gathered - part.gradients, 0.0)
         memory = rank_memory(layout, state, held, machine.device.kind, sizes, 0.0)
         weights, gradients = state.weights / ranks, state.gradients / ranks
-        exchanges = Exchanges(machine, layout, sizes)
+        exchanges = ExchangeTimes(machine, layout, sizes)
         work = exchanges.least_in_schedule(weights, gradients, microbatches, microbatches * one.work / ranks)
         least = memory.weights + memory.gradients + memory.optimizer + held
         return Bounds(work + exchanges.after_schedule(gradients), least / ranks)
@@ -72,7 +72,7 @@ class LowerBounds:
         microbatches = layout.microbatches(self._costs.job.global_batch)
         states, _ = states_of(self._costs, layout, stages)
         machine, sizes = self._costs.machine, self._costs.itemsizes
-        exchanges = Exchanges(machine, layout, sizes)
+        exchanges = ExchangeTimes(machine, layout, sizes)
         ends_with_backwards = layout.schedule in _ENDS_WITH_BACKWARDS
         before = seconds = most = 0.0
         for rank in range(layout.pipeline):

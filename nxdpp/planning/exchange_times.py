@@ -31,8 +31,8 @@ def exchange_seconds(kind: Kind, whole: float, ranks: int, link: Link) -> float:
     return least_sent(kind, whole, ranks) / link.rate(kind) + steps * link.latency
 
 
-class Exchanges:
-    """Exchanges of the replicas of one layout on one machine."""
+class ExchangeTimes:
+    """ExchangeTimes of the replicas of one layout on one machine."""
 
     def __init__(self, machine: Machine, layout: Layout, sizes: Itemsizes) -> None:
         self._layout = layout

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from nxdpp.planning.exchange_times import Exchanges
+from nxdpp.planning.exchange_times import ExchangeTimes
 from nxdpp.planning.layout import SHARDED, Layout
 from nxdpp.planning.model_costs import ModelCosts
 from nxdpp.planning.rank_memory import RankMemory, activation_peak, rank_memory, stage_bytes
@@ -153,7 +153,7 @@ def predict(
         makespan = whole_makespan(machine, layout, microbatches, stages, of_stages, sizes)
         times = [rank.of_whole(microbatches / more, makespan) for rank in times]
     cuts = [model.layers[end - 1].layer for end in ends[:-1]]
-    sent = _sent(Exchanges(machine, layout, sizes), layout, microbatches, stages, states)
+    sent = _sent(ExchangeTimes(machine, layout, sizes), layout, microbatches, stages, states)
     return Prediction(layout, cuts, microbatches, times, memory, sent, model.estimated)
 
 
@@ -204,7 +204,7 @@ def states_of(
 
 
 def _sent(
-    exchanges: Exchanges,
+    exchanges: ExchangeTimes,
     layout: Layout,
     microbatches: int,
     stages: Sequence[StageCosts],

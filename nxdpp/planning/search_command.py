@@ -83,8 +83,8 @@ def run_search(options: argparse.Namespace) -> None:
     from nxdpp.planning.configured_model import parts_without_inputs, read_configuration
     from nxdpp.planning.dtypes import dtype_named, name_of
     from nxdpp.planning.layout_report import dtype_text
-    from nxdpp.planning.plan_table import as_json, show
     from nxdpp.planning.planner import plan
+    from nxdpp.planning.written.plan_table import as_json, show
     from nxdpp.planning.written.program import program
 
     config = read_configuration(options.config)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from nxdpp.planning.exchange_times import Exchanges, Spans
+from nxdpp.planning.exchange_times import ExchangeTimes, Spans
 from nxdpp.planning.layout import SHARDED, Layout
 from nxdpp.planning.machine import Link, Machine
 from nxdpp.planning.stage_costs import Itemsizes, RankState, StageCosts
@@ -107,7 +107,7 @@ def step_times(
     """
     schedule = built(layout.schedule, layout.pipeline, microbatches, layout.chunks)
     placement = find_family(layout.schedule).placement(layout.pipeline, layout.chunks)
-    exchanges = Exchanges(machine, layout, sizes)
+    exchanges = ExchangeTimes(machine, layout, sizes)
     split = is_split(schedule)
     alone = times_of(machine, layout, stages, placement, split)
     times = with_exchanges(alone, exchanges, layout, of_stages, split)
@@ -193,7 +193,7 @@ def whole_makespan(
     placement = family.placement(layout.pipeline, layout.chunks)
     split = is_split(built(layout.schedule, layout.pipeline, 2 * layout.pipeline, layout.chunks))
     times = times_of(machine, layout, stages, placement, split)
-    times = with_exchanges(times, Exchanges(machine, layout, sizes), layout, of_stages, split)
+    times = with_exchanges(times, ExchangeTimes(machine, layout, sizes), layout, of_stages, split)
     return steady_makespan(family, layout.pipeline, microbatches, layout.chunks, times)
 
 
@@ -219,7 +219,7 @@ def times_of(
 
 
 def with_exchanges(
-    times: Times, exchanges: Exchanges, layout: Layout, of_stages: Sequence[RankState], split: bool
+    times: Times, exchanges: ExchangeTimes, layout: Layout, of_stages: Sequence[RankState], split: bool
 ) -> Times:
     """Return ``times`` with the exchanges of each microbatch: ZeRO-3 gathers for each action, and reduces gradients."""
     if layout.zero <= SHARDED:

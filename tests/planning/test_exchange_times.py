@@ -1,11 +1,11 @@
-"""Exchanges of replicas for each stage of ZeRO, against formulas."""
+"""ExchangeTimes of replicas for each stage of ZeRO, against formulas."""
 
 from dataclasses import replace
 
 import pytest
 
 from nxdpp.devices.collective_bytes import least_sent
-from nxdpp.planning.exchange_times import Exchanges
+from nxdpp.planning.exchange_times import ExchangeTimes
 from nxdpp.planning.layout import Layout
 from nxdpp.planning.machine import DEVICES, Link, Machine
 from nxdpp.planning.stage_costs import Itemsizes, RankState
@@ -17,8 +17,8 @@ HALF = Itemsizes(2, 4)
 STATE = RankState(100, 200, 200, 400, 1200, unit=50)
 
 
-def _exchanges(zero: int, machine: Machine = MACHINE) -> Exchanges:
-    return Exchanges(machine, Layout(data=2, zero=zero), HALF)
+def _exchanges(zero: int, machine: Machine = MACHINE) -> ExchangeTimes:
+    return ExchangeTimes(machine, Layout(data=2, zero=zero), HALF)
 
 
 def test_parameters_move_in_their_dtype_and_gradients_in_that_of_the_reduction() -> None:
