@@ -16,6 +16,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 from transformers import TrainingArguments
+from transformers.training_args import OptimizerNames
 
 from nxdpp.pipeline.activation_checkpoint import apply_checkpoint
 from nxdpp.pipeline.fully_shard import fully_shard
@@ -75,6 +76,10 @@ def check_sharding(args: TrainingArguments) -> None:
             reason = REFUSED.get(key, f"it is unknown. It takes {', '.join(sorted(_HONOURED | {_LAYERS}))}.")
         if not is_taken:
             raise ValueError(f"PipelineTrainer cannot honour {key}={value!r} of fsdp_config: {reason}")
+    if args.optim == OptimizerNames.ADAFACTOR:
+        raise ValueError(
+            "PipelineTrainer cannot honour optim='adafactor' with fsdp: a rank has only rows. Take adamw_torch."
+        )
     if args.activation_checkpointing and _is_recomputed(args):
         raise ValueError("activation_checkpointing of fsdp_config recomputes the layers: leave the argument out.")
 
