@@ -9,6 +9,7 @@ import pytest
 import torch
 from peft import PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from tests.doors.transformers.test_trainer import Logs, asked, assert_alike, marked
@@ -16,6 +17,10 @@ from tests.doors.trl.tunings import MORE, REPLICATED, RESUMED, TUNINGS
 from tests.support.run_ranks import run_ranks
 
 pytestmark = pytest.mark.one_python
+
+
+SHARDED = "recomputed adapters"
+"""The fine-tuning that two replicas run with shards."""
 
 
 def tune(rank: int, folder: Path, names: Sequence[str]) -> dict[str, Logs]:
@@ -56,6 +61,12 @@ def tune_replicas(rank: int, folder: Path, names: Sequence[str]) -> dict[str, Lo
     trainer.accelerator.even_batches = False
     with pytest.raises(ValueError, match="has 7 rows, no multiple of 4"):
         trainer._precompute_ref_logps(trainer.eval_dataset.select(range(7)), "eval", 2)
+    adapted = TUNINGS[SHARDED]
+    shards = replace(adapted, args={**adapted.args, "fsdp": True})
+    trainer = shards.trainer(folder / "shards", over_ranks=True, pipeline_parallel_size=2)
+    assert all(isinstance(parameter, DTensor) for parameter in trainer.pipelined.local_parameters())
+    trainer.train()
+    logs["shards"] = trainer.state.log_history
     return logs
 
 
@@ -97,6 +108,12 @@ def test_replicas_tune_as_one_process(name: str, two_replicas: list[Any], tmp_pa
         assert_alike(*(_without("total_flos", each[:-1]) for each in (logs[name], expected)))
         # The last batch has a row twice, which counts in the loss.
         assert_alike(*(_without("eval_loss", each[-1:]) for each in (logs[name], expected)))
+
+
+def test_shards_tune_as_one_process(two_replicas: list[Any], tmp_path: Path) -> None:
+    expected = _in_one_process(SHARDED, tmp_path, 2)
+    for logs in two_replicas:
+        assert_alike(*(_without("total_flos", each) for each in (logs["shards"], expected)))
 
 
 @pytest.mark.parametrize("name", RESUMED)
