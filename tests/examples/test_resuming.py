@@ -156,7 +156,7 @@ def test_a_resume_from_an_older_checkpoint_gives_the_later_ones_up(tmp_path: Pat
 
 
 def test_other_ranks_go_on_in_another_directory(whole: Path, tmp_path: Path) -> None:
-    """Stages, replicas with ZeRO-1 and shards, and tensor ranks; another interval, another number of kept checkpoints."""
+    """Stages, replicas with ZeRO-1 or shards, tensor ranks; another interval, another number of kept checkpoints."""
     start = ["--resume", str(whole / "checkpoints" / "step_2"), "--checkpoint-every", "1", "--checkpoint-keep", "2"]
     runs = {
         tmp_path / name: flags for name, flags in {"pp": STAGES, "dp": REPLICAS, "tp": TENSOR, "shards": SHARDS}.items()

@@ -56,7 +56,7 @@ _LAYERS = "transformer_layer_cls_to_wrap"
 
 def check_sharding(args: TrainingArguments) -> None:
     """Raise ``ValueError`` for ``fsdp`` and ``fsdp_config`` that cannot be honoured, by key; not collective."""
-    if os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true" and not args.fsdp:
+    if os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true":
         raise ValueError(
             "PipelineTrainer cannot honour use_fsdp of accelerate's configuration, which would wrap the pipeline: give "
             "TrainingArguments fsdp=True, and start without it."

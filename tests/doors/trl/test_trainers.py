@@ -19,8 +19,8 @@ from tests.support.run_ranks import run_ranks
 pytestmark = pytest.mark.one_python
 
 
-SHARDED = "recomputed adapters"
-"""The fine-tuning that two replicas run with shards."""
+SHARDED = ["recomputed adapters", "many losses"]
+"""Fine-tunings that two replicas run with shards; the second has a reference model."""
 
 
 def tune(rank: int, folder: Path, names: Sequence[str]) -> dict[str, Logs]:
@@ -61,12 +61,13 @@ def tune_replicas(rank: int, folder: Path, names: Sequence[str]) -> dict[str, Lo
     trainer.accelerator.even_batches = False
     with pytest.raises(ValueError, match="has 7 rows, no multiple of 4"):
         trainer._precompute_ref_logps(trainer.eval_dataset.select(range(7)), "eval", 2)
-    adapted = TUNINGS[SHARDED]
-    shards = replace(adapted, args={**adapted.args, "fsdp": True})
-    trainer = shards.trainer(folder / "shards", over_ranks=True, pipeline_parallel_size=2)
-    assert all(isinstance(parameter, DTensor) for parameter in trainer.pipelined.local_parameters())
-    trainer.train()
-    logs["shards"] = trainer.state.log_history
+    for name in SHARDED:
+        shards = replace(TUNINGS[name], args={**TUNINGS[name].args, "fsdp": True})
+        trainer = shards.trainer(folder / "shards" / name, over_ranks=True, pipeline_parallel_size=2)
+        models = [trainer.pipelined, *filter(None, [getattr(trainer, "_reference", None)])]
+        assert all(isinstance(parameter, DTensor) for model in models for parameter in model.local_parameters())
+        trainer.train()
+        logs[f"{name}, sharded"] = trainer.state.log_history
     return logs
 
 
@@ -110,10 +111,11 @@ def test_replicas_tune_as_one_process(name: str, two_replicas: list[Any], tmp_pa
         assert_alike(*(_without("eval_loss", each[-1:]) for each in (logs[name], expected)))
 
 
-def test_shards_tune_as_one_process(two_replicas: list[Any], tmp_path: Path) -> None:
-    expected = _in_one_process(SHARDED, tmp_path, 2)
+@pytest.mark.parametrize("shards", SHARDED)
+def test_shards_tune_as_one_process(shards: str, two_replicas: list[Any], tmp_path: Path) -> None:
+    expected = _in_one_process(shards, tmp_path, 2)
     for logs in two_replicas:
-        assert_alike(*(_without("total_flos", each) for each in (logs["shards"], expected)))
+        assert_alike(*(_without("total_flos", each) for each in (logs[f"{shards}, sharded"], expected)))
 
 
 @pytest.mark.parametrize("name", RESUMED)
