@@ -187,8 +187,6 @@ def pipeline_of_two() -> None:
     assert recomputed(model) == {Block}
     model, _ = check(Chain, run_train, pipeline_config=PIPELINE, activation_checkpoint_config=Block)
     assert recomputed(model) == {Block}
-    with pytest.raises(ValueError, match=r"does not go with use_zero1_optimizer=True \(zero_one_enabled of NxD's"):
-        check(Chain, run_train, is_sharded=True, pipeline_config=PIPELINE, optimizer_config=zero)
     check(Chain, run_train, is_sharded=True, pipeline_config=PIPELINE)
     check(Tied, run_train, is_sharded=True, pipeline_config=PIPELINE, activation_checkpoint_config="full")
     built_on_meta(pipeline_config=PIPELINE, pipeline_parallel_size=2)
@@ -325,6 +323,17 @@ def test_layers_of_a_pipeline_are_compiled_by_apply_compile(alone: dict[str, Any
         model.compile(backend="eager")
     nxdpp.apply_compile(model, backend="eager")
     assert model.module.get_submodule("blocks.0")._compiled_call_impl is not None
+
+
+def test_shards_next_to_zero1_and_without_a_pipeline_are_refused(alone: dict[str, Any]) -> None:
+    model = initialize_parallel_model(alone, make, False, Chain, LAYERS)
+    with pytest.raises(TypeError, match=r"takes a wrapped model, not a NxDModel: call it after NxDPPModel"):
+        nxdpp.fully_shard(model)
+    zero = nxdpp.neuronx_distributed_config(pipeline_config=PIPELINE, optimizer_config={"zero_one_enabled": True})
+    model = initialize_parallel_model(zero, make, False, Chain, LAYERS)
+    with pytest.raises(ValueError, match=r"does not go with use_zero1_optimizer=True \(zero_one_enabled of NxD's"):
+        nxdpp.fully_shard(model)
+    assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
 def test_torchs_data_parallel_wrapper_is_refused(alone: dict[str, Any]) -> None:
