@@ -13,13 +13,14 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from tests.doors.transformers.test_trainer import Logs, asked, assert_alike, marked
-from tests.doors.trl.tunings import MORE, REPLICATED, RESUMED, TUNINGS
+from tests.doors.trl.tunings import MORE, REPLICATED, RESUMED, TUNINGS, Tuning, pairs
+from tests.support.models import llama
 from tests.support.run_ranks import run_ranks
 
 pytestmark = pytest.mark.one_python
 
 
-SHARDED = ["recomputed adapters", "many losses"]
+SHARDED = {"adapters": TUNINGS["recomputed adapters"], "pairs": Tuning(data=pairs, reference=llama)}
 """Fine-tunings that two replicas run with shards; the second has a reference model."""
 
 
@@ -61,8 +62,8 @@ def tune_replicas(rank: int, folder: Path, names: Sequence[str]) -> dict[str, Lo
     trainer.accelerator.even_batches = False
     with pytest.raises(ValueError, match="has 7 rows, no multiple of 4"):
         trainer._precompute_ref_logps(trainer.eval_dataset.select(range(7)), "eval", 2)
-    for name in SHARDED:
-        shards = replace(TUNINGS[name], args={**TUNINGS[name].args, "fsdp": True})
+    for name, tuning in SHARDED.items():
+        shards = replace(tuning, args={**tuning.args, "fsdp": True})
         trainer = shards.trainer(folder / "shards" / name, over_ranks=True, pipeline_parallel_size=2)
         models = [trainer.pipelined, *filter(None, [getattr(trainer, "_reference", None)])]
         assert all(isinstance(parameter, DTensor) for model in models for parameter in model.local_parameters())
@@ -113,9 +114,11 @@ def test_replicas_tune_as_one_process(name: str, two_replicas: list[Any], tmp_pa
 
 @pytest.mark.parametrize("shards", SHARDED)
 def test_shards_tune_as_one_process(shards: str, two_replicas: list[Any], tmp_path: Path) -> None:
-    expected = _in_one_process(shards, tmp_path, 2)
+    trainer = SHARDED[shards].trainer(tmp_path, 2)
+    trainer.train()
     for logs in two_replicas:
-        assert_alike(*(_without("total_flos", each) for each in (logs[f"{shards}, sharded"], expected)))
+        found, expected = logs[f"{shards}, sharded"], trainer.state.log_history
+        assert_alike(*(_without("total_flos", each) for each in (found, expected)))
 
 
 @pytest.mark.parametrize("name", RESUMED)
