@@ -74,7 +74,7 @@ def fully_shard(
     """
     wrapped = model if isinstance(model, LocalView) else getattr(model, "pipelined", None)
     pipeline = getattr(wrapped, "_pipeline", None)
-    if not isinstance(pipeline, Pipeline):
+    if not isinstance(wrapped, LocalView) or not isinstance(pipeline, Pipeline):
         raise TypeError(
             f"fully_shard takes a wrapped model, not a {type(model).__name__}: call it after NxDPPModel(module, ...), "
             f"and before the optimizer is made. A model of one stage is wrapped too."

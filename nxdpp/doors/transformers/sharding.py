@@ -86,7 +86,8 @@ def check_sharding(args: TrainingArguments) -> None:
 
 def check_layers(args: TrainingArguments, model: nn.Module, transformer_layer_cls: Any) -> None:
     """Raise ``ValueError`` if ``fsdp_config`` names other layers than the pipeline's; not collective."""
-    named = (args.fsdp_config or {}).get(_LAYERS) if args.fsdp else None
+    config: Any = args.fsdp_config or {}
+    named = config.get(_LAYERS) if args.fsdp else None
     if named is None:
         return
     layers = {each.__name__ for each in find_layer_classes(model, transformer_layer_cls)}

@@ -91,8 +91,12 @@ def resume(rank: int, folder: Path) -> tuple[Logs, dict[str, Logs], dict[str, to
     parallel_state.destroy_model_parallel()
     logs = {}
     for name, checkpoint in (("shards", None), ("shards again", "shards/checkpoint-2")):
-        best = {"load_best_model_at_end": True, "greater_is_better": True, "metric_for_best_model": "loss"}
-        sharded = saved(**best, fsdp=True).trainer(PipelineTrainer, folder / name, 2, pipeline_parallel_size=2)
+        best: dict[str, Any] = {
+            "load_best_model_at_end": True,
+            "greater_is_better": True,
+            "metric_for_best_model": "loss",
+        }
+        sharded: Any = saved(**best, fsdp=True).trainer(PipelineTrainer, folder / name, 2, pipeline_parallel_size=2)
         sharded.train(resume_from_checkpoint=checkpoint and str(folder / checkpoint))
         logs[name] = sharded.state.log_history
     shards = dict(sharded.pipelined.local_named_parameters())

@@ -49,7 +49,7 @@ def train(rank: int, folder: Path, names: list[str], replicas: int) -> dict[str,
 def _run(training: Training, folder: Path, *others: Any, **pipeline: Any) -> Run:
     text = StringIO()
     with redirect_stdout(text):
-        trainer = training.trainer(PipelineTrainer, folder, *others, **pipeline)
+        trainer: Any = training.trainer(PipelineTrainer, folder, *others, **pipeline)
         trainer.train()
     weights = list(trainer.pipelined.local_parameters())
     assert all(map(is_sharded, weights)) == any(map(is_sharded, weights)) == bool(trainer.args.fsdp)

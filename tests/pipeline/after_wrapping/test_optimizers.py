@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn, optim
+from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from nxdpp import NxDPPModel, fully_shard, parallel_state, tensor_parallelize
@@ -181,29 +182,37 @@ REFUSED_OVER_ROWS: list[tuple[Callable[[Any], optim.Optimizer], str]] = [
 ]
 
 
+def gathered(rows: torch.Tensor) -> torch.Tensor:
+    tensor = rows.detach()
+    assert isinstance(tensor, DTensor)
+    return tensor.full_tensor()
+
+
 def sharded(rank: int) -> None:
     parallel_state.initialize_model_parallel()
-    model = fully_shard(NxDPPModel(llama(), num_microbatches=2))
+    model = NxDPPModel(llama(), num_microbatches=2)
+    fully_shard(model)
     ids = torch.arange(24).view(4, 6).chunk(2)[rank]
     model.run_train(input_ids=ids, labels=ids)
     known = [each for each in model.parameters() if each.dim() == 2][:4]
     for name, make in STEPPING_ROWS.items():
-        whole = [nn.Parameter(each.detach().full_tensor()) for each in known]
+        whole = [nn.Parameter(gathered(each)) for each in known]
         rows = [nn.Parameter(each.detach().clone()) for each in known]
         ours, theirs = make(rows), make(whole)
         for _ in range(3):
-            for known_one, own, other in zip(known, rows, whole, strict=True):
-                own.grad, other.grad = known_one.grad.clone(), known_one.grad.full_tensor()
+            for each, own, other in zip(known, rows, whole, strict=True):
+                assert each.grad is not None
+                own.grad, other.grad = each.grad.clone(), gathered(each.grad)
             ours.step()
             theirs.step()
-        assert all(torch.equal(own.detach().full_tensor(), other) for own, other in zip(rows, whole, strict=True)), name
-    before = [each.detach().full_tensor() for each in known]
+        assert all(torch.equal(gathered(own), other) for own, other in zip(rows, whole, strict=True)), name
+    before = [gathered(each) for each in known]
     for make, text in REFUSED_OVER_ROWS:
         with pytest.raises(RuntimeError, match=text):
             step(make(known))
     with pytest.raises(ValueError, match=r"fully_shard has sharded them .* torch.optim.AdamW\(model.local_parameters"):
         Zero1Optimizer(model.local_parameters(), optim.AdamW)
-    assert all(torch.equal(each.detach().full_tensor(), old) for each, old in zip(known, before, strict=True))
+    assert all(torch.equal(gathered(each), old) for each, old in zip(known, before, strict=True))
 
 
 def test_over_rows_of_shards() -> None:
