@@ -27,8 +27,8 @@ _UNITS = "each layer of the pipeline is a unit, and so is the rest of each stage
 _FSDP1 = "it belongs to FSDP1. Leave it out."
 _XLA = "fully_shard is for the CPU and CUDA. Leave it out."
 REFUSED = {
-    "cpu_ram_efficient_loading": "build the model under nxdpp.init_on_device(torch.device('meta')), and load it with "
-    "nxdpp.load_pretrained.",
+    "cpu_ram_efficient_loading": "build the model under nxdpp.init_on_device(torch.device('meta')), and call "
+    "nxdpp.load_pretrained(trainer.pipelined, folder).",
     "min_num_params": _UNITS,
     "xla": _XLA,
     "xla_fsdp_v2": _XLA,

@@ -61,7 +61,7 @@ def sharded(training: Training, **config: Any) -> Training:
 
 
 SHARDED = {
-    "evaluated": sharded(TRAININGS["evaluated"]),
+    "evaluated": sharded(TRAININGS["evaluated"], cpu_offload=True),
     "accumulated": sharded(TRAININGS["accumulated"], reshard_after_forward=False),
     "adapted": sharded(TRAININGS["adapted"], activation_checkpointing=True),
 }
