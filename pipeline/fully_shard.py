@@ -15,6 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
 
 from nxdpp.devices.kinds import device_of
+from nxdpp.gradients.held_hooks import count_hooks
 from nxdpp.gradients.replaced_parameters import check_no_optimizer_holds, watch_replaced
 from nxdpp.gradients.shards.each_microbatch import EachMicrobatch
 from nxdpp.gradients.shards.local_tensors import is_sharded
@@ -98,6 +99,12 @@ class _Sharding:
         """Make the units, one after the other."""
         named = {name: each for name, each in listings.named_parameters(self._tree) if _can_shard(each)}
         check_no_optimizer_holds(named, "Make the optimizer after fully_shard(model).")
+        hooked = [name for name, parameter in named.items() if count_hooks(parameter)]
+        if hooked:
+            raise ValueError(
+                f"{hooked[0]} has a hook of its gradient, which would not see it: fully_shard reduces whole gradients "
+                f"to rows. Remove the hook, and change .grad after run_train."
+            )
         self._pipeline.check_can_shard()
         partition = self._pipeline.partition
         local = self._pipeline.local_stages
@@ -152,6 +159,8 @@ class _Sharding:
             moved = with_type_of(value, old)
             assert isinstance(moved, nn.Parameter)
             new.append(moved)
+            if old.requires_grad and not old.is_meta:
+                old.register_hook(_refuse_gradient)
         self._pipeline.part.replace_tensors(parameters, new)
         return new
 
@@ -173,6 +182,13 @@ def _check(reshard_after_forward: object, offload_policy: OffloadPolicy) -> None
             "CPUOffloadPolicy() pins memory for a CUDA device, and this rank computes on the CPU, where its rows are "
             "in host memory anyway: leave offload_policy out."
         )
+
+
+def _refuse_gradient(gradient: torch.Tensor) -> None:
+    raise RuntimeError(
+        f"a parameter of shape {list(gradient.shape)} has a gradient, and fully_shard has put another in its place: a "
+        f"module uses it by a reference of its own, such as a list. Read it from the module that has it."
+    )
 
 
 def _can_shard(parameter: nn.Parameter) -> bool:

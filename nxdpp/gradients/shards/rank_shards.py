@@ -86,6 +86,11 @@ class RankShards(ABC):
         self._step = _Step()
         note_shards(self)
 
+    def add_program(self, program: nn.Module) -> None:
+        """Put the parameters of the units into the containers of ``program`` too, which runs a stage."""
+        for unit in self.units:
+            unit.add_program(program)
+
     def begin(self, train: bool, reduces: bool) -> None:
         """Begin a step; collective over the replicas. It ``reduces`` gradients unless they stay on each replica.
 

@@ -9,14 +9,16 @@ ones are freed by giving up their memory. What torch does in hooks of modules is
     reduce      add this rank's rows of the gradients       reduce-scatter
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPCommContext, FSDPParamGroup
 
 from nxdpp.gradients.held_hooks import count_hooks
@@ -65,6 +67,7 @@ class ShardedUnit:
         group.force_sum_reduction_for_comms = True
         group.gradient_divide_factor = None if mean else 1.0
         self.is_trained = self.trains_all = False
+        self._programs: WeakKeyDictionary[nn.Module, dict[str, int]] = WeakKeyDictionary()
         for parameter, own in zip(self.parameters, attributes, strict=True):
             _give(parameter, own)
         self.follow()
@@ -88,6 +91,15 @@ class ShardedUnit:
         self.is_trained, self.trains_all = any(trained), all(trained)
         self._converts = any(each.reduce_dtype is not None for each in group.fsdp_params)
 
+    def add_program(self, program: nn.Module) -> None:
+        """Put the parameters into ``program`` too, which has containers of its own, for as long as it is alive."""
+        numbers = {id(each): number for number, each in enumerate(self.parameters)}
+        known = {id(module) for each in self._group.fsdp_params for module, _ in _places(each)}
+        for module in program.modules():
+            names = {name: numbers[id(each)] for name, each in module._parameters.items() if id(each) in numbers}
+            if names and id(module) not in known:
+                self._programs[module] = names
+
     def start(self) -> None:
         """Begin to gather the parameters, unless they are whole or on their way; collective over the mesh."""
         with Wait("gather of parameters", self._ranks):
@@ -104,6 +116,7 @@ class ShardedUnit:
         if is_first:
             for each, own in zip(self._group.fsdp_params, self._attributes, strict=True):
                 _give(each._unsharded_param, own)
+        self._put_into_programs([each._unsharded_param for each in self._group.fsdp_params])
         self._versions = [each._unsharded_param._version for each in self._group.fsdp_params]
 
     def free(self) -> None:
@@ -121,6 +134,11 @@ class ShardedUnit:
                     f"between steps, or leave fully_shard out."
                 )
         self._group.reshard()
+        self._put_into_programs(self.parameters)
+
+    def _put_into_programs(self, parameters: Sequence[nn.Parameter]) -> None:
+        for module, names in self._programs.items():
+            module._parameters.update({name: parameters[number] for name, number in names.items()})
 
     def whole_trained(self) -> list[nn.Parameter]:
         """Return the whole parameters whose gradients autograd accumulates."""
@@ -180,6 +198,13 @@ def shard_context(device: torch.device) -> FSDPCommContext:
     context = FSDPCommContext()
     context.lazy_init(device)
     return context
+
+
+def _places(parameter: FSDPParam) -> Iterator[tuple[nn.Module, str]]:
+    """Yield the modules that have ``parameter``, each with its name there."""
+    info = parameter._module_info
+    yield info.module, info.param_name
+    yield from zip(info.shared_modules, info.shared_param_names, strict=True)
 
 
 def _give(parameter: nn.Parameter, attributes: dict[str, Any]) -> None:
