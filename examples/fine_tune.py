@@ -24,7 +24,8 @@ for name in ("model", "data", "output"):
 parser.add_argument("--steps", type=int, default=200)
 parser.add_argument("--lora", action="store_true", help="train adapters in place of all weights")
 parser.add_argument("--four-bit", action="store_true", help="adapters over frozen 4-bit weights of bitsandbytes")
-parser.add_argument("--cpu", action="store_true", help="float32 on the CPU, over gloo")
+no_gpu = not torch.accelerator.is_available()
+parser.add_argument("--cpu", action="store_true", default=no_gpu, help="float32 on the CPU; by default without a GPU")
 parser.add_argument("--resume", action="store_true", help="go on from the newest complete checkpoint of OUTPUT")
 parser.add_argument("--prompt", default="Once upon a time", help="what the tuned model answers")
 parser.add_argument("--push", metavar="OWNER/NAME", help="private repository on the hub that gets the result")
@@ -36,7 +37,8 @@ tokenizer = AutoTokenizer.from_pretrained(asked.model)
 dtype = torch.float32 if asked.cpu else torch.bfloat16
 four_bit = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
 batches = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 8}  # 8 microbatches of 2 rows
-schedule = {"max_steps": asked.steps, "eval_strategy": "steps", "eval_steps": 0.25, "save_steps": 0.25}
+often = max(asked.steps // 4, 1)
+schedule = {"max_steps": asked.steps, "eval_strategy": "steps", "eval_steps": often, "save_steps": often}
 device = {"use_cpu": asked.cpu, "bf16": not asked.cpu}
 rate = 2e-4 if adapts else 2e-5
 args = SFTConfig(asked.output, learning_rate=rate, report_to="none", **batches, **schedule, **device)

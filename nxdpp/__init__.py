@@ -28,6 +28,7 @@ Names::
     deferred_init                  Call constructor(*args, **kwargs) without memory for its parameters and buffers
     device_memory                  Return the bytes of memory of a CUDA device
     finalize_checkpoint            Wait until the save in flight is at its end
+    fully_shard                    Keep of each parameter, gradient and optimizer state only this replica's rows
     gather_state_dict              Return the state dict of the whole model on rank 0
     has_checkpoint                 Return whether path has a checkpoint that was saved to its end
     init_on_device                 Build modules with their parameters on device

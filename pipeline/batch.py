@@ -18,7 +18,7 @@ from nxdpp.agreement.last_used import LastUsed
 from nxdpp.agreement.step_signature import InputShapes, input_shapes
 from nxdpp.devices.kinds import device_of
 from nxdpp.pipeline.config import PipelineConfig
-from nxdpp.pipeline.input_names import check_input_names
+from nxdpp.pipeline.input_names import check_input_names, forward_names
 from nxdpp.pipeline.local.changes import ENTRIES, Change
 from nxdpp.pipeline.local.part import LocalPart
 from nxdpp.pipeline.local.upkeep import LocalUpkeep
@@ -146,13 +146,17 @@ class Batches:
     def _check_names(self, inputs: Mapping[str, Any]) -> None:
         """Raise ``TypeError`` or ``ValueError`` for names of inputs that neither the model nor ``loss_fn`` takes."""
         function = self._loss_function
-        if function is None or self.input_names is not None or not isinstance(inputs, Mapping):
+        if self.input_names is not None or not isinstance(inputs, Mapping):
             check_input_names(self.module, inputs, self.input_names)
             return
         try:
-            check_input_names(self.module, function.of_module(self.module, inputs), None)
+            check_input_names(self.module, function.of_module(self.module, inputs) if function else inputs, None)
         except ValueError as error:
-            raise ValueError(f"{error} loss_fn takes {list(function.names)}.") from None
+            if function is not None:
+                raise ValueError(f"{error} loss_fn takes {list(function.names)}.") from None
+            if {*inputs} <= {*forward_names(self.module).all}:
+                raise
+            raise ValueError(f"{error} An input of the loss only is one of loss_fn, which is not given.") from None
 
     def _layout(self, inputs: Mapping[str, Any], device: torch.device) -> Hashable:
         """The layout of ``inputs`` that are tensors, for stages on ``device``; ``None`` for others."""

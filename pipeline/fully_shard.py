@@ -8,11 +8,14 @@
 """
 
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
+from torch.utils import _pytree as pytree
 
 from nxdpp.devices.kinds import device_of
 from nxdpp.gradients.held_hooks import count_hooks
@@ -23,6 +26,7 @@ from nxdpp.gradients.shards.once_a_step import OnceAStep
 from nxdpp.gradients.shards.rank_shards import RankShards, ShardedLayer, StageShards
 from nxdpp.gradients.shards.unit import ShardedUnit, shard_context
 from nxdpp.initialization.allocation import with_type_of
+from nxdpp.pipeline.layer_compilation import compiled_modules
 from nxdpp.pipeline.local.changes import TENSORS, Change
 from nxdpp.pipeline.local.view import LocalView
 from nxdpp.pipeline.pipeline import Pipeline
@@ -53,7 +57,8 @@ def fully_shard(
             within a step. ``True`` gathers a unit for each forward and each backward of a microbatch, frees it after
             them, and reduces its gradients each time.
         mp_policy: torch's. Parameters are gathered in ``param_dtype``, and gradients add up and are reduced in
-            ``reduce_dtype``; the optimizer has the original dtype.
+            ``reduce_dtype``; the optimizer has the original dtype. Layers, and other modules with parameters, get their
+            floating inputs in ``param_dtype``, and return ``output_dtype``.
         offload_policy: torch's; ``CPUOffloadPolicy()`` keeps rows, gradients and optimizer state in host memory.
 
     Returns:
@@ -79,6 +84,7 @@ def fully_shard(
     _check(reshard_after_forward, offload_policy)
     with board.call("fully_shard"), failure_watch.reported():
         shards = _Sharding(pipeline, mp_policy, offload_policy).shards(bool(reshard_after_forward))
+        _cast(wrapped, mp_policy)
         pipeline.set_shards(shards)
     return model
 
@@ -163,6 +169,28 @@ class _Sharding:
                 old.register_hook(_refuse_gradient)
         self._pipeline.part.replace_tensors(parameters, new)
         return new
+
+
+def _cast(wrapped: LocalView, policy: MixedPrecisionPolicy) -> None:
+    """Cast the floating inputs and outputs of each module that a stage calls, as ``policy`` says."""
+    inputs = policy.param_dtype if policy.cast_forward_inputs else None
+    for _, module in compiled_modules(wrapped.local_named_children()):
+        if inputs is not None:
+            module.register_forward_pre_hook(partial(_cast_inputs, inputs), with_kwargs=True)
+        if policy.output_dtype is not None:
+            module.register_forward_hook(partial(_cast_output, policy.output_dtype))
+
+
+def _cast_inputs(dtype: torch.dtype, module: nn.Module, arguments: Any, keywords: Any) -> Any:
+    return pytree.tree_map(partial(_to, dtype), (arguments, keywords))
+
+
+def _cast_output(dtype: torch.dtype, module: nn.Module, arguments: Any, output: Any) -> Any:
+    return pytree.tree_map(partial(_to, dtype), output)
+
+
+def _to(dtype: torch.dtype, leaf: Any) -> Any:
+    return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
 
 
 def _check(reshard_after_forward: object, offload_policy: OffloadPolicy) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from nxdpp import upward
 from nxdpp.agreement.exchange import ReplicaExchanges
 from nxdpp.agreement.last_used import LastUsed
 from nxdpp.gradients.gradient_norm import clip_grad_norm
@@ -301,6 +302,10 @@ class Pipeline(PipelineSteps):
         self.part.changes.note(Change.PARAMETER)
         self._upkeep.follow()
         self.materialise()
+
+    def generate(self, inputs: Any = None, *, num_microbatches: int = 1, **arguments: Any) -> Any:
+        """Generate tokens as ``NxDPPModel.generate``; collective over the ranks of a pipeline."""
+        return upward.generate(self, inputs, num_microbatches, arguments)
 
     def materialise(self) -> None:
         """Give initial weights to this rank's tensors on the meta device; not collective.

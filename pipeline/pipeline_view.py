@@ -7,7 +7,6 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from nxdpp import upward
 from nxdpp.gradients.overlapped_average import AverageReport
 from nxdpp.pipeline.local.tree import follow_training_modes
 from nxdpp.pipeline.local.upkeep import works_on_meta
@@ -134,7 +133,7 @@ class PipelineView(LocalView):
                 other ranks' layers, and an assistant. Also what transformers raises, on all ranks.
             RuntimeError: for a model whose code above the layers needs values of another rank. The job ends.
         """
-        return upward.generate(self._pipeline, inputs, num_microbatches, arguments)
+        return self._pipeline.generate(inputs, num_microbatches=num_microbatches, **arguments)
 
     def gradient_checkpointing_enable(
         self, gradient_checkpointing_kwargs: Mapping[str, Any] | None = None, **arguments: Any

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional
 from transformers import GenerationConfig
 
-from nxdpp.generation.absent import mapped
+from nxdpp.generation.absent import leaves_in, mapped
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,11 @@ class GeneratedBatch:
 def is_list(inputs: Any) -> bool:
     """Return whether ``inputs`` are several batches."""
     return isinstance(inputs, list | tuple)
+
+
+def has_tensors(value: Any) -> bool:
+    """Return whether ``value`` is a tensor or has some, such as a list of images of different sizes."""
+    return any(isinstance(leaf, torch.Tensor) for leaf in leaves_in(value))
 
 
 def samples(module: Any, arguments: Mapping[str, Any]) -> bool:
@@ -82,8 +87,8 @@ def _on(device: torch.device, value: Any) -> Any:
     return value.clone().to(device) if value.is_inference() else value.to(device)
 
 
-def _tensors(arguments: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    return {name: value for name, value in arguments.items() if isinstance(value, torch.Tensor)}
+def _tensors(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in arguments.items() if has_tensors(value)}
 
 
 def _padding(module: Any, arguments: Mapping[str, Any]) -> int | None:

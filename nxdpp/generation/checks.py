@@ -11,7 +11,7 @@ from transformers import GenerationConfig, GenerationMixin
 from nxdpp.agreement.fingerprint import digest
 from nxdpp.agreement.input_hash import hash_of
 from nxdpp.generation.absent import leaves_in
-from nxdpp.generation.batches import GeneratedBatch, is_list
+from nxdpp.generation.batches import GeneratedBatch, has_tensors, is_list
 from nxdpp.generation.turns import random_states
 from nxdpp.ranks import parallel_state
 from nxdpp.ranks.faults import failure_watch
@@ -35,10 +35,6 @@ _SWITCHES = {
     "compile_config": "a compiled forward would not run the other ranks. Leave it out",
 }
 _OF_ROWS = ("prefix_allowed_tokens_fn", "logits_processor", "stopping_criteria")
-_OF_TEXT = frozenset(
-    {"inputs", "input_ids", "attention_mask", "position_ids", "token_type_ids", "labels"}
-    | {"decoder_input_ids", "decoder_attention_mask"}
-)
 _PLAIN = (bool, int, float, str, type(None))
 _CACHES = (None, "dynamic", "static", "sliding_window", "hybrid")
 
@@ -114,7 +110,7 @@ def check_arguments(module: nn.Module, inputs: Any, parts: int, arguments: Mappi
         )
     _check_batches(inputs, parts, arguments, config)
     for batch in inputs if is_list(inputs) else ({"inputs": inputs, **arguments},):
-        _check_text(batch, is_list(inputs))
+        _check_embeddings(batch, is_list(inputs))
     if module.training and (dropped := _dropout_of(module)):
         raise ValueError(
             f"generate over a pipeline cannot honour the dropout of {dropped} in training mode, whose random numbers "
@@ -132,18 +128,17 @@ def _dropout_of(module: nn.Module) -> str | None:
     return None
 
 
-def _check_text(batch: Mapping[str, Any], is_in_list: bool) -> None:
-    """Raise ``ValueError`` for tensors of a batch other than tokens and their masks."""
+def _check_embeddings(batch: Mapping[str, Any], is_in_list: bool) -> None:
+    """Raise ``ValueError`` for embeddings, and for other values than tensors in a list of batches."""
     for name, value in batch.items():
-        if is_in_list and not isinstance(value, torch.Tensor):
+        if is_in_list and (not has_tensors(value) or name in _REFUSED):
             raise ValueError(
-                f"a dict of a list of batches has tensors of tokens and their masks only: give {name} "
-                f"to generate itself, for all batches."
+                f"a dict of a list of batches has tensors only: give {name} to generate itself, for all batches."
             )
-        if isinstance(value, torch.Tensor) and (name not in _OF_TEXT or value.is_floating_point()):
+        if name in ("inputs_embeds", "decoder_inputs_embeds") and value is not None:
             raise ValueError(
-                f"generate over a pipeline takes tokens and their masks, and cannot honour {name}: images, sounds and "
-                f"embeddings were not compared with one process. Save the model, and generate in one process."
+                f"generate over a pipeline cannot honour {name}: embeddings were not compared with one process. "
+                f"Give tokens."
             )
 
 
@@ -167,9 +162,13 @@ def _check_batches(inputs: Any, parts: int, arguments: Mapping[str, Any], config
         raise ValueError(
             "num_microbatches returns tokens: leave out return_dict_in_generate, or give a list of batches."
         )
-    tensors = {
-        name: value for name, value in {"inputs": inputs, **arguments}.items() if isinstance(value, torch.Tensor)
-    }
+    tensors = {name: value for name, value in {"inputs": inputs, **arguments}.items() if has_tensors(value)}
+    for name, value in tensors.items():
+        if not isinstance(value, torch.Tensor) or (value.is_floating_point() and "mask" not in name):
+            raise ValueError(
+                f"num_microbatches={parts} splits the rows of tokens and masks, and a row may have any number of "
+                f"images ({name}): give a list of batches."
+            )
     rows = {len(value) for value in tensors.values() if value.dim()}
     if len(rows) != 1 or next(iter(rows)) % parts or len(rows) == 0:
         raise ValueError(

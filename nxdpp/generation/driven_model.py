@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import wraps
 from typing import Any, NoReturn
 
 import torch
@@ -23,8 +24,13 @@ _CACHE_FIELDS: tuple[str, ...] = (
 )
 _CACHE_FIELDS += ("prefill_chunk_size", "use_cache", "is_assistant")
 
+_FEATURES = ("get_image_features", "get_video_features")
+"""Methods by which transformers' ``generate`` encodes images before the first forward."""
+
+_DECODING = ("_sample", "_beam_search")
+
 RunForward = Callable[[str, dict[str, Any]], Any]
-"""Runs the module of a path with these arguments on all ranks, and returns its output."""
+"""Runs the module or method of a path with these arguments on all ranks, and returns its output."""
 
 
 class DrivenModel:
@@ -117,11 +123,43 @@ def driven(
         "rank_device": device,
         "module_path": path,
     }
+    attributes |= {name: _cacheless(getattr(kind, name)) for name in _DECODING if hasattr(kind, name)}
     if hasattr(kind, "_reorder_cache"):
         attributes["_reorder_cache"] = staticmethod(_refuse_reorder)
-    made: Any = object.__new__(type(kind.__name__, (DrivenModel, kind), attributes))
+    base: Any = getattr(module, "base_model", module)
+    prefix = next((f"{name}." for name, each in module.named_modules() if each is base and name), "")
+    features = {
+        name: staticmethod(wraps(getattr(base, name))(_by_name(run_forward, prefix + name)))
+        for name in _FEATURES
+        if hasattr(base, name)
+    }
+    if features:
+        attributes["base_model"] = _second(base, (type(base),), features)
+    return _second(module, (DrivenModel, kind), attributes)
+
+
+def _second(module: nn.Module, bases: tuple[type, ...], attributes: dict[str, Any]) -> Any:
+    """Return a second object over the state of ``module``."""
+    made: Any = object.__new__(type(type(module).__name__, bases, attributes))
     made.__dict__ = module.__dict__
     return made
+
+
+def _cacheless(decode: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``decode`` without the cache in its output: a rank has only a part of it."""
+
+    @wraps(decode)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        result = decode(*args, **kwargs)
+        if not isinstance(result, dict) or result.get("past_key_values") is None:
+            return result
+        return type(result)(**{name: value for name, value in result.items() if name != "past_key_values"})
+
+    return run
+
+
+def _by_name(run_forward: RunForward, path: str) -> Callable[..., Any]:
+    return lambda **arguments: run_forward(path, arguments)
 
 
 def _refuse_reorder(cache: Any, beams: torch.Tensor) -> NoReturn:

@@ -31,7 +31,8 @@ class GenerationDriver:
         """Return the result of each batch, and send its tokens to the other ranks."""
         before = random_states(self._rank.device)
         try:
-            results = [_without_caches(result) for result in self._results(batches)]
+            with self._rank.calls_refused():
+                results = self._results(batches)
             tokens = [_tokens_only(result) for result in results]
             packed(tokens)
         except Exception as error:
@@ -92,14 +93,6 @@ class GenerationDriver:
         events = list(self._events)
         self._events.clear()
         self._rank.messages.command({"do": do, "events": events, **content})
-
-
-def _without_caches(result: Any) -> Any:
-    """``result`` without its cache: a rank has only a part of it."""
-    if isinstance(result, dict) and result.get("past_key_values") is not None:
-        fields = {name: value for name, value in result.items() if name != "past_key_values"}
-        return type(result)(**fields)
-    return result
 
 
 def _tokens_only(result: Any) -> Any:

@@ -1,7 +1,8 @@
 """One rank of a generation: its forwards, by the commands of the driver."""
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -10,10 +11,10 @@ from transformers.cache_utils import Cache
 
 from nxdpp.generation.absent import mapped
 from nxdpp.generation.arguments_sent import SentArguments, on_device
-from nxdpp.generation.caches import NAMES, sizes
+from nxdpp.generation.caches import sizes
 from nxdpp.generation.driven_model import make_cache
 from nxdpp.generation.known_calls import Plans
-from nxdpp.generation.leaves import stage_leaves
+from nxdpp.generation.leaves import spine_parameters, stage_leaves
 from nxdpp.generation.stage_calls import StageCalls, StageExchange
 from nxdpp.generation.streams import play
 from nxdpp.generation.turns import set_random_states
@@ -74,8 +75,10 @@ class GeneratingRank:
         self.messages = messages
         self.device = device
         self.sent = [SentArguments() for _ in range(count)]
+        leaves = stage_leaves(root, partition)
         self._calls = StageCalls(
-            stage_leaves(root, partition),
+            leaves,
+            spine_parameters(root, partition, leaves),
             messages.rank,
             placement.rank_of,
             partition.stages,
@@ -89,23 +92,28 @@ class GeneratingRank:
         self._gathers = messages.rank == messages.driver and logits_are_divided
 
     def forward(self, path: str, arguments: Mapping[str, Any]) -> Any:
-        """Run the module of ``path`` on this rank."""
-        shapes = [
-            (name, value.shape)
-            for name, value in arguments.items()
-            if isinstance(value, torch.Tensor) and "mask" not in name
-        ]
+        """Run the module, or the method, of ``path`` on this rank."""
+        tensors = {
+            name: value for name, value in arguments.items() if isinstance(value, torch.Tensor) and "mask" not in name
+        }
         tokens = next((arguments[name] for name in _TOKENS if arguments.get(name) is not None), None)
-        has_cache = any(arguments.get(name) is not None for name in NAMES)
-        kind = path, has_cache, None if tokens is None else _kind_of(*tokens.shape[:2])
-        module = self.module.get_submodule(path)
-        if kind not in self._plans and not module.training and (few := few_tokens(arguments, tokens)):
+        given = frozenset(name for name, value in arguments.items() if value is not None)
+        kind = path, given, None if tokens is None else _kind_of(*tokens.shape[:2])
+        called = _called(self.module, path)
+        if any(value.is_floating_point() for value in tensors.values()):
+            # The number of images, and their sizes, may decide which modules run.
+            self._plans.pop(kind, None)
+        elif kind not in self._plans and not self.module.training and (few := few_tokens(arguments, tokens)):
             # Results of a first forward go to all ranks.
-            self._calls.run(kind, module, few, "few tokens")
-        output = self._calls.run(kind, module, arguments, tuple(shapes))
+            self._calls.run(kind, called, few, "few tokens")
+        output = self._calls.run(kind, called, arguments, tuple((name, each.shape) for name, each in tensors.items()))
         if self._gathers and path == "" and getattr(output, "logits", None) is not None:
             output.logits = gather_from_tensor_model_parallel_region_with_dim(output.logits, -1)
         return output
+
+    def calls_refused(self) -> AbstractContextManager[None]:
+        """Refuse calls of other ranks' modules outside of ``forward``; on the driver."""
+        return self._calls.refused()
 
     def follow(self, streamer: Any, has_equal_random_state: bool) -> list[Any]:
         """Run the driver's commands, until it ends or raises; return its results."""
@@ -129,6 +137,14 @@ class GeneratingRank:
         if command["random_state"] is not None and has_equal_random_state:
             set_random_states(self.device, command["random_state"])
         return [mapped(lambda each: on_device(each, self.device), result) for result in command["results"]]
+
+
+def _called(module: nn.Module, path: str) -> Callable[..., Any]:
+    """Return the module of ``path`` in ``module``, or its method."""
+    parent, _, name = path.rpartition(".")
+    owner = module.get_submodule(parent)
+    found: Callable[..., Any] = getattr(owner, name) if name else module
+    return found
 
 
 def _kind_of(rows: int, length: int) -> tuple[bool, bool, bool]:

@@ -16,7 +16,8 @@ CACHE = "nxdpp: the cache"
 
 _PLAIN = (bool, int, float, str, type(None))
 _MOST_SHAPES = 1024
-_REMEDY = "Generate in one process: model.save_pretrained(directory) on every rank, then from_pretrained(directory)."
+REMEDY = "Generate in one process: model.save_pretrained(directory) on every rank, then from_pretrained(directory)."
+"""What a user does with a model that a pipeline cannot generate from."""
 
 
 @dataclass(frozen=True)
@@ -74,19 +75,19 @@ class KnownCall:
         if len(others) != len(expected) or len(tensors) != len(self.rules):
             raise RuntimeError(
                 f"generate over a pipeline: {name} returns {len(tensors)} tensors and {len(others)} other values, and "
-                f"other ranks expect {len(self.rules)} and {len(expected)}, as in its first call. {_REMEDY}"
+                f"other ranks expect {len(self.rules)} and {len(expected)}, as in its first call. {REMEDY}"
             )
         for value, known in zip(others, expected, strict=True):
             if isinstance(known, _PLAIN) and not isinstance(value, Cache) and value != known:
                 raise RuntimeError(
                     f"generate over a pipeline: {name} returns {value!r}, and other ranks expect {known!r}, as in its "
-                    f"first call. {_REMEDY}"
+                    f"first call. {REMEDY}"
                 )
         for tensor, rule in zip(tensors, self.rules, strict=True):
             if (rule.has_shape and tuple(tensor.shape) != rule.size_for(first)) or tensor.dtype != rule.dtype:
                 raise RuntimeError(
                     f"generate over a pipeline: {name} returns a tensor of {tuple(tensor.shape)}, {tensor.dtype}, and "
-                    f"other ranks expect {rule.size_for(first)}, {rule.dtype}, as in its first call. {_REMEDY}"
+                    f"other ranks expect {rule.size_for(first)}, {rule.dtype}, as in its first call. {REMEDY}"
                 )
         return tensors
 

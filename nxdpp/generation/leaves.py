@@ -1,6 +1,6 @@
 """The modules that a forward runs as a whole on one rank: layers, embeddings, norms and heads."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -17,7 +17,7 @@ class StageLeaf:
 
     Attributes:
         name: in the model; of a module with several names, the first.
-        module: the module.
+        module: the module. A parameter of the spine is a leaf too, with the module whose attribute it is.
         stages: the stages that hold all its parameters.
         layer_stage: its stage if it is a layer, otherwise ``None``.
         ends_stage: ``True`` if it is the last layer of its stage.
@@ -56,6 +56,16 @@ def stage_leaves(module: nn.Module, partition: Partition) -> list[StageLeaf]:
         ends = stage is not None and last_layers[stage] == name and stage < partition.stages - 1
         leaves.append(StageLeaf(name, child, stages, stage, ends))
     return leaves
+
+
+def spine_parameters(module: nn.Module, partition: Partition, leaves: Sequence[StageLeaf]) -> list[StageLeaf]:
+    """Return the parameters of the spine's own modules; each has the module whose attribute it is."""
+    inside = tuple(f"{leaf.name}." for leaf in leaves)
+    return [
+        StageLeaf(name, module.get_submodule(name.rpartition(".")[0]), frozenset(partition.owners[name]), None, False)
+        for name, _ in listings.named_parameters(module, remove_duplicate=False)
+        if not name.startswith(inside)
+    ]
 
 
 def stage_of(leaf: StageLeaf, current: int) -> int:

@@ -12,9 +12,10 @@ tensors without values. All ranks see the same code run, so they know all of thi
 
 from collections import UserDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import nn
@@ -31,12 +32,12 @@ from nxdpp.generation.absent import (
     unknown_values,
     untracked,
 )
+from nxdpp.generation.attributes import CALL, attributes
 from nxdpp.generation.caches import CacheUpdate, advance, cache_among, sizes, updates
-from nxdpp.generation.known_calls import CACHE, KnownCall, OutputRule, Plan, Plans, rule_of
+from nxdpp.generation.known_calls import CACHE, REMEDY, KnownCall, OutputRule, Plan, Plans, rule_of
 from nxdpp.generation.leaves import StageLeaf, stage_of
 from nxdpp.ranks.faults.board import board
 
-_CALL = "_compiled_call_impl"
 _DIMENSIONS = 8
 
 
@@ -63,6 +64,7 @@ class StageCalls:
 
     Args:
         leaves: the modules that run as a whole.
+        parameters: the parameters of the spine.
         rank: this rank of the pipeline.
         rank_of: the rank of a stage.
         stages: number of stages.
@@ -76,6 +78,7 @@ class StageCalls:
     def __init__(
         self,
         leaves: Sequence[StageLeaf],
+        parameters: Sequence[StageLeaf],
         rank: int,
         rank_of: Callable[[int], int],
         stages: int,
@@ -93,8 +96,10 @@ class StageCalls:
         self._exchange = exchange
         self._device = device
         self._plans = plans
-        # Torch calls this attribute in place of a module with its hooks, as after ``compile()``.
-        self._calls = [(vars(leaf.module), partial(self._call, leaf, leaf.module._call_impl)) for leaf in leaves]
+        self._parameters = [leaf for leaf in parameters if {rank_of(stage) for stage in leaf.stages} != self._ranks]
+        self._calls = [(leaf.module, CALL, partial(self._call, leaf, leaf.module._call_impl)) for leaf in leaves]
+        elsewhere = [leaf for leaf in leaves if rank not in map(rank_of, leaf.stages)]
+        self._refusals = [(leaf.module, CALL, partial(_refuse_call, leaf.name)) for leaf in elsewhere]
         self._plan: Plan = {}
         self._numbers: dict[str, int] = {}
         self._stage = 0
@@ -102,8 +107,8 @@ class StageCalls:
         self._has_new = False
         self._touched: set[Root] = set()
 
-    def run(self, kind: Hashable, module: nn.Module, arguments: Mapping[str, Any], signature: Any) -> Any:
-        """Call ``module`` with ``arguments``, and return its output.
+    def run(self, kind: Hashable, called: Callable[..., Any], arguments: Mapping[str, Any], signature: Any) -> Any:
+        """Call ``called``, a module or a method of one, with ``arguments``, and return its output.
 
         Every rank calls it with equal arguments. Forwards of one ``kind`` run the same modules, and tell their
         dimensions apart alike. ``signature`` is hashable, and has the shapes of inputs. The driver's output has all
@@ -112,17 +117,8 @@ class StageCalls:
         self._plan = self._plans.setdefault(kind, {})
         self._numbers, self._stage, self._signature, self._has_new = {}, 0, signature, False
         self._touched = set()
-        compiled = [state.get(_CALL) for state, _ in self._calls]
-        for state, call in self._calls:
-            state[_CALL] = call
-        try:
-            output = module(**arguments)
-        finally:
-            for (state, _), before in zip(self._calls, compiled, strict=True):
-                if before is None:
-                    del state[_CALL]
-                else:
-                    state[_CALL] = before
+        with attributes([*self._calls, *map(self._value, self._parameters)]):
+            output = called(**arguments)
         if self._has_new:
             self._want(roots_of(leaves_in(output)), frozenset({self._driver}))
             self._want_shapes()
@@ -130,6 +126,18 @@ class StageCalls:
         if self._rank == self._driver:
             _refuse_absent(output, "returns it")
         return output
+
+    def refused(self) -> AbstractContextManager[None]:
+        """Refuse to run modules of other ranks outside of ``run``."""
+        return attributes(self._refusals)
+
+    def _value(self, leaf: StageLeaf) -> tuple[nn.Module, str, Any]:
+        """The value of a spine parameter for code of this rank, as the result of a module of its name."""
+        key = leaf.name.rpartition(".")[2]
+        parameter = leaf.module._parameters[key]
+        assert parameter is not None
+        like = torch.empty(parameter.shape, device="meta")
+        return leaf.module, key, self._result(leaf, lambda like: parameter.detach(), (like,), {})
 
     def _call(self, leaf: StageLeaf, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Return the result of ``leaf``. What it enters into dicts that layers share is a part of the result."""
@@ -300,6 +308,13 @@ class StageCalls:
             if rule.has_shape:
                 known.keep_shape(index, self._signature, shape)
         return self._exchange.receive(*shape, rule.dtype, known.home)
+
+
+def _refuse_call(name: str, *args: Any, **kwargs: Any) -> NoReturn:
+    raise RuntimeError(
+        f"generate over a pipeline: the model's generate calls {name} outside of the model's forward, and another rank "
+        f"has it. {REMEDY}"
+    )
 
 
 def _refuse_absent(values: Any, reason: str) -> None:

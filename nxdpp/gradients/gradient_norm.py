@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from nxdpp.gradients.gradient_dtype import dense
-from nxdpp.gradients.shards.local_tensors import LocalGradient, has_shards, is_sharded, local_rows
+from nxdpp.gradients.shards.local_tensors import LocalGradient, is_sharded, local_rows
 from nxdpp.ranks import parallel_state
 from nxdpp.ranks.faults import failure_watch
 from nxdpp.ranks.faults.board import board
@@ -128,7 +128,7 @@ def _norm_of(
     gradients = [local_rows(dense(each.grad, each, "clipped")) for each in trained if each.grad is not None]
     shares = [counted_share(each) for each in trained]
     groups = [parallel_state.get_model_parallel_group()]
-    if has_shards():
+    if parallel_state.has_shards():
         # Each rank of a shard group has other rows of a sharded gradient, and all of any other gradient.
         ranks = parallel_state.get_shard_mesh().get_group(-1)
         copies = dist.get_world_size(ranks)

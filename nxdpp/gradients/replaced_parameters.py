@@ -122,7 +122,7 @@ def _check_not_replaced(optimizer: Optimizer) -> None:
         raise RuntimeError(
             f"an optimizer, {type(optimizer).__name__}, holds {len(names)} parameters that are not this rank's "
             f"({names[0]} is the first): they were replaced, or belong to other stages. Make the optimizer from "
-            f"local_parameters() or local_module.parameters(), after wrapping, loading and move_model_to_device()."
+            f"parameters() of the wrapped model, after wrapping, loading and move_model_to_device()."
         )
 
 

@@ -113,6 +113,11 @@ def get_shard_mesh() -> DeviceMesh:
     return current_state.with_groups().shard_mesh
 
 
+def has_shards() -> bool:
+    """Return whether a model of this job has been sharded over ``get_shard_mesh``; equal on all ranks."""
+    return current_state.with_groups().has_shards
+
+
 def get_pipeline_control_group() -> ProcessGroup:
     """Gloo group over this rank's pipeline group, for tensors and objects in CPU memory.
 

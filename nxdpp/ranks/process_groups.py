@@ -75,6 +75,11 @@ class ProcessGroups:
             self._data_parts[count] = _group_of(ranks[first : first + size])
         return self._data_parts[count]
 
+    @property
+    def has_shards(self) -> bool:
+        """``True`` once ``shard_mesh`` is in use, on all ranks."""
+        return "shard_mesh" in vars(self)
+
     @cached_property
     def shard_mesh(self) -> DeviceMesh:
         """Mesh of the data group, or of its replicas of shards and its shards; its first use is collective over it."""
@@ -103,7 +108,7 @@ class ProcessGroups:
             *self.control_groups.values(),
             *self.transfer_groups.all,
             *self._data_parts.values(),
-            *(vars(self)["shard_mesh"].get_all_groups() if "shard_mesh" in vars(self) else ()),
+            *(self.shard_mesh.get_all_groups() if self.has_shards else ()),
             *(vars(self)[name] for name in ("own_group", "model_group") if name in vars(self)),
         ]
         for group in dict.fromkeys(groups):

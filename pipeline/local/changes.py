@@ -24,6 +24,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as registration
 
+from nxdpp.gradients.shards.local_tensors import is_sharded
 from nxdpp.ranks import parallel_state
 from nxdpp.tracing.modules import listings
 
@@ -88,8 +89,7 @@ class ChangeRecord:
     @property
     def device(self) -> torch.device:
         """The device of this rank's parameters; without parameters, the rank's own."""
-        parameters = self._sight.parameters
-        return parameters[0].device if parameters else parallel_state.local_device()
+        return self._sight.device or parallel_state.local_device()
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -205,6 +205,9 @@ class _Sight:
         # The module that torch.compile makes has the mode of the one inside.
         self._attributes = [vars(module) for module in self.modules if "training" in vars(module)]
         self._modes = list(map(_training, self._attributes))
+        # Rows of shards may be kept on the host.
+        has_own = bool(self.parameters) and not is_sharded(self.parameters[0])
+        self.device = self.parameters[0].device if has_own else None
         self._gradients = list(map(_requires_grad, self.parameters))
         # A pass over equal values needs no list.
         self._trained = list(compress(self.parameters, self._gradients))

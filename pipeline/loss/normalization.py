@@ -11,12 +11,14 @@ added to it (a router's) is the mean over microbatches. The loss of other models
 ``count_items_fn`` counts. It is weighted by their share.
 """
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch.distributed as dist
 from torch import fx, nn
 
 from nxdpp.agreement.exchange import ReplicaExchanges
@@ -40,6 +42,8 @@ from nxdpp.tracing.models.loss_terms import (
 from nxdpp.tracing.sizes.example_inputs import example_shapes, example_specs
 from nxdpp.tracing.sizes.input_specs import InputSpec
 
+_logger = logging.getLogger(__name__)
+
 
 class LossNormalization:
     """The normalization of one pipeline.
@@ -61,6 +65,7 @@ class LossNormalization:
         self._loss_spec = config.output_loss_value_spec
         self.by_keyword = self._rule == "tokens" and self._count_items is None
         self._exchanges = exchanges
+        self._has_warned = False
         self._terms: WeakKeyDictionary[CutGraph, _Terms] = WeakKeyDictionary()
 
     def prepared(
@@ -142,7 +147,7 @@ class LossNormalization:
         """
         on_host = microbatches if counted_from is None else counted_from
         if not is_given and self._rule == "microbatch":
-            terms = self._known(cut, loss)
+            terms = self._known(cut, loss, on_host)
             _refuse_empty(terms.means, on_host)
             return StepLoss(microbatches, empty=_empty(terms.of_modules, on_host) if terms.of_modules else {})
         count, replicas = len(microbatches), parallel_state.get_data_parallel_size()
@@ -165,9 +170,15 @@ class LossNormalization:
         average = total / (count * replicas)
         return StepLoss([{**microbatch, NUM_ITEMS: average} for microbatch in microbatches])
 
-    def _known(self, cut: CutGraph, loss: fx.Node | None = None) -> "_Terms":
+    def _known(
+        self, cut: CutGraph, loss: fx.Node | None = None, microbatches: Sequence[Mapping[str, Any]] = ()
+    ) -> "_Terms":
+        """Return the terms of the loss of ``cut``. Its first ``microbatches`` may be worth a warning, once."""
         if cut not in self._terms:
-            self._terms[cut] = _Terms.of(cut, cut.loss(self._loss_spec) if loss is None else loss, self._module)
+            terms = _Terms.of(cut, cut.loss(self._loss_spec) if loss is None else loss, self._module)
+            self._terms[cut] = terms
+            if not self._has_warned:
+                self._has_warned = any(_warn_of_means(term, microbatches) for term in (*terms.means, *terms.of_modules))
         return self._terms[cut]
 
     def _labels(self, term: LossTerm, microbatches: Sequence[Mapping[str, Any]]) -> list[float]:
@@ -212,6 +223,21 @@ def _refuse_empty(terms: Sequence[LossTerm], microbatches: Sequence[Mapping[str,
                 f"{no_label(empty, len(microbatches), term.without_labels)}, and the loss would be 0 / 0. "
                 f"{LABELS_EVERYWHERE}"
             )
+
+
+def _warn_of_means(term: LossTerm, microbatches: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether ``microbatches`` have different numbers of labels; rank 0 warns of it."""
+    found = set(counts_of(term, microbatches).values())
+    if len(found) < 2 or 0 in found:
+        return False
+    if dist.get_rank() == 0:
+        _logger.warning(
+            "the microbatches have %d to %d labels, and each weighs the same in the loss, the mean of their losses. "
+            "loss_normalization='tokens' gives the mean over all labels, as in one piece.",
+            min(found),
+            max(found),
+        )
+    return True
 
 
 def _empty(terms: Sequence[LossTerm], microbatches: Sequence[Mapping[str, Any]]) -> dict[int, LossTerm]:

@@ -62,6 +62,7 @@ def test_shared_memory_counts_once_and_meta_memory_not_at_all() -> None:
     assert owned_bytes(tied) == 4 * 64 + 8 * 5
 
 
+@pytest.mark.sweep
 def test_a_measured_process_reports_what_it_owns() -> None:
     with torch.device("meta"):
         parameters = LlamaForCausalLM(SIZES["small"]).num_parameters()

@@ -15,7 +15,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from tests.support.run_ranks import run_ranks
+from tests.support.run_ranks import run_ranks, want
 
 pytestmark = pytest.mark.one_python
 
@@ -27,6 +27,7 @@ TEMPLATE = "{% for each in messages %}{{ each['role'] }}: {{ each['content'] }}{
 
 def publish(folder: Path) -> None:
     """Save a tiny model with its tokenizer, and a chat file."""
+    want("nxdpp.doors.trl.sft")
     letters = ["<pad>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
     bytewise = Tokenizer(models.BPE({each: number for number, each in enumerate(letters)}, []))
     bytewise.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -81,6 +81,8 @@ def test_each_schedule_has_the_losses_of_the_default_one(tmp_path: Path) -> None
     assert recorded.step(int(command) + 1).name.startswith(f"step {int(command) + 1}, eval")
 
 
+# test_train has tensor ranks, and pipeline/whole/test_tensor_parallel their schedules.
+@pytest.mark.sweep
 def test_tensor_ranks_with_other_schedules_and_partitions(tmp_path: Path) -> None:
     tensor = ["--tensor-parallel-size", "2", "--sequence-parallel"]
     trace = ["--schedule", "interleaved", "--partition", "balanced", "--trace", str(tmp_path / "t.json")]

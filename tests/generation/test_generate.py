@@ -10,7 +10,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from nxdpp import NxDPPModel, parallel_state, tensor_parallelize
 from nxdpp.generation import generate as generation
-from tests.generation.generated_models import MODELS, prompt
+from tests.generation.generated_models import MODELS, prompt, prompt_with_images
 from tests.support.models import padded_batch
 from tests.support.run_ranks import run_ranks
 
@@ -93,6 +93,7 @@ def on_two_ranks(rank: int) -> dict[str, Any]:
         "llama": generated("llama"),
         "adapted gpt2": generated("adapted gpt2", virtual_pipeline_size=2),
         "t5": generated("t5"),
+        "llava": of_images(NxDPPModel(MODELS["llava"]()).eval()),
         "trainings": [train_around(generates) for generates in (False, True)],
     }
 
@@ -200,6 +201,22 @@ def caches_in_both_orders() -> list[list[torch.Tensor]]:
     return found
 
 
+def of_images(model: Any) -> list[torch.Tensor]:
+    found = [
+        model.generate(**prompt_with_images(*images), max_new_tokens=4, num_beams=beams)
+        for images in ((1, 1), (2, 1), (1, 3))
+        for beams in (1, 2)
+    ]
+    if isinstance(model, NxDPPModel):
+        batches = [prompt_with_images(1, 1), prompt_with_images(2, 1)]
+        found += model.generate(batches, max_new_tokens=4)
+        with pytest.raises(ValueError, match=r"any number of images \(pixel_values\): give a list"):
+            model.generate(**batches[0], num_microbatches=2)
+        with pytest.raises(ValueError, match="cannot honour inputs_embeds"):
+            model.generate(inputs_embeds=torch.ones(2, 3, 4))
+    return found
+
+
 def adapters() -> None:
     model = NxDPPModel(MODELS["adapted gpt2"]()).eval()
     if model.rank == 0:
@@ -228,6 +245,13 @@ def test_a_first_forward_with_and_without_cache(two_ranks: list[dict[str, Any]])
     of_one = MODELS["llama"]().eval().generate(prompt(4), max_new_tokens=5)
     for rank in two_ranks:
         assert all(torch.equal(each, of_one) for order in rank["caches"] for each in order)
+
+
+def test_images_are_encoded_on_the_rank_of_their_modules(two_ranks: list[dict[str, Any]]) -> None:
+    of_one = of_images(MODELS["llava"]().eval())
+    for rank in two_ranks:
+        assert len(rank["llava"]) == 8
+        assert all(map(torch.equal, rank["llava"], [*of_one, of_one[0], of_one[2]]))
 
 
 def expected(kind: str) -> dict[str, Any]:

@@ -171,9 +171,10 @@ def test_the_dtype_is_that_of_the_constructor(folder: Path, capsys: pytest.Captu
     """``LlamaForCausalLM(config)`` makes float32, also of a configuration that names bfloat16."""
     (folder / "config.json").write_text(json.dumps(CONFIG | {"dtype": "bfloat16"}))
 
-    assert _plan(folder, "--best", "1") == 0
+    two = ["--best", "1", "--data-parallel-size", "2"]
+    assert _plan(folder, *two) == 0
     plain = capsys.readouterr().out
-    assert _plan(folder, "--best", "1", "--dtype", "bfloat16", "--seq-length", "16") == 0
+    assert _plan(folder, *two, "--dtype", "bfloat16", "--seq-length", "16") == 0
     half = capsys.readouterr().out
 
     assert "LlamaForCausalLM, 2 cpu devices on 1 host, 4 samples a step" in plain
@@ -181,7 +182,7 @@ def test_the_dtype_is_that_of_the_constructor(folder: Path, capsys: pytest.Captu
     assert "dtype: float32, as LlamaForCausalLM(config) makes it. The configuration names\n  bfloat16" in plain
     assert "optimizer, in all layouts: AdamW, with moments in float32" in plain
     assert "optimizer, in all layouts: Zero1Optimizer over AdamW, with moments and copies" in half
-    assert _plan(folder, "--best", "1", "--dtype", "bfloat16", "--no-zero1") == 0
+    assert _plan(folder, *two, "--dtype", "bfloat16", "--no-zero1") == 0
     without = capsys.readouterr().out
     assert "AdamW, with moments in bfloat16, no float32" in without
     assert "dtype: bfloat16, by --dtype: LlamaForCausalLM(config).to(torch.bfloat16)" in half

@@ -1,12 +1,17 @@
 """Modules that the fork server of ``run_ranks`` imports once, for all ranks.
 
+These are ``MODULES`` and, before its next fork, each module that is named in the file of the variable ``WANTED``.
 If an import fails, the rank that needs the module raises the error. The garbage collector then leaves the imported
 objects alone: a collection in a rank looks at the rank's own objects, and ``gc.get_objects`` returns those.
 """
 
 import gc
+import os
 from contextlib import suppress
 from importlib import import_module
+from pathlib import Path
+
+from tests.support.run_ranks import WANTED
 
 MODULES = (
     "pytest",
@@ -32,6 +37,20 @@ MODULES = (
     "nxdpp.checkpoint.huggingface.save",
 )
 
+
+def _import_wanted() -> None:
+    """Import the modules whose names have come since the last fork of the server."""
+    if os.getpid() != _server:
+        # A rank forks.
+        return
+    for name in _wanted.read_text().split():
+        if name not in _tried:
+            _tried.add(name)
+            with suppress(Exception):
+                import_module(name)
+            gc.freeze()
+
+
 for name in MODULES:
     with suppress(Exception):
         import_module(name)
@@ -42,3 +61,7 @@ with suppress(Exception):
 
 gc.collect()
 gc.freeze()
+
+if WANTED in os.environ:
+    _server, _wanted, _tried = os.getpid(), Path(os.environ[WANTED]), set[str]()
+    os.register_at_fork(before=_import_wanted)

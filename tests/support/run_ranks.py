@@ -1,5 +1,6 @@
 """Run a test's function in one process a rank."""
 
+import atexit
 import faulthandler
 import math
 import multiprocessing
@@ -26,6 +27,9 @@ from typing import Any
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, though not in its __all__
 
+WANTED = "NXDPP_TESTS_WANTED_MODULES"
+"""Variable with the file of the modules that the server of ranks imports before its next fork."""
+
 GRACE_SECONDS = 2.0
 """Time that the other ranks have after a first failure, so that the message shows their errors too."""
 
@@ -47,6 +51,7 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
     has the error and the output of every rank, and the stacks of ranks that were running.
     """
     context = fork_server()
+    want(function.__module__)
     store = store_for_ranks(timeout)
     payload = pickle.dumps((function, args))
     with tempfile.TemporaryDirectory(prefix="nxdpp-ranks-") as folder:
@@ -233,11 +238,28 @@ def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
 
 
 @cache
+def _wanted_modules() -> Path:
+    """File with the names of modules that the server imports before its next fork."""
+    folder = tempfile.TemporaryDirectory(prefix="nxdpp-wanted-")
+    atexit.register(folder.cleanup)
+    file = Path(folder.name) / "modules.txt"
+    file.touch()
+    return file
+
+
+def want(*modules: str) -> None:
+    """Have the server import ``modules`` once, before its next fork, and not each rank by itself."""
+    with _wanted_modules().open("a") as file:
+        file.write("".join(f"{module}\n" for module in modules))
+
+
+@cache
 def fork_server() -> ForkServerContext:
     """Server process with all imports done; each rank is its fork. It lives as long as the caller."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.support.preloaded"])
     before = dict(os.environ)
+    os.environ[WANTED] = str(_wanted_modules())
     # The server is a fresh interpreter: its variables tell where modules are and how large thread pools are.
     os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     os.environ["OMP_NUM_THREADS"] = "1"

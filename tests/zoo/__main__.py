@@ -78,7 +78,9 @@ def _source() -> str:
 
 
 def _by_default(sweep: str) -> list[str]:
-    if sweep in ("xla", "compiled", "generation", "shards"):
+    if sweep == "generation":
+        return list(generation.GENERATING)
+    if sweep in ("xla", "compiled", "shards"):
         return ["causal-lm"]
     if sweep != "training":
         return [name for name, task in TASKS.items() if task.thorough]

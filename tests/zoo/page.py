@@ -47,6 +47,11 @@ own*: the unwrapped model fails in one XLA process, or differs there from the CP
 transformers' `batched_mm`, of fixed shapes.
 
 """
+_GENERATION = """\
+`python -m tests.zoo generation` ({source}) compares tokens and logits of `generate`, greedy, sampled and by beams, on
+two and four stages. The four mappings name the types that generate from text, images or sounds; {tokens} that also take
+images or sounds got tokens only. *Not built*: too large, without a library or inputs, or does not generate.
+"""
 _LONGEST = 120
 
 
@@ -61,10 +66,12 @@ def page(training: Results, xla: Results, compiled: Results, generation: Results
     whole = {name: verdicts for name, verdicts in rows.items() if _is_whole(verdicts)}
     others = {name: verdicts for name, verdicts in rows.items() if name not in whole}
     lines = _rates("mapping or library", "not built", groups | others)
-    lines += ["", *_filled("All types that build are right", [f"{name} {_right(of)}" for name, of in whole.items()])]
+    lines += [
+        "",
+        *_names("All types that build are right", [f"{name} {_right(of)}" for name, of in whole.items()]),
+    ]
     lines += _in_one_line("Both models compiled by `aot_eager` (`python -m tests.zoo compiled`", compiled)
-    lines += _in_one_line("Tokens and logits of `generate` (`python -m tests.zoo generation`", generation)
-    lines += ["", "## Refused or failing", "", *_refused(found)]
+    lines += ["", "## Refused or failing", "", *_refused(found), *_generated(generation)]
     text = _INTRODUCTION.format(source=_source(training)) + "\n".join(lines) + "\n"
     if xla.verdicts:
         text += _XLA.format(source=_source(xla))
@@ -75,6 +82,25 @@ def page(training: Results, xla: Results, compiled: Results, generation: Results
     return text
 
 
+def _generated(generation: Results) -> list[str]:
+    """A section with the rates of ``generate``, and the types that are not right, by their reason."""
+    if not generation.verdicts:
+        return []
+    rows = {task: list(types.values()) for task, types in generation.verdicts.items()}
+    every = [verdict for verdicts in rows.values() for verdict in verdicts]
+    tokens = sum("tokens only" in verdict.words for verdict in every if verdict.result in RIGHT)
+    every_type = [(name, one.result) for types in generation.verdicts.values() for name, one in types.items()]
+    return [
+        *("", "## Generated tokens", ""),
+        *_filled(_GENERATION.format(source=generation.source.partition(",")[0], tokens=tokens)),
+        "",
+        *_rates("mapping", "not built", {"all four": every, **rows}),
+        "",
+        *_names("Refused", [name for name, result in every_type if result == "refused"]),
+        *_names("Failing", [name for name, result in every_type if result in WRONG]),
+    ]
+
+
 def _in_one_line(words: str, results: Results) -> list[str]:
     """A paragraph with the share of right types in each task, if there are results."""
     rates = []
@@ -82,7 +108,7 @@ def _in_one_line(words: str, results: Results) -> list[str]:
         counted = sum(verdict.result not in APART for verdict in types.values())
         rates.append(f"{task} {100 * _right(types.values()) / counted:.1f} % of {counted}")
     told = f"{words}, {results.source.partition(',')[0]}), right: {', '.join(rates)}."
-    return ["", *textwrap.wrap(told, 120, break_on_hyphens=False)] if rates else []
+    return ["", *_filled(told)] if rates else []
 
 
 def _source(results: Results) -> str:
@@ -97,8 +123,12 @@ def _is_whole(verdicts: Sequence[Verdict]) -> bool:
     return 0 < _right(verdicts) == sum(verdict.result not in (*APART, "not compared") for verdict in verdicts)
 
 
-def _filled(head: str, words: Sequence[str]) -> list[str]:
-    return textwrap.wrap(f"{head}: {', '.join(words)}.", 120, break_on_hyphens=False) if words else []
+def _filled(text: str) -> list[str]:
+    return textwrap.wrap(text, 120, break_on_hyphens=False)
+
+
+def _names(head: str, words: Sequence[str]) -> list[str]:
+    return _filled(f"{head}: {', '.join(words)}.") if words else []
 
 
 def _rates(head: str, apart: str, rows: Mapping[str, Sequence[Verdict]]) -> list[str]:

@@ -5,8 +5,9 @@ whole, sharded once a step, and sharded for each microbatch. Losses, gradients a
 throughout. A type is
 
 - exact: equal to the last bit, both ways;
-- to rounding: equal to the last bit once a step, and the greatest difference is below 1e-12 of the greatest value for
-  each microbatch, whose gradients add up in a different order;
+- to rounding: the greatest difference is below 1e-12 of the greatest value of its tensor. Gradients of a tied weight,
+  and those that are reduced for each microbatch, add up in a different order. A type whose code between the layers
+  takes no mode of torch's functions computes in float32 in places, and its bound is 1e-5;
 - refused: our error has the reason;
 - failing: another error;
 - WRONG: anything else.
@@ -14,6 +15,7 @@ throughout. A type is
 
 import math
 from collections.abc import Mapping
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -23,9 +25,10 @@ from torch.distributed.tensor import DTensor
 import nxdpp
 from nxdpp import NxDPPModel, parallel_state
 from nxdpp.tensor.models.comparison import Float64, to_float64
+from nxdpp.tracing.graph.errors import TracingError
 from tests.support.forked_ranks import forked_ranks
 from tests.zoo import ARGUMENTS, build, inputs
-from tests.zoo.comparison import is_refusal, without_cache, without_randomness
+from tests.zoo.comparison import ROUNDING, is_refusal, without_cache, without_randomness
 from tests.zoo.inputs import PADDED
 from tests.zoo.sweep import Verdict
 
@@ -55,24 +58,31 @@ def rank_verdict(task: str, model_type: str, rank: int) -> Verdict:
     """Verdict of one of the ranks, in a process of its own."""
     torch.set_num_threads(1)
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=STAGES, hang_timeout=60)
-    words = []
+    form, widens = "whole", True
     try:
-        words.append("whole")
-        whole = _trained(task, model_type, shards=False)
-        words.append("once a step")
-        once, where = _difference(_trained(task, model_type, shards=True), whole)
-        words.append("for each microbatch")
-        each, there = _difference(_trained(task, model_type, shards=True, reshard_after_forward=True), whole)
+        try:
+            whole = _trained(task, model_type, widens, shards=False)
+        except TracingError as error:
+            if "TorchFunctionMode" not in str(error):
+                raise
+            widens = False
+            whole = _trained(task, model_type, widens, shards=False)
+        form = "once a step"
+        once, where = _difference(_trained(task, model_type, widens, shards=True), whole)
+        form = "for each microbatch"
+        ours = _trained(task, model_type, widens, shards=True, reshard_after_forward=True)
+        each, there = _difference(ours, whole)
     except Exception as error:
         result = "refused" if is_refusal(error) else "failing"
-        return Verdict(result, f"{words[-1]}: {type(error).__name__}: {error}")
+        return Verdict(result, f"{form}: {type(error).__name__}: {error}")
     if not once and not each:
         return Verdict("exact")
     told = f"once a step {once:.1e} at {where}, for each microbatch {each:.1e} at {there}"
-    return Verdict("to rounding" if not once and each < EQUAL else "WRONG", told)
+    bound = EQUAL if widens else ROUNDING
+    return Verdict("to rounding" if max(once, each) < bound else "WRONG", told)
 
 
-def _trained(task: str, model_type: str, *, shards: bool, **settings: Any) -> Numbers:
+def _trained(task: str, model_type: str, widens: bool, *, shards: bool, **settings: Any) -> Numbers:
     """Losses of each step, the gradients of the last one, and the parameters after it."""
     bare: Any = build(task, model_type)
     without_randomness(bare)
@@ -88,7 +98,7 @@ def _trained(task: str, model_type: str, *, shards: bool, **settings: Any) -> Nu
     numbers = {}
     for step, batch in enumerate(batches):
         optimizer.zero_grad()
-        with Float64():
+        with Float64() if widens else nullcontext():
             numbers[f"loss {step}"] = model.run_train(**batch)
         optimizer.step()
     for name, parameter in model.local_named_parameters():

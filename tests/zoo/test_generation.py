@@ -9,13 +9,22 @@ from tests.zoo.sweep import APART, RIGHT
 pytestmark = pytest.mark.zoo
 
 
-@pytest.mark.parametrize(("model_type", "result"), [("qwen2_moe", "exact"), ("rwkv", "refused")])
-def test_a_type_has_a_verdict(model_type: str, result: str) -> None:
-    assert generation.judge("causal-lm", model_type).result == result
+@pytest.mark.parametrize(
+    ("task", "model_type", "result"),
+    [
+        ("causal-lm", "qwen2_moe", "exact"),
+        ("causal-lm", "rwkv", "refused"),
+        ("image-text-to-text", "llava_next", "exact"),
+        ("image-text-to-text", "instructblip", "refused"),
+    ],
+)
+def test_a_type_has_a_verdict(task: str, model_type: str, result: str) -> None:
+    assert generation.judge(task, model_type).result == result
 
 
 def test_nine_tenths_of_the_types_generate_as_in_one_process() -> None:
-    verdicts = results.read(FOLDER / "generation.tsv").verdicts["causal-lm"].values()
-    counted = [one for one in verdicts if one.result not in APART]
-    assert sum(one.result in RIGHT for one in counted) >= 0.9 * len(counted) > 100
+    verdicts = results.read(FOLDER / "generation.tsv").verdicts
+    assert tuple(verdicts) == generation.GENERATING
+    counted = [one for types in verdicts.values() for one in types.values() if one.result not in APART]
+    assert sum(one.result in RIGHT for one in counted) >= 0.9 * len(counted) > 200
     assert not [one for one in counted if one.result == "WRONG"]

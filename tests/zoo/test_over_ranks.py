@@ -25,7 +25,6 @@ Types = dict[str, tuple[str, ...]]
 TWO_STAGES: Types = {
     "causal-lm": (
         "gemma3_text",  # a mask for each type of layer, scaled embeddings
-        "jamba",  # attention, state space and experts in turn
     ),
     "masked-lm": ("funnel",),  # slices of the hidden state that a test of its type comes before
     "seq2seq-lm": (
@@ -42,6 +41,7 @@ MORE_ON_TWO_STAGES: Types = {
         "gpt2",  # learned positions, tied head
         "gpt_neo",  # local and global attention
         "gpt_oss",  # attention sinks, experts
+        "jamba",  # attention, state space and experts in turn
         "lfm2",  # convolutions and attention
         "mamba",  # state space
         "mistral",  # sliding window

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import groupby
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -152,7 +153,7 @@ def _names(classes: Iterable[type[nn.Module]]) -> str:
 
 
 def _longest_runs(module: nn.Module, listed: str) -> tuple[type[nn.Module], ...]:
-    """Return the class of the longest run of equal modules in the lists of ``module``, and log it as a warning.
+    """Return the class of the longest run of equal modules in the lists of ``module``, and warn of it on rank 0.
 
     Runs of one class count together: the blocks of an encoder that has four lists of them. Lists inside a member of a
     run do not count, such as the experts of a layer. Neither do modules of torch without children. Several classes of
@@ -173,6 +174,8 @@ def _longest_runs(module: nn.Module, listed: str) -> tuple[type[nn.Module], ...]
             f"{name} does not declare its transformer layers, and has no list of equal modules that could be layers. "
             f"Pass transformer_layer_cls; lists of modules in it hold: {listed or 'nothing'}."
         )
+    if dist.is_initialized() and dist.get_rank() != 0:
+        return tuple(longest)
     told = " and ".join(f"{counts[cls]} {cls.__name__} in {_places(runs[cls])}" for cls in longest)
     _logger.warning(
         "%s declares no transformer layers: its longest %s of equal modules %s taken, %s; pass "

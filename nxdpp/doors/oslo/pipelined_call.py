@@ -48,6 +48,11 @@ class PipelinedCall:
         samples = _split(inputs, self._pipeline.config.num_microbatches)
         return _join(self._pipeline.eval_samples(samples))
 
+    def generate(self, inputs: Any, arguments: Mapping[str, Any]) -> Any:
+        """Return the tokens that the model generates, on all ranks."""
+        self._shadow.follow(self._pipeline.local_module)
+        return self._pipeline.generate(inputs, **arguments)
+
     def _train(self, inputs: Mapping[str, Any]) -> torch.Tensor:
         kind = self._pipeline.device.type
         if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.float16:

@@ -24,7 +24,7 @@ def pipeline(model: PreTrainedModel, num_microbatches: int) -> Pipeline:
     shadow.keep(made.local_module)
     # Read by the constructor of DistributedDataParallel.
     vars(model)["_ddp_params_and_buffers_to_ignore"] = shadow.freed_names()
-    vars(model).update(generate=_generate, gradient_checkpointing_enable=_gradient_checkpointing_enable)
+    vars(model)["gradient_checkpointing_enable"] = _gradient_checkpointing_enable
     vars(model)["pipelined_call"] = PipelinedCall(shadow, made)
     return made
 
@@ -50,7 +50,7 @@ def methods_for(own: type[PreTrainedModel]) -> dict[str, Any]:
             inputs.setdefault("use_cache", False)
         return vars(self)["pipelined_call"](inputs)
 
-    return {"forward": forward, "device": property(_device)}
+    return {"forward": forward, "generate": _generate, "device": property(_device)}
 
 
 def _device(self: PreTrainedModel) -> torch.device:
@@ -58,11 +58,9 @@ def _device(self: PreTrainedModel) -> torch.device:
     return parallel_state.local_device()
 
 
-def _generate(*args: Any, **kwargs: Any) -> NoReturn:
-    raise RuntimeError(
-        "generate of a model of oslo.initialize is not built for several stages: call "
-        "save_parallelized(directory, merge_checkpoints=True), and from_pretrained(directory) in one process"
-    )
+def _generate(self: PreTrainedModel, inputs: Any = None, **arguments: Any) -> Any:
+    """Generate tokens as transformers' ``generate`` over all stages; collective over the pipeline."""
+    return vars(self)["pipelined_call"].generate(inputs, arguments)
 
 
 def _gradient_checkpointing_enable(*args: Any, **kwargs: Any) -> NoReturn:

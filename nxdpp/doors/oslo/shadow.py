@@ -111,6 +111,8 @@ class Shadow:
             for name, value in vars(module).items():
                 if type(value) in _PLAIN and theirs.get(name) != value:
                     theirs[name] = value
+        if hasattr(self._model, "generation_config"):
+            self.module.generation_config = self._model.generation_config
         # Modules that only ``local`` has are containers.
         modes = {name: module.training for name, module in self._model.named_modules(remove_duplicate=False)}
         for name, module in local.named_modules():

@@ -59,12 +59,12 @@ class EachMicrobatch(RankShards):
 
     def _run(self, own: StageShards, kind: ActionKind, compute: Callable[[], None]) -> None:
         for unit in own.units if kind is ActionKind.WEIGHT_GRADIENT else own.rest:
-            unit.start()
+            unit.start_gather()
         ahead = own.layers[:1] if kind is ActionKind.FORWARD else own.layers[-1:]
         for unit in (unit for layer in ahead for unit in layer.units):
-            unit.start()
+            unit.start_gather()
         for unit in own.units if kind is ActionKind.WEIGHT_GRADIENT else own.rest:
-            unit.wait()
+            unit.make_whole()
         if kind is ActionKind.FORWARD:
             compute()
             _free(own.units)
@@ -84,11 +84,11 @@ class EachMicrobatch(RankShards):
 
     def _before_forward(self, layers: Sequence[ShardedLayer], number: int, module: nn.Module, arguments: Any) -> None:
         for unit in layers[number].units:
-            unit.wait()
+            unit.make_whole()
         # A backward that recomputes the layer has started the gather before it.
         if self._pass is None:
             for unit in (unit for layer in layers[number + 1 : number + 2] for unit in layer.units):
-                unit.start()
+                unit.start_gather()
 
     def _after_forward(
         self, layers: Sequence[ShardedLayer], number: int, module: nn.Module, arguments: Any, output: Any
@@ -109,16 +109,16 @@ class EachMicrobatch(RankShards):
         self._end_layers(current, number + 1)
         current.reached = number
         for unit in current.layers[number].units:
-            unit.wait()
+            unit.make_whole()
         for unit in current.layers[number - 1].units if number else ():
-            unit.start()
+            unit.start_gather()
 
     def _end_layers(self, current: _Pass, first: int) -> None:
         """Reduce and free the layers from ``first`` on that are not at their end."""
         for layer in reversed(current.layers[first : current.reached + 1]):
             for unit in layer.units:
                 if current.reduces:
-                    unit.wait()
+                    unit.make_whole()
                     self._reduce(unit)
                 unit.free()
 

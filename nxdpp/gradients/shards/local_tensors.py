@@ -1,6 +1,5 @@
 """This rank's rows of sharded tensors, which are DTensors of torch."""
 
-import weakref
 from typing import NamedTuple
 
 import torch
@@ -11,19 +10,6 @@ class LocalGradient(NamedTuple):
     """The rows of a gradient on this rank, for functions of torch that read ``.grad`` of parameters."""
 
     grad: torch.Tensor
-
-
-_of_models: "weakref.WeakSet[object]" = weakref.WeakSet()
-
-
-def note_shards(shards: object) -> None:
-    """Note that a model of this job is sharded, for as long as its ``shards`` are in use."""
-    _of_models.add(shards)
-
-
-def has_shards() -> bool:
-    """Return whether a model of this job is sharded: the norm of gradients is then over the shards too."""
-    return bool(_of_models)
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:

@@ -43,7 +43,7 @@ class OnceAStep(RankShards):
             for unit in stage.units:
                 self._remaining_stages[unit] += 1
         for unit in self.units:
-            unit.start()
+            unit.start_gather()
 
     def run(self, stage: int, kind: ActionKind, is_first: bool, is_last: bool, compute: Callable[[], None]) -> None:
         """Make the call ``compute``, as ``RankShards.run`` does."""
@@ -63,12 +63,12 @@ class OnceAStep(RankShards):
     def _enter(self, stage: StageShards) -> list[RemovableHandle]:
         """Wait for the units of ``stage``; a layer waits for its own in its first forward."""
         for unit in stage.rest:
-            unit.wait()
+            unit.make_whole()
         hooks = []
         for layer in stage.layers:
             if layer.module._compiled_call_impl is not None:
                 # A hook would break its graph.
-                _wait(layer.units)
+                _make_whole(layer.units)
             else:
                 hooks.append(layer.module.register_forward_pre_hook(partial(_before_forward, layer.units)))
         return hooks
@@ -107,10 +107,10 @@ class OnceAStep(RankShards):
                 unit.free()
 
 
-def _wait(units: Any) -> None:
+def _make_whole(units: Any) -> None:
     for unit in units:
-        unit.wait()
+        unit.make_whole()
 
 
 def _before_forward(units: Any, module: nn.Module, arguments: Any) -> None:
-    _wait(units)
+    _make_whole(units)

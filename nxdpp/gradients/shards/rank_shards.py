@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import nn
 
 from nxdpp.agreement.exchange import ReplicaExchanges
-from nxdpp.gradients.shards.local_tensors import note_shards
 from nxdpp.gradients.shards.unit import ShardedUnit
 from nxdpp.ranks import parallel_state
 from nxdpp.ranks.faults.waits import Wait
@@ -84,7 +83,6 @@ class RankShards(ABC):
         self._changes = changes
         self.units = list(dict.fromkeys(unit for stage in stages.values() for unit in stage.units))
         self._step = _Step()
-        note_shards(self)
 
     def add_program(self, program: nn.Module) -> None:
         """Put the parameters of the units into the containers of ``program`` too, which runs a stage."""

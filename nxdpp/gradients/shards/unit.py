@@ -3,10 +3,10 @@
 The state is torch's (``fully_shard``, PyTorch's FSDP2): parameters are DTensors with this rank's rows, and the whole
 ones are freed by giving up their memory. What torch does in hooks of modules is called here by the schedule::
 
-    start       begin to gather the parameters              all-gather, in flight
-    wait        put the whole parameters into the modules
-    free        put this rank's rows back
-    reduce      add this rank's rows of the gradients       reduce-scatter
+    start_gather    begin to gather the parameters              all-gather, in flight
+    make_whole      put the whole parameters into the modules
+    free            put this rank's rows back
+    reduce          add this rank's rows of the gradients       reduce-scatter
 """
 
 from collections.abc import Iterator, Sequence
@@ -100,16 +100,16 @@ class ShardedUnit:
             if names and id(module) not in known:
                 self._programs[module] = names
 
-    def start(self) -> None:
+    def start_gather(self) -> None:
         """Begin to gather the parameters, unless they are whole or on their way; collective over the mesh."""
         with Wait("gather of parameters", self._ranks):
             self._group.unshard(async_op=True)
 
-    def wait(self) -> None:
+    def make_whole(self) -> None:
         """Put the whole parameters into the modules, once they have arrived."""
         if self._group.is_unsharded:
             return
-        self.start()
+        self.start_gather()
         is_first = not hasattr(self._group.fsdp_params[0], "_unsharded_param")
         with Wait("gather of parameters", self._ranks):
             self._group.wait_for_unshard()
@@ -183,9 +183,9 @@ class ShardedUnit:
         late = [each for each in self.whole_trained() if each.grad is not None]
         if late:
             raise RuntimeError(
-                f"{len(late)} gradients of {self.name}, the first of shape {list(late[0].shape)}, came after the layers "
-                f"before it had begun their backward: a value of it is used in a later microbatch, or code around it "
-                f"keeps one. Call fully_shard without reshard_after_forward=True."
+                f"{len(late)} gradients of {self.name}, the first of shape {list(late[0].shape)}, came after its turn "
+                f"in the backward: a later microbatch uses a value of it, or code around it keeps one. Call "
+                f"fully_shard without reshard_after_forward=True."
             )
 
     def finish(self) -> None:

@@ -23,8 +23,8 @@ _RAN_BACKWARD = (
     "loss.backward() out: the gradients are in .grad"
 )
 _NO_LOSS = (
-    "if None is the loss: run_train and run_eval return it on the rank of the last stage alone, and None on the "
-    "others. NxDPPModel(..., broadcast_and_average_loss=True) returns it on every rank"
+    "if None is a loss or an output: only the rank of the last stage has it (if model.holds_last_stage). "
+    "NxDPPModel(..., broadcast_and_average_loss=True) returns the loss on every rank"
 )
 _LIBRARIES = ("nxdpp", "torch", "transformers")
 

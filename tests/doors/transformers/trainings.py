@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.utils.data import Dataset, IterableDataset
 from transformers import LlamaForSequenceClassification, Trainer, TrainingArguments
@@ -84,8 +85,6 @@ def mean_of_batches() -> nn.Module:
 
 
 def adapted() -> nn.Module:
-    from peft import LoraConfig, get_peft_model
-
     model: nn.Module = get_peft_model(
         llama(LAYERS), LoraConfig(target_modules=["q_proj", "down_proj"], r=2, init_lora_weights=False)
     )

@@ -178,7 +178,7 @@ TUNINGS = {
     "interleaved": Tuning(model=tied_llama, pipeline={"virtual_pipeline_size": 2}),
     "experts": Tuning(model=mixtral),
     "pairs": Tuning(_EVALUATED, pairs_with_references, evaluated=8, reference=llama),
-    "pairs with adapters": Tuning(_SAVED, pairs, qwen3, adapted="by the trainer", evaluated=8),
+    "pairs with adapters": Tuning(_EVALUATED, pairs, qwen3, adapted="by the trainer", evaluated=8),
     "pairs after adapters": Tuning(
         {"loss_type": "hinge", "f_divergence_type": "js_divergence", **_SAVED}, pairs, adapted="before", evaluated=8
     ),
@@ -205,10 +205,10 @@ TUNINGS = {
 
 REPLICATED = ["completions of a Qwen", "pairs with adapters"]
 """Fine-tunings that two replicas run too."""
-RESUMED = [*REPLICATED, "pairs after adapters"]
+RESUMED = ["completions of a Qwen", "pairs after adapters"]
 """Fine-tunings with a checkpoint after step 2."""
 MORE = (
     *("texts", "whole texts of completions", "cut in pieces", "packed", "adapters", "recomputed adapters", "dynamic"),
-    *("interleaved",),
+    *("interleaved", "split"),
 )
 """Fine-tunings of the sweep."""

@@ -212,7 +212,7 @@ class WithCriterion(nn.Module):
         return {"loss": self.criterion(self.model.head(x), labels)}
 
 
-def test_a_loss_that_is_not_a_number_in_a_module_of_the_user() -> None:
+def test_a_loss_that_is_not_a_number_in_a_module_of_the_user(caplog: pytest.LogCaptureFixture) -> None:
     parallel_state.initialize_model_parallel()
     batch = uneven_batch(ONE_EMPTY)
     batch["labels"][2:4] = -100
@@ -225,7 +225,11 @@ def test_a_loss_that_is_not_a_number_in_a_module_of_the_user() -> None:
     guarded = NxDPPModel(WithCriterion(guarded=True), **arguments).run_train(**batch)
     assert isinstance(guarded, torch.Tensor)
     assert guarded.isfinite()
-    wrapped.run_train(**uneven_batch(UNEVEN))
+    assert "microbatches have" not in caplog.text
+    uneven = NxDPPModel(WithCriterion(), **arguments)
+    for run in (uneven.run_train, uneven.run_eval, wrapped.run_train):
+        run(**uneven_batch(UNEVEN))
+    assert caplog.text.count("the microbatches have 10 to 64 labels, and each weighs the same in the loss") == 1
     # The other remedy of the message.
     whole = reference(WithCriterion())
     tokens = NxDPPModel(WithCriterion(), **arguments, loss_normalization="tokens", count_items_fn=count_labels)

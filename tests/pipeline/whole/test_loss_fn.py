@@ -232,6 +232,8 @@ def test_names_of_inputs_are_verified() -> None:
         model.run_train(**classes(4))
     with pytest.raises(ValueError, match=r"loss_fn takes \['target'\], and the inputs are \['x'\]"):
         model.run_train(x=torch.ones(4, WIDTH))
+    with pytest.raises(ValueError, match=r"An input of the loss only is one of loss_fn, which is not given"):
+        NxDPPModel(Classifier(), num_microbatches=2).run_train(**classes(4))
     assert model.run_train(**classes(4, "target")) is not None
     with pytest.raises(ValueError, match="forward needs"):
         model.run_train(target=classes(4)["labels"])

@@ -33,18 +33,12 @@ CASES = {
 }
 
 
-ON_EACH_PYTHON = ("save", "evaluate")
-
-
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=() if case in ON_EACH_PYTHON else pytest.mark.one_python) for case in CASES]
-)
+@pytest.mark.parametrize("case", CASES)
 def test_ranks_in_different_calls_end_with_both_calls(case: str, tmp_path: Path) -> None:
     ended = run_failing("other_call_program.py", [case, str(tmp_path / "saved")], ranks=4)
     assert any(words in ended.output for words in CASES[case]), ended.output
 
 
-@pytest.mark.one_python
 def test_replicas_in_different_steps_average_nothing(tmp_path: Path) -> None:
     ended = run_failing("other_call_program.py", ["skip", str(tmp_path)], ranks=4)
     words = "a data-parallel replica is in training step 3, and another in training step 5"

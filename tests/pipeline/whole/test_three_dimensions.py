@@ -14,7 +14,7 @@ SIZES = ((2, 2, 2), (2, 1, 2), (1, 2, 2), (2, 2, 1))
 """Ranks: tensor, pipeline, data."""
 SCHEDULES = ("1f1b", "zb-v")
 WAYS = {
-    "one": ((True, "zb-v"), (False, "1f1b")),
+    "one": ((True, "zb-v"),),
     "all": tuple((sequence, schedule) for sequence in (False, True) for schedule in SCHEDULES),
 }
 """Sequence parallelism and schedule."""

@@ -18,7 +18,7 @@ from nxdpp.planning.written.program import program
 from tests.planning.test_plan_command import CONFIG
 from tests.support.run_program import run_program
 
-OPTIONS = ["--devices", "4", "--device-memory", "1GB", "--global-batch", "8", "--device", "cpu", "--link", "1GB/s"]
+OPTIONS = ["--devices", "4", "--device-memory", "1GB", "--global-batch", "4", "--device", "cpu", "--link", "1GB/s"]
 FIXED = ["--tensor-parallel-size", "2", "--pipeline-parallel-size", "2", "--autocast", "bfloat16"]
 
 
@@ -34,7 +34,7 @@ def test_written_programs_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     layout = Layout(tensor=2, pipeline=2, checkpoint=True, zero1=True)
     config = LlamaConfig.from_json_file(configuration)
     half = nxdpp.plan(
-        config, devices=4, device_memory="1GB", global_batch=8, device="cpu", layouts=[layout], dtype="bfloat16"
+        config, devices=4, device_memory="1GB", global_batch=4, device="cpu", layouts=[layout], dtype="bfloat16"
     )
     for name, plan in (("whole", half), ("deferred", replace(half, device_memory=1000))):
         source = program(plan, str(configuration))

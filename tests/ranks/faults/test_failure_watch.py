@@ -139,7 +139,7 @@ def test_ranks_that_end_normally_seconds_apart_exit_with_0(tmp_path: Path) -> No
 
 @pytest.mark.one_python
 def test_torchrun_prints_the_first_error_last_and_names_it_as_root_cause() -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(RANKS)]
     command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", PROGRAM, "raise_in_one", "2"]
     ended = subprocess.run(
         command,
@@ -151,7 +151,7 @@ def test_torchrun_prints_the_first_error_last_and_names_it_as_root_cause() -> No
     )
     assert ended.returncode == 1, ended.stdout
     first_error = ended.stdout.index("stage 1, 1F3")
-    for other in (0, 1, 3):
+    for other in (0, 1):
         assert ended.stdout.index(f"rank {other} stops because rank 2 failed") < first_error
     after = ended.stdout[first_error:].splitlines()[1:]
     assert "torch/distributed/elastic" in after[0], ended.stdout

@@ -59,7 +59,7 @@ def test_a_loss_of_another_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     for use in (lambda: lost.item(), lambda: float(lost), lambda: f"{lost:.3f}", lambda: 0.0 + lost):
         note = notes(use)
         assert note.count("nxdpp: ") == 1
-        assert "None on the others. NxDPPModel(..., broadcast_and_average_loss=True) returns it on every rank." in note
+        assert "NxDPPModel(..., broadcast_and_average_loss=True) returns the loss on every rank." in note
     # An error inside of a library tells of something else.
     assert not notes(lambda: nn.Linear(2, 2)(lost))
 

@@ -84,9 +84,10 @@ def test_each_call_that_waits_for_another_rank_is_within_a_wait() -> None:
 
 
 def test_the_table_has_each_exchange() -> None:
-    """Those of doors, NCCL, the start and generate are made alike, and are met in the tests of their modules."""
+    """Those of doors, NCCL, the start, shards and generate are made alike, and met in the tests of their modules."""
     others = {"comparison of kept gradients", "first message", "new process groups"}
     others |= {"next token of generate", "next token of the other replicas"}
+    others |= {"gather of parameters", "reduction of gradients"}
     calls = [
         call
         for name, tree in _sources()

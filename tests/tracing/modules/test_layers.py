@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 import transformers
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -134,6 +135,14 @@ def test_the_warning_names_the_lists(caplog: pytest.LogCaptureFixture) -> None:
         "PlainModel declares no transformer layers: its longest run of equal modules is taken, 4 PlainLayer in layers;"
         in caplog.text
     )
+
+
+def test_rank_0_warns_for_all(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    for rank in (1, 0):
+        monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
+        assert find_layer_classes(PlainModel(), None) == (PlainLayer,)
+        assert len(caplog.records) == (rank == 0)
 
 
 def test_runs_of_equal_length_are_all_taken_and_said(caplog: pytest.LogCaptureFixture) -> None:
