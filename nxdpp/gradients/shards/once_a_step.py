@@ -70,7 +70,7 @@ class OnceAStep(RankShards):
                 # A hook would break its graph.
                 _make_whole(layer.units)
             else:
-                hooks.append(layer.module.register_forward_pre_hook(partial(_before_forward, layer.units)))
+                hooks.append(layer.module.register_forward_pre_hook(partial(_before_forward, layer.units), prepend=True))
         return hooks
 
     def _follow_last(self, stage: StageShards) -> list[RemovableHandle]:
