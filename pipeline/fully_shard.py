@@ -82,6 +82,7 @@ def fully_shard(
         )
     mp_policy, offload_policy = mp_policy or MixedPrecisionPolicy(), offload_policy or OffloadPolicy()
     _check(reshard_after_forward, offload_policy)
+    pipeline.check_can_shard()
     with board.call("fully_shard"), failure_watch.reported():
         shards = _Sharding(pipeline, mp_policy, offload_policy).shards(bool(reshard_after_forward))
         _cast(wrapped, mp_policy)
@@ -111,7 +112,7 @@ class _Sharding:
                 f"{hooked[0]} has a hook of its gradient, which would not see it: fully_shard reduces whole gradients "
                 f"to rows. Remove the hook, and change .grad after run_train."
             )
-        self._pipeline.check_can_shard()
+        self._pipeline.check_equal_replicas()
         partition = self._pipeline.partition
         local = self._pipeline.local_stages
         # Find the place of each parameter: a layer, or the rest of the stages that use it.
@@ -135,7 +136,7 @@ class _Sharding:
             for stage in local
         }
         watch = self._pipeline.part.changes.watch(*TENSORS, Change.GRADIENT)
-        return (EachMicrobatch if resharding else OnceAStep)(stages_shards, self._pipeline.exchanges, watch)
+        return (EachMicrobatch if resharding else OnceAStep)(stages_shards, self._pipeline.exchanges, watch, self._tree)
 
     def _units(self, place: str | tuple[int, ...], names: Sequence[str]) -> list[ShardedUnit]:
         """Shard the parameters ``names``: a unit for each dtype."""

@@ -224,7 +224,7 @@ def counted() -> Iterator[dict[str, int]]:
         counts["gathered"] += input_tensor.nbytes
         return gather(output_tensor, input_tensor, *more, **named)
 
-    def reduce_counted(output: torch.Tensor, input: torch.Tensor, *more: Any, **named: Any) -> Any:  # noqa: A002
+    def reduce_counted(output: torch.Tensor, input: torch.Tensor, *more: Any, **named: Any) -> Any:
         counts["reduced"] += input.nbytes
         return reduce(output, input, *more, **named)
 

@@ -37,8 +37,10 @@ class _Pass:
 class EachMicrobatch(RankShards):
     """Units that are whole only while they compute."""
 
-    def __init__(self, stages: Mapping[int, StageShards], exchanges: ReplicaExchanges, changes: Changes) -> None:
-        super().__init__(stages, exchanges, changes)
+    def __init__(
+        self, stages: Mapping[int, StageShards], exchanges: ReplicaExchanges, changes: Changes, module: nn.Module
+    ) -> None:
+        super().__init__(stages, exchanges, changes, module)
         self._pass: _Pass | None = None
         # A trace calls layers too, with fake tensors.
         self._is_computing = False

@@ -27,8 +27,10 @@ from nxdpp.schedules.actions import ActionKind
 class OnceAStep(RankShards):
     """Units that are whole from the first forward of a stage to its last action."""
 
-    def __init__(self, stages: Mapping[int, StageShards], exchanges: ReplicaExchanges, changes: Changes) -> None:
-        super().__init__(stages, exchanges, changes)
+    def __init__(
+        self, stages: Mapping[int, StageShards], exchanges: ReplicaExchanges, changes: Changes, module: nn.Module
+    ) -> None:
+        super().__init__(stages, exchanges, changes, module)
         # Of the present step: the stages of each unit that have not ended.
         self._remaining_stages: dict[ShardedUnit, int] = {}
         # Of the present last backward, in the order in which all replicas reduce.
@@ -70,7 +72,9 @@ class OnceAStep(RankShards):
                 # A hook would break its graph.
                 _make_whole(layer.units)
             else:
-                hooks.append(layer.module.register_forward_pre_hook(partial(_before_forward, layer.units), prepend=True))
+                hooks.append(
+                    layer.module.register_forward_pre_hook(partial(_before_forward, layer.units), prepend=True)
+                )
         return hooks
 
     def _follow_last(self, stage: StageShards) -> list[RemovableHandle]:

@@ -72,12 +72,16 @@ class RankShards(ABC):
         stages: the units of each local stage. Stages that use one parameter share its unit.
         exchanges: of the model with its replicas.
         changes: of the model that units follow.
+        module: this rank's part of the model.
 
     Attributes:
         units: each once, in the order of the stages.
     """
 
-    def __init__(self, stages: Mapping[int, StageShards], exchanges: ReplicaExchanges, changes: Changes) -> None:
+    def __init__(
+        self, stages: Mapping[int, StageShards], exchanges: ReplicaExchanges, changes: Changes, module: nn.Module
+    ) -> None:
+        self._module = module
         self._stages = stages
         self._exchanges = exchanges
         self._changes = changes
@@ -95,7 +99,9 @@ class RankShards(ABC):
         Raises ``RuntimeError`` on all replicas where one is about to make another step.
         """
         if self._changes.has_moved:
+            present = set(map(id, self._module.parameters()))
             for unit in self.units:
+                unit.check_present(present)
                 unit.follow()
             self._changes.settle()
         kind = "a training step" if train else "an evaluation"

@@ -9,7 +9,7 @@ ones are freed by giving up their memory. What torch does in hooks of modules is
     reduce          add this rank's rows of the gradients       reduce-scatter
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -20,6 +20,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPCommContext, FSDPParamGroup
+from torch.distributed.tensor import DTensor
 
 from nxdpp.gradients.held_hooks import count_hooks
 from nxdpp.ranks.faults.waits import Wait
@@ -82,11 +83,28 @@ class ShardedUnit:
         """``True`` while the modules have the whole parameters."""
         return bool(self._group.is_unsharded)
 
+    def check_present(self, present: Collection[int]) -> None:
+        """Raise ``RuntimeError`` for a parameter in whose place is none with an id of ``present``, or a whole one."""
+        for each in self._group.fsdp_params:
+            now = each._module_info.module._parameters.get(each._module_info.param_name)
+            if not isinstance(now, DTensor) or id(now) not in present:
+                raise RuntimeError(
+                    f"a parameter of {self.name}, of shape {list(each._orig_size)}, is no longer in the model, or "
+                    f"another tensor has its place: fully_shard follows no replacement. Replace modules and parameters "
+                    f"before fully_shard."
+                )
+
     def follow(self) -> None:
-        """Follow values that were loaded or moved, and parameters that were frozen."""
+        """Follow values that were loaded or moved, dtypes, and parameters that were frozen."""
         group: Any = self._group
         group._reset_sharded_params = False
         group.lazy_init()
+        for each in self._group.fsdp_params:
+            dtype = each.param_dtype or each.orig_dtype
+            if any(gathered.dtype != dtype for gathered in each.all_gather_outputs):
+                # Memory for the whole parameter is made again.
+                each.all_gather_outputs = []
+                del each._unsharded_param
         trained = [each.requires_grad for each in self.parameters]
         self.is_trained, self.trains_all = any(trained), all(trained)
         self._converts = any(each.reduce_dtype is not None for each in group.fsdp_params)
