@@ -21,6 +21,7 @@ from nxdpp.gradients.replaced_parameters import (
     warn_of_replaced,
     watch_replaced,
 )
+from nxdpp.gradients.shards.local_tensors import sharded_as
 from nxdpp.initialization.allocation import allocate
 from nxdpp.pipeline import arguments
 from nxdpp.pipeline.local import half_loaded
@@ -254,14 +255,18 @@ class LocalUpkeep:
         return target
 
     def _local(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return ``state_dict`` without the tensors that only other ranks hold."""
-        own = set(self._tree.state_dict())
-        elsewhere = set(state_of_all_names(self._part.root)) - own
-        local = OrderedDict((name, value) for name, value in state_dict.items() if name not in elsewhere)
+        """Return ``state_dict`` without tensors that only other ranks hold, and with this rank's rows of sharded ones."""
+        own = self._tree.state_dict(keep_vars=True)
+        elsewhere = set(state_of_all_names(self._part.root)) - set(own)
+        local = OrderedDict(
+            (name, sharded_as(own[name], value) if isinstance(own.get(name), torch.Tensor) else value)
+            for name, value in state_dict.items()
+            if name not in elsewhere
+        )
         for names in self._part.tied.names:
             # A file of Hugging Face, and named_parameters(), have one name of a tied weight.
             for given in [name for name in names if name in local][:1]:
-                local = OrderedDict(dict.fromkeys(own.intersection(names), local[given])) | local
+                local = OrderedDict(dict.fromkeys(set(own).intersection(names), local[given])) | local
         if hasattr(state_dict, "_metadata"):
             # Versions of modules, which torch keeps next to the tensors.
             vars(local)["_metadata"] = state_dict._metadata

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 
 class LocalGradient(NamedTuple):
@@ -20,6 +20,15 @@ def is_sharded(tensor: torch.Tensor) -> bool:
 def local_rows(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's rows of a sharded tensor, in its memory; any other tensor as it is."""
     return tensor.detach()._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def sharded_as(like: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+    """Return ``whole``, which has values on this rank, sharded as ``like`` is; as it is where one of both is not."""
+    if not isinstance(like, DTensor) or isinstance(whole, DTensor) or like.shape != whole.shape:
+        return whole
+    moved = whole.detach().to(like.device)
+    sharded: torch.Tensor = distribute_tensor(moved, like.device_mesh, like.placements, src_data_rank=None)
+    return sharded
 
 
 def with_rows(like: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

@@ -84,10 +84,10 @@ class ShardedUnit:
         return bool(self._group.is_unsharded)
 
     def check_present(self, present: Collection[int]) -> None:
-        """Raise ``RuntimeError`` for a parameter in whose place is none with an id of ``present``, or a whole one."""
+        """Raise ``RuntimeError`` for a parameter in whose place is none with an id of ``present``, or another kind."""
         for each in self._group.fsdp_params:
             now = each._module_info.module._parameters.get(each._module_info.param_name)
-            if not isinstance(now, DTensor) or id(now) not in present:
+            if not isinstance(now, DTensor) or id(now) not in present or now.dtype != each.orig_dtype:
                 raise RuntimeError(
                     f"a parameter of {self.name}, of shape {list(each._orig_size)}, is no longer in the model, or "
                     f"another tensor has its place: fully_shard follows no replacement. Replace modules and parameters "
@@ -95,16 +95,10 @@ class ShardedUnit:
                 )
 
     def follow(self) -> None:
-        """Follow values that were loaded or moved, dtypes, and parameters that were frozen."""
+        """Follow values that were loaded or moved, and parameters that were frozen."""
         group: Any = self._group
         group._reset_sharded_params = False
         group.lazy_init()
-        for each in self._group.fsdp_params:
-            dtype = each.param_dtype or each.orig_dtype
-            if any(gathered.dtype != dtype for gathered in each.all_gather_outputs):
-                # Memory for the whole parameter is made again.
-                each.all_gather_outputs = []
-                del each._unsharded_param
         trained = [each.requires_grad for each in self.parameters]
         self.is_trained, self.trains_all = any(trained), all(trained)
         self._converts = any(each.reduce_dtype is not None for each in group.fsdp_params)
