@@ -255,7 +255,7 @@ class LocalUpkeep:
         return target
 
     def _local(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return ``state_dict`` without tensors that only other ranks hold, and with this rank's rows of sharded ones."""
+        """Return ``state_dict`` without tensors that only other ranks hold, and with rows for sharded ones."""
         own = self._tree.state_dict(keep_vars=True)
         elsewhere = set(state_of_all_names(self._part.root)) - set(own)
         local = OrderedDict(
