@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 import nxdpp
 from nxdpp import NxDPPModel, parallel_state
 from nxdpp.gradients.shards.unit import ShardedUnit
-from tests.support.models import llama
+from tests.support.models import VOCABULARY, llama
 from tests.support.run_ranks import run_ranks
 
 MICROBATCHES = 4
@@ -82,7 +82,7 @@ def drawn(count: int, seed: int, families: tuple[str | None, ...], extras: tuple
 def batch_of(step: int) -> dict[str, torch.Tensor]:
     """Tokens of this replica, (8, 6); other replicas have other ones, and other numbers of labels."""
     replica = parallel_state.get_data_parallel_rank()
-    ids = torch.randint(0, 64, (8, 6), generator=torch.Generator().manual_seed(100 * replica + step))
+    ids = torch.randint(0, VOCABULARY, (8, 6), generator=torch.Generator().manual_seed(100 * replica + step))
     labels = ids.clone()
     labels[:3, : 2 + replica] = -100
     return {"input_ids": ids, "labels": labels}
