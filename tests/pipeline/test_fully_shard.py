@@ -46,7 +46,6 @@ EXTRAS = (
     "scaler",
     "clipped",
     "deferred",
-    "summed",
 )
 THIN: tuple[Case, ...] = (
     {"schedule": "1f1b", "resharding": None, "tied": True, "extra": "clipped"},

@@ -1,0 +1,172 @@
+"""Units of models with parameters in odd places, and of models that a program changes between steps."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn import functional
+
+import nxdpp
+from nxdpp import NxDPPModel, parallel_state
+from tests.support.run_ranks import run_ranks
+
+HIDDEN = 8
+WORDS = 17
+EQUAL = 1e-12
+
+
+class Layer(nn.Module):
+    """A layer with a scale that has no dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+        self.scale = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map ``(B, T, HIDDEN)`` to the same shape."""
+        out: torch.Tensor = x + self.scale * self.second(torch.tanh(self.first(x)))
+        return out
+
+
+class Model(nn.Module):
+    """A model whose forward uses positions, and the embedding as a head, itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, HIDDEN)
+        self.positions = nn.Parameter(torch.randn(5, HIDDEN))
+        self.start = nn.Parameter(torch.randn(1))
+        self.layers = nn.ModuleList(Layer() for _ in range(2))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Map ``(B, 5)`` to a loss of shape ()."""
+        x = self.embed(ids) + self.positions * self.start
+        for layer in self.layers:
+            x = layer(x)
+        return functional.cross_entropy(functional.linear(x, self.embed.weight).flatten(0, 1), ids.flatten())
+
+
+class ListModel(Model):
+    """A model with a layer that reads a weight from a list of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = [self.embed.weight]
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Map ``(B, 5)`` to a loss of shape ()."""
+        return super().forward(ids) + self.weights[0].square().mean()
+
+
+def wrap(module: nn.Module, shards: bool, resharding: bool | None = None) -> Any:
+    model = NxDPPModel(
+        module.double(), num_microbatches=4, transformer_layer_cls=Layer, broadcast_and_average_loss=True
+    )
+    model.move_model_to_device()
+    return nxdpp.fully_shard(model, reshard_after_forward=resharding) if shards else model
+
+
+def new(kind: type[Model] = Model, seed: int = 0) -> Model:
+    torch.manual_seed(seed)
+    return kind()
+
+
+def train(model: Any, steps: int = 3, between: Callable[[Any], None] | None = None) -> dict[str, torch.Tensor]:
+    """Losses and the parameters after the steps, whole."""
+    optimizer = torch.optim.SGD(model.local_parameters(), lr=0.1, momentum=0.9)
+    found = {}
+    for step in range(steps):
+        generator = torch.Generator().manual_seed(10 * parallel_state.get_data_parallel_rank() + step)
+        optimizer.zero_grad()
+        found[f"loss {step}"] = model.run_train(ids=torch.randint(0, WORDS, (8, 5), generator=generator))
+        optimizer.step()
+        if between is not None and step == 0:
+            between(model)
+    for name, parameter in model.local_named_parameters():
+        value = parameter.detach()
+        found[name] = value.full_tensor() if isinstance(value, DTensor) else value.clone()
+    return found
+
+
+def _call_a_layer(model: Any) -> None:
+    try:
+        model.local_module.layers[0](torch.zeros(1, 5, HIDDEN, dtype=torch.float64))
+    except RuntimeError as error:
+        assert "DTensor" in str(error), error
+    assert not any(unit.is_whole for unit in model._pipeline.shards.units)
+
+
+def _load_whole(model: Any) -> None:
+    model.load_state_dict(new(seed=5).double().state_dict())
+
+
+def compare_all(rank: int) -> dict[str, float]:
+    """Greatest differences from whole replicas."""
+    parallel_state.initialize_model_parallel(hang_timeout=60)
+    found = {}
+    for name, between in {"steps": None, "a layer called": _call_a_layer, "whole state loaded": _load_whole}.items():
+        whole = train(wrap(new(), shards=False), between=_load_whole if between is _load_whole else None)
+        for resharding in (None, True):
+            ours = train(wrap(new(), True, resharding), between=between)
+            assert ours.keys() == whole.keys()
+            found[f"{name}, {resharding}"] = max((ours[key] - whole[key]).abs().max().item() for key in whole)
+    return found
+
+
+def test_odd_models_train_as_whole_replicas() -> None:
+    for rank in run_ranks(2, compare_all):
+        for name, distance in rank.items():
+            assert distance < EQUAL, f"{name} by {distance}"
+
+
+def refusals(rank: int) -> dict[str, str]:
+    """What is refused before anything is changed, and then what ends a step."""
+    parallel_state.initialize_model_parallel(hang_timeout=60)
+    found = {}
+    model = wrap(new(), shards=True)
+    train(model, steps=1)
+    calls: dict[str, Callable[[], object]] = {
+        "a second call": lambda: nxdpp.fully_shard(model),
+        "a dtype": model.float,
+        "a device of no memory": lambda: model.to("meta"),
+        "a model that is not wrapped": lambda: nxdpp.fully_shard(new()),
+    }
+    for name, call in calls.items():
+        try:
+            call()
+        except (RuntimeError, TypeError, ValueError) as error:
+            found[name] = str(error)
+    train(model, steps=1)
+    model.local_module.layers[0].first.weight = nn.Parameter(torch.zeros(HIDDEN, HIDDEN, dtype=torch.float64))
+    try:
+        train(model, steps=1)
+    except RuntimeError as error:
+        found["a replaced parameter"] = str(error)
+    return found
+
+
+def held(rank: int) -> str:
+    """The error of a parameter that a list holds."""
+    parallel_state.initialize_model_parallel(hang_timeout=60)
+    try:
+        train(wrap(new(ListModel), shards=True), steps=1)
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def test_what_would_be_wrong_is_refused() -> None:
+    for rank in run_ranks(2, refusals):
+        assert "call it once" in rank["a second call"]
+        assert "stays torch.float64 on cpu: convert and move" in rank["a dtype"]
+        assert rank["a device of no memory"]
+        assert "fully_shard takes a wrapped model" in rank["a model that is not wrapped"]
+        assert "is no longer in the model, or another tensor has its place" in rank["a replaced parameter"]
+
+
+def test_a_parameter_that_a_list_holds_is_refused() -> None:
+    for error in run_ranks(2, held):
+        assert "fully_shard has put another in its place" in error
