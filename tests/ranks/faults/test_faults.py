@@ -119,7 +119,7 @@ def test_a_rank_that_hangs_before_a_gather_is_named() -> None:
     assert sorted(lines) == list(range(RANKS)), ended.output
     named = r"rank 2 hangs: run_train step 3, stage 1, forward of microbatch 0, for \d+ s, in `loop_in_a_layer`"
     assert all(re.match(named, line) for line in lines.values()), ended.output
-    gathers = r"^  rank 3: run_train step 3, stage 1, .* waits for the gather of parameters, with rank 2"
+    gathers = r"^  rank 3: run_train step 3, stage 1, .* waits for \d+ s in the gather of parameters, with rank 2"
     assert re.search(gathers, ended.output, re.M), ended.output
 
 
