@@ -100,14 +100,16 @@ class EachMicrobatch(RankShards):
 
     def _after_forward(
         self, layers: Sequence[ShardedLayer], number: int, module: nn.Module, arguments: Any, output: Any
-    ) -> None:
+    ) -> Any:
         if self._pass is not None or not self._is_computing:
-            return
+            return output
+        output = self._outside(output)
         _free(layers[number].units)
         if torch.is_grad_enabled():
             for leaf in pytree.tree_leaves(output):
                 if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
                     leaf.register_hook(partial(self._before_backward, number))
+        return output
 
     def _before_backward(self, number: int, gradient: torch.Tensor) -> None:
         """Hook of the output of layer ``number``: its backward comes next."""

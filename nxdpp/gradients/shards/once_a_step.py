@@ -36,6 +36,7 @@ class OnceAStep(RankShards):
         # Of the present last backward, in the order in which all replicas reduce.
         self._queue: deque[ShardedUnit] = deque()
         self._missing: dict[ShardedUnit, set[int]] = {}
+        self._reduced: ShardedUnit | None = None
 
     def begin(self, train: bool, reduces: bool) -> None:
         """Begin a step, as ``RankShards.begin`` does, and start to gather all units."""
@@ -94,15 +95,17 @@ class OnceAStep(RankShards):
         while self._queue and not self._missing[self._queue[0]]:
             first = self._queue.popleft()
             self._reduce(first)
-            if first.trains_all:
-                # Frozen parameters may still be needed.
-                first.free()
+            # Its own backward may still read it, which is over once the unit before it is at its end.
+            if self._reduced is not None:
+                self._reduced.free()
+            # Frozen parameters may be needed later.
+            self._reduced = first if first.trains_all else None
 
     def _leave(self, stage: StageShards) -> None:
         """End ``stage``: reduce what is not reduced, and free all of it that no later action needs."""
         while self._queue:
             self._reduce(self._queue.popleft())
-        self._missing = {}
+        self._missing, self._reduced = {}, None
         for unit in stage.units:
             self._remaining_stages[unit] -= 1
             if not self._remaining_stages[unit]:

@@ -10,11 +10,12 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from nxdpp.agreement.exchange import ReplicaExchanges
 from nxdpp.gradients.shards.unit import ShardedUnit
@@ -92,6 +93,18 @@ class RankShards(ABC):
         """Put the parameters of the units into the containers of ``program`` too, which runs a stage."""
         for unit in self.units:
             unit.add_program(program)
+        forward = program.forward
+        program.forward = lambda *arguments: self._outside(forward(*arguments))
+
+    def _outside(self, values: Any) -> Any:
+        """Return ``values`` with copies of views of parameters, which would lose their memory."""
+        return pytree.tree_map(self._outside_of_units, values)
+
+    def _outside_of_units(self, leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        storage = leaf.untyped_storage()._cdata
+        return leaf.clone() if any(storage in unit.storages for unit in self.units) else leaf
 
     def begin(self, train: bool, reduces: bool) -> None:
         """Begin a step; collective over the replicas. It ``reduces`` gradients unless they stay on each replica.

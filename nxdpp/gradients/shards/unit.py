@@ -41,6 +41,7 @@ class ShardedUnit:
     Attributes:
         parameters: the sharded ones.
         trains_all: ``True`` if none of them is frozen.
+        storages: addresses of the objects that have the memory of the whole parameters, which stay the same.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class ShardedUnit:
         group.force_sum_reduction_for_comms = True
         group.gradient_divide_factor = None if mean else 1.0
         self.is_trained = self.trains_all = False
+        self.storages: frozenset[int] = frozenset()
         self._programs: WeakKeyDictionary[nn.Module, dict[str, int]] = WeakKeyDictionary()
         for parameter, own in zip(self.parameters, attributes, strict=True):
             _give(parameter, own)
@@ -126,6 +128,9 @@ class ShardedUnit:
         with Wait("gather of parameters", self._ranks):
             self._group.wait_for_unshard()
         if is_first:
+            self.storages = frozenset(
+                each._unsharded_param.untyped_storage()._cdata for each in self._group.fsdp_params
+            )
             for each, own in zip(self._group.fsdp_params, self._attributes, strict=True):
                 _give(each._unsharded_param, own)
         self._put_into_programs([each._unsharded_param for each in self._group.fsdp_params])
