@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -83,6 +84,7 @@ class RankShards(ABC):
         self, stages: Mapping[int, StageShards], exchanges: ReplicaExchanges, changes: Changes, module: nn.Module
     ) -> None:
         self._module = module
+        self._programs: WeakSet[nn.Module] = WeakSet()
         self._stages = stages
         self._exchanges = exchanges
         self._changes = changes
@@ -91,6 +93,9 @@ class RankShards(ABC):
 
     def add_program(self, program: nn.Module) -> None:
         """Put the parameters of the units into the containers of ``program`` too, which runs a stage."""
+        if program in self._programs:
+            return
+        self._programs.add(program)
         for unit in self.units:
             unit.add_program(program)
         forward = program.forward
