@@ -24,8 +24,7 @@ for name in ("model", "data", "output"):
 parser.add_argument("--steps", type=int, default=200)
 parser.add_argument("--lora", action="store_true", help="train adapters in place of all weights")
 parser.add_argument("--four-bit", action="store_true", help="adapters over frozen 4-bit weights of bitsandbytes")
-no_gpu = not torch.accelerator.is_available()
-parser.add_argument("--cpu", action="store_true", default=no_gpu, help="float32 on the CPU; by default without a GPU")
+parser.add_argument("--cpu", action="store_true", default=not torch.accelerator.is_available(), help="float32, no GPU")
 parser.add_argument("--resume", action="store_true", help="go on from the newest complete checkpoint of OUTPUT")
 parser.add_argument("--prompt", default="Once upon a time", help="what the tuned model answers")
 parser.add_argument("--push", metavar="OWNER/NAME", help="private repository on the hub that gets the result")
@@ -34,14 +33,12 @@ asked = parser.parse_args()
 kind, adapts = "text" if asked.data.endswith(".txt") else "json", asked.lora or asked.four_bit
 rows = load_dataset(kind, data_files=asked.data, split="train").train_test_split(0.1, seed=0)
 tokenizer = AutoTokenizer.from_pretrained(asked.model)
-dtype = torch.float32 if asked.cpu else torch.bfloat16
+dtype = "float32" if asked.cpu else "bfloat16"
 four_bit = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
 batches = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 8}  # 8 microbatches of 2 rows
-often = max(asked.steps // 4, 1)
-schedule = {"max_steps": asked.steps, "eval_strategy": "steps", "eval_steps": often, "save_steps": often}
-device = {"use_cpu": asked.cpu, "bf16": not asked.cpu}
-rate = 2e-4 if adapts else 2e-5
-args = SFTConfig(asked.output, learning_rate=rate, report_to="none", **batches, **schedule, **device)
+schedule = {"max_steps": asked.steps, "eval_strategy": "steps", "eval_steps": (often := max(asked.steps // 4, 1))}
+numbers = {"save_steps": often, "learning_rate": 2e-4 if adapts else 2e-5, "use_cpu": asked.cpu, "bf16": not asked.cpu}
+args = SFTConfig(asked.output, report_to="none", **batches, **schedule, **numbers)
 given: dict[str, Any] = {"quantization_config": four_bit if asked.four_bit else None}
 given["peft_config"] = LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM") if adapts else None
 trainer = PipelineSFTTrainer(asked.model, args, None, rows["train"], rows["test"], tokenizer, **given)
@@ -49,7 +46,6 @@ trainer.add_callback(MetricsCallback(trainer))  # python -m nxdpp watch OUTPUT
 complete = sorted(Path(asked.output).glob("checkpoint-*/trainer_state.json"), key=lambda file: file.stat().st_mtime)
 trainer.train(resume_from_checkpoint=str(complete[-1].parent) if asked.resume and complete else None)
 trainer.save_model()  # from_pretrained reads OUTPUT
-
 inputs = tokenizer(asked.prompt, return_tensors="pt")
 if "messages" in rows["train"].column_names:
     chat = [{"role": "user", "content": asked.prompt}]
@@ -61,5 +57,4 @@ if args.process_index == 0:
     trainer.create_model_card()
     if asked.push:
         HfApi().create_repo(asked.push, private=True, exist_ok=True)
-        left_out = ["checkpoint-*", "metrics/*", "training_args.bin"]
-        HfApi().upload_folder(repo_id=asked.push, folder_path=asked.output, ignore_patterns=left_out)
+        HfApi().upload_folder(repo_id=asked.push, folder_path=asked.output, ignore_patterns=["*/*", "*.bin"])

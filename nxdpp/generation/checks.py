@@ -214,10 +214,11 @@ def check_same(
 
 def _state(root: nn.Module, device: torch.device) -> list[str]:
     """Return all that a forward of ``root`` depends on besides its arguments: its mode, its adapters and autocast."""
+    # Models of transformers have methods of these names.
     adapters = {
-        str([getattr(each, name, None) for name in ("active_adapters", "disable_adapters")])
+        str([each.active_adapters, each.disable_adapters])
         for each in listings.modules(root)
-        if hasattr(each, "disable_adapters")
+        if isinstance(getattr(each, "disable_adapters", None), bool)
     }
     return [str(root.training), _autocast_dtype(device), *sorted(adapters)]
 

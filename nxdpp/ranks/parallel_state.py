@@ -32,7 +32,7 @@ from nxdpp.ranks.known_keywords import knows_its_keywords
 from nxdpp.ranks.process_groups import ProcessGroups, build_groups
 from nxdpp.ranks.rank_getters import *  # noqa: F403  # all getters are names of this module
 from nxdpp.ranks.rank_mesh import DIMENSIONS, RankMesh, checked_order
-from nxdpp.ranks.said_once import say_once
+from nxdpp.ranks.said_once import hide_bars, say_once, show_bars
 from nxdpp.ranks.start_checks import check_ones, check_same, check_sizes, checked_folder, checked_shard_size
 
 
@@ -127,6 +127,8 @@ def initialize_model_parallel(
     if world_size > 1:
         failure_watch.start(store, timeouts)
         say_once(store)
+        if dist.get_rank() > 0:
+            hide_bars()
     with failure_watch.reported():
         current_state.replace(build_groups(rank_mesh, started_world, own_device, store, timeouts, shard_size))
     board.is_compiling = device_of(own_device).is_compiling
@@ -216,6 +218,7 @@ def destroy_model_parallel() -> None:
     state = current_state.running()
     current_state.replace(None)
     failure_watch.stop()
+    show_bars()
     if isinstance(state, ProcessGroups):
         state.destroy()
 

@@ -1,19 +1,22 @@
-"""Lines and warnings of transformers, printed by one rank: each rank builds the same model and would print the same.
+"""Lines and bars of transformers, printed by one rank: each rank builds the same model and would print the same.
 
 The first rank to say a text prints it, whichever it is; rank 0 may be later. A text that a rank says again is a new
 one. A rank prints all it says once the store has not answered in time.
+
+Progress bars are drawn by rank 0 of the world.
 """
 
 import hashlib
 import logging
 import os
+import sys
 import threading
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from itertools import count
-from typing import TextIO
+from typing import Any, TextIO
 
 from torch.distributed import Store  # type: ignore[attr-defined]  # public, though not in its __all__
 
@@ -21,6 +24,12 @@ LIBRARY = "transformers"
 _FOLDER = f"{os.sep}{LIBRARY}{os.sep}"
 _SECONDS = 5.0
 _ANSWER = "nxdpp_is_first"
+# Libraries that draw bars, with the user's own setting of them.
+_BARS = {
+    "transformers.utils.logging": "HF_HUB_DISABLE_PROGRESS_BARS",
+    "datasets.utils": "HF_DATASETS_DISABLE_PROGRESS_BARS",
+}
+_hidden: list[Any] = []
 
 
 class FirstRankToSay(logging.Filter):
@@ -94,3 +103,21 @@ def say_once(store: Store) -> None:
         for old in [each for each in handler.filters if isinstance(each, FirstRankToSay)]:
             handler.removeFilter(old)
         handler.addFilter(first)
+
+
+def hide_bars() -> None:
+    """Draw no progress bars of transformers, the Hugging Face hub and datasets on this rank until ``show_bars``.
+
+    Only of libraries that are imported, and not against the user's variable or call.
+    """
+    for name, setting in _BARS.items():
+        library: Any = sys.modules.get(name)
+        if library is not None and setting not in os.environ and library.is_progress_bar_enabled():
+            library.disable_progress_bar()
+            _hidden.append(library)
+
+
+def show_bars() -> None:
+    """Draw the progress bars again that ``hide_bars`` took away."""
+    while _hidden:
+        _hidden.pop().enable_progress_bar()

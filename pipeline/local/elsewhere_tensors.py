@@ -82,9 +82,10 @@ _Held = TypeVar("_Held", bound=ElsewhereTensor)
 def parameter_elsewhere(parameter: nn.Parameter, name: str) -> ElsewhereParameter:
     """Return what is in place of ``parameter`` on a rank that does not hold it; ``name`` is its name.
 
-    Raises ``ValueError`` for a ``DTensor``, and for one that stands for several tensors, as torchao's quantized ones.
+    Raises ``ValueError`` for a ``DTensor``, and for one that stands for several tensors, unless it is frozen and of
+    torchao.
     """
-    if is_traceable_wrapper_subclass(parameter):
+    if is_traceable_wrapper_subclass(parameter) and not is_frozen_of_torchao(parameter):
         # Here only, since its import takes long.
         from torch.distributed.tensor import DTensor
 
@@ -95,18 +96,27 @@ def parameter_elsewhere(parameter: nn.Parameter, name: str) -> ElsewhereParamete
                 f"before fully_shard or parallelize_module; nxdpp.tensor_parallelize divides it."
             )
         raise ValueError(
-            f"{name} is a {kind.__name__}, which stands for several tensors, and a stage holds plain "
-            f"ones. For adapters over quantized weights load the model with BitsAndBytesConfig(load_in_4bit=True)."
+            f"{name} is a {kind.__name__}, which stands for several tensors, and a stage holds plain ones and frozen "
+            f"ones of torchao. For adapters over torchao's weights freeze it: requires_grad_(False)."
         )
-    made = ElsewhereParameter(_on_meta(parameter), parameter.requires_grad)
+    made = ElsewhereParameter(on_meta(parameter), parameter.requires_grad)
     made.is_freed = not parameter.is_meta or (isinstance(parameter, ElsewhereParameter) and parameter.is_freed)
     copy_tensor_model_parallel_attributes(made, parameter)
     return _held_as(name, made)
 
 
+def is_frozen_of_torchao(tensor: torch.Tensor) -> bool:
+    """Return whether ``tensor`` is a frozen quantized weight of torchao, which stands for several tensors."""
+    return (
+        is_traceable_wrapper_subclass(tensor)
+        and not tensor.requires_grad
+        and type(tensor).__module__.partition(".")[0] == "torchao"
+    )
+
+
 def buffer_elsewhere(buffer: torch.Tensor, name: str) -> ElsewhereTensor:
     """Return what is in place of ``buffer`` on a rank that does not hold it; ``name`` is its name."""
-    return _held_as(name, _on_meta(buffer).as_subclass(ElsewhereTensor))
+    return _held_as(name, on_meta(buffer).as_subclass(ElsewhereTensor))
 
 
 def take_back(root: nn.Module) -> None:
@@ -128,13 +138,16 @@ def ordinary(tensor: torch.Tensor) -> torch.Tensor:
     if not isinstance(tensor, ElsewhereTensor):
         return tensor
     if not isinstance(tensor, nn.Parameter):
-        return _on_meta(tensor)
-    parameter = nn.Parameter(_on_meta(tensor), tensor.requires_grad)
+        return on_meta(tensor)
+    parameter = nn.Parameter(on_meta(tensor), tensor.requires_grad)
     copy_tensor_model_parallel_attributes(parameter, tensor)
     return parameter
 
 
-def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
+def on_meta(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a plain tensor on the meta device like ``tensor``, which may be a frozen quantized weight of torchao."""
+    if is_frozen_of_torchao(tensor):
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
     with torch._C.DisableTorchFunctionSubclass():
         return torch.empty_like(tensor, device="meta")
 

@@ -21,7 +21,7 @@ from nxdpp.gradients.replaced_parameters import (
     warn_of_replaced,
     watch_replaced,
 )
-from nxdpp.gradients.shards.local_tensors import sharded_as
+from nxdpp.gradients.shards.local_tensors import is_sharded
 from nxdpp.initialization.allocation import allocate
 from nxdpp.pipeline import arguments
 from nxdpp.pipeline.local import half_loaded
@@ -36,6 +36,7 @@ from nxdpp.pipeline.local.state_check import check_state
 from nxdpp.pipeline.p2p.transport import Transport
 from nxdpp.ranks import parallel_state
 from nxdpp.tensor.move_model_to_device import checked_device, keep_attributes, move_model_to_device
+from nxdpp.tensor.shards import with_rows_of
 from nxdpp.tracing.modules import listings
 
 
@@ -218,7 +219,7 @@ class LocalUpkeep:
         """Load as ``Module.load_state_dict`` does; with ``assign``, attributes of parameters and ties are kept.
 
         Tensors of ``state_dict`` that only other ranks hold are left out. Tensors on the meta device get memory if
-        ``state_dict`` has values for them.
+        ``state_dict`` has values for them. Of a whole tensor in the place of a shard the rank takes its rows.
 
         Raises:
             RuntimeError: for names or shapes that do not match, and for an optimizer that holds a parameter to be
@@ -255,18 +256,16 @@ class LocalUpkeep:
         return target
 
     def _local(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return ``state_dict`` without tensors that only other ranks hold, and with rows for sharded ones."""
-        own = self._tree.state_dict(keep_vars=True)
-        elsewhere = set(state_of_all_names(self._part.root)) - set(own)
+        """Return ``state_dict`` without the tensors that only other ranks hold."""
+        own = self._tree.state_dict()
+        elsewhere = set(state_of_all_names(self._part.root)) - own.keys()
         local = OrderedDict(
-            (name, sharded_as(own[name], value) if isinstance(own.get(name), torch.Tensor) else value)
-            for name, value in state_dict.items()
-            if name not in elsewhere
+            (name, _as_own(value, own.get(name))) for name, value in state_dict.items() if name not in elsewhere
         )
         for names in self._part.tied.names:
             # A file of Hugging Face, and named_parameters(), have one name of a tied weight.
             for given in [name for name in names if name in local][:1]:
-                local = OrderedDict(dict.fromkeys(set(own).intersection(names), local[given])) | local
+                local = OrderedDict(dict.fromkeys(own.keys() & set(names), local[given])) | local
         if hasattr(state_dict, "_metadata"):
             # Versions of modules, which torch keeps next to the tensors.
             vars(local)["_metadata"] = state_dict._metadata
@@ -330,6 +329,13 @@ def _stored_names(tree: nn.Module) -> dict[str, str]:
     return {
         name: stored[id(parameter)].popleft() if id(parameter) in stored else name for name, parameter in parameters
     }
+
+
+def _as_own(value: Any, own: Any) -> Any:
+    """``value`` of a state dict, or its rows where ``own`` is a shard."""
+    if not isinstance(value, torch.Tensor) or not is_sharded(own) or is_sharded(value) or value.shape != own.shape:
+        return value
+    return with_rows_of(value, own)
 
 
 def _is_on_meta(value: Any) -> bool:

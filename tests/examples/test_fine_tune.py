@@ -66,6 +66,10 @@ def tune_twice(rank: int, folder: Path) -> list[tuple[str, list[Any]]]:
     ]
 
 
+def test_the_example_is_one_page() -> None:
+    assert len(EXAMPLE.read_text().splitlines()) <= 60
+
+
 def test_a_model_is_tuned_resumed_and_generates(tmp_path: Path) -> None:
     publish(tmp_path)
     tuned = tmp_path / "of chats.jsonl"

@@ -5,6 +5,7 @@ import logging
 import os
 import threading
 import warnings
+from contextlib import redirect_stderr
 from typing import Any
 
 import pytest
@@ -43,6 +44,42 @@ def test_a_text_of_all_ranks_is_printed_once_each_time() -> None:
     assert [each.count(f"of rank {rank}") for rank, each in enumerate(printed)] == [4] * 3
     assert sum(each.count("of all ranks") for each in shown) == 2 * 2
     assert [each.count("of the program") for each in shown] == [2] * 3
+
+
+def bars(rank: int, variable: str) -> list[tuple[bool, bool, str]]:
+    """Whether transformers and datasets draw bars, and a bar, before a world, in it and after it."""
+    if variable:
+        os.environ[variable] = "0"
+    import datasets
+    from transformers.utils import logging as library
+
+    def now() -> tuple[bool, bool, str]:
+        drawn = io.StringIO()
+        with redirect_stderr(drawn):
+            datasets.Dataset.from_dict({"a": [1]}).map(lambda row: row, desc="over rows")
+            list(library.tqdm([1], desc="over weights"))
+        return library.is_progress_bar_enabled(), not datasets.are_progress_bars_disabled(), drawn.getvalue()
+
+    found = [now()]
+    # Rank 1 has a setting of its own in the second world.
+    for _ in range(2):
+        parallel_state.initialize_model_parallel()
+        found.append(now())
+        parallel_state.destroy_model_parallel()
+        found.append(now())
+        if rank == 1:
+            library.disable_progress_bar()
+    return found
+
+
+def test_one_rank_draws_bars_unless_the_user_has_set_them() -> None:
+    first, other = run_ranks(2, bars, "")
+    assert [each[:2] for each in first] == [(True, True)] * 5
+    assert [each[:2] for each in other] == [(True, True), (False, False), (True, True), (False, False), (False, True)]
+    assert all("over rows" in drawn and "over weights" in drawn for _, _, drawn in first)
+    assert other[1][2] == ""
+    _, other = run_ranks(2, bars, "HF_DATASETS_DISABLE_PROGRESS_BARS")
+    assert [each[:2] for each in other] == [(True, True), (False, True), (True, True), (False, True), (False, True)]
 
 
 class CountingStore:

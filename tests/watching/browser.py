@@ -2,9 +2,9 @@
 
 A command of its own: neither the suite nor ``.ci/run`` calls it.
 
-It serves a made-up run, looks at 1200 and at 400 pixels, light and dark, and writes a screenshot of each. It fails for
-a request to elsewhere, an error of the page's script, a page that is wider than its window, and a step that does not
-appear.
+It serves a made-up run with experts, a long name and a curve of one point, looks at 1200 and at 400 pixels, light and
+dark, and writes a screenshot of each. It fails for a request to elsewhere, an error of the page's script, a page that
+is wider than its window, and a step that does not appear.
 """
 
 import re
@@ -19,6 +19,8 @@ from nxdpp.watching.metrics_reader import RunMetrics
 from nxdpp.watching.page import server
 from tests.watching.runs import BEGAN, lines, step, whole_run
 
+MORE = {"experts": [30, 10, 20, 20], "a_name_of_a_number_of_the_user_that_is_wider_than_its_box": 1.0}
+
 DIED = "stops because rank 1 died without an error: killed (a signal, no memory), crashed, or ended by os._exit"
 
 
@@ -28,7 +30,7 @@ def main(out: Path) -> None:
 
     out.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory() as name, sync_playwright() as playwright:
-        folder = whole_run(Path(name), experts=[30, 10, 20, 20])
+        folder = whole_run(Path(name))
         with server(RunMetrics(folder), 0) as served:
             Thread(target=served.serve_forever, daemon=True).start()
             address = f"http://127.0.0.1:{served.server_address[1]}/"
@@ -58,8 +60,10 @@ def _look(page: Any, address: str, folder: Path, last: int) -> None:
     page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
     page.goto(address)
     page.get_by_text(f"step {last - 1} of 40").wait_for()
-    lines(folder, 0, step(0, last))
+    lines(folder, 0, step(0, last, **MORE))
     page.get_by_text(f"step {last} of 40").wait_for()
+    page.get_by_text("4 experts: the most is 1.5 of the mean").wait_for()
+    assert page.title().startswith(f"step {last} · ")
     page.locator("#curves svg").first.hover()
     # The value under the pointer; the axis has "step 1" too.
     page.get_by_text(re.compile(r"step \d+: ")).first.wait_for()

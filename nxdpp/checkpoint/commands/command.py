@@ -58,15 +58,20 @@ def _add_convert(actions: "argparse._SubParsersAction[argparse.ArgumentParser]")
         help="write the model in another format",
         description="Write the model of a checkpoint in another format, tensor by tensor: the largest tensor is in "
         "memory, for dcp in a few copies, and no model. Sources: a checkpoint of nxdpp, a Hugging Face directory, "
-        "files of NeuronX Distributed's ranks (nxd), a directory of torch.distributed.checkpoint (dcp). Only the model "
-        "is written, without the optimizer: for dcp the flat state dict of one process, which "
-        "torch.distributed.checkpoint.load and dcp_to_torch_save read. Values keep their dtypes.",
+        "files of NeuronX Distributed's ranks (nxd), a directory of torch.distributed.checkpoint (dcp). For dcp it is "
+        "the flat state dict of one process, which torch.distributed.checkpoint.load and dcp_to_torch_save read. "
+        "Values keep their dtypes.",
     )
     convert.add_argument("source", metavar="SOURCE", type=Path, help=f"{_PATH}; or a directory of the other formats")
     convert.add_argument("destination", metavar="DESTINATION", type=Path, help="a directory that has no checkpoint")
     convert.add_argument("--to", choices=_FORMATS, required=True, help="format of DESTINATION")
     convert.add_argument(
         "--config", type=Path, metavar="DIR", help="Hugging Face configuration of the model (that in SOURCE)"
+    )
+    convert.add_argument(
+        "--with-optimizer",
+        action="store_true",
+        help="nxdpp to dcp, or back, with the optimizer's state, under the keys model and optimizer",
     )
     convert.add_argument(
         "--plain", action="store_true", help="the model is not of transformers: its tensors keep their names"
@@ -104,6 +109,7 @@ def run(options: argparse.Namespace) -> int:
             blocks=options.blocks,
             plain=options.plain,
             largest=options.max_shard_size,
+            optimizer=options.with_optimizer,
         )
         return 0
     from nxdpp.checkpoint.commands.show import show, verify

@@ -3,7 +3,9 @@
 Here are the dispatch, and a checkpoint of nxdpp as source and as destination.
 """
 
+import itertools
 import secrets
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +17,10 @@ from nxdpp.checkpoint.commands.dcp import dcp_source, write_dcp
 from nxdpp.checkpoint.commands.formats import Format, format_of, opened
 from nxdpp.checkpoint.commands.huggingface import huggingface_source, write_huggingface
 from nxdpp.checkpoint.commands.rank_directory import rank_source, write_ranks
-from nxdpp.checkpoint.commands.source import Source, check_free, meta_model, plain_model, with_dtypes
+from nxdpp.checkpoint.commands.source import Source, SourceOptimizer, check_free, meta_model, plain_model, with_dtypes
 from nxdpp.checkpoint.distributed import directory
 from nxdpp.checkpoint.distributed.directory import DOCUMENT
-from nxdpp.checkpoint.distributed.document import OF_MODEL, write_document
+from nxdpp.checkpoint.distributed.document import OF_MODEL, OF_OPTIMIZER, Document, write_document
 from nxdpp.checkpoint.distributed.reads import read_tensors
 from nxdpp.checkpoint.distributed.rectangles import whole
 from nxdpp.checkpoint.files.checksummed_writer import write_streamed
@@ -37,6 +39,7 @@ def convert(
     blocks: bool = False,
     plain: bool = False,
     largest: int | None = None,
+    optimizer: bool = False,
 ) -> None:
     """Write the model of ``path`` in a different format.
 
@@ -50,6 +53,7 @@ def convert(
         blocks: fused weights of ranks are divided as ``tensor_parallelize`` divides them.
         plain: the model is not of transformers; its tensors keep their names.
         largest: bytes of a file, for the format ``huggingface``; ``None`` for 1 GB.
+        optimizer: write the optimizer's state too, between the formats ``nxdpp`` and ``dcp``.
 
     Raises ``ValueError`` for a source that is no checkpoint or has the format already, for a destination that has
     a checkpoint or is not on a file system, and for options that do not fit the formats.
@@ -71,7 +75,16 @@ def convert(
         raise ValueError("--plain is for a module without a configuration: leave it or --config out.")
     if plain and "nxd" in (to, kind):
         raise ValueError("files of ranks need the configuration of a transformers model: give --config, not --plain.")
-    source = rank_source(path, config, blocks) if kind == "nxd" else _SOURCES[kind](path, config, plain)
+    if optimizer and {kind, to} != {"nxdpp", "dcp"}:
+        raise ValueError(f"--with-optimizer is for nxdpp to dcp, or back, and not for {kind} to {to}: leave it out.")
+    if kind == "nxd":
+        source = rank_source(path, config, blocks)
+    elif kind == "huggingface":
+        source = huggingface_source(path, config, plain)
+    else:
+        source = (dcp_source if kind == "dcp" else sharded_source)(path, config, plain, optimizer)
+    if optimizer and source.optimizer is None:
+        raise ValueError(f"{path} has no optimizer: leave out --with-optimizer.")
     if to == "nxdpp":
         write_sharded(source, destination)
     elif to == "nxd":
@@ -84,8 +97,10 @@ def convert(
     print(f"{destination}: {len(source.layouts):,} tensors of {path}, {count:,} bytes, as {to}.")
 
 
-def sharded_source(path: Path, config: Path | None, plain: bool = False) -> Source:
+def sharded_source(path: Path, config: Path | None, plain: bool = False, optimizer: bool = False) -> Source:
     """Return the model of the checkpoint ``path``, as ``plain`` tensors by their own names or of its configuration.
+
+    With ``optimizer`` its state is there too, if the checkpoint has one.
 
     Raises ``ValueError`` for a checkpoint without a model, and where its tensors do not fit the configuration.
     """
@@ -107,11 +122,25 @@ def sharded_source(path: Path, config: Path | None, plain: bool = False) -> Sour
         read_tensors(folder, metadata, {f"{OF_MODEL}{sources[name]}": whole(values)})
         return values
 
-    return Source(model, layouts, read)
+    return Source(model, layouts, read, _optimizer_in(folder, document) if optimizer else None)
+
+
+def _optimizer_in(folder: Path, document: Document) -> SourceOptimizer | None:
+    content = document.content["optimizer"]
+    if content is None:
+        return None
+    layouts = {f"{OF_OPTIMIZER}{name}": each for name, each in document.layouts(OF_OPTIMIZER).items()}
+
+    def read(name: str) -> torch.Tensor:
+        values = torch.empty(layouts[name].shape, dtype=layouts[name].dtype)
+        read_tensors(folder, document.metadata, {name: whole(values)})
+        return values
+
+    return SourceOptimizer(content, layouts, read)
 
 
 def write_sharded(source: Source, destination: Path) -> None:
-    """Write a checkpoint with only the model, which ``load_checkpoint`` reads in any layout of ranks.
+    """Write a checkpoint of ``source``, which ``load_checkpoint`` reads in any layout of ranks.
 
     Raises ``ValueError`` where there is one already, and ``OSError`` if it cannot be written.
     """
@@ -123,8 +152,13 @@ def write_sharded(source: Source, destination: Path) -> None:
     file = destination / directory.file_name(save, 0)
     document = directory.new_document(destination, save)
     layouts = {f"{OF_MODEL}{name}": each for name, each in source.layouts.items()}
+    values: Iterator[tuple[str, torch.Tensor]] = ((f"{OF_MODEL}{name}", source.read(name)) for name in source.layouts)
+    if source.optimizer is not None:
+        read = source.optimizer.read
+        layouts |= source.optimizer.layouts
+        values = itertools.chain(values, ((name, read(name)) for name in source.optimizer.layouts))
     try:
-        spans = write_streamed(file, layouts, ((f"{OF_MODEL}{name}", source.read(name)) for name in source.layouts))
+        spans = write_streamed(file, layouts, values)
         tensors = {name: whole(each.on_meta()) for name, each in layouts.items()}
         _, metadata = create_default_global_save_plan([create_default_local_save_plan(tensors, True)])
         places = {MetadataIndex(name, torch.Size([0] * len(layouts[name].shape))): span for name, span in spans.items()}
@@ -139,13 +173,10 @@ def write_sharded(source: Source, destination: Path) -> None:
 
 
 def _content(source: Source) -> dict[str, Any]:
-    absent = ("layout", "optimizer", "scheduler", "grad_scaler", "user_content")
     return {
-        **dict.fromkeys(absent),
+        **dict.fromkeys(("layout", "scheduler", "grad_scaler", "user_content")),
+        "optimizer": None if source.optimizer is None else source.optimizer.content,
         "ties": source.model.tensors.ties,
         "configuration": source.model.texts or None,
         "random": [],
     }
-
-
-_SOURCES = {"nxdpp": sharded_source, "huggingface": huggingface_source, "dcp": dcp_source}

@@ -1,8 +1,10 @@
 """Directory of torch.distributed.checkpoint, as source and as destination of a conversion."""
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
@@ -11,9 +13,18 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from nxdpp.checkpoint.commands.dcp_files import METADATA, SUFFIX, DcpTensor, read_dcp_directory
-from nxdpp.checkpoint.commands.source import MetaModel, Source, check_free, meta_model, plain_model, with_dtypes
-from nxdpp.checkpoint.distributed.directory import flush_directory
+from nxdpp.checkpoint.commands.source import (
+    MetaModel,
+    Source,
+    SourceOptimizer,
+    check_free,
+    meta_model,
+    plain_model,
+    with_dtypes,
+)
+from nxdpp.checkpoint.dcp.directory import DcpTensor, read_dcp_directory
+from nxdpp.checkpoint.dcp.optimizer_entries import found_optimizer, optimizer_key, torch_state
+from nxdpp.checkpoint.distributed.directory import METADATA, SUFFIX, flush_directory
 from nxdpp.checkpoint.files.pieces import layouts_of, listed
 from nxdpp.checkpoint.huggingface.model_tensors import tensors_of
 from nxdpp.checkpoint.huggingface.read_directory import texts_in
@@ -21,14 +32,15 @@ from nxdpp.checkpoint.huggingface.read_directory import texts_in
 _SHOWN = 5
 
 
-def dcp_source(path: Path, config: Path | None, plain: bool = False) -> Source:
+def dcp_source(path: Path, config: Path | None, plain: bool = False, optimizer: bool = False) -> Source:
     """Return the model in the directory ``path``: under a key ``model``, or in no key.
 
     The model is of the configuration in ``config`` or ``path``; a prefix that all its names have is dropped.
-    ``plain`` tensors keep their names. What is left out is printed.
+    ``plain`` tensors keep their names. With ``optimizer`` its state is there too, if ``path`` has one. What is left out
+    is printed.
 
     Raises ``ValueError`` for a damaged directory, where the tensors do not fit the configuration, and for copies of a
-    tied tensor that differ.
+    tied tensor that differ. Raises as ``found_optimizer``.
     """
     directory = read_dcp_directory(path)
     try:
@@ -44,15 +56,22 @@ def dcp_source(path: Path, config: Path | None, plain: bool = False) -> Source:
         sources = _sources(stored, model, path)
     layouts = layouts_of({name: stored[source] for name, source in sources.items()})
     with_dtypes(model, layouts)
-    others = [*directory.others, *(directory.tensors.keys() - {each.name for each in stored.values()})]
+    found = found_optimizer(directory, stored) if optimizer else None
+    known = {each.name for each in stored.values()}.union(() if found is None else found.entries)
+    others = {*directory.others, *directory.tensors} - known
     if others:
         names = listed(sorted(others), _SHOWN)
         print(f"{path}: {len(others):,} entries are not of the model, and are left out: {names}.")
-    return Source(model, layouts, lambda name: stored[sources[name]].read())
+    state = None
+    if found is not None:
+        state = SourceOptimizer(found.content, layouts_of(found.tensors), lambda name: found.tensors[name].read())
+    return Source(model, layouts, lambda name: stored[sources[name]].read(), state)
 
 
 def write_dcp(source: Source, destination: Path) -> None:
-    """Write the state dict of one process, flat, with a tied tensor under each of its names.
+    """Write the state dict of one process, with a tied tensor under each of its names.
+
+    It is flat, and with an optimizer under the keys ``model`` and ``optimizer``.
 
     Each tensor has a file: torch keeps the tensors of a file in memory until it is closed.
 
@@ -64,7 +83,14 @@ def write_dcp(source: Source, destination: Path) -> None:
     check_free(destination, METADATA, *texts)
     destination.mkdir(parents=True, exist_ok=True)
     first = {name: source.model.tensors.ties.get(name, name) for name in tensors_of(source.model.module)}
-    state = {name: source.layouts[own].on_meta() for name, own in first.items()}
+    state: dict[str, Any] = {name: source.layouts[own].on_meta() for name, own in first.items()}
+    reads = {name: partial(source.read, own) for name, own in first.items()}
+    if source.optimizer is not None:
+        content, layouts, read = source.optimizer
+        reads = {f"model.{name}": each for name, each in reads.items()}
+        reads |= {optimizer_key(name): partial(read, name) for name in layouts}
+        of_optimizer = torch_state(content, list(state), lambda name: layouts[name].on_meta())
+        state = {"model": state, "optimizer": of_optimizer}
     writer = FileSystemWriter(destination, single_file_per_rank=False)
     try:
         for name, text in texts.items():
@@ -72,7 +98,7 @@ def write_dcp(source: Source, destination: Path) -> None:
         with warnings.catch_warnings():
             # torch warns of a save without a process group, also where no_dist asks for it.
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
-            save(state, storage_writer=writer, planner=_PlannerOfSource(source, first), no_dist=True)
+            save(state, storage_writer=writer, planner=_PlannerOfSource(reads), no_dist=True)
     except BaseException as error:
         for file in (*destination.glob(f"*{SUFFIX}"), *destination.glob(f"{METADATA}*")):
             file.unlink(missing_ok=True)
@@ -88,14 +114,13 @@ def write_dcp(source: Source, destination: Path) -> None:
 class _PlannerOfSource(DefaultSavePlanner):
     """Plans tensors on the meta device, and reads each when it is written."""
 
-    def __init__(self, source: Source, first: Mapping[str, str]) -> None:
+    def __init__(self, reads: Mapping[str, Callable[[], torch.Tensor]]) -> None:
         super().__init__()
-        self._source = source
-        self._first = first
+        self._reads = reads
 
-    def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
-        """Return the values of a tensor."""
-        return self._source.read(self._first[index.fqn])
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        """Return the values of a tensor, or any other object."""
+        return self._reads[index.fqn]() if index.fqn in self._reads else super().lookup_object(index)
 
 
 def _without_prefix(stored: Mapping[str, DcpTensor], model: MetaModel) -> dict[str, DcpTensor]:
@@ -115,18 +140,11 @@ def _sources(stored: Mapping[str, DcpTensor], model: MetaModel, path: Path) -> d
         if not found:
             continue
         chosen[first] = found[0]
-        values = stored[found[0]].read()
         for name in found[1:]:
-            if not _is_same(stored[name].read(), values):
+            if not stored[name].has_values_of(stored[found[0]]):
                 raise ValueError(
                     f"{name} and {found[0]} differ in {path}, and are one tensor by the configuration: give that of "
                     f"the model that was saved, --config DIR."
                 )
     shapes = {name: each.shape for name, each in stored.items() if name not in copies or name in chosen.values()}
     return model.sources(shapes, chosen, path)
-
-
-def _is_same(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Return whether two tensors have the same shape, dtype and bits."""
-    is_alike = (left.shape, left.dtype) == (right.shape, right.dtype)
-    return is_alike and torch.equal(left.reshape(-1).view(torch.uint8), right.reshape(-1).view(torch.uint8))

@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import Literal
 
-from nxdpp.checkpoint.commands.dcp_files import METADATA, has_dcp_files
+from nxdpp.checkpoint.dcp.directory import has_dcp_files
 from nxdpp.checkpoint.distributed import directory
-from nxdpp.checkpoint.distributed.directory import DOCUMENT
+from nxdpp.checkpoint.distributed.directory import DOCUMENT, METADATA
 from nxdpp.checkpoint.distributed.document import Document, parsed_document, read_document
 from nxdpp.checkpoint.files.checksummed_reader import DamagedFile
 from nxdpp.checkpoint.files.rank_file import rank_files

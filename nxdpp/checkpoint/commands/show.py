@@ -7,9 +7,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from nxdpp.checkpoint.commands.dcp_files import read_dcp_directory
 from nxdpp.checkpoint.commands.formats import format_of, opened, unfinished
 from nxdpp.checkpoint.commands.listing import Listing, sized
+from nxdpp.checkpoint.dcp.directory import read_dcp_directory
 from nxdpp.checkpoint.distributed import directory
 from nxdpp.checkpoint.distributed.directory import DOCUMENT, number_of
 from nxdpp.checkpoint.distributed.document import OF_MODEL, OF_OPTIMIZER, Document, tensors_of
@@ -224,7 +224,7 @@ def _dcp(path: Path, headers: bool = False) -> Listing:
     if headers:
         for tensor in directory.tensors.values():
             tensor.check_headers()
-    layouts, others = layouts_of(directory.tensors), directory.others
+    layouts, others = layouts_of(directory.tensors), list(directory.others)
     pieces = [piece for tensor in directory.tensors.values() for piece in tensor.pieces]
     size = sum(each.bytes for each in layouts.values())
     files = len({piece.path for piece in pieces})

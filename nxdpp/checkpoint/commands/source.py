@@ -4,7 +4,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -101,12 +101,21 @@ def _built(config: Path, texts: dict[str, str]) -> MetaModel:
     return MetaModel(module, texts, model_tensors(module))
 
 
+class SourceOptimizer(NamedTuple):
+    """Optimizer state to convert: its part of a checkpoint's content, and its tensors by their names there."""
+
+    content: dict[str, Any]
+    layouts: dict[str, StoredLayout]
+    read: Callable[[str], torch.Tensor]
+
+
 class Source(NamedTuple):
     """A model to convert, on the meta device; ``read`` returns the values of one of ``layouts``, by its name."""
 
     model: MetaModel
     layouts: dict[str, StoredLayout]
     read: Callable[[str], torch.Tensor]
+    optimizer: SourceOptimizer | None = None
 
 
 def check_free(destination: Path, *names: str) -> None:

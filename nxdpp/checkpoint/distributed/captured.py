@@ -19,42 +19,45 @@ from torch.optim import Optimizer
 
 from nxdpp.agreement.same_values import sample
 from nxdpp.checkpoint.distributed import ranks
-from nxdpp.checkpoint.distributed.model_state import ModelTensors, local_module_of, model_tensors
+from nxdpp.checkpoint.distributed.model_state import ModelTensors, local_module_of, model_tensors, names_of
 from nxdpp.checkpoint.distributed.optimizer_state import Description, held_state, optimizer_class
 from nxdpp.checkpoint.distributed.parameter_groups import SavedGroup, groups_of
-from nxdpp.checkpoint.distributed.rectangles import TensorBlocks, blocks_of, placement_of, whole
+from nxdpp.checkpoint.distributed.rectangles import PlaceInWhole, TensorBlocks, blocks_of, placement_of, whole
 from nxdpp.checkpoint.distributed.shared_reads import owners
 from nxdpp.checkpoint.distributed.structured import decoded, encoded
 from nxdpp.checkpoint.huggingface.read_directory import texts_in
 from nxdpp.devices.kinds import device_of, readable
+from nxdpp.gradients.shards.local_tensors import is_sharded, local_rows
 from nxdpp.pipeline.local.half_loaded import check_whole
 from nxdpp.ranks import parallel_state
-from nxdpp.tensor.padding import Range
 from nxdpp.tensor.random import get_xla_rng_tracker
 from nxdpp.tensor.tensor_attributes import param_is_not_tensor_parallel_duplicate
 
-Part = tuple[str, tuple[Range, ...], tuple[int, ...]]
-"""Name of a parameter, the elements along its divided dimension that a rank has, and the shape there."""
+Part = tuple[str, PlaceInWhole]
+"""Name of a parameter, and the place in it of what a rank has."""
 
 
 @dataclass
 class Described:
     """All of a rank's state except its tensors; ``None`` for what the training does not have.
 
-    ``ties`` is as in ``ModelTensors``. ``configuration`` has files of a transformers model by name, of rank 0.
-    ``groups`` are the optimizer's parameter groups, with this rank's names. ``states`` describes the state of each
-    parameter that this rank keeps; a frozen one has none. ``samples`` has hashes of a sample of each parameter, by name
-    and the part that this rank has; it is empty in one process. ``random`` has the states of this rank's generators,
-    and ``others`` scheduler, scaler and user content as JSON.
+    ``names`` are the model's, and ``configuration`` has files of a transformers model by name, both of rank 0.
+    ``ties`` and ``quantized`` are as in ``ModelTensors``. ``groups`` are the optimizer's parameter groups, with this
+    rank's names. ``states`` describes the state of each parameter that this rank keeps; a frozen one has none.
+    ``samples`` has hashes of a sample of each parameter, by name and the part that this rank has; it is empty in one
+    process. ``random`` has the states of this rank's generators, and ``others`` scheduler, scaler and user content as
+    JSON.
     """
 
     layout: dict[str, int]
+    names: list[str] = field(default_factory=list)
     ties: dict[str, str] | None = None
     configuration: dict[str, str] | None = None
     optimizer: str | None = None
     groups: list[SavedGroup] = field(default_factory=list)
     states: dict[str, Description] = field(default_factory=dict)
     samples: dict[Part, bytes] = field(default_factory=dict)
+    quantized: dict[str, str] = field(default_factory=dict)
     random: Any = None
     others: dict[str, Any] = field(default_factory=dict)
 
@@ -84,16 +87,16 @@ def captured(
     if optimizer is not None:
         check_whole(optimizer)
     if tensors is not None:
-        result.ties = tensors.ties
+        result.ties, result.quantized = tensors.ties, tensors.quantized
         if any(tensor.is_meta for tensor in tensors.tensors.values()):
             raise ValueError("the model has tensors on the meta device, without values: call move_model_to_device().")
-        values = {name: readable(tensor) for name, tensor in tensors.tensors.items()}
+        values = {name: readable(local_rows(tensor)) for name, tensor in tensors.tensors.items()}
         result.samples = _samples(tensors, values)
         for name, tensor in tensors.tensors.items():
             if not _writes(tensor):
                 continue
             # Statistics of batch norms depend on a replica's own batches: save all of them from one replica.
-            into = replicated if isinstance(tensor, nn.Parameter) else of_first
+            into = own if is_sharded(tensor) else replicated if isinstance(tensor, nn.Parameter) else of_first
             into[f"model.{name}"] = blocks_of(values[name], placement_of(tensor))
     if optimizer is not None:
         if tensors is None:
@@ -109,7 +112,7 @@ def captured(
                 result.states[held.name] = description
             into = own if held.is_shard else replicated
             for key, value in held.tensors().items():
-                into[f"optimizer.{held.name}.{key}"] = held.blocks(readable(value))
+                into[f"optimizer.{held.name}.{key}"] = held.blocks(value, readable(local_rows(value)))
     own.update(_own_share(replicated))
     if ranks.replica()[0] == 0:
         own.update(of_first)
@@ -117,6 +120,7 @@ def captured(
     own.update({name: whole(tensor) for name, tensor in states.items()})
     if ranks.rank() == 0:
         result.configuration = None if model is None else configuration_of(model)
+        result.names = [] if model is None else names_of(model)
         given = {"scheduler": scheduler, "grad_scaler": grad_scaler}
         states = {}
         result.others = {
@@ -170,9 +174,7 @@ def _samples(tensors: ModelTensors, values: Mapping[str, torch.Tensor]) -> dict[
     if not ranks.is_several():
         return {}
     parameters = {name: each for name, each in tensors.tensors.items() if isinstance(each, nn.Parameter)}
-    return {
-        (name, placement_of(each).ranges, tuple(each.shape)): sample(values[name]) for name, each in parameters.items()
-    }
+    return {(name, placement_of(each)): sample(values[name]) for name, each in parameters.items()}
 
 
 def _own_share(tensors: dict[str, TensorBlocks]) -> dict[str, TensorBlocks]:

@@ -4,7 +4,7 @@
 
     path/latest                                 tag of the newest checkpoint
     path/step_300/checkpoint.json               the document; a checkpoint is one that has it
-    path/step_300/1f0c-rank00000.safetensors    values; the names are new with each save
+    path/step_300/1f0c-rank00000.safetensors    values; the names are new with each save (.distcp: see dcp/save.py)
 
 A save writes the files, then the document, then ``latest``, and removes older checkpoints after that. Each name comes
 by a rename. So a process that is killed at any moment leaves whole checkpoints, or files that no document names.
@@ -31,10 +31,14 @@ from pathlib import Path
 DOCUMENT = "checkpoint.json"
 LATEST = "latest"
 LOCK = ".lock"
+METADATA = ".metadata"
+"""Names the values of a directory for torch.distributed.checkpoint."""
+SUFFIX = ".distcp"
+"""Ends the names of its files."""
 HEAD_BYTES = 200
 _BEGINNING = b'{"format": "nxdpp", '
 _NUMBER = re.compile(rb'\{"format": "nxdpp", "version": \d+, "number": (\d+),')
-_OURS = re.compile(rf"[0-9a-f]{{8}}-rank\d{{5,}}\.safetensors|\.[0-9a-f]{{8}}-{re.escape(DOCUMENT)}")
+_OURS = re.compile(rf"[0-9a-f]{{8}}-rank\d{{5,}}\.(safetensors|distcp)|\.[0-9a-f]{{8}}-{re.escape(DOCUMENT)}")
 _NEW_LATEST = re.compile(rf"\.{LATEST}\.\d+")
 _LONGEST_NAME = 255
 
@@ -155,9 +159,9 @@ def latest(path: Path) -> str | None:
         return None
 
 
-def file_name(save: str, rank: int) -> str:
+def file_name(save: str, rank: int, suffix: str = ".safetensors") -> str:
     """Name of the file of ``rank`` in a save that is called ``save``: 8 hexadecimal digits."""
-    return f"{save}-rank{rank:05d}.safetensors"
+    return f"{save}-rank{rank:05d}{suffix}"
 
 
 def is_file_of_save(name: str) -> bool:

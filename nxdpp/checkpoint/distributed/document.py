@@ -20,7 +20,7 @@ from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
-from nxdpp.checkpoint.distributed.directory import DOCUMENT, write_text
+from nxdpp.checkpoint.distributed.directory import DOCUMENT, SUFFIX, write_text
 from nxdpp.checkpoint.distributed.document_checks import DIGITS, check_content, metadata_of
 from nxdpp.checkpoint.distributed.rectangles import key_of
 from nxdpp.checkpoint.files.checksummed_reader import DamagedFile
@@ -51,7 +51,7 @@ class Document:
         }
 
     def headers(self) -> dict[str, tuple[int, dict[str, object]]]:
-        """The header of each file by name, and the bytes before the values."""
+        """The header of each file of safetensors by name, and the bytes before the values."""
         spans: dict[MetadataIndex, FileSpan] = self.metadata.storage_data
         layouts = {
             MetadataIndex(name, chunk.offsets): StoredLayout(tuple(chunk.sizes), tensor.properties.dtype)
@@ -63,7 +63,9 @@ class Document:
         for index, span in sorted(spans.items(), key=lambda item: item[1][:3]):
             starts.setdefault(span.file, span.start)
             files.setdefault(span.file, {})[key_of(index)] = layouts[index]
-        return {file: (starts[file], header_of(of_file)) for file, of_file in files.items()}
+        return {
+            file: (starts[file], header_of(of_file)) for file, of_file in files.items() if not file.endswith(SUFFIX)
+        }
 
 
 def write_document(

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from nxdpp.checkpoint.distributed.directory import SUFFIX
 from nxdpp.checkpoint.distributed.structured import decoded, dtype_named
 from nxdpp.checkpoint.files import pieces
 from nxdpp.checkpoint.files.checksummed_writer import holds_dtype
@@ -29,7 +30,7 @@ from nxdpp.checkpoint.files.pieces import FileSpan
 DIGITS = 8
 """Hexadecimal digits of a checksum."""
 _CHECKSUMS = re.compile(rf"([0-9a-f]{{{DIGITS}}})*")
-_SUFFIX = ".safetensors"
+_SUFFIXES = (".safetensors", SUFFIX)
 _LONGEST_NAME = 255
 _END = 2**63
 _OF_GROUP = ("options", "names")
@@ -70,7 +71,7 @@ def metadata_of(tensors: Mapping[str, Any]) -> Metadata:
 
 def _span(name: str, block: Mapping[str, Any], length: int) -> FileSpan:
     file, start, text = block["file"], block["start"], block["checksums"]
-    is_name = isinstance(file, str) and file.isprintable() and Path(file).name == file and file.endswith(_SUFFIX)
+    is_name = isinstance(file, str) and file.isprintable() and Path(file).name == file and file.endswith(_SUFFIXES)
     if not is_name or len(file.encode()) > _LONGEST_NAME:
         raise ValueError(f"a block of {name} is in the file {file!r:.100}")
     if type(start) is not int or not 0 <= start < _END - length:
@@ -121,8 +122,9 @@ def check_content(content: Any, tensors: Mapping[str, TensorStorageMetadata]) ->
     layout = {"ranks": 0} if content["layout"] is None else content["layout"]
     _need(_are(layout, lambda value: type(value) is int), "layout")
     _need(content["layout"] is None or _has(layout, *_LAYOUT), "layout")
-    for key in ("ties", "configuration"):
-        _need(content[key] is None or _are(content[key], lambda value: isinstance(value, str)), key)
+    # A conversion has no quantized weights.
+    for key in ("ties", "configuration", "quantized"):
+        _need(content.get(key) is None or _are(content[key], lambda value: isinstance(value, str)), key)
     parts: dict[str, dict[str, TensorStorageMetadata]] = defaultdict(dict)
     for name, saved in tensors.items():
         parts[part_of(name)][name] = saved

@@ -26,6 +26,8 @@ from typing import Any
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
+from nxdpp.checkpoint.dcp.directory import has_dcp_files
+from nxdpp.checkpoint.dcp.read_document import check_copies, dcp_document
 from nxdpp.checkpoint.distributed.directory import DOCUMENT
 from nxdpp.checkpoint.distributed.document import OF_MODEL, Document, parsed_document, read_document, tensors_of
 from nxdpp.checkpoint.distributed.load_targets import LoadArguments, LoadTargets
@@ -50,16 +52,24 @@ MIXED = "The model has values of two origins now: steps and saves of it are refu
 class Load:
     """One load, whose methods are collective in their order; all ranks raise the errors of the document.
 
-    ``remote`` is the directory of ``folder`` in a store, which has the values.
+    ``remote`` is the directory of ``folder`` in a store, which has the values. A directory of torch's is only asked for
+    the state of an optimizer ``with_optimizer``.
     """
 
-    def __init__(self, folder: Path, exchange: Exchange, remote: RemoteDirectory | None = None) -> None:
-        self._folder, self._remote = folder, remote
+    def __init__(
+        self,
+        folder: Path,
+        exchange: Exchange,
+        remote: RemoteDirectory | None = None,
+        with_optimizer: bool = False,
+    ) -> None:
+        self._folder, self._remote, self._with_optimizer = folder, remote, with_optimizer
         self.exchange = exchange
-        text = zlib.decompress(exchange.from_first(lambda: zlib.compress(self._text(), 1)))
+        found = exchange.from_first(self._found)
+        self._is_of_torch = isinstance(found, Document)
         hosts = exchange.all_together(self._host)
         self._ranks_on_host = hosts.count(hosts[exchange.rank])
-        document = exchange.together(lambda: self._document(text))
+        document = exchange.together(lambda: self._document(found))
         self.content = document.content
         self._metadata = document.metadata
         self._targets = LoadTargets(folder, document)
@@ -76,9 +86,12 @@ class Load:
         self.exchange.together(lambda: self._targets.prepare(given, tensors))
         if tensors is not None and given.strict:
             ties = self.content["ties"]
+            # A directory of torch's has a tied tensor under each of its names.
+            others = tensors.ties if self._is_of_torch else {}
+            self.exchange.together(lambda: None if self.exchange.rank else check_copies(self._folder, others))
             of_model = [name.removeprefix(OF_MODEL) for name in tensors_of(self._metadata) if name.startswith(OF_MODEL)]
             self._check_known(
-                [ties.get(name, name) for name in tensors.tensors],
+                [*(ties.get(name, name) for name in tensors.tensors), *others],
                 of_model,
                 lambda others: (
                     f"{self._folder} has {others}, which the model does not have. Nothing was loaded; "
@@ -116,8 +129,13 @@ class Load:
         # Half is left to whatever else the host runs.
         room = free_host_memory() // (2 * self._ranks_on_host)
         elsewhere = None if self._remote is None else self._remote.read
-        reads = VerifiedReads(self._folder, self._metadata, own, targets.in_new_memory, room, elsewhere)
-        self.exchange.together(reads.verify)
+
+        def verified() -> VerifiedReads:
+            reads = VerifiedReads(self._folder, self._metadata, own, targets.in_new_memory, room, elsewhere)
+            reads.verify()
+            return reads
+
+        reads = self.exchange.together(verified)
         try:
             self.exchange.together(reads.apply)
             with failure_watch.reported():
@@ -136,14 +154,17 @@ class Load:
         """Names of the tensors of the model: all other state is replaced by any load of its object."""
         return {name for name in self._targets.tensors if name.startswith(OF_MODEL)}
 
-    def _text(self) -> bytes:
+    def _found(self) -> bytes | Document:
+        """The document, compressed, or the one of a directory that torch.distributed.checkpoint wrote."""
         if self._remote is not None:
             self._remote.fetch(self._folder / DOCUMENT)
-        return read_document(self._folder)
+        elif not (self._folder / DOCUMENT).is_file() and has_dcp_files(self._folder):
+            return dcp_document(self._folder, self._with_optimizer)
+        return zlib.compress(read_document(self._folder), 1)
 
-    def _document(self, text: bytes) -> Document:
+    def _document(self, found: bytes | Document) -> Document:
         """The document, checked; rank 0 compares the sizes of all files too, before anything is allocated."""
-        document = parsed_document(self._folder, text)
+        document = found if isinstance(found, Document) else parsed_document(self._folder, zlib.decompress(found))
         if self.exchange.rank == 0:
             check_files(self._folder, document.metadata)
         return document
@@ -211,7 +232,7 @@ def load_first_whole(
     """
     for folder, is_last in zip(folders, [False] * (len(folders) - 1) + [True], strict=True):
         try:
-            load = Load(folder, exchange, remote)
+            load = Load(folder, exchange, remote, given.optimizer is not None)
             load.prepare(given)
             return load.read()
         except Exception as error:

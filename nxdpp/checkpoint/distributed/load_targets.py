@@ -23,13 +23,14 @@ from nxdpp.checkpoint.distributed.document import Document, tensors_of
 from nxdpp.checkpoint.distributed.document_checks import part_of
 from nxdpp.checkpoint.distributed.model_state import ModelTensors, is_pipelined
 from nxdpp.checkpoint.distributed.optimizer_state import held_state, is_stepped, not_sharded, optimizer_class
-from nxdpp.checkpoint.distributed.parameter_groups import SavedGroup, new_options
+from nxdpp.checkpoint.distributed.parameter_groups import SavedGroup, check_options, new_options
 from nxdpp.checkpoint.distributed.rectangles import TensorBlocks, blocks_of, placement_of, whole
 from nxdpp.checkpoint.distributed.structured import decoded
 from nxdpp.checkpoint.files.pieces import listed, printable
 from nxdpp.checkpoint.huggingface.model_tensors import WrappedModel
 from nxdpp.devices.kinds import readable
 from nxdpp.gradients.replaced_parameters import check_no_optimizer_holds
+from nxdpp.gradients.shards.local_tensors import is_sharded, local_rows
 from nxdpp.initialization.allocation import with_type_of
 
 
@@ -116,6 +117,13 @@ class LoadTargets:
         saved_ties: Mapping[str, str] = self._content["ties"] or {}
         if self._content["ties"] is None:
             raise ValueError(f"{self._folder} has no model: leave out model=.")
+        known = self._content.get("quantized") or {}
+        for name in sorted(known.keys() & tensors.quantized.keys()):
+            if known[name] != tensors.quantized[name]:
+                raise ValueError(
+                    f"{name} is a quantized weight, which {self._folder} leaves out, and this model's has other "
+                    f"values than the saved model's. Nothing was loaded: load the base that was saved, quantized alike."
+                )
         replaced: list[tuple[torch.Tensor, torch.Tensor]] = []
         missing = []
         for name, tensor in tensors.tensors.items():
@@ -124,7 +132,7 @@ class LoadTargets:
                 missing.append(name)
                 continue
             placement = placement_of(tensor)
-            if torch._debug_has_internal_overlap(tensor) == 1:
+            if torch._debug_has_internal_overlap(local_rows(tensor)) == 1:
                 raise ValueError(f"{name} is an expanded tensor, whose elements share memory: make it by .clone().")
             if tuple(source.size) != placement.shape or source.properties.dtype != tensor.dtype:
                 raise ValueError(
@@ -138,9 +146,11 @@ class LoadTargets:
                 real = with_type_of(torch.zeros_like(tensor, device="cpu", requires_grad=False), tensor)
                 replaced.append((tensor, real))
             key = f"model.{saved_ties.get(name, name)}"
-            self.of_replicas.add(key)
-            values = self._writable(real)
-            self._add(key, blocks_of(values, placement), is_new=values is not tensor)
+            if not is_sharded(tensor):
+                self.of_replicas.add(key)
+            memory = local_rows(real)
+            values = self._writable(memory)
+            self._add(key, blocks_of(values, placement), is_new=real is not tensor or values is not memory)
         if missing and strict:
             raise ValueError(
                 f"{self._folder} lacks {listed(missing)} of the model. Nothing was loaded: build the model that was "
@@ -164,13 +174,17 @@ class LoadTargets:
         if saved is None:
             raise ValueError(f"{self._folder} has no optimizer: leave out optimizer=.")
         own = optimizer_class(optimizer)
-        if saved["class"] != own:
+        # A directory of torch.distributed.checkpoint has options, and no class.
+        if saved["class"] not in ("", own):
             raise ValueError(
                 f"{self._folder} has the state of {printable(saved['class'])}, and the optimizer is {own}: make the "
                 f"optimizer that was saved, or leave out optimizer=."
             )
         names = tensors.names()
-        options = new_options(optimizer, names, [SavedGroup(**group) for group in saved["groups"]])
+        groups = [SavedGroup(**group) for group in saved["groups"]]
+        if not saved["class"]:
+            check_options(optimizer, groups)
+        options = new_options(optimizer, names, groups)
         states = saved["states"]
         place = {name: number for number, group in enumerate(saved["groups"]) for name in group["names"]}
         for held in list(held_state(optimizer, names)):
@@ -180,8 +194,10 @@ class LoadTargets:
             for key, value in state.items():
                 if "tensor" in described[key]:
                     name = f"optimizer.{held.name}.{key}"
-                    values = self._writable(value)
-                    self._add(name, held.blocks(values), is_new=id(values) not in in_use)
+                    memory = local_rows(value)
+                    values = self._writable(memory)
+                    is_new = id(value) not in in_use or values is not memory
+                    self._add(name, held.blocks(value, values), is_new)
                     if not held.is_shard:
                         self.of_replicas.add(name)
             self._after.append(partial(held.give, state, described))

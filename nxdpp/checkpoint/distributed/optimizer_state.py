@@ -9,6 +9,7 @@
 
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from nxdpp.checkpoint.distributed.structured import dtype_named, is_scalar, read
 from nxdpp.gradients.gradient_dtype import master_dtype
 from nxdpp.gradients.optimizer.fp32_adamw import AdamW_FP32OptimParams
 from nxdpp.gradients.optimizer.zero1 import Zero1Optimizer
+from nxdpp.gradients.shards.local_tensors import is_sharded, local_rows
 
 MASTER = "master"
 """Key of the values that an optimizer steps in place of a parameter in lower precision."""
@@ -57,7 +59,7 @@ class Held:
     @property
     def is_shard(self) -> bool:
         """Other replicas keep the rest of the parameter's state."""
-        return self.values is not self.parameter
+        return self.values is not self.parameter or is_sharded(self.parameter)
 
     @property
     def keeps_master(self) -> bool:
@@ -80,12 +82,20 @@ class Held:
         """
         return {key: self._described(key, value) for key, value in self.state().items()}
 
-    def blocks(self, value: torch.Tensor) -> TensorBlocks:
-        """``value`` of the state as rectangles of the whole."""
+    def blocks(self, value: torch.Tensor, memory: torch.Tensor) -> TensorBlocks:
+        """``memory``, which has this rank's elements of ``value`` of the state, as rectangles of the whole."""
         placement = placement_of(self.parameter)
-        if value.shape != self.values.shape:
+        if not self._is_of_elements(value):
             placement = PlaceInWhole(tuple(value.shape), tuple(value.shape), -1, ())
-        return blocks_of(value, placement, self.start)
+        return blocks_of(memory, placement, self.start)
+
+    def _is_of_elements(self, value: Any) -> bool:
+        """Return whether ``value`` is a tensor with an element for each of the stepped values, on the same ranks."""
+        if not isinstance(value, torch.Tensor) or value.shape != self.values.shape:
+            return False
+        if is_sharded(value) and is_sharded(self.values):
+            return bool(value.placements == self.values.placements)
+        return is_sharded(value) == is_sharded(self.values)
 
     def leaves_master(self, saved: Description) -> bool:
         """Return whether ``saved`` has a master copy for which the optimizer has no place."""
@@ -115,7 +125,12 @@ class Held:
                 old = self.values
             shape = torch.Size(described.get("shape", self.values.shape))
             fits = isinstance(old, torch.Tensor) and (old.shape, old.dtype) == (shape, dtype)
-            state[key] = old if fits else torch.zeros(shape, dtype=dtype, device=self.values.device)
+            if is_sharded(self.values):
+                fits = fits and self._is_of_elements(old)
+                made = partial(torch.zeros_like, self.values, requires_grad=False)
+            else:
+                made = partial(torch.zeros, shape, device=self.values.device)
+            state[key] = old if fits else made(dtype=dtype)
         return state
 
     @torch.no_grad()
@@ -159,7 +174,7 @@ class Held:
         if value.layout != torch.strided:
             raise ValueError(f"the state {key!r} of {self.name} is a tensor of layout {value.layout}: {_KINDS}")
         dtype = str(value.dtype).removeprefix("torch.")
-        if value.shape == self.values.shape:
+        if self._is_of_elements(value):
             return {"tensor": dtype}
         self._check_whole(key, value.shape)
         return {"tensor": dtype, "shape": list(value.shape)}
@@ -169,7 +184,7 @@ class Held:
         if placement_of(self.parameter).dim >= 0 or self.is_shard:
             raise ValueError(
                 f"the state {key!r} of {self.name} has shape {list(shape)}, and this rank has a part of the parameter, "
-                f"of shape {list(self.values.shape)}: {_KINDS}"
+                f"of shape {list(local_rows(self.values).shape)}: {_KINDS}"
             )
 
 

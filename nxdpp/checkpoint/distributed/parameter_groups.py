@@ -109,6 +109,17 @@ def new_options(optimizer: Optimizer, names: Mapping[int, str], saved: Sequence[
     return found
 
 
+def check_options(optimizer: Optimizer, saved: Sequence[SavedGroup]) -> None:
+    """Raise ``ValueError`` where ``optimizer`` has a number that groups of an unknown class lack, as SGD's momentum."""
+    numbers = {key: value for key, value in optimizer.defaults.items() if _numbers_in(value)}
+    for number, group in enumerate(saved):
+        for key in numbers.keys() - group.options.keys():
+            raise ValueError(
+                f"param_groups[{number}] of the checkpoint has no {key}, and the optimizer has "
+                f"{key}={numbers[key]!r:.100}: make the optimizer that was saved."
+            )
+
+
 def _numbers_in(value: Any) -> int:
     """Count the numbers of ``value``, such as the 2 of Adam's betas; 0 for anything else."""
     several = value if isinstance(value, tuple) else (value,)

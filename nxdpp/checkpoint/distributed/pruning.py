@@ -15,7 +15,7 @@ has changed. This process remembers the checkpoints that it has found damaged.
 
 import hashlib
 import stat
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import lru_cache, partial
 from pathlib import Path
@@ -23,7 +23,7 @@ from pathlib import Path
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from nxdpp.checkpoint.distributed import directory
-from nxdpp.checkpoint.distributed.directory import DOCUMENT, number_of
+from nxdpp.checkpoint.distributed.directory import DOCUMENT, METADATA, SUFFIX, number_of
 from nxdpp.checkpoint.distributed.document import parsed_document, read_document
 from nxdpp.checkpoint.files.checksummed_reader import DamagedFile
 from nxdpp.checkpoint.files.pieces import FileSpan
@@ -82,9 +82,11 @@ def _may_be_ours(folder: Path) -> bool:
     return False
 
 
-def _remove_files(folder: Path, named: Container[str]) -> None:
+def _remove_files(folder: Path, named: Collection[str]) -> None:
     """Remove the files of saves except ``named``, and the directory if that empties it."""
     ours = [each for each in folder.iterdir() if directory.is_file_of_save(each.name) and each.name not in named]
+    if any(each.suffix == SUFFIX for each in ours) and not any(name.endswith(SUFFIX) for name in named):
+        ours += folder.glob(f"{METADATA}*")
     for file in ours:
         file.unlink(missing_ok=True)
     if ours and not any(folder.iterdir()):

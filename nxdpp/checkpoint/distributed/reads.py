@@ -22,6 +22,7 @@ from nxdpp.checkpoint.distributed.document import tensors_of
 from nxdpp.checkpoint.distributed.rectangles import TensorBlocks
 from nxdpp.checkpoint.files.checksummed_reader import ChecksummedReader
 from nxdpp.checkpoint.files.pieces import FileSpan, read_region, verify_region
+from nxdpp.checkpoint.files.torch_saves import SavedSpan
 
 
 class _Read(NamedTuple):
@@ -55,7 +56,7 @@ class _Read(NamedTuple):
 def read_tensors(folder: Path, metadata: Metadata, tensors: Mapping[str, TensorBlocks]) -> None:
     """Read saved rectangles into ``tensors`` in the order of the files; raises ``DamagedFile`` and ``OSError``."""
     with ChecksummedReader(folder) as reader:
-        for each in _reads(metadata, tensors):
+        for each in _reads(folder, metadata, tensors):
             each.into(each.destination, reader)
 
 
@@ -76,7 +77,7 @@ class VerifiedReads:
         elsewhere: Callable[[Path, int, memoryview], int] | None = None,
     ) -> None:
         self._open = partial(ChecksummedReader, folder, elsewhere)
-        self._reads = list(_reads(metadata, tensors))
+        self._reads = list(_reads(folder, metadata, tensors))
         self._new = new
         self._room = room - sum(each.bytes for each in self._reads if each.name in new)
         self._kept: list[tuple[_Read, torch.Tensor]] = []
@@ -107,9 +108,9 @@ class VerifiedReads:
                 each.into(each.destination, reader)
 
 
-def _reads(metadata: Metadata, tensors: Mapping[str, TensorBlocks]) -> Iterator[_Read]:
+def _reads(folder: Path, metadata: Metadata, tensors: Mapping[str, TensorBlocks]) -> Iterator[_Read]:
     """The reads of ``tensors``, in the order of the files."""
-    spans: Mapping[MetadataIndex, FileSpan] = metadata.storage_data
+    spans: Mapping[MetadataIndex, FileSpan | SavedSpan] = metadata.storage_data
     described = tensors_of(metadata)
     plan = create_default_local_load_plan(dict(tensors), metadata)
     for item in sorted(plan.items, key=lambda item: spans[item.storage_index][:2]):
@@ -119,4 +120,7 @@ def _reads(metadata: Metadata, tensors: Mapping[str, TensorBlocks]) -> Iterator[
         block = tensors[index.fqn].__get_tensor_shard__(item.dest_index)
         part = tuple(slice(at, at + size) for at, size in zip(item.dest_offsets, item.lengths, strict=True))
         shape, dtype = saved.chunks[index.index].sizes, saved.properties.dtype
-        yield _Read(index.fqn, spans[index], shape, dtype, item.storage_offsets, block[part])
+        span = spans[index]
+        if isinstance(span, SavedSpan):
+            span = span.values(folder, index.fqn)
+        yield _Read(index.fqn, span, shape, dtype, item.storage_offsets, block[part])

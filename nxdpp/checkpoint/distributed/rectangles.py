@@ -1,7 +1,7 @@
 """Rectangles of tensors: flat ranges of a tensor, and parts of a tensor that tensor parallelism divides.
 
 A checkpoint has each tensor in rectangles of the whole. A ZeRO-1 shard is a flat range of a rank's part, and becomes a
-few rectangles. Here a range of a part of 4 x 5 elements becomes three::
+few rectangles; rows of ``fully_shard`` become one. Here a range of a part of 4 x 5 elements becomes three::
 
     . . . 1 1
     2 2 2 2 2
@@ -20,8 +20,10 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
+from nxdpp.gradients.shards.local_tensors import local_rows
 from nxdpp.ranks import parallel_state
 from nxdpp.tensor.padding import Range, own_ranges
+from nxdpp.tensor.shards import first_row
 from nxdpp.tensor.tensor_attributes import is_tensor_parallel, whole_size
 
 
@@ -41,24 +43,24 @@ class PlaceInWhole(NamedTuple):
     """The place of a rank's tensor, of ``local_shape``, in the whole of ``shape`` without padding.
 
     ``dim`` is the divided dimension, -1 for a whole tensor. The rank has the elements ``ranges`` along it. The rest of
-    its tensor is padding.
+    its tensor is padding. Of a shard of ``fully_shard`` the rank has only the rows from element ``begin`` on.
     """
 
     shape: tuple[int, ...]
     local_shape: tuple[int, ...]
     dim: int
     ranges: tuple[Range, ...]
+    begin: int = 0
 
     def blocks(self, values: torch.Tensor, start: int = 0) -> list[Block]:
         """Return ``values`` as rectangles of the whole, which are views of it.
 
-        They have ``local_shape``, or are contiguous elements from ``start`` on of the flattened tensor, of shape
-        ``(n,)``.
+        They have ``local_shape``, or are contiguous elements of the flattened tensor, from ``begin`` and ``start`` on.
         """
-        values = values.detach()
+        values = local_rows(values.detach())
         if tuple(values.shape) == self.local_shape:
             return list(self._in_whole((0,) * values.ndim, values))
-        flat = values.view(-1)
+        flat, start = values.view(-1), self.begin + start
         found: list[Block] = []
         for first, offsets, sizes in rectangles(self.local_shape, start, start + flat.numel()):
             local = flat[first - start : first - start + prod(sizes)].view(sizes)
@@ -91,17 +93,21 @@ class PlaceInWhole(NamedTuple):
 
 
 def placement_of(tensor: torch.Tensor) -> PlaceInWhole:
-    """Return the place of a parameter or buffer of this rank in the whole, by its attributes of tensor parallelism."""
+    """Return the place of a parameter or buffer of this rank in the whole.
+
+    It follows from the attributes of tensor parallelism and from the rows of a shard.
+    """
     shape = tuple(tensor.shape)
+    begin = first_row(tensor) * prod(shape[1:])
     is_divided = is_tensor_parallel(tensor) and (
         hasattr(tensor, "whole_size") or parallel_state.get_tensor_model_parallel_size() > 1
     )
     if not is_divided:
-        return PlaceInWhole(shape, shape, -1, ())
+        return PlaceInWhole(shape, shape, -1, (), begin)
     dim = vars(tensor)["partition_dim"] % tensor.ndim
     whole = list(shape)
     whole[dim] = whole_size(tensor)
-    return PlaceInWhole(tuple(whole), shape, dim, tuple(own_ranges(tensor)))
+    return PlaceInWhole(tuple(whole), shape, dim, tuple(own_ranges(tensor)), begin)
 
 
 def rectangles(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
@@ -65,7 +66,7 @@ class RemoteSave(Save):
         super()._remove(file)
 
     def _finish(
-        self, of_ranks: list[tuple[str, dict[MetadataIndex, FileSpan]]]
+        self, of_ranks: list[tuple[str, dict[MetadataIndex, FileSpan], Any]]
     ) -> Sequence[tuple[bool, Exception | None]]:
         outcome: tuple[bool, Exception | None]
         try:

@@ -54,6 +54,7 @@ class Save:
     """
 
     _needed = "the directory must be on a file system that all hosts share"
+    _suffix = ".safetensors"
 
     def __init__(self, folder: Path, kept: int | None, exchange: Exchange) -> None:
         self.exchange = exchange
@@ -63,6 +64,8 @@ class Save:
         self._planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._plan = SavePlan([])
         self._name = ""
+        # What this rank tells rank 0 of its file.
+        self._told: Any = None
         # Of rank 0.
         self._content: dict[str, Any] = {}
         self._metadata = Metadata({})
@@ -89,14 +92,14 @@ class Save:
 
         Raises on all ranks ``OSError`` or ``ValueError`` of a rank that cannot write. Earlier checkpoints stay.
         """
-        file = self._folder / directory.file_name(self._name, self.exchange.rank)
+        file = self._folder / directory.file_name(self._name, self.exchange.rank, self._suffix)
         try:
             spans = self.exchange.together(lambda: self._write_file(file, tensors))
         except Exception:
             self._remove(file)
             raise
         places = {item.index: spans[key_of(item.index)] for item in self._plan.items}
-        counts, error = self.exchange.through_first((socket.gethostname(), places), self._finish)
+        counts, error = self.exchange.through_first((socket.gethostname(), places, self._told), self._finish)
         if not counts:
             self._remove(file)
         if error is not None:
@@ -105,12 +108,22 @@ class Save:
     def _write_file(self, file: Path, tensors: dict[str, torch.Tensor]) -> dict[str, FileSpan]:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            return write_checksummed(file, tensors) if tensors else {}
+            return self._write_values(file, tensors)
         except OSError as error:
             raise _cannot_write(error, self.exchange.rank, file) from error
         except BaseException:
             self._remove(file)
             raise
+
+    def _write_values(self, file: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, FileSpan]:
+        """Write ``tensors`` to the new ``file``, and return the place of each."""
+        return write_checksummed(file, tensors) if tensors else {}
+
+    def _write_documents(
+        self, document: Path, number: int, spans: dict[MetadataIndex, FileSpan], told: list[Any]
+    ) -> None:
+        """On rank 0: write the document, which does not count yet, after what all ranks have ``told``."""
+        write_document(document, number, self._content, self._metadata, spans)
 
     def _claim(self) -> None:
         """On rank 0: lock the directory."""
@@ -134,7 +147,7 @@ class Save:
         return [(name, plan) for plan in plans]
 
     def _finish(
-        self, of_ranks: list[tuple[str, dict[MetadataIndex, FileSpan]]]
+        self, of_ranks: list[tuple[str, dict[MetadataIndex, FileSpan], Any]]
     ) -> Sequence[tuple[bool, Exception | None]]:
         """On rank 0: write the document, then ``latest``, then remove older checkpoints.
 
@@ -145,10 +158,10 @@ class Save:
         path, document = self._folder.parent, directory.new_document(self._folder, self._name)
         try:
             spans: dict[MetadataIndex, FileSpan] = {}
-            for rank, (host, places) in enumerate(of_ranks):
+            for rank, (host, places, _) in enumerate(of_ranks):
                 self._check_visible(rank, host, places)
                 spans.update(places)
-            write_document(document, directory.next_number(path), self._content, self._metadata, spans)
+            self._write_documents(document, directory.next_number(path), spans, [told for _, _, told in of_ranks])
             directory.put_document(self._folder, self._name)
             counts = True
             directory.flush_directory(self._folder)
@@ -213,6 +226,7 @@ def _content(of_ranks: list[Described]) -> dict[str, Any]:
         "ties": first.ties,
         "configuration": first.configuration,
         "optimizer": optimizer,
+        "quantized": {name: found for described in of_ranks for name, found in described.quantized.items()},
         "random": [described.random for described in of_ranks],
         **first.others,
     }

@@ -2,6 +2,7 @@
 
 Only ranks of the first data-parallel replica send, one tensor at a time::
 
+    data-parallel ranks                              all-gather of the rows of ``fully_shard``
     tensor group of the first stage that holds it    all-gather of the parts
     its first rank                                   joins them in host memory, sends
     rank 0                                           receives
@@ -16,17 +17,17 @@ import torch.distributed as dist
 from torch import nn
 
 from nxdpp.agreement.together import from_all_ranks, together
-from nxdpp.checkpoint.distributed.model_state import ModelTensors, is_pipelined, local_module_of, model_tensors
+from nxdpp.checkpoint.distributed.model_state import ModelTensors, local_module_of, model_tensors, names_of
 from nxdpp.checkpoint.distributed.rectangles import PlaceInWhole, placement_of
-from nxdpp.checkpoint.huggingface.model_tensors import WrappedModel, unwrapped_name
+from nxdpp.checkpoint.huggingface.model_tensors import WrappedModel
 from nxdpp.devices.kinds import device_of
 from nxdpp.pipeline.local.half_loaded import check_whole
-from nxdpp.pipeline.local.own_save import state_of_all_names
 from nxdpp.ranks import parallel_state
 from nxdpp.ranks.faults import failure_watch
 from nxdpp.ranks.faults.board import board
 from nxdpp.ranks.faults.waits import Wait
 from nxdpp.tensor.collectives import all_gather
+from nxdpp.tensor.shards import all_rows
 
 _PIECE_BYTES = 2**26
 _TAG = 0
@@ -77,31 +78,34 @@ def gather_tensors(
 
     def tensors() -> ModelTensors:
         check_whole(local_module_of(model))
-        return model_tensors(model)
+        found = model_tensors(model)
+        quantized = [name for name in found.quantized if names is None or name in names]
+        if quantized:
+            raise ValueError(
+                f"{quantized[0]} is a quantized weight, and only dense tensors are gathered: save_pretrained writes "
+                f"adapters, and local_state_dict() has this rank's weights."
+            )
+        return found
 
     local = together(tensors, consequence)
-    wanted = [name for name in _names_of(model) if names is None or name in names]
+    wanted = [name for name in names_of(model) if names is None or name in names]
     # Rank 0's names and ties count: a module whose tensors are elsewhere may have lost its ties.
     firsts = {name: local.ties.get(name, name) for name in wanted} if dist.get_rank() == 0 else {}
     firsts = from_all_ranks(firsts)[0]
     here = _with_values(local, firsts)
     is_first_replica = parallel_state.get_data_parallel_rank() == 0
     held = (
-        {name: _Held(tensor.dtype, placement_of(tensor)) for name, tensor in here.items()} if is_first_replica else {}
+        {name: _Held(tensor.dtype, placement_of(tensor)._replace(begin=0)) for name, tensor in here.items()}
+        if is_first_replica
+        else {}
     )
     everyones = from_all_ranks(held)
     sources = together(lambda: _sources(list(firsts.values()), everyones), consequence)
     with failure_watch.reported(), torch.no_grad():
-        whole = {name: _on_rank_0(here.get(name), source) for name, source in sources.items()}
+        whole = {name: _on_rank_0(_all_rows(here.get(name), source), source) for name, source in sources.items()}
     if dist.get_rank() > 0:
         return None
     return {name: cast(torch.Tensor, whole[first]) for name, first in firsts.items()}
-
-
-def _names_of(model: nn.Module) -> list[str]:
-    """All names of the whole model, in its order."""
-    module = cast(WrappedModel, model).original_module if is_pipelined(model) else local_module_of(model)
-    return [unwrapped_name(name) for name in state_of_all_names(module)]
 
 
 def _with_values(local: ModelTensors, firsts: Mapping[str, str]) -> dict[str, torch.Tensor]:
@@ -129,6 +133,13 @@ def _sources(names: Sequence[str], everyones: Sequence[Mapping[str, _Held]]) -> 
             f"of them {missing[0]}: call load_pretrained(model, DIRECTORY) or model.materialise()."
         )
     return sources
+
+
+def _all_rows(tensor: torch.Tensor | None, source: _Source) -> torch.Tensor | None:
+    """``tensor`` with the rows of all ranks that have a shard of it, on the ranks that need them for ``source``."""
+    replicas = parallel_state.get_data_parallel_group(as_list=True)
+    first = next(ranks[0] for ranks in replicas if dist.get_rank() in ranks)
+    return all_rows(tensor) if tensor is not None and first in source.ranks else tensor
 
 
 def _on_rank_0(tensor: torch.Tensor | None, source: _Source) -> torch.Tensor | None:

@@ -29,6 +29,7 @@ class DamagedFile(ValueError):
 @dataclass
 class ChecksummedReader:
     """Reads bytes of spans in the files of ``directory``, and compares the checksum of each piece that it reads.
+    A span without checksums is of files that have none.
 
     One file is open at a time, and one piece is kept. Threads read whole pieces right into the destination: it has
     its values after ``wait``, or at the end of the block. Raises ``DamagedFile`` and ``OSError``.
@@ -131,7 +132,7 @@ class ChecksummedReader:
             raise DamagedFile(
                 f"{self.directory / span.file} is truncated: it has {size} bytes, and {place + len(into)} are needed."
             )
-        if zlib.crc32(into) != span.checksums[number]:
+        if span.checksums and zlib.crc32(into) != span.checksums[number]:
             raise DamagedFile(
                 f"{self.directory / span.file} is damaged: bytes {place} to {place + len(into)} have another checksum "
                 f"than when they were written."

@@ -64,7 +64,7 @@ def listed(names: Sequence[str], shown: int = 10) -> str:
 
 
 class FileSpan(NamedTuple):
-    """Bytes of a tensor in a file, and the CRC-32 of each piece of ``PIECE_BYTES`` of them."""
+    """Bytes of a tensor in a file, and the CRC-32 of each piece of ``PIECE_BYTES`` of them, or none."""
 
     file: str
     start: int

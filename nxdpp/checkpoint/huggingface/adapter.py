@@ -32,6 +32,7 @@ from torch import nn
 from nxdpp.checkpoint.huggingface.model_tensors import tensors_of, unwrapped_name
 from nxdpp.checkpoint.huggingface.read_directory import ADAPTER_CONFIG, COMPLETE, UNFINISHED
 from nxdpp.checkpoint.huggingface.replace_checkpoint import differs, put
+from nxdpp.pipeline.local.elsewhere_tensors import on_meta
 from nxdpp.pipeline.local.own_save import naming
 
 _PROMPTS = "prompt_encoder."
@@ -51,7 +52,7 @@ def adapter_names(module: Any, adapter: str) -> dict[str, str]:
     """
     from peft import get_peft_model_state_dict
 
-    state = {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors_of(module).items()}
+    state = {name: on_meta(tensor) for name, tensor in tensors_of(module).items()}
     names = {id(tensor): name for name, tensor in state.items()}
     with naming():
         selected = get_peft_model_state_dict(module, state_dict=state, adapter_name=adapter)

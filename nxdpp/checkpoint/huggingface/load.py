@@ -20,6 +20,7 @@ from nxdpp.checkpoint.huggingface.model_tensors import WrappedModel, check_wrapp
 from nxdpp.checkpoint.huggingface.quantised import forget_quantisation
 from nxdpp.checkpoint.huggingface.read_directory import Contents, contents_of
 from nxdpp.devices.kinds import readable
+from nxdpp.gradients.shards.local_tensors import is_sharded, local_rows
 from nxdpp.initialization.allocation import with_type_of
 from nxdpp.pipeline.local import half_loaded
 from nxdpp.ranks import parallel_state
@@ -100,7 +101,7 @@ def _load(model: WrappedModel, directory: Path, accepted: Accepted, dequantize: 
     exchange.together(lambda: _check(source, tied, reads))
     try:
         filled = exchange.together(lambda: _read(source, reads))
-        reads.send(filled)
+        reads.send({each: list(map(local_rows, tensors)) for each, tensors in filled.items()})
         exchange.together(lambda: _take_over(model, source, found.used, initial, filled))
     except BaseException as error:
         if not source.only_meta:
@@ -179,5 +180,7 @@ def _take_over(
 def _with_memory(tensor: torch.Tensor) -> torch.Tensor:
     """``tensor`` itself, or a CPU tensor like it if it is on the meta device, or on one that records operations."""
     with torch.inference_mode(False):
+        if is_sharded(tensor):
+            return tensor
         values = torch.empty_like(tensor, device="cpu", requires_grad=False) if tensor.is_meta else readable(tensor)
         return tensor if values is tensor else with_type_of(values, tensor)

@@ -8,9 +8,11 @@ import torch
 from torch import nn
 
 from nxdpp.checkpoint.distributed.rectangles import Block, placement_of
+from nxdpp.gradients.shards.local_tensors import local_rows
 from nxdpp.pipeline.local.own_save import state_of_all_names
 from nxdpp.tensor.embedding import ParallelEmbedding
 from nxdpp.tensor.padding import whole_of
+from nxdpp.tensor.shards import all_rows
 
 _WRAPPERS = re.compile(r"\b(_checkpoint_wrapped_module|_orig_mod)\.")
 
@@ -91,15 +93,16 @@ def as_in_files(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def joined(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole of ``tensor``; collective over the tensor group for a part."""
-    return tensor.detach() if placement_of(tensor).dim < 0 else whole_of(tensor)
+    """The whole of ``tensor``; collective over the ranks of a shard, and over the tensor group for a part."""
+    rows = all_rows(tensor)
+    return rows.detach() if placement_of(rows).dim < 0 else whole_of(rows)
 
 
 def own_blocks(tensor: torch.Tensor) -> list[Block]:
     """Rectangles of the whole that are in ``tensor``; padding becomes zero."""
     place = placement_of(tensor)
     if place.dim >= 0 and sum(each.length for each in place.ranges) < place.local_shape[place.dim]:
-        tensor.detach().zero_()
+        local_rows(tensor).zero_()
     return place.blocks(tensor)
 
 

@@ -26,11 +26,14 @@ from nxdpp.checkpoint.huggingface.model_tensors import (
 )
 from nxdpp.checkpoint.huggingface.write_directory import SavedDirectory, Shard, plan_shards, start_save
 from nxdpp.devices.kinds import readable
+from nxdpp.gradients.shards.local_tensors import is_sharded, local_rows
+from nxdpp.pipeline.local.elsewhere_tensors import is_frozen_of_torchao
 from nxdpp.pipeline.local.half_loaded import check_whole
 from nxdpp.ranks import parallel_state
 from nxdpp.ranks.faults import failure_watch
 from nxdpp.ranks.faults.board import board
 from nxdpp.tensor.rank_files import local_path
+from nxdpp.tensor.shards import all_rows
 
 
 def save_pretrained(model: WrappedModel, directory: str | os.PathLike[str]) -> None:
@@ -86,7 +89,7 @@ def _save(model: WrappedModel, directory: Path) -> None:
     try:
         local = _local_tensors(model)
         together(lambda: start_save(directory, is_adapter=False) if rank == 0 else None, consequence)
-        together(lambda: saved.write(rank, lambda shard: _tensors(model, local, shard), _writer()), consequence)
+        together(lambda: saved.write(rank, lambda shard: _tensors(model, local, shard), _writer(local)), consequence)
         together(lambda: saved.finish(module) if rank == 0 else None, consequence)
     except Exception:
         saved.remove_unfinished(rank)
@@ -123,7 +126,7 @@ def _copies(model: WrappedModel) -> dict[tuple[str, int, int], bytes]:
     local = _local_tensors(model)
     place = parallel_state.get_data_parallel_rank(), parallel_state.get_tensor_model_parallel_rank()
     firsts = [names[0] for names in tied_names_of(model)]
-    return {(name, *place): sample_and_sum(local[name]) for name in firsts if name in local}
+    return {(name, *place): sample_and_sum(local_rows(local[name])) for name in firsts if name in local}
 
 
 def _check_copies(of_ranks: Sequence[Mapping[tuple[str, int, int], bytes]], consequence: str) -> None:
@@ -139,19 +142,29 @@ def _check_copies(of_ranks: Sequence[Mapping[tuple[str, int, int], bytes]], cons
                 )
 
 
-def _writer() -> int | None:
-    """The rank that writes the files of this rank's tensor group; None on ranks of the other replicas."""
-    if parallel_state.get_data_parallel_rank() > 0:
+def _writer(local: Mapping[str, torch.Tensor]) -> int | None:
+    """The rank that writes the files of this rank's tensor group in the first replica.
+
+    ``None`` on ranks of the other replicas, unless they have shards of the ``local`` tensors.
+    """
+    if parallel_state.get_data_parallel_rank() > 0 and not any(map(is_sharded, local.values())):
         return None
+    replicas = parallel_state.get_data_parallel_group(as_list=True)
+    first = next(group[0] for group in replicas if dist.get_rank() in group)
     groups = parallel_state.get_tensor_model_parallel_group(as_list=True)
-    return next(group[0] for group in groups if dist.get_rank() in group)
+    return next(group[0] for group in groups if first in group)
 
 
 def _check_can_be_saved(model: WrappedModel) -> None:
     check_no_padding(model.local_module)
-    for sign, kind in (("hf_quantizer", "quantized models"), ("_hf_peft_config_loaded", "models with add_adapter()")):
+    module = model.original_module
+    is_quantized = any(map(is_frozen_of_torchao, model.local_module.parameters()))
+    for kind, is_there in {
+        "quantized models": is_quantized or getattr(module, "hf_quantizer", None),
+        "models with add_adapter()": getattr(module, "_hf_peft_config_loaded", None),
+    }.items():
         # Only the adapters of a PeftModel are written.
-        if getattr(model.original_module, sign, None) and not is_adapted(model.original_module):
+        if is_there and not is_adapted(module):
             raise NotImplementedError(f"saving {kind} is not implemented: save local_state_dict() on each rank.")
     check_whole(model.local_module)
     local = tensors_of(model.local_module)
@@ -176,6 +189,10 @@ def _local_tensors(model: WrappedModel) -> dict[str, torch.Tensor]:
 
 def _tensors(model: WrappedModel, local: Mapping[str, torch.Tensor], shard: Shard) -> dict[str, torch.Tensor]:
     made: dict[str, torch.Tensor] = {}
+    if parallel_state.get_data_parallel_rank() > 0:
+        for name in (name for conversion in shard.conversions for name in conversion.names):
+            all_rows(local[name])
+        return made
     for conversion in shard.conversions:
         made |= conversion.convert(lambda name: readable(joined(local[name])), model.original_module)
     assert layouts_of(made) == shard.layouts

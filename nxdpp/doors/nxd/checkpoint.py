@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
+from nxdpp.checkpoint.dcp.save import DcpSave
 from nxdpp.checkpoint.distributed import directory
 from nxdpp.checkpoint.distributed.captured import captured
 from nxdpp.checkpoint.distributed.load import load_first_whole
@@ -50,6 +51,7 @@ def save_checkpoint(
     *,
     grad_scaler: Stateful | None = None,
     when_busy: str = "wait",
+    format: str = "nxdpp",
 ) -> bool:
     """Save a training in ``path/tag``, for any layout of ranks to load; collective over all ranks.
 
@@ -78,6 +80,9 @@ def save_checkpoint(
         avoid_saving_lower_precision_weights: without effect: the weights are saved next to the master weights of
             ZeRO-1, so that a model can be loaded without its optimizer.
         when_busy: ``"wait"`` for a save in flight, or ``"skip"`` this one.
+        format: ``"nxdpp"``, or ``"dcp"``: ``torch.distributed.checkpoint.load`` and ``dcp_to_torch_save`` read
+            ``path/tag`` too. It has ``model`` and ``optimizer`` with the names that torch's ``get_state_dict`` has in
+            one process. Not in a store.
 
     Returns:
         ``False`` if the save was skipped.
@@ -97,6 +102,7 @@ def save_checkpoint(
         arguments.check_parts(model, optimizer, scheduler, grad_scaler)
         arguments.check_counts(num_workers, kept)
         arguments.check_when_busy(when_busy)
+        arguments.check_format(format, arguments.place_of(path))
         compared = {
             "path": repr(str(arguments.place_of(path))),
             "tag": repr(arguments.tag_of(tag)),
@@ -104,6 +110,7 @@ def save_checkpoint(
             "num_kept_ckpts": str(kept),
             "async_save": str(bool(async_save)),
             "when_busy": repr(when_busy),
+            "format": repr(format),
         }
         of_first = [] if user_content is None else ["user_content"]
         return CollectiveCall("save_checkpoint", compared, of_first, _saves.is_in_flight)
@@ -122,7 +129,8 @@ def save_checkpoint(
             save: Save = RemoteSave(place, name, kept, exchange)
         else:
             # The working directory can change while a thread writes.
-            save = Save((place.absolute() if async_save else place) / name, kept, exchange)
+            folder = (place.absolute() if async_save else place) / name
+            save = (DcpSave if format == "dcp" else Save)(folder, kept, exchange)
         if async_save:
             _saves.start(save, state)
         else:
@@ -183,8 +191,10 @@ def load_checkpoint(
     Args:
         path: directory of the training's checkpoints.
         tag: ``None`` loads the newest. One that is damaged is named in a warning, and the next older one is loaded.
-        model, optimizer, scheduler, grad_scaler: as in the save; what is left out is not loaded. Frozen 4-bit weights
-            of bitsandbytes are in no checkpoint, and are not compared: give the same base as in the save.
+            The name of a directory that torch.distributed.checkpoint wrote loads its model, and an optimizer's state
+            as ``get_state_dict`` names it. There are no checksums, and the optimizer's class is not known.
+        model, optimizer, scheduler, grad_scaler: as in the save; what is left out is not loaded. Frozen quantized
+            weights of bitsandbytes and torchao are in no checkpoint: give the same base as in the save.
         num_workers, use_zero1_dcp: as in the save.
         strict: ``False`` allows names that only the model, or only the checkpoint has.
 

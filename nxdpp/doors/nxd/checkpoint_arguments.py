@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
 from nxdpp.checkpoint.distributed import directory
-from nxdpp.checkpoint.distributed.directory import DOCUMENT
+from nxdpp.checkpoint.distributed.directory import DOCUMENT, METADATA
 from nxdpp.checkpoint.distributed.model_state import local_module_of
 from nxdpp.checkpoint.distributed.remote_directory import check_address
 from nxdpp.doors.nxd.model import NxDModel
@@ -18,6 +18,7 @@ from nxdpp.doors.nxd.optimizer import NxDOptimizer
 from nxdpp.tensor.rank_files import local_path
 
 _BUSY = ("wait", "skip")
+_FORMATS = ("nxdpp", "dcp")
 
 
 def place_of(path: str | os.PathLike[str]) -> Path | str:
@@ -56,7 +57,7 @@ def remedy_without_checkpoint(path: Path | str) -> str:
     """The call for a ``path`` that is not the directory of a training's checkpoints."""
     if isinstance(path, str):
         return f"if it is one checkpoint itself, give its directory, and tag={path.rpartition('/')[2]!r}."
-    if (path / DOCUMENT).is_file():
+    if (path / DOCUMENT).is_file() or (path / METADATA).is_file():
         return f"it is one checkpoint itself. Give its directory and its tag: {str(path.parent)!r}, {path.name!r}."
     if any(path.glob("model*.safetensors*")):
         return f"it has a pretrained model. Call nxdpp.load_pretrained(model, {str(path)!r})."
@@ -110,6 +111,14 @@ def check_parts(model: Any, optimizer: Any, scheduler: Stateful | None, grad_sca
     for name, one in (("scheduler", scheduler), ("grad_scaler", grad_scaler)):
         if one is not None and not (hasattr(one, "state_dict") and hasattr(one, "load_state_dict")):
             raise TypeError(f"{name} is a {type(one).__name__}, without state_dict and load_state_dict.")
+
+
+def check_format(format: str, place: Path | str) -> None:
+    """Raise ``ValueError`` for an unknown ``format``, and for files of torch's in a store at the address ``place``."""
+    if format not in _FORMATS:
+        raise ValueError(f"format={format!r} must be one of {', '.join(map(repr, _FORMATS))}.")
+    if format == "dcp" and isinstance(place, str):
+        raise ValueError(f"format='dcp' is for a file system, and {place} is the address of a store: leave it out.")
 
 
 def check_counts(num_workers: object, num_kept_ckpts: object = None) -> None:

@@ -99,6 +99,7 @@ class PipelineDPOTrainer(DPOTrainer, ScoredTrainer):  # type: ignore[misc]  # TR
             "partition": partition,
             "pipeline_arguments": pipeline_arguments,
         }
+        self._start(args)
         super().__init__(
             model,
             ref_model,

@@ -79,6 +79,7 @@ class PipelineSFTTrainer(SFTTrainer, ScoredTrainer):  # type: ignore[misc]  # TR
             "partition": partition,
             "pipeline_arguments": pipeline_arguments,
         }
+        self._start(args)
         super().__init__(
             model,
             args,

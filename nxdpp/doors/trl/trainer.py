@@ -20,6 +20,7 @@ from torch import nn
 from nxdpp.doors.transformers import checks
 from nxdpp.doors.transformers.arguments import check_arguments
 from nxdpp.doors.transformers.evaluation import Prediction, Windows, of_replicas
+from nxdpp.doors.transformers.layout import initialize
 from nxdpp.doors.transformers.step_batches import split_rows
 from nxdpp.doors.transformers.trainer import PipelineTrainer
 from nxdpp.doors.trl.scores import return_scores, scores_of
@@ -68,6 +69,11 @@ class ScoredTrainer(PipelineTrainer):
                 f"{cls.__name__} cannot honour gradient_checkpointing_kwargs={{'selective': True}}: it changes the "
                 f"model that is cut. Leave it out."
             )
+
+    def _start(self, args: Any) -> None:
+        """Start model parallelism before TRL's constructor loads a model: only one rank tells of it."""
+        if args is not None:
+            initialize(args, self._pipeline["pipeline_parallel_size"])
 
     def create_accelerator_and_postprocess(self) -> None:
         """Make the accelerator, which leaves a reference model of TRL where it is: it is cut later."""

@@ -1,9 +1,9 @@
 """This rank's rows of sharded tensors, which are DTensors of torch."""
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 import torch
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 
 class LocalGradient(NamedTuple):
@@ -12,23 +12,14 @@ class LocalGradient(NamedTuple):
     grad: torch.Tensor
 
 
-def is_sharded(tensor: torch.Tensor) -> bool:
+def is_sharded(tensor: torch.Tensor) -> TypeGuard[DTensor]:
     """Return whether this rank has only its rows of ``tensor``."""
     return isinstance(tensor, DTensor)
 
 
 def local_rows(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's rows of a sharded tensor, in its memory; any other tensor as it is."""
-    return tensor.detach()._local_tensor if isinstance(tensor, DTensor) else tensor
-
-
-def sharded_as(like: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-    """Return ``whole``, which has values on this rank, sharded as ``like`` is; as it is where one of both is not."""
-    if not isinstance(like, DTensor) or isinstance(whole, DTensor) or like.shape != whole.shape:
-        return whole
-    moved = whole.detach().to(like.device)
-    sharded: torch.Tensor = distribute_tensor(moved, like.device_mesh, like.placements, src_data_rank=None)
-    return sharded
+    return tensor._local_tensor.detach() if isinstance(tensor, DTensor) else tensor
 
 
 def with_rows(like: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

@@ -25,9 +25,10 @@ from transformers import LlamaForCausalLM
 
 from nxdpp import NxDPPModel, parallel_state
 from nxdpp.__main__ import main
-from nxdpp.checkpoint.commands import dcp_files
 from nxdpp.checkpoint.commands.dcp import write_dcp
 from nxdpp.checkpoint.commands.source import Source, plain_model
+from nxdpp.checkpoint.dcp.directory import read_dcp_directory
+from nxdpp.checkpoint.files import torch_saves
 from nxdpp.checkpoint.files.pieces import layouts_of
 from nxdpp.doors.nxd.checkpoint import load_checkpoint, save_checkpoint
 from tests.checkpoint.commands.test_examples_of_docs import damage
@@ -269,9 +270,9 @@ def test_a_failing_disk_is_not_called_damage(written: Path, monkeypatch: pytest.
     def fail(*_: object) -> int:
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(dcp_files, "read_bytes", fail)
+    monkeypatch.setattr(torch_saves, "read_bytes", fail)
     with pytest.raises(OSError, match="Input/output error") as raised:
-        dcp_files.read_dcp_directory(written).tensors[_NORM].read()
+        read_dcp_directory(written).tensors[_NORM].read()
     assert raised.value.errno == errno.EIO
 
 

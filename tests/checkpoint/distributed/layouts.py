@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from nxdpp import NxDPPModel, tensor_parallelize
+from nxdpp import NxDPPModel, fully_shard, tensor_parallelize
 from nxdpp.checkpoint.distributed.document import Document, parsed_document, read_document, tensors_of
 from nxdpp.checkpoint.distributed.reads import read_tensors
 from nxdpp.checkpoint.distributed.rectangles import whole
@@ -21,15 +21,19 @@ from nxdpp.gradients.optimizer.zero1 import Zero1Optimizer
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of a job and its pipeline; the data-parallel size is the rest of the ranks."""
+    """Sizes of a job and its pipeline; the data-parallel size is the rest of the ranks.
+
+    ``shards`` is ``data_parallel_shard_size``; 0 leaves parameters whole.
+    """
 
     pipeline: int = 1
     tensor: int = 1
     zero1: bool = False
     arguments: Mapping[str, Any] = field(default_factory=dict)
+    shards: int = 0
 
     def __str__(self) -> str:
-        zero1 = " zero1" if self.zero1 else ""
+        zero1 = " zero1" if self.zero1 else f" shards{self.shards}" if self.shards else ""
         return f"pp{self.pipeline} tp{self.tensor}{zero1} {' '.join(map(str, self.arguments.values()))}".strip()
 
 
@@ -48,6 +52,8 @@ class Training:
         options = {"num_microbatches": 2, "use_zero1_optimizer": layout.zero1, **layout.arguments}
         self.model = NxDPPModel(module, **options)
         self.model.move_model_to_device()
+        if layout.shards:
+            fully_shard(self.model)
         named = list(self.model.local_named_parameters())
         matrices = [parameter for _, parameter in named if parameter.dim() > 1]
         vectors = [parameter for _, parameter in named if parameter.dim() < 2]

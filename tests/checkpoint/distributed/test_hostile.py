@@ -113,7 +113,7 @@ CHANGES: list[Change] = [
     *each(top, "content", [], None, {}, "text"),
     *each(top, "number", "x", None, 1.5),
     *each(top, "version", True, 1.0, [1], "1"),
-    *each(content, "ties", [], "x", {"0.weight": 3}),
+    *each(content, "ties", [], "x", {"0.weight": 3}), *each(content, "quantized", [], "x", {"0.weight": 3}),
     content(layout=3), content(layout={"ranks": 2}), content(layout={"ranks": 1}), content(configuration=[1]),
     *each(content, "optimizer", [], {}, 3, {"class": "AdamW"}),
     *each(optimizer, "groups", 3, [3], [{"options": {}, "names": [], "x": 1}]),

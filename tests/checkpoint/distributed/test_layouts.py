@@ -34,12 +34,13 @@ def _half() -> nn.Module:
 
 MODELS["bfloat16 llama"] = _half
 
-# The layouts of two and of four ranks, with the models that go through them one after another: 27 pairs in all.
+# The layouts of two and of four ranks, with the models that go through them one after another: 33 pairs in all.
 OF_TWO: Sequence[tuple[Layout, Sequence[str]]] = (
     (Layout(1, 2), ("llama", "mixtral", "gpt2", "t5")),
     (Layout(1, 1, True), ("llama", "bfloat16 llama")),
     (Layout(2), ("tied llama",)),
     (Layout(2, 1, False, FIRST_CUT), ("llama",)),
+    (Layout(shards=2), ("llama", "bfloat16 llama")),
 )
 OF_FOUR: Sequence[tuple[Layout, Sequence[str]]] = (
     (Layout(2, 2), tuple(MODELS)),
@@ -48,6 +49,10 @@ OF_FOUR: Sequence[tuple[Layout, Sequence[str]]] = (
     (Layout(1, 2, True), ("llama", "mixtral", "gpt2", "bfloat16 llama")),
     (Layout(1, 1, True), ("bfloat16 llama",)),
     (Layout(4), ("tied llama", "t5")),
+    (Layout(2, shards=2), ("tied llama",)),
+    (Layout(1, 2, shards=2), ("gpt2",)),
+    (Layout(shards=4), ("bfloat16 llama",)),
+    (Layout(shards=2), ("llama",)),
 )
 
 
@@ -66,11 +71,11 @@ def _train(rank: int, path: Path) -> None:
 def _copies(rank: int, path: Path, layouts: Sequence[tuple[Layout, Sequence[str]]], sources: dict[str, str]) -> None:
     sizes = None
     for layout, names in layouts:
-        if sizes != (layout.tensor, layout.pipeline):
+        if sizes != (layout.tensor, layout.pipeline, layout.shards):
             if sizes is not None:
                 parallel_state.destroy_model_parallel()
-            sizes = layout.tensor, layout.pipeline
-            parallel_state.initialize_model_parallel(*sizes)
+            sizes = layout.tensor, layout.pipeline, layout.shards
+            parallel_state.initialize_model_parallel(*sizes[:2], data_parallel_shard_size=layout.shards or None)
         for name in names:
             copy_through(MODELS[name], layout, path / name, sources[name])
             sources[name] = str(layout)

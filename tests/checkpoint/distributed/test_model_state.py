@@ -8,6 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrizations
 
@@ -171,3 +173,11 @@ def test_a_tied_weight_goes_to_both_layers_of_a_model_without_ties(tmp_path: Pat
     assert loaded.second.weight is not loaded.first.weight
     for name, value in saved.state_dict().items():
         assert torch.equal(loaded.state_dict()[name], value), name
+
+
+def test_shards_of_columns_are_refused(one_rank: None, tmp_path: Path) -> None:
+    model = nn.Linear(2, 3)
+    columns = DTensor.from_local(torch.ones(3, 2), init_device_mesh("cpu", (1,)), [Shard(1)])
+    model.weight = nn.Parameter(columns)
+    with pytest.raises(ValueError, match=r"weight is a DTensor of \[Shard\(dim=1\)\], and a checkpoint holds"):
+        save_checkpoint(tmp_path, "one", model)

@@ -87,7 +87,7 @@ def test_the_table_has_each_exchange() -> None:
     """Those of doors, NCCL, the start, shards and generate are made alike, and met in the tests of their modules."""
     others = {"comparison of kept gradients", "first message", "new process groups"}
     others |= {"next token of generate", "next token of the other replicas"}
-    others |= {"gather of parameters", "reduction of gradients"}
+    others |= {"gather of parameters", "reduction of gradients", "rows of a sharded parameter"}
     calls = [
         call
         for name, tree in _sources()

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from nxdpp.checkpoint.distributed.model_state import tied_in
@@ -189,8 +190,13 @@ def check_version(saved: Mapping[str, Any]) -> None:
 
 
 def fields_of(tensor: torch.Tensor) -> dict[str, Any]:
-    """Return the place of a parameter or buffer of this rank in the whole, as lists and numbers."""
-    whole, shape, dim, ranges = placement_of(tensor)
+    """Return the place of a parameter or buffer of this rank in the whole, as lists and numbers.
+
+    Raises ``ValueError`` for a shard of ``fully_shard``.
+    """
+    if isinstance(tensor, DTensor):
+        raise ValueError("state dicts of nnScaler's have no shards of fully_shard: use nxdpp.save_checkpoint.")
+    whole, shape, dim, ranges, _ = placement_of(tensor)
     size = whole[dim] if dim >= 0 else 0
     return {"shape": list(shape), "dim": dim, "size": size, "ranges": [list(each) for each in ranges]}
 

@@ -6,26 +6,24 @@
     path/__0_0.distcp     pieces, each as ``torch.save`` writes a tensor; and pickles of other values
 
 The pickles may come from elsewhere, and no code of theirs runs. ``.metadata`` becomes objects without methods: of
-torch's classes only the names are known. Pieces are loaded with ``weights_only=True``. Other pickles are not read.
+torch's classes only the names are known. Pieces and other values are loaded with ``weights_only=True``.
 """
 
 import io
 import pickle
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path, PurePath
-from typing import IO, Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
+from nxdpp.checkpoint.distributed.directory import METADATA, SUFFIX
 from nxdpp.checkpoint.distributed.document_checks import check_cover
 from nxdpp.checkpoint.files.checksummed_reader import DamagedFile
-from nxdpp.checkpoint.files.pieces import StoredLayout, listed, printable, read_bytes
+from nxdpp.checkpoint.files.pieces import StoredLayout, listed, printable
+from nxdpp.checkpoint.files.torch_saves import SavedSpan, first_line
 
-METADATA = ".metadata"
-SUFFIX = ".distcp"
 _OF_METADATA = "torch.distributed.checkpoint.metadata"
 _CLASSES = {
     (_OF_METADATA, "Metadata"),
@@ -51,6 +49,22 @@ class DcpPiece(NamedTuple):
     start: int
     length: int
 
+    @property
+    def saved(self) -> SavedSpan:
+        """The place of the bytes in the file."""
+        return SavedSpan(self.path.name, self.start, self.length)
+
+
+class DcpObject(NamedTuple):
+    """A value that is no tensor: a number, a string, or containers of them."""
+
+    name: str
+    piece: DcpPiece
+
+    def read(self) -> Any:
+        """Return the value. Raises ``DamagedFile`` for any other, whose pickle would run code, and ``OSError``."""
+        return self.piece.saved.load(self.piece.path.parent, self.name)
+
 
 @dataclass(frozen=True)
 class DcpTensor(StoredLayout):
@@ -69,24 +83,20 @@ class DcpTensor(StoredLayout):
             values[region] = self._loaded(piece)
         return values
 
+    def has_values_of(self, other: "DcpTensor") -> bool:
+        """Return whether ``other`` has the same shape, dtype and bits; both are read."""
+        if (self.shape, self.dtype) != (other.shape, other.dtype):
+            return False
+        return torch.equal(*(each.read().reshape(-1).view(torch.uint8) for each in (self, other)))
+
     def check_headers(self) -> None:
         """Raise ``DamagedFile`` for a piece whose header is damaged or does not fit; values are not read."""
         for piece in self.pieces:
             self._loaded(piece, with_values=False)
 
     def _loaded(self, piece: DcpPiece, with_values: bool = True) -> torch.Tensor:
-        what = f"the piece of {printable(self.name, 300)} at byte {piece.start} of {piece.path}"
-        with piece.path.open("rb") as file, nullcontext() if with_values else FakeTensorMode():
-            window = _Window(file.fileno(), piece.start, piece.length)
-            try:
-                found = torch.load(cast(IO[bytes], window), "cpu", weights_only=True)
-            except OSError:
-                raise
-            except Exception as error:
-                # The content is arbitrary bytes, and torch and pickle raise many types for it.
-                raise DamagedFile(
-                    f"{what} is damaged, or not a tensor ({type(error).__name__}: {_first_line(error)})."
-                ) from error
+        found = piece.saved.load(piece.path.parent, self.name, with_values)
+        what = piece.saved.named(piece.path.parent, self.name)
         if not isinstance(found, torch.Tensor) or found.layout != torch.strided:
             raise DamagedFile(f"{what} is no dense tensor.")
         if (tuple(found.shape), found.dtype) != (piece.sizes, self.dtype):
@@ -98,13 +108,13 @@ class DcpTensor(StoredLayout):
 
 
 class DcpDirectory(NamedTuple):
-    """The content of a directory: tensors by name, and the names of entries that are not tensors.
+    """The content of a directory: tensors by name, and entries that are not tensors.
 
     ``keys`` has for a name the keys of the nested dicts that were saved; by default it is one key.
     """
 
     tensors: dict[str, DcpTensor]
-    others: list[str]
+    others: dict[str, DcpObject]
     keys: Mapping[str, tuple[str, ...]]
 
     def model(self, plain: bool = False) -> dict[str, DcpTensor]:
@@ -160,20 +170,20 @@ def read_dcp_directory(path: Path) -> DcpDirectory:
         # A damaged pickle raises any type.
         raise DamagedFile(
             f"{file} is not of torch.distributed.checkpoint, or is damaged ({type(error).__name__}: "
-            f"{_first_line(error)})."
+            f"{first_line(error)})."
         ) from error
     lengths: dict[Path, int] = {}
-    for tensor in tensors.values():
-        for piece in tensor.pieces:
-            if piece.path not in lengths:
-                lengths[piece.path] = piece.path.stat().st_size if piece.path.is_file() else -1
-            length = lengths[piece.path]
-            if length < piece.start + piece.length:
-                state = f"has {length:,} bytes" if length >= 0 else "is missing"
-                raise DamagedFile(
-                    f"{piece.path} {state}, and {printable(tensor.name, 300)} is in bytes {piece.start:,} to "
-                    f"{piece.start + piece.length:,} of it: copy the directory again."
-                )
+    pieces = [(each.name, piece) for each in tensors.values() for piece in each.pieces]
+    for name, piece in (*pieces, *((each.name, each.piece) for each in others.values())):
+        if piece.path not in lengths:
+            lengths[piece.path] = piece.path.stat().st_size if piece.path.is_file() else -1
+        length = lengths[piece.path]
+        if length < piece.start + piece.length:
+            state = f"has {length:,} bytes" if length >= 0 else "is missing"
+            raise DamagedFile(
+                f"{piece.path} {state}, and {printable(name, 300)} is in bytes {piece.start:,} to "
+                f"{piece.start + piece.length:,} of it: copy the directory again."
+            )
     return DcpDirectory(tensors, others, keys)
 
 
@@ -212,19 +222,22 @@ class _Unpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it names {printable(module)}.{printable(name)}, which is not called")
 
 
-def _described(metadata: Any, path: Path) -> tuple[dict[str, DcpTensor], list[str], dict[str, tuple[str, ...]]]:
-    """The tensors, other names, and keys in ``metadata``; raises many types for what torch does not write."""
+_Content = tuple[dict[str, DcpTensor], dict[str, DcpObject], dict[str, tuple[str, ...]]]
+
+
+def _described(metadata: Any, path: Path) -> _Content:
+    """The tensors, other values, and keys in ``metadata``; raises many types for what torch does not write."""
     described, stored = _state(metadata, "Metadata")["state_dict_metadata"], metadata.state["storage_data"]
     places = {}
     for index, info in stored.items():
         at = _state(index, "MetadataIndex")
         places[at["fqn"], tuple(at.get("offset") or ())] = _state(info, "_StorageInfo")
-    tensors, others = {}, []
+    tensors, others = {}, {}
     for name, each in described.items():
         if type(name) is not str:
             raise ValueError(f"a name is {name!r:.100}")
         if type(each).__name__ == "BytesStorageMetadata":
-            others.append(name)
+            others[name] = DcpObject(name, _piece(name, (), (), places[name, ()], path))
             continue
         saved = _state(each, "TensorStorageMetadata")
         dtype, shape = _state(saved["properties"], "TensorProperties")[0], _numbers(saved["size"])
@@ -266,38 +279,3 @@ def _numbers(values: Any) -> tuple[int, ...]:
     if any(type(each) is not int or not 0 <= each < 2**63 for each in values):
         raise ValueError(f"sizes or places are {values!r:.100}")
     return tuple(values)
-
-
-def _first_line(error: Exception) -> str:
-    return printable(str(error).strip().split("\n")[0], 300)
-
-
-class _Window(io.RawIOBase):
-    """Bytes ``start`` to ``start + length`` of an open file, as a file."""
-
-    def __init__(self, descriptor: int, start: int, length: int) -> None:
-        self._descriptor = descriptor
-        self._start = start
-        self._length = length
-        self._at = 0
-
-    def readable(self) -> bool:
-        """Return ``True``."""
-        return True
-
-    def seekable(self) -> bool:
-        """Return ``True``."""
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Set the place of the next read, and return it."""
-        self._at = max(0, offset + (0, self._at, self._length)[whence])
-        return self._at
-
-    def readinto(self, into: Any) -> int:
-        """Read bytes into memory, and return their number."""
-        count = read_bytes(
-            self._descriptor, self._start + self._at, memoryview(into)[: max(0, self._length - self._at)]
-        )
-        self._at += count
-        return count

@@ -1,0 +1,167 @@
+"""``save_checkpoint(format="dcp")``: torch.distributed.checkpoint reads it in one process, to the bit."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.optim import AdamW
+
+from nxdpp import parallel_state
+from nxdpp.checkpoint.commands.show import verify
+from nxdpp.doors.nxd.checkpoint import finalize_checkpoint, load_checkpoint, save_checkpoint
+from nxdpp.gradients.shards.local_tensors import local_rows
+from tests.checkpoint.distributed.layouts import Layout, Training, learning_rates
+from tests.support.run_ranks import run_ranks
+from tests.support.tensor_models import VOCABULARY, make
+
+LAYOUTS = {
+    "stages and shards": Layout(2, shards=2),
+    "tensor ranks and shards": Layout(1, 2, shards=2),
+    "zero1": Layout(2, zero1=True),
+}
+
+
+def _model() -> nn.Module:
+    model: nn.Module = make("llama", num_hidden_layers=4, tie_word_embeddings=True)
+    return model
+
+
+def _batch(step: int) -> dict[str, torch.Tensor]:
+    ids = torch.randint(0, VOCABULARY, (8, 12), generator=torch.Generator().manual_seed(step))
+    return {"input_ids": ids, "labels": ids}
+
+
+def one_process(seed: int = 0) -> tuple[nn.Module, AdamW]:
+    """The model in one process with the groups of ``Training``, and other values."""
+    model = _model()
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_()
+    parameters = list(model.parameters())
+    groups = [
+        {"params": [each for each in parameters if each.dim() > 1], "weight_decay": 0.1},
+        {"params": [each for each in parameters if each.dim() < 2], "weight_decay": 0.0},
+    ]
+    optimizer = AdamW(groups, lr=1e-2)
+    # It gives the groups an option of its own.
+    learning_rates(optimizer)
+    return model, optimizer
+
+
+def flat(state: Any, prefix: str = "") -> dict[str, Any]:
+    """The leaves of nested dicts and lists by their paths."""
+    if isinstance(state, Mapping):
+        items: Any = state.items()
+    elif isinstance(state, list) and state and isinstance(state[0], Mapping):
+        items = enumerate(state)
+    else:
+        return {prefix: state}
+    return {path: leaf for key, each in items for path, leaf in flat(each, f"{prefix}/{key}").items()}
+
+
+def check_same(state: Any, expected: Any) -> None:
+    """Compare two nested states to the bit."""
+    ours, theirs = flat(state), flat(expected)
+    assert ours.keys() == theirs.keys()
+    for path, value in theirs.items():
+        if isinstance(value, torch.Tensor):
+            assert ours[path].dtype == value.dtype, path
+            assert torch.equal(ours[path], value), path
+        else:
+            assert ours[path] == value, path
+
+
+def _save(rank: int, path: Path) -> None:
+    for name, layout in LAYOUTS.items():
+        sizes = (layout.tensor, layout.pipeline)
+        parallel_state.initialize_model_parallel(*sizes, data_parallel_shard_size=layout.shards or None)
+        training = Training(_model, layout)
+        training.step(_batch(0))
+        training.step(_batch(1))
+        parts = training.model, training.optimizer, training.scheduler
+        save_checkpoint(path / name, "ours", *parts, {"step": 2})
+        save_checkpoint(path / name, "dcp", *parts, {"step": 2}, async_save=True, format="dcp")
+        finalize_checkpoint()
+        other = Training(_model, layout)
+        content = load_checkpoint(path / name, None, other.model, other.optimizer, other.scheduler)
+        assert content == {"step": 2}
+        for each in (training, other):
+            each.step(_batch(2))
+        for ours, theirs in zip(training.model.parameters(), other.model.parameters(), strict=True):
+            assert torch.equal(*(local_rows(each) for each in (ours, theirs)))
+        parallel_state.destroy_model_parallel()
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """For each layout a checkpoint of nxdpp, and one that torch.distributed.checkpoint reads too."""
+    path: Path = tmp_path_factory.mktemp("dcp")
+    run_ranks(4, _save, path, timeout=120.0)
+    return path
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_torch_reads_it_with_the_names_of_one_process(name: str, checkpoints: Path, tmp_path: Path) -> None:
+    folder = checkpoints / name / "dcp"
+    expected, optimizer = one_process(1)
+    load_checkpoint(checkpoints / name, "ours", expected, optimizer)
+    states = dict(zip(("model", "optimizer"), get_state_dict(expected, optimizer), strict=True))
+
+    model, other = one_process(2)
+    read: dict[str, Any] = dict(zip(("model", "optimizer"), get_state_dict(model, other), strict=True))
+    load(read, checkpoint_id=folder, no_dist=True)
+    check_same(read, states)
+    set_state_dict(model, other, model_state_dict=read["model"], optim_state_dict=read["optimizer"])
+    check_same(other.state_dict(), optimizer.state_dict())
+
+    dcp_to_torch_save(folder, tmp_path / "whole.pt")
+    check_same(torch.load(tmp_path / "whole.pt", weights_only=True), states)
+    assert verify(folder) == 0
+
+
+def test_no_rank_has_written_a_whole_shard(checkpoints: Path) -> None:
+    metadata = FileSystemReader(checkpoints / "stages and shards" / "dcp").read_metadata()
+    described = metadata.state_dict_metadata["model.model.layers.0.mlp.up_proj.weight"]
+    assert isinstance(described, TensorStorageMetadata)
+    assert len(described.chunks) == 2
+    assert metadata.planner_data["optimizer.param_groups.0.lr"] == ("optimizer", "param_groups", 0, "lr")
+
+
+def test_a_save_replaces_and_removes_files_of_torch(tmp_path: Path) -> None:
+    model, optimizer = one_process()
+    for format in ("dcp", "dcp", "nxdpp", "dcp"):
+        save_checkpoint(tmp_path, "same", model, optimizer, format=format)
+        suffixes = sorted(file.suffix or file.name for file in (tmp_path / "same").iterdir())
+        expected = [".distcp", ".json", ".metadata"] if format == "dcp" else [".json", ".safetensors"]
+        assert suffixes == expected
+    save_checkpoint(tmp_path, "next", model, optimizer, num_kept_ckpts=1)
+    assert not (tmp_path / "same").exists()
+
+
+def test_what_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="format='torch' must be one of 'nxdpp', 'dcp'"):
+        save_checkpoint(tmp_path, "one", model, format="torch")
+    with pytest.raises(ValueError, match="format='dcp' is for a file system"):
+        save_checkpoint("memory://run", "one", model, format="dcp")
+
+
+def test_a_damaged_value_is_found(tmp_path: Path) -> None:
+    model = nn.Linear(64, 64)
+    save_checkpoint(tmp_path, "one", model, format="dcp")
+    (file,) = (tmp_path / "one").glob("*.distcp")
+    content = bytearray(file.read_bytes())
+    place = content.index(model.weight.detach().numpy().tobytes())
+    content[place + 5] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(ValueError, match="have another checksum than when they were written"):
+        load_checkpoint(tmp_path, "one", model)
