@@ -8,7 +8,7 @@
 """
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -294,6 +294,10 @@ class Pipeline(PipelineSteps):
     def shards(self) -> RankShards | None:
         """The units of this rank's parameters; ``None`` where they are whole."""
         return self._engines.shards
+
+    def whole_parameters(self) -> AbstractContextManager[None]:
+        """Return a context with sharded parameters whole; collective over the replicas where they are sharded."""
+        return nullcontext() if self.shards is None else self.shards.whole()
 
     def set_shards(self, shards: RankShards) -> None:
         """Run ``shards``, which this rank's parameters have become, from the next step on; on all ranks."""

@@ -8,7 +8,8 @@
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 from weakref import WeakSet
@@ -116,17 +117,37 @@ class RankShards(ABC):
 
         Raises ``RuntimeError`` on all replicas where one is about to make another step.
         """
+        self._follow()
+        kind = "a training step" if train else "an evaluation"
+        self._exchanges.begin("gather of sharded parameters", [f"in {kind}, gradients are reduced: {reduces}"])
+        self._step = _Step(train, train and reduces)
+        if self._step.reduces:
+            self._step.before = {unit: _with_gradient(unit) for unit in self.units}
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Gather all parameters for the block, in which no step runs; collective over the replicas."""
+        self._follow()
+        self._exchanges.begin("gather of sharded parameters", ["outside of a step"])
+        with torch.inference_mode(mode=False):
+            for unit in self.units:
+                unit.start_gather()
+            for unit in self.units:
+                unit.make_whole()
+        try:
+            yield
+        finally:
+            for unit in self.units:
+                unit.free()
+
+    def _follow(self) -> None:
+        """Follow changes of the model since the last call."""
         if self._changes.has_moved:
             present = set(map(id, self._module.parameters()))
             for unit in self.units:
                 unit.check_present(present)
                 unit.follow()
             self._changes.settle()
-        kind = "a training step" if train else "an evaluation"
-        self._exchanges.begin("gather of sharded parameters", [f"in {kind}, gradients are reduced: {reduces}"])
-        self._step = _Step(train, train and reduces)
-        if self._step.reduces:
-            self._step.before = {unit: _with_gradient(unit) for unit in self.units}
 
     @abstractmethod
     def run(self, stage: int, kind: ActionKind, is_first: bool, is_last: bool, compute: Callable[[], None]) -> None:
