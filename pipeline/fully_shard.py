@@ -83,6 +83,7 @@ def fully_shard(
     mp_policy, offload_policy = mp_policy or MixedPrecisionPolicy(), offload_policy or OffloadPolicy()
     _check(reshard_after_forward, offload_policy)
     pipeline.check_can_shard()
+    assert isinstance(wrapped, LocalView), "it has a pipeline"
     with board.call("fully_shard"), failure_watch.reported():
         shards = _Sharding(pipeline, mp_policy, offload_policy).shards(bool(reshard_after_forward))
         _cast(wrapped, mp_policy)
