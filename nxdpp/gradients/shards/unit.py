@@ -132,7 +132,7 @@ class ShardedUnit:
                 each._unsharded_param.untyped_storage()._cdata for each in self._group.fsdp_params
             )
             for each, own in zip(self._group.fsdp_params, self._attributes, strict=True):
-                _give(each._unsharded_param, own)
+                _give(each._unsharded_param, own | {"gathered_for_a_step": True})
         self._put_into_programs([each._unsharded_param for each in self._group.fsdp_params])
         self._versions = [each._unsharded_param._version for each in self._group.fsdp_params]
 
