@@ -18,6 +18,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPM
 from torch.utils import _pytree as pytree
 
 from nxdpp.devices.kinds import device_of
+from nxdpp.gradients.held_hooks import count_hooks
 from nxdpp.gradients.replaced_parameters import check_no_optimizer_holds, watch_replaced
 from nxdpp.gradients.shards.each_microbatch import EachMicrobatch
 from nxdpp.gradients.shards.local_tensors import is_sharded
@@ -81,6 +82,8 @@ def fully_shard(
         )
     mp_policy, offload_policy = mp_policy or MixedPrecisionPolicy(), offload_policy or OffloadPolicy()
     _check(reshard_after_forward, offload_policy)
+    pipeline.check_can_shard()
+    assert isinstance(wrapped, LocalView), "it has a pipeline"
     with board.call("fully_shard"), failure_watch.reported():
         shards = _Sharding(pipeline, mp_policy, offload_policy).shards(bool(reshard_after_forward))
         assert isinstance(wrapped, LocalView), "it has a pipeline"
@@ -105,7 +108,13 @@ class _Sharding:
         """Make the units, one after the other."""
         named = {name: each for name, each in listings.named_parameters(self._tree) if _can_shard(each)}
         check_no_optimizer_holds(named, "Make the optimizer after fully_shard(model).")
-        self._pipeline.check_can_shard()
+        hooked = [name for name, parameter in named.items() if count_hooks(parameter)]
+        if hooked:
+            raise ValueError(
+                f"{hooked[0]} has a hook of its gradient, which would not see it: fully_shard reduces whole gradients "
+                f"to rows. Remove the hook, and change .grad after run_train."
+            )
+        self._pipeline.check_equal_replicas()
         partition = self._pipeline.partition
         local = self._pipeline.local_stages
         # Find the place of each parameter: a layer, or the rest of the stages that use it.
@@ -129,7 +138,7 @@ class _Sharding:
             for stage in local
         }
         watch = self._pipeline.part.changes.watch(*TENSORS, Change.GRADIENT)
-        return (EachMicrobatch if resharding else OnceAStep)(stages_shards, self._pipeline.exchanges, watch)
+        return (EachMicrobatch if resharding else OnceAStep)(stages_shards, self._pipeline.exchanges, watch, self._tree)
 
     def _units(self, place: str | tuple[int, ...], names: Sequence[str]) -> list[ShardedUnit]:
         """Shard the parameters ``names``: a unit for each dtype."""
@@ -159,6 +168,8 @@ class _Sharding:
             moved = with_type_of(value, old)
             assert isinstance(moved, nn.Parameter)
             new.append(moved)
+            if old.requires_grad and not old.is_meta:
+                old.register_hook(_refuse_gradient)
         self._pipeline.part.replace_tensors(parameters, new)
         return new
 
@@ -202,6 +213,13 @@ def _check(reshard_after_forward: object, offload_policy: OffloadPolicy) -> None
             "CPUOffloadPolicy() pins memory for a CUDA device, and this rank computes on the CPU, where its rows are "
             "in host memory anyway: leave offload_policy out."
         )
+
+
+def _refuse_gradient(gradient: torch.Tensor) -> None:
+    raise RuntimeError(
+        f"a parameter of shape {list(gradient.shape)} has a gradient, and fully_shard has put another in its place: a "
+        f"module uses it by a reference of its own, such as a list. Read it from the module that has it."
+    )
 
 
 def _can_shard(parameter: nn.Parameter) -> bool:

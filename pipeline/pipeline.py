@@ -8,7 +8,7 @@
 """
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -275,11 +275,7 @@ class Pipeline(PipelineSteps):
         return clip_grad_norm(self.local_module.parameters(), max_norm, norm_type)
 
     def check_can_shard(self) -> None:
-        """Verify that the parameters can be sharded over the replicas; collective over them.
-
-        Raises ``RuntimeError`` for a second time and for replicas with different parameters, ``ValueError`` for
-        settings of the model that exclude it.
-        """
+        """Raise ``RuntimeError`` for sharded parameters, and ``ValueError`` for settings that exclude them."""
         if self.shards is not None:
             raise RuntimeError("fully_shard was called for this model already: call it once.")
         excluded = {
@@ -290,12 +286,19 @@ class Pipeline(PipelineSteps):
         for what, is_set in excluded.items():
             if is_set:
                 raise ValueError(f"fully_shard does not go with {what}: wrap the model without it.")
+
+    def check_equal_replicas(self) -> None:
+        """Raise ``RuntimeError`` for replicas with different parameters; collective over them."""
         self._replicas.check_values()
 
     @property
     def shards(self) -> RankShards | None:
         """The units of this rank's parameters; ``None`` where they are whole."""
         return self._engines.shards
+
+    def whole_parameters(self) -> AbstractContextManager[None]:
+        """Return a context with sharded parameters whole; collective over the replicas where they are sharded."""
+        return nullcontext() if self.shards is None else self.shards.whole()
 
     def set_shards(self, shards: RankShards) -> None:
         """Run ``shards``, which this rank's parameters have become, from the next step on; on all ranks."""

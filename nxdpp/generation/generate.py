@@ -50,14 +50,19 @@ def generate(pipeline: Pipeline, inputs: Any, num_microbatches: int, arguments: 
     if pipeline.partition.stages == 1 and hasattr(root, "generate") and not is_generating(root):
         if num_microbatches != 1 or is_list(inputs):
             raise ValueError(f"the generate of {type(root).__name__} takes one batch: leave out num_microbatches.")
-        return root.generate(inputs, **arguments)
+        with pipeline.whole_parameters():
+            return root.generate(inputs, **arguments)
     path = generating_path(root)
     arguments = plain_settings(arguments)
     module = root.get_submodule(path)
     check_arguments(module, inputs, num_microbatches, arguments)
     failure_watch.refuse_after_failure()
     pipeline.check_materialised()
-    with board.call("generate", "call", "pipeline", has_limit=True), _no_traces(module):
+    with (
+        board.call("generate", "call", "pipeline", has_limit=True),
+        pipeline.whole_parameters(),
+        _no_traces(module),
+    ):
         device = pipeline.device
         batches = batches_of(module, inputs, num_microbatches, arguments, device)
         last = pipeline.schedule.placement.rank_of(pipeline.partition.stages - 1)

@@ -25,7 +25,7 @@ from nxdpp.gradients.average import average_gradients
 from nxdpp.gradients.average_checks import replica_step_check
 from nxdpp.gradients.average_plan import LastBackward
 from nxdpp.gradients.overlapped_average import AverageReport, OverlappedAverage
-from nxdpp.gradients.shards.local_tensors import is_sharded
+from nxdpp.gradients.shards.local_tensors import is_of_shards, is_sharded
 from nxdpp.ranks import parallel_state
 from nxdpp.ranks.faults import failure_watch
 from nxdpp.ranks.faults.board import board
@@ -260,7 +260,8 @@ class ReplicaGradients:
         if self._replicas == 1:
             return
         self._exchanges.begin("comparison of parameters")
-        parameters = list(self._module.named_parameters())
+        # Within a step some are whole, and a hash would fix their memory.
+        parameters = [(name, each) for name, each in self._module.named_parameters() if not is_of_shards(each)]
         with failure_watch.reported():
             facts = [*lines, *parameter_lines(parameters)]
             check_replica_values(parameters, self._part.origin, self._part.seed, facts, remedy)

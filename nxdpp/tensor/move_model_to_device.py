@@ -7,6 +7,7 @@ from torch import nn
 
 from nxdpp.devices import cuda
 from nxdpp.gradients.replaced_parameters import check_no_optimizer_holds, watch_replaced
+from nxdpp.gradients.shards.local_tensors import is_sharded
 from nxdpp.ranks import parallel_state
 
 _REMEDY = "Make the optimizer after move_model_to_device(), from the parameters that the model has then."
@@ -39,6 +40,9 @@ def convert_parameters(
     holds one of them, before anything is changed.
     """
     before = dict(model.named_parameters(remove_duplicate=False))
+    if any(map(is_sharded, before.values())):
+        _convert_buffers(model, convert)
+        return False
     is_replaced = {
         kind: _is_replaced(torch.empty(0, device=kind[0], dtype=kind[1]), convert)
         for kind in {(parameter.device, parameter.dtype) for parameter in before.values()}
@@ -60,6 +64,21 @@ def convert_parameters(
         moved[old] = parameter
     watch_replaced(replaced)
     return bool(moved)
+
+
+def _convert_buffers(model: nn.Module, convert: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Convert the buffers of ``model``. Raises ``RuntimeError`` if a parameter, which is sharded, would change."""
+    for name, parameter in model.named_parameters():
+        converted = convert(torch.empty(0, device=parameter.device, dtype=parameter.dtype))
+        if (converted.device, converted.dtype) != (parameter.device, parameter.dtype):
+            raise RuntimeError(
+                f"{name} is sharded, and stays {parameter.dtype} on {parameter.device}: convert and move the model "
+                f"before fully_shard. mp_policy of fully_shard computes in another dtype."
+            )
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = convert(buffer)
 
 
 def keep_attributes(old: nn.Parameter, new: nn.Parameter) -> None:

@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
+from torch import nn
+
 from nxdpp.devices.kinds import device_of
 from nxdpp.gradients.average_plan import LastBackward
 from nxdpp.pipeline.backward.structure import warn_of_hidden_hooks
@@ -51,6 +53,9 @@ class LastBackwardWatch(Protocol):
 
 class ActionShards(Protocol):
     """Makes compute actions with the parameters that they need whole."""
+
+    def add_program(self, program: nn.Module) -> None:
+        """Put whole parameters into the containers of ``program`` too, which runs a stage."""
 
     def run(self, stage: int, kind: ActionKind, is_first: bool, is_last: bool, compute: Callable[[], None]) -> None:
         """Make the call ``compute``, the first or the last action of ``stage`` in the step, or another."""
@@ -105,6 +110,10 @@ class Engine:
         if splits:
             warn_of_hidden_hooks()
         for stage, program in sorted(programs.items()):
+            if shards is not None:
+                for module in (program.module, program.first_run):
+                    if module is not None:
+                        shards.add_program(module)
             self.device.expect_updates((*program.module.parameters(), *program.module.buffers()))
             for key in ((stage, form) for form in sorted({0, *config.forms})):
                 self._channels_in[key] = channels.incoming(program.plan, key[1])

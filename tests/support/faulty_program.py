@@ -1,6 +1,7 @@
 """Training on a pipeline of all ranks, in which one rank has a fault: ``faulty_program.py FAULT RANK HANG_TIMEOUT``.
 
-A fourth argument ``xla`` is for XLA devices. The faults are the functions below. ``in_layer`` ones happen in a forward
+A fourth argument ``xla`` is for XLA devices, ``shards`` for two replicas of two stages whose parameters are gathered
+for each microbatch. The faults are the functions below. ``in_layer`` ones happen in a forward
 of step 3, the others after step 3. With ``FAULTY_CHECKPOINTS``, a folder, step 2 is saved. A restart by torchrun has no
 fault: it loads step 2, if there is one, and tells when it has trained a step.
 """
@@ -130,14 +131,15 @@ def main() -> None:
     if has_fault and fault == "ImportError before the start":
         fails_now()
         raise ImportError("no module of that name")
-    device = sys.argv[4] if len(sys.argv) > 4 else None
+    fourth = sys.argv[4] if len(sys.argv) > 4 else None
+    has_shards, device = fourth == "shards", "xla" if fourth == "xla" else None
     if device == "xla":
         os.environ["PJRT_DEVICE"] = "CPU"
-    from nxdpp import NxDPPModel, has_checkpoint, load_checkpoint, parallel_state, save_checkpoint
+    from nxdpp import NxDPPModel, fully_shard, has_checkpoint, load_checkpoint, parallel_state, save_checkpoint
     from nxdpp.agreement.together import from_all_ranks
 
     parallel_state.initialize_model_parallel(
-        pipeline_model_parallel_size=ranks, device=device, hang_timeout=hang_timeout
+        pipeline_model_parallel_size=2 if has_shards else ranks, device=device, hang_timeout=hang_timeout
     )
     torch.manual_seed(0)
     module = Model(ranks)
@@ -150,13 +152,15 @@ def main() -> None:
         post_partition_hooks=[lambda model: time.sleep(3 * hang_timeout)] if is_late else None,
     )
     model.move_model_to_device()
+    if has_shards:
+        fully_shard(model, reshard_after_forward=True)
     steps = STEPS + (STEPS_OFF.get(fault, 0) if has_fault else 0)
     first, checkpoints = 1, os.environ.get("FAULTY_CHECKPOINTS")
     if checkpoints and has_checkpoint(checkpoints):
         load_checkpoint(checkpoints, "2", model)
         first = FAULTY_STEP
     for step in range(first, steps + 1):
-        (layer,) = (module for module in model.local_module.modules() if isinstance(module, Layer))
+        layer, *_ = (module for module in model.local_module.modules() if isinstance(module, Layer))
         if has_fault and step == FAULTY_STEP:
             layer.fault = IN_LAYER.get(fault)
         if step == FAULTY_STEP:

@@ -16,6 +16,7 @@ from tests.zoo import (
     initial_values,
     libraries_sweep,
     pretrained,
+    shards,
     tensor,
     training,
     types,
@@ -34,6 +35,7 @@ SWEEPS: dict[str, Judge] = {
     "xla": xla.judge,
     "compiled": compiled.judge,
     "generation": generation.judge,
+    "shards": shards.judge,
 }
 _WRITTEN = ("training", "xla", "compiled", "generation")
 """Sweeps whose rows are kept in files."""
@@ -78,7 +80,7 @@ def _source() -> str:
 def _by_default(sweep: str) -> list[str]:
     if sweep == "generation":
         return list(generation.GENERATING)
-    if sweep in ("xla", "compiled"):
+    if sweep in ("xla", "compiled", "shards"):
         return ["causal-lm"]
     if sweep != "training":
         return [name for name, task in TASKS.items() if task.thorough]

@@ -37,9 +37,13 @@ class _Pass:
 class EachMicrobatch(RankShards):
     """Units that are whole only while they compute."""
 
-    def __init__(self, stages: Mapping[int, StageShards], exchanges: ReplicaExchanges, changes: Changes) -> None:
-        super().__init__(stages, exchanges, changes)
+    def __init__(
+        self, stages: Mapping[int, StageShards], exchanges: ReplicaExchanges, changes: Changes, module: nn.Module
+    ) -> None:
+        super().__init__(stages, exchanges, changes, module)
         self._pass: _Pass | None = None
+        # A trace calls layers too, with fake tensors.
+        self._is_computing = False
         for stage in stages.values():
             for number, layer in enumerate(stage.layers):
                 before = torch.compiler.disable(partial(self._before_forward, stage.layers, number))
@@ -52,9 +56,11 @@ class EachMicrobatch(RankShards):
         # Cached casts would stay whole, and their gradients would come with those of the first microbatch.
         caches = torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(False)
+        self._is_computing = True
         try:
             self._run(self._stages[stage], kind, compute)
         finally:
+            self._is_computing = False
             torch.set_autocast_cache_enabled(caches)
 
     def _run(self, own: StageShards, kind: ActionKind, compute: Callable[[], None]) -> None:
@@ -83,6 +89,8 @@ class EachMicrobatch(RankShards):
         _free(own.units)
 
     def _before_forward(self, layers: Sequence[ShardedLayer], number: int, module: nn.Module, arguments: Any) -> None:
+        if not self._is_computing:
+            return
         for unit in layers[number].units:
             unit.make_whole()
         # A backward that recomputes the layer has started the gather before it.
@@ -92,14 +100,16 @@ class EachMicrobatch(RankShards):
 
     def _after_forward(
         self, layers: Sequence[ShardedLayer], number: int, module: nn.Module, arguments: Any, output: Any
-    ) -> None:
-        if self._pass is not None:
-            return
+    ) -> Any:
+        if self._pass is not None or not self._is_computing:
+            return output
+        output = self._outside(output)
         _free(layers[number].units)
         if torch.is_grad_enabled():
             for leaf in pytree.tree_leaves(output):
                 if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
                     leaf.register_hook(partial(self._before_backward, number))
+        return output
 
     def _before_backward(self, number: int, gradient: torch.Tensor) -> None:
         """Hook of the output of layer ``number``: its backward comes next."""

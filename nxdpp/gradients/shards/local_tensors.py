@@ -17,6 +17,11 @@ def is_sharded(tensor: torch.Tensor) -> TypeGuard[DTensor]:
     return isinstance(tensor, DTensor)
 
 
+def is_of_shards(tensor: torch.Tensor) -> bool:
+    """Return whether ``tensor`` is sharded, or whole for as long as a step needs it."""
+    return is_sharded(tensor) or hasattr(tensor, "gathered_for_a_step")
+
+
 def local_rows(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's rows of a sharded tensor, in its memory; any other tensor as it is."""
     return tensor._local_tensor.detach() if isinstance(tensor, DTensor) else tensor

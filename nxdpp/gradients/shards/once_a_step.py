@@ -32,8 +32,10 @@ _AHEAD = 2
 class OnceAStep(RankShards):
     """Units that are whole from the first forward of a stage to its last action."""
 
-    def __init__(self, stages: Mapping[int, StageShards], exchanges: ReplicaExchanges, changes: Changes) -> None:
-        super().__init__(stages, exchanges, changes)
+    def __init__(
+        self, stages: Mapping[int, StageShards], exchanges: ReplicaExchanges, changes: Changes, module: nn.Module
+    ) -> None:
+        super().__init__(stages, exchanges, changes, module)
         # Of the present step: the stages of each unit that have not ended.
         self._remaining_stages: dict[ShardedUnit, int] = {}
         # Of the present step: the units whose gathers have not started.
@@ -41,6 +43,7 @@ class OnceAStep(RankShards):
         # Of the present last backward, in the order in which all replicas reduce.
         self._queue: deque[ShardedUnit] = deque()
         self._missing: dict[ShardedUnit, set[int]] = {}
+        self._reduced: ShardedUnit | None = None
 
     def begin(self, train: bool, reduces: bool) -> None:
         """Begin a step, as ``RankShards.begin`` does, and start to gather units."""
@@ -87,7 +90,8 @@ class OnceAStep(RankShards):
                 # A hook would break its graph.
                 self._make_whole(layer.units)
             else:
-                hooks.append(layer.module.register_forward_pre_hook(partial(self._before_forward, layer.units)))
+                wait = partial(self._before_forward, layer.units)
+                hooks.append(layer.module.register_forward_pre_hook(wait, prepend=True))
         return hooks
 
     def _before_forward(self, units: Iterable[ShardedUnit], module: nn.Module, arguments: Any) -> None:
@@ -110,15 +114,17 @@ class OnceAStep(RankShards):
         while self._queue and not self._missing[self._queue[0]]:
             first = self._queue.popleft()
             self._reduce(first)
-            if first.trains_all:
-                # Frozen parameters may still be needed.
-                first.free()
+            # Its own backward may still read it, which is over once the unit before it is at its end.
+            if self._reduced is not None:
+                self._reduced.free()
+            # Frozen parameters may be needed later.
+            self._reduced = first if first.trains_all else None
 
     def _leave(self, stage: StageShards) -> None:
         """End ``stage``: reduce what is not reduced, and free all of it that no later action needs."""
         while self._queue:
             self._reduce(self._queue.popleft())
-        self._missing = {}
+        self._missing, self._reduced = {}, None
         for unit in stage.units:
             self._remaining_stages[unit] -= 1
             if not self._remaining_stages[unit]:

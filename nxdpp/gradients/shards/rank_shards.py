@@ -8,13 +8,16 @@
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from nxdpp.agreement.exchange import ReplicaExchanges
 from nxdpp.gradients.shards.unit import ShardedUnit
@@ -72,32 +75,79 @@ class RankShards(ABC):
         stages: the units of each local stage. Stages that use one parameter share its unit.
         exchanges: of the model with its replicas.
         changes: of the model that units follow.
+        module: this rank's part of the model.
 
     Attributes:
         units: each once, in the order of the stages.
     """
 
-    def __init__(self, stages: Mapping[int, StageShards], exchanges: ReplicaExchanges, changes: Changes) -> None:
+    def __init__(
+        self, stages: Mapping[int, StageShards], exchanges: ReplicaExchanges, changes: Changes, module: nn.Module
+    ) -> None:
+        self._module = module
+        self._programs: WeakSet[nn.Module] = WeakSet()
         self._stages = stages
         self._exchanges = exchanges
         self._changes = changes
         self.units = list(dict.fromkeys(unit for stage in stages.values() for unit in stage.units))
         self._step = _Step()
 
+    def add_program(self, program: nn.Module) -> None:
+        """Put the parameters of the units into the containers of ``program`` too, which runs a stage."""
+        if program in self._programs:
+            return
+        self._programs.add(program)
+        for unit in self.units:
+            unit.add_program(program)
+        forward = program.forward
+        program.forward = lambda *arguments: self._outside(forward(*arguments))
+
+    def _outside(self, values: Any) -> Any:
+        """Return ``values`` with copies of views of parameters, which would lose their memory."""
+        return pytree.tree_map(self._outside_of_units, values)
+
+    def _outside_of_units(self, leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        storage = leaf.untyped_storage()._cdata
+        return leaf.clone() if any(storage in unit.storages for unit in self.units) else leaf
+
     def begin(self, train: bool, reduces: bool) -> None:
         """Begin a step; collective over the replicas. It ``reduces`` gradients unless they stay on each replica.
 
         Raises ``RuntimeError`` on all replicas where one is about to make another step.
         """
-        if self._changes.has_moved:
-            for unit in self.units:
-                unit.follow()
-            self._changes.settle()
+        self._follow()
         kind = "a training step" if train else "an evaluation"
         self._exchanges.begin("gather of sharded parameters", [f"in {kind}, gradients are reduced: {reduces}"])
         self._step = _Step(train, train and reduces)
         if self._step.reduces:
             self._step.before = {unit: _with_gradient(unit) for unit in self.units}
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Gather all parameters for the block, in which no step runs; collective over the replicas."""
+        self._follow()
+        self._exchanges.begin("gather of sharded parameters", ["outside of a step"])
+        with torch.inference_mode(mode=False):
+            for unit in self.units:
+                unit.start_gather()
+            for unit in self.units:
+                unit.make_whole()
+        try:
+            yield
+        finally:
+            for unit in self.units:
+                unit.free()
+
+    def _follow(self) -> None:
+        """Follow changes of the model since the last call."""
+        if self._changes.has_moved:
+            present = set(map(id, self._module.parameters()))
+            for unit in self.units:
+                unit.check_present(present)
+                unit.follow()
+            self._changes.settle()
 
     @abstractmethod
     def run(self, stage: int, kind: ActionKind, is_first: bool, is_last: bool, compute: Callable[[], None]) -> None:

@@ -9,16 +9,19 @@ ones are freed by giving up their memory. What torch does in hooks of modules is
     reduce          add this rank's rows of the gradients       reduce-scatter
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPCommContext, FSDPParamGroup
+from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from nxdpp.gradients.held_hooks import count_hooks
@@ -40,6 +43,7 @@ class ShardedUnit:
     Attributes:
         parameters: the sharded ones.
         trains_all: ``True`` if none of them is frozen.
+        storages: addresses of the objects that have the memory of the whole parameters, which stay the same.
     """
 
     def __init__(
@@ -67,6 +71,8 @@ class ShardedUnit:
         group.force_sum_reduction_for_comms = True
         group.gradient_divide_factor = None if mean else 1.0
         self.is_trained = self.trains_all = False
+        self.storages: frozenset[int] = frozenset()
+        self._programs: WeakKeyDictionary[nn.Module, dict[str, int]] = WeakKeyDictionary()
         for parameter, own in zip(self.parameters, attributes, strict=True):
             _give(parameter, own)
         self.follow()
@@ -81,6 +87,17 @@ class ShardedUnit:
         """``True`` while the modules have the whole parameters."""
         return bool(self._group.is_unsharded)
 
+    def check_present(self, present: Collection[int]) -> None:
+        """Raise ``RuntimeError`` for a parameter in whose place is none with an id of ``present``, or another kind."""
+        for each in self._group.fsdp_params:
+            now = each._module_info.module._parameters.get(each._module_info.param_name)
+            if not isinstance(now, DTensor) or id(now) not in present or now.dtype != each.orig_dtype:
+                raise RuntimeError(
+                    f"a parameter of {self.name}, of shape {list(each._orig_size)}, is no longer in the model, or "
+                    f"another tensor has its place: fully_shard follows no replacement. Replace modules and parameters "
+                    f"before fully_shard."
+                )
+
     def follow(self) -> None:
         """Follow values that were loaded or moved, and parameters that were frozen."""
         group: Any = self._group
@@ -89,6 +106,15 @@ class ShardedUnit:
         trained = [each.requires_grad for each in self.parameters]
         self.is_trained, self.trains_all = any(trained), all(trained)
         self._converts = any(each.reduce_dtype is not None for each in group.fsdp_params)
+
+    def add_program(self, program: nn.Module) -> None:
+        """Put the parameters into ``program`` too, which has containers of its own, for as long as it is alive."""
+        numbers = {id(each): number for number, each in enumerate(self.parameters)}
+        known = {id(module) for each in self._group.fsdp_params for module, _ in _places(each)}
+        for module in program.modules():
+            names = {name: numbers[id(each)] for name, each in module._parameters.items() if id(each) in numbers}
+            if names and id(module) not in known:
+                self._programs[module] = names
 
     def start_gather(self) -> None:
         """Begin to gather the parameters, unless they are whole or on their way; collective over the mesh."""
@@ -104,8 +130,12 @@ class ShardedUnit:
         with Wait("gather of parameters", self._ranks):
             self._group.wait_for_unshard()
         if is_first:
+            self.storages = frozenset(
+                each._unsharded_param.untyped_storage()._cdata for each in self._group.fsdp_params
+            )
             for each, own in zip(self._group.fsdp_params, self._attributes, strict=True):
-                _give(each._unsharded_param, own)
+                _give(each._unsharded_param, own | {"gathered_for_a_step": True})
+        self._put_into_programs([each._unsharded_param for each in self._group.fsdp_params])
         self._versions = [each._unsharded_param._version for each in self._group.fsdp_params]
 
     def free(self) -> None:
@@ -123,6 +153,11 @@ class ShardedUnit:
                     f"between steps, or leave fully_shard out."
                 )
         self._group.reshard()
+        self._put_into_programs(self.parameters)
+
+    def _put_into_programs(self, parameters: Sequence[nn.Parameter]) -> None:
+        for module, names in self._programs.items():
+            module._parameters.update({name: parameters[number] for name, number in names.items()})
 
     def whole_trained(self) -> list[nn.Parameter]:
         """Return the whole parameters whose gradients autograd accumulates."""
@@ -191,6 +226,13 @@ def shard_context(device: torch.device) -> FSDPCommContext:
 def _convert(parameter: Any, gradient_of: torch.Tensor | None = None) -> None:
     parameter.accumulate_unsharded_grad_if_needed()
     parameter.to_accumulated_grad_if_needed()
+
+
+def _places(parameter: FSDPParam) -> Iterator[tuple[nn.Module, str]]:
+    """Yield the modules that have ``parameter``, each with its name there."""
+    info = parameter._module_info
+    yield info.module, info.param_name
+    yield from zip(info.shared_modules, info.shared_param_names, strict=True)
 
 
 def _give(parameter: nn.Parameter, attributes: dict[str, Any]) -> None:

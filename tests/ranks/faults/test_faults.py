@@ -15,9 +15,11 @@ BOUND_SECONDS = 15.0
 HANG_TIMEOUT = 2.0
 
 
-def _run(fault: str, rank: int, first_rank_has_store: bool = True, hang_timeout: float = HANG_TIMEOUT) -> Ended:
+def _run(
+    fault: str, rank: int, first_rank_has_store: bool = True, hang_timeout: float = HANG_TIMEOUT, *more: str
+) -> Ended:
     program = str(faulty_program.__file__)
-    arguments = [fault, str(rank), str(hang_timeout)]
+    arguments = [fault, str(rank), str(hang_timeout), *more]
     return run_program(program, arguments, RANKS, first_rank_has_store=first_rank_has_store, own_outputs=True)
 
 
@@ -100,6 +102,25 @@ def test_a_rank_that_hangs_is_shown_and_named(fault: str, rank: int) -> None:
     for number in others:
         assert re.search(rf"^  rank {number}: run_train step 3, stage {number}, .* waits for", ended.output, re.M)
     assert re.search(rf"stack of rank {rank}.*Layer.forward\n +.* in {fault}_in_a_layer$", ended.output, re.M | re.S)
+
+
+def test_a_rank_that_dies_between_gathers_is_named() -> None:
+    ended = _run("SIGKILL", 2, True, HANG_TIMEOUT, "shards")
+    assert [code for rank, code in enumerate(ended.codes) if rank != 2] == [1] * (RANKS - 1), ended.output
+    assert _seconds(ended) < BOUND_SECONDS, ended.output
+    assert {rank: line[:11] for rank, line in _last_lines(ended).items()} == dict.fromkeys((0, 1, 3), "rank 2 died")
+
+
+def test_a_rank_that_hangs_before_a_gather_is_named() -> None:
+    ended = _run("loop", 2, True, HANG_TIMEOUT, "shards")
+    assert ended.codes == [1] * RANKS, ended.output
+    assert HANG_TIMEOUT < _seconds(ended) < HANG_TIMEOUT + BOUND_SECONDS, ended.output
+    lines = _last_lines(ended)
+    assert sorted(lines) == list(range(RANKS)), ended.output
+    named = r"rank 2 hangs: run_train step 3, stage 1, forward of microbatch 0, for \d+ s, in `loop_in_a_layer`"
+    assert all(re.match(named, line) for line in lines.values()), ended.output
+    gathers = r"^  rank 3: run_train step 3, stage 1, .* waits for \d+ s in the gather of parameters, with rank 2"
+    assert re.search(gathers, ended.output, re.M), ended.output
 
 
 @pytest.mark.parametrize("rank", [0, pytest.param(2, marks=pytest.mark.sweep)])

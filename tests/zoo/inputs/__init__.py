@@ -23,13 +23,13 @@ _MAKERS: dict[str, Callable[[str, PreTrainedModel, int, torch.Generator], dict[s
 }
 
 
-def inputs(task: str, model: PreTrainedModel, shape_index: int) -> dict[str, Tensor]:
-    """Arguments of ``model``'s forward with labels, on the CPU, the same at each call.
+def inputs(task: str, model: PreTrainedModel, shape_index: int, seed: int | None = None) -> dict[str, Tensor]:
+    """Arguments of ``model``'s forward with labels, on the CPU, the same at each call with one ``seed``.
 
     Tokens are int64 ``(rows, tokens)``, of ``SHAPES[shape_index]``. Shape 1 alone has an ``attention_mask``: its rows
     end early, and labels are -100 from there on. Images are float32 ``(rows, channels, height, width)``.
 
     Raises ``ValueError`` if the forward takes no labels.
     """
-    generator = torch.Generator().manual_seed(shape_index)
+    generator = torch.Generator().manual_seed(shape_index if seed is None else seed)
     return _MAKERS[TASKS[task].kind](task, model, shape_index, generator)

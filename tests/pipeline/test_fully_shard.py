@@ -1,0 +1,323 @@
+"""Sharded replicas train as whole ones: drawn layouts of 4 ranks, what a step gathers, and odd orders of calls."""
+
+import math
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+import nxdpp
+from nxdpp import NxDPPModel, parallel_state
+from nxdpp.gradients.shards.unit import ShardedUnit
+from tests.support.models import VOCABULARY, llama
+from tests.support.run_ranks import run_ranks
+
+MICROBATCHES = 4
+STEPS = 4
+EQUAL = 1e-12
+ROUNDING = 1e-2
+"""Under autocast a difference of rounding in float32 may be one of bfloat16 after a step."""
+
+Numbers = dict[str, torch.Tensor]
+Case = dict[str, Any]
+
+FAMILIES = ("gpipe", "1f1b", "interleaved", "looped-bfs", "zb-h1", "zb1p", "zb-v", "dualpipe-v", "v-half")
+TWO_STAGES_A_RANK = ("interleaved", "looped-bfs")
+LAYOUTS: tuple[dict[str, int], ...] = (
+    {"pipeline_model_parallel_size": 2},
+    {"tensor_model_parallel_size": 2},
+    {"data_parallel_shard_size": 2},
+    {"pipeline_model_parallel_size": 4},
+)
+EXTRAS = (
+    "plain",
+    "lora",
+    "frozen layers",
+    "checkpoint",
+    "tokens",
+    "no_sync",
+    "accumulated",
+    "autocast",
+    "scaler",
+    "clipped",
+    "deferred",
+)
+THIN: tuple[Case, ...] = (
+    {"schedule": "1f1b", "resharding": None, "tied": True, "extra": "clipped"},
+    {"schedule": "zb-v", "resharding": True, "tied": False, "extra": "tokens"},
+    {"schedule": "interleaved", "resharding": None, "tied": False, "extra": "no_sync"},
+    {"schedule": "gpipe", "resharding": True, "tied": True, "extra": "lora"},
+    {"schedule": "zb1p", "resharding": None, "tied": False, "extra": "frozen layers"},
+    {"schedule": "1f1b", "resharding": True, "tied": False, "extra": "checkpoint"},
+    {"schedule": "1f1b", "resharding": None, "tied": False, "extra": "scaler"},
+    {"schedule": "1f1b", "resharding": True, "tied": False, "extra": "deferred"},
+)
+THIN_OF_OTHERS: tuple[Case, ...] = (
+    {"schedule": None, "resharding": None, "tied": True, "extra": "clipped"},
+    {"schedule": None, "resharding": True, "tied": False, "extra": "sequence"},
+)
+
+
+def drawn(count: int, seed: int, families: tuple[str | None, ...], extras: tuple[str, ...]) -> list[Case]:
+    """Return ``count`` drawn cases."""
+    draw = random.Random(seed)
+    return [
+        {
+            "schedule": draw.choice(families),
+            "resharding": draw.choice((None, True)),
+            "tied": draw.random() < 0.4,
+            "extra": draw.choice(extras),
+        }
+        for _ in range(count)
+    ]
+
+
+def batch_of(step: int) -> dict[str, torch.Tensor]:
+    """Tokens of this replica, (8, 6); other replicas have other ones, and other numbers of labels."""
+    replica = parallel_state.get_data_parallel_rank()
+    ids = torch.randint(0, VOCABULARY, (8, 6), generator=torch.Generator().manual_seed(100 * replica + step))
+    labels = ids.clone()
+    labels[:3, : 2 + replica] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+def wrapped(case: Case, shards: bool) -> tuple[Any, Any]:
+    """The model of ``case``, with its scaler."""
+    extra, schedule = case["extra"], case["schedule"]
+    is_wide = extra not in ("autocast", "scaler")
+    torch.manual_seed(0)
+
+    def build() -> Any:
+        built = llama(tie_word_embeddings=case["tied"])
+        return built.double() if is_wide else built
+
+    bare: Any = nxdpp.deferred_init(build) if extra == "deferred" else build()
+    if extra == "lora":
+        from peft import LoraConfig, get_peft_model
+
+        torch.manual_seed(1)
+        bare = get_peft_model(bare, LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+    if parallel_state.get_tensor_model_parallel_size() > 1:
+        bare = nxdpp.tensor_parallelize(bare, sequence_parallel=extra == "sequence")
+    scaler = nxdpp.GradScaler("cpu", init_scale=8.0) if extra == "scaler" else None
+    given: dict[str, Any] = {} if scaler is None else {"grad_scaler": scaler}
+    if extra == "tokens":
+        given["loss_normalization"] = "tokens"
+    if schedule is not None and parallel_state.get_pipeline_model_parallel_size() > 1:
+        given["schedule"] = schedule
+        given["virtual_pipeline_size"] = 2 if schedule in TWO_STAGES_A_RANK else 1
+    model = NxDPPModel(bare, num_microbatches=MICROBATCHES, broadcast_and_average_loss=True, **given)
+    if not shards:
+        model.move_model_to_device()
+    if extra == "checkpoint":
+        nxdpp.apply_checkpoint(model)
+    if shards:
+        nxdpp.fully_shard(model, reshard_after_forward=case["resharding"])
+    if extra == "frozen layers":
+        for name, parameter in model.local_named_parameters():
+            parameter.requires_grad_("mlp" not in name and "layers.1." not in name)
+    return model, scaler
+
+
+def trained(case: Case, shards: bool) -> Numbers:
+    """Losses, norms, the last gradients and the parameters of a training, each whole."""
+    model, scaler = wrapped(case, shards)
+    extra = case["extra"]
+    own = [parameter for parameter in model.local_parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(own, lr=1e-3, eps=1e-6)
+    dtype = {"autocast": torch.bfloat16, "scaler": torch.float16}.get(extra)
+    numbers: Numbers = {}
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        if extra in ("no_sync", "accumulated"):
+            with model.no_sync() if extra == "no_sync" else nullcontext():
+                numbers[f"first loss {step}"] = model.run_train(**batch_of(10 + step))
+        with nullcontext() if dtype is None else torch.autocast("cpu", dtype):
+            numbers[f"loss {step}"] = model.run_train(**batch_of(step))
+        if scaler is not None:
+            scaler.unscale_(optimizer)
+        if extra in ("clipped", "scaler"):
+            numbers[f"norm {step}"] = model.clip_grad_norm_(0.5)
+        if scaler is None:
+            optimizer.step()
+        else:
+            scaler.step(optimizer)
+            scaler.update()
+    numbers["evaluation"] = model.run_eval(**batch_of(20))
+    for name, parameter in model.local_named_parameters():
+        numbers[name] = whole(parameter.detach())
+        if parameter.grad is not None:
+            numbers[f"gradient of {name}"] = whole(parameter.grad)
+    return numbers
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
+
+
+def distance(ours: Numbers, theirs: Numbers) -> tuple[float, str]:
+    """Greatest difference, as a share of the greatest value of its tensor, and its name."""
+    if ours.keys() != theirs.keys():
+        return math.inf, str(sorted(ours.keys() ^ theirs.keys()))
+    return max((_share(ours[name], theirs[name]), name) for name in theirs)
+
+
+def _share(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    if torch.equal(ours, theirs):
+        return 0.0
+    share = (ours - theirs).abs().max().item() / max(theirs.abs().max().item(), 1e-3)
+    return share if math.isfinite(share) else math.inf
+
+
+def train_cases(rank: int, runs: list[tuple[dict[str, int], list[Case]]]) -> list[tuple[Case, float, str]]:
+    """Train each case of each layout whole and sharded; the groups are made anew for each layout."""
+    found = []
+    for layout, cases in runs:
+        parallel_state.initialize_model_parallel(**layout, hang_timeout=60)  # type: ignore[arg-type]
+        for case in cases:
+            theirs = trained(case, shards=False)
+            found.append((layout | case, *distance(trained(case, shards=True), theirs)))
+        parallel_state.destroy_model_parallel()
+    return found
+
+
+def check(results: list[list[tuple[Case, float, str]]]) -> None:
+    for rank in results:
+        for case, found, name in rank:
+            bound = ROUNDING if case["extra"] in ("autocast", "scaler") else EQUAL
+            if case.get("pipeline_model_parallel_size") == 4:
+                # One replica.
+                bound = 0.0
+            assert found <= bound, f"{case}: {name} by {found}"
+
+
+def test_layouts_train_as_whole_replicas() -> None:
+    runs = [
+        (LAYOUTS[0], list(THIN)),
+        (LAYOUTS[1], list(THIN_OF_OTHERS)),
+        (LAYOUTS[2], [THIN_OF_OTHERS[0]]),
+        (LAYOUTS[3], [THIN[0], THIN[5]]),
+    ]
+    check(run_ranks(4, train_cases, runs))
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("seed", range(4))
+def test_drawn_layouts_train_as_whole_replicas(seed: int) -> None:
+    others = tuple(extra for extra in EXTRAS if extra not in ("lora", "deferred"))
+    runs = [
+        (LAYOUTS[0], drawn(10, seed, FAMILIES, EXTRAS)),
+        (LAYOUTS[1], drawn(4, seed + 10, (None,), (*others, "sequence"))),
+        (LAYOUTS[2], drawn(4, seed + 20, (None,), EXTRAS)),
+    ]
+    check(run_ranks(4, train_cases, runs))
+
+
+@contextmanager
+def counted() -> Iterator[dict[str, int]]:
+    """Count the bytes that this rank gives to gathers, and to reductions, of parameters."""
+    counts = {"gathered": 0, "reduced": 0}
+    gather, reduce = dist.all_gather_into_tensor, dist.reduce_scatter_tensor
+
+    def gather_counted(output_tensor: torch.Tensor, input_tensor: torch.Tensor, *more: Any, **named: Any) -> Any:
+        counts["gathered"] += input_tensor.nbytes
+        return gather(output_tensor, input_tensor, *more, **named)
+
+    def reduce_counted(output: torch.Tensor, input: torch.Tensor, *more: Any, **named: Any) -> Any:
+        counts["reduced"] += input.nbytes
+        return reduce(output, input, *more, **named)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_gather_into_tensor", gather_counted)
+        patch.setattr(dist, "reduce_scatter_tensor", reduce_counted)
+        yield counts
+
+
+def count(rank: int) -> dict[str, Any]:
+    """Bytes of a step, as multiples of this rank's rows, and how many layers are whole at a time and after it."""
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2, hang_timeout=60)
+    found: dict[str, Any] = {}
+    for form in (None, True):
+        model, _ = wrapped({"schedule": "1f1b", "resharding": form, "tied": False, "extra": "plain"}, shards=True)
+        model.run_train(**batch_of(0))
+        units: list[ShardedUnit] = model._pipeline.shards.units
+        most = 0
+
+        def watch(*_: Any, units: list[ShardedUnit] = units) -> None:
+            nonlocal most
+            layers = [unit for unit in units if unit.name.startswith("model.layers.")]
+            most = max(most, sum(map(has_memory, layers)))
+
+        for name, module in model.local_named_modules():
+            if name.endswith("mlp"):
+                module.register_forward_hook(watch)
+        with counted() as counts:
+            model.run_train(**batch_of(1))
+        layers, rest = (
+            sum(rows_bytes(unit) for unit in units if unit.name.startswith("model.layers.") == is_layer)
+            for is_layer in (True, False)
+        )
+        found[str(form)] = {
+            **counts,
+            "layers": layers,
+            "rest": rest,
+            "whole at a time": most,
+            "whole after": sum(map(has_memory, units)),
+        }
+        model.run_eval(**batch_of(2))
+        found[str(form)]["whole after"] += sum(map(has_memory, units))
+    return found
+
+
+def rows_bytes(unit: ShardedUnit) -> int:
+    """Bytes of this rank's rows, padded to those of the first rank."""
+    return sum(each._sharded_param_data.nbytes for each in unit._group.fsdp_params)
+
+
+def has_memory(unit: ShardedUnit) -> bool:
+    """Whether the whole parameters of ``unit`` are in memory."""
+    return any(each._unsharded_param.untyped_storage().size() for each in unit._group.fsdp_params)
+
+
+def test_a_step_gathers_and_reduces_each_byte_as_often_as_it_must() -> None:
+    for rank in run_ranks(4, count):
+        once, each = rank["None"], rank["True"]
+        rows = once["layers"] + once["rest"]
+        assert once["gathered"] == rows
+        assert once["reduced"] == 2 * rows
+        # A layer for the forward and for the backward of each microbatch.
+        assert each["gathered"] == 2 * MICROBATCHES * rows
+        assert each["reduced"] == MICROBATCHES * 2 * rows
+        assert once["whole after"] == each["whole after"] == 0
+        assert once["whole at a time"] == 2
+        assert each["whole at a time"] == 1
+
+
+def differ(rank: int, what: str) -> None:
+    """Begin different calls on the two replicas."""
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2, hang_timeout=60)
+    model, _ = wrapped({"schedule": "1f1b", "resharding": None, "tied": False, "extra": "plain"}, shards=True)
+    for _ in range(2):
+        model.run_train(**batch_of(0))
+    is_second = parallel_state.get_data_parallel_rank() == 1
+    if what == "evaluates" and is_second:
+        model.run_eval(**batch_of(0))
+    with model.no_sync() if is_second else nullcontext():
+        model.run_train(**batch_of(0))
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("evaluates", r"is in run_(train step 3|eval step 1) \(gather of .*, and .* in run_(eval step 1|train step 3)"),
+        pytest.param("leaves out", "gradients are reduced: False", marks=pytest.mark.sweep),
+    ],
+)
+def test_replicas_in_different_steps_name_both(what: str, words: str) -> None:
+    with pytest.raises(AssertionError, match=words):
+        run_ranks(4, differ, what)
