@@ -141,7 +141,12 @@ class Pipeline(PipelineSteps):
         self._copies = TensorCopies(self.part.module)
         self._loss_dtypes: LastUsed[int, torch.dtype] = LastUsed()
         self._upkeep = LocalUpkeep(
-            self.part, self.partition.layers, self._programs.replace, self._forget, self._verify_again
+            self.part,
+            self.partition.layers,
+            self._programs.replace,
+            self._forget,
+            self._verify_again,
+            self._has_gathered,
         )
         self._batches = Batches(self.part, self._upkeep, config, normalization)
         self._preparation = StepPreparation(config, self._programs, normalization)
@@ -295,6 +300,9 @@ class Pipeline(PipelineSteps):
     def shards(self) -> RankShards | None:
         """The units of this rank's parameters; ``None`` where they are whole."""
         return self._engines.shards
+
+    def _has_gathered(self) -> bool:
+        return self.shards is not None and any(unit.is_whole for unit in self.shards.units)
 
     def whole_parameters(self) -> AbstractContextManager[None]:
         """Return a context with sharded parameters whole; collective over the replicas where they are sharded."""

@@ -49,6 +49,7 @@ class LocalUpkeep:
         on_replaced: called with the modules that were replaced, by name.
         on_change: called after a change that graphs, programs and engines do not have yet.
         on_new_values: called when the ranks have to compare their parameters again.
+        has_gathered: whether gathered parameters are in the places of sharded ones now.
 
     Attributes:
         ready_at: number of the change at which the part was made ready; a step after another change makes it again.
@@ -61,6 +62,7 @@ class LocalUpkeep:
         on_replaced: Callable[[Mapping[str, nn.Module]], None],
         on_change: Callable[[], None],
         on_new_values: Callable[[], None],
+        has_gathered: Callable[[], bool] = lambda: False,
     ) -> None:
         self._part = part
         self._tree = part.module
@@ -69,6 +71,7 @@ class LocalUpkeep:
         self._on_replaced = on_replaced
         self._on_change = on_change
         self._on_new_values = on_new_values
+        self._has_gathered = has_gathered
         self._runs = 0
         self._has_checked_optimizers = False
         self._changes = part.changes
@@ -151,7 +154,7 @@ class LocalUpkeep:
 
     def _follow_before_listing(self) -> None:
         """Follow replacements, so that an optimizer gets the parameters that will run."""
-        if self._is_following:
+        if self._is_following or self._has_gathered():
             return
         self._is_following = True
         try:

@@ -119,7 +119,7 @@ class RankShards(ABC):
         """
         self._follow()
         kind = "a training step" if train else "an evaluation"
-        self._exchanges.begin("gather of sharded parameters", [f"in {kind}, gradients are reduced: {reduces}"])
+        self._exchanges.begin(f"gather of parameters for {kind}", [f"gradients are reduced: {reduces}"])
         self._step = _Step(train, train and reduces)
         if self._step.reduces:
             self._step.before = {unit: _with_gradient(unit) for unit in self.units}
@@ -128,7 +128,7 @@ class RankShards(ABC):
     def whole(self) -> Iterator[None]:
         """Gather all parameters for the block, in which no step runs; collective over the replicas."""
         self._follow()
-        self._exchanges.begin("gather of sharded parameters", ["outside of a step"])
+        self._exchanges.begin("gather of all parameters")
         with torch.inference_mode(mode=False):
             for unit in self.units:
                 unit.start_gather()
