@@ -75,7 +75,7 @@ def fully_shard(
     """
     wrapped = model if isinstance(model, LocalView) else getattr(model, "pipelined", None)
     pipeline = getattr(wrapped, "_pipeline", None)
-    if not isinstance(pipeline, Pipeline):
+    if not isinstance(wrapped, LocalView) or not isinstance(pipeline, Pipeline):
         raise TypeError(
             f"fully_shard takes a wrapped model, not a {type(model).__name__}: call it after NxDPPModel(module, ...), "
             f"and before the optimizer is made. A model of one stage is wrapped too."
@@ -86,6 +86,7 @@ def fully_shard(
     assert isinstance(wrapped, LocalView), "it has a pipeline"
     with board.call("fully_shard"), failure_watch.reported():
         shards = _Sharding(pipeline, mp_policy, offload_policy).shards(bool(reshard_after_forward))
+        assert isinstance(wrapped, LocalView), "it has a pipeline"
         _cast(wrapped, mp_policy)
         pipeline.set_shards(shards)
     return model

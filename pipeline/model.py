@@ -251,8 +251,9 @@ class NxDPPModel(PipelineView, Generic[OnEveryRank, PerMicrobatch]):
         """Wrap ``module`` for the first layout of ``plan`` (``nxdpp.plan``), after ``plan.initialize()``.
 
         It divides ``module`` over the tensor group (``tensor_parallelize``), wraps it with ``plan.arguments()``, and
-        checkpoints its layers where the layout does (``apply_checkpoint``). With ZeRO-1 the optimizer is
-        ``Zero1Optimizer``, as for ``use_zero1_optimizer=True``. ``arguments`` are further arguments of ``NxDPPModel``.
+        checkpoints and shards its layers where the layout does (``apply_checkpoint``, ``fully_shard``). With ZeRO-1 the
+        optimizer is ``Zero1Optimizer``, as for ``use_zero1_optimizer=True``. ``arguments`` are further arguments of
+        ``NxDPPModel``.
 
         Raises:
             ValueError: for ``arguments`` that a plan chooses, and for other sizes, another class or another dtype of

@@ -284,7 +284,8 @@ class Pipeline(PipelineSteps):
         if self.shards is not None:
             raise RuntimeError("fully_shard was called for this model already: call it once.")
         excluded = {
-            "use_zero1_optimizer=True, which shards the optimizer's state": self.config.shares_optimizer_state,
+            "use_zero1_optimizer=True (zero_one_enabled of NxD's trainer, and its models on one pipeline rank), with "
+            "which the optimizer reduces gradients": self.config.shares_optimizer_state,
             "check_against_module, which compares whole gradients": self.config.check_against_module is not None,
         }
         for what, is_set in excluded.items():

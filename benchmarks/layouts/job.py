@@ -81,7 +81,7 @@ def plan(layout: Layout, shape: Shape) -> list[StageSummary]:
         model = LlamaForCausalLM(shape.config())
     ids = torch.empty(shape.batch, shape.length, dtype=torch.int64, device="meta")
     inputs = {"input_ids": ids, "labels": ids}
-    sizes = Dimensions(layout.tensor, layout.data, layout.zero1, layout.sequence)
+    sizes = Dimensions(layout.tensor, layout.data, int(layout.zero1), layout.sequence)
     with divided(model, sizes):
         schedule = ChosenSchedule(None, layout.pipeline, shape.microbatches, 1)
         return summarise_stages(model, inputs, schedule, sizes=sizes)

@@ -22,19 +22,27 @@ LAYOUTS = (
     Layout(pipeline=2, microbatch=2, checkpoint=True),
     Layout(data=2),
     Layout(data=2, microbatch=2),
-    Layout(data=2, microbatch=2, zero1=True),
+    Layout(data=2, microbatch=2, zero=1),
+    Layout(data=2, microbatch=2, zero=2),
+    Layout(data=2, microbatch=2, zero=3),
     Layout(data=2, microbatch=2, checkpoint=True),
     Layout(tensor=4, microbatch=2),
     Layout(tensor=2, pipeline=2),
     Layout(tensor=2, pipeline=2, microbatch=2, checkpoint=True),
     Layout(tensor=2, data=2, microbatch=2),
-    Layout(tensor=2, data=2, microbatch=2, zero1=True),
+    Layout(tensor=2, data=2, microbatch=2, zero=1),
     *_pipelines(4, ("1f1b", "gpipe", "interleaved", "zb-v")),
     Layout(pipeline=2, data=2),
-    Layout(pipeline=2, data=2, zero1=True),
+    Layout(pipeline=2, data=2, zero=1),
+    Layout(pipeline=2, data=2, zero=2),
+    Layout(pipeline=2, data=2, zero=3),
+    Layout(pipeline=2, chunks=2, schedule="interleaved", data=2, zero=2),
     Layout(pipeline=2, data=2, checkpoint=True),
     Layout(data=4),
-    Layout(data=4, zero1=True),
+    Layout(data=4, zero=1),
+    Layout(data=4, zero=2),
+    Layout(data=4, zero=3),
+    Layout(data=4, zero=3, checkpoint=True),
 )
 
 
@@ -42,7 +50,7 @@ def describe(layout: Layout) -> str:
     """Return the sizes, the schedule and the switches in a few words."""
     sizes = f"{layout.tensor} x {layout.pipeline} x {layout.data}"
     schedule = f" {layout.schedule}" if layout.pipeline > 1 else ""
-    switches = {"sequence": layout.sequence, "ZeRO-1": layout.zero1, "checkpoint": layout.checkpoint}
+    switches = {"sequence": layout.sequence, f"ZeRO-{layout.zero}": layout.zero, "checkpoint": layout.checkpoint}
     return (
         f"{sizes}{schedule}, {', '.join([f'microbatch {layout.microbatch}', *(n for n, on in switches.items() if on)])}"
     )

@@ -12,9 +12,9 @@ from torch.optim import AdamW, Optimizer
 from benchmarks.layouts.allocations import allocated
 from benchmarks.layouts.job import Shape
 from benchmarks.planner.cores import stay_on_core
-from nxdpp import NxDPPModel, apply_checkpoint, parallel_state
+from nxdpp import NxDPPModel, apply_checkpoint, fully_shard, parallel_state
 from nxdpp.gradients.optimizer.zero1 import Zero1Optimizer
-from nxdpp.planning.layout import Layout
+from nxdpp.planning.layout import SHARDED, Layout
 from nxdpp.tensor.models.parallelize import tensor_parallelize
 
 _WARM_UP = 2
@@ -98,7 +98,7 @@ def _train(case: Case, shape: Shape, steps: int, also_memory: bool) -> tuple[lis
 
 
 def make(case: Case, shape: Shape) -> tuple[NxDPPModel, Optimizer]:
-    """Return the wrapped model, and AdamW over its parameters, sharded with ZeRO-1."""
+    """Return the wrapped model, and AdamW over its parameters, or over their shards."""
     layout = case.layout
     model = shape.model()
     if layout.tensor > 1:
@@ -109,11 +109,13 @@ def make(case: Case, shape: Shape) -> tuple[NxDPPModel, Optimizer]:
         schedule=layout.schedule,
         virtual_pipeline_size=layout.chunks,
         pipeline_cuts=case.cuts,
-        use_zero1_optimizer=layout.zero1,
+        use_zero1_optimizer=layout.zero == 1,
     )
     if layout.checkpoint:
         apply_checkpoint(wrapped)
-    if layout.zero1:
+    if layout.is_sharded:
+        fully_shard(wrapped, reshard_after_forward=layout.zero > SHARDED)
+    if layout.zero == 1:
         return wrapped, Zero1Optimizer(wrapped.local_parameters(), AdamW, grad_clipping=False, lr=1e-3)
     return wrapped, AdamW(wrapped.local_parameters(), lr=1e-3)
 

@@ -1,7 +1,7 @@
 """Figures of runs that others published, next to the planner's predictions of their layouts.
 
-The step of a run follows from what its source prints: FLOPs or tokens a second and device. FSDP hides its exchange
-under the computation: the longer of the two is predicted for it, where the planner adds them up for ZeRO-1.
+The step of a run follows from what its source prints: FLOPs or tokens a second and device. Published memory is what
+torch's allocator has reserved: a prediction next to it has no communicators.
 """
 
 from collections.abc import Iterable
@@ -11,15 +11,17 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from benchmarks.report import markdown_table
+from nxdpp.pipeline.partition.transport_bytes import COMMUNICATOR_BYTES
 from nxdpp.planning.configured_model import microbatch_on_meta
 from nxdpp.planning.layout import Layout
 from nxdpp.planning.machine import DEVICES, DeviceSpeed, Job, Link, Machine
 from nxdpp.planning.model_costs import ModelCosts
 from nxdpp.planning.predict import Prediction, predict
+from nxdpp.ranks.transfer_groups import communicators
 
 _COLUMNS = (
     "run", "tensor x pipeline x data", "schedule, stages a rank", "step: published, s", "predicted, s",
-    "predicted / published", "recipe",
+    "predicted / published", "memory: published, GiB", "predicted, GiB", "memory, predicted / published", "recipe",
 )  # fmt: skip
 
 
@@ -46,8 +48,11 @@ class Run:
         layout: sizes of the run.
         schedules: names and stages a rank that are predicted; several where the source has not printed them.
         seconds: of a step.
-        differs: what the run does that no plan does; empty for the recipe of the plan. With FSDP the exchange hides.
+        differs: what the run does that no plan does; empty for the recipe of the plan.
         unknown: what the source has not printed.
+        gradients: dtype in which they accumulate and are reduced.
+        memory: GiB of the rank with the most, for each of ``schedules``; empty where the source has not printed it.
+        kept: bytes that its last stage keeps and a plan's does not.
     """
 
     name: str
@@ -60,6 +65,9 @@ class Run:
     seconds: float
     differs: str = ""
     unknown: str = ""
+    gradients: torch.dtype = torch.bfloat16
+    memory: tuple[float, ...] = ()
+    kept: float = 0.0
 
     @property
     def recipe(self) -> str:
@@ -74,17 +82,19 @@ _H100 = Cluster(DEVICES["h100"], 80 * 10**9, 450e9, 50e9)
 _H100_500W = Cluster(DEVICES["h100"].with_data_sheet(912e12, 2.4e12), 96 * 2**30, 450e9, 50e9)
 # FLOPs of a token by PaLM's definition (6 N + 12 L H Q T), which the source names: attention counts.
 _LLAMA_FLOPS = 6 * 405e9 + 12 * 126 * 16384 * 8192
-# FSDP gathers parameters for the forward and for the backward, and scatters gradients; ZeRO-1 gathers once.
-_FSDP_EXCHANGES = 3 / 2
-_FLOAT8 = "FSDP, float8, torch.compile, asynchronous tensor collectives"
-_TITAN = Layout(8, 8, 8, checkpoint=True, zero1=True, sequence=True)
+_FLOAT8 = "float8, torch.compile, asynchronous tensor collectives"
+_TITAN = Layout(8, 8, 8, checkpoint=True, zero=2, sequence=True, microbatch=4)
+# torch.distributed.pipelining keeps the logits of all 8 microbatches to the end; a plan's last stage frees them.
+_LOGITS = 8 * 4 * 8192 * 128256 * 2 / 8
 _STAGES = "stages a rank"
+_MICROBATCHES = "microbatches (8, its default)"
 
 
 def _llama_3(data: int, devices: int, flops: float) -> Run:
     return Run(
-        f"Llama 3 405B, {devices:,} H100", "405B", _H100, 2048, 8192, Layout(8, 16, data, zero1=True, sequence=True),
+        f"Llama 3 405B, {devices:,} H100", "405B", _H100, 2048, 8192, Layout(8, 16, data, zero=2, sequence=True),
         (("interleaved", 4), ("interleaved", 7)), _LLAMA_FLOPS * 2048 * 8192 / (devices * flops), unknown=_STAGES,
+        gradients=torch.float32,
     )  # fmt: skip
 
 
@@ -105,7 +115,7 @@ def _zero_bubble(model: str, devices: int, microbatch: int, microbatches: int, s
     batch = microbatches * microbatch
     return Run(
         f"Zero Bubble {model}, {devices} A100", model, _A100, batch, 1024,
-        Layout(pipeline=devices, microbatch=microbatch, zero1=True), ((schedule, 1),), batch / devices / rate,
+        Layout(pipeline=devices, microbatch=microbatch, zero=1), ((schedule, 1),), batch / devices / rate,
         unknown="vocabulary, link of hosts",
     )  # fmt: skip
 
@@ -139,30 +149,34 @@ RUNS = (
     # 256 sequences of 8,192 tokens, at 100 and at 128 tokens a second and device.
     Run(
         "torchtitan 405B, 512 H100", "405B", _H100_500W, 256, 8192, _TITAN, (("1f1b", 1),), 256 * 8192 / 512 / 100,
-        _FLOAT8,
+        _FLOAT8, _MICROBATCHES, torch.float32, (82.5,), _LOGITS,
     ),
     Run(
-        "torchtitan 405B, 512 H100", "405B", _H100_500W, 256, 8192, _TITAN, (("interleaved", 2), ("interleaved", 4)),
-        256 * 8192 / 512 / 128, _FLOAT8, _STAGES,
+        "torchtitan 405B, 512 H100", "405B", _H100_500W, 256, 8192, _TITAN, (("interleaved", 2),),
+        256 * 8192 / 512 / 128, _FLOAT8, _MICROBATCHES, torch.float32, (72.7,), _LOGITS,
+    ),
+    Run(
+        "torchtitan 70B, 256 H100", "70B", _H100_500W, 512, 8192,
+        Layout(8, 1, 32, zero=3, checkpoint=True, sequence=True, microbatch=16), (("1f1b", 1),), 2 * 8192 / 829,
+        "float8, torch.compile", "", torch.float32, (71.9,),
     ),
     # Selective checkpoints lie between none and all.
     Run(
-        "torchtitan 8B, 8 H100", "8B", _H100_500W, 16, 8192, Layout(data=8, zero1=True, microbatch=2), (("1f1b", 1),),
-        2 * 8192 / 5762, "FSDP, selective checkpoints",
+        "torchtitan 8B, 8 H100", "8B", _H100_500W, 16, 8192, Layout(data=8, zero=3, microbatch=2), (("1f1b", 1),),
+        2 * 8192 / 5762, "selective checkpoints", "", torch.float32, (82.4,),
     ),
     Run(
-        "torchtitan 8B, 8 H100", "8B", _H100_500W, 16, 8192,
-        Layout(data=8, zero1=True, microbatch=2, checkpoint=True), (("1f1b", 1),), 2 * 8192 / 5762,
-        "FSDP, selective checkpoints",
+        "torchtitan 8B, 8 H100", "8B", _H100_500W, 16, 8192, Layout(data=8, zero=3, microbatch=2, checkpoint=True),
+        (("1f1b", 1),), 2 * 8192 / 5762, "selective checkpoints", "", torch.float32, (82.4,),
     ),
     Run(
-        "torchtitan 70B, 64 A100", "70B", _A100, 64, 8192, Layout(data=64, zero1=True, checkpoint=True),
-        (("1f1b", 1),), 8192 / 331, "FSDP", "link of hosts",
+        "torchtitan 70B, 64 A100", "70B", _A100, 64, 8192, Layout(data=64, zero=3, checkpoint=True),
+        (("1f1b", 1),), 8192 / 331, "", "link of hosts", torch.float32,
     ),
     Run(
         "torchtitan 405B, 128 H100", "405B", _H100_500W, 32, 8192,
-        Layout(8, 1, 16, zero1=True, checkpoint=True, sequence=True, microbatch=2), (("1f1b", 1),),
-        2 * 8192 / 8 / 109, "FSDP",
+        Layout(8, 1, 16, zero=3, checkpoint=True, sequence=True, microbatch=2), (("1f1b", 1),),
+        2 * 8192 / 8 / 109, "", "", torch.float32,
     ),
 )  # fmt: skip
 
@@ -173,7 +187,9 @@ def table(runs: Iterable[Run] = RUNS) -> str:
     rows = []
     for run in runs:
         model = models.setdefault(run.model, _model(run.model))
-        rows += [_cells(run, schedule, chunks, model) for schedule, chunks in run.schedules]
+        for number, (schedule, chunks) in enumerate(run.schedules):
+            layout = replace(run.layout, schedule=schedule, chunks=chunks)
+            rows.append(_cells(run, predicted(run, layout, model), run.memory[number] if run.memory else None))
     return markdown_table(_COLUMNS, rows, left=(*_COLUMNS[:3], _COLUMNS[-1]))
 
 
@@ -201,25 +217,36 @@ def _llama(name: str) -> LlamaConfig:
     )  # fmt: skip
 
 
-def _cells(run: Run, schedule: str, chunks: int, model: PreTrainedModel) -> list[str]:
-    layout = replace(run.layout, schedule=schedule, chunks=chunks)
-    seconds = predicted_seconds(run, layout, model)
-    sharded = "FSDP" if "FSDP" in run.differs else "ZeRO-1" if layout.data > 1 else ""
-    switches = {sharded: layout.zero1 and bool(sharded), "recomputed": layout.checkpoint, "sequence": layout.sequence}
-    on = "".join(f", {name}" for name, is_on in switches.items() if is_on)
+def _cells(run: Run, found: Prediction, memory: float | None) -> list[str]:
+    layout, seconds = found.layout, found.step_seconds
+    shared = f"ZeRO-{layout.zero}" if layout.data > 1 and layout.zero else ""
+    on = (shared, "recomputed" if layout.checkpoint else "", "sequence" if layout.sequence else "")
+    cells = ["", "", ""]
+    if memory is not None:
+        bytes_ = reserved(found, run.kept) / 2**30
+        cells = [f"{memory:.1f}", f"{bytes_:.1f}", f"{bytes_ / memory:.2f}"]
     return [
         run.name,
-        f"{layout.tensor} x {layout.pipeline} x {layout.data}{on}",
-        f"{schedule}, {chunks}",
+        ", ".join([f"{layout.tensor} x {layout.pipeline} x {layout.data}", *filter(None, on)]),
+        f"{layout.schedule}, {layout.chunks}",
         f"{run.seconds:.3g}",
         f"{seconds:.3g}",
         f"{seconds / run.seconds:.2f}",
+        *cells,
         run.recipe,
     ]
 
 
-def predicted_seconds(run: Run, layout: Layout, model: PreTrainedModel | None = None) -> float:
-    """Return the predicted seconds of a step of ``run`` with one of its schedules."""
+def reserved(found: Prediction, kept: float = 0.0) -> float:
+    """Return the predicted bytes of torch's allocator, of a last stage that keeps ``kept`` bytes more."""
+    layout = found.layout
+    outside = communicators(layout.pipeline, layout.data, layout.tensor) * COMMUNICATOR_BYTES
+    *others, last = (rank.total for rank in found.memory)
+    return max(*others, last + kept) - outside if others else last + kept - outside
+
+
+def predicted(run: Run, layout: Layout, model: PreTrainedModel | None = None) -> Prediction:
+    """Return the prediction of ``run`` with one of its schedules."""
     model = model or _model(run.model)
     cluster = run.cluster
     machine = Machine(
@@ -227,13 +254,4 @@ def predicted_seconds(run: Run, layout: Layout, model: PreTrainedModel | None = 
         Link(cluster.host_link, 20e-6),
     )  # fmt: skip
     job = Job(run.batch, lambda size: microbatch_on_meta(model, size, run.length))
-    found = predict(ModelCosts(model, machine, job), layout)
-    return _overlapped(found) if "FSDP" in run.differs else found.step_seconds
-
-
-def _overlapped(found: Prediction) -> float:
-    """Return the seconds of a step whose exchange is FSDP's, and hides."""
-    return max(
-        max(rank.compute + rank.tensor + rank.bubble, _FSDP_EXCHANGES * rank.average) + rank.optimizer
-        for rank in found.times
-    )
+    return predict(ModelCosts(model, machine, job, gradient_dtype=run.gradients), layout)

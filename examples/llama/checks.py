@@ -45,9 +45,14 @@ def check_division(flags: argparse.Namespace, world_size: int) -> None:
             f"{flags.pipeline_parallel_size}{tensor}: start a multiple of {in_replica} processes"
         )
     replicas = world_size // in_replica
-    if flags.zero1 and replicas == 1 and flags.resume is None:
+    if flags.shard and flags.zero1:
+        raise ValueError("--shard divides the optimizer's state too: leave --zero1 out")
+    if flags.shard and flags.device == "xla":
+        raise ValueError("--shard is for the CPU and CUDA: on XLA give --zero1 in its place")
+    flag = "--zero1" if flags.zero1 else "--shard"
+    if (flags.zero1 or flags.shard) and replicas == 1 and flags.resume is None:
         raise ValueError(
-            f"--zero1 divides the optimizer's state over data-parallel replicas, and {world_size} process(es) with "
+            f"{flag} divides the optimizer's state over data-parallel replicas, and {world_size} process(es) with "
             f"--pipeline-parallel-size {flags.pipeline_parallel_size} are one replica: leave it out, or start more "
             "processes"
         )

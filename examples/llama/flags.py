@@ -17,6 +17,9 @@ DTYPES = ("float32", "bfloat16")
 # Ways to choose the cuts between stages: equal numbers of layers, counted costs, measured costs.
 PARTITIONS = ("even", "balanced", "profiled")
 
+# When --shard gathers the weights of a layer: once a step, or for each microbatch.
+SHARDS = ("once", "microbatch")
+
 # The device of each process; "auto" is a CUDA device where there is one, and else the CPU.
 DEVICES = ("auto", "cpu", "cuda", "xla")
 
@@ -199,6 +202,14 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--zero1", action="store_true", help="divide the optimizer's state over the data-parallel replicas [no]"
+    )
+    parser.add_argument(
+        "--shard",
+        nargs="?",
+        const=SHARDS[0],
+        choices=SHARDS,
+        help="divide weights, gradients and the optimizer's state over the data-parallel replicas (FSDP): gather each "
+        "layer once a step, or for each microbatch, with the least memory [no; once without a value]",
     )
     # The figures.
     parser.add_argument(

@@ -64,6 +64,8 @@ class Settings:
     tensor_parallel_size: int
     sequence_parallel: bool
     zero1: bool
+    # "once" a step or for each "microbatch"; None for whole weights on each replica.
+    shard: str | None
     trace: Path | None
     compare: bool
 

@@ -38,6 +38,7 @@ from windows import RandomWindows, held_out_batches
 from nxdpp import (
     NxDPPModel,
     deferred_init,
+    fully_shard,
     init_on_device,
     load_pretrained,
     parallel_state,
@@ -120,6 +121,9 @@ def train(settings: Settings, console: Console, ctrl_c: CtrlC) -> list[RankFigur
     if settings.pretrained is not None and found is None:
         # nxdpp: each rank reads its own layers, into float32 from any width.
         load_pretrained(model, settings.pretrained, convert_dtype=True)
+    if settings.shard is not None:
+        # nxdpp: each replica keeps a part of weights, gradients and the optimizer's state.
+        fully_shard(model, reshard_after_forward=settings.shard == "microbatch")
     model.move_model_to_device()
     optimizer = make_optimizer(model, settings)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_factor(step, settings.steps))

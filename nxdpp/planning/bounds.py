@@ -9,12 +9,12 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from nxdpp.planning.exchange_times import ExchangeTimes
 from nxdpp.planning.layout import Layout
 from nxdpp.planning.model_costs import ModelCosts
 from nxdpp.planning.predict import states_of
-from nxdpp.planning.rank_memory import rank_memory
-from nxdpp.planning.stage_costs import RankState, StageCosts, rank_state, stage_costs, stage_ends
-from nxdpp.planning.step_times import sharded_exchange
+from nxdpp.planning.rank_memory import rank_memory, stage_bytes
+from nxdpp.planning.stage_costs import RankState, StageCosts, largest_sent, rank_state, stage_costs, stage_ends
 from nxdpp.schedules.families.registry import find_family
 
 # Families of full backwards: a rank's last backward is of its first stage.
@@ -54,36 +54,42 @@ class LowerBounds:
         one, state = self._groups[key]
         ranks = share * layout.pipeline
         microbatches = layout.microbatches(self._costs.job.global_batch)
-        optimizer = state.sharded / layout.data if layout.zero1 else state.optimizer
+        sizes, machine = self._costs.itemsizes, self._costs.machine
         # Gradients may come after the peak of the activations.
-        held = max(one.held - state.gradients, 0.0)
-        gradients = state.gradients / ranks
-        exchange = sharded_exchange(self._costs.machine, layout, gradients)
-        seconds = microbatches * one.work / ranks + exchange
-        return Bounds(seconds, (state.weights + state.gradients + optimizer + held) / ranks)
+        part = stage_bytes(layout, state, sizes, machine.device.kind == "cuda")
+        held = max(one.held + part.gathered - part.gradients, 0.0)
+        memory = rank_memory(layout, state, held, machine.device.kind, sizes, 0.0)
+        weights, gradients = state.weights / ranks, state.gradients / ranks
+        exchanges = ExchangeTimes(machine, layout, sizes)
+        work = exchanges.least_in_schedule(weights, gradients, microbatches, microbatches * one.work / ranks)
+        least = memory.weights + memory.gradients + memory.optimizer + held
+        return Bounds(work + exchanges.after_schedule(gradients), least / ranks)
 
     def of_layout(self, layout: Layout) -> Bounds:
         """Return bounds of ``layout`` with its cuts."""
-        model = self._costs.of(layout.tensor, layout.sequence, layout.microbatch)
         stages = self._cut(layout)
         placement = find_family(layout.schedule).placement(layout.pipeline, layout.chunks)
         microbatches = layout.microbatches(self._costs.job.global_batch)
         states, _ = states_of(self._costs, layout, stages)
-        machine, itemsize = self._costs.machine, self._costs.dtype.itemsize
+        machine, sizes = self._costs.machine, self._costs.itemsizes
+        exchanges = ExchangeTimes(machine, layout, sizes)
         ends_with_backwards = layout.schedule in _ENDS_WITH_BACKWARDS
         before = seconds = most = 0.0
         for rank in range(layout.pipeline):
             own = [stages[stage] for stage in placement.stages_of(rank)]
             # A rank begins after the first forwards of the stages before it, and full backwards of these follow it.
-            seconds = max(seconds, before + microbatches * sum(stage.work for stage in own))
+            work = microbatches * sum(stage.work for stage in own)
+            state = states[rank]
+            work = exchanges.least_in_schedule(state.weights, state.gradients, microbatches, work)
+            seconds = max(seconds, before + work)
             before += stages[rank].work if ends_with_backwards else stages[rank].forward
             held = least_held(layout, rank, microbatches, own)
             # Gradients may come after the peak of the activations.
-            activations = max(held - states[rank].gradients, 0.0)
-            memory = rank_memory(layout, states[rank], activations, machine.device.kind, itemsize, model.message)
+            part = stage_bytes(layout, state, sizes, machine.device.kind == "cuda")
+            activations = max(held + part.gathered - part.gradients, 0.0)
+            memory = rank_memory(layout, state, activations, machine.device.kind, sizes, largest_sent(stages))
             most = max(most, memory.total)
-        state = max(states, key=lambda each: each.gradients)
-        return Bounds(seconds + sharded_exchange(machine, layout, state.gradients), most)
+        return Bounds(seconds + exchanges.after_schedule(max(state.gradients for state in states)), most)
 
     def _cut(self, layout: Layout) -> list[StageCosts]:
         key = (layout.tensor, layout.sequence, layout.microbatch, layout.checkpoint, layout.stages)

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from nxdpp.planning.layout import ZERO_STAGES
 from nxdpp.planning.layout_options import DTYPES, LayoutOptions, configuration_file, layout_options
 from nxdpp.planning.machine import DEVICES
 from nxdpp.planning.search_command import add_search_arguments, check_no_search, run_search
@@ -61,9 +62,11 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "--sequence-parallel", action="store_true", help="the tensor group divides the sequence between linear layers"
     )
     parser.add_argument(
-        "--zero1",
-        action=argparse.BooleanOptionalAction,
-        help="the replicas share the optimizer state, which is float32 (with --devices and half parameters: yes)",
+        "--zero",
+        type=int,
+        choices=ZERO_STAGES,
+        help="the replicas share: 1 the optimizer state, which is then float32; 2 parameters too, gathered once a "
+        "step; 3 gathered for each microbatch (0; with --devices all, with half parameters from 1 on)",
     )
     parser.add_argument("--details", action="store_true", help="also print the other figures, in tables of their own")
     parser.add_argument(

@@ -1,7 +1,7 @@
-"""Traffic of tensor groups and replicas around a pipeline, and a model that a tensor group divides."""
+"""State and traffic of tensor groups and replicas around a pipeline, and a model that a tensor group divides."""
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from nxdpp.devices.collective_bytes import least_sent
-from nxdpp.pipeline.partition.layer_costs import StateBytes
-from nxdpp.planning.layout import Dimensions
+from nxdpp.pipeline.partition.layer_costs import StateBytes, state_bytes
+from nxdpp.planning.layout import SHARDED, Dimensions
 from nxdpp.ranks import parallel_state
 from nxdpp.tensor.sequence_parallel import marked
 
@@ -22,7 +22,7 @@ class StepTraffic:
     Attributes:
         tensor: in collectives of the tensor group, forward and backward of all microbatches, and the sum of the
             gradients of parameters that see a part of the sequence.
-        average: for the average of the gradients over the replicas. It is 0 with ZeRO-1, which has the next two.
+        average: for the average of the gradients over the replicas. It is 0 with ZeRO, which has the next two.
         reduce_scatter: of gradients.
         all_gather: of parameters.
     """
@@ -34,19 +34,47 @@ class StepTraffic:
 
 
 def step_traffic(
-    tensor: float, parameters: Iterable[torch.Tensor], state: StateBytes, sizes: Dimensions
+    tensor: float, parameters: Sequence[nn.Parameter], sizes: Dimensions, microbatches: int
 ) -> StepTraffic:
-    """Return the traffic of a rank whose layers send ``tensor`` bytes in their tensor group in a step.
+    """Return the traffic of a rank with ``parameters`` whose layers send ``tensor`` bytes in a step.
 
-    ``parameters`` are the rank's, and ``state`` has their bytes.
+    Their tensor group has these bytes.
     """
     tensor += least_sent("all_reduce", _summed_bytes(parameters), sizes.tensor)
     # A gradient has the size of its parameter.
-    trained = state.gradients
-    if sizes.zero1:
-        each = least_sent("all_gather", trained, sizes.data)
-        return StepTraffic(tensor, reduce_scatter=each, all_gather=each)
-    return StepTraffic(tensor, average=least_sent("all_reduce", trained, sizes.data))
+    whole = state_bytes(parameters)
+    if not sizes.zero:
+        return StepTraffic(tensor, average=least_sent("all_reduce", whole.gradients, sizes.data))
+    scatters, gathers = (microbatches, 2 * microbatches) if sizes.zero > SHARDED else (1, 1)
+    return StepTraffic(
+        tensor,
+        reduce_scatter=scatters * least_sent("reduce_scatter", whole.gradients, sizes.data),
+        all_gather=gathers
+        * least_sent("all_gather", whole.weights if sizes.is_sharded else whole.gradients, sizes.data),
+    )
+
+
+def planned_state(parameters: Iterable[nn.Parameter], unit: int, sizes: Dimensions) -> StateBytes:
+    """Return the most bytes of the state of ``parameters`` in a step, each once.
+
+    With ZeRO-2 whole weights and gradients count next to the shards, with ZeRO-3 two units and the gradients of one.
+    A shard is of float32 at least. ``unit`` are the bytes of the largest unit.
+    """
+    distinct = list({id(parameter): parameter for parameter in parameters}.values())
+    if not sizes.is_sharded:
+        return state_bytes(distinct, sizes.sharded_over)
+    whole = state_bytes(distinct)
+    weights = -(-_of_float32(distinct) // sizes.data)
+    trained = -(-_of_float32(each for each in distinct if each.requires_grad) // sizes.data)
+    if sizes.zero == SHARDED:
+        return StateBytes(whole.parameters, weights + whole.weights, max(whole.gradients, trained), 2 * trained)
+    gathered, gradients = min(2 * unit, whole.weights), trained + min(unit, whole.gradients)
+    return StateBytes(whole.parameters, weights + gathered, gradients, 2 * trained)
+
+
+def _of_float32(parameters: Iterable[nn.Parameter]) -> int:
+    """Return the bytes of ``parameters`` in float32, or in their dtype if it has more bits."""
+    return sum(each.numel() * max(each.element_size(), torch.float32.itemsize) for each in parameters)
 
 
 def _summed_bytes(parameters: Iterable[torch.Tensor]) -> int:

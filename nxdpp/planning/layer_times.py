@@ -61,6 +61,8 @@ class LayerTimes:
         passed: bytes of values of earlier layers that later ones read too, such as the output of an encoder.
         state: of its parameters.
         largest: bytes of the largest parameter.
+        unit: bytes of the parameters of the layer's module.
+        rest: bytes of the other ones.
         copied: bytes of gradients that the average over replicas copies into buckets.
         cast: bytes of weights that autocast converts once a step.
         is_layer: False for the head. Checkpoints are of layers.
@@ -85,6 +87,8 @@ class LayerTimes:
     passed: float
     state: PlannedState
     largest: int
+    unit: int
+    rest: int
     copied: int
     cast: int
     is_layer: bool = True
@@ -144,14 +148,12 @@ class CountedModel:
         layers: each layer in order, then the head if it has parameters.
         shared: bytes of values of no layer that each stage keeps of a microbatch: masks, rotary tables, inputs.
         shared_forward: seconds in which each stage computes them.
-        message: bytes of the largest message between stages.
         estimated: True if some costs are estimated from the parameters.
     """
 
     layers: list[LayerTimes]
     shared: float
     shared_forward: float
-    message: float
     estimated: bool
     tied: list["TiedState"]
 
@@ -190,7 +192,8 @@ def counted_layers(
     found: list[LayerTimes] = []
     for index, name in enumerate(names):
         nodes = by_layer[index]
-        held_here = [parameters[parameter] for parameter, held in owners.items() if index in held]
+        held_here = {parameter: parameters[parameter] for parameter, held in owners.items() if index in held}
+        unit = weight_bytes(each for key, each in held_here.items() if key.startswith(f"{name}."))
         parts = [costs[node].parts or NodeParts() for node in nodes]
         held = activation_bytes(nodes, costs, traced, shared)
         forward_peak, backward_peak = _peaks(nodes, costs, parts)
@@ -217,9 +220,13 @@ def counted_layers(
                 backward_extra=max(backward_peak - held, 0.0),
                 sent=sent,
                 passed=_sent_bytes(earlier, assigned, costs, index),
-                state=PlannedState.of(held_here),
-                largest=max(map(_bytes, held_here), default=0),
-                copied=sum(_bytes(each) for each in held_here if each.requires_grad and _bytes(each) < BUCKET_BYTES),
+                state=PlannedState.of(held_here.values()),
+                largest=max(map(_bytes, held_here.values()), default=0),
+                unit=unit,
+                rest=weight_bytes(held_here.values()) - unit,
+                copied=sum(
+                    _bytes(each) for each in held_here.values() if each.requires_grad and _bytes(each) < BUCKET_BYTES
+                ),
                 cast=sum(costs[node].cast_bytes for node in nodes),
                 is_layer=name in traced.layers,
             )
@@ -238,6 +245,11 @@ def _tied(parameters: Mapping[str, nn.Parameter], owners: Mapping[str, set[int]]
         for identity, layers in held.items()
         if len(layers) > 1
     ]
+
+
+def weight_bytes(parameters: Iterable[nn.Parameter]) -> int:
+    """Return the bytes of ``parameters``, each once."""
+    return state_bytes(parameters).weights
 
 
 def _bytes(tensor: torch.Tensor) -> int:

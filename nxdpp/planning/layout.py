@@ -11,6 +11,16 @@ from itertools import product
 
 from nxdpp.schedules.families.registry import FAMILIES, find_family
 
+ZERO_STAGES = (0, 1, 2, 3)
+# From this stage on the replicas share parameters too: ``nxdpp.fully_shard``.
+SHARDED = 2
+
+
+def check_zero(zero: int) -> None:
+    """Raise ``ValueError`` for any but a stage of ZeRO."""
+    if isinstance(zero, bool) or zero not in ZERO_STAGES:
+        raise ValueError(f"zero={zero!r} must be one of {', '.join(map(str, ZERO_STAGES))}, a stage of ZeRO.")
+
 
 @dataclass(frozen=True)
 class Dimensions:
@@ -19,18 +29,20 @@ class Dimensions:
     Attributes:
         tensor: number of ranks that share each layer.
         data: number of replicas.
-        zero1: the replicas share the optimizer state.
+        zero: stage of ZeRO: the replicas share the optimizer state (1), and parameters with it, gathered once a step
+            (2) or for each microbatch (3).
         sequence: the tensor group divides the sequence between its linear layers (sequence parallelism).
 
-    Raises ``ValueError`` for a sequence that one rank would divide.
+    Raises ``ValueError`` for a sequence that one rank would divide, and for a stage that ZeRO does not have.
     """
 
     tensor: int = 1
     data: int = 1
-    zero1: bool = False
+    zero: int = 0
     sequence: bool = False
 
     def __post_init__(self) -> None:
+        check_zero(self.zero)
         if self.sequence and self.tensor == 1:
             raise ValueError(
                 "sequence parallelism divides the sequence over the ranks of a tensor group, and the tensor-parallel "
@@ -40,7 +52,12 @@ class Dimensions:
     @property
     def sharded_over(self) -> int | None:
         """Number of replicas that share the optimizer state; ``None`` where each has all of it."""
-        return self.data if self.zero1 else None
+        return self.data if self.zero else None
+
+    @property
+    def is_sharded(self) -> bool:
+        """True if the replicas share the parameters."""
+        return self.zero >= SHARDED
 
     def check_length(self, inputs: "Mapping[str, torch.Tensor]") -> None:
         """Raise ``ValueError`` for tokens ``(B, T)`` whose length the tensor group cannot divide."""
@@ -68,7 +85,9 @@ class Layout:
         schedule: name of a family.
         microbatch: samples of a microbatch.
         checkpoint: layers recompute their forward in the backward.
-        zero1: ``Zero1Optimizer``: the replicas share the optimizer state. Half parameters have float32 state with it.
+        zero: stage of ZeRO. 0: each replica has all. 1: ``Zero1Optimizer``, the replicas share the optimizer state. 2:
+            ``fully_shard``, they share the parameters too, and gather them once a step. 3: they gather them for each
+            microbatch, and reduce its gradients. Half parameters have float32 state from 1 on.
         sequence: the tensor group divides the sequence between linear layers.
     """
 
@@ -79,7 +98,7 @@ class Layout:
     schedule: str = "1f1b"
     microbatch: int = 1
     checkpoint: bool = False
-    zero1: bool = False
+    zero: int = 0
     sequence: bool = False
 
     @property
@@ -95,7 +114,12 @@ class Layout:
     @property
     def dimensions(self) -> Dimensions:
         """Sizes of the dimensions other than the pipeline."""
-        return Dimensions(self.tensor, self.data, self.zero1, self.sequence)
+        return Dimensions(self.tensor, self.data, self.zero, self.sequence)
+
+    @property
+    def is_sharded(self) -> bool:
+        """True if the replicas share the parameters."""
+        return self.zero >= SHARDED
 
     def microbatches(self, global_batch: int) -> int:
         """Return the number of microbatches of a replica in a step.
@@ -111,7 +135,10 @@ class Layout:
         return global_batch // each
 
     def check(self) -> None:
-        """Raise ``ValueError`` for a schedule that does not exist or does not have these chunks."""
+        """Raise ``ValueError`` for a schedule that does not exist or does not have these chunks, or a stage of ZeRO."""
+        check_zero(self.zero)
+        if self.is_sharded and self.data == 1:
+            raise ValueError(f"ZeRO-{self.zero} shares parameters among replicas, and there is one: give data > 1.")
         find_family(self.schedule).placement(self.pipeline, self.chunks)
 
 
@@ -135,8 +162,8 @@ def groups_of(
             data = devices // tensor // pipeline
             if pipeline > layers or global_batch % data:
                 continue
-            zero1 = (False, True) if data > 1 or is_half else (False,)
-            switches = product((False, True), zero1, (False, True) if tensor > 1 else (False,))
+            zeros = ZERO_STAGES if data > 1 else ZERO_STAGES[: 2 if is_half else 1]
+            switches = product((False, True), zeros, (False, True) if tensor > 1 else (False,))
             for each, microbatch in product(switches, divisors(global_batch // data)):
                 yield Layout(tensor, pipeline, data, 1, "1f1b", microbatch, *each)
 
@@ -164,7 +191,7 @@ def describe(layout: Layout) -> str:
         name
         for name, is_on in (
             ("activation checkpointing", layout.checkpoint),
-            ("ZeRO-1" if layout.data > 1 else "float32 state", layout.zero1),
+            (f"ZeRO-{layout.zero}" if layout.data > 1 else "float32 state", layout.zero > 0),
             ("sequence parallel", layout.sequence),
         )
         if is_on

@@ -7,7 +7,7 @@ from nxdpp.planning.layout_report import LayoutResult
 from nxdpp.planning.rank_summary import RankSummary
 from nxdpp.planning.stage_summary import StageSummary
 
-VERSION = 1
+VERSION = 2
 # Figures of the ranks of one pipeline that have a sum.
 _SUMMED = (
     *("layers", "parameters", "weight_bytes", "gradient_bytes", "optimizer_bytes", "state_bytes", "work_flops"),
@@ -29,7 +29,7 @@ def as_json(result: LayoutResult) -> dict[str, Any]:
         "dtype": result.dtype,
         "dtype_of_configuration": result.named_dtype,
         "optimizer": {
-            "name": "Zero1Optimizer(AdamW)" if options.sizes.zero1 else "AdamW",
+            "name": "Zero1Optimizer(AdamW)" if options.sizes.zero == 1 else "AdamW",
             "state_dtype": result.state_dtype,
             "master_weights": result.has_masters,
         },
@@ -39,7 +39,7 @@ def as_json(result: LayoutResult) -> dict[str, Any]:
             "data_replicas": options.sizes.data,
             "stages": placement.stages,
             "sequence_parallel": options.sizes.sequence,
-            "zero1": options.sizes.zero1,
+            "zero": options.sizes.zero,
             "partition": "balanced" if options.balanced else "even",
             "memory_limit_bytes": options.memory_limit,
             "device": options.device,

@@ -65,12 +65,16 @@ def layout_options(options: argparse.Namespace) -> LayoutOptions:
     sizes = Dimensions(
         options.tensor_parallel_size or 1,
         options.data_parallel_size or 1,
-        bool(options.zero1),
+        options.zero or 0,
         options.sequence_parallel,
     )
+    if sizes.is_sharded and sizes.data == 1:
+        raise ValueError(f"--zero {sizes.zero} shares parameters among replicas: add --data-parallel-size.")
     balanced = options.partition == "balanced"
     if options.memory_limit is not None and not balanced:
         raise ValueError("a memory limit needs balanced cuts: add --partition balanced, or leave the limit out.")
+    if options.memory_limit is not None and sizes.is_sharded:
+        raise ValueError(f"--memory-limit has no figure for --zero {sizes.zero}: leave one of them out.")
     name, schedule = _schedule(options)
     placement = schedule.placement
     if balanced and placement.stages != placement.ranks * placement.chunks:

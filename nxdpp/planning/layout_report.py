@@ -54,16 +54,19 @@ class LayoutResult:
     @property
     def has_masters(self) -> bool:
         """True if the optimizer keeps float32 master weights."""
-        return self.options.sizes.zero1 and self.dtype in _HALF
+        return self.options.sizes.zero > 0 and self.dtype in _HALF
 
     @property
     def optimizer_text(self) -> str:
         """The optimizer and its state."""
         masters = " and master weights" if self.has_masters else ""
         text = f"two moments{masters} of {self.state_dtype} a parameter"
-        if self.options.sizes.zero1:
+        if self.options.sizes.zero:
             replicas = self.options.sizes.data
-            return f"Zero1Optimizer over AdamW, {text}, divided over {replicas} replica{'s' if replicas > 1 else ''}"
+            name = (
+                "AdamW over the shards of fully_shard" if self.options.sizes.is_sharded else "Zero1Optimizer over AdamW"
+            )
+            return f"{name}, {text}, divided over {replicas} replica{'s' if replicas > 1 else ''}"
         return f"AdamW, {text}" + (", no float32 master weights" if self.dtype in _HALF else "")
 
 
@@ -108,7 +111,7 @@ def _heading(result: LayoutResult) -> Iterator[str]:
     on = f"{ranks} rank{'s' if ranks > 1 else ''}"
     if result.has_dimensions:
         on = f"{sizes.tensor} tensor x {ranks} pipeline x {sizes.data} data ranks"
-    switches = f"{', sequence parallel' if sizes.sequence else ''}{', ZeRO-1' if sizes.zero1 else ''}"
+    switches = f"{', sequence parallel' if sizes.sequence else ''}{f', ZeRO-{sizes.zero}' if sizes.zero else ''}"
     yield f"{result.model}, {result.parameters:,} parameters, on {on}{switches}"
     yield f"dtype: {result.dtype_text}"
     yield f"optimizer: {result.optimizer_text}"

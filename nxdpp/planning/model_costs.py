@@ -16,13 +16,13 @@ import torch
 from torch import fx, nn
 
 from nxdpp.pipeline.partition.layer_costs import layers_and_head, shared_bytes, shared_names
-from nxdpp.pipeline.partition.transport_bytes import largest_message
 from nxdpp.planning.dimensions import divided
 from nxdpp.planning.dtypes import dtype_of
 from nxdpp.planning.layer_times import CountedModel, LayerTimes, counted_layers
 from nxdpp.planning.layout import Dimensions
 from nxdpp.planning.machine import Job, Machine
 from nxdpp.planning.measured.kept_machine import KeptMachine
+from nxdpp.planning.stage_costs import Itemsizes
 from nxdpp.tensor.collectives import nothing_sent
 from nxdpp.tracing.costs.count import NodeCost, count_costs
 from nxdpp.tracing.costs.cuda_autocast import CudaAutocast
@@ -52,6 +52,7 @@ class ModelCosts:
         measured: this machine, on whose device forward and backward of each layer are measured. Input-gradient and
             weight-gradient have the shares that are counted. ``None`` for counted seconds.
         autocast: dtype of the autocast around a step; ``None`` without.
+        gradient_dtype: in which gradients accumulate and are reduced; ``None`` for the parameters'.
 
     Its methods raise ``ValueError`` for a model that a tensor group cannot divide, and ``TracingError`` for one that
     cannot be traced.
@@ -66,6 +67,7 @@ class ModelCosts:
         transformer_layer_cls: Any | None = None,
         tensor_plan: Mapping[str, str] | None = None,
         autocast: torch.dtype | None = None,
+        gradient_dtype: torch.dtype | None = None,
     ) -> None:
         self.machine = machine
         self.job = job
@@ -76,6 +78,7 @@ class ModelCosts:
         self._factors: dict[tuple[int, bool, int], list[list[float]]] = {}
         self.dtype = dtype_of(model)
         self.autocast = autocast
+        self.itemsizes = Itemsizes(self.dtype.itemsize, (gradient_dtype or self.dtype).itemsize)
         # States of the ranks of layouts, kept by ``predict``.
         self.states: dict[Any, Any] = {}
         self._counted: dict[tuple[int, bool, int], CountedModel] = {}
@@ -101,7 +104,7 @@ class ModelCosts:
             return divided_one
         one, more = self._of_whole(1), self.of(1, False, microbatch)
         layers = [each.grown(a, b) for each, a, b in zip(divided_one.layers, one.layers, more.layers, strict=True)]
-        return _grown(divided_one, layers, more.shared / one.shared if one.shared else 1.0, microbatch)
+        return _grown(divided_one, layers, more.shared / one.shared if one.shared else 1.0)
 
     def _of_whole(self, microbatch: int) -> CountedModel:
         """Return the costs of the model that no tensor group divides: counted for powers of 2, or on a line."""
@@ -116,7 +119,7 @@ class ModelCosts:
         share = (microbatch - below) / (above - below)
         layers = [a.plus(b, share) for a, b in zip(one.layers, two.layers, strict=True)]
         shared = one.shared + share * (two.shared - one.shared)
-        return _grown(one, layers, shared / one.shared if one.shared else 1.0, microbatch / below)
+        return _grown(one, layers, shared / one.shared if one.shared else 1.0)
 
     @cached_property
     def _line(self) -> int:
@@ -182,7 +185,7 @@ class ModelCosts:
         of_none = sum(cost.parts.forward for node, cost in costs.items() if cost.parts and node.name in nowhere)
         estimated = any(cost.estimated for cost in costs.values())
         shared = shared_bytes(traced, model, costs)
-        return CountedModel(layers, shared, of_none / speed, largest_message(traced, costs), estimated, tied)
+        return CountedModel(layers, shared, of_none / speed, estimated, tied)
 
     def _quotients(
         self,
@@ -210,13 +213,12 @@ class ModelCosts:
         ]
 
 
-def _grown(one: CountedModel, layers: list[LayerTimes], shared: float, message: float) -> CountedModel:
+def _grown(one: CountedModel, layers: list[LayerTimes], shared: float) -> CountedModel:
     return replace(
         one,
         layers=layers,
         shared=one.shared * shared,
         shared_forward=one.shared_forward * shared,
-        message=one.message * message,
     )
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from nxdpp.pipeline.activation_checkpoint import apply_checkpoint
 from nxdpp.planning.dtypes import dtype_named, dtype_of, name_of
-from nxdpp.planning.layout import Layout, describe
+from nxdpp.planning.layout import SHARDED, Layout, describe
 from nxdpp.planning.predict import LinkBytes, Prediction
 from nxdpp.planning.rank_memory import RankMemory
 from nxdpp.planning.step_times import RankTimes
@@ -18,7 +18,7 @@ from nxdpp.planning.written.source import call
 from nxdpp.ranks import parallel_state
 from nxdpp.tensor.models.parallelize import tensor_parallelize
 
-_VERSION = 1
+_VERSION = 2
 # Arguments of ``NxDPPModel`` that a plan chooses, if only by their defaults.
 _CHOSEN = frozenset(
     {
@@ -46,7 +46,7 @@ class Plan:
         predicted: number of layouts that were predicted.
         too_large: number of layouts, or groups of them, that need more memory than a device has.
         refused: tensor-parallel sizes that the model refuses, with the reasons.
-        dtype: of the model's parameters, such as ``"bfloat16"``.
+        dtype: of the model's parameters in a step, such as ``"bfloat16"``.
         device: name of the device, measured or given, or its kind.
         sample: shapes of the inputs of a microbatch of one sample, by name.
         tensor_plan: ``plan`` of ``tensor_parallelize``; ``None`` for its own.
@@ -54,6 +54,7 @@ class Plan:
         parameters: number of parameters of the model.
         autocast: dtype of the autocast around a step, or ``None``.
         note: what a reader of the figures must know; empty if nothing.
+        gradient_dtype: in which gradients accumulate and are reduced; ``None`` for ``dtype``.
     """
 
     model: str
@@ -73,6 +74,7 @@ class Plan:
     parameters: int = 0
     autocast: str | None = None
     note: str = ""
+    gradient_dtype: str | None = None
 
     @property
     def optimizer_dtype(self) -> str:
@@ -82,12 +84,17 @@ class Plan:
     @property
     def has_masters(self) -> bool:
         """True if the optimizers keep float32 copies of half parameters."""
-        return self.layout.zero1 and dtype_named(self.dtype).itemsize < dtype_named("float32").itemsize
+        return self.layout.zero > 0 and dtype_named(self.dtype).itemsize < dtype_named("float32").itemsize
+
+    @property
+    def parameter_dtype(self) -> str:
+        """Dtype of the parameters of the model that is wrapped. Shards of half parameters are their float32 copies."""
+        return "float32" if self.has_masters and self.layout.is_sharded else self.dtype
 
     @property
     def is_deferred(self) -> bool:
         """True if the whole model is larger than a device: its ranks construct it with ``deferred_init``."""
-        return self.parameters * dtype_named(self.dtype).itemsize > self.device_memory
+        return self.parameters * dtype_named(self.parameter_dtype).itemsize > self.device_memory
 
     @property
     def first(self) -> Prediction:
@@ -115,7 +122,7 @@ class Plan:
             given |= {"schedule": layout.schedule, "pipeline_cuts": list(self.first.cuts)}
         if layout.chunks > 1:
             given["virtual_pipeline_size"] = layout.chunks
-        if layout.zero1:
+        if layout.zero == 1:
             given["use_zero1_optimizer"] = True
         if self.layer_classes is not None:
             given["transformer_layer_cls"] = list(self.layer_classes)
@@ -126,13 +133,23 @@ class Plan:
         given: dict[str, Any] = {} if self.tensor_plan is None else {"plan": dict(self.tensor_plan)}
         return given | ({"sequence_parallel": True} if self.layout.sequence else {})
 
+    def shard_arguments(self) -> dict[str, Any]:
+        """Return the arguments of ``fully_shard`` that differ from their defaults."""
+        given: dict[str, Any] = {"reshard_after_forward": True} if self.layout.zero > SHARDED else {}
+        if self.has_masters:
+            from torch.distributed.fsdp import MixedPrecisionPolicy
+
+            summed = None if self.gradient_dtype is None else dtype_named(self.gradient_dtype)
+            given["mp_policy"] = MixedPrecisionPolicy(dtype_named(self.dtype), summed)
+        return given
+
     def check_model(self, module: nn.Module) -> None:
         """Raise ``ValueError`` for a ``module`` whose class or dtype differs from the plan's."""
         found = (type(module).__name__, name_of(dtype_of(module)))
-        if found != (self.model, self.dtype):
+        if found != (self.model, self.parameter_dtype):
             raise ValueError(
-                f"the plan is for a {self.model} in {self.dtype}, and the model is a {found[0]} in {found[1]}: give "
-                f"that model, or plan for this one (nxdpp.plan(..., dtype={found[1]!r}))."
+                f"the plan is for a {self.model} in {self.parameter_dtype}, and the model is a {found[0]} in {found[1]}"
+                f": give that model, or plan for this one (nxdpp.plan(..., dtype={found[1]!r}))."
             )
 
     def initialize(self, **arguments: Any) -> None:
@@ -143,7 +160,7 @@ class Plan:
         parallel_state.initialize_model_parallel(self.layout.tensor, self.layout.pipeline, **arguments)
 
     def wrap(self, wrapper: Callable[..., Any], module: nn.Module, arguments: Mapping[str, Any]) -> Any:
-        """Divide ``module`` over the tensor group, wrap it by ``wrapper``, and checkpoint its layers, as planned.
+        """Divide ``module`` over the tensor group, wrap it by ``wrapper``, checkpoint and shard its layers, as planned.
 
         Args:
             wrapper: class of the wrapped model.
@@ -174,6 +191,11 @@ class Plan:
         model = wrapper(module, **chosen, **arguments)
         if layout.checkpoint:
             apply_checkpoint(model)
+        if layout.is_sharded:
+            # torch's FSDP takes a while to import.
+            from nxdpp.pipeline.fully_shard import fully_shard
+
+            fully_shard(model, **self.shard_arguments())
         return model
 
     def torchrun(self, script: str = "train.py") -> str:
@@ -185,7 +207,7 @@ class Plan:
         """Return the lines of a script that wrap ``model`` for the first layout, and make its optimizer."""
         imports, names, lines = self.wrapping()
         rows = self.global_batch // self.layout.data
-        about = f"# model: a {self.model} in {self.dtype}. A step takes {rows} samples of each replica."
+        about = f"# model: a {self.model} in {self.parameter_dtype}. A step takes {rows} samples of each replica."
         given = ["import torch", *imports, f"from nxdpp import {', '.join(sorted(names))}"]
         return "\n".join([*given, about, self.initialization(), *lines])
 
@@ -206,10 +228,19 @@ class Plan:
         if layout.checkpoint:
             names.append("apply_checkpoint")
             lines.append("apply_checkpoint(model)")
+        if layout.is_sharded:
+            names.append("fully_shard")
+            given = ["model", *(["reshard_after_forward=True"] if layout.zero > SHARDED else [])]
+            if self.has_masters:
+                imports.append("from torch.distributed.fsdp import MixedPrecisionPolicy")
+                reduced = "" if self.gradient_dtype is None else f", reduce_dtype=torch.{self.gradient_dtype}"
+                given.append(f"mp_policy=MixedPrecisionPolicy(param_dtype=torch.{self.dtype}{reduced})")
+            lines.append(f"fully_shard({', '.join(given)})")
         lines.append("model.move_model_to_device()")
-        if layout.zero1:
+        if layout.zero == 1:
             imports.append("from nxdpp.optimizer import Zero1Optimizer")
-            arguments = "model.parameters(), torch.optim.AdamW, grad_clipping=False, lr=3e-4"
+            summed = "" if self.gradient_dtype is None else f"accumulated_dtype=torch.{self.gradient_dtype}, "
+            arguments = f"model.parameters(), torch.optim.AdamW, grad_clipping=False, {summed}lr=3e-4"
             lines.append(f"optimizer = Zero1Optimizer({arguments})")
         else:
             lines.append("optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)")

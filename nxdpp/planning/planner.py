@@ -37,6 +37,7 @@ def plan(
     bandwidth: str | float | None = None,
     dtype: torch.dtype | str | None = None,
     autocast: torch.dtype | str | None = None,
+    gradient_dtype: torch.dtype | str | None = None,
     costs: str = "counted",
     layouts: Sequence[Layout] | None = None,
     fixed: Mapping[str, Any] | None = None,
@@ -49,10 +50,10 @@ def plan(
     """Return the layouts of a job with the shortest steps that fit into the memory of a device; not collective.
 
     It searches all sizes of tensor, pipeline and data parallelism, schedules, stages a rank and microbatches, each with
-    and without activation checkpointing, ZeRO-1 and sequence parallelism. Of equal sizes and switches only the best
-    schedule and microbatch are returned. Half parameters have float32 optimizer state in all layouts
-    (``Zero1Optimizer``), unless ``fixed`` has ``"zero1": False``. Nothing is allocated or run. See docs/planner.md for
-    what a prediction has in it.
+    and without activation checkpointing, sequence parallelism, and ZeRO-1, 2 and 3. Of equal sizes and switches only
+    the best schedule and microbatch are returned. Half parameters have float32 optimizer state in all layouts
+    (``Zero1Optimizer``, or shards in float32), unless ``fixed`` has ``"zero": 0``. Nothing is allocated or run. See
+    docs/planner.md for what a prediction has in it.
 
     Args:
         model_or_config: a model, which is not changed and may be on the meta device, or a configuration of
@@ -72,6 +73,8 @@ def plan(
         dtype: of the parameters. By default the model's, or what the constructor makes of a
             configuration: float32, even where the configuration names a different dtype.
         autocast: dtype of ``torch.autocast`` around a step of float32 parameters, ``"bfloat16"``.
+        gradient_dtype: ``"float32"`` for half parameters whose gradients accumulate in it, and are reduced in it. By
+            default the parameters' dtype.
         costs: ``"counted"``, by FLOPs and bytes, or ``"measured"``: this machine and the layers of the model are
             measured in the place of ``device``, of its kind, and kept in a file (``measured/kept_machine.py``).
         layouts: compare only these.
@@ -94,6 +97,7 @@ def plan(
     """
     model = _model(model_or_config, dtype)
     wanted = _autocast(autocast, dtype_of(model))
+    summed = _gradient_dtype(gradient_dtype, dtype_of(model))
     named = find_device(device) if isinstance(device, str) else device
     if costs not in ("counted", "measured"):
         raise ValueError(f"costs={costs!r} must be 'counted' or 'measured', which takes the place of 'profiled'.")
@@ -119,7 +123,7 @@ def plan(
         cores,
     )
     job = Job(global_batch, _inputs(model, inputs, seq_length))
-    counted = ModelCosts(model, machine, job, kept, transformer_layer_cls, tensor_plan, wanted)
+    counted = ModelCosts(model, machine, job, kept, transformer_layer_cls, tensor_plan, wanted, summed)
     found = search(counted, fixed, best) if layouts is None else rank_layouts(counted, layouts, best)
     return Plan(
         type(model).__name__,
@@ -139,6 +143,7 @@ def plan(
         sum(parameter.numel() for parameter in listings.parameters(model)),
         None if wanted is None else name_of(wanted),
         _note("" if kept is None else kept.note, machine.device.kind, name, {"peak": peak, "bandwidth": bandwidth}),
+        None if summed is None else name_of(summed),
     )
 
 
@@ -182,6 +187,17 @@ def _autocast(given: torch.dtype | str | None, dtype: torch.dtype) -> torch.dtyp
             f"autocast to bfloat16. Leave autocast out, or dtype."
         )
     return found
+
+
+def _gradient_dtype(given: torch.dtype | str | None, dtype: torch.dtype) -> torch.dtype | None:
+    """Return the dtype of the gradients, if it is not the parameters'. Raises ``ValueError`` for other dtypes."""
+    found = dtype if given is None else dtype_named(given)
+    if found not in (dtype, torch.float32) or found.itemsize < dtype.itemsize:
+        raise ValueError(
+            f"gradient_dtype={name_of(found)!r} of parameters in {name_of(dtype)}: gradients accumulate in their dtype "
+            f"or in float32. Leave gradient_dtype out, or give 'float32' with half parameters."
+        )
+    return None if found == dtype else found
 
 
 def _link(given: str | float | Link, name: str, latency: float) -> Link:

@@ -1,14 +1,22 @@
 """Prediction of a layout: seconds of a step, memory of each rank, bubble and bytes, and the part that limits it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from nxdpp.devices.collective_bytes import least_sent
-from nxdpp.planning.layout import Layout
+from nxdpp.planning.exchange_times import ExchangeTimes
+from nxdpp.planning.layout import SHARDED, Layout
 from nxdpp.planning.model_costs import ModelCosts
-from nxdpp.planning.rank_memory import RankMemory, activation_peak, rank_memory
-from nxdpp.planning.stage_costs import RankState, StageCosts, rank_state, stage_costs, stage_ends
-from nxdpp.planning.step_times import RankTimes, built, shares_cores, step_times, whole_makespan
+from nxdpp.planning.rank_memory import RankMemory, activation_peak, rank_memory, stage_bytes
+from nxdpp.planning.stage_costs import (
+    Itemsizes,
+    RankState,
+    StageCosts,
+    largest_sent,
+    rank_state,
+    stage_costs,
+    stage_ends,
+)
+from nxdpp.planning.step_times import RankTimes, built, is_split, shares_cores, step_times, whole_makespan
 from nxdpp.schedules.families.registry import find_family
 
 
@@ -62,7 +70,7 @@ class Prediction:
     @property
     def bubble(self) -> float:
         """Share of the schedule's time in which ranks wait, the mean of all ranks."""
-        shares = [rank.bubble / (rank.compute + rank.tensor + rank.bubble) for rank in self.times]
+        shares = [rank.bubble / rank.in_schedule for rank in self.times]
         return sum(shares) / len(shares)
 
     @property
@@ -74,7 +82,7 @@ class Prediction:
             f"compute of rank {number}" if len(self.times) > 1 else "compute": slowest.compute,
             "tensor collectives": slowest.tensor,
             "waits": slowest.bubble,
-            "ZeRO-1 exchange" if self.layout.zero1 else "average": slowest.average,
+            f"ZeRO-{self.layout.zero} exchange" if self.layout.zero else "average": slowest.exchange + slowest.average,
             "optimizer": slowest.optimizer,
         }
         shares = sorted(((seconds / slowest.total, name) for name, seconds in parts.items()), reverse=True)
@@ -116,14 +124,14 @@ def predict(
     model = costs.of(layout.tensor, layout.sequence, layout.microbatch)
     ends = list(ends) if ends is not None else stage_ends(model, layout.stages, layout.checkpoint)
     stages = stage_costs(model, ends, layout.checkpoint, machine.device.action_seconds)
-    states, gradients = states_of(costs, layout, stages)
-    itemsize = costs.dtype.itemsize
+    states, of_stages = states_of(costs, layout, stages)
+    sizes, kind, message = costs.itemsizes, machine.device.kind, largest_sent(stages)
 
     def times_of(count: int) -> list[RankTimes]:
-        return step_times(machine, layout, count, stages, states, gradients, itemsize)
+        return step_times(machine, layout, count, stages, states, of_stages, sizes)
 
     def peaks_of(count: int) -> list[float]:
-        return activation_peaks(layout, count, stages, gradients)
+        return activation_peaks(layout, count, stages, of_stages, sizes, kind == "cuda")
 
     few, more = _simulated_counts(layout, microbatches) if shorten else (microbatches, microbatches)
     share = 0.0 if more == microbatches else (microbatches - more) / (more - few)
@@ -132,7 +140,7 @@ def predict(
     if share:
         peaks = [a + share * (a - b) for a, b in zip(peaks, peaks_of(few), strict=True)]
     memory = [
-        rank_memory(layout, state, peak + state.cast, machine.device.kind, itemsize, model.message)
+        rank_memory(layout, state, peak + (0 if layout.zero > SHARDED else state.cast), kind, sizes, message)
         for state, peak in zip(states, peaks, strict=True)
     ]
     if limit is not None and max(rank.total for rank in memory) > limit:
@@ -142,10 +150,10 @@ def predict(
     if share and shares_cores(machine):
         times = [a.beyond(b, share) for a, b in zip(times, times_of(few), strict=True)]
     elif share:
-        makespan = whole_makespan(machine, layout, microbatches, stages)
+        makespan = whole_makespan(machine, layout, microbatches, stages, of_stages, sizes)
         times = [rank.of_whole(microbatches / more, makespan) for rank in times]
     cuts = [model.layers[end - 1].layer for end in ends[:-1]]
-    sent = _sent(layout, microbatches, stages, states)
+    sent = _sent(ExchangeTimes(machine, layout, sizes), layout, microbatches, stages, states)
     return Prediction(layout, cuts, microbatches, times, memory, sent, model.estimated)
 
 
@@ -157,21 +165,30 @@ def _simulated_counts(layout: Layout, microbatches: int) -> tuple[int, int]:
 
 
 def activation_peaks(
-    layout: Layout, microbatches: int, stages: Sequence[StageCosts], gradients: Mapping[int, float]
+    layout: Layout,
+    microbatches: int,
+    stages: Sequence[StageCosts],
+    of_stages: Sequence[RankState],
+    sizes: Itemsizes,
+    on_cuda: bool,
 ) -> list[float]:
-    """Return the peak of each rank's activations and temporary tensors, beyond its gradients."""
+    """Return the peak of each rank's activations and temporary tensors, beyond its lasting gradients."""
     schedule = built(layout.schedule, layout.pipeline, microbatches, layout.chunks)
     placement = find_family(layout.schedule).placement(layout.pipeline, layout.chunks)
     return [
-        activation_peak(actions, stages, {stage: gradients[stage] for stage in placement.stages_of(rank)})
+        activation_peak(
+            actions,
+            stages,
+            {stage: stage_bytes(layout, of_stages[stage], sizes, on_cuda) for stage in placement.stages_of(rank)},
+        )
         for rank, actions in enumerate(schedule)
     ]
 
 
 def states_of(
     costs: ModelCosts, layout: Layout, stages: Sequence[StageCosts]
-) -> tuple[list[RankState], dict[int, float]]:
-    """Return the state of each pipeline rank, and the bytes of the gradients of each stage."""
+) -> tuple[list[RankState], list[RankState]]:
+    """Return the state of each pipeline rank, and of each stage."""
     placement = find_family(layout.schedule).placement(layout.pipeline, layout.chunks)
     ends = tuple(stage.end for stage in stages)
     key = (layout.tensor, layout.sequence, placement, ends)
@@ -181,17 +198,20 @@ def states_of(
         states = [
             rank_state(model, [stages[each] for each in placement.stages_of(rank)]) for rank in range(layout.pipeline)
         ]
-        gradients = {
-            number: float(sum(layer.state.gradients for layer in model.layers[stage.first : stage.end]))
-            for number, stage in enumerate(stages)
-        }
-        costs.states[key] = states, gradients
-    found: tuple[list[RankState], dict[int, float]] = costs.states[key]
+        costs.states[key] = states, [rank_state(model, [stage]) for stage in stages]
+    found: tuple[list[RankState], list[RankState]] = costs.states[key]
     return found
 
 
-def _sent(layout: Layout, microbatches: int, stages: Sequence[StageCosts], states: Sequence[RankState]) -> LinkBytes:
+def _sent(
+    exchanges: ExchangeTimes,
+    layout: Layout,
+    microbatches: int,
+    stages: Sequence[StageCosts],
+    states: Sequence[RankState],
+) -> LinkBytes:
     placement = find_family(layout.schedule).placement(layout.pipeline, layout.chunks)
+    split = is_split(built(layout.schedule, layout.pipeline, 2 * layout.pipeline, layout.chunks))
     tensor, between, data = [], [], []
     for rank, state in enumerate(states):
         own = placement.stages_of(rank)
@@ -204,5 +224,5 @@ def _sent(layout: Layout, microbatches: int, stages: Sequence[StageCosts], state
             if stage and placement.rank_of(stage - 1) != rank:
                 messages += stages[stage - 1].sent
         between.append(microbatches * messages)
-        data.append(least_sent("all_reduce", state.gradients, layout.data))
+        data.append(exchanges.sent(state, microbatches, split))
     return LinkBytes(max(tensor), max(between), max(data))

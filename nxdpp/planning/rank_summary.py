@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from nxdpp.pipeline.partition.layer_costs import StateBytes, state_bytes
+from nxdpp.pipeline.partition.layer_costs import StateBytes
+from nxdpp.planning.dimensions import planned_state
 from nxdpp.planning.layout import Dimensions
 from nxdpp.planning.stage_summary import StageSummary
 from nxdpp.schedules.chosen import ChosenSchedule
@@ -102,4 +103,5 @@ def summarise_layout(stages: list[StageSummary], schedule: ChosenSchedule, sizes
 
 
 def _state(stages: Sequence[StageSummary], sizes: Dimensions) -> StateBytes:
-    return state_bytes((parameter for stage in stages for parameter in stage.parameters), sizes.sharded_over)
+    parameters = (parameter for stage in stages for parameter in stage.parameters)
+    return planned_state(parameters, max(stage.unit for stage in stages), sizes)

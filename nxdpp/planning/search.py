@@ -11,14 +11,14 @@ of a search have optimizers of one precision.
 
 import heapq
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import count
 from typing import Any, Literal
 
 from nxdpp.planning.bounds import Bounds, LowerBounds
 from nxdpp.planning.dtypes import name_of
-from nxdpp.planning.layout import Layout, describe, divisors, groups_of, schedules_of
+from nxdpp.planning.layout import Layout, check_zero, describe, divisors, groups_of, schedules_of
 from nxdpp.planning.model_costs import ModelCosts
 from nxdpp.planning.predict import Prediction, TooLargeError, predict
 from nxdpp.schedules.families.registry import find_family
@@ -51,8 +51,8 @@ def search(costs: ModelCosts, fixed: Mapping[str, Any] | None = None, best: int 
 
     Args:
         costs: costs of the model, on its machine and for its job.
-        fixed: values of fields of ``Layout`` that all layouts have. ``zero1`` is True for half parameters without it:
-            the optimizer state is float32 in all layouts.
+        fixed: values of fields of ``Layout`` that all layouts have. Without ``zero`` layouts of half parameters have at
+            least ZeRO-1: the optimizer state is float32 in all layouts.
         best: number of predictions.
 
     Raises:
@@ -65,8 +65,9 @@ def search(costs: ModelCosts, fixed: Mapping[str, Any] | None = None, best: int 
     if "schedule" in fixed:
         find_family(fixed["schedule"])
     _check_best(best)
-    if costs.has_half_parameters:
-        fixed.setdefault("zero1", True)
+    if "zero" in fixed:
+        check_zero(fixed["zero"])
+        _check_gradients(costs, [fixed["zero"]])
     found = Found()
     order = _Order(costs, fixed, found)
     for prediction in order.run("seconds", costs.machine.memory):
@@ -86,11 +87,12 @@ def rank_layouts(costs: ModelCosts, layouts: Sequence[Layout], best: int = 10) -
     _check_best(best)
     if not layouts:
         raise ValueError("layouts is empty: give at least one Layout, or leave it out to search.")
-    if costs.has_half_parameters and len({layout.zero1 for layout in layouts}) > 1:
+    if costs.has_half_parameters and len({layout.zero > 0 for layout in layouts}) > 1:
         raise ValueError(
-            f"the optimizer state is float32 in layouts with zero1=True, and {name_of(costs.dtype)} in the others: "
-            f"give zero1 to all layouts or to none."
+            f"the optimizer state is float32 in layouts with zero=1 or more, and {name_of(costs.dtype)} in the others: "
+            f"give zero to all layouts or to none."
         )
+    _check_gradients(costs, [layout.zero for layout in layouts])
     found = Found(groups=len(layouts), predicted=len(layouts))
     predictions = [predict(costs, layout) for layout in layouts]
     fitting = [each for each in predictions if each.peak_bytes <= costs.machine.memory]
@@ -100,6 +102,15 @@ def rank_layouts(costs: ModelCosts, layouts: Sequence[Layout], best: int = 10) -
         raise ValueError(_needs(costs, least))
     found.best = sorted(fitting, key=lambda each: (each.step_seconds, each.layout))[:best]
     return found
+
+
+def _check_gradients(costs: ModelCosts, zeros: Iterable[int]) -> None:
+    """Raise ``ValueError`` for gradients with more bits than parameters that torch's own optimizer would step."""
+    if costs.itemsizes.to_gradient > 1 and 0 in zeros:
+        raise ValueError(
+            f"AdamW steps parameters in {name_of(costs.dtype)} by gradients of their dtype: leave gradient_dtype out "
+            f"with zero=0, or give zero=1."
+        )
 
 
 def _check_best(best: int) -> None:
@@ -170,7 +181,10 @@ class _Order:
         layers = len(self._costs.of(1, False, 1).layers)
         tensors = divisors(machine.devices_per_host)
         half = self._costs.has_half_parameters
+        least = 1 if half and "zero" not in self._fixed else 0
         for group in groups_of(machine.devices, machine.devices_per_host, job.global_batch, layers, tensors, half):
+            if group.zero < least:
+                continue
             # ``_layouts`` chooses the fields of the schedule.
             chosen = {name: value for name, value in self._fixed.items() if name not in ("schedule", "chunks")}
             if all(getattr(group, name) == value for name, value in chosen.items()):
@@ -198,7 +212,7 @@ def _nothing_fits(costs: ModelCosts, fixed: Mapping[str, Any], found: Found) -> 
     return (
         f"no layout of {machine.devices} devices on {machine.hosts} hosts with {given} fits the model and a global "
         f"batch of {job.global_batch}: each replica takes an equal number of samples, a tensor group stays on one "
-        f"host, a stage has at least one layer, ZeRO-1 needs replicas, and sequence parallelism a tensor group. "
+        f"host, a stage has at least one layer, ZeRO needs replicas, and sequence parallelism a tensor group. "
         f"{reasons}".strip()
     )
 

@@ -12,8 +12,8 @@ from nxdpp.schedules.families.registry import find_family
 
 # Options of the search, and options of a given layout that a search has no use for.
 _OF_SEARCH = (
-    "device_memory", "global_batch", "hosts", "link", "host_link", "peak", "bandwidth", "autocast", "measure", "write",
-    "best",
+    "device_memory", "global_batch", "hosts", "link", "host_link", "peak", "bandwidth", "autocast", "gradient_dtype",
+    "measure", "write", "best",
 )  # fmt: skip
 _OF_LAYOUT = ("num_microbatches", "batch_size", "memory_limit")
 _NEEDED = ("device_memory", "global_batch")
@@ -24,7 +24,7 @@ _FIXED = {
     "data_parallel_size": "data",
     "virtual_pipeline_size": "chunks",
     "schedule": "schedule",
-    "zero1": "zero1",
+    "zero": "zero",
     "sequence_parallel": "sequence",
 }
 
@@ -41,6 +41,11 @@ def add_search_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--peak", metavar="RATE", help="FLOPs a second of the device's data sheet, such as 989TFLOP/s")
     group.add_argument("--bandwidth", metavar="RATE", help="rate of the device's memory, such as 3.35TB/s")
     group.add_argument("--autocast", choices=("bfloat16",), help="float32 parameters, steps under torch.autocast")
+    group.add_argument(
+        "--gradient-dtype",
+        choices=("float32",),
+        help="gradients of half parameters add up in it, and are reduced in it",
+    )
     group.add_argument(
         "--measure",
         action="store_const",
@@ -78,8 +83,8 @@ def run_search(options: argparse.Namespace) -> None:
     from nxdpp.planning.configured_model import parts_without_inputs, read_configuration
     from nxdpp.planning.dtypes import dtype_named, name_of
     from nxdpp.planning.layout_report import dtype_text
-    from nxdpp.planning.plan_table import as_json, show
     from nxdpp.planning.planner import plan
+    from nxdpp.planning.written.plan_table import as_json, show
     from nxdpp.planning.written.program import program
 
     config = read_configuration(options.config)
@@ -141,7 +146,6 @@ def _checked(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any
     fixed = {field: getattr(options, name) for name, field in _FIXED.items() if getattr(options, name) is not None}
     if not fixed["sequence"]:
         del fixed["sequence"]
-    named = {
-        name: getattr(options, name) for name in ("hosts", "link", "host_link", "peak", "bandwidth", "autocast", "best")
-    }
+    passed = ("hosts", "link", "host_link", "peak", "bandwidth", "autocast", "gradient_dtype", "best")
+    named = {name: getattr(options, name) for name in passed}
     return fixed, {name: value for name, value in named.items() if value is not None}

@@ -7,6 +7,8 @@ from itertools import accumulate, pairwise
 
 from nxdpp.planning.layer_times import CountedModel, LayerTimes, PlannedState
 
+_MASTER_BYTES = 4
+
 
 @dataclass(frozen=True)
 class StageCosts:
@@ -49,16 +51,38 @@ class StageCosts:
 
 
 @dataclass(frozen=True)
+class Itemsizes:
+    """Bytes of a number of the parameters, and of their gradients as they accumulate and are reduced."""
+
+    parameter: int
+    gradient: int
+
+    @property
+    def to_gradient(self) -> float:
+        """Bytes of a gradient over those of its parameter."""
+        return self.gradient / self.parameter
+
+    @property
+    def to_master(self) -> float:
+        """Bytes of a master copy, of float32 at least, over those of its parameter."""
+        return max(_MASTER_BYTES / self.parameter, 1.0)
+
+
+@dataclass(frozen=True)
 class RankState(PlannedState):
-    """State of a rank.
+    """State of a rank, or of one stage.
 
     Attributes:
         largest: bytes of its largest parameter.
+        unit: bytes of the largest layer, which ``fully_shard`` gathers at once.
+        rest: bytes of the parameters of no layer, which it gathers at once too.
         copied: bytes that the average copies into buckets.
         cast: bytes of weights that autocast converts, from the first forward of a step to the last backward.
     """
 
     largest: int = 0
+    unit: int = 0
+    rest: int = 0
     copied: int = 0
     cast: int = 0
 
@@ -164,6 +188,11 @@ def _stage(model: CountedModel, first: int, end: int, checkpoint: bool, action_s
     )
 
 
+def largest_sent(stages: Sequence[StageCosts]) -> float:
+    """Return the bytes of the largest message between ``stages``."""
+    return max((stage.sent for stage in stages), default=0.0)
+
+
 def _memory(layers: Sequence[LayerTimes], checkpoint: bool) -> tuple[float, float, float]:
     """Return the bytes that the layers hold together, and the most that forward and backward add."""
     held = forward = backward = 0.0
@@ -188,6 +217,8 @@ def rank_state(model: CountedModel, stages: Sequence[StageCosts]) -> RankState:
     return RankState(
         **vars(state),
         largest=max(layer.largest for layer in layers),
+        unit=max(layer.unit for layer in layers),
+        rest=sum(layer.rest for layer in layers),
         copied=sum(layer.copied for layer in layers),
         cast=sum(layer.cast for layer in layers),
     )

@@ -8,12 +8,13 @@ from torch import fx, nn
 
 from nxdpp.devices.roofline import machine_balance
 from nxdpp.pipeline.partition.balanced_partition import CostPolicy
-from nxdpp.pipeline.partition.layer_costs import StateBytes, activation_bytes, state_bytes
+from nxdpp.pipeline.partition.layer_costs import StateBytes, activation_bytes
 from nxdpp.pipeline.partition.partition import GivenCuts, PartitionPolicy, even, make_partition
 from nxdpp.pipeline.partition.transport_bytes import transport_bytes
 from nxdpp.pipeline.stages.cut_graph import CutGraph
-from nxdpp.planning.dimensions import StepTraffic, step_traffic
+from nxdpp.planning.dimensions import StepTraffic, planned_state, step_traffic
 from nxdpp.planning.dtypes import dtype_of
+from nxdpp.planning.layer_times import weight_bytes
 from nxdpp.planning.layout import Dimensions
 from nxdpp.schedules.actions import ActionKind
 from nxdpp.schedules.chosen import ChosenSchedule
@@ -46,6 +47,7 @@ class StageSummary:
         transport: bytes of communicators and messages on its rank, a part of the rank's memory limit.
         estimated: True if some costs are estimated.
         parameters: its parameters.
+        unit: bytes of the parameters of its largest layer, or of the rest.
     """
 
     rank: int
@@ -63,6 +65,7 @@ class StageSummary:
     transport: int
     estimated: bool
     parameters: Sequence[nn.Parameter] = field(repr=False, compare=False)
+    unit: int = 0
 
     @property
     def peak_activations(self) -> int:
@@ -104,7 +107,7 @@ def summarise_stages(
     options = TracingOptions(find_layer_classes(model, None))
     traced = trace_for(model, inputs, options)
     node_costs = count_costs(traced, model, inputs)
-    by_cost = CostPolicy(model, inputs, "balanced", schedule, memory_limit, sizes.zero1)
+    by_cost = CostPolicy(model, inputs, "balanced", schedule, memory_limit, sizes.zero > 0)
     policy: PartitionPolicy = even
     if balanced:
         policy = GivenCuts(by_cost.cuts(traced, node_costs, device, sizes.data, sizes.tensor))
@@ -138,14 +141,15 @@ def _summaries(
         sent = [node_costs[by_name[name]] for name, stages in plan.sent.items() for _ in stages]
         owned = cut.partition.parameters_of(plan.stage)
         held = [parameters[name] for name in owned if name in parameters]
-        state = state_bytes(held, sizes.sharded_over)
+        layers = cut.partition.layers_of([plan.stage])
+        unit = _largest_unit({name: parameters[name] for name in owned if name in parameters}, layers)
         in_tensor_group = schedule.microbatches * sum(node_costs[node].tensor_bytes for node in nodes)
         activations = activation_bytes(nodes, node_costs, cut.traced)
         found.append(
             StageSummary(
                 rank=schedule.placement.rank_of(plan.stage),
-                layers=cut.partition.layers_of([plan.stage]),
-                state=state,
+                layers=layers,
+                state=planned_state(held, unit, sizes),
                 forward=sum(node_costs[node].forward for node in nodes),
                 backward=sum(node_costs[node].backward for node in nodes),
                 work=sum(node_costs[node].work for node in nodes),
@@ -154,13 +158,23 @@ def _summaries(
                 kept=_kept(plan.stage, nodes, activations, with_parts),
                 sent_tensors=sum(cost.output_tensors for cost in sent),
                 sent_bytes=sum(cost.output_bytes for cost in sent),
-                traffic=step_traffic(in_tensor_group, held, state, sizes),
+                traffic=step_traffic(in_tensor_group, held, sizes, schedule.microbatches),
                 transport=transport,
                 estimated=any(node_costs[node].estimated for node in nodes),
                 parameters=held,
+                unit=unit,
             )
         )
     return found
+
+
+def _largest_unit(parameters: Mapping[str, nn.Parameter], layers: Sequence[str]) -> int:
+    """Return the bytes of the parameters of the largest of ``layers``, or of all parameters of none of them."""
+    units: dict[str, list[nn.Parameter]] = {}
+    for name, parameter in parameters.items():
+        layer = next((layer for layer in layers if name.startswith(f"{layer}.")), "")
+        units.setdefault(layer, []).append(parameter)
+    return max((weight_bytes(unit) for unit in units.values()), default=0)
 
 
 def _kept(stage: int, nodes: Sequence[fx.Node], activations: int, with_parts: Mapping[fx.Node, NodeCost] | None) -> int:

@@ -1,15 +1,13 @@
-"""Times of a step: the schedule in simulated time, then average, optimizer and what ZeRO-1 exchanges."""
+"""Times of a step: the schedule in simulated time, then optimizer and what replicas exchange."""
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from nxdpp.devices.collective_bytes import Kind, least_sent, least_steps
-from nxdpp.planning.layer_times import BUCKET_BYTES
-from nxdpp.planning.layout import Layout
+from nxdpp.planning.exchange_times import ExchangeTimes, Spans
+from nxdpp.planning.layout import SHARDED, Layout
 from nxdpp.planning.machine import Link, Machine
-from nxdpp.planning.stage_costs import RankState, StageCosts
+from nxdpp.planning.stage_costs import Itemsizes, RankState, StageCosts
 from nxdpp.schedules.actions import ActionKind, Schedule
 from nxdpp.schedules.execution import Times, run_in_order
 from nxdpp.schedules.families.registry import find_family
@@ -27,24 +25,11 @@ def pipeline_link(machine: Machine, layout: Layout, source: int, destination: in
     return link.messages or link
 
 
-def data_link(machine: Machine, layout: Layout) -> Link:
-    """Return the slowest link of a data-parallel group."""
-    return machine.link_of(layout.data, layout.tensor)
-
-
-def exchange_seconds(kind: Kind, whole: float, ranks: int, link: Link) -> float:
-    """Return the seconds of collectives over ``ranks`` ranks for ``whole`` bytes, in buckets."""
-    if ranks == 1 or not whole:
-        return 0.0
-    steps = least_steps(kind, ranks) * math.ceil(whole / BUCKET_BYTES)
-    return least_sent(kind, whole, ranks) / link.rate(kind) + steps * link.latency
-
-
 # AdamW in torch reads and writes about this many tensors of the size of the parameters.
 OPTIMIZER_PASSES = 20
-_MASTER_BYTES = 4
 # Kinds of actions that end the backward of a microbatch.
 _LAST = (ActionKind.BACKWARD, ActionKind.WEIGHT_GRADIENT)
+_FORWARD = ActionKind.FORWARD
 
 
 @dataclass(frozen=True)
@@ -55,25 +40,33 @@ class RankTimes:
         compute: computations of the schedule, without collectives of the tensor group.
         tensor: collectives of the tensor group.
         bubble: waits of the schedule.
-        average: exchange of gradients, and of parameters with ZeRO-1, that no computation hides.
+        exchange: of parameters and gradients of each microbatch that no computation hides: ZeRO-3.
+        average: exchange of gradients and parameters once a step that no computation hides.
         optimizer: step of the optimizer.
     """
 
     compute: float
     tensor: float
     bubble: float
+    exchange: float
     average: float
     optimizer: float
 
     @property
     def total(self) -> float:
         """All seconds."""
-        return self.compute + self.tensor + self.bubble + self.average + self.optimizer
+        return self.in_schedule + self.average + self.optimizer
+
+    @property
+    def in_schedule(self) -> float:
+        """Seconds of the schedule."""
+        return self.compute + self.tensor + self.bubble + self.exchange
 
     def of_whole(self, more: float, makespan: float) -> "RankTimes":
         """Return this for ``more`` times the microbatches, with the schedule's ``makespan`` for them."""
-        compute, tensor = more * self.compute, more * self.tensor
-        return replace(self, compute=compute, tensor=tensor, bubble=max(makespan - compute - tensor, 0.0))
+        compute, tensor, exchange = more * self.compute, more * self.tensor, more * self.exchange
+        bubble = max(makespan - compute - tensor - exchange, 0.0)
+        return replace(self, compute=compute, tensor=tensor, exchange=exchange, bubble=bubble)
 
     def beyond(self, fewer: "RankTimes", share: float) -> "RankTimes":
         """Return this + ``share`` * (this - ``fewer``) for what each microbatch adds."""
@@ -81,6 +74,7 @@ class RankTimes:
             self,
             compute=self.compute + share * (self.compute - fewer.compute),
             tensor=self.tensor + share * (self.tensor - fewer.tensor),
+            exchange=self.exchange + share * (self.exchange - fewer.exchange),
             bubble=max(self.bubble + share * (self.bubble - fewer.bubble), 0.0),
         )
 
@@ -97,8 +91,8 @@ def step_times(
     microbatches: int,
     stages: Sequence[StageCosts],
     states: Sequence[RankState],
-    gradients: Mapping[int, float],
-    itemsize: int,
+    of_stages: Sequence[RankState],
+    sizes: Itemsizes,
 ) -> list[RankTimes]:
     """Return the times of each pipeline rank.
 
@@ -108,48 +102,66 @@ def step_times(
         microbatches: number of microbatches of a replica.
         stages: costs of each stage.
         states: state of each rank.
-        gradients: bytes of the gradients of each stage.
-        itemsize: bytes of a number of the parameters.
+        of_stages: state of each stage.
+        sizes: bytes of the numbers.
     """
     schedule = built(layout.schedule, layout.pipeline, microbatches, layout.chunks)
     placement = find_family(layout.schedule).placement(layout.pipeline, layout.chunks)
-    times = times_of(machine, layout, stages, placement, _is_split(schedule))
-    ends, lasts, busy = _run(machine, layout, schedule, times, microbatches)
+    exchanges = ExchangeTimes(machine, layout, sizes)
+    split = is_split(schedule)
+    alone = times_of(machine, layout, stages, placement, split)
+    times = with_exchanges(alone, exchanges, layout, of_stages, split)
+    extra = [_length(times, stage) - _length(alone, stage) for stage in range(len(stages))]
+    ends, firsts, lasts, busy = _run(machine, layout, schedule, times, microbatches)
     slowdown = 1.0 if machine.cores is None else max(machine.devices / machine.cores, 1.0)
     makespan = max(ends)
+    delay = max(exchanges.gather_delay(first, of_stages) for first in firsts)
+    trained = {stage: float(state.gradients) for stage, state in enumerate(of_stages)}
     found = []
     for rank, end in enumerate(ends):
         tensor = microbatches * sum(stages[stage].tensor_seconds for stage in placement.stages_of(rank))
-        averaged = end + slowdown * (_average_end(machine, layout, lasts[rank], gradients, end) - end)
-        optimizer = slowdown * _optimizer_seconds(machine, layout, states[rank], itemsize)
-        exchange = slowdown * sharded_exchange(machine, layout, states[rank].gradients)
-        unhidden = max(averaged - makespan, 0.0)
+        exchange = microbatches * sum(extra[stage] for stage in placement.stages_of(rank))
+        averaged = end + slowdown * (exchanges.reduced_end(lasts[rank], trained, end) - end)
+        optimizer = slowdown * _optimizer_seconds(machine, layout, states[rank], sizes)
+        average = max(averaged - makespan, 0.0) + slowdown * (exchanges.after_schedule(states[rank].gradients) + delay)
         bubble = max(makespan - busy[rank], 0.0)
-        found.append(RankTimes(busy[rank] - tensor, tensor, bubble, unhidden + exchange, optimizer))
+        found.append(RankTimes(busy[rank] - tensor - exchange, tensor, bubble, exchange, average, optimizer))
     return found
 
 
-# Start and end of the last backward of each stage of a rank.
-_Lasts = dict[int, tuple[float, float]]
+def _length(times: Times, stage: int) -> float:
+    """Return the seconds of forward and backward of a stage."""
+    return times.forward[stage] + times.input_gradient[stage] + times.weight_gradient[stage]
 
 
 def _run(
     machine: Machine, layout: Layout, schedule: Schedule, times: Times, microbatches: int
-) -> tuple[list[float], list[_Lasts], list[float]]:
-    """Run ``schedule`` in simulated time. Return end, last backwards and busy seconds of each rank."""
+) -> tuple[list[float], list[Spans], list[Spans], list[float]]:
+    """Run ``schedule`` in simulated time. Return end, first forwards, last backwards and busy seconds of each rank."""
     if shares_cores(machine):
         assert machine.cores is not None
         spans = shared_run(schedule, times, machine.cores / (layout.tensor * layout.data)).spans
-        shared_lasts: list[_Lasts] = [
+        shared_firsts: list[Spans] = [
+            {each.action.stage: (each.start, each.end) for each in reversed(rank) if each.action.kind is _FORWARD}
+            for rank in spans
+        ]
+        shared_lasts: list[Spans] = [
             {each.action.stage: (each.start, each.end) for each in rank if each.action.kind in _LAST} for rank in spans
         ]
-        return [rank[-1].end for rank in spans], shared_lasts, [sum(s.end - s.start for s in rank) for rank in spans]
+        shared_busy = [sum(each.end - each.start for each in rank) for rank in spans]
+        return [rank[-1].end for rank in spans], shared_firsts, shared_lasts, shared_busy
     starts = run_in_order(schedule, len(times.forward), microbatches, times)
     lengths = times.lengths
     full = lengths[ActionKind.BACKWARD]
-    ends, lasts, busy = [], [], []
+    ends, firsts, lasts, busy = [], [], [], []
     for actions, at in zip(schedule, starts, strict=True):
-        own: _Lasts = {}
+        first: Spans = {}
+        for action, start in zip(actions, at, strict=True):
+            if action.kind is _FORWARD and action.stage not in first:
+                first[action.stage] = (start, start + times.forward[action.stage])
+                if len(first) == layout.chunks:
+                    break
+        own: Spans = {}
         for action, start in zip(reversed(actions), reversed(at), strict=True):
             if action.kind in _LAST and action.stage not in own:
                 own[action.stage] = (start, start + lengths[action.kind][action.stage])
@@ -157,9 +169,10 @@ def _run(
                     break
         last = actions[-1]
         ends.append(at[-1] + lengths[last.kind][last.stage])
+        firsts.append(first)
         lasts.append(own)
         busy.append(microbatches * sum(times.forward[stage] + full[stage] for stage in own))
-    return ends, lasts, busy
+    return ends, firsts, lasts, busy
 
 
 def shares_cores(machine: Machine) -> bool:
@@ -167,12 +180,20 @@ def shares_cores(machine: Machine) -> bool:
     return machine.cores is not None and machine.devices > machine.cores
 
 
-def whole_makespan(machine: Machine, layout: Layout, microbatches: int, stages: Sequence[StageCosts]) -> float:
+def whole_makespan(
+    machine: Machine,
+    layout: Layout,
+    microbatches: int,
+    stages: Sequence[StageCosts],
+    of_stages: Sequence[RankState],
+    sizes: Itemsizes,
+) -> float:
     """Return the seconds of the schedule of many microbatches, where no ranks share a core."""
     family = find_family(layout.schedule)
     placement = family.placement(layout.pipeline, layout.chunks)
-    split = _is_split(built(layout.schedule, layout.pipeline, 2 * layout.pipeline, layout.chunks))
+    split = is_split(built(layout.schedule, layout.pipeline, 2 * layout.pipeline, layout.chunks))
     times = times_of(machine, layout, stages, placement, split)
+    times = with_exchanges(times, ExchangeTimes(machine, layout, sizes), layout, of_stages, split)
     return steady_makespan(family, layout.pipeline, microbatches, layout.chunks, times)
 
 
@@ -197,47 +218,33 @@ def times_of(
     return Times([cost.forward for cost in stages], inputs, weights, transfer)
 
 
-def _is_split(schedule: Schedule) -> bool:
+def with_exchanges(
+    times: Times, exchanges: ExchangeTimes, layout: Layout, of_stages: Sequence[RankState], split: bool
+) -> Times:
+    """Return ``times`` with the exchanges of each microbatch: ZeRO-3 gathers for each action, and reduces gradients."""
+    if layout.zero <= SHARDED:
+        return times
+    gathers = [exchanges.gather(state.weights) for state in of_stages]
+    scatters = [exchanges.scatter(state.gradients) for state in of_stages]
+    forward = [exchanges.longer(*each) for each in zip(times.forward, gathers, strict=True)]
+    inputs, weights = [], []
+    for own, later, gather, scatter in zip(times.input_gradient, times.weight_gradient, gathers, scatters, strict=True):
+        if split:
+            inputs.append(exchanges.longer(own, gather))
+            weights.append(exchanges.longer(later, gather + scatter))
+        else:
+            inputs.append(exchanges.longer(own + later, gather + scatter) - later)
+            weights.append(later)
+    return times._replace(forward=forward, input_gradient=inputs, weight_gradient=weights)
+
+
+def is_split(schedule: Schedule) -> bool:
+    """Return whether a ``schedule`` has split backwards."""
     return any(action.kind is ActionKind.INPUT_GRADIENT for action in schedule[0])
 
 
-def _average_end(
-    machine: Machine,
-    layout: Layout,
-    last: _Lasts,
-    gradients: Mapping[int, float],
-    end: float,
-) -> float:
-    """Return when the gradients of a rank are averaged.
-
-    ``last`` has start and end of the last backward of each of its stages. Buckets are sent one after the other, the
-    first ones during that backward.
-    """
-    if layout.data == 1 or layout.zero1:
-        return end
-    link = data_link(machine, layout)
-    seconds = {stage: exchange_seconds("all_reduce", gradients[stage], layout.data, link) for stage in last}
-    if machine.cores is not None:
-        return end + sum(seconds.values())
-    finished = 0.0
-    for stage, (started, ended) in sorted(last.items(), key=lambda item: item[1][1]):
-        # The bucket of the first layer is ready at the end.
-        tail = exchange_seconds("all_reduce", min(gradients[stage], BUCKET_BYTES), layout.data, link)
-        finished = max(max(finished, started) + seconds[stage], ended + tail)
-    return max(finished, end)
-
-
-def sharded_exchange(machine: Machine, layout: Layout, gradients: float) -> float:
-    """Return the seconds in which ZeRO-1 exchanges ``gradients`` bytes of gradients, and as many of parameters."""
-    if not layout.zero1:
-        return 0.0
-    link = data_link(machine, layout)
-    scatter = exchange_seconds("reduce_scatter", gradients, layout.data, link)
-    return scatter + exchange_seconds("all_gather", gradients, layout.data, link)
-
-
-def _optimizer_seconds(machine: Machine, layout: Layout, state: RankState, itemsize: int) -> float:
+def _optimizer_seconds(machine: Machine, layout: Layout, state: RankState, sizes: Itemsizes) -> float:
     stepped = float(state.gradients)
-    if layout.zero1:
-        stepped *= max(_MASTER_BYTES / itemsize, 1.0) / layout.data
+    if layout.zero:
+        stepped *= sizes.to_master / layout.data
     return OPTIMIZER_PASSES * stepped / machine.device.memory_bandwidth

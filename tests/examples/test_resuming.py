@@ -28,6 +28,7 @@ STEPS = 6
 FLAGS = f"--steps {STEPS} --batch-size 8 --seq-length 16 --num-microbatches 2 --checkpoint-every 2".split()
 STAGES = ["--pipeline-parallel-size", "2"]
 REPLICAS = ["--pipeline-parallel-size", "1", "--zero1"]
+SHARDS = ["--pipeline-parallel-size", "1", "--shard"]
 TENSOR = ["--pipeline-parallel-size", "1", "--tensor-parallel-size", "2", "--sequence-parallel"]
 
 
@@ -123,6 +124,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         pytest.param(STAGES, id="stages", marks=pytest.mark.sweep),
         pytest.param([*REPLICAS, "--checkpoint-async"], id="replicas"),
+        pytest.param(SHARDS, id="shards", marks=pytest.mark.sweep),
     ],
 )
 def test_a_killed_job_goes_on_exactly(layout: list[str], tmp_path: Path) -> None:
@@ -154,9 +156,11 @@ def test_a_resume_from_an_older_checkpoint_gives_the_later_ones_up(tmp_path: Pat
 
 
 def test_other_ranks_go_on_in_another_directory(whole: Path, tmp_path: Path) -> None:
-    """Stages, replicas with ZeRO-1, and tensor ranks; another interval, another number of kept checkpoints."""
+    """Stages, replicas with ZeRO-1 or shards, tensor ranks; another interval, another number of kept checkpoints."""
     start = ["--resume", str(whole / "checkpoints" / "step_2"), "--checkpoint-every", "1", "--checkpoint-keep", "2"]
-    runs = {tmp_path / name: flags for name, flags in {"pp": STAGES, "dp": REPLICAS, "tp": TENSOR}.items()}
+    runs = {
+        tmp_path / name: flags for name, flags in {"pp": STAGES, "dp": REPLICAS, "tp": TENSOR, "shards": SHARDS}.items()
+    }
     run_ranks(2, _train, *[_arguments(folder, *start, *flags, dropout=0.0) for folder, flags in runs.items()])
     lines = (whole / "metrics.jsonl").read_text().splitlines()
     expected = _saved(whole)

@@ -96,6 +96,11 @@ def test_processes_beyond_the_stages_are_replicas(monkeypatch: pytest.MonkeyPatc
     zero1 = ["--pipeline-parallel-size", "2", "--batch-size", "16", "--zero1"]
     assert read_settings(zero1).zero1
     assert "4 process(es) with --pipeline-parallel-size 4 are one replica: leave it out" in _refusal("--zero1")
+    assert "--shard divides the optimizer's state over data-parallel replicas, and 4 process" in _refusal("--shard")
+    assert "--shard divides the optimizer's state too: leave --zero1 out" in _refusal(*zero1, "--shard")
+    assert "on XLA give --zero1 in its place" in _refusal("--shard", "--device", "xla")
+    shard = [*zero1[:-1], "--shard"]
+    assert (read_settings(shard).shard, read_settings([*shard, "microbatch"]).shard) == ("once", "microbatch")
     assert "4 processes do not divide into pipelines of --pipeline-parallel-size 3" in _refusal(
         "--pipeline-parallel-size", "3"
     )

@@ -141,7 +141,7 @@ def test_pipeline_trains_exactly_like_the_unwrapped_model(
     assert re.search(r"\nprompt, from held-out text:\n.+\ncontinuation:\n.", sample, re.DOTALL)
 
 
-@pytest.mark.parametrize("flags", [[], ["--zero1"]])
+@pytest.mark.parametrize("flags", [[], ["--zero1"], ["--shard", "microbatch"]])
 def test_replicas_train_like_one_process(
     tmp_path: Path, flags: list[str], unwrapped: tuple[list[float], dict[str, torch.Tensor]]
 ) -> None:

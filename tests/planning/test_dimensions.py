@@ -12,6 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from nxdpp import parallel_state
 from nxdpp.__main__ import main
+from nxdpp.pipeline.partition.layer_costs import StateBytes
 from nxdpp.planning.dimensions import divided
 from nxdpp.planning.layout import Dimensions
 from nxdpp.planning.stage_summary import StageSummary, summarise_stages
@@ -34,13 +35,13 @@ MATRICES = HIDDEN * HIDDEN * 2 + HIDDEN * (HIDDEN // 2) * 2 + 3 * HIDDEN * MIDDL
 
 @cache
 def _stages(
-    tensor: int = 1, data: int = 1, zero1: bool = False, sequence: bool = False, **changes: Any
+    tensor: int = 1, data: int = 1, zero: int = 0, sequence: bool = False, **changes: Any
 ) -> list[StageSummary]:
     dtype = changes.pop("dtype", torch.float32)
     with torch.device("meta"):
         model = LlamaForCausalLM._from_config(LlamaConfig(**CONFIG), dtype=dtype)
     ids = torch.empty(B, T, dtype=torch.int64, device="meta")
-    sizes = Dimensions(tensor, data, zero1, sequence)
+    sizes = Dimensions(tensor, data, zero, sequence)
     with divided(model, sizes):
         schedule = ChosenSchedule(None, 2, MICROBATCHES, 1)
         return summarise_stages(model, {"input_ids": ids, "labels": ids}, schedule, sizes=sizes, **changes)
@@ -100,7 +101,7 @@ def test_traffic_of_a_tensor_group_that_divides_the_sequence() -> None:
 
 def test_traffic_of_the_replicas() -> None:
     for data in (1, 2, 4):
-        for plain, sharded in zip(_stages(data=data), _stages(data=data, zero1=True), strict=True):
+        for plain, sharded in zip(_stages(data=data), _stages(data=data, zero=1), strict=True):
             part = (data - 1) / data * plain.state.weights
             assert (plain.traffic.average, plain.traffic.reduce_scatter, plain.traffic.all_gather) == (2 * part, 0, 0)
             assert (sharded.traffic.average, sharded.traffic.reduce_scatter) == (0, part)
@@ -109,15 +110,30 @@ def test_traffic_of_the_replicas() -> None:
 
 @pytest.mark.parametrize(("dtype", "each"), [(torch.float32, 8), (torch.bfloat16, 12)])
 def test_zero1_shares_moments_and_master_copies_of_float32(dtype: torch.dtype, each: int) -> None:
-    for stage in _stages(data=4, zero1=True, dtype=dtype):
+    for stage in _stages(data=4, zero=1, dtype=dtype):
         assert stage.state.optimizer == stage.state.parameters * each // 4
         assert stage.state.gradients == stage.state.weights == stage.state.parameters * dtype.itemsize
 
 
-def test_a_memory_limit_counts_the_shared_state() -> None:
-    used = max(stage.memory for stage in _stages(data=8, zero1=True, balanced=True))
+@pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 4), (torch.bfloat16, 2)])
+def test_zero_2_and_3_share_parameters_in_float32(dtype: torch.dtype, size: int) -> None:
+    """Whole weights and gradients come on top with ZeRO-2, two layers and the gradients of one with ZeRO-3."""
+    layer = (MATRICES + 2 * HIDDEN) * size
+    for plain, once, each in zip(*(_stages(data=4, zero=zero, dtype=dtype) for zero in (0, 2, 3)), strict=True):
+        shard = plain.state.parameters
+        assert once.state == StateBytes(
+            plain.state.parameters, shard + plain.state.weights, plain.state.weights, 2 * shard
+        )
+        assert each.state == StateBytes(plain.state.parameters, shard + 2 * layer, shard + layer, 2 * shard)
+        part = plain.state.weights * 3 / 4
+        assert (once.traffic.reduce_scatter, once.traffic.all_gather) == (part, part)
+        assert (each.traffic.reduce_scatter, each.traffic.all_gather) == (MICROBATCHES * part, 2 * MICROBATCHES * part)
 
-    stages = _stages(data=8, zero1=True, balanced=True, memory_limit=used)
+
+def test_a_memory_limit_counts_the_shared_state() -> None:
+    used = max(stage.memory for stage in _stages(data=8, zero=1, balanced=True))
+
+    stages = _stages(data=8, zero=1, balanced=True, memory_limit=used)
     assert max(stage.memory for stage in stages) <= used
     with pytest.raises(ValueError, match="no cut over 2 stages fits"):
         _stages(data=8, balanced=True, memory_limit=used)
@@ -130,12 +146,16 @@ def _plan(folder: Path, *arguments: str) -> int:
 
 
 def test_the_command_prints_what_each_dimension_costs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = ("--tensor-parallel-size", "2", "--data-parallel-size", "4", "--zero1")
+    assert _plan(tmp_path, "--data-parallel-size", "2", "--zero", "3") == 0
+    written = capsys.readouterr().out
+    assert "on 1 tensor x 2 pipeline x 2 data ranks,\n  ZeRO-3" in written
+    assert "AdamW over the shards of fully_shard" in written
+    sizes = ("--tensor-parallel-size", "2", "--data-parallel-size", "4", "--zero", "1")
     assert _plan(tmp_path, *sizes, "--batch-size", "8", "--details") == 0
 
     output = capsys.readouterr().out
     assert "on 2 tensor x 2 pipeline x 4 data ranks" in output
-    (first, _) = _stages(2, 4, True)
+    (first, _) = _stages(2, 4, 1)
     row = next(line for line in reversed(output.splitlines()) if line.startswith("0 "))
     traffic = first.traffic
     sent = (traffic.tensor, 0, traffic.reduce_scatter, traffic.all_gather)
@@ -163,4 +183,9 @@ def test_sizes_that_do_not_divide_are_refused(tmp_path: Path, capsys: pytest.Cap
     assert _plan(tmp_path, "--tensor-parallel-size", "3") == 2
 
     assert "3 tensor-parallel ranks" in capsys.readouterr().err
+    assert _plan(tmp_path, "--zero", "2") == 2
+    assert "--zero 2 shares parameters among replicas: add --data-parallel-size" in capsys.readouterr().err
+    limited = ("--data-parallel-size", "2", "--zero", "3", "--partition", "balanced", "--memory-limit", "1")
+    assert _plan(tmp_path, *limited) == 2
+    assert "--memory-limit has no figure for --zero 3" in capsys.readouterr().err
     assert not parallel_state.model_parallel_is_initialized()

@@ -51,7 +51,7 @@ class Case(NamedTuple):
             *("--pipeline-parallel-size", str(PIPELINE), "--data-parallel-size", str(DATA)),
             *("--num-microbatches", str(MICROBATCHES), "--seq-length", "16", "--schedule", self.schedule),
             *(["--dtype", self.dtype] if self.dtype else []),
-            *(["--zero1"] if self.zero1 else []),
+            *(["--zero", "1"] if self.zero1 else []),
         ]
 
 

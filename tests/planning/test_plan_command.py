@@ -36,7 +36,9 @@ SWITCHES = [
     Layout(tensor=2, sequence=True, checkpoint=True),
     Layout(tensor=2),
     Layout(pipeline=2, chunks=2, schedule="dualpipe-v", checkpoint=True, microbatch=2),
-    Layout(data=2, zero1=True, checkpoint=True),
+    Layout(data=2, zero=1, checkpoint=True),
+    Layout(data=2, zero=2, checkpoint=True),
+    Layout(data=2, zero=3),
     Layout(data=2, microbatch=2),
 ]
 # The script of a user, with printed texts in the place of its own lines: two steps have the losses of one process.
@@ -113,7 +115,12 @@ def test_the_printed_lines_run(folder: Path, capsys: pytest.CaptureFixture[str])
     assert ended.codes == [0, 0], ended.output
     for name in names:
         assert f"{name}: the loss of step 1 is that of one process" in ended.output
-    for word in ("tensor_parallelize(model, sequence_parallel=True)", "apply_checkpoint(model)", "Zero1Optimizer("):
+    for word in (
+        "tensor_parallelize(model, sequence_parallel=True)",
+        "apply_checkpoint(model)",
+        "Zero1Optimizer(",
+        "fully_shard(",
+    ):
         assert any(word in text for text in scripts)
 
 
@@ -128,8 +135,8 @@ def test_a_plan_is_read_as_it_was_written(folder: Path) -> None:
     assert Plan.from_json(json.dumps(older)).best == plan.best
     with pytest.raises(ValueError, match=r"the text is no plan of nxdpp\.plan: .* argument: 'model'"):
         Plan.from_json(json.dumps({name: value for name, value in content.items() if name != "model"}))
-    with pytest.raises(ValueError, match=r"the text is no plan of nxdpp\.plan: version 7 is not 1"):
-        Plan.from_json(plan.to_json().replace('"version": 1', '"version": 7'))
+    with pytest.raises(ValueError, match=r"the text is no plan of nxdpp\.plan: version 7 is not 2"):
+        Plan.from_json(plan.to_json().replace('"version": 2', '"version": 7'))
     with pytest.raises(ValueError, match="the text is no plan"):
         Plan.from_json("{}")
 
@@ -145,6 +152,7 @@ def test_a_plan_is_read_as_it_was_written(folder: Path) -> None:
         ('"model": ', '"other": ', "other"),
         ('"schedule": "1f1b"', '"schedule": "2f2b"', "there is no schedule '2f2b'"),
         ('"cuts": []', '"cuts": ["model.layers.0"]', r"needs 0 cuts, not \['model.layers.0'\]"),
+        ('"zero": 0', '"zero": 5', "zero=5 must be one of 0, 1, 2, 3"),
         ('"checkpoint": ', '"check": ', "the text is no plan"),
         ('"hosts": 1', '"hosts": "1"', "the text is no plan"),
         ("}\n", "", "the text is no plan"),
@@ -181,8 +189,8 @@ def test_the_dtype_is_that_of_the_constructor(folder: Path, capsys: pytest.Captu
     assert "microbatch of one sample: input_ids [1, 32], labels [1, 32]" in plain
     assert "dtype: float32, as LlamaForCausalLM(config) makes it. The configuration names\n  bfloat16" in plain
     assert "optimizer, in all layouts: AdamW, with moments in float32" in plain
-    assert "optimizer, in all layouts: Zero1Optimizer over AdamW, with moments and copies" in half
-    assert _plan(folder, *two, "--dtype", "bfloat16", "--no-zero1") == 0
+    assert "optimizer, in all layouts: AdamW, with moments and copies" in half
+    assert _plan(folder, *two, "--dtype", "bfloat16", "--zero", "0") == 0
     without = capsys.readouterr().out
     assert "AdamW, with moments in bfloat16, no float32" in without
     assert "dtype: bfloat16, by --dtype: LlamaForCausalLM(config).to(torch.bfloat16)" in half
@@ -209,7 +217,7 @@ def test_json_of_a_search(folder: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert first["memory_bytes"] == plan.first.peak_bytes == max(rank["memory_bytes"] for rank in first["ranks"])
     assert printed["script"] == program(plan, str(folder))
     assert printed["torchrun"] == plan.torchrun()
-    assert (printed["kind"], printed["dtype"], printed["version"]) == ("search", "float32", 1)
+    assert (printed["kind"], printed["dtype"], printed["version"]) == ("search", "float32", 2)
     assert keys_of(printed) == keys_in(ROOT / "docs" / "planner.md")
 
 
@@ -227,7 +235,7 @@ def test_json_of_a_search(folder: Path, capsys: pytest.CaptureFixture[str]) -> N
         (["--devices", "0"], "devices=0 must be a whole number of at least 1"),
         (["--best", "0"], "best=0 must be a whole number of at least 1"),
         (["--dtype", "half-ish"], "dtype='half-ish' is no floating dtype of a model: choose one of float32"),
-        (["--zero1", "--data-parallel-size", "1"], "with data=1, zero1=True fits .* ZeRO-1 needs replicas"),
+        (["--zero", "1", "--data-parallel-size", "1"], "with data=1, zero=1 fits .* ZeRO needs replicas"),
         (["--num-microbatches", "4"], "--num-microbatches: the search chooses it. Leave it out with --devices"),
         (["--partition", "balanced"], "--partition: the search chooses it"),
         (["--peak", "989"], "peak='989' is not understood: give FLOPs a second as in 989TFLOP/s"),

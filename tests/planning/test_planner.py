@@ -62,18 +62,79 @@ def test_half_parameters_have_float32_state_in_all_layouts() -> None:
     def plan(**options: Any) -> Plan:
         return nxdpp.plan(LLAMA, devices=2, global_batch=4, dtype="bfloat16", **CPU, **options)
 
-    found = plan(best=4)
-    assert {each.layout.zero1 for each in found.best} == {True}
+    found = plan(best=12)
+    assert all(each.layout.zero for each in found.best)
     assert 1 in {each.layout.data for each in found.best}
     assert (found.optimizer_dtype, found.has_masters) == ("float32", True)
     # Two moments and a copy, of 4 bytes a parameter in the place of 2.
-    whole, half = (plan(layouts=[Layout(pipeline=2, zero1=zero1)]) for zero1 in (True, False))
+    whole, half = (plan(layouts=[Layout(pipeline=2, zero=zero)]) for zero in (1, 0))
     assert whole.first.memory[0].optimizer == 3 * half.first.memory[0].optimizer
     assert (half.optimizer_dtype, half.has_masters) == ("bfloat16", False)
-    without = plan(fixed={"zero1": False}, best=1)
-    assert {each.layout.zero1 for each in without.best} == {False}
-    with pytest.raises(ValueError, match="float32 in layouts with zero1=True, and bfloat16 in the others: give zero1"):
-        plan(layouts=[Layout(data=2), Layout(data=2, zero1=True)])
+    without = plan(fixed={"zero": 0}, best=1)
+    assert {each.layout.zero for each in without.best} == {0}
+    with pytest.raises(
+        ValueError, match="float32 in layouts with zero=1 or more, and bfloat16 in the others: give zero"
+    ):
+        plan(layouts=[Layout(data=2), Layout(data=2, zero=1)])
+
+
+@pytest.mark.parametrize(
+    ("layout", "dtype", "gradients", "lines"),
+    [
+        (Layout(data=2, zero=2), "float32", None, ["fully_shard(model)"]),
+        (Layout(data=2, zero=3), "float32", None, ["fully_shard(model, reshard_after_forward=True)"]),
+        (
+            Layout(data=2, zero=2, checkpoint=True),
+            "bfloat16",
+            None,
+            [
+                "apply_checkpoint(model)",
+                "fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))",
+            ],
+        ),
+        (
+            Layout(data=2, zero=3),
+            "bfloat16",
+            "float32",
+            [
+                "fully_shard(model, reshard_after_forward=True, mp_policy=MixedPrecisionPolicy("
+                "param_dtype=torch.bfloat16, reduce_dtype=torch.float32))"
+            ],
+        ),
+    ],
+)
+def test_shards_are_the_float32_copies(layout: Layout, dtype: str, gradients: str | None, lines: list[str]) -> None:
+    """AdamW steps shards in float32, which are gathered in the dtype of a step."""
+    arguments: dict[str, Any] = {"devices": 2, "global_batch": 4, "dtype": dtype, "gradient_dtype": gradients, **CPU}
+    plan = nxdpp.plan(LLAMA, layouts=[layout], **arguments)
+
+    script = plan.script()
+    start, end = "\n".join([*lines, "model.move_model_to_device()"]), "optimizer = torch.optim.AdamW("
+    assert start in script
+    assert script.index(start) < script.index(end)
+    assert "use_zero1_optimizer" not in script
+    assert (plan.parameter_dtype, plan.optimizer_dtype) == ("float32", "float32")
+    assert plan == Plan.from_json(plan.to_json())
+    (memory,) = plan.first.memory
+    assert memory.weights + memory.optimizer == 12 * plan.parameters / 2
+
+
+def test_gradients_of_half_parameters_accumulate_in_float32() -> None:
+    def plan(**options: Any) -> Plan:
+        return nxdpp.plan(LLAMA, devices=2, global_batch=4, **CPU, **options)
+
+    half, whole = (
+        plan(dtype="bfloat16", layouts=[Layout(data=2, zero=1)], gradient_dtype=gradients)
+        for gradients in (None, "float32")
+    )
+    assert whole.first.memory[0].gradients == 2 * half.first.memory[0].gradients
+    # Gradients are reduced in 4 bytes a parameter, and parameters gathered in 2.
+    assert whole.first.sent.data == 1.5 * half.first.sent.data
+    assert "accumulated_dtype=torch.float32, lr" in whole.script()
+    assert (half.gradient_dtype, whole.gradient_dtype) == (None, "float32")
+    assert plan(gradient_dtype="float32", layouts=[Layout(data=2)]).gradient_dtype is None
+    with pytest.raises(ValueError, match=r"AdamW steps parameters in bfloat16 .* zero=0, or give zero=1"):
+        plan(dtype="bfloat16", gradient_dtype="float32", fixed={"zero": 0})
 
 
 def test_autocast_computes_in_half_and_keeps_float32_parameters() -> None:
@@ -149,6 +210,9 @@ def test_a_bubble_is_never_negative() -> None:
         ({"autocast": "float16"}, "plan with autocast='bfloat16', which takes the same time"),
         ({"autocast": "bfloat16", "dtype": "bfloat16"}, "plans are of float32 parameters under autocast"),
         ({"dtype": "half-ish"}, "dtype='half-ish' is no floating dtype of torch"),
+        ({"gradient_dtype": "bfloat16"}, "gradients accumulate in their dtype or in float32"),
+        ({"layouts": [Layout(pipeline=2, zero=3)]}, "ZeRO-3 shares parameters among replicas, and there is one"),
+        ({"fixed": {"zero": 4}}, "zero=4 must be one of 0, 1, 2, 3, a stage of ZeRO"),
         ({"seq_length": 16, "inputs": {"input_ids": torch.zeros(1, 4)}}, "seq_length and inputs exclude each other"),
         ({"seq_length": 64}, "a sequence length of 64 is more than max_position_embeddings=32"),
     ],
@@ -177,7 +241,7 @@ def test_another_object_is_no_model() -> None:
 
 @pytest.fixture(scope="module")
 def plan() -> Plan:
-    fixed = {"tensor": 2, "pipeline": 2, "checkpoint": True, "sequence": True, "zero1": True, "schedule": "1f1b"}
+    fixed = {"tensor": 2, "pipeline": 2, "checkpoint": True, "sequence": True, "zero": 1, "schedule": "1f1b"}
     return nxdpp.plan(LLAMA, devices=8, global_batch=8, seq_length=32, fixed=fixed, best=1, **CPU)
 
 

@@ -59,12 +59,12 @@ def _predict(layout: Layout) -> Prediction:
 MEASURED = [
     (Layout(tensor=2, microbatch=2), [36305.7]),
     (Layout(pipeline=2, microbatch=2), [41066.5, 32867.3]),
-    (Layout(data=2, microbatch=2, zero1=True), [57722.4]),
+    (Layout(data=2, microbatch=2, zero=1), [57722.4]),
     (Layout(tensor=2, pipeline=2, microbatch=2), [24810.0, 19241.5]),
     (Layout(tensor=2, pipeline=2, microbatch=2, sequence=True), [22447.6, 17795.6]),
-    (Layout(tensor=2, data=2, microbatch=2, zero1=True), [30005.0]),
-    (Layout(pipeline=2, data=2, microbatch=2, zero1=True), [35819.5, 28864.0]),
-    (Layout(tensor=2, pipeline=2, data=2, microbatch=2, zero1=True), [21660.2, 16352.8]),
+    (Layout(tensor=2, data=2, microbatch=2, zero=1), [30005.0]),
+    (Layout(pipeline=2, data=2, microbatch=2, zero=1), [35819.5, 28864.0]),
+    (Layout(tensor=2, pipeline=2, data=2, microbatch=2, zero=1), [21660.2, 16352.8]),
 ]
 
 
@@ -118,13 +118,46 @@ def test_checkpoints_take_time_and_free_memory() -> None:
 
 
 def test_a_slow_link_takes_the_time_of_its_bytes() -> None:
-    layout = Layout(tensor=2, data=2, zero1=True)
+    layout = Layout(tensor=2, data=2, zero=1)
     quick, slow = (predict(_costs(4, 8, rate=rate, latency=0.0), layout) for rate in (1e12, 1e6))
 
     assert slow.sent == quick.sent
     assert slow.times[0].tensor == pytest.approx(slow.sent.tensor / 1e6)
     assert slow.times[0].average == pytest.approx(slow.sent.data / 1e6)
     assert slow.limited_by.startswith("tensor collectives")
+
+
+def test_each_stage_of_zero_moves_its_bytes() -> None:
+    """On a slow link the exchange is the step: once with ZeRO-2, three times for each of 8 microbatches with ZeRO-3."""
+    once, each = (predict(_costs(2, 16, rate=1e3, latency=0.0), Layout(data=2, zero=zero)) for zero in (2, 3))
+
+    weights = 4 * sum(parameter.numel() for parameter in _llama().parameters())
+    assert once.sent.data == weights
+    assert each.sent.data == 8 * 3 * weights / 2
+    assert once.times[0].average == pytest.approx(weights / 1e3, rel=1e-3)
+    assert (once.times[0].exchange, each.times[0].average) == (0, 0)
+    assert each.times[0].exchange + each.times[0].compute == pytest.approx(12 * weights / 1e3, rel=1e-3)
+    assert each.limited_by.startswith("ZeRO-3 exchange")
+
+
+def test_a_fast_link_hides_the_exchange_of_zero_3() -> None:
+    whole, sharded = (predict(_costs(4, 16, rate=1e13, latency=0.0), Layout(2, 1, 2, zero=zero)) for zero in (0, 3))
+
+    assert sharded.times[0].exchange == 0
+    assert sharded.times[0].compute == pytest.approx(whole.times[0].compute)
+
+
+def test_memory_falls_with_each_stage_of_zero() -> None:
+    peaks = [_predict(Layout(data=8, zero=zero, checkpoint=True)).peak_bytes for zero in (0, 1, 3)]
+
+    assert peaks == sorted(peaks, reverse=True)
+
+
+def test_with_sequence_parallelism_messages_are_parts_of_a_sequence() -> None:
+    """The last layer gathers its output, which no stage sends."""
+    whole, part = (predict(_costs(4, 8), Layout(2, 2, sequence=sequence)) for sequence in (False, True))
+
+    assert part.memory[0].transport == whole.memory[0].transport / 2
 
 
 def test_a_collective_takes_the_latency_of_its_steps() -> None:

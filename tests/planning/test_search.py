@@ -93,7 +93,7 @@ def test_bounds_are_below_predictions(costs: ModelCosts, everything: list[Predic
     [
         {"pipeline": 2, "tensor": 2},
         {"schedule": "zb-v", "checkpoint": True},
-        {"data": 4, "zero1": True, "microbatch": 1},
+        {"data": 4, "zero": 1, "microbatch": 1},
         {"chunks": 2, "schedule": "interleaved"},
     ],
 )

@@ -36,7 +36,7 @@ from nxdpp.checkpoint.files.pieces import FileSpan
 from nxdpp.checkpoint.files.torch_saves import SavedSpan, write_saved
 
 
-class _Stored(NamedTuple):
+class _StoredTensor(NamedTuple):
     """Stands for a tensor of the checkpoint, by its name there."""
 
     name: str
@@ -55,17 +55,19 @@ class DcpSave(Save):
         tensors = tensors_of(self._metadata)
         names = [name.removeprefix(OF_MODEL) for name in tensors if name.startswith(OF_MODEL)]
         ties = self._content["ties"] or {}
-        model = {name: _Stored(f"{OF_MODEL}{ties.get(name, name)}") for name in (*names, *ties)}
+        model = {name: _StoredTensor(f"{OF_MODEL}{ties.get(name, name)}") for name in (*names, *ties)}
         state: dict[str, Any] = {"model": model}
         if self._content["optimizer"] is not None:
-            state["optimizer"] = torch_state(self._content["optimizer"], of_ranks[0][1].names, _Stored)
+            state["optimizer"] = torch_state(self._content["optimizer"], of_ranks[0][1].names, _StoredTensor)
         self._entries, self._paths = flatten_state_dict(state)
         return plans
 
     def _write_values(self, file: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, FileSpan]:
         others: Iterable[tuple[str, Any]] = ()
         if self.exchange.rank == 0:
-            others = ((_in_file(name), each) for name, each in self._entries.items() if not isinstance(each, _Stored))
+            others = (
+                (_in_file(name), each) for name, each in self._entries.items() if not isinstance(each, _StoredTensor)
+            )
         places = write_saved(file, itertools.chain(tensors.items(), others))
         self._told = {name: span for name, (span, _) in places.items()}
         found = {name: places[name][1] for name in tensors}
@@ -83,7 +85,7 @@ class DcpSave(Save):
         described: dict[str, Any] = {}
         results = []
         for name, entry in self._entries.items():
-            if isinstance(entry, _Stored):
+            if isinstance(entry, _StoredTensor):
                 described[name] = tensors[entry.name]
                 places = [(chunk.offsets, MetadataIndex(entry.name, chunk.offsets)) for chunk in described[name].chunks]
                 found = [(MetadataIndex(name, offsets), saved[key_of(index)]) for offsets, index in places]

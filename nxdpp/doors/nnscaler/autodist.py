@@ -158,7 +158,7 @@ class _LayoutSearch:
             "data": config.units,
             "microbatch": 1,
             "sequence": False,
-            "zero1": config.use_zero and config.units > 1,
+            "zero": int(config.use_zero and config.units > 1),
         }
         if self._schedule is not None and pipeline > 1:
             fixed["schedule"] = self._schedule

@@ -76,7 +76,8 @@ class ComputeConfig:
             object.__setattr__(self, name, int(getattr(self, name)))
         for each in fields(self):
             if each.type is bool and not isinstance(getattr(self, each.name), bool):
-                raise TypeError(f"{each.name} must be True or False, not {getattr(self, each.name)!r}")
+                remedy = ": nxdpp.fully_shard shards parameters, of an NxDPPModel" if each.name == "use_zero" else ""
+                raise TypeError(f"{each.name} must be True or False, not {getattr(self, each.name)!r}{remedy}")
         if self.reducer_bucket_cap_mb is not None:
             _check_type("reducer_bucket_cap_mb", self.reducer_bucket_cap_mb, Real, "a number of megabytes or None")
         for name in ("pas_config", "user_config"):

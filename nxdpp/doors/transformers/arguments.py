@@ -11,6 +11,7 @@ from transformers import TrainingArguments
 from transformers.training_args import OptimizerNames
 
 from nxdpp.doors.transformers.generating import FIELDS
+from nxdpp.doors.transformers.sharding import check_sharding
 from nxdpp.pipeline.layer_compilation import check_options
 from nxdpp.tensor.rank_files import local_path
 
@@ -42,7 +43,7 @@ HONOURED = frozenset(
         *("dataloader_drop_last", "dataloader_num_workers", "dataloader_pin_memory", "dataloader_persistent_workers"),
         *("dataloader_prefetch_factor", "dataloader_multiprocessing_context", "dataloader_in_order"),
         *("remove_unused_columns", "label_names", "train_sampling_strategy", "length_column_name"),
-        *("accelerator_config", "ddp_backend", "ddp_timeout"),
+        *("accelerator_config", "ddp_backend", "ddp_timeout", "fsdp", "fsdp_config"),
     }
 )
 """Fields that mean what they mean for ``Trainer``; ``check_arguments`` refuses some of their values."""
@@ -65,7 +66,6 @@ WITHOUT_EFFECT = {
 """Fields that have no effect here, with the reason: nor have they in ``Trainer``."""
 
 _DDP = "gradients are averaged without DistributedDataParallel. Leave it out."
-_FSDP = "the pipeline divides the model already. Leave it out."
 _EVAL = "evaluate with bf16=True (autocast), or load the saved model in a lower precision."
 REFUSED = {
     "label_smoothing_factor": "the last stage computes the model's own loss. Smooth labels in the model's forward.",
@@ -87,9 +87,7 @@ REFUSED = {
     "ddp_bucket_cap_mb": _DDP,
     "ddp_broadcast_buffers": _DDP,
     "ddp_static_graph": _DDP,
-    "fsdp": _FSDP,
-    "fsdp_config": _FSDP,
-    "deepspeed": _FSDP,
+    "deepspeed": "the pipeline divides the model already. Leave it out; fsdp=True divides its replicas.",
     "debug": "its hooks would not see other ranks' stages. Leave it out.",
 }
 """Fields that are refused with a value other than their default, with the reason and the remedy."""
@@ -107,7 +105,7 @@ OPTIMIZERS = frozenset(
 """Values of ``optim`` whose step of a parameter needs no other parameter, and that tests compare."""
 
 # Values after TrainingArguments has normalized them.
-_NORMALIZED: dict[str, tuple[Any, ...]] = {"debug": ("", [], None), "fsdp_config": (None, {})}
+_NORMALIZED: dict[str, tuple[Any, ...]] = {"debug": ("", [], None)}
 _OF_ACCELERATOR = {
     "split_batches": "per_device_train_batch_size is the batch of a replica.",
     "dispatch_batches": "each rank reads its batches itself.",
@@ -160,6 +158,7 @@ def check_replicas(args: TrainingArguments, replicas: int) -> None:
 
 def _check_values(args: TrainingArguments) -> None:
     local_path(args.output_dir or ".")
+    check_sharding(args)
     if options := compile_options(args):
         check_options(options)
     if args.optim not in OPTIMIZERS:

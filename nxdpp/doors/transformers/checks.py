@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from transformers import Trainer
+from transformers import Trainer, TrainingArguments
 from transformers.trainer_optimizer import is_optimizer_factory
 from transformers.utils import logging
 
@@ -50,8 +50,15 @@ def check_scaling(is_scaled: bool | None, of_library: bool | None) -> None:
         )
 
 
-def check_optimizer(class_and_options: tuple[type, Mapping[str, Any]] | None) -> None:
-    """Raise ``ValueError`` for a factory, which would need the whole model."""
+def check_optimizer(
+    class_and_options: tuple[type, Mapping[str, Any]] | None, given: object, args: TrainingArguments
+) -> None:
+    """Raise ``ValueError`` for a factory, which would need the whole model, and for an optimizer of whole tensors."""
+    if args.fsdp and given is not None:
+        raise ValueError(
+            "PipelineTrainer cannot honour optimizers with fsdp: it shards the parameters that the optimizer has. Give "
+            "optimizer_cls_and_kwargs=(torch.optim.AdamW, {...}), or optim."
+        )
     if class_and_options is not None and is_optimizer_factory(class_and_options[0]):
         raise ValueError(
             "PipelineTrainer cannot honour optimizer_cls_and_kwargs with a factory, which takes the whole model: give "

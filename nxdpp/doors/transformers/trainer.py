@@ -29,6 +29,7 @@ from nxdpp.doors.transformers.evaluation import EvaluatingTrainer
 from nxdpp.doors.transformers.layout import initialize, keep_own_parameters, number_of_parameters
 from nxdpp.doors.transformers.pipelined_model import TrainerModel
 from nxdpp.doors.transformers.saving import SavingTrainer
+from nxdpp.doors.transformers.sharding import check_layers, kept_from_accelerate, shard
 from nxdpp.doors.transformers.step_batches import StepBatches, joined, split_rows
 from nxdpp.gradients.followed_optimizers import followed_by_optimizers
 from nxdpp.pipeline.layer_compilation import apply_compile
@@ -96,7 +97,7 @@ class PipelineTrainer(SavingTrainer, EvaluatingTrainer, ControlledTrainer):
         check_arguments(args, self._fields)
         checks.check_model(model, type(self), compute_loss_func, self._library)
         checks.check_scaling(self.loss_is_scaled_for_ga, self._library.loss_is_scaled_for_ga)
-        checks.check_optimizer(optimizer_cls_and_kwargs)
+        checks.check_optimizer(optimizer_cls_and_kwargs, optimizers[0], args)
         checks.check_pipeline_arguments(pipeline_arguments)
         self._parts = checks.parts_of_batch(num_microbatches, args.gradient_accumulation_steps)
         initialize(args, pipeline_parallel_size)
@@ -166,7 +167,8 @@ class PipelineTrainer(SavingTrainer, EvaluatingTrainer, ControlledTrainer):
 
     def create_accelerator_and_postprocess(self) -> None:
         """Make the accelerator. Its data loaders give each rank the batches of its replica."""
-        super().create_accelerator_and_postprocess()
+        with kept_from_accelerate(self.args):
+            super().create_accelerator_and_postprocess()
         # One step of the pipeline accumulates, so none is without its average over replicas.
         self.accelerator.gradient_state.plugin_kwargs["sync_each_batch"] = True
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
@@ -270,6 +272,7 @@ class PipelineTrainer(SavingTrainer, EvaluatingTrainer, ControlledTrainer):
             self.pipelined = TrainerModel(model, **self._pipeline_arguments)
         if options := compile_options(self.args):
             apply_compile(self.pipelined, **options)
+        shard(self.pipelined, self.args)
         # Trainer counts the operations of parameters: tied ones of several ranks twice, and a part of divided ones.
         counted = model.num_parameters(exclude_embeddings=True) if isinstance(model, PreTrainedModel) else whole
         self._flos_factor = whole / max(counted, 1)
@@ -282,6 +285,8 @@ class PipelineTrainer(SavingTrainer, EvaluatingTrainer, ControlledTrainer):
     def _validate_args(self) -> None:
         super()._validate_args()
         checks.check_split(self._parts, self.model, self.model_accepts_loss_kwargs)
+        model = cast(nn.Module, self.model)
+        check_layers(self.args, model, self._pipeline_arguments.get("transformer_layer_cls"))
         self._cut()
 
     def _cut(self) -> None:

@@ -25,6 +25,7 @@ from trl import DPOTrainer
 
 from nxdpp.doors.transformers.evaluation import EvaluatingTrainer, Prediction, of_replicas
 from nxdpp.doors.transformers.pipelined_model import TrainerModel
+from nxdpp.doors.transformers.sharding import shard
 from nxdpp.doors.trl.scores import return_scores, scores_of
 from nxdpp.doors.trl.trainer import ScoredTrainer
 from nxdpp.ranks import parallel_state
@@ -120,6 +121,7 @@ class PipelineDPOTrainer(DPOTrainer, ScoredTrainer):  # type: ignore[misc]  # TR
             return_scores(self.ref_model, ("log_probs",))
             arguments = {name: value for name, value in self._pipeline_arguments.items() if name != "loss_fn"}
             self._reference = TrainerModel(self.ref_model, **arguments)
+            shard(self._reference, self.args)
             self._reference.move_model_to_device(self.args.device)
         self._is_complete = True
         if self.precompute_ref_logps:

@@ -4,6 +4,7 @@
 
     parameters                            the step may look at             refused
     shards of tensor-parallel layers      one element                      Muon, Adafactor, LAMB, LBFGS, SAM
+    rows of fully_shard                   one element                      likewise
     whole tensors of a pipeline's stages  one tensor                       LBFGS, SAM, Prodigy
 
 An optimizer is judged before its first step, and again when it has got another group. Torch's own optimizers are known,
@@ -21,6 +22,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from nxdpp.gradients.optimizer.trial_steps import repeats_steps, steps_quarters_alike, steps_tensors_alike
+from nxdpp.gradients.shards.local_tensors import is_sharded, local_rows
 from nxdpp.gradients.step_hooks import run_before_steps
 from nxdpp.ranks import parallel_state
 
@@ -29,6 +31,8 @@ _BY_ELEMENT = (
     *(optim.RMSprop, optim.Rprop, optim.SGD, optim.SparseAdam),
 )
 _BY_TENSOR = (optim.Adafactor, optim.Muon)
+# Torch has no step of rows: in any way, and of the fused kernel.
+_WITHOUT_ROWS, _FUSED_WITHOUT_ROWS = (optim.Rprop, optim.SparseAdam), (optim.Adagrad, optim.SGD)
 _RATES = ("params", "param_names", "lr", "initial_lr")
 
 _logger = logging.getLogger(__name__)
@@ -62,6 +66,8 @@ def refuse_partial_step(optimizer: Optimizer) -> None:
 
 
 def _is_shard(parameter: nn.Parameter) -> bool:
+    if is_sharded(parameter):
+        return True
     is_divided = getattr(parameter, "tensor_model_parallel", False)
     return is_divided and parallel_state.get_tensor_model_parallel_size() > 1
 
@@ -75,6 +81,7 @@ def _wrappers(optimizer: Optimizer) -> list[Optimizer]:
 
 def _refuse_wrong(optimizer: Optimizer, staged: set[int]) -> None:
     kind = type(optimizer)
+    _refuse_without_rows(optimizer)
     # Optimizers of this package are right, or step by another optimizer, as accelerate's do.
     if kind in _BY_ELEMENT or any(each.__module__.startswith(("nxdpp.", "accelerate.")) for each in kind.__mro__):
         return
@@ -91,6 +98,18 @@ def _refuse_wrong(optimizer: Optimizer, staged: set[int]) -> None:
             raise RuntimeError(_over_shards(kind.__name__, shards))
         if is_staged and kind not in _BY_TENSOR and not _is_right(optimizer, group, steps_tensors_alike):
             raise RuntimeError(_over_stages(kind.__name__))
+
+
+def _refuse_without_rows(optimizer: Optimizer) -> None:
+    kind = type(optimizer)
+    for group in optimizer.param_groups:
+        is_fused = kind in _FUSED_WITHOUT_ROWS and group["fused"]
+        if (is_fused or kind in _WITHOUT_ROWS) and any(map(is_sharded, group["params"])):
+            remedy = "leave fused=True out" if is_fused else "take AdamW, Adam or SGD"
+            raise RuntimeError(
+                f"torch's {kind.__name__}{' with fused=True' if is_fused else ''} cannot step the rows that a rank has "
+                f"of the parameters of fully_shard: {remedy}."
+            )
 
 
 def _is_right(optimizer: Optimizer, group: dict[str, Any], alike: Callable[[Optimizer, Any], bool]) -> bool:
@@ -120,12 +139,17 @@ def _warn(kind: str, reason: str) -> None:
 
 
 def _over_shards(kind: str, shards: Sequence[nn.Parameter]) -> str:
+    if any(map(is_sharded, shards)):
+        parts = "rows of tensors that fully_shard divides over replicas"
+        remedy = "train without fully_shard"
+    else:
+        ranks = parallel_state.get_tensor_model_parallel_size()
+        parts, remedy = f"parts of tensors that {ranks} tensor ranks divide", "take more pipeline stages in their place"
     return (
         f"{kind} computes the step of an element from other elements, and {len(shards)} parameters of a group are this "
-        f"rank's parts of tensors that {parallel_state.get_tensor_model_parallel_size()} tensor ranks divide (the "
-        f"first has the shape {tuple(shards[0].shape)}): it would not be the step of the whole tensors. Take an "
-        f"optimizer that steps each element by itself: {_names(_BY_ELEMENT)}, or a similar one. Or take more pipeline "
-        f"stages in place of tensor ranks."
+        f"rank's {parts} (the first has the shape {tuple(local_rows(shards[0]).shape)}): it would not be the step "
+        f"of the whole tensors. Take an optimizer that steps each element by itself: {_names(_BY_ELEMENT)}, or a "
+        f"similar one. Or {remedy}."
     )
 
 

@@ -261,6 +261,7 @@ class Zero1Optimizer(Optimizer):
 
     def _prepare(self, parameters: Sequence[nn.Parameter]) -> None:
         zero1_checks.check_distinct(parameters)
+        zero1_checks.refuse_sharded(parameters)
         if self._sharding.accumulated is not None:
             for parameter in parameters:
                 accumulate_in(parameter, self._sharding.accumulated)

@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 
 from nxdpp.gradients.gradient_dtype import dense
 from nxdpp.gradients.optimizer.trial_steps import steps_flat_parts_alike
+from nxdpp.gradients.shards.local_tensors import is_sharded
 
 
 def check_dtypes(**dtypes: torch.dtype | None) -> None:
@@ -45,6 +46,15 @@ def refuse_meta(parameters: Iterable[nn.Parameter]) -> None:
     if any(parameter.is_meta for parameter in parameters):
         raise RuntimeError(
             "parameters on the meta device have no values to shard: make the optimizer after move_model_to_device()."
+        )
+
+
+def refuse_sharded(parameters: Iterable[nn.Parameter]) -> None:
+    """Raise ``ValueError`` for parameters that ``fully_shard`` has sharded."""
+    if any(map(is_sharded, parameters)):
+        raise ValueError(
+            "Zero1Optimizer shards the state of whole parameters, and fully_shard has sharded them with their "
+            "gradients and state already: take torch's own optimizer, as torch.optim.AdamW(model.local_parameters())."
         )
 
 

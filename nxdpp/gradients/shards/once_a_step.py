@@ -2,16 +2,18 @@
 
 ::
 
-    begin                     gathers of all units start, in the order of the schedule
-    first forward of a stage  waits for the unit of each layer as it gets there
+    begin                     gathers of two units start, in the order of the schedule
+    first forward of a stage  waits for the unit of each layer as it gets there, and starts the next gather
     last backward             a unit is reduced and freed once its gradients are final
 
-In between the parameters are whole, and their gradients add up as in one process.
+In between the parameters are whole, and their gradients add up as in one process. A gather has a message as large as
+its unit, in memory that a CUDA stream keeps: so few are on their way at once.
 """
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -23,6 +25,9 @@ from nxdpp.gradients.shards.rank_shards import Changes, RankShards, StageShards
 from nxdpp.gradients.shards.unit import ShardedUnit
 from nxdpp.schedules.actions import ActionKind
 
+# Units whose gathers are on their way.
+_AHEAD = 2
+
 
 class OnceAStep(RankShards):
     """Units that are whole from the first forward of a stage to its last action."""
@@ -33,20 +38,31 @@ class OnceAStep(RankShards):
         super().__init__(stages, exchanges, changes, module)
         # Of the present step: the stages of each unit that have not ended.
         self._remaining_stages: dict[ShardedUnit, int] = {}
+        # Of the present step: the units whose gathers have not started.
+        self._later: Iterator[ShardedUnit] = iter(())
         # Of the present last backward, in the order in which all replicas reduce.
         self._queue: deque[ShardedUnit] = deque()
         self._missing: dict[ShardedUnit, set[int]] = {}
         self._reduced: ShardedUnit | None = None
 
     def begin(self, train: bool, reduces: bool) -> None:
-        """Begin a step, as ``RankShards.begin`` does, and start to gather all units."""
+        """Begin a step, as ``RankShards.begin`` does, and start to gather units."""
         super().begin(train, reduces)
         self._remaining_stages = dict.fromkeys(self.units, 0)
         for stage in self._stages.values():
             for unit in stage.units:
                 self._remaining_stages[unit] += 1
-        for unit in self.units:
+        self._later = iter(self.units)
+        self._start(_AHEAD)
+
+    def _start(self, count: int) -> None:
+        for unit in islice(self._later, count):
             unit.start_gather()
+
+    def _make_whole(self, units: Iterable[ShardedUnit]) -> None:
+        for unit in units:
+            unit.make_whole()
+            self._start(1)
 
     def run(self, stage: int, kind: ActionKind, is_first: bool, is_last: bool, compute: Callable[[], None]) -> None:
         """Make the call ``compute``, as ``RankShards.run`` does."""
@@ -54,6 +70,8 @@ class OnceAStep(RankShards):
         hooks = self._enter(own) if is_first else []
         if is_last and self._step.reduces:
             hooks += self._follow_last(own)
+        elif kind is not ActionKind.FORWARD:
+            hooks += [hook for unit in own.units for hook in unit.convert_each()]
         compute()
         for hook in hooks:
             hook.remove()
@@ -65,18 +83,19 @@ class OnceAStep(RankShards):
 
     def _enter(self, stage: StageShards) -> list[RemovableHandle]:
         """Wait for the units of ``stage``; a layer waits for its own in its first forward."""
-        for unit in stage.rest:
-            unit.make_whole()
+        self._make_whole(stage.rest)
         hooks = []
         for layer in stage.layers:
             if layer.module._compiled_call_impl is not None:
                 # A hook would break its graph.
-                _make_whole(layer.units)
+                self._make_whole(layer.units)
             else:
-                hooks.append(
-                    layer.module.register_forward_pre_hook(partial(_before_forward, layer.units), prepend=True)
-                )
+                wait = partial(self._before_forward, layer.units)
+                hooks.append(layer.module.register_forward_pre_hook(wait, prepend=True))
         return hooks
+
+    def _before_forward(self, units: Iterable[ShardedUnit], module: nn.Module, arguments: Any) -> None:
+        self._make_whole(units)
 
     def _follow_last(self, stage: StageShards) -> list[RemovableHandle]:
         """Reduce the units of ``stage`` in its last backward, each once its gradients are final."""
@@ -112,12 +131,3 @@ class OnceAStep(RankShards):
                 if not self._step.reduces and self._step.train:
                     unit.convert()
                 unit.free()
-
-
-def _make_whole(units: Any) -> None:
-    for unit in units:
-        unit.make_whole()
-
-
-def _before_forward(units: Any, module: nn.Module, arguments: Any) -> None:
-    _make_whole(units)

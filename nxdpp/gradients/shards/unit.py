@@ -10,6 +10,7 @@ ones are freed by giving up their memory. What torch does in hooks of modules is
 """
 
 from collections.abc import Collection, Iterator, Sequence
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -21,6 +22,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPCommContext, FSDPParamGroup
 from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
 
 from nxdpp.gradients.held_hooks import count_hooks
 from nxdpp.ranks.faults.waits import Wait
@@ -165,8 +167,12 @@ class ShardedUnit:
         """Add up the gradients of the microbatches so far in the policy's ``reduce_dtype``."""
         if self._converts:
             for each in self._group.fsdp_params:
-                each.accumulate_unsharded_grad_if_needed()
-                each.to_accumulated_grad_if_needed()
+                _convert(each)
+
+    def convert_each(self) -> list[RemovableHandle]:
+        """Convert each gradient once a backward has made it, so that few exist in both dtypes; return the hooks."""
+        trained = [each for each in self._group.fsdp_params if self._converts and each._unsharded_param.requires_grad]
+        return [each._unsharded_param.register_post_accumulate_grad_hook(partial(_convert, each)) for each in trained]
 
     def reduce(self) -> list[bool]:
         """Reduce the gradients over the mesh, and add this rank's rows to ``.grad`` of the parameters; collective.
@@ -215,6 +221,11 @@ def shard_context(device: torch.device) -> FSDPCommContext:
     context = FSDPCommContext()
     context.lazy_init(device)
     return context
+
+
+def _convert(parameter: Any, gradient_of: torch.Tensor | None = None) -> None:
+    parameter.accumulate_unsharded_grad_if_needed()
+    parameter.to_accumulated_grad_if_needed()
 
 
 def _places(parameter: FSDPParam) -> Iterator[tuple[nn.Module, str]]:

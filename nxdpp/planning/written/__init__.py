@@ -1,1 +1,1 @@
-"""Programs that a plan writes."""
+"""What a plan writes: programs, tables and JSON."""

@@ -12,12 +12,12 @@ _GIB = 2**30
 
 def program(plan: Plan, configuration: str) -> str:
     """Return the source of a program for the first layout of ``plan``, of the model of a configuration's path."""
-    layout, is_cast = plan.layout, plan.dtype != "float32"
+    layout, dtype = plan.layout, plan.parameter_dtype
     imports, names, wrapping = plan.wrapping()
-    constructed = f"{plan.model}(config)" + (f".to(torch.{plan.dtype})" if is_cast else "")
+    constructed = f"{plan.model}(config)" + (f".to(torch.{dtype})" if dtype != "float32" else "")
     if plan.is_deferred:
         names = [*names, "deferred_init"]
-        size = f"{plan.parameters * dtype_named(plan.dtype).itemsize / _GIB:.3g} GiB"
+        size = f"{plan.parameters * dtype_named(dtype).itemsize / _GIB:.3g} GiB"
         construction = [
             f"# The whole model, {size}, is larger than a device: each rank makes only its own part.",
             f"model = deferred_init(lambda: {constructed})",
@@ -49,7 +49,7 @@ def program(plan: Plan, configuration: str) -> str:
             "replica = parallel_state.get_data_parallel_rank()",
             "for step in range(10):",
             f"    random = torch.Generator().manual_seed(step * {layout.data} + replica)",
-            *_inputs(plan.sample, rows, plan.dtype if is_cast else None),
+            *_inputs(plan.sample, rows, plan.dtype if plan.dtype != "float32" else None),
             *_step(plan.autocast),
             "    optimizer.step()",
             "    optimizer.zero_grad()",

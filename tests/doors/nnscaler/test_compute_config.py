@@ -42,7 +42,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 WRONG_TYPES: list[tuple[dict[str, Any], str]] = [
     ({"plan_ngpus": 1.0}, "plan_ngpus must be a whole number, not 1.0"),
     ({"plan_ngpus": True}, "plan_ngpus must be a whole number, not True"),
-    ({"use_zero": 1}, "use_zero must be True or False, not 1"),
+    ({"use_zero": 3}, "use_zero must be True or False, not 3: nxdpp.fully_shard shards parameters, of an NxDPPModel"),
+    ({"use_end2end": 1}, "use_end2end must be True or False, not 1"),
     ({"reducer_bucket_cap_mb": "5"}, "reducer_bucket_cap_mb must be a number of megabytes or None, not '5'"),
     ({"pas_config": [1]}, r"pas_config must be a dict, not \[1\]"),
     ({"user_config": None}, "user_config must be a dict, not None"),

@@ -10,6 +10,7 @@ import numpy
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 
 import nxdpp
@@ -74,15 +75,18 @@ def check(
     kind: Callable[[int], nn.Module],
     run: Callable[[NxDModel, torch.Tensor], torch.Tensor],
     averages_loss: bool = True,
+    is_sharded: bool = False,
     **options: Any,
 ) -> tuple[NxDModel, Any]:
-    """Train both and compare."""
+    """Train both and compare; the replicas share the parameters with ``is_sharded``."""
     config = nxdpp.neuronx_distributed_config(
         1,
         parallel_state.get_pipeline_model_parallel_size(),
         **{"optimizer_config": {"max_grad_norm": MAX_NORM}, **options},
     )
     model = initialize_parallel_model(config, make, False, kind, LAYERS)
+    if is_sharded:
+        nxdpp.fully_shard(model)
     whole = OneProcess(make(kind, LAYERS))
     optimizer = initialize_parallel_optimizer(config, torch.optim.AdamW, groups_of(model), lr=RATE)
     schedule = LambdaLR(optimizer, factor)
@@ -100,7 +104,9 @@ def check(
         assert optimizer.param_groups[1]["lr"] == whole.optimizer.param_groups[0]["lr"]
     named = dict(whole.model.named_parameters(remove_duplicate=False))
     for name, parameter in model.local_named_parameters():
-        torch.testing.assert_close(parameter, named[name], rtol=1e-5, atol=1e-6)
+        assert isinstance(parameter, DTensor) == is_sharded
+        values = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+        torch.testing.assert_close(values, named[name], rtol=1e-5, atol=1e-6)
     return model, optimizer
 
 
@@ -181,6 +187,8 @@ def pipeline_of_two() -> None:
     assert recomputed(model) == {Block}
     model, _ = check(Chain, run_train, pipeline_config=PIPELINE, activation_checkpoint_config=Block)
     assert recomputed(model) == {Block}
+    check(Chain, run_train, is_sharded=True, pipeline_config=PIPELINE)
+    check(Tied, run_train, is_sharded=True, pipeline_config=PIPELINE, activation_checkpoint_config="full")
     built_on_meta(pipeline_config=PIPELINE, pipeline_parallel_size=2)
     numbers_of_first_rank()
 
@@ -315,6 +323,17 @@ def test_layers_of_a_pipeline_are_compiled_by_apply_compile(alone: dict[str, Any
         model.compile(backend="eager")
     nxdpp.apply_compile(model, backend="eager")
     assert model.module.get_submodule("blocks.0")._compiled_call_impl is not None
+
+
+def test_shards_next_to_zero1_and_without_a_pipeline_are_refused(alone: dict[str, Any]) -> None:
+    model = initialize_parallel_model(alone, make, False, Chain, LAYERS)
+    with pytest.raises(TypeError, match=r"takes a wrapped model, not a NxDModel: call it after NxDPPModel"):
+        nxdpp.fully_shard(model)
+    zero = nxdpp.neuronx_distributed_config(pipeline_config=PIPELINE, optimizer_config={"zero_one_enabled": True})
+    model = initialize_parallel_model(zero, make, False, Chain, LAYERS)
+    with pytest.raises(ValueError, match=r"does not go with use_zero1_optimizer=True \(zero_one_enabled of NxD's"):
+        nxdpp.fully_shard(model)
+    assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
 def test_torchs_data_parallel_wrapper_is_refused(alone: dict[str, Any]) -> None:

@@ -36,8 +36,6 @@ REFUSED: dict[str, Any] = {
     "ddp_bucket_cap_mb": 25,
     "ddp_broadcast_buffers": False,
     "ddp_static_graph": True,
-    "fsdp": "full_shard",
-    "fsdp_config": {"version": 2},
     "deepspeed": {"zero_optimization": {}},
     "debug": ["underflow_overflow"],
 }

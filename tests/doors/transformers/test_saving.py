@@ -19,6 +19,7 @@ from transformers import (
 )
 from transformers.trainer_utils import PredictionOutput
 
+from nxdpp import parallel_state
 from nxdpp.integrations import PipelineTrainer
 from tests.doors.transformers.test_trainer import TIMES, Logs, assert_alike
 from tests.doors.transformers.trainings import Rows, Training, padded
@@ -82,11 +83,24 @@ def train_and_resume(rank: int, folder: Path) -> Saved:
     return Saved(logs, weights, best.state.best_model_checkpoint, predicted)
 
 
-def resume(rank: int, folder: Path) -> Logs:
+def resume(rank: int, folder: Path) -> tuple[Logs, dict[str, Logs], dict[str, torch.Tensor]]:
+    """Return the logs of four stages, the logs of shards over two replicas, and the whole weights of their best."""
     trainer = saved().trainer(PipelineTrainer, folder / "in four stages", pipeline_parallel_size=4)
     # The newest checkpoint of the directory.
     trainer.train(resume_from_checkpoint=True)
-    return trainer.state.log_history
+    parallel_state.destroy_model_parallel()
+    logs = {}
+    for name, checkpoint in (("shards", None), ("shards again", "shards/checkpoint-2")):
+        best: dict[str, Any] = {
+            "load_best_model_at_end": True,
+            "greater_is_better": True,
+            "metric_for_best_model": "loss",
+        }
+        sharded: Any = saved(**best, fsdp=True).trainer(PipelineTrainer, folder / name, 2, pipeline_parallel_size=2)
+        sharded.train(resume_from_checkpoint=checkpoint and str(folder / checkpoint))
+        logs[name] = sharded.state.log_history
+    shards = dict(sharded.pipelined.local_named_parameters())
+    return trainer.state.log_history, logs, {name: each.detach().full_tensor() for name, each in shards.items()}
 
 
 @pytest.fixture(scope="module")
@@ -113,11 +127,23 @@ def test_a_resumed_training_goes_on_to_the_bit(ranks: list[Saved], plain: Traine
         assert _values(rank.logs["dropout again"]) == _values(rank.logs["dropout"])
 
 
-def test_another_layout_resumes(ranks: list[Saved], folder: Path) -> None:
+@pytest.fixture(scope="module")
+def four_ranks(ranks: list[Saved], folder: Path) -> list[Any]:
     shutil.copytree(folder / "whole" / "checkpoint-2", folder / "in four stages" / "checkpoint-2")
-    for logs in run_ranks(4, resume, folder):
+    return run_ranks(4, resume, folder, timeout=150.0)
+
+
+def test_another_layout_resumes(ranks: list[Saved], four_ranks: list[Any]) -> None:
+    for logs, _, _ in four_ranks:
         for own, other in zip(_values(logs), _values(ranks[0].logs["whole"]), strict=True):
             assert own == pytest.approx(other, abs=1e-6, rel=0)
+
+
+def test_shards_resume_to_the_bit_and_load_the_best_model(four_ranks: list[Any], folder: Path) -> None:
+    expected = AutoModelForCausalLM.from_pretrained(folder / "shards" / "checkpoint-2").state_dict()
+    for _, logs, best in four_ranks:
+        assert _values(logs["shards again"]) == _values(logs["shards"])
+        assert all(torch.equal(weight, expected[name]) for name, weight in best.items())
 
 
 def test_training_stops_early_with_the_best_model(ranks: list[Saved], folder: Path) -> None:

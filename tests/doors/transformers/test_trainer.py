@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 from transformers import Trainer
 
 from nxdpp import parallel_state, tensor_parallelize
+from nxdpp.gradients.shards.local_tensors import is_sharded
 from nxdpp.integrations import PipelineTrainer
 from tests.doors.transformers.trainings import REPLICATED, TRAININGS, WITH_DROPOUT, Training
 from tests.support.models import tied_llama
@@ -48,9 +49,22 @@ def train(rank: int, folder: Path, names: list[str], replicas: int) -> dict[str,
 def _run(training: Training, folder: Path, *others: Any, **pipeline: Any) -> Run:
     text = StringIO()
     with redirect_stdout(text):
-        trainer = training.trainer(PipelineTrainer, folder, *others, **pipeline)
+        trainer: Any = training.trainer(PipelineTrainer, folder, *others, **pipeline)
         trainer.train()
+    weights = list(trainer.pipelined.local_parameters())
+    assert all(map(is_sharded, weights)) == any(map(is_sharded, weights)) == bool(trainer.args.fsdp)
     return Run(trainer.state.log_history, text.getvalue())
+
+
+def sharded(training: Training, **config: Any) -> Training:
+    return replace(training, args={**training.args, "fsdp": True, "fsdp_config": config})
+
+
+SHARDED = {
+    "evaluated": sharded(TRAININGS["evaluated"], cpu_offload=True),
+    "accumulated": sharded(TRAININGS["accumulated"], reshard_after_forward=False),
+    "adapted": sharded(TRAININGS["adapted"], activation_checkpointing=True),
+}
 
 
 class OwnLoaders(PipelineTrainer):
@@ -70,6 +84,8 @@ def train_replicas(rank: int, folder: Path, names: list[str]) -> dict[str, Run]:
     for call in (own.train, own.evaluate):
         with pytest.raises(ValueError, match=r"to each of 2 data-parallel replicas\. Return self.accelerator.prepare"):
             call()
+    for name in SHARDED:
+        runs[f"{name}, sharded"] = _run(SHARDED[name], folder / "shards" / name, 2, pipeline_parallel_size=2)
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(2, 2, backend="gloo")
     divided = replace(TRAININGS["evaluated"], model=lambda: tensor_parallelize(tied_llama()))
@@ -138,6 +154,13 @@ def test_a_divided_model_trains_as_one_process(two_replicas: list[Mapping[str, R
     expected = _in_one_process("evaluated", tmp_path)
     for runs in two_replicas:
         assert_alike(runs["divided"].logs, expected)
+
+
+@pytest.mark.parametrize("shards", SHARDED)
+def test_shards_train_as_one_process(shards: str, two_replicas: list[Mapping[str, Run]], tmp_path: Path) -> None:
+    expected = _in_one_process(shards, tmp_path, 2)
+    for runs in two_replicas:
+        assert_alike(runs[f"{shards}, sharded"].logs, expected)
 
 
 def _in_one_process(name: str, folder: Path, replicas: int = 1) -> Logs:

@@ -9,13 +9,19 @@ import pytest
 import torch
 from peft import PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from tests.doors.transformers.test_trainer import Logs, asked, assert_alike, marked
-from tests.doors.trl.tunings import MORE, REPLICATED, RESUMED, TUNINGS
+from tests.doors.trl.tunings import MORE, REPLICATED, RESUMED, TUNINGS, Tuning, pairs
+from tests.support.models import llama
 from tests.support.run_ranks import run_ranks
 
 pytestmark = pytest.mark.one_python
+
+
+SHARDED = {"adapters": TUNINGS["recomputed adapters"], "pairs": Tuning(data=pairs, reference=llama)}
+"""Fine-tunings that two replicas run with shards; the second has a reference model."""
 
 
 def tune(rank: int, folder: Path, names: Sequence[str]) -> dict[str, Logs]:
@@ -56,6 +62,13 @@ def tune_replicas(rank: int, folder: Path, names: Sequence[str]) -> dict[str, Lo
     trainer.accelerator.even_batches = False
     with pytest.raises(ValueError, match="has 7 rows, no multiple of 4"):
         trainer._precompute_ref_logps(trainer.eval_dataset.select(range(7)), "eval", 2)
+    for name, tuning in SHARDED.items():
+        shards = replace(tuning, args={**tuning.args, "fsdp": True})
+        trainer = shards.trainer(folder / "shards" / name, over_ranks=True, pipeline_parallel_size=2)
+        models = [trainer.pipelined, *filter(None, [getattr(trainer, "_reference", None)])]
+        assert all(isinstance(parameter, DTensor) for model in models for parameter in model.local_parameters())
+        trainer.train()
+        logs[f"{name}, sharded"] = trainer.state.log_history
     return logs
 
 
@@ -97,6 +110,15 @@ def test_replicas_tune_as_one_process(name: str, two_replicas: list[Any], tmp_pa
         assert_alike(*(_without("total_flos", each[:-1]) for each in (logs[name], expected)))
         # The last batch has a row twice, which counts in the loss.
         assert_alike(*(_without("eval_loss", each[-1:]) for each in (logs[name], expected)))
+
+
+@pytest.mark.parametrize("shards", SHARDED)
+def test_shards_tune_as_one_process(shards: str, two_replicas: list[Any], tmp_path: Path) -> None:
+    trainer = SHARDED[shards].trainer(tmp_path, 2)
+    trainer.train()
+    for logs in two_replicas:
+        found, expected = logs[f"{shards}, sharded"], trainer.state.log_history
+        assert_alike(*(_without("total_flos", each) for each in (found, expected)))
 
 
 @pytest.mark.parametrize("name", RESUMED)

@@ -1,15 +1,19 @@
 """Optimizers over a part of a model make the steps of one process, or are refused in their first step."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import nn, optim
+from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from nxdpp import NxDPPModel, parallel_state, tensor_parallelize
-from tests.gradients.optimizer.optimizers import Lion, Sam
+from nxdpp import NxDPPModel, fully_shard, parallel_state, tensor_parallelize
+from nxdpp.gradients.optimizer.fp32_adamw import AdamW_FP32OptimParams
+from nxdpp.optimizer import Zero1Optimizer
+from tests.gradients.optimizer.optimizers import Lamb, Lion, Sam
 from tests.pipeline.after_wrapping.scripts import PipelinedTraining, Plain, Script, Training, compare
 from tests.support.run_ranks import run_ranks
 
@@ -153,3 +157,63 @@ def divided(rank: int) -> tuple[list[float], list[float]]:
 def test_over_tensor_ranks() -> None:
     for losses, alone in run_ranks(2, divided):
         assert losses == pytest.approx(alone, abs=1e-6)
+
+
+STEPPING_ROWS: dict[str, Callable[[Any], optim.Optimizer]] = {
+    each.__name__: partial(each, lr=1e-2)
+    for each in (optim.Adadelta, optim.Adagrad, optim.Adam, optim.Adamax, optim.ASGD, optim.NAdam, optim.RMSprop, Lion)
+}
+STEPPING_ROWS |= {
+    "AdamW": partial(AdamW_FP32OptimParams, lr=1e-2),
+    "fused AdamW": partial(optim.AdamW, lr=1e-2, fused=True),
+    "SGD": partial(optim.SGD, lr=1e-2, momentum=0.9, nesterov=True, weight_decay=0.1),
+}
+REFUSED_OVER_ROWS: list[tuple[Callable[[Any], optim.Optimizer], str]] = [
+    *(
+        (
+            make,
+            rf"{make.__name__} computes .* 4 parameters .* rows of tensors that fully_shard divides over replicas .*"
+            rf"{BY_ELEMENT}.* Or train without fully_shard",
+        )
+        for make in (optim.Muon, optim.Adafactor, optim.LBFGS, Lamb)
+    ),
+    (optim.Rprop, "torch's Rprop cannot step the rows .*: take AdamW, Adam or SGD"),
+    (partial(optim.SGD, fused=True), "torch's SGD with fused=True cannot step the rows .*: leave fused=True out"),
+]
+
+
+def gathered(rows: torch.Tensor) -> torch.Tensor:
+    tensor = rows.detach()
+    assert isinstance(tensor, DTensor)
+    return tensor.full_tensor()
+
+
+def sharded(rank: int) -> None:
+    parallel_state.initialize_model_parallel()
+    model = NxDPPModel(llama(), num_microbatches=2)
+    fully_shard(model)
+    ids = torch.arange(24).view(4, 6).chunk(2)[rank]
+    model.run_train(input_ids=ids, labels=ids)
+    known = [each for each in model.parameters() if each.dim() == 2][:4]
+    for name, make in STEPPING_ROWS.items():
+        whole = [nn.Parameter(gathered(each)) for each in known]
+        rows = [nn.Parameter(each.detach().clone()) for each in known]
+        ours, theirs = make(rows), make(whole)
+        for _ in range(3):
+            for each, own, other in zip(known, rows, whole, strict=True):
+                assert each.grad is not None
+                own.grad, other.grad = each.grad.clone(), gathered(each.grad)
+            ours.step()
+            theirs.step()
+        assert all(torch.equal(gathered(own), other) for own, other in zip(rows, whole, strict=True)), name
+    before = [gathered(each) for each in known]
+    for make, text in REFUSED_OVER_ROWS:
+        with pytest.raises(RuntimeError, match=text):
+            step(make(known))
+    with pytest.raises(ValueError, match=r"fully_shard has sharded them .* torch.optim.AdamW\(model.local_parameters"):
+        Zero1Optimizer(model.local_parameters(), optim.AdamW)
+    assert all(torch.equal(gathered(each), old) for each, old in zip(known, before, strict=True))
+
+
+def test_over_rows_of_shards() -> None:
+    run_ranks(2, sharded)

@@ -24,14 +24,14 @@ FIXED = ["--tensor-parallel-size", "2", "--pipeline-parallel-size", "2", "--auto
 
 @pytest.mark.one_python
 def test_written_programs_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Under autocast by the command, and in bfloat16 with and without deferred construction: with equal losses."""
+    """Under autocast by the command, and in bfloat16: with and without deferred construction, and with shards."""
     configuration, file = tmp_path / "config.json", tmp_path / "train.py"
     configuration.write_text(json.dumps(CONFIG))
     assert main(["plan", str(tmp_path), *OPTIONS, *FIXED, "--write", str(file)]) == 0
     printed = capsys.readouterr().out
     command = f"torchrun --nproc-per-node 4 {file}"
     assert printed.endswith(f"The program is written. Its start:\n\n{command}\n")
-    layout = Layout(tensor=2, pipeline=2, checkpoint=True, zero1=True)
+    layout = Layout(tensor=2, pipeline=2, checkpoint=True, zero=1)
     config = LlamaConfig.from_json_file(configuration)
     half = nxdpp.plan(
         config, devices=4, device_memory="1GB", global_batch=4, device="cpu", layouts=[layout], dtype="bfloat16"
@@ -40,15 +40,28 @@ def test_written_programs_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         source = program(plan, str(configuration))
         assert ("deferred_init(lambda: LlamaForCausalLM(config).to(torch.bfloat16))" in source) == (name == "deferred")
         (tmp_path / f"{name}.py").write_text(source)
-    start = 'import runpy\n\nfor name in ("train", "whole", "deferred"):\n    runpy.run_path(f"{name}.py")\n'
+    shards = nxdpp.plan(
+        config,
+        devices=4,
+        device_memory="1GB",
+        global_batch=8,
+        device="cpu",
+        layouts=[Layout(pipeline=2, data=2, zero=3)],
+        dtype="bfloat16",
+        gradient_dtype="float32",
+    )
+    source = program(replace(shards, device_memory=1000), str(configuration))
+    assert "deferred_init(lambda: LlamaForCausalLM(config))" in source
+    (tmp_path / "sharded.py").write_text(source)
+    start = 'import runpy\n\nfor name in ("train", "whole", "deferred", "sharded"):\n    runpy.run_path(f"{name}.py")\n'
     (tmp_path / "all.py").write_text(start)
 
     ended = run_program("all.py", [], 4, folder=tmp_path)
 
     assert ended.codes == [0] * 4, ended.output
     lines = re.findall(r"step \d: loss \d\.\d+", ended.output)
-    assert len(lines) == 30
-    assert lines[10:20] == lines[20:]
+    assert len(lines) == 40
+    assert lines[10:20] == lines[20:30]
 
 
 @pytest.mark.one_python

@@ -45,14 +45,15 @@ def show(plan: Plan, dtype: str, source: str, file: str, details: bool = False, 
 
 def _optimizer(plan: Plan) -> str:
     if plan.has_masters:
-        return "Zero1Optimizer over AdamW, with moments and copies of the weights in float32 (--no-zero1: without)"
+        gradients = "" if plan.gradient_dtype is None else f"; gradients add up in {plan.gradient_dtype}"
+        return f"AdamW, with moments and copies of the weights in float32 (--zero 0: without){gradients}"
     half = "" if plan.optimizer_dtype == "float32" else ", no float32 copies of the weights: small updates are lost"
     return f"AdamW, with moments in {plan.optimizer_dtype}{half}"
 
 
 def _row(number: int, prediction: Prediction) -> list[str]:
     layout = prediction.layout
-    switches = (("c", layout.checkpoint), ("z", layout.zero1), ("s", layout.sequence))
+    switches = (("c", layout.checkpoint), (f"z{layout.zero}", layout.zero > 0), ("s", layout.sequence))
     chunks = f" {layout.chunks}" if layout.chunks > 1 else ""
     return [
         f"{number}{'*' if prediction.estimated else ''}",
@@ -75,7 +76,8 @@ def _below(plan: Plan, details: bool) -> Iterator[str]:
     yield "layout: tensor x pipeline x data ranks. schedule: with its stages a rank, if several."
     yield "microbatches: number x samples of each. memory: of the rank with the most."
     yield "bubble: mean share of the schedule's time in which ranks wait"
-    yield "with: c activation checkpointing, z ZeRO-1 (Zero1Optimizer), s sequence parallel"
+    yield "with: c activation checkpointing, s sequence parallel, z1 ZeRO-1 (Zero1Optimizer)"
+    yield "z2, z3: ZeRO-2 and 3 (fully_shard), parameters gathered once a step, or for each microbatch"
     yield "Each row is the best schedule and microbatch of its sizes and switches."
     if details:
         yield "sent: bytes of a step, of the rank with the most"
@@ -89,7 +91,7 @@ def _below(plan: Plan, details: bool) -> Iterator[str]:
         yield "--details: parts of the step's time, and sent bytes; --json: all numbers"
 
 
-VERSION = 1
+VERSION = 2
 
 
 def as_json(plan: Plan, named_dtype: str | None, source: str) -> dict[str, Any]:
@@ -101,6 +103,7 @@ def as_json(plan: Plan, named_dtype: str | None, source: str) -> dict[str, Any]:
         "dtype": plan.dtype,
         "dtype_of_configuration": named_dtype,
         "autocast": plan.autocast,
+        "gradient_dtype": plan.gradient_dtype or plan.dtype,
         "parameters": plan.parameters,
         "optimizer_dtype": plan.optimizer_dtype,
         "device": plan.device,
@@ -129,7 +132,7 @@ def _layout(prediction: Prediction) -> dict[str, Any]:
         "microbatches": prediction.microbatches,
         "samples_of_microbatch": layout.microbatch,
         "activation_checkpointing": layout.checkpoint,
-        "zero1": layout.zero1,
+        "zero": layout.zero,
         "sequence_parallel": layout.sequence,
         "cuts": prediction.cuts,
         "step_seconds": prediction.step_seconds,
@@ -147,6 +150,7 @@ def _layout(prediction: Prediction) -> dict[str, Any]:
                 "compute_seconds": times.compute,
                 "tensor_group_seconds": times.tensor,
                 "bubble_seconds": times.bubble,
+                "exchange_seconds": times.exchange,
                 "average_seconds": times.average,
                 "optimizer_seconds": times.optimizer,
                 "weight_bytes": memory.weights,

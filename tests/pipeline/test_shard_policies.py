@@ -1,0 +1,93 @@
+"""Mixed precision and offload of shards, against torch's FSDP2 of the unwrapped model."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+
+import nxdpp
+from nxdpp import NxDPPModel, parallel_state
+from tests.support.models import VOCABULARY, llama
+from tests.support.run_ranks import run_ranks
+
+MICROBATCHES = 2
+POLICIES = {
+    "gradients add up in float32": {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32},
+    "bfloat16": {"param_dtype": torch.bfloat16},
+    "the output is float32": {"param_dtype": torch.bfloat16, "output_dtype": torch.float32},
+}
+
+
+def of_torch(policy: dict[str, Any]) -> Any:
+    """The unwrapped model, each layer a unit. Only the whole has an output dtype: its head takes bfloat16."""
+    mesh = parallel_state.get_device_mesh()["data"]
+    torch.manual_seed(0)
+    model: Any = llama()
+    inner = MixedPrecisionPolicy(**{key: value for key, value in policy.items() if key != "output_dtype"})
+    for layer in model.model.layers:
+        torch_fully_shard(layer, mesh=mesh, mp_policy=inner)
+    torch_fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(**policy))
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)
+    return model
+
+
+def train(rank: int) -> dict[str, list[float]]:
+    """For each policy the greatest difference of a gradient from torch's, after one and two steps."""
+    parallel_state.initialize_model_parallel(hang_timeout=60)
+    found: dict[str, list[float]] = {}
+    for name, policy in POLICIES.items():
+        theirs = of_torch(policy)
+        torch.manual_seed(0)
+        ours = NxDPPModel(llama(), num_microbatches=MICROBATCHES)
+        nxdpp.fully_shard(ours, mp_policy=MixedPrecisionPolicy(**policy))
+        optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-3) for each in (ours, theirs)]
+        found[name] = []
+        for step in range(2):
+            ids = torch.randint(0, VOCABULARY, (4, 6), generator=torch.Generator().manual_seed(10 * rank + step))
+            ours.run_train(input_ids=ids, labels=ids)
+            for number, part in enumerate(ids.chunk(MICROBATCHES)):
+                theirs.set_requires_gradient_sync(number == MICROBATCHES - 1)
+                (theirs(input_ids=part, labels=part, use_cache=False).loss / MICROBATCHES).backward()
+            gradients = {key: each.grad.to_local() for key, each in theirs.named_parameters()}
+            own = {key: each.grad.to_local() for key, each in ours.local_named_parameters()}
+            assert {each.dtype for each in own.values()} == {torch.float32}
+            assert own.keys() == gradients.keys()
+            found[name].append(max((own[key] - gradients[key]).abs().amax().item() for key in own))
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    return found
+
+
+def test_gradients_equal_those_of_torch() -> None:
+    for rank in run_ranks(2, train):
+        assert rank == {name: [0.0, 0.0] for name in POLICIES}
+
+
+def refuse(rank: int) -> None:
+    parallel_state.initialize_model_parallel(hang_timeout=60)
+    torch.manual_seed(0)
+    model = NxDPPModel(llama(), num_microbatches=MICROBATCHES)
+    names = [name for name, _ in model.local_named_parameters()]
+    with pytest.raises(
+        ValueError, match=r"^CPUOffloadPolicy\(\) pins memory for a CUDA device.* leave offload_policy out"
+    ):
+        nxdpp.fully_shard(model, offload_policy=CPUOffloadPolicy())
+    with pytest.raises(ValueError, match=r"^reshard_after_forward=2 must be None, True or False"):
+        nxdpp.fully_shard(model, reshard_after_forward=2)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"^fully_shard takes a wrapped model, not a Linear"):
+        nxdpp.fully_shard(torch.nn.Linear(2, 2))
+    # Nothing was changed. Rows may stay on the host without pinned memory.
+    nxdpp.fully_shard(model, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    with pytest.raises(RuntimeError, match=r"^fully_shard was called for this model already"):
+        nxdpp.fully_shard(model)
+    assert [name for name, _ in model.local_named_parameters()] == names
+    model.run_train(input_ids=torch.arange(24).view(4, 6), labels=torch.arange(24).view(4, 6))
+
+
+def test_what_cannot_be_honoured_is_refused() -> None:
+    run_ranks(1, refuse)
