@@ -145,6 +145,8 @@ class StepRunner:
                 reference.compare([each[0] for each in values if each], plans)
                 self._check_first = False
             self._replicas.finish()
+            if self._replicas.is_left_out and self._engines.shards is not None:
+                self._engines.shards.keep()
             return StepResult(step, values, self._last_rank, device)
 
     def evaluate(

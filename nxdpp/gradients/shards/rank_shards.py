@@ -121,6 +121,8 @@ class RankShards(ABC):
         kind = "a training step" if train else "an evaluation"
         self._exchanges.begin(f"gather of parameters for {kind}", [f"gradients are reduced: {reduces}"])
         self._step = _Step(train, train and reduces)
+        for unit in self.units if train else ():
+            unit.drop_cleared()
         if self._step.reduces:
             self._step.before = {unit: _with_gradient(unit) for unit in self.units}
 
@@ -169,6 +171,11 @@ class RankShards(ABC):
             if not is_anywhere and not had_one:
                 parameter.grad = None
         self._step = _Step()
+
+    def keep(self) -> None:
+        """End a step in ``no_sync()``, whose gradients stay on this replica until a step that reduces them."""
+        for unit in self.units:
+            unit.mark_kept()
 
     def _reduce(self, unit: ShardedUnit) -> None:
         """Reduce the gradients of ``unit`` in the present step, unless they stay on this replica."""

@@ -24,7 +24,9 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPCommContex
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
+from nxdpp.agreement.same_values import sample
 from nxdpp.gradients.held_hooks import count_hooks
+from nxdpp.gradients.shards.local_tensors import local_rows
 from nxdpp.ranks.faults.waits import Wait
 
 
@@ -72,6 +74,7 @@ class ShardedUnit:
         group.gradient_divide_factor = None if mean else 1.0
         self.is_trained = self.trains_all = False
         self.storages: frozenset[int] = frozenset()
+        self._kept: list[tuple[FSDPParam, torch.Tensor, bytes, bytes]] = []
         self._programs: WeakKeyDictionary[nn.Module, dict[str, int]] = WeakKeyDictionary()
         for parameter, own in zip(self.parameters, attributes, strict=True):
             _give(parameter, own)
@@ -200,6 +203,37 @@ class ShardedUnit:
         with Wait("reduction of gradients", self._ranks):
             group.post_backward()
         return present
+
+    def mark_kept(self) -> None:
+        """Note the parameters whose gradients stay whole on this replica; ``drop_cleared`` finds a ``zero_grad`` then.
+
+        One that has no ``.grad`` gets -0.0, which differs from the zeros of ``zero_grad``. DTensors count no changes.
+        """
+        for each in self._group.fsdp_params:
+            whole = getattr(each, "_unsharded_param", None)
+            if whole is not None and (whole.grad is not None or each.unsharded_accumulated_grad is not None):
+                row = each.sharded_param
+                if row.grad is None:
+                    row.grad = torch.zeros_like(row, requires_grad=False).neg_()
+                self._kept.append((each, row.grad, sample(local_rows(row)), sample(local_rows(row.grad))))
+
+    def drop_cleared(self) -> None:
+        """Drop the whole gradients of parameters whose ``.grad`` the program has set to zeros or ``None`` since.
+
+        Raises ``RuntimeError`` where an optimizer has stepped without them.
+        """
+        for each, gradient, values, of_gradient in self._kept:
+            row = each.sharded_param
+            if row.grad is not gradient or sample(local_rows(gradient)) != of_gradient:
+                each._unsharded_param.grad = None
+                each.unsharded_accumulated_grad = None
+            elif sample(local_rows(row)) != values:
+                raise RuntimeError(
+                    f"a parameter of {self.name}, of shape {list(row.shape)}, was changed after a step in no_sync(), "
+                    f"whose gradients no replica has reduced: an optimizer has stepped without them. Run the last step "
+                    f"before optimizer.step() outside of no_sync(), or call zero_grad()."
+                )
+        self._kept = []
 
     def check_reduced(self) -> None:
         """Raise ``RuntimeError`` for a gradient that came after ``reduce``: it would count in a later step."""
