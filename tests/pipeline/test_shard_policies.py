@@ -9,11 +9,12 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 import nxdpp
 from nxdpp import NxDPPModel, parallel_state
+from nxdpp.gradients.shards.local_tensors import local_rows
 from tests.support.models import VOCABULARY, llama
 from tests.support.run_ranks import run_ranks
 
 MICROBATCHES = 2
-POLICIES = {
+POLICIES: dict[str, dict[str, Any]] = {
     "gradients add up in float32": {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32},
     "bfloat16": {"param_dtype": torch.bfloat16},
     "the output is float32": {"param_dtype": torch.bfloat16, "output_dtype": torch.float32},
@@ -35,6 +36,12 @@ def of_torch(policy: dict[str, Any]) -> Any:
     return model
 
 
+def rows_of(parameter: torch.Tensor) -> torch.Tensor:
+    """This rank's rows of the gradient of ``parameter``."""
+    assert parameter.grad is not None
+    return local_rows(parameter.grad)
+
+
 def train(rank: int) -> dict[str, list[float]]:
     """For each policy the greatest difference of a gradient from torch's, after one and two steps."""
     parallel_state.initialize_model_parallel(hang_timeout=60)
@@ -52,8 +59,8 @@ def train(rank: int) -> dict[str, list[float]]:
             for number, part in enumerate(ids.chunk(MICROBATCHES)):
                 theirs.set_requires_gradient_sync(number == MICROBATCHES - 1)
                 (theirs(input_ids=part, labels=part, use_cache=False).loss / MICROBATCHES).backward()
-            gradients = {key: each.grad.to_local() for key, each in theirs.named_parameters()}
-            own = {key: each.grad.to_local() for key, each in ours.local_named_parameters()}
+            gradients = {key: rows_of(each) for key, each in theirs.named_parameters()}
+            own = {key: rows_of(each) for key, each in ours.local_named_parameters()}
             assert {each.dtype for each in own.values()} == {torch.float32}
             assert own.keys() == gradients.keys()
             found[name].append(max((own[key] - gradients[key]).abs().amax().item() for key in own))
