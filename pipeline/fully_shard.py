@@ -86,7 +86,6 @@ def fully_shard(
     assert isinstance(wrapped, LocalView), "it has a pipeline"
     with board.call("fully_shard"), failure_watch.reported():
         shards = _Sharding(pipeline, mp_policy, offload_policy).shards(bool(reshard_after_forward))
-        assert isinstance(wrapped, LocalView), "it has a pipeline"
         _cast(wrapped, mp_policy)
         pipeline.set_shards(shards)
     return model

@@ -44,6 +44,7 @@ from nxdpp.ranks import parallel_state
 from nxdpp.ranks.faults import failure_watch
 from nxdpp.ranks.faults.board import board
 from nxdpp.schedules.chosen import ChosenSchedule
+from nxdpp.tensor.move_model_to_device import move_model_to_device
 from nxdpp.tensor.tensor_copies import TensorCopies
 from nxdpp.tracing.graph.trace import TracingOptions
 
@@ -314,6 +315,8 @@ class Pipeline(PipelineSteps):
         self.part.changes.note(Change.PARAMETER)
         self._upkeep.follow()
         self.materialise()
+        move_model_to_device(self.local_module, parallel_state.local_device())
+        self._upkeep.follow()
 
     def generate(self, inputs: Any = None, *, num_microbatches: int = 1, **arguments: Any) -> Any:
         """Generate tokens as ``NxDPPModel.generate``; collective over the ranks of a pipeline."""

@@ -122,6 +122,9 @@ class StepRunner:
                 reference = ReferenceStep(self._part, self._partition.owners, self._config, device)
             # Verify.
             signature, digest, engine, hashes = self._verify(step, device, train=True)
+            shards = self._engines.shards
+            if shards is not None:
+                shards.drop_cleared()
             if self._part.tied.has_weights:
                 self._part.tied.set_aside()
             if self._has_tensor_ranks:
@@ -132,9 +135,9 @@ class StepRunner:
                 reference.run(step.loss)
             # Run, and add up the gradients of several ranks.
             engine, values = self._run(step, signature, digest, engine, device)
-            if self._engines.shards is not None:
+            if shards is not None:
                 with failure_watch.reported():
-                    self._engines.shards.finish()
+                    shards.finish()
             if self._has_tensor_ranks or self._part.tied.parameters:
                 with failure_watch.reported():
                     self._sequence.add_up(engine.microbatches)
@@ -145,8 +148,8 @@ class StepRunner:
                 reference.compare([each[0] for each in values if each], plans)
                 self._check_first = False
             self._replicas.finish()
-            if self._replicas.is_left_out and self._engines.shards is not None:
-                self._engines.shards.keep()
+            if shards is not None and not self._replicas.is_averaged:
+                shards.keep()
             return StepResult(step, values, self._last_rank, device)
 
     def evaluate(
@@ -180,6 +183,8 @@ class StepRunner:
         except BaseException as error:
             self._part.tied.put_back()
             self._sequence.put_back()
+            if self._engines.shards is not None:
+                self._engines.shards.abandon()
             if self._is_verified:
                 self._engines.forget()
             else:
@@ -245,7 +250,8 @@ class StepRunner:
         with failure_watch.reported(), self._engines.timeline(device, signature.train):
             watch = self._replicas.begin(running.last_backwards) if signature.train else None
             if self._engines.shards is not None:
-                self._engines.shards.begin(signature.train, self._replicas.is_averaged)
+                lines = self._replicas.lines_of_step() if signature.train else ()
+                self._engines.shards.begin(signature.train, self._replicas.is_averaged, lines)
             values = running.run(step.loss, watch)
         self.timer, self.digest = running.timer, digest
         if running.is_lazy:

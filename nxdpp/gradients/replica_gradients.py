@@ -155,7 +155,7 @@ class ReplicaGradients:
         """Raise ``RuntimeError`` where gradients are sums over the replicas: a second sum would count them again."""
         if self._mean or not self._is_summed or self._replicas == 1:
             return
-        if any(parameter.grad is not None for parameter in self._module.parameters()):
+        if any(parameter.grad is not None for parameter in self._replicated()):
             raise RuntimeError(
                 "the gradients are sums over the data-parallel replicas already, and would be summed again. Call "
                 "zero_grad() before the next step. To accumulate, run all steps but the last in no_sync()."
@@ -239,6 +239,10 @@ class ReplicaGradients:
                 self._changed, self._numbers = False, itertools.count(2)
 
         return check
+
+    def lines_of_step(self) -> list[str]:
+        """Lines that replicas must have alike in a training step: its number, modes and trained parameters."""
+        return [f"training step {board.training_steps()}", *self._modes(), *self._trained_names()]
 
     def _modes(self) -> list[str]:
         """Lines with the modes of the step: dropout on only some replicas would train a different model."""

@@ -41,7 +41,7 @@ def convert_parameters(
     """
     before = dict(model.named_parameters(remove_duplicate=False))
     if any(map(is_sharded, before.values())):
-        _convert_buffers(model, convert)
+        _convert_others(model, convert)
         return False
     is_replaced = {
         kind: _is_replaced(torch.empty(0, device=kind[0], dtype=kind[1]), convert)
@@ -66,15 +66,25 @@ def convert_parameters(
     return bool(moved)
 
 
-def _convert_buffers(model: nn.Module, convert: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Convert the buffers of ``model``. Raises ``RuntimeError`` if a parameter, which is sharded, would change."""
+def _convert_others(model: nn.Module, convert: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Convert what is not sharded in ``model``. Raises ``RuntimeError`` if a sharded parameter would change.
+
+    Rows that are kept on the host stay there in a move to this rank's device.
+    """
+    whole = []
     for name, parameter in model.named_parameters():
+        if not is_sharded(parameter):
+            whole.append(parameter)
+            continue
         converted = convert(torch.empty(0, device=parameter.device, dtype=parameter.dtype))
-        if (converted.device, converted.dtype) != (parameter.device, parameter.dtype):
+        devices = (parameter.device, parallel_state.local_device())
+        if converted.dtype != parameter.dtype or converted.device not in devices:
             raise RuntimeError(
                 f"{name} is sharded, and stays {parameter.dtype} on {parameter.device}: convert and move the model "
                 f"before fully_shard. mp_policy of fully_shard computes in another dtype."
             )
+    for parameter in whole:
+        parameter.data = convert(parameter.data)
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:

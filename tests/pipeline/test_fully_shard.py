@@ -51,16 +51,19 @@ EXTRAS = (
 THIN: tuple[Case, ...] = (
     {"schedule": "1f1b", "resharding": None, "tied": True, "extra": "clipped"},
     {"schedule": "zb-v", "resharding": True, "tied": False, "extra": "tokens"},
-    {"schedule": "interleaved", "resharding": None, "tied": False, "extra": "no_sync"},
+    {"schedule": "interleaved", "resharding": None, "tied": True, "extra": "no_sync"},
     {"schedule": "gpipe", "resharding": True, "tied": True, "extra": "lora"},
     {"schedule": "zb1p", "resharding": None, "tied": False, "extra": "frozen layers"},
     {"schedule": "1f1b", "resharding": True, "tied": False, "extra": "checkpoint"},
     {"schedule": "1f1b", "resharding": None, "tied": False, "extra": "scaler"},
     {"schedule": "1f1b", "resharding": True, "tied": False, "extra": "deferred"},
+    {"schedule": "zb1p", "resharding": True, "tied": False, "extra": "no labels"},
+    {"schedule": "1f1b", "resharding": True, "tied": True, "extra": "no labels"},
 )
 THIN_OF_OTHERS: tuple[Case, ...] = (
     {"schedule": None, "resharding": None, "tied": True, "extra": "clipped"},
     {"schedule": None, "resharding": True, "tied": False, "extra": "sequence"},
+    {"schedule": None, "resharding": None, "tied": False, "extra": "sequence in no_sync"},
 )
 
 
@@ -84,6 +87,8 @@ def batch_of(step: int) -> dict[str, torch.Tensor]:
     ids = torch.randint(0, VOCABULARY, (8, 6), generator=torch.Generator().manual_seed(100 * replica + step))
     labels = ids.clone()
     labels[:3, : 2 + replica] = -100
+    if step >= 40 and replica == 0:
+        labels[2:4] = -100
     return {"input_ids": ids, "labels": labels}
 
 
@@ -104,10 +109,10 @@ def wrapped(case: Case, shards: bool) -> tuple[Any, Any]:
         torch.manual_seed(1)
         bare = get_peft_model(bare, LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
     if parallel_state.get_tensor_model_parallel_size() > 1:
-        bare = nxdpp.tensor_parallelize(bare, sequence_parallel=extra == "sequence")
+        bare = nxdpp.tensor_parallelize(bare, sequence_parallel="sequence" in extra)
     scaler = nxdpp.GradScaler("cpu", init_scale=8.0) if extra == "scaler" else None
     given: dict[str, Any] = {} if scaler is None else {"grad_scaler": scaler}
-    if extra == "tokens":
+    if extra in ("tokens", "no labels"):
         given["loss_normalization"] = "tokens"
     if schedule is not None and parallel_state.get_pipeline_model_parallel_size() > 1:
         given["schedule"] = schedule
@@ -135,11 +140,14 @@ def trained(case: Case, shards: bool) -> Numbers:
     numbers: Numbers = {}
     for step in range(STEPS):
         optimizer.zero_grad()
-        if extra in ("no_sync", "accumulated"):
-            with model.no_sync() if extra == "no_sync" else nullcontext():
+        if extra == "accumulated" or "no_sync" in extra:
+            with model.no_sync() if extra != "accumulated" else nullcontext():
+                model.run_train(**batch_of(30 + step))
+                # Bad numbers are left out.
+                optimizer.zero_grad(set_to_none=step % 2 == 0)
                 numbers[f"first loss {step}"] = model.run_train(**batch_of(10 + step))
         with nullcontext() if dtype is None else torch.autocast("cpu", dtype):
-            numbers[f"loss {step}"] = model.run_train(**batch_of(step))
+            numbers[f"loss {step}"] = model.run_train(**batch_of(step + 40 * (extra == "no labels")))
         if scaler is not None:
             scaler.unscale_(optimizer)
         if extra in ("clipped", "scaler"):

@@ -27,7 +27,7 @@ from nxdpp.schedules.actions import ActionKind
 
 @dataclass
 class _Pass:
-    """A backward of ``layers``, of which those from ``reached`` on are whole or at their end."""
+    """A backward of ``layers``: layer ``reached`` is whole, and the layers behind it are at their end."""
 
     layers: Sequence[ShardedLayer]
     reached: int
@@ -42,6 +42,7 @@ class EachMicrobatch(RankShards):
     ) -> None:
         super().__init__(stages, exchanges, changes, module)
         self._pass: _Pass | None = None
+        self._is_backward = False
         # A trace calls layers too, with fake tensors.
         self._is_computing = False
         for stage in stages.values():
@@ -53,7 +54,7 @@ class EachMicrobatch(RankShards):
 
     def run(self, stage: int, kind: ActionKind, is_first: bool, is_last: bool, compute: Callable[[], None]) -> None:
         """Make the call ``compute``, as ``RankShards.run`` does."""
-        # Cached casts would stay whole, and their gradients would come with those of the first microbatch.
+        # Cached casts would stay whole, and their gradients would come with the ones of the first microbatch.
         caches = torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(False)
         self._is_computing = True
@@ -75,18 +76,27 @@ class EachMicrobatch(RankShards):
             compute()
             _free(own.units)
             return
-        self._pass = _Pass(own.layers, len(own.layers), kind is not ActionKind.INPUT_GRADIENT)
+        self._is_backward = True
+        # A weight-gradient reaches the layers in any order, and finds all of them whole.
+        walk = None if kind is ActionKind.WEIGHT_GRADIENT else _Pass(own.layers, len(own.layers), self._reduces(kind))
+        self._pass = walk
         try:
             compute()
-            self._end_layers(self._pass, 0)
         finally:
-            self._pass = None
-        if kind is not ActionKind.INPUT_GRADIENT:
-            for unit in own.rest:
+            self._is_backward, self._pass = False, None
+        if walk is not None:
+            # Hooks of layers without a gradient have not run: all replicas gather and reduce in one order.
+            self._reach(walk, -1)
+        for unit in own.backwards if walk is None else own.rest:
+            if self._reduces(kind):
                 self._reduce(unit)
-            for unit in own.units if self._step.reduces else ():
-                unit.check_reduced()
+        for unit in own.units if self._step.reduces and self._reduces(kind) else ():
+            unit.check_reduced()
         _free(own.units)
+
+    @staticmethod
+    def _reduces(kind: ActionKind) -> bool:
+        return kind is not ActionKind.INPUT_GRADIENT
 
     def _before_forward(self, layers: Sequence[ShardedLayer], number: int, module: nn.Module, arguments: Any) -> None:
         if not self._is_computing:
@@ -94,14 +104,14 @@ class EachMicrobatch(RankShards):
         for unit in layers[number].units:
             unit.make_whole()
         # A backward that recomputes the layer has started the gather before it.
-        if self._pass is None:
+        if not self._is_backward:
             for unit in (unit for layer in layers[number + 1 : number + 2] for unit in layer.units):
                 unit.start_gather()
 
     def _after_forward(
         self, layers: Sequence[ShardedLayer], number: int, module: nn.Module, arguments: Any, output: Any
     ) -> Any:
-        if self._pass is not None or not self._is_computing:
+        if self._is_backward or not self._is_computing:
             return output
         output = self._outside(output)
         _free(layers[number].units)
@@ -113,24 +123,24 @@ class EachMicrobatch(RankShards):
 
     def _before_backward(self, number: int, gradient: torch.Tensor) -> None:
         """Hook of the output of layer ``number``: its backward comes next."""
-        current = self._pass
-        if current is None or number >= current.reached:
-            return
-        self._end_layers(current, number + 1)
-        current.reached = number
-        for unit in current.layers[number].units:
-            unit.make_whole()
-        for unit in current.layers[number - 1].units if number else ():
-            unit.start_gather()
+        if self._pass is not None:
+            self._reach(self._pass, number)
 
-    def _end_layers(self, current: _Pass, first: int) -> None:
-        """Reduce and free the layers from ``first`` on that are not at their end."""
-        for layer in reversed(current.layers[first : current.reached + 1]):
-            for unit in layer.units:
+    def _reach(self, current: _Pass, number: int) -> None:
+        """Go on to layer ``number``, layer by layer, and end the layers before it; -1 ends all."""
+        layers = current.layers
+        while current.reached > number:
+            for unit in layers[current.reached].units if current.reached < len(layers) else ():
                 if current.reduces:
-                    unit.make_whole()
                     self._reduce(unit)
                 unit.free()
+            current.reached -= 1
+            if current.reached < 0:
+                return
+            for unit in layers[current.reached].units:
+                unit.make_whole()
+            for unit in layers[current.reached - 1].units if current.reached else ():
+                unit.start_gather()
 
 
 def _free(units: Sequence[ShardedUnit]) -> None:

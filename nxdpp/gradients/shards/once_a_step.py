@@ -11,7 +11,7 @@ its unit, in memory that a CUDA stream keeps: so few are on their way at once.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -45,9 +45,9 @@ class OnceAStep(RankShards):
         self._missing: dict[ShardedUnit, set[int]] = {}
         self._reduced: ShardedUnit | None = None
 
-    def begin(self, train: bool, reduces: bool) -> None:
+    def begin(self, train: bool, reduces: bool, lines: Sequence[str]) -> None:
         """Begin a step, as ``RankShards.begin`` does, and start to gather units."""
-        super().begin(train, reduces)
+        super().begin(train, reduces, lines)
         self._remaining_stages = dict.fromkeys(self.units, 0)
         for stage in self._stages.values():
             for unit in stage.units:
@@ -72,9 +72,14 @@ class OnceAStep(RankShards):
             hooks += self._follow_last(own)
         elif kind is not ActionKind.FORWARD:
             hooks += [hook for unit in own.units for hook in unit.convert_each()]
-        compute()
-        for hook in hooks:
-            hook.remove()
+        try:
+            compute()
+        finally:
+            for hook in hooks:
+                hook.remove()
+        if is_first:
+            # A layer that its first forward has left out.
+            self._make_whole(own.units)
         if is_last:
             self._leave(own)
         elif kind is not ActionKind.FORWARD:
@@ -99,8 +104,7 @@ class OnceAStep(RankShards):
 
     def _follow_last(self, stage: StageShards) -> list[RemovableHandle]:
         """Reduce the units of ``stage`` in its last backward, each once its gradients are final."""
-        order = [*(unit for layer in reversed(stage.layers) for unit in layer.units), *stage.rest]
-        self._queue = deque(unit for unit in order if unit.is_trained and self._remaining_stages[unit] == 1)
+        self._queue = deque(unit for unit in stage.backwards if unit.is_trained and self._remaining_stages[unit] == 1)
         self._missing = {unit: set(map(id, unit.whole_trained())) for unit in self._queue}
         return [
             parameter.register_post_accumulate_grad_hook(partial(self._accumulated, unit))
@@ -127,7 +131,13 @@ class OnceAStep(RankShards):
         self._missing, self._reduced = {}, None
         for unit in stage.units:
             self._remaining_stages[unit] -= 1
+            if self._step.train and (self._remaining_stages[unit] or not self._step.reduces):
+                unit.convert()
             if not self._remaining_stages[unit]:
-                if not self._step.reduces and self._step.train:
-                    unit.convert()
                 unit.free()
+
+    def abandon(self) -> None:
+        """Forget the present step, as ``RankShards.abandon`` does."""
+        self._queue.clear()
+        self._missing, self._reduced, self._later = {}, None, iter(())
+        super().abandon()

@@ -8,7 +8,7 @@
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -45,6 +45,11 @@ class StageShards:
     def units(self) -> list[ShardedUnit]:
         """All of them, in the order in which a forward needs them."""
         return [*self.rest, *(unit for layer in self.layers for unit in layer.units)]
+
+    @property
+    def backwards(self) -> list[ShardedUnit]:
+        """All of them, in the order in which all replicas reduce them."""
+        return [*(unit for layer in reversed(self.layers) for unit in layer.units), *self.rest]
 
 
 @dataclass
@@ -112,17 +117,21 @@ class RankShards(ABC):
         storage = leaf.untyped_storage()._cdata
         return leaf.clone() if any(storage in unit.storages for unit in self.units) else leaf
 
-    def begin(self, train: bool, reduces: bool) -> None:
+    def drop_cleared(self) -> None:
+        """Drop gradients that ``no_sync()`` has kept on this replica, and that ``zero_grad`` has cleared since."""
+        for unit in self.units:
+            unit.drop_cleared()
+
+    def begin(self, train: bool, reduces: bool, lines: Sequence[str]) -> None:
         """Begin a step; collective over the replicas. It ``reduces`` gradients unless they stay on each replica.
 
-        Raises ``RuntimeError`` on all replicas where one is about to make another step.
+        Raises ``RuntimeError`` on all replicas where one is about to make another step, or has other ``lines``.
         """
         self._follow()
         kind = "a training step" if train else "an evaluation"
-        self._exchanges.begin(f"gather of parameters for {kind}", [f"gradients are reduced: {reduces}"])
-        self._step = _Step(train, train and reduces)
-        for unit in self.units if train else ():
-            unit.drop_cleared()
+        self._exchanges.begin(f"gather of parameters for {kind}", [f"gradients are reduced: {reduces}", *lines])
+        # One replica has nothing to wait for.
+        self._step = _Step(train, train and (reduces or parallel_state.get_data_parallel_size() == 1))
         if self._step.reduces:
             self._step.before = {unit: _with_gradient(unit) for unit in self.units}
 
@@ -131,12 +140,12 @@ class RankShards(ABC):
         """Gather all parameters for the block, in which no step runs; collective over the replicas."""
         self._follow()
         self._exchanges.begin("gather of all parameters")
-        with torch.inference_mode(mode=False):
-            for unit in self.units:
-                unit.start_gather()
-            for unit in self.units:
-                unit.make_whole()
         try:
+            with torch.inference_mode(mode=False):
+                for unit in self.units:
+                    unit.start_gather()
+                for unit in self.units:
+                    unit.make_whole()
             yield
         finally:
             for unit in self.units:
@@ -164,18 +173,25 @@ class RankShards(ABC):
             return
         for unit in self.units:
             unit.finish()
-        trained = [p for unit in self._step.present for p in unit.parameters if p.requires_grad]
-        present = [flag for flags in self._step.present.values() for flag in flags]
-        before = [flag for unit in self._step.present for flag in self._step.before[unit]]
+        reduced = [unit for unit in self.units if unit in self._step.present]
+        trained = [p for unit in reduced for p in unit.parameters if p.requires_grad]
+        present = [flag for unit in reduced for flag in self._step.present[unit]]
+        before = [flag for unit in reduced for flag in self._step.before[unit]]
         for parameter, is_anywhere, had_one in zip(trained, _anywhere(present), before, strict=True):
             if not is_anywhere and not had_one:
                 parameter.grad = None
         self._step = _Step()
 
     def keep(self) -> None:
-        """End a step in ``no_sync()``, whose gradients stay on this replica until a step that reduces them."""
+        """End a step whose gradients stay on this replica until a step that reduces them."""
         for unit in self.units:
             unit.mark_kept()
+
+    def abandon(self) -> None:
+        """Forget the present step, which has failed: its gradients are dropped."""
+        for unit in self.units:
+            unit.abandon(self._step.train)
+        self._step = _Step()
 
     def _reduce(self, unit: ShardedUnit) -> None:
         """Reduce the gradients of ``unit`` in the present step, unless they stay on this replica."""
@@ -184,11 +200,6 @@ class RankShards(ABC):
             self._step.present[unit] = present if known is None else list(map(max, present, known))
         elif self._step.train:
             unit.convert()
-
-
-def layers_of(stages: Iterable[StageShards]) -> list[ShardedLayer]:
-    """Return the layers of ``stages`` in the order of execution."""
-    return [layer for stage in stages for layer in stage.layers]
 
 
 def _with_gradient(unit: ShardedUnit) -> list[bool]:

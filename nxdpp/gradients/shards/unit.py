@@ -27,6 +27,7 @@ from torch.utils.hooks import RemovableHandle
 from nxdpp.agreement.same_values import sample
 from nxdpp.gradients.held_hooks import count_hooks
 from nxdpp.gradients.shards.local_tensors import local_rows
+from nxdpp.ranks import parallel_state
 from nxdpp.ranks.faults.waits import Wait
 
 
@@ -196,11 +197,14 @@ class ShardedUnit:
             has_one = whole.grad is not None or each.unsharded_accumulated_grad is not None
             if not has_one:
                 whole.grad = torch.zeros_like(whole)
-                each.to_accumulated_grad_if_needed()
             present.append(has_one)
+        if any(each.unsharded_accumulated_grad is not None for each in self._group.fsdp_params):
+            # One message has one dtype.
+            for each in self._group.fsdp_params:
+                _convert(each)
         group: Any = self._group
         group.reshard_after_backward = False
-        with Wait("reduction of gradients", self._ranks):
+        with Wait("reduction of gradients", parallel_state.get_data_parallel_group()):
             group.post_backward()
         return present
 
@@ -222,16 +226,19 @@ class ShardedUnit:
 
         Raises ``RuntimeError`` where an optimizer has stepped without them.
         """
+        is_cleared = any(sample(local_rows(gradient)) != of_gradient for _, gradient, _, of_gradient in self._kept)
         for each, gradient, values, of_gradient in self._kept:
             row = each.sharded_param
-            if row.grad is not gradient or sample(local_rows(gradient)) != of_gradient:
+            # Without rows the others tell.
+            is_zero = sample(local_rows(gradient)) != of_gradient or (is_cleared and not local_rows(row).numel())
+            if row.grad is not gradient or is_zero:
                 each._unsharded_param.grad = None
                 each.unsharded_accumulated_grad = None
             elif sample(local_rows(row)) != values:
                 raise RuntimeError(
                     f"a parameter of {self.name}, of shape {list(row.shape)}, was changed after a step in no_sync(), "
-                    f"whose gradients no replica has reduced: an optimizer has stepped without them. Run the last step "
-                    f"before optimizer.step() outside of no_sync(), or call zero_grad()."
+                    f"whose gradients no replica has reduced: by an optimizer's step without them, or by a load. Run "
+                    f"the last step before optimizer.step() outside of no_sync(), or call zero_grad()."
                 )
         self._kept = []
 
@@ -246,8 +253,24 @@ class ShardedUnit:
             )
 
     def finish(self) -> None:
-        """Wait for the reductions on the device."""
+        """Wait for the reductions on the device, and free their messages."""
         self._group.finalize_backward()
+        context: Any = self._group.comm_ctx
+        # torch's root module does it, which no stage calls.
+        for state in context.reduce_scatter_states:
+            if state.event is not None:
+                self._group.device_handle.current_stream().wait_event(state.event)
+        context.reduce_scatter_states.clear()
+
+    def abandon(self, drops: bool) -> None:
+        """Put this rank's rows back after a step that has failed; ``drops`` its gradients too."""
+        self._group.finalize_backward()
+        for each in self._group.fsdp_params if drops else ():
+            each.unsharded_accumulated_grad = None
+            if hasattr(each, "_unsharded_param"):
+                each._unsharded_param.grad = None
+        self._group.reshard()
+        self._put_into_programs(self.parameters)
 
 
 def shard_context(device: torch.device) -> FSDPCommContext:
