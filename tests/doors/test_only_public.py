@@ -11,14 +11,13 @@ ROOT = Path(__file__).parents[2]
 PUBLIC = ("nxdpp", "nxdpp.optimizer", "nxdpp.parallel_layers")
 # Comparisons of ranks, parts of batches and of tensors, ties, options of groups, refusals of a step or a save
 # of a part, values that are sent, waits for them, mappings, modules to checkpoint and to compile, master copies, states
-# of generators, settings of generate and paths of files have one place each.
+# of generators and paths of files have one place each.
 SHARED = (
     "nxdpp.doors.local_modules.",
     "nxdpp.doors.random_states.",
     "nxdpp.agreement.",
     "nxdpp.checkpoint.distributed.model_state.",
     "nxdpp.checkpoint.distributed.rectangles.",
-    "nxdpp.generation.batches.",
     "nxdpp.gradients.optimizer.fp32_adamw.",
     "nxdpp.gradients.optimizer.partial_steps.",
     "nxdpp.gradients.optimizer.zero1_state.",

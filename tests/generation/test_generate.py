@@ -437,7 +437,8 @@ def train_sharded(generates: bool) -> tuple[list[torch.Tensor], list[float]]:
     model = NxDPPModel(MODELS["llama"](), num_microbatches=2, broadcast_and_average_loss=True)
     fully_shard(model)
     optimizer = torch.optim.SGD(model.local_parameters(), lr=0.1)
-    tokens, losses = [], []
+    tokens: list[torch.Tensor] = []
+    losses: list[float] = []
     for step in range(3):
         if generates and step != 1:
             model.eval()
