@@ -32,8 +32,18 @@ def has_tensors(value: Any) -> bool:
 
 def samples(module: Any, arguments: Mapping[str, Any]) -> bool:
     """Return whether a generation with ``arguments`` draws random numbers."""
-    config = arguments.get("generation_config") or module.generation_config
-    return bool(arguments.get("do_sample", config.do_sample))
+    return bool(setting(module, arguments, "do_sample"))
+
+
+def setting(module: Any, arguments: Mapping[str, Any], name: str) -> Any:
+    """Return what ``generate`` of ``module`` takes for ``name``: the argument, a given config's field, or the model's.
+
+    A field that is ``None`` in a given ``generation_config`` is the model's.
+    """
+    if name in arguments:
+        return arguments[name]
+    given = getattr(arguments.get("generation_config"), name, None)
+    return getattr(module.generation_config, name, None) if given is None else given
 
 
 def batches_of(
@@ -92,9 +102,8 @@ def _tensors(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _padding(module: Any, arguments: Mapping[str, Any]) -> int | None:
-    config = arguments.get("generation_config") or module.generation_config
     for name in ("pad_token_id", "eos_token_id"):
-        value = arguments.get(name, getattr(config, name))
+        value = setting(module, arguments, name)
         if value is not None:
             return int(value[0] if isinstance(value, list | tuple) else value)
     return None

@@ -11,7 +11,7 @@ from transformers import GenerationConfig, GenerationMixin
 from nxdpp.agreement.fingerprint import digest
 from nxdpp.agreement.input_hash import hash_of
 from nxdpp.generation.absent import leaves_in
-from nxdpp.generation.batches import GeneratedBatch, has_tensors, is_list
+from nxdpp.generation.batches import GeneratedBatch, has_tensors, is_list, setting
 from nxdpp.generation.turns import random_states
 from nxdpp.ranks import parallel_state
 from nxdpp.ranks.faults import failure_watch
@@ -21,6 +21,8 @@ from nxdpp.tracing.modules import listings
 _REFUSED = {
     "past_key_values": "caches stay on the ranks of their stages. Leave it out, and give all tokens",
     "cache_params": "caches stay on the ranks of their stages. Leave it out, and give all tokens",
+    "inputs_embeds": "embeddings were not compared with one process. Give tokens",
+    "decoder_inputs_embeds": "embeddings were not compared with one process. Give tokens",
     "encoder_outputs": "the encoder runs on its stages. Give the encoder's inputs",
     "assistant_model": "its tokens would be verified a batch at a time. Leave it out",
     "trust_remote_code": "such code was not compared with one process. Leave it out",
@@ -72,9 +74,7 @@ def generating_path(root: nn.Module) -> str:
 
 def check_arguments(module: nn.Module, inputs: Any, parts: int, arguments: Mapping[str, Any]) -> None:
     """Raise ``ValueError`` or ``TypeError`` for what ``generate`` of ``module`` over a pipeline cannot honour."""
-    for name, reason in _REFUSED.items():
-        if arguments.get(name) is not None:
-            raise ValueError(f"generate over a pipeline cannot honour {name}: {reason}.")
+    _check_given(arguments)
     if any(getattr(each, "sequence_parallel_enabled", False) for each in listings.modules(module)):
         raise ValueError(
             "generate cannot honour sequence_parallel=True, which divides the tokens of a row over the tensor-parallel "
@@ -85,37 +85,46 @@ def check_arguments(module: nn.Module, inputs: Any, parts: int, arguments: Mappi
             "generate over a pipeline takes layers of hidden states (B, T, H), and fsmt has (T, B, H): save the model, "
             "and generate in one process."
         )
-    config: Any = arguments.get("generation_config") or module.generation_config
     for name, reason in _SWITCHES.items():
-        if arguments.get(name, getattr(config, name, None)):
-            value = arguments.get(name, getattr(config, name, None))
+        if value := setting(module, arguments, name):
             raise ValueError(f"generate over a pipeline cannot honour {name}={value}: {reason}.")
-    scale = arguments.get("guidance_scale", config.guidance_scale)
+    scale = setting(module, arguments, "guidance_scale")
     if scale not in (None, 1):
         raise ValueError(
             f"generate over a pipeline cannot honour guidance_scale={scale}, which runs the model a second time for "
             f"each token, with a cache that other ranks do not know. Leave it out."
         )
-    cache = arguments.get("cache_implementation", config.cache_implementation)
+    cache = setting(module, arguments, "cache_implementation")
     if cache not in _CACHES:
         raise ValueError(
             f"generate over a pipeline cannot honour cache_implementation={cache!r}: it keeps 'dynamic' and 'static' "
             f"caches. Leave it out."
         )
-    chunk = arguments.get("prefill_chunk_size", config.prefill_chunk_size)
+    chunk = setting(module, arguments, "prefill_chunk_size")
     if chunk is not None and cache not in (None, "dynamic"):
         raise ValueError(
             f"generate over a pipeline cannot honour prefill_chunk_size={chunk} with a {cache!r} cache, which would "
             f"hold memory for all layers. Leave one of them out."
         )
-    _check_batches(inputs, parts, arguments, config)
-    for batch in inputs if is_list(inputs) else ({"inputs": inputs, **arguments},):
-        _check_embeddings(batch, is_list(inputs))
+    _check_batches(module, inputs, parts, arguments)
+    for batch in inputs if is_list(inputs) else ():
+        _check_given(batch)
+        if name := next((name for name, value in batch.items() if not has_tensors(value)), None):
+            raise ValueError(
+                f"a dict of a list of batches has tensors only: give {name} to generate itself, for all batches."
+            )
     if module.training and (dropped := _dropout_of(module)):
         raise ValueError(
             f"generate over a pipeline cannot honour the dropout of {dropped} in training mode, whose random numbers "
             f"would differ from one process: call model.eval() first."
         )
+
+
+def _check_given(given: Mapping[str, Any]) -> None:
+    """Raise ``ValueError`` for arguments, of all batches or of one, that a pipeline cannot honour with any value."""
+    for name, reason in _REFUSED.items():
+        if given.get(name) is not None:
+            raise ValueError(f"generate over a pipeline cannot honour {name}: {reason}.")
 
 
 def _dropout_of(module: nn.Module) -> str | None:
@@ -128,21 +137,7 @@ def _dropout_of(module: nn.Module) -> str | None:
     return None
 
 
-def _check_embeddings(batch: Mapping[str, Any], is_in_list: bool) -> None:
-    """Raise ``ValueError`` for embeddings, and for other values than tensors in a list of batches."""
-    for name, value in batch.items():
-        if is_in_list and (not has_tensors(value) or name in _REFUSED):
-            raise ValueError(
-                f"a dict of a list of batches has tensors only: give {name} to generate itself, for all batches."
-            )
-        if name in ("inputs_embeds", "decoder_inputs_embeds") and value is not None:
-            raise ValueError(
-                f"generate over a pipeline cannot honour {name}: embeddings were not compared with one process. "
-                f"Give tokens."
-            )
-
-
-def _check_batches(inputs: Any, parts: int, arguments: Mapping[str, Any], config: GenerationConfig) -> None:
+def _check_batches(module: nn.Module, inputs: Any, parts: int, arguments: Mapping[str, Any]) -> None:
     if isinstance(parts, bool) or not isinstance(parts, int) or parts < 1:
         raise ValueError(f"num_microbatches={parts!r} must be a whole number of at least 1.")
     if is_list(inputs):
@@ -158,7 +153,7 @@ def _check_batches(inputs: Any, parts: int, arguments: Mapping[str, Any], config
                 f"generate cannot honour {name} with num_microbatches={parts}: it would be called for each part, with "
                 f"rows counted from 0. Leave out num_microbatches, or give a list of batches."
             )
-    if arguments.get("return_dict_in_generate", config.return_dict_in_generate):
+    if setting(module, arguments, "return_dict_in_generate"):
         raise ValueError(
             "num_microbatches returns tokens: leave out return_dict_in_generate, or give a list of batches."
         )

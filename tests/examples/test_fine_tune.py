@@ -66,6 +66,11 @@ def tune_twice(rank: int, folder: Path) -> list[tuple[str, list[Any]]]:
     ]
 
 
+def tune_adapters(rank: int, folder: Path) -> None:
+    tune(rank, folder, "lines.txt", "--steps", "2", "--four-bit")
+    tune(rank, folder, "chats.jsonl", "--steps", "1", "--lora")
+
+
 def test_the_example_is_one_page() -> None:
     assert len(EXAMPLE.read_text().splitlines()) <= 60
 
@@ -78,6 +83,7 @@ def test_a_model_is_tuned_resumed_and_generates(tmp_path: Path) -> None:
 
     assert uploads[0] == {"private": True, "exist_ok": True}
     assert uploads[1]["repo_id"] == "me/tuned"
+    assert uploads[1]["ignore_patterns"] == ["*/*", "*.bin"]
     assert of_others == []
     state = json.loads((tuned / "checkpoint-8/trainer_state.json").read_text())
     assert state["global_step"] == 8
@@ -93,9 +99,11 @@ def test_a_model_is_tuned_resumed_and_generates(tmp_path: Path) -> None:
     assert answer == text.rpartition("\n")[2]
 
 
-def test_adapters_over_four_bit_weights_are_tuned_on_lines(tmp_path: Path) -> None:
+def test_adapters_are_tuned_on_lines_over_four_bit_weights_and_on_chats(tmp_path: Path) -> None:
     publish(tmp_path)
-    run_ranks(2, tune, tmp_path, "lines.txt", "--steps", "2", "--four-bit")
+    run_ranks(2, tune_adapters, tmp_path)
     state = json.loads((tmp_path / "of lines.txt/checkpoint-2/trainer_state.json").read_text())
     assert [each["step"] for each in state["log_history"] if "eval_loss" in each] == [1, 2]
-    assert (tmp_path / "of lines.txt/adapter_model.safetensors").exists()
+    for data in ("lines.txt", "chats.jsonl"):
+        assert (tmp_path / f"of {data}/adapter_model.safetensors").exists()
+        assert not (tmp_path / f"of {data}/model.safetensors").exists()

@@ -8,7 +8,7 @@ import torch
 from transformers import GenerationConfig, LogitsProcessor, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
-from nxdpp import NxDPPModel, parallel_state, tensor_parallelize
+from nxdpp import NxDPPModel, fully_shard, parallel_state, tensor_parallelize
 from nxdpp.generation import generate as generation
 from tests.generation.generated_models import MODELS, prompt, prompt_with_images
 from tests.support.models import padded_batch
@@ -90,6 +90,7 @@ def on_two_ranks(rank: int) -> dict[str, Any]:
     adapters()
     return {
         "caches": caches_in_both_orders(),
+        "chat": of_a_chat_model(rank),
         "llama": generated("llama"),
         "adapted gpt2": generated("adapted gpt2", virtual_pipeline_size=2),
         "t5": generated("t5"),
@@ -107,6 +108,7 @@ def on_four_ranks(rank: int) -> dict[str, Any]:
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
     found["replica"] = replica()
+    found["shards"] = [train_sharded(generates) for generates in (False, True)]
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel()
     model = NxDPPModel(OwnGeneration(), transformer_layer_cls=torch.nn.Linear)
@@ -172,9 +174,19 @@ def refuse(model: Any, ids: torch.Tensor) -> None:
         model.generate(batches, max_new_tokens=2, unknown_argument=3)
     with pytest.raises(ValueError, match="a streamer shows one batch"):
         model.generate(batches, max_new_tokens=2, streamer=Collected() if model.rank == 0 else None)
-    for name, value in (("output_attentions", True), ("do_sample", True), ("past_key_values", object())):
+    for name in ("output_attentions", "do_sample"):
         with pytest.raises(ValueError, match=f"give {name} to generate itself"):
-            model.generate([{"input_ids": ids, name: value}], max_new_tokens=2)
+            model.generate([{"input_ids": ids, name: True}], max_new_tokens=2)
+    for name, remedy in (
+        ("past_key_values", "give all tokens"),
+        ("encoder_outputs", "Give the encoder's inputs"),
+        ("inputs_embeds", "Give tokens"),
+    ):
+        for value in (object(), ids.float()):
+            with pytest.raises(ValueError, match=f"cannot honour {name}: .*{remedy}"):
+                model.generate([{"input_ids": ids, name: value}], max_new_tokens=2)
+            with pytest.raises(ValueError, match=f"cannot honour {name}: .*{remedy}"):
+                model.generate(batches, **{name: value})
     for name, value in (("prefix_allowed_tokens_fn", print), ("logits_processor", [Odd()])):
         with pytest.raises(ValueError, match=f"cannot honour {name} with num_microbatches=2"):
             model.generate(ids, num_microbatches=2, **{name: value})
@@ -199,6 +211,57 @@ def caches_in_both_orders() -> list[list[torch.Tensor]]:
         model = NxDPPModel(MODELS["llama"]()).eval()
         found.append([model.generate(prompt(4), max_new_tokens=5, use_cache=use) for use in uses])
     return found
+
+
+def chat_model() -> Any:
+    """A model whose own settings sample and pad, as those of published chat models."""
+    model = MODELS["llama"]().eval()
+    model.generation_config.update(do_sample=True, pad_token_id=0)
+    return model
+
+
+def ending(whole: Any) -> GenerationConfig:
+    """Settings by which the rows of ``prompt(4)`` end at different lengths."""
+    tokens = whole.generate(prompt(4), max_new_tokens=6, do_sample=False)
+    return GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=int(tokens[0, 8]))
+
+
+def of_a_chat_model(rank: int) -> dict[str, Any]:
+    """What a given configuration without these settings generates on this rank."""
+    model = NxDPPModel(chat_model()).eval()
+    torch.manual_seed(5)
+    batches = [{"input_ids": rows} for rows in prompt(4).split(2)]
+    found = {"list": model.generate(batches, generation_config=GenerationConfig(max_new_tokens=6))}
+    found["next number"] = torch.rand(())
+    found["parts"] = model.generate(prompt(4), num_microbatches=4, generation_config=ending(chat_model()))
+    torch.manual_seed(5)
+    found["greedy"] = model.generate(batches, generation_config=GenerationConfig(max_new_tokens=6), do_sample=None)
+    model.original_module.generation_config.guidance_scale = 2.0
+    with pytest.raises(ValueError, match=r"cannot honour guidance_scale=2\.0"):
+        model.generate(prompt(4), generation_config=GenerationConfig(max_new_tokens=6))
+    model.original_module.generation_config.update(guidance_scale=None, cache_implementation="quantized")
+    with pytest.raises(ValueError, match="cannot honour cache_implementation='quantized'"):
+        model.generate(prompt(4), generation_config=GenerationConfig(max_new_tokens=6))
+    return found
+
+
+def test_settings_of_the_model_count_with_a_given_configuration(two_ranks: list[dict[str, Any]]) -> None:
+    whole, config = chat_model(), GenerationConfig(max_new_tokens=6)
+    torch.manual_seed(5)
+    seeds = torch.randint(2**63 - 1, (2,)).tolist()
+    number = torch.rand(())
+    sampled = []
+    for seed, rows in zip(seeds, prompt(4).split(2), strict=True):
+        torch.manual_seed(seed)
+        sampled.append(whole.generate(rows, generation_config=config))
+    parts = whole.generate(prompt(4), generation_config=ending(whole))
+    assert 0 in parts[0, 9:]
+    greedy = [whole.generate(rows, max_new_tokens=6, do_sample=False) for rows in prompt(4).split(2)]
+    for rank in two_ranks:
+        assert all(map(torch.equal, rank["chat"]["list"], sampled))
+        assert torch.equal(rank["chat"]["next number"], number)
+        assert torch.equal(rank["chat"]["parts"], parts)
+        assert all(map(torch.equal, rank["chat"]["greedy"], greedy))
 
 
 def of_images(model: Any) -> list[torch.Tensor]:
@@ -340,15 +403,59 @@ def test_a_training_continues_as_without_it(two_ranks: list[dict[str, Any]]) -> 
         assert first == second
 
 
-def replica() -> Any:
-    """Tokens of this replica; the replicas end after different numbers of tokens."""
+def replica() -> tuple[torch.Tensor, list[int]]:
+    """Tokens of this replica, and its numbers of forwards with and without ``synced_gpus``.
+
+    The replicas end after different numbers of tokens.
+    """
     model = NxDPPModel(MODELS["llama"]()).eval()
     number = parallel_state.get_data_parallel_rank()
-    return model.generate(prompt(2, seed=number), max_new_tokens=2 + 3 * number, synced_gpus=True)
+    calls: list[int] = []
+    layer = model.local_module.get_submodule(model.stage_layers[0])
+    layer.register_forward_pre_hook(lambda *_: calls.append(1))
+    forwards = []
+    for is_synced in (True, False):
+        calls.clear()
+        tokens = model.generate(prompt(2, seed=number), max_new_tokens=2 + 3 * number, synced_gpus=is_synced)
+        forwards.append(len(calls))
+    return tokens, forwards
 
 
 def test_replicas_end_together(four_ranks: list[dict[str, Any]]) -> None:
     whole = MODELS["llama"]().eval()
     for rank, found in enumerate(four_ranks):
         number = rank % 2
-        assert torch.equal(found["replica"], whole.generate(prompt(2, seed=number), max_new_tokens=2 + 3 * number))
+        tokens, _ = found["replica"]
+        assert torch.equal(tokens, whole.generate(prompt(2, seed=number), max_new_tokens=2 + 3 * number))
+    forwards = [found["replica"][1] for found in four_ranks]
+    assert len({synced for synced, _ in forwards}) == 1
+    assert {alone for _, alone in forwards} == {2, 5}
+
+
+def train_sharded(generates: bool) -> tuple[list[torch.Tensor], list[float]]:
+    """Tokens between steps, if it ``generates`` then, and losses of a training of sharded replicas."""
+    model = NxDPPModel(MODELS["llama"](), num_microbatches=2, broadcast_and_average_loss=True)
+    fully_shard(model)
+    optimizer = torch.optim.SGD(model.local_parameters(), lr=0.1)
+    tokens: list[torch.Tensor] = []
+    losses: list[float] = []
+    for step in range(3):
+        if generates and step != 1:
+            model.eval()
+            tokens.append(model.generate(prompt(4), max_new_tokens=5))
+            model.train()
+        losses.append(
+            model.run_train(**padded_batch(4, seed=10 * step + parallel_state.get_data_parallel_rank())).item()
+        )
+        optimizer.step()
+        optimizer.zero_grad()
+    return tokens, losses
+
+
+def test_sharded_replicas_generate_and_train_on(four_ranks: list[dict[str, Any]]) -> None:
+    of_one = MODELS["llama"]().eval().generate(prompt(4), max_new_tokens=5)
+    for rank in four_ranks:
+        (_, expected), (tokens, losses) = rank["shards"]
+        assert torch.equal(tokens[0], of_one)
+        assert torch.equal(tokens[1], four_ranks[0]["shards"][1][0][1])
+        assert losses == expected

@@ -27,8 +27,8 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from nxdpp.checkpoint.dcp.optimizer_entries import torch_state
+from nxdpp.checkpoint.distributed import directory
 from nxdpp.checkpoint.distributed.captured import Described
-from nxdpp.checkpoint.distributed.directory import SUFFIX
 from nxdpp.checkpoint.distributed.document import OF_MODEL, tensors_of
 from nxdpp.checkpoint.distributed.rectangles import key_of
 from nxdpp.checkpoint.distributed.save import Save
@@ -45,7 +45,7 @@ class _StoredTensor(NamedTuple):
 class DcpSave(Save):
     """One save into ``folder``; as ``Save``, and torch.distributed.checkpoint loads model and optimizer."""
 
-    _suffix = SUFFIX
+    _suffix = directory.SUFFIX
     # Of rank 0: the flat state dict, and the keys of each entry.
     _entries: Mapping[str, Any] = {}
     _paths: Mapping[str, Any] = {}
@@ -76,7 +76,7 @@ class DcpSave(Save):
     def _write_documents(
         self, document: Path, number: int, spans: dict[MetadataIndex, FileSpan], told: list[Any]
     ) -> None:
-        """Also write ``.metadata``: the document makes the checkpoint count for nxdpp."""
+        """Also write ``.metadata`` under a name of its own: an older save of this tag still counts."""
         super()._write_documents(document, number, spans, told)
         saved: dict[str, SavedSpan] = {}
         for of_rank in told:
@@ -96,9 +96,31 @@ class DcpSave(Save):
                 described[name] = BytesStorageMetadata()
                 found = [(MetadataIndex(name), saved[_in_file(name)])]
             results += [WriteResult(index, span.length, _StorageInfo(*span)) for index, span in found]
-        writer = FileSystemWriter(self._folder)
+        writer = _MetadataWriter(self._folder, self._new_metadata)
         writer.set_up_storage_writer(True)
         writer.finish(Metadata(described, planner_data=self._paths), [results])
+
+    def _name_values(self) -> None:
+        directory.put_metadata(self._folder, self._name)
+
+    def _remove(self, file: Path) -> None:
+        for each in (self._new_metadata, file):
+            super()._remove(each)
+
+    @property
+    def _new_metadata(self) -> Path:
+        return directory.new_document(self._folder, self._name, directory.METADATA)
+
+
+class _MetadataWriter(FileSystemWriter):
+    """Writes ``.metadata`` to ``file``."""
+
+    def __init__(self, folder: Path, file: Path) -> None:
+        super().__init__(folder)
+        self._file = file
+
+    def _get_metadata_path(self, rank: int | None = None) -> Path:
+        return self._file
 
 
 def _in_file(name: str) -> str:

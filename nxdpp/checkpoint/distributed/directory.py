@@ -38,7 +38,7 @@ SUFFIX = ".distcp"
 HEAD_BYTES = 200
 _BEGINNING = b'{"format": "nxdpp", '
 _NUMBER = re.compile(rb'\{"format": "nxdpp", "version": \d+, "number": (\d+),')
-_OURS = re.compile(rf"[0-9a-f]{{8}}-rank\d{{5,}}\.(safetensors|distcp)|\.[0-9a-f]{{8}}-{re.escape(DOCUMENT)}")
+_OURS = re.compile(r"[0-9a-f]{8}-rank\d{5,}\.(safetensors|distcp)|\.[0-9a-f]{8}-(checkpoint\.json|\.metadata)")
 _NEW_LATEST = re.compile(rf"\.{LATEST}\.\d+")
 _LONGEST_NAME = 255
 
@@ -83,15 +83,20 @@ def check_directory(path: Path) -> None:
         raise NotADirectoryError(errno.ENOTDIR, "checkpoints need a directory, and this is none", str(found))
 
 
-def new_document(folder: Path, save: str) -> Path:
-    """Path of the document of a save before it counts."""
-    return folder / f".{save}-{DOCUMENT}"
+def new_document(folder: Path, save: str, name: str = DOCUMENT) -> Path:
+    """Path of the document of a save before it counts, or of another file with one name for all saves."""
+    return folder / f".{save}-{name}"
 
 
 def put_document(folder: Path, save: str) -> None:
     """Make the checkpoint in ``folder`` count. ``flush_directory`` then writes that to the disk."""
     flush_directory(folder)
     _rename(new_document(folder, save), folder / DOCUMENT)
+
+
+def put_metadata(folder: Path, save: str) -> None:
+    """Have torch.distributed.checkpoint read this save. ``flush_directory`` then writes that to the disk."""
+    _rename(new_document(folder, save, METADATA), folder / METADATA)
 
 
 def write_latest(path: Path, tag: str) -> None:

@@ -86,7 +86,8 @@ def _remove_files(folder: Path, named: Collection[str]) -> None:
     """Remove the files of saves except ``named``, and the directory if that empties it."""
     ours = [each for each in folder.iterdir() if directory.is_file_of_save(each.name) and each.name not in named]
     if any(each.suffix == SUFFIX for each in ours) and not any(name.endswith(SUFFIX) for name in named):
-        ours += folder.glob(f"{METADATA}*")
+        # It names the others.
+        ours = [*folder.glob(f"{METADATA}*"), *ours]
     for file in ours:
         file.unlink(missing_ok=True)
     if ours and not any(folder.iterdir()):

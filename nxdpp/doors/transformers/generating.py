@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from transformers import Seq2SeqTrainer, Trainer
 
+from nxdpp.generation.batches import samples
+
 FIELDS = frozenset({"predict_with_generate", "generation_max_length", "generation_num_beams", "generation_config"})
 """Fields of ``Seq2SeqTrainingArguments`` that mean what they mean for ``Seq2SeqTrainer``."""
 
@@ -27,8 +29,8 @@ class GeneratedPredictions:
         """Return the generated tokens (B, T) and the labels of each batch, both padded; collective over all ranks."""
         config = pipelined.original_module.generation_config
         inputs = [_inputs_of(batch) for batch in batches]
-        samples = self._settings.get("do_sample", config.do_sample)
-        if samples or not {"max_length", "max_new_tokens"} & self._settings.keys():
+        draws = samples(pipelined.original_module, self._settings)
+        if draws or not {"max_length", "max_new_tokens"} & self._settings.keys():
             # One process generates one batch after the other: random numbers and the default length follow that.
             tokens = []
             for each in inputs:

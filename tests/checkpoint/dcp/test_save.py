@@ -16,6 +16,7 @@ from torch.optim import AdamW
 
 from nxdpp import parallel_state
 from nxdpp.checkpoint.commands.show import verify
+from nxdpp.checkpoint.distributed import directory
 from nxdpp.doors.nxd.checkpoint import finalize_checkpoint, load_checkpoint, save_checkpoint
 from nxdpp.gradients.shards.local_tensors import local_rows
 from tests.checkpoint.distributed.layouts import Layout, Training, learning_rates
@@ -145,6 +146,32 @@ def test_a_save_replaces_and_removes_files_of_torch(tmp_path: Path) -> None:
         assert suffixes == expected
     save_checkpoint(tmp_path, "next", model, optimizer, num_kept_ckpts=1)
     assert not (tmp_path / "same").exists()
+
+
+@pytest.mark.parametrize("name", ["put_document", "put_metadata"])
+def test_a_save_that_fails_at_its_end_leaves_torch_the_older_one(name: str, tmp_path: Path) -> None:
+    """Each reader finds a whole checkpoint."""
+    model, read = nn.Linear(2, 2), nn.Linear(2, 2)
+    save_checkpoint(tmp_path, "same", model, format="dcp")
+    older = model.weight.detach().clone()
+    model.weight.data.zero_()
+
+    def fail(*_: Any) -> None:
+        raise OSError(5, "Input/output error", name)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(directory, name, fail)
+        with pytest.raises(OSError, match=f"rank 0 cannot write {name}"):
+            save_checkpoint(tmp_path, "same", model, format="dcp")
+    state: dict[str, Any] = {"model": read.state_dict()}
+    load(state, checkpoint_id=tmp_path / "same", no_dist=True)
+    assert torch.equal(read.weight, older)
+    load_checkpoint(tmp_path, "same", read)
+    assert torch.equal(read.weight, older if name == "put_document" else model.weight)
+    save_checkpoint(tmp_path, "same", model, format="dcp")
+    load(state, checkpoint_id=tmp_path / "same", no_dist=True)
+    assert torch.equal(read.weight, model.weight)
+    assert len(list((tmp_path / "same").iterdir())) == 3
 
 
 def test_what_cannot_be_written_is_refused(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from nxdpp.checkpoint.distributed import directory
-from nxdpp.checkpoint.distributed.directory import DOCUMENT
+from nxdpp.checkpoint.distributed.directory import DOCUMENT, METADATA
 from nxdpp.doors.nxd.checkpoint import finalize_checkpoint
 from tests.checkpoint.distributed.made_checkpoints import FOREIGN, checkpoint
 from tests.checkpoint.distributed.small_training import Training
@@ -123,7 +123,8 @@ def test_tags_that_are_no_name_of_a_directory_are_refused(tag: object) -> None:
 
 def test_names_of_files_of_a_save_are_known() -> None:
     assert directory.is_file_of_save(directory.file_name("0123abcd", 123456))
-    assert directory.is_file_of_save(directory.new_document(Path("folder"), "0123abcd").name)
+    for name in (DOCUMENT, METADATA):
+        assert directory.is_file_of_save(directory.new_document(Path("folder"), "0123abcd", name).name)
     assert not any(map(directory.is_file_of_save, FOREIGN))
     assert not directory.is_file_of_save(DOCUMENT)
 
