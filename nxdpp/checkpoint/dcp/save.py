@@ -8,8 +8,11 @@
 """
 
 import itertools
+import os
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +31,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from nxdpp.checkpoint.dcp.optimizer_entries import torch_state
 from nxdpp.checkpoint.distributed.captured import Described
-from nxdpp.checkpoint.distributed.directory import SUFFIX
+from nxdpp.checkpoint.distributed.directory import METADATA, SUFFIX, new_document, put_file
 from nxdpp.checkpoint.distributed.document import OF_MODEL, tensors_of
 from nxdpp.checkpoint.distributed.rectangles import key_of
 from nxdpp.checkpoint.distributed.save import Save
@@ -76,7 +79,7 @@ class DcpSave(Save):
     def _write_documents(
         self, document: Path, number: int, spans: dict[MetadataIndex, FileSpan], told: list[Any]
     ) -> None:
-        """Also write ``.metadata``: the document makes the checkpoint count for nxdpp."""
+        """Also write ``.metadata``, under a hidden name until the document makes the checkpoint count."""
         super()._write_documents(document, number, spans, told)
         saved: dict[str, SavedSpan] = {}
         for of_rank in told:
@@ -96,9 +99,28 @@ class DcpSave(Save):
                 described[name] = BytesStorageMetadata()
                 found = [(MetadataIndex(name), saved[_in_file(name)])]
             results += [WriteResult(index, span.length, _StorageInfo(*span)) for index, span in found]
-        writer = FileSystemWriter(self._folder)
-        writer.set_up_storage_writer(True)
-        writer.finish(Metadata(described, planner_data=self._paths), [results])
+        with TemporaryDirectory() as made:
+            writer = FileSystemWriter(made)
+            writer.set_up_storage_writer(True)
+            writer.finish(Metadata(described, planner_data=self._paths), [results])
+            content = (Path(made) / METADATA).read_bytes()
+        with self._hidden.open("xb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def _put_others(self) -> None:
+        put_file(self._folder, self._name, METADATA)
+
+    def _remove(self, file: Path) -> None:
+        with suppress(OSError):
+            self._hidden.unlink(missing_ok=True)
+        super()._remove(file)
+
+    @property
+    def _hidden(self) -> Path:
+        """Path of ``.metadata`` before the checkpoint counts."""
+        return new_document(self._folder, self._name, METADATA)
 
 
 def _in_file(name: str) -> str:

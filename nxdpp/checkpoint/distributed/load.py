@@ -84,11 +84,11 @@ class Load:
         model, optimizer = given.model, given.optimizer
         tensors = self.exchange.together(lambda: None if model is None else model_tensors(model))
         self.exchange.together(lambda: self._targets.prepare(given, tensors))
+        # A directory of torch's has a tied tensor under each of its names.
+        others = tensors.ties if tensors is not None and self._is_of_torch else {}
+        self.exchange.together(lambda: None if self.exchange.rank else check_copies(self._folder, others))
         if tensors is not None and given.strict:
             ties = self.content["ties"]
-            # A directory of torch's has a tied tensor under each of its names.
-            others = tensors.ties if self._is_of_torch else {}
-            self.exchange.together(lambda: None if self.exchange.rank else check_copies(self._folder, others))
             of_model = [name.removeprefix(OF_MODEL) for name in tensors_of(self._metadata) if name.startswith(OF_MODEL)]
             self._check_known(
                 [*(ties.get(name, name) for name in tensors.tensors), *others],

@@ -88,8 +88,9 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(tmp_path: Path) -> Non
         load_checkpoint(tmp_path, "one", other, optim.SGD(groups))
     states["model"]["head.weight"] = states["model"]["head.weight"] + 1
     save(states, checkpoint_id=tmp_path / "untied", no_dist=True)
-    with pytest.raises(ValueError, match=r"head.weight and embedding.weight differ in .*, and are one tensor"):
-        load_checkpoint(tmp_path, "untied", other, theirs)
+    for strict in (True, False):
+        with pytest.raises(ValueError, match=r"head.weight and embedding.weight differ in .*, and are one tensor"):
+            load_checkpoint(tmp_path, "untied", other, theirs, strict=strict)
     save({"model": net.state_dict(), "a": optimizer.state_dict()}, checkpoint_id=tmp_path / "numbers", no_dist=True)
     with pytest.raises(ValueError, match=r"has the parameters \[0\], and no names: save what"):
         load_checkpoint(tmp_path, "numbers", other, theirs)
@@ -99,6 +100,14 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(tmp_path: Path) -> Non
     with pytest.raises(ValueError, match="copy the directory again"):
         load_checkpoint(tmp_path, "one", other, theirs)
     check_same(_states(other, theirs), before)
+
+
+def test_files_of_another_save_are_refused(tmp_path: Path) -> None:
+    for tag, shape in (("wide", (2, 4)), ("high", (4, 2))):
+        save({"weight": torch.rand(shape)}, checkpoint_id=tmp_path / tag, no_dist=True)
+    (tmp_path / "wide" / "__0_0.distcp").replace(tmp_path / "high" / "__0_0.distcp")
+    with pytest.raises(ValueError, match=r"shape \[2, 4\], and by .metadata of torch.float32 and \[4, 2\]"):
+        load_checkpoint(tmp_path, "high", nn.Linear(2, 4, bias=False))
 
 
 def test_a_conversion_there_and_back_keeps_the_optimizer(tmp_path: Path) -> None:
