@@ -39,11 +39,14 @@ def with_rows_of(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def all_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """Return all rows of a sharded tensor in new memory, collective over its ranks; any other ``tensor`` itself."""
+    """Return all rows of a sharded tensor in new memory, collective over its ranks; any other ``tensor`` itself.
+
+    They are on the device of the mesh: rows that ``CPUOffloadPolicy`` keeps on the CPU have no backend there.
+    """
     if not isinstance(tensor, DTensor):
         return tensor
     with torch.no_grad(), Wait("rows of a sharded parameter", tensor.device_mesh.get_group(-1)):
-        rows = tensor.full_tensor()
+        rows = tensor.to(tensor.device_mesh.device_type).full_tensor()
     # With one rank they are its own memory.
     values = rows.clone() if tensor.device_mesh.size(-1) == 1 else rows
     copy_tensor_model_parallel_attributes(values, tensor)

@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.optim import AdamW
 
 from nxdpp import parallel_state
@@ -20,6 +21,7 @@ from nxdpp.checkpoint.commands.show import verify
 from nxdpp.checkpoint.distributed import directory
 from nxdpp.doors.nxd.checkpoint import finalize_checkpoint, load_checkpoint, save_checkpoint
 from nxdpp.gradients.shards.local_tensors import local_rows
+from nxdpp.tensor.shards import all_rows
 from tests.checkpoint.distributed.layouts import Layout, Training, learning_rates
 from tests.support.run_ranks import run_ranks
 from tests.support.tensor_models import VOCABULARY, make
@@ -90,8 +92,12 @@ def _save(rank: int, path: Path) -> None:
         training.step(_batch(0))
         training.step(_batch(1))
         parts = training.model, training.optimizer, training.scheduler
-        save_checkpoint(path / name, "ours", *parts, {"step": 2})
-        save_checkpoint(path / name, "dcp", *parts, {"step": 2}, async_save=True, format="dcp")
+        with CommDebugMode() as collectives:
+            save_checkpoint(path / name, "ours", *parts, {"step": 2})
+            save_checkpoint(path / name, "dcp", *parts, {"step": 2}, async_save=True, format="dcp")
+            assert collectives.get_total_counts() == 0
+            all_rows(next(training.model.parameters()))
+        assert collectives.get_total_counts() == (layout.shards > 1)
         finalize_checkpoint()
         other = Training(_model, layout)
         content = load_checkpoint(path / name, None, other.model, other.optimizer, other.scheduler)
