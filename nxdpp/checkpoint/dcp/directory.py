@@ -179,7 +179,7 @@ def read_dcp_directory(path: Path) -> DcpDirectory:
 
 
 class _Pickled:
-    """Stands for an object of a class of torch: only the state that was pickled."""
+    """Object in the place of one of a class of torch: only the state that was pickled."""
 
     def __init__(self, *arguments: object) -> None:
         self.arguments = arguments
@@ -189,7 +189,7 @@ class _Pickled:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Makes containers, numbers, strings, dtypes, and for each class that is admitted an object without its code.
+    """Reader of containers, numbers, strings, dtypes, and for each class that is admitted an object without its code.
 
     The classes are made anew, because a pickle can set attributes of what ``find_class`` returns.
     """

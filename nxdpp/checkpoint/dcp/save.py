@@ -40,7 +40,7 @@ from nxdpp.checkpoint.files.torch_saves import SavedSpan, write_saved
 
 
 class _StoredTensor(NamedTuple):
-    """Stands for a tensor of the checkpoint, by its name there."""
+    """Place of a tensor of the checkpoint in a state dict, by its name there."""
 
     name: str
 

@@ -79,7 +79,7 @@ class SavedSpan(NamedTuple):
             raise DamagedFile(
                 f"{self.named(folder, what)} is no contiguous tensor: python -m nxdpp checkpoint convert reads it."
             )
-        first = getattr(found.untyped_storage(), "_checkpoint_offset", self.length)
+        first: Any = getattr(found.untyped_storage(), "_checkpoint_offset", self.length)
         first += found.storage_offset() * found.itemsize
         if first + found.nbytes > self.length:
             raise DamagedFile(f"{self.named(folder, what)} does not have its values in one place.")
