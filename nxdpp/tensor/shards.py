@@ -9,6 +9,8 @@
 Under tensor parallelism the rows are of a tensor-parallel rank's part.
 """
 
+from typing import cast
+
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -39,11 +41,15 @@ def with_rows_of(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def all_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """Return all rows of a sharded tensor in new memory, collective over its ranks; any other ``tensor`` itself."""
+    """Return all rows of a sharded tensor in new memory, collective over its ranks; any other ``tensor`` itself.
+
+    They are on the device of the mesh: rows that ``CPUOffloadPolicy`` keeps on the CPU have no backend there.
+    """
     if not isinstance(tensor, DTensor):
         return tensor
     with torch.no_grad(), Wait("rows of a sharded parameter", tensor.device_mesh.get_group(-1)):
-        rows = tensor.full_tensor()
+        here = cast(DTensor, tensor.to(tensor.device_mesh.device_type))
+        rows = here.full_tensor()
     # With one rank they are its own memory.
     values = rows.clone() if tensor.device_mesh.size(-1) == 1 else rows
     copy_tensor_model_parallel_attributes(values, tensor)

@@ -112,7 +112,7 @@ def write_dcp(source: Source, destination: Path) -> None:
 
 
 class _PlannerOfSource(DefaultSavePlanner):
-    """Plans tensors on the meta device, and reads each when it is written."""
+    """Planner of tensors on the meta device, each of which is read when it is written."""
 
     def __init__(self, reads: Mapping[str, Callable[[], torch.Tensor]]) -> None:
         super().__init__()

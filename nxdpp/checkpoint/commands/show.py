@@ -11,7 +11,7 @@ from nxdpp.checkpoint.commands.formats import format_of, opened, unfinished
 from nxdpp.checkpoint.commands.listing import Listing, sized
 from nxdpp.checkpoint.dcp.directory import read_dcp_directory
 from nxdpp.checkpoint.distributed import directory
-from nxdpp.checkpoint.distributed.directory import DOCUMENT, number_of
+from nxdpp.checkpoint.distributed.directory import DOCUMENT, SUFFIX, number_of
 from nxdpp.checkpoint.distributed.document import OF_MODEL, OF_OPTIMIZER, Document, tensors_of
 from nxdpp.checkpoint.files.checksummed_reader import ChecksummedReader, DamagedFile
 from nxdpp.checkpoint.files.pieces import layouts_of, listed, printable
@@ -90,6 +90,13 @@ def _verify(path: Path) -> int:
     held = f"{len(tensors):,} tensors in {files:,} files, {size:,} bytes"
     if damaged:
         print(f"{folder} is damaged: {len(damaged):,} of {held}.")
+        return 1
+    try:
+        if any(file.endswith(SUFFIX) for file in names):
+            _dcp(folder, headers=True)
+    except (DamagedFile, OSError) as error:
+        print(error)
+        print(f"{folder} is damaged for torch.distributed.checkpoint, and load_checkpoint reads it: {held}.")
         return 1
     print(f"{folder} is whole: {held}.")
     return 0

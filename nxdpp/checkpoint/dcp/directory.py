@@ -95,16 +95,7 @@ class DcpTensor(StoredLayout):
             self._loaded(piece, with_values=False)
 
     def _loaded(self, piece: DcpPiece, with_values: bool = True) -> torch.Tensor:
-        found = piece.saved.load(piece.path.parent, self.name, with_values)
-        what = piece.saved.named(piece.path.parent, self.name)
-        if not isinstance(found, torch.Tensor) or found.layout != torch.strided:
-            raise DamagedFile(f"{what} is no dense tensor.")
-        if (tuple(found.shape), found.dtype) != (piece.sizes, self.dtype):
-            raise DamagedFile(
-                f"{what} is of {found.dtype} and shape {list(found.shape)}, and by {METADATA} of {self.dtype} and "
-                f"{list(piece.sizes)}: the files are of different saves."
-            )
-        return found.detach()
+        return piece.saved.tensor(piece.path.parent, self.name, piece.sizes, self.dtype, with_values)
 
 
 class DcpDirectory(NamedTuple):
@@ -188,7 +179,7 @@ def read_dcp_directory(path: Path) -> DcpDirectory:
 
 
 class _Pickled:
-    """Stands for an object of a class of torch: only the state that was pickled."""
+    """Object in the place of one of a class of torch: only the state that was pickled."""
 
     def __init__(self, *arguments: object) -> None:
         self.arguments = arguments
@@ -198,7 +189,7 @@ class _Pickled:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Makes containers, numbers, strings, dtypes, and for each class that is admitted an object without its code.
+    """Reader of containers, numbers, strings, dtypes, and for each class that is admitted an object without its code.
 
     The classes are made anew, because a pickle can set attributes of what ``find_class`` returns.
     """

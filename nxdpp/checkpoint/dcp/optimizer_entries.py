@@ -8,7 +8,8 @@
     optimizer.param_groups.0.params             names of parameters }
 
 With ``flatten_optimizer_state_dict=True`` torch gives the options of each parameter in place of groups
-(``param_groups.layers.0.weight.lr``): parameters with equal options are then one group.
+(``param_groups.layers.0.weight.lr``). The content is then ``flat``: it has one group for all parameters with equal
+options, and a load makes the groups of its optimizer of them.
 """
 
 import json
@@ -84,16 +85,17 @@ def found_optimizer(directory: DcpDirectory, model: Mapping[str, DcpTensor]) -> 
     (prefix,) = prefixes
     own = {path[len(prefix) :]: each for path, each in entries.items() if path[: len(prefix)] == prefix}
     states, tensors = _states(own, model)
-    groups = _groups({path: each for path, each in own.items() if path and path[0].partition(".")[0] == _GROUPS})
+    groups, is_flat = _groups(
+        {path: each for path, each in own.items() if path and path[0].partition(".")[0] == _GROUPS}
+    )
     unknown = [name for group in groups for name in group["names"] if name not in model]
     if unknown:
         raise ValueError(
             f"the optimizer has {listed(unknown, 5)}, and the model does not: save the names of "
             f"torch.distributed.checkpoint.state_dict.get_state_dict."
         )
-    return FoundOptimizer(
-        {"class": "", "groups": groups, "states": states}, tensors, [each.name for each in own.values()]
-    )
+    content = {"class": "", "groups": groups, "states": states, "flat": is_flat}
+    return FoundOptimizer(content, tensors, [each.name for each in own.values()])
 
 
 def _entries(directory: DcpDirectory) -> dict[str, DcpTensor | DcpObject]:
@@ -125,7 +127,8 @@ def _states(
     return states, tensors
 
 
-def _groups(entries: Mapping[tuple[str, ...], DcpTensor | DcpObject]) -> list[dict[str, Any]]:
+def _groups(entries: Mapping[tuple[str, ...], DcpTensor | DcpObject]) -> tuple[list[dict[str, Any]], bool]:
+    """The groups, and whether they are made of the options of parameters."""
     found: dict[str, dict[str, Any]] = {}
     flat: dict[str, dict[str, Any]] = {}
     for path, entry in entries.items():
@@ -148,7 +151,7 @@ def _groups(entries: Mapping[tuple[str, ...], DcpTensor | DcpObject]) -> list[di
                 f"torch.distributed.checkpoint.state_dict.get_state_dict returns."
             )
         groups.append({"options": encoded(options, f"{_GROUPS}[{number}]"), "names": names})
-    return groups
+    return groups, bool(flat)
 
 
 def _order(item: tuple[str, Any]) -> int:

@@ -8,8 +8,11 @@
 """
 
 import itertools
+import os
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import torch
@@ -27,8 +30,8 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from nxdpp.checkpoint.dcp.optimizer_entries import torch_state
-from nxdpp.checkpoint.distributed import directory
 from nxdpp.checkpoint.distributed.captured import Described
+from nxdpp.checkpoint.distributed.directory import METADATA, SUFFIX, new_document, put_file
 from nxdpp.checkpoint.distributed.document import OF_MODEL, tensors_of
 from nxdpp.checkpoint.distributed.rectangles import key_of
 from nxdpp.checkpoint.distributed.save import Save
@@ -37,7 +40,7 @@ from nxdpp.checkpoint.files.torch_saves import SavedSpan, write_saved
 
 
 class _StoredTensor(NamedTuple):
-    """Stands for a tensor of the checkpoint, by its name there."""
+    """Place of a tensor of the checkpoint in a state dict, by its name there."""
 
     name: str
 
@@ -45,7 +48,7 @@ class _StoredTensor(NamedTuple):
 class DcpSave(Save):
     """One save into ``folder``; as ``Save``, and torch.distributed.checkpoint loads model and optimizer."""
 
-    _suffix = directory.SUFFIX
+    _suffix = SUFFIX
     # Of rank 0: the flat state dict, and the keys of each entry.
     _entries: Mapping[str, Any] = {}
     _paths: Mapping[str, Any] = {}
@@ -76,7 +79,7 @@ class DcpSave(Save):
     def _write_documents(
         self, document: Path, number: int, spans: dict[MetadataIndex, FileSpan], told: list[Any]
     ) -> None:
-        """Also write ``.metadata`` under a name of its own: an older save of this tag still counts."""
+        """Also write ``.metadata``, under a hidden name until the document makes the checkpoint count."""
         super()._write_documents(document, number, spans, told)
         saved: dict[str, SavedSpan] = {}
         for of_rank in told:
@@ -96,31 +99,28 @@ class DcpSave(Save):
                 described[name] = BytesStorageMetadata()
                 found = [(MetadataIndex(name), saved[_in_file(name)])]
             results += [WriteResult(index, span.length, _StorageInfo(*span)) for index, span in found]
-        writer = _MetadataWriter(self._folder, self._new_metadata)
-        writer.set_up_storage_writer(True)
-        writer.finish(Metadata(described, planner_data=self._paths), [results])
+        with TemporaryDirectory() as made:
+            writer = FileSystemWriter(made)
+            writer.set_up_storage_writer(True)
+            writer.finish(Metadata(described, planner_data=self._paths), [results])
+            content = (Path(made) / METADATA).read_bytes()
+        with self._hidden.open("xb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
 
-    def _name_values(self) -> None:
-        directory.put_metadata(self._folder, self._name)
+    def _put_others(self) -> None:
+        put_file(self._folder, self._name, METADATA)
 
     def _remove(self, file: Path) -> None:
-        for each in (self._new_metadata, file):
-            super()._remove(each)
+        with suppress(OSError):
+            self._hidden.unlink(missing_ok=True)
+        super()._remove(file)
 
     @property
-    def _new_metadata(self) -> Path:
-        return directory.new_document(self._folder, self._name, directory.METADATA)
-
-
-class _MetadataWriter(FileSystemWriter):
-    """Writes ``.metadata`` to ``file``."""
-
-    def __init__(self, folder: Path, file: Path) -> None:
-        super().__init__(folder)
-        self._file = file
-
-    def _get_metadata_path(self, rank: int | None = None) -> Path:
-        return self._file
+    def _hidden(self) -> Path:
+        """Path of ``.metadata`` before the checkpoint counts."""
+        return new_document(self._folder, self._name, METADATA)
 
 
 def _in_file(name: str) -> str:

@@ -38,7 +38,8 @@ SUFFIX = ".distcp"
 HEAD_BYTES = 200
 _BEGINNING = b'{"format": "nxdpp", '
 _NUMBER = re.compile(rb'\{"format": "nxdpp", "version": \d+, "number": (\d+),')
-_OURS = re.compile(r"[0-9a-f]{8}-rank\d{5,}\.(safetensors|distcp)|\.[0-9a-f]{8}-(checkpoint\.json|\.metadata)")
+_HIDDEN = "|".join(map(re.escape, (DOCUMENT, METADATA)))
+_OURS = re.compile(rf"[0-9a-f]{{8}}-rank\d{{5,}}\.(safetensors|distcp)|\.[0-9a-f]{{8}}-({_HIDDEN})")
 _NEW_LATEST = re.compile(rf"\.{LATEST}\.\d+")
 _LONGEST_NAME = 255
 
@@ -84,19 +85,19 @@ def check_directory(path: Path) -> None:
 
 
 def new_document(folder: Path, save: str, name: str = DOCUMENT) -> Path:
-    """Path of the document of a save before it counts, or of another file with one name for all saves."""
+    """Path of the document of a save, or of the file ``name``, before it counts."""
     return folder / f".{save}-{name}"
 
 
 def put_document(folder: Path, save: str) -> None:
     """Make the checkpoint in ``folder`` count. ``flush_directory`` then writes that to the disk."""
     flush_directory(folder)
-    _rename(new_document(folder, save), folder / DOCUMENT)
+    put_file(folder, save, DOCUMENT)
 
 
-def put_metadata(folder: Path, save: str) -> None:
-    """Have torch.distributed.checkpoint read this save. ``flush_directory`` then writes that to the disk."""
-    _rename(new_document(folder, save, METADATA), folder / METADATA)
+def put_file(folder: Path, save: str, name: str) -> None:
+    """Give ``new_document`` its ``name``."""
+    _rename(new_document(folder, save, name), folder / name)
 
 
 def write_latest(path: Path, tag: str) -> None:

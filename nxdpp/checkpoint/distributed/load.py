@@ -31,8 +31,9 @@ from nxdpp.checkpoint.dcp.read_document import check_copies, dcp_document
 from nxdpp.checkpoint.distributed.directory import DOCUMENT
 from nxdpp.checkpoint.distributed.document import OF_MODEL, Document, parsed_document, read_document, tensors_of
 from nxdpp.checkpoint.distributed.load_targets import LoadArguments, LoadTargets
-from nxdpp.checkpoint.distributed.model_state import local_module_of, model_tensors
+from nxdpp.checkpoint.distributed.model_state import ModelTensors, local_module_of, model_tensors
 from nxdpp.checkpoint.distributed.optimizer_state import held_state
+from nxdpp.checkpoint.distributed.parameter_groups import SavedGroup, groups_of, regrouped
 from nxdpp.checkpoint.distributed.pruning import check_files, keep_damaged
 from nxdpp.checkpoint.distributed.ranks import Exchange
 from nxdpp.checkpoint.distributed.reads import VerifiedReads
@@ -83,12 +84,13 @@ class Load:
         """
         model, optimizer = given.model, given.optimizer
         tensors = self.exchange.together(lambda: None if model is None else model_tensors(model))
-        self.exchange.together(lambda: self._targets.prepare(given, tensors))
+        groups = self._groups(optimizer, tensors)
+        self.exchange.together(lambda: self._targets.prepare(given, tensors, groups))
+        # A directory of torch's has a tied tensor under each of its names.
+        others = tensors.ties if tensors is not None and self._is_of_torch else {}
+        self.exchange.together(lambda: None if self.exchange.rank else check_copies(self._folder, others))
         if tensors is not None and given.strict:
             ties = self.content["ties"]
-            # A directory of torch's has a tied tensor under each of its names.
-            others = tensors.ties if self._is_of_torch else {}
-            self.exchange.together(lambda: None if self.exchange.rank else check_copies(self._folder, others))
             of_model = [name.removeprefix(OF_MODEL) for name in tensors_of(self._metadata) if name.startswith(OF_MODEL)]
             self._check_known(
                 [*(ties.get(name, name) for name in tensors.tensors), *others],
@@ -114,6 +116,15 @@ class Load:
             self._warn_of_left_out({"scheduler": given.scheduler, "grad_scaler": given.grad_scaler})
         self._marked = [] if model is None else [local_module_of(model), *([] if optimizer is None else [optimizer])]
         self.exchange.together(self._check_overwrites)
+
+    def _groups(self, optimizer: Optimizer | None, tensors: ModelTensors | None) -> list[SavedGroup]:
+        """The saved groups, or for flat options those of ``optimizer``; collective."""
+        saved = self.content["optimizer"] or {"groups": []}
+        groups = [SavedGroup(**group) for group in saved["groups"]]
+        if optimizer is None or tensors is None or not saved.get("flat"):
+            return groups
+        of_ranks = self.exchange.all_together(lambda: groups_of(optimizer, tensors.names()))
+        return self.exchange.together(lambda: regrouped(of_ranks, groups))
 
     def read(self) -> Any:
         """Read this rank's part, take over the state, and return the user's content.

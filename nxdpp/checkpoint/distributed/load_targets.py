@@ -65,8 +65,10 @@ class LoadTargets:
         self._copies: list[tuple[TensorBlocks, TensorBlocks]] = []
         self._after: list[Callable[[], Any]] = []
 
-    def prepare(self, given: LoadArguments, tensors: ModelTensors | None) -> None:
+    def prepare(self, given: LoadArguments, tensors: ModelTensors | None, groups: Sequence[SavedGroup]) -> None:
         """Verify that the checkpoint fits ``given``, whose model has ``tensors``, before anything is changed.
+
+        ``groups`` are of the saved optimizer.
 
         Raises ``ValueError`` for names, shapes, dtypes or groups that do not fit.
         """
@@ -76,7 +78,7 @@ class LoadTargets:
         if given.optimizer is not None:
             if tensors is None:
                 raise ValueError("an optimizer is loaded with the model whose parameters it has: give model= too.")
-            self._add_optimizer(given.optimizer, tensors, given.strict)
+            self._add_optimizer(given.optimizer, tensors, groups, given.strict)
         for name, one in (("scheduler", given.scheduler), ("grad_scaler", given.grad_scaler)):
             if one is None:
                 continue
@@ -135,9 +137,11 @@ class LoadTargets:
             if torch._debug_has_internal_overlap(local_rows(tensor)) == 1:
                 raise ValueError(f"{name} is an expanded tensor, whose elements share memory: make it by .clone().")
             if tuple(source.size) != placement.shape or source.properties.dtype != tensor.dtype:
+                hint = " A training with master copies and one with float32 parameters do not load each other's state."
                 raise ValueError(
                     f"{name} is of shape {list(source.size)} and {source.properties.dtype} in {self._folder}, and of "
                     f"{list(placement.shape)} and {tensor.dtype} in the model: build the model that was saved."
+                    f"{hint if tuple(source.size) == placement.shape else ''}"
                 )
             real = tensor
             if tensor.is_meta:
@@ -169,7 +173,9 @@ class LoadTargets:
             replaced += zip(rest, pipelined.initial_weights_of(rest), strict=True)
             self._after.append(lambda: pipelined.replace_local_tensors(replaced))
 
-    def _add_optimizer(self, optimizer: Optimizer, tensors: ModelTensors, strict: bool) -> None:
+    def _add_optimizer(
+        self, optimizer: Optimizer, tensors: ModelTensors, groups: Sequence[SavedGroup], strict: bool
+    ) -> None:
         saved = self._content["optimizer"]
         if saved is None:
             raise ValueError(f"{self._folder} has no optimizer: leave out optimizer=.")
@@ -181,12 +187,11 @@ class LoadTargets:
                 f"optimizer that was saved, or leave out optimizer=."
             )
         names = tensors.names()
-        groups = [SavedGroup(**group) for group in saved["groups"]]
         if not saved["class"]:
             check_options(optimizer, groups)
         options = new_options(optimizer, names, groups)
         states = saved["states"]
-        place = {name: number for number, group in enumerate(saved["groups"]) for name in group["names"]}
+        place = {name: number for number, group in enumerate(groups) for name in group.names}
         for held in list(held_state(optimizer, names)):
             described = states.get(held.name, {})
             state = held.new_state(described, options[place[held.name]])

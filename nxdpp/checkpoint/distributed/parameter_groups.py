@@ -109,6 +109,28 @@ def new_options(optimizer: Optimizer, names: Mapping[int, str], saved: Sequence[
     return found
 
 
+def regrouped(of_ranks: Sequence[Sequence[SavedGroup]], saved: Sequence[SavedGroup]) -> list[SavedGroup]:
+    """Return the options of ``saved``, which are of each parameter, in the groups that an optimizer has on all ranks.
+
+    A group without parameters keeps its own options. Raises ``ValueError`` for a group whose parameters had different
+    options.
+    """
+    options = {name: group.options for group in saved for name in group.names}
+    found = []
+    for number, groups in enumerate(zip(*of_ranks, strict=True)):
+        names = sorted({name for group in groups for name in group.names})
+        known = [name for name in names if name in options]
+        first = options[known[0]] if known else groups[0].options
+        for name in known:
+            if options[name] != first:
+                raise ValueError(
+                    f"param_groups[{number}] has {known[0]} and {name}, whose options differ in the checkpoint: "
+                    f"{first!r:.200} and {options[name]!r:.200}. Make the optimizer with the groups that were saved."
+                )
+        found.append(SavedGroup(first, known))
+    return found
+
+
 def check_options(optimizer: Optimizer, saved: Sequence[SavedGroup]) -> None:
     """Raise ``ValueError`` where ``optimizer`` has a number that groups of an unknown class lack, as SGD's momentum."""
     numbers = {key: value for key, value in optimizer.defaults.items() if _numbers_in(value)}

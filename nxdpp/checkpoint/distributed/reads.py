@@ -122,5 +122,5 @@ def _reads(folder: Path, metadata: Metadata, tensors: Mapping[str, TensorBlocks]
         shape, dtype = saved.chunks[index.index].sizes, saved.properties.dtype
         span = spans[index]
         if isinstance(span, SavedSpan):
-            span = span.values(folder, index.fqn)
+            span = span.values(folder, index.fqn, shape, dtype)
         yield _Read(index.fqn, span, shape, dtype, item.storage_offsets, block[part])

@@ -125,8 +125,8 @@ class Save:
         """On rank 0: write the document, which does not count yet, after what all ranks have ``told``."""
         write_document(document, number, self._content, self._metadata, spans)
 
-    def _name_values(self) -> None:
-        """On rank 0: have other readers find the values of a checkpoint that counts."""
+    def _put_others(self) -> None:
+        """On rank 0: right after the document counts, replace the other files that must name what it names."""
 
     def _claim(self) -> None:
         """On rank 0: lock the directory."""
@@ -167,7 +167,7 @@ class Save:
             self._write_documents(document, directory.next_number(path), spans, [told for _, _, told in of_ranks])
             directory.put_document(self._folder, self._name)
             counts = True
-            self._name_values()
+            self._put_others()
             directory.flush_directory(self._folder)
             directory.write_latest(path, self._folder.name)
             for error in prune(path, self._kept, self._folder.name, {span.file for span in spans.values()}):

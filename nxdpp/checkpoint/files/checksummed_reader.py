@@ -28,11 +28,11 @@ class DamagedFile(ValueError):
 
 @dataclass
 class ChecksummedReader:
-    """Reads bytes of spans in the files of ``directory``, and compares the checksum of each piece that it reads.
-    A span without checksums is of files that have none.
+    """Reader of spans in the files of ``directory`` that compares the checksum of each piece.
 
-    One file is open at a time, and one piece is kept. Threads read whole pieces right into the destination: it has
-    its values after ``wait``, or at the end of the block. Raises ``DamagedFile`` and ``OSError``.
+    A span of a file without checksums is not compared. One file is open at a time, and one piece is kept. Threads read
+    whole pieces right into the destination: it has its values after ``wait``, or at the end of the block. Raises
+    ``DamagedFile`` and ``OSError``.
     """
 
     directory: Path

@@ -12,7 +12,7 @@ a rank reads in part, as of any other file.
 import io
 import os
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
@@ -58,17 +58,32 @@ class SavedSpan(NamedTuple):
         """Text of the place for messages."""
         return f"the piece of {printable(what, 300)} at byte {self.start} of {folder / self.file}"
 
-    def values(self, folder: Path, what: str) -> FileSpan:
-        """Return the place of a tensor's values, without checksums; raises as ``load``."""
-        found = self.load(folder, what, with_values=False)
-        if not isinstance(found, torch.Tensor) or not found.is_contiguous():
+    def tensor(
+        self, folder: Path, what: str, shape: Sequence[int], dtype: torch.dtype, with_values: bool = True
+    ) -> torch.Tensor:
+        """Return the dense tensor of ``shape`` and ``dtype`` that the file must have here; raises as ``load``."""
+        found = self.load(folder, what, with_values)
+        if not isinstance(found, torch.Tensor) or found.layout != torch.strided:
+            raise DamagedFile(f"{self.named(folder, what)} is no dense tensor.")
+        if (tuple(found.shape), found.dtype) != (tuple(shape), dtype):
+            raise DamagedFile(
+                f"{self.named(folder, what)} is of {found.dtype} and shape {list(found.shape)}, and by .metadata of "
+                f"{dtype} and {list(shape)}: the files are of different saves."
+            )
+        return found.detach()
+
+    def values(self, folder: Path, what: str, shape: Sequence[int], dtype: torch.dtype) -> FileSpan:
+        """Return the place of a tensor's values, without checksums; raises as ``tensor``."""
+        found = self.tensor(folder, what, shape, dtype, with_values=False)
+        if not found.is_contiguous():
             raise DamagedFile(
                 f"{self.named(folder, what)} is no contiguous tensor: python -m nxdpp checkpoint convert reads it."
             )
-        first = getattr(found.untyped_storage(), "_checkpoint_offset", None)
-        if first is None:
-            raise DamagedFile(f"{self.named(folder, what)} has its values in no one place.")
-        return FileSpan(self.file, self.start + first + found.storage_offset() * found.itemsize, found.nbytes, ())
+        first: Any = getattr(found.untyped_storage(), "_checkpoint_offset", self.length)
+        first += found.storage_offset() * found.itemsize
+        if first + found.nbytes > self.length:
+            raise DamagedFile(f"{self.named(folder, what)} does not have its values in one place.")
+        return FileSpan(self.file, self.start + first, found.nbytes, ())
 
 
 def write_saved(path: Path, values: Iterable[tuple[str, Any]]) -> dict[str, tuple[SavedSpan, FileSpan | None]]:

@@ -27,7 +27,7 @@ _PART_ENDINGS = ("_proj_blocks", "_proj_scales", "_proj_scale_inv")
 
 
 class _Blocks(Fp8Dequantize):
-    """Dequantises FP8 by the block size of the configuration; the last blocks of a dimension may be smaller."""
+    """Conversion from FP8 by the block size of the configuration; the last blocks of a dimension may be smaller."""
 
     def _dequantize_one(
         self, quantized: torch.Tensor, scales: torch.Tensor, output_dtype: torch.dtype | None = None

@@ -1,5 +1,6 @@
 """``save_checkpoint(format="dcp")``: torch.distributed.checkpoint reads it in one process, to the bit."""
 
+import errno
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.optim import AdamW
 
 from nxdpp import parallel_state
@@ -19,6 +21,7 @@ from nxdpp.checkpoint.commands.show import verify
 from nxdpp.checkpoint.distributed import directory
 from nxdpp.doors.nxd.checkpoint import finalize_checkpoint, load_checkpoint, save_checkpoint
 from nxdpp.gradients.shards.local_tensors import local_rows
+from nxdpp.tensor.shards import all_rows
 from tests.checkpoint.distributed.layouts import Layout, Training, learning_rates
 from tests.support.run_ranks import run_ranks
 from tests.support.tensor_models import VOCABULARY, make
@@ -89,8 +92,12 @@ def _save(rank: int, path: Path) -> None:
         training.step(_batch(0))
         training.step(_batch(1))
         parts = training.model, training.optimizer, training.scheduler
-        save_checkpoint(path / name, "ours", *parts, {"step": 2})
-        save_checkpoint(path / name, "dcp", *parts, {"step": 2}, async_save=True, format="dcp")
+        with CommDebugMode() as collectives:
+            save_checkpoint(path / name, "ours", *parts, {"step": 2})
+            save_checkpoint(path / name, "dcp", *parts, {"step": 2}, async_save=True, format="dcp")
+            assert collectives.get_total_counts() == 0
+            all_rows(next(training.model.parameters()))
+        assert collectives.get_total_counts() == (layout.shards > 1)
         finalize_checkpoint()
         other = Training(_model, layout)
         content = load_checkpoint(path / name, None, other.model, other.optimizer, other.scheduler)
@@ -148,30 +155,33 @@ def test_a_save_replaces_and_removes_files_of_torch(tmp_path: Path) -> None:
     assert not (tmp_path / "same").exists()
 
 
-@pytest.mark.parametrize("name", ["put_document", "put_metadata"])
-def test_a_save_that_fails_at_its_end_leaves_torch_the_older_one(name: str, tmp_path: Path) -> None:
-    """Each reader finds a whole checkpoint."""
-    model, read = nn.Linear(2, 2), nn.Linear(2, 2)
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_save_that_fails_leaves_the_files_of_torch_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Linear(4, 4)
+    expected = model.weight.detach().clone()
     save_checkpoint(tmp_path, "same", model, format="dcp")
-    older = model.weight.detach().clone()
-    model.weight.data.zero_()
+    files = sorted((tmp_path / "same").iterdir())
 
-    def fail(*_: Any) -> None:
-        raise OSError(5, "Input/output error", name)
+    def fail(folder: Path, _: str) -> None:
+        assert len(list(folder.glob(".*-.metadata"))) == 1
+        raise OSError(errno.EIO, "no")
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(directory, name, fail)
-        with pytest.raises(OSError, match=f"rank 0 cannot write {name}"):
-            save_checkpoint(tmp_path, "same", model, format="dcp")
-    state: dict[str, Any] = {"model": read.state_dict()}
-    load(state, checkpoint_id=tmp_path / "same", no_dist=True)
-    assert torch.equal(read.weight, older)
-    load_checkpoint(tmp_path, "same", read)
-    assert torch.equal(read.weight, older if name == "put_document" else model.weight)
+    with monkeypatch.context() as patched:
+        patched.setattr(directory, "put_document", fail)
+        nn.init.zeros_(model.weight)
+        for tag in ("same", "new"):
+            with pytest.raises(OSError, match="rank 0 cannot write"):
+                save_checkpoint(tmp_path, tag, model, format="dcp")
+    assert not (tmp_path / "new").exists()
+    assert sorted((tmp_path / "same").iterdir()) == files
+    read = {"model": {"weight": torch.empty(4, 4)}}
+    load(read, checkpoint_id=tmp_path / "same", no_dist=True)
+    assert torch.equal(read["model"]["weight"], expected)
+    # A save that is killed in between has left it.
+    hidden = tmp_path / "same" / f".{'0' * 8}-.metadata"
+    hidden.touch()
     save_checkpoint(tmp_path, "same", model, format="dcp")
-    load(state, checkpoint_id=tmp_path / "same", no_dist=True)
-    assert torch.equal(read.weight, model.weight)
-    assert len(list((tmp_path / "same").iterdir())) == 3
+    assert not hidden.exists()
 
 
 def test_what_cannot_be_written_is_refused(tmp_path: Path) -> None:
@@ -182,11 +192,20 @@ def test_what_cannot_be_written_is_refused(tmp_path: Path) -> None:
         save_checkpoint("memory://run", "one", model, format="dcp")
 
 
-def test_a_damaged_value_is_found(tmp_path: Path) -> None:
+def test_damage_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = nn.Linear(64, 64)
     save_checkpoint(tmp_path, "one", model, format="dcp")
     (file,) = (tmp_path / "one").glob("*.distcp")
     content = bytearray(file.read_bytes())
+    metadata = (tmp_path / "one" / ".metadata").read_bytes()
+    (tmp_path / "one" / ".metadata").unlink()
+    assert verify(tmp_path / "one") == 1
+    assert "is damaged for torch.distributed.checkpoint, and load_checkpoint reads it" in capsys.readouterr().out
+    (tmp_path / "one" / ".metadata").write_bytes(metadata)
+    assert verify(tmp_path / "one") == 0
+    file.write_bytes(content.replace(b"FloatStorage", b"HalfStorage\0"))
+    assert verify(tmp_path / "one") == 1
+    assert "the piece of model.weight at byte 0 of" in capsys.readouterr().out
     place = content.index(model.weight.detach().numpy().tobytes())
     content[place + 5] ^= 1
     file.write_bytes(content)

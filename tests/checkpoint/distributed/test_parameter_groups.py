@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, AdamW
 
-from nxdpp.checkpoint.distributed.parameter_groups import SavedGroup, groups_of, joined_groups, new_options
+from nxdpp.checkpoint.distributed.parameter_groups import SavedGroup, groups_of, joined_groups, new_options, regrouped
 
 A, B, C = [nn.Parameter(torch.zeros(1)) for _ in range(3)]
 NAMES = {id(A): "a", id(B): "b", id(C): "c"}
@@ -92,3 +92,21 @@ def test_an_option_that_is_no_number_is_refused(change: dict[str, Any]) -> None:
     others = {"rate": 2, "lr": 1, "mine": "text", "foreach": True, "betas": {"$tuple": [0, 0.5]}}
     (options,) = new_options(optimizer, NAMES, [SavedGroup(saved.options | others, saved.names)])
     assert options["betas"] == (0, 0.5)
+
+
+def test_options_of_parameters_are_taken_into_the_groups_of_all_ranks() -> None:
+    saved = [SavedGroup({"lr": 1}, ["b", "c", "d"]), SavedGroup({"lr": 2}, ["a"])]
+    own = {"lr": 0}
+    first = [SavedGroup(own, ["a"]), SavedGroup(own, []), SavedGroup(own, []), SavedGroup(own, ["new"])]
+    second = [SavedGroup(own, []), SavedGroup(own, ["b"]), SavedGroup(own, []), SavedGroup(own, ["c"])]
+    found = regrouped([first, second], saved)
+    assert found == [
+        SavedGroup({"lr": 2}, ["a"]),
+        SavedGroup({"lr": 1}, ["b"]),
+        SavedGroup(own, []),
+        saved[0]._replace(names=["c"]),
+    ]
+    with pytest.raises(
+        ValueError, match=r"param_groups\[0\] has a and b, whose options differ in the checkpoint: {'lr': 2}"
+    ):
+        regrouped([[SavedGroup(own, ["a"])], [SavedGroup(own, ["b"])]], saved)
