@@ -33,19 +33,45 @@ class StepTraffic:
     all_gather: float = 0.0
 
 
+@dataclass(frozen=True)
+class WholeBytes:
+    """The most bytes of weights, and of gradients, of a stage that are whole at once with ZeRO-3."""
+
+    weights: int = 0
+    gradients: int = 0
+
+    @classmethod
+    def of(cls, parameters: Iterable[nn.Parameter], unit: int, rest: int, is_split: bool) -> "WholeBytes":
+        """Return the bytes of a stage.
+
+        They are the rest and two layers, and gradients of the rest and one, or all of both in the weight-gradient of a
+        split backward.
+
+        Args:
+            parameters: of the stage.
+            unit: bytes of its largest layer.
+            rest: bytes of the parameters of no layer.
+            is_split: the schedule splits backwards.
+        """
+        whole = state_bytes(parameters)
+        if is_split:
+            return cls(whole.weights, whole.gradients)
+        return cls(min(rest + 2 * unit, whole.weights), min(rest + unit, whole.gradients))
+
+
 def step_traffic(
-    tensor: float, parameters: Sequence[nn.Parameter], sizes: Dimensions, microbatches: int
+    tensor: float, parameters: Sequence[nn.Parameter], sizes: Dimensions, microbatches: int, is_split: bool
 ) -> StepTraffic:
     """Return the traffic of a rank with ``parameters`` whose layers send ``tensor`` bytes in a step.
 
-    Their tensor group has these bytes.
+    Their tensor group has these bytes. With ZeRO-3 each part of a backward that ``is_split`` gathers.
     """
     tensor += least_sent("all_reduce", _summed_bytes(parameters), sizes.tensor)
     # A gradient has the size of its parameter.
     whole = state_bytes(parameters)
     if not sizes.zero:
         return StepTraffic(tensor, average=least_sent("all_reduce", whole.gradients, sizes.data))
-    scatters, gathers = (microbatches, 2 * microbatches) if sizes.zero > SHARDED else (1, 1)
+    scatters, gathers = (microbatches, (3 if is_split else 2) * microbatches) if sizes.zero > SHARDED else (1, 1)
     return StepTraffic(
         tensor,
         reduce_scatter=scatters * least_sent("reduce_scatter", whole.gradients, sizes.data),
@@ -54,11 +80,11 @@ def step_traffic(
     )
 
 
-def planned_state(parameters: Iterable[nn.Parameter], unit: int, sizes: Dimensions) -> StateBytes:
+def planned_state(parameters: Iterable[nn.Parameter], at_once: WholeBytes, sizes: Dimensions) -> StateBytes:
     """Return the most bytes of the state of ``parameters`` in a step, each once.
 
-    With ZeRO-2 whole weights and gradients count next to the shards, with ZeRO-3 two units and the gradients of one.
-    A shard is of float32 at least. ``unit`` are the bytes of the largest unit.
+    With ZeRO-2 whole weights and gradients count next to the shards, with ZeRO-3 what is whole ``at_once``. A shard is
+    of float32 at least.
     """
     distinct = list({id(parameter): parameter for parameter in parameters}.values())
     if not sizes.is_sharded:
@@ -68,8 +94,7 @@ def planned_state(parameters: Iterable[nn.Parameter], unit: int, sizes: Dimensio
     trained = -(-_of_float32(each for each in distinct if each.requires_grad) // sizes.data)
     if sizes.zero == SHARDED:
         return StateBytes(whole.parameters, weights + whole.weights, max(whole.gradients, trained), 2 * trained)
-    gathered, gradients = min(2 * unit, whole.weights), trained + min(unit, whole.gradients)
-    return StateBytes(whole.parameters, weights + gathered, gradients, 2 * trained)
+    return StateBytes(whole.parameters, weights + at_once.weights, trained + at_once.gradients, 2 * trained)
 
 
 def _of_float32(parameters: Iterable[nn.Parameter]) -> int:

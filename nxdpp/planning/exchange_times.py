@@ -32,7 +32,7 @@ def exchange_seconds(kind: Kind, whole: float, ranks: int, link: Link) -> float:
 
 
 class ExchangeTimes:
-    """ExchangeTimes of the replicas of one layout on one machine."""
+    """Times of the exchanges of the replicas of one layout on one machine."""
 
     def __init__(self, machine: Machine, layout: Layout, sizes: Itemsizes) -> None:
         self._layout = layout
@@ -65,23 +65,30 @@ class ExchangeTimes:
         """Return the seconds of an action with its exchange."""
         return max(work, exchange) if self._hides else work + exchange
 
-    def gather_delay(self, first: Spans, states: Sequence[RankState]) -> float:
-        """Return the seconds by which a rank is late whose stages wait for their parameters in a step: ZeRO-2.
+    def gather_delay(self, firsts: Sequence[Spans], states: Sequence[RankState]) -> float:
+        """Return the seconds by which the first forwards of a step are late, which wait for their parameters: ZeRO-2.
+
+        Two units are gathered ahead, from the begin of the step or under the stage before; the others under the first
+        forward of their own stage. What one stage is late, all stages behind it are too.
 
         Args:
-            first: spans of the first forward of each of its stages. A gather hides under earlier ones and under its
-                own.
+            firsts: of each rank, spans of the first forward of each of its stages.
             states: of each stage.
         """
         if self._layout.zero != SHARDED:
             return 0.0
         if not self._hides:
-            return sum(self.gather(states[stage].weights) for stage in first)
-        ready = late = 0.0
-        for stage, (start, end) in sorted(first.items(), key=lambda item: item[1]):
-            late = max(late, ready + self.gather(states[stage].rest + states[stage].unit) - start)
-            ready += self.gather(states[stage].weights)
-            late = max(late, ready - end)
+            return max(sum(self.gather(states[stage].weights) for stage in first) for first in firsts)
+        spans = sorted((*span, rank, stage) for rank, first in enumerate(firsts) for stage, span in first.items())
+        ready = [0.0] * len(firsts)
+        late = 0.0
+        for start, end, rank, stage in spans:
+            state = states[stage]
+            late = max(late, ready[rank] + self.gather(state.rest + state.unit) - start)
+            ahead = min(state.rest + state.unit if state.rest else 2 * state.unit, state.weights)
+            others = max(ready[rank] + self.gather(ahead), start + late)
+            ready[rank] = others + self.gather(state.weights - ahead)
+            late = max(late, ready[rank] - end)
         return late
 
     def reduced_end(self, last: Spans, gradients: Mapping[int, float], end: float) -> float:

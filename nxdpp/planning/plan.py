@@ -147,9 +147,12 @@ class Plan:
         """Raise ``ValueError`` for a ``module`` whose class or dtype differs from the plan's."""
         found = (type(module).__name__, name_of(dtype_of(module)))
         if found != (self.model, self.parameter_dtype):
+            remedy = f"give that model, or plan for this one (nxdpp.plan(..., dtype={found[1]!r}))"
+            if found[0] == self.model and self.parameter_dtype != self.dtype:
+                remedy = f"give it in float32 (.float()): its shards are float32, and are gathered in {self.dtype}"
             raise ValueError(
                 f"the plan is for a {self.model} in {self.parameter_dtype}, and the model is a {found[0]} in {found[1]}"
-                f": give that model, or plan for this one (nxdpp.plan(..., dtype={found[1]!r}))."
+                f": {remedy}."
             )
 
     def initialize(self, **arguments: Any) -> None:

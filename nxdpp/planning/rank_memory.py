@@ -61,6 +61,7 @@ class StageBytes:
             backward, or a weight-gradient runs.
         last: of what the last backward has besides.
         held: of weights that autocast has converted for a microbatch, from its forward to its backward: ZeRO-3.
+        reduces_each: a weight-gradient reduces whole gradients, also what the input-gradients before it made: ZeRO-3.
     """
 
     gradients: float
@@ -71,6 +72,7 @@ class StageBytes:
     weight: float = 0.0
     last: float = 0.0
     held: float = 0.0
+    reduces_each: bool = False
 
 
 def stage_bytes(layout: Layout, state: RankState, sizes: Itemsizes, on_cuda: bool) -> StageBytes:
@@ -94,7 +96,8 @@ def stage_bytes(layout: Layout, state: RankState, sizes: Itemsizes, on_cuda: boo
         backward = gathered + min(rest + unit, state.gradients) + reduced
         # Recomputed layers convert their weights again.
         held = state.cast * (state.rest / max(state.weights, 1) if layout.checkpoint else 1.0)
-        return StageBytes(shard, forward=gathered, backward=backward, weight=state.weights + flat, held=held)
+        weight = state.weights + flat
+        return StageBytes(shard, forward=gathered, backward=backward, weight=weight, held=held, reduces_each=True)
     whole, made = state.gradients * sizes.to_gradient, unit if sizes.to_gradient > 1 else 0
     return StageBytes(shard, state.weights, whole, backward=made, weight=made, last=flat)
 
@@ -165,6 +168,8 @@ def activation_peak(actions: Sequence[Action], costs: Sequence[StageCosts], part
     missing = sum(each.gradients for each in parts.values())
     begun: set[int] = set()
     made: set[int] = set()
+    # Whole gradients of recomputed layers that wait for a weight-gradient, by stage.
+    waiting: dict[int, float] = {}
     lasts = {action.stage: number for number, action in enumerate(actions) if action.kind in _ENDS}
     for number, (stage, kind, _, _) in enumerate(actions):
         cost, part = costs[stage], parts[stage]
@@ -179,14 +184,21 @@ def activation_peak(actions: Sequence[Action], costs: Sequence[StageCosts], part
         elif kind is ActionKind.BACKWARD or (kind is ActionKind.WEIGHT_GRADIENT and stage == 0):
             now -= cost.held + part.held
             top = before + cost.backward_extra + part.backward
+            if part.reduces_each and kind is ActionKind.WEIGHT_GRADIENT:
+                top += part.weight - part.forward
         elif kind is ActionKind.INPUT_GRADIENT and stage:
             now += cost.kept - cost.held - part.held
             # It frees what it does not keep at its end.
             top = before + cost.kept_gradients + cost.at_once + part.forward
+            if part.reduces_each and stage not in waiting:
+                waiting[stage] = cost.at_once
+                now += cost.at_once
         elif kind is ActionKind.WEIGHT_GRADIENT:
             now -= cost.kept
-            # All gradients are made before they are added to the gradients of earlier microbatches.
-            top = (now + cost.deferred if stage in made else before) + part.weight
+            # All gradients are made before they are added to the gradients of earlier microbatches, or reduced.
+            grown = now + cost.deferred if stage in made or part.reduces_each else now
+            top = max(before, grown) + part.weight
+            now -= waiting.pop(stage, 0.0)
         is_last = lasts[stage] == number
         peak = max(peak, top + (part.last if is_last else 0.0) - missing)
         if kind not in _ENDS:

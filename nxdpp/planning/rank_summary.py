@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from nxdpp.pipeline.partition.layer_costs import StateBytes
-from nxdpp.planning.dimensions import planned_state
+from nxdpp.planning.dimensions import WholeBytes, planned_state
 from nxdpp.planning.layout import Dimensions
 from nxdpp.planning.stage_summary import StageSummary
 from nxdpp.schedules.chosen import ChosenSchedule
@@ -104,4 +104,7 @@ def summarise_layout(stages: list[StageSummary], schedule: ChosenSchedule, sizes
 
 def _state(stages: Sequence[StageSummary], sizes: Dimensions) -> StateBytes:
     parameters = (parameter for stage in stages for parameter in stage.parameters)
-    return planned_state(parameters, max(stage.unit for stage in stages), sizes)
+    # One stage computes at a time.
+    weights = max(stage.at_once.weights for stage in stages)
+    gradients = max(stage.at_once.gradients for stage in stages)
+    return planned_state(parameters, WholeBytes(weights, gradients), sizes)

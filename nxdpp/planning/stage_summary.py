@@ -12,7 +12,7 @@ from nxdpp.pipeline.partition.layer_costs import StateBytes, activation_bytes
 from nxdpp.pipeline.partition.partition import GivenCuts, PartitionPolicy, even, make_partition
 from nxdpp.pipeline.partition.transport_bytes import transport_bytes
 from nxdpp.pipeline.stages.cut_graph import CutGraph
-from nxdpp.planning.dimensions import StepTraffic, planned_state, step_traffic
+from nxdpp.planning.dimensions import StepTraffic, WholeBytes, planned_state, step_traffic
 from nxdpp.planning.dtypes import dtype_of
 from nxdpp.planning.layer_times import weight_bytes
 from nxdpp.planning.layout import Dimensions
@@ -47,7 +47,7 @@ class StageSummary:
         transport: bytes of communicators and messages on its rank, a part of the rank's memory limit.
         estimated: True if some costs are estimated.
         parameters: its parameters.
-        unit: bytes of the parameters of its largest layer, or of the rest.
+        at_once: what is whole at once with ZeRO-3.
     """
 
     rank: int
@@ -65,7 +65,7 @@ class StageSummary:
     transport: int
     estimated: bool
     parameters: Sequence[nn.Parameter] = field(repr=False, compare=False)
-    unit: int = 0
+    at_once: WholeBytes = field(default_factory=WholeBytes)
 
     @property
     def peak_activations(self) -> int:
@@ -142,14 +142,15 @@ def _summaries(
         owned = cut.partition.parameters_of(plan.stage)
         held = [parameters[name] for name in owned if name in parameters]
         layers = cut.partition.layers_of([plan.stage])
-        unit = _largest_unit({name: parameters[name] for name in owned if name in parameters}, layers)
+        unit, rest = _units({name: parameters[name] for name in owned if name in parameters}, layers)
+        at_once = WholeBytes.of(held, unit, rest, with_parts is not None)
         in_tensor_group = schedule.microbatches * sum(node_costs[node].tensor_bytes for node in nodes)
         activations = activation_bytes(nodes, node_costs, cut.traced)
         found.append(
             StageSummary(
                 rank=schedule.placement.rank_of(plan.stage),
                 layers=layers,
-                state=planned_state(held, unit, sizes),
+                state=planned_state(held, at_once, sizes),
                 forward=sum(node_costs[node].forward for node in nodes),
                 backward=sum(node_costs[node].backward for node in nodes),
                 work=sum(node_costs[node].work for node in nodes),
@@ -158,23 +159,24 @@ def _summaries(
                 kept=_kept(plan.stage, nodes, activations, with_parts),
                 sent_tensors=sum(cost.output_tensors for cost in sent),
                 sent_bytes=sum(cost.output_bytes for cost in sent),
-                traffic=step_traffic(in_tensor_group, held, sizes, schedule.microbatches),
+                traffic=step_traffic(in_tensor_group, held, sizes, schedule.microbatches, with_parts is not None),
                 transport=transport,
                 estimated=any(node_costs[node].estimated for node in nodes),
                 parameters=held,
-                unit=unit,
+                at_once=at_once,
             )
         )
     return found
 
 
-def _largest_unit(parameters: Mapping[str, nn.Parameter], layers: Sequence[str]) -> int:
-    """Return the bytes of the parameters of the largest of ``layers``, or of all parameters of none of them."""
+def _units(parameters: Mapping[str, nn.Parameter], layers: Sequence[str]) -> tuple[int, int]:
+    """Return the bytes of the parameters of the largest of ``layers``, and of all parameters of none of them."""
     units: dict[str, list[nn.Parameter]] = {}
     for name, parameter in parameters.items():
         layer = next((layer for layer in layers if name.startswith(f"{layer}.")), "")
         units.setdefault(layer, []).append(parameter)
-    return max((weight_bytes(unit) for unit in units.values()), default=0)
+    rest = weight_bytes(units.pop("", []))
+    return max((weight_bytes(unit) for unit in units.values()), default=0), rest
 
 
 def _kept(stage: int, nodes: Sequence[fx.Node], activations: int, with_parts: Mapping[fx.Node, NodeCost] | None) -> int:

@@ -115,7 +115,7 @@ def step_times(
     ends, firsts, lasts, busy = _run(machine, layout, schedule, times, microbatches)
     slowdown = 1.0 if machine.cores is None else max(machine.devices / machine.cores, 1.0)
     makespan = max(ends)
-    delay = max(exchanges.gather_delay(first, of_stages) for first in firsts)
+    delay = exchanges.gather_delay(firsts, of_stages)
     trained = {stage: float(state.gradients) for stage, state in enumerate(of_stages)}
     found = []
     for rank, end in enumerate(ends):

@@ -93,22 +93,45 @@ def test_figures_are_those_of_the_layouts() -> None:
     assert "1.50" in figures_table(rows)
 
 
-def test_published_runs_of_our_recipe_are_predicted_within_15_percent() -> None:
-    """The page has all runs. One of them is predicted again."""
+def _published_rows() -> list[list[str]]:
+    """Cells of the page's table of published runs."""
     page = (Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "planner.md").read_text()
     block = page.partition("<!-- published -->")[2].partition("<!-- end of published -->")[0]
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in block.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in block.splitlines() if line.startswith("|")][2:]
+
+
+def test_published_runs_of_our_recipe_are_predicted_within_15_percent() -> None:
+    """The page has all runs. One of them is predicted again."""
+    rows = _published_rows()
 
     expected = [(run.name, f"{name}, {chunks}") for run in published.RUNS for name, chunks in run.schedules]
-    assert [(row[0], row[2]) for row in rows[2:]] == expected
-    same = [float(row[5]) for row in rows[2:] if row[-1].startswith("same")]
+    assert [(row[0], row[2]) for row in rows] == expected
+    same = [float(row[5]) for row in rows if row[-1].startswith("same")]
     assert len(same) >= 16
     assert all(0.85 <= ratio <= 1.15 for ratio in same)
     run = next(run for run in published.RUNS if run.model == "6.2B")
     ((schedule, _),) = run.schedules
     ratio = published.predicted(run, replace(run.layout, schedule=schedule)).step_seconds / run.seconds
-    (printed,) = (float(row[5]) for row in rows[2:] if (row[0], row[2]) == (run.name, f"{schedule}, 1"))
+    (printed,) = (float(row[5]) for row in rows if (row[0], row[2]) == (run.name, f"{schedule}, 1"))
     assert ratio == pytest.approx(printed, abs=0.006)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "without"), [("1f1b", 0.86), pytest.param("interleaved", 0.88, marks=pytest.mark.sweep)]
+)
+def test_the_memory_of_the_published_405b_is_predicted(schedule: str, without: float) -> None:
+    """The page has the bytes with the logits that another runtime keeps, and the ratio without them in its text."""
+    runs = [run for run in published.RUNS if run.model == "405B" and run.memory]
+    ((run, chunks),) = [(each, count) for each in runs for name, count in each.schedules if name == schedule]
+    (row,) = [row for row in _published_rows() if (row[0], row[2]) == (run.name, f"{schedule}, {chunks}")]
+
+    found = published.predicted(run, replace(run.layout, schedule=schedule, chunks=chunks))
+
+    (gib,) = run.memory
+    bytes_ = published.reserved(found, run.kept) / 2**30
+    assert row[6:9] == [f"{gib:.1f}", f"{bytes_:.1f}", f"{bytes_ / gib:.2f}"]
+    assert published.reserved(found) / 2**30 / gib == pytest.approx(without, abs=0.005)
+    assert row[5] == f"{found.step_seconds / run.seconds:.2f}"
 
 
 def test_arguments(capsys: pytest.CaptureFixture[str]) -> None:

@@ -37,13 +37,13 @@ MATRICES = HIDDEN * HIDDEN * 2 + HIDDEN * (HIDDEN // 2) * 2 + 3 * HIDDEN * MIDDL
 def _stages(
     tensor: int = 1, data: int = 1, zero: int = 0, sequence: bool = False, **changes: Any
 ) -> list[StageSummary]:
-    dtype = changes.pop("dtype", torch.float32)
+    dtype, name = changes.pop("dtype", torch.float32), changes.pop("schedule", None)
     with torch.device("meta"):
         model = LlamaForCausalLM._from_config(LlamaConfig(**CONFIG), dtype=dtype)
     ids = torch.empty(B, T, dtype=torch.int64, device="meta")
     sizes = Dimensions(tensor, data, zero, sequence)
     with divided(model, sizes):
-        schedule = ChosenSchedule(None, 2, MICROBATCHES, 1)
+        schedule = ChosenSchedule(name, 2, MICROBATCHES, 1)
         return summarise_stages(model, {"input_ids": ids, "labels": ids}, schedule, sizes=sizes, **changes)
 
 
@@ -117,17 +117,31 @@ def test_zero1_shares_moments_and_master_copies_of_float32(dtype: torch.dtype, e
 
 @pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 4), (torch.bfloat16, 2)])
 def test_zero_2_and_3_share_parameters_in_float32(dtype: torch.dtype, size: int) -> None:
-    """Whole weights and gradients come on top with ZeRO-2, two layers and the gradients of one with ZeRO-3."""
+    """ZeRO-2 adds whole weights and gradients; ZeRO-3 the rest of a stage, two layers, and gradients of one of them."""
     layer = (MATRICES + 2 * HIDDEN) * size
-    for plain, once, each in zip(*(_stages(data=4, zero=zero, dtype=dtype) for zero in (0, 2, 3)), strict=True):
+    # The embedding, and a norm with the head.
+    rests = (VOCABULARY * HIDDEN * size, (VOCABULARY + 1) * HIDDEN * size)
+    found = [_stages(data=4, zero=zero, dtype=dtype) for zero in (0, 2, 3)]
+    for rest, plain, once, each in zip(rests, *found, strict=True):
         shard = plain.state.parameters
         assert once.state == StateBytes(
             plain.state.parameters, shard + plain.state.weights, plain.state.weights, 2 * shard
         )
-        assert each.state == StateBytes(plain.state.parameters, shard + 2 * layer, shard + layer, 2 * shard)
+        assert each.state == StateBytes(
+            plain.state.parameters, shard + rest + 2 * layer, shard + rest + layer, 2 * shard
+        )
         part = plain.state.weights * 3 / 4
         assert (once.traffic.reduce_scatter, once.traffic.all_gather) == (part, part)
         assert (each.traffic.reduce_scatter, each.traffic.all_gather) == (MICROBATCHES * part, 2 * MICROBATCHES * part)
+
+
+def test_zero_3_gathers_a_whole_stage_for_a_weight_gradient() -> None:
+    for plain, split in zip(_stages(data=4), _stages(data=4, zero=3, schedule="zb-h1"), strict=True):
+        whole, shard = plain.state.weights, plain.state.weights // 4
+        assert split.state == StateBytes(plain.state.parameters, shard + whole, shard + whole, 2 * shard)
+        # In the forward, the input-gradient and the weight-gradient.
+        assert split.traffic.all_gather == 3 * MICROBATCHES * whole * 3 / 4
+        assert split.traffic.reduce_scatter == MICROBATCHES * whole * 3 / 4
 
 
 def test_a_memory_limit_counts_the_shared_state() -> None:

@@ -1,4 +1,4 @@
-"""ExchangeTimes of replicas for each stage of ZeRO, against formulas."""
+"""Times of the exchanges of replicas for each stage of ZeRO, against formulas."""
 
 from dataclasses import replace
 
@@ -36,19 +36,22 @@ def test_sent_bytes_of_a_step(zero: int, sent: float) -> None:
     assert _exchanges(zero).sent(STATE, 3, True) == sent + (300 if zero == 3 else 0)
 
 
-def test_a_gather_hides_under_earlier_forwards_and_its_own() -> None:
-    """Two stages of 200 bytes take 100 seconds each, and their first unit 25."""
+def test_gathers_hide_under_the_first_forward_of_their_stage() -> None:
+    """A stage of 200 bytes takes 100 seconds, and each of its four units 25."""
     states = [STATE, STATE]
     late = _exchanges(2).gather_delay
 
-    assert late({0: (0.0, 1000.0), 1: (1000.0, 2000.0)}, states) == 25
+    assert late([{0: (0.0, 1000.0), 1: (1000.0, 2000.0)}], states) == 25
     # The first stage is whole 70 seconds after the end of its first forward, the second one 150.
-    assert late({0: (0.0, 30.0), 1: (30.0, 50.0)}, states) == 150
-    # On a later rank gathers have run before.
-    assert late({0: (500.0, 510.0)}, states[:1]) == 0
-    assert _exchanges(2, CORES).gather_delay({0: (500.0, 510.0), 1: (510.0, 520.0)}, states) == 200
+    assert late([{0: (0.0, 30.0), 1: (30.0, 50.0)}], states) == 150
+    # Two units of a later stage have run before: the others take 50 seconds of a forward of 10.
+    assert late([{0: (500.0, 510.0)}], states) == 40
+    assert late([{0: (0.0, 1000.0)}, {1: (1000.0, 1010.0)}], states) == 25 + 40
+    # The embedding is the first unit, and a layer the second one: 100 of 200 bytes again.
+    assert late([{0: (500.0, 510.0)}], [replace(STATE, rest=50, unit=30)]) == 50
+    assert _exchanges(2, CORES).gather_delay([{0: (500.0, 510.0), 1: (510.0, 520.0)}], states) == 200
     for zero in (0, 1, 3):
-        assert _exchanges(zero).gather_delay({0: (0.0, 30.0)}, states) == 0
+        assert _exchanges(zero).gather_delay([{0: (0.0, 30.0)}], states) == 0
 
 
 def test_reductions_hide_under_the_last_backwards() -> None:

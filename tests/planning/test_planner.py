@@ -234,6 +234,16 @@ def test_a_configuration_gives_the_dtype_of_its_constructor() -> None:
     assert config.dtype == torch.bfloat16
 
 
+def test_a_half_model_is_given_in_float32_where_replicas_share_its_parameters() -> None:
+    model = LlamaForCausalLM(LLAMA).bfloat16()
+    job: dict[str, Any] = {"devices": 2, "global_batch": 2, "fixed": {"data": 2, "zero": 3}, "best": 1}
+    plan = nxdpp.plan(model, seq_length=32, **job, **CPU)
+
+    with pytest.raises(ValueError, match=r"in bfloat16: give it in float32 \(\.float\(\)\): its shards are float32"):
+        plan.check_model(model)
+    plan.check_model(model.float())
+
+
 def test_another_object_is_no_model() -> None:
     with pytest.raises(TypeError, match=r"nxdpp\.plan takes a model, or a configuration of transformers, not a str"):
         nxdpp.plan("llama", devices=1, global_batch=1, **CPU)

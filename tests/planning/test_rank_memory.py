@@ -7,6 +7,7 @@ import pytest
 from nxdpp.planning.layout import Layout
 from nxdpp.planning.rank_memory import RankMemory, StageBytes, activation_peak, rank_memory, stage_bytes
 from nxdpp.planning.stage_costs import Itemsizes, RankState, StageCosts
+from nxdpp.schedules.actions import Action, ActionKind
 from nxdpp.schedules.families.registry import find_family
 
 HALF, WITH_FLOAT32_GRADIENTS = Itemsizes(2, 2), Itemsizes(2, 4)
@@ -39,7 +40,7 @@ def test_gathered_weights_and_whole_gradients() -> None:
     assert mixed == StageBytes(100, 200, 400, backward=50, weight=50, last=100)
     # The rest and two layers, gradients of the rest and a layer, and a message with gradients of one.
     each = stage_bytes(_layout(3), STATE, HALF, False)
-    assert each == StageBytes(100, forward=120, backward=120 + 70 + 50, weight=200 + 50)
+    assert each == StageBytes(100, forward=120, backward=120 + 70 + 50, weight=200 + 50, reduces_each=True)
     # gloo reduces a copy, while the next layer is recomputed.
     again = stage_bytes(replace(_layout(3), checkpoint=True), STATE, HALF, False)
     assert again == replace(each, backward=each.backward + 50)
@@ -97,6 +98,25 @@ def test_units_are_gathered_while_an_action_runs() -> None:
     found = activation_peak(find_family("1f1b").build(2, 4, 1)[0], _costs(2), {0: part})
 
     assert found == 2 * 10 + 3 + (20 + 50) + (20 + 50) + 50
+
+
+def test_a_split_backward_keeps_whole_gradients_to_the_weight_gradient() -> None:
+    """Recomputed layers have theirs from the input-gradient on, and a weight-gradient gathers all of its stage."""
+    part = stage_bytes(_layout(3), STATE, HALF, True)
+    # 10 bytes of a microbatch to its input-gradient, then 4; gradients of 150 bytes come in it, and of 50 later.
+    costs = [replace(each, kept=4, at_once=150, deferred=50) for each in _costs(2)]
+    kinds = (ActionKind.FORWARD, ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT)
+    forward, inputs, weights = (Action(1, kind, 0) for kind in kinds)
+
+    # In the weight-gradient: all weights, a message, whole gradients.
+    assert activation_peak([forward, inputs, weights], costs, {1: part}) == 150 + 50 + 250
+    # Another input-gradient makes them once more, and they wait in one place.
+    second = [Action(1, kind, 1) for kind in kinds]
+    both = [forward, inputs, second[0], second[1], weights, second[2]]
+    assert activation_peak(both, costs, {1: part}) == 150 + 4 + 50 + 250
+    # All of the first stage's backward is in its weight-gradient.
+    first = [Action(0, kind, 0) for kind in kinds]
+    assert activation_peak(first, costs, {0: part}) == 10 + 3 + part.backward + 250 - part.forward
 
 
 def test_each_microbatch_keeps_the_weights_that_autocast_converts() -> None:
