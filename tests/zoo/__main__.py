@@ -37,7 +37,7 @@ SWEEPS: dict[str, Judge] = {
     "generation": generation.judge,
     "shards": shards.judge,
 }
-_WRITTEN = ("training", "xla", "compiled", "generation")
+_WRITTEN = ("training", "xla", "compiled", "generation", "shards")
 """Sweeps whose rows are kept in files."""
 
 _PAGE = Path(__file__).parents[2] / "docs/zoo.md"

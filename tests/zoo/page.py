@@ -55,7 +55,7 @@ images or sounds got tokens only. *Not built*: too large, without a library or i
 _LONGEST = 120
 
 
-def page(training: Results, xla: Results, compiled: Results, generation: Results) -> str:
+def page(training: Results, xla: Results, compiled: Results, generation: Results, shards: Results) -> str:
     """Return the page in Markdown."""
     found = training.verdicts
     groups = {
@@ -71,6 +71,7 @@ def page(training: Results, xla: Results, compiled: Results, generation: Results
         *_names("All types that build are right", [f"{name} {_right(of)}" for name, of in whole.items()]),
     ]
     lines += _in_one_line("Both models compiled by `aot_eager` (`python -m tests.zoo compiled`", compiled)
+    lines += _in_one_line("Two sharded replicas of two stages (`python -m tests.zoo shards`", shards)
     lines += ["", "## Refused or failing", "", *_refused(found), *_generated(generation)]
     text = _INTRODUCTION.format(source=_source(training)) + "\n".join(lines) + "\n"
     if xla.verdicts:

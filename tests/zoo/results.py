@@ -1,4 +1,4 @@
-"""Rows of a sweep in a file beside this module: ``results/training.tsv``, ``xla.tsv``, ``compiled.tsv``.
+"""Rows of a sweep in a file beside this module, such as ``results/training.tsv``.
 
 The first line tells the commit and the versions of the libraries. Each other line has a task, a type, the result, the
 number of values that each stage after the first receives, and the reason or the arguments that the type needs.

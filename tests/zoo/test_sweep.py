@@ -75,7 +75,8 @@ def test_the_page_has_totals_and_the_refused_types() -> None:
     tasks["rnnt"] = {"parakeet": Verdict("to rounding")}
 
     over_xla = Results("commit 2", {"causal-lm": xla | {"xlm": Verdict("not compared")}})
-    text = page(Results("commit 1", tasks), over_xla, Results("commit 3, torch", {"causal-lm": xla}), Results())
+    others = Results("commit 3, torch", {"causal-lm": xla}), Results(), Results("commit 4", {"causal-lm": xla})
+    text = page(Results("commit 1", tasks), over_xla, *others)
 
     assert "| causal-lm | 50.0 % | 1 | 0 | 1 | 0 | 0 |" in text
     assert "| all mappings | 50.0 % | 1 | 1 | 2 | 0 | 0 |" in text
@@ -84,6 +85,7 @@ def test_the_page_has_totals_and_the_refused_types() -> None:
     assert "| causal-lm | 50.0 % | 1 | 0 | 0 | 1 | 1 |" in text
     assert "| opt | causal-lm | y |" in text
     assert "(`python -m tests.zoo compiled`, commit 3), right: causal-lm 50.0 % of 2." in " ".join(text.split())
+    assert "(`python -m tests.zoo shards`, commit 4), right: causal-lm 50.0 % of 2." in " ".join(text.split())
     assert "mpt" not in text
 
 
