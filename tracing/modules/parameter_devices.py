@@ -69,7 +69,9 @@ def shown(parameter: nn.Parameter, device: Any, detached: bool = False) -> Param
     if isinstance(parameter, ParameterOfModel):
         return parameter
     requires_grad = parameter.requires_grad and not detached
-    made: ParameterOfModel = torch.Tensor._make_subclass(ParameterOfModel, parameter, requires_grad)
+    # A DTensor can be no other subclass. Only ``own`` is ever computed with.
+    plain = getattr(parameter, "_local_tensor", parameter)
+    made: ParameterOfModel = torch.Tensor._make_subclass(ParameterOfModel, plain, requires_grad)
     made.own, made.traced_device, made.is_detached = parameter, device, detached
     return made
 
