@@ -109,9 +109,10 @@ def check_arguments(module: nn.Module, inputs: Any, parts: int, arguments: Mappi
     _check_batches(module, inputs, parts, arguments)
     for batch in inputs if is_list(inputs) else ():
         _check_given(batch)
-        if name := next((name for name, value in batch.items() if not has_tensors(value)), None):
+        others = [key for key, value in batch.items() if not has_tensors(value)]
+        if others:
             raise ValueError(
-                f"a dict of a list of batches has tensors only: give {name} to generate itself, for all batches."
+                f"a dict of a list of batches has tensors only: give {others[0]} to generate itself, for all batches."
             )
     if module.training and (dropped := _dropout_of(module)):
         raise ValueError(

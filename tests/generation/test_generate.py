@@ -236,10 +236,11 @@ def of_a_chat_model(rank: int) -> dict[str, Any]:
     found["parts"] = model.generate(prompt(4), num_microbatches=4, generation_config=ending(chat_model()))
     torch.manual_seed(5)
     found["greedy"] = model.generate(batches, generation_config=GenerationConfig(max_new_tokens=6), do_sample=None)
-    model.original_module.generation_config.guidance_scale = 2.0
+    own: Any = model.original_module.generation_config
+    own.guidance_scale = 2.0
     with pytest.raises(ValueError, match=r"cannot honour guidance_scale=2\.0"):
         model.generate(prompt(4), generation_config=GenerationConfig(max_new_tokens=6))
-    model.original_module.generation_config.update(guidance_scale=None, cache_implementation="quantized")
+    own.update(guidance_scale=None, cache_implementation="quantized")
     with pytest.raises(ValueError, match="cannot honour cache_implementation='quantized'"):
         model.generate(prompt(4), generation_config=GenerationConfig(max_new_tokens=6))
     return found
