@@ -159,9 +159,14 @@ def warnings_of(rank: int) -> tuple[list[str], str]:
     return found, step_left_out(model)
 
 
+def without_labels(text: str) -> str:
+    """``text`` without the warning that the batches have different numbers of labels."""
+    return "".join(line for line in text.splitlines(keepends=True) if not line.startswith("the microbatches have"))
+
+
 def test_one_rank_tells_once_of_replicas_with_the_same_batch() -> None:
     found, left_out = zip(*run_ranks(4, warnings_of), strict=True)
-    own, *same = map("".join, zip(*found, strict=True))
+    own, *same = (without_labels("".join(texts)) for texts in zip(*found, strict=True))
     assert own == ""
     for each in same:
         assert each.count("all 2 data-parallel replicas have the same batch") == each.count("\n") == 1
