@@ -102,7 +102,7 @@ def own_blocks(tensor: torch.Tensor) -> list[Block]:
     """Rectangles of the whole that are in ``tensor``; padding becomes zero."""
     place = placement_of(tensor)
     if place.dim >= 0 and sum(each.length for each in place.ranges) < place.local_shape[place.dim]:
-        local_rows(tensor).zero_()
+        local_rows(tensor).detach().zero_()
     return place.blocks(tensor)
 
 
