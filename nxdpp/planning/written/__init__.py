@@ -1,1 +1,1 @@
-"""What a plan writes: programs, tables and JSON."""
+"""Programs, tables and JSON that a plan writes."""
