@@ -17,6 +17,7 @@ from nxdpp import NxDPPModel, parallel_state
 from nxdpp.gradients.shards.unit import ShardedUnit
 from tests.support.models import VOCABULARY, llama
 from tests.support.run_ranks import run_ranks
+from tests.support.tensor_models import t5
 
 MICROBATCHES = 4
 STEPS = 4
@@ -35,6 +36,10 @@ LAYOUTS: tuple[dict[str, int], ...] = (
     {"data_parallel_shard_size": 2},
     {"pipeline_model_parallel_size": 4},
 )
+LAYOUTS_OF_EIGHT: tuple[dict[str, int], ...] = (
+    {"pipeline_model_parallel_size": 2, "data_parallel_shard_size": 2},
+    {"pipeline_model_parallel_size": 2, "tensor_model_parallel_size": 2},
+)
 EXTRAS = (
     "plain",
     "lora",
@@ -47,6 +52,7 @@ EXTRAS = (
     "scaler",
     "clipped",
     "deferred",
+    "compiled",
 )
 THIN: tuple[Case, ...] = (
     {"schedule": "1f1b", "resharding": None, "tied": True, "extra": "clipped"},
@@ -59,11 +65,18 @@ THIN: tuple[Case, ...] = (
     {"schedule": "1f1b", "resharding": True, "tied": False, "extra": "deferred"},
     {"schedule": "zb1p", "resharding": True, "tied": False, "extra": "no labels"},
     {"schedule": "1f1b", "resharding": True, "tied": True, "extra": "no labels"},
+    {"schedule": "1f1b", "resharding": True, "tied": False, "extra": "compiled"},
+    {"schedule": "interleaved", "resharding": None, "tied": True, "extra": "compiled"},
+    {"schedule": "1f1b", "resharding": True, "tied": True, "extra": "position bias"},
 )
 THIN_OF_OTHERS: tuple[Case, ...] = (
     {"schedule": None, "resharding": None, "tied": True, "extra": "clipped"},
     {"schedule": None, "resharding": True, "tied": False, "extra": "sequence"},
     {"schedule": None, "resharding": None, "tied": False, "extra": "sequence in no_sync"},
+)
+THIN_OF_EIGHT: tuple[Case, ...] = (
+    {"schedule": "1f1b", "resharding": None, "tied": True, "extra": "clipped"},
+    {"schedule": "zb1p", "resharding": True, "tied": False, "extra": "tokens"},
 )
 
 
@@ -99,7 +112,7 @@ def wrapped(case: Case, shards: bool) -> tuple[Any, Any]:
     torch.manual_seed(0)
 
     def build() -> Any:
-        built = llama(tie_word_embeddings=case["tied"])
+        built = t5() if extra == "position bias" else llama(tie_word_embeddings=case["tied"])
         return built.double() if is_wide else built
 
     bare: Any = nxdpp.deferred_init(build) if extra == "deferred" else build()
@@ -122,6 +135,8 @@ def wrapped(case: Case, shards: bool) -> tuple[Any, Any]:
         model.move_model_to_device()
     if extra == "checkpoint":
         nxdpp.apply_checkpoint(model)
+    if extra == "compiled":
+        nxdpp.apply_compile(model, backend="aot_eager")
     if shards:
         nxdpp.fully_shard(model, reshard_after_forward=case["resharding"])
     if extra == "frozen layers":
@@ -213,6 +228,10 @@ def test_layouts_train_as_whole_replicas() -> None:
         (LAYOUTS[3], [THIN[0]]),
     ]
     check(run_ranks(4, train_cases, runs))
+
+
+def test_three_dimensions_and_replicas_of_shards_train_as_whole_replicas() -> None:
+    check(run_ranks(8, train_cases, [(layout, list(THIN_OF_EIGHT)) for layout in LAYOUTS_OF_EIGHT]))
 
 
 @pytest.mark.sweep
