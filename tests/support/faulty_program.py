@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -82,7 +83,27 @@ BEFORE_A_COLLECTIVE: dict[str, tuple[Callable[[], None], str]] = {
     "sys.exit(0) before an exchange": (lambda: sys.exit(0), "exchange"),
     "exception before an exchange": (_raise, "exchange"),
 }
+# Calls of a rank whose gather of parameters is on its way.
+IN_GATHER: dict[str, Callable[[], None]] = {
+    "SIGKILL in a gather": _signal(signal.SIGKILL),
+    "sleep in a gather": sleep_in_a_layer,
+}
 STEPS_OFF = {"one step more": 1, "one step fewer": -1}
+
+
+def fails_in_gathers(fault: Callable[[], None]) -> None:
+    """Let gathers of ``fully_shard`` on this rank start, and have the fault then."""
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
+
+    gather = DefaultAllGather.__call__
+
+    def start(self: DefaultAllGather, *arguments: Any, **named: Any) -> Any:
+        work = gather(self, *arguments, **named)
+        fails_now()
+        fault()
+        return work
+
+    DefaultAllGather.__call__ = start  # type: ignore[method-assign]  # The rank ends with it.
 
 
 class Layer(nn.Module):
@@ -163,6 +184,8 @@ def main() -> None:
         layer, *_ = (module for module in model.local_module.modules() if isinstance(module, Layer))
         if has_fault and step == FAULTY_STEP:
             layer.fault = IN_LAYER.get(fault)
+            if fault in IN_GATHER:
+                fails_in_gathers(IN_GATHER[fault])
         if step == FAULTY_STEP:
             layer.sorts = 40 if COMPILES.get(fault) == has_fault else 0
             if has_fault and fault in KILLED_LATER:

@@ -104,8 +104,9 @@ def test_a_rank_that_hangs_is_shown_and_named(fault: str, rank: int) -> None:
     assert re.search(rf"stack of rank {rank}.*Layer.forward\n +.* in {fault}_in_a_layer$", ended.output, re.M | re.S)
 
 
-def test_a_rank_that_dies_between_gathers_is_named() -> None:
-    ended = _run("SIGKILL", 2, True, HANG_TIMEOUT, "shards")
+@pytest.mark.parametrize("fault", ["SIGKILL", "SIGKILL in a gather"])
+def test_a_rank_that_dies_in_or_between_gathers_is_named(fault: str) -> None:
+    ended = _run(fault, 2, True, HANG_TIMEOUT, "shards")
     assert [code for rank, code in enumerate(ended.codes) if rank != 2] == [1] * (RANKS - 1), ended.output
     assert _seconds(ended) < BOUND_SECONDS, ended.output
     assert {rank: line[:11] for rank, line in _last_lines(ended).items()} == dict.fromkeys((0, 1, 3), "rank 2 died")
@@ -121,6 +122,16 @@ def test_a_rank_that_hangs_before_a_gather_is_named() -> None:
     assert all(re.match(named, line) for line in lines.values()), ended.output
     gathers = r"^  rank 3: run_train step 3, stage 1, .* waits for \d+ s in the gather of parameters, with rank 2"
     assert re.search(gathers, ended.output, re.M), ended.output
+
+
+def test_a_rank_that_hangs_in_a_gather_is_named() -> None:
+    ended = _run("sleep in a gather", 2, True, HANG_TIMEOUT, "shards")
+    assert ended.codes == [1] * RANKS, ended.output
+    assert _seconds(ended) < HANG_TIMEOUT + BOUND_SECONDS, ended.output
+    lines = _last_lines(ended)
+    assert sorted(lines) == list(range(RANKS)), ended.output
+    named = r"all ranks wait .*rank 2 in run_train step 3, stage 1, .*, waits for \d+ s in the gather of parameters, with"
+    assert all(re.match(named, line) for line in lines.values()), ended.output
 
 
 @pytest.mark.parametrize("rank", [0, pytest.param(2, marks=pytest.mark.sweep)])
