@@ -82,8 +82,7 @@ def fully_shard(
         )
     mp_policy, offload_policy = mp_policy or MixedPrecisionPolicy(), offload_policy or OffloadPolicy()
     _check(reshard_after_forward, offload_policy)
-    pipeline.check_can_shard()
-    assert isinstance(wrapped, LocalView), "it has a pipeline"
+    _check_settings(pipeline)
     with board.call("fully_shard"), failure_watch.reported():
         shards = _Sharding(pipeline, mp_policy, offload_policy).shards(bool(reshard_after_forward))
         _cast(wrapped, mp_policy)
@@ -212,6 +211,19 @@ def _check(reshard_after_forward: object, offload_policy: OffloadPolicy) -> None
             "CPUOffloadPolicy() pins memory for a CUDA device, and this rank computes on the CPU, where its rows are "
             "in host memory anyway: leave offload_policy out."
         )
+
+
+def _check_settings(pipeline: Pipeline) -> None:
+    if pipeline.shards is not None:
+        raise RuntimeError("fully_shard was called for this model already: call it once.")
+    excluded = {
+        "use_zero1_optimizer=True (zero_one_enabled of NxD's trainer, and its models on one pipeline rank), with which "
+        "the optimizer reduces gradients": pipeline.config.shares_optimizer_state,
+        "check_against_module, which compares whole gradients": pipeline.config.check_against_module is not None,
+    }
+    for what, is_set in excluded.items():
+        if is_set:
+            raise ValueError(f"fully_shard does not go with {what}: wrap the model without it.")
 
 
 def _refuse_gradient(gradient: torch.Tensor) -> None:

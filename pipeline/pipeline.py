@@ -280,19 +280,6 @@ class Pipeline(PipelineSteps):
             self.config.grad_scaler.check_unscaled()
         return clip_grad_norm(self.local_module.parameters(), max_norm, norm_type)
 
-    def check_can_shard(self) -> None:
-        """Raise ``RuntimeError`` for sharded parameters, and ``ValueError`` for settings that exclude them."""
-        if self.shards is not None:
-            raise RuntimeError("fully_shard was called for this model already: call it once.")
-        excluded = {
-            "use_zero1_optimizer=True (zero_one_enabled of NxD's trainer, and its models on one pipeline rank), with "
-            "which the optimizer reduces gradients": self.config.shares_optimizer_state,
-            "check_against_module, which compares whole gradients": self.config.check_against_module is not None,
-        }
-        for what, is_set in excluded.items():
-            if is_set:
-                raise ValueError(f"fully_shard does not go with {what}: wrap the model without it.")
-
     def check_equal_replicas(self) -> None:
         """Raise ``RuntimeError`` for replicas with different parameters; collective over them."""
         self._replicas.check_values()

@@ -1,6 +1,5 @@
 """Sharded replicas train as whole ones: drawn layouts of 4 ranks, what a step gathers, and odd orders of calls."""
 
-import math
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -10,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
-from torch.distributed.tensor import DTensor
 
 import nxdpp
 from nxdpp import NxDPPModel, parallel_state
@@ -18,6 +16,7 @@ from nxdpp.gradients.shards.unit import ShardedUnit
 from tests.support.models import VOCABULARY, llama
 from tests.support.run_ranks import run_ranks
 from tests.support.tensor_models import t5
+from tests.support.whole_numbers import distance, state_of
 
 MICROBATCHES = 4
 STEPS = 4
@@ -25,7 +24,6 @@ EQUAL = 1e-12
 ROUNDING = 1e-2
 """Under autocast a difference of rounding in float32 may be one of bfloat16 after a step."""
 
-Numbers = dict[str, torch.Tensor]
 Case = dict[str, Any]
 
 FAMILIES = ("gpipe", "1f1b", "interleaved", "looped-bfs", "zb-h1", "zb1p", "zb-v", "dualpipe-v", "v-half")
@@ -145,14 +143,14 @@ def wrapped(case: Case, shards: bool) -> tuple[Any, Any]:
     return model, scaler
 
 
-def trained(case: Case, shards: bool) -> Numbers:
+def trained(case: Case, shards: bool) -> dict[str, torch.Tensor]:
     """Losses, norms, the last gradients and the parameters of a training, each whole."""
     model, scaler = wrapped(case, shards)
     extra = case["extra"]
     own = [parameter for parameter in model.local_parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(own, lr=1e-3, eps=1e-6)
     dtype = {"autocast": torch.bfloat16, "scaler": torch.float16}.get(extra)
-    numbers: Numbers = {}
+    numbers: dict[str, torch.Tensor] = {}
     for step in range(STEPS):
         optimizer.zero_grad()
         if extra == "accumulated" or "no_sync" in extra:
@@ -173,29 +171,7 @@ def trained(case: Case, shards: bool) -> Numbers:
             scaler.step(optimizer)
             scaler.update()
     numbers["evaluation"] = model.run_eval(**batch_of(20))
-    for name, parameter in model.local_named_parameters():
-        numbers[name] = whole(parameter.detach())
-        if parameter.grad is not None:
-            numbers[f"gradient of {name}"] = whole(parameter.grad)
-    return numbers
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
-
-
-def distance(ours: Numbers, theirs: Numbers) -> tuple[float, str]:
-    """Greatest difference, as a share of the greatest value of its tensor, and its name."""
-    if ours.keys() != theirs.keys():
-        return math.inf, str(sorted(ours.keys() ^ theirs.keys()))
-    return max((_share(ours[name], theirs[name]), name) for name in theirs)
-
-
-def _share(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    if torch.equal(ours, theirs):
-        return 0.0
-    share = (ours - theirs).abs().max().item() / max(theirs.abs().max().item(), 1e-3)
-    return share if math.isfinite(share) else math.inf
+    return numbers | state_of(model)
 
 
 def train_cases(rank: int, runs: list[tuple[dict[str, int], list[Case]]]) -> list[tuple[Case, float, str]]:
@@ -205,7 +181,7 @@ def train_cases(rank: int, runs: list[tuple[dict[str, int], list[Case]]]) -> lis
         parallel_state.initialize_model_parallel(**layout, hang_timeout=60)  # type: ignore[arg-type]
         for case in cases:
             theirs = trained(case, shards=False)
-            found.append((layout | case, *distance(trained(case, shards=True), theirs)))
+            found.append((layout | case, *distance(trained(case, shards=True), theirs, 1e-3)))
         parallel_state.destroy_model_parallel()
     return found
 

@@ -14,20 +14,18 @@ throughout. A type is
 - WRONG: anything else.
 """
 
-import math
-from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 import nxdpp
 from nxdpp import NxDPPModel, parallel_state
 from nxdpp.tensor.models.comparison import Float64, to_float64
 from nxdpp.tracing.graph.errors import TracingError
 from tests.support.forked_ranks import forked_ranks
+from tests.support.whole_numbers import Numbers, distance, state_of
 from tests.zoo import ARGUMENTS, build, inputs
 from tests.zoo.comparison import is_refusal, without_cache, without_randomness
 from tests.zoo.inputs import PADDED
@@ -39,7 +37,8 @@ MICROBATCHES = 4
 STEPS = 4
 EQUAL = 1e-12
 
-Numbers = Mapping[str, torch.Tensor]
+# A gradient of zero but for rounding, such as a key bias's, has no scale of its own.
+FLOOR = 1e-6
 
 
 def judge(task: str, model_type: str) -> Verdict:
@@ -69,10 +68,10 @@ def rank_verdict(task: str, model_type: str, rank: int) -> Verdict:
             widens = False
             whole = _trained(task, model_type, widens, shards=False)
         form = "once a step"
-        once, where = _difference(_trained(task, model_type, widens, shards=True), whole)
+        once, where = distance(_trained(task, model_type, widens, shards=True), whole, FLOOR)
         form = "for each microbatch"
         ours = _trained(task, model_type, widens, shards=True, reshard_after_forward=True)
-        each, there = _difference(ours, whole)
+        each, there = distance(ours, whole, FLOOR)
     except Exception as error:
         result = "refused" if is_refusal(error) else "failing"
         return Verdict(result, f"{form}: {type(error).__name__}: {error}")
@@ -102,28 +101,4 @@ def _trained(task: str, model_type: str, widens: bool, *, shards: bool, **settin
         with Float64() if widens else nullcontext():
             numbers[f"loss {step}"] = model.run_train(**{name: batch[name] for name in given.get("input_names", batch)})
         optimizer.step()
-    for name, parameter in model.local_named_parameters():
-        numbers[name] = _full(parameter.detach())
-        if parameter.grad is not None:
-            numbers[f"gradient of {name}"] = _full(parameter.grad)
-    return numbers
-
-
-def _full(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
-
-
-def _difference(ours: Numbers, whole: Numbers) -> tuple[float, str]:
-    """Greatest difference, as a share of the greatest value of its tensor, and its name."""
-    if ours.keys() != whole.keys():
-        return math.inf, ", ".join(sorted(ours.keys() ^ whole.keys()))
-    return max((_relative(ours[name].double(), whole[name].double()), name) for name in whole)
-
-
-def _relative(ours: torch.Tensor, whole: torch.Tensor) -> float:
-    if torch.equal(ours, whole):
-        return 0.0
-    # A gradient of zero but for rounding, such as a key bias's, has no scale of its own.
-    scale = max(whole.abs().max().item(), 1e-6)
-    distance = (ours - whole).abs().max().item() / scale
-    return distance if math.isfinite(distance) else math.inf
+    return numbers | state_of(model)
