@@ -44,8 +44,8 @@ class WholeBytes:
     def of(cls, parameters: Iterable[nn.Parameter], unit: int, rest: int, is_split: bool) -> "WholeBytes":
         """Return the bytes of a stage.
 
-        They are the rest and three layers, and gradients of the rest and two, or all of both in the weight-gradient of
-        a split backward.
+        They are the rest and two layers, and gradients of the rest and one, or all of both in the weight-gradient of a
+        split backward.
 
         Args:
             parameters: of the stage.
@@ -56,7 +56,7 @@ class WholeBytes:
         whole = state_bytes(parameters)
         if is_split:
             return cls(whole.weights, whole.gradients)
-        return cls(min(rest + 3 * unit, whole.weights), min(rest + 2 * unit, whole.gradients))
+        return cls(min(rest + 2 * unit, whole.weights), min(rest + unit, whole.gradients))
 
 
 def step_traffic(

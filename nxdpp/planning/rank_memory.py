@@ -57,7 +57,8 @@ class StageBytes:
             backward; with ZeRO-2 with the last one, in the place of the whole gradients.
         gathered: of weights, from the first forward to the last backward: ZeRO-2.
         whole: of gradients, from the end of the first backward to the last one: ZeRO-2.
-        forward, backward, input_gradient, weight: of gathered units and of their gradients, while such an action runs.
+        forward, backward, weight: of gathered units and of their gradients, while a forward or input-gradient, a
+            backward, or a weight-gradient runs.
         last: of what the last backward has besides.
         held: of weights that autocast has converted for a microbatch, from its forward to its backward: ZeRO-3.
         reduces_each: a weight-gradient reduces whole gradients, also what the input-gradients before it made: ZeRO-3.
@@ -68,7 +69,6 @@ class StageBytes:
     whole: float = 0.0
     forward: float = 0.0
     backward: float = 0.0
-    input_gradient: float = 0.0
     weight: float = 0.0
     last: float = 0.0
     held: float = 0.0
@@ -89,22 +89,15 @@ def stage_bytes(layout: Layout, state: RankState, sizes: Itemsizes, on_cuda: boo
     unit, rest = min(state.unit, state.gradients), min(state.rest, state.gradients)
     flat = max(unit, rest) * sizes.to_gradient
     if layout.zero > SHARDED:
-        # The rest of a stage is gathered during all of an action, and all of it during a weight-gradient. On the CPU
-        # the next layer is in memory too, and in a backward the one behind has not been reduced.
-        layers = 1 if on_cuda else _MESSAGES
-        gathered = min(state.rest + (layers + 1) * state.unit, state.weights)
+        # The rest of a stage is gathered during all of an action, and all of it during a weight-gradient.
+        gathered = min(state.rest + (1 if on_cuda else _MESSAGES) * state.unit, state.weights)
         # gloo reduces a copy, while the next layer is recomputed.
         reduced = 2 * flat if layout.checkpoint and not on_cuda else flat
-        return StageBytes(
-            shard,
-            forward=min(state.rest + layers * state.unit, state.weights),
-            backward=gathered + min(rest + 2 * unit, state.gradients) + reduced,
-            input_gradient=gathered,
-            weight=state.weights + flat,
-            # Recomputed layers convert their weights again.
-            held=state.cast * (state.rest / max(state.weights, 1) if layout.checkpoint else 1.0),
-            reduces_each=True,
-        )
+        backward = gathered + min(rest + unit, state.gradients) + reduced
+        # Recomputed layers convert their weights again.
+        held = state.cast * (state.rest / max(state.weights, 1) if layout.checkpoint else 1.0)
+        weight = state.weights + flat
+        return StageBytes(shard, forward=gathered, backward=backward, weight=weight, held=held, reduces_each=True)
     whole, made = state.gradients * sizes.to_gradient, unit if sizes.to_gradient > 1 else 0
     return StageBytes(shard, state.weights, whole, backward=made, weight=made, last=flat)
 
@@ -197,7 +190,7 @@ def activation_peak(actions: Sequence[Action], costs: Sequence[StageCosts], part
         elif kind is ActionKind.INPUT_GRADIENT and stage:
             now += cost.kept - cost.held - part.held
             # It frees what it does not keep at its end.
-            top = before + cost.kept_gradients + cost.at_once + part.input_gradient
+            top = before + cost.kept_gradients + cost.at_once + part.forward
             if part.reduces_each and stage not in waiting:
                 waiting[stage] = cost.at_once
                 now += cost.at_once

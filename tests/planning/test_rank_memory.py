@@ -38,11 +38,9 @@ def test_gathered_weights_and_whole_gradients() -> None:
     # Half gradients of a unit are made before they are added to float32 ones.
     mixed = stage_bytes(_layout(2), STATE, WITH_FLOAT32_GRADIENTS, False)
     assert mixed == StageBytes(100, 200, 400, backward=50, weight=50, last=100)
-    # The rest and three layers, gradients of the rest and two, and a message with gradients of one.
+    # The rest and two layers, gradients of the rest and a layer, and a message with gradients of one.
     each = stage_bytes(_layout(3), STATE, HALF, False)
-    assert each == StageBytes(
-        100, forward=120, backward=170 + 120 + 50, input_gradient=170, weight=200 + 50, reduces_each=True
-    )
+    assert each == StageBytes(100, forward=120, backward=120 + 70 + 50, weight=200 + 50, reduces_each=True)
     # gloo reduces a copy, while the next layer is recomputed.
     again = stage_bytes(replace(_layout(3), checkpoint=True), STATE, HALF, False)
     assert again == replace(each, backward=each.backward + 50)
@@ -99,7 +97,7 @@ def test_units_are_gathered_while_an_action_runs() -> None:
 
     found = activation_peak(find_family("1f1b").build(2, 4, 1)[0], _costs(2), {0: part})
 
-    assert found == 2 * 10 + 3 + (20 + 2 * 50) + (20 + 2 * 50) + 50
+    assert found == 2 * 10 + 3 + (20 + 50) + (20 + 50) + 50
 
 
 def test_a_split_backward_keeps_whole_gradients_to_the_weight_gradient() -> None:

@@ -3,10 +3,10 @@
 One layer after the other is whole, and the next one is on its way::
 
     forward     wait 0 │ start 1 │ layer 0 │ free 0 │ wait 1 │ start 2 │ layer 1 │ free 1 ...
-    backward    wait 1 │ start 0 │ layer 1 │ wait 0 │ layer 0 │ reduce 1, free 1, reduce 0, free 0
+    backward    wait 1 │ start 0 │ layer 1 │ wait 0: reduce 1, free 1   │ layer 0 │ reduce 0, free 0
 
-A backward reaches a layer when autograd has the gradient of its output. The layers behind it are then at their end:
-autograd runs the nodes that were made last first. A weight-gradient of a split backward has no such order, and gathers
+A backward reaches a layer when autograd runs the node that made its output. The layers behind it are then at their end:
+of the nodes whose gradients are there, autograd runs the one that was made last. A weight-gradient of a split backward has no such order, and gathers
 its whole stage.
 """
 
@@ -27,7 +27,7 @@ from nxdpp.schedules.actions import ActionKind
 
 @dataclass
 class _Pass:
-    """A backward of ``layers``: layer ``reached`` and the next one are whole, and later ones are at their end."""
+    """A backward of ``layers``: layer ``reached`` is whole, and the layers behind it are at their end."""
 
     layers: Sequence[ShardedLayer]
     reached: int
@@ -127,29 +127,20 @@ class EachMicrobatch(RankShards):
             self._reach(self._pass, number)
 
     def _reach(self, current: _Pass, number: int) -> None:
-        """Go on to layer ``number``, layer by layer; -1 ends all.
-
-        The layer behind the present one stays whole: a second output, such as T5's position bias, has its gradient
-        before that layer is at its end.
-        """
+        """Go on to layer ``number``, layer by layer, and end the layers before it; -1 ends all."""
         layers = current.layers
         while current.reached > number:
-            self._end(current, current.reached + 1)
+            for unit in layers[current.reached].units if current.reached < len(layers) else ():
+                if current.reduces:
+                    self._reduce(unit)
+                unit.free()
             current.reached -= 1
             if current.reached < 0:
-                self._end(current, 0)
                 return
             for unit in layers[current.reached].units:
                 unit.make_whole()
             for unit in layers[current.reached - 1].units if current.reached else ():
                 unit.start_gather()
-
-    def _end(self, current: _Pass, number: int) -> None:
-        """Reduce and free layer ``number``, if there is one."""
-        for unit in (unit for layer in current.layers[number : number + 1] for unit in layer.units):
-            if current.reduces:
-                self._reduce(unit)
-            unit.free()
 
 
 def _free(units: Sequence[ShardedUnit]) -> None:
