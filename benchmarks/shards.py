@@ -6,7 +6,8 @@
 
 Four ranks, two stages and two replicas, train a Llama with 1F1B, 8 microbatches and AdamW over gloo. ``state`` are the
 bytes of a rank's parameters, gradients and optimizer state between steps, ``peak`` is the resident memory in a step
-beyond them, ``sent`` the bytes that a rank sends to its replica in a step. The ways take turns, step by step.
+beyond them, ``sent`` the bytes that a rank sends to its replica in a step. The ways take turns, step by step. Memory is
+measured in processes of its own, which return freed memory at once: that takes time.
 """
 
 import argparse
@@ -43,17 +44,27 @@ from tests.support.run_ranks import run_ranks  # noqa: E402
 STAGES, RANKS = 2, 4
 WARM_UP = 2
 
-Step = Callable[[], float]
+
+class Way(NamedTuple):
+    """One way: its step, which returns the loss, and a function that returns the bytes of its state."""
+
+    step: Callable[[], float]
+    state: Callable[[], int]
 
 
-class Measured(NamedTuple):
-    """One way on one rank: bytes of state, bytes at the peak of a step, bytes sent, and seconds of each step."""
+class Times(NamedTuple):
+    """One way on one rank: seconds of each step, and the loss after the warm-up."""
+
+    seconds: list[float]
+    loss: float
+
+
+class Bytes(NamedTuple):
+    """One way on one rank: bytes of state, at the peak of a step beyond it, and sent in a step."""
 
     state: int
     peak: int
     sent: int
-    seconds: list[float]
-    loss: float
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -63,16 +74,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=11, metavar="N", help="rounds of the steps (11)")
     parser.add_argument("--write", type=Path, metavar="PAGE", help="write the table between its marks in this page")
     options = parser.parse_args(arguments)
-    of_ranks = run_ranks(RANKS, _measure_rank, options.hidden, options.rounds, timeout=900.0)
+    times = run_ranks(RANKS, _times, options.hidden, options.rounds, timeout=900.0)
+    bytes_ = run_ranks(RANKS, _bytes, options.hidden, timeout=900.0)
     rows = []
-    first = statistics.median(of_ranks[0]["replicas"].seconds)
-    for name in of_ranks[0]:
-        here = [each[name] for each in of_ranks]
-        seconds = [max(times) for times in zip(*(each.seconds for each in here), strict=True)]
+    first = 0.0
+    for name in times[0]:
+        seconds = [max(of_step) for of_step in zip(*(rank[name].seconds for rank in times), strict=True)]
         low, middle, high = statistics.quantiles(seconds, n=4)
-        figures = [max(each.state for each in here), max(each.peak for each in here), max(each.sent for each in here)]
-        times = [f"{1e3 * middle:,.0f} ({1e3 * low:,.0f} to {1e3 * high:,.0f})", f"{middle / first:.2f}"]
-        rows.append([name, *(f"{each / 1e6:,.1f}" for each in figures), *times, f"{here[-1].loss:.6f}"])
+        first = first or middle
+        figures = [max(of_ranks) for of_ranks in zip(*(rank[name] for rank in bytes_), strict=True)]
+        step = [f"{1e3 * middle:,.0f} ({1e3 * low:,.0f} to {1e3 * high:,.0f})", f"{middle / first:.2f}"]
+        rows.append([name, *(f"{each / 1e6:,.1f}" for each in figures), *step, f"{times[-1][name].loss:.6f}"])
     columns = ["way", "state, MB", "peak, MB", "sent, MB", "step, ms", "of replicas", "loss"]
     table = f"{session_line()}\n\n{markdown_table(columns, rows, left=['way'])}"
     print(table)
@@ -80,12 +92,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         write_blocks(options.write, {"shards": table})
 
 
-def _measure_rank(rank: int, hidden: int, rounds: int) -> dict[str, Measured]:
-    """Measure all ways on this rank, which takes them in turn."""
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=STAGES)
-    _return_freed_memory()
+def _ways(hidden: int) -> dict[str, Way]:
+    """The ways, each on a model of its own; the first is the one that others are compared with."""
     job = llama_job(hidden)
-    steps: dict[str, tuple[Step, Callable[[], int]]] = {
+    return {
         "replicas": _nxdpp(job),
         "ZeRO-1": _nxdpp(job, zero1=True),
         "fully_shard": _nxdpp(job, shard=True),
@@ -93,31 +103,43 @@ def _measure_rank(rank: int, hidden: int, rounds: int) -> dict[str, Measured]:
         "torch, FSDP2": _torch(job, reshard_after_forward=False),
         "torch, FSDP2, each microbatch": _torch(job, reshard_after_forward=True),
     }
-    loss = {name: [step() for _ in range(WARM_UP)][-1] for name, (step, _) in steps.items()}
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
+
+
+def _times(rank: int, hidden: int, rounds: int) -> dict[str, Times]:
+    """Measure steps of all ways on this rank, which takes them in turn."""
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=STAGES)
+    ways = _ways(hidden)
+    loss = {name: [way.step() for _ in range(WARM_UP)][-1] for name, way in ways.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
     for number in range(rounds):
-        for name in list(steps) if number % 2 else reversed(steps):
+        for name in list(ways) if number % 2 else reversed(ways):
             dist.barrier()
             began = time.perf_counter()
-            steps[name][0]()
+            ways[name].step()
             seconds[name].append(time.perf_counter() - began)
+    return {name: Times(seconds[name], loss[name]) for name in ways}
+
+
+def _bytes(rank: int, hidden: int) -> dict[str, Bytes]:
+    """Measure memory and messages of all ways on this rank, one after the other."""
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=STAGES)
+    _return_freed_memory()
     measured = {}
-    for name, (step, state) in steps.items():
+    for name, way in _ways(hidden).items():
+        for _ in range(WARM_UP):
+            way.step()
         with Traffic({}) as traffic:
-            step()
+            way.step()
         ctypes.CDLL(None).malloc_trim(0)
         dist.barrier()
         reset_peak()
         before = resident_bytes()
-        step()
-        sent = sum(bytes_ for kind, bytes_ in traffic.sent.items())
-        measured[name] = Measured(state(), peak_bytes() - before, int(sent), seconds[name], loss[name])
+        way.step()
+        measured[name] = Bytes(way.state(), peak_bytes() - before, int(sum(traffic.sent.values())))
     return measured
 
 
-def _nxdpp(
-    job: Job, zero1: bool = False, shard: bool = False, reshard_after_forward: bool | None = None
-) -> tuple[Step, Callable[[], int]]:
+def _nxdpp(job: Job, zero1: bool = False, shard: bool = False, reshard_after_forward: bool | None = None) -> Way:
     model = NxDPPModel(job.make_model(), num_microbatches=job.microbatches, schedule="1f1b", use_zero1_optimizer=zero1)
     if shard:
         fully_shard(model, reshard_after_forward=reshard_after_forward)
@@ -133,10 +155,10 @@ def _nxdpp(
         return loss.item() if isinstance(loss, torch.Tensor) else 0.0
 
     held = optimizer.base_optimizer if zero1 else optimizer
-    return step, lambda: _state(model.local_parameters(), held)
+    return Way(step, lambda: _state(model.local_parameters(), held))
 
 
-def _torch(job: Job, reshard_after_forward: bool) -> tuple[Step, Callable[[], int]]:
+def _torch(job: Job, reshard_after_forward: bool) -> Way:
     """As torchtitan does it: each layer and each stage is a unit; parameters stay whole within a step by default."""
     mesh, device = parallel_state.get_device_mesh()["data"], torch.device("cpu")
     stage = parallel_state.get_pipeline_model_parallel_rank()
@@ -162,7 +184,7 @@ def _torch(job: Job, reshard_after_forward: bool) -> tuple[Step, Callable[[], in
         optimizer.step()
         return torch.stack(losses).mean().item() if losses else 0.0
 
-    return step, lambda: _state(module.parameters(), optimizer)
+    return Way(step, lambda: _state(module.parameters(), optimizer))
 
 
 def _state(parameters: Any, optimizer: torch.optim.Optimizer) -> int:
