@@ -17,7 +17,7 @@ CACHE = "nxdpp: the cache"
 _PLAIN = (bool, int, float, str, type(None))
 _MOST_SHAPES = 1024
 REMEDY = "Generate in one process: model.save_pretrained(directory) on every rank, then from_pretrained(directory)."
-"""What a user does with a model that a pipeline cannot generate from."""
+"""The remedy for a model that a pipeline cannot generate from."""
 
 
 @dataclass(frozen=True)

@@ -176,17 +176,16 @@ def activation_peak(actions: Sequence[Action], costs: Sequence[StageCosts], part
         if stage not in begun:
             begun.add(stage)
             now += part.gathered
-        before = now
-        top = now
+        before = top = now
         if kind is ActionKind.FORWARD:
             now += cost.held + part.held
             top = now + cost.forward_extra + part.forward
         elif kind is ActionKind.BACKWARD or (kind is ActionKind.WEIGHT_GRADIENT and stage == 0):
             now -= cost.held + part.held
-            top = before + cost.backward_extra + part.backward
-            if part.reduces_each and kind is ActionKind.WEIGHT_GRADIENT:
-                # All its gradients are whole at its end.
-                top = before + cost.backward_extra + cost.at_once + cost.deferred + part.weight
+            # A weight-gradient has all gradients whole at its end.
+            is_whole = part.reduces_each and kind is ActionKind.WEIGHT_GRADIENT
+            own = cost.at_once + cost.deferred + part.weight if is_whole else part.backward
+            top = before + cost.backward_extra + own
         elif kind is ActionKind.INPUT_GRADIENT and stage:
             now += cost.kept - cost.held - part.held
             # It frees what it does not keep at its end.

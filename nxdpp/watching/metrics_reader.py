@@ -52,7 +52,7 @@ _SOUND: dict[str, Callable[[Any], bool]] = {
 
 
 class RankMetrics:
-    """What the file of one rank says of its last start.
+    """The last start of one rank, as its file has it.
 
     Attributes:
         about: rank, ranks, stages, replica, schedule, host, device, done and steps.

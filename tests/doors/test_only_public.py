@@ -18,6 +18,7 @@ SHARED = (
     "nxdpp.agreement.",
     "nxdpp.checkpoint.distributed.model_state.",
     "nxdpp.checkpoint.distributed.rectangles.",
+    "nxdpp.generation.batches.",
     "nxdpp.gradients.optimizer.fp32_adamw.",
     "nxdpp.gradients.optimizer.partial_steps.",
     "nxdpp.gradients.optimizer.zero1_state.",

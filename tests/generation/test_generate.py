@@ -127,7 +127,7 @@ def four_ranks() -> list[dict[str, Any]]:
 
 
 def _of_llama(model: Any) -> dict[str, Any]:
-    """What is compared with one process on the rank itself."""
+    """The tokens and scores that a rank compares with one process itself."""
     found: dict[str, Any] = {}
     long = prompt(4)
     found["parts"] = model.generate(long, num_microbatches=4, max_new_tokens=6)
@@ -227,7 +227,7 @@ def ending(whole: Any) -> GenerationConfig:
 
 
 def of_a_chat_model(rank: int) -> dict[str, Any]:
-    """What a given configuration without these settings generates on this rank."""
+    """The tokens of this rank by a given configuration without these settings."""
     model = NxDPPModel(chat_model()).eval()
     torch.manual_seed(5)
     batches = [{"input_ids": rows} for rows in prompt(4).split(2)]

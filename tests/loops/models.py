@@ -16,7 +16,7 @@ READS = ("", "", "", "training", "layer training", "head trained", "hidden train
 
 @dataclass(frozen=True)
 class Kind:
-    """What a drawn model is.
+    """The properties of a drawn model.
 
     Attributes:
         layers: number of layers.

@@ -29,7 +29,7 @@ SECONDS = 1.5
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a script.
+    """The outcome of a script.
 
     Attributes:
         kind: "equal", "different", "refused", "invalid" if one process raises too, or "ended" if no rank has raised.

@@ -282,7 +282,7 @@ def rows_bytes(unit: ShardedUnit) -> int:
 
 
 def has_memory(unit: ShardedUnit) -> bool:
-    """Whether the whole parameters of ``unit`` are in memory."""
+    """Return whether the whole parameters of ``unit`` are in memory."""
     return any(each._unsharded_param.untyped_storage().size() for each in unit._group.fsdp_params)
 
 

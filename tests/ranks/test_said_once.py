@@ -47,7 +47,7 @@ def test_a_text_of_all_ranks_is_printed_once_each_time() -> None:
 
 
 def bars(rank: int, variable: str) -> list[tuple[bool, bool, str]]:
-    """Whether transformers and datasets draw bars, and a bar, before a world, in it and after it."""
+    """Return whether transformers and datasets draw bars, and a bar, before a world, in it and after it."""
     if variable:
         os.environ[variable] = "0"
     import datasets

@@ -29,7 +29,7 @@ def test_only_whole_lines_are_read_and_each_once(tmp_path: Path) -> None:
 
 
 def test_a_torn_line_and_strange_ones_are_left_out(tmp_path: Path) -> None:
-    """What a process leaves that is killed in a write, and the lines of its next start."""
+    """The lines of a process that is killed in a write, and of its next start."""
     path = lines(tmp_path, 0, begin(0), step(0, 1))
     with path.open("a") as file:
         file.write('{"time": 1, "step": 2, "lo\n[]\nnull\n{"step": 9}\n{"time": 1, "step": 2, "loss": "low"}\n')

@@ -13,6 +13,7 @@ from nxdpp.doors.oslo import checkpoints
 from nxdpp.doors.oslo.equal_ranks import allow, verify_equal
 from nxdpp.doors.oslo.mpu import MPU
 from nxdpp.doors.oslo.pipelined_model import methods_for
+from nxdpp.generation.batches import samples
 from nxdpp.ranks import parallel_state
 from nxdpp.tensor.rank_files import local_path
 
@@ -133,10 +134,8 @@ def _generation_of(own: type[PreTrainedModel]) -> dict[str, Any]:
     @functools.wraps(own.generate)
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         if parallel_state.get_tensor_model_parallel_size() > 1:
-            settings = kwargs.get("generation_config") or self.generation_config
-            samples = kwargs.get("do_sample", settings.do_sample)
             verify_equal(
-                (args, kwargs, _next_number() if samples else None),
+                (args, kwargs, _next_number() if samples(self, kwargs) else None),
                 "give all ranks of a tensor group the same arguments, and call torch.manual_seed with one number on "
                 "them before sampling.",
             )

@@ -5,9 +5,9 @@ One layer after the other is whole, and the next one is on its way::
     forward     wait 0 │ start 1 │ layer 0 │ free 0 │ wait 1 │ start 2 │ layer 1 │ free 1 ...
     backward    wait 1 │ start 0 │ layer 1 │ wait 0: reduce 1, free 1   │ layer 0 │ reduce 0, free 0
 
-A backward reaches a layer when autograd runs the node that made its output. The layers behind it are then at their end:
-of the nodes whose gradients are there, autograd runs the one that was made last. A weight-gradient of a split backward has no such order, and gathers
-its whole stage.
+A backward reaches a layer when autograd runs the node that made its output. The layers behind it are then
+at their end: of the nodes whose gradients are there, autograd runs the one that was made last. A weight-gradient of a
+split backward has no such order, and gathers its whole stage.
 """
 
 from collections.abc import Callable, Mapping, Sequence

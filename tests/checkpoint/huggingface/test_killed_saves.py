@@ -130,7 +130,7 @@ def is_new(state: dict[str, torch.Tensor], expected: dict[bool, dict[str, torch.
 
 
 def usual_names_in_index(folder: Path) -> list[bool]:
-    """Whether the index has the usual name of each file that has another one too."""
+    """Return whether the index has the usual name of each file that has another one too."""
     index = (folder / "model.safetensors.index.json").read_text()
     tagged = {path.name[len("model-01234567") :] for path in folder.glob("model-????????-*.safetensors")}
     return [f"model{number}" in index for number in tagged if (folder / f"model{number}").exists()]

@@ -35,7 +35,7 @@ def _wrapped(name: str, tensor: int, seed: int | None = None, meta: bool = False
 
 
 def _equal(model: NxDPPModel[bool, bool], expected: nn.Module) -> bool:
-    """Whether all rows of the shards are those of ``expected``; collective over the replicas."""
+    """Return whether all rows of the shards are those of ``expected``; collective over the replicas."""
     own = dict(expected.named_parameters())
     return all(
         isinstance(each, DTensor) and torch.equal(all_rows(each), own[name])

@@ -1,4 +1,4 @@
-"""What a trial tells of optimizers, and that it leaves no traces."""
+"""Trials tell which optimizers can step rows, and leave no traces."""
 
 from collections.abc import Callable
 from typing import Any

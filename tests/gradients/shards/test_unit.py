@@ -166,7 +166,7 @@ def test_odd_models_train_as_whole_replicas() -> None:
 
 
 def refusals(rank: int) -> dict[str, str]:
-    """What is refused before anything is changed."""
+    """Refusals before anything is changed."""
     parallel_state.initialize_model_parallel(hang_timeout=60)
     found = {}
     model = wrap(new(), shards=True)

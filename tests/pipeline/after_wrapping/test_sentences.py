@@ -1,4 +1,4 @@
-"""What one process does and a pipeline cannot: a sentence with the place on every rank, and its remedy, followed."""
+"""Sentences for what a pipeline cannot do: the place on every rank, and a remedy that is followed."""
 
 import copy
 import itertools
@@ -85,7 +85,7 @@ class PenalisedAfterLayers(Plain):
 
 
 class Prompted(Plain):
-    """What a script computes outside the model, computed inside."""
+    """A value that a script computes outside the model, computed inside."""
 
     def __init__(self) -> None:
         super().__init__()

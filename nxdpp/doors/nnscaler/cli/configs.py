@@ -75,7 +75,7 @@ class ResumeOptions:
 
 @dataclass
 class CheckpointConfig:
-    """When and where checkpoints are saved, and which one is resumed."""
+    """The times and the folder of saves, and the checkpoint that is resumed."""
 
     save_dir: str = "./checkpoints"
     no_save: bool = False

@@ -1,4 +1,4 @@
-"""What the arguments of the trainer's tests name."""
+"""Models and data that the arguments of the trainer's tests name."""
 
 from collections.abc import Iterator
 from typing import Any
