@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.distributed.checkpoint import load
 
 from nxdpp.checkpoint.distributed import directory
 from nxdpp.checkpoint.distributed.directory import LOCK
@@ -56,9 +58,18 @@ def states_of(act: Callable[[], None], folder: Path, copies: Path) -> list[Path]
 
 
 @pytest.mark.parametrize(
-    ("tag", "kept"), [("step_3", None), ("step_3", 1), ("step_3", 2), ("step_2", 1), ("step_2", None)]
+    ("tag", "kept", "kind"),
+    [
+        ("step_3", None, "nxdpp"),
+        ("step_3", 1, "nxdpp"),
+        ("step_3", 2, "nxdpp"),
+        ("step_2", 1, "nxdpp"),
+        ("step_2", None, "nxdpp"),
+        ("step_3", 1, "dcp"),
+        ("step_2", None, "dcp"),
+    ],
 )
-def test_a_checkpoint_loads_whenever_the_save_is_killed(tag: str, kept: int | None, tmp_path: Path) -> None:
+def test_a_checkpoint_loads_whenever_the_save_is_killed(tag: str, kept: int | None, kind: str, tmp_path: Path) -> None:
     path = tmp_path / "checkpoints"
     training = Training()
     for step in range(3):
@@ -66,7 +77,7 @@ def test_a_checkpoint_loads_whenever_the_save_is_killed(tag: str, kept: int | No
         training.save(path, f"step_{step}")
     before = training.state()
     training.step()
-    states = states_of(lambda: training.save(path, tag, num_kept_ckpts=kept), path, tmp_path / "copies")
+    states = states_of(lambda: training.save(path, tag, num_kept_ckpts=kept, format=kind), path, tmp_path / "copies")
     expected = [before, training.state()]
 
     found = []
@@ -78,6 +89,10 @@ def test_a_checkpoint_loads_whenever_the_save_is_killed(tag: str, kept: int | No
         # Each checkpoint that counts is whole.
         for each in directory.tags(state):
             Training().load(state, each)
+        # torch's document is there only with all that it names.
+        if (state / tag / ".metadata").exists():
+            read = _read_with_torch(state / tag)
+            assert any(all(torch.equal(read[name], each[name]) for name in read) for each in expected)
     assert len(states) > 4
     assert found == sorted(found)
     assert (found[0], found[-1]) == (0, 1)
@@ -86,6 +101,12 @@ def test_a_checkpoint_loads_whenever_the_save_is_killed(tag: str, kept: int | No
         training.save(state, "step_4", num_kept_ckpts=1)
         assert {file.name for file in state.iterdir() if not is_empty(file)} == {"latest", "step_4", LOCK}
         assert len(list((state / "step_4").iterdir())) == 2
+
+
+def _read_with_torch(path: Path) -> dict[str, torch.Tensor]:
+    read = {name: torch.empty_like(tensor) for name, tensor in Training().model.state_dict().items()}
+    load({"model": read}, checkpoint_id=path, no_dist=True)
+    return read
 
 
 def is_empty(path: Path) -> bool:
