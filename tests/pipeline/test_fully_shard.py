@@ -224,6 +224,13 @@ def test_drawn_layouts_train_as_whole_replicas(seed: int) -> None:
     check(run_ranks(4, train_cases, runs))
 
 
+COUNTED: tuple[Case, ...] = (
+    {"schedule": "1f1b", "resharding": None, "tied": False, "extra": "plain"},
+    {"schedule": "interleaved", "resharding": None, "tied": True, "extra": "plain"},
+    {"schedule": "1f1b", "resharding": True, "tied": False, "extra": "plain"},
+)
+
+
 @contextmanager
 def counted() -> Iterator[dict[str, int]]:
     """Count the bytes that this rank gives to gathers, and to reductions, of parameters."""
@@ -244,8 +251,9 @@ def count(rank: int) -> dict[str, Any]:
     """Bytes of a step, as multiples of this rank's rows, and how many layers are whole at a time and after it."""
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2, hang_timeout=60)
     found: dict[str, Any] = {}
-    for form in (None, True):
-        model, _ = wrapped({"schedule": "1f1b", "resharding": form, "tied": False, "extra": "plain"}, shards=True)
+    for case in COUNTED:
+        form = f"{case['schedule']}, {case['resharding']}"
+        model, _ = wrapped(case, shards=True)
         model.run_train(**batch_of(0))
         units: list[ShardedUnit] = model._pipeline.shards.units
         most = 0
@@ -264,15 +272,16 @@ def count(rank: int) -> dict[str, Any]:
             sum(rows_bytes(unit) for unit in units if unit.name.startswith("model.layers.") == is_layer)
             for is_layer in (True, False)
         )
-        found[str(form)] = {
+        found[form] = {
             **counts,
             "layers": layers,
             "rest": rest,
+            "whole": sum(each._orig_size.numel() * 8 for unit in units for each in unit._group.fsdp_params),
             "whole at a time": most,
             "whole after": sum(map(has_memory, units)),
         }
         model.run_eval(**batch_of(2))
-        found[str(form)]["whole after"] += sum(map(has_memory, units))
+        found[form]["whole after"] += sum(map(has_memory, units))
     return found
 
 
@@ -288,15 +297,18 @@ def has_memory(unit: ShardedUnit) -> bool:
 
 def test_a_step_gathers_and_reduces_each_byte_as_often_as_it_must() -> None:
     for rank in run_ranks(4, count):
-        once, each = rank["None"], rank["True"]
-        rows = once["layers"] + once["rest"]
-        assert once["gathered"] == rows
-        assert once["reduced"] == 2 * rows
+        once, twice, each = rank["1f1b, None"], rank["interleaved, None"], rank["1f1b, True"]
+        for found in (once, twice):
+            rows = found["layers"] + found["rest"]
+            assert found["gathered"] == rows
+            assert found["reduced"] == 2 * rows
+            assert found["whole"] <= 2 * rows <= 1.1 * found["whole"]
+        rows = each["layers"] + each["rest"]
         # A layer for the forward and for the backward of each microbatch.
         assert each["gathered"] == 2 * MICROBATCHES * rows
         assert each["reduced"] == MICROBATCHES * 2 * rows
-        assert once["whole after"] == each["whole after"] == 0
-        assert once["whole at a time"] == 2
+        assert once["whole after"] == twice["whole after"] == each["whole after"] == 0
+        assert once["whole at a time"] == twice["whole at a time"] == 2
         assert each["whole at a time"] == 1
 
 
