@@ -1,19 +1,20 @@
 """Shards sweep: each type on two replicas of two stages, sharded by ``fully_shard``, against unsharded replicas.
 
 Each rank trains three models of the same weights over four steps of padded batches that differ between the replicas:
-whole, sharded once a step, and sharded for each microbatch. Losses, gradients and parameters are compared in float64
-throughout. A type is
+whole, sharded once a step, and sharded for each microbatch; in float64 throughout, and again in float32. Losses,
+gradients and parameters are compared. A type is
 
-- exact: equal to the last bit, both ways;
-- to rounding: the greatest difference is below 1e-12 of the greatest value of its tensor. Gradients of a tied weight,
-  and those that are reduced for each microbatch, add up in a different order. A type whose code between the layers
-  takes no mode of torch's functions computes in float32 in places. The order moves its values by 1e-16, and float32
-  rounds about one value in 1e9 the other way for it; such a value differs by 6e-8;
+- exact: equal to the last bit, in all forms;
+- to rounding: the greatest difference is below 1e-12 of the greatest value of its tensor, in float32 below 1e-5.
+  Gradients of a tied weight, and those that are reduced for each microbatch, add up in a different order. A type whose
+  code between the layers takes no mode of torch's functions computes in float32 in places. The order moves its values
+  by 1e-16, and float32 rounds about one value in 1e9 the other way for it; such a value differs by 6e-8;
 - refused: our error has the reason;
 - failing: another error;
 - WRONG: anything else.
 """
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -36,7 +37,8 @@ STAGES = 2
 MICROBATCHES = 4
 STEPS = 4
 EQUAL = 1e-12
-
+EQUAL_IN_FLOAT32 = 1e-5
+ORDER = ("exact", "to rounding", "refused", "failing", "WRONG")
 # A gradient of zero but for rounding, such as a key bias's, has no scale of its own.
 FLOOR = 1e-6
 
@@ -50,39 +52,44 @@ def judge(task: str, model_type: str) -> Verdict:
         error = min(errors, key=lambda each: "Connection closed" in str(each))
         return Verdict("failing", f"{type(error).__name__}: {error}")
     verdicts: list[Verdict] = found
-    order = ("exact", "to rounding", "refused", "failing", "WRONG")
-    return max(verdicts, key=lambda verdict: (order.index(verdict.result), verdict.words))
+    return max(verdicts, key=lambda verdict: (ORDER.index(verdict.result), verdict.words))
 
 
 def rank_verdict(task: str, model_type: str, rank: int) -> Verdict:
     """Verdict of one of the ranks, in a process of its own."""
     torch.set_num_threads(1)
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=STAGES, hang_timeout=60)
-    form, widens = "whole", True
+    form, told, results = "whole", [], []
     try:
-        try:
-            whole = _trained(task, model_type, widens, shards=False)
-        except TracingError as error:
-            if "TorchFunctionMode" not in str(error):
-                raise
-            widens = False
-            whole = _trained(task, model_type, widens, shards=False)
-        form = "once a step"
-        once, where = distance(_trained(task, model_type, widens, shards=True), whole, FLOOR)
-        form = "for each microbatch"
-        ours = _trained(task, model_type, widens, shards=True, reshard_after_forward=True)
-        each, there = distance(ours, whole, FLOOR)
+        for dtype, equal in ((torch.float64, EQUAL), (torch.float32, EQUAL_IN_FLOAT32)):
+            form, mode = f"whole in {_named(dtype)}", Float64 if dtype is torch.float64 else nullcontext
+            try:
+                whole = _trained(task, model_type, dtype, mode, shards=False)
+            except TracingError as error:
+                if "TorchFunctionMode" not in str(error):
+                    raise
+                mode = nullcontext
+                told.append("float32 in places")
+                whole = _trained(task, model_type, dtype, mode, shards=False)
+            for each, words in ((False, "once a step"), (True, "for each microbatch")):
+                form = f"{words} in {_named(dtype)}"
+                ours = _trained(task, model_type, dtype, mode, shards=True, reshard_after_forward=each)
+                found, where = distance(ours, whole, FLOOR)
+                results.append("exact" if not found else "to rounding" if found < equal else "WRONG")
+                told += [f"{form} {found:.1e} at {where}"] if found else []
     except Exception as error:
         result = "refused" if is_refusal(error) else "failing"
         return Verdict(result, f"{form}: {type(error).__name__}: {error}")
-    if not once and not each:
-        return Verdict("exact")
-    told = f"once a step {once:.1e} at {where}, for each microbatch {each:.1e} at {there}"
-    told += "" if widens else "; float32 in places"
-    return Verdict("to rounding" if max(once, each) < EQUAL else "WRONG", told)
+    return Verdict(max(results, key=ORDER.index), "; ".join(told))
 
 
-def _trained(task: str, model_type: str, widens: bool, *, shards: bool, **settings: Any) -> Numbers:
+def _named(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _trained(
+    task: str, model_type: str, dtype: torch.dtype, mode: Callable[[], Any], *, shards: bool, **settings: Any
+) -> Numbers:
     """Losses of each step, the gradients of the last one, and the parameters after it."""
     bare: Any = build(task, model_type)
     without_randomness(bare)
@@ -90,7 +97,9 @@ def _trained(task: str, model_type: str, widens: bool, *, shards: bool, **settin
     given: dict[str, Any] = dict(ARGUMENTS.get(model_type, {}))
     replica = parallel_state.get_data_parallel_rank()
     batches = [inputs(task, bare, PADDED, seed=10 * replica + step) for step in range(STEPS)]
-    model = NxDPPModel(to_float64(bare), num_microbatches=MICROBATCHES, broadcast_and_average_loss=True, **given)
+    if dtype is torch.float64:
+        bare = to_float64(bare)
+    model = NxDPPModel(bare, num_microbatches=MICROBATCHES, broadcast_and_average_loss=True, **given)
     model.move_model_to_device()
     if shards:
         nxdpp.fully_shard(model, **settings)
@@ -98,7 +107,7 @@ def _trained(task: str, model_type: str, widens: bool, *, shards: bool, **settin
     numbers = {}
     for step, batch in enumerate(batches):
         optimizer.zero_grad()
-        with Float64() if widens else nullcontext():
+        with mode():
             numbers[f"loss {step}"] = model.run_train(**{name: batch[name] for name in given.get("input_names", batch)})
         optimizer.step()
     return numbers | state_of(model)
