@@ -118,8 +118,8 @@ class ExchangeTimes:
     def _reduce(self, kind: Kind, whole: float) -> float:
         return exchange_seconds(kind, whole, self._layout.data, self._link)
 
-    def sent(self, state: RankState, microbatches: int, is_split: bool) -> float:
-        """Return the least bytes that a rank sends to replicas in a step, of whole or split backwards."""
+    def sent(self, state: RankState, microbatches: int, split_share: float) -> float:
+        """Return the least bytes that a rank sends to replicas in a step; ``split_share`` of backwards gather twice."""
         data, gradients = self._layout.data, state.gradients * self._sizes.to_gradient
         scattered = least_sent("reduce_scatter", gradients, data)
         if self._layout.zero == 0:
@@ -129,4 +129,4 @@ class ExchangeTimes:
         gathered = least_sent("all_gather", state.weights, data)
         if self._layout.zero == SHARDED:
             return scattered + gathered
-        return microbatches * (scattered + (3 if is_split else 2) * gathered)
+        return microbatches * (scattered + (2 + split_share) * gathered)

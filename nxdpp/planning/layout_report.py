@@ -44,6 +44,9 @@ class LayoutResult:
     @property
     def dtype_text(self) -> str:
         """The dtype, the construction that gives it, and the flag for a different dtype."""
+        if self.has_masters and self.options.sizes.is_sharded:
+            policy = f"MixedPrecisionPolicy(param_dtype=torch.{self.dtype})"
+            return f"float32, as {self.model}(config) makes it, and fully_shard(model, mp_policy={policy})"
         return dtype_text(self.model, self.dtype, self.options.dtype, self.named_dtype)
 
     @property

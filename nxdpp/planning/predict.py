@@ -16,7 +16,7 @@ from nxdpp.planning.stage_costs import (
     stage_costs,
     stage_ends,
 )
-from nxdpp.planning.step_times import RankTimes, built, is_split, shares_cores, step_times, whole_makespan
+from nxdpp.planning.step_times import RankTimes, built, shares_cores, split_share, step_times, whole_makespan
 from nxdpp.schedules.families.registry import find_family
 
 
@@ -211,7 +211,7 @@ def _sent(
     states: Sequence[RankState],
 ) -> LinkBytes:
     placement = find_family(layout.schedule).placement(layout.pipeline, layout.chunks)
-    split = is_split(built(layout.schedule, layout.pipeline, 2 * layout.pipeline, layout.chunks))
+    share = split_share(built(layout.schedule, layout.pipeline, 2 * layout.pipeline, layout.chunks))
     tensor, between, data = [], [], []
     for rank, state in enumerate(states):
         own = placement.stages_of(rank)
@@ -224,5 +224,5 @@ def _sent(
             if stage and placement.rank_of(stage - 1) != rank:
                 messages += stages[stage - 1].sent
         between.append(microbatches * messages)
-        data.append(exchanges.sent(state, microbatches, split))
+        data.append(exchanges.sent(state, microbatches, share))
     return LinkBytes(max(tensor), max(between), max(data))

@@ -11,14 +11,14 @@ of a search have optimizers of one precision.
 
 import heapq
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import count
 from typing import Any, Literal
 
 from nxdpp.planning.bounds import Bounds, LowerBounds
 from nxdpp.planning.dtypes import name_of
-from nxdpp.planning.layout import Layout, check_zero, describe, divisors, groups_of, schedules_of
+from nxdpp.planning.layout import SHARDED, Layout, check_zero, describe, divisors, groups_of, schedules_of
 from nxdpp.planning.model_costs import ModelCosts
 from nxdpp.planning.predict import Prediction, TooLargeError, predict
 from nxdpp.schedules.families.registry import find_family
@@ -67,7 +67,7 @@ def search(costs: ModelCosts, fixed: Mapping[str, Any] | None = None, best: int 
     _check_best(best)
     if "zero" in fixed:
         check_zero(fixed["zero"])
-        _check_gradients(costs, [fixed["zero"]])
+        _check_zeros(costs, [fixed["zero"]])
     found = Found()
     order = _Order(costs, fixed, found)
     for prediction in order.run("seconds", costs.machine.memory):
@@ -92,7 +92,7 @@ def rank_layouts(costs: ModelCosts, layouts: Sequence[Layout], best: int = 10) -
             f"the optimizer state is float32 in layouts with zero=1 or more, and {name_of(costs.dtype)} in the others: "
             f"give zero to all layouts or to none."
         )
-    _check_gradients(costs, [layout.zero for layout in layouts])
+    _check_zeros(costs, [layout.zero for layout in layouts])
     found = Found(groups=len(layouts), predicted=len(layouts))
     predictions = [predict(costs, layout) for layout in layouts]
     fitting = [each for each in predictions if each.peak_bytes <= costs.machine.memory]
@@ -104,13 +104,19 @@ def rank_layouts(costs: ModelCosts, layouts: Sequence[Layout], best: int = 10) -
     return found
 
 
-def _check_gradients(costs: ModelCosts, zeros: Iterable[int]) -> None:
-    """Raise ``ValueError`` for gradients with more bits than parameters that torch's own optimizer would step."""
+def _check_zeros(costs: ModelCosts, zeros: Collection[int]) -> None:
+    """Raise ``ValueError`` for stages of ZeRO that the job or the devices exclude."""
+    if not _can_shard(costs) and max(zeros) >= SHARDED:
+        raise ValueError(f"fully_shard is not for XLA devices: give zero=0 or 1, not {max(zeros)}.")
     if costs.itemsizes.to_gradient > 1 and 0 in zeros:
         raise ValueError(
             f"AdamW steps parameters in {name_of(costs.dtype)} by gradients of their dtype: leave gradient_dtype out "
             f"with zero=0, or give zero=1."
         )
+
+
+def _can_shard(costs: ModelCosts) -> bool:
+    return costs.machine.device.kind != "xla"
 
 
 def _check_best(best: int) -> None:
@@ -183,7 +189,7 @@ class _Order:
         half = self._costs.has_half_parameters
         least = 1 if half and "zero" not in self._fixed else 0
         for group in groups_of(machine.devices, machine.devices_per_host, job.global_batch, layers, tensors, half):
-            if group.zero < least:
+            if group.zero < least or (group.is_sharded and not _can_shard(self._costs)):
                 continue
             # ``_layouts`` chooses the fields of the schedule.
             chosen = {name: value for name, value in self._fixed.items() if name not in ("schedule", "chunks")}

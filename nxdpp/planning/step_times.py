@@ -1,5 +1,6 @@
 """Times of a step: the schedule in simulated time, then optimizer and what replicas exchange."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -240,7 +241,13 @@ def with_exchanges(
 
 def is_split(schedule: Schedule) -> bool:
     """Return whether a ``schedule`` has split backwards."""
-    return any(action.kind is ActionKind.INPUT_GRADIENT for action in schedule[0])
+    return split_share(schedule) > 0
+
+
+def split_share(schedule: Schedule) -> float:
+    """Return the share of the backwards of ``schedule`` that it splits."""
+    kinds = Counter(action.kind for rank in schedule for action in rank)
+    return kinds[ActionKind.INPUT_GRADIENT] / kinds[ActionKind.FORWARD]
 
 
 def _optimizer_seconds(machine: Machine, layout: Layout, state: RankState, sizes: Itemsizes) -> float:

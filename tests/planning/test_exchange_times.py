@@ -31,9 +31,9 @@ def test_parameters_move_in_their_dtype_and_gradients_in_that_of_the_reduction()
 @pytest.mark.parametrize(("zero", "sent"), [(0, 400), (1, 300), (2, 300), (3, 3 * 400)])
 def test_sent_bytes_of_a_step(zero: int, sent: float) -> None:
     """ZeRO-2 sends each byte once, ZeRO-3 gathers twice and reduces for each of 3 microbatches."""
-    assert _exchanges(zero).sent(STATE, 3, False) == sent
+    assert _exchanges(zero).sent(STATE, 3, 0.0) == sent
     # A weight-gradient gathers once more.
-    assert _exchanges(zero).sent(STATE, 3, True) == sent + (300 if zero == 3 else 0)
+    assert _exchanges(zero).sent(STATE, 3, 1.0) == sent + (300 if zero == 3 else 0)
 
 
 def test_gathers_hide_under_the_first_forward_of_their_stage() -> None:

@@ -119,6 +119,13 @@ def test_shards_are_the_float32_copies(layout: Layout, dtype: str, gradients: st
     assert memory.weights + memory.optimizer == 12 * plan.parameters / 2
 
 
+def test_xla_devices_have_no_shards() -> None:
+    arguments: dict[str, Any] = {"devices": 4, "global_batch": 4, **CPU, "device": "tpu-v5p"}
+    assert {each.layout.zero for each in nxdpp.plan(LLAMA, **arguments).best} <= {0, 1}
+    with pytest.raises(ValueError, match="fully_shard is not for XLA devices: give zero=0 or 1, not 3"):
+        nxdpp.plan(LLAMA, layouts=[Layout(data=4, zero=3)], **arguments)
+
+
 def test_gradients_of_half_parameters_accumulate_in_float32() -> None:
     def plan(**options: Any) -> Plan:
         return nxdpp.plan(LLAMA, devices=2, global_batch=4, **CPU, **options)

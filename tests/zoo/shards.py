@@ -5,10 +5,10 @@ whole, sharded once a step, and sharded for each microbatch; in float64 througho
 gradients and parameters are compared. A type is
 
 - exact: equal to the last bit, in all forms;
-- to rounding: the greatest difference is below 1e-12 of the greatest value of its tensor, in float32 below 1e-5.
-  Gradients of a tied weight, and those that are reduced for each microbatch, add up in a different order. A type whose
-  code between the layers takes no mode of torch's functions computes in float32 in places. The order moves its values
-  by 1e-16, and float32 rounds about one value in 1e9 the other way for it; such a value differs by 6e-8;
+- to rounding: the greatest difference is below 1e-12 of the greatest value of its tensor, and below as many roundings in
+  float32. Gradients of a tied weight, and those that are reduced for each microbatch, add up in a different order. A
+  type whose code between the layers takes no mode of torch's functions computes in float32 in places. The order moves
+  its values by 1e-16, and float32 rounds about one value in 1e9 the other way for it; such a value differs by 6e-8;
 - refused: our error has the reason;
 - failing: another error;
 - WRONG: anything else.
@@ -37,7 +37,8 @@ STAGES = 2
 MICROBATCHES = 4
 STEPS = 4
 EQUAL = 1e-12
-EQUAL_IN_FLOAT32 = 1e-5
+# As many roundings.
+EQUAL_IN_FLOAT32 = EQUAL * torch.finfo(torch.float32).eps / torch.finfo(torch.float64).eps
 ORDER = ("exact", "to rounding", "refused", "failing", "WRONG")
 # A gradient of zero but for rounding, such as a key bias's, has no scale of its own.
 FLOOR = 1e-6
