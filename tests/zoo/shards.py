@@ -5,8 +5,8 @@ whole, sharded once a step, and sharded for each microbatch; in float64 througho
 gradients and parameters are compared. A type is
 
 - exact: equal to the last bit, in all forms;
-- to rounding: the greatest difference is below 1e-12 of the greatest value of its tensor, and below as many roundings in
-  float32. Gradients of a tied weight, and those that are reduced for each microbatch, add up in a different order. A
+- to rounding: the greatest difference is below 1e-12 of the greatest value of its tensor, and below as many roundings
+  in float32. Gradients of a tied weight, and those that are reduced for each microbatch, add up in a different order. A
   type whose code between the layers takes no mode of torch's functions computes in float32 in places. The order moves
   its values by 1e-16, and float32 rounds about one value in 1e9 the other way for it; such a value differs by 6e-8;
 - refused: our error has the reason;
