@@ -126,6 +126,7 @@ class _Sharding:
             holding = [layer for layer, ids in inside.items() if id(parameter) in ids]
             place = holding[0] if len(holding) == len(stages) == 1 else stages
             places.setdefault(place, []).append(name)
+        self._pipeline.part.hold_initial_weights()
         # Shard, and give each stage its units.
         units = {place: self._units(place, names) for place, names in places.items()}
         stages_shards = {

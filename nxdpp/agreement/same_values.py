@@ -79,14 +79,16 @@ class InitialWeights:
         self._dtypes = {name: parameter.dtype for name, parameter in whole.items() if name in local}
         # A load, an initialization or a new tensor in its place changes the values.
         self._kept = {name: (ref(whole[name]), whole[name]._version) for name in self._dtypes if name in self._samples}
+        # Of weights that shards have replaced since.
+        self.held: dict[str, bytes] = {}
 
     def forget(self) -> None:
         """Drop the samples: training has begun."""
-        self._samples, self._kept = {}, {}
+        self._samples, self._kept, self.held = {}, {}, {}
 
     def kept(self, now: Mapping[str, nn.Parameter]) -> dict[str, bytes]:
         """Samples of the weights that this rank has as they were; ``now`` are its present parameters."""
-        return {
+        return self.held | {
             name: self._samples[name]
             for name, (known, version) in self._kept.items()
             if known() is not None and now.get(name) is known() and now[name]._version == version

@@ -27,6 +27,8 @@ _logger = logging.getLogger(__name__)
 _replaced = WeakIdKeyDictionary()
 _outdated = WeakIdKeyDictionary()
 
+_NO_OPTIONS = ("params", "param_names")
+
 _step_check: Callable[[], None] | None = None
 
 # Ids of parameters whose optimizers follow their replacement.
@@ -133,6 +135,22 @@ def holders(parameters: Mapping[str, nn.Parameter]) -> list[tuple[Optimizer, lis
     # An unreachable optimizer may still wait for the garbage collector.
     gc.collect()
     return _holders(parameters)
+
+
+def options_text(optimizer: Optimizer, group: Mapping[str, Any]) -> str:
+    """Return the class of ``optimizer`` and the options of its ``group``, as text."""
+    options = ", ".join(f"{name}={value}" for name, value in sorted(group.items()) if name not in _NO_OPTIONS)
+    return f"{type(optimizer).__name__}({options})"
+
+
+def optimizer_lines(parameters: Mapping[str, nn.Parameter]) -> list[str]:
+    """Return a line for each group of a live optimizer with some of ``parameters``: its options and their names."""
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    return sorted(
+        f"{options_text(optimizer, group)} of {', '.join(names[id(p)] for p in group['params'] if id(p) in names)}"
+        for optimizer, _ in holders(parameters)
+        for group in optimizer.param_groups
+    )
 
 
 def parameters_of(optimizer: Optimizer) -> list[Any]:

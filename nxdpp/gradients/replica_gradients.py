@@ -19,13 +19,15 @@ import torch
 from torch import nn
 
 from nxdpp.agreement.exchange import ReplicaExchanges
-from nxdpp.agreement.fingerprint import parameter_lines
+from nxdpp.agreement.fingerprint import digest, parameter_lines
 from nxdpp.agreement.replicas import SAME_MODEL, check_replica_values, warn_of_equal_batches
+from nxdpp.agreement.same_values import sample
 from nxdpp.gradients.average import average_gradients
 from nxdpp.gradients.average_checks import replica_step_check
 from nxdpp.gradients.average_plan import LastBackward
 from nxdpp.gradients.overlapped_average import AverageReport, OverlappedAverage
-from nxdpp.gradients.shards.local_tensors import is_of_shards, is_sharded
+from nxdpp.gradients.replaced_parameters import optimizer_lines
+from nxdpp.gradients.shards.local_tensors import is_of_shards, is_sharded, local_rows
 from nxdpp.ranks import parallel_state
 from nxdpp.ranks.faults import failure_watch
 from nxdpp.ranks.faults.board import board
@@ -46,6 +48,7 @@ class RankParameters(Protocol):
     """The parameters of this rank, as ``ReplicaGradients`` reads them."""
 
     origin: str | None
+    loaded: bytes
 
     @property
     def module(self) -> nn.Module:
@@ -242,7 +245,8 @@ class ReplicaGradients:
 
     def lines_of_step(self) -> list[str]:
         """Lines that replicas must have alike in a training step: its number, modes and trained parameters."""
-        return [f"training step {board.training_steps()}", *self._modes(), *self._trained_names()]
+        loads = f"loads of state dicts: {self._part.loaded.hex() or 'none'}"
+        return [f"training step {board.training_steps()}", loads, *self._modes(), *self._trained_names()]
 
     def _modes(self) -> list[str]:
         """Lines with the modes of the step: dropout on only some replicas would train a different model."""
@@ -265,7 +269,26 @@ class ReplicaGradients:
             return
         self._exchanges.begin("comparison of parameters")
         # Within a step some are whole, and a hash would fix their memory.
-        parameters = [(name, each) for name, each in self._module.named_parameters() if not is_of_shards(each)]
+        named = list(self._module.named_parameters())
+        parameters = [(name, each) for name, each in named if not is_of_shards(each)]
+        sharded = [(name, each) for name, each in named if is_sharded(each)]
         with failure_watch.reported():
-            facts = [*lines, *parameter_lines(parameters)]
+            facts = [*lines, *parameter_lines(parameters), *optimizer_lines(dict(sharded))]
             check_replica_values(parameters, self._part.origin, self._part.seed, facts, remedy)
+            self._compare_rows(sharded, remedy)
+
+    def _compare_rows(self, sharded: Sequence[tuple[str, nn.Parameter]], remedy: str) -> None:
+        """Compare a sample of the rows of each sharded parameter with other replicas that have the same rows."""
+        mesh = parallel_state.get_shard_mesh() if sharded else None
+        if mesh is None or mesh.ndim == 1:
+            return
+        own = digest("".join(f"{name} {sample(local_rows(each)).hex()}" for name, each in sharded).encode())
+        values = [mesh.get_local_rank(-1), int.from_bytes(own, "little") >> 12]
+        found = self._exchanges.gathered("comparison of the rows of shards", values)
+        first = dict(reversed(found))
+        different = [replica for replica, (rows, number) in enumerate(found) if number != first[rows]]
+        if different:
+            raise RuntimeError(
+                f"data-parallel rank {different[0]} has different rows of {len(sharded)} sharded parameters than the "
+                f"first replica of shards. {remedy}"
+            )

@@ -100,6 +100,11 @@ class ProcessGroups:
         """Destroy the groups, or the whole world if nxdpp started it; collective over all ranks."""
         for link in self.transfer_groups.links.values():
             link.close()
+        if self.has_shards:
+            from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+            # Results of torch's DTensors are kept by the ranks of a mesh: later groups of the same ranks have others.
+            _clear_sharding_prop_cache()
         if self.started_world:
             dist.destroy_process_group()
             return

@@ -23,6 +23,7 @@ from nxdpp.agreement.comparison import unequal
 from nxdpp.agreement.fingerprint import digest
 from nxdpp.agreement.same_values import sample
 from nxdpp.devices.kinds import device_of
+from nxdpp.gradients.shards.local_tensors import local_rows
 from nxdpp.gradients.step_hooks import run_before_steps
 from nxdpp.ranks import parallel_state
 from nxdpp.ranks.faults import failure_watch
@@ -81,7 +82,7 @@ class TensorCopies:
     def check_values(self, seed: int) -> None:
         """Compare the names, shapes, dtypes and a sample of the values of the copies; as ``verify``, in any step."""
         group = parallel_state.get_tensor_control_group()
-        own = {name: (str(p.dtype), tuple(p.shape), sample(p).hex()) for name, p in self._copies().items()}
+        own = {name: (str(p.dtype), tuple(p.shape), sample(local_rows(p)).hex()) for name, p in self._copies().items()}
         smallest, largest = extremes([int.from_bytes(digest(repr(own).encode()), "little") >> 12], group)
         if smallest != largest:
             raise RuntimeError(_unequal_values(own, seed, group))
@@ -122,7 +123,7 @@ class TensorCopies:
                     self._norms[parameter] = torch.full((), _MISSING, dtype=torch.float64, device="cpu")
                 elif gradient.layout == torch.strided:
                     dtype = torch.promote_types(gradient.dtype, torch.float32)
-                    self._norms[parameter] = torch.linalg.vector_norm(gradient, dtype=dtype).double()
+                    self._norms[parameter] = torch.linalg.vector_norm(local_rows(gradient), dtype=dtype).double()
         device.submit()
 
     def _copies(self) -> dict[str, nn.Parameter]:

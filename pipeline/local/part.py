@@ -1,6 +1,6 @@
 """The part of a model that one rank holds, and the initial weights of its tensors on the meta device."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -9,12 +9,14 @@ from torch.utils.weak import WeakIdKeyDictionary
 from transformers import PreTrainedModel
 
 from nxdpp.agreement.configurations import configuration_lines
+from nxdpp.agreement.fingerprint import digest
 from nxdpp.agreement.plain_attributes import attribute_lines, plain_attributes
-from nxdpp.agreement.same_values import InitialWeights, RankValues
+from nxdpp.agreement.same_values import InitialWeights, RankValues, sample
 from nxdpp.gradients.autocast import note_blocks_that_are_off
 from nxdpp.gradients.optimizer.partial_steps import refuse_partial_steps
 from nxdpp.gradients.partial_norms import refuse_partial_norms
 from nxdpp.gradients.replaced_parameters import check_no_optimizer_has, check_no_optimizer_holds, watch_replaced
+from nxdpp.gradients.shards.local_tensors import is_sharded
 from nxdpp.initialization.allocation import with_type_of
 from nxdpp.initialization.initialisers import ParameterInitialiser
 from nxdpp.initialization.materialise import MetaTensor, initial_weights
@@ -68,6 +70,7 @@ class LocalPart:
             be equal on all ranks that have one.
         loads: how often ``load_pretrained`` has loaded weights.
         has_loaded_state: ``True`` after a state dict was loaded.
+        loaded: a hash of the state dicts that were loaded into shards.
         attributes: plain attributes of all modules at construction, by path.
         changes: of the part and of the modules above the layers.
         hooks: of the modules above the layers, and of containers.
@@ -95,6 +98,7 @@ class LocalPart:
         self.origin: str | None = None
         self.loads = 0
         self.has_loaded_state = False
+        self.loaded = b""
         self.attributes = plain_attributes(root)
         self._configuration = configuration_lines(root)
         self._seed = seed
@@ -195,6 +199,18 @@ class LocalPart:
             self.has_loaded_state,
             self.attributes,
         )
+
+    def note_loaded(self, state_dict: Mapping[str, Any]) -> None:
+        """Note a load of ``state_dict``, from which each replica of shards takes other rows."""
+        self.has_loaded_state = True
+        self._initial.held = {}
+        whole = [each for each in state_dict.values() if isinstance(each, torch.Tensor) and not each.is_meta]
+        if any(map(is_sharded, self.module.parameters())):
+            self.loaded = digest(self.loaded + b"".join(map(sample, whole)) + b"load")
+
+    def hold_initial_weights(self) -> None:
+        """Keep the samples of the initial weights that this rank still has: others are about to take their places."""
+        self._initial.held = self._initial.kept(dict(listings.named_parameters(self.module)))
 
     def forget_initial_weights(self) -> None:
         """Drop the samples of the initial weights: the ranks have compared them."""

@@ -27,7 +27,7 @@ from nxdpp.agreement.same_values import Copy, sample_and_sum
 from nxdpp.devices.host_sends import Transfer
 from nxdpp.gradients.gradient_dtype import gradient_dtype
 from nxdpp.gradients.held_hooks import HeldHooks, count_hooks
-from nxdpp.gradients.replaced_parameters import holders
+from nxdpp.gradients.replaced_parameters import holders, options_text
 from nxdpp.gradients.shards.local_tensors import local_rows, with_rows
 from nxdpp.pipeline.local.equal_copies import TiedWeight, make_equal
 from nxdpp.pipeline.p2p.layout import layout_of
@@ -36,7 +36,6 @@ from nxdpp.ranks.faults.waits import Wait
 from nxdpp.tracing.modules import listings
 
 # Entries of a group of an optimizer that differ between the ranks of one script.
-_NO_OPTIONS = ("params", "param_names")
 
 
 class _SetAside(NamedTuple):
@@ -259,6 +258,5 @@ def _optimizers_of(parameter: nn.Parameter) -> str:
     texts = []
     for optimizer, _ in holders({"": parameter}):
         (group,) = (each for each in optimizer.param_groups if any(held is parameter for held in each["params"]))
-        options = ", ".join(f"{name}={value}" for name, value in sorted(group.items()) if name not in _NO_OPTIONS)
-        texts.append(f"{type(optimizer).__name__}({options})")
+        texts.append(options_text(optimizer, group))
     return "; ".join(sorted(texts)) or "none"

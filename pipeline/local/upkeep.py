@@ -231,7 +231,7 @@ class LocalUpkeep:
         local = self._local(state_dict)
         check_state(self._tree, local, strict)
         result = self._load_assigning(local, strict) if assign else self._load_in_place(local, strict)
-        self._part.has_loaded_state = True
+        self._part.note_loaded(local)
         if strict:
             half_loaded.clear(self._tree)
         self._on_new_values()

@@ -91,7 +91,10 @@ class EachMicrobatch(RankShards):
             if self._reduces(kind):
                 self._reduce(unit)
         for unit in own.units if self._step.reduces and self._reduces(kind) else ():
-            unit.check_reduced()
+            unit.check_reduced(
+                "a later microbatch uses a value of it, or code around it keeps one. Call fully_shard without "
+                "reshard_after_forward=True."
+            )
         _free(own.units)
 
     @staticmethod

@@ -134,6 +134,10 @@ class OnceAStep(RankShards):
             if self._step.train and (self._remaining_stages[unit] or not self._step.reduces):
                 unit.convert()
             if not self._remaining_stages[unit]:
+                if self._step.reduces and unit.is_trained:
+                    unit.check_reduced(
+                        "a reentrant checkpoint runs its module twice. Give torch.utils.checkpoint use_reentrant=False."
+                    )
                 unit.free()
 
     def abandon(self) -> None:

@@ -90,6 +90,7 @@ class RankShards(ABC):
         self, stages: Mapping[int, StageShards], exchanges: ReplicaExchanges, changes: Changes, module: nn.Module
     ) -> None:
         self._module = module
+        self._mesh = parallel_state.get_shard_mesh()
         self._programs: WeakSet[nn.Module] = WeakSet()
         self._stages = stages
         self._exchanges = exchanges
@@ -128,6 +129,10 @@ class RankShards(ABC):
         Raises ``RuntimeError`` on all replicas where one is about to make another step, or has other ``lines``.
         """
         self._follow()
+        if parallel_state.get_shard_mesh() is not self._mesh:
+            raise RuntimeError(
+                "destroy_model_parallel() has ended the groups of this model's shards: build and wrap the model again."
+            )
         kind = "a training step" if train else "an evaluation"
         self._exchanges.begin(f"gather of parameters for {kind}", [f"gradients are reduced: {reduces}", *lines])
         # One replica has nothing to wait for.
@@ -169,18 +174,19 @@ class RankShards(ABC):
 
     def finish(self) -> None:
         """End the step after its last action: a gradient that no replica has is ``None``; collective over them."""
-        if not self._step.reduces:
+        # A later call that fails before it begins leaves this step as it is.
+        step, self._step = self._step, _Step()
+        if not step.reduces:
             return
         for unit in self.units:
             unit.finish()
-        reduced = [unit for unit in self.units if unit in self._step.present]
+        reduced = [unit for unit in self.units if unit in step.present]
         trained = [p for unit in reduced for p in unit.parameters if p.requires_grad]
-        present = [flag for unit in reduced for flag in self._step.present[unit]]
-        before = [flag for unit in reduced for flag in self._step.before[unit]]
+        present = [flag for unit in reduced for flag in step.present[unit]]
+        before = [flag for unit in reduced for flag in step.before[unit]]
         for parameter, is_anywhere, had_one in zip(trained, _anywhere(present), before, strict=True):
             if not is_anywhere and not had_one:
                 parameter.grad = None
-        self._step = _Step()
 
     def keep(self) -> None:
         """End a step whose gradients stay on this replica until a step that reduces them."""
@@ -188,7 +194,7 @@ class RankShards(ABC):
             unit.mark_kept()
 
     def abandon(self) -> None:
-        """Forget the present step, which has failed: its gradients are dropped."""
+        """Forget the present step, which has failed: gradients that are not reduced are dropped."""
         for unit in self.units:
             unit.abandon(self._step.train)
         self._step = _Step()

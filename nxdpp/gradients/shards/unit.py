@@ -11,7 +11,7 @@ ones are freed by giving up their memory. What torch does in hooks of modules is
 
 from collections.abc import Collection, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -29,6 +29,21 @@ from nxdpp.gradients.held_hooks import count_hooks
 from nxdpp.gradients.shards.local_tensors import local_rows
 from nxdpp.ranks import parallel_state
 from nxdpp.ranks.faults.waits import Wait
+
+
+class _Kept(NamedTuple):
+    """A parameter with whole gradients on this replica: samples of its rows, and of its ``.grad``, maybe marked."""
+
+    of: FSDPParam
+    gradient: torch.Tensor
+    is_marked: bool
+    values: bytes
+    marked: bytes
+
+    def is_cleared(self) -> bool:
+        """Return whether the program has set ``.grad`` to zeros or ``None``."""
+        rows = local_rows(self.gradient)
+        return self.of.sharded_param.grad is not self.gradient or (rows.numel() > 0 and not rows.any())
 
 
 class ShardedUnit:
@@ -75,7 +90,7 @@ class ShardedUnit:
         group.gradient_divide_factor = None if mean else 1.0
         self.is_trained = self.trains_all = False
         self.storages: frozenset[int] = frozenset()
-        self._kept: list[tuple[FSDPParam, torch.Tensor, bytes, bytes]] = []
+        self._kept: list[_Kept] = []
         self._programs: WeakKeyDictionary[nn.Module, dict[str, int]] = WeakKeyDictionary()
         for parameter, own in zip(self.parameters, attributes, strict=True):
             _give(parameter, own)
@@ -211,45 +226,58 @@ class ShardedUnit:
     def mark_kept(self) -> None:
         """Note the parameters whose gradients stay whole on this replica; ``drop_cleared`` finds a ``zero_grad`` then.
 
-        One that has no ``.grad`` gets -0.0, which differs from the zeros of ``zero_grad``. DTensors count no changes.
+        DTensors count no changes. So ``.grad`` without values gets the smallest number, which ``drop_cleared`` takes
+        out again.
         """
         for each in self._group.fsdp_params:
             whole = getattr(each, "_unsharded_param", None)
             if whole is not None and (whole.grad is not None or each.unsharded_accumulated_grad is not None):
                 row = each.sharded_param
                 if row.grad is None:
-                    row.grad = torch.zeros_like(row, requires_grad=False).neg_()
-                self._kept.append((each, row.grad, sample(local_rows(row)), sample(local_rows(row.grad))))
+                    row.grad = torch.zeros_like(row, requires_grad=False)
+                rows = local_rows(row.grad)
+                is_marked = not rows.any()
+                if is_marked:
+                    rows.fill_(torch.finfo(rows.dtype).tiny)
+                self._kept.append(_Kept(each, row.grad, is_marked, sample(local_rows(row)), sample(rows)))
 
     def drop_cleared(self) -> None:
         """Drop the whole gradients of parameters whose ``.grad`` the program has set to zeros or ``None`` since.
 
-        Raises ``RuntimeError`` where an optimizer has stepped without them.
+        Raises ``RuntimeError`` where the program has changed ``.grad``, or an optimizer has stepped without them.
         """
-        is_cleared = any(sample(local_rows(gradient)) != of_gradient for _, gradient, _, of_gradient in self._kept)
-        for each, gradient, values, of_gradient in self._kept:
-            row = each.sharded_param
+        cleared = {id(kept.of): kept.is_cleared() for kept in self._kept}
+        for kept in self._kept:
+            each, row = kept.of, kept.of.sharded_param
+            has_rows = local_rows(row).numel() > 0
             # Without rows the others tell.
-            is_zero = sample(local_rows(gradient)) != of_gradient or (is_cleared and not local_rows(row).numel())
-            if row.grad is not gradient or is_zero:
+            if cleared[id(each)] or (not has_rows and any(cleared.values())):
                 each._unsharded_param.grad = None
                 each.unsharded_accumulated_grad = None
-            elif sample(local_rows(row)) != values:
+                continue
+            changed = [
+                what
+                for what, tensor, before in (("parameter", row, kept.values), ("gradient", kept.gradient, kept.marked))
+                if sample(local_rows(tensor)) != before
+            ]
+            if changed:
                 raise RuntimeError(
-                    f"a parameter of {self.name}, of shape {list(row.shape)}, was changed after a step in no_sync(), "
-                    f"whose gradients no replica has reduced: by an optimizer's step without them, or by a load. Run "
-                    f"the last step before optimizer.step() outside of no_sync(), or call zero_grad()."
+                    f"a {changed[0]} of {self.name}, of shape {list(row.shape)}, was changed after a step in "
+                    f"no_sync(), whose gradients no replica has reduced: by the program, by an optimizer's step "
+                    f"without them, or by a load. Run the last step before such a change outside of no_sync(), or call "
+                    f"zero_grad()."
                 )
+            if kept.is_marked:
+                row.grad = None
         self._kept = []
 
-    def check_reduced(self) -> None:
+    def check_reduced(self, remedy: str) -> None:
         """Raise ``RuntimeError`` for a gradient that came after ``reduce``: it would count in a later step."""
         late = [each for each in self.whole_trained() if each.grad is not None]
         if late:
             raise RuntimeError(
                 f"{len(late)} gradients of {self.name}, the first of shape {list(late[0].shape)}, came after its turn "
-                f"in the backward: a later microbatch uses a value of it, or code around it keeps one. Call "
-                f"fully_shard without reshard_after_forward=True."
+                f"in the backward: {remedy}"
             )
 
     def finish(self) -> None:
@@ -263,7 +291,9 @@ class ShardedUnit:
         context.reduce_scatter_states.clear()
 
     def abandon(self, drops: bool) -> None:
-        """Put this rank's rows back after a step that has failed; ``drops`` its gradients too."""
+        """Put this rank's rows back after a step that has failed; ``drops`` the whole gradients too."""
+        # The other replicas may never reach a gather that is on its way.
+        self._group._all_gather_result = None
         self._group.finalize_backward()
         for each in self._group.fsdp_params if drops else ():
             each.unsharded_accumulated_grad = None

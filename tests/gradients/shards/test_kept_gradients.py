@@ -1,0 +1,179 @@
+"""Gradients of shards that stay whole on a replica, and replicas of shards that a program has made different."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import nxdpp
+from nxdpp import NxDPPModel, parallel_state
+from nxdpp.gradients.shards.local_tensors import local_rows
+from tests.support.models import VOCABULARY, llama
+from tests.support.run_ranks import run_ranks
+from tests.support.whole_numbers import state_of
+
+Numbers = dict[str, torch.Tensor]
+
+
+def wrapped(**layout: int) -> Any:
+    parallel_state.initialize_model_parallel(**layout, hang_timeout=60)  # type: ignore[arg-type]
+    torch.manual_seed(0)
+    bare: Any = llama(2).double()
+    if parallel_state.get_tensor_model_parallel_size() > 1:
+        bare = nxdpp.tensor_parallelize(bare)
+    model = NxDPPModel(bare, num_microbatches=2)
+    return nxdpp.fully_shard(model)
+
+
+def step(model: Any, number: int, rows: int = 4) -> None:
+    generator = torch.Generator().manual_seed(10 * number + parallel_state.get_data_parallel_rank())
+    ids = torch.randint(0, VOCABULARY, (rows, 6), generator=generator)
+    model.run_train(input_ids=ids, labels=ids)
+
+
+def gradients(model: Any) -> Numbers:
+    found = {name: each for name, each in state_of(model).items() if name.startswith("gradient of ")}
+    model.zero_grad()
+    return found
+
+
+def keep(rank: int) -> list[float]:
+    """Train steps in ``no_sync()``; return how far each way is from the gradients that it must have."""
+    model = wrapped()
+    step(model, 2)
+    second = gradients(model)
+    with model.no_sync():
+        step(model, 1)
+    step(model, 2)
+    both = gradients(model)
+    # A call that is refused leaves them.
+    with model.no_sync():
+        step(model, 1)
+    with pytest.raises(ValueError, match="a batch of 3"):
+        step(model, 2, rows=3)
+    step(model, 2)
+    found = [(gradients(model), both)]
+    # Zeros in the place of zeros clear them.
+    step(model, 3)
+    model.zero_grad(set_to_none=False)
+    with model.no_sync():
+        step(model, 1)
+    for parameter in model.local_parameters():
+        parameter.grad.zero_()
+    step(model, 2)
+    found.append((gradients(model), second))
+    # A change of .grad would not reach them.
+    with model.no_sync():
+        step(model, 1)
+    for parameter in model.local_parameters():
+        parameter.grad.mul_(0.5)
+    with pytest.raises(RuntimeError, match="was changed after a step in no_sync"):
+        step(model, 2)
+    return [max((ours[name] - theirs[name]).abs().max().item() for name in theirs) for ours, theirs in found]
+
+
+def test_gradients_of_no_sync_wait_for_the_step_that_reduces_them() -> None:
+    for rank in run_ranks(2, keep):
+        assert max(rank) < 1e-15, rank
+
+
+def _load_on_one(model: Any) -> None:
+    if parallel_state.get_data_parallel_rank():
+        model.load_state_dict(llama(2).double().state_dict())
+
+
+def _other_rate(model: Any) -> None:
+    model.optimizer = torch.optim.SGD(model.parameters(), lr=0.1 if parallel_state.get_data_parallel_rank() else 0.2)
+
+
+def _change_rows(model: Any) -> None:
+    if parallel_state.get_data_parallel_rank() == 3:
+        local_rows(next(iter(model.parameters()))).add_(1.0)
+
+
+def _change_a_copy(model: Any) -> None:
+    if parallel_state.get_tensor_model_parallel_rank():
+        local_rows(model.get_parameter("model.norm.weight")).add_(1.0)
+
+
+DIFFERENT: dict[str, tuple[int, dict[str, int], Callable[[Any], None], str]] = {
+    "loads": (2, {}, _load_on_one, "loads of state dicts: none"),
+    "rates": (2, {}, _other_rate, r"SGD\(.*lr=0.2"),
+    "rows": (
+        4,
+        {"data_parallel_shard_size": 2},
+        _change_rows,
+        "data-parallel rank 3 has different rows",
+    ),
+    "copies": (4, {"tensor_model_parallel_size": 2}, _change_a_copy, "the first is model.norm.weight"),
+}
+
+
+def differ(rank: int, name: str) -> None:
+    _, layout, change, _ = DIFFERENT[name]
+    model = wrapped(**layout)
+    if name != "copies":
+        step(model, 1)
+    change(model)
+    for number in range(2, 5):
+        step(model, number)
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_replicas_that_differ_are_found(name: str) -> None:
+    ranks, _, _, words = DIFFERENT[name]
+    with pytest.raises(AssertionError, match=words):
+        run_ranks(ranks, differ, name)
+
+
+class SharingLayer(nn.Module):
+    """A layer in a reentrant checkpoint, which uses a module that all layers share."""
+
+    def __init__(self, shared: nn.Module) -> None:
+        super().__init__()
+        self.shared, self.own = shared, nn.Linear(8, 8)
+
+    def _body(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.own(self.shared(x).tanh())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not torch.is_grad_enabled():
+            return self._body(x)
+        out: torch.Tensor = checkpoint(self._body, x, use_reentrant=True)
+        return out
+
+
+class Sharing(nn.Module):
+    """Layers that share a module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shared = nn.Linear(8, 8)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.layers = nn.ModuleList(SharingLayer(shared) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * self.scale
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+def test_gradients_that_come_late_and_groups_that_ended_are_refused() -> None:
+    parallel_state.initialize_model_parallel()
+    try:
+        bare = Sharing()
+        model = NxDPPModel(bare, num_microbatches=2, transformer_layer_cls=SharingLayer, output_loss_value_spec=True)
+        nxdpp.fully_shard(model)
+        with pytest.raises(RuntimeError, match="use_reentrant=False"):
+            model.run_train(x=torch.ones(4, 8))
+        other = nxdpp.fully_shard(NxDPPModel(llama(2), num_microbatches=2))
+        parallel_state.destroy_model_parallel()
+        parallel_state.initialize_model_parallel()
+        with pytest.raises(RuntimeError, match="has ended the groups of this model's shards"):
+            step(other, 1)
+    finally:
+        parallel_state.destroy_model_parallel()
