@@ -224,7 +224,10 @@ def _check_settings(pipeline: Pipeline) -> None:
     }
     for what, is_set in excluded.items():
         if is_set:
-            raise ValueError(f"fully_shard does not go with {what}: wrap the model without it.")
+            raise ValueError(
+                f"fully_shard does not go with {what}: wrap the model without it, a model on one pipeline rank by "
+                f"NxDPPModel(module)."
+            )
 
 
 def _refuse_gradient(gradient: torch.Tensor) -> None:

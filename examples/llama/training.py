@@ -118,12 +118,12 @@ def train(settings: Settings, console: Console, ctrl_c: CtrlC) -> list[RankFigur
         trace_file_path=None if settings.trace is None else str(settings.trace),
     )
     found = checkpoint_to_resume(settings)
-    if settings.pretrained is not None and found is None:
-        # nxdpp: each rank reads its own layers, into float32 from any width.
-        load_pretrained(model, settings.pretrained, convert_dtype=True)
     if settings.shard is not None:
         # nxdpp: each replica keeps a part of weights, gradients and the optimizer's state.
         fully_shard(model, reshard_after_forward=settings.shard == "microbatch")
+    if settings.pretrained is not None and found is None:
+        # nxdpp: each rank reads its own layers, and of shards its rows, into float32 from any width.
+        load_pretrained(model, settings.pretrained, convert_dtype=True)
     model.move_model_to_device()
     optimizer = make_optimizer(model, settings)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_factor(step, settings.steps))

@@ -277,7 +277,7 @@ class ReplicaGradients:
             check_replica_values(parameters, self._part.origin, self._part.seed, facts, remedy)
             self._compare_rows(sharded, remedy)
 
-    def _compare_rows(self, sharded: Sequence[tuple[str, nn.Parameter]], remedy: str) -> None:
+    def _compare_rows(self, sharded: Sequence[tuple[str, torch.Tensor]], remedy: str) -> None:
         """Compare a sample of the rows of each sharded parameter with other replicas that have the same rows."""
         mesh = parallel_state.get_shard_mesh() if sharded else None
         if mesh is None or mesh.ndim == 1:
@@ -285,8 +285,10 @@ class ReplicaGradients:
         own = digest("".join(f"{name} {sample(local_rows(each)).hex()}" for name, each in sharded).encode())
         values = [mesh.get_local_rank(-1), int.from_bytes(own, "little") >> 12]
         found = self._exchanges.gathered("comparison of the rows of shards", values)
-        first = dict(reversed(found))
-        different = [replica for replica, (rows, number) in enumerate(found) if number != first[rows]]
+        first: dict[float, float] = {}
+        different = [
+            replica for replica, (rows, number) in enumerate(found) if number != first.setdefault(rows, number)
+        ]
         if different:
             raise RuntimeError(
                 f"data-parallel rank {different[0]} has different rows of {len(sharded)} sharded parameters than the "

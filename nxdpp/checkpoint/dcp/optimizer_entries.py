@@ -24,7 +24,7 @@ from nxdpp.checkpoint.distributed.document import OF_OPTIMIZER
 from nxdpp.checkpoint.distributed.structured import decoded, encoded, is_scalar, read_scalar, written_scalar
 from nxdpp.checkpoint.files.pieces import listed, printable
 
-_GROUPS, _STATE, _PARAMS = "param_groups", "state", "params"
+_GROUPS, _STATE, _PARAMS, _NAMES = "param_groups", "state", "params", "param_names"
 _NUMBERED = re.compile(r"\d{1,6}")
 
 
@@ -43,13 +43,11 @@ def torch_state(optimizer: Mapping[str, Any], order: Sequence[str], tensor: Call
         }
         for name, described in optimizer["states"].items()
     }
-    groups = [
-        {
-            **decoded(group["options"]),
-            _PARAMS: sorted(group["names"], key=lambda name: (place.get(name, len(place)), name)),
-        }
-        for group in optimizer["groups"]
-    ]
+    groups = []
+    for group in optimizer["groups"]:
+        names = sorted(group["names"], key=lambda name: (place.get(name, len(place)), name))
+        given = {_NAMES: names} if optimizer.get("has_names") else {}
+        groups.append({**decoded(group["options"]), _PARAMS: names, **given})
     return {_STATE: state, _GROUPS: groups}
 
 
@@ -95,6 +93,7 @@ def found_optimizer(directory: DcpDirectory, model: Mapping[str, DcpTensor]) -> 
             f"torch.distributed.checkpoint.state_dict.get_state_dict."
         )
     content = {"class": "", "groups": groups, "states": states, "flat": is_flat}
+    content["has_names"] = any(path[-1:] == (_NAMES,) for path in own)
     return FoundOptimizer(content, tensors, [each.name for each in own.values()])
 
 
@@ -144,7 +143,7 @@ def _groups(entries: Mapping[tuple[str, ...], DcpTensor | DcpObject]) -> tuple[l
     groups = []
     for number, (_, options) in enumerate(sorted(found.items(), key=_order)):
         names = options.pop(_PARAMS, None)
-        options.pop("param_names", None)
+        options.pop(_NAMES, None)
         if not isinstance(names, list) or any(type(name) is not str for name in names):
             raise ValueError(
                 f"param_groups[{number}] has the parameters {names!r:.100}, and no names: save what "

@@ -3,6 +3,7 @@
 ``load_checkpoint`` then reads it as any other: each rank the rectangles that it needs. It has no checksums.
 """
 
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from nxdpp.checkpoint.distributed.document import OF_MODEL, Document, tensors_of
 from nxdpp.checkpoint.distributed.document_checks import check_content
 from nxdpp.checkpoint.files.checksummed_reader import DamagedFile
 from nxdpp.checkpoint.files.checksummed_writer import check_dtype
+from nxdpp.checkpoint.files.pieces import listed
 from nxdpp.checkpoint.files.torch_saves import SavedSpan
 
 EMPTY: Mapping[str, Any] = dict.fromkeys(("layout", "configuration", "optimizer", "scheduler", "grad_scaler"))
@@ -46,6 +48,14 @@ def dcp_document(path: Path, with_optimizer: bool) -> Document:
         content = {**EMPTY, "ties": {}, "random": [], "user_content": None}
         if optimizer is not None:
             content["optimizer"] = optimizer.content
+            others = {*directory.tensors, *directory.others} - {each.name for each in model.values()}
+            left = sorted(others.difference(optimizer.entries))
+            if left:
+                warnings.warn(
+                    f"{path} has {listed(left, 5)}, of neither model nor optimizer, which are not loaded: read them by "
+                    f"torch.distributed.checkpoint.load.",
+                    stacklevel=2,
+                )
         document = Document(content, metadata_of(tensors))
         check_content(content, tensors_of(document.metadata))
     except DamagedFile:

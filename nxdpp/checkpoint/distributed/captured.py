@@ -43,7 +43,8 @@ class Described:
 
     ``names`` are the model's, and ``configuration`` has files of a transformers model by name, both of rank 0.
     ``ties`` and ``quantized`` are as in ``ModelTensors``. ``groups`` are the optimizer's parameter groups, with this
-    rank's names. ``states`` describes the state of each parameter that this rank keeps; a frozen one has none.
+    rank's names; it ``has_names`` if the program has given it some. ``states`` describes the state of each parameter
+    that this rank keeps; a frozen one has none.
     ``samples`` has hashes of a sample of each parameter, by name and the part that this rank has; it is empty in one
     process. ``random`` has the states of this rank's generators, and ``others`` scheduler, scaler and user content as
     JSON.
@@ -55,6 +56,7 @@ class Described:
     configuration: dict[str, str] | None = None
     optimizer: str | None = None
     groups: list[SavedGroup] = field(default_factory=list)
+    has_names: bool = False
     states: dict[str, Description] = field(default_factory=dict)
     samples: dict[Part, bytes] = field(default_factory=dict)
     quantized: dict[str, str] = field(default_factory=dict)
@@ -104,6 +106,7 @@ def captured(
         result.optimizer = optimizer_class(optimizer)
         names = tensors.names()
         result.groups = groups_of(optimizer, names)
+        result.has_names = any("param_names" in group for group in optimizer.param_groups)
         for held in held_state(optimizer, names):
             if not _writes(held.parameter):
                 continue

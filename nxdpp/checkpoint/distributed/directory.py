@@ -140,9 +140,35 @@ def tags(path: Path) -> list[str]:
     return sorted(numbers, key=lambda tag: (tag == newest, not numbers[tag], numbers[tag], tag), reverse=True)
 
 
+def tags_of_torch(path: Path) -> list[str]:
+    """Return the names of the directories in ``path`` that only torch.distributed.checkpoint wrote, newest first."""
+    found = [
+        each
+        for each in path.glob(f"*/{METADATA}")
+        if has_files_of_torch(each.parent) and not (each.parent / DOCUMENT).exists()
+    ]
+    return [each.parent.name for each in sorted(found, key=lambda each: each.stat().st_mtime, reverse=True)]
+
+
+def has_files_of_torch(folder: Path) -> bool:
+    """Return whether torch.distributed.checkpoint has saved in ``folder`` itself."""
+    names = [file.name for file in folder.glob(f"*{SUFFIX}")]
+    return (folder / METADATA).is_file() and not all(map(_OURS.fullmatch, names))
+
+
 def tags_to_load(path: Path) -> list[str]:
-    """Return ``tags``, and warn if the last save did not write the first one."""
-    found = tags(path)
+    """Return ``tags``, or else ``tags_of_torch``, and warn if the last save did not write the first one."""
+    found, of_torch = tags(path), tags_of_torch(path)
+    if not found:
+        return of_torch
+    if of_torch and (path / of_torch[0] / METADATA).stat().st_mtime > (path / found[0] / DOCUMENT).stat().st_mtime:
+        _logger.warning(
+            "%s has %s, and torch.distributed.checkpoint wrote %s later: give tag=%r to load that.",
+            path,
+            found[0],
+            of_torch[0],
+            of_torch[0],
+        )
     later = [tag for tag in found if number_of(path / tag) > number_of(path / found[0])] if found else []
     if later:
         _logger.warning(
@@ -225,6 +251,12 @@ def claim(folder: Path) -> None:
     if not path.is_dir():
         path.mkdir(parents=True, exist_ok=True)
     file = path.resolve() / LOCK
+    if has_files_of_torch(folder):
+        raise OSError(
+            errno.EEXIST,
+            "torch.distributed.checkpoint has saved there, and would read its old values: give another tag",
+            str(folder),
+        )
     _refuse_others(folder, stat.S_ISDIR, "directory")
     _refuse_others(file, stat.S_ISREG, "file")
     key = os.getpid(), file

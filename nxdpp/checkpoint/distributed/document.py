@@ -20,7 +20,7 @@ from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
-from nxdpp.checkpoint.distributed.directory import DOCUMENT, SUFFIX, write_text
+from nxdpp.checkpoint.distributed.directory import DOCUMENT, METADATA, SUFFIX, has_files_of_torch, write_text
 from nxdpp.checkpoint.distributed.document_checks import DIGITS, check_content, metadata_of
 from nxdpp.checkpoint.distributed.rectangles import key_of
 from nxdpp.checkpoint.files.checksummed_reader import DamagedFile
@@ -109,6 +109,11 @@ def read_document(directory: Path) -> bytes:
         if not stat.S_ISREG(path.stat().st_mode):
             # Reading a pipe or a device may never end.
             raise DamagedFile(f"{path} is not a file.")
+        if has_files_of_torch(directory):
+            raise DamagedFile(
+                f"{directory} has a checkpoint of nxdpp, and torch.distributed.checkpoint has saved there too: remove "
+                f"{DOCUMENT} to load torch's, or {METADATA} to load nxdpp's."
+            )
         return path.read_bytes()
     except FileNotFoundError as error:
         raise FileNotFoundError(

@@ -225,6 +225,7 @@ def _content(of_ranks: list[Described]) -> dict[str, Any]:
     if first.optimizer is not None:
         groups = joined_groups([described.groups for described in of_ranks])
         optimizer = {"class": first.optimizer, "groups": [group._asdict() for group in groups], "states": states}
+        optimizer |= {"has_names": True} if first.has_names else {}
     return {
         "layout": first.layout,
         "ties": first.ties,

@@ -153,7 +153,7 @@ def finalize_checkpoint() -> None:
 
 
 def has_checkpoint(path: str | os.PathLike[str]) -> bool:
-    """Return whether ``path`` has a checkpoint that was saved to its end; not collective.
+    """Return whether ``path`` has a checkpoint that was saved to its end, also by torch's; not collective.
 
     Raises ``NotADirectoryError`` where a save would meet a file in the place of a directory. Raises as the save does
     for an address: a script that asks at its start learns of it before the first step.
@@ -161,7 +161,7 @@ def has_checkpoint(path: str | os.PathLike[str]) -> bool:
     place = arguments.place_of(path)
     if isinstance(place, Path):
         directory.check_directory(place)
-        return bool(directory.tags(place))
+        return bool(directory.tags(place) or directory.tags_of_torch(place))
     with staged(place) as remote:
         remote.fill(whole=False)
         return bool(directory.tags(remote.local))

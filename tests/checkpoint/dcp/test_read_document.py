@@ -72,9 +72,16 @@ def test_a_directory_of_one_process(tmp_path: Path) -> None:
             other = _trained(1, steps)
             assert load_checkpoint(tmp_path, tag, *other) is None
             check_same(_states(*other), _states(net, optimizer))
-    assert not has_checkpoint(tmp_path)
+    assert has_checkpoint(tmp_path)
     with pytest.raises(FileNotFoundError, match=r"it is one checkpoint itself. Give its directory and its tag"):
         load_checkpoint(tmp_path / "flat", None, net)
+
+
+def test_other_entries_are_named(tmp_path: Path) -> None:
+    net, optimizer = _trained(0)
+    save({**_states(net, optimizer), "lr_scheduler": {"last_epoch": 3}}, checkpoint_id=tmp_path / "one", no_dist=True)
+    with pytest.warns(UserWarning, match=r"has lr_scheduler\.last_epoch, of neither model nor optimizer"):
+        load_checkpoint(tmp_path, "one", *_trained(1))
 
 
 def test_what_does_not_fit_is_refused_and_changes_nothing(tmp_path: Path) -> None:

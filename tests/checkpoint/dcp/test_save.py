@@ -13,13 +13,14 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor.debug import CommDebugMode
-from torch.optim import AdamW
+from torch.optim import SGD, AdamW
 
 from nxdpp import parallel_state
 from nxdpp.checkpoint.commands.show import verify
 from nxdpp.checkpoint.distributed import directory
-from nxdpp.doors.nxd.checkpoint import finalize_checkpoint, load_checkpoint, save_checkpoint
+from nxdpp.doors.nxd.checkpoint import finalize_checkpoint, has_checkpoint, load_checkpoint, save_checkpoint
 from nxdpp.gradients.shards.local_tensors import local_rows
 from nxdpp.tensor.shards import all_rows
 from tests.checkpoint.distributed.layouts import Layout, Training, learning_rates
@@ -190,6 +191,56 @@ def test_what_cannot_be_written_is_refused(tmp_path: Path) -> None:
         save_checkpoint(tmp_path, "one", model, format="torch")
     with pytest.raises(ValueError, match="format='dcp' is for a file system"):
         save_checkpoint("memory://run", "one", model, format="dcp")
+
+
+def test_names_of_parameters_stay_names(tmp_path: Path) -> None:
+    """torch's optimizers ask for ``param_names`` where a program has given them names."""
+    for kind, cls in (("nxdpp", AdamW), ("torch", SGD)):
+        model = nn.Linear(4, 4)
+        optimizer = cls(model.named_parameters(), lr=0.5)
+        model(torch.ones(4)).sum().backward()
+        optimizer.step()
+        if kind == "nxdpp":
+            save_checkpoint(tmp_path, kind, model, optimizer, format="dcp")
+        else:
+            own = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+            save(own, checkpoint_id=tmp_path / kind, no_dist=True)
+            load_checkpoint(tmp_path, kind, model, optimizer)
+            save_checkpoint(tmp_path, "again", model, optimizer, format="dcp")
+            kind = "again"
+        other = nn.Linear(4, 4)
+        read: dict[str, Any] = dict(
+            zip(("model", "optimizer"), get_state_dict(other, cls(other.named_parameters(), lr=0.5)), strict=True)
+        )
+        load(read, checkpoint_id=tmp_path / kind, no_dist=True)
+        check_same(read["optimizer"], get_state_dict(model, optimizer)[1])
+
+
+def test_saves_of_both_in_one_directory(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    first, second, model = (nn.Linear(2, 2) for _ in range(3))
+    # torch's directories are checkpoints, and nxdpp does not save into them.
+    save({"model": first.state_dict()}, checkpoint_id=tmp_path / "one", no_dist=True)
+    assert has_checkpoint(tmp_path)
+    load_checkpoint(tmp_path, None, model)
+    assert torch.equal(model.weight, first.weight)
+    for kind in ("nxdpp", "dcp"):
+        with pytest.raises(OSError, match=r"one: torch\.distributed\.checkpoint has saved there, .* another tag"):
+            save_checkpoint(tmp_path, "one", model, format=kind)
+    # The newest of nxdpp's is loaded, and a later one of torch's is named.
+    save_checkpoint(tmp_path, "two", second, format="dcp")
+    load_checkpoint(tmp_path, None, model)
+    assert torch.equal(model.weight, second.weight)
+    save({"model": first.state_dict()}, checkpoint_id=tmp_path / "three", no_dist=True)
+    load_checkpoint(tmp_path, None, model)
+    assert "torch.distributed.checkpoint wrote three later: give tag='three' to load that" in caplog.text
+    # A directory of both is refused: either may be meant.
+    save({"model": first.state_dict()}, checkpoint_id=tmp_path / "two", no_dist=True)
+    with pytest.raises(ValueError, match=r"remove checkpoint\.json to load torch's, or \.metadata to load nxdpp's"):
+        load_checkpoint(tmp_path, "two", model)
+    assert verify(tmp_path / "two") == 1
+    (tmp_path / "two/checkpoint.json").unlink()
+    load_checkpoint(tmp_path, "two", model)
+    assert torch.equal(model.weight, first.weight)
 
 
 def test_damage_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
