@@ -11,7 +11,7 @@ may change them on each replica by itself.
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -271,18 +271,18 @@ class ReplicaGradients:
         # Within a step some are whole, and a hash would fix their memory.
         named = list(self._module.named_parameters())
         parameters = [(name, each) for name, each in named if not is_of_shards(each)]
-        sharded = [(name, each) for name, each in named if is_sharded(each)]
+        sharded = {name: each for name, each in self._module.named_parameters() if is_sharded(each.data)}
         with failure_watch.reported():
-            facts = [*lines, *parameter_lines(parameters), *optimizer_lines(dict(sharded))]
+            facts = [*lines, *parameter_lines(parameters), *optimizer_lines(sharded)]
             check_replica_values(parameters, self._part.origin, self._part.seed, facts, remedy)
             self._compare_rows(sharded, remedy)
 
-    def _compare_rows(self, sharded: Sequence[tuple[str, torch.Tensor]], remedy: str) -> None:
+    def _compare_rows(self, sharded: Mapping[str, nn.Parameter], remedy: str) -> None:
         """Compare a sample of the rows of each sharded parameter with other replicas that have the same rows."""
         mesh = parallel_state.get_shard_mesh() if sharded else None
         if mesh is None or mesh.ndim == 1:
             return
-        own = digest("".join(f"{name} {sample(local_rows(each)).hex()}" for name, each in sharded).encode())
+        own = digest("".join(f"{name} {sample(local_rows(each)).hex()}" for name, each in sharded.items()).encode())
         values = [mesh.get_local_rank(-1), int.from_bytes(own, "little") >> 12]
         found = self._exchanges.gathered("comparison of the rows of shards", values)
         first: dict[float, float] = {}

@@ -221,11 +221,12 @@ def _content(of_ranks: list[Described]) -> dict[str, Any]:
                     f"Step the optimizer on every rank alike."
                 )
     _check_copies(of_ranks)
-    optimizer = None
+    optimizer: dict[str, Any] | None = None
     if first.optimizer is not None:
         groups = joined_groups([described.groups for described in of_ranks])
         optimizer = {"class": first.optimizer, "groups": [group._asdict() for group in groups], "states": states}
-        optimizer |= {"has_names": True} if first.has_names else {}
+        if first.has_names:
+            optimizer["has_names"] = True
     return {
         "layout": first.layout,
         "ties": first.ties,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint import load
+from torch.distributed.checkpoint.state_dict_loader import load
 
 from nxdpp.checkpoint.distributed import directory
 from nxdpp.checkpoint.distributed.directory import LOCK

@@ -137,7 +137,8 @@ class SharingLayer(nn.Module):
         self.shared, self.own = shared, nn.Linear(8, 8)
 
     def _body(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.own(self.shared(x).tanh())
+        out: torch.Tensor = x + self.own(self.shared(x).tanh())
+        return out
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not torch.is_grad_enabled():
