@@ -64,14 +64,14 @@ def rank_verdict(task: str, model_type: str, rank: int) -> Verdict:
     try:
         for dtype, equal in ((torch.float64, EQUAL), (torch.float32, EQUAL_IN_FLOAT32)):
             form, mode = f"whole in {_named(dtype)}", Float64 if dtype is torch.float64 else nullcontext
-            if dtype is torch.float64 and not _computes_in_float64(task, model_type):
-                told.append("float32 only")
-                continue
             try:
                 whole = _trained(task, model_type, dtype, mode, shards=False)
             except TracingError as error:
                 if "TorchFunctionMode" not in str(error):
                     raise
+                if not _computes_in_float64(task, model_type):
+                    told.append("float32 only")
+                    continue
                 mode = nullcontext
                 told.append("float32 in places")
                 whole = _trained(task, model_type, dtype, mode, shards=False)
@@ -88,12 +88,12 @@ def rank_verdict(task: str, model_type: str, rank: int) -> Verdict:
 
 
 def _computes_in_float64(task: str, model_type: str) -> bool:
-    """Return whether one process can compute the model in float64: its code may name float32."""
+    """Return whether one process can compute the model in float64 without a mode: its code may name float32."""
     bare: Any = build(task, model_type)
     batch = inputs(task, bare, PADDED, seed=0)
     names = ARGUMENTS.get(model_type, {}).get("input_names", batch)
     try:
-        with torch.no_grad(), Float64():
+        with torch.no_grad():
             to_float64(bare)(**{name: batch[name] for name in names})
     except RuntimeError as error:
         return "same dtype" not in str(error)
