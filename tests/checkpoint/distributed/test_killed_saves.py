@@ -114,8 +114,9 @@ def is_empty(path: Path) -> bool:
 
 
 @pytest.mark.one_python
-def test_a_training_that_is_killed_resumes() -> None:
-    """One kill of a rank, of all ranks, and of torchrun's agent, each in another layout."""
-    found = run_program(str(killed_saves.__file__), ["--ranks", "2", "--kills", "3"], 1)
+@pytest.mark.parametrize("kills", [1, pytest.param(3, marks=pytest.mark.sweep)])
+def test_a_training_that_is_killed_resumes(kills: int) -> None:
+    """A kill of a rank, of all ranks, and of torchrun's agent, each in another layout."""
+    found = run_program(str(killed_saves.__file__), ["--ranks", "2", "--kills", str(kills)], 1)
     assert found.codes == [0], found.output
-    assert "3 of 3 kills over 2 ranks" in found.output
+    assert f"{kills} of {kills} kills over 2 ranks" in found.output

@@ -104,6 +104,7 @@ def test_a_rank_that_hangs_is_shown_and_named(fault: str, rank: int) -> None:
     assert re.search(rf"stack of rank {rank}.*Layer.forward\n +.* in {fault}_in_a_layer$", ended.output, re.M | re.S)
 
 
+@pytest.mark.one_python
 @pytest.mark.parametrize("fault", ["SIGKILL", "SIGKILL in a gather"])
 def test_a_rank_that_dies_in_or_between_gathers_is_named(fault: str) -> None:
     ended = _run(fault, 2, True, HANG_TIMEOUT, "shards")
@@ -112,6 +113,7 @@ def test_a_rank_that_dies_in_or_between_gathers_is_named(fault: str) -> None:
     assert {rank: line[:11] for rank, line in _last_lines(ended).items()} == dict.fromkeys((0, 1, 3), "rank 2 died")
 
 
+@pytest.mark.one_python
 def test_a_rank_that_hangs_before_a_gather_is_named() -> None:
     ended = _run("loop", 2, True, HANG_TIMEOUT, "shards")
     assert ended.codes == [1] * RANKS, ended.output
@@ -124,6 +126,7 @@ def test_a_rank_that_hangs_before_a_gather_is_named() -> None:
     assert re.search(gathers, ended.output, re.M), ended.output
 
 
+@pytest.mark.one_python
 def test_a_rank_that_hangs_in_a_gather_is_named() -> None:
     ended = _run("sleep in a gather", 2, True, HANG_TIMEOUT, "shards")
     assert ended.codes == [1] * RANKS, ended.output
