@@ -6,8 +6,9 @@
 
 Four ranks, two stages and two replicas, train a Llama with 1F1B, 8 microbatches and AdamW over gloo. ``state`` are the
 bytes of a rank's parameters, gradients and optimizer state between steps, ``peak`` is the resident memory in a step
-beyond them, ``sent`` the bytes that a rank sends to its replica in a step. The ways take turns, step by step. Memory is
-measured in processes of its own, which return freed memory at once: that takes time.
+beyond them, and ``planned`` the same by ``nxdpp plan``. ``sent`` are the bytes that a rank sends to its replica in a
+step. The ways take turns, step by step. Memory is measured in processes of its own, which return freed memory at once:
+that takes time.
 """
 
 import argparse
@@ -31,6 +32,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B  # noqa: E4
 from torch.distributed.tensor import DTensor  # noqa: E402
 from torch.optim import AdamW  # noqa: E402
 
+import nxdpp  # noqa: E402
 from benchmarks.comparison.job import Job  # noqa: E402
 from benchmarks.comparison.llama import llama_job  # noqa: E402
 from benchmarks.layouts.traffic import Traffic  # noqa: E402
@@ -38,10 +40,13 @@ from benchmarks.page import write_blocks  # noqa: E402
 from benchmarks.report import markdown_table, session_line  # noqa: E402
 from nxdpp import NxDPPModel, fully_shard, parallel_state  # noqa: E402
 from nxdpp.optimizer import Zero1Optimizer  # noqa: E402
+from nxdpp.planning.layout import Layout  # noqa: E402
 from tests.support.process_memory import peak_bytes, reset_peak, resident_bytes  # noqa: E402
 from tests.support.run_ranks import run_ranks  # noqa: E402
 
 STAGES, RANKS = 2, 4
+# By the stage of ZeRO.
+OURS = ("replicas", "ZeRO-1", "fully_shard", "fully_shard, each microbatch")
 WARM_UP = 2
 
 
@@ -76,6 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     times = run_ranks(RANKS, _times, options.hidden, options.rounds, timeout=900.0)
     bytes_ = run_ranks(RANKS, _bytes, options.hidden, timeout=900.0)
+    planned = _planned(options.hidden)
     rows = []
     first = 0.0
     for name in times[0]:
@@ -84,22 +90,45 @@ def main(arguments: Sequence[str] | None = None) -> None:
         first = first or middle
         figures = [max(of_ranks) for of_ranks in zip(*(rank[name] for rank in bytes_), strict=True)]
         step = [f"{1e3 * middle:,.0f} ({1e3 * low:,.0f} to {1e3 * high:,.0f})", f"{middle / first:.2f}"]
-        rows.append([name, *(f"{each / 1e6:,.1f}" for each in figures), *step, f"{times[-1][name].loss:.6f}"])
-    columns = ["way", "state, MB", "peak, MB", "sent, MB", "step, ms", "of replicas", "loss"]
+        state, peak, sent = (f"{each / 1e6:,.1f}" for each in figures)
+        plan = f"{planned[name] / 1e6:,.1f}" if name in planned else ""
+        rows.append([name, state, peak, plan, sent, *step, f"{times[-1][name].loss:.6f}"])
+    columns = ["way", "state, MB", "peak, MB", "planned, MB", "sent, MB", "step, ms", "of replicas", "loss"]
     table = f"{session_line()}\n\n{markdown_table(columns, rows, left=['way'])}"
     print(table)
     if options.write is not None:
         write_blocks(options.write, {"shards": table})
 
 
+def _planned(hidden: int) -> dict[str, float]:
+    """The peak of a step beyond the state, in bytes, as ``nxdpp plan`` has it."""
+    job = llama_job(hidden)
+    rows = len(job.first_input) // job.microbatches
+    found = nxdpp.plan(
+        job.make_model(),
+        devices=RANKS,
+        device_memory="80GB",
+        global_batch=RANKS // STAGES * len(job.first_input),
+        device="cpu",
+        inputs=lambda count: {name: each[:1].expand(count, -1).clone() for name, each in job.inputs.items()},
+        layouts=[
+            Layout(pipeline=STAGES, data=RANKS // STAGES, zero=zero, microbatch=rows) for zero in range(len(OURS))
+        ],
+    )
+    return {
+        OURS[each.layout.zero]: max(rank.total - rank.weights - rank.gradients - rank.optimizer for rank in each.memory)
+        for each in found.best
+    }
+
+
 def _ways(hidden: int) -> dict[str, Way]:
     """The ways, each on a model of its own; the first is the one that others are compared with."""
     job = llama_job(hidden)
     return {
-        "replicas": _nxdpp(job),
-        "ZeRO-1": _nxdpp(job, zero1=True),
-        "fully_shard": _nxdpp(job, shard=True),
-        "fully_shard, each microbatch": _nxdpp(job, shard=True, reshard_after_forward=True),
+        OURS[0]: _nxdpp(job),
+        OURS[1]: _nxdpp(job, zero1=True),
+        OURS[2]: _nxdpp(job, shard=True),
+        OURS[3]: _nxdpp(job, shard=True, reshard_after_forward=True),
         "torch, FSDP2": _torch(job, reshard_after_forward=False),
         "torch, FSDP2, each microbatch": _torch(job, reshard_after_forward=True),
     }
