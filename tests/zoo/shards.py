@@ -47,7 +47,7 @@ FLOOR = 1e-6
 def judge(task: str, model_type: str) -> Verdict:
     """Compare one type over four ranks."""
     build(task, model_type, "meta")
-    found = forked_ranks(RANKS, partial(rank_verdict, task, model_type))
+    found = forked_ranks(RANKS, partial(rank_verdict, task, model_type), timeout=600.0)
     errors = [each for each in found if isinstance(each, Exception)]
     if errors:
         error = min(errors, key=lambda each: "Connection closed" in str(each))
