@@ -172,9 +172,15 @@ def test_gradients_that_come_late_and_groups_that_ended_are_refused() -> None:
         with pytest.raises(RuntimeError, match="use_reentrant=False"):
             model.run_train(x=torch.ones(4, 8))
         other = nxdpp.fully_shard(NxDPPModel(llama(2), num_microbatches=2))
+        step(other, 1)
         parallel_state.destroy_model_parallel()
         parallel_state.initialize_model_parallel()
         with pytest.raises(RuntimeError, match="has ended the groups of this model's shards"):
             step(other, 1)
+        # torch keeps results of DTensors by the ranks of their mesh, which the new groups have too.
+        new = nxdpp.fully_shard(NxDPPModel(llama(2), num_microbatches=2))
+        step(new, 1)
+        mesh = parallel_state.get_shard_mesh()
+        assert all(each.device_mesh is mesh and each.grad.device_mesh is mesh for each in new.parameters())
     finally:
         parallel_state.destroy_model_parallel()
