@@ -75,6 +75,9 @@ def rank_verdict(task: str, model_type: str, rank: int) -> Verdict:
                 mode = nullcontext
                 told.append("float32 in places")
                 whole = _trained(task, model_type, dtype, mode, shards=False)
+            if dtype is torch.float64 and not all(bool(values.isfinite().all()) for values in whole.values()):
+                told.append("float32 only: one process has no finite numbers in float64")
+                continue
             for each, words in ((False, "once a step"), (True, "for each microbatch")):
                 form = f"{words} in {_named(dtype)}"
                 ours = _trained(task, model_type, dtype, mode, shards=True, reshard_after_forward=each)
