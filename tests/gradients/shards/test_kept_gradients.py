@@ -181,6 +181,7 @@ def test_gradients_that_come_late_and_groups_that_ended_are_refused() -> None:
         new = nxdpp.fully_shard(NxDPPModel(llama(2), num_microbatches=2))
         step(new, 1)
         mesh = parallel_state.get_shard_mesh()
-        assert all(each.device_mesh is mesh and each.grad.device_mesh is mesh for each in new.parameters())
+        tensors: list[Any] = [tensor for each in new.parameters() for tensor in (each, each.grad)]
+        assert all(each.device_mesh is mesh for each in tensors)
     finally:
         parallel_state.destroy_model_parallel()
