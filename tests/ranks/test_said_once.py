@@ -53,6 +53,9 @@ def bars(rank: int, variable: str) -> list[tuple[bool, bool, str]]:
     import datasets
     from transformers.utils import logging as library
 
+    # A module of another test may have turned them off in the server of which this process is a fork.
+    library.enable_progress_bar()
+
     def now() -> tuple[bool, bool, str]:
         drawn = io.StringIO()
         with redirect_stderr(drawn):

@@ -1,4 +1,4 @@
-"""Verdicts of the shards sweep for types that once differed or failed."""
+"""Verdicts of the shards sweep: a plain type, and types that once differed or failed."""
 
 import pytest
 
@@ -11,9 +11,9 @@ pytestmark = pytest.mark.zoo
 @pytest.mark.parametrize(
     "name",
     [
-        "cpmant",  # norms in float32
-        # Code between its layers reads the dtype of a parameter.
-        pytest.param("openai-gpt", marks=pytest.mark.sweep),
+        "arcee",
+        # Norms in float32, and code between the layers that reads the dtype of a parameter.
+        *(pytest.param(name, marks=pytest.mark.sweep) for name in ("cpmant", "openai-gpt")),
     ],
 )
 def test_sharded_replicas_equal_unsharded_ones(name: str) -> None:

@@ -31,7 +31,7 @@ from nxdpp.ranks import parallel_state
 from nxdpp.ranks.faults.waits import Wait
 
 
-class _Kept(NamedTuple):
+class _KeptGradient(NamedTuple):
     """A parameter with whole gradients on this replica: samples of its rows, and of its ``.grad``, maybe marked."""
 
     of: FSDPParam
@@ -90,7 +90,7 @@ class ShardedUnit:
         group.gradient_divide_factor = None if mean else 1.0
         self.is_trained = self.trains_all = False
         self.storages: frozenset[int] = frozenset()
-        self._kept: list[_Kept] = []
+        self._kept: list[_KeptGradient] = []
         self._programs: WeakKeyDictionary[nn.Module, dict[str, int]] = WeakKeyDictionary()
         for parameter, own in zip(self.parameters, attributes, strict=True):
             _give(parameter, own)
@@ -239,7 +239,7 @@ class ShardedUnit:
                 is_marked = not rows.any()
                 if is_marked:
                     rows.fill_(torch.finfo(rows.dtype).tiny)
-                self._kept.append(_Kept(each, row.grad, is_marked, sample(local_rows(row)), sample(rows)))
+                self._kept.append(_KeptGradient(each, row.grad, is_marked, sample(local_rows(row)), sample(rows)))
 
     def drop_cleared(self) -> None:
         """Drop the whole gradients of parameters whose ``.grad`` the program has set to zeros or ``None`` since.
