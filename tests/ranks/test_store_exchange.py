@@ -62,7 +62,7 @@ def test_one_rank_has_its_own_value() -> None:
 
 @pytest.mark.parametrize(("absent", "message"), [(2, "rank 2 did not take part in exchange 1"), (0, "rank 0 did not")])
 def test_a_rank_that_takes_no_part_is_named(absent: int, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_exchange, "_LIMIT", timedelta(seconds=0.3))
+    monkeypatch.setattr(store_exchange, "_LIMIT", timedelta(seconds=2.0))
     with _ranks() as (_, exchanges, pool):
         gathered = [pool.submit(exchange.gather, 0) for rank, exchange in enumerate(exchanges) if rank != absent]
         with pytest.raises(RuntimeError, match=message):
