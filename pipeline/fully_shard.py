@@ -126,9 +126,10 @@ class _Sharding:
             holding = [layer for layer, ids in inside.items() if id(parameter) in ids]
             place = holding[0] if len(holding) == len(stages) == 1 else stages
             places.setdefault(place, []).append(name)
-        self._pipeline.part.hold_initial_weights()
         # Shard, and give each stage its units.
+        kept = self._pipeline.part.kept_initial_weights()
         units = {place: self._units(place, names) for place, names in places.items()}
+        self._pipeline.part.hold_initial_weights(kept)
         stages_shards = {
             stage: StageShards(
                 [ShardedLayer(layers[name], units[name]) for name in partition.layers_of([stage])],

@@ -15,10 +15,12 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, M
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
+from nxdpp.agreement.fingerprint import canonical
 from nxdpp.gradients.step_hooks import run_before_steps
 
 _logger = logging.getLogger(__name__)
@@ -27,6 +29,7 @@ _logger = logging.getLogger(__name__)
 _replaced = WeakIdKeyDictionary()
 _outdated = WeakIdKeyDictionary()
 
+# Entries of a group of an optimizer that differ between the ranks of one script.
 _NO_OPTIONS = ("params", "param_names")
 
 _step_check: Callable[[], None] | None = None
@@ -139,8 +142,13 @@ def holders(parameters: Mapping[str, nn.Parameter]) -> list[tuple[Optimizer, lis
 
 def options_text(optimizer: Optimizer, group: Mapping[str, Any]) -> str:
     """Return the class of ``optimizer`` and the options of its ``group``, as text."""
-    options = ", ".join(f"{name}={value}" for name, value in sorted(group.items()) if name not in _NO_OPTIONS)
-    return f"{type(optimizer).__name__}({options})"
+    # Any other object would show its address.
+    texts = {
+        name: str(value) if isinstance(value, torch.Tensor) else canonical(value)
+        for name, value in sorted(group.items())
+        if name not in _NO_OPTIONS
+    }
+    return f"{type(optimizer).__name__}({', '.join(f'{name}={text}' for name, text in texts.items())})"
 
 
 def optimizer_lines(parameters: Mapping[str, nn.Parameter]) -> list[str]:

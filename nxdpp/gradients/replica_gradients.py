@@ -271,7 +271,7 @@ class ReplicaGradients:
         # Within a step some are whole, and a hash would fix their memory.
         named = list(self._module.named_parameters())
         parameters = [(name, each) for name, each in named if not is_of_shards(each)]
-        sharded = {name: each for name, each in self._module.named_parameters() if is_sharded(each.data)}
+        sharded = {name: each for name, each in named if is_sharded(each.data)}
         with failure_watch.reported():
             facts = [*lines, *parameter_lines(parameters), *optimizer_lines(sharded)]
             check_replica_values(parameters, self._part.origin, self._part.seed, facts, remedy)

@@ -60,18 +60,18 @@ class WholeBytes:
 
 
 def step_traffic(
-    tensor: float, parameters: Sequence[nn.Parameter], sizes: Dimensions, microbatches: int, is_split: bool
+    tensor: float, parameters: Sequence[nn.Parameter], sizes: Dimensions, microbatches: int, split_share: float
 ) -> StepTraffic:
     """Return the traffic of a rank with ``parameters`` whose layers send ``tensor`` bytes in a step.
 
-    Their tensor group has these bytes. With ZeRO-3 each part of a backward that ``is_split`` gathers.
+    Their tensor group has these bytes. With ZeRO-3 ``split_share`` of the backwards gather twice.
     """
     tensor += least_sent("all_reduce", _summed_bytes(parameters), sizes.tensor)
     # A gradient has the size of its parameter.
     whole = state_bytes(parameters)
     if not sizes.zero:
         return StepTraffic(tensor, average=least_sent("all_reduce", whole.gradients, sizes.data))
-    scatters, gathers = (microbatches, (3 if is_split else 2) * microbatches) if sizes.zero > SHARDED else (1, 1)
+    scatters, gathers = (microbatches, (2 + split_share) * microbatches) if sizes.zero > SHARDED else (1, 1)
     return StepTraffic(
         tensor,
         reduce_scatter=scatters * least_sent("reduce_scatter", whole.gradients, sizes.data),

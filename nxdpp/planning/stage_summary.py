@@ -16,6 +16,7 @@ from nxdpp.planning.dimensions import StepTraffic, WholeBytes, planned_state, st
 from nxdpp.planning.dtypes import dtype_of
 from nxdpp.planning.layer_times import weight_bytes
 from nxdpp.planning.layout import Dimensions
+from nxdpp.planning.step_times import split_share
 from nxdpp.schedules.actions import ActionKind
 from nxdpp.schedules.chosen import ChosenSchedule
 from nxdpp.schedules.memory import in_flight
@@ -134,7 +135,7 @@ def _summaries(
     nodes_of: dict[int, list[fx.Node]] = {}
     for node, stage in cut.assigned.items():
         nodes_of.setdefault(stage, []).append(node)
-    peaks = in_flight(schedule.training)
+    peaks, share = in_flight(schedule.training), split_share(schedule.training)
     found = []
     for plan in cut.plans([cut.loss()]):
         nodes = nodes_of.get(plan.stage, [])
@@ -159,7 +160,7 @@ def _summaries(
                 kept=_kept(plan.stage, nodes, activations, with_parts),
                 sent_tensors=sum(cost.output_tensors for cost in sent),
                 sent_bytes=sum(cost.output_bytes for cost in sent),
-                traffic=step_traffic(in_tensor_group, held, sizes, schedule.microbatches, with_parts is not None),
+                traffic=step_traffic(in_tensor_group, held, sizes, schedule.microbatches, share),
                 transport=transport,
                 estimated=any(node_costs[node].estimated for node in nodes),
                 parameters=held,

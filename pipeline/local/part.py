@@ -16,7 +16,7 @@ from nxdpp.gradients.autocast import note_blocks_that_are_off
 from nxdpp.gradients.optimizer.partial_steps import refuse_partial_steps
 from nxdpp.gradients.partial_norms import refuse_partial_norms
 from nxdpp.gradients.replaced_parameters import check_no_optimizer_has, check_no_optimizer_holds, watch_replaced
-from nxdpp.gradients.shards.local_tensors import is_sharded
+from nxdpp.gradients.shards.local_tensors import is_sharded, local_rows
 from nxdpp.initialization.allocation import with_type_of
 from nxdpp.initialization.initialisers import ParameterInitialiser
 from nxdpp.initialization.materialise import MetaTensor, initial_weights
@@ -99,6 +99,7 @@ class LocalPart:
         self.loads = 0
         self.has_loaded_state = False
         self.loaded = b""
+        self._held_rows: dict[str, bytes] = {}
         self.attributes = plain_attributes(root)
         self._configuration = configuration_lines(root)
         self._seed = seed
@@ -190,6 +191,11 @@ class LocalPart:
     def values(self) -> RankValues:
         """The present values, for a comparison with other ranks."""
         parameters = dict(listings.named_parameters(self.module))
+        # DTensors count no changes.
+        rows = self._samples_of_rows(self._initial.held)
+        self._initial.held = {
+            name: known for name, known in self._initial.held.items() if rows.get(name) == self._held_rows[name]
+        }
         return RankValues(
             self._rank,
             self._initial,
@@ -203,14 +209,25 @@ class LocalPart:
     def note_loaded(self, state_dict: Mapping[str, Any]) -> None:
         """Note a load of ``state_dict``, from which each replica of shards takes other rows."""
         self.has_loaded_state = True
-        self._initial.held = {}
         whole = [each for each in state_dict.values() if isinstance(each, torch.Tensor) and not each.is_meta]
         if any(map(is_sharded, self.module.parameters())):
             self.loaded = digest(self.loaded + b"".join(map(sample, whole)) + b"load")
 
-    def hold_initial_weights(self) -> None:
-        """Keep the samples of the initial weights that this rank still has: others are about to take their places."""
-        self._initial.held = self._initial.kept(dict(listings.named_parameters(self.module)))
+    def kept_initial_weights(self) -> dict[str, bytes]:
+        """Samples of the initial weights that this rank has as they were, by name."""
+        return self._initial.kept(dict(listings.named_parameters(self.module)))
+
+    def hold_initial_weights(self, kept: Mapping[str, bytes]) -> None:
+        """Take the present rows for the initial weights of which there are samples ``kept``, until they change."""
+        self._initial.held = dict(kept)
+        self._held_rows = self._samples_of_rows(kept)
+
+    def _samples_of_rows(self, names: Collection[str]) -> dict[str, bytes]:
+        return {
+            name: sample(local_rows(parameter))
+            for name, parameter in listings.named_parameters(self.module)
+            if name in names
+        }
 
     def forget_initial_weights(self) -> None:
         """Drop the samples of the initial weights: the ranks have compared them."""

@@ -35,8 +35,6 @@ from nxdpp.pipeline.p2p.transport import Direction, Transport, are_zeros, zeros_
 from nxdpp.ranks.faults.waits import Wait
 from nxdpp.tracing.modules import listings
 
-# Entries of a group of an optimizer that differ between the ranks of one script.
-
 
 class _SetAside(NamedTuple):
     """A copy in a step: its gradient and its version from before, and its hooks if it has any."""

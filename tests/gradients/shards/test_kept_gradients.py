@@ -1,12 +1,13 @@
 """Gradients of shards that stay whole on a replica, and replicas of shards that a program has made different."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint as recomputed
 
 import nxdpp
 from nxdpp import NxDPPModel, parallel_state
@@ -18,9 +19,9 @@ from tests.support.whole_numbers import state_of
 Numbers = dict[str, torch.Tensor]
 
 
-def wrapped(**layout: int) -> Any:
-    parallel_state.initialize_model_parallel(**layout, hang_timeout=60)  # type: ignore[arg-type]
-    torch.manual_seed(0)
+def wrapped(seed: int = 0, **layout: Any) -> Any:
+    parallel_state.initialize_model_parallel(**layout, hang_timeout=60)
+    torch.manual_seed(seed)
     bare: Any = llama(2).double()
     if parallel_state.get_tensor_model_parallel_size() > 1:
         bare = nxdpp.tensor_parallelize(bare)
@@ -129,6 +130,27 @@ def test_replicas_that_differ_are_found(name: str) -> None:
         run_ranks(ranks, differ, name)
 
 
+def train_over_seeds(rank: int, path: Path, kinds: tuple[str, ...]) -> None:
+    """Wrap models of different seeds, shard them, load the weights of one process and train."""
+    for kind in kinds:
+        model = wrapped(rank, pipeline_model_parallel_size=2)
+        if kind == "pretrained":
+            nxdpp.load_pretrained(model, path / kind)
+        elif kind == "checkpoint":
+            nxdpp.load_checkpoint(path, "one", model)
+        step(model, 1)
+        parallel_state.destroy_model_parallel()
+
+
+def test_initial_weights_of_other_seeds_are_told_unless_weights_are_loaded(tmp_path: Path) -> None:
+    bare = llama(2).double()
+    bare.save_pretrained(tmp_path / "pretrained")
+    nxdpp.save_checkpoint(tmp_path, "one", bare)
+    run_ranks(2, train_over_seeds, tmp_path, ("pretrained", "checkpoint"))
+    with pytest.raises(AssertionError, match="have built the model with different initial weights"):
+        run_ranks(2, train_over_seeds, tmp_path, ("none",))
+
+
 class SharingLayer(nn.Module):
     """A layer in a reentrant checkpoint, which uses a module that all layers share."""
 
@@ -143,7 +165,7 @@ class SharingLayer(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not torch.is_grad_enabled():
             return self._body(x)
-        out: torch.Tensor = checkpoint(self._body, x, use_reentrant=True)
+        out: torch.Tensor = recomputed(self._body, x, use_reentrant=True)
         return out
 
 
