@@ -4,8 +4,7 @@ import ast
 import dis
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from types import FrameType, FunctionType, TracebackType
+from types import FrameType, TracebackType
 from typing import Any
 
 from nxdpp.tracing.code.names import names_in
@@ -136,19 +135,3 @@ def generator_place(generator: Any) -> tuple[int, dict[str, Any]] | None:
     """The place and the variables of a generator; ``None`` for one that has ended."""
     frame = generator.gi_frame
     return None if frame is None else (frame.f_lasti, frame.f_locals)
-
-
-def plain_copy(method: FunctionType) -> FunctionType:
-    """A function that runs the code that ``method`` has now."""
-    return FunctionType(method.__code__, method.__globals__, closure=method.__closure__)
-
-
-@contextmanager
-def other_code(method: FunctionType, function: FunctionType) -> Iterator[None]:
-    """Let ``method`` run the code of ``function``, under all names that code may have for the method."""
-    code = method.__code__
-    method.__code__ = function.__code__
-    try:
-        yield
-    finally:
-        method.__code__ = code

@@ -1,10 +1,9 @@
 """Calls that the graph keeps as one node: functions, autograd Functions and ``forward`` of leaf modules."""
 
 import copy
-import threading
 from collections.abc import Callable, Container, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from functools import partial
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial, wraps
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -14,13 +13,13 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointFunction
 from transformers import PreTrainedConfig
 
-from nxdpp.tracing.code.frames import other_code, plain_copy
 from nxdpp.tracing.code.names import is_framework
-from nxdpp.tracing.graph.swap import all_swapped, swapped
+from nxdpp.tracing.graph.swap import all_swapped, in_this_thread
 from nxdpp.tracing.modules import listings
 
 # Levels of objects in objects that are searched for traced values.
 _DEEPEST = 2
+_NOTHING = object()
 _WITHOUT_ATTRIBUTES = (fx.Proxy, nn.Module, torch.Tensor, type, FunctionType, MethodType, PreTrainedConfig)
 
 
@@ -158,45 +157,82 @@ def is_compiled(function: Any) -> bool:
 
 @contextmanager
 def recorded_autograd_functions() -> Iterator[None]:
-    """Record ``Function.apply`` of a proxy, so that its own backward runs. fx would trace only its ``forward``.
+    """Record the call of an autograd Function with a proxy, so that its own backward runs.
+
+    fx would trace only its ``forward``. The Functions' ``forward`` is replaced and not ``apply``, which code may hold
+    under a name of its own (``scale = Scale.apply``), and which calls the ``forward`` that its class has then.
 
     Raises ``RuntimeError`` for a Function with modules as arguments (a reversible network), which cannot be cut.
     """
-    method: Any = torch.autograd.Function.__dict__["apply"].__func__
-    original = plain_copy(method)
-    tracing_thread = threading.get_ident()
-
-    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        if threading.get_ident() != tracing_thread or not has_proxy(args, kwargs):
-            return original(cls, *args, **kwargs)
-        if has_proxy(args, kwargs, nn.Module):
-            if cls is CheckpointFunction:
-                raise RuntimeError(
-                    "forward calls checkpoint with use_reentrant=True, which runs modules itself; they cannot be cut. "
-                    "Call the layers plainly, and nxdpp.apply_checkpoint(model) once after wrapping."
-                )
-            raise RuntimeError(
-                f"{cls.__name__} is an autograd Function that runs the modules it is given, forward and backward, "
-                f"itself; they cannot be cut"
-            )
-        return record_opaque_call(_Apply(cls), args, kwargs)
-
-    # Code may hold the method (``scale = Scale.apply``), so the method itself runs other code.
-    with swapped(method.__globals__, {_HOOK: apply}), other_code(method, _calls_hook(None)):
+    base: Any = torch.autograd.Function
+    with ExitStack() as restored:
+        record = partial(_record_function, restored, base.setup_context)
+        for function in reversed(_subclasses(base)):  # A subclass may inherit its forward.
+            record(function)
+        # Code may also define a Function in a forward.
+        restored.enter_context(_attribute(base, "__init_subclass__", classmethod(lambda cls: record(cls))))
         yield
 
 
-_HOOK = "_nxdpp_apply"
+def _subclasses(base: type) -> dict[type, None]:
+    found: dict[type, None] = {}
+    for each in type(base).__subclasses__(base):
+        found |= {each: None, **_subclasses(each)}
+    return found
 
 
-def _calls_hook(__class__: Any) -> Any:
-    """A method that calls ``_HOOK``, with the closure of a method that uses ``super()``."""
+def _record_function(restored: ExitStack, without_context: Any, function: Any) -> None:
+    """Let ``forward`` of one Function record calls with a proxy in this thread, until ``restored`` is closed."""
+    sets_context = function.setup_context is not without_context
+    forward = function.forward
 
-    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        __class__  # noqa: B018
-        return _nxdpp_apply(cls, *args, **kwargs)  # type: ignore[name-defined]  # noqa: F821
+    def record(*args: Any, **kwargs: Any) -> Any:
+        # torch gives a forward its context first, unless the Function has setup_context.
+        given = args if sets_context else args[1:]
+        if not has_proxy(given, kwargs):
+            return forward(*args, **kwargs)
+        _refuse_modules(function, given, kwargs)
+        return record_opaque_call(_Apply(function), given, kwargs)
 
-    return apply
+    def set_context(ctx: Any, inputs: Any, output: Any) -> Any:
+        # A proxy has nothing to save.
+        return None if has_proxy((inputs, output), {}) else setup_context(ctx, inputs, output)
+
+    # torch binds the arguments of a Function with setup_context by the signature of its forward.
+    recorder = wraps(forward)(in_this_thread(record, forward))
+    restored.enter_context(_attribute(function, "forward", staticmethod(recorder)))
+    if sets_context:
+        setup_context = function.setup_context
+        recorder = in_this_thread(set_context, setup_context)
+        restored.enter_context(_attribute(function, "setup_context", staticmethod(recorder)))
+
+
+@contextmanager
+def _attribute(owner: type, name: str, value: Any) -> Iterator[None]:
+    """Give a class an attribute; afterwards it has its own again, or inherits."""
+    own = vars(owner).get(name, _NOTHING)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if own is _NOTHING:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, own)
+
+
+def _refuse_modules(function: Any, args: Any, kwargs: Any) -> None:
+    if not has_proxy(args, kwargs, nn.Module):
+        return
+    if function is CheckpointFunction:
+        raise RuntimeError(
+            "forward calls checkpoint with use_reentrant=True, which runs modules itself; they cannot be cut. "
+            "Call the layers plainly, and nxdpp.apply_checkpoint(model) once after wrapping."
+        )
+    raise RuntimeError(
+        f"{function.__name__} is an autograd Function that runs the modules it is given, forward and backward, "
+        f"itself; they cannot be cut"
+    )
 
 
 class _Apply:

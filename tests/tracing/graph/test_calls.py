@@ -1,6 +1,7 @@
 """Calls that are one node of the graph."""
 
 import operator
+from collections.abc import Callable
 from types import FunctionType, SimpleNamespace
 from typing import Any
 
@@ -85,7 +86,55 @@ class _TripledGradient(torch.autograd.Function):
         return 3 * gradients[0], None
 
 
+class _NegatedGradient(_TripledGradient):
+    """Its forward is the other Function's."""
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return -gradients[0], None
+
+
+class _WithSetup(torch.autograd.Function):
+    @staticmethod
+    def forward(x: torch.Tensor, factor: float = 2.0) -> torch.Tensor:
+        return x * factor
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.factor = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return 5 * ctx.factor * gradients[0], None
+
+
 _tripled: Any = _TripledGradient
+_negated: Any = _NegatedGradient
+_with_setup: Any = _WithSetup
+_held = _tripled.apply
+
+
+def _local(hidden: torch.Tensor) -> Any:
+    class Local(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Any) -> Any:
+            return 7 * gradients[0]
+
+    function: Any = Local
+    return function.apply(hidden)
+
+
+_CALLS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "class": lambda hidden: _tripled.apply(hidden, 1.5),
+    "held method": lambda hidden: _held(hidden, 1.5),
+    "inherited forward": lambda hidden: _negated.apply(hidden, 1.5),
+    "setup_context": lambda hidden: _with_setup.apply(hidden),
+    "keyword of setup_context": lambda hidden: _with_setup.apply(hidden, factor=3.0),
+}
 
 
 class _Runs(torch.autograd.Function):
@@ -101,11 +150,13 @@ class _Runs(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("tracer", ["hf", "torch"])
-def test_its_backward_is_the_one_that_runs(tracer: str) -> None:
+@pytest.mark.parametrize("call", _CALLS)
+def test_its_backward_is_the_one_that_runs(tracer: str, call: str) -> None:
     class Model(PlainModel):
         def prepare(self, hidden: torch.Tensor) -> torch.Tensor:
-            return _tripled.apply(hidden, 1.5)  # type: ignore[no-any-return]
+            return _CALLS[call](hidden)  # type: ignore[no-any-return]
 
+    before = [dict(vars(each)) for each in (torch.autograd.Function, _tripled, _negated, _with_setup)]
     model = Model()
     inputs = {"x": torch.ones(2, 4)}
     traced = trace_with(model, inputs, options_for(model, PlainLayer, tracer_cls=tracer))
@@ -115,7 +166,17 @@ def test_its_backward_is_the_one_that_runs(tracer: str) -> None:
     run_graph(model, traced, inputs).backward()
     for parameter, gradient in zip(model.parameters(), expected, strict=True):
         assert torch.equal(parameter.grad, gradient)  # type: ignore[arg-type]
-    assert _tripled.apply(torch.ones(2), 2.0).tolist() == [2, 2]
+    assert before == [dict(vars(each)) for each in (torch.autograd.Function, _tripled, _negated, _with_setup)]
+
+
+def test_a_function_that_the_forward_defines_is_not_traced_through() -> None:
+    class Model(PlainModel):
+        def prepare(self, hidden: torch.Tensor) -> torch.Tensor:
+            return _local(hidden)  # type: ignore[no-any-return]
+
+    model = Model()
+    with pytest.raises(TracingError, match=r"differs in two runs: Local\(model_embedding\)"):
+        trace_with(model, {"x": torch.ones(2, 4)}, options_for(model, PlainLayer))
 
 
 def test_a_function_that_runs_layers_in_its_backward_is_refused() -> None:
