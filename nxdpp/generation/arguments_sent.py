@@ -5,7 +5,7 @@
     input_ids          new        (B, 1)
     attention_mask     appended   the column behind the last one
     encoder_outputs    same       the object of the last forward
-    past_key_values    cache      its name; each rank has its own
+    cache              cache      its name; each rank has its own
 """
 
 from collections.abc import Mapping

@@ -16,8 +16,8 @@ from transformers.cache_utils import (
     LinearAttentionCacheLayerMixin,
 )
 
-NAMES = ("past_key_values", "cache_params", "state", "mems", "past_buckets_states")
-"""Names under which forwards of transformers take and return caches."""
+NAMES = ("cache", "past_key_values", "cache_params", "state", "mems", "past_buckets_states")
+"""Names under which forwards of transformers take and return caches: until 5.23 the others, from 5.24 on the first."""
 
 _METHODS = ("reorder_cache", "crop", "batch_repeat_interleave", "batch_select_indices", "activate_past_recording")
 

@@ -12,6 +12,7 @@ from nxdpp.agreement.fingerprint import digest
 from nxdpp.agreement.input_hash import hash_of
 from nxdpp.generation.absent import leaves_in
 from nxdpp.generation.batches import GeneratedBatch, has_tensors, is_list, setting
+from nxdpp.generation.caches import NAMES
 from nxdpp.generation.turns import random_states
 from nxdpp.ranks import parallel_state
 from nxdpp.ranks.faults import failure_watch
@@ -19,8 +20,7 @@ from nxdpp.ranks.group_values import gather_values
 from nxdpp.tracing.modules import listings
 
 _REFUSED = {
-    "past_key_values": "caches stay on the ranks of their stages. Leave it out, and give all tokens",
-    "cache_params": "caches stay on the ranks of their stages. Leave it out, and give all tokens",
+    **dict.fromkeys(NAMES, "caches stay on the ranks of their stages. Leave it out, and give all tokens"),
     "inputs_embeds": "embeddings were not compared with one process. Give tokens",
     "decoder_inputs_embeds": "embeddings were not compared with one process. Give tokens",
     "encoder_outputs": "the encoder runs on its stages. Give the encoder's inputs",

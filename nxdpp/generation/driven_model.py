@@ -151,9 +151,9 @@ def _cacheless(decode: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(decode)
     def run(*args: Any, **kwargs: Any) -> Any:
         result = decode(*args, **kwargs)
-        if not isinstance(result, dict) or result.get("past_key_values") is None:
+        if not isinstance(result, dict) or not any(name in result for name in NAMES):
             return result
-        return type(result)(**{name: value for name, value in result.items() if name != "past_key_values"})
+        return type(result)(**{name: value for name, value in result.items() if name not in NAMES})
 
     return run
 

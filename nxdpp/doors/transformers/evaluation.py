@@ -263,7 +263,7 @@ class EvaluatingTrainer(Trainer):
     def _logits(self, output: Any, has_loss: bool, ignore_keys: list[str] | None) -> Any:
         if ignore_keys is None:
             config = getattr(self.model, "config", None)
-            ignore_keys = getattr(config, "keys_to_ignore_at_inference", ["past_key_values"]) if config else []
+            ignore_keys = getattr(config, "keys_to_ignore_at_inference", ["cache", "past_key_values"]) if config else []
         if isinstance(output, dict):
             left_out = [*ignore_keys, *(["loss"] if has_loss else [])]
             logits: Any = tuple(value for name, value in output.items() if name not in left_out)
