@@ -1,0 +1,105 @@
+"""Each private name that nxdpp uses stands in a table, and the installed versions have it as nxdpp uses it."""
+
+import ast
+import os
+import re
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from nxdpp.ground import python_names, torch_names, transformers_names
+from nxdpp.ground.names import NameGoneError, PrivateAttribute, PrivateName
+from tests.ground import python_probes, torch_probes, transformers_probes
+
+ROOT = Path(__file__).parents[2]
+FOLDERS = ("nxdpp", "pipeline", "schedules", "tracing")
+TABLES: dict[ModuleType, dict[PrivateName, Callable[[], bool]]] = {
+    torch_names: torch_probes.PROBES,
+    transformers_names: transformers_probes.PROBES,
+    python_names: python_probes.PROBES,
+}
+NAMES = [each for table in TABLES for each in vars(table).values() if isinstance(each, PrivateName)]
+PROBES = {name: probe for probes in TABLES.values() for name, probe in probes.items()}
+# Documented by their libraries: named tuples, os._exit, sys._current_frames.
+DOCUMENTED = {"_asdict", "_fields", "_make", "_replace", "_exit", "_current_frames"}
+
+
+@pytest.mark.parametrize("name", NAMES, ids=lambda name: name.path)
+def test_the_installed_version_has_the_name_as_it_is_used(name: PrivateName) -> None:
+    """A probe is a smallest program that uses the name as nxdpp does, and returns whether it does what it should."""
+    assert name in PROBES, f"tests/ground has no probe for {name.path}"
+    try:
+        works = PROBES[name]()
+    except Exception as error:
+        raise AssertionError(f"{name.path} has gone or changed; with it nxdpp {name.use}") from error
+    assert works, f"{name.path} has changed; with it nxdpp {name.use}"
+
+
+def test_no_other_module_uses_a_private_name() -> None:
+    wrong = [f"{path.relative_to(ROOT)}:{line}: {name}" for path in _sources() for name, line in _private_names(path)]
+    assert not wrong, "put them into nxdpp/ground:\n" + "\n".join(wrong)
+
+
+def test_a_name_that_has_gone_refuses_its_feature_by_its_use() -> None:
+    gone = PrivateName("torch._C._no_such_name", "counts the grains of sand")
+    assert not gone.exists
+    with pytest.raises(NameGoneError, match=r"torch \S+ has no torch\._C\._no_such_name, with which nxdpp counts"):
+        gone()
+    with pytest.raises(NameGoneError):
+        _ = PrivateName("torch._no_module.name", "").found
+
+
+def _sources() -> list[Path]:
+    seen = {Path(os.path.realpath(path)): path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))}
+    return [path for path in seen if "ground" not in path.relative_to(ROOT).parts]
+
+
+@cache
+def _own_names() -> set[str]:
+    """Names that classes, functions, attributes and variables of nxdpp have."""
+    found: set[str] = set()
+    for path in _sources():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                found.add(node.name)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                found.add(node.id)
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and _is_own(node):
+                found.add(node.attr)
+    return found
+
+
+LISTED = {each.name for each in NAMES if isinstance(each, PrivateAttribute)}
+
+
+def _private_names(path: Path) -> Iterator[tuple[str, int]]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute) and _is_private(node.attr) and not _is_own(node):
+            if node.attr in LISTED or node.attr not in _own_names() | DOCUMENTED:
+                yield ast.unparse(node), node.lineno
+        elif isinstance(node, ast.ImportFrom) and not (node.module or "").startswith(("nxdpp", "__future__")):
+            for each in node.names:
+                if any(map(_is_private, f"{node.module}.{each.name}".split("."))):
+                    yield f"{node.module}.{each.name}", node.lineno
+        elif isinstance(node, ast.Import):
+            for each in node.names:
+                if any(map(_is_private, each.name.split("."))):
+                    yield each.name, node.lineno
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and _is_foreign_text(node.value):
+            yield repr(node.value), node.lineno
+
+
+def _is_own(node: ast.Attribute) -> bool:
+    return isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+
+
+def _is_private(name: str) -> bool:
+    return name.startswith("_") and not (name.startswith("__") and name.endswith("__"))
+
+
+def _is_foreign_text(text: str) -> bool:
+    """Return whether ``text``, as an argument of getattr, could be a private name of another library."""
+    return text in LISTED or bool(re.fullmatch(r"(torch|transformers)(\.\w+)*\._\w+(\.\w+)*", text))
