@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from nxdpp.agreement.fingerprint import digest
 from nxdpp.agreement.plain_attributes import check_same_attributes
 from nxdpp.devices.kinds import readable
+from nxdpp.ground.torch_names import VERSION
 
 # Enough to notice a different seed. A large model on disk is not read for it.
 _INITIAL_ELEMENTS = 16
@@ -78,7 +79,9 @@ class InitialWeights:
         self._samples = {name: sample(p, _INITIAL_ELEMENTS) for name, p in whole.items() if not p.is_meta}
         self._dtypes = {name: parameter.dtype for name, parameter in whole.items() if name in local}
         # A load, an initialization or a new tensor in its place changes the values.
-        self._kept = {name: (ref(whole[name]), whole[name]._version) for name in self._dtypes if name in self._samples}
+        self._kept = {
+            name: (ref(whole[name]), VERSION.of(whole[name])) for name in self._dtypes if name in self._samples
+        }
         # Of weights that shards have replaced since.
         self.held: dict[str, bytes] = {}
 
@@ -91,7 +94,7 @@ class InitialWeights:
         return self.held | {
             name: self._samples[name]
             for name, (known, version) in self._kept.items()
-            if known() is not None and now.get(name) is known() and now[name]._version == version
+            if known() is not None and now.get(name) is known() and VERSION.of(now[name]) == version
         }
 
     def different(self, theirs: Mapping[str, tuple[int, bytes]]) -> list[str]:

@@ -8,6 +8,7 @@ from types import FunctionType
 from torch import nn
 from transformers import PreTrainedModel
 
+from nxdpp.ground.torch_names import MODULES, PARAMETERS
 from nxdpp.tracing.code.source import first_argument, tree_of
 
 
@@ -17,7 +18,7 @@ def parts_in_order(module: nn.Module) -> list[str]:
     They are in the order of their first use, also in the methods of ``module`` that ``forward`` calls. A read of an
     attribute of a child (``self.model.embed_tokens``) is no use of the child.
     """
-    parts = {*module._modules, *module._parameters}
+    parts = {*MODULES.of(module), *PARAMETERS.of(module)}
     return list(dict.fromkeys(_used(type(module), type(module).forward, parts, frozenset())))
 
 

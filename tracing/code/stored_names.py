@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import nn
 
+from nxdpp.ground.torch_names import FORWARD_HOOKS, FORWARD_PRE_HOOKS
 from nxdpp.tracing.code.names import names_in, parts_of, used_names, variables_of
 from nxdpp.tracing.code.source import Function, first_argument, named, tree_of
 
@@ -57,7 +58,7 @@ def stored_names(modules: Iterable[nn.Module]) -> StoredNames:
     functions: list[tuple[FunctionType, type | None]] = []
     for module in modules:
         classes[type(module)] = None
-        for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
+        for hook in (*FORWARD_PRE_HOOKS.of(module).values(), *FORWARD_HOOKS.of(module).values()):
             functions += _functions_with_owners(hook)
         if "forward" in vars(module):
             functions += _functions_with_owners(vars(module)["forward"])

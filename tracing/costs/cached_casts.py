@@ -3,8 +3,8 @@
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from nxdpp.ground.torch_names import TorchDispatchMode
 from nxdpp.tracing.costs.run_node import NodeRun, memory_of
 from nxdpp.tracing.modules import listings
 

@@ -16,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from nxdpp.devices.collective_bytes import SentBytes, sent_bytes
 from nxdpp.devices.live_bytes import LiveBytes
 from nxdpp.devices.roofline import FLOP_FORMULAS, WorkCounter
+from nxdpp.ground.torch_names import STORAGE_ADDRESS
 from nxdpp.tracing.costs.run_node import NodeRun, graph_nodes, map_tensors, outer_gradients_kept, tensors_in
 from nxdpp.tracing.modules import listings
 
@@ -181,7 +182,7 @@ def _kept_bytes(
             _add_saved(node, storages)
             gradients += sum(_size(metadata) for metadata in node._input_metadata)
     for parameter in parameters:
-        storages.pop(parameter.untyped_storage()._cdata, None)
+        storages.pop(STORAGE_ADDRESS.of(parameter.untyped_storage()), None)
     return gradients + sum(storages.values()), gradients
 
 
@@ -192,7 +193,7 @@ def _add_saved(node: Any, storages: dict[int, int]) -> None:
         if name.startswith("_saved_"):
             for tensor in tensors_in(getattr(node, name)):
                 storage = tensor.untyped_storage()
-                storages[storage._cdata] = storage.nbytes()
+                storages[STORAGE_ADDRESS.of(storage)] = storage.nbytes()
 
 
 def _size(metadata: Any) -> int:

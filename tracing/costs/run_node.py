@@ -9,6 +9,7 @@ import torch
 from torch import fx, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from nxdpp.ground.torch_names import FORWARD_HOOKS, FORWARD_PRE_HOOKS, STORAGE_ADDRESS
 from nxdpp.tracing.graph.modes import applied, modes_of
 from nxdpp.tracing.models.captured_outputs import captured_for_cost, ends_capture
 from nxdpp.tracing.modules import listings
@@ -123,7 +124,7 @@ def cost_key(run: NodeRun) -> Any:
 
 def _hooks(module: nn.Module) -> tuple[str, ...]:
     """Names of the functions that run before and after ``module``."""
-    hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+    hooks = (*FORWARD_PRE_HOOKS.of(module).values(), *FORWARD_HOOKS.of(module).values())
     return tuple(getattr(hook, "__qualname__", type(hook).__qualname__) for hook in hooks)
 
 
@@ -139,7 +140,7 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 def memory_of(tensor: torch.Tensor) -> int:
     """Return a number that tensors with the same memory share while one of them lives."""
-    return int(tensor.untyped_storage()._cdata)
+    return int(STORAGE_ADDRESS.of(tensor.untyped_storage()))
 
 
 def detached(tensor: torch.Tensor) -> torch.Tensor:

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointFunction
 from transformers import PreTrainedConfig
 
+from nxdpp.ground.torch_names import BUFFERS, PARAMETERS, pytree
 from nxdpp.tracing.code.names import is_framework
 from nxdpp.tracing.graph.swap import all_swapped, in_this_thread
 from nxdpp.tracing.modules import listings
@@ -99,7 +99,9 @@ def has_proxy(args: Any, kwargs: Any, kind: type = fx.Proxy) -> bool:
 
 def holds_proxy(module: nn.Module) -> bool:
     """Return whether an attribute, a buffer or a parameter of ``module`` or of a descendant is a proxy."""
-    stores = (store for part in listings.modules(module) for store in (vars(part), part._buffers, part._parameters))
+    stores = (
+        store for part in listings.modules(module) for store in (vars(part), BUFFERS.of(part), PARAMETERS.of(part))
+    )
     return any(has_proxy(list(store.values()), {}) for store in stores)
 
 

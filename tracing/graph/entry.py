@@ -5,10 +5,10 @@ from contextlib import ExitStack
 from typing import Any
 
 from torch import fx, nn
-from torch.utils import _pytree as pytree
 from transformers import PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
+from nxdpp.ground.torch_names import pytree
 from nxdpp.tracing.graph.calls import recorded_autograd_functions
 from nxdpp.tracing.graph.constructors import (
     refused_random_numbers,

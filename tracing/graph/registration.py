@@ -6,8 +6,8 @@ from itertools import accumulate
 
 import torch
 from torch import fx, nn
-from torch.utils import _pytree as pytree
 
+from nxdpp.ground.torch_names import MODULES, PARAMETERS, pytree
 from nxdpp.tracing.code.order import parts_in_order
 from nxdpp.tracing.graph.trace import TracedGraph, TracingOptions
 from nxdpp.tracing.modules import listings
@@ -50,7 +50,7 @@ def _registered(module: nn.Module, spine: Collection[str]) -> Iterator[tuple[str
     """Yield the operation and the name of each parameter of the spine, and of each module below it."""
     for name, child in listings.named_modules(module):
         if name in spine:
-            for key in [key for key, parameter in child._parameters.items() if parameter is not None]:
+            for key in [key for key, parameter in PARAMETERS.of(child).items() if parameter is not None]:
                 yield "get_attr", f"{name}.{key}" if name else key
         elif name.rpartition(".")[0] in spine:
             yield "call_module", name
@@ -66,7 +66,7 @@ def _code_order(module: nn.Module, spine: Collection[str]) -> Callable[[str], tu
         owner = listings.submodule(module, path)
         used = {name: place for place, name in enumerate(parts_in_order(owner))}
         place = -1
-        for index, name in enumerate((*owner._parameters, *owner._modules)):
+        for index, name in enumerate((*PARAMETERS.of(owner), *MODULES.of(owner))):
             place = used.get(name, place)
             places[f"{path}.{name}" if path else name] = (place, index)
 

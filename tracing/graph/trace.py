@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.utils import _pytree as pytree
 
+from nxdpp.ground.torch_names import pytree
 from nxdpp.tracing.graph.derivatives import refuse_derivatives
 from nxdpp.tracing.graph.entry import Entry
 from nxdpp.tracing.graph.errors import TracingError, calling_line, model_line, source_line

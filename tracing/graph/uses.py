@@ -16,6 +16,7 @@ import torch
 from torch import fx, nn
 from torch.nn import functional
 
+from nxdpp.ground.torch_names import BUFFERS, MODULES
 from nxdpp.tracing.code.names import used_names
 from nxdpp.tracing.graph.calls import OpaqueCall
 from nxdpp.tracing.modules import listings
@@ -79,7 +80,7 @@ def is_module(node: fx.Node, root: nn.Module) -> bool:
     if node.op != "get_attr":
         return False
     owner, _, name = str(node.target).rpartition(".")
-    return name in listings.submodule(root, owner)._modules
+    return name in MODULES.of(listings.submodule(root, owner))
 
 
 def _module_may_draw(module: nn.Module) -> bool:
@@ -104,7 +105,7 @@ def may_change_buffers(module: nn.Module) -> bool:
     Modules of torch with running statistics, spectral norms and observers do. Modules of transformers change only
     buffers that no other module reads (a rotary table). Modules of other packages may.
     """
-    if not any(buffer is not None for buffer in module._buffers.values()):
+    if not any(buffer is not None for buffer in BUFFERS.of(module).values()):
         return False
     return type(module).__module__ not in _CONSTANT_BUFFERS and not type(module).__module__.startswith("transformers.")
 
@@ -115,7 +116,7 @@ def changed_buffers(module: nn.Module) -> list[str]:
         f"{path}.{name}" if path else name
         for path, child in listings.named_modules(module, remove_duplicate=False)
         if may_change_buffers(child)
-        for name, buffer in child._buffers.items()
+        for name, buffer in BUFFERS.of(child).items()
         if buffer is not None
     ]
 

@@ -21,10 +21,10 @@ from typing import Any, NoReturn
 
 import torch
 from torch import fx, nn
-from torch.utils import _pytree as pytree
 from transformers.cache_utils import Cache, CacheLayerMixin, EncoderDecoderCache
 from transformers.utils.generic import ModelOutput
 
+from nxdpp.ground.torch_names import pytree
 from nxdpp.tracing.graph.calls import record_opaque_call, recorded
 from nxdpp.tracing.graph.swap import in_this_thread
 

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.utils import _pytree as pytree
 from transformers.utils import output_capturing
 
+from nxdpp.ground.torch_names import FORWARD_HOOKS, pytree
 from nxdpp.tracing.code.names import variables_of
 from nxdpp.tracing.graph.checks import run_in_every_step
 from nxdpp.tracing.graph.swap import swapped
@@ -156,7 +156,7 @@ def _hooks(module: nn.Module, collector: Collected) -> list[dict[str, Any]]:
     """The settings of the hooks in ``module`` that collect what the model is asked for."""
     found = []
     for child in listings.modules(module):
-        for hook in child._forward_hooks.values():
+        for hook in FORWARD_HOOKS.of(child).values():
             if isinstance(hook, FunctionType) and hook.__module__ == output_capturing.__name__:
                 found.append({name: cell.cell_contents for name, cell in variables_of(hook)})
     return [hook for hook in found if hook["key"] in collector]

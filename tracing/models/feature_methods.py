@@ -23,6 +23,7 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from transformers import PreTrainedConfig
 
+from nxdpp.ground.torch_names import MODULES, PARAMETERS
 from nxdpp.tracing.code.names import attributes_in
 from nxdpp.tracing.graph.calls import OpaqueCall, has_proxy, record_opaque_call
 from nxdpp.tracing.graph.swap import all_swapped
@@ -69,7 +70,9 @@ class _MethodRecorder:
         if not has_proxy(args, kwargs) or self._runs_layers():
             return getattr(type(self._owner), self._name)(self._owner, *args, **kwargs)
         names = _names_in(type(self._owner), self._name)
-        parts = {key: self._part(key) for key in (*self._owner._modules, *self._owner._parameters) if key in names}
+        parts = {
+            key: self._part(key) for key in (*MODULES.of(self._owner), *PARAMETERS.of(self._owner)) if key in names
+        }
         given = {key: value for key, value in kwargs.items() if value is not None}
         result: Any = record_opaque_call(FeatureMethod(self._owner, self._name), (parts, *args), given)
         if self._name in _POSITIONS:

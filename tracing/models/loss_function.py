@@ -28,8 +28,8 @@ import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import get_gradient_edge
-from torch.utils import _pytree as pytree
 
+from nxdpp.ground.torch_names import pytree
 from nxdpp.tracing.graph.calls import OpaqueCall
 from nxdpp.tracing.graph.search import reached
 from nxdpp.tracing.modules import listings

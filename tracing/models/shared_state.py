@@ -15,8 +15,8 @@ from collections.abc import Callable, MutableMapping
 from typing import Any, NoReturn
 
 from torch import fx, nn
-from torch.utils import _pytree as pytree
 
+from nxdpp.ground.torch_names import pytree
 from nxdpp.tracing.modules import listings
 from nxdpp.tracing.sizes.fake_runs import takes_examples
 

@@ -17,8 +17,8 @@ from typing import Any
 from unittest.mock import patch
 
 from torch import fx, nn
-from torch.utils import _pytree as pytree
 
+from nxdpp.ground.torch_names import BUFFERS, MODULES, PARAMETERS, pytree
 from nxdpp.tracing.code.frames import Frame, caller, function_name, module_of, outwards, runs
 from nxdpp.tracing.code.stored_names import stored_names
 from nxdpp.tracing.graph.checks import checked_for_none, run_in_every_step
@@ -129,7 +129,7 @@ class LeftBehind:
                     f"runs. Read the attribute itself (module.name, getattr(module, name))."
                 )
             known = getattr(type(module), name, None)
-            if isinstance(known, property) or callable(known) or name in module._modules:
+            if isinstance(known, property) or callable(known) or name in MODULES.of(module):
                 return original(module, name)
             if not self._stored.stores(module, name):
                 return original(module, name)
@@ -210,7 +210,7 @@ class LeftBehind:
                 f"forward stores a {type(value).__name__} in {called}, an attribute of a module that runs as one node. "
                 f"Pass it as an argument of that module."
             )
-        if name in module._parameters or name in module._buffers or name in module._modules:
+        if name in PARAMETERS.of(module) or name in BUFFERS.of(module) or name in MODULES.of(module):
             raise RuntimeError(
                 f"forward replaces {called}, a parameter, buffer or module, by {value!r}. Replace it before wrapping."
             )

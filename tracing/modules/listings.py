@@ -10,6 +10,8 @@ from typing import TypeVar
 import torch
 from torch import nn
 
+from nxdpp.ground.torch_names import BUFFERS, MODULES, PARAMETERS
+
 _Tensor = TypeVar("_Tensor", bound=torch.Tensor)
 
 # The attribute at which a class of torch holds the module that it runs.
@@ -27,19 +29,19 @@ def named_modules(module: nn.Module, remove_duplicate: bool = True) -> Iterator[
                 continue
             seen.add(child)
         yield name, child
-        if child._modules:
+        if MODULES.of(child):
             prefix = f"{name}." if name else ""
-            pending += [(prefix + key, part) for key, part in reversed(child._modules.items()) if part is not None]
+            pending += [(prefix + key, part) for key, part in reversed(MODULES.of(child).items()) if part is not None]
 
 
 def named_parameters(module: nn.Module, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
     """All parameters in ``module`` with their qualified names."""
-    return _named(module, lambda child: child._parameters, remove_duplicate)
+    return _named(module, PARAMETERS.of, remove_duplicate)
 
 
 def named_buffers(module: nn.Module, remove_duplicate: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
     """All buffers in ``module`` with their qualified names."""
-    return _named(module, lambda child: child._buffers, remove_duplicate)
+    return _named(module, BUFFERS.of, remove_duplicate)
 
 
 def _named(
@@ -71,8 +73,8 @@ def buffers(module: nn.Module) -> Iterator[torch.Tensor]:
 
 def unwrapped(module: nn.Module) -> nn.Module:
     """The module that ``checkpoint_wrapper`` or ``torch.compile`` has wrapped; any other ``module`` itself."""
-    while module._modules and type(module).__module__.startswith("torch."):
-        inner = next((module._modules[key] for key in _WRAPPED if key in module._modules), None)
+    while MODULES.of(module) and type(module).__module__.startswith("torch."):
+        inner = next((MODULES.of(module)[key] for key in _WRAPPED if key in MODULES.of(module)), None)
         if inner is None:
             break
         module = inner
@@ -83,5 +85,5 @@ def submodule(root: nn.Module, name: str) -> nn.Module:
     """``root.get_submodule(name)`` from the registries: while fx traces, the tracer answers each read of a module."""
     module: nn.Module | None = root
     for part in name.split(".") if name else ():
-        module = module._modules.get(part) if module is not None else None
+        module = MODULES.of(module).get(part) if module is not None else None
     return root.get_submodule(name) if module is None else module

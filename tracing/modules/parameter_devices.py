@@ -12,8 +12,8 @@ from unittest.mock import patch
 import torch
 from torch import fx, nn
 from torch.nn.utils import stateless
-from torch.utils import _pytree as pytree
 
+from nxdpp.ground.torch_names import pytree
 from nxdpp.tracing.code.frames import caller, module_of
 from nxdpp.tracing.graph.swap import in_this_thread
 from nxdpp.tracing.modules import listings

@@ -4,6 +4,8 @@ from collections.abc import Collection
 
 from torch import nn
 
+from nxdpp.ground.torch_names import BACKWARD_HOOKS, BACKWARD_PRE_HOOKS, COMPILED_CALL
+
 
 def spine_names(module: nn.Module, layers: list[str], leaf_classes: tuple[type[nn.Module], ...]) -> set[str]:
     """Names of the ancestors of ``layers`` (the root is ``""``).
@@ -28,7 +30,7 @@ def spine_names(module: nn.Module, layers: list[str], leaf_classes: tuple[type[n
                 f"Wrap the module that it was given (._orig_mod), and compile its layers afterwards: "
                 f"nxdpp.apply_compile(wrapped)."
             )
-        if ancestor._compiled_call_impl is not None:
+        if COMPILED_CALL.of(ancestor) is not None:
             raise ValueError(
                 f"{name or 'the model'} was compiled in place (compile()) and holds transformer layers; it cannot be "
                 f"cut. Leave this call out, and compile its layers after wrapping: nxdpp.apply_compile(wrapped)."
@@ -43,7 +45,7 @@ def refuse_backward_hooks(module: nn.Module, spine: Collection[str]) -> None:
     """
     for name in sorted(spine):
         above = module.get_submodule(name)
-        if above._backward_hooks or above._backward_pre_hooks:
+        if BACKWARD_HOOKS.of(above) or BACKWARD_PRE_HOOKS.of(above):
             raise ValueError(
                 f"{name or 'the model'}, a {type(above).__name__}, has a backward hook, and holds transformer layers; "
                 f"no stage runs it as a whole. Register the hook on layers or on modules beside them, or remove it."

@@ -17,8 +17,8 @@ import numpy
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
-from torch.utils import _pytree as pytree
 
+from nxdpp.ground.torch_names import BUFFERS, PARAMETERS, pytree
 from nxdpp.tracing.graph.swap import sources
 from nxdpp.tracing.modules import listings
 from nxdpp.tracing.state.object_state import content_of
@@ -42,7 +42,7 @@ class FakeCopies:
         """A copy of ``module`` with fake parameters, buffers and tensor attributes."""
         if module not in self._modules:
             for part in listings.modules(module):
-                for value in (*part._parameters.values(), *part._buffers.values(), *vars(part).values()):
+                for value in (*PARAMETERS.of(part).values(), *BUFFERS.of(part).values(), *vars(part).values()):
                     # Containers may hold results of the last run, which have a graph and cannot be copied.
                     for tensor in pytree.tree_leaves(value) if isinstance(value, tuple | list | dict) else (value,):
                         if isinstance(tensor, torch.Tensor):
@@ -130,7 +130,7 @@ def run_on_examples(module: nn.Module, args: Any, kwargs: Any, guess: bool) -> A
         torch.manual_seed(_SEED)
         args, kwargs = pytree.tree_map(example, (args, kwargs))
         for part in listings.modules(module):
-            pytree.tree_map(example, (dict(part._buffers), dict(vars(part))))
+            pytree.tree_map(example, (dict(BUFFERS.of(part)), dict(vars(part))))
         output = copy.deepcopy(module, dict(examples))(*args, **kwargs)
     return pytree.tree_map(_fake, output)
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx, nn
 
+from nxdpp.ground.torch_names import BUFFERS, PARAMETERS
 from nxdpp.tracing.values.metadata import is_shape, reads
 
 
@@ -103,7 +104,7 @@ def _infer(node: fx.Node, root: nn.Module) -> InputSpec:
         owner, _, name = str(node.target).rpartition(".")
         module = root.get_submodule(owner)
         # getattr would return a traced value while a model is traced.
-        tensor = module._parameters.get(name, module._buffers.get(name))
+        tensor = PARAMETERS.of(module).get(name, BUFFERS.of(module).get(name))
         # A traced value that forward has set is refused later.
         return InputSpec(tensor.ndim, tensor.dtype) if isinstance(tensor, torch.Tensor) else UNKNOWN
     if node.op == "call_module":

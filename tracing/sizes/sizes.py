@@ -14,8 +14,8 @@ from typing import Any, Self
 import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException
-from torch.utils import _pytree as pytree
 
+from nxdpp.ground.torch_names import BUFFERS, MODULES, PARAMETERS, pytree
 from nxdpp.tracing.graph.calls import OpaqueCall
 from nxdpp.tracing.graph.modes import Modes, applied, applied_to_fakes, current_modes, modes_of
 from nxdpp.tracing.graph.search import reached
@@ -225,9 +225,9 @@ class Sizes:
     def _attribute(self, target: str) -> Any:
         owner, _, name = target.rpartition(".")
         module = self._root.get_submodule(owner)
-        if name in module._modules:
+        if name in MODULES.of(module):
             return self._copies.module(self._root.get_submodule(target))
-        value = module._parameters.get(name, module._buffers.get(name, vars(module).get(name)))
+        value = PARAMETERS.of(module).get(name, BUFFERS.of(module).get(name, vars(module).get(name)))
         return self._copies.tensor(value) if isinstance(value, torch.Tensor) else value
 
 

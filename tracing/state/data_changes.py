@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from nxdpp.devices.kinds import memory_of
+from nxdpp.ground.torch_names import BUFFERS, VERSION
 from nxdpp.tracing.code.names import is_framework
 from nxdpp.tracing.modules import listings
 from nxdpp.tracing.values.nested import leaves_of
@@ -26,7 +27,9 @@ class DataOfModule:
     """The present content of the buffers and plain tensors of the user's modules in ``module``."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._before = [(path, tensor, tensor._version, tensor.detach().clone()) for path, tensor in _tensors(module)]
+        self._before = [
+            (path, tensor, VERSION.of(tensor), tensor.detach().clone()) for path, tensor in _tensors(module)
+        ]
 
     def refuse_changes(self, name: str, arguments: Any, output: Any) -> None:
         """Raise ``RuntimeError`` for a tensor that has changed without a new version, if the backward needs it.
@@ -36,7 +39,7 @@ class DataOfModule:
         changed = {
             memory_of(tensor): (path, tensor)
             for path, tensor, version, content in self._before
-            if tensor._version == version and not same_content(content, tensor)
+            if VERSION.of(tensor) == version and not same_content(content, tensor)
         }
         if not changed:
             return
@@ -64,7 +67,7 @@ def same_content(before: torch.Tensor | None, now: torch.Tensor | None) -> bool:
 def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for path, part in listings.named_modules(module):
         if not is_framework(type(part).__module__):
-            registries: tuple[dict[str, Any], ...] = (part._buffers, vars(part))
+            registries: tuple[dict[str, Any], ...] = (BUFFERS.of(part), vars(part))
             for registry in registries:
                 for key, tensor in registry.items():
                     is_plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided

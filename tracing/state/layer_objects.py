@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
+from nxdpp.ground.torch_names import BUFFERS, MODULES, VERSION
 from nxdpp.tracing.code.names import names_in
 from nxdpp.tracing.modules import listings
 from nxdpp.tracing.state.object_state import PLAIN
@@ -97,9 +98,9 @@ class Reached(StateWalk):
 
     def _enter_module(self, module: nn.Module, path: str, name: str | None, depth: int) -> None:
         self._enter_object(module, path, name, depth)
-        registries: tuple[dict[str, Any], ...] = (module._buffers, module._modules)
+        registries: tuple[dict[str, Any], ...] = (BUFFERS.of(module), MODULES.of(module))
         for items in registries:
-            takes_all = items is module._modules and isinstance(module, _LISTS)
+            takes_all = items is MODULES.of(module) and isinstance(module, _LISTS)
             named = {key: item for key, item in items.items() if takes_all or key in self.names}
             self._visit_items(named, f"{path}.", "", depth)
 
@@ -112,4 +113,4 @@ class Reached(StateWalk):
 
 def tensor_place(tensor: torch.Tensor, path: str, name: str | None, in_list: bool = False) -> TensorPlace:
     """The place of ``tensor`` as it is now."""
-    return TensorPlace(tensor, -1 if tensor.is_inference() else tensor._version, path, name, in_list)
+    return TensorPlace(tensor, -1 if tensor.is_inference() else VERSION.of(tensor), path, name, in_list)

@@ -19,8 +19,8 @@ from functools import cache
 from typing import Any
 
 from torch import fx, nn
-from torch.utils import _pytree as pytree
 
+from nxdpp.ground.torch_names import PARAMETERS, pytree
 from nxdpp.tracing.code.reads import is_read, writing_line
 from nxdpp.tracing.graph.errors import StaleValueError, TracingError, model_line, source_line
 from nxdpp.tracing.graph.graph_values import ForeignNodeError, NumberedGraph, ValueNumbers
@@ -145,7 +145,7 @@ class Carried:
         if node.op == "call_module":
             return True
         owner, _, attribute = str(node.target).rpartition(".")
-        return attribute in self._root.get_submodule(owner)._parameters
+        return attribute in PARAMETERS.of(self._root.get_submodule(owner))
 
     def _copied(self, node: fx.Node, graph: fx.Graph, copies: dict[fx.Node, Any]) -> fx.Node:
         for needed in self._in_order(node, copies):

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from nxdpp.ground.torch_names import BUFFERS, MODULES
 from nxdpp.tracing.modules import listings
 from nxdpp.tracing.state.state_walk import ANY_ATTRIBUTE, HOOKS
 
@@ -47,13 +48,13 @@ class SpineSettings:
         parts = {id(module) for module in self.spine}
         places = {module: name for name, module in listings.named_modules(self.spine[0])} if self.spine else {}
         self._buffers = [
-            [key for key in module._buffers if (f"{places[module]}.{key}" if places[module] else key) not in owned]
+            [key for key in BUFFERS.of(module) if (f"{places[module]}.{key}" if places[module] else key) not in owned]
             for module in self.spine
         ]
         self._children = [
             [
                 key
-                for key, child in module._modules.items()
+                for key, child in MODULES.of(module).items()
                 if child is not None and id(child) not in parts and next(listings.parameters(child), None) is None
             ]
             for module in self.spine
@@ -92,9 +93,9 @@ class SpineSettings:
             yield from ((name, Same(hook)) for hook in attributes[name].values())
         if "forward" in attributes:
             yield "forward", Same(attributes["forward"])
-        yield from ((key, Same(module._modules.get(key))) for key in self._children[number])
+        yield from ((key, Same(MODULES.of(module).get(key))) for key in self._children[number])
         if self._has_names:
-            yield from ((key, Same(module._buffers.get(key))) for key in self._buffers[number])
+            yield from ((key, Same(BUFFERS.of(module).get(key))) for key in self._buffers[number])
 
 
 class Same:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from nxdpp.ground.torch_names import BUFFERS
 from nxdpp.tracing.code.names import loaded_names
 from nxdpp.tracing.code.reads import Uses, uses_of_items, uses_of_name
 from nxdpp.tracing.modules import listings
@@ -78,7 +79,7 @@ class SharedObjects:
 
     def snapshot(self) -> "SharedSnapshot":
         """The tensors as they are now."""
-        guarded = {id(buffer) for module in self._guarded for buffer in module._buffers.values()}
+        guarded = {id(buffer) for module in self._guarded for buffer in BUFFERS.of(module).values()}
         reached = Reached(self._shared, loaded_names, self._names) if self._shared else None
         found = {} if reached is None else reached.places
         places = {key: place for key, place in found.items() if id(place.tensor) not in guarded}
@@ -180,4 +181,4 @@ def _content(tensor: torch.Tensor) -> Any:
 
 def _registry(root: nn.Module, name: str) -> tuple[dict[str, Any], str]:
     owner, _, key = name.rpartition(".")
-    return root.get_submodule(owner)._buffers, key
+    return BUFFERS.of(root.get_submodule(owner)), key

@@ -17,6 +17,7 @@ import torch
 from torch import fx, nn
 from transformers import PreTrainedConfig
 
+from nxdpp.ground.torch_names import VERSION
 from nxdpp.tracing.code.names import is_framework, names_in, parts_of, variables_of
 from nxdpp.tracing.state.object_state import (
     ITERATORS,
@@ -106,7 +107,7 @@ class StateWalk:
             self.traced.setdefault(value, path)
             self.keys[path, name] = "a traced value"
         elif isinstance(value, torch.Tensor):
-            self.keys[path, name] = ("a tensor", id(value), -1 if value.is_inference() else value._version)
+            self.keys[path, name] = ("a tensor", id(value), -1 if value.is_inference() else VERSION.of(value))
         elif type(value) in PLAIN:
             # NaN is equal to itself here, and 1 is not True.
             self.keys[path, name] = (type(value), repr(value) if type(value) in (float, complex) else value)

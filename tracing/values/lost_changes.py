@@ -14,6 +14,7 @@ import torch
 from torch import fx, nn
 from torch.nn import functional
 
+from nxdpp.ground.torch_names import BUFFERS, PARAMETERS, VERSION
 from nxdpp.tracing.graph.errors import TracingError, model_line
 from nxdpp.tracing.graph.search import reached
 from nxdpp.tracing.values.in_place import ASSIGNMENTS, IN_PLACE_OPERATORS, changes_argument
@@ -161,9 +162,9 @@ def unchanged_modules(modules: list[nn.Module], helpers: Sequence[nn.Module] = (
     Raises ``RuntimeError`` with the module's class and the attribute, at the line that sets it.
     """
     changed = (*modules, *helpers)
-    stores = [store for module in changed for store in (vars(module), module._buffers, module._parameters)]
+    stores = [store for module in changed for store in (vars(module), BUFFERS.of(module), PARAMETERS.of(module))]
     before = [dict(store) for store in stores]
-    tensors = [(m, n, v, v._version) for m in modules for n, v in vars(m).items() if isinstance(v, torch.Tensor)]
+    tensors = [(m, n, v, VERSION.of(v)) for m in modules for n, v in vars(m).items() if isinstance(v, torch.Tensor)]
     set_attribute = nn.Module.__setattr__
 
     def check(module: nn.Module, name: str, value: Any) -> None:
@@ -185,7 +186,7 @@ def unchanged_modules(modules: list[nn.Module], helpers: Sequence[nn.Module] = (
         with patch.object(nn.Module, "__setattr__", check):
             yield
         for owner, name, tensor, version in tensors:
-            if tensor._version != version:
+            if VERSION.of(tensor) != version:
                 raise RuntimeError(
                     f"forward changes {type(owner).__name__}.{name}, a tensor that is neither buffer nor parameter, in "
                     f"place; that would happen at tracing only. Make it a buffer of a module that changes it."

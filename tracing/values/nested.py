@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from torch.utils import _pytree as pytree
+from nxdpp.ground.torch_names import pytree
 
 
 class Leaf:

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.utils import _pytree as pytree
 
+from nxdpp.ground.torch_names import pytree
 from nxdpp.tracing.code.frames import Frame, caller, calls_c_code, file_of, outwards, unpacked_length
 from nxdpp.tracing.code.names import is_framework
 from nxdpp.tracing.graph.checks import mask_with_items, value_or_none

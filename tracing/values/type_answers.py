@@ -11,6 +11,7 @@ from typing import Any, get_origin
 import torch
 from torch import fx, nn
 
+from nxdpp.ground.torch_names import PARAMETERS
 from nxdpp.tracing.code.frames import Frame, calls_attribute
 from nxdpp.tracing.graph.calls import OpaqueCall, record_opaque_call
 from nxdpp.tracing.graph.checks import expect_type, is_user_function, passes_on, return_annotation, run_in_every_step
@@ -104,7 +105,7 @@ def reads_parameter(value: fx.Proxy) -> bool:
         return False
     tracer: Any = value.tracer
     owner, _, name = str(value.node.target).rpartition(".")
-    return name in tracer.root.get_submodule(owner)._parameters
+    return name in PARAMETERS.of(tracer.root.get_submodule(owner))
 
 
 def _type_of(value: fx.Proxy) -> type:
