@@ -16,7 +16,7 @@ from nxdpp.tracing.graph.constructors import (
     refused_seeds,
     under_all_names,
 )
-from nxdpp.tracing.graph.modes import recorded_modes
+from nxdpp.tracing.graph.modes import recorded_modes, refused_kernel_order
 from nxdpp.tracing.graph.spine import SpineTracer
 from nxdpp.tracing.graph.told_once import told_checkpoints
 from nxdpp.tracing.modules import listings
@@ -63,6 +63,7 @@ class Entry(nn.Module):
             self._carried.adopt(self._tracer)
         with ExitStack() as stack:
             stack.enter_context(recorded_modes(self._tracer.graph))
+            stack.enter_context(refused_kernel_order(self._namespaces))
             stack.enter_context(recorded_autograd_functions())
             stack.enter_context(told_checkpoints())
             stack.enter_context(refused_functional_calls())

@@ -14,20 +14,24 @@ Autocast keeps the converted weights until its outermost block ends. Nodes of on
 stage keeps them for as long.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cache, partial
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 from torch import fx
-from torch.utils._device import DeviceContext
+from torch.autograd.graph import saved_tensors_hooks
+from torch.backends import cuda, cudnn, mkldnn
+from torch.nn import attention
+from torch.overrides import TorchFunctionMode
 
-from nxdpp.tracing.graph.swap import swapped_in_this_thread
+from nxdpp.ground.torch_names import TorchDispatchMode
+from nxdpp.tracing.graph.swap import in_this_thread, replaced, swapped_in_this_thread
 
 _META = "modes"
 _NO_VALUE = frozenset({"placeholder", "get_attr", "output"})
-_KERNELS = ("flash", "mem_efficient", "math", "cudnn", "overrideable")
 
 
 class Modes(NamedTuple):
@@ -48,6 +52,18 @@ class _Mode(NamedTuple):
     write: Callable[[Any], None]
 
 
+_KERNELS = {
+    "flash attention": _Mode(cuda.flash_sdp_enabled, cuda.enable_flash_sdp),
+    "mem_efficient attention": _Mode(cuda.mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp),
+    "math attention": _Mode(cuda.math_sdp_enabled, cuda.enable_math_sdp),
+    "cudnn attention": _Mode(cuda.cudnn_sdp_enabled, cuda.enable_cudnn_sdp),
+}
+# A trace replaces functions that make tensors. Torch lists them when a default device is first used.
+_empty = torch.empty
+with torch.device("cpu"):
+    _empty(0)
+
+
 class _Refused(NamedTuple):
     read: Callable[[], Any]
     remedy: str
@@ -59,43 +75,37 @@ def _modes() -> dict[str, _Mode]:
     accelerator = torch.accelerator.current_accelerator()
     types = dict.fromkeys(("cpu", "cuda", *([] if accelerator is None else [accelerator.type])))
     return {
-        "gradients": _Mode(torch.is_grad_enabled, torch._C._set_grad_enabled),
+        "gradients": _Mode(torch.is_grad_enabled, torch.set_grad_enabled),
         "autocast cache": _Mode(torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
         **{f"autocast {t}": _Mode(partial(_read_autocast, t), partial(_write_autocast, t)) for t in types},
-        **{f"{k} attention": _Mode(_of_torch("get", k), _of_torch("set", k)) for k in _KERNELS},
-        "order of attention kernels": _Mode(_read_kernel_order, _write_kernel_order),
+        **_KERNELS,
     }
 
 
 _INSIDE = "Use it inside a layer, or around the whole step."
 _REFUSED = {
     "torch.inference_mode": _Refused(torch.is_inference_mode_enabled, "Use torch.no_grad()."),
-    "a default device": _Refused(
-        lambda: _function_modes(lambda mode: isinstance(mode, DeviceContext)),
-        "Give device=... to the functions that make tensors.",
-    ),
-    "a TorchFunctionMode": _Refused(
-        lambda: _function_modes(lambda mode: not isinstance(mode, DeviceContext)),
-        "Use it inside the forward of a layer, or of a module next to the layers.",
-    ),
-    "a torch dispatch mode": _Refused(torch._C._len_torch_dispatch_stack, _INSIDE),
-    "torch.autograd.graph.saved_tensors_hooks": _Refused(lambda: _saved_tensors_hooks(), _INSIDE),
-    "torch.set_default_dtype": _Refused(
-        torch.get_default_dtype, "Give dtype=... to the functions that make tensors."
-    ),
+    "a default device": _Refused(lambda: _empty(0).device, "Give device=... to the functions that make tensors."),
+    "torch.set_default_dtype": _Refused(torch.get_default_dtype, "Give dtype=... to the functions that make tensors."),
     "torch.use_deterministic_algorithms": _Refused(
         lambda: (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
         _INSIDE,
     ),
-    "torch.backends.cudnn.flags": _Refused(
-        lambda: (
-            torch._C._get_cudnn_enabled(), torch._C._get_cudnn_benchmark(), torch._C._get_cudnn_deterministic()
-        ),
-        _INSIDE,
+    "torch.backends.cudnn.flags": _Refused(lambda: (cudnn.enabled, cudnn.benchmark, cudnn.deterministic), _INSIDE),
+    "torch.backends.mkldnn.flags": _Refused(lambda: mkldnn.enabled, _INSIDE),
+    "torch.set_float32_matmul_precision": _Refused(
+        lambda: [part.fp32_precision for part in (cuda.matmul, cudnn.conv, mkldnn.matmul, mkldnn.conv)], _INSIDE
     ),
-    "torch.backends.mkldnn.flags": _Refused(torch._C._get_mkldnn_enabled, _INSIDE),
-    "torch.set_float32_matmul_precision": _Refused(lambda: _float32_precision(), _INSIDE),
-}  # fmt: skip
+}
+# Modes that torch has no public way to read: the trace follows who enters them.
+_ENTERED: dict[str, tuple[type, str]] = {
+    "a TorchFunctionMode": (
+        TorchFunctionMode,
+        "Use it inside the forward of a layer, or of a module next to the layers.",
+    ),
+    "a torch dispatch mode": (TorchDispatchMode, _INSIDE),
+    "torch.autograd.graph.saved_tensors_hooks": (saved_tensors_hooks, _INSIDE),
+}
 
 
 def modes_of(node: fx.Node) -> Modes:
@@ -122,11 +132,14 @@ def recorded_modes(graph: fx.Graph) -> Iterator[None]:
         "clear_autocast_cache": recorder.clear_cache,
         "set_autocast_enabled": _answered(torch.set_autocast_enabled),
     }
-    gradients = {"_set_grad_enabled": _answered(torch._C._set_grad_enabled)}
+    set_gradients = torch.set_grad_enabled.__init__
+    gradients = patch.object(
+        torch.set_grad_enabled, "__init__", in_this_thread(_answered(set_gradients), set_gradients)
+    )
     before = current_modes()
     vars(graph)["create_node"] = recorder.create_node
     try:
-        with swapped_in_this_thread(vars(torch), nesting), swapped_in_this_thread(vars(torch._C), gradients):
+        with swapped_in_this_thread(vars(torch), nesting), gradients, _followed(recorder.entered):
             yield
         left = [name for name, value in before.changes if _modes()[name].read() != value]
         if left:
@@ -149,8 +162,53 @@ def _answered(write: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+@contextmanager
+def _followed(entered: list[str]) -> Iterator[None]:
+    """Keep in ``entered`` the modes of ``_ENTERED`` in which this thread runs."""
+    with ExitStack() as stack:
+        for name, (mode, _) in _ENTERED.items():
+            stack.enter_context(patch.multiple(mode, **_followers(name, mode, entered)))
+        yield
+
+
+def _followers(name: str, mode: Any, entered: list[str]) -> dict[str, Any]:
+    begin, end = mode.__enter__, mode.__exit__
+
+    def enter(self: Any) -> Any:
+        # The hooks of a checkpoint change no number.
+        if "checkpoint" not in type(self).__name__:
+            entered.append(name)
+        return begin(self)
+
+    def leave(self: Any, *details: Any) -> Any:
+        if name in entered:
+            entered.remove(name)
+        return end(self, *details)
+
+    return {"__enter__": in_this_thread(enter, begin), "__exit__": in_this_thread(leave, end)}
+
+
+def refused_kernel_order(namespaces: Iterable[dict[str, Any]]) -> AbstractContextManager[None]:
+    """Refuse an order of attention kernels, under any name that ``sdpa_kernel`` has in ``namespaces``.
+
+    Torch has no public way to read it.
+    """
+    original = attention.sdpa_kernel
+
+    def without_order(backends: Any, set_priority: bool = False) -> Any:
+        if set_priority:
+            raise RuntimeError(
+                f"sdpa_kernel(..., set_priority=True) is used outside the transformer layers, which a stage does not "
+                f"repeat. {_INSIDE}"
+            )
+        return original(backends)
+
+    return replaced([vars(attention), *namespaces], {id(original): in_this_thread(without_order, original)})
+
+
 class _ModeRecorder:
     def __init__(self, create_node: Callable[..., fx.Node]) -> None:
+        self.entered: list[str] = []
         self._create_node = create_node
         self._values = [(name, mode.read, mode.read()) for name, mode in _modes().items()]
         self._refused = [(name, refused, refused.read()) for name, refused in _REFUSED.items()]
@@ -163,11 +221,11 @@ class _ModeRecorder:
         node = self._create_node(op, *args, **kwargs)
         if op in _NO_VALUE:
             return node
-        for name, refused, before in self._refused:
-            if refused.read() != before:
-                raise RuntimeError(
-                    f"{name} is used outside the transformer layers, which a stage does not repeat. {refused.remedy}"
-                )
+        changed = [(name, refused.remedy) for name, refused, before in self._refused if refused.read() != before]
+        for name, remedy in (*changed, *((name, _ENTERED[name][1]) for name in self.entered)):
+            raise RuntimeError(
+                f"{name} is used outside the transformer layers, which a stage does not repeat. {remedy}"
+            )
         changes = tuple((name, now) for name, read, before in self._values if (now := read()) != before)
         block = self._blocks if self._depth else 0
         if changes or block:
@@ -258,33 +316,3 @@ def _read_autocast(device_type: str) -> tuple[bool, torch.dtype]:
 def _write_autocast(device_type: str, value: tuple[bool, torch.dtype]) -> None:
     torch.set_autocast_enabled(device_type, value[0])
     torch.set_autocast_dtype(device_type, value[1])
-
-
-def _of_torch(verb: str, kernel: str) -> Any:
-    name = f"_get_{kernel}_sdp_enabled" if verb == "get" else f"_set_sdp_use_{kernel}"
-    return getattr(torch._C, name)
-
-
-def _read_kernel_order() -> tuple[int, ...]:
-    return tuple(torch._C._get_sdp_priority_order())
-
-
-def _write_kernel_order(order: tuple[int, ...]) -> None:
-    torch._C._set_sdp_priority_order(list(order))
-
-
-def _function_modes(is_meant: Callable[[Any], bool]) -> list[int]:
-    modes = map(torch._C._get_function_stack_at, range(torch._C._len_torch_function_stack()))
-    return [id(mode) for mode in modes if is_meant(mode)]
-
-
-def _saved_tensors_hooks() -> Any:
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    # The hooks of a checkpoint change no number.
-    is_checkpoint = hooks is not None and "checkpoint" in getattr(hooks[0], "__qualname__", "")
-    return None if is_checkpoint else hooks
-
-
-def _float32_precision() -> Any:
-    read = torch._C._get_fp32_precision_getter
-    return [read(*place) for place in (("cuda", "matmul"), ("cuda", "conv"), ("mkldnn", "matmul"), ("mkldnn", "conv"))]

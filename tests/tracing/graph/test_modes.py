@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 from torch import fx, inference_mode, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from nxdpp.tracing.graph.errors import TracingError
 from nxdpp.tracing.graph.modes import Modes, applied, current_modes, modes_of
@@ -103,6 +105,7 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "torch.inference_mode is": inference_mode,
     "a default device .* Give device=": lambda: torch.device("meta"),
     "a TorchFunctionMode is .* inside the forward of a layer": _Doubling,
+    "a torch dispatch mode is": lambda: FlopCounterMode(display=False),
     "saved_tensors_hooks": torch.autograd.graph.save_on_cpu,
     "torch.set_default_dtype is .* Give dtype=": _default_dtype,
     "torch.set_float32_matmul_precision": _precision,
@@ -121,6 +124,17 @@ def test_a_mode_that_a_stage_cannot_repeat_is_refused(message: str, tracer: str)
 
     with pytest.raises(TracingError, match=rf"{message}[\s\S]*\n  at .*test_modes.py:\d+, in prepare"):
         _trace(prepare, tracer)
+
+
+def test_an_order_of_attention_kernels_is_refused() -> None:
+    def prepare(hidden: torch.Tensor) -> torch.Tensor:
+        with sdpa_kernel([SDPBackend.MATH, SDPBackend.FLASH_ATTENTION], set_priority=True):
+            return hidden * 2
+
+    with pytest.raises(
+        TracingError, match=r"sdpa_kernel.*set_priority=True[\s\S]*\n  at .*test_modes.py:\d+, in prepare"
+    ):
+        _trace(prepare)
 
 
 def _leaves_gradients_off(hidden: torch.Tensor) -> torch.Tensor:
