@@ -11,7 +11,7 @@ code between layers                                         node of the graph
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
@@ -21,6 +21,7 @@ import torch
 from torch import fx
 from transformers.utils import import_utils
 
+from nxdpp.ground.torch_names import CHECK_WITH
 from nxdpp.tracing.code.frames import Frame
 from nxdpp.tracing.code.raising import Question, Raises, follows, question_of
 from nxdpp.tracing.graph.calls import record_opaque_call
@@ -28,7 +29,7 @@ from nxdpp.tracing.graph.checks import run_in_every_step
 from nxdpp.tracing.graph.errors import calling_line, model_line, stack_line
 from nxdpp.tracing.graph.swap import replaced, swapped
 
-_CHECKS = frozenset({torch._assert, torch._assert_async})
+_CHECKS = frozenset({"_assert", "_assert_async"})
 # transformers 5.0 has no such function.
 _COMPILABLE = getattr(import_utils, "torch_compilable_check", None)
 _Condition = tuple[fx.Proxy, bool]
@@ -84,16 +85,14 @@ class DataChecks:
 
 def is_check(node: fx.Node) -> bool:
     """Return whether ``node`` calls a function of torch that only checks its argument."""
-    return node.op == "call_function" and node.target in _CHECKS
+    return node.op == "call_function" and getattr(node.target, "__name__", "") in _CHECKS
 
 
 @contextmanager
 def recorded_checks(sources: list[ModuleType]) -> Iterator[None]:
     """Record ``torch._check`` and its kin, and ``torch_compilable_check`` in the globals of ``sources``."""
-    kin = {
-        "_check_with": _check_with(torch._check_with),
-        "_check_tensor_all_with": _check_with(torch._check_tensor_all_with, of_all=True),
-    }
+    # Without the name torch's own code refuses a traced condition.
+    kin = {CHECK_WITH.found.__name__: _check_with} if CHECK_WITH.exists else {}
     changes = {} if _COMPILABLE is None else {id(_COMPILABLE): compilable_check}
     with swapped(vars(torch), kin), replaced(map(vars, sources), changes):
         yield
@@ -110,14 +109,11 @@ def compilable_check(cond: Any, msg: Any, error_type: type[Exception] = ValueErr
     _COMPILABLE(cond, msg, error_type)
 
 
-def _check_with(original: Callable[..., None], of_all: bool = False) -> Callable[..., None]:
-    def check(error_type: type[Exception], cond: Any, message: Any = None) -> None:
-        if isinstance(cond, fx.Proxy):
-            _check(record_opaque_call(_all_true, (cond,), {}) if of_all else cond, error_type, message)
-        else:
-            original(error_type, cond, message)
-
-    return check
+def _check_with(error_type: type[Exception], cond: Any, message: Any = None) -> None:
+    if isinstance(cond, fx.Proxy):
+        _check(cond, error_type, message)
+    else:
+        CHECK_WITH(error_type, cond, message)
 
 
 def _check(value: fx.Proxy, error: type[Exception], message: Any) -> None:

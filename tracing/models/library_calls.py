@@ -19,9 +19,9 @@ from unittest.mock import patch
 
 import torch
 from torch import fx, nn
-from torch.nn import functional as F
 from torch.nn.modules import transformer
 
+from nxdpp.ground.torch_names import CAUSAL_MASK
 from nxdpp.tracing.graph.calls import OpaqueCall, has_proxy, record_opaque_call, recorded
 from nxdpp.tracing.graph.swap import replaced, swapped
 from nxdpp.tracing.modules import listings
@@ -65,21 +65,22 @@ def rearrange(tensor: Any, recipe: Any, reduction: Any, axes_lengths: Any) -> An
 
 
 _encode = nn.TransformerEncoder.forward
-_detect_is_causal_mask = transformer._detect_is_causal_mask
 
 
 @contextmanager
 def recorded_transformers() -> Iterator[None]:
     """Record the comparison of a mask with the causal one, and the packing of padded sequences."""
-    masks = swapped(vars(transformer), {"_detect_is_causal_mask": _is_causal_mask})
+    # Without the name torch's own code asks data of the mask, which the trace refuses.
+    detect = CAUSAL_MASK.found if CAUSAL_MASK.exists else None
+
+    def is_causal_mask(mask: Any, is_causal: bool | None = None, size: Any = None) -> Any:
+        if isinstance(mask, fx.Proxy) and is_causal is None:
+            return record_opaque_call(detect, (mask, is_causal, size), {})
+        return detect(mask, is_causal, size)
+
+    masks = swapped(vars(transformer), {} if detect is None else {detect.__name__: is_causal_mask})
     with masks, patch.object(nn.TransformerEncoder, "forward", _traced_encode):
         yield
-
-
-def _is_causal_mask(mask: Any, is_causal: bool | None = None, size: Any = None) -> Any:
-    if isinstance(mask, fx.Proxy) and is_causal is None:
-        return record_opaque_call(_detect_is_causal_mask, (mask, is_causal, size), {})
-    return _detect_is_causal_mask(mask, is_causal, size)
 
 
 def _traced_encode(
@@ -98,7 +99,6 @@ def _traced_encode(
 
 
 def _encode_packed(self: nn.TransformerEncoder, src: Any, mask: Any, is_causal: bool) -> Any:
-    mask = F._canonical_mask(mask, "src_key_padding_mask", None, "mask", src.dtype)
     trains = any(parameter.requires_grad for parameter in listings.parameters(self.layers[0]))
     output = src
     for layer in self.layers:
@@ -118,13 +118,15 @@ def packed_if_nested(x: torch.Tensor, mask: torch.Tensor, trains: bool, checks_m
     """``x`` (B, T, C) without its padding, as a nested tensor, where the encoder of torch would make one."""
     if not _is_nested(x, mask, trains, checks_mask):
         return x
-    nested: torch.Tensor = torch._nested_tensor_from_mask(x, mask.logical_not(), mask_check=False)
-    return nested
+    lengths = mask.logical_not().sum(1).tolist()
+    return torch.nested.as_nested_tensor([row[:length] for row, length in zip(x, lengths, strict=True)])
 
 
 def mask_unless_nested(x: torch.Tensor, mask: torch.Tensor, trains: bool, checks_mask: bool) -> torch.Tensor | None:
-    """``mask`` where ``packed_if_nested`` leaves ``x`` as it is."""
-    return None if _is_nested(x, mask, trains, checks_mask) else mask
+    """``mask``, to add to scores, where ``packed_if_nested`` leaves ``x`` as it is."""
+    if _is_nested(x, mask, trains, checks_mask):
+        return None
+    return torch.zeros_like(mask, dtype=x.dtype).masked_fill(mask, -torch.inf) if mask.dtype is torch.bool else mask
 
 
 def padded_like(output: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -137,7 +139,8 @@ def _is_nested(x: torch.Tensor, mask: torch.Tensor, trains: bool, checks_mask: b
         return False
     if torch.is_grad_enabled() and (trains or x.requires_grad):
         return False
-    return not checks_mask or bool(torch._nested_tensor_from_mask_left_aligned(x, mask.logical_not()))
+    keeps = mask.logical_not()
+    return not checks_mask or torch.equal(keeps, keeps.sort(1, descending=True).values)
 
 
 _FUNCTIONS: tuple[Any, ...] = (
