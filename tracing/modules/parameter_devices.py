@@ -4,8 +4,10 @@ A rank has only some of the parameters; the others are on the meta device. So th
 input, on every rank. Tensors that code makes like a parameter (``weight.new_zeros(())``) are on that device too.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections import ChainMap
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from inspect import signature
 from typing import Any
 from unittest.mock import patch
 
@@ -15,7 +17,7 @@ from torch.nn.utils import stateless
 
 from nxdpp.ground.torch_names import pytree
 from nxdpp.tracing.code.frames import caller, module_of
-from nxdpp.tracing.graph.swap import in_this_thread
+from nxdpp.tracing.graph.swap import in_this_thread, replaced
 from nxdpp.tracing.modules import listings
 from nxdpp.tracing.values.metadata import LIKE
 from nxdpp.tracing.values.type_answers import reads_parameter
@@ -55,8 +57,7 @@ class ParameterOfModel(nn.Parameter):
         if name == "detach":
             return shown(args[0].own, args[0].traced_device, detached=True)
         own_args, own_kwargs = pytree.tree_map_only(ParameterOfModel, _own, (args, kwargs or {}))
-        with torch._C.DisableTorchFunctionSubclass():
-            return function(*own_args, **own_kwargs)
+        return torch.Tensor.__torch_function__(function, (), own_args, own_kwargs)
 
 
 def _own(shown_parameter: ParameterOfModel) -> torch.Tensor:
@@ -68,10 +69,9 @@ def shown(parameter: nn.Parameter, device: Any, detached: bool = False) -> Param
     """Return ``parameter`` for code of the spine, with the traced ``device`` of an input."""
     if isinstance(parameter, ParameterOfModel):
         return parameter
-    requires_grad = parameter.requires_grad and not detached
     # A DTensor can be no other subclass. Only ``own`` is ever computed with.
-    plain = getattr(parameter, "_local_tensor", parameter)
-    made: ParameterOfModel = torch.Tensor._make_subclass(ParameterOfModel, plain, requires_grad)
+    plain: torch.Tensor = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+    made = plain.detach().as_subclass(ParameterOfModel)
     made.own, made.traced_device, made.is_detached = parameter, device, detached
     return made
 
@@ -128,26 +128,32 @@ def devices_of_inputs(first_input: fx.Proxy | None) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def refused_functional_calls() -> Iterator[None]:
-    """Refuse calls of modules with other parameters or buffers than their own.
+_FUNCTIONAL = (torch.func.functional_call, stateless.functional_call)
+
+
+def refused_functional_calls(namespaces: Iterable[dict[str, Any]]) -> AbstractContextManager[None]:
+    """Refuse calls of modules with other parameters or buffers than their own, under all names in ``namespaces``.
 
     The node of a module has only the module's name, so each step would run it with its own. Raises ``RuntimeError``.
     """
-    original = stateless._functional_call
+    changes = {id(function): in_this_thread(_of_own_parameters(function), function) for function in _FUNCTIONAL}
+    return replaced([vars(torch.func), vars(stateless), *namespaces], changes)
 
-    def call(module: nn.Module, given: dict[str, torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+
+def _of_own_parameters(function: Callable[..., Any]) -> Callable[..., Any]:
+    arguments = signature(function)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        module, given, *_ = arguments.bind(*args, **kwargs).arguments.values()
         own: dict[str, torch.Tensor] = dict(listings.named_parameters(module, remove_duplicate=False))
         own |= dict(listings.named_buffers(module, remove_duplicate=False))
-        given = {name: v.own if isinstance(v, ParameterOfModel) else v for name, v in given.items()}
-        other = [name for name, value in given.items() if value is not own.get(name)]
-        if other:
-            raise RuntimeError(
-                f"functional_call runs {type(module).__name__} with another {other[0]} than its own; a stage would "
-                f"run it with its own. Move the call into the forward of a layer, or of a module without layers, "
-                f"which runs as one node."
-            )
-        return original(module, given, *args, **kwargs)
+        for name, value in ChainMap(*([given] if isinstance(given, dict) else given)).items():
+            if (value.own if isinstance(value, ParameterOfModel) else value) is not own.get(name):
+                raise RuntimeError(
+                    f"functional_call runs {type(module).__name__} with another {name} than its own; a stage would "
+                    f"run it with its own. Move the call into the forward of a layer, or of a module without layers, "
+                    f"which runs as one node."
+                )
+        return function(*args, **kwargs)
 
-    with patch.object(stateless, "_functional_call", in_this_thread(call, original)):
-        yield
+    return call
