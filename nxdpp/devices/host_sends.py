@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from nxdpp.devices.daemon_thread import DaemonThread
+from nxdpp.ground.torch_names import VERSION
 
 
 class Transfer(Protocol):
@@ -96,7 +97,7 @@ def unchanged(tensor: torch.Tensor, copied: Callable[[], torch.Tensor]) -> Calla
 
 
 def _version(tensor: torch.Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version
+    return -1 if tensor.is_inference() else VERSION.of(tensor)
 
 
 # Of the steps of several shapes; memory of others is not kept.

@@ -5,6 +5,7 @@ import torch
 from nxdpp.devices.cuda import CudaDevice
 from nxdpp.devices.device import Device
 from nxdpp.devices.xla import XlaDevice
+from nxdpp.ground.torch_names import STORAGE_ADDRESS, STORAGE_USES
 
 KINDS: dict[str, type[Device]] = {"cuda": CudaDevice, "xla": XlaDevice}
 """The class of each device type whose work the host must follow. Others are ``Device``."""
@@ -33,4 +34,4 @@ def has_own_memory(gradient: torch.Tensor) -> bool:
     """
     storage = gradient.untyped_storage()
     # One of the tensor itself, and one of the storage object.
-    return bool(torch._C._storage_Use_Count(storage._cdata) <= 2)
+    return bool(STORAGE_USES(STORAGE_ADDRESS.of(storage)) <= 2)

@@ -4,8 +4,8 @@ import weakref
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from nxdpp.ground.torch_names import STORAGE_ADDRESS, TorchDispatchMode, pytree
 
 
 class LiveBytes(TorchDispatchMode):
@@ -23,7 +23,7 @@ class LiveBytes(TorchDispatchMode):
     def know(self, tensors: list[torch.Tensor]) -> None:
         """Leave out the memory of ``tensors``."""
         for tensor in tensors:
-            self._known.setdefault(tensor.untyped_storage()._cdata, None)
+            self._known.setdefault(STORAGE_ADDRESS.of(tensor.untyped_storage()), None)
 
     def reset_peak(self) -> None:
         """Begin a new peak."""
@@ -37,7 +37,7 @@ class LiveBytes(TorchDispatchMode):
         return result
 
     def _count(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
+        key, size = STORAGE_ADDRESS.of(storage), storage.nbytes()
         if key in self._known:
             return
         # The reference's own object must live for its callback.

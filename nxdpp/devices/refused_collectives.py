@@ -10,6 +10,8 @@ from typing import Any, NoReturn
 
 import torch
 
+from nxdpp.ground.xla_names import HAS_KERNEL, OPERATORS
+
 # Operators with a kernel for one of these move tensors between ranks.
 _KEYS = ("CPU", "XLA")
 _NAMESPACES = ("c10d", "_c10d_functional")
@@ -27,9 +29,9 @@ def refuse_collectives() -> list[torch.library.Library]:
 
 def _refused(namespace: str) -> torch.library.Library:
     library = torch.library.Library(namespace, "IMPL")
-    for full_name in torch._C._dispatch_get_all_op_names():
+    for full_name in OPERATORS():
         of, _, name = full_name.partition("::")
-        if of == namespace and any(map(partial(torch._C._dispatch_has_kernel_for_dispatch_key, full_name), _KEYS)):
+        if of == namespace and any(map(partial(HAS_KERNEL, full_name), _KEYS)):
             library.impl(name, _refusal(name), "XLA", allow_override=True)
     return library
 

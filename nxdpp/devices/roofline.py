@@ -13,10 +13,16 @@ and the addition of gradients.
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from nxdpp.devices.live_bytes import tensors_in
+from nxdpp.ground.torch_names import (
+    CPU_ATTENTION,
+    CPU_ATTENTION_BACKWARD,
+    GROUPED_PRODUCT,
+    STORAGE_ADDRESS,
+    TorchDispatchMode,
+)
 
 _aten = torch.ops.aten
 
@@ -28,9 +34,7 @@ _HALF_BYTES = 2
 
 # These read as many bytes of their first argument as they return.
 _GATHERS = frozenset({_aten.embedding, _aten.gather, _aten.index, _aten.index_select})
-_FREE = frozenset(
-    {_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided, _aten._unsafe_view}
-)
+_FREE = frozenset({_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided})
 
 
 def machine_balance(device: torch.device, dtype: torch.dtype) -> float:
@@ -68,14 +72,20 @@ class WorkCounter(TorchDispatchMode):
 
 def _bytes_moved(func: Any, arguments: Any, result: Any) -> int:
     packet = getattr(func, "overloadpacket", None)
-    if packet in _FREE or getattr(func, "is_view", False):
-        return 0
     read, written = tensors_in(arguments), tensors_in(result)
-    if not written:  # only metadata is read
+    # Without results only metadata is read.
+    if packet in _FREE or not written or _are_views(written, read):
         return 0
     if packet in _GATHERS:
         read = [*written, *read[1:]]
     return sum(map(_bytes, (*read, *written)))
+
+
+def _are_views(results: list[torch.Tensor], arguments: list[torch.Tensor]) -> bool:
+    """Return whether all ``results`` are new tensors over the memory of ``arguments``."""
+    memories = {STORAGE_ADDRESS.of(each.untyped_storage()) for each in arguments}
+    own = set(map(id, arguments))
+    return all(id(each) not in own and STORAGE_ADDRESS.of(each.untyped_storage()) in memories for each in results)
 
 
 def _bytes(tensor: torch.Tensor) -> int:
@@ -101,7 +111,11 @@ def _grouped_flops(left: Any, right: Any, *args: Any, **kwargs: Any) -> int:
 
 # FLOPs from the shapes of the arguments, for operations that torch's counter does not know.
 FLOP_FORMULAS = {
-    _aten._grouped_mm: _grouped_flops,
-    _aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
+    operation.found: formula
+    for operation, formula in (
+        (GROUPED_PRODUCT, _grouped_flops),
+        (CPU_ATTENTION, _attention_flops),
+        (CPU_ATTENTION_BACKWARD, _attention_backward_flops),
+    )
+    if operation.exists
 }

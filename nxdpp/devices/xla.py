@@ -23,6 +23,8 @@ from nxdpp.devices.kept_graphs import KeptGraphs
 from nxdpp.devices.refused_collectives import refuse_collectives
 from nxdpp.devices.shown_generator import ShownGenerator
 from nxdpp.devices.xla_checks import INSTALL, check_backward, check_own_chip, import_problem
+from nxdpp.ground.torch_names import STORAGE_ADDRESS
+from nxdpp.ground.xla_names import COMMIT_UPDATE, SYNC_VIEW, XLA_COPIES, XLA_HAS_CACHE
 
 _logger = logging.getLogger(__name__)
 
@@ -111,7 +113,7 @@ class XlaDevice(Device):
         """
         for tensor in tensors:
             if tensor.device.type == "xla":
-                torch._functionalize_commit_update(tensor)
+                COMMIT_UPDATE(tensor)
 
     def synchronize(self) -> None:
         """Start all recorded operations, and wait until the device is idle."""
@@ -130,7 +132,7 @@ class XlaDevice(Device):
         operations of both threads into the graph that either of them submits, and fails.
         """
         for tensor in tensors:
-            torch._functionalize_sync(tensor)
+            SYNC_VIEW(tensor)
         self.submit()
         return _copies().submit(partial(_copied, list(tensors))).result
 
@@ -144,7 +146,7 @@ class XlaDevice(Device):
 
     def memory_of(self, tensor: torch.Tensor) -> int:
         """Return the number of the storage object that a tensor shares with its views: it has no address."""
-        return int(tensor.untyped_storage()._cdata)
+        return int(STORAGE_ADDRESS.of(tensor.untyped_storage()))
 
     def seed(self, number: int) -> None:
         """Seed the device's generator, which ``torch.manual_seed`` does not know."""
@@ -228,7 +230,7 @@ def _kept_graphs() -> KeptGraphs:
     return KeptGraphs(
         _pjrt_type,
         import_module("torch_xla.runtime").initialize_cache,
-        _torch_xla()._XLAC._xla_computation_cache_is_initialized,
+        XLA_HAS_CACHE,
         lambda: _counter("PersistentCacheDeserializeFailure"),
     )
 
@@ -253,7 +255,7 @@ def _metric(name: str) -> tuple[int, float, list[tuple[float, float]]]:
 
 def _show_generator() -> None:
     if not hasattr(torch, "xla"):
-        torch._register_device_module("xla", ShownGenerator(_xla_model().get_rng_state, _xla_model().set_rng_state))
+        vars(torch)["xla"] = ShownGenerator(_xla_model().get_rng_state, _xla_model().set_rng_state)
 
 
 def _torch_xla() -> Any:
@@ -270,7 +272,7 @@ def _xla_model() -> Any:
 
 def _copied(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     """Return copies of ``tensors`` in host memory, which have no gradient."""
-    return [copy.detach() for copy in _torch_xla()._XLAC._xla_get_cpu_tensors(tensors)]
+    return [copy.detach() for copy in XLA_COPIES(tensors)]
 
 
 @cache

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from nxdpp.ground.torch_names import NO_SUBCLASS_FUNCTION, STORAGE_ADDRESS
 from nxdpp.pipeline.local.elsewhere_tensors import ElsewhereTensor
 
 Root = tuple[str, int, int]
@@ -75,7 +76,7 @@ class TrackedTensor(torch.Tensor):
             if not isinstance(written, TrackedTensor):
                 raise unknown_values(roots, f"writes it into another tensor ({name})")
             written.follow(roots, kind)
-        with torch._C.DisableTorchFunctionSubclass():
+        with NO_SUBCLASS_FUNCTION():
             if any(isinstance(tensor, ElsewhereTensor) for tensor in tensors):
                 args, kwargs = mapped(lambda leaf: _with_memory(leaf, tracked[0]), (args, kwargs))
             result = func(*args, **kwargs)
@@ -158,7 +159,7 @@ def untracked(value: Any) -> Any:
     """Return a tensor with known values as an ordinary one; other values as they are."""
     if type(value) is not TrackedTensor:
         return value
-    with torch._C.DisableTorchFunctionSubclass():
+    with NO_SUBCLASS_FUNCTION():
         return value.as_subclass(torch.Tensor)
 
 
@@ -200,4 +201,4 @@ def _sizes(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[
 
 
 def _memory(value: Any) -> int | None:
-    return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
+    return STORAGE_ADDRESS.of(value.untyped_storage()) if isinstance(value, torch.Tensor) else None

@@ -15,6 +15,7 @@ import torch
 
 from nxdpp.generation.absent import mapped
 from nxdpp.generation.caches import NAMES, record_changes
+from nxdpp.ground.torch_names import VERSION
 
 _NEW, _SAME, _APPENDED, _CACHE = "new", "same", "appended", "cache"
 
@@ -63,8 +64,8 @@ class SentArguments:
                 return [_CACHE, known]
         last, version = self._last.get(name, (_NOTHING, 0))
         is_tensor = isinstance(value, torch.Tensor)
-        self._last[name] = value, value._version if is_tensor else 0
-        if value is last and (not is_tensor or value._version == version):
+        self._last[name] = value, VERSION.of(value) if is_tensor else 0
+        if value is last and (not is_tensor or VERSION.of(value) == version):
             return [_SAME, None]
         if is_tensor and isinstance(last, torch.Tensor) and _is_appended(last, value):
             return [_APPENDED, value[..., -1:]]

@@ -6,7 +6,9 @@ from typing import Any
 
 from torch import nn
 
-CALL = "_compiled_call_impl"
+from nxdpp.ground.torch_names import COMPILED_CALL
+
+CALL = COMPILED_CALL.name
 """The attribute that torch calls in place of a module with its hooks, as after ``compile()``."""
 
 

@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.nn.modules.dropout import _DropoutNd
 from transformers import GenerationConfig, GenerationMixin
 
 from nxdpp.agreement.fingerprint import digest
@@ -36,6 +35,7 @@ _SWITCHES = {
     "use_mtp": "its tokens would be verified a batch at a time. Leave it out",
     "compile_config": "a compiled forward would not run the other ranks. Leave it out",
 }
+_DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 _OF_ROWS = ("prefix_allowed_tokens_fn", "logits_processor", "stopping_criteria")
 _PLAIN = (bool, int, float, str, type(None))
 _CACHES = (None, "dynamic", "static", "sliding_window", "hybrid")
@@ -131,7 +131,7 @@ def _check_given(given: Mapping[str, Any]) -> None:
 def _dropout_of(module: nn.Module) -> str | None:
     """Return the name of a module that drops values, or ``None``."""
     for name, each in listings.named_modules(module):
-        drops = isinstance(each, _DropoutNd) and each.p > 0
+        drops = isinstance(each, _DROPOUT) and each.p > 0
         rates = (rate for key, rate in vars(each).items() if "drop" in key and isinstance(rate, float))
         if each.training and (drops or any(rate > 0 for rate in rates)):
             return name

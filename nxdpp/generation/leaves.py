@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from nxdpp.ground.torch_names import MODULES
 from nxdpp.pipeline.partition.partition import Partition
 from nxdpp.tracing.modules import listings
 
@@ -81,7 +82,7 @@ def _below(
     module: nn.Module, prefix: str, spine: set[str], seen: set[int] | None = None
 ) -> Iterator[tuple[str, nn.Module]]:
     seen = set() if seen is None else seen
-    for key, child in module._modules.items():
+    for key, child in MODULES.of(module).items():
         if child is None or id(child) in seen:
             continue
         seen.add(id(child))

@@ -36,6 +36,7 @@ from nxdpp.generation.attributes import CALL, attributes
 from nxdpp.generation.caches import CacheUpdate, advance, cache_among, sizes, updates
 from nxdpp.generation.known_calls import CACHE, REMEDY, KnownCall, OutputRule, Plan, Plans, rule_of
 from nxdpp.generation.leaves import StageLeaf, stage_of
+from nxdpp.ground.torch_names import CALL_WITH_HOOKS, PARAMETERS
 from nxdpp.ranks.faults.board import board
 
 _DIMENSIONS = 8
@@ -97,7 +98,9 @@ class StageCalls:
         self._device = device
         self._plans = plans
         self._parameters = [leaf for leaf in parameters if {rank_of(stage) for stage in leaf.stages} != self._ranks]
-        self._calls = [(leaf.module, CALL, partial(self._call, leaf, leaf.module._call_impl)) for leaf in leaves]
+        self._calls = [
+            (leaf.module, CALL, partial(self._call, leaf, CALL_WITH_HOOKS.of(leaf.module))) for leaf in leaves
+        ]
         elsewhere = [leaf for leaf in leaves if rank not in map(rank_of, leaf.stages)]
         self._refusals = [(leaf.module, CALL, partial(_refuse_call, leaf.name)) for leaf in elsewhere]
         self._plan: Plan = {}
@@ -134,7 +137,7 @@ class StageCalls:
     def _value(self, leaf: StageLeaf) -> tuple[nn.Module, str, Any]:
         """The value of a spine parameter for code of this rank, as the result of a module of its name."""
         key = leaf.name.rpartition(".")[2]
-        parameter = leaf.module._parameters[key]
+        parameter = PARAMETERS.of(leaf.module)[key]
         assert parameter is not None
         like = torch.empty(parameter.shape, device="meta")
         return leaf.module, key, self._result(leaf, lambda like: parameter.detach(), (like,), {})

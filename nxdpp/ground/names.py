@@ -45,6 +45,11 @@ class PrivateName:
         """Call the object."""
         return self.found(*args, **kwargs)
 
+    def replace(self, value: Any) -> None:
+        """Put ``value`` in its place. ``found`` is what was there before, if asked before."""
+        *owner, name = self.path.split(".")
+        setattr(_resolved(owner), name, value)
+
     def gone(self) -> NameGoneError:
         """The error of a feature that needs the name."""
         library = self.path.partition(".")[0]

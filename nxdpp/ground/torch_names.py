@@ -58,9 +58,11 @@ SEQUENCE_NUMBER = PrivateAttribute(
     "torch.autograd.graph.Node._sequence_nr", "keeps the order of autograd in a backward of two parts"
 )
 SAVED_TENSOR = PrivateName("torch._C._autograd.SavedTensor", "finds what a backward of two parts can free")
-CHECKPOINT_GENERATOR = PrivateName(
-    "torch.utils.checkpoint._checkpoint_without_reentrant_generator", "gives a recomputation the state of its forward"
-)
+_OF_STATE = "gives a recomputation the state of its forward"
+CHECKPOINT_GENERATOR = PrivateName("torch.utils.checkpoint._checkpoint_without_reentrant_generator_impl", _OF_STATE)
+if not CHECKPOINT_GENERATOR.exists:
+    # Before torch 2.14.
+    CHECKPOINT_GENERATOR = PrivateName("torch.utils.checkpoint._checkpoint_without_reentrant_generator", _OF_STATE)
 
 # Modes.
 NO_TORCH_FUNCTION = PrivateName("torch._C.DisableTorchFunction", "asks a tensor of deferred_init what torch knows")

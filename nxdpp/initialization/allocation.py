@@ -4,7 +4,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from nxdpp.ground.torch_names import TorchDispatchMode
+from nxdpp.ground.transformers_names import IS_INITIALIZED
 
 aten = torch.ops.aten
 
@@ -43,8 +45,9 @@ class MarkedMemory(TorchDispatchMode):
 def with_type_of(real: torch.Tensor, meta: torch.Tensor) -> torch.Tensor:
     """Return ``real`` with the parameter class and the attributes of ``meta``."""
     if isinstance(meta, nn.Parameter):
-        real = torch.Tensor._make_subclass(type(meta), real.detach(), meta.requires_grad)
-    vars(real).update({key: value for key, value in vars(meta).items() if key != "_is_hf_initialized"})
+        # Not the class itself, whose __new__ may take other arguments.
+        real = nn.Parameter.__new__(type(meta), real.detach(), meta.requires_grad)
+    vars(real).update({key: value for key, value in vars(meta).items() if key != IS_INITIALIZED.name})
     return real
 
 

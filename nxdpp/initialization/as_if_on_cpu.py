@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map
 
+from nxdpp.ground.torch_names import NO_DISPATCH_MODES, NO_TORCH_FUNCTION, pytree
 from nxdpp.initialization.recorder import ConstructorRecorder, check_device
 
 Tensor = torch.Tensor
@@ -56,7 +56,7 @@ class AsIfOnCpu(TorchFunctionMode):
         return self._call_with_own_devices(function, arguments, keywords)
 
     def _knows(self, tensor: Tensor) -> bool:
-        with torch._C.DisableTorchFunction():
+        with NO_TORCH_FUNCTION():
             return self._recorder.knows(tensor)
 
     def _call_with_own_devices(self, function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
@@ -72,7 +72,7 @@ class AsIfOnCpu(TorchFunctionMode):
             self._recorder.leave_meta_alone = False
 
     def _from_values(self, function: Any, tensor: Tensor, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        with torch._C.DisableTorchFunction():
+        with NO_TORCH_FUNCTION():
             value = self._recorder.value(tensor).requires_grad_(tensor.requires_grad)
             result = function(value, *arguments, **keywords)
         if function is not Tensor.tolist:
@@ -81,8 +81,8 @@ class AsIfOnCpu(TorchFunctionMode):
 
     def _with_values(self, data: Any) -> Any:
         """Nested lists of numbers and tensors, with values in place of deferred tensors."""
-        with torch._C.DisableTorchFunction():
-            return tree_map(
+        with NO_TORCH_FUNCTION():
+            return pytree.tree_map(
                 lambda one: self._recorder.value(one) if isinstance(one, Tensor) and self._knows(one) else one, data
             )
 
@@ -96,17 +96,17 @@ class AsIfOnCpu(TorchFunctionMode):
             return own
         devices = [leaf for leaf in (*others, *keywords.values()) if isinstance(leaf, torch.device | str)]
         if any(torch.device(device).type == "meta" for device in devices):
-            with torch.utils._python_dispatch._disable_current_modes():
+            with NO_DISPATCH_MODES():
                 return torch.empty_like(own, device="meta")
 
         def stay(value: Any) -> Any:
             is_cpu = isinstance(value, torch.device | str) and torch.device(value).type == "cpu"
             return torch.device("meta") if is_cpu else value
 
-        others, keywords = tree_map(stay, (others, keywords))
+        others, keywords = pytree.tree_map(stay, (others, keywords))
         return function(own, *others, **keywords)
 
     def _set_data(self, tensor: Tensor, value: Tensor) -> None:
         """Run ``tensor.data = value``, which torch allows only between tensors of one device."""
-        with torch._C.DisableTorchFunction():
+        with NO_TORCH_FUNCTION():
             tensor.data = value if self._knows(value) else self._recorder.deferred(value)

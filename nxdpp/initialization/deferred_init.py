@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map
 
+from nxdpp.ground.torch_names import REGISTRIES, pytree
 from nxdpp.initialization.as_if_on_cpu import AsIfOnCpu
 from nxdpp.initialization.init_on_device import is_on_meta
 from nxdpp.initialization.record import ConstructorRecord, remember
@@ -115,5 +115,5 @@ def _materialise_plain_attributes(root: nn.Module, recorder: ConstructorRecorder
 
     for module in root.modules():
         for name, attribute in vars(module).items():
-            if name not in ("_parameters", "_buffers", "_modules") and any(map(is_plain, tree_leaves(attribute))):
-                vars(module)[name] = tree_map(with_value, attribute)
+            if name not in REGISTRIES and any(map(is_plain, pytree.tree_leaves(attribute))):
+                vars(module)[name] = pytree.tree_map(with_value, attribute)

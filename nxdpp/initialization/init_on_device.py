@@ -16,12 +16,12 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from nxdpp.ground.transformers_names import IS_INITIALIZED
 from nxdpp.initialization.recorder import is_recording
 
 # transformers sets this attribute on modules and tensors that are already initialised.
-_INITIALISED = "_is_hf_initialized"
+_INITIALISED = IS_INITIALIZED.name
 
 
 class _Contexts(threading.local):
@@ -147,15 +147,14 @@ def _to_meta(parameter: nn.Parameter, place: str) -> None:
     """Move ``parameter`` to the meta device; it stays the same object."""
     if is_lazy(parameter):
         raise ValueError(f"parameter {place} is lazy and has no shape yet: build the module with explicit sizes")
-    if is_traceable_wrapper_subclass(parameter):
+    if hasattr(parameter, "__tensor_flatten__"):
         raise ValueError(
             f"parameter {place} is a {type(parameter).__name__}, which wraps other tensors: build this module "
             f"outside init_on_device(torch.device('meta'))"
         )
     kind, attributes = type(parameter), vars(parameter)
     # swap_tensors needs two tensors of the same class.
-    meta = torch.Tensor._make_subclass(kind, torch.empty_like(parameter.detach(), device="meta"))
-    meta.requires_grad_(parameter.requires_grad)
+    meta = nn.Parameter.__new__(kind, torch.empty_like(parameter.detach(), device="meta"), parameter.requires_grad)
     vars(meta).update(attributes)
     try:
         torch.utils.swap_tensors(parameter, meta)

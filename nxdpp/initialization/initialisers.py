@@ -10,10 +10,13 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.initialization import guard_torch_init_functions
 
+from nxdpp.ground.torch_names import BUFFERS, PARAMETERS, RESET
+from nxdpp.ground.transformers_names import INIT_WEIGHTS, IS_INITIALIZED
+
 ParameterInitialiser = Callable[..., Any]
 
 # transformers sets this attribute on tensors that are already initialised.
-_DONE = "_is_hf_initialized"
+_DONE = IS_INITIALIZED.name
 
 
 def check_param_init_fn(function: Any, module: nn.Module) -> None:
@@ -47,7 +50,7 @@ def call_param_init_fn(function: ParameterInitialiser, module: nn.Module) -> Non
 
 def reset_parameters(module: nn.Module) -> None:
     """Call the module's ``reset_parameters``, or torch's ``_reset_parameters``, if it has one."""
-    for name in ("reset_parameters", "_reset_parameters"):
+    for name in ("reset_parameters", RESET.name):
         method = getattr(module, name, None)
         if callable(method):
             method()
@@ -56,7 +59,7 @@ def reset_parameters(module: nn.Module) -> None:
 
 def has_own_tensors(module: nn.Module) -> bool:
     """Return whether ``module`` itself, without its children, has parameters or buffers."""
-    return any(tensor is not None for tensor in (*module._parameters.values(), *module._buffers.values()))
+    return any(tensor is not None for tensor in (*PARAMETERS.of(module).values(), *BUFFERS.of(module).values()))
 
 
 class HuggingFaceInitialiser:
@@ -81,13 +84,13 @@ class HuggingFaceInitialiser:
             for name, (owner, module) in self._turns.items():
                 if name in wanted or not name or any(inner.startswith(f"{name}.") for inner in wanted):
                     begin(name)
-                    owner._init_weights(module)
+                    INIT_WEIGHTS.of(owner)(module)
 
     def run_one(self, name: str, done: Sequence[torch.Tensor]) -> None:
         """Initialise one module, except the tensors ``done``."""
         owner, module = self._turns[name]
         with _skipped(done):
-            owner._init_weights(module)
+            INIT_WEIGHTS.of(owner)(module)
 
 
 def _turns(

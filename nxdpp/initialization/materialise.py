@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from nxdpp.ground.torch_names import BUFFERS, MODULES, PARAMETERS
 from nxdpp.initialization.allocation import MarkedMemory, allocate, count_unwritten, replacement, with_type_of
 from nxdpp.initialization.initialisers import (
     HuggingFaceInitialiser,
@@ -160,26 +161,26 @@ class _Initialisation:
     def _call(self, function: ParameterInitialiser, name: str) -> None:
         self.streams.begin(name)
         module = self._root.get_submodule(name)
-        children = dict(module._modules)
+        children = dict(MODULES.of(module))
         try:
             call_param_init_fn(function, module)
         except Exception as error:
             error.add_note(f"in param_init_fn, called for {name or 'the model itself'}")
             raise
         for key, child in children.items():
-            made = module._modules.get(key)
+            made = MODULES.of(module).get(key)
             if child is None or made is child:
                 continue
             # A child that is made anew gives its tensors and attributes to the child that all others know.
-            module._modules[key] = child
-            if type(made) is not type(child) or made._modules or child._modules:
+            MODULES.of(module)[key] = child
+            if type(made) is not type(child) or MODULES.of(made) or MODULES.of(child):
                 raise RuntimeError(
                     f"param_init_fn replaced {f'{name}.' if name else ''}{key}, a {type(child).__name__}, with "
                     f"{made.__class__.__name__}: only a module of the same class without submodules can be made anew. "
                     f"Replace it before the model is wrapped, or write its tensors in place."
                 )
-            child._parameters.update(made._parameters)
-            child._buffers.update(made._buffers)
+            PARAMETERS.of(child).update(PARAMETERS.of(made))
+            BUFFERS.of(child).update(BUFFERS.of(made))
             vars(child).update({own: value for own, value in vars(made).items() if own not in _OF_EACH_MODULE})
 
     def _replay_recorded(self) -> None:
@@ -291,7 +292,7 @@ def _tensors_at(root: nn.Module, metas: Sequence[MetaTensor]) -> list[torch.Tens
 def _put(root: nn.Module, meta: MetaTensor, tensor: torch.Tensor) -> None:
     """Put ``tensor`` into its module, without the checks of an assignment."""
     module = root.get_submodule(meta.module)
-    registries: tuple[dict[str, Any], ...] = (module._parameters, module._buffers, vars(module))
+    registries: tuple[dict[str, Any], ...] = (PARAMETERS.of(module), BUFFERS.of(module), vars(module))
     for registry in registries:
         if meta.key in registry:
             registry[meta.key] = tensor

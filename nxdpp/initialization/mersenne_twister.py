@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
-from torch.utils._python_dispatch import _disable_current_modes
+
+from nxdpp.ground.torch_names import NO_DISPATCH_MODES
 
 Words = NDArray[np.uint32]
 
@@ -173,5 +174,5 @@ def _draw_in_pairs(count: int, dtype: torch.dtype, generator: torch.Generator) -
 @cache
 def _scratch(dtype: torch.dtype) -> torch.Tensor:
     """Scratch memory for all draws. New memory for each draw would fragment the heap."""
-    with _disable_current_modes(), torch.inference_mode(False):
+    with NO_DISPATCH_MODES(), torch.inference_mode(False):
         return torch.empty(_SCRATCH, dtype=dtype, device="cpu")

@@ -5,6 +5,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from nxdpp.ground.torch_names import BUFFERS, MODULES, PARAMETERS
+
 
 def meta_copy(module: nn.Module) -> nn.Module:
     """Copy ``module`` and its submodules, same classes and attributes, with all tensors on the meta device.
@@ -20,10 +22,10 @@ def _copy(module: nn.Module, made: dict[int, Any]) -> nn.Module:
         return copy
     copy = made[id(module)] = object.__new__(type(module))
     vars(copy).update(vars(module))
-    vars(copy)["_modules"] = {
-        key: None if child is None else _copy(child, made) for key, child in module._modules.items()
+    vars(copy)[MODULES.name] = {
+        key: None if child is None else _copy(child, made) for key, child in MODULES.of(module).items()
     }
-    for store in ("_parameters", "_buffers"):
+    for store in (PARAMETERS.name, BUFFERS.name):
         vars(copy)[store] = {
             key: None if tensor is None else made.setdefault(id(tensor), _on_meta(tensor))
             for key, tensor in vars(module)[store].items()

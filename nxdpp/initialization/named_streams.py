@@ -13,12 +13,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
-from nxdpp.initialization.tape import written_tensors
+from nxdpp.ground.torch_names import SCHEMA, STORAGE_ADDRESS
+from nxdpp.initialization.tape import EnteredMode, written_tensors
 
 
-class NamedStreams(TorchDispatchMode):
+class NamedStreams(EnteredMode):
     """Dispatch mode that draws random numbers on the CPU from the stream of the tensor that they are written to.
 
     Numbers for a tensor without a name (``torch.randn(...)``, copied later) come from a stream of the current module.
@@ -29,7 +29,7 @@ class NamedStreams(TorchDispatchMode):
     """
 
     def __init__(self, seed: int, names: Mapping[str, torch.Tensor], guarded: list[torch.Tensor]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._module = ""
         self._seed = seed
         self._names = {_key(tensor): name for name, tensor in names.items()}
@@ -51,7 +51,7 @@ class NamedStreams(TorchDispatchMode):
         kwargs = kwargs or {}
         written = written_tensors(func, args, kwargs)
         if any(_key(tensor) in self._guarded for tensor in written):
-            return written[0] if len(func._schema.returns) == 1 else None
+            return written[0] if len(SCHEMA.of(func).returns) == 1 else None
         self._written.update(map(_key, written))
         draws = torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is None
         if not draws:
@@ -99,7 +99,7 @@ def drawn_as(temporary: torch.Tensor, tensor: torch.Tensor) -> Iterator[None]:
     A module that has a part of a tensor draws the whole tensor this way, a piece at a time. Without named streams it
     does nothing.
     """
-    streams = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, NamedStreams)]
+    streams = NamedStreams.entered()
     before = [mode.name(temporary, mode.name_of(tensor)) for mode in streams]
     try:
         yield
@@ -115,5 +115,5 @@ def _stream_seed(seed: int, kind: str, name: str) -> int:
 
 def _key(tensor: torch.Tensor) -> int:
     """Identify a tensor's storage, the same for all its views."""
-    key: int = tensor.untyped_storage()._cdata
+    key: int = STORAGE_ADDRESS.of(tensor.untyped_storage())
     return key

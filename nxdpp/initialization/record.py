@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from nxdpp.ground.torch_names import VERSION
 from nxdpp.initialization import replay
 from nxdpp.initialization.parts import whole_of
 from nxdpp.initialization.tape import Tape
@@ -80,7 +81,7 @@ def record_of(module: nn.Module) -> ConstructorRecord | None:
 def remember(record: ConstructorRecord, module: nn.Module) -> None:
     """Register ``record`` for ``module`` and its parts, as long as they exist."""
     for part in module.modules():
-        tensors = {key: (id(tensor), tensor._version) for key, tensor in _own(part) if record.knows(tensor)}
+        tensors = {key: (id(tensor), VERSION.of(tensor)) for key, tensor in _own(part) if record.knows(tensor)}
         _parts[part] = _RecordedModule(record, tensors)
 
 
@@ -91,7 +92,7 @@ def _check_unchanged(part: _RecordedModule, module: nn.Module, name: str) -> Non
         identity, version = part.tensors[key]
         # A part was taken after the constructor; its whole is the recorded tensor.
         tensor = whole_of(tensor)
-        written = id(tensor) == identity and tensor._version != version
+        written = id(tensor) == identity and VERSION.of(tensor) != version
         if written or not part.record.knows(tensor):
             raise RuntimeError(
                 f"{f'{name}.{key}' if name else key} was {'written to' if written else 'replaced'} after "

@@ -6,11 +6,19 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
+from nxdpp.ground.torch_names import NO_TORCH_FUNCTION, SCHEMA, pytree
 from nxdpp.initialization import mersenne_twister, replay
-from nxdpp.initialization.tape import Draw, Generator, Operation, Tape, View, written_tensors
+from nxdpp.initialization.tape import (
+    Draw,
+    EnteredMode,
+    Generator,
+    Operation,
+    Tape,
+    View,
+    overlaps_itself,
+    written_tensors,
+)
 
 aten = torch.ops.aten
 
@@ -58,17 +66,17 @@ class _Call:
 
     @property
     def takes_device(self) -> bool:
-        return any(argument.name == "device" for argument in self.function._schema.arguments)
+        return any(argument.name == "device" for argument in SCHEMA.of(self.function).arguments)
 
     @property
     def returns_no_tensors(self) -> bool:
         """Return whether the operator returns numbers or booleans only."""
-        returns = self.function._schema.returns
+        returns = SCHEMA.of(self.function).returns
         return bool(returns) and not any("Tensor" in str(one.type) for one in returns)
 
     def with_leaves(self, change: Callable[[Any], Any]) -> "_Call":
         """The call with ``change`` applied to each leaf of its arguments."""
-        return _Call(self.function, *tree_map(change, (self.arguments, self.keywords)))
+        return _Call(self.function, *pytree.tree_map(change, (self.arguments, self.keywords)))
 
     def on(self, device: str) -> "_Call":
         """The call on ``device``, if the operator takes one, without pinned memory."""
@@ -82,14 +90,14 @@ class _Call:
 
     @cached_property
     def _leaves(self) -> list[Any]:
-        return tree_leaves((self.arguments, self.keywords))
+        return pytree.tree_leaves((self.arguments, self.keywords))
 
 
-class ConstructorRecorder(TorchDispatchMode):
+class ConstructorRecorder(EnteredMode):
     """Records operations; each new CPU tensor becomes a deferred tensor, a meta tensor with a number on the tape."""
 
     def __init__(self, tape: Tape) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.tape = tape
         self.leave_meta_alone = False
 
@@ -114,7 +122,7 @@ class ConstructorRecorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, function: Any, types: Any, arguments: tuple[Any, ...] = (), keywords: dict[str, Any] | None = None
     ) -> Any:
-        with torch._C.DisableTorchFunction():
+        with NO_TORCH_FUNCTION():
             return self._dispatch(_Call(function, arguments, keywords or {}))
 
     def _dispatch(self, call: _Call) -> Any:
@@ -150,7 +158,7 @@ class ConstructorRecorder(TorchDispatchMode):
 
         # State after the call.
         creates: list[tuple[int, View]] = []
-        for place, leaf in enumerate(tree_leaves(results)):
+        for place, leaf in enumerate(pytree.tree_leaves(results)):
             if isinstance(leaf, torch.Tensor) and self.tape.number_of(leaf) is None:
                 self.tape.add_storage(leaf)
                 creates.append((place, self.tape.view(leaf)))
@@ -177,11 +185,11 @@ class ConstructorRecorder(TorchDispatchMode):
 
     def _results_of_values(self, call: _Call) -> Any:
         results = call.with_leaves(self._valued).on("cpu").run()
-        flat, structure = tree_flatten(results)
+        flat, structure = pytree.tree_flatten(results)
         if call.changed:
             assert len(flat) <= len(call.changed), f"{call.function} both changes and makes tensors"
-            return tree_unflatten(call.changed[: len(flat)], structure)
-        return tree_map(_without_memory, results)
+            return pytree.tree_unflatten(call.changed[: len(flat)], structure)
+        return pytree.tree_map(_without_memory, results)
 
     def _advance(self, call: _Call, results: Any) -> None:
         if isinstance(results, torch.Tensor) and mersenne_twister.can_skip(call.function, results):
@@ -210,15 +218,15 @@ class ConstructorRecorder(TorchDispatchMode):
         changed, *others = call.arguments
         storage = self.tape.view(changed).storage
         covers = changed.numel() * changed.element_size() == self.tape.nbytes(storage)
-        read = [leaf for leaf in tree_leaves((others, call.keywords)) if isinstance(leaf, torch.Tensor)]
+        read = [leaf for leaf in pytree.tree_leaves((others, call.keywords)) if isinstance(leaf, torch.Tensor)]
         reads_itself = any(self.tape.number_of(tensor) == storage for tensor in read)
-        overlaps = torch._debug_has_internal_overlap(changed) == 1
+        overlaps = overlaps_itself(changed)
         return frozenset([storage]) if covers and not reads_itself and not overlaps else frozenset()
 
 
 def is_recording() -> bool:
     """Return whether this thread is inside a constructor that ``deferred_init`` records."""
-    return any(isinstance(mode, ConstructorRecorder) for mode in _get_current_dispatch_mode_stack())
+    return bool(ConstructorRecorder.entered())
 
 
 def _without_memory(leaf: Any) -> Any:

@@ -5,10 +5,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map
 
-from nxdpp.initialization.tape import Generator, Operation, Tape, View
+from nxdpp.ground.torch_names import NO_DISPATCH_MODES, NO_TORCH_FUNCTION, STORAGE_ADDRESS, pytree
+from nxdpp.initialization.tape import Generator, Operation, Tape, View, overlaps_itself
 
 
 def compute(tape: Tape, view: View) -> torch.Tensor:
@@ -47,7 +46,7 @@ class _Memory:
     def put(self, view: View, value: torch.Tensor) -> None:
         """Make ``value`` the content of the storage of ``view``, without a copy if possible."""
         storage = value.untyped_storage()
-        is_new = all(storage._cdata != other._cdata for other in self._storages.values())
+        is_new = all(STORAGE_ADDRESS.of(storage) != STORAGE_ADDRESS.of(other) for other in self._storages.values())
         same_layout = (value.size(), value.stride(), value.storage_offset()) == (view.size, view.stride, view.offset)
         if is_new and same_layout and storage.nbytes() >= self._tape.nbytes(view.storage):
             self._storages[view.storage] = storage
@@ -69,11 +68,11 @@ def _replay(operation: Operation, memory: _Memory) -> None:
             return torch.Generator().set_state(operation.draw.state)
         return leaf
 
-    arguments, keywords = tree_map(with_memory, (operation.arguments, operation.keywords))
+    arguments, keywords = pytree.tree_map(with_memory, (operation.arguments, operation.keywords))
     with _default_dtype(operation.default_dtype):
         if operation.draw is not None and operation.draw.default:
             torch.set_rng_state(operation.draw.state)
-        results = tree_leaves(operation.function(*arguments, **keywords))
+        results = pytree.tree_leaves(operation.function(*arguments, **keywords))
     for place, view in operation.creates:
         memory.put(view, results[place])
 
@@ -81,7 +80,7 @@ def _replay(operation: Operation, memory: _Memory) -> None:
 def _without_spare_memory(tensor: torch.Tensor) -> torch.Tensor:
     """``tensor`` with the same strides, in a storage that is no larger than necessary."""
     fills_storage = tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
-    elements_overlap = torch._debug_has_internal_overlap(tensor) == 1
+    elements_overlap = overlaps_itself(tensor)
     if fills_storage or elements_overlap:
         return tensor
     own = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")
@@ -94,8 +93,8 @@ def _neutral_modes() -> Iterator[None]:
     state = torch.default_generator.get_state()
     try:
         with (
-            torch._C.DisableTorchFunction(),
-            _disable_current_modes(),
+            NO_TORCH_FUNCTION(),
+            NO_DISPATCH_MODES(),
             torch.autocast("cpu", enabled=False),
             torch.inference_mode(False),
             torch.no_grad(),

@@ -4,14 +4,16 @@ A storage has a number on the tape, and a tensor is a ``View`` of a storage. An 
 views. So the only data on the tape are copies of tensors from outside the constructor.
 """
 
+import threading
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._pytree import tree_leaves
+
+from nxdpp.ground.torch_names import SCHEMA, STORAGE_ADDRESS, TorchDispatchMode, pytree
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +59,7 @@ class Operation:
 
     def reads(self) -> set[int]:
         """Storages whose content the operation needs."""
-        leaves = tree_leaves((self.arguments, self.keywords))
+        leaves = pytree.tree_leaves((self.arguments, self.keywords))
         return {leaf.storage for leaf in leaves if isinstance(leaf, View)} - self.overwrites
 
     def touches(self) -> set[int]:
@@ -82,6 +84,8 @@ class Tape:
     _writers: dict[int, list[int]] = field(default_factory=dict)
     _storages: dict[int, torch.UntypedStorage] = field(default_factory=dict)
     _numbers: dict[int, int] = field(default_factory=dict)
+    # After drop_unreachable: storages that others hold, and the sizes of all.
+    _held: dict[int, StorageWeakRef] = field(default_factory=dict)
     _sizes: dict[int, int] = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -89,7 +93,7 @@ class Tape:
 
     def number_of(self, tensor: torch.Tensor) -> int | None:
         """Number of the storage of ``tensor``; None if the storage is not on the tape."""
-        return self._numbers.get(tensor.untyped_storage()._cdata)
+        return self._numbers.get(STORAGE_ADDRESS.of(tensor.untyped_storage()))
 
     def add_storage(self, tensor: torch.Tensor) -> int:
         """Number the storage of ``tensor``, which is new and has no content."""
@@ -97,7 +101,7 @@ class Tape:
         number = len(self._writers)
         # Kept alive, so that no later storage gets its address.
         self._storages[number] = storage
-        self._numbers[storage._cdata] = number
+        self._numbers[STORAGE_ADDRESS.of(storage)] = number
         self._writers[number] = []
         return number
 
@@ -146,29 +150,54 @@ class Tape:
     def drop_unreachable(self) -> None:
         """Drop freed storages, and the operations that no remaining storage depends on."""
         self._sizes = {number: storage.nbytes() for number, storage in self._storages.items()}
+        # A weak reference keeps the address too, so that no later storage gets it.
         weak = {number: StorageWeakRef(storage) for number, storage in self._storages.items()}
         self._storages.clear()
-        self._numbers.clear()
-        for number, reference in weak.items():
-            if not reference.expired():
-                storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
-                self._storages[number] = storage
-                self._numbers[storage._cdata] = number
-        needed = set(self.operations_for(self._storages))
+        self._held = {number: each for number, each in weak.items() if not each.expired()}
+        self._numbers = {address: number for address, number in self._numbers.items() if number in self._held}
+        needed = set(self.operations_for(self._held))
         self.operations = {place: operation for place, operation in self.operations.items() if place in needed}
         self._writers = {
             number: [place for place in places if place in needed] for number, places in self._writers.items()
         }
 
 
+class EnteredMode(TorchDispatchMode):
+    """A dispatch mode that tells code below it that it is on."""
+
+    _entered: Any = threading.local()
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def entered(cls) -> list[Any]:
+        """The modes of this class that this thread is in, the outermost first."""
+        return [mode for mode in getattr(cls._entered, "modes", ()) if isinstance(mode, cls)]
+
+    def __enter__(self) -> Self:
+        super().__enter__()  # type: ignore[no-untyped-call]
+        self._entered.modes = [*getattr(self._entered, "modes", ()), self]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._entered.modes = self._entered.modes[:-1]
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+
+def overlaps_itself(tensor: torch.Tensor) -> bool:
+    """Return whether elements of an expanded ``tensor`` share memory."""
+    return any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
 def written_tensors(function: Any, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> list[torch.Tensor]:
     """Return the tensor arguments that ``function``, an operator overload, changes according to its schema."""
-    if not function._schema.is_mutable:
+    if not SCHEMA.of(function).is_mutable:
         return []
     written: list[torch.Tensor] = []
-    for place, argument in enumerate(function._schema.arguments):
+    for place, argument in enumerate(SCHEMA.of(function).arguments):
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue
         given = arguments[place] if place < len(arguments) else keywords.get(argument.name)
-        written += [leaf for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor)]
+        written += [leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, torch.Tensor)]
     return written

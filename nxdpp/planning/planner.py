@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
+from nxdpp.ground.torch_names import pytree
 from nxdpp.planning.dtypes import dtype_named, dtype_of, name_of
 from nxdpp.planning.layout import Layout
 from nxdpp.planning.machine import DeviceSpeed, Job, Link, Machine, find_device

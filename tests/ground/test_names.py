@@ -3,28 +3,23 @@
 import ast
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
-from nxdpp.ground import python_names, torch_names, transformers_names
+from nxdpp.ground import torch_names, transformers_names
 from nxdpp.ground.names import NameGoneError, PrivateAttribute, PrivateName
-from tests.ground import python_probes, torch_probes, transformers_probes
+from tests.ground import torch_probes, training_probes, transformers_probes  # noqa: F401  # they register the probes
+from tests.ground.probe import PROBES
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("nxdpp", "pipeline", "schedules", "tracing")
-TABLES: dict[ModuleType, dict[PrivateName, Callable[[], bool]]] = {
-    torch_names: torch_probes.PROBES,
-    transformers_names: transformers_probes.PROBES,
-    python_names: python_probes.PROBES,
-}
+TABLES = (torch_names, transformers_names)
 NAMES = [each for table in TABLES for each in vars(table).values() if isinstance(each, PrivateName)]
-PROBES = {name: probe for probes in TABLES.values() for name, probe in probes.items()}
-# Documented by their libraries: named tuples, os._exit, sys._current_frames.
-DOCUMENTED = {"_asdict", "_fields", "_make", "_replace", "_exit", "_current_frames"}
+# Documented by their libraries: named tuples, os._exit, sys._current_frames, torch's operations on lists.
+DOCUMENTED = {"_asdict", "_fields", "_make", "_replace", "_exit", "_current_frames", "_foreach_norm"}
 
 
 @pytest.mark.parametrize("name", NAMES, ids=lambda name: name.path)
@@ -97,7 +92,8 @@ def _is_own(node: ast.Attribute) -> bool:
 
 
 def _is_private(name: str) -> bool:
-    return name.startswith("_") and not (name.startswith("__") and name.endswith("__"))
+    is_ours = name.startswith("_nxdpp_")
+    return name.startswith("_") and not is_ours and not (name.startswith("__") and name.endswith("__"))
 
 
 def _is_foreign_text(text: str) -> bool:

@@ -12,6 +12,7 @@ from torch import nn
 from nxdpp.checkpoint.distributed.model_state import ModelTensors, model_tensors
 from nxdpp.checkpoint.files.pieces import StoredLayout, listed
 from nxdpp.checkpoint.huggingface.read_directory import texts_in
+from nxdpp.ground.torch_names import MODULES
 from nxdpp.planning.configured_model import build_on_meta, read_configuration
 from nxdpp.planning.dtypes import dtype_named
 
@@ -144,7 +145,7 @@ def plain_model(layouts: Mapping[str, StoredLayout], ties: Mapping[str, str], or
         owner, key = module, name
         while "." in key:
             part, _, key = key.partition(".")
-            if part not in owner._modules:
+            if part not in MODULES.of(owner):
                 owner.add_module(part, nn.Module())
             owner = owner.get_submodule(part)
         first = ties.get(name, name)

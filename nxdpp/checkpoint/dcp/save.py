@@ -16,8 +16,8 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -37,6 +37,7 @@ from nxdpp.checkpoint.distributed.rectangles import key_of
 from nxdpp.checkpoint.distributed.save import Save
 from nxdpp.checkpoint.files.pieces import FileSpan
 from nxdpp.checkpoint.files.torch_saves import SavedSpan, write_saved
+from nxdpp.ground.torch_names import STORAGE_INFO
 
 
 class _StoredTensor(NamedTuple):
@@ -62,7 +63,9 @@ class DcpSave(Save):
         state: dict[str, Any] = {"model": model}
         if self._content["optimizer"] is not None:
             state["optimizer"] = torch_state(self._content["optimizer"], of_ranks[0][1].names, _StoredTensor)
-        self._entries, self._paths = flatten_state_dict(state)
+        flat = DefaultSavePlanner(flatten_sharded_tensors=False)
+        flat.set_up_planner(state)
+        self._entries, self._paths = flat.state_dict, flat.mappings
         return plans
 
     def _write_values(self, file: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, FileSpan]:
@@ -98,7 +101,7 @@ class DcpSave(Save):
             else:
                 described[name] = BytesStorageMetadata()
                 found = [(MetadataIndex(name), saved[_in_file(name)])]
-            results += [WriteResult(index, span.length, _StorageInfo(*span)) for index, span in found]
+            results += [WriteResult(index, span.length, STORAGE_INFO(*span)) for index, span in found]
         with TemporaryDirectory() as made:
             writer = FileSystemWriter(made)
             writer.set_up_storage_writer(True)

@@ -32,6 +32,7 @@ from nxdpp.devices.kinds import readable
 from nxdpp.gradients.replaced_parameters import check_no_optimizer_holds
 from nxdpp.gradients.shards.local_tensors import is_sharded, local_rows
 from nxdpp.initialization.allocation import with_type_of
+from nxdpp.initialization.tape import overlaps_itself
 
 
 class LoadArguments(NamedTuple):
@@ -134,7 +135,7 @@ class LoadTargets:
                 missing.append(name)
                 continue
             placement = placement_of(tensor)
-            if torch._debug_has_internal_overlap(local_rows(tensor)) == 1:
+            if overlaps_itself(local_rows(tensor)):
                 raise ValueError(f"{name} is an expanded tensor, whose elements share memory: make it by .clone().")
             if tuple(source.size) != placement.shape or source.properties.dtype != tensor.dtype:
                 hint = " A training with master copies and one with float32 parameters do not load each other's state."

@@ -7,11 +7,11 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from nxdpp.agreement.same_values import sample
 from nxdpp.checkpoint.huggingface.model_tensors import WrappedModel, check_still_tied, tied_names_of, unwrapped_name
 from nxdpp.gradients.shards.local_tensors import is_sharded
+from nxdpp.ground.torch_names import NON_PERSISTENT
 from nxdpp.pipeline.local.elsewhere_tensors import is_frozen_of_torchao
 from nxdpp.pipeline.local.own_save import state_of_all_names
 from nxdpp.tensor.shards import is_divided_by_rows
@@ -107,7 +107,7 @@ def _state_of(module: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str
                 f"{name} is a DTensor of {list(value.placements)}, and a checkpoint holds shards of rows: use "
                 f"fully_shard, which has [Shard(0)], or [Replicate(), Shard(0)]."
             )
-        is_wrapped = not is_sharded(value) and is_traceable_wrapper_subclass(value)
+        is_wrapped = not is_sharded(value) and hasattr(value, "__tensor_flatten__")
         if value.layout != torch.strided or is_wrapped:
             raise ValueError(
                 f"{name} is a {type(value).__name__} of layout {value.layout}, and a checkpoint holds dense tensors."
@@ -140,7 +140,7 @@ def _persistent(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from module.named_parameters()
     for path, each in module.named_modules():
         for name, buffer in each.named_buffers(path, recurse=False):
-            if name.rpartition(".")[2] not in each._non_persistent_buffers_set:
+            if name.rpartition(".")[2] not in NON_PERSISTENT.of(each):
                 yield name, buffer
 
 

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.serialization import skip_data
 
 from nxdpp.checkpoint.files.checksummed_reader import DamagedFile
 from nxdpp.checkpoint.files.pieces import StoredLayout, bytes_of, layouts_of, read_bytes
+from nxdpp.ground.torch_names import FAKE_MODE, FILE_OFFSET
 from nxdpp.tensor.rank_files import rank_name, read_file
 
 KEY = "model"
@@ -35,12 +35,12 @@ class RankFile:
 
     def __init__(self, path: Path, key: str = KEY) -> None:
         self._path = path
-        with FakeTensorMode():
+        with FAKE_MODE():
             self._tensors = _state(read_file(path), key, path)
         for name, value in self._tensors.items():
             if not isinstance(value, torch.Tensor):
                 raise ValueError(f"{name} in {path} is a {type(value).__name__}, and a model's state has tensors.")
-            if value.untyped_storage()._checkpoint_offset is None:
+            if FILE_OFFSET.of(value.untyped_storage()) is None:
                 raise ValueError(f"{path} has the format of torch before 1.6: load and save it again with torch.")
         self.layouts = layouts_of(self._tensors)
 
@@ -70,7 +70,7 @@ class RankFile:
 
     def _place(self, stored: torch.Tensor) -> int:
         """The byte of the file at which a tensor begins, of which torch tells the place of the storage."""
-        start = stored.untyped_storage()._checkpoint_offset
+        start = FILE_OFFSET.of(stored.untyped_storage())
         assert start is not None, "the file has the place of each storage"
         return start + int(stored.storage_offset()) * stored.dtype.itemsize
 
@@ -78,7 +78,7 @@ class RankFile:
 def make_file(path: Path, layouts: Mapping[str, StoredLayout], key: str) -> RankFile:
     """Make a file with space for tensors under ``key``, whose values are written later."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with FakeTensorMode():
+    with FAKE_MODE():
         state = {name: torch.empty(each.shape, dtype=each.dtype) for name, each in layouts.items()}
     with skip_data(materialize_fake_tensors=True):
         torch.save({key: state}, path)

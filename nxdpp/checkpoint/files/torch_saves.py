@@ -11,21 +11,25 @@ a rank reads in part, as of any other file.
 
 import io
 import os
+import struct
 import zlib
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
+from zipfile import ZipFile
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from nxdpp.checkpoint.files import pieces
 from nxdpp.checkpoint.files.checksummed_reader import DamagedFile
 from nxdpp.checkpoint.files.pieces import FileSpan, bytes_of, printable, read_bytes
+from nxdpp.ground.torch_names import FAKE_MODE, FILE_OFFSET
 
 _VALUES = "data/0"
 """Name of a tensor's values in its zip."""
+_LENGTHS_AT, _LENGTHS = 26, struct.Struct("<HH")
+"""Place of two lengths in the header of a record of a zip."""
 
 
 class SavedSpan(NamedTuple):
@@ -41,7 +45,7 @@ class SavedSpan(NamedTuple):
         Raises ``DamagedFile``, with ``what`` for the value, and ``OSError`` for a file that cannot be read.
         """
         path = folder / self.file
-        with path.open("rb") as file, nullcontext() if with_values else FakeTensorMode():
+        with path.open("rb") as file, nullcontext() if with_values else FAKE_MODE():
             window = _Window(file.fileno(), self.start, self.length)
             try:
                 return torch.load(cast(IO[bytes], window), "cpu", weights_only=True)
@@ -79,7 +83,7 @@ class SavedSpan(NamedTuple):
             raise DamagedFile(
                 f"{self.named(folder, what)} is no contiguous tensor: python -m nxdpp checkpoint convert reads it."
             )
-        first: Any = getattr(found.untyped_storage(), "_checkpoint_offset", self.length)
+        first: Any = getattr(found.untyped_storage(), FILE_OFFSET.name, self.length)
         first += found.storage_offset() * found.itemsize
         if first + found.nbytes > self.length:
             raise DamagedFile(f"{self.named(folder, what)} does not have its values in one place.")
@@ -119,10 +123,13 @@ def _checksums(value: torch.Tensor) -> tuple[int, ...]:
 
 
 def _elements(descriptor: int, span: SavedSpan, checksums: tuple[int, ...]) -> FileSpan:
-    # torch's stubs lack the place of a record.
-    zipped: Any = torch._C.PyTorchFileReader(cast(IO[bytes], _Window(descriptor, span.start, span.length)))
-    first, length = zipped.get_record_offset(_VALUES), zipped.get_record_size(_VALUES)
-    return FileSpan(span.file, span.start + first, length, checksums)
+    window = cast(IO[bytes], _Window(descriptor, span.start, span.length))
+    with ZipFile(window) as zipped:
+        record = next(each for each in zipped.infolist() if each.filename.endswith(f"/{_VALUES}"))
+    # The lengths of the name and the padding before a record end its header in the file.
+    window.seek(record.header_offset + _LENGTHS_AT)
+    name, padding = _LENGTHS.unpack(window.read(_LENGTHS.size))
+    return FileSpan(span.file, span.start + window.tell() + name + padding, record.file_size, checksums)
 
 
 def first_line(error: Exception) -> str:

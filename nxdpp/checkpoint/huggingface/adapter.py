@@ -32,6 +32,7 @@ from torch import nn
 from nxdpp.checkpoint.huggingface.model_tensors import tensors_of, unwrapped_name
 from nxdpp.checkpoint.huggingface.read_directory import ADAPTER_CONFIG, COMPLETE, UNFINISHED
 from nxdpp.checkpoint.huggingface.replace_checkpoint import differs, put
+from nxdpp.ground.torch_names import BUFFERS, MODULES, NON_PERSISTENT, PARAMETERS
 from nxdpp.pipeline.local.elsewhere_tensors import on_meta
 from nxdpp.pipeline.local.own_save import naming
 
@@ -94,11 +95,11 @@ def _names(module: nn.Module, name: str, full: str) -> Iterator[tuple[str, str]]
         for adapter, copy in dict(getattr(module, "modules_to_save", {}).items()).items():
             yield from _names(copy, name, f"{full}.modules_to_save.{adapter}")
         return
-    buffers = [key for key in module._buffers if key not in module._non_persistent_buffers_set]
-    for key in (*module._parameters, *buffers):
-        if module._parameters.get(key, module._buffers.get(key)) is not None:
+    buffers = [key for key in BUFFERS.of(module) if key not in NON_PERSISTENT.of(module)]
+    for key in (*PARAMETERS.of(module), *buffers):
+        if PARAMETERS.of(module).get(key, BUFFERS.of(module).get(key)) is not None:
             yield unwrapped_name(f"{name}.{key}" if name else key), unwrapped_name(f"{full}.{key}")
-    for key, child in module._modules.items():
+    for key, child in MODULES.of(module).items():
         if child is not None:
             yield from _names(child, f"{name}.{key}" if name else key, f"{full}.{key}")
 
@@ -173,8 +174,8 @@ def _put(tensors: Mapping[str, torch.Tensor], module: nn.Module) -> Iterator[Non
         for name, tensor in tensors.items():
             owner, _, key = name.rpartition(".")
             parent = modules[owner]
-            registry: dict[str, Any] = parent._parameters if key in parent._parameters else parent._buffers
+            registry: dict[str, Any] = PARAMETERS.of(parent) if key in PARAMETERS.of(parent) else BUFFERS.of(parent)
             stack.callback(registry.__setitem__, key, registry[key])
-            is_parameter = registry is parent._parameters
+            is_parameter = registry is PARAMETERS.of(parent)
             registry[key] = nn.Parameter(tensor, requires_grad=False) if is_parameter else tensor
         yield

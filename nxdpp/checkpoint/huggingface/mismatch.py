@@ -15,6 +15,7 @@ from nxdpp.checkpoint.files.pieces import listed, printable
 from nxdpp.checkpoint.files.safetensors_reader import StoredTensor
 from nxdpp.checkpoint.huggingface.conversion import Conversion, LoadingPlan
 from nxdpp.checkpoint.huggingface.load_target import Target
+from nxdpp.ground.transformers_names import ADJUST_KEYS
 
 _SHOWN = 10
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)")
@@ -218,7 +219,7 @@ def _not_ignored(model: nn.Module, missing: set[str], unexpected: dict[str, str]
     if not isinstance(model, PreTrainedModel):
         return missing, unexpected
     information: Any = SimpleNamespace(missing_keys=missing, unexpected_keys=set(unexpected))
-    model._adjust_missing_and_unexpected_keys(information)
+    ADJUST_KEYS.of(model)(information)
     kept = {name: source for name, source in unexpected.items() if name in information.unexpected_keys}
     return information.missing_keys, kept
 

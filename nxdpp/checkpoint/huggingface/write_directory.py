@@ -35,6 +35,7 @@ from nxdpp.checkpoint.huggingface.read_directory import (
     UNFINISHED,
 )
 from nxdpp.checkpoint.huggingface.replace_checkpoint import NewCheckpoint, finish_replacement
+from nxdpp.ground.transformers_names import IGNORED_ON_SAVE
 
 # Largest file, unless one conversion makes more. A rank copies the tensors of one file at a time, so this is also the
 # memory that it needs next to its model. transformers writes files of 50 GB.
@@ -92,7 +93,7 @@ def _names_to_save(module: nn.Module, names: Sequence[str], tied_names: Sequence
     if not isinstance(module, PreTrainedModel):
         repeated = {name for group in tied_names for name in group[1:]}
         return [name for name in names if name not in repeated]
-    ignored = set(module._keys_to_ignore_on_save or ())
+    ignored = set(IGNORED_ON_SAVE.of(module) or ())
     first = {name: group[0] for group in tied_names for name in group}
     # transformers compares the memory of tensors. The real ones are on several ranks, so small ones represent them.
     tokens = {name: torch.zeros(1) for name in names}

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-from torch.utils import _pytree as pytree
+from nxdpp.ground.torch_names import pytree
 
 
 def map_values(function: Callable[[Any], Any], value: Any) -> Any:

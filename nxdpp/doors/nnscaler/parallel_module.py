@@ -25,13 +25,14 @@ from nxdpp.doors.nnscaler.registered_functions import registered_functions
 from nxdpp.doors.nnscaler.state_dicts.extra_state import EXTRA_STATE_KEY, module_extra_state, take_extra_state
 from nxdpp.doors.nnscaler.unit_layout import UnitLayout
 from nxdpp.doors.nnscaler.unwritten import UnwrittenTensors
+from nxdpp.ground.torch_names import NON_PERSISTENT, REGISTRIES
 from nxdpp.pipeline.activation_checkpoint import apply_checkpoint
 from nxdpp.pipeline.config import PipelineConfig
 from nxdpp.pipeline.pipeline import Pipeline
 from nxdpp.tensor.models.parallelize import tensor_parallelize
 
 # Modules keep their parts in these dictionaries; a ParallelModule shares the ones of its part.
-_SHARED = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
+_SHARED = (*REGISTRIES, NON_PERSISTENT.name)
 
 ScaleFn = Callable[[torch.Tensor], torch.Tensor]
 

@@ -6,9 +6,9 @@
 """
 
 import math
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from inspect import currentframe
 from typing import Any
 
 import torch
@@ -217,7 +217,7 @@ class ParallelOptimizer(Optimizer):
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """Attribute that a scaler reads in its step: refuse torch's, which decides for each rank by itself."""
-        scaler = sys._getframe(1).f_locals.get("self")
+        scaler = currentframe().f_back.f_locals.get("self")  # type: ignore[union-attr]  # CPython has frames
         is_torchs = isinstance(scaler, torch.amp.GradScaler) and not isinstance(scaler, GradScaler)
         if is_torchs and self._parallel[0].compute_config.ranks > 1:
             raise RuntimeError(

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from nxdpp.ground.torch_names import VERSION
+
 _LOGGER = logging.getLogger(__name__)
 
 
@@ -95,7 +97,7 @@ class UnwrittenTensors:
         """Take the present tensors of the buffers ``unwritten``: a move has replaced them, and wrote no values."""
         for name in unwritten:
             buffer = self._part.get_buffer(name)
-            self._written[name] = buffer, buffer._version
+            self._written[name] = buffer, VERSION.of(buffer)
 
     def _is_unwritten(self, name: str) -> bool:
         """Return whether the buffer ``name`` was neither replaced nor written in place.
@@ -103,7 +105,7 @@ class UnwrittenTensors:
         A write through ``.data`` does not count the version up, and shows by its values.
         """
         tensor, (before, version) = self._part.get_buffer(name), self._written[name]
-        if tensor is not before or tensor._version != version or tensor.numel() == 0:
+        if tensor is not before or VERSION.of(tensor) != version or tensor.numel() == 0:
             return False
         value = _no_value(tensor.dtype)
         return bool((tensor.isnan() if value != value else tensor == value).all())

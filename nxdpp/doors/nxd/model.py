@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from nxdpp.gradients.gradient_norm import clip_grad_norm
-from nxdpp.pipeline.local.view import refuse_ddp
+from nxdpp.ground.torch_names import MODULES
+from nxdpp.pipeline.local.outer_wrappers import refuse_as_child
 from nxdpp.pipeline.model import NxDPPModel
 from nxdpp.pipeline.stages.loss import pick_loss
 from nxdpp.ranks import parallel_state
@@ -144,11 +145,10 @@ class NxDModel(nn.Module):
         ``local_parameters``, ``local_named_modules`` and their like are about this rank, with a pipeline or without.
         Raises ``AttributeError`` as the wrapped model does.
         """
-        refuse_ddp(name)
         try:
             return super().__getattr__(name)
         except AttributeError:
-            module = self.__dict__["_modules"].get("module")
+            module = vars(self)[MODULES.name].get("module")
             if module is None or name.startswith("__"):
                 raise
         of_rank = name.removeprefix("local_")
@@ -162,3 +162,6 @@ class NxDModel(nn.Module):
             if value is None or callable(value):
                 raise
             return value
+
+
+refuse_as_child(NxDModel)

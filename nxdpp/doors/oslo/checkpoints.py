@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from nxdpp.agreement.together import together
 from nxdpp.checkpoint.distributed.whole_state import gather_state_dict
 from nxdpp.doors.oslo.mpu import MPU
+from nxdpp.ground.torch_names import STORAGE_ADDRESS
 
 MERGED = "pytorch_model.bin"
 CONFIG = "config.json"
@@ -186,4 +187,4 @@ def _compact(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride()
+    return STORAGE_ADDRESS.of(tensor.untyped_storage()), tensor.storage_offset(), tensor.shape, tensor.stride()

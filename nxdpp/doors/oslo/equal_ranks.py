@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from nxdpp.agreement.comparison import gathered, leaf_text, unequal
 from nxdpp.agreement.fingerprint import digest
 from nxdpp.agreement.same_values import sample
+from nxdpp.ground.torch_names import pytree
 from nxdpp.ranks import parallel_state
 
 _SAMPLES = 16

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils import _pytree as pytree
 from transformers.utils.generic import ModelOutput
 
 from nxdpp.doors.oslo.shadow import Shadow
+from nxdpp.ground.torch_names import pytree
 from nxdpp.pipeline.microbatches.rows import check_batch, split_inputs
 from nxdpp.pipeline.pipeline import Pipeline
 from nxdpp.ranks import parallel_state

@@ -18,6 +18,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from nxdpp.doors.local_modules import over_the_same_memory
+from nxdpp.ground.torch_names import BUFFERS, HOOKS, PARAMETERS
 
 _PLAIN = (bool, int, float, str)
 
@@ -32,7 +33,7 @@ class Pair(NamedTuple):
     @property
     def parameter(self) -> nn.Parameter:
         """The present parameter in the user's model."""
-        parameter = self.owner._parameters[self.key]
+        parameter = PARAMETERS.of(self.owner)[self.key]
         assert parameter is not None
         return parameter
 
@@ -70,7 +71,7 @@ class Shadow:
         on_meta: dict[int, nn.Parameter] = {}
         pairs: dict[int, Pair] = {}
         for module in self._model.modules():
-            for key, parameter in module._parameters.items():
+            for key, parameter in PARAMETERS.of(module).items():
                 if parameter is None:
                     continue
                 shadow = self._of[id(parameter)]
@@ -79,17 +80,17 @@ class Shadow:
                     vars(parameter).update(vars(shadow))
                     pairs.setdefault(id(shadow), Pair(module, key, shadow))
                 else:
-                    module._parameters[key] = on_meta.setdefault(id(parameter), _on_meta(parameter))
-            for key, buffer in module._buffers.items():
+                    PARAMETERS.of(module)[key] = on_meta.setdefault(id(parameter), _on_meta(parameter))
+            for key, buffer in BUFFERS.of(module).items():
                 if buffer is not None and id(buffer) not in kept:
-                    module._buffers[key] = buffer.to("meta")
+                    BUFFERS.of(module)[key] = buffer.to("meta")
         self.pairs = list(pairs.values())
         self._of.clear()
         self._modules = [(module, _hooks(module)) for module in self._model.modules()]
         self._buffers = [
             (module, key, buffer)
             for module in self._model.modules()
-            for key, buffer in module._buffers.items()
+            for key, buffer in BUFFERS.of(module).items()
             if buffer is not None and not buffer.is_meta
         ]
 
@@ -140,7 +141,7 @@ class Shadow:
             )
 
     def _check_buffers(self) -> None:
-        replaced = [(module, key) for module, key, buffer in self._buffers if module._buffers.get(key) is not buffer]
+        replaced = [(module, key) for module, key, buffer in self._buffers if BUFFERS.of(module).get(key) is not buffer]
         if replaced:
             module, key = replaced[0]
             raise RuntimeError(
@@ -157,7 +158,4 @@ def _on_meta(parameter: nn.Parameter) -> nn.Parameter:
 
 
 def _hooks(module: nn.Module) -> int:
-    return sum(
-        len(getattr(module, kind))
-        for kind in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    )
+    return sum(len(hooks.of(module)) for hooks in HOOKS)

@@ -20,6 +20,7 @@ from torch.utils.data import (
 from transformers.trainer_utils import seed_worker
 
 from nxdpp.doors.transformers.data_randomness import DataRandomness
+from nxdpp.ground.transformers_names import DATA_LOADERS
 from nxdpp.ranks import parallel_state
 from nxdpp.ranks.group_values import from_rank_0
 
@@ -74,7 +75,7 @@ def replica_loader(
         use_seedable_sampler=accelerator.use_seedable_sampler,
         data_seed=accelerator.dataloader_config.data_seed,
     )
-    accelerator._dataloaders.append(prepared)
+    DATA_LOADERS.of(accelerator).append(prepared)
     return prepared
 
 

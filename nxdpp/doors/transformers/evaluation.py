@@ -27,6 +27,7 @@ from nxdpp.doors.transformers.data import check_divided
 from nxdpp.doors.transformers.data_randomness import DataRandomness
 from nxdpp.doors.transformers.generating import GeneratedPredictions
 from nxdpp.doors.transformers.pipelined_model import TrainerModel
+from nxdpp.ground.transformers_names import BEGIN_LOADER, END_LOADER
 from nxdpp.ranks import parallel_state
 from nxdpp.ranks.faults.waits import Wait
 
@@ -65,7 +66,7 @@ class Windows:
             ahead = list(islice(batches, self.size))
         self.remainder = getattr(self.loader, "remainder", -1)
         state = GradientState()
-        state._add_dataloader(self)
+        BEGIN_LOADER.of(state)(self)
         try:
             while ahead:
                 self.window = ahead
@@ -77,7 +78,7 @@ class Windows:
                     yield self.window[0]
                     self.window = self.window[1:]
         finally:
-            state._remove_dataloader(self)
+            END_LOADER.of(state)(self)
 
     def __len__(self) -> int:
         return len(self.loader)

@@ -4,9 +4,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from transformers import Seq2SeqTrainer, Trainer
+from transformers import Trainer
 
 from nxdpp.generation.batches import samples
+from nxdpp.ground.transformers_names import DEFAULT_SETTINGS, FROM_MODEL_CONFIG, PAD_TOKENS
 
 FIELDS = frozenset({"predict_with_generate", "generation_max_length", "generation_num_beams", "generation_config"})
 """Fields of ``Seq2SeqTrainingArguments`` that mean what they mean for ``Seq2SeqTrainer``."""
@@ -46,8 +47,8 @@ class GeneratedPredictions:
 
     def _take_defaults(self, config: Any) -> None:
         """Give ``config`` the default of each field without a value, as ``Seq2SeqTrainer`` does after a batch."""
-        config._from_model_config = False
-        config.update(**config._get_default_generation_params(), defaults_only=True)
+        FROM_MODEL_CONFIG.set(config, False)
+        config.update(**DEFAULT_SETTINGS.of(config)(), defaults_only=True)
 
     def _padded(self, tensor: torch.Tensor, config: Any) -> torch.Tensor:
         length = tensor.shape[-1]
@@ -57,8 +58,7 @@ class GeneratedPredictions:
         if length >= most:
             return tensor
         # A method that reads the processing class and the model of the trainer.
-        pad: Any = Seq2SeqTrainer._pad_tensors_to_max_len
-        padded: torch.Tensor = pad(self._trainer, tensor, most)
+        padded: torch.Tensor = PAD_TOKENS(self._trainer, tensor, most)
         return padded
 
 

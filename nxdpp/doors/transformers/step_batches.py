@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from nxdpp.ground.torch_names import VERSION
+
 
 class StepBatches:
     """The batches of an optimizer step that ``training_step`` has not received yet, and their losses after they ran."""
@@ -84,7 +86,7 @@ class _Batch:
 def _versions(values: Mapping[str, Any]) -> dict[str, int]:
     """The numbers of changes in place of the tensors among ``values``; tensors of inference mode have none."""
     return {
-        name: value._version
+        name: VERSION.of(value)
         for name, value in values.items()
         if isinstance(value, torch.Tensor) and not value.is_inference()
     }

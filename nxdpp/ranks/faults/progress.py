@@ -20,6 +20,7 @@ from types import FrameType
 import torch
 
 from nxdpp import schedules
+from nxdpp.ground.torch_names import COMPILATIONS, COMPILER
 from nxdpp.ranks.faults.board import Board
 
 _STACK_LINES = 40
@@ -105,9 +106,8 @@ class Progress:
 def _dynamo_compiles() -> bool:
     """Return whether dynamo converts a frame, or waits for the backend that it has called."""
     # Not imported: it takes a second, and a program may never compile. A callback would be lost by a reset of dynamo.
-    module = sys.modules.get("torch._dynamo.callback")
-    handler = getattr(module, "callback_handler", None)
-    return bool(getattr(handler, "_CompilationCallbackHandler__pending_callbacks_counter", 0))
+    is_imported = COMPILER.path.rpartition(".")[0] in sys.modules
+    return is_imported and COMPILER.exists and bool(getattr(COMPILER.found, COMPILATIONS.name, 0))
 
 
 def current_place(thread: int | None) -> CodePlace | None:

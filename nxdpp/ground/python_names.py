@@ -1,1 +1,0 @@
-"""Private names of CPython, by what nxdpp does with them. A use follows the word nxdpp in a message."""
