@@ -18,6 +18,7 @@ from torch import fx, nn
 from transformers.utils import output_capturing
 
 from nxdpp.ground.torch_names import FORWARD_HOOKS, pytree
+from nxdpp.ground.transformers_names import COLLECTOR
 from nxdpp.tracing.code.names import variables_of
 from nxdpp.tracing.graph.checks import run_in_every_step
 from nxdpp.tracing.graph.swap import swapped
@@ -26,25 +27,22 @@ from nxdpp.tracing.sizes.sizes import UnknownSizeError
 from nxdpp.tracing.values.lost_changes import ROOT
 
 _HIDDEN = "hidden_states"
-_INSTALLED = "_output_capturing_hooks_installed"
-_SELECTED = "_hidden_states_layers"
 Collected = dict[str, Any]
 
 
 def begin_capture(
-    argument: Any, layer: nn.Module, before: dict[str, int], selected: list[int] | None
+    argument: Any, layer: nn.Module, before: dict[str, int], settings: dict[str, list[int]]
 ) -> tuple[Any, Collected]:
     """Begin to collect outputs in ``layer``, which takes ``argument``; return ``argument`` and the collector.
 
     ``argument`` is the first tensor among the arguments of the layer. ``before`` has the keys to collect, with the
-    number of outputs that earlier layers have given for each. ``selected`` are the numbers of the hidden states that
-    are wanted; ``None`` for all of them.
+    number of outputs that earlier layers have given for each. ``settings`` has the numbers of the hidden states that
+    are wanted, under the key of transformers; it is empty for all of them.
     """
     # transformers counts hidden states, and takes the input of the first layer for one more.
     collected: Collected = {key: [None] * count for key, count in before.items()}
-    if selected is not None:
-        collected[_SELECTED] = set(selected)
-    output_capturing._active_collector.set(collected)
+    collected |= {key: set(selected) for key, selected in settings.items()}
+    COLLECTOR.found.set(collected)
     return argument, collected
 
 
@@ -53,7 +51,7 @@ def captured(output: Any, collected: Collected, before: dict[str, int], expected
 
     Raises ``RuntimeError`` for a number of outputs that the trace does not expect.
     """
-    output_capturing._active_collector.set(None)
+    COLLECTOR.found.set(None)
     given = {key: collected[key][count:] for key, count in before.items()}
     for key, count in expected.items():
         if len(given[key]) != count:
@@ -66,7 +64,7 @@ def captured(output: Any, collected: Collected, before: dict[str, int], expected
 
 def captured_for_cost(output: Any, collected: Collected, before: dict[str, int], expected: dict[str, int]) -> Collected:
     """``captured`` for a layer that ran any number of times, or whose output is an estimate, on the way to a cost."""
-    output_capturing._active_collector.set(None)
+    COLLECTOR.found.set(None)
     like = next(leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor))
     return {key: (collected[key][before[key] :] + [like] * count)[:count] for key, count in expected.items()}
 
@@ -84,8 +82,9 @@ def call_capturing(
     call: Callable[[tuple[Any, ...], dict[str, Any]], fx.Proxy],
 ) -> fx.Proxy:
     """Record ``module`` by ``call(args, kwargs)``, and what its hooks collect for the model that is traced."""
-    collector = output_capturing._active_collector.get()
-    hooks = _hooks(module, collector) if collector else []
+    # Without the name only a layer with hooks is refused.
+    collector = COLLECTOR.found.get() if COLLECTOR.exists or _hooks(module) else None
+    hooks = [hook for hook in _hooks(module) if hook["key"] in collector] if collector else []
     if not hooks:
         return call(args, kwargs)
     values, structure = pytree.tree_flatten((args, kwargs))
@@ -94,11 +93,13 @@ def call_capturing(
         return call(args, kwargs)
     keys = sorted({hook["key"] for hook in hooks})
     before = {key: len(collector[key]) for key in keys}
-    selected = sorted(collector[_SELECTED]) if _SELECTED in collector and _HIDDEN in keys else None
+    selections = {key: sorted(value) for key, value in collector.items() if isinstance(value, set)}
+    settings = selections if _HIDDEN in keys else {}
+    selected = next(iter(settings.values()), None)
     name = tracer.path_of_module(module)
     assert name.startswith(ROOT)
     layer = tracer.create_proxy("get_attr", name, (), {})
-    begun = tracer.create_proxy("call_function", begin_capture, (values[first], layer, before, selected), {})
+    begun = tracer.create_proxy("call_function", begin_capture, (values[first], layer, before, settings), {})
     values[first] = tracer.create_proxy("call_function", getitem, (begun, 0), {})
     args, kwargs = pytree.tree_unflatten(values, structure)
     output = call(args, kwargs)
@@ -119,19 +120,20 @@ def call_capturing(
 @contextmanager
 def lasting_hooks() -> Iterator[None]:
     """Let models know afterwards that they have their hooks: a trace puts back what it changes in attributes."""
-    hooked: list[nn.Module] = []
+    hooked: list[tuple[nn.Module, dict[str, Any]]] = []
     install = output_capturing.install_all_output_capturing_hooks
 
     def install_and_note(model: Any, prefix: str | None = None) -> None:
+        before = set(vars(model))
         install(model, prefix)
-        hooked.append(model)
+        hooked.append((model, {name: value for name, value in vars(model).items() if name not in before}))
 
     try:
         with swapped(vars(output_capturing), {install.__name__: install_and_note}):
             yield
     finally:
-        for model in hooked:
-            vars(model)[_INSTALLED] = True
+        for model, marks in hooked:
+            vars(model).update(marks)
 
 
 def _expected(tracer: Any, ended: fx.Proxy, hooks: list[dict[str, Any]], before: dict[str, int]) -> dict[str, int]:
@@ -152,11 +154,11 @@ def _counts(given: Collected) -> dict[str, int]:
     return {key: len(outputs) for key, outputs in given.items()}
 
 
-def _hooks(module: nn.Module, collector: Collected) -> list[dict[str, Any]]:
-    """The settings of the hooks in ``module`` that collect what the model is asked for."""
+def _hooks(module: nn.Module) -> list[dict[str, Any]]:
+    """The settings of the hooks in ``module`` that collect outputs."""
     found = []
     for child in listings.modules(module):
         for hook in FORWARD_HOOKS.of(child).values():
             if isinstance(hook, FunctionType) and hook.__module__ == output_capturing.__name__:
                 found.append({name: cell.cell_contents for name, cell in variables_of(hook)})
-    return [hook for hook in found if hook["key"] in collector]
+    return found
