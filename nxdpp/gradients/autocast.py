@@ -7,6 +7,9 @@ import functools
 import weakref
 
 import torch
+from torch.cuda.amp.common import amp_definitely_not_available
+
+from nxdpp.devices.autocast import autocast_types
 
 _init = torch.autocast.__init__
 _off: list["weakref.ref[torch.autocast]"] = []
@@ -26,13 +29,13 @@ def _noted_init(
     cache_enabled: bool | None = None,
 ) -> None:
     _init(self, device_type, dtype, enabled, cache_enabled)
-    if enabled and not self._enabled:
+    if enabled and device_type == "cuda" and amp_definitely_not_available():
         _off.append(weakref.ref(self, _off.remove))
 
 
 def check_autocast(device: torch.device, is_scaled: bool) -> None:
     """Raise ``RuntimeError`` for an autocast that a step on ``device`` would not have, or needs a scaled loss for."""
-    if torch._C._is_any_autocast_enabled() or _off:
+    if _off or autocast_types():
         _check_blocks(device, is_scaled)
 
 
@@ -56,9 +59,8 @@ def _check_blocks(device: torch.device, is_scaled: bool) -> None:
 
 def _block_of_another_device() -> tuple[str, torch.dtype] | None:
     """The device and dtype of a block around this code that is on, or that torch has switched off."""
-    on = next((kind for kind in ("cuda", "xla", "cpu") if torch.is_autocast_enabled(kind)), None)
-    if on is not None:
-        return on, torch.get_autocast_dtype(on)
+    if on := autocast_types():
+        return on[0], torch.get_autocast_dtype(on[0])
     depth = torch.autocast_increment_nesting() - 1
     torch.autocast_decrement_nesting()
     blocks = (reference() for reference in _off if depth)

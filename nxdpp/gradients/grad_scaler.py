@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.amp.grad_scaler import OptState
 
 from nxdpp.devices.kinds import device_of
 from nxdpp.gradients.optimizer.zero1 import Zero1Optimizer
 from nxdpp.gradients.replaced_parameters import parameters_of
 from nxdpp.gradients.shards.local_tensors import is_sharded, local_rows
+from nxdpp.ground.torch_names import UNSCALE
 from nxdpp.ranks import parallel_state
 from nxdpp.ranks.faults import failure_watch
 from nxdpp.ranks.faults.board import board
@@ -52,6 +52,9 @@ class GradScaler(torch.amp.GradScaler):
     ) -> None:
         device = parallel_state.local_device().type if device is None else device
         super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
+        self._kind = device
+        self._begun_on: torch.device | None = None
+        self._unscaled: set[int] = set()
 
     def settings(self) -> Any:
         """Return the settings that must be equal on all ranks."""
@@ -62,13 +65,14 @@ class GradScaler(torch.amp.GradScaler):
 
         Raises ``ValueError`` for a scaler of another type of device.
         """
-        if self.is_enabled() and self._device != device.type:
+        if self.is_enabled() and self._kind != device.type:
             raise ValueError(
-                f"grad_scaler is for {self._device!r}, and the stages of this rank are on {str(device)!r}: make it "
+                f"grad_scaler is for {self._kind!r}, and the stages of this rank are on {str(device)!r}: make it "
                 f"with GradScaler({device.type!r})."
             )
-        if self.is_enabled() and self._scale is None:
-            self._lazy_init_scale_growth_tracker(device)
+        if self.is_enabled() and self._begun_on is None:
+            self._begun_on = device
+            super().scale(torch.ones((), device=device))
 
     def loss_gradient(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the gradient with which the backward of ``loss`` begins: the scale, in its shape and dtype."""
@@ -77,8 +81,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def check_unscaled(self) -> None:
         """Raise ``RuntimeError`` unless ``unscale_`` was called since the last ``update``."""
-        stages = [state["stage"] for state in self._per_optimizer_states.values()]
-        if self.is_enabled() and OptState.UNSCALED not in stages:
+        if self.is_enabled() and not self._unscaled:
             raise RuntimeError(
                 "the gradients are scaled, and so would be their norm: call scaler.unscale_(optimizer) before "
                 "clip_grad_norm_. scaler.step(optimizer) then leaves the scale out."
@@ -94,21 +97,37 @@ class GradScaler(torch.amp.GradScaler):
                 "run_train has scaled its loss and run the backward: leave scaler.scale(loss).backward() out. "
                 "NxDPPModel(..., grad_scaler=scaler) takes the scaler."
             )
+        if self.is_enabled():
+            self.begin_step(torch.empty(0, device=self._kind).device)
         return super().scale(outputs)
 
-    def _check_scale_growth_tracker(self, funcname: str) -> tuple[torch.Tensor, torch.Tensor]:
-        if self._scale is None:
+    def _check_begun(self, function: str) -> None:
+        if self.is_enabled() and self._begun_on is None:
             raise RuntimeError(
-                f"{funcname} comes before a run_train with this scaler: give it to the model, "
+                f"{function} comes before a run_train with this scaler: give it to the model, "
                 f"NxDPPModel(..., grad_scaler=scaler)."
             )
-        return super()._check_scale_growth_tracker(funcname)
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Unscale the gradients of ``optimizer``, and find overflows on all ranks; collective over all ranks."""
+        self._check_begun("unscale_")
+        super().unscale_(optimizer)
+        self._unscaled.add(id(optimizer))
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        """Unscale, and step ``optimizer`` unless a rank has an overflow; collective over all ranks."""
+        self._check_begun("step")
+        result = super().step(optimizer, *args, **kwargs)
+        self._unscaled.discard(id(optimizer))
+        return result
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
         """Update the scale as torch's scaler does; not collective. A device that records operations starts them."""
+        self._check_begun("update")
         super().update(new_scale)
-        if self._scale is not None:
-            device_of(self._scale.device).submit()
+        self._unscaled.clear()
+        if self._begun_on is not None:
+            device_of(self._begun_on).submit()
 
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
@@ -121,7 +140,7 @@ class GradScaler(torch.amp.GradScaler):
             if any(is_sharded(parameter) for parameter in parameters_of(optimizer)):
                 # Torch would unscale copies of the rows.
                 holder = SimpleNamespace(param_groups=[{"params": [*map(_rows, parameters_of(optimizer))]}])
-            found = super()._unscale_grads_(holder, inv_scale, found_inf, allow_fp16)
+            found = UNSCALE.of(super())(holder, inv_scale, found_inf, allow_fp16)
             return {found_inf.device: self._anywhere(optimizer, found.values(), found_inf.device)}
 
     def _anywhere(
@@ -131,7 +150,7 @@ class GradScaler(torch.amp.GradScaler):
 
         Raises ``RuntimeError`` for different scales, and for optimizers in another order on some ranks.
         """
-        scale = self._check_scale_growth_tracker("unscale_")[0].to(device)
+        scale = super().scale(torch.ones((), device=device))
         total = sum((each.to(device) for each in found), torch.zeros((), device=device))
         kind, shapes = _identity(optimizer)
         numbers = torch.tensor([kind, -kind, 0, 0], dtype=scale.dtype, device=device)

@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from nxdpp.gradients.average import reduce_gradients
 from nxdpp.gradients.buckets import BUCKET_BYTES, Hook
+from nxdpp.ground.torch_names import VERSION
 from nxdpp.ranks.faults.waits import Wait
 
 _REMEDY = "Call zero_grad() of the optimizer before the next backward."
@@ -46,7 +47,7 @@ class ReductionMarks:
         self._parameters = list(parameters)
         for parameter in self._parameters:
             if parameter.grad is not None:
-                self._marked[id(parameter)] = parameter.grad, parameter.grad._version
+                self._marked[id(parameter)] = parameter.grad, VERSION.of(parameter.grad)
             if parameter.requires_grad:
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(self._refuse_addition))
         self.is_set = True
@@ -71,7 +72,7 @@ class ReductionMarks:
         for parameter in self._parameters:
             if self._is_kept(parameter):
                 assert parameter.grad is not None
-                self._marked[id(parameter)] = parameter.grad, parameter.grad._version
+                self._marked[id(parameter)] = parameter.grad, VERSION.of(parameter.grad)
 
     def are_present(self) -> bool:
         """Return whether the parameters still have the marked gradients, on all replicas alike.
@@ -133,7 +134,7 @@ class ReductionMarks:
         return marked is not None and parameter.grad is marked[0]
 
     def _is_changed(self, parameter: nn.Parameter) -> bool:
-        return parameter.grad is not None and parameter.grad._version != self._marked[id(parameter)][1]
+        return parameter.grad is not None and VERSION.of(parameter.grad) != self._marked[id(parameter)][1]
 
     def _refuse_addition(self, parameter: torch.Tensor) -> None:
         marked = self._marked.get(id(parameter))

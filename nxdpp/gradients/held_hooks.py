@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
+from nxdpp.ground.torch_names import BACKWARD_HOOKS, POST_ACCUMULATE_HOOKS
 from nxdpp.ranks.faults.board import board
 
 
 def count_hooks(parameter: torch.Tensor) -> int:
     """Return how many hooks the gradient of ``parameter`` has; none run for a frozen one."""
-    hooks: list[Any] = [parameter._backward_hooks, parameter._post_accumulate_grad_hooks]
-    return sum(map(len, filter(None, hooks))) if parameter.requires_grad else 0
+    return sum(map(len, filter(None, _hooks_of(parameter)))) if parameter.requires_grad else 0
 
 
 class HeldHooks:
@@ -70,7 +70,7 @@ class HeldHooks:
 
 
 def _hooks_of(parameter: Any) -> tuple[Any, Any]:
-    return parameter._backward_hooks, parameter._post_accumulate_grad_hooks
+    return BACKWARD_HOOKS.of(parameter), POST_ACCUMULATE_HOOKS.of(parameter)
 
 
 def _joined(before: Any, now: Any) -> Any:
@@ -82,4 +82,5 @@ def _joined(before: Any, now: Any) -> Any:
 
 
 def _set_hooks(parameter: Any, of_gradient: Any, of_accumulation: Any) -> None:
-    parameter._backward_hooks, parameter._post_accumulate_grad_hooks = of_gradient, of_accumulation
+    BACKWARD_HOOKS.set(parameter, of_gradient)
+    POST_ACCUMULATE_HOOKS.set(parameter, of_accumulation)

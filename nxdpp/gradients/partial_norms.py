@@ -3,20 +3,19 @@
 ``torch.nn.utils.clip_grad_norm_`` and ``get_total_norm`` take any iterable, so the gradients tell whose they are.
 """
 
-import sys
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.nn.utils import clip_grad
+from torch import nn
 
 from nxdpp.gradients.optimizer.partial_steps import Parameters
+from nxdpp.ground.torch_names import GROUP_GRADIENTS
 from nxdpp.ranks import parallel_state
 
-# All functions of torch that take a norm call this one by its global name, however a program has imported them.
-_GROUPS = "_group_tensors_by_device_and_dtype"
-_NORM = "_get_total_norm"
-_group = vars(clip_grad)[_GROUPS]
+# torch's functions that take a norm, however a program has imported them, run this code.
+_NORM = inspect.unwrap(nn.utils.get_total_norm).__code__
 _of_models: Parameters = tuple
 
 
@@ -27,13 +26,16 @@ def refuse_partial_norms(of_models: Parameters) -> None:
     """
     global _of_models
     _of_models = of_models
-    vars(clip_grad)[_GROUPS] = _checked_group
+    group = GROUP_GRADIENTS.found
 
+    def checked_group(tensors: Sequence[Sequence[torch.Tensor]], *args: Any, **kwargs: Any) -> Any:
+        frame = inspect.currentframe()
+        if frame is not None and frame.f_back is not None and frame.f_back.f_code is _NORM:
+            _check(tensors[0])
+        return group(tensors, *args, **kwargs)
 
-def _checked_group(tensors: Sequence[Sequence[torch.Tensor]], *args: Any, **kwargs: Any) -> Any:
-    if sys._getframe(1).f_code.co_name == _NORM:
-        _check(tensors[0])
-    return _group(tensors, *args, **kwargs)
+    # They call it by its global name.
+    GROUP_GRADIENTS.replace(checked_group)
 
 
 def _check(gradients: Sequence[torch.Tensor]) -> None:

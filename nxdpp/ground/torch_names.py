@@ -46,6 +46,7 @@ BACKWARD_PRE_HOOKS = PrivateAttribute("torch.nn.Module._backward_pre_hooks", "fi
 # Tensors and their memory.
 VERSION = PrivateAttribute("torch.Tensor._version", "sees that a tensor was changed in place")
 STORAGE_ADDRESS = PrivateAttribute("torch.UntypedStorage._cdata", "finds tensors that share memory, on any device")
+BASE = PrivateAttribute("torch.Tensor._base", "follows what a loss function computes from a view that it changes")
 HOOKS = (FORWARD_HOOKS, FORWARD_PRE_HOOKS, BACKWARD_HOOKS, BACKWARD_PRE_HOOKS)
 STORAGE_USES = PrivateName("torch._C._storage_Use_Count", "sees whether another tensor has the memory of a gradient")
 POST_ACCUMULATE_HOOKS = PrivateAttribute(

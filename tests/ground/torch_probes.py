@@ -147,6 +147,12 @@ def _fake_load() -> bool:
         return path.read_bytes()[start : start + 4] == torch.tensor([1.5]).numpy().tobytes()
 
 
+@probe(names.BASE)
+def _base() -> bool:
+    whole = torch.ones(2)
+    return names.BASE.of(whole[:1][:1]) is whole and names.BASE.of(whole) is None
+
+
 @probe(names.CAUSAL_MASK)
 def _causal_mask() -> bool:
     mask, detect = nn.Transformer.generate_square_subsequent_mask(3), names.CAUSAL_MASK.found

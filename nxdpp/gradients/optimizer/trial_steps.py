@@ -21,8 +21,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim import optimizer as optim
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from nxdpp.gradients.step_hooks import no_step_hooks
+from nxdpp.ground.torch_names import DYNAMO_CONFIG, TorchDispatchMode
 
 # Some steps look at a whole tensor only after a while (AdaShift after 10), or where gradients become smaller (AdaNorm).
 _FEW, _MANY = 5, 30
@@ -90,6 +91,8 @@ def _changes(
     tried = _copy(optimizer, group, parameters)
     # The program may have put a step of its own into the optimizer: schedulers do.
     step: Callable[..., Any] = type(tried).step
+    # torch's own wrapper of a step runs hooks.
+    step = step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined]  # of functools.wraps
     takes_closure = "closure" in inspect.signature(step).parameters
     losses = [partial(_loss, each, parameter) for each, parameter in zip(at, parameters, strict=True)]
     with _no_traces(seed):
@@ -122,17 +125,12 @@ def _backward(
 @contextmanager
 def _no_traces(seed: int) -> Iterator[None]:
     """Run the block without hooks of optimizers, messages and compilation; the generator is as before after it."""
-    # A step, which goes through the dicts of hooks, is running.
-    hooks = {name: vars(optim)[name] for name in ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")}
-    compiler = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+    is_imported = DYNAMO_CONFIG.path.rpartition(".")[0] in sys.modules
+    compiler = torch.compiler.set_stance("force_eager") if is_imported else nullcontext()
     no_messages: TorchDispatchMode = _NoMessages()  # type: ignore[no-untyped-call]  # torch gives no type
-    with torch.random.fork_rng(devices=[]), no_messages, compiler:
+    with torch.random.fork_rng(devices=[]), no_messages, compiler, no_step_hooks():
         torch.default_generator.manual_seed(seed)
-        vars(optim).update({name: type(known)() for name, known in hooks.items()})
-        try:
-            yield
-        finally:
-            vars(optim).update(hooks)
+        yield
 
 
 def _copy(optimizer: Optimizer, group: dict[str, Any], parameters: list[nn.Parameter]) -> Optimizer:

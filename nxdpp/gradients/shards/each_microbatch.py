@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from nxdpp.agreement.exchange import ReplicaExchanges
 from nxdpp.gradients.shards.rank_shards import Changes, RankShards, ShardedLayer, StageShards
 from nxdpp.gradients.shards.unit import ShardedUnit
+from nxdpp.ground.torch_names import pytree
 from nxdpp.schedules.actions import ActionKind
 
 

@@ -24,7 +24,10 @@ def is_of_shards(tensor: torch.Tensor) -> bool:
 
 def local_rows(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's rows of a sharded tensor, in its memory; any other tensor as it is."""
-    return tensor._local_tensor.detach() if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    with torch.no_grad():
+        return tensor.to_local().detach()
 
 
 def with_rows(like: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

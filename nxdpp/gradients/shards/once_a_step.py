@@ -23,6 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from nxdpp.agreement.exchange import ReplicaExchanges
 from nxdpp.gradients.shards.rank_shards import Changes, RankShards, StageShards
 from nxdpp.gradients.shards.unit import ShardedUnit
+from nxdpp.ground.torch_names import COMPILED_CALL
 from nxdpp.schedules.actions import ActionKind
 
 # Units whose gathers are on their way.
@@ -91,7 +92,7 @@ class OnceAStep(RankShards):
         self._make_whole(stage.rest)
         hooks = []
         for layer in stage.layers:
-            if layer.module._compiled_call_impl is not None:
+            if COMPILED_CALL.of(layer.module) is not None:
                 # A hook would break its graph.
                 self._make_whole(layer.units)
             else:

@@ -17,10 +17,10 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from nxdpp.agreement.exchange import ReplicaExchanges
 from nxdpp.gradients.shards.unit import ShardedUnit
+from nxdpp.ground.torch_names import STORAGE_ADDRESS, pytree
 from nxdpp.ranks import parallel_state
 from nxdpp.ranks.faults.waits import Wait
 from nxdpp.schedules.actions import ActionKind
@@ -115,7 +115,7 @@ class RankShards(ABC):
     def _outside_of_units(self, leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
-        storage = leaf.untyped_storage()._cdata
+        storage = STORAGE_ADDRESS.of(leaf.untyped_storage())
         return leaf.clone() if any(storage in unit.storages for unit in self.units) else leaf
 
     def drop_cleared(self) -> None:

@@ -9,7 +9,7 @@ ones are freed by giving up their memory. What torch does in hooks of modules is
     reduce          add this rank's rows of the gradients       reduce-scatter
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -18,15 +18,13 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
-from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPCommContext, FSDPParamGroup
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from nxdpp.agreement.same_values import sample
 from nxdpp.gradients.held_hooks import count_hooks
 from nxdpp.gradients.shards.local_tensors import local_rows
+from nxdpp.ground.torch_names import FSDP_GATHER, FSDP_GROUP, FSDP_STREAMS, PARAMETERS, STORAGE_ADDRESS, VERSION
 from nxdpp.ranks import parallel_state
 from nxdpp.ranks.faults.waits import Wait
 
@@ -34,7 +32,7 @@ from nxdpp.ranks.faults.waits import Wait
 class _KeptGradient(NamedTuple):
     """A parameter with whole gradients on this replica: samples of its rows, and of its ``.grad``, maybe marked."""
 
-    of: FSDPParam
+    of: Any
     gradient: torch.Tensor
     is_marked: bool
     values: bytes
@@ -53,7 +51,7 @@ class ShardedUnit:
         name: for messages.
         parameters: whole ones of one dtype, with values, on ``device``, equal on all ranks of the mesh.
         modules: trees in which the parameters are, under all their names.
-        mesh_info: the ranks that share them.
+        mesh_info: torch's description of the ranks that share them.
         context: the streams of this rank's units.
         mp_policy, offload_policy: torch's.
         mean: ``False`` for gradients that are summed over the ranks of the mesh.
@@ -69,18 +67,17 @@ class ShardedUnit:
         name: str,
         parameters: Sequence[nn.Parameter],
         modules: Sequence[nn.Module],
-        mesh_info: FSDPMeshInfo,
+        mesh_info: Any,
         device: torch.device,
-        context: FSDPCommContext,
+        context: Any,
         mp_policy: MixedPrecisionPolicy,
         offload_policy: OffloadPolicy,
         mean: bool,
     ) -> None:
         self.name = name
         attributes = [dict(vars(parameter)) for parameter in parameters]
-        group = FSDPParamGroup(
-            list(parameters), tuple(modules), mesh_info, None, device, None, mp_policy, offload_policy
-        )
+        self._places = _places(parameters, modules)
+        group = FSDP_GROUP(list(parameters), tuple(modules), mesh_info, None, device, None, mp_policy, offload_policy)
         self._attributes = attributes
         self._group = group
         self._ranks: ProcessGroup = mesh_info.shard_process_group
@@ -108,19 +105,20 @@ class ShardedUnit:
 
     def check_present(self, present: Collection[int]) -> None:
         """Raise ``RuntimeError`` for a parameter in whose place is none with an id of ``present``, or another kind."""
-        for each in self._group.fsdp_params:
-            now = each._module_info.module._parameters.get(each._module_info.param_name)
+        for each, ((module, name), *_) in zip(self._group.fsdp_params, self._places, strict=True):
+            now = PARAMETERS.of(module).get(name)
             if not isinstance(now, DTensor) or id(now) not in present or now.dtype != each.orig_dtype:
                 raise RuntimeError(
-                    f"a parameter of {self.name}, of shape {list(each._orig_size)}, is no longer in the model, or "
-                    f"another tensor has its place: fully_shard follows no replacement. Replace modules and parameters "
-                    f"before fully_shard."
+                    f"a parameter of {self.name}, of shape {list(each.sharded_param.shape)}, is no longer in the "
+                    f"model, or another tensor has its place: fully_shard follows no replacement. Replace modules and "
+                    f"parameters before fully_shard."
                 )
 
     def follow(self) -> None:
         """Follow values that were loaded or moved, and parameters that were frozen."""
-        group: Any = self._group
-        group._reset_sharded_params = False
+        group = self._group
+        for each in group.fsdp_params:
+            each.reset_sharded_param()
         group.lazy_init()
         trained = [each.requires_grad for each in self.parameters]
         self.is_trained, self.trains_all = any(trained), all(trained)
@@ -129,9 +127,9 @@ class ShardedUnit:
     def add_program(self, program: nn.Module) -> None:
         """Put the parameters into ``program`` too, which has containers of its own, for as long as it is alive."""
         numbers = {id(each): number for number, each in enumerate(self.parameters)}
-        known = {id(module) for each in self._group.fsdp_params for module, _ in _places(each)}
+        known = {id(module) for places in self._places for module, _ in places}
         for module in program.modules():
-            names = {name: numbers[id(each)] for name, each in module._parameters.items() if id(each) in numbers}
+            names = {name: numbers[id(each)] for name, each in PARAMETERS.of(module).items() if id(each) in numbers}
             if names and id(module) not in known:
                 self._programs[module] = names
 
@@ -145,17 +143,17 @@ class ShardedUnit:
         if self._group.is_unsharded:
             return
         self.start_gather()
-        is_first = not hasattr(self._group.fsdp_params[0], "_unsharded_param")
+        is_first = not hasattr(self._group.fsdp_params[0], "unsharded_param")
         with Wait("gather of parameters", self._ranks):
             self._group.wait_for_unshard()
         if is_first:
             self.storages = frozenset(
-                each._unsharded_param.untyped_storage()._cdata for each in self._group.fsdp_params
+                STORAGE_ADDRESS.of(each.unsharded_param.untyped_storage()) for each in self._group.fsdp_params
             )
             for each, own in zip(self._group.fsdp_params, self._attributes, strict=True):
-                _give(each._unsharded_param, own | {"gathered_for_a_step": True})
-        self._put_into_programs([each._unsharded_param for each in self._group.fsdp_params])
-        self._versions = [each._unsharded_param._version for each in self._group.fsdp_params]
+                _give(each.unsharded_param, own | {"gathered_for_a_step": True})
+        self._put_into_programs([each.unsharded_param for each in self._group.fsdp_params])
+        self._versions = [VERSION.of(each.unsharded_param) for each in self._group.fsdp_params]
 
     def free(self) -> None:
         """Put this rank's rows back, and free the whole parameters; their gradients stay.
@@ -165,9 +163,9 @@ class ShardedUnit:
         if not self._group.is_unsharded:
             return
         for each, version in zip(self._group.fsdp_params, self._versions, strict=True):
-            if each._unsharded_param._version != version:
+            if VERSION.of(each.unsharded_param) != version:
                 raise RuntimeError(
-                    f"a forward of {self.name} has changed a parameter of shape {list(each._unsharded_param.shape)} in "
+                    f"a forward of {self.name} has changed a parameter of shape {list(each.unsharded_param.shape)} in "
                     f"place (nn.Embedding(max_norm=...) does), and a sharded parameter loses such a change: change it "
                     f"between steps, or leave fully_shard out."
                 )
@@ -176,11 +174,11 @@ class ShardedUnit:
 
     def _put_into_programs(self, parameters: Sequence[nn.Parameter]) -> None:
         for module, names in self._programs.items():
-            module._parameters.update({name: parameters[number] for name, number in names.items()})
+            PARAMETERS.of(module).update({name: parameters[number] for name, number in names.items()})
 
     def whole_trained(self) -> list[nn.Parameter]:
         """Return the whole parameters whose gradients autograd accumulates."""
-        return [each._unsharded_param for each in self._group.fsdp_params if each._unsharded_param.requires_grad]
+        return [each.unsharded_param for each in self._group.fsdp_params if each.unsharded_param.requires_grad]
 
     def convert(self) -> None:
         """Add up the gradients of the microbatches so far in the policy's ``reduce_dtype``."""
@@ -190,8 +188,8 @@ class ShardedUnit:
 
     def convert_each(self) -> list[RemovableHandle]:
         """Convert each gradient once a backward has made it, so that few exist in both dtypes; return the hooks."""
-        trained = [each for each in self._group.fsdp_params if self._converts and each._unsharded_param.requires_grad]
-        return [each._unsharded_param.register_post_accumulate_grad_hook(partial(_convert, each)) for each in trained]
+        trained = [each for each in self._group.fsdp_params if self._converts and each.unsharded_param.requires_grad]
+        return [each.unsharded_param.register_post_accumulate_grad_hook(partial(_convert, each)) for each in trained]
 
     def reduce(self) -> list[bool]:
         """Reduce the gradients over the mesh, and add this rank's rows to ``.grad`` of the parameters; collective.
@@ -208,7 +206,7 @@ class ShardedUnit:
                     f"a gradient of {self.name}, of shape {list(each.sharded_param.shape)}, has a hook, which would "
                     f"not see it: fully_shard reduces whole gradients to rows. Change .grad after run_train instead."
                 )
-            whole = each._unsharded_param
+            whole = each.unsharded_param
             has_one = whole.grad is not None or each.unsharded_accumulated_grad is not None
             if not has_one:
                 whole.grad = torch.zeros_like(whole)
@@ -217,7 +215,7 @@ class ShardedUnit:
             # One message has one dtype.
             for each in self._group.fsdp_params:
                 _convert(each)
-        group: Any = self._group
+        group = self._group
         group.reshard_after_backward = False
         with Wait("reduction of gradients", parallel_state.get_data_parallel_group()):
             group.post_backward()
@@ -230,7 +228,7 @@ class ShardedUnit:
         out again.
         """
         for each in self._group.fsdp_params:
-            whole = getattr(each, "_unsharded_param", None)
+            whole = getattr(each, "unsharded_param", None)
             if whole is not None and (whole.grad is not None or each.unsharded_accumulated_grad is not None):
                 row = each.sharded_param
                 if row.grad is None:
@@ -252,7 +250,7 @@ class ShardedUnit:
             has_rows = local_rows(row).numel() > 0
             # Without rows the others tell.
             if cleared[id(each)] or (not has_rows and any(cleared.values())):
-                each._unsharded_param.grad = None
+                each.unsharded_param.grad = None
                 each.unsharded_accumulated_grad = None
                 continue
             changed = [
@@ -283,7 +281,7 @@ class ShardedUnit:
     def finish(self) -> None:
         """Wait for the reductions on the device, and free their messages."""
         self._group.finalize_backward()
-        context: Any = self._group.comm_ctx
+        context = self._group.comm_ctx
         # torch's root module does it, which no stage calls.
         for state in context.reduce_scatter_states:
             if state.event is not None:
@@ -293,19 +291,19 @@ class ShardedUnit:
     def abandon(self, drops: bool) -> None:
         """Put this rank's rows back after a step that has failed; ``drops`` the whole gradients too."""
         # The other replicas may never reach a gather that is on its way.
-        self._group._all_gather_result = None
+        FSDP_GATHER.set(self._group, None)
         self._group.finalize_backward()
         for each in self._group.fsdp_params if drops else ():
             each.unsharded_accumulated_grad = None
-            if hasattr(each, "_unsharded_param"):
-                each._unsharded_param.grad = None
+            if hasattr(each, "unsharded_param"):
+                each.unsharded_param.grad = None
         self._group.reshard()
         self._put_into_programs(self.parameters)
 
 
-def shard_context(device: torch.device) -> FSDPCommContext:
+def shard_context(device: torch.device) -> Any:
     """Return the streams that the units of a rank share."""
-    context = FSDPCommContext()
+    context = FSDP_STREAMS()
     context.lazy_init(device)
     return context
 
@@ -315,11 +313,13 @@ def _convert(parameter: Any, gradient_of: torch.Tensor | None = None) -> None:
     parameter.to_accumulated_grad_if_needed()
 
 
-def _places(parameter: FSDPParam) -> Iterator[tuple[nn.Module, str]]:
-    """Yield the modules that have ``parameter``, each with its name there."""
-    info = parameter._module_info
-    yield info.module, info.param_name
-    yield from zip(info.shared_modules, info.shared_param_names, strict=True)
+def _places(parameters: Sequence[nn.Parameter], roots: Sequence[nn.Module]) -> list[list[tuple[nn.Module, str]]]:
+    """Return the modules below ``roots`` that have each of ``parameters``, with its name there."""
+    found: dict[int, list[tuple[nn.Module, str]]] = {id(parameter): [] for parameter in parameters}
+    for module in dict.fromkeys(module for root in roots for module in root.modules()):
+        for name, parameter in PARAMETERS.of(module).items():
+            found.get(id(parameter), []).append((module, name))
+    return list(found.values())
 
 
 def _give(parameter: nn.Parameter, attributes: dict[str, Any]) -> None:
