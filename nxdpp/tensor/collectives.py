@@ -16,24 +16,21 @@ A device tensor whose group is gloo's passes through host memory, and its collec
 a device that records operations it is the end of a graph: all operations before it are submitted once.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal
 
 import torch
 import torch.distributed as dist
-from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
-from torch._subclasses.fake_tensor import is_fake
-from torch.distributed import ProcessGroup, distributed_c10d
+from torch.distributed import ProcessGroup
 
 from nxdpp.devices.collective_bytes import note_collective
 from nxdpp.devices.kinds import device_of
+from nxdpp.ground.torch_names import COLLECTIVES, EFFECT, GROUP_OF_NAME, KEEP_ORDER
 from nxdpp.ranks import parallel_state
 from nxdpp.ranks.faults.board import board
 from nxdpp.ranks.faults.waits import Wait
 from nxdpp.ranks.host_wire import on_wire
-
-_ops = torch.ops._c10d_functional
 
 _WAIT = Wait("collective of a tensor-parallel layer")
 _sends = True
@@ -65,7 +62,7 @@ def wait(tensor: torch.Tensor) -> torch.Tensor:
     # A tensor of a lazy device passes through host memory, and its collective is finished.
     if has_values(tensor) and not device_of(tensor.device).is_lazy:
         board.wait = _WAIT
-        _ops.wait_tensor(tensor)
+        COLLECTIVES.found.wait_tensor(tensor)
         board.wait = None
         board.moved()
     return tensor
@@ -91,7 +88,7 @@ def start_all_reduce(
     if size > 1:
         note_collective("all_reduce", tensor.nbytes, size)
     if size > 1 and has_values(tensor):
-        return _start(tensor, group, lambda message, name: _ops.all_reduce_(message, operation, name))
+        return _start(tensor, group, "all_reduce_", operation)
     return tensor
 
 
@@ -109,7 +106,7 @@ def all_gather(tensor: torch.Tensor, dim: int, group: ProcessGroup | None = None
     if not has_values(tensor):
         return _without_values(tensor, shape)
     given = outside_of_graph(tensor.contiguous())
-    joined = wait(_start(given, group, lambda message, name: _ops.all_gather_into_tensor(message, size, name)))
+    joined = wait(_start(given, group, "all_gather_into_tensor", size))
     if dim == 0:
         return joined
     return joined.view(size, *tensor.shape).movedim(0, dim).reshape(shape)
@@ -141,7 +138,7 @@ def start_reduce_scatter(tensor: torch.Tensor, dim: int, group: ProcessGroup | N
     # The parts of the ranks lie one after the other.
     parts = tensor.unflatten(dim, (size, shape[dim])).movedim(dim, 0).reshape(size * shape[0], *shape[1:])
     given = outside_of_graph(parts.contiguous())
-    return _start(given, group, lambda message, name: _ops.reduce_scatter_tensor(message, "sum", size, name))
+    return _start(given, group, "reduce_scatter_tensor", "sum", size)
 
 
 def own_part(tensor: torch.Tensor, dim: int, group: ProcessGroup | None = None) -> torch.Tensor:
@@ -165,7 +162,7 @@ def outside_of_graph(tensor: torch.Tensor) -> torch.Tensor:
 
 def has_values(tensor: torch.Tensor) -> bool:
     """Return whether ``tensor`` has values to send; meta and fake tensors have none."""
-    return _sends and not (tensor.is_meta or is_fake(tensor))
+    return _sends and not (tensor.is_meta or type(tensor).__name__ == "FakeTensor")
 
 
 def _without_values(tensor: torch.Tensor, shape: list[int]) -> torch.Tensor:
@@ -183,14 +180,12 @@ def _part_size(tensor: torch.Tensor, dim: int, size: int) -> int:
     return tensor.shape[dim] // size
 
 
-def _start(
-    tensor: torch.Tensor, group: ProcessGroup | None, collective: Callable[[torch.Tensor, str], torch.Tensor]
-) -> torch.Tensor:
-    """Start ``collective`` of ``tensor`` and the name of ``group``; one that passes through host memory is finished."""
+def _start(tensor: torch.Tensor, group: ProcessGroup | None, collective: str, *arguments: str | int) -> torch.Tensor:
+    """Start a collective of ``tensor`` over ``group``; one that passes through host memory is finished."""
     board.moved()
     group = parallel_state.get_tensor_model_parallel_group() if group is None else group
     message = on_wire(tensor, group)
-    started = collective(message, str(group.group_name))
+    started: torch.Tensor = getattr(COLLECTIVES.found, collective)(message, *arguments, str(group.group_name))
     return started if message is tensor else device_of(tensor.device).from_host(wait(started))
 
 
@@ -200,7 +195,7 @@ def _in_graph(kind: str, tensor: torch.Tensor, dim: int, group: ProcessGroup | N
 
 
 def _group_of(name: str) -> ProcessGroup | None:
-    return distributed_c10d._resolve_process_group(name) if name else None  # type: ignore[attr-defined, arg-type]  # torch's functional collectives find a group by its name so
+    return GROUP_OF_NAME(name) if name else None
 
 
 @torch.library.custom_op("nxdpp::collective", mutates_args=())
@@ -230,4 +225,6 @@ def _collective_shape(tensor: torch.Tensor, kind: str, dim: int, group: str) -> 
     return tensor.new_empty(shape)
 
 
-_register_effectful_op(torch.ops.nxdpp.collective.default, _EffectType.ORDERED)
+# ``apply_compile`` refuses a divided model without them.
+if KEEP_ORDER.exists and EFFECT.exists:
+    KEEP_ORDER(torch.ops.nxdpp.collective.default, EFFECT.found.ORDERED)

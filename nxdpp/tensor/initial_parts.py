@@ -20,9 +20,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from nxdpp.ground.torch_names import SCHEMA, TorchDispatchMode, pytree
 from nxdpp.initialization.named_streams import drawn_as
 from nxdpp.initialization.recorder import is_recording
 from nxdpp.tensor.padding import own_ranges
@@ -168,9 +167,9 @@ class _Recipe(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is _aten.detach.default and self._is_whole(args[0]):
             return func(*args)
-        if not args or not self._is_whole(args[0]) or not func._schema.is_mutable:
+        if not args or not self._is_whole(args[0]) or not SCHEMA.of(func).is_mutable:
             raise NotImplementedError(f"{func} is no change of the tensor in place")
-        if any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves((args[1:], kwargs))):
+        if any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves((args[1:], kwargs))):
             raise NotImplementedError(f"{func} reads another tensor")
         if func.overloadpacket not in _FILL_WITH_RANDOM and not _is_elementwise(func):
             raise NotImplementedError(f"{func} does not change each element alone")

@@ -8,6 +8,7 @@ from torch import nn
 from nxdpp.devices import cuda
 from nxdpp.gradients.replaced_parameters import check_no_optimizer_holds, watch_replaced
 from nxdpp.gradients.shards.local_tensors import is_sharded
+from nxdpp.ground.torch_names import BACKWARD_HOOKS, BUFFERS, POST_ACCUMULATE_HOOKS
 from nxdpp.ranks import parallel_state
 
 _REMEDY = "Make the optimizer after move_model_to_device(), from the parameters that the model has then."
@@ -86,9 +87,9 @@ def _convert_others(model: nn.Module, convert: Callable[[torch.Tensor], torch.Te
     for parameter in whole:
         parameter.data = convert(parameter.data)
     for module in model.modules():
-        for name, buffer in module._buffers.items():
+        for name, buffer in BUFFERS.of(module).items():
             if buffer is not None:
-                module._buffers[name] = convert(buffer)
+                BUFFERS.of(module)[name] = convert(buffer)
 
 
 def keep_attributes(old: nn.Parameter, new: nn.Parameter) -> None:
@@ -100,10 +101,9 @@ def keep_attributes(old: nn.Parameter, new: nn.Parameter) -> None:
 
 def _keep_hooks(old: nn.Parameter, new: nn.Parameter) -> None:
     """Give ``new`` the hooks of the gradient of ``old``; the handles of the hooks remove them there."""
-    for kind in ("_backward_hooks", "_post_accumulate_grad_hooks"):
-        hooks = getattr(old, kind)
-        if hooks:
-            setattr(new, kind, hooks)
+    for kind in (BACKWARD_HOOKS, POST_ACCUMULATE_HOOKS):
+        if hooks := kind.of(old):
+            kind.set(new, hooks)
 
 
 def checked_device(device: torch.device | str | int) -> torch.device:
@@ -134,8 +134,12 @@ def _is_replaced(tensor: torch.Tensor, convert: Callable[[torch.Tensor], torch.T
     except NotImplementedError:
         # From the meta device only to_empty gives memory.
         return False
-    shares = torch._has_compatible_shallow_copy_type(tensor, converted)
-    return not shares or torch.__future__.get_overwrite_module_params_on_conversion()
+    try:
+        tensor.data = converted
+    # torch cannot give a tensor values of another type of device.
+    except RuntimeError:
+        return True
+    return torch.__future__.get_overwrite_module_params_on_conversion()
 
 
 def _check_have_values(model: nn.Module, target: torch.device) -> None:

@@ -217,12 +217,11 @@ class _Weight(torch.autograd.Function):
 class _Join(torch.autograd.Function):
     """The product, whose gradient goes to both of its sources."""
 
-    computes_each_gradient_alone = True
-    """A split backward may run the node once for each gradient: it computes nothing."""
-
     @staticmethod
     def forward(ctx: Any, product: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
         """Return ``product``, in place: unlike a view of a custom function it may be changed in place later."""
+        # A split backward may run the node once for each gradient: it computes nothing.
+        ctx.computes_each_gradient_alone = True
         ctx.mark_dirty(product)
         return product
 

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from nxdpp.devices.kinds import readable
+from nxdpp.ground.torch_names import STATE_VERSIONS
 
 _TENSORS = (torch.Tensor, nn.Parameter)
 _MAPPINGS = (dict, OrderedDict)
@@ -109,9 +110,8 @@ def mapped(content: Any, act: Callable[[torch.Tensor], torch.Tensor]) -> Any:
         return act(content)
     if type(content) in _MAPPINGS:
         made = type(content)((key, mapped(value, act)) for key, value in content.items())
-        if hasattr(content, "_metadata"):
-            # Versions of the modules of a state dict.
-            made._metadata = content._metadata
+        if STATE_VERSIONS.held_by(content):
+            STATE_VERSIONS.set(made, STATE_VERSIONS.of(content))
         return made
     if type(content) in _SEQUENCES:
         return type(content)(mapped(value, act) for value in content)

@@ -13,7 +13,6 @@ from typing import cast
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from nxdpp.gradients.shards.local_tensors import local_rows, with_rows
 from nxdpp.ranks.faults.waits import Wait
@@ -30,8 +29,10 @@ def first_row(tensor: torch.Tensor) -> int:
     """Index of this rank's first row; 0 for a tensor that is not sharded."""
     if not isinstance(tensor, DTensor):
         return 0
-    _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return int(offsets[0])
+    assert is_divided_by_rows(tensor)
+    mesh, rows = tensor.device_mesh, tensor.shape[0]
+    # As torch.chunk divides them.
+    return min(rows, -(-rows // mesh.size(-1)) * mesh.get_local_rank(mesh.ndim - 1))
 
 
 def with_rows_of(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

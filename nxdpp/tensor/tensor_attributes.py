@@ -22,6 +22,7 @@ from torch import nn
 
 from nxdpp.gradients.average_checks import replica_step_check
 from nxdpp.gradients.optimizer.partial_steps import refuse_partial_steps
+from nxdpp.ground.torch_names import FORWARD_PRE_HOOKS, MOVE, PARAMETERS
 from nxdpp.ranks import parallel_state
 
 _DEFAULTS: dict[str, Any] = {
@@ -87,19 +88,19 @@ def mark_sequence_parallel(module: nn.Module) -> None:
     """
     for each in module.modules():
         _mark_own(each)
-        if each._parameters and _mark_own not in each._forward_pre_hooks.values():
+        if PARAMETERS.of(each) and _mark_own not in FORWARD_PRE_HOOKS.of(each).values():
             each.register_forward_pre_hook(_mark_own)
 
 
 def mark_again(module: nn.Module) -> None:
     """Mark the parameters of the modules in ``module`` that ``mark_sequence_parallel`` has seen."""
     for each in module.modules():
-        if _mark_own in each._forward_pre_hooks.values():
+        if _mark_own in FORWARD_PRE_HOOKS.of(each).values():
             _mark_own(each)
 
 
 def _mark_own(module: nn.Module, *_: Any) -> None:
-    for parameter in module._parameters.values():
+    for parameter in PARAMETERS.of(module).values():
         if parameter is not None and not is_tensor_parallel(parameter):
             parameter.sequence_parallel_enabled = True  # type: ignore[attr-defined]  # an attribute of ours on a tensor
 
@@ -136,9 +137,9 @@ class KeepsAttributes(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         before = dict(self._parameters)
-        result = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        MOVE.of(super())(fn, recurse)
         self._restore(before)
-        return result  # type: ignore[no-any-return]  # torch gives no type
+        return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         copied = type(self).__new__(type(self))

@@ -7,6 +7,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from nxdpp.ground.torch_names import PARAMETERS
 from nxdpp.ranks import parallel_state
 from nxdpp.tensor.models import modules as parallel
 from nxdpp.tensor.models.heads import check_heads, padded_sizes
@@ -42,7 +43,7 @@ def apply_plan(model: nn.Module, plan: Mapping[str, str], pad_heads: bool = Fals
     parts = Parts()
     for name, style in of_parameters.items():
         owner, _, key = name.rpartition(".")
-        dim, stride = _along(found[owner]._parameters[key], style)
+        dim, stride = _along(PARAMETERS.of(found[owner])[key], style)
         if dim is not None:
             parts.divide(found[owner], key, dim, stride)
     rope_size = getattr(_text_configuration(model), "qk_rope_head_dim", None)
@@ -64,7 +65,7 @@ def _add_tied(model: nn.Module, found: Mapping[str, nn.Module], chosen: dict[str
     """Choose modules with the weight of a chosen vocabulary too."""
     holders: dict[int, list[str]] = {}
     for name, module in found.items():
-        weight = module._parameters.get("weight")
+        weight = PARAMETERS.of(module).get("weight")
         if weight is not None and isinstance(module, nn.Linear | nn.Embedding):
             holders.setdefault(id(weight), []).append(name)
     for names in holders.values():
@@ -83,11 +84,11 @@ def _check_ties(model: nn.Module, found: Mapping[str, nn.Module], chosen: Mappin
     held = {
         id(parameter): name
         for name in divided
-        for key, parameter in found[name]._parameters.items()
+        for key, parameter in PARAMETERS.of(found[name]).items()
         if parameter is not None and (key == "weight" or "rowwise" not in chosen[name])
     }
     for name, module in found.items():
-        for key, parameter in module._parameters.items():
+        for key, parameter in PARAMETERS.of(module).items():
             if id(parameter) not in held or name in divided:
                 continue
             if not (key == "bias" and held[id(parameter)].startswith(f"{name}.")):

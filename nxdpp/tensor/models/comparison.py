@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
+from nxdpp.ground.torch_names import pytree
+from nxdpp.ground.transformers_names import EXPERTS
 from nxdpp.initialization.parts import own_part
 from nxdpp.tensor.collectives import all_reduce, size_of
 from nxdpp.tensor.models.compared_types import note_compared
@@ -152,9 +153,9 @@ def to_float64(model: nn.Module) -> nn.Module:
     """Convert floating tensors of ``model`` to float64 in place; return ``model``."""
     for module in model.modules():
         config: Any = getattr(module, "config", None)
-        if hasattr(config, "_experts_implementation"):
+        if EXPERTS.held_by(config):
             # torch's grouped products take no float64.
-            config._experts_implementation = "eager"
+            EXPERTS.set(config, "eager")
     return nn.Module.to(model, dtype=torch.float64)
 
 

@@ -1,5 +1,6 @@
 """Collectives around modules that stay whole, or of which only parameters are divided."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -7,6 +8,8 @@ from torch import nn
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
+from nxdpp.ground.torch_names import PARAMETERS
+from nxdpp.ground.transformers_names import GAUSSIAN_TOPK
 from nxdpp.ranks import parallel_state
 from nxdpp.tensor.mappings import (
     copy_to_tensor_model_parallel_region,
@@ -27,8 +30,7 @@ class WholeGaussianTopk(nn.Module):
         own = inputs.shape[-1]
         # The gradient of a rank's features goes to the features of all ranks, by the mean and the deviation.
         whole = gather_from_sequence_parallel_region(inputs, sequence_dimension=-1)
-        base: Any = super()
-        kept: torch.Tensor = base._gaussian_topk(whole)
+        kept: torch.Tensor = GAUSSIAN_TOPK.of(super())(whole)
         return kept.narrow(-1, parallel_state.get_tensor_model_parallel_rank() * own, own)
 
 
@@ -57,8 +59,7 @@ def install(module: nn.Module, style: str, rope_size: int | None) -> None:
         mark_sequence_parallel(module)
     elif style == "mla_kv_a_proj":
         assert rope_size is not None
-        module._rope_size = rope_size  # type: ignore[assignment]  # Module declares only tensors and modules
-        module.register_forward_hook(_copy_rope)
+        module.register_forward_hook(partial(_copy_rope, rope_size))
     elif style in ("all_reduce", "moe_tp_experts"):
         if style == "moe_tp_experts" or _has_parts(module):
             module.register_forward_pre_hook(_copy_expert_inputs, with_kwargs=True)
@@ -66,6 +67,8 @@ def install(module: nn.Module, style: str, rope_size: int | None) -> None:
     elif style == "rows":
         override(module, DividedRows)
     elif style == "gaussian_topk":
+        if not GAUSSIAN_TOPK.held_by(module):
+            raise GAUSSIAN_TOPK.gone()
         override(module, WholeGaussianTopk)
     elif style == "moe_identity_expert":
         module.register_forward_pre_hook(_divide_input)
@@ -73,12 +76,12 @@ def install(module: nn.Module, style: str, rope_size: int | None) -> None:
 
 def _has_parts(module: nn.Module) -> bool:
     """Return whether ``module`` itself has divided parameters; its linear layers, which copy inputs, do not count."""
-    return any(getattr(parameter, "tensor_model_parallel", False) for parameter in module._parameters.values())
+    return any(getattr(parameter, "tensor_model_parallel", False) for parameter in PARAMETERS.of(module).values())
 
 
-def _copy_rope(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+def _copy_rope(size: int, module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
     """The rotated part of the keys goes into attention directly, on each rank for its own heads."""
-    whole, rope = output.split([output.shape[-1] - module._rope_size, module._rope_size], dim=-1)
+    whole, rope = output.split([output.shape[-1] - size, size], dim=-1)
     return torch.cat([whole, copy_to_tensor_model_parallel_region(rope)], dim=-1)
 
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from nxdpp.ground.transformers_names import TP_PLAN
 from nxdpp.tensor.models.adapters import adapted_plan, base_of
 from nxdpp.tensor.models.compared_types import COMPARED, is_compared
 from nxdpp.tensor.models.plan import expanded
@@ -76,12 +77,17 @@ COUNTS_OF_HEADS: dict[str, tuple[str, ...]] = {
 """Attributes of an attention module that its code takes for the size of its own heads."""
 
 
+def plan_of_transformers(model: Any) -> Mapping[str, str]:
+    """The plan that transformers has for ``model``; empty without one."""
+    return (TP_PLAN.of(model) if TP_PLAN.held_by(model) else None) or {}
+
+
 def plan_of(model: Any) -> dict[str, str]:
     """The plan of ``model`` with the names in ``model``: of transformers, or ours; empty if there is none."""
     model_type, prefix = _type_and_prefix(model)
     if model_type in PLANS:
         return {f"{prefix}{name}": style for name, style in PLANS[model_type].items()}
-    plan = dict(getattr(model, "_tp_plan", None) or {})
+    plan = dict(plan_of_transformers(model))
     return plan | {f"{prefix}{rule.name}": rule.style for rule in ADDED.get(model_type, ()) if plan}
 
 

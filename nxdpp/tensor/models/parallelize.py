@@ -13,7 +13,7 @@ from nxdpp.tensor.models.adapters import adapted_plan, base_of
 from nxdpp.tensor.models.apply import apply_plan
 from nxdpp.tensor.models.compared_types import is_compared
 from nxdpp.tensor.models.loss import divide_loss
-from nxdpp.tensor.models.own_plans import check_added, has_compared_plan, plan_of
+from nxdpp.tensor.models.own_plans import check_added, has_compared_plan, plan_of, plan_of_transformers
 from nxdpp.tensor.models.plan import check_plan, expanded
 from nxdpp.tensor.models.sequence import check_layers, check_type, divide_sequence
 
@@ -125,7 +125,7 @@ def checked_plan(model: nn.Module, plan: Mapping[str, str] | None) -> Mapping[st
         return plan if base is model else adapted_plan(model, plan)
     check_plan(plan)
     # Plans of transformers are for all configurations of a type.
-    theirs = getattr(model, "_tp_plan", None) or {}
+    theirs = plan_of_transformers(model)
     if unmatched := [name for name in expanded(plan, model)[2] if name not in theirs]:
         raise ValueError(
             f"the plan names {', '.join(unmatched)}, which {type(model).__name__} does not have: correct it"

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from nxdpp.ground.torch_names import PARAMETERS
 from nxdpp.initialization.allocation import with_type_of
 from nxdpp.initialization.parts import PartOf, mark_part, part_of
 from nxdpp.ranks import parallel_state
@@ -23,7 +24,7 @@ class Parts:
 
         Raises ``ValueError`` for a tied parameter that is divided in two ways.
         """
-        parameter = module._parameters.get(key)
+        parameter = PARAMETERS.of(module).get(key)
         if parameter is None:
             return
         if id(parameter) not in self._made:
@@ -36,16 +37,16 @@ class Parts:
                 f"the parameter {key} of a {type(module).__name__}, of shape {tuple(parameter.shape)}, is tied, and is "
                 f"divided along dimension {made.dim} and {dim}: give a plan that divides it in one way"
             )
-        module._parameters[key] = part
+        PARAMETERS.of(module)[key] = part
         if not isinstance(module, KeepsAttributes):
             override(module, KeepsAttributes)
 
     def replace_tied(self, model: nn.Module) -> None:
         """Replace each divided parameter by its part under its other names too."""
         for module in model.modules():
-            for key, parameter in module._parameters.items():
+            for key, parameter in PARAMETERS.of(module).items():
                 if id(parameter) in self._made:
-                    module._parameters[key] = self._made[id(parameter)][1]
+                    PARAMETERS.of(module)[key] = self._made[id(parameter)][1]
 
 
 def _part(parameter: nn.Parameter, dim: int, stride: int, padded: int) -> nn.Parameter:

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from nxdpp.ground.torch_names import FORWARD_HOOKS, VERSION
 from nxdpp.tensor import mappings
 from nxdpp.tensor.layers import column_parallel, whole_input
 from nxdpp.tensor.models.modules import ColumnLinear
@@ -71,7 +72,7 @@ def forget_after_calls(module: nn.Module) -> None:
 
     A second call changes nothing.
     """
-    if not any(isinstance(hook, _Forget) for hook in module._forward_hooks.values()):
+    if not any(isinstance(hook, _Forget) for hook in FORWARD_HOOKS.of(module).values()):
         kept = [vars(layer).get("siblings") for layer in module.modules()]
         if found := list(dict.fromkeys(each for each in kept if isinstance(each, Siblings))):
             module.register_forward_hook(_Forget(found))
@@ -146,4 +147,4 @@ class Siblings:
 def _state(tensor: torch.Tensor) -> tuple[Any, ...]:
     device = tensor.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    return tensor._version, dtype
+    return VERSION.of(tensor), dtype

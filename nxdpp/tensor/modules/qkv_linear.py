@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.nn import init
 
+from nxdpp.ground.torch_names import LOAD_OWN
 from nxdpp.ranks import parallel_state
 from nxdpp.ranks.transfer_groups import own_group
 from nxdpp.tensor import mappings
@@ -176,7 +177,7 @@ class GQAQKVColumnParallelLinear(ParallelLayer):
                     )
                 del state_dict[f"{prefix}{kind}_qkv"]
                 state_dict.update(zip((f"{prefix}{kind}_{name}" for name in _NAMES), fused.split(sizes), strict=True))
-        super()._load_from_state_dict(state_dict, prefix, *rest)
+        LOAD_OWN.of(super())(state_dict, prefix, *rest)
 
     def padded_sizes(self, ratio: Fraction) -> dict[str, Fraction]:
         """For ``ratio`` times as many heads, the size of each parameter; copied key-value heads stay as they are.
