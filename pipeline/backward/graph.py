@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._C import _FunctionBase
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
 
 from nxdpp.devices.kinds import memory_of
@@ -23,6 +23,7 @@ from nxdpp.pipeline.backward.structure import (
     is_hooked,
     saved_names,
     saved_tensors,
+    sequence_number,
     unpack_hook,
 )
 
@@ -42,6 +43,7 @@ AT_ONCE = frozenset(f"{name}Backward0" for name in _AT_ONCE)
 # Nodes of extensions have no Python type of their own, and unknown properties.
 _UNKNOWN = "CppFunction"
 _LEAF = "AccumulateGrad"
+# A backward that torch.compile has made may overwrite what it has saved, and refuses a kept graph.
 _COMPILED = "CompiledFunctionBackward"
 _NOWHERE = -1
 
@@ -172,7 +174,7 @@ class _Graph:
     def _immediate(self, exits: list[_Exit]) -> set[int]:
         if not self.leads_back:
             return set()
-        if any(map(_refuses_a_kept_graph, self.types)):
+        if any(node_type.__name__ == _COMPILED for node_type in self.types):
             return set[int]().union(*(exit_.leaves for exit_ in exits))
         immediate: set[int] = set()
         for exit_ in exits:
@@ -192,9 +194,8 @@ class _Graph:
         run = set(exit_.below)
         if exit_.split_node != _NOWHERE:
             run.add(exit_.split_node)
-            node_type = self.types[exit_.split_node]
-            name = node_type.__name__
-            if name in AT_ONCE or name == _UNKNOWN or _is_whole_function(node_type):
+            name = self.types[exit_.split_node].__name__
+            if name in AT_ONCE or name == _UNKNOWN or _is_whole_function(self.nodes[exit_.split_node]):
                 return True
         return any(is_hooked(self.nodes[n], saved) for n in run for saved in saved_names(self.types[n]))
 
@@ -219,12 +220,12 @@ class _Graph:
             outside = {exit_.child for exit_ in part if exit_.split_node == _NOWHERE}
             weight_groups[-1].roots += [position for position, (root, _) in enumerate(self.roots) if root in outside]
         for group in weight_groups:
-            group.split_nodes.sort(key=lambda split_node: -self.nodes[split_node.node]._sequence_nr())
+            group.split_nodes.sort(key=lambda split_node: -sequence_number(self.nodes[split_node.node]))
         return weight_groups
 
     def _order(self, part: list[_Exit]) -> int:
         numbers = [exit_.child if exit_.split_node == _NOWHERE else exit_.split_node for exit_ in part]
-        return -max(int(self.nodes[number]._sequence_nr()) for number in numbers)
+        return -max(sequence_number(self.nodes[number]) for number in numbers)
 
     def _split_nodes(self, part: list[_Exit]) -> list[SplitNode]:
         children: dict[int, set[int]] = {}
@@ -255,19 +256,9 @@ class _Graph:
         return found
 
 
-def _refuses_a_kept_graph(node_type: type) -> bool:
-    """Return whether ``torch.compile`` has compiled a node for backwards that may overwrite what it has saved."""
-    if node_type.__name__ != _COMPILED:
-        return False
-    function: Any = node_type._forward_cls  # type: ignore[attr-defined]  # of a Python autograd.Function
-    return function.compiled_bw is not None and bool(function.metadata.bw_donated_idxs)
-
-
-def _is_whole_function(node_type: type) -> bool:
+def _is_whole_function(node: Any) -> bool:
     """Return whether a node is a Python ``autograd.Function`` that may not run once for each of its gradients."""
-    if not issubclass(node_type, _FunctionBase):
-        return False
-    return not getattr(getattr(node_type, "_forward_cls", None), "computes_each_gradient_alone", False)
+    return isinstance(node, BackwardCFunction) and not getattr(node, "computes_each_gradient_alone", False)
 
 
 def _storage(tensor: torch.Tensor) -> int:

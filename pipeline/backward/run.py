@@ -4,7 +4,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from nxdpp.devices.autocast import autocast_types, without_autocast
+from nxdpp.ground.torch_names import ENGINE
 
 # A received tensor enters the graph together with this one, which makes it require a gradient and gets none.
 with torch.inference_mode(mode=False):
@@ -53,7 +57,7 @@ _enter: Any = super(torch.autograd.Function, _Enter).apply
 def edge_of(tensor: torch.Tensor) -> GradientEdge:
     """Return ``get_gradient_edge(tensor)``, in a third of its time for a tensor that an operation of torch has made."""
     node = tensor.grad_fn
-    if node is None or isinstance(node, torch._C._FunctionBase):
+    if node is None or isinstance(node, BackwardCFunction):
         return get_gradient_edge(tensor)
     return GradientEdge(node, tensor.output_nr)
 
@@ -74,7 +78,7 @@ def run_backward(
         gradients: the roots' gradients, of their shapes and dtypes; not checked.
         retain: keep the graph for another backward.
     """
-    run = _run_without_autocast if torch._C._is_any_autocast_enabled() else _run
+    run = _run_without_autocast if autocast_types() else ENGINE.found.run_backward
     # Keywords take longer than positions: create_graph, and allow_unreachable before accumulate_grad.
     found: Sequence[torch.Tensor | None] = run(
         tuple(roots), tuple(gradients), retain, False, tuple(inputs), True, accumulate
@@ -82,9 +86,6 @@ def run_backward(
     return found
 
 
-_run = torch.autograd.Variable._execution_engine.run_backward
-
-
 def _run_without_autocast(*arguments: Any) -> Any:
-    with torch._C._DisableAutocast():
-        return _run(*arguments)
+    with without_autocast():
+        return ENGINE.found.run_backward(*arguments)

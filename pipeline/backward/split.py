@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from nxdpp.ground.torch_names import BACKWARD_HOOKS
 from nxdpp.pipeline.backward.graph import BackwardAnalysis
 from nxdpp.pipeline.backward.run import run_backward
 from nxdpp.pipeline.backward.structure import Structure, WeightGroup, saved_tensors
@@ -53,10 +54,10 @@ class SplitBackward:
     wait, and :meth:`input_gradients` computes them:
 
     - gradients of an operation that computes all at once: a fused attention, a Python ``autograd.Function``
-      unless its class has ``computes_each_gradient_alone = True``;
+      unless its forward sets ``ctx.computes_each_gradient_alone = True``;
     - gradients in a region under saved-tensor hooks (``torch.utils.checkpoint``): it would be recomputed a second time;
-    - all gradients of a stage with modules that ``torch.compile`` has compiled for a plain backward: it overwrites what
-      it has saved.
+    - all gradients of a stage with modules that ``torch.compile`` has compiled: their backward overwrites what it has
+      saved.
 
     When the graph depends on the data, a parameter may be immediate in one microbatch and not in another. Its sum then
     has the order of the calls.
@@ -82,15 +83,15 @@ class SplitBackward:
         self._structure, self._nodes = analysis.of(self._received, self._roots)
         self._work: deque[_GroupWork] | None = None
 
-    def input_gradients(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    def input_gradients(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
         """Compute the gradients of received values; ``None`` for a value that the roots do not depend on.
 
         Args:
-            gradients: the roots' gradients, of their shapes, dtypes and devices; ``None`` stands for 1 at a root of
-                one element. Their memory must not change before :meth:`weight_gradients`.
+            gradients: the roots' gradients, of their shapes, dtypes and devices. Their memory must not change before
+                :meth:`weight_gradients`.
 
         Raises:
-            ValueError: when there are not as many gradients as roots, or a root of several elements has none.
+            ValueError: when there are not as many gradients as roots.
             RuntimeError: when called a second time.
         """
         structure = self._structure
@@ -98,7 +99,7 @@ class SplitBackward:
             raise RuntimeError("the input-gradients of this microbatch have been computed already")
         if len(gradients) != len(self._roots):
             raise ValueError(f"{len(self._roots)} roots need as many gradients, not {len(gradients)}")
-        starts = [_start(root, gradient) for root, gradient in zip(self._roots, gradients, strict=True)]
+        starts = list(gradients)
         # Run the graph, and keep the gradients that the split nodes are given.
         kept: dict[int, _Gradients] = {}
         hooks = [
@@ -193,16 +194,6 @@ def _run_while_asking_for(edges: list[GradientEdge], function: Callable[[torch.T
         _asked.function = outer
 
 
-def _start(root: GradientEdge, gradient: torch.Tensor | None) -> torch.Tensor:
-    if gradient is not None:
-        return gradient
-    metadata: Any = root.node._input_metadata[root.output_nr]
-    shape = torch.Size(metadata.shape)
-    if shape.numel() != 1:
-        raise ValueError(f"a root of shape {tuple(shape)} needs a gradient; only one element has 1 by default")
-    return torch.ones(shape, dtype=metadata.dtype, device=metadata.device)
-
-
 def _accumulate(leaves: Sequence[GradientEdge], gradients: Sequence[torch.Tensor | None]) -> None:
     """Add ``gradients`` to the leaves' ``.grad`` as autograd's engine does."""
     known = [(leaf, gradient) for leaf, gradient in zip(leaves, gradients, strict=True) if gradient is not None]
@@ -210,7 +201,7 @@ def _accumulate(leaves: Sequence[GradientEdge], gradients: Sequence[torch.Tensor
         return
     # The first call has run the hooks of the tensors; the hooks of their accumulation still have to run.
     variables: list[Any] = [leaf.node.variable for leaf, _ in known]  # type: ignore[attr-defined]  # of torch's AccumulateGrad
-    hooks = [variable._backward_hooks for variable in variables if variable._backward_hooks]
+    hooks = [BACKWARD_HOOKS.of(variable) for variable in variables if BACKWARD_HOOKS.of(variable)]
     kept = [dict(found) for found in hooks]
     for found in hooks:
         found.clear()

@@ -5,15 +5,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from itertools import pairwise
+from operator import methodcaller
 from typing import Any
 
 import torch
 from torch.autograd.graph import GradientEdge
 
+from nxdpp.ground.torch_names import SAVED_TENSOR, SEQUENCE_NUMBER
+
 _logger = logging.getLogger(__name__)
 
-HOOKS_ARE_SHOWN = hasattr(torch._C._autograd.SavedTensor, "unpack_hook")
+HOOKS_ARE_SHOWN = SAVED_TENSOR.exists and hasattr(SAVED_TENSOR.found, "unpack_hook")
 """``True`` where a saved tensor shows its hook; torch 2.9 does not."""
+
+sequence_number = methodcaller(SEQUENCE_NUMBER.name)
+"""The number of a node: of the nodes that can run, autograd's engine takes the one of the greatest number."""
 
 # (node, input of the node)
 Edge = tuple[int, int]
@@ -112,7 +118,7 @@ class Structure:
 
     def _in_order(self, nodes: Sequence[Any]) -> bool:
         for one, other in self._neighbours:  # noqa: SIM110  # a generator takes longer than the comparison
-            if nodes[one]._sequence_nr() < nodes[other]._sequence_nr():
+            if sequence_number(nodes[one]) < sequence_number(nodes[other]):
                 return False
         return True
 
@@ -125,7 +131,7 @@ class Structure:
 
 def is_hooked(node: Any, name: str) -> bool:
     """Return whether a hook returns this saved tensor; activation checkpointing recomputes it there."""
-    if isinstance(saved := getattr(node, name), torch._C._autograd.SavedTensor):
+    if HOOKS_ARE_SHOWN and isinstance(saved := getattr(node, name), SAVED_TENSOR.found):
         return unpack_hook(saved) is not None
     return any(unpack_hook(saved) is not None for saved in saved_tensors(node, name))
 
