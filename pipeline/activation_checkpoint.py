@@ -7,10 +7,9 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
-from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
+from nxdpp.ground.torch_names import COMPILED_CALL, pytree
 from nxdpp.pipeline.recomputed_state import LayerState, RecomputedCall
 
 _logger = logging.getLogger(__name__)
@@ -113,16 +112,16 @@ def _has(model: nn.Module, name: str) -> bool:
 
 
 def _checkpoint(name: str, module: nn.Module) -> None:
-    if is_checkpointed(module) or isinstance(module, CheckpointWrapper):
+    if is_checkpointed(module) or any(kind.__name__ == "CheckpointWrapper" for kind in type(module).__mro__):
         return
     # The instance's own forward is replaced, not the module: a wrapper would rename its parameters. Compiled code is
     # recomputed as a whole: the state is looked at outside of it.
     state = LayerState(name, module)
-    if module._compiled_call_impl is None:
+    if COMPILED_CALL.of(module) is None:
         module.forward = functools.partial(_recomputed, module.forward, state)
     else:
         module.forward = _ForwardOfCompiled(_forward_of_compiled, module.forward, state)
-        module._compiled_call_impl = functools.partial(_recomputed, module._compiled_call_impl, state)
+        COMPILED_CALL.set(module, functools.partial(_recomputed, COMPILED_CALL.of(module), state))
 
 
 class _ForwardOfCompiled(functools.partial[Any]):
@@ -137,7 +136,7 @@ def _forward_of_compiled(forward: Callable[..., Any], state: LayerState, /, *arg
 
 
 def _checkpointed_call(module: nn.Module) -> "functools.partial[Any] | None":
-    calls = (module._compiled_call_impl, module.forward)
+    calls = (COMPILED_CALL.of(module), module.forward)
     return next((each for each in calls if isinstance(each, functools.partial) and each.func is _recomputed), None)
 
 
@@ -145,8 +144,8 @@ def _keep_activations(module: nn.Module) -> None:
     call = _checkpointed_call(module)
     assert call is not None, "it is checkpointed"
     own = call.args[0]
-    if call is module._compiled_call_impl:
-        module._compiled_call_impl = own
+    if call is COMPILED_CALL.of(module):
+        COMPILED_CALL.set(module, own)
         assert isinstance(module.forward, _ForwardOfCompiled)
         own = module.forward.args[0]
     del module.forward

@@ -14,8 +14,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
-from torch.utils import _pytree as pytree
 
 from nxdpp.devices.kinds import device_of
 from nxdpp.gradients.held_hooks import count_hooks
@@ -25,6 +23,7 @@ from nxdpp.gradients.shards.local_tensors import is_sharded
 from nxdpp.gradients.shards.once_a_step import OnceAStep
 from nxdpp.gradients.shards.rank_shards import RankShards, ShardedLayer, StageShards
 from nxdpp.gradients.shards.unit import ShardedUnit, shard_context
+from nxdpp.ground.torch_names import FSDP_MESH, HSDP_MESH, pytree
 from nxdpp.initialization.allocation import with_type_of
 from nxdpp.pipeline.layer_compilation import compiled_modules
 from nxdpp.pipeline.local.changes import TENSORS, Change
@@ -100,7 +99,7 @@ class _Sharding:
         self._device = parallel_state.local_device()
         self._context = shard_context(self._device)
         mesh = parallel_state.get_shard_mesh()
-        self._mesh_info = FSDPMeshInfo(mesh, 0) if mesh.ndim == 1 else HSDPMeshInfo(mesh, 1, 0)
+        self._mesh_info = FSDP_MESH(mesh, 0) if mesh.ndim == 1 else HSDP_MESH(mesh, 1, 0)
 
     def shards(self, resharding: bool) -> RankShards:
         """Make the units, one after the other."""

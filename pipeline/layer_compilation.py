@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from nxdpp.devices.kinds import device_of
+from nxdpp.ground.torch_names import DYNAMO_CONFIG, EFFECT, INDUCTOR_CONFIG, INDUCTOR_MODE, KEEP_ORDER
 from nxdpp.pipeline.activation_checkpoint import compile_checkpointed
 from nxdpp.pipeline.local.view import LocalView
 from nxdpp.ranks import parallel_state
@@ -85,6 +86,9 @@ def apply_compile(model: nn.Module, **options: Any) -> None:
         # Not imported before: it imports transformers.
         from nxdpp.tensor.models.shared_inputs import forget_after_calls
 
+        # Compiled collectives in another order would pair other messages.
+        for name in (KEEP_ORDER, EFFECT):
+            assert name.found
         for _, module in modules:
             forget_after_calls(module)
     compile_modules(modules, options)
@@ -102,8 +106,7 @@ def compiled_modules(outermost: Iterable[tuple[str, nn.Module]]) -> Iterator[tup
 def compile_modules(modules: Iterable[tuple[str, nn.Module]], options: dict[str, Any]) -> None:
     """Compile each of the named ``modules`` in place by ``torch.compile``'s ``options``; their first calls compile."""
     # Not imported before: it takes a second.
-    from torch._dynamo import config
-
+    config = DYNAMO_CONFIG.found
     named = list(modules)
     codes = _CODES_OF_A_MODULE * len(named)
     config.recompile_limit = max(config.recompile_limit, _CODES, codes)
@@ -116,8 +119,7 @@ def compile_modules(modules: Iterable[tuple[str, nn.Module]], options: dict[str,
 
 def check_options(options: dict[str, Any], is_divided: bool = False) -> None:
     """Raise ``ValueError`` for ``options`` that ``torch.compile``, a pipeline or a divided model refuses."""
-    from torch._inductor import config, list_mode_options
-
+    config = INDUCTOR_CONFIG.found
     known = [name for name in inspect.signature(torch.compile).parameters if name != "model"]
     if unknown := sorted(set(options) - set(known)):
         raise ValueError(f"torch.compile of torch {torch.__version__} has no {unknown}; it takes {', '.join(known)}.")
@@ -131,7 +133,7 @@ def check_options(options: dict[str, Any], is_divided: bool = False) -> None:
     except Exception as error:
         raise ValueError(f"torch.compile refuses {options}: {error!s:.300}") from error
     if backend in (None, "inductor"):
-        named = list_mode_options(mode) if mode else inner or {}
+        named = INDUCTOR_MODE(mode) if mode else inner or {}
         given = {name.replace("-", "_"): value for name, value in named.items()}
         if given.get(_KEY, config.triton.cudagraphs):
             what = f"torch._inductor.config.{_KEY}" if _KEY not in given else f"mode={mode!r}" if mode else _KEY

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from nxdpp.gradients.overlapped_average import AverageReport
+from nxdpp.ground.torch_names import MOVE
 from nxdpp.pipeline.local.tree import follow_training_modes
 from nxdpp.pipeline.local.upkeep import works_on_meta
 from nxdpp.pipeline.local.view import LocalView
@@ -238,7 +239,7 @@ class PipelineView(LocalView):
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
         if not works_on_meta(fn):
             self._pipeline.check_materialised()
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        MOVE.of(super())(fn, recurse)
         self._pipeline.follow()
         return self
 

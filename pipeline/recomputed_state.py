@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from nxdpp.devices.kinds import device_of
+from nxdpp.ground.torch_names import BUFFERS, VERSION, pytree
 from nxdpp.pipeline.torch_checkpoints import inner_checkpoints
 from nxdpp.tracing.modules import listings
 
@@ -140,7 +140,7 @@ class LayerState:
     def _look(self) -> None:
         """Find the places: buffers and attributes of all modules of the layer."""
         modules = listings.named_modules(self._layer)
-        found = [(path, registry) for path, module in modules for registry in (module._buffers, vars(module))]
+        found = [(path, registry) for path, module in modules for registry in (BUFFERS.of(module), vars(module))]
         self._attributes = [registry for _, registry in found[1::2]]
         for path, registry in found:
             for key in registry.keys() - _OF_TORCH:
@@ -234,7 +234,7 @@ def _is_mutable(value: Any) -> bool:
 def _content(value: Any) -> Any:
     """What differs after a change in place."""
     if isinstance(value, torch.Tensor):
-        return None if value.is_inference() else value._version
+        return None if value.is_inference() else VERSION.of(value)
     if isinstance(value, dict):
         return [*map(id, value), *map(id, value.values())]
     return list(map(id, value)) if isinstance(value, _CONTAINERS) else None

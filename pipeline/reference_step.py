@@ -19,8 +19,10 @@ import torch
 from torch import nn
 
 from nxdpp.agreement.comparison import gathered
+from nxdpp.devices.autocast import without_autocast
 from nxdpp.devices.kinds import device_of
 from nxdpp.gradients.gradient_dtype import accumulate_in, gradient_dtype
+from nxdpp.ground.torch_names import COMPILED_CALL
 from nxdpp.initialization.allocation import with_type_of
 from nxdpp.pipeline.config import PipelineConfig
 from nxdpp.pipeline.local.elsewhere_tensors import ordinary
@@ -87,7 +89,7 @@ class ReferenceStep:
         values = self._gathered({name: (t.detach().cpu(), t.requires_grad) for name, t in _tensors(self._local)})
 
         def act() -> list[str]:
-            if any(module._compiled_call_impl is not None for module in listings.modules(self._local)):
+            if any(COMPILED_CALL.of(module) is not None for module in listings.modules(self._local)):
                 return [_COMPILED]
             with _unchanged_generators(self._device) as have_moved:
                 module = self._copy(values)
@@ -163,7 +165,7 @@ class ReferenceStep:
             part = step.differentiated(number, loss)
             if part is not None:
                 # As in the step of the pipeline.
-                with torch._C._DisableAutocast():
+                with without_autocast():
                     part.backward(self._config.loss_gradient(part))
             self._losses.append(loss.detach())
             board.moved()

@@ -21,15 +21,12 @@ from torch import fx, nn
 from torch.utils import checkpoint
 from torch.utils.checkpoint import CheckpointFunction
 
+from nxdpp.ground.torch_names import CHECKPOINT_GENERATOR
 from nxdpp.pipeline.local.changes import parameters_of_all_models
 from nxdpp.tracing.modules import listings
 
 Function = Callable[..., Any]
 Keep = Callable[[Function], Function]
-
-# Programs import ``checkpoint`` by name. It looks these up in its module.
-_GENERATOR = "_checkpoint_without_reentrant_generator"
-_FUNCTION = "CheckpointFunction"
 
 _keep: ContextVar[Keep | None] = ContextVar("what a recomputation of an inner checkpoint runs", default=None)
 _calls: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
@@ -49,14 +46,16 @@ def inner_checkpoints(keep: Keep) -> Iterator[None]:
 @cache
 def follow_checkpoints() -> None:
     """Make torch's checkpoints in modules of a pipeline get their state, or raise ``RuntimeError`` in a backward."""
-    original = vars(checkpoint)[_GENERATOR]
+    original = CHECKPOINT_GENERATOR.found
 
     def generator(function: Function, *args: Any, **kwargs: Any) -> Any:
         kept = _kept(function)
         yield from original(kept, *args, **kwargs)
         _end_forward(kept)
 
-    vars(checkpoint).update({_GENERATOR: generator, _FUNCTION: _Reentrant})
+    # Programs import ``checkpoint`` by name. It looks these up in its module.
+    CHECKPOINT_GENERATOR.replace(generator)
+    checkpoint.CheckpointFunction = _Reentrant  # type: ignore[misc]  # a class of torch
 
 
 class _Reentrant(CheckpointFunction):

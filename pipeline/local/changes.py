@@ -25,6 +25,7 @@ from torch import nn
 from torch.nn.modules import module as registration
 
 from nxdpp.gradients.shards.local_tensors import is_sharded
+from nxdpp.ground.torch_names import BUFFERS, HOOKS, MODULES, PARAMETERS
 from nxdpp.ranks import parallel_state
 from nxdpp.tracing.modules import listings
 
@@ -52,8 +53,7 @@ class Change(Enum):
 ENTRIES = (Change.MODULE, Change.PARAMETER, Change.BUFFER)
 TENSORS = (*ENTRIES, Change.VALUES, Change.MOVE)
 
-_STORES = {Change.MODULE: "_modules", Change.PARAMETER: "_parameters", Change.BUFFER: "_buffers"}
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_STORES = {Change.MODULE: MODULES.name, Change.PARAMETER: PARAMETERS.name, Change.BUFFER: BUFFERS.name}
 
 _requires_grad = attrgetter("requires_grad")
 _dtype = attrgetter("dtype")
@@ -216,7 +216,7 @@ class _Sight:
         self._in_evaluation = list(compress(self._attributes, map(not_, self._modes)))
         self._attributes_above = [vars(module) for module in above]
         self._forwards = list(map(_forward, self._attributes_above))
-        self._hook_dicts = [vars(module)[name] for module in above for name in _HOOKS]
+        self._hook_dicts = [hooks.of(module) for module in above for hooks in HOOKS]
         self.take_hooks()
         self._entries = {
             change: [vars(module)[store] for module in (above if change is Change.BUFFER else self.modules)]
@@ -226,7 +226,7 @@ class _Sight:
         self._dicts_above = [vars(module)[store] for module in above for store in _STORES.values()]
         self._values_above = _values(self._dicts_above)
         # One parameter of each module that a stage runs: ``_apply`` replaces or converts all of them.
-        children = (child for module in above for child in module._modules.values() if child is not None)
+        children = (child for module in above for child in MODULES.of(module).values() if child is not None)
         firsts = (_first_parameter(child) for child in children if id(child) in self.ids - self.above)
         samples = [first for first in firsts if first is not None]
         self._sampled_dicts = [parameters for parameters, _ in samples]
@@ -257,7 +257,7 @@ class _Sight:
         """The modules ``above`` the layers whose hooks differ from the known ones."""
         pairs = zip(self._hook_dicts, self._hooks, strict=True)
         changed = [now != known for now, known in pairs]
-        return [module for number, module in enumerate(above) if any(changed[number * len(_HOOKS) :][: len(_HOOKS)])]
+        return [module for number, module in enumerate(above) if any(changed[number * len(HOOKS) :][: len(HOOKS)])]
 
     def changes_since(self, before: "_Sight") -> list[Change]:
         """Return the kinds of what is not as it was in ``before``, whose entries may have been changed in place."""
@@ -293,9 +293,9 @@ def _are_same(now: Sequence[Any], before: Sequence[Any]) -> bool:
 
 def _first_parameter(module: nn.Module) -> tuple[dict[str, Any], str] | None:
     for child in listings.modules(module):
-        for name, parameter in child._parameters.items():
+        for name, parameter in PARAMETERS.of(child).items():
             if parameter is not None:
-                return child._parameters, name
+                return PARAMETERS.of(child), name
     return None
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from nxdpp.ground.torch_names import FORWARD_PRE_HOOKS
 from nxdpp.pipeline.local.tree import is_freed
 from nxdpp.pipeline.partition.assignment import Owners
 from nxdpp.tracing.modules import listings
@@ -31,7 +32,7 @@ def refuse_calls_elsewhere(root: nn.Module, owners: Owners, local: nn.Module) ->
 
 
 def _refuses(module: nn.Module) -> bool:
-    return any(isinstance(hook, _Refusal) for hook in module._forward_pre_hooks.values())
+    return any(isinstance(hook, _Refusal) for hook in FORWARD_PRE_HOOKS.of(module).values())
 
 
 class _Refusal:

@@ -4,22 +4,27 @@ Torch takes some of it without a word. ``target.data.mul_(0.9).add_(online.data,
 where ``online`` is on the meta device.
 """
 
-import sys
 from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from nxdpp.ground.torch_names import BUFFERS, PARAMETERS
 from nxdpp.pipeline.local.own_save import refuse_pickle
 from nxdpp.tensor.tensor_attributes import copy_tensor_model_parallel_attributes
+from nxdpp.tracing.code.frames import caller
 from nxdpp.tracing.graph.errors import calling_frame, model_line, stack_line
 from nxdpp.tracing.modules import listings
 from nxdpp.tracing.values.nested import leaves_of
 
 # They write a tensor that no stage of this rank reads, as the load of a whole state dict does.
 _WRITES = frozenset({torch.Tensor.copy_, torch.Tensor.data.__set__, torch.Tensor.grad.__set__})  # type: ignore[attr-defined, union-attr]  # descriptors
+
+
+def _plain(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Call ``func`` as for tensors of no subclass."""
+    return torch.Tensor.__torch_function__(func, (), args, dict(kwargs))
 
 
 class ElsewhereTensor(torch.Tensor):
@@ -39,17 +44,16 @@ class ElsewhereTensor(torch.Tensor):
         if not all(issubclass(each, torch.Tensor) for each in types):
             return NotImplemented
         kwargs = kwargs or {}
-        with torch._C.DisableTorchFunctionSubclass():
-            first: Any = args[0] if len(args) == 1 and not kwargs else None
-            # Code may ask for an attribute of each parameter in each step.
-            if not isinstance(first, ElsewhereTensor):
-                tensors = [leaf for leaf in leaves_of((args, dict(kwargs))) if isinstance(leaf, torch.Tensor)]
-                first = next(tensor for tensor in tensors if isinstance(tensor, ElsewhereTensor))
-                is_write = func in _WRITES and args[0] is first
-                # A number may be a tensor without dimensions.
-                if not is_write and any((t.ndim or not first.ndim) and not t.is_meta for t in tensors):
-                    _refuse(first.held_as)
-            result = func(*args, **kwargs)
+        first: Any = args[0] if len(args) == 1 and not kwargs else None
+        # Code may ask for an attribute of each parameter in each step.
+        if not isinstance(first, ElsewhereTensor):
+            tensors = [leaf for leaf in leaves_of((args, dict(kwargs))) if isinstance(leaf, torch.Tensor)]
+            first = next(tensor for tensor in tensors if isinstance(tensor, ElsewhereTensor))
+            is_write = func in _WRITES and args[0] is first
+            # A number may be a tensor without dimensions.
+            if not is_write and any((t.ndim or not first.ndim) and not t.is_meta for t in tensors):
+                _refuse(first.held_as)
+        result = _plain(func, args, kwargs)
         if type(result) is torch.Tensor and result.is_meta:
             result = _held_as(first.held_as, result.as_subclass(ElsewhereTensor))
         return result
@@ -85,7 +89,7 @@ def parameter_elsewhere(parameter: nn.Parameter, name: str) -> ElsewhereParamete
     Raises ``ValueError`` for a ``DTensor``, and for one that stands for several tensors, unless it is frozen and of
     torchao.
     """
-    if is_traceable_wrapper_subclass(parameter) and not is_frozen_of_torchao(parameter):
+    if hasattr(parameter, "__tensor_flatten__") and not is_frozen_of_torchao(parameter):
         # Here only, since its import takes long.
         from torch.distributed.tensor import DTensor
 
@@ -108,7 +112,7 @@ def parameter_elsewhere(parameter: nn.Parameter, name: str) -> ElsewhereParamete
 def is_frozen_of_torchao(tensor: torch.Tensor) -> bool:
     """Return whether ``tensor`` is a frozen quantized weight of torchao, which stands for several tensors."""
     return (
-        is_traceable_wrapper_subclass(tensor)
+        hasattr(tensor, "__tensor_flatten__")
         and not tensor.requires_grad
         and type(tensor).__module__.partition(".")[0] == "torchao"
     )
@@ -126,7 +130,7 @@ def take_back(root: nn.Module) -> None:
     """
     made: dict[int, torch.Tensor] = {}
     for module in listings.modules(root):
-        registries: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        registries: tuple[dict[str, Any], ...] = (PARAMETERS.of(module), BUFFERS.of(module))
         for registry in registries:
             for key, tensor in registry.items():
                 if isinstance(tensor, ElsewhereTensor) and not getattr(tensor, "is_freed", False):
@@ -148,8 +152,8 @@ def on_meta(tensor: torch.Tensor) -> torch.Tensor:
     """Return a plain tensor on the meta device like ``tensor``, which may be a frozen quantized weight of torchao."""
     if is_frozen_of_torchao(tensor):
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-    with torch._C.DisableTorchFunctionSubclass():
-        return torch.empty_like(tensor, device="meta")
+    made: torch.Tensor = _plain(torch.empty_like, (tensor,), {"device": "meta"})
+    return made
 
 
 def _held_as(name: str, tensor: _Held) -> _Held:
@@ -158,7 +162,7 @@ def _held_as(name: str, tensor: _Held) -> _Held:
 
 
 def _refuse(name: str) -> NoReturn:
-    frame = calling_frame(sys._getframe(2))
+    frame = calling_frame(caller(1))
     raise RuntimeError(
         f"another rank holds {name}, and this rank computes with it and with values of its own\n"
         f"  at {model_line(frame and stack_line(frame))}\n"

@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary, WeakMethod
 
 from torch import nn
 
+from nxdpp.ground.torch_names import BUFFERS, MODULES, MOVE, NON_PERSISTENT, PARAMETERS
 from nxdpp.tensor.move_model_to_device import convert_parameters
 
 # Not an attribute: a copy of a tree follows nothing. The methods are of objects that hold the tree.
@@ -73,13 +74,13 @@ class LocalModule(nn.Module):
             return
         owner, _, key = name.rpartition(".")
         above = self.get_submodule(owner)
-        if key not in above._modules:
+        if key not in MODULES.of(above):
             raise KeyError(f"there is no module {name!r} on this rank to replace; there are {list(self._names())}.")
         above.add_module(key, module)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
         """Move or convert; parameters that torch must replace keep their classes, attributes and ties."""
-        convert_parameters(self, fn, partial(super()._apply, fn, recurse))
+        convert_parameters(self, fn, partial(MOVE.of(super()), fn, recurse))
         return self
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -117,13 +118,13 @@ def stage_module(tree: nn.Module, names: Collection[str], owned: Collection[str]
 
 def _copy(tree: nn.Module, part: nn.Module, prefix: str, names: Collection[str], owned: Collection[str]) -> None:
     part.train(tree.training)
-    for key, parameter in tree._parameters.items():
+    for key, parameter in PARAMETERS.of(tree).items():
         if parameter is not None and f"{prefix}{key}" in names:
             part.register_parameter(key, parameter)
-    for key, buffer in tree._buffers.items():
+    for key, buffer in BUFFERS.of(tree).items():
         if buffer is not None and (f"{prefix}{key}" in names or f"{prefix}{key}" not in owned):
-            part.register_buffer(key, buffer, persistent=key not in tree._non_persistent_buffers_set)
-    for key, child in tree._modules.items():
+            part.register_buffer(key, buffer, persistent=key not in NON_PERSISTENT.of(tree))
+    for key, child in MODULES.of(tree).items():
         below = f"{prefix}{key}."
         if child is None:
             continue
@@ -140,7 +141,7 @@ def _any_below(prefix: str, names: Collection[str]) -> bool:
 
 
 def _held(container: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    for key, child in container._modules.items():
+    for key, child in MODULES.of(container).items():
         if child is not None:
             name = f"{prefix}{key}"
             if is_container(child):

@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import nn
 
+from nxdpp.ground.torch_names import FSDP_MANAGED
 from nxdpp.pipeline.local.local_module import LocalModule
 from nxdpp.pipeline.local.view import LocalView
 from nxdpp.tracing.modules import listings
@@ -51,5 +52,4 @@ def _is_fully_sharded(module: nn.Module) -> bool:
     if fsdp is None:
         return False
     # FullyShardedDataParallel around a pipelined model marks all modules inside.
-    is_inside = "_is_fsdp_managed_module" in vars(module)
-    return is_inside or isinstance(module, (fsdp.FullyShardedDataParallel, fsdp.FSDPModule))
+    return FSDP_MANAGED.held_by(module) or isinstance(module, (fsdp.FullyShardedDataParallel, fsdp.FSDPModule))

@@ -1,12 +1,12 @@
 """Wrappers and functions of other runtimes around a pipelined model, which would train nothing or other numbers.
 
-Each is recognised before it changes anything, by an attribute that it reads, by its hook or by what it lists::
+Each is recognised before it changes anything, by its class, by an attribute that it reads, or by its hook::
 
-    DistributedDataParallel(model)        reads _ddp_params_and_buffers_to_ignore, see ``view``
-    torch.compile(model)                  reads _initialize_hook
+    DistributedDataParallel(model)        registers the model as its module
+    torch.compile(model)                  registers the model as the module of an OptimizedModule
     transformers.Trainer(model)           reads is_distributed_loading_by_transformers
     fully_shard(model)                    registers a hook of torch.distributed.fsdp
-    FullyShardedDataParallel(model)       lists modules() in _get_ignored_modules
+    FullyShardedDataParallel(model)       lists modules() in its constructor
     accelerate's prepare(model)           sets forward, for autocast
 
 A list that the program has made before is not recognised. The first step finds modules that
@@ -16,8 +16,11 @@ A list that the program has made before is not recognised. The first step finds 
 from types import FrameType
 from typing import Any
 
-# Python 3.11 runs a comprehension in a frame of its own.
-_COMPREHENSIONS = ("<genexpr>", "<listcomp>")
+from torch import nn
+from torch.nn.modules import module as registration
+
+# The constructor asks by functions of its own.
+_DEPTH = 5
 _AVERAGED = (
     "Leave it out: a rank holds the parameters of its own stages, and run_train averages the gradients over the "
     "data-parallel replicas itself"
@@ -33,10 +36,28 @@ _TRAINED = (
 _SHARDED = f"FSDP would shard this rank's stages over ranks that have others. {_AVERAGED} (ZeRO-1: Zero1Optimizer)."
 
 
+_BROADCAST = (
+    "DistributedDataParallel gives all ranks the parameters of rank 0, which has other layers, or other parts of them: "
+    "leave it out. Gradients are averaged over the data-parallel replicas in any case."
+)
+_BY_REGISTRATION = {"DistributedDataParallel": _BROADCAST, "OptimizedModule": COMPILED}
+_views: list[type[nn.Module]] = []
+
+
+def refuse_as_child(view: type[nn.Module]) -> None:
+    """Let a wrapper of torch raise ``RuntimeError`` when it registers a module of the class ``view`` as its own."""
+    if not _views:
+        registration.register_module_module_registration_hook(_refuse_parent)
+    _views.append(view)
+
+
+def _refuse_parent(parent: nn.Module, name: str, child: nn.Module | None) -> None:
+    if type(parent).__name__ in _BY_REGISTRATION and isinstance(child, tuple(_views)):
+        raise RuntimeError(_BY_REGISTRATION[type(parent).__name__])
+
+
 def refuse_reader(name: str) -> None:
-    """Raise ``RuntimeError`` if ``name`` is an attribute that ``torch.compile`` or transformers' ``Trainer`` reads."""
-    if name == "_initialize_hook":
-        raise RuntimeError(COMPILED)
+    """Raise ``RuntimeError`` if ``name`` is an attribute that transformers' ``Trainer`` reads."""
     if name == "is_distributed_loading_by_transformers":
         raise RuntimeError(_TRAINED)
 
@@ -48,17 +69,14 @@ def refuse_hook(hook: Any) -> None:
 
 
 def refuse_lister(frame: FrameType | None) -> None:
-    """Raise ``RuntimeError`` if ``frame`` is of a function that takes this rank's part for the whole model.
-
-    ``frame`` takes the parameters or modules from a generator.
-    """
-    while frame is not None and frame.f_code.co_name in _COMPREHENSIONS:
+    """Raise ``RuntimeError`` if ``frame`` lists modules for the constructor of ``FullyShardedDataParallel``."""
+    for _ in range(_DEPTH):
+        if frame is None:
+            return
+        place = frame.f_globals.get("__name__"), frame.f_code.co_name
+        if place == ("torch.distributed.fsdp.fully_sharded_data_parallel", "__init__"):
+            raise RuntimeError(_SHARDED)
         frame = frame.f_back
-    if frame is None:
-        return
-    place = frame.f_globals.get("__name__"), frame.f_code.co_name
-    if place == ("torch.distributed.fsdp._init_utils", "_get_ignored_modules"):
-        raise RuntimeError(_SHARDED)
 
 
 def refuse_forward(name: str) -> None:

@@ -17,6 +17,7 @@ from nxdpp.gradients.optimizer.partial_steps import refuse_partial_steps
 from nxdpp.gradients.partial_norms import refuse_partial_norms
 from nxdpp.gradients.replaced_parameters import check_no_optimizer_has, check_no_optimizer_holds, watch_replaced
 from nxdpp.gradients.shards.local_tensors import is_sharded, local_rows
+from nxdpp.ground.torch_names import BUFFERS, PARAMETERS
 from nxdpp.initialization.allocation import with_type_of
 from nxdpp.initialization.initialisers import ParameterInitialiser
 from nxdpp.initialization.materialise import MetaTensor, initial_weights
@@ -324,7 +325,7 @@ class LocalPart:
 
 def _registries(module: nn.Module) -> tuple[dict[str, Any], ...]:
     """The dicts in which a module keeps tensors: parameters, buffers and plain attributes."""
-    return module._parameters, module._buffers, vars(module)
+    return PARAMETERS.of(module), BUFFERS.of(module), vars(module)
 
 
 def _named_tensors(tree: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

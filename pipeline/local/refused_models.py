@@ -6,6 +6,7 @@ from transformers import PreTrainedModel
 
 from nxdpp.agreement.same_values import sample
 from nxdpp.devices.kinds import device_of
+from nxdpp.ground.transformers_names import EXPERTS
 from nxdpp.tracing.modules import listings
 
 
@@ -47,7 +48,7 @@ def refuse_grouped_experts(module: nn.Module, device: torch.device) -> None:
     for name, child in listings.named_modules(module):
         config = getattr(child, "config", None)
         # transformers writes this attribute into experts that it can compute in several ways.
-        if hasattr(child, "_is_expert_parallel") and getattr(config, "_experts_implementation", None) == _GROUPED:
+        if hasattr(child, "is_transposed") and EXPERTS.held_by(config) and EXPERTS.of(config) == _GROUPED:
             raise ValueError(
                 f"{name or 'the model'}, a {type(child).__name__}, computes its experts by {_GROUPED!r}, which torch "
                 f"does not run on {device.type} devices. Call model.set_experts_implementation('batched_mm') "

@@ -14,10 +14,11 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from nxdpp.ground.torch_names import BUFFERS, MODULES, PARAMETERS
 from nxdpp.pipeline.local.tree import free_others, names_of_module
 from nxdpp.tracing.modules import listings
 
-_STORES = ("_modules", "_parameters", "_buffers")
+_STORES = (MODULES, PARAMETERS, BUFFERS)
 
 
 def copy_modes(source: nn.Module, target: nn.Module) -> None:
@@ -72,7 +73,7 @@ class ReplacementSync:
             module = self._root.get_submodule(name)
             if container is not module:
                 for store in _STORES:
-                    self._note(name, vars(container)[store], vars(module)[store])
+                    self._note(name, store.of(container), store.of(module))
 
     def _note(self, name: str, tree: dict[str, Any], whole: dict[str, Any]) -> None:
         self._stores.append((name, tree, whole))

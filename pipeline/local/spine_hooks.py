@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from torch import nn
 
+from nxdpp.ground.torch_names import FORWARD_HOOKS, FORWARD_PRE_HOOKS, HOOKS
 from nxdpp.tracing.modules import listings
 
 _logger = logging.getLogger(__name__)
@@ -49,7 +50,7 @@ def warn_of_traced_hooks(module: nn.Module, layers: Sequence[str]) -> None:
     """Log a warning for forward hooks of modules that hold transformer layers: they run while these are traced."""
     traced = []
     for name, child in _above_layers(module, layers):
-        if child._forward_hooks or child._forward_pre_hooks:
+        if FORWARD_HOOKS.of(child) or FORWARD_PRE_HOOKS.of(child):
             traced.append(name or type(module).__name__)
     if traced:
         _logger.warning(
@@ -69,4 +70,4 @@ def _above_layers(root: nn.Module, layers: Collection[str]) -> list[tuple[str, n
 
 
 def _registries(module: nn.Module) -> tuple[Mapping[int, object], ...]:
-    return module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+    return tuple(hooks.of(module) for hooks in HOOKS)

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from nxdpp.ground.torch_names import LOAD_OWN, LOAD_PRE_HOOKS
 from nxdpp.tracing.modules import listings
 
 _SHOWN = 10
@@ -36,9 +37,9 @@ class _LeftOut:
         self._below: list[str] = []
         self._direct: set[str] = set()
         for name, module in listings.named_modules(tree, remove_duplicate=False):
-            if module._load_state_dict_pre_hooks or module._state_dict_hooks:
+            if LOAD_PRE_HOOKS.of(module):
                 self._below.append(f"{name}." if name else "")
-            if type(module)._load_from_state_dict is not nn.Module._load_from_state_dict:
+            if LOAD_OWN.of(type(module)) is not LOAD_OWN.found:
                 self._direct.add(name)
 
     def has(self, name: str) -> bool:

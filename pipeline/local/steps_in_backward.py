@@ -3,15 +3,15 @@
 One process has run no later microbatch by then. A pipeline has, and its gradient is not whole before the end of a step.
 """
 
-import sys
 from functools import cache
 
-import torch
 from torch.optim import Optimizer
 
 from nxdpp.gradients.replaced_parameters import parameters_of
 from nxdpp.gradients.step_hooks import run_before_steps
+from nxdpp.ground.torch_names import ENGINE
 from nxdpp.pipeline.local.changes import parameters_of_all_models
+from nxdpp.tracing.code.frames import caller
 from nxdpp.tracing.graph.errors import calling_frame, model_line, stack_line
 
 
@@ -22,11 +22,11 @@ def refuse_steps_in_backward() -> None:
 
 
 def _check(optimizer: Optimizer) -> None:
-    if torch._C._current_graph_task_id() == -1:
+    if not _is_in_backward():
         return
     known = set(map(id, parameters_of_all_models()))
     if any(id(parameter) in known for parameter in parameters_of(optimizer)):
-        frame = calling_frame(sys._getframe(2))
+        frame = calling_frame(caller(1))
         raise RuntimeError(
             f"an optimizer, {type(optimizer).__name__}, steps in the backward of a microbatch\n"
             f"  at {model_line(frame and stack_line(frame))}\n"
@@ -35,3 +35,15 @@ def _check(optimizer: Optimizer) -> None:
             f"ranks add their gradients after the backward. Remove the hook, and call optimizer.step() and "
             f"optimizer.zero_grad() after run_train."
         )
+
+
+def _is_in_backward() -> bool:
+    try:
+        # It takes a call only while a backward runs in this thread.
+        ENGINE.found.queue_callback(_nothing)
+    except RuntimeError:
+        return False
+    return True
+
+
+def _nothing() -> None: ...

@@ -29,6 +29,7 @@ from nxdpp.gradients.gradient_dtype import gradient_dtype
 from nxdpp.gradients.held_hooks import HeldHooks, count_hooks
 from nxdpp.gradients.replaced_parameters import holders, options_text
 from nxdpp.gradients.shards.local_tensors import local_rows, with_rows
+from nxdpp.ground.torch_names import VERSION
 from nxdpp.pipeline.local.equal_copies import TiedWeight, make_equal
 from nxdpp.pipeline.p2p.layout import layout_of
 from nxdpp.pipeline.p2p.transport import Direction, Transport, are_zeros, zeros_like
@@ -147,7 +148,7 @@ class TiedWeights:
         here = [(TiedWeight(n, (n,), (self._rank,), -1), p) for n, p in self._of_stages if count_hooks(p)]
         for weight, parameter in (*zip(self._weights, self._copies, strict=True), *here):
             hooks = HeldHooks(parameter) if count_hooks(parameter) else None
-            self._set_aside.append(_SetAside(weight, parameter, parameter.grad, parameter._version, hooks))
+            self._set_aside.append(_SetAside(weight, parameter, parameter.grad, VERSION.of(parameter), hooks))
             parameter.grad = None
         self.parameters = [each.parameter for each in self._set_aside]
 
@@ -166,7 +167,7 @@ class TiedWeights:
         Raises ``RuntimeError`` if a forward of this rank has changed a copy.
         """
         for weight, parameter, _, version, _ in self._set_aside:
-            if len(weight.ranks) > 1 and parameter._version != version:
+            if len(weight.ranks) > 1 and VERSION.of(parameter) != version:
                 raise RuntimeError(
                     f"{weight.name} is tied over the pipeline ranks {list(weight.ranks)}, and a forward of rank "
                     f"{self._rank} has changed its copy in place (nn.Embedding(max_norm=...) does): the other ranks "

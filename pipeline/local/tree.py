@@ -5,6 +5,7 @@ from collections.abc import Collection
 import torch
 from torch import nn
 
+from nxdpp.ground.torch_names import BUFFERS, MODULES, NON_PERSISTENT, PARAMETERS
 from nxdpp.pipeline.local.elsewhere_tensors import (
     ElsewhereParameter,
     ElsewhereTensor,
@@ -147,19 +148,19 @@ def free_others(
         prefixes.setdefault(module, []).append(prefix)
     for module, places in prefixes.items():
         freed: list[str] = []
-        for key, parameter in module._parameters.items():
+        for key, parameter in PARAMETERS.of(module).items():
             if parameter is None or isinstance(parameter, ElsewhereTensor):
                 continue
             if not any(_join(prefix, key) in local for prefix in places):
                 meta = parameter_elsewhere(parameter, _join(places[0], key).replace(*called, 1))
-                module._parameters[key] = replaced.setdefault(id(parameter), meta)
+                PARAMETERS.of(module)[key] = replaced.setdefault(id(parameter), meta)
                 freed.append(key)
-        for key, buffer in module._buffers.items():
+        for key, buffer in BUFFERS.of(module).items():
             if buffer is None or isinstance(buffer, ElsewhereTensor):
                 continue
             if all(ownership.buffer_is_elsewhere(module, prefix, key) for prefix in places):
-                module._buffers[key] = buffer_elsewhere(buffer, _join(places[0], key).replace(*called, 1))
-                freed += [key] if key not in module._non_persistent_buffers_set else []
+                BUFFERS.of(module)[key] = buffer_elsewhere(buffer, _join(places[0], key).replace(*called, 1))
+                freed += [key] if key not in NON_PERSISTENT.of(module) else []
         if freed:
             refuse_own_state(module, freed[0])
 
@@ -167,13 +168,13 @@ def free_others(
 def _fill(
     container: nn.Module, module: nn.Module, prefix: str, ownership: "_Ownership", layers: Collection[str]
 ) -> None:
-    for key, parameter in module._parameters.items():
+    for key, parameter in PARAMETERS.of(module).items():
         if parameter is not None and _join(prefix, key) in ownership.local:
             container.register_parameter(key, parameter)
-    for key, buffer in module._buffers.items():
+    for key, buffer in BUFFERS.of(module).items():
         if buffer is not None and not ownership.buffer_is_elsewhere(module, prefix, key):
-            container.register_buffer(key, buffer, persistent=key not in module._non_persistent_buffers_set)
-    for key, child in module._modules.items():
+            container.register_buffer(key, buffer, persistent=key not in NON_PERSISTENT.of(module))
+    for key, child in MODULES.of(module).items():
         name = _join(prefix, key)
         if child is None or ownership.is_elsewhere(child, name):
             continue

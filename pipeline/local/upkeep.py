@@ -22,6 +22,7 @@ from nxdpp.gradients.replaced_parameters import (
     watch_replaced,
 )
 from nxdpp.gradients.shards.local_tensors import is_sharded
+from nxdpp.ground.torch_names import PARAMETERS, STATE_VERSIONS
 from nxdpp.initialization.allocation import allocate
 from nxdpp.pipeline import arguments
 from nxdpp.pipeline.local import half_loaded
@@ -269,9 +270,8 @@ class LocalUpkeep:
             # A file of Hugging Face, and named_parameters(), have one name of a tied weight.
             for given in [name for name in names if name in local][:1]:
                 local = OrderedDict(dict.fromkeys(own.keys() & set(names), local[given])) | local
-        if hasattr(state_dict, "_metadata"):
-            # Versions of modules, which torch keeps next to the tensors.
-            vars(local)["_metadata"] = state_dict._metadata
+        if STATE_VERSIONS.held_by(state_dict):
+            STATE_VERSIONS.set(local, STATE_VERSIONS.of(state_dict))
         return local
 
     def _load_assigning(self, state_dict: Mapping[str, Any], strict: bool) -> Any:
@@ -284,7 +284,7 @@ class LocalUpkeep:
         for name, old in replaced.items():
             owner, _, key = name.rpartition(".")
             new = first.setdefault(id(old), self._tree.get_parameter(name))
-            self._tree.get_submodule(owner)._parameters[key] = new
+            PARAMETERS.of(self._tree.get_submodule(owner))[key] = new
             if not isinstance(state_dict[stored[name]], nn.Parameter):
                 keep_attributes(old, new)
         watch_replaced(replaced)

@@ -1,6 +1,5 @@
 """Methods with which a user reads a rank's part of a model, under the names of the whole model."""
 
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from types import MethodType
 from typing import Any, NoReturn, Self
@@ -8,9 +7,18 @@ from typing import Any, NoReturn, Self
 import torch
 from torch import nn
 
+from nxdpp.ground.torch_names import BUFFERS, MODULES, PARAMETERS
 from nxdpp.pipeline.input_names import call_by_name
-from nxdpp.pipeline.local.outer_wrappers import COMPILED, refuse_forward, refuse_hook, refuse_lister, refuse_reader
+from nxdpp.pipeline.local.outer_wrappers import (
+    COMPILED,
+    refuse_as_child,
+    refuse_forward,
+    refuse_hook,
+    refuse_lister,
+    refuse_reader,
+)
 from nxdpp.pipeline.local.wrapped_methods import is_elsewhere, refuse_setting, refused_member, wrapped_method
+from nxdpp.tracing.code.frames import caller
 
 _HOOKS = (
     "register_forward_hook",
@@ -24,23 +32,8 @@ _HOOKS = (
     "register_load_state_dict_post_hook",
 )
 
-# The attribute that DistributedDataParallel asks for before it changes anything.
-_OF_DDP = "_ddp_params_and_buffers_to_ignore"
-
 # Properties of transformers' models, which read the first parameter. Another rank may hold it.
 _OF_TENSORS = ("device", "dtype")
-
-
-def refuse_ddp(name: str) -> None:
-    """Raise ``RuntimeError`` if ``name`` is the attribute that ``DistributedDataParallel`` reads of a model.
-
-    It would give each rank the parameters of rank 0, also where these are another part of a divided layer.
-    """
-    if name == _OF_DDP:
-        raise RuntimeError(
-            "DistributedDataParallel gives all ranks the parameters of rank 0, which has other layers, or other parts "
-            "of them: leave it out. Gradients are averaged over the data-parallel replicas in any case."
-        )
 
 
 class LocalView(nn.Module):
@@ -55,9 +48,8 @@ class LocalView(nn.Module):
         """Return an attribute of the wrapped module, such as ``config``; for its methods see ``wrapped_methods``.
 
         Raises ``AttributeError`` for modules and tensors of it that this rank does not hold. Raises ``RuntimeError``
-        for wrappers of other runtimes, see ``refuse_ddp`` and ``outer_wrappers``.
+        for wrappers of other runtimes, see ``outer_wrappers``.
         """
-        refuse_ddp(name)
         refuse_reader(name)
         try:
             return super().__getattr__(name)
@@ -83,7 +75,7 @@ class LocalView(nn.Module):
     def __dir__(self) -> list[str]:
         """Names of its own attributes, and of the wrapped module's on this rank."""
         module = self.__dict__.get("original_module")
-        parts = (*module._modules, *module._parameters, *module._buffers) if module is not None else ()
+        parts = (*MODULES.of(module), *PARAMETERS.of(module), *BUFFERS.of(module)) if module is not None else ()
         public = (name for name in dir(module) if not name.startswith("_")) if module is not None else ()
         held = {name for name in public if name not in parts or hasattr(self, name)}
         return sorted({*super().__dir__(), *held})  # type: ignore[no-untyped-call]
@@ -144,7 +136,7 @@ class LocalView(nn.Module):
 
     def modules(self, *args: Any, **kwargs: Any) -> Iterator[nn.Module]:
         """This rank's modules. Raises ``RuntimeError`` in ``FullyShardedDataParallel``."""
-        refuse_lister(sys._getframe(1))
+        refuse_lister(caller())
         yield from super().modules(*args, **kwargs)
 
     def get_submodule(self, target: str) -> nn.Module:
@@ -207,6 +199,7 @@ def _refuse_member(self: LocalView, name: str, *args: Any, **kwargs: Any) -> NoR
     raise refused_member(name)
 
 
+refuse_as_child(LocalView)
 for _kind in ("add_module", "register_buffer", "register_module", "register_parameter"):
     setattr(LocalView, _kind, _refuse_member)
 for _kind in _HOOKS:
@@ -221,6 +214,6 @@ def _any_tensor(tree: nn.Module) -> torch.Tensor:
 def _place(module: nn.Module, name: str) -> str:
     """Return where a user finds the module or tensor ``name`` of the wrapped ``module``."""
     whole = f"the {type(module).__name__} that it wraps has one"
-    if name in module._modules:
+    if name in MODULES.of(module):
         return f"{whole}. local_module.{name} has this rank's part of it."
     return f"{whole}, which another rank holds: local_named_parameters() has those of this rank."

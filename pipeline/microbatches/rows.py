@@ -6,9 +6,9 @@ from typing import Any
 import numpy
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from nxdpp.devices.kinds import device_of, readable
+from nxdpp.ground.torch_names import pytree
 from nxdpp.tracing.values.input_dicts import NUMBERS, InputDict, close_inputs, open_inputs
 from nxdpp.tracing.values.nested import flatten, leaves_of
 

@@ -198,7 +198,7 @@ class Transport:
         The caller must keep the returned pair until its ``wait`` has returned.
         """
         # The memory of these has other values than the tensor, or there is none.
-        if tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor():
+        if tensor.is_conj() or tensor.is_neg() or not (self._through_host or tensor.data_ptr()):
             memory = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
             tensor = memory.copy_(tensor)
         self.sent_bytes += tensor.nbytes

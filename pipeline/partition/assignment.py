@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from torch import fx, nn
 
+from nxdpp.ground.torch_names import BUFFERS, PARAMETERS
 from nxdpp.tracing.code.order import parts_in_order
 from nxdpp.tracing.graph.checks import asks_for_none
 from nxdpp.tracing.graph.errors import model_line
@@ -150,7 +151,7 @@ def buffer_owners(traced: TracedGraph, assigned: Mapping[fx.Node, int], root: nn
                 f"{path}, a {type(module).__name__}, keeps statistics of its inputs and runs on the stages "
                 f"{sorted(held)}; it must run on one. Use one module for each place, or cut elsewhere (pipeline_cuts)."
             )
-        owners |= {f"{path}.{name}": set(held) for name, buffer in module._buffers.items() if buffer is not None}
+        owners |= {f"{path}.{name}": set(held) for name, buffer in BUFFERS.of(module).items() if buffer is not None}
     for node in traced.graph.nodes:
         if node.op == "get_attr" and node.target in owners and node.users:
             raise ValueError(
@@ -191,7 +192,7 @@ def is_parameter(node: fx.Node, root: nn.Module) -> bool:
     if node.op != "get_attr":
         return False
     owner, _, name = str(node.target).rpartition(".")
-    return name in listings.submodule(root, owner)._parameters
+    return name in PARAMETERS.of(listings.submodule(root, owner))
 
 
 def _is_read_anywhere(node: fx.Node, root: nn.Module) -> bool:

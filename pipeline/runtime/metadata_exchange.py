@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from nxdpp.ground.torch_names import WITHOUT_MEMORY
 from nxdpp.pipeline.p2p.channel import Channel
 from nxdpp.pipeline.p2p.layout import TensorLayout, ValueLayout, layout_of, shared_memory
 from nxdpp.pipeline.stages.split import StagePlan
@@ -39,9 +40,10 @@ class MetadataPlaceholder(torch.Tensor):
     @staticmethod
     def __new__(cls, layout: TensorLayout, device: torch.device) -> "MetadataPlaceholder":
         """An empty tensor of the layout's size, strides and dtype."""
-        return torch.Tensor._make_wrapper_subclass(
+        made: MetadataPlaceholder = WITHOUT_MEMORY(
             cls, layout.size, strides=layout.strides, dtype=layout.dtype, device=device
         )
+        return made
 
     def __repr__(self) -> str:  # type: ignore[override]  # torch's has an option
         return f"MetadataPlaceholder(size={list(self.size())}, dtype={self.dtype}, device={self.device})"

@@ -11,6 +11,7 @@ from torch import nn
 
 from nxdpp.devices.kinds import memory_of
 from nxdpp.devices.strides import copied
+from nxdpp.ground.torch_names import BUFFERS
 from nxdpp.pipeline.p2p.layout import tensors_of
 from nxdpp.tracing.modules import listings
 from nxdpp.tracing.values.nested import map_leaves
@@ -27,7 +28,7 @@ def names_in_module_memory(names: Iterable[str], made: Mapping[str, Any], module
     kept = {
         part
         for child in listings.modules(module)
-        for part in _memory([*child._buffers.values(), *vars(child).values()])
+        for part in _memory([*BUFFERS.of(child).values(), *vars(child).values()])
     }
     return [name for name, memory in constants.items() if memory & kept]
 

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from torch import fx
-from torch.utils import _pytree as pytree
 
 from nxdpp.agreement.fingerprint import Fingerprint
+from nxdpp.ground.torch_names import pytree
 from nxdpp.pipeline.input_names import forward_names
 from nxdpp.pipeline.partition.partition import Partition
 from nxdpp.pipeline.stages.first_run import FirstRun

@@ -9,18 +9,17 @@
 One process has one tensor. Here the guard finds a change by torch's version counters, and refuses it.
 """
 
+import operator
 from collections.abc import Sequence
-from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import fx, nn
 
+from nxdpp.ground.torch_names import VERSION
 from nxdpp.tracing.graph.errors import model_line
 from nxdpp.tracing.modules import listings
 from nxdpp.tracing.values.nested import leaves_of
-
-_version = attrgetter("_version")
 
 
 def versions(value: Any) -> tuple[int, ...]:
@@ -32,8 +31,8 @@ def versions(value: Any) -> tuple[int, ...]:
     if type(leaves) is not tuple or {*map(type, leaves)} != {torch.Tensor}:
         leaves = tuple([leaf for leaf in leaves_of(value) if isinstance(leaf, torch.Tensor)])
     if any(map(torch.Tensor.is_inference, leaves)):
-        return tuple([-1 if leaf.is_inference() else leaf._version for leaf in leaves])
-    return tuple(map(_version, leaves))
+        return tuple([-1 if leaf.is_inference() else VERSION.of(leaf) for leaf in leaves])
+    return tuple(map(VERSION.of, leaves))
 
 
 def expect_unchanged(value: Any, before: tuple[int, ...], name: str, where: str = "") -> None:
@@ -122,4 +121,4 @@ def may_change_arguments(node: fx.Node, root: nn.Module) -> bool:
         return str(node.target).endswith("_") and not str(node.target).endswith("__")
     # A function that is made by ``exec`` may have no Python module.
     source = getattr(node.target, "__module__", None) or ""
-    return node.op == "call_function" and not source.startswith(("torch", "_operator"))
+    return node.op == "call_function" and not source.startswith(("torch", operator.add.__module__))

@@ -14,6 +14,7 @@ from torch import fx, nn
 from nxdpp.agreement.configurations import configuration_lines
 from nxdpp.agreement.fingerprint import fingerprint, graph_lines, parameter_lines
 from nxdpp.agreement.last_used import LastUsed
+from nxdpp.ground.torch_names import MODULES
 from nxdpp.initialization.meta_copy import meta_copy
 from nxdpp.pipeline.local.changes import ENTRIES, ChangeRecord
 from nxdpp.pipeline.local.replaced_modules import copy_modes
@@ -256,7 +257,7 @@ class ProgramCache:
         with ExitStack() as stack:
             for name, module in self._as_cut.items():
                 parent, _, key = name.rpartition(".")
-                modules: dict[str, Any] = self._module.get_submodule(parent)._modules
+                modules: dict[str, Any] = MODULES.of(self._module.get_submodule(parent))
                 copy_modes(modules[key], module)
                 stack.enter_context(swapped(modules, {key: module}))
             yield
