@@ -2,7 +2,7 @@
 
 import ast
 import dis
-import sys
+import inspect
 from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
 from typing import Any
@@ -15,7 +15,11 @@ Frame = FrameType
 
 def caller(above: int = 0) -> Frame:
     """The frame of the caller of the function that calls this, or one that is ``above`` it."""
-    return sys._getframe(2 + above)
+    frame = inspect.currentframe()
+    for _ in range(2 + above):
+        frame = frame and frame.f_back
+    assert frame is not None
+    return frame
 
 
 def module_of(frame: Frame) -> str:

@@ -37,6 +37,13 @@ class _Casts(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run ``func``, and note its result if it copies a parameter."""
         result = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten._to_copy.default and memory_of(args[0]) in self._memories:
-            self.made[memory_of(args[0])] = result
+        source = args[0] if args else None
+        if _is_cast(source, result) and memory_of(source) in self._memories:
+            self.made[memory_of(source)] = result
         return result
+
+
+def _is_cast(source: Any, result: Any) -> bool:
+    if not isinstance(source, torch.Tensor) or not isinstance(result, torch.Tensor):
+        return False
+    return result.shape == source.shape and result.is_floating_point() and result.dtype != source.dtype

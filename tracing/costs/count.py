@@ -5,7 +5,6 @@ their work. Activations are the tensors that autograd saves. Of equal layers onl
 """
 
 import copy
-import logging
 import operator
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -14,11 +13,11 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from nxdpp.devices.collective_bytes import sent_bytes
 from nxdpp.devices.roofline import FLOP_FORMULAS, WorkCounter, machine_balance
+from nxdpp.ground.torch_names import FAKE_MODE, NO_DISPATCH_MODES
 from nxdpp.tracing.costs.cached_casts import cached_casts
 from nxdpp.tracing.costs.node_parts import CountedParts, NodeParts, count_parts
 from nxdpp.tracing.costs.run_node import (
@@ -35,7 +34,7 @@ from nxdpp.tracing.costs.run_node import (
 from nxdpp.tracing.graph.swap import all_swapped, swapped
 from nxdpp.tracing.graph.trace import TracedGraph
 from nxdpp.tracing.modules import listings
-from nxdpp.tracing.sizes.fake_runs import FakeCopies, uncached_functions
+from nxdpp.tracing.sizes.fake_runs import LOG, FakeCopies, uncached_functions
 
 # Plans without a device are for accelerators.
 _ACCELERATOR = torch.device("cuda")
@@ -104,7 +103,7 @@ class _Counter:
         self._root = root
         self._balance = balance
         self._parts = parts
-        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._mode = FAKE_MODE(allow_non_fake_inputs=True)
         self._copies = FakeCopies()
         self._values: dict[fx.Node, Any] = {}
         self._made_by: dict[int, str] = {}  # memory -> name of the value
@@ -112,8 +111,8 @@ class _Counter:
 
     def run(self, traced: TracedGraph, inputs: Mapping[str, Any]) -> dict[fx.Node, NodeCost]:
         costs = {}
-        # Torch's log of operations that cannot run on fake tensors. Their nodes are marked as estimated.
-        quiet = swapped(vars(logging.getLogger("torch._subclasses.fake_tensor")), {"disabled": True})
+        # Nodes that cannot run on fake tensors are marked as estimated.
+        quiet = swapped(vars(LOG), {"disabled": True})
         with all_swapped(uncached_functions(self._root)), self._mode, quiet:
             for node in traced.graph.nodes:
                 if node.op == "output":
@@ -168,7 +167,7 @@ class _Counter:
 
     def _run_on_zeros(self, run: NodeRun) -> Any:
         """Return the value of a node without parameters whose forward reads its data."""
-        with torch.no_grad(), torch.utils._python_dispatch._disable_current_modes():
+        with torch.no_grad(), NO_DISPATCH_MODES():
             module = None
             if run.node.op == "call_module":
                 original = self._root.get_submodule(str(run.node.target))

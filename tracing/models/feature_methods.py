@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from transformers import PreTrainedConfig
 
 from nxdpp.ground.torch_names import MODULES, PARAMETERS
@@ -118,12 +117,12 @@ class FeatureMethod:
     def __call__(self, parts: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Call the method on a copy of the owner that has only ``parts``."""
         axes = _axes(self.owner) if self.__name__ in _POSITIONS else None
-        if axes is not None and isinstance(args[0], FakeTensor):
+        if axes is not None and hasattr(args[0], "fake_mode"):
             return _shape_of_positions(args[0], axes)
         twin = copy.copy(self.owner)
         modules = {key: value for key, value in parts.items() if isinstance(value, nn.Module)}
         others = {key: value for key, value in parts.items() if value is not None and key not in modules}
-        vars(twin).update(_modules=modules, _parameters=others)
+        vars(twin).update({MODULES.name: modules, PARAMETERS.name: others})
         for name in (*FEATURES, *_POSITIONS):
             vars(twin).pop(name, None)
         result = getattr(twin, self.__name__)(*args, **kwargs)

@@ -26,10 +26,9 @@ from typing import Any, Self, TypeVar
 
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import get_gradient_edge
 
-from nxdpp.ground.torch_names import pytree
+from nxdpp.ground.torch_names import BASE, pytree
 from nxdpp.tracing.graph.calls import OpaqueCall
 from nxdpp.tracing.graph.search import reached
 from nxdpp.tracing.modules import listings
@@ -177,10 +176,10 @@ def nodes_of(arguments: Iterable[Any]) -> frozenset[Any] | None:
     if not all(leaf is None or isinstance(leaf, _PLAIN) for leaf in leaves):
         return None
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    if any(tensor.is_meta or isinstance(tensor, FakeTensor) for tensor in tensors):
+    if any(tensor.is_meta or hasattr(tensor, "fake_mode") for tensor in tensors):
         return None
     # A change of a view in place makes new nodes up to its base.
-    bases = [tensor._base for tensor in tensors if tensor._base is not None]
+    bases = [base for tensor in tensors if (base := BASE.of(tensor)) is not None]
     return frozenset(get_gradient_edge(each).node for each in (*tensors, *bases) if each.requires_grad)
 
 

@@ -133,7 +133,7 @@ class LeftBehind:
                 return original(module, name)
             if not self._stored.stores(module, name):
                 return original(module, name)
-            if name in original(module, "_parameters"):
+            if name in original(module, PARAMETERS.name):
                 # A forward cannot set it to a value that it computes.
                 return original(module, name)
             return self._value(module, name, asks_only=runs(caller(), LeftBehind.hasattr))

@@ -6,6 +6,7 @@ that it may run on example data for the structure of its output.
 
 import copy
 import functools
+import logging
 import random
 import re
 from collections.abc import Iterator
@@ -16,13 +17,14 @@ from typing import Any, Self
 import numpy
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
-from nxdpp.ground.torch_names import BUFFERS, PARAMETERS, pytree
+from nxdpp.ground.torch_names import BUFFERS, FAKE_MODE, NO_DISPATCH_MODES, PARAMETERS, TorchDispatchMode, pytree
 from nxdpp.tracing.graph.swap import sources
 from nxdpp.tracing.modules import listings
-from nxdpp.tracing.state.object_state import content_of
+from nxdpp.tracing.state.object_state import CachedFunction, content_of
 
+# Torch's log of operations that cannot run on fake tensors. Their errors are told otherwise.
+LOG = logging.getLogger(FAKE_MODE.path.rpartition(".")[0])
 # Guesses in one run of the nodes that lead to an answer.
 _MOST_GUESSES = 100
 
@@ -67,23 +69,43 @@ class TooManyGuessesError(Exception):
     """Data decide when the run ends."""
 
 
-class GuessingMode(FakeTensorMode):
+class AskedDataError(RuntimeError):
+    """Code asks data of a fake tensor."""
+
+
+class GuessingMode(TorchDispatchMode):
     """Fake tensors whose every element is ``guess`` for code that ``asks``; ``None`` answers no code."""
 
     def __init__(self, guess: bool | None) -> None:
-        super().__init__(allow_non_fake_inputs=True)
+        super().__init__()  # type: ignore[no-untyped-call]
         self.guess = guess
         self._guesses = 0
         self.asks = True
 
+    @functools.cached_property
+    def _fakes(self) -> Any:
+        return FAKE_MODE(allow_non_fake_inputs=True)
+
     def __enter__(self) -> Self:
         self._guesses = 0
+        self._fakes.__enter__()
         super().__enter__()
         return self
 
+    def __exit__(self, *details: Any) -> None:
+        super().__exit__(*details)
+        self._fakes.__exit__(*details)
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not torch.ops.aten._local_scalar_dense.default or not self.asks or self.guess is None:
-            return super().__torch_dispatch__(func, types, args, kwargs)
+        """Run ``func``, or answer a question about data."""
+        asks_data = torch.Tag.data_dependent_output in func.tags
+        if not asks_data or not self.asks or self.guess is None:
+            try:
+                return func(*args, **(kwargs or {}))
+            except Exception as error:
+                if asks_data:
+                    raise AskedDataError(f"{type(error).__name__}: {error}") from error
+                raise
         # A loop that data end would not end with a guess.
         self._guesses += 1
         if self._guesses > _MOST_GUESSES:
@@ -126,7 +148,7 @@ def run_on_examples(module: nn.Module, args: Any, kwargs: Any, guess: bool) -> A
             examples[id(leaf)] = _example(leaf, guess)
         return examples[id(leaf)]
 
-    with unset_fake_temporarily(), torch.random.fork_rng(devices=[]), torch.no_grad():
+    with NO_DISPATCH_MODES(), torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(_SEED)
         args, kwargs = pytree.tree_map(example, (args, kwargs))
         for part in listings.modules(module):
@@ -171,7 +193,7 @@ def uncached_functions(root: nn.Module) -> Uncached:
 
 def _without_cache(value: Any) -> Any:
     """The function whose results ``value`` keeps; ``None`` if it keeps none."""
-    if isinstance(value, functools._lru_cache_wrapper):
+    if isinstance(value, CachedFunction):
         return value.__wrapped__
     if not isinstance(value, FunctionType):
         return None

@@ -4,7 +4,6 @@ A graph is for inputs of any size until the code asks for one. ``Sizes`` then ru
 on with fake tensors. The answer becomes a fact: inputs for which a fact does not hold need another graph.
 """
 
-import logging
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -13,7 +12,6 @@ from typing import Any, Self
 
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from nxdpp.ground.torch_names import BUFFERS, MODULES, PARAMETERS, pytree
 from nxdpp.tracing.graph.calls import OpaqueCall
@@ -21,6 +19,8 @@ from nxdpp.tracing.graph.modes import Modes, applied, applied_to_fakes, current_
 from nxdpp.tracing.graph.search import reached
 from nxdpp.tracing.graph.swap import all_swapped, swapped
 from nxdpp.tracing.sizes.fake_runs import (
+    LOG,
+    AskedDataError,
     FakeCopies,
     GuessingMode,
     TooManyGuessesError,
@@ -33,8 +33,6 @@ from nxdpp.tracing.sizes.fake_runs import (
 from nxdpp.tracing.sizes.input_specs import COMPARISONS
 from nxdpp.tracing.values.metadata import ElsewhereError, answer_for, asks_for_device, device_of_model, reads
 
-# Fake tensors log the errors that end here as UnknownSizeError.
-_LOG = logging.getLogger("torch._subclasses.fake_tensor")
 # All fakes are on the CPU, also one whose size data decide.
 _DEVICE = ("device",)
 _OF_FAKES = frozenset({"autocast cpu", "autocast cache"})
@@ -145,7 +143,7 @@ class Sizes:
     def _read(self, node: fx.Node, read: Callable[[Any], Any]) -> Any:
         self._mode.asks = not self._in_modules
         try:
-            quiet = swapped(vars(_LOG), {"disabled": True})
+            quiet = swapped(vars(LOG), {"disabled": True})
             unchanged = unchanged_generators()
             with quiet, unchanged, all_swapped(self._uncached), self._mode, applied_to_fakes(self._modes):
                 for needed in _in_order(node):
@@ -160,7 +158,7 @@ class Sizes:
         except Exception as error:
             told = (
                 str(error)
-                if isinstance(error, UnknownSizeError | ElsewhereError | TooManyGuessesError)
+                if isinstance(error, UnknownSizeError | ElsewhereError | TooManyGuessesError | AskedDataError)
                 else f"{type(error).__name__}: {error}"
             )
             failed = WrongShapesError if type(error) in _OF_SHAPES else UnknownSizeError
@@ -209,8 +207,8 @@ class Sizes:
         self._mode.asks = True
         try:
             return call(*args, **kwargs)
-        except DataDependentOutputException as error:
-            raise DataInModuleError(f"{type(error).__name__}: {error}") from error
+        except AskedDataError as error:
+            raise DataInModuleError(str(error)) from error
         finally:
             self._mode.asks = not self._in_modules
 

@@ -28,6 +28,8 @@ ITERATORS: tuple[type, ...] = (
     enumerate,
     zip,
 )
+# The class of functions with ``functools.cache``.
+CachedFunction = type(functools.cache(len))
 
 
 def generator_state(value: Any) -> tuple[Any, Callable[[], Any] | None] | None:

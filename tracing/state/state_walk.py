@@ -17,12 +17,13 @@ import torch
 from torch import fx, nn
 from transformers import PreTrainedConfig
 
-from nxdpp.ground.torch_names import VERSION
+from nxdpp.ground.torch_names import FORWARD_HOOKS, FORWARD_PRE_HOOKS, VERSION
 from nxdpp.tracing.code.names import is_framework, names_in, parts_of, variables_of
 from nxdpp.tracing.state.object_state import (
     ITERATORS,
     MISSING,
     PLAIN,
+    CachedFunction,
     content_of,
     counters,
     generator_state,
@@ -46,7 +47,7 @@ MOST_ITEMS = 1_000
 _MOST_BYTES = 1 << 20
 # Names with which code may reach attributes whose names it does not hold.
 ANY_ATTRIBUTE = frozenset({"getattr", "setattr", "delattr", "vars", "__dict__", "attrgetter"})
-HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+HOOKS = (FORWARD_PRE_HOOKS.name, FORWARD_HOOKS.name)
 # Attributes of every module; their content is the tracer's business.
 OF_MODULES = frozenset(vars(nn.Module()))
 
@@ -139,7 +140,7 @@ class StateWalk:
         elif isinstance(value, BuiltinMethodType):
             if not isinstance(value.__self__, ModuleType | type):
                 self._visit(value.__self__, path, name, depth)
-        elif isinstance(value, functools._lru_cache_wrapper):
+        elif isinstance(value, CachedFunction):
             if not is_framework(getattr(value, "__module__", None)):
                 self.caches.append(value)
                 self._visit(value.__wrapped__, path, name, depth)
