@@ -3,8 +3,8 @@
 The input-gradient is the part of the backward that leads to received values, as in the runtime (``pipeline/backward``).
 """
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -110,16 +110,18 @@ def _count(
         return NodeParts(forward, forward_live=forward_live, forward_sent=forward_sent, forward_steps=forward_steps)
     # Only the part that leads to received values, then all of it.
     parameters = [] if run.module is None else list(listings.parameters(run.module))
-    kept, kept_gradients = _kept_bytes(edges, received, [*parameters, *casts])
+    saved, begin = _kept(edges, received, [*parameters, *casts])
+    kept_gradients = 0
     if received:
         starts = [make() for make in like]
-        with torch._C._DisableAutocast():
+        with torch.autocast("cpu", enabled=False), _noted_gradients(begin) as sizes:
             torch.autograd.grad(edges, received, starts, retain_graph=True, allow_unused=True)
+        kept_gradients = sum(sizes)
         del starts
     input_gradient = counter.work - forward
     backward_sent, backward_steps, flops_before = sent.total, sent.steps, flops.get_total_flops()
     live.reset_peak()
-    with outer_gradients_kept(run, edges), torch._C._DisableAutocast():
+    with outer_gradients_kept(run, edges), torch.autocast("cpu", enabled=False):
         torch.autograd.backward(edges, [make() for make in like])
     backward = counter.work - forward - input_gradient
     return NodeParts(
@@ -128,7 +130,7 @@ def _count(
         max(backward - input_gradient, 0.0),
         forward_live,
         live.peak,
-        kept,
+        saved + kept_gradients,
         kept_gradients,
         forward_sent,
         sent.total - backward_sent,
@@ -159,12 +161,13 @@ def _give_gradients(parameters: list[nn.Parameter]) -> None:
             parameter.grad = torch.empty_like(parameter)
 
 
-def _kept_bytes(
+def _kept(
     edges: list[GradientEdge], received: list[GradientEdge], parameters: Sequence[torch.Tensor]
-) -> tuple[int, int]:
-    """Return the bytes that the weight-gradient needs after the input-gradient, and how many of them are gradients.
+) -> tuple[int, list[Any]]:
+    """Return the bytes of saved tensors that the weight-gradient needs after the input-gradient.
 
-    The others are of saved tensors. Memory of ``parameters``, which operations save too, does not count.
+    Memory of ``parameters``, which operations save too, does not count. Also return the nodes whose gradients the
+    weight-gradient needs.
     """
     nodes = graph_nodes(edges)
     ends = {edge.node for edge in received}
@@ -174,16 +177,32 @@ def _kept_bytes(
         if node in ends or any(child in leads for child, _ in node.next_functions):
             leads.add(node)
     storages: dict[int, int] = {}
-    gradients = 0
+    begin = []
     for node in nodes:
         if node not in leads:
             _add_saved(node, storages)
         elif any(child is not None and child not in leads for child, _ in node.next_functions):
             _add_saved(node, storages)
-            gradients += sum(_size(metadata) for metadata in node._input_metadata)
+            begin.append(node)
     for parameter in parameters:
         storages.pop(STORAGE_ADDRESS.of(parameter.untyped_storage()), None)
-    return gradients + sum(storages.values()), gradients
+    return sum(storages.values()), begin
+
+
+@contextmanager
+def _noted_gradients(nodes: list[Any]) -> Iterator[list[int]]:
+    """Note the bytes of the gradients that ``nodes`` are given inside."""
+    sizes: list[int] = []
+
+    def note(gradients: Sequence[torch.Tensor | None]) -> None:
+        sizes.extend(each.numel() * each.itemsize for each in gradients if each is not None)
+
+    hooks = [node.register_prehook(note) for node in nodes]
+    try:
+        yield sizes
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _add_saved(node: Any, storages: dict[int, int]) -> None:
@@ -194,8 +213,3 @@ def _add_saved(node: Any, storages: dict[int, int]) -> None:
             for tensor in tensors_in(getattr(node, name)):
                 storage = tensor.untyped_storage()
                 storages[STORAGE_ADDRESS.of(storage)] = storage.nbytes()
-
-
-def _size(metadata: Any) -> int:
-    size: int = math.prod(metadata.shape)
-    return size * int(metadata.dtype.itemsize)
