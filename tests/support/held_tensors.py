@@ -7,7 +7,7 @@ from unittest.mock import patch
 
 import torch
 
-from nxdpp.tensor import collectives
+from nxdpp.ground.torch_names import COLLECTIVES
 
 
 class _Recorder:
@@ -32,7 +32,7 @@ class _Recorder:
 def held_tensors() -> Iterator[list[torch.Tensor]]:
     """Give the list of the tensors of all functional collectives of the block."""
     held: list[torch.Tensor] = []
-    with patch.object(collectives, "_ops", _Recorder(held)):
+    with patch.object(COLLECTIVES, "found", _Recorder(held)):
         yield held
 
 
