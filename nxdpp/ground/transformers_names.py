@@ -13,6 +13,11 @@ IGNORED_ON_SAVE = PrivateAttribute(
 ADJUST_KEYS = PrivateAttribute(
     "transformers.PreTrainedModel._adjust_missing_and_unexpected_keys", "reports the keys of a load as transformers"
 )
+UNSPLIT = PrivateAttribute("transformers.PreTrainedModel._no_split_modules", "finds the layers of a model")
+SLICE_INPUTS = PrivateAttribute(
+    "transformers.models.gemma4.modeling_gemma4.Gemma4TextModel._maybe_slice_kv_shared_inputs",
+    "traces the layers of Gemma 4 that share keys",
+)
 COLLECTOR = PrivateName(
     "transformers.utils.output_capturing._active_collector", "hands router logits of layers to the last stage"
 )

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import torch
 from accelerate import Accelerator
 from accelerate.state import GradientState
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers import Gemma4TextModel, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from nxdpp.ground import transformers_names as names
 from tests.ground.probe import probe
@@ -36,6 +36,16 @@ def _keys() -> bool:
     found = SimpleNamespace(missing_keys={"a"}, unexpected_keys={"model.layers.0.self_attn.rotary_emb.inv_freq", "b"})
     names.ADJUST_KEYS.of(model)(found)
     return names.IGNORED_ON_SAVE.held_by(model) and "b" in found.unexpected_keys and "a" in found.missing_keys
+
+
+@probe(names.UNSPLIT)
+def _unsplit() -> bool:
+    return "LlamaDecoderLayer" in names.UNSPLIT.of(_llama())
+
+
+@probe(names.SLICE_INPUTS)
+def _slice_inputs() -> bool:
+    return "logits_to_keep" in inspect.signature(names.SLICE_INPUTS.of(Gemma4TextModel)).parameters
 
 
 @probe(names.COLLECTOR)

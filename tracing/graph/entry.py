@@ -65,7 +65,7 @@ class Entry(nn.Module):
             stack.enter_context(recorded_modes(self._tracer.graph))
             stack.enter_context(refused_kernel_order(self._namespaces))
             stack.enter_context(recorded_autograd_functions())
-            stack.enter_context(told_checkpoints())
+            stack.enter_context(told_checkpoints(self._namespaces))
             stack.enter_context(refused_functional_calls(self._namespaces))
             stack.enter_context(refused_random_numbers(module))
             if isinstance(self._tracer, SpineTracer):

@@ -1,5 +1,6 @@
 """The tracer of a spine: the modules whose ``forward`` is traced. Every other module is a single node."""
 
+import math
 import re
 import sys
 import threading
@@ -62,6 +63,9 @@ class SpineTracer(AnsweringTracer):
     def __init__(self, spine: set[str], shapes: Shapes, guess: bool | None = None, **options: Any) -> None:
         super().__init__(shapes, guess, **options)
         self._wrapped = options.get("autowrap_functions", ())
+        own = (value for source in options.get("autowrap_modules", (math,)) for value in vars(source).items())
+        self._wrapped_ids = {id(value) for name, value in own if not name.startswith("_") and callable(value)}
+        self._wrapped_ids |= set(map(id, self._wrapped))
         self._spine = spine
         self._left_behind: LeftBehind | None = None
         self._thread = threading.get_ident()
@@ -110,7 +114,7 @@ class SpineTracer(AnsweringTracer):
         return {
             name: _or_none(recorded(function))
             for name, function in vars(source).items()
-            if id(function) in self._autowrap_function_ids or is_compiled(function)
+            if id(function) in self._wrapped_ids or is_compiled(function)
         }
 
     def is_tracing_thread(self) -> bool:

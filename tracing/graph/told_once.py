@@ -6,7 +6,7 @@ tensors without computing with them (``self.history.append(loss.item())``).
 
 import functools
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any
@@ -15,10 +15,9 @@ from torch import fx
 from torch.utils import checkpoint
 
 from nxdpp.tracing.graph.errors import calling_line, model_line
-from nxdpp.tracing.graph.swap import swapped_in_this_thread
+from nxdpp.tracing.graph.swap import in_this_thread, replaced
 
 _logger = logging.getLogger(__name__)
-_NAME = "_checkpoint_without_reentrant_generator"
 _NUMBERS = ("item", "tolist")
 _LIBRARY = "/site-packages/"
 _CHECKPOINT = (
@@ -32,20 +31,20 @@ _NUMBER = (
 )
 
 
-def told_checkpoints() -> AbstractContextManager[None]:
+def told_checkpoints(namespaces: Iterable[dict[str, Any]]) -> AbstractContextManager[None]:
     """Log a warning, once for each line, for a call of ``checkpoint`` in the spine; its numbers are the same.
 
-    A layer of transformers gives its own call (a ``partial``), which each run of the layer repeats.
+    ``namespaces`` may have the function under names of their own. A layer of transformers gives its own call (a
+    ``partial``), which each run of the layer repeats.
     """
-    namespace = vars(checkpoint)
-    original = namespace[_NAME]
+    original = checkpoint.checkpoint
 
-    def generator(function: Any, *args: Any, **kwargs: Any) -> Any:
+    def told(function: Any, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(function, functools.partial):
             _warn_once(_CHECKPOINT, model_line(calling_line()))
         return original(function, *args, **kwargs)
 
-    return swapped_in_this_thread(namespace, {_NAME: generator})
+    return replaced([vars(checkpoint), *namespaces], {id(original): in_this_thread(told, original)})
 
 
 def warn_of_unused_numbers(graph: fx.Graph, asked: Collection[fx.Node]) -> None:

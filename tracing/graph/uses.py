@@ -158,7 +158,7 @@ _LIBRARIES = ("torch.", "transformers.")
 def is_seeded(operation: str) -> bool:
     """Return whether torch has an operation of this name that draws random numbers."""
     packet = getattr(torch.ops.aten, operation, None)
-    if not isinstance(packet, torch._ops.OpOverloadPacket):
+    if not isinstance(packet, type(torch.ops.aten.add)):
         return False
     return any(torch.Tag.nondeterministic_seeded in getattr(packet, name).tags for name in packet.overloads())
 

@@ -36,6 +36,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, masking_utils, pytor
 from transformers.utils import generic
 from transformers.utils.generic import ModelOutput
 
+from nxdpp.ground.transformers_names import SLICE_INPUTS
 from nxdpp.tracing.graph.calls import recorded
 from nxdpp.tracing.graph.data_checks import compilable_check
 from nxdpp.tracing.graph.spine import SpineTracer
@@ -50,7 +51,7 @@ _LAYER_DROPS = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
 _ONE_MASK = ("create_causal_mask", "create_chunked_causal_mask", "create_sliding_window_causal_mask")
 _RECURRENT_MASK = masking_utils.create_recurrent_attention_mask
 # Gemma 4's layers that share keys and values compute only the positions whose logits are kept.
-_SLICE = "_maybe_slice_kv_shared_inputs"
+_SLICE = SLICE_INPUTS.name
 # Predicates of framework code (``is_tracing``) must run while the model is traced.
 _FRAMEWORKS = re.compile(r"(torch|builtins|abc|typing|transformers(?!\.models\.))\b")
 

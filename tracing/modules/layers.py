@@ -11,6 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from nxdpp.ground.transformers_names import UNSPLIT
 from nxdpp.tracing.models.transformers_models import language_model, transformers_models
 from nxdpp.tracing.modules import listings
 from nxdpp.tracing.modules.closest_name import meant
@@ -134,7 +135,7 @@ def _declared_layer_classes(module: nn.Module) -> tuple[type[nn.Module], ...]:
 
 def _declared_by(module: nn.Module) -> list[type[nn.Module]]:
     listed = _listed_classes(language_model(module) or module)
-    declared = set(getattr(module, "_no_split_modules", None) or ())
+    declared = set(getattr(module, UNSPLIT.name, None) or ())
     classes = [cls for cls in listed if cls.__name__ in declared]
     if not classes and isinstance(module, PreTrainedModel):
         classes = [cls for cls in listed if issubclass(cls, GradientCheckpointingLayer)]

@@ -15,7 +15,6 @@ from nxdpp.ground.torch_names import BUFFERS, MODULES, PARAMETERS
 _Tensor = TypeVar("_Tensor", bound=torch.Tensor)
 
 # The attribute at which a class of torch holds the module that it runs.
-_WRAPPED = ("_checkpoint_wrapped_module", "_orig_mod")
 
 
 def named_modules(module: nn.Module, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Module]]:
@@ -73,9 +72,10 @@ def buffers(module: nn.Module) -> Iterator[torch.Tensor]:
 
 def unwrapped(module: nn.Module) -> nn.Module:
     """The module that ``checkpoint_wrapper`` or ``torch.compile`` has wrapped; any other ``module`` itself."""
-    while MODULES.of(module) and type(module).__module__.startswith("torch."):
-        inner = next((MODULES.of(module)[key] for key in _WRAPPED if key in MODULES.of(module)), None)
-        if inner is None:
+    while len(MODULES.of(module)) == 1 and type(module).__module__.startswith("torch."):
+        # Torch's wrappers have one module, and give it no public name.
+        ((name, inner),) = MODULES.of(module).items()
+        if not name.startswith("_") or inner is None:
             break
         module = inner
     return module

@@ -24,7 +24,7 @@ def spine_names(module: nn.Module, layers: list[str], leaf_classes: tuple[type[n
                 f"leaf_module_cls names {type(ancestor).__name__}, but {name or 'the model'} of that class holds "
                 f"transformer layers; a leaf cannot be cut. Leave it out of leaf_module_cls."
             )
-        if hasattr(ancestor, "_orig_mod"):
+        if hasattr(ancestor, "get_compiler_config"):
             raise ValueError(
                 f"torch.compile was given {name or 'the model'}, which holds transformer layers; it cannot be cut. "
                 f"Wrap the module that it was given (._orig_mod), and compile its layers afterwards: "

@@ -140,9 +140,8 @@ class ValuesWalk(StateWalk):
 
     def _enter_environment(self) -> None:
         """Note all variables of the environment: code may compute their names."""
-        variables = getattr(os.environ, "_data", os.environ)  # without decoding them
-        self.reads.append(lambda: [*variables, *variables.values()])
-        self.values["os.environ"] = (None, tuple(variables.items()))
+        self.reads.append(lambda: [*os.environ, *os.environ.values()])
+        self.values["os.environ"] = (None, tuple(os.environ.items()))
 
     def _visit(self, value: Any, path: str, name: str | None, depth: int) -> None:
         self.kept.append(value)

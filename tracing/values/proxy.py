@@ -96,9 +96,9 @@ class RecordingProxy(_SizedProxy):
             return _tracer(self).first_input.device  # the parameter may be on the meta device here
         if name.endswith("_") and not name.endswith("__"):
             return in_place_method(self, name)
-        if name in ("_is_param", "_is_buffer"):
-            # ``isinstance(x, nn.Parameter)`` asks.
-            return name == "_is_param" and reads_parameter(self)
+        if name.startswith("_") and file_of(caller()).endswith("/torch/nn/parameter.py"):
+            # ``isinstance(x, nn.Parameter)``, after it has asked for the class.
+            raise AttributeError(name)
         if not has_name(self.node, name):
             raise AttributeError(name)
         if name == "register_hook" and not reads_parameter(self):
