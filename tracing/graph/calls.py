@@ -12,7 +12,7 @@ from torch import fx, nn
 from torch.utils.checkpoint import CheckpointFunction
 from transformers import PreTrainedConfig
 
-from nxdpp.ground.torch_names import BUFFERS, PARAMETERS, pytree
+from nxdpp.ground.torch_names import BUFFERS, DYNAMO_CONFIG, PARAMETERS, pytree
 from nxdpp.tracing.code.names import is_framework
 from nxdpp.tracing.graph.swap import all_swapped, in_this_thread
 from nxdpp.tracing.modules import listings
@@ -153,7 +153,7 @@ def recorded(function: Callable[..., Any]) -> Callable[..., Any]:
 def is_compiled(function: Any) -> bool:
     """Return whether no tracer can go through ``function``: it is compiled, or a script of TorchScript."""
     if isinstance(function, FunctionType):
-        return "_torchdynamo_orig_callable" in vars(function)
+        return function.__globals__.get("__package__") == DYNAMO_CONFIG.path.rpartition(".")[0]
     return isinstance(function, torch.jit.ScriptFunction)
 
 
@@ -185,28 +185,43 @@ def _subclasses(base: type) -> dict[type, None]:
 
 def _record_function(restored: ExitStack, without_context: Any, function: Any) -> None:
     """Let ``forward`` of one Function record calls with a proxy in this thread, until ``restored`` is closed."""
-    sets_context = function.setup_context is not without_context
-    forward = function.forward
+    forward, setup = function.forward, _Setup(function.setup_context, function.setup_context is not without_context)
 
     def record(*args: Any, **kwargs: Any) -> Any:
         # torch gives a forward its context first, unless the Function has setup_context.
-        given = args if sets_context else args[1:]
+        given = args if setup.is_defined else args[1:]
         if not has_proxy(given, kwargs):
             return forward(*args, **kwargs)
         _refuse_modules(function, given, kwargs)
-        return record_opaque_call(_Apply(function), given, kwargs)
-
-    def set_context(ctx: Any, inputs: Any, output: Any) -> Any:
-        # A proxy has nothing to save.
-        return None if has_proxy((inputs, output), {}) else setup_context(ctx, inputs, output)
+        with torch.set_grad_enabled(setup.gradients):
+            return record_opaque_call(_Apply(function), given, kwargs)
 
     # torch binds the arguments of a Function with setup_context by the signature of its forward.
     recorder = wraps(forward)(in_this_thread(record, forward))
     restored.enter_context(_attribute(function, "forward", staticmethod(recorder)))
-    if sets_context:
-        setup_context = function.setup_context
-        recorder = in_this_thread(set_context, setup_context)
-        restored.enter_context(_attribute(function, "setup_context", staticmethod(recorder)))
+    restored.enter_context(_attribute(function, "setup_context", setup))
+
+
+class _Setup:
+    """``setup_context`` of a Function.
+
+    ``apply`` asks for it before it turns gradients off for ``forward``: ``gradients`` tells whether they were on.
+    """
+
+    def __init__(self, function: Callable[..., Any], is_defined: bool) -> None:
+        self.is_defined = is_defined
+        self.gradients = True
+        self._function = in_this_thread(self._unless_traced, function) if is_defined else function
+        self._original = function
+        self._is_enabled = in_this_thread(torch.is_grad_enabled, lambda: self.gradients)
+
+    def __get__(self, owner: Any, kind: type) -> Callable[..., Any]:
+        self.gradients = self._is_enabled()
+        return self._function
+
+    def _unless_traced(self, ctx: Any, inputs: Any, output: Any) -> Any:
+        # A proxy has nothing to save.
+        return None if has_proxy((inputs, output), {}) else self._original(ctx, inputs, output)
 
 
 @contextmanager

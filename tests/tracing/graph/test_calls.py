@@ -12,6 +12,7 @@ from transformers import LlamaConfig
 
 from nxdpp.tracing.graph.calls import OpaqueCall, record_opaque_call, recorded
 from nxdpp.tracing.graph.errors import TracingError
+from nxdpp.tracing.graph.modes import Modes, modes_of
 from tests.support.exact import assert_exact
 from tests.support.traced_models import PlainLayer, PlainModel, options_for, run_graph, trace_with
 
@@ -133,7 +134,7 @@ _CALLS: dict[str, Callable[[torch.Tensor], Any]] = {
     "held method": lambda hidden: _held(hidden, 1.5),
     "inherited forward": lambda hidden: _negated.apply(hidden, 1.5),
     "setup_context": lambda hidden: _with_setup.apply(hidden),
-    "keyword of setup_context": lambda hidden: _with_setup.apply(hidden, factor=3.0),
+    "argument of setup_context": lambda hidden: _with_setup.apply(hidden, 3.0),
 }
 
 
@@ -167,6 +168,22 @@ def test_its_backward_is_the_one_that_runs(tracer: str, call: str) -> None:
     for parameter, gradient in zip(model.parameters(), expected, strict=True):
         assert torch.equal(parameter.grad, gradient)  # type: ignore[arg-type]
     assert before == [dict(vars(each)) for each in (torch.autograd.Function, _tripled, _negated, _with_setup)]
+
+
+@pytest.mark.parametrize("call", _CALLS)
+def test_a_function_runs_with_the_gradients_of_its_call(call: str) -> None:
+    """torch turns gradients off before it calls a forward."""
+
+    class Model(PlainModel):
+        def prepare(self, hidden: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                mask = _CALLS[call](hidden)
+            return hidden * mask + _CALLS[call](hidden)  # type: ignore[no-any-return]
+
+    model = Model()
+    traced = trace_with(model, {"x": torch.ones(2, 4)}, options_for(model, PlainLayer))
+    nodes = [modes_of(node) for node in traced.graph.nodes if isinstance(node.target, OpaqueCall)]
+    assert nodes == [Modes((("gradients", False),)), Modes()]
 
 
 def test_a_function_that_the_forward_defines_is_not_traced_through() -> None:
