@@ -102,7 +102,7 @@ def mark_again(module: nn.Module) -> None:
 def _mark_own(module: nn.Module, *_: Any) -> None:
     for parameter in PARAMETERS.of(module).values():
         if parameter is not None and not is_tensor_parallel(parameter):
-            parameter.sequence_parallel_enabled = True  # type: ignore[attr-defined]  # an attribute of ours on a tensor
+            parameter.sequence_parallel_enabled = True
 
 
 def param_is_not_tensor_parallel_duplicate(param: torch.Tensor) -> bool:

@@ -225,7 +225,7 @@ class _Graph:
 
     def _order(self, part: list[_Exit]) -> int:
         numbers = [exit_.child if exit_.split_node == _NOWHERE else exit_.split_node for exit_ in part]
-        return -max(sequence_number(self.nodes[number]) for number in numbers)
+        return -max(int(sequence_number(self.nodes[number])) for number in numbers)
 
     def _split_nodes(self, part: list[_Exit]) -> list[SplitNode]:
         children: dict[int, set[int]] = {}

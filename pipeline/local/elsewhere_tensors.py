@@ -24,7 +24,7 @@ _WRITES = frozenset({torch.Tensor.copy_, torch.Tensor.data.__set__, torch.Tensor
 
 def _plain(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Call ``func`` as for tensors of no subclass."""
-    return torch.Tensor.__torch_function__(func, (), args, dict(kwargs))
+    return torch.Tensor.__torch_function__(func, (), args, dict(kwargs))  # type: ignore[no-untyped-call]
 
 
 class ElsewhereTensor(torch.Tensor):

@@ -92,7 +92,7 @@ def _plans() -> bool:
     model = _llama()
     names.EXPERTS.set(model.config, "eager")
     is_set = names.EXPERTS.of(model.config) == "eager"
-    return is_set and names.TP_PLAN.of(model)["model.layers.*.mlp.up_proj"] == "colwise"
+    return bool(is_set and names.TP_PLAN.of(model)["model.layers.*.mlp.up_proj"] == "colwise")
 
 
 @probe(names.GAUSSIAN_TOPK)
