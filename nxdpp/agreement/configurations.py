@@ -16,15 +16,15 @@ from nxdpp.tracing.models.transformers_models import transformers_models
 # Fields that tell where a model comes from, or name its outputs. Dtypes are compared with the parameters.
 _DESCRIPTIVE = frozenset(
     {
-        "_auto_class",
-        "_commit_hash",
-        "_name_or_path",
         "architectures",
+        "auto_class",
         "auto_map",
+        "commit_hash",
         "dtype",
         "finetuning_task",
         "id2label",
         "label2id",
+        "name_or_path",
         "tokenizer_class",
         "torch_dtype",
         "transformers_version",
@@ -48,7 +48,7 @@ def configuration_lines(module: nn.Module) -> list[str]:
 def _fields(values: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
     for name, value in sorted(values.items(), key=lambda item: str(item[0])):
         plain = str(name).removesuffix("_internal").strip("_")
-        if name in _DESCRIPTIVE or any(word in plain.lower() for word in OF_A_RANK):
+        if plain in _DESCRIPTIVE or any(word in plain.lower() for word in OF_A_RANK):
             continue
         inner = vars(value) if isinstance(value, PreTrainedConfig) else value
         if isinstance(inner, Mapping) and inner:

@@ -22,7 +22,7 @@ from nxdpp.tracing.graph.trace import TracedGraph
 
 _DIGEST_BYTES = 8
 # Fields of a configuration that may differ between machines.
-_ORIGINS = frozenset({"_name_or_path", "_commit_hash", "transformers_version"})
+_ORIGINS = frozenset({"name_or_path", "commit_hash", "transformers_version"})
 # Limit of nested closures. Closures of masks are about three deep.
 _DEPTH = 8
 
@@ -93,7 +93,7 @@ def _canonical_object(value: Any, depth: int) -> str:
     if isinstance(value, torch.Tensor):
         return f"tensor {list(value.shape)} {value.dtype}"
     if isinstance(value, PreTrainedConfig):
-        fields = {name: item for name, item in sorted(vars(value).items()) if name not in _ORIGINS}
+        fields = {name: item for name, item in sorted(vars(value).items()) if name.strip("_") not in _ORIGINS}
         return f"{type(value).__qualname__}({canonical(fields, depth - 1)})"
     if isinstance(value, partial):
         return f"partial({canonical((value.func, value.args, value.keywords), depth - 1)})"

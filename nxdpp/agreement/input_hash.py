@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy
 import torch
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from nxdpp.agreement.fingerprint import digest
 from nxdpp.devices.kinds import device_of
@@ -115,13 +114,15 @@ def _parts(value: Any) -> list[Any]:
     """The tensors of which a sparse, nested or other composed tensor is made; other values as they are."""
     if not isinstance(value, torch.Tensor):
         return [value]
-    if is_traceable_wrapper_subclass(value):
+    if hasattr(value, "__tensor_flatten__"):
         names, _ = value.__tensor_flatten__()
         return [part for name in names for part in _parts(getattr(value, name))]
     if value.is_nested:
-        return [value._nested_tensor_size(), *value.unbind()]
+        rows = value.unbind()
+        return [[row.shape for row in rows], *rows]
     if value.layout == torch.sparse_coo:
-        return [value._indices(), value._values()]
+        value = value.coalesce()
+        return [value.indices(), value.values()]
     if value.layout in (torch.sparse_csr, torch.sparse_bsr):
         return [value.crow_indices(), value.col_indices(), value.values()]
     if value.layout in (torch.sparse_csc, torch.sparse_bsc):

@@ -14,7 +14,6 @@ from weakref import ref
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from nxdpp.agreement.fingerprint import digest
 from nxdpp.agreement.plain_attributes import check_same_attributes
@@ -241,7 +240,7 @@ def _shown(conversions: Conversions) -> str:
 
 def sample_and_sum(tensor: torch.Tensor) -> bytes:
     """A hash of a sample of a tensor and of the sum of its bits: a change of any element changes it, most likely."""
-    if is_traceable_wrapper_subclass(tensor):
+    if hasattr(tensor, "__tensor_flatten__"):
         return b""
     values = readable(tensor.detach())
     values = torch.view_as_real(values) if values.is_complex() else values
@@ -251,7 +250,7 @@ def sample_and_sum(tensor: torch.Tensor) -> bytes:
 
 def sample(tensor: torch.Tensor, elements: int = ELEMENTS) -> bytes:
     """A hash of about ``elements`` values of a tensor, 8 bytes; none for a subclass that wraps other tensors."""
-    if is_traceable_wrapper_subclass(tensor):
+    if hasattr(tensor, "__tensor_flatten__"):
         return b""
     tensor = readable(tensor.detach())
     step = max(1, tensor.numel() // max(1, elements))

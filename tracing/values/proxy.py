@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from nxdpp.ground.torch_names import pytree
+from nxdpp.ground.torch_names import BASE, pytree
 from nxdpp.tracing.code.frames import Frame, caller, calls_c_code, file_of, outwards, unpacked_length
 from nxdpp.tracing.code.names import is_framework
 from nxdpp.tracing.graph.checks import mask_with_items, value_or_none
@@ -39,7 +39,7 @@ _ON_BEHALF = re.compile(r"^<frozen|/(abc|copy|dataclasses|functools|inspect|typi
 _KNOWN = {"ndim": "dimensions", "dtype": "dtype"}
 _OF_PROXIES = frozenset({"node", "tracer", ITEMS})
 # Attributes of a tensor that may be None, and tell how it was made or what a backward has left.
-_OF_AUTOGRAD = frozenset({"_base", "_grad", "_grad_fn", "grad", "grad_fn"})
+_OF_AUTOGRAD = frozenset({BASE.name, "_grad", "_grad_fn", "grad", "grad_fn"})
 
 
 class _SizedProxy(NumberProxy):
