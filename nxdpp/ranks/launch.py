@@ -2,6 +2,7 @@
 
 import os
 import socket
+from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -57,7 +58,7 @@ def start_world(device: torch.device) -> Store:
         _listen_on_loopback()
     identity = start_device(device) if device.type == "cuda" else None
     store, rank, size = _rendezvous(started_by)
-    # torchrun's store outlives a world: without a prefix gloo would find the addresses of the previous world.
+    # The store outlives a world: without a prefix gloo would find the addresses of the previous world.
     store = store_of_start(store, rank, size)
     verify_same_kind(store, rank, size, device)
     if identity is not None:
@@ -93,30 +94,38 @@ def _rendezvous(started_by: Launcher) -> tuple[Store, int, int]:
         store, rank, size = next(rendezvous("env://", rank, size))
         return store, rank, size
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    listening = _listening(host, port) if rank == 0 and started_by.is_on_one_host else None
     # Torch's own call waits for all ranks here, without a word about the missing ones.
-    store = TCPStore(
+    if rank > 0:
+        return TCPStore(host, port, timeout=default_pg_timeout, wait_for_workers=False), rank, size
+    return _hosted_store(host, port, started_by.is_on_one_host), rank, size
+
+
+@cache
+def _hosted_store(host: str, port: int, on_loopback: bool) -> Store:
+    """The store that this process hosts until its end, as torchrun's agent does.
+
+    A next start uses it again. A store that ended with a start would lose ranks that are ahead and ask it already, and
+    a model of that start still holds it, and so the port.
+    """
+    return TCPStore(
         host,
         port,
-        size,
-        is_master=rank == 0,
+        is_master=True,
         timeout=default_pg_timeout,
         wait_for_workers=False,
-        multi_tenant=listening is None,
-        master_listen_fd=listening,
+        # Torch then finds the server of this port in this process, also for a world that the user starts.
+        multi_tenant=True,
+        master_listen_fd=_listening(host, port) if on_loopback else None,
     )
-    return store, rank, size
 
 
 def _listening(host: str, port: int) -> int | None:
-    """A socket that listens on a loopback address; ``None`` for another ``host``, where torch listens on all."""
+    """A socket that listens on a loopback address; ``None`` where torch itself listens, or tells why it cannot."""
     try:
+        # torch may know another host, as an address of IPv6, and has the port where a world of the user held it.
         address = socket.gethostbyname(host)
+        listening = socket.create_server((address, port)) if address.startswith("127.") else None
     except OSError:
-        # torch may know it, as an address of IPv6.
         return None
-    if not address.startswith("127."):
-        return None
-    listening = socket.create_server((address, port))
     # The store closes it.
-    return listening.detach()
+    return listening.detach() if listening is not None else None
