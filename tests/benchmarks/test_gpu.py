@@ -1,11 +1,17 @@
 """The acceptance of a machine, over gloo on the CPU."""
 
+import re
+import shlex
+import subprocess
+import sys
+
 import pytest
 
 from benchmarks import gpu
 from benchmarks.acceptance import cases
 from benchmarks.acceptance.cases import Case, Job, Result, Size
 from nxdpp.schedules.families.registry import FAMILIES
+from tests.docs.pages import GUIDE, ROOT, commands
 from tests.support.run_ranks import run_ranks
 
 pytestmark = pytest.mark.one_python
@@ -44,3 +50,14 @@ def test_no_cuda_is_told_with_the_remedy(capsys: pytest.CaptureFixture[str]) -> 
     with pytest.raises(SystemExit):
         gpu.main(["--device", "cuda"])
     assert "--device cpu runs the same on the CPU" in capsys.readouterr().err
+
+
+def test_the_command_of_the_guide_for_the_cpu_passes_every_case() -> None:
+    """Processes that no torchrun starts, with a start for each case."""
+    (command,) = (line for _, line in commands(GUIDE / "gpus.md") if "gpu.py --device cpu" in line)
+    python, *arguments = shlex.split(command, comments=True)
+    assert python == "python"
+    ended = subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    results = re.findall(r"^\| ([\w-]+)(, run_eval)? .* (passed|FAILED) +\|$", ended.stdout, re.M)
+    assert results == [*((name, "", "passed") for name in FAMILIES), ("1f1b", ", run_eval", "passed")], ended.stdout
