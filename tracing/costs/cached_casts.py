@@ -37,7 +37,7 @@ class _Casts(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run ``func``, and note its result if it copies a parameter."""
         result = func(*args, **(kwargs or {}))
-        source = args[0] if args else None
+        source: Any = args[0] if args else None
         if _is_cast(source, result) and memory_of(source) in self._memories:
             self.made[memory_of(source)] = result
         return result

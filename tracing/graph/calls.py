@@ -178,6 +178,7 @@ def recorded_autograd_functions() -> Iterator[None]:
 
 def _subclasses(base: type) -> dict[type, None]:
     found: dict[type, None] = {}
+    each: type
     for each in type(base).__subclasses__(base):
         found |= {each: None, **_subclasses(each)}
     return found

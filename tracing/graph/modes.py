@@ -23,7 +23,7 @@ from unittest.mock import patch
 import torch
 from torch import fx
 from torch.autograd.graph import saved_tensors_hooks
-from torch.backends import cuda, cudnn, mkldnn
+from torch.backends import cuda
 from torch.nn import attention
 from torch.overrides import TorchFunctionMode
 
@@ -49,7 +49,7 @@ _NONE = Modes()
 
 class _Mode(NamedTuple):
     read: Callable[[], Any]
-    write: Callable[[Any], None]
+    write: Callable[[Any], Any]
 
 
 _KERNELS = {
@@ -82,6 +82,8 @@ def _modes() -> dict[str, _Mode]:
     }
 
 
+_backends: Any = torch.backends
+_MULTIPLIERS = (_backends.cuda.matmul, _backends.cudnn.conv, _backends.mkldnn.matmul, _backends.mkldnn.conv)
 _INSIDE = "Use it inside a layer, or around the whole step."
 _REFUSED = {
     "torch.inference_mode": _Refused(torch.is_inference_mode_enabled, "Use torch.no_grad()."),
@@ -91,11 +93,11 @@ _REFUSED = {
         lambda: (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
         _INSIDE,
     ),
-    "torch.backends.cudnn.flags": _Refused(lambda: (cudnn.enabled, cudnn.benchmark, cudnn.deterministic), _INSIDE),
-    "torch.backends.mkldnn.flags": _Refused(lambda: mkldnn.enabled, _INSIDE),
-    "torch.set_float32_matmul_precision": _Refused(
-        lambda: [part.fp32_precision for part in (cuda.matmul, cudnn.conv, mkldnn.matmul, mkldnn.conv)], _INSIDE
+    "torch.backends.cudnn.flags": _Refused(
+        lambda: (_backends.cudnn.enabled, _backends.cudnn.benchmark, _backends.cudnn.deterministic), _INSIDE
     ),
+    "torch.backends.mkldnn.flags": _Refused(lambda: _backends.mkldnn.enabled, _INSIDE),
+    "torch.set_float32_matmul_precision": _Refused(lambda: [part.fp32_precision for part in _MULTIPLIERS], _INSIDE),
 }
 # Modes that torch has no public way to read: the trace follows who enters them.
 _ENTERED: dict[str, tuple[type, str]] = {

@@ -83,7 +83,7 @@ def call_capturing(
 ) -> fx.Proxy:
     """Record ``module`` by ``call(args, kwargs)``, and what its hooks collect for the model that is traced."""
     # Without the name only a layer with hooks is refused.
-    collector = COLLECTOR.found.get() if COLLECTOR.exists or _hooks(module) else None
+    collector: Any = COLLECTOR.found.get() if COLLECTOR.exists or _hooks(module) else None
     hooks = [hook for hook in _hooks(module) if hook["key"] in collector] if collector else []
     if not hooks:
         return call(args, kwargs)

@@ -71,7 +71,7 @@ _encode = nn.TransformerEncoder.forward
 def recorded_transformers() -> Iterator[None]:
     """Record the comparison of a mask with the causal one, and the packing of padded sequences."""
     # Without the name torch's own code asks data of the mask, which the trace refuses.
-    detect = CAUSAL_MASK.found if CAUSAL_MASK.exists else None
+    detect: Any = CAUSAL_MASK.found if CAUSAL_MASK.exists else None
 
     def is_causal_mask(mask: Any, is_causal: bool | None = None, size: Any = None) -> Any:
         if isinstance(mask, fx.Proxy) and is_causal is None:

@@ -57,7 +57,7 @@ class ParameterOfModel(nn.Parameter):
         if name == "detach":
             return shown(args[0].own, args[0].traced_device, detached=True)
         own_args, own_kwargs = pytree.tree_map_only(ParameterOfModel, _own, (args, kwargs or {}))
-        return torch.Tensor.__torch_function__(function, (), own_args, own_kwargs)
+        return torch.Tensor.__torch_function__(function, (), own_args, own_kwargs)  # type: ignore[no-untyped-call]
 
 
 def _own(shown_parameter: ParameterOfModel) -> torch.Tensor:

@@ -89,11 +89,11 @@ class GuessingMode(TorchDispatchMode):
     def __enter__(self) -> Self:
         self._guesses = 0
         self._fakes.__enter__()
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *details: Any) -> None:
-        super().__exit__(*details)
+        super().__exit__(*details)  # type: ignore[no-untyped-call]
         self._fakes.__exit__(*details)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
