@@ -33,7 +33,7 @@ _AT_ONCE = (
     "CudnnAttentionForward", "CudnnRnn", "EfficientAttentionForward", "EuclideanDist",
     "FakeQuantizeLearnablePerChannelAffine", "FakeQuantizeLearnablePerTensorAffine", "FlashAttentionForward",
     "GridSampler2D", "GridSampler2DCpuFallback", "GridSampler3D", "CudnnGridSampler", "IndexReduce", "ConvTbc",
-    "LinearBackward", "LinalgEig", "LinalgEigh", "LinalgHouseholderProduct", "LinalgQr", "LinalgSlogdet",
+    "LinearBackward", "LinalgEig", "LinalgEigh", "LinalgHouseholderProduct", "LinalgPolar", "LinalgQr", "LinalgSlogdet",
     "LinalgSvd", "LstmMps", "MiopenRnn", "MkldnnRnnLayer", "Polar", "PreluKernel",
     "ScaledDotProductCudnnAttention", "ScaledDotProductEfficientAttention", "ScaledDotProductFlashAttention",
     "ScaledDotProductFlashAttentionForCpu", "ScaledDotProductFusedAttentionOverrideable", "ScatterReduce",

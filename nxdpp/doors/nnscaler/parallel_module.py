@@ -25,7 +25,7 @@ from nxdpp.doors.nnscaler.registered_functions import registered_functions
 from nxdpp.doors.nnscaler.state_dicts.extra_state import EXTRA_STATE_KEY, module_extra_state, take_extra_state
 from nxdpp.doors.nnscaler.unit_layout import UnitLayout
 from nxdpp.doors.nnscaler.unwritten import UnwrittenTensors
-from nxdpp.ground.torch_names import NON_PERSISTENT, REGISTRIES
+from nxdpp.ground.torch_names import LOAD_OWN, MOVE, NON_PERSISTENT, REGISTRIES
 from nxdpp.pipeline.activation_checkpoint import apply_checkpoint
 from nxdpp.pipeline.config import PipelineConfig
 from nxdpp.pipeline.pipeline import Pipeline
@@ -294,7 +294,7 @@ class ParallelModule(nn.Module):
         if local_metadata.get("assign_to_params_buffers"):
             raise ValueError("assign=True would replace parameters that stages and optimizers hold: leave it out")
         take_extra_state(state_dict, prefix, self.nxdpp_extra_state())
-        self._part._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+        LOAD_OWN.of(self._part)(state_dict, prefix, local_metadata, *args)
         self._unwritten.take_loaded(state_dict, prefix)
         if self._pipeline is not None:
             # The next step compares the values of the replicas again.
@@ -302,7 +302,7 @@ class ParallelModule(nn.Module):
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
         unwritten = self._unwritten.unwritten()
-        self._part._apply(fn, recurse)
+        MOVE.of(self._part)(fn, recurse)
         self._unwritten.follow_move(unwritten)
         if self._pipeline is not None:
             self._pipeline.follow()
