@@ -2,14 +2,17 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 
 import torch
+
+_accelerator = torch.accelerator.current_accelerator()
+AUTOCAST_TYPES = tuple(dict.fromkeys(["cuda", "xla", "cpu", "cpu" if _accelerator is None else _accelerator.type]))
+"""The device types for which a program may switch autocast on."""
 
 
 def autocast_types() -> list[str]:
     """The device types for which autocast is on here."""
-    return [kind for kind in _types() if torch.is_autocast_enabled(kind)]
+    return list(filter(torch.is_autocast_enabled, AUTOCAST_TYPES))
 
 
 @contextmanager
@@ -23,9 +26,3 @@ def without_autocast() -> Iterator[None]:
     finally:
         for kind in on:
             torch.set_autocast_enabled(kind, True)
-
-
-@cache
-def _types() -> tuple[str, ...]:
-    accelerator = torch.accelerator.current_accelerator()
-    return tuple({"cuda": None, "xla": None, "cpu": None, accelerator.type if accelerator else "cpu": None})

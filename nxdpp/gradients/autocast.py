@@ -9,7 +9,7 @@ import weakref
 import torch
 from torch.cuda.amp.common import amp_definitely_not_available
 
-from nxdpp.devices.autocast import autocast_types
+from nxdpp.devices.autocast import AUTOCAST_TYPES, autocast_types
 
 _init = torch.autocast.__init__
 _off: list["weakref.ref[torch.autocast]"] = []
@@ -35,7 +35,7 @@ def _noted_init(
 
 def check_autocast(device: torch.device, is_scaled: bool) -> None:
     """Raise ``RuntimeError`` for an autocast that a step on ``device`` would not have, or needs a scaled loss for."""
-    if _off or autocast_types():
+    if _off or any(map(torch.is_autocast_enabled, AUTOCAST_TYPES)):
         _check_blocks(device, is_scaled)
 
 

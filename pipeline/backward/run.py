@@ -7,7 +7,7 @@ import torch
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from nxdpp.devices.autocast import autocast_types, without_autocast
+from nxdpp.devices.autocast import AUTOCAST_TYPES, without_autocast
 from nxdpp.ground.torch_names import ENGINE
 
 # A received tensor enters the graph together with this one, which makes it require a gradient and gets none.
@@ -78,7 +78,8 @@ def run_backward(
         gradients: the roots' gradients, of their shapes and dtypes; not checked.
         retain: keep the graph for another backward.
     """
-    run = _run_without_autocast if autocast_types() else ENGINE.found.run_backward
+    is_on = any(map(torch.is_autocast_enabled, AUTOCAST_TYPES))
+    run = _run_without_autocast if is_on else ENGINE.found.run_backward
     # Keywords take longer than positions: create_graph, and allow_unreachable before accumulate_grad.
     found: Sequence[torch.Tensor | None] = run(
         tuple(roots), tuple(gradients), retain, False, tuple(inputs), True, accumulate
