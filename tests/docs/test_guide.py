@@ -1,21 +1,20 @@
-"""The code of the pages in docs/guide runs over ranks, and prints the text that the pages show.
+"""The code of the pages in docs/guide runs under torchrun, and prints the text that the pages show.
 
 All blocks of a page, in order, are one script. ``python -m pytest tests/docs -k first_pipeline`` runs one page.
 """
 
-import contextlib
-import io
 import os
-import runpy
+import subprocess
 import sys
-import traceback
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
 
 import pytest
 
-from tests.docs.logger_modules import logger_modules
-from tests.docs.pages import ROOT, fragments, guide_pages, number_of_ranks, printed_text, script
-from tests.support.run_ranks import run_ranks
+from tests.docs.pages import GUIDE, ROOT, fragments, guide_pages, number_of_ranks, printed_text, script
+from tests.docs.torchrun import Torchrun
 
 pytestmark = pytest.mark.one_python
 
@@ -26,43 +25,60 @@ PAGES = [pytest.param(page, id=page.stem) for page in guide_pages()]
 WITH_CODE = [pytest.param(page, id=page.stem) for page in guide_pages() if script(page)]
 
 
-class _Copied(io.StringIO):
-    """Text that goes to the process's output too."""
-
-    def write(self, text: str) -> int:
-        assert sys.__stdout__ is not None
-        sys.__stdout__.write(text)
-        return super().write(text)
-
-
-def run_page(rank: int, page: Path, folder: Path) -> str:
-    """Run the script of ``page`` in ``folder`` as a program; return what this rank prints."""
-    os.chdir(folder)
-    if page.stem == "logging":
-        sys.modules |= logger_modules()
-    file = str(folder / "train.py")
-    sys.argv = [file]
-    printed = _Copied()
-    try:
-        with contextlib.redirect_stdout(printed):
-            runpy.run_path(file, run_name="__main__")
-    except BaseException as error:
-        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
-        place = f"{os.path.relpath(page, ROOT)}:{lines[-1] if lines else getattr(error, 'lineno', 1)}"
-        raise AssertionError(f"{place}: {type(error).__name__}: {error}") from error
-    return printed.getvalue()
-
-
 def _lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.strip().splitlines()]
 
 
+def outcome(page: Path, folder: Path) -> str:
+    """What the ranks have written, with the file and the lines of ``page`` in their traces."""
+    written = "".join(f"---- {file.name}:\n{file.read_text()}" for file in sorted(folder.glob("*.txt")))
+    return written.replace(str(folder / "empty" / "train.py"), os.path.relpath(page, ROOT))
+
+
+def write_script(page: Path, folder: Path) -> Path:
+    """Write the script of ``page`` into an otherwise empty folder."""
+    (folder / "empty").mkdir()
+    file = folder / "empty" / "train.py"
+    file.write_text(script(page), encoding="utf-8")
+    return file
+
+
+@pytest.fixture(scope="module")
+def torchrun() -> Iterator[Callable[[int], Torchrun]]:
+    """A torchrun for each number of ranks, which starts when a page needs it."""
+    with ExitStack() as stack:
+        yield cache(lambda ranks: stack.enter_context(Torchrun(ranks)))
+
+
 @pytest.mark.parametrize("page", WITH_CODE)
-def test_the_code_of_a_page_runs_and_prints_its_text(page: Path, tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(script(page), encoding="utf-8")
-    printed = run_ranks(number_of_ranks(page), run_page, page, tmp_path)
+def test_the_code_of_a_page_runs_and_prints_its_text(
+    page: Path, torchrun: Callable[[int], Torchrun], tmp_path: Path
+) -> None:
+    ranks = number_of_ranks(page)
+    codes = torchrun(ranks).run(page.stem, write_script(page, tmp_path), tmp_path)
+    assert codes == [0] * ranks, outcome(page, tmp_path)
     for rank, text in printed_text(page).items():
-        assert _lines(printed[rank]) == _lines(text), f"{page.relative_to(ROOT)}: rank {rank} prints\n{printed[rank]}"
+        printed = (tmp_path / f"out{rank}.txt").read_text()
+        assert _lines(printed) == _lines(text), f"{page.relative_to(ROOT)}: rank {rank} prints\n{printed}"
+
+
+@pytest.mark.parametrize("name", ["first_pipeline", pytest.param("fine_tuning", marks=pytest.mark.sweep)])
+def test_a_page_runs_as_its_reader_starts_it(name: str, tmp_path: Path) -> None:
+    """In processes that have imported nothing before."""
+    page = GUIDE / f"{name}.md"
+    file = write_script(page, tmp_path)
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(number_of_ranks(page)), file.name]
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    with (tmp_path / "torchrun.txt").open("w") as written:
+        run = subprocess.run(
+            [sys.executable, *command],
+            cwd=file.parent,
+            env={**os.environ, "PYTHONPATH": path},
+            stdout=written,
+            stderr=written,
+            timeout=200,
+        )
+    assert run.returncode == 0, outcome(page, tmp_path)
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -1,11 +1,13 @@
 """The harness of the pages: their code keeps its lines, and errors, texts, commands and links are found."""
 
+import re
 from pathlib import Path
 
 import pytest
 
 from tests.docs.pages import anchors, commands, fragments, number_of_ranks, printed_text, relative_links, script
-from tests.docs.test_guide import run_page
+from tests.docs.test_guide import outcome, write_script
+from tests.docs.torchrun import run_page
 from tests.support.run_ranks import run_ranks
 
 pytestmark = pytest.mark.one_python
@@ -70,9 +72,9 @@ def test_a_page_is_read(page: Path) -> None:
 
 
 def test_an_error_names_the_line_of_the_page(page: Path, tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(script(page))
-    with pytest.raises(AssertionError, match=r"page\.md:17: AssertionError"):
-        run_ranks(1, run_page, page, tmp_path)
+    file = write_script(page, tmp_path)
+    assert run_ranks(1, run_page, page.stem, str(file), str(tmp_path)) == [1]
+    assert re.search(r'page\.md", line 17, in <module>\n(?:.*\n){1,2}AssertionError', outcome(page, tmp_path))
 
 
 def test_a_block_without_an_end_is_an_error(tmp_path: Path) -> None:
