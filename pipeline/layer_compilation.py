@@ -52,10 +52,9 @@ def apply_compile(model: nn.Module, **options: Any) -> None:
 
     While a rank compiles, others wait up to ``compile_timeout`` of ``initialize_model_parallel``. Modules without
     parameters, modules of which the model calls a method other than ``forward``, and what it computes between modules
-    are not compiled; torch runs a plain ``nn.Linear`` or ``nn.Embedding``, which is one kernel, as it is. A second call
-    replaces the options. A module that replaces another later is not compiled until the next call. A change of a
-    layer's hooks compiles it again. A copy of a module is not compiled. Not collective; every rank calls it, with equal
-    options.
+    are not compiled; before torch 2.14 neither is a plain ``nn.Linear`` or ``nn.Embedding``. A second call replaces the
+    options. A module that replaces another later is not compiled until the next call. A change of a layer's hooks
+    compiles it again. A copy of a module is not compiled. Not collective; every rank calls it, with equal options.
 
     Settings of the process in ``torch._dynamo.config`` change: limits of codes rise, for layers that read their own
     number, and ``skip_nnmodule_hook_guards`` becomes ``False``.

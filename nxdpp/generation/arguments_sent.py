@@ -36,9 +36,9 @@ class SentArguments:
 
     def keep_caches(self, values: Mapping[str, Any], is_driver: bool) -> None:
         """Keep the caches among the ``values`` that a forward, or the preparation of one, has made."""
-        for name in NAMES:
-            value = values.get(name)
-            if value is None:
+        # Not by name: an output of transformers answers to the old names of its cache too.
+        for name, value in values.items():
+            if name not in NAMES or value is None:
                 continue
             if is_driver and value is not self.caches.get(name):
                 record_changes(value, self._changes)

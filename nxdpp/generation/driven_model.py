@@ -151,7 +151,7 @@ def _cacheless(decode: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(decode)
     def run(*args: Any, **kwargs: Any) -> Any:
         result = decode(*args, **kwargs)
-        if not isinstance(result, dict) or not any(name in result for name in NAMES):
+        if not isinstance(result, dict) or not {*NAMES} & {*result.keys()}:
             return result
         return type(result)(**{name: value for name, value in result.items() if name not in NAMES})
 

@@ -7,7 +7,7 @@
 
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -27,7 +27,17 @@ _PART_ENDINGS = ("_proj_blocks", "_proj_scales", "_proj_scale_inv")
 
 
 class _Blocks(Fp8Dequantize):
-    """Conversion from FP8 by the block size of the configuration; the last blocks of a dimension may be smaller."""
+    """Conversion from FP8 by the block size of the configuration; the last blocks of a dimension may be smaller.
+
+    Weights without a scale keep their dtype, which ``load_pretrained`` compares with the model's.
+    """
+
+    def convert(self, input_dict: dict[str, Any], full_layer_name: str | None = None, **others: Any) -> dict[str, Any]:
+        """Return the weights of one module by name, dequantised where they have a scale."""
+        if "weight" in input_dict and "weight_scale_inv" not in input_dict:
+            (weight,) = given if isinstance(given := input_dict["weight"], list) else [given]
+            return {full_layer_name or "weight": weight}
+        return cast(dict[str, Any], super().convert(input_dict, full_layer_name=full_layer_name, **others))
 
     def _dequantize_one(
         self, quantized: torch.Tensor, scales: torch.Tensor, output_dtype: torch.dtype | None = None
