@@ -14,6 +14,7 @@ from torch.distributed import (  # type: ignore[attr-defined]  # public, though 
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
+from nxdpp.ground.torch_names import DEFAULT_STORE
 from nxdpp.ranks.device_choice import (
     check_world,
     choose,
@@ -73,7 +74,7 @@ def join_world(device: torch.device) -> Store:
     Raises ``RuntimeError`` on all ranks for devices of different kinds.
     """
     rank, size = dist.get_rank(), dist.get_world_size()
-    store = store_of_start(dist.distributed_c10d._get_default_store(), rank, size)
+    store = store_of_start(DEFAULT_STORE(), rank, size)
     verify_same_kind(store, rank, size, device)
     return store
 

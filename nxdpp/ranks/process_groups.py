@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup, Store, distributed_c10d  # type: ignore[attr-defined]  # Store is public
 from torch.distributed.device_mesh import DeviceMesh
 
+from nxdpp.ground.torch_names import CLEAR_SHARDING_CACHE
 from nxdpp.ranks.faults.timeouts import NO_LIMITS, Timeouts
 from nxdpp.ranks.faults.waits import Wait
 from nxdpp.ranks.rank_mesh import DIMENSIONS, RankMesh
@@ -101,10 +102,8 @@ class ProcessGroups:
         for link in self.transfer_groups.links.values():
             link.close()
         if self.has_shards:
-            from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-
             # Results of torch's DTensors are kept by the ranks of a mesh: later groups of the same ranks have others.
-            _clear_sharding_prop_cache()
+            CLEAR_SHARDING_CACHE()
         if self.started_world:
             dist.destroy_process_group()
             return
