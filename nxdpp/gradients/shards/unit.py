@@ -282,11 +282,15 @@ class ShardedUnit:
         """Wait for the reductions on the device, and free their messages."""
         self._group.finalize_backward()
         context = self._group.comm_ctx
-        # torch's root module does it, which no stage calls.
-        for state in context.reduce_scatter_states:
-            if state.event is not None:
+        # torch's root module does it, which no stage calls. torch 2.9 has one state.
+        has_many = hasattr(context, "reduce_scatter_states")
+        for state in context.reduce_scatter_states if has_many else [context.reduce_scatter_state]:
+            if state is not None and state.event is not None:
                 self._group.device_handle.current_stream().wait_event(state.event)
-        context.reduce_scatter_states.clear()
+        if has_many:
+            context.reduce_scatter_states.clear()
+        else:
+            context.reduce_scatter_state = None
 
     def abandon(self, drops: bool) -> None:
         """Put this rank's rows back after a step that has failed; ``drops`` the whole gradients too."""
