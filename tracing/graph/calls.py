@@ -19,6 +19,7 @@ from nxdpp.tracing.modules import listings
 
 # Levels of objects in objects that are searched for traced values.
 _DEEPEST = 2
+_UNSAVED = torch.empty(0)
 _NOTHING = object()
 _WITHOUT_ATTRIBUTES = (fx.Proxy, nn.Module, torch.Tensor, type, FunctionType, MethodType, PreTrainedConfig)
 
@@ -194,6 +195,9 @@ def _record_function(restored: ExitStack, without_context: Any, function: Any) -
         if not has_proxy(given, kwargs):
             return forward(*args, **kwargs)
         _refuse_modules(function, given, kwargs)
+        if function.__module__ == CheckpointFunction.__module__ and function is not CheckpointFunction:
+            # A checkpoint of torch 2.9 saves its arguments, unless the result has no gradient.
+            return _UNSAVED.detach()
         with torch.set_grad_enabled(setup.gradients):
             return record_opaque_call(_Apply(function), given, kwargs)
 
