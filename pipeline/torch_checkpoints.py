@@ -18,6 +18,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import fx, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import checkpoint
 from torch.utils.checkpoint import CheckpointFunction
 
@@ -46,6 +47,10 @@ def inner_checkpoints(keep: Keep) -> Iterator[None]:
 @cache
 def follow_checkpoints() -> None:
     """Make torch's checkpoints in modules of a pipeline get their state, or raise ``RuntimeError`` in a backward."""
+    checkpoint.CheckpointFunction = _Reentrant  # type: ignore[misc]  # a class of torch
+    if not CHECKPOINT_GENERATOR.exists:
+        _refuse_checkpoints()
+        return
     original = CHECKPOINT_GENERATOR.found
 
     def generator(function: Function, *args: Any, **kwargs: Any) -> Any:
@@ -53,9 +58,20 @@ def follow_checkpoints() -> None:
         yield from original(kept, *args, **kwargs)
         _end_forward(kept)
 
-    # Programs import ``checkpoint`` by name. It looks these up in its module.
+    # Programs import ``checkpoint`` by name. It looks this up in its module, as the class above.
     CHECKPOINT_GENERATOR.replace(generator)
-    checkpoint.CheckpointFunction = _Reentrant  # type: ignore[misc]  # a class of torch
+
+
+def _refuse_checkpoints() -> None:
+    """Raise ``NameGoneError`` in checkpoints, whose recomputations would have another state than their forwards."""
+    enter = saved_tensors_hooks.__enter__
+
+    def checked_enter(hooks: saved_tensors_hooks) -> None:
+        if type(hooks).__module__ == checkpoint.__name__ and parameters_of_all_models():
+            raise CHECKPOINT_GENERATOR.gone()
+        enter(hooks)
+
+    saved_tensors_hooks.__enter__ = checked_enter  # type: ignore[method-assign]  # a class of torch
 
 
 class _Reentrant(CheckpointFunction):

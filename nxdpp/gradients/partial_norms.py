@@ -26,6 +26,8 @@ def refuse_partial_norms(of_models: Parameters) -> None:
     """
     global _of_models
     _of_models = of_models
+    if GROUP_GRADIENTS.warn_if_gone():
+        return
     group = GROUP_GRADIENTS.found
 
     def checked_group(tensors: Sequence[Sequence[torch.Tensor]], *args: Any, **kwargs: Any) -> Any:

@@ -1,10 +1,11 @@
 """Private names of other libraries: found at their first use, and refused by name where they are gone."""
 
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable
 from functools import cached_property
-from importlib import import_module
 from importlib.metadata import version
 from operator import attrgetter
+from pkgutil import resolve_name
 from typing import Any
 
 
@@ -27,9 +28,8 @@ class PrivateName:
     @cached_property
     def found(self) -> Any:
         """The object. Raises ``NameGoneError`` where the installed version does not have it."""
-        parts = self.path.split(".")
         try:
-            return _resolved(parts)
+            return resolve_name(self.path)
         except (AttributeError, ImportError):
             raise self.gone() from None
 
@@ -47,16 +47,28 @@ class PrivateName:
 
     def replace(self, value: Any) -> None:
         """Put ``value`` in its place. ``found`` is what was there before, if asked before."""
-        *owner, name = self.path.split(".")
-        setattr(_resolved(owner), name, value)
+        owner, _, name = self.path.rpartition(".")
+        setattr(resolve_name(owner), name, value)
 
     def gone(self) -> NameGoneError:
         """The error of a feature that needs the name."""
-        library = self.path.partition(".")[0]
-        return NameGoneError(
-            f"{library} {version(library)} has no {self.path}, with which nxdpp {self.use}. This is refused with "
-            f"this version, and all else works; pip install nxdpp takes a version of {library} that has it"
-        )
+        return NameGoneError(f"{self._lost()}. This is refused with this version, and all else works; {self._remedy()}")
+
+    def warn_if_gone(self) -> bool:
+        """Warn of a check of the user's program that is not made without the name. Returns whether it has gone."""
+        if not self.exists:
+            warnings.warn(f"{self._lost()}: with this version it does not; {self._remedy()}", stacklevel=2)
+        return not self.exists
+
+    def _lost(self) -> str:
+        return f"{self._library} {version(self._library)} has no {self.path}, with which nxdpp {self.use}"
+
+    def _remedy(self) -> str:
+        return f"pip install nxdpp takes a version of {self._library} that has it"
+
+    @property
+    def _library(self) -> str:
+        return self.path.partition(".")[0]
 
 
 class PrivateAttribute(PrivateName):
@@ -78,12 +90,3 @@ class PrivateAttribute(PrivateName):
     def held_by(self, owner: Any) -> bool:
         """Return whether ``owner`` has the attribute."""
         return hasattr(owner, self.name)
-
-
-def _resolved(parts: Sequence[str]) -> Any:
-    found: Any = import_module(parts[0])
-    for position, part in enumerate(parts[1:], 2):
-        if not hasattr(found, part) and hasattr(found, "__path__"):
-            import_module(".".join(parts[:position]))
-        found = getattr(found, part)
-    return found

@@ -75,6 +75,9 @@ SCHEMA = PrivateAttribute("torch._ops.OpOverload._schema", "knows which argument
 CAUSAL_MASK = PrivateName(
     "torch.nn.modules.transformer._detect_is_causal_mask", "compares a mask of nn.TransformerEncoder in every step"
 )
+FUNCTIONAL_CALL = PrivateName(
+    "torch.nn.utils.stateless._functional_call", "refuses functional_call with other weights outside layers"
+)
 CHECK_WITH = PrivateName("torch._check_with", "runs torch._check of code outside layers in every step")
 FAKE_MODE = PrivateName("torch._subclasses.fake_tensor.FakeTensorMode", "computes shapes without values")
 
@@ -100,6 +103,12 @@ DEFAULT_STORE = PrivateName(
 CLEAR_SHARDING_CACHE = PrivateName(
     "torch.distributed.tensor.debug._clear_sharding_prop_cache", "makes shards of other groups of the same ranks"
 )
+if not CLEAR_SHARDING_CACHE.exists:
+    # In torch 2.9.
+    CLEAR_SHARDING_CACHE = PrivateName(
+        "torch.distributed.tensor.DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear",
+        CLEAR_SHARDING_CACHE.use,
+    )
 COMPILER = PrivateName("torch._dynamo.callback.callback_handler", "gives a compilation a limit of its own")
 COMPILATIONS = PrivateAttribute(
     "torch._dynamo.callback.CompilationCallbackHandler._CompilationCallbackHandler__pending_callbacks_counter",
@@ -109,6 +118,9 @@ COMPILATIONS = PrivateAttribute(
 # Gradients.
 GROUP_GRADIENTS = PrivateName(
     "torch.nn.utils.clip_grad._group_tensors_by_device_and_dtype", "refuses torch's norm of a part of the gradients"
+)
+SCALED_STEP = PrivateAttribute(
+    "torch.optim.Adam._step_supports_amp_scaling", "refuses torch's scaler in an optimizer over ranks"
 )
 UNSCALE = PrivateAttribute("torch.amp.GradScaler._unscale_grads_", "finds overflows of all ranks")
 

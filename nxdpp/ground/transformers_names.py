@@ -32,9 +32,6 @@ FROM_MODEL_CONFIG = PrivateAttribute(
 DEFAULT_SETTINGS = PrivateAttribute(
     "transformers.GenerationConfig._get_default_generation_params", "evaluates by generated tokens as Seq2SeqTrainer"
 )
-PAD_TOKENS = PrivateName(
-    "transformers.Seq2SeqTrainer._pad_tensors_to_max_len", "evaluates by generated tokens as Seq2SeqTrainer"
-)
 
 # Tensor parallelism and experts.
 TP_PLAN = PrivateAttribute("transformers.PreTrainedModel._tp_plan", "divides a model by the plan of its type")
@@ -43,4 +40,31 @@ GAUSSIAN_TOPK = PrivateAttribute(
 )
 EXPERTS = PrivateAttribute(
     "transformers.PretrainedConfig._experts_implementation", "refuses experts that a device does not run"
+)
+
+# Methods that classes of nxdpp have in place of transformers', TRL's and torch's.
+_TRAINER = "evaluates, saves and resumes a pipelined model in a Trainer"
+_GENERATION = "runs the forwards of generate on all ranks"
+OVERRIDDEN = tuple(
+    PrivateAttribute(f"{owner}.{name}", use)
+    for owner, use, names in (
+        (
+            "transformers.Trainer",
+            _TRAINER,
+            "_clip_grad_norm _evaluate _finalize_training _get_grad_norm _get_num_items_in_batch _load_best_model "
+            "_load_from_checkpoint _load_optimizer_and_scheduler _load_rng_state _maybe_log_save_evaluate "
+            "_move_model_to_device _prepare_inputs _save _save_checkpoint _save_optimizer_and_scheduler "
+            "_track_num_input_tokens _validate_args _wrap_model",
+        ),
+        ("trl.DPOTrainer", _TRAINER, "_compute_loss _precompute_ref_logps _prepare_inputs"),
+        (
+            "transformers.GenerationMixin",
+            _GENERATION,
+            "_beam_search _has_unfinished_sequences _optimize_model_for_decode _prepare_cache_for_generation _sample "
+            "_valid_auto_compile_criteria",
+        ),
+        ("transformers.integrations.finegrained_fp8.Fp8Dequantize", "loads FP8 files", "_dequantize_one"),
+        ("torch.optim.Optimizer", "makes NxD's optimizers by their classes", "_patch_step_function"),
+    )
+    for name in names.split()
 )

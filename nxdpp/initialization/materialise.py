@@ -161,14 +161,14 @@ class _Initialisation:
     def _call(self, function: ParameterInitialiser, name: str) -> None:
         self.streams.begin(name)
         module = self._root.get_submodule(name)
-        children = dict(MODULES.of(module))
+        children: dict[str, nn.Module | None] = dict(MODULES.of(module))
         try:
             call_param_init_fn(function, module)
         except Exception as error:
             error.add_note(f"in param_init_fn, called for {name or 'the model itself'}")
             raise
         for key, child in children.items():
-            made = MODULES.of(module).get(key)
+            made: nn.Module | None = MODULES.of(module).get(key)
             if child is None or made is child:
                 continue
             # A child that is made anew gives its tensors and attributes to the child that all others know.

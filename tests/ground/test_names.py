@@ -53,11 +53,16 @@ def _sources() -> list[Path]:
 
 
 @cache
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@cache
 def _own_names() -> set[str]:
     """Names that classes, functions, attributes and variables of nxdpp have."""
     found: set[str] = set()
     for path in _sources():
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(_tree(path)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
                 found.add(node.name)
             elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -71,7 +76,7 @@ LISTED = {each.name for each in NAMES if isinstance(each, PrivateAttribute)}
 
 
 def _private_names(path: Path) -> Iterator[tuple[str, int]]:
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(_tree(path)):
         if isinstance(node, ast.Attribute) and _is_private(node.attr) and not _is_own(node):
             if node.attr in LISTED or node.attr not in _own_names() | DOCUMENTED:
                 yield ast.unparse(node), node.lineno

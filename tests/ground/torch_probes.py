@@ -54,7 +54,7 @@ def _dispatch_mode() -> bool:
 def _no_dispatch_modes() -> bool:
     with Operations() as operations, names.NO_DISPATCH_MODES():
         torch.zeros(1)
-    return operations.seen == []
+    return not operations.seen
 
 
 @probe(names.PARAMETERS, names.BUFFERS, names.MODULES, names.NON_PERSISTENT)
@@ -201,14 +201,13 @@ def _sharding_cache() -> bool:
 
 @probe(names.COMPILER, names.COMPILATIONS)
 def _compilations() -> bool:
-    counts = []
+    counts, handler = [], names.COMPILER.found
 
-    @torch.compile(backend=lambda graph, inputs: (counts.append(names.COMPILATIONS.of(handler)), graph)[1])
-    def compiled(x: torch.Tensor) -> torch.Tensor:
-        return x + 1
+    def backend(graph: Any, inputs: Any) -> Any:
+        counts.append(names.COMPILATIONS.of(handler))
+        return graph
 
-    handler = names.COMPILER.found
-    compiled(torch.ones(1))
+    torch.compile(torch.neg, backend=backend)(torch.ones(1))
     return (
         names.COMPILER.path.rpartition(".")[0] in sys.modules and counts == [1] and not names.COMPILATIONS.of(handler)
     )

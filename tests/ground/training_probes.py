@@ -239,3 +239,25 @@ def _without_memory() -> bool:
 
     made = names.WITHOUT_MEMORY(Shape, (2, 3), strides=(1, 2), dtype=torch.float16, device=torch.device("cpu"))
     return (made.shape, made.stride(), made.dtype, type(made)) == ((2, 3), (1, 2), torch.float16, Shape)
+
+
+@probe(names.SCALED_STEP)
+def _scaled_step() -> bool:
+    return bool(names.SCALED_STEP.of(torch.optim.Adam([torch.ones(1, requires_grad=True)], fused=True)))
+
+
+@probe(names.FUNCTIONAL_CALL)
+def _functional_call() -> bool:
+    original, called = names.FUNCTIONAL_CALL.found, []
+
+    def call(module: Any, given: Any, *args: Any, **named: Any) -> Any:
+        called.append(list(given))
+        return original(module, given, *args, **named)
+
+    names.FUNCTIONAL_CALL.replace(call)
+    try:
+        layer = torch.nn.Linear(1, 1, bias=False)
+        result = torch.func.functional_call(layer, {"weight": torch.full((1, 1), 3.0)}, torch.ones(1))
+    finally:
+        names.FUNCTIONAL_CALL.replace(original)
+    return bool(result == 3) and called == [["weight"]]

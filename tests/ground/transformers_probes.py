@@ -58,7 +58,7 @@ def _collector() -> bool:
 
 @probe(names.DATA_LOADERS)
 def _data_loaders() -> bool:
-    return names.DATA_LOADERS.of(Accelerator(cpu=True)) == []
+    return bool(names.DATA_LOADERS.of(Accelerator(cpu=True)) == [])
 
 
 class _Loader:
@@ -79,12 +79,6 @@ def _generation() -> bool:
     config = GenerationConfig()
     names.FROM_MODEL_CONFIG.set(config, False)
     return bool(names.DEFAULT_SETTINGS.of(config)()["num_beams"] == 1)
-
-
-@probe(names.PAD_TOKENS)
-def _pad_tokens() -> bool:
-    trainer = SimpleNamespace(processing_class=None, model=SimpleNamespace(config=SimpleNamespace(pad_token_id=7)))
-    return bool(torch.equal(names.PAD_TOKENS(trainer, torch.tensor([[1]]), 3), torch.tensor([[1, 7, 7]])))
 
 
 @probe(names.TP_PLAN, names.EXPERTS)

@@ -66,7 +66,7 @@ class Entry(nn.Module):
             stack.enter_context(refused_kernel_order(self._namespaces))
             stack.enter_context(recorded_autograd_functions())
             stack.enter_context(told_checkpoints(self._namespaces))
-            stack.enter_context(refused_functional_calls(self._namespaces))
+            stack.enter_context(refused_functional_calls())
             stack.enter_context(refused_random_numbers(module))
             if isinstance(self._tracer, SpineTracer):
                 tensors = (proxies[name] for name, spec in self._inputs.items() if spec.dtype is not None)

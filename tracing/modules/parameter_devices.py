@@ -4,20 +4,17 @@ A rank has only some of the parameters; the others are on the meta device. So th
 input, on every rank. Tensors that code makes like a parameter (``weight.new_zeros(())``) are on that device too.
 """
 
-from collections import ChainMap
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from inspect import signature
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import fx, nn
-from torch.nn.utils import stateless
 
-from nxdpp.ground.torch_names import pytree
+from nxdpp.ground.torch_names import FUNCTIONAL_CALL, pytree
 from nxdpp.tracing.code.frames import caller, module_of
-from nxdpp.tracing.graph.swap import in_this_thread, replaced
+from nxdpp.tracing.graph.swap import in_this_thread
 from nxdpp.tracing.modules import listings
 from nxdpp.tracing.values.metadata import LIKE
 from nxdpp.tracing.values.type_answers import reads_parameter
@@ -128,32 +125,32 @@ def devices_of_inputs(first_input: fx.Proxy | None) -> Iterator[None]:
         yield
 
 
-_FUNCTIONAL = (torch.func.functional_call, stateless.functional_call)
-
-
-def refused_functional_calls(namespaces: Iterable[dict[str, Any]]) -> AbstractContextManager[None]:
-    """Refuse calls of modules with other parameters or buffers than their own, under all names in ``namespaces``.
+@contextmanager
+def refused_functional_calls() -> Iterator[None]:
+    """Refuse calls of modules with other parameters or buffers than their own.
 
     The node of a module has only the module's name, so each step would run it with its own. Raises ``RuntimeError``.
     """
-    changes = {id(function): in_this_thread(_of_own_parameters(function), function) for function in _FUNCTIONAL}
-    return replaced([vars(torch.func), vars(stateless), *namespaces], changes)
+    if FUNCTIONAL_CALL.warn_if_gone():
+        yield
+        return
+    original = FUNCTIONAL_CALL.found
 
-
-def _of_own_parameters(function: Callable[..., Any]) -> Callable[..., Any]:
-    arguments = signature(function)
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        module, given, *_ = arguments.bind(*args, **kwargs).arguments.values()
+    def call(module: nn.Module, given: dict[str, torch.Tensor], *args: Any, **kwargs: Any) -> Any:
         own: dict[str, torch.Tensor] = dict(listings.named_parameters(module, remove_duplicate=False))
         own |= dict(listings.named_buffers(module, remove_duplicate=False))
-        for name, value in ChainMap(*([given] if isinstance(given, dict) else given)).items():
-            if (value.own if isinstance(value, ParameterOfModel) else value) is not own.get(name):
-                raise RuntimeError(
-                    f"functional_call runs {type(module).__name__} with another {name} than its own; a stage would "
-                    f"run it with its own. Move the call into the forward of a layer, or of a module without layers, "
-                    f"which runs as one node."
-                )
-        return function(*args, **kwargs)
+        given = {name: v.own if isinstance(v, ParameterOfModel) else v for name, v in given.items()}
+        other = [name for name, value in given.items() if value is not own.get(name)]
+        if other:
+            raise RuntimeError(
+                f"functional_call runs {type(module).__name__} with another {other[0]} than its own; a stage would "
+                f"run it with its own. Move the call into the forward of a layer, or of a module without layers, "
+                f"which runs as one node."
+            )
+        return original(module, given, *args, **kwargs)
 
-    return call
+    FUNCTIONAL_CALL.replace(in_this_thread(call, original))
+    try:
+        yield
+    finally:
+        FUNCTIONAL_CALL.replace(original)

@@ -70,7 +70,7 @@ class RankFile:
 
     def _place(self, stored: torch.Tensor) -> int:
         """The byte of the file at which a tensor begins, of which torch tells the place of the storage."""
-        start = FILE_OFFSET.of(stored.untyped_storage())
+        start: int | None = FILE_OFFSET.of(stored.untyped_storage())
         assert start is not None, "the file has the place of each storage"
         return start + int(stored.storage_offset()) * stored.dtype.itemsize
 

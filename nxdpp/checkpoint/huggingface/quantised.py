@@ -7,7 +7,7 @@
 
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -32,12 +32,12 @@ class _Blocks(Fp8Dequantize):
     Weights without a scale keep their dtype, which ``load_pretrained`` compares with the model's.
     """
 
-    def convert(self, input_dict: dict[str, Any], full_layer_name: str | None = None, **others: Any) -> dict[str, Any]:
+    def convert(self, input_dict: Any, *others: Any, **named: Any) -> Any:
         """Return the weights of one module by name, dequantised where they have a scale."""
         if "weight" in input_dict and "weight_scale_inv" not in input_dict:
             (weight,) = given if isinstance(given := input_dict["weight"], list) else [given]
-            return {full_layer_name or "weight": weight}
-        return cast(dict[str, Any], super().convert(input_dict, full_layer_name=full_layer_name, **others))
+            return {named.get("full_layer_name") or "weight": weight}
+        return super().convert(input_dict, *others, **named)
 
     def _dequantize_one(
         self, quantized: torch.Tensor, scales: torch.Tensor, output_dtype: torch.dtype | None = None

@@ -23,6 +23,7 @@ from nxdpp.gradients.grad_scaler import GradScaler
 from nxdpp.gradients.gradient_norm import clip_grad_norm
 from nxdpp.gradients.gradient_reducer import GradientReducer
 from nxdpp.gradients.optimizer.zero1 import Zero1Optimizer
+from nxdpp.ground.torch_names import SCALED_STEP
 from nxdpp.ranks import parallel_state
 
 DEFAULT_BUCKET_MB = 25.0
@@ -225,7 +226,7 @@ class ParallelOptimizer(Optimizer):
                 "take nxdpp.GradScaler, which has the same arguments"
             )
         # Fused optimizers set it on the object.
-        return bool(vars(self).get("_step_supports_amp_scaling", False))
+        return bool(vars(self).get(SCALED_STEP.name, False))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raise ``RuntimeError``: gradients of parameters outside of the module would not be summed."""

@@ -33,7 +33,7 @@ class Pair(NamedTuple):
     @property
     def parameter(self) -> nn.Parameter:
         """The present parameter in the user's model."""
-        parameter = PARAMETERS.of(self.owner)[self.key]
+        parameter: nn.Parameter | None = PARAMETERS.of(self.owner)[self.key]
         assert parameter is not None
         return parameter
 

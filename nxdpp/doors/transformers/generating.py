@@ -4,10 +4,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.nn import functional
 from transformers import Trainer
 
 from nxdpp.generation.batches import samples
-from nxdpp.ground.transformers_names import DEFAULT_SETTINGS, FROM_MODEL_CONFIG, PAD_TOKENS
+from nxdpp.ground.transformers_names import DEFAULT_SETTINGS, FROM_MODEL_CONFIG
 
 FIELDS = frozenset({"predict_with_generate", "generation_max_length", "generation_num_beams", "generation_config"})
 """Fields of ``Seq2SeqTrainingArguments`` that mean what they mean for ``Seq2SeqTrainer``."""
@@ -57,9 +58,19 @@ class GeneratedPredictions:
             most = config.max_new_tokens + 1
         if length >= most:
             return tensor
-        # A method that reads the processing class and the model of the trainer.
-        padded: torch.Tensor = PAD_TOKENS(self._trainer, tensor, most)
-        return padded
+        return functional.pad(tensor, (0, most - length), value=self._pad_token())
+
+    def _pad_token(self) -> int:
+        """The token that ``Seq2SeqTrainer`` pads with; ``ValueError`` without one."""
+        processing, config = self._trainer.processing_class, getattr(self._trainer.model, "config", None)
+        found = getattr(processing, "pad_token_id", None)
+        if found is None:
+            found = getattr(processing, "eos_token_id", None)
+        if found is None:
+            found = getattr(config, "pad_token_id", None)
+        if found is None:
+            raise ValueError("evaluation by generated tokens pads rows: set pad_token_id in the model's configuration")
+        return int(found)
 
 
 def _inputs_of(batch: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,49 @@
+"""Where private names have gone, a model trains as with them, and what needs them is refused by name."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.ground.trained_without import tables
+
+# All else of nxdpp stands on the registries and hooks of modules, versions of tensors and autograd's engine.
+NEEDED = {
+    "_parameters",
+    "_buffers",
+    "_modules",
+    "_compiled_call_impl",
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_version",
+    "_execution_engine",
+}
+
+
+def results(*gone: str) -> dict[str, str]:
+    """Return what each line of ``trained_without.py`` says, by its first word."""
+    program = [sys.executable, "-W", "ignore", "-m", "tests.ground.trained_without", *gone]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    ran = subprocess.run(
+        program, cwd=Path(__file__).parents[2], env=environment, capture_output=True, text=True, timeout=200
+    )
+    assert ran.returncode == 0, f"{ran.stdout}\n{ran.stderr}"
+    return dict(line.split(" ", 1) for line in ran.stdout.splitlines())
+
+
+def test_a_model_trains_without_the_names_of_features() -> None:
+    present = results()
+    gone = results(*(each.path for each in tables() if each.path.rpartition(".")[2] not in NEEDED))
+    assert gone.pop("loss") == present.pop("loss")
+    assert set(present.values()) == {"works"}
+    assert gone.pop("apply_checkpoint") == "works"
+    uses = {feature: text.split("with which nxdpp ")[1].split(". This is refused")[0] for feature, text in gone.items()}
+    assert uses == {
+        "save_checkpoint": "leaves out of a checkpoint the buffers that torch leaves out",
+        "deferred_init": "asks a tensor of deferred_init what torch knows",
+        "fully_shard": "shards parameters over replicas",
+        "apply_compile": "refuses CUDA graphs of compiled layers",
+        "generate": "runs a module of generate with its hooks",
+    }
