@@ -29,6 +29,7 @@ INTERNAL = {
     "devices",
     "doors",
     "gradients",
+    "ground",
     "initialization",
     "planning",
     "ranks",

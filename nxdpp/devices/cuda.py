@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.cuda.amp.common import amp_definitely_not_available
 
 from nxdpp.devices.device import Device, Stamp
 
@@ -138,6 +139,11 @@ def total_memory(index: int) -> int:
 def current_index() -> int:
     """Return the index of the current device."""
     return torch.cuda.current_device()
+
+
+def has_no_autocast() -> bool:
+    """Return whether torch switches off a block of autocast for CUDA."""
+    return amp_definitely_not_available()
 
 
 def functions() -> dict[str, Any]:

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 PUBLIC = ("nxdpp", "nxdpp.optimizer", "nxdpp.parallel_layers")
 # Comparisons of ranks, parts of batches and of tensors, ties, options of groups, refusals of a step or a save
 # of a part, values that are sent, waits for them, mappings, modules to checkpoint and to compile, master copies, states
-# of generators and paths of files have one place each.
+# of generators, paths of files and private names of torch have one place each.
 SHARED = (
     "nxdpp.doors.local_modules.",
     "nxdpp.doors.random_states.",
@@ -22,6 +22,7 @@ SHARED = (
     "nxdpp.gradients.optimizer.fp32_adamw.",
     "nxdpp.gradients.optimizer.partial_steps.",
     "nxdpp.gradients.optimizer.zero1_state.",
+    "nxdpp.ground.torch_names.",
     "nxdpp.pipeline.layer_compilation.",
     "nxdpp.pipeline.local.own_save.",
     "nxdpp.pipeline.microbatches.rows.",

@@ -28,6 +28,9 @@ from nxdpp.ground.torch_names import FSDP_GATHER, FSDP_GROUP, FSDP_STREAMS, PARA
 from nxdpp.ranks import parallel_state
 from nxdpp.ranks.faults.waits import Wait
 
+# From torch 2.15 on: the dtype in which autograd itself adds up the gradients of a whole parameter.
+_GRADIENT_DTYPE = "unsharded_grad_dtype"
+
 
 class _KeptGradient(NamedTuple):
     """A parameter with whole gradients on this replica: samples of its rows, and of its ``.grad``, maybe marked."""
@@ -209,7 +212,7 @@ class ShardedUnit:
             whole = each.unsharded_param
             has_one = whole.grad is not None or each.unsharded_accumulated_grad is not None
             if not has_one:
-                whole.grad = torch.zeros_like(whole)
+                whole.grad = torch.zeros_like(whole, dtype=getattr(each, _GRADIENT_DTYPE, None))
             present.append(has_one)
         if any(each.unsharded_accumulated_grad is not None for each in self._group.fsdp_params):
             # One message has one dtype.
@@ -250,8 +253,7 @@ class ShardedUnit:
             has_rows = local_rows(row).numel() > 0
             # Without rows the others tell.
             if cleared[id(each)] or (not has_rows and any(cleared.values())):
-                each.unsharded_param.grad = None
-                each.unsharded_accumulated_grad = None
+                _drop(each)
                 continue
             changed = [
                 what
@@ -298,9 +300,7 @@ class ShardedUnit:
         FSDP_GATHER.set(self._group, None)
         self._group.finalize_backward()
         for each in self._group.fsdp_params if drops else ():
-            each.unsharded_accumulated_grad = None
-            if hasattr(each, "unsharded_param"):
-                each.unsharded_param.grad = None
+            _drop(each)
         self._group.reshard()
         self._put_into_programs(self.parameters)
 
@@ -313,8 +313,17 @@ def shard_context(device: torch.device) -> Any:
 
 
 def _convert(parameter: Any, gradient_of: torch.Tensor | None = None) -> None:
-    parameter.accumulate_unsharded_grad_if_needed()
-    parameter.to_accumulated_grad_if_needed()
+    if not hasattr(parameter, _GRADIENT_DTYPE):
+        parameter.accumulate_unsharded_grad_if_needed()
+        parameter.to_accumulated_grad_if_needed()
+
+
+def _drop(parameter: Any) -> None:
+    """Drop the whole gradient of one of torch's sharded parameters."""
+    if hasattr(parameter, "unsharded_param"):
+        parameter.unsharded_param.grad = None
+    if not hasattr(parameter, _GRADIENT_DTYPE):
+        parameter.unsharded_accumulated_grad = None
 
 
 def _places(parameters: Sequence[nn.Parameter], roots: Sequence[nn.Module]) -> list[list[tuple[nn.Module, str]]]:

@@ -33,7 +33,8 @@ def _counts(rank: int) -> tuple[int, int, int]:
 
     def counted_convert(unit: ShardedUnit) -> None:
         nonlocal half, trained
-        half += sum(parameter.grad is not None for parameter in unit.whole_trained())
+        gradients = [each.grad for each in unit.whole_trained() if each.grad is not None]
+        half += sum(gradient.dtype == torch.bfloat16 for gradient in gradients)
         trained += len(unit.whole_trained())
         convert(unit)
 
