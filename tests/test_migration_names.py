@@ -237,7 +237,9 @@ def test_a_module_is_an_attribute_before_any_import_of_it() -> None:
     assert "nxdpp.parallel_layers.loss_functions" in modules
     code = "\n".join([IN_A_NEW_PROCESS, *modules])
     ended = subprocess.run([sys.executable, "-c", code], timeout=120, capture_output=True, text=True)
-    assert (ended.returncode, ended.stderr.splitlines()[1:]) == (0, []), ended.stderr
+    # The triton of torch's CUDA builds may tell at its end of objects that it leaks.
+    others = [line for line in ended.stderr.splitlines()[1:] if "nanobind" not in line and not line.startswith(" - ")]
+    assert (ended.returncode, others) == (0, []), ended.stderr
     assert ended.stderr.endswith("WARNING written\n")
 
 

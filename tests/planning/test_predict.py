@@ -143,7 +143,8 @@ def test_each_stage_of_zero_moves_its_bytes() -> None:
 def test_a_fast_link_hides_the_exchange_of_zero_3() -> None:
     whole, sharded = (predict(_costs(4, 16, rate=1e13, latency=0.0), Layout(2, 1, 2, zero=zero)) for zero in (0, 3))
 
-    assert sharded.times[0].exchange == 0
+    # A difference of two sums, of a second or so.
+    assert sharded.times[0].exchange == pytest.approx(0, abs=1e-15)
     assert sharded.times[0].compute == pytest.approx(whole.times[0].compute)
 
 
