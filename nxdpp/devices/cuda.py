@@ -143,7 +143,7 @@ def current_index() -> int:
 
 def has_no_autocast() -> bool:
     """Return whether torch switches off a block of autocast for CUDA."""
-    return amp_definitely_not_available()
+    return bool(amp_definitely_not_available())
 
 
 def functions() -> dict[str, Any]:
