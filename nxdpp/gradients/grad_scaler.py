@@ -56,6 +56,11 @@ class GradScaler(torch.amp.GradScaler):
         self._begun_on: torch.device | None = None
         self._unscaled: set[int] = set()
 
+    def __setstate__(self, state: Any) -> None:
+        # A copy has no scale on a device yet.
+        super().__setstate__(state)
+        self._begun_on, self._unscaled = None, set()
+
     def settings(self) -> Any:
         """Return the settings that must be equal on all ranks."""
         return self.state_dict() or None

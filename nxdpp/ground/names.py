@@ -1,7 +1,6 @@
 """Private names of other libraries: found at their first use, and refused by name where they are gone."""
 
 import warnings
-from collections.abc import Callable
 from functools import cached_property
 from importlib.metadata import version
 from operator import attrgetter
@@ -72,21 +71,32 @@ class PrivateName:
 
 
 class PrivateAttribute(PrivateName):
-    """An attribute of objects that a library does not promise, such as ``torch.nn.Module._parameters``.
-
-    Attributes:
-        of: a function that returns the attribute of an object.
-    """
+    """An attribute of objects that a library does not promise, such as ``torch.nn.Module._call_impl``."""
 
     def __init__(self, path: str, use: str) -> None:
         super().__init__(path, use)
         self.name = path.rpartition(".")[2]
-        self.of: Callable[[Any], Any] = attrgetter(self.name)
+
+    def of(self, owner: Any) -> Any:
+        """Return the attribute of ``owner``. Raises ``NameGoneError`` where it has none."""
+        try:
+            return getattr(owner, self.name)
+        except AttributeError:
+            raise self.gone() from None
 
     def set(self, owner: Any, value: Any) -> None:
-        """Give ``owner`` the attribute."""
+        """Give ``owner`` another value of the attribute. Raises ``NameGoneError`` where it has none."""
+        self.of(owner)
         setattr(owner, self.name, value)
 
     def held_by(self, owner: Any) -> bool:
         """Return whether ``owner`` has the attribute."""
         return hasattr(owner, self.name)
+
+
+class NeededAttribute(PrivateAttribute):
+    """An attribute without which no step runs, such as ``torch.nn.Module._parameters``: ``of`` is C code."""
+
+    def __init__(self, path: str, use: str) -> None:
+        super().__init__(path, use)
+        self.of = attrgetter(self.name)  # type: ignore[assignment, method-assign]  # most are read in every step

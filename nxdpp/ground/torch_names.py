@@ -3,7 +3,7 @@
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nxdpp.ground.names import PrivateAttribute, PrivateName
+from nxdpp.ground.names import NeededAttribute, PrivateAttribute, PrivateName
 
 __all__ = ["TorchDispatchMode", "pytree"]
 
@@ -14,13 +14,13 @@ PYTREE = PrivateName(
 DISPATCH_MODE = PrivateName("torch.utils._python_dispatch.TorchDispatchMode", "follows the operations of a block")
 
 # The registries of a module.
-PARAMETERS = PrivateAttribute("torch.nn.Module._parameters", "follows which parameters a module registers itself")
-BUFFERS = PrivateAttribute("torch.nn.Module._buffers", "follows which buffers a module registers itself")
-MODULES = PrivateAttribute("torch.nn.Module._modules", "replaces modules of other ranks by empty ones")
+PARAMETERS = NeededAttribute("torch.nn.Module._parameters", "follows which parameters a module registers itself")
+BUFFERS = NeededAttribute("torch.nn.Module._buffers", "follows which buffers a module registers itself")
+MODULES = NeededAttribute("torch.nn.Module._modules", "replaces modules of other ranks by empty ones")
 NON_PERSISTENT = PrivateAttribute(
     "torch.nn.Module._non_persistent_buffers_set", "leaves out of a checkpoint the buffers that torch leaves out"
 )
-COMPILED_CALL = PrivateAttribute("torch.nn.Module._compiled_call_impl", "runs what module.compile() has compiled")
+COMPILED_CALL = NeededAttribute("torch.nn.Module._compiled_call_impl", "runs what module.compile() has compiled")
 
 REGISTRIES = (PARAMETERS.name, BUFFERS.name, MODULES.name)
 RESET = PrivateAttribute("torch.nn.MultiheadAttention._reset_parameters", "initialises torch's attention")
@@ -34,18 +34,18 @@ LOAD_PRE_HOOKS = PrivateAttribute(
 STATE_VERSIONS = PrivateAttribute("torch.nn.Module.state_dict._metadata", "keeps the versions of modules in a state")
 
 # The hooks of a module.
-FORWARD_HOOKS = PrivateAttribute("torch.nn.Module._forward_hooks", "finds hooks that a stage has to run or refuse")
-FORWARD_PRE_HOOKS = PrivateAttribute(
+FORWARD_HOOKS = NeededAttribute("torch.nn.Module._forward_hooks", "finds hooks that a stage has to run or refuse")
+FORWARD_PRE_HOOKS = NeededAttribute(
     "torch.nn.Module._forward_pre_hooks", "finds hooks that a stage has to run or refuse"
 )
-BACKWARD_HOOKS = PrivateAttribute(
+BACKWARD_HOOKS = NeededAttribute(
     "torch.nn.Module._backward_hooks", "finds hooks of modules and tensors that a stage has to run or refuse"
 )
-BACKWARD_PRE_HOOKS = PrivateAttribute("torch.nn.Module._backward_pre_hooks", "finds hooks that a stage has to refuse")
+BACKWARD_PRE_HOOKS = NeededAttribute("torch.nn.Module._backward_pre_hooks", "finds hooks that a stage has to refuse")
 
 # Tensors and their memory.
-VERSION = PrivateAttribute("torch.Tensor._version", "sees that a tensor was changed in place")
-STORAGE_ADDRESS = PrivateAttribute("torch.UntypedStorage._cdata", "finds tensors that share memory, on any device")
+VERSION = NeededAttribute("torch.Tensor._version", "sees that a tensor was changed in place")
+STORAGE_ADDRESS = NeededAttribute("torch.UntypedStorage._cdata", "finds tensors that share memory, on any device")
 BASE = PrivateAttribute("torch.Tensor._base", "follows what a loss function computes from a view that it changes")
 HOOKS = (FORWARD_HOOKS, FORWARD_PRE_HOOKS, BACKWARD_HOOKS, BACKWARD_PRE_HOOKS)
 STORAGE_USES = PrivateName("torch._C._storage_Use_Count", "sees whether another tensor has the memory of a gradient")

@@ -52,8 +52,10 @@ def refuse_as_child(view: type[nn.Module]) -> None:
 
 
 def _refuse_parent(parent: nn.Module, name: str, child: nn.Module | None) -> None:
-    if type(parent).__name__ in _BY_REGISTRATION and isinstance(child, tuple(_views)):
-        raise RuntimeError(_BY_REGISTRATION[type(parent).__name__])
+    if isinstance(child, tuple(_views)):
+        for kind in type(parent).__mro__:
+            if kind.__module__.startswith("torch.") and kind.__name__ in _BY_REGISTRATION:
+                raise RuntimeError(_BY_REGISTRATION[kind.__name__])
 
 
 def refuse_reader(name: str) -> None:

@@ -1,5 +1,6 @@
 """``GradScaler`` over ranks: the numbers of torch's in one process, and one decision about a step on all ranks."""
 
+import copy
 import re
 from typing import Any
 
@@ -198,6 +199,18 @@ def test_calls_of_a_script_for_one_process_are_refused() -> None:
         scaler.begin_step(torch.device("meta"))
     scaler.begin_step(torch.device("cpu"))
     assert scaler.scale(loss).item() == 2.0**16
+
+
+def test_a_copied_scaler_begins_anew() -> None:
+    scaler = GradScaler("cpu", init_scale=8.0)
+    scaler.begin_step(torch.device("cpu"))
+    made = copy.deepcopy(scaler)
+    parameter = nn.Parameter(torch.ones(()))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    with pytest.raises(RuntimeError, match="give it to the model"):
+        made.step(optimizer)
+    made.begin_step(torch.device("cpu"))
+    assert made.scale(parameter) == 8
 
 
 def test_the_gradient_of_a_loss_is_the_scale_in_its_dtype() -> None:

@@ -38,6 +38,28 @@ def test_no_other_module_uses_a_private_name() -> None:
     assert not wrong, "put them into nxdpp/ground:\n" + "\n".join(wrong)
 
 
+def test_no_code_of_another_library_is_replaced_or_built() -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in _sources()
+        for node in ast.walk(_tree(path))
+        if (isinstance(node, ast.Attribute) and node.attr == "__code__" and isinstance(node.ctx, ast.Store))
+        or (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Name)
+            and node.func.id in ("CodeType", "FunctionType", "compile", "exec")
+        )
+    ]
+    assert not wrong
+
+
+def test_an_attribute_that_has_gone_is_refused_by_its_use() -> None:
+    gone = PrivateAttribute("torch.nn.Module._no_such_name", "counts the grains of sand")
+    for use in (lambda: gone.of(object()), lambda: gone.set(object(), 1)):
+        with pytest.raises(NameGoneError, match="with which nxdpp counts the grains of sand"):
+            use()
+
+
 def test_a_name_that_has_gone_refuses_its_feature_by_its_use() -> None:
     gone = PrivateName("torch._C._no_such_name", "counts the grains of sand")
     assert not gone.exists

@@ -5,21 +5,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+from nxdpp.ground.names import NeededAttribute
+from nxdpp.ground.torch_names import ENGINE
 from tests.ground.trained_without import tables
-
-# All else of nxdpp stands on the registries and hooks of modules, versions of tensors and autograd's engine.
-NEEDED = {
-    "_parameters",
-    "_buffers",
-    "_modules",
-    "_compiled_call_impl",
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-    "_version",
-    "_execution_engine",
-}
 
 
 def results(*gone: str) -> dict[str, str]:
@@ -35,7 +23,9 @@ def results(*gone: str) -> dict[str, str]:
 
 def test_a_model_trains_without_the_names_of_features() -> None:
     present = results()
-    gone = results(*(each.path for each in tables() if each.path.rpartition(".")[2] not in NEEDED))
+    # All else of nxdpp stands on the registries and hooks of modules, versions of tensors and autograd's engine.
+    of_features = [each for each in tables() if not isinstance(each, NeededAttribute) and each is not ENGINE]
+    gone = results(*(each.path for each in of_features))
     assert gone.pop("loss") == present.pop("loss")
     assert set(present.values()) == {"works"}
     assert gone.pop("apply_checkpoint") == "works"

@@ -13,6 +13,7 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.flop_counter import FlopCounterMode
 
+from nxdpp.devices.autocast import without_autocast
 from nxdpp.devices.collective_bytes import SentBytes, sent_bytes
 from nxdpp.devices.live_bytes import LiveBytes
 from nxdpp.devices.roofline import FLOP_FORMULAS, WorkCounter
@@ -114,14 +115,14 @@ def _count(
     kept_gradients = 0
     if received:
         starts = [make() for make in like]
-        with torch.autocast("cpu", enabled=False), _noted_gradients(begin) as sizes:
+        with without_autocast(), _noted_gradients(begin) as sizes:
             torch.autograd.grad(edges, received, starts, retain_graph=True, allow_unused=True)
         kept_gradients = sum(sizes)
         del starts
     input_gradient = counter.work - forward
     backward_sent, backward_steps, flops_before = sent.total, sent.steps, flops.get_total_flops()
     live.reset_peak()
-    with outer_gradients_kept(run, edges), torch.autocast("cpu", enabled=False):
+    with outer_gradients_kept(run, edges), without_autocast():
         torch.autograd.backward(edges, [make() for make in like])
     backward = counter.work - forward - input_gradient
     return NodeParts(

@@ -153,8 +153,11 @@ def recorded(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def is_compiled(function: Any) -> bool:
     """Return whether no tracer can go through ``function``: it is compiled, or a script of TorchScript."""
-    if isinstance(function, FunctionType):
-        return function.__globals__.get("__package__") == DYNAMO_CONFIG.path.rpartition(".")[0]
+    while isinstance(function, FunctionType):
+        if function.__globals__.get("__package__") == DYNAMO_CONFIG.path.rpartition(".")[0]:
+            return True
+        # A decorator may be around it.
+        function = getattr(function, "__wrapped__", None)
     return isinstance(function, torch.jit.ScriptFunction)
 
 
@@ -192,7 +195,8 @@ def _record_function(restored: ExitStack, without_context: Any, function: Any) -
     def record(*args: Any, **kwargs: Any) -> Any:
         # torch gives a forward its context first, unless the Function has setup_context.
         given = args if setup.is_defined else args[1:]
-        if not has_proxy(given, kwargs):
+        # Code may also call the forward itself, whose operations then have gradients of their own.
+        if not setup.end_apply() or not has_proxy(given, kwargs):
             return forward(*args, **kwargs)
         _refuse_modules(function, given, kwargs)
         if function.__module__ == CheckpointFunction.__module__ and function is not CheckpointFunction:
@@ -210,21 +214,32 @@ def _record_function(restored: ExitStack, without_context: Any, function: Any) -
 class _Setup:
     """``setup_context`` of a Function.
 
-    ``apply`` asks for it before it turns gradients off for ``forward``: ``gradients`` tells whether they were on.
+    ``apply`` asks for it before it turns gradients off and calls ``forward``: ``gradients`` tells whether they were on.
     """
 
     def __init__(self, function: Callable[..., Any], is_defined: bool) -> None:
         self.is_defined = is_defined
         self.gradients = True
+        self._has_begun = False
         self._function = in_this_thread(self._unless_traced, function) if is_defined else function
         self._original = function
-        self._is_enabled = in_this_thread(torch.is_grad_enabled, lambda: self.gradients)
+        self._begin_apply = in_this_thread(self._begin, lambda: None)
 
     def __get__(self, owner: Any, kind: type) -> Callable[..., Any]:
-        self.gradients = self._is_enabled()
+        self._begin_apply()
         return self._function
 
+    def end_apply(self) -> bool:
+        """Return whether an ``apply`` has begun, which calls ``forward`` now."""
+        has_begun, self._has_begun = self._has_begun, False
+        return has_begun
+
+    def _begin(self) -> None:
+        self.gradients, self._has_begun = torch.is_grad_enabled(), True
+
     def _unless_traced(self, ctx: Any, inputs: Any, output: Any) -> Any:
+        # An apply asks for it again, to call it.
+        self._has_begun = False
         # A proxy has nothing to save.
         return None if has_proxy((inputs, output), {}) else self._original(ctx, inputs, output)
 

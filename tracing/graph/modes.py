@@ -165,7 +165,7 @@ def _answered(write: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextmanager
-def _followed(entered: list[str]) -> Iterator[None]:
+def _followed(entered: list[tuple[str, Any]]) -> Iterator[None]:
     """Keep in ``entered`` the modes of ``_ENTERED`` in which this thread runs."""
     with ExitStack() as stack:
         for name, (mode, _) in _ENTERED.items():
@@ -173,18 +173,20 @@ def _followed(entered: list[str]) -> Iterator[None]:
         yield
 
 
-def _followers(name: str, mode: Any, entered: list[str]) -> dict[str, Any]:
+def _followers(name: str, mode: Any, entered: list[tuple[str, Any]]) -> dict[str, Any]:
     begin, end = mode.__enter__, mode.__exit__
 
     def enter(self: Any) -> Any:
+        result = begin(self)
         # The hooks of a checkpoint change no number.
-        if "checkpoint" not in type(self).__name__:
-            entered.append(name)
-        return begin(self)
+        if mode is not saved_tensors_hooks or "checkpoint" not in type(self).__name__:
+            entered.append((name, self))
+        return result
 
     def leave(self: Any, *details: Any) -> Any:
-        if name in entered:
-            entered.remove(name)
+        own = [place for place, (_, each) in enumerate(entered) if each is self]
+        if own:
+            del entered[own[-1]]
         return end(self, *details)
 
     return {"__enter__": in_this_thread(enter, begin), "__exit__": in_this_thread(leave, end)}
@@ -210,7 +212,7 @@ def refused_kernel_order(namespaces: Iterable[dict[str, Any]]) -> AbstractContex
 
 class _ModeRecorder:
     def __init__(self, create_node: Callable[..., fx.Node]) -> None:
-        self.entered: list[str] = []
+        self.entered: list[tuple[str, Any]] = []
         self._create_node = create_node
         self._values = [(name, mode.read, mode.read()) for name, mode in _modes().items()]
         self._refused = [(name, refused, refused.read()) for name, refused in _REFUSED.items()]
@@ -224,7 +226,7 @@ class _ModeRecorder:
         if op in _NO_VALUE:
             return node
         changed = [(name, refused.remedy) for name, refused, before in self._refused if refused.read() != before]
-        for name, remedy in (*changed, *((name, _ENTERED[name][1]) for name in self.entered)):
+        for name, remedy in (*changed, *((name, _ENTERED[name][1]) for name, _ in self.entered)):
             raise RuntimeError(
                 f"{name} is used outside the transformer layers, which a stage does not repeat. {remedy}"
             )

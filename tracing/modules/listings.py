@@ -14,7 +14,8 @@ from nxdpp.ground.torch_names import BUFFERS, MODULES, PARAMETERS
 
 _Tensor = TypeVar("_Tensor", bound=torch.Tensor)
 
-# The attribute at which a class of torch holds the module that it runs.
+# Classes of torch that run one module, to which they give no public name.
+_WRAPPERS = ("CheckpointWrapper", "OptimizedModule")
 
 
 def named_modules(module: nn.Module, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Module]]:
@@ -72,10 +73,9 @@ def buffers(module: nn.Module) -> Iterator[torch.Tensor]:
 
 def unwrapped(module: nn.Module) -> nn.Module:
     """The module that ``checkpoint_wrapper`` or ``torch.compile`` has wrapped; any other ``module`` itself."""
-    while len(MODULES.of(module)) == 1 and type(module).__module__.startswith("torch."):
-        # Torch's wrappers have one module, and give it no public name.
-        ((name, inner),) = MODULES.of(module).items()
-        if not name.startswith("_") or inner is None:
+    while type(module).__name__ in _WRAPPERS and type(module).__module__.startswith("torch."):
+        ((_, inner),) = MODULES.of(module).items()
+        if inner is None:
             break
         module = inner
     return module

@@ -74,10 +74,15 @@ def test_data_parallel_wrappers(wrapper: Any) -> None:
     trains_exactly(model.module)
 
 
-def test_a_data_parallel_wrapper_around_the_wrapped_model() -> None:
+class _OwnDataParallel(DistributedDataParallel):
+    """A class of the user."""
+
+
+@pytest.mark.parametrize("wrapper", [DistributedDataParallel, _OwnDataParallel])
+def test_a_data_parallel_wrapper_around_the_wrapped_model(wrapper: Any) -> None:
     wrapped = NxDPPModel(llama(), num_microbatches=2)
     with pytest.raises(RuntimeError, match=r"leave it out\. Gradients are averaged over the data-parallel replicas"):
-        DistributedDataParallel(wrapped)
+        wrapper(wrapped)
     assert not hasattr(wrapped, "_other")
     wrapped.run_train(**BATCH)
 

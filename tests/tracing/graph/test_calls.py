@@ -186,6 +186,24 @@ def test_a_function_runs_with_the_gradients_of_its_call(call: str) -> None:
     assert nodes == [Modes((("gradients", False),)), Modes()]
 
 
+@pytest.mark.parametrize(
+    "call", [lambda hidden: _TripledGradient.forward(None, hidden, 1.5), lambda hidden: _WithSetup.forward(hidden, 1.5)]
+)
+def test_a_forward_that_code_calls_itself_has_the_gradient_of_its_operations(call: Any) -> None:
+    class Model(PlainModel):
+        def prepare(self, hidden: torch.Tensor) -> torch.Tensor:
+            return call(_with_setup.apply(hidden))  # type: ignore[no-any-return]
+
+    model, inputs = Model(), {"x": torch.ones(2, 4)}
+    traced = trace_with(model, inputs, options_for(model, PlainLayer))
+    model(**inputs).backward()
+    expected: list[Any] = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+    run_graph(model, traced, inputs).backward()
+    found: list[Any] = [parameter.grad for parameter in model.parameters()]
+    assert all(map(torch.equal, found, expected))
+
+
 def test_a_function_that_the_forward_defines_is_not_traced_through() -> None:
     class Model(PlainModel):
         def prepare(self, hidden: torch.Tensor) -> torch.Tensor:

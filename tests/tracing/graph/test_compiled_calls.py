@@ -1,6 +1,7 @@
 """Calls that no tracer goes through: compiled and scripted functions, ``vmap``, checkpoints, and arrays of NumPy."""
 
 import copy
+import functools
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -45,7 +46,17 @@ class CallsCompiled(PlainModel):
         return compiled(hidden)
 
 
-@pytest.mark.parametrize("kind", [CallsAScript, CallsCompiled])
+@functools.wraps(compiled)
+def decorated(x: Tensor) -> Tensor:
+    return compiled(x)
+
+
+class CallsDecorated(PlainModel):
+    def prepare(self, hidden: Tensor) -> Tensor:
+        return decorated(hidden)
+
+
+@pytest.mark.parametrize("kind", [CallsAScript, CallsCompiled, CallsDecorated])
 def test_compiled_and_scripted_functions_are_single_nodes(kind: type[PlainModel]) -> None:
     assert_exact(kind(), {"x": X}, PlainLayer)
 
