@@ -44,10 +44,14 @@ class PrivateName:
         """Call the object."""
         return self.found(*args, **kwargs)
 
-    def replace(self, value: Any) -> None:
-        """Put ``value`` in its place. ``found`` is what was there before, if asked before."""
-        owner, _, name = self.path.rpartition(".")
-        setattr(resolve_name(owner), name, value)
+    def replace(self, value: Any) -> Any:
+        """Put ``value`` in the place of the object, and return what was there; ``found`` stays the library's own."""
+        assert self.found is not None
+        path, _, name = self.path.rpartition(".")
+        owner = resolve_name(path)
+        before = getattr(owner, name)
+        setattr(owner, name, value)
+        return before
 
     def gone(self) -> NameGoneError:
         """The error of a feature that needs the name."""

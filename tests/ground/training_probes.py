@@ -88,11 +88,11 @@ def _checkpoint_generator() -> bool:
         functions.append(function)
         yield from original(function, *args, **kwargs)
 
-    names.CHECKPOINT_GENERATOR.replace(generator)
+    before = names.CHECKPOINT_GENERATOR.replace(generator)
     try:
         checkpoint(torch.exp, torch.ones(1, requires_grad=True), use_reentrant=False).sum().backward()
     finally:
-        names.CHECKPOINT_GENERATOR.replace(original)
+        names.CHECKPOINT_GENERATOR.replace(before)
     return functions == [torch.exp]
 
 
@@ -131,11 +131,11 @@ def _group_gradients() -> bool:
 
     parameter = nn.Parameter(torch.ones(1))
     parameter.grad = torch.ones(1)
-    names.GROUP_GRADIENTS.replace(group)
+    before = names.GROUP_GRADIENTS.replace(group)
     try:
         nn.utils.clip_grad_norm_([parameter], 1.0)
     finally:
-        names.GROUP_GRADIENTS.replace(original)
+        names.GROUP_GRADIENTS.replace(before)
     return callers[0] is inspect.unwrap(nn.utils.get_total_norm).__code__
 
 
@@ -254,10 +254,10 @@ def _functional_call() -> bool:
         called.append(list(given))
         return original(module, given, *args, **named)
 
-    names.FUNCTIONAL_CALL.replace(call)
+    before = names.FUNCTIONAL_CALL.replace(call)
     try:
         layer = torch.nn.Linear(1, 1, bias=False)
         result = torch.func.functional_call(layer, {"weight": torch.full((1, 1), 3.0)}, torch.ones(1))
     finally:
-        names.FUNCTIONAL_CALL.replace(original)
+        names.FUNCTIONAL_CALL.replace(before)
     return bool(result == 3) and called == [["weight"]]

@@ -149,8 +149,8 @@ def refused_functional_calls() -> Iterator[None]:
             )
         return original(module, given, *args, **kwargs)
 
-    FUNCTIONAL_CALL.replace(in_this_thread(call, original))
+    before = FUNCTIONAL_CALL.replace(in_this_thread(call, original))
     try:
         yield
     finally:
-        FUNCTIONAL_CALL.replace(original)
+        FUNCTIONAL_CALL.replace(before)
