@@ -89,8 +89,7 @@ class PrivateAttribute(PrivateName):
             raise self.gone() from None
 
     def set(self, owner: Any, value: Any) -> None:
-        """Give ``owner`` another value of the attribute. Raises ``NameGoneError`` where it has none."""
-        self.of(owner)
+        """Give ``owner`` the attribute."""
         setattr(owner, self.name, value)
 
     def held_by(self, owner: Any) -> bool:

@@ -297,7 +297,8 @@ class ShardedUnit:
     def abandon(self, drops: bool) -> None:
         """Put this rank's rows back after a step that has failed; ``drops`` the whole gradients too."""
         # The other replicas may never reach a gather that is on its way.
-        FSDP_GATHER.set(self._group, None)
+        if FSDP_GATHER.of(self._group) is not None:
+            FSDP_GATHER.set(self._group, None)
         self._group.finalize_backward()
         for each in self._group.fsdp_params if drops else ():
             _drop(each)
