@@ -30,7 +30,7 @@ def _lines(text: str) -> list[str]:
 
 
 def outcome(page: Path, folder: Path) -> str:
-    """What the ranks have written, with the file and the lines of ``page`` in their traces."""
+    """Text that the ranks have written, with the file and the lines of ``page`` in their traces."""
     written = "".join(f"---- {file.name}:\n{file.read_text()}" for file in sorted(folder.glob("*.txt")))
     return written.replace(str(folder / "empty" / "train.py"), os.path.relpath(page, ROOT))
 

@@ -1,4 +1,4 @@
-"""Where private names have gone, a model trains as with them, and what needs them is refused by name."""
+"""A training without private names, equal to one with them, and refusals by name of what needs them."""
 
 import os
 import subprocess

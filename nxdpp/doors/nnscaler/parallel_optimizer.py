@@ -218,7 +218,7 @@ class ParallelOptimizer(Optimizer):
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """Attribute that a scaler reads in its step: refuse torch's, which decides for each rank by itself."""
-        scaler = currentframe().f_back.f_locals.get("self")  # type: ignore[union-attr]  # CPython has frames
+        scaler = currentframe().f_back.f_locals.get("self")  # type: ignore[union-attr]  # a caller has one
         is_torchs = isinstance(scaler, torch.amp.GradScaler) and not isinstance(scaler, GradScaler)
         if is_torchs and self._parallel[0].compute_config.ranks > 1:
             raise RuntimeError(
