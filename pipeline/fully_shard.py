@@ -22,7 +22,7 @@ from nxdpp.gradients.shards.each_microbatch import EachMicrobatch
 from nxdpp.gradients.shards.local_tensors import is_sharded
 from nxdpp.gradients.shards.once_a_step import OnceAStep
 from nxdpp.gradients.shards.rank_shards import RankShards, ShardedLayer, StageShards
-from nxdpp.gradients.shards.unit import ShardedUnit, shard_context
+from nxdpp.gradients.shards.unit import ShardedUnit
 from nxdpp.ground.torch_names import FSDP_MESH, HSDP_MESH, pytree
 from nxdpp.initialization.allocation import with_type_of
 from nxdpp.pipeline.layer_compilation import compiled_modules
@@ -97,7 +97,7 @@ class _Sharding:
         self._tree, self._root = pipeline.part.module, pipeline.part.root
         self._policies = mp_policy, offload_policy
         self._device = parallel_state.local_device()
-        self._context = shard_context(self._device)
+        self._streams: Any = None
         mesh = parallel_state.get_shard_mesh()
         self._mesh_info = FSDP_MESH(mesh, 0) if mesh.ndim == 1 else HSDP_MESH(mesh, 1, 0)
 
@@ -148,12 +148,12 @@ class _Sharding:
         for parameter in values:
             alike.setdefault(parameter.dtype, []).append(parameter)
         mean = self._pipeline.config.gradient_reduction == "mean"
-        made = [
-            ShardedUnit(
-                what, own, [self._tree, self._root], self._mesh_info, self._device, self._context, *self._policies, mean
-            )
-            for own in alike.values()
-        ]
+        trees, shared = [self._tree, self._root], (self._mesh_info, self._device)
+        made = []
+        for own in alike.values():
+            unit = ShardedUnit(what, own, trees, *shared, self._streams, *self._policies, mean)
+            self._streams = unit.streams
+            made.append(unit)
         watch_replaced(dict(named))
         return made
 

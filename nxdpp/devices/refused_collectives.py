@@ -10,11 +10,12 @@ from typing import Any, NoReturn
 
 import torch
 
+from nxdpp.ground.torch_names import COLLECTIVES
 from nxdpp.ground.xla_names import HAS_KERNEL, OPERATORS
 
 # Operators with a kernel for one of these move tensors between ranks.
 _KEYS = ("CPU", "XLA")
-_NAMESPACES = ("c10d", "_c10d_functional")
+_NAMESPACES = ("c10d", COLLECTIVES.name)
 
 
 @cache

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from nxdpp.ground.torch_names import NO_SUBCLASS_FUNCTION, STORAGE_ADDRESS
+from nxdpp.ground.torch_names import STORAGE_ADDRESS
 from nxdpp.pipeline.local.elsewhere_tensors import ElsewhereTensor
 
 Root = tuple[str, int, int]
@@ -76,14 +76,17 @@ class TrackedTensor(torch.Tensor):
             if not isinstance(written, TrackedTensor):
                 raise unknown_values(roots, f"writes it into another tensor ({name})")
             written.follow(roots, kind)
-        with NO_SUBCLASS_FUNCTION():
-            if any(isinstance(tensor, ElsewhereTensor) for tensor in tensors):
-                args, kwargs = mapped(lambda leaf: _with_memory(leaf, tracked[0]), (args, kwargs))
+        if any(isinstance(tensor, ElsewhereTensor) for tensor in tensors):
+            args, kwargs = _call_untracked(mapped, lambda leaf: _with_memory(leaf, tracked[0]), (args, kwargs))
+
+        def call() -> Any:
             result = func(*args, **kwargs)
             if name in _NEW or not isinstance(result, torch.Tensor | tuple | list):
                 return result
             memories = {_memory(tensor): tensor for tensor in tracked}
             return mapped(lambda leaf: tracked_as(leaf, roots, kind, touched, memories.get(_memory(leaf))), result)
+
+        return _call_untracked(call)
 
     def follow(self, roots: frozenset[Root], kind: type["TrackedTensor"]) -> None:
         """Follow from ``roots`` too, without values if they have none; tensors in the same memory do as well."""
@@ -159,8 +162,7 @@ def untracked(value: Any) -> Any:
     """Return a tensor with known values as an ordinary one; other values as they are."""
     if type(value) is not TrackedTensor:
         return value
-    with NO_SUBCLASS_FUNCTION():
-        return value.as_subclass(torch.Tensor)
+    return _call_untracked(value.as_subclass, torch.Tensor)
 
 
 def roots_of(values: Iterable[Any]) -> frozenset[Root]:
@@ -176,6 +178,11 @@ def unknown_values(roots: Iterable[Root], reason: str) -> RuntimeError:
         f"{reason}. Generate in one process: model.save_pretrained(directory) on every rank, then "
         f"from_pretrained(directory).generate(...)."
     )
+
+
+def _call_untracked(function: Callable[..., Any], *args: Any) -> Any:
+    """Call ``function`` with tracked tensors taken for ordinary ones: the method of ``torch.Tensor`` does so."""
+    return torch.Tensor.__torch_function__(function, (), args)  # type: ignore[no-untyped-call]  # torch has no types
 
 
 def _with_memory(leaf: Any, like: torch.Tensor) -> Any:

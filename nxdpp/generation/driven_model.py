@@ -12,6 +12,7 @@ from transformers import GenerationConfig
 from transformers.generation.configuration_utils import GenerationMode
 
 from nxdpp.generation.caches import NAMES
+from nxdpp.ground.transformers_names import REORDER_CACHE
 from nxdpp.ranks import parallel_state
 from nxdpp.ranks.faults.waits import Wait
 
@@ -124,8 +125,8 @@ def driven(
         "module_path": path,
     }
     attributes |= {name: _cacheless(getattr(kind, name)) for name in _DECODING if hasattr(kind, name)}
-    if hasattr(kind, "_reorder_cache"):
-        attributes["_reorder_cache"] = staticmethod(_refuse_reorder)
+    if REORDER_CACHE.held_by(kind):
+        attributes[REORDER_CACHE.name] = staticmethod(_refuse_reorder)
     base: Any = getattr(module, "base_model", module)
     prefix = next((f"{name}." for name, each in module.named_modules() if each is base and name), "")
     features = {

@@ -25,6 +25,7 @@ from nxdpp.generation.driver import GenerationDriver
 from nxdpp.generation.generating_rank import GeneratingRank
 from nxdpp.generation.known_calls import Plans
 from nxdpp.generation.messages import RankMessages
+from nxdpp.ground.transformers_names import CACHE_LENGTH
 from nxdpp.pipeline.pipeline import Pipeline
 from nxdpp.ranks import parallel_state
 from nxdpp.ranks.faults import failure_watch
@@ -40,7 +41,6 @@ class _Kept:
 
 
 _kept: "WeakKeyDictionary[Pipeline, _Kept]" = WeakKeyDictionary()
-_LENGTH = "_previous_max_cache_length"
 
 
 def generate(pipeline: Pipeline, inputs: Any, num_microbatches: int, arguments: Mapping[str, Any]) -> Any:
@@ -90,14 +90,14 @@ def generate(pipeline: Pipeline, inputs: Any, num_microbatches: int, arguments: 
 @contextmanager
 def _no_traces(module: nn.Module) -> Iterator[None]:
     """Run without gradients, also in the caller's inference mode, and leave ``module`` as it was."""
-    before = vars(module).get(_LENGTH)
+    before = vars(module).get(CACHE_LENGTH.name)
     try:
         with torch.inference_mode(mode=False), torch.no_grad():
             yield
     finally:
-        vars(module).pop(_LENGTH, None)
+        vars(module).pop(CACHE_LENGTH.name, None)
         if before is not None:
-            vars(module)[_LENGTH] = before
+            vars(module)[CACHE_LENGTH.name] = before
 
 
 def _has_divided_logits(module: nn.Module) -> bool:

@@ -23,6 +23,7 @@ class PrivateName:
     def __init__(self, path: str, use: str) -> None:
         self.path = path
         self.use = use
+        self.name = path.rpartition(".")[2]
 
     @cached_property
     def found(self) -> Any:
@@ -47,10 +48,9 @@ class PrivateName:
     def replace(self, value: Any) -> Any:
         """Put ``value`` in the place of the object, and return what was there; ``found`` stays the library's own."""
         assert self.found is not None
-        path, _, name = self.path.rpartition(".")
-        owner = resolve_name(path)
-        before = getattr(owner, name)
-        setattr(owner, name, value)
+        owner = resolve_name(self.path.rpartition(".")[0])
+        before = getattr(owner, self.name)
+        setattr(owner, self.name, value)
         return before
 
     def gone(self) -> NameGoneError:
@@ -76,10 +76,6 @@ class PrivateName:
 
 class PrivateAttribute(PrivateName):
     """An attribute of objects that a library does not promise, such as ``torch.nn.Module._call_impl``."""
-
-    def __init__(self, path: str, use: str) -> None:
-        super().__init__(path, use)
-        self.name = path.rpartition(".")[2]
 
     def of(self, owner: Any) -> Any:
         """Return the attribute of ``owner``. Raises ``NameGoneError`` where it has none."""

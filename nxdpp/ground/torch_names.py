@@ -58,6 +58,9 @@ ENGINE = PrivateName("torch.autograd.Variable._execution_engine", "runs backward
 SEQUENCE_NUMBER = PrivateAttribute(
     "torch.autograd.graph.Node._sequence_nr", "keeps the order of autograd in a backward of two parts"
 )
+# torch's notes on autograd describe these two beginnings of names.
+SAVED = PrivateAttribute("torch.autograd.graph.Node._saved_", "counts the memory that a node of a backward keeps")
+RAW_SAVED = PrivateAttribute("torch.autograd.graph.Node._raw_saved_", "finds what a backward of two parts can free")
 SAVED_TENSOR = PrivateName("torch._C._autograd.SavedTensor", "finds what a backward of two parts can free")
 _OF_STATE = "gives a recomputation the state of its forward"
 CHECKPOINT_GENERATOR = PrivateName("torch.utils.checkpoint._checkpoint_without_reentrant_generator_impl", _OF_STATE)
@@ -67,7 +70,6 @@ if not CHECKPOINT_GENERATOR.exists:
 
 # Modes.
 NO_TORCH_FUNCTION = PrivateName("torch._C.DisableTorchFunction", "asks a tensor of deferred_init what torch knows")
-NO_SUBCLASS_FUNCTION = PrivateName("torch._C.DisableTorchFunctionSubclass", "calls torch with values of generate")
 NO_DISPATCH_MODES = PrivateName(
     "torch.utils._python_dispatch._disable_current_modes", "computes with values inside of deferred_init"
 )
@@ -79,6 +81,8 @@ FUNCTIONAL_CALL = PrivateName(
     "torch.nn.utils.stateless._functional_call", "refuses functional_call with other weights outside layers"
 )
 CHECK_WITH = PrivateName("torch._check_with", "runs torch._check of code outside layers in every step")
+ASSERT = PrivateName("torch._assert", "divides the rows of a check as those of its argument")
+ASSERT_ASYNC = PrivateName("torch._assert_async", ASSERT.use)
 FAKE_MODE = PrivateName("torch._subclasses.fake_tensor.FakeTensorMode", "computes shapes without values")
 
 # Files.
@@ -86,6 +90,10 @@ FILE_OFFSET = PrivateAttribute("torch.UntypedStorage._checkpoint_offset", "reads
 STORAGE_INFO = PrivateName(
     "torch.distributed.checkpoint.filesystem._StorageInfo", 'writes the places of values for format="dcp"'
 )
+
+EXTRA_STATE = PrivateAttribute("torch.nn.Module.state_dict._extra_state", "tells extra state of a module from tensors")
+MEMORY_FORMATS = PrivateName("torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING", 'reads format="dcp"')
+LAYOUT = PrivateName("torch.serialization._get_layout", 'reads format="dcp"')
 
 # Operations that torch's FlopCounterMode does not know.
 GROUPED_PRODUCT = PrivateName("torch.ops.aten._grouped_mm", "counts the FLOPs of experts")
@@ -124,12 +132,13 @@ SCALED_STEP = PrivateAttribute(
 )
 UNSCALE = PrivateAttribute("torch.amp.GradScaler._unscale_grads_", "finds overflows of all ranks")
 
+REPLICATED_BY_TORCH = PrivateAttribute(
+    "torch.nn.Module._ddp_params_and_buffers_to_ignore", "keeps DistributedDataParallel off parts of a model"
+)
+
 # Shards of parameters, by the classes of torch's fully_shard.
 FSDP_GROUP = PrivateName(
     "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup", "shards parameters over replicas"
-)
-FSDP_STREAMS = PrivateName(
-    "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPCommContext", "shards parameters over replicas"
 )
 FSDP_MESH = PrivateName("torch.distributed.fsdp._fully_shard._fsdp_common.FSDPMeshInfo", "shards over replicas")
 HSDP_MESH = PrivateName(
@@ -150,6 +159,7 @@ KEEP_ORDER = PrivateName(
     "torch._higher_order_ops.effects._register_effectful_op", "keeps the order of collectives in compiled layers"
 )
 EFFECT = PrivateName("torch._higher_order_ops.effects._EffectType", "keeps the order of collectives in compiled layers")
+DYNAMO_MARKS = PrivateAttribute("torch.Tensor._dynamo", "lets the compiler mark tensors: names that begin so")
 DYNAMO_CONFIG = PrivateName("torch._dynamo.config", "compiles all layers of a rank")
 INDUCTOR_CONFIG = PrivateName("torch._inductor.config", "refuses CUDA graphs of compiled layers")
 INDUCTOR_MODE = PrivateName("torch._inductor.list_mode_options", "refuses CUDA graphs of compiled layers")

@@ -13,6 +13,9 @@ IGNORED_ON_SAVE = PrivateAttribute(
 ADJUST_KEYS = PrivateAttribute(
     "transformers.PreTrainedModel._adjust_missing_and_unexpected_keys", "reports the keys of a load as transformers"
 )
+CONVERSIONS = PrivateAttribute(
+    "transformers.PreTrainedModel._weight_conversions", "saves weights under the names of the directory they came from"
+)
 UNSPLIT = PrivateAttribute("transformers.PreTrainedModel._no_split_modules", "finds the layers of a model")
 SLICE_INPUTS = PrivateAttribute(
     "transformers.models.gemma4.modeling_gemma4.Gemma4TextModel._maybe_slice_kv_shared_inputs",
@@ -20,6 +23,14 @@ SLICE_INPUTS = PrivateAttribute(
 )
 COLLECTOR = PrivateName(
     "transformers.utils.output_capturing._active_collector", "hands router logits of layers to the last stage"
+)
+
+# Generation.
+REORDER_CACHE = PrivateAttribute(
+    "transformers.XLNetLMHeadModel._reorder_cache", "refuses to reorder the cache of a model in a way of its own"
+)
+CACHE_LENGTH = PrivateAttribute(
+    "transformers.GenerationMixin._previous_max_cache_length", "generates with a static cache of the length it needs"
 )
 
 # Trainers.

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-_NAME = "_is_part_of"
+_NAME = "_nxdpp_is_part_of"
 
 
 @dataclass(frozen=True, eq=False)

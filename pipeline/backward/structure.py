@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge
 
-from nxdpp.ground.torch_names import SAVED_TENSOR, SEQUENCE_NUMBER
+from nxdpp.ground.torch_names import RAW_SAVED, SAVED_TENSOR, SEQUENCE_NUMBER
 
 _logger = logging.getLogger(__name__)
 
@@ -166,5 +166,5 @@ _SAVED_NAMES: dict[type, list[str]] = {}
 def saved_names(node_type: type) -> list[str]:
     """The attributes of a type of node that hold ``SavedTensor`` objects."""
     if node_type not in _SAVED_NAMES:
-        _SAVED_NAMES[node_type] = [name for name in dir(node_type) if name.startswith("_raw_saved_")]
+        _SAVED_NAMES[node_type] = [name for name in dir(node_type) if name.startswith(RAW_SAVED.name)]
     return _SAVED_NAMES[node_type]

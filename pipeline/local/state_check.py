@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from nxdpp.ground.torch_names import LOAD_OWN, LOAD_PRE_HOOKS
+from nxdpp.ground.torch_names import EXTRA_STATE, LOAD_OWN, LOAD_PRE_HOOKS
 from nxdpp.tracing.modules import listings
 
 _SHOWN = 10
@@ -44,7 +44,7 @@ class _LeftOut:
 
     def has(self, name: str) -> bool:
         owner, _, key = name.rpartition(".")
-        return key == "_extra_state" or owner in self._direct or name.startswith(tuple(self._below))
+        return key == EXTRA_STATE.name or owner in self._direct or name.startswith(tuple(self._below))
 
 
 def _misfit(name: str, tensor: torch.Tensor, value: Any) -> list[str]:

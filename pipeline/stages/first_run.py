@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from nxdpp.ground.torch_names import DYNAMO_MARKS
 from nxdpp.tracing.code.names import is_framework
 from nxdpp.tracing.graph.calls import OpaqueCall
 from nxdpp.tracing.graph.checks import passes_on
@@ -111,7 +112,7 @@ class _Watched:
         for tensor in leaves_of(output):
             if type(tensor) is torch.Tensor:
                 # torch.compile has its own marks on tensors.
-                names = [name for name in vars(tensor) if not name.startswith("_dynamo")]
+                names = [name for name in vars(tensor) if not name.startswith(DYNAMO_MARKS.name)]
                 if names:
                     raise RuntimeError(
                         f"{self._name} returns a tensor with the attribute {names[0]}, which a tensor loses between "

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from nxdpp.ground import torch_names, transformers_names
+from nxdpp.ground import other_names, torch_names, transformers_names
 from nxdpp.ground.names import NameGoneError, PrivateAttribute, PrivateName
-from tests.ground import torch_probes, training_probes, transformers_probes  # noqa: F401  # they register the probes
+from tests.ground import other_probes, torch_probes, training_probes, transformers_probes  # noqa: F401  # they register the probes
 from tests.ground.probe import PROBES
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("nxdpp", "pipeline", "schedules", "tracing")
-TABLES = (torch_names, transformers_names)
+TABLES = (torch_names, transformers_names, other_names)
 NAMES = [each for table in TABLES for each in vars(table).values() if isinstance(each, PrivateName)]
 # Documented by their libraries: named tuples, os._exit, sys._current_frames, torch's operations on lists.
 DOCUMENTED = {"_asdict", "_fields", "_make", "_replace", "_exit", "_current_frames", "_foreach_norm"}
@@ -93,6 +93,13 @@ def _own_names() -> set[str]:
     return found
 
 
+# Texts that begin as a private name and are none: ends of names of weights, files, groups, metrics and functions.
+ENDS = {
+    *("_proj_blocks", "_proj_scales", "_proj_scale_inv", "_qkv", "_pp_rank_", "_dp_rank_", "_pp_", "_model_parallel"),
+    *("_merge_sizes", "_runtime", "_per_second", "_steps_per_second", "_latency", "_internal", "_timeout", "_readers"),
+    *("_parallel_world_size", "_foreach_"),
+}
+OVERRIDING = {each.name for each in transformers_names.OVERRIDDEN}
 LISTED = {each.name for each in NAMES if isinstance(each, PrivateAttribute)}
 
 
@@ -124,4 +131,6 @@ def _is_private(name: str) -> bool:
 
 def _is_foreign_text(text: str) -> bool:
     """Return whether ``text``, as an argument of getattr, could be a private name of another library."""
-    return text in LISTED or bool(re.fullmatch(r"(torch|transformers)(\.\w+)*\._\w+(\.\w+)*", text))
+    if re.fullmatch(r"_[a-z]\w*", text):
+        return text in LISTED or (_is_private(text) and text not in _own_names() | OVERRIDING | DOCUMENTED | ENDS)
+    return bool(re.fullmatch(r"(torch|transformers|accelerate|peft|einops)(\.\w+)*\._\w+(\.\w+)*", text))

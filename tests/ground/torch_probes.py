@@ -1,5 +1,6 @@
 """Probes of the private names of torch."""
 
+import pickle
 import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -9,7 +10,7 @@ from unittest.mock import patch
 import torch
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -122,7 +123,7 @@ def _storages() -> bool:
     )
 
 
-@probe(names.NO_TORCH_FUNCTION, names.NO_SUBCLASS_FUNCTION)
+@probe(names.NO_TORCH_FUNCTION)
 def _without_torch_function() -> bool:
     class Loud(torch.Tensor):
         @classmethod
@@ -130,10 +131,8 @@ def _without_torch_function() -> bool:
             raise AssertionError
 
     loud = torch.zeros(1).as_subclass(Loud)
-    for off in (names.NO_TORCH_FUNCTION, names.NO_SUBCLASS_FUNCTION):
-        with off():
-            loud.add(1)
-    return True
+    with names.NO_TORCH_FUNCTION():
+        return bool(loud.add(1))
 
 
 @probe(names.FAKE_MODE, names.FILE_OFFSET)
@@ -211,3 +210,41 @@ def _compilations() -> bool:
     return (
         names.COMPILER.path.rpartition(".")[0] in sys.modules and counts == [1] and not names.COMPILATIONS.of(handler)
     )
+
+
+@probe(names.SAVED, names.RAW_SAVED)
+def _saved() -> bool:
+    leaf = torch.ones(1, requires_grad=True)
+    node = (leaf * leaf).grad_fn
+    plain, raw = ([name for name in dir(node) if name.startswith(each.name)] for each in (names.SAVED, names.RAW_SAVED))
+    is_raw = all(isinstance(getattr(node, name), names.SAVED_TENSOR.found) for name in raw)
+    return len(raw) == 2 and is_raw and sum(getattr(node, name) is leaf for name in plain) == 2
+
+
+@probe(names.ASSERT, names.ASSERT_ASYNC)
+def _checks() -> bool:
+    names.ASSERT_ASYNC(torch.ones(1), "text")
+    return names.ASSERT(True, "text") is None
+
+
+@probe(names.EXTRA_STATE)
+def _extra_state() -> bool:
+    class WithState(nn.Module):
+        def get_extra_state(self) -> int:
+            return 1
+
+    return nn.Sequential(WithState()).state_dict() == {f"0.{names.EXTRA_STATE.name}": 1}
+
+
+@probe(names.MEMORY_FORMATS, names.LAYOUT)
+def _metadata() -> bool:
+    properties = TensorProperties()
+    found = {(each.__module__, each.__name__) for each in (names.MEMORY_FORMATS.found, names.LAYOUT.found)}
+    written = pickle.dumps(properties)
+    return all(name.encode() in written for _, name in found) and len(found) == 2
+
+
+@probe(names.DYNAMO_MARKS)
+def _marks_of_the_compiler() -> bool:
+    marked = torch.compile(torch.neg, backend="aot_eager", dynamic=True)(torch.ones(3))
+    return all(name.startswith(names.DYNAMO_MARKS.name) for name in vars(marked))

@@ -5,13 +5,13 @@ import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from nxdpp.ground import torch_names, transformers_names
+from nxdpp.ground import other_names, torch_names, transformers_names
 from nxdpp.ground.names import NameGoneError, PrivateAttribute, PrivateName
 
 
 def tables() -> Iterator[PrivateName]:
     """Give all private names."""
-    for table in (torch_names, transformers_names):
+    for table in (torch_names, transformers_names, other_names):
         yield from (each for each in vars(table).values() if isinstance(each, PrivateName))
 
 

@@ -154,7 +154,7 @@ def _unscale() -> bool:
     return bool(parameter == 1 and parameter.grad == 1 and scaler.get_scale() == 2.0)
 
 
-@probe(names.FSDP_GROUP, names.FSDP_STREAMS, names.FSDP_MESH, names.HSDP_MESH, names.FSDP_GATHER)
+@probe(names.FSDP_GROUP, names.FSDP_MESH, names.HSDP_MESH, names.FSDP_GATHER)
 def _shards() -> bool:
     with one_rank():
         mesh = names.FSDP_MESH(init_device_mesh("cpu", (1,)), 0)
@@ -162,7 +162,6 @@ def _shards() -> bool:
         layer = nn.Linear(2, 2, bias=False)
         device, policies = torch.device("cpu"), (MixedPrecisionPolicy(), OffloadPolicy())
         group = names.FSDP_GROUP([layer.weight], (layer,), mesh, None, device, None, *policies)
-        group.comm_ctx = names.FSDP_STREAMS()
         group.comm_ctx.lazy_init(device)
         (parameter,) = group.fsdp_params
         parameter.reset_sharded_param()
@@ -261,3 +260,19 @@ def _functional_call() -> bool:
     finally:
         names.FUNCTIONAL_CALL.replace(before)
     return bool(result == 3) and called == [["weight"]]
+
+
+@probe(names.REPLICATED_BY_TORCH)
+def _replicated_by_torch() -> bool:
+    class Refusing(nn.Linear):
+        def __getattr__(self, name: str) -> Any:
+            if name == names.REPLICATED_BY_TORCH.name:
+                raise NotImplementedError
+            return super().__getattr__(name)
+
+    with one_rank():
+        try:
+            nn.parallel.DistributedDataParallel(Refusing(1, 1))
+        except NotImplementedError:
+            return True
+    return False

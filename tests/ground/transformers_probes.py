@@ -1,6 +1,7 @@
 """Probes of the private names of transformers and accelerate."""
 
 import inspect
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 
 import torch
@@ -54,6 +55,25 @@ def _collector() -> bool:
     model.model.layers[0].register_forward_pre_hook(lambda *_: names.COLLECTOR.found.set(collected) and None)
     model(torch.tensor([[1]]), output_hidden_states=True)
     return len(collected["hidden_states"]) == 2
+
+
+@probe(names.CONVERSIONS)
+def _conversions() -> bool:
+    with TemporaryDirectory() as folder:
+        _llama().save_pretrained(folder)
+        return names.CONVERSIONS.of(LlamaForCausalLM.from_pretrained(folder)) is not None
+
+
+@probe(names.REORDER_CACHE)
+def _reorder_cache() -> bool:
+    return callable(names.REORDER_CACHE.found) and not names.REORDER_CACHE.held_by(LlamaForCausalLM)
+
+
+@probe(names.CACHE_LENGTH)
+def _cache_length() -> bool:
+    model = _llama()
+    model.generate(torch.tensor([[1]]), max_new_tokens=2, cache_implementation="static", disable_compile=True)
+    return bool(names.CACHE_LENGTH.of(model) >= 2)
 
 
 @probe(names.DATA_LOADERS)

@@ -17,7 +17,7 @@ from nxdpp.devices.autocast import without_autocast
 from nxdpp.devices.collective_bytes import SentBytes, sent_bytes
 from nxdpp.devices.live_bytes import LiveBytes
 from nxdpp.devices.roofline import FLOP_FORMULAS, WorkCounter
-from nxdpp.ground.torch_names import STORAGE_ADDRESS
+from nxdpp.ground.torch_names import RAW_SAVED, SAVED, STORAGE_ADDRESS
 from nxdpp.tracing.costs.run_node import NodeRun, graph_nodes, map_tensors, outer_gradients_kept, tensors_in
 from nxdpp.tracing.modules import listings
 
@@ -208,9 +208,9 @@ def _noted_gradients(nodes: list[Any]) -> Iterator[list[int]]:
 
 def _add_saved(node: Any, storages: dict[int, int]) -> None:
     for name in dir(node):
-        if name.startswith("_raw_saved_"):
+        if name.startswith(RAW_SAVED.name):
             continue
-        if name.startswith("_saved_"):
+        if name.startswith(SAVED.name):
             for tensor in tensors_in(getattr(node, name)):
                 storage = tensor.untyped_storage()
                 storages[STORAGE_ADDRESS.of(storage)] = storage.nbytes()

@@ -21,7 +21,7 @@ import torch
 from torch import fx
 from transformers.utils import import_utils
 
-from nxdpp.ground.torch_names import CHECK_WITH
+from nxdpp.ground.torch_names import ASSERT, ASSERT_ASYNC, CHECK_WITH
 from nxdpp.tracing.code.frames import Frame
 from nxdpp.tracing.code.raising import Question, Raises, follows, question_of
 from nxdpp.tracing.graph.calls import record_opaque_call
@@ -29,7 +29,7 @@ from nxdpp.tracing.graph.checks import run_in_every_step
 from nxdpp.tracing.graph.errors import calling_line, model_line, stack_line
 from nxdpp.tracing.graph.swap import replaced, swapped
 
-_CHECKS = frozenset({"_assert", "_assert_async"})
+_CHECKS = frozenset({ASSERT.name, ASSERT_ASYNC.name})
 # transformers 5.0 has no such function.
 _COMPILABLE = getattr(import_utils, "torch_compilable_check", None)
 _Condition = tuple[fx.Proxy, bool]
@@ -92,7 +92,7 @@ def is_check(node: fx.Node) -> bool:
 def recorded_checks(sources: list[ModuleType]) -> Iterator[None]:
     """Record ``torch._check`` and its kin, and ``torch_compilable_check`` in the globals of ``sources``."""
     # Without the name torch's own code refuses a traced condition.
-    kin = {CHECK_WITH.found.__name__: _check_with} if CHECK_WITH.exists else {}
+    kin = {CHECK_WITH.name: _check_with} if CHECK_WITH.exists else {}
     changes = {} if _COMPILABLE is None else {id(_COMPILABLE): compilable_check}
     with swapped(vars(torch), kin), replaced(map(vars, sources), changes):
         yield

@@ -5,6 +5,7 @@ own (a module, a draw, an in-place change) is also told by its place among all s
 """
 
 import functools
+import operator
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ from nxdpp.tracing.values.lost_changes import changes_in_place
 _DEEPEST = 8
 _MOST_ELEMENTS = 1 << 16
 _GIVEN = "number_of_value"
-_PURE = re.compile(r"(torch|_operator|math|builtins)\b")
+_PURE = re.compile(rf"(torch|{operator.add.__module__}|math|builtins)\b")
 
 
 class ForeignNodeError(Exception):

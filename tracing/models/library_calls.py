@@ -21,6 +21,7 @@ import torch
 from torch import fx, nn
 from torch.nn.modules import transformer
 
+from nxdpp.ground.other_names import APPLY_RECIPE, TORCH_BACKEND
 from nxdpp.ground.torch_names import CAUSAL_MASK
 from nxdpp.tracing.graph.calls import OpaqueCall, has_proxy, record_opaque_call, recorded
 from nxdpp.tracing.graph.swap import replaced, swapped
@@ -29,7 +30,6 @@ from nxdpp.tracing.values.type_answers import class_of
 
 _MODULE = "einops.einops"
 _PACKING = "einops.packing"
-_BACKEND = "einops._backends"
 
 
 @contextmanager
@@ -42,17 +42,20 @@ def recorded_einops() -> Iterator[None]:
         yield
         return
     functions, packing = vars(sys.modules[_MODULE]), vars(sys.modules[_PACKING])
-    get_backend, apply_recipe = functions["get_backend"], functions["_apply_recipe"]
+    get_backend = functions["get_backend"]
 
     def backend_of(tensor: Any) -> Any:
-        return vars(sys.modules[_BACKEND])["TorchBackend"]() if isinstance(tensor, fx.Proxy) else get_backend(tensor)
+        if not isinstance(tensor, fx.Proxy):
+            return get_backend(tensor)
+        assert APPLY_RECIPE.found is not None
+        return TORCH_BACKEND()
 
     def apply(backend: Any, recipe: Any, tensor: Any, reduction_type: Any, axes_lengths: Any) -> Any:
         if has_proxy((tensor, axes_lengths), {}):
             return record_opaque_call(rearrange, (tensor, recipe, reduction_type, axes_lengths), {})
-        return apply_recipe(backend, recipe, tensor, reduction_type, axes_lengths)
+        return APPLY_RECIPE(backend, recipe, tensor, reduction_type, axes_lengths)
 
-    changes = {"get_backend": backend_of, "_apply_recipe": apply}
+    changes = {"get_backend": backend_of, **({APPLY_RECIPE.name: apply} if APPLY_RECIPE.exists else {})}
     with swapped(functions, changes), swapped(packing, {"get_backend": backend_of}):
         yield
 
@@ -61,7 +64,7 @@ def rearrange(tensor: Any, recipe: Any, reduction: Any, axes_lengths: Any) -> An
     """``tensor`` after a rearrangement of einops, which has parsed it to a recipe."""
     functions = vars(sys.modules[_MODULE])
     backend = functions["get_backend"](tensor)
-    return functions["_apply_recipe"](backend, recipe, tensor, reduction, axes_lengths)
+    return functions[APPLY_RECIPE.name](backend, recipe, tensor, reduction, axes_lengths)
 
 
 _encode = nn.TransformerEncoder.forward

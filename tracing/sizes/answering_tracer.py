@@ -162,7 +162,7 @@ class AnsweringTracer(fx.Tracer):
 # A loop that sizes end would not end with a guess.
 MOST_GUESSES = 1000
 _SIZE = 2
-_ARITHMETIC = frozenset({operator.__name__, math.__name__, "_operator", "builtins"})
+_ARITHMETIC = frozenset({operator.__name__, operator.add.__module__, math.__name__, "builtins"})
 # Attributes of a tensor that have its elements.
 _VIEWS = frozenset({"T", "mT", "H", "mH", "data", "real", "imag", "grad"})
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from nxdpp.devices.kinds import memory_of
-from nxdpp.ground.torch_names import BUFFERS, VERSION
+from nxdpp.ground.torch_names import BUFFERS, SAVED, VERSION
 from nxdpp.tracing.code.names import is_framework
 from nxdpp.tracing.modules import listings
 from nxdpp.tracing.values.nested import leaves_of
@@ -91,7 +91,7 @@ def _saved_tensors(arguments: Any, output: Any) -> Iterator[torch.Tensor]:
 
 
 def _saved_by(node: Any) -> Iterator[torch.Tensor]:
-    names = [name for name in dir(node) if name.startswith("_saved_") or name == "saved_tensors"]
+    names = [name for name in dir(node) if name.startswith(SAVED.name) or name == "saved_tensors"]
     for name in names:
         try:
             value = getattr(node, name)

@@ -16,7 +16,7 @@ from nxdpp.tracing.sizes.sizes import UnknownSizeError
 from nxdpp.tracing.values.metadata import is_metadata
 
 # The attribute of a traced value that has its items.
-ITEMS = "_items_of_dict"
+ITEMS = "_nxdpp_items_of_dict"
 # Keys in a trace of the order of modules, whose graph is never run.
 _GUESSED = ("loss",)
 METHODS = frozenset({"items", "keys", "values"})

@@ -70,7 +70,7 @@ def _is_metadata(node: fx.Node) -> bool:
     target: Any = node.target
     if reads(node, _ATTRIBUTES) or target in _FUNCTIONS:
         return True
-    arithmetic = getattr(target, "__module__", "") in (operator.__name__, "_operator", math.__name__)
+    arithmetic = getattr(target, "__module__", "") in (operator.__name__, operator.add.__module__, math.__name__)
     return (arithmetic or target is getattr) and _follows(node)
 
 

@@ -39,7 +39,7 @@ _ON_BEHALF = re.compile(r"^<frozen|/(abc|copy|dataclasses|functools|inspect|typi
 _KNOWN = {"ndim": "dimensions", "dtype": "dtype"}
 _OF_PROXIES = frozenset({"node", "tracer", ITEMS})
 # Attributes of a tensor that may be None, and tell how it was made or what a backward has left.
-_OF_AUTOGRAD = frozenset({BASE.name, "_grad", "_grad_fn", "grad", "grad_fn"})
+_OF_AUTOGRAD = frozenset({BASE.name, "grad", "grad_fn"})
 
 
 class _SizedProxy(NumberProxy):

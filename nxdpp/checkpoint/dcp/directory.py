@@ -23,6 +23,7 @@ from nxdpp.checkpoint.distributed.document_checks import check_cover
 from nxdpp.checkpoint.files.checksummed_reader import DamagedFile
 from nxdpp.checkpoint.files.pieces import StoredLayout, listed, printable
 from nxdpp.checkpoint.files.torch_saves import SavedSpan, first_line
+from nxdpp.ground.torch_names import LAYOUT, MEMORY_FORMATS, STORAGE_INFO
 
 _OF_METADATA = "torch.distributed.checkpoint.metadata"
 _CLASSES = {
@@ -33,8 +34,8 @@ _CLASSES = {
     (_OF_METADATA, "ChunkStorageMetadata"),
     (_OF_METADATA, "TensorProperties"),
     (_OF_METADATA, "StorageMeta"),
-    (_OF_METADATA, "_MEM_FORMAT_ENCODING"),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    (_OF_METADATA, MEMORY_FORMATS.name),
+    ("torch.distributed.checkpoint.filesystem", STORAGE_INFO.name),
 }
 """The classes of the objects in ``.metadata``."""
 _PATHS = ("pathlib", "pathlib._local")
@@ -206,7 +207,7 @@ class _Unpickler(pickle.Unpickler):
             return tuple
         if module == "torch" and isinstance(found := vars(torch).get(name), torch.dtype):
             return found
-        if (module, name) == ("torch.serialization", "_get_layout"):
+        if (module, name) == ("torch.serialization", LAYOUT.name):
             return lambda layout: layout
         if module in _PATHS and name in ("PosixPath", "WindowsPath"):
             return lambda *parts: PurePath(*parts)

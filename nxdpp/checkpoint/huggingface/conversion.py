@@ -24,6 +24,8 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
+from nxdpp.ground.transformers_names import CONVERSIONS
+
 
 @dataclass(eq=False)
 class Conversion:
@@ -119,7 +121,7 @@ def _by_kind(transforms: list[Any]) -> tuple[list[Any], list[Any], dict[str, Any
 
 
 def _transforms_to_revert(model: PreTrainedModel) -> list[Any]:
-    used: list[Any] | None = getattr(model, "_weight_conversions", None)
+    used: list[Any] | None = getattr(model, CONVERSIONS.name, None)
     if used is not None:
         return used
     # Without loading no prefix was removed.

@@ -21,6 +21,7 @@ from nxdpp.checkpoint.huggingface.quantised import forget_quantisation
 from nxdpp.checkpoint.huggingface.read_directory import Contents, contents_of
 from nxdpp.devices.kinds import readable
 from nxdpp.gradients.shards.local_tensors import is_sharded, local_rows
+from nxdpp.ground.transformers_names import CONVERSIONS
 from nxdpp.initialization.allocation import with_type_of
 from nxdpp.pipeline.local import half_loaded
 from nxdpp.ranks import parallel_state
@@ -172,7 +173,7 @@ def _take_over(
         model.materialise()
     if isinstance(target.module, PreTrainedModel):
         # from_pretrained stores the transforms here for save_pretrained to revert.
-        target.module.__dict__["_weight_conversions"] = used
+        vars(target.module)[CONVERSIONS.name] = used
     if target.quantiser is not None:
         forget_quantisation(target.module)
 

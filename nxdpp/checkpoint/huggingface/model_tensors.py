@@ -9,6 +9,7 @@ from torch import nn
 
 from nxdpp.checkpoint.distributed.rectangles import Block, placement_of
 from nxdpp.gradients.shards.local_tensors import local_rows
+from nxdpp.ground.torch_names import EXTRA_STATE
 from nxdpp.pipeline.local.own_save import state_of_all_names
 from nxdpp.tensor.embedding import ParallelEmbedding
 from nxdpp.tensor.padding import whole_of
@@ -47,7 +48,7 @@ def tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:
     others = [
         name
         for name, value in state.items()
-        if not isinstance(value, torch.Tensor) or name.rpartition(".")[2] == "_extra_state"
+        if not isinstance(value, torch.Tensor) or name.rpartition(".")[2] == EXTRA_STATE.name
     ]
     if others:
         raise ValueError(

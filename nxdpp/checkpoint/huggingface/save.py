@@ -161,7 +161,7 @@ def _check_can_be_saved(model: WrappedModel) -> None:
     is_quantized = any(map(is_frozen_of_torchao, model.local_module.parameters()))
     for kind, is_there in {
         "quantized models": is_quantized or getattr(module, "hf_quantizer", None),
-        "models with add_adapter()": getattr(module, "_hf_peft_config_loaded", None),
+        "models with add_adapter()": getattr(module, "peft_config", None),
     }.items():
         # Only the adapters of a PeftModel are written.
         if is_there and not is_adapted(module):

@@ -25,7 +25,7 @@ from nxdpp.doors.nnscaler.registered_functions import registered_functions
 from nxdpp.doors.nnscaler.state_dicts.extra_state import EXTRA_STATE_KEY, module_extra_state, take_extra_state
 from nxdpp.doors.nnscaler.unit_layout import UnitLayout
 from nxdpp.doors.nnscaler.unwritten import UnwrittenTensors
-from nxdpp.ground.torch_names import LOAD_OWN, MOVE, NON_PERSISTENT, REGISTRIES
+from nxdpp.ground.torch_names import LOAD_OWN, MOVE, NON_PERSISTENT, REGISTRIES, REPLICATED_BY_TORCH
 from nxdpp.pipeline.activation_checkpoint import apply_checkpoint
 from nxdpp.pipeline.config import PipelineConfig
 from nxdpp.pipeline.pipeline import Pipeline
@@ -260,7 +260,7 @@ class ParallelModule(nn.Module):
 
     def __getattr__(self, name: str) -> Any:
         """Refuse ``DistributedDataParallel``, which asks for this attribute before it changes anything."""
-        if name == "_ddp_params_and_buffers_to_ignore":
+        if name == REPLICATED_BY_TORCH.name:
             raise RuntimeError(
                 "DistributedDataParallel would give all ranks the parameters of rank 0, which may be other parts: "
                 "leave it out. The optimizer of build_optimizer sums the gradients of the units"

@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from nxdpp.doors.oslo.pipelined_call import PipelinedCall
 from nxdpp.doors.oslo.shadow import Shadow
+from nxdpp.ground.torch_names import REPLICATED_BY_TORCH
 from nxdpp.pipeline.config import PipelineConfig
 from nxdpp.pipeline.pipeline import Pipeline
 from nxdpp.ranks import parallel_state
@@ -23,7 +24,7 @@ def pipeline(model: PreTrainedModel, num_microbatches: int) -> Pipeline:
     made = Pipeline(shadow.module, PipelineConfig(num_microbatches=num_microbatches))
     shadow.keep(made.local_module)
     # Read by the constructor of DistributedDataParallel.
-    vars(model)["_ddp_params_and_buffers_to_ignore"] = shadow.freed_names()
+    vars(model)[REPLICATED_BY_TORCH.name] = shadow.freed_names()
     vars(model)["gradient_checkpointing_enable"] = _gradient_checkpointing_enable
     vars(model)["pipelined_call"] = PipelinedCall(shadow, made)
     return made

@@ -28,6 +28,7 @@ from nxdpp.doors.transformers.pipelined_model import TrainerModel
 from nxdpp.doors.transformers.sharding import shard
 from nxdpp.doors.trl.scores import return_scores, scores_of
 from nxdpp.doors.trl.trainer import ScoredTrainer
+from nxdpp.ground.other_names import ACTIVE_ADAPTER, DISABLE_ADAPTERS
 from nxdpp.ranks import parallel_state
 
 _OF_REFERENCE = _CHOSEN, _REJECTED = "ref_chosen_logps", "ref_rejected_logps"
@@ -217,16 +218,17 @@ class PipelineDPOTrainer(DPOTrainer, ScoredTrainer):  # type: ignore[misc]  # TR
         if self._reference is not None or not isinstance(self.model, PeftModel):
             yield
             return
-        name, value = ("_active_adapter", ["ref"]) if "ref" in self.model.peft_config else ("_disable_adapters", True)
+        is_copied = "ref" in self.model.peft_config
+        attribute, value = (ACTIVE_ADAPTER, ["ref"]) if is_copied else (DISABLE_ADAPTERS, True)
         layers = [each for each in self.model.modules() if isinstance(each, BaseTunerLayer | AuxiliaryTrainingWrapper)]
-        before = [getattr(layer, name) for layer in layers]
+        before = [attribute.of(layer) for layer in layers]
         try:
             for layer in layers:
-                vars(layer)[name] = value
+                attribute.set(layer, value)
             yield
         finally:
             for layer, own in zip(layers, before, strict=True):
-                vars(layer)[name] = own
+                attribute.set(layer, own)
 
     def _precompute_all(self) -> None:
         args: Any = self.args

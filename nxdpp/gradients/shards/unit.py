@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from nxdpp.agreement.same_values import sample
 from nxdpp.gradients.held_hooks import count_hooks
 from nxdpp.gradients.shards.local_tensors import local_rows
-from nxdpp.ground.torch_names import FSDP_GATHER, FSDP_GROUP, FSDP_STREAMS, PARAMETERS, STORAGE_ADDRESS, VERSION
+from nxdpp.ground.torch_names import FSDP_GATHER, FSDP_GROUP, PARAMETERS, STORAGE_ADDRESS, VERSION
 from nxdpp.ranks import parallel_state
 from nxdpp.ranks.faults.waits import Wait
 
@@ -55,7 +55,7 @@ class ShardedUnit:
         parameters: whole ones of one dtype, with values, on ``device``, equal on all ranks of the mesh.
         modules: trees in which the parameters are, under all their names.
         mesh_info: torch's description of the ranks that share them.
-        context: the streams of this rank's units.
+        streams: those of this rank's first unit, which all share; ``None`` for the first.
         mp_policy, offload_policy: torch's.
         mean: ``False`` for gradients that are summed over the ranks of the mesh.
 
@@ -72,7 +72,7 @@ class ShardedUnit:
         modules: Sequence[nn.Module],
         mesh_info: Any,
         device: torch.device,
-        context: Any,
+        streams: Any,
         mp_policy: MixedPrecisionPolicy,
         offload_policy: OffloadPolicy,
         mean: bool,
@@ -84,7 +84,10 @@ class ShardedUnit:
         self._attributes = attributes
         self._group = group
         self._ranks: ProcessGroup = mesh_info.shard_process_group
-        group.comm_ctx = context
+        if streams is None:
+            group.comm_ctx.lazy_init(device)
+        else:
+            group.comm_ctx = streams
         # gloo has no average.
         group.force_sum_reduction_for_comms = True
         group.gradient_divide_factor = None if mean else 1.0
@@ -100,6 +103,11 @@ class ShardedUnit:
     def parameters(self) -> list[nn.Parameter]:
         """This rank's rows, as DTensors."""
         return [each.sharded_param for each in self._group.fsdp_params]
+
+    @property
+    def streams(self) -> Any:
+        """Streams of the device for gathers and reductions, which the units of a rank share."""
+        return self._group.comm_ctx
 
     @property
     def is_whole(self) -> bool:
@@ -283,7 +291,7 @@ class ShardedUnit:
     def finish(self) -> None:
         """Wait for the reductions on the device, and free their messages."""
         self._group.finalize_backward()
-        context = self._group.comm_ctx
+        context = self.streams
         # torch's root module does it, which no stage calls. torch 2.9 has one state.
         has_many = hasattr(context, "reduce_scatter_states")
         for state in context.reduce_scatter_states if has_many else [context.reduce_scatter_state]:
@@ -304,13 +312,6 @@ class ShardedUnit:
             _drop(each)
         self._group.reshard()
         self._put_into_programs(self.parameters)
-
-
-def shard_context(device: torch.device) -> Any:
-    """Return the streams that the units of a rank share."""
-    context = FSDP_STREAMS()
-    context.lazy_init(device)
-    return context
 
 
 def _convert(parameter: Any, gradient_of: torch.Tensor | None = None) -> None:
@@ -338,4 +339,4 @@ def _places(parameters: Sequence[nn.Parameter], roots: Sequence[nn.Module]) -> l
 
 def _give(parameter: nn.Parameter, attributes: dict[str, Any]) -> None:
     """Give ``parameter`` the attributes that the parameter in its place had, such as the ones of tensor parallelism."""
-    vars(parameter).update({name: value for name, value in attributes.items() if not name.startswith("_fsdp")})
+    vars(parameter).update(attributes)
