@@ -140,7 +140,9 @@ REPLICATED_BY_TORCH = PrivateAttribute(
 FSDP_GROUP = PrivateName(
     "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup", "shards parameters over replicas"
 )
-FSDP_MESH = PrivateName("torch.distributed.fsdp._fully_shard._fsdp_common.FSDPMeshInfo", "shards over replicas")
+FSDP_MESH = PrivateName(
+    "torch.distributed.fsdp._fully_shard._fsdp_common.FSDPMeshInfo", "shards parameters over replicas"
+)
 HSDP_MESH = PrivateName(
     "torch.distributed.fsdp._fully_shard._fsdp_common.HSDPMeshInfo", "shards over some of the replicas"
 )

@@ -3,6 +3,7 @@
 Images, prompt tuning and an auxiliary loss of split batches are refused after TRL's constructor, which tells of them.
 """
 
+from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
 
@@ -12,10 +13,19 @@ from trl import DPOConfig, SFTConfig
 from nxdpp.doors.transformers import arguments
 from nxdpp.doors.trl.trainer import REFUSED
 from nxdpp.integrations import PipelineDPOTrainer, PipelineSFTTrainer
+from nxdpp.ranks import parallel_state
 from tests.doors.trl.tunings import pairs, texts, tokenizer
 from tests.support.models import llama, mixtral
 
 pytestmark = pytest.mark.one_python
+
+
+@pytest.fixture(autouse=True)
+def _no_world() -> Iterator[None]:
+    """Leave no world behind: some are refused after TRL's constructor has started one."""
+    yield
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
 
 
 @pytest.mark.parametrize(("trainer", "config"), [(PipelineSFTTrainer, SFTConfig), (PipelineDPOTrainer, DPOConfig)])
