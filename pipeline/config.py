@@ -79,8 +79,9 @@ class PipelineConfig:
         check_against_module: ``"first"`` compares the losses and gradients of the first training step with the
             unwrapped module's. Every rank then holds and runs the whole model once. A difference is a ``RuntimeError``.
         grad_scaler: ``nxdpp.GradScaler`` that scales the loss of each microbatch, for autocast to float16.
-        check_inputs: when the ranks of a pipeline compare the values of floating inputs: ``"first"``, in the first step
-            of each signature, ``"always"``, or ``"never"``. Values of other inputs are compared in every step.
+        check_inputs: when the ranks of a pipeline compare all values of floating inputs: ``"first"``, in the first step
+            of each signature, and a sample of 64 in later ones, ``"always"``, or ``"never"``. Values of other inputs
+            are compared in every step.
             With ``"never"`` no warning tells of data-parallel replicas that have the same batch.
     """
 

@@ -85,8 +85,9 @@ class NxDPPModel(PipelineView, Generic[OnEveryRank, PerMicrobatch]):
             the model's loss is a mean. By default a transformers model gets ``num_items_in_batch``.
         grad_scaler: ``nxdpp.GradScaler``, which scales the loss for autocast to float16. Its ``step`` and ``update``
             follow ``run_train``.
-        check_inputs: when the ranks of a pipeline compare floating inputs: ``"first"``, in the first step of each
-            signature, ``"always"`` or ``"never"``. They compare the values of other inputs in every step.
+        check_inputs: when the ranks of a pipeline compare floating inputs whole: ``"first"``, in the first step of each
+            signature, and a sample of 64 elements in later ones, ``"always"`` or ``"never"``. They compare the values
+            of other inputs in every step.
             With ``"never"`` no warning tells of data-parallel replicas that have the same batch.
         use_optimizer_wrapper: taken for NxD's scripts. ``run_train`` averages the gradients in any case, so a wrapper
             that averages them again changes nothing.

@@ -35,6 +35,8 @@ from nxdpp.pipeline.timeline.clock import StepTimer
 from nxdpp.ranks import current_state, parallel_state
 from nxdpp.ranks.faults import background_errors, failure_watch
 from nxdpp.ranks.faults.board import board
+from nxdpp.ranks.group_values import extremes
+from nxdpp.ranks.random_stream import RandomStream
 from nxdpp.tensor.sequence_parallel import StepGradients
 from nxdpp.tensor.tensor_copies import TensorCopies
 
@@ -88,6 +90,12 @@ class StepRunner:
         self._verifier: StepVerifier | None = None
         self._compiled: Compilations | None = None
         self._has_tensor_ranks = parallel_state.get_tensor_model_parallel_size() > 1
+        # One stage of one replica draws as one process does.
+        sizes = parallel_state.get_pipeline_model_parallel_size(), parallel_state.get_data_parallel_size()
+        self._place: tuple[int, int] | None = None
+        if sizes != (1, 1):
+            self._place = parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_data_parallel_rank()
+        self._stream: RandomStream | None = None
         self._check_first = config.check_against_module is not None
         self._is_verified = False
         self._refused: str | None = None
@@ -213,6 +221,7 @@ class StepRunner:
             self._verifier = StepVerifier(parallel_state.get_pipeline_control_group())
         leaves_average = train and self._replicas.is_left_out
         begun = board.begun
+        self._stream = None if self._place is None else RandomStream(device_of(device), self._place)
         with failure_watch.reported():
             inputs = self._hasher.of_step(batch.compared, is_new)
             if self._has_tensor_ranks and parallel_state.get_pipeline_model_parallel_rank() == 0:
@@ -229,6 +238,7 @@ class StepRunner:
                 begun["world"],
                 leaves_average,
                 self._part.tied.hooks_after if self._part.any_ties and train else None,
+                0 if self._stream is None else self._stream.digest,
             )
         self._is_verified, self._refused = True, None
         return signature, digest, engine, inputs.values
@@ -252,7 +262,10 @@ class StepRunner:
             if self._engines.shards is not None:
                 lines = self._replicas.lines_of_step() if signature.train else ()
                 self._engines.shards.begin(signature.train, self._replicas.is_averaged, lines)
-            values = running.run(step.loss, watch)
+            if self._stream is None:
+                values = running.run(step.loss, watch)
+            else:
+                values = self._run_drawing(self._stream, running, step, watch, is_first=engine is None)
         self.timer, self.digest = running.timer, digest
         if running.is_lazy:
             compiled = running.device.compiled()
@@ -262,3 +275,17 @@ class StepRunner:
             self._engines.of(step.program)[signature] = running, digest
         self._upkeep.note_verified()
         return running, values
+
+    def _run_drawing(
+        self, stream: RandomStream, running: Engine, step: PreparedStep, watch: Any, is_first: bool
+    ) -> list[list[Any]]:
+        """Run the actions with the random numbers of ``stream``; a first run tells all ranks whether a stage draws."""
+        stream.begin()
+        try:
+            values = running.run(step.loss, watch)
+            if is_first:
+                group = parallel_state.get_pipeline_control_group()
+                running.draws = bool(extremes([stream.has_drawn()], group)[1][0])
+        finally:
+            stream.end(running.draws)
+        return values

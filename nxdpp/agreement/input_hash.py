@@ -23,6 +23,8 @@ SLOTS = 12
 
 # 64-bit words that are multiplied at once: the table of random numbers takes 8 MiB at most.
 _CHUNK = 2**20
+# Elements of a floating tensor that are hashed in each step.
+_SAMPLE = 64
 _MULTIPLIER = 0x9E3779B97F4A7C15
 
 
@@ -66,8 +68,9 @@ def _slots(values: Sequence[int]) -> list[int]:
 class InputHasher:
     """Hashes the inputs of one pipeline's steps.
 
-    ``check_inputs`` tells when floating tensors are hashed: ``"first"`` in the first step of a signature, ``"always"``
-    or ``"never"``. Other tensors and numbers are hashed in every step.
+    ``check_inputs`` tells when floating tensors are hashed whole: ``"first"`` in the first step of a signature, and a
+    sample of them later; ``"always"``; or ``"never"``, not even a sample. Other tensors and numbers are hashed in every
+    step.
     """
 
     def __init__(self, check_inputs: str) -> None:
@@ -85,10 +88,11 @@ class InputHasher:
         on_device: dict[str, torch.Tensor] = {}
         with torch.no_grad():
             for name in sorted(batches[0]):
-                if not self._is_hashed(batches[0][name], is_first):
+                hashed = self._hash(batches[0][name], is_first)
+                if hashed is None:
                     continue
                 parts = [part for batch in batches if name in batch for part in _parts(batch[name])]
-                made = _joined(map(hash_of, parts)) if len(parts) > 1 else hash_of(parts[0])
+                made = _joined(map(hashed, parts)) if len(parts) > 1 else hashed(parts[0])
                 if isinstance(made, int):
                     known[name] = made
                 else:
@@ -102,12 +106,15 @@ class InputHasher:
         late_values = {} if late is None else late.wait()
         return InputHashes(list(known), list(known.values()), list(late_values), list(late_values.values()))
 
-    def _is_hashed(self, value: Any, is_first: bool) -> bool:
+    def _hash(self, value: Any, is_first: bool) -> Callable[[Any], int | torch.Tensor] | None:
+        """Return the function that hashes ``value``; ``None`` for what is not hashed."""
         if isinstance(value, torch.Tensor):
             is_exact = not (value.is_floating_point() or value.is_complex())
-            return is_exact or self._check_inputs == "always" or (self._check_inputs == "first" and is_first)
+            if is_exact or self._check_inputs == "always" or (self._check_inputs == "first" and is_first):
+                return hash_of
+            return None if self._check_inputs == "never" else _sample_hash
         # Texts, booleans and None are part of the graph.
-        return isinstance(value, NUMBERS) and not isinstance(value, bool)
+        return hash_of if isinstance(value, NUMBERS) and not isinstance(value, bool) else None
 
 
 def _parts(value: Any) -> list[Any]:
@@ -156,6 +163,18 @@ def hash_of(value: Any) -> int | torch.Tensor:
     if words.numel() <= _CHUNK:
         return _dot(words, table)
     return _joined(_dot(part, table) for part in words.split(_CHUNK))
+
+
+def _sample_hash(value: Any) -> int | torch.Tensor:
+    """A hash of about 64 elements of a tensor, evenly spread; of all of what is no tensor."""
+    if not isinstance(value, torch.Tensor) or value.numel() <= _SAMPLE:
+        return hash_of(value)
+    value, size = value.detach(), value.numel()
+    # An odd distance: a power of two would take one column of most tensors.
+    distance = (size // _SAMPLE) | 1
+    if value.is_contiguous():
+        return hash_of(value.view(-1)[::distance])
+    return hash_of(value[torch.unravel_index(torch.arange(0, size, distance, device=value.device), value.shape)])
 
 
 def _joined(hashes: Iterable[int | torch.Tensor]) -> int | torch.Tensor:

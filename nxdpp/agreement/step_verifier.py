@@ -30,9 +30,9 @@ from nxdpp.ranks.wire_form import packed, unpacked
 
 # Above the tags of all other messages of the group.
 _TAG = 2**31 - 1
-# Number, digest, 1 for a new signature plus 2 in no_sync(), bytes of the text that follows, calls; then the hashes of
-# the inputs.
-_HEAD = 5
+# Number, digest, 1 for a new signature plus 2 in no_sync(), bytes of the text that follows, calls, random generators;
+# then the hashes of the inputs.
+_HEAD = 6
 # Added to the third number in no_sync().
 _IN_NO_SYNC = 2
 _REMEDY = "Wrap the same model with the same arguments on every rank of a pipeline, and give all the same inputs."
@@ -44,7 +44,8 @@ _HABITS = """\
 All ranks of a pipeline take the same batch, and only data-parallel replicas take others. Usual causes:
   a seed of each rank (seed + rank): seed by parallel_state.get_data_parallel_rank() in place of the rank.
   DataLoader(shuffle=True) without a seed: give it generator=torch.Generator().manual_seed(seed).
-  DistributedSampler(dataset), which splits by ranks: use nxdpp.data_parallel_sampler(dataset)."""
+  DistributedSampler(dataset), which splits by ranks: use nxdpp.data_parallel_sampler(dataset).
+  a draw on some ranks only (if rank == 0: torch.rand(1)): draw on all, or from a torch.Generator of its own."""
 
 
 class StepIdentity(NamedTuple):
@@ -80,6 +81,7 @@ class StepVerifier:
         self._text = torch.empty(0, device="cpu")
         self._values = Values()
         self._hooks: dict[int, int] = {}
+        self._alike: tuple[int, int] | None = None
 
     def check(
         self,
@@ -93,6 +95,7 @@ class StepVerifier:
         calls: int = 0,
         leaves_average: bool = False,
         hooks_after: Callable[[dict[int, int]], dict[int, int]] | None = None,
+        generators: int = 0,
     ) -> int:
         """Raise ``RuntimeError`` unless the previous rank is about to run the same step.
 
@@ -101,6 +104,7 @@ class StepVerifier:
         ``number`` is how many steps this rank has begun. ``refused`` is the last step that only this rank may have
         refused; it explains a different number. ``values`` are compared with the ranks before it. ``hooks_after``
         compares the numbers of gradient hooks of tied weights, and returns the numbers for the next rank.
+        ``generators`` is a hash of the states of torch's generators, which explains other inputs.
         """
         self._origin = step.origin or self._origin
         header = self._sent.numpy()
@@ -108,7 +112,7 @@ class StepVerifier:
         while self._sends:
             self._sends.pop().wait()
         board.wait = None
-        header[:_HEAD] = number, step_digest, is_new + _IN_NO_SYNC * leaves_average, 0, calls
+        header[:_HEAD] = number, step_digest, is_new + _IN_NO_SYNC * leaves_average, 0, calls, generators
         header[_HEAD:] = inputs.words()
         self._values, self._hooks = Values(), {}
         if self._rank > 0:
@@ -139,8 +143,11 @@ class StepVerifier:
         length, theirs[3] = theirs[3], 0
         # A call that only one rank has made, and that had no effect on others, shifts no later comparison of calls.
         self._sent[4] = ours[4] = theirs[4]
+        states, theirs[5] = (theirs[5], ours[5]), ours[5]
         refused_there = self._receive_text(theirs[1], length) if length else None
         if theirs == ours:
+            if states[0] == states[1]:
+                self._alike = ours[0], ours[5]
             return
         if theirs[0] != ours[0]:
             raise RuntimeError(self._other_number(theirs[0], ours[0], refused_there, refused))
@@ -154,7 +161,7 @@ class StepVerifier:
             )
         if theirs[2] != ours[2]:
             raise RuntimeError(self._new_on_one(self._heard.get(theirs[1]), step, bool(ours[2] % _IN_NO_SYNC)))
-        raise RuntimeError(self._other_inputs(*inputs.different(theirs[_HEAD:])))
+        raise RuntimeError(f"{self._other_inputs(*inputs.different(theirs[_HEAD:]))}{self._moved(*states)}")
 
     def _receive_text(self, step_digest: int, length: int) -> str | None:
         """Receive the previous rank's text; return the step that it refused, if any."""
@@ -208,6 +215,21 @@ class StepVerifier:
         here, there = self._name(self._rank), self._name(self._rank - 1)
         what = ", ".join(now) if now else f"{', '.join(before)} in the step before"
         return f"{here} was given other values of {what} than {there}. {_HABITS}"
+
+    def _moved(self, theirs: int, ours: int) -> str:
+        """Return a line that tells on which of the two ranks torch's generators have moved."""
+        if theirs == ours:
+            return ""
+        here, there = self._name(self._rank), self._name(self._rank - 1)
+        if self._alike is None:
+            return f"\ntorch's random generators were never alike on {there} and {here}: they had other seeds or draws."
+        step, state = self._alike
+        moved = [name for name, digest in ((there, theirs), (here, ours)) if digest != state]
+        if len(moved) == 1:
+            what = f"only {moved[0]} has drawn from them, or seeded them"
+        else:
+            what = f"{there} and {here} have drawn other numbers from them"
+        return f"\ntorch's random generators were alike in step {step} of both ranks. Since then {what}."
 
     def _other_number(self, theirs: int, ours: int, refused_there: str | None, refused_here: str | None) -> str:
         here, there = self._name(self._rank), self._name(self._rank - 1)

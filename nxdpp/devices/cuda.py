@@ -84,6 +84,10 @@ class CudaDevice(Device):
         """Set the state of the device's generator."""
         torch.cuda.set_rng_state(torch.frombuffer(bytearray(state), dtype=torch.uint8), self.device)
 
+    def seeded_state(self, number: int) -> bytes:
+        """Return the state of the device's generator after ``number`` has seeded it."""
+        return torch.Generator(self.device).manual_seed(number).get_state().numpy().tobytes()
+
 
 @dataclass(frozen=True)
 class CudaProbe:

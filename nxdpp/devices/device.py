@@ -147,3 +147,7 @@ class Device:
 
     def set_random_state(self, state: bytes) -> None:
         """Set the state that ``random_state`` returned."""
+
+    def seeded_state(self, number: int) -> bytes:
+        """Return the state of ``random_state`` that a seed of 64 bits gives; empty where there is none."""
+        return b""

@@ -111,6 +111,8 @@ CASES = {
     "grouped": Case(lambda: Grouped(2), GroupedLayer),
 }
 
+# Gradients of aot_eager differ by roundings in torch 2.9.
+ROUNDINGS = 1e-6 if torch.__version__.startswith("2.9.") else 0.0
 SHORT = Case(Short, FeedForward)
 DEEP = Case(lambda: ParallelModel(4, VOCABULARY, True), ParallelLayer)
 
@@ -123,7 +125,7 @@ class Pair:
         self.eager, self.compiled = case.wrap(**arguments), case.wrap(**arguments)
         apply_compile(self.compiled, backend=backend)
 
-    def check(self, length: int = 10, tolerance: float = 0.0, messages: bool = False) -> Any:
+    def check(self, length: int = 10, tolerance: float = ROUNDINGS, messages: bool = False) -> Any:
         """A step of both has equal losses and gradients, and as many collectives. Return the compiled model's loss."""
         batch = self.case.batch(length)
         losses: list[Any] = []
@@ -147,7 +149,7 @@ def codes() -> int:
     return int(counters["stats"]["unique_graphs"])
 
 
-def one_of_each(names: Iterable[str], backend: str = "aot_eager", tolerance: float = 0.0) -> dict[str, Pair]:
+def one_of_each(names: Iterable[str], backend: str = "aot_eager", tolerance: float = ROUNDINGS) -> dict[str, Pair]:
     pairs = {}
     for name in names:
         counters.clear()

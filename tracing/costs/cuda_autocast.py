@@ -3,11 +3,14 @@
 The names are those of "CUDA Ops that can autocast to float32" in torch's documentation.
 """
 
+from functools import cache
 from typing import Any
 
 import torch
+from torch.nn.functional import rms_norm
 from torch.overrides import TorchFunctionMode
 
+from nxdpp.ground.torch_names import FAKE_MODE, NO_DISPATCH_MODES, NO_TORCH_FUNCTION
 from nxdpp.tracing.costs.run_node import map_tensors
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -15,7 +18,7 @@ _HALF = (torch.float16, torch.bfloat16)
 _WITH_DTYPE = frozenset({"softmax", "log_softmax", "sum", "prod", "cumsum", "cumprod"})
 _IN_FLOAT32 = frozenset(
     {
-        *("layer_norm", "group_norm", "rms_norm", "norm", "dist", "cdist", "renorm", "cosine_similarity", "softplus"),
+        *("layer_norm", "group_norm", "norm", "dist", "cdist", "renorm", "cosine_similarity", "softplus"),
         *("pow", "__pow__", "__rpow__", "rsqrt", "reciprocal", "__rdiv__", "__rtruediv__"),
         *("exp", "expm1", "log", "log2", "log10", "log1p", "logsumexp"),
         *("acos", "asin", "cosh", "sinh", "tan", "erfinv"),
@@ -32,13 +35,28 @@ class CudaAutocast(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run ``func`` in the dtype of CUDA's list."""
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
-        if name in _IN_FLOAT32:
+        if name in _IN_FLOAT32 or (name == "rms_norm" and _converts_rms_norm()):
             args, kwargs = map_tensors(_in_float32, (args, kwargs))
         elif name in _WITH_DTYPE and _gives_half(*args, **kwargs):
             # A dtype of None may be the last positional argument.
             args = args[:-1] if args and args[-1] is None else args
             kwargs = {**kwargs, "dtype": torch.float32}
         return func(*args, **kwargs)
+
+
+@cache
+def _converts_rms_norm() -> bool:
+    """Return whether this version's list has ``rms_norm``; that of torch 2.9 has not."""
+    # Fake tensors of CUDA need no device where no gradient is asked for; torch.autocast would turn itself off.
+    enabled, usual = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+    torch.set_autocast_enabled("cuda", True)
+    torch.set_autocast_dtype("cuda", torch.bfloat16)
+    try:
+        with NO_TORCH_FUNCTION(), NO_DISPATCH_MODES(), torch.no_grad(), FAKE_MODE():
+            return rms_norm(torch.empty(1, device="cuda", dtype=torch.bfloat16), (1,)).dtype == torch.float32
+    finally:
+        torch.set_autocast_enabled("cuda", enabled)
+        torch.set_autocast_dtype("cuda", usual)
 
 
 def _gives_half(input: torch.Tensor, *args: Any, out: torch.Tensor | None = None, **kwargs: Any) -> bool:

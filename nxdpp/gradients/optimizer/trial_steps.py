@@ -150,6 +150,10 @@ def _copy(optimizer: Optimizer, group: dict[str, Any], parameters: list[nn.Param
         memo |= {id(value): type(value)() for name, value in vars(each).items() if name.endswith("_hooks")}
     kept = {name: value for name, value in vars(optimizer).items() if name != "step"}
     vars(copied).update(copy.deepcopy(kept, memo))
+    if isinstance(copied, torch.optim.Adagrad):
+        # Its constructor makes the state in torch 2.9.
+        sums = {each: torch.full_like(each, options["initial_accumulator_value"]) for each in parameters}
+        copied.state.update({each: {"step": torch.zeros(()), "sum": made} for each, made in sums.items()})
     return copied
 
 

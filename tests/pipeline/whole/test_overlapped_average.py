@@ -10,6 +10,7 @@ from torch import nn
 
 from nxdpp import NxDPPModel, Pipeline, PipelineConfig, parallel_state
 from nxdpp.gradients import buckets
+from nxdpp.pipeline.backward.structure import HOOKS_ARE_SHOWN
 from tests.support.models import gradient_differences, make, padded_batch, reference, train_in_one_process
 from tests.support.run_ranks import run_ranks
 
@@ -50,7 +51,8 @@ def every_schedule(rank: int) -> None:
         assert_equal(gradients(wrapped), after)
         report = wrapped.last_average
         assert report.sent_bytes == sum(parameter.nbytes for parameter in wrapped.local_parameters())
-        assert 0.5 < report.early_share <= 1
+        # Where weight-gradients do not wait (torch 2.9), a split schedule ends with empty actions.
+        assert 0.5 < report.early_share <= 1 or (schedule == "zb-v" and not HOOKS_ARE_SHOWN)
         # Gradients add up. The average of earlier ones is what they were.
         wrapped.run_train(**own(batch))
         for name, gradient in gradients(wrapped).items():

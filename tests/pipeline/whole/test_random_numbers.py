@@ -1,0 +1,220 @@
+"""The program's random numbers are alike on all ranks, whatever the model draws, and equal to those of one process."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
+
+from nxdpp import NxDPPModel, parallel_state
+from tests.support.run_ranks import run_ranks
+
+LAYOUTS = [(2, 2), (4, 4), (4, 2)]
+"""Numbers of ranks and of stages."""
+
+
+class Encoder(nn.Module):
+    """Layers that draw: dropout, and the noise of a VAE."""
+
+    def __init__(self, draws: bool) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+        self.draws = draws
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        mean = self.inner(rows)
+        if not (self.draws and self.training):
+            return torch.tanh(mean)
+        return functional.dropout(mean + torch.randn_like(mean), 0.3)
+
+
+class Vae(nn.Module):
+    """Four layers, of which one draws, or none."""
+
+    def __init__(self, draws: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Encoder(draws and number == 1) for number in range(4))
+
+    def forward(self, rows: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            rows = layer(rows)
+        return (rows - target).square().mean()
+
+
+def wrapped(stages: int, draws: bool = True) -> Any:
+    """A pipelined ``Vae`` with ``stages``, on a started world."""
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=stages, hang_timeout=60)
+    torch.manual_seed(0)
+    return NxDPPModel(Vae(draws), transformer_layer_cls=Encoder, num_microbatches=2, broadcast_and_average_loss=True)
+
+
+def shuffled(rank: int, stages: int, draws: bool) -> list[list[int]]:
+    """The order of rows in three epochs of a shuffled ``DataLoader`` without a generator of its own."""
+    model = wrapped(stages, draws)
+    data = torch.randn(16, 8, generator=torch.Generator().manual_seed(1))
+    seen = []
+    for _ in range(3):
+        for rows, numbers in DataLoader(TensorDataset(data, torch.arange(16)), batch_size=4, shuffle=True):
+            model.run_train(rows=rows, target=rows)
+            seen.append(numbers.tolist())
+    return seen
+
+
+@pytest.mark.parametrize(("ranks", "stages"), LAYOUTS)
+def test_shuffled_rows_are_alike_on_all_ranks(ranks: int, stages: int) -> None:
+    first, *others = run_ranks(ranks, shuffled, stages, True)
+    assert all(seen == first for seen in others)
+    assert len({*map(tuple, first)}) == 12
+
+
+@pytest.mark.parametrize(("ranks", "stages"), LAYOUTS)
+def test_shuffled_rows_are_those_of_one_process_if_no_layer_draws(ranks: int, stages: int) -> None:
+    torch.manual_seed(0)
+    Vae(draws=False)
+    order = [
+        numbers.tolist()
+        for _ in range(3)
+        for (numbers,) in DataLoader(TensorDataset(torch.arange(16)), batch_size=4, shuffle=True)
+    ]
+    for seen in run_ranks(ranks, shuffled, stages, False):
+        assert seen == order
+
+
+def drawn_by_the_script(rank: int, stages: int, draws: bool) -> list[float]:
+    """Noise, times and dropped labels of a training by flow matching, all drawn by the script."""
+    model = wrapped(stages, draws)
+    drawn = []
+    for _ in range(4):
+        noise, time, drop = torch.randn(4, 8), torch.rand(4, 1), torch.rand(4) < 0.5
+        rows = (1 - time) * noise + time * torch.where(drop[:, None], 0.0, 1.0)
+        model.run_train(rows=rows, target=noise)
+        model.run_eval(rows=rows, target=noise)
+        drawn.append(float(rows.sum()))
+    return drawn
+
+
+@pytest.mark.parametrize(("ranks", "stages"), LAYOUTS)
+def test_noise_of_the_script_is_alike_on_all_ranks(ranks: int, stages: int) -> None:
+    first, *others = run_ranks(ranks, drawn_by_the_script, stages, True)
+    assert all(drawn == first for drawn in others)
+    assert len({*first}) == 4
+
+
+@pytest.mark.parametrize(("ranks", "stages"), LAYOUTS)
+def test_noise_of_the_script_is_that_of_one_process_if_no_layer_draws(ranks: int, stages: int) -> None:
+    torch.manual_seed(0)
+    Vae(draws=False)
+    expected = []
+    for _ in range(4):
+        noise, time, drop = torch.randn(4, 8), torch.rand(4, 1), torch.rand(4) < 0.5
+        expected.append(float(((1 - time) * noise + time * torch.where(drop[:, None], 0.0, 1.0)).sum()))
+    for drawn in run_ranks(ranks, drawn_by_the_script, stages, False):
+        assert drawn == expected
+
+
+def losses_of(rank: int, seeds: list[int]) -> list[list[float]]:
+    """Losses of three steps on the same rows after each seed, with an evaluation without draws among them."""
+    model = wrapped(2)
+    rows = torch.ones(4, 8)
+    losses: list[list[float]] = []
+    for seed in seeds:
+        torch.manual_seed(seed)
+        losses.append([])
+        for _ in range(3):
+            losses[-1].append(float(model.run_train(rows=rows, target=rows)))
+            if len(losses) > 1:
+                model.eval()
+                model.run_eval(rows=rows, target=rows)
+                model.train()
+    return losses
+
+
+def test_a_seed_gives_the_numbers_of_all_later_steps() -> None:
+    for first, again, other in run_ranks(2, losses_of, [1, 1, 2]):
+        assert first == again
+        assert len({*first, *other}) == 6
+
+
+def masks(rank: int) -> list[torch.Tensor]:
+    """The outputs of a dropout of ones in each microbatch, on this rank."""
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2, hang_timeout=60)
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)) for _ in range(2)]
+    model = NxDPPModel(
+        nn.Sequential(*layers),
+        transformer_layer_cls=nn.Sequential,
+        loss_fn=lambda output: output.mean(),
+        num_microbatches=2,
+    )
+    seen: list[torch.Tensor] = []
+    for module in model.local_modules():
+        if isinstance(module, nn.Dropout):
+            module.register_forward_hook(lambda _, __, output: seen.append(output == 0))
+    model.run_train(input=torch.ones(4, 8))
+    return seen
+
+
+def test_stages_and_replicas_draw_other_masks() -> None:
+    drawn = [mask for seen in run_ranks(4, masks) for mask in seen]
+    assert len(drawn) == 8
+    assert not any(torch.equal(one, other) for one, other in itertools.combinations(drawn, 2))
+
+
+def moved(rank: int, step: int) -> None:
+    """Steps on drawn rows, before one of which rank 1 alone draws a number more."""
+    model = wrapped(2)
+    for number in range(step + 1):
+        if rank == 1 and number == step:
+            torch.rand(1)
+        rows = torch.rand(4, 8)
+        model.run_train(rows=rows, target=rows)
+
+
+@pytest.mark.parametrize(
+    ("step", "since"), [(0, "never alike on pipeline rank 0"), (3, "alike in step 3 of both ranks. Since then")]
+)
+def test_a_rank_that_alone_has_drawn_is_told_of_in_the_step_of_other_rows(step: int, since: str) -> None:
+    with pytest.raises(AssertionError) as caught:
+        run_ranks(2, moved, step)
+    error = str(caught.value)
+    assert "pipeline rank 1 (rank 1) was given other values of rows, target than pipeline rank 0 (rank 0)" in error
+    assert "a draw on some ranks only" in error
+    assert since in error
+
+
+def moves(rank: int) -> list[tuple[bool, bytes]]:
+    """Whether a step and an evaluation move the generator of the program with replicas of one stage, and where to."""
+    model = wrapped(1)
+    rows = torch.full((4, 8), float(rank))
+    found = []
+    for mode in (True, False):
+        model.train(mode)
+        before = torch.get_rng_state()
+        model.run_train(rows=rows, target=rows)
+        after = torch.get_rng_state()
+        found.append((not torch.equal(before, after), after.numpy().tobytes()))
+    return found
+
+
+def test_generators_of_replicas_move_alike_where_a_layer_draws() -> None:
+    first, second = run_ranks(2, moves)
+    assert first == second
+    assert [moved for moved, _ in first] == [True, False]
+
+
+def numbers_of_one_stage(rank: int) -> list[float]:
+    """Losses of a wrapped model in one process."""
+    model = wrapped(1)
+    rows = torch.ones(4, 8)
+    return [float(model.run_train(rows=rows, target=rows)) for _ in range(3)]
+
+
+def test_one_stage_draws_the_numbers_of_one_process() -> None:
+    torch.manual_seed(0)
+    model, rows = Vae(draws=True), torch.ones(4, 8)
+    expected = [sum(model(half, half).item() for half in rows.chunk(2)) / 2 for _ in range(3)]
+    (losses,) = run_ranks(1, numbers_of_one_stage)
+    assert losses == pytest.approx(expected, rel=1e-6)
