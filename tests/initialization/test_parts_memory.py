@@ -16,8 +16,9 @@ _live: list[int] = []
 
 
 def _live_tensors() -> list[torch.Tensor]:
-    # isinstance would ask the values of traces, which end with their trace.
-    return [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor) and not each.is_meta]
+    # isinstance would ask the values of traces, which end with their trace. Fake tensors of a compilation have no size.
+    plain = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
+    return [each for each in plain if not each.is_meta and type(each).__name__ != "FakeTensor"]
 
 
 class _Linear(nn.Linear):

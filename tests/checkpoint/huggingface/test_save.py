@@ -162,7 +162,7 @@ def test_rows_behind_a_vocabulary_are_refused_and_other_parts_are_whole_in_files
 
 
 @pytest.mark.parametrize(
-    ("sign", "kind"), [("hf_quantizer", "quantized models"), ("_hf_peft_config_loaded", r"models with add_adapter\(\)")]
+    ("sign", "kind"), [("hf_quantizer", "quantized models"), ("peft_config", r"models with add_adapter\(\)")]
 )
 def test_quantized_models_and_adapters_are_refused(sign: str, kind: str, tmp_path: Path) -> None:
     model = make("llama")
