@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from nxdpp.tracing.code.frames import Frame, asked_value, variable
+from nxdpp.tracing.code.frames import Frame, asked_value, running, variable
 from nxdpp.tracing.code.source import Function
 
 # Ways out of a branch. The others are the branches themselves: code that does more.
@@ -50,10 +50,19 @@ class Question:
 
 
 def question_of(frame: Frame) -> Question | None:
-    """The question that ``frame`` decides now, ``None`` where it does something else with the truth of a value."""
-    path = asked_value(frame)
+    """The question that ``frame`` decides now, ``None`` where it does something else with the truth of a value.
+
+    A function that returns the truth, ``return bool(x)``, leaves the question to its caller.
+    """
+    return _question(frame, asked_value(frame))
+
+
+def _question(frame: Frame, path: Sequence[ast.AST]) -> Question | None:
     depth = next((i for i in reversed(range(len(path))) if isinstance(path[i], ast.stmt)), 0)
     top = path[depth] if path else None
+    if isinstance(top, ast.Return) and frame.f_back is not None and not _is_caught(path[:depth]):
+        is_handed_on = depth + 2 < len(path) and all(map(_is_bool, path[depth + 1 : -1]))
+        return _question(frame.f_back, running(frame.f_back)) if is_handed_on else None
     if not isinstance(top, ast.If | ast.Assert) or _is_caught(path[:depth]):
         return None
     outside = _names_outside(path[:depth])
@@ -102,12 +111,16 @@ def _ways_of(path: Sequence[ast.AST], ways: dict[bool, _Ways]) -> dict[bool, _Wa
                 if _names_a_value(outer):
                     return None
                 ways = {decides: ways[decides], not decides: ways[True] | ways[False]}
-        elif not (isinstance(outer, ast.Call) and isinstance(outer.func, ast.Name) and outer.func.id == "bool"):
+        elif not _is_bool(outer):
             return None
     asked = path[-1]
     # Each part of ``0 < x < 5`` is asked at the same place: only a false one always decides.
     is_part = isinstance(asked, ast.Compare) and len(asked.ops) > 1
     return None if is_part and ways[False] != {_RAISES} else ways
+
+
+def _is_bool(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "bool"
 
 
 def _ways(statements: Sequence[ast.stmt], outside: frozenset[str]) -> _Ways:

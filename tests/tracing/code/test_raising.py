@@ -314,6 +314,31 @@ def test_an_assertion_is_found(tmp_path: Path) -> None:
     assert x.question.raises[False].text == "bad"
 
 
+def _truth(x: Asked) -> bool:
+    return bool(x)
+
+
+def _opposite(x: Asked) -> bool:
+    return not bool(x)
+
+
+def test_a_function_that_returns_the_truth_leaves_the_question_to_its_caller() -> None:
+    def checked(x: Asked, truth: Callable[[Asked], bool] = _truth) -> Asked:
+        if not truth(x):
+            raise ValueError("bad")
+        return x
+
+    right = checked(Asked(True))
+    assert right.question is not None
+    assert {truth: each.text for truth, each in right.question.raises.items()} == {False: "bad"}
+    assert checked(Asked(False), _opposite).question is None
+
+    asked = Asked(True)
+    kept = _truth(asked)
+    assert kept
+    assert asked.question is None
+
+
 def test_code_without_a_source_has_no_question() -> None:
     space: dict[str, Any] = {}
     exec("def asserts(x):\n    if x:\n        raise ValueError\n", space)
