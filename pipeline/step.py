@@ -288,4 +288,5 @@ class StepRunner:
                 running.draws = bool(extremes([stream.has_drawn()], group)[1][0])
         finally:
             stream.end(running.draws)
+            self._stream = None
         return values
