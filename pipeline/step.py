@@ -226,7 +226,8 @@ class StepRunner:
             inputs = self._hasher.of_step(batch.compared, is_new)
             if self._has_tensor_ranks and parallel_state.get_pipeline_model_parallel_rank() == 0:
                 group = parallel_state.get_tensor_control_group()
-                verify_tensor_ranks(group, signature, inputs, begun["pipeline"], is_new, leaves_average)
+                drawn = self._stream.digest if self._stream is not None and engine is not None and engine.draws else 0
+                verify_tensor_ranks(group, signature, inputs, begun["pipeline"], is_new, leaves_average, drawn)
             begun["world"] = self._verifier.check(
                 identity,
                 digest,
@@ -280,8 +281,8 @@ class StepRunner:
         self, stream: RandomStream, running: Engine, step: PreparedStep, watch: Any, is_first: bool
     ) -> list[list[Any]]:
         """Run the actions with the random numbers of ``stream``; a first run tells all ranks whether a stage draws."""
-        stream.begin()
         try:
+            stream.begin()
             values = running.run(step.loss, watch)
             if is_first:
                 group = parallel_state.get_pipeline_control_group()

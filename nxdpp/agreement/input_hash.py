@@ -7,6 +7,7 @@ a copy for int64, and it is computed on the tensor's device::
     on another device       hash now, copy to the host   compared in the next step: no wait for the device
 """
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -170,8 +171,10 @@ def _sample_hash(value: Any) -> int | torch.Tensor:
     if not isinstance(value, torch.Tensor) or value.numel() <= _SAMPLE:
         return hash_of(value)
     value, size = value.detach(), value.numel()
-    # An odd distance: a power of two would take one column of most tensors.
-    distance = (size // _SAMPLE) | 1
+    distance = size // _SAMPLE
+    # A multiple of the last size would take one column.
+    while math.gcd(distance, value.shape[-1]) > 1:
+        distance -= 1
     if value.is_contiguous():
         return hash_of(value.view(-1)[::distance])
     return hash_of(value[torch.unravel_index(torch.arange(0, size, distance, device=value.device), value.shape)])

@@ -34,13 +34,15 @@ def verify_tensor_ranks(
     number: int,
     is_new: bool,
     leaves_average: bool,
+    generators: int = 0,
 ) -> None:
     """Raise ``RuntimeError`` on all ranks of ``group`` unless they are about to run the same step; collective over it.
 
     ``group`` has the ranks of a tensor group, for CPU tensors. ``number`` is how many steps this rank has begun,
     ``is_new`` whether the signature is new to it. ``leaves_average`` is ``True`` for a step in ``no_sync()``.
+    ``generators`` is a hash of torch's generators, for a model whose layers draw.
     """
-    kind = int.from_bytes(digest(repr((signature, is_new, leaves_average)).encode()), "little", signed=True)
+    kind = int.from_bytes(digest(repr((signature, is_new, leaves_average, generators)).encode()), "little", signed=True)
     own = torch.tensor([number, kind, *inputs.words()], device="cpu")
     both = torch.cat([own, ~own])
     with Wait("comparison of the tensor-parallel ranks' steps", group):
@@ -48,7 +50,7 @@ def verify_tensor_ranks(
     largest, inverted = both.chunk(2)
     if torch.equal(largest, ~inverted):
         return
-    found = unequal((number, signature, leaves_average, is_new, inputs), group)
+    found = unequal((number, signature, leaves_average, is_new, inputs, generators), group)
     assert found is not None, "the hashes differ"
     raise RuntimeError(_difference(*found.names("tensor-parallel rank"), *found.values))
 
@@ -69,6 +71,11 @@ def _difference(there: str, here: str, first: Any, second: Any) -> str:
     if first[3] != second[3]:
         changed, unchanged = (there, here) if first[3] else (here, there)
         return f"{changed} has been refreshed, moved or loaded, and {unchanged} has not: call refresh() on every rank."
+    if first[5] != second[5]:
+        return (
+            f"torch's random generators differ between {there} and {here}, whose layers would draw other masks. Give "
+            f"torch.manual_seed the same number on all ranks of a tensor group, and draw on all of them or on none."
+        )
     now, before = second[4].different(first[4].words())
     names = ", ".join(now) if now else f"{', '.join(before)} in the step before"
     return f"{here} was given other values of {names} than {there}. {_REMEDY}"

@@ -9,8 +9,9 @@ In a step torch's generators of the CPU and of the rank's device are seeded by a
 rank and of the replica. Afterwards they are where the program left them. If a stage of the pipeline has drawn in the
 first such step, the CPU's moves by one number in each, so that the next one has other seeds; otherwise it stays, as in
 one process whose layers draw nothing. So one seed gives one training, a checkpoint needs no other state than the
-program's, and the ranks of a tensor group draw alike. With one stage and one replica the stage draws from the
-generators of the program, as in one process. Generators of lazy devices, of Python and of NumPy are left to the layers.
+program's, and the ranks of a tensor group draw alike. A layer that draws first in a later step, or in one replica, is
+the exception: its rank counts these steps, in no checkpoint. With one stage and one replica the stage draws from the
+generators of the program, as in one process. Python's, NumPy's and those of devices other than CUDA are left to layers.
 """
 
 from hashlib import blake2b
@@ -38,6 +39,7 @@ class RandomStream:
 
     def __init__(self, device: Device, place: tuple[int, int]) -> None:
         self._device, self._place = device, place
+        self._seeded = b"", b""
         self._program = _cpu.get_state()
         # A lazy device draws in its graph, which a state set in each step would change.
         self._of_device = b"" if device.is_lazy else device.random_state()
@@ -58,9 +60,11 @@ class RandomStream:
 
     def end(self, moves: bool) -> None:
         """Draw from the generators of the program again; with ``moves`` that of the CPU moves by one number."""
-        RandomStream._unexpected += not moves and self.has_drawn()
-        _cpu.set_state(self._program)
-        if self._of_device:
-            self._device.set_random_state(self._of_device)
+        try:
+            RandomStream._unexpected += not moves and self.has_drawn()
+        finally:
+            _cpu.set_state(self._program)
+            if self._of_device:
+                self._device.set_random_state(self._of_device)
         if moves:
             torch.empty((), dtype=torch.int64, device="cpu").random_()

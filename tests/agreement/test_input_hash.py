@@ -82,6 +82,10 @@ def test_a_sample_of_floats_is_compared_in_later_steps(dtype: torch.dtype) -> No
     for each in (rows, rows.transpose(0, 1), rows[:, ::2]):
         assert hashed("first", each) == hashed("first", each.clone())
         assert hashed("first", each) != hashed("first", each.flip(0))
+    for size in (39, 64, 96):
+        tensor = torch.zeros(64, size, dtype=dtype)
+        tensor[:, 1:] += 1
+        assert hashed("first", tensor) != hashed("first", torch.zeros(64, size, dtype=dtype))
     # No sample of 64 of the 49,152 elements has this one.
     assert hashed("first", rows) == hashed("first", one)
     assert hashed("always", rows) != hashed("always", one)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from nxdpp.tracing.code.frames import Frame, asked_value, running, variable
+from nxdpp.tracing.code.frames import Frame, asked_value, running, runs, variable
 from nxdpp.tracing.code.source import Function
 
 # Ways out of a branch. The others are the branches themselves: code that does more.
@@ -52,7 +52,7 @@ class Question:
 def question_of(frame: Frame) -> Question | None:
     """The question that ``frame`` decides now, ``None`` where it does something else with the truth of a value.
 
-    A function that returns the truth, ``return bool(x)``, leaves the question to its caller.
+    A function that returns the truth, ``return bool(x)``, leaves the question to a caller that asks nothing else.
     """
     return _question(frame, asked_value(frame))
 
@@ -60,9 +60,9 @@ def question_of(frame: Frame) -> Question | None:
 def _question(frame: Frame, path: Sequence[ast.AST]) -> Question | None:
     depth = next((i for i in reversed(range(len(path))) if isinstance(path[i], ast.stmt)), 0)
     top = path[depth] if path else None
-    if isinstance(top, ast.Return) and frame.f_back is not None and not _is_caught(path[:depth]):
+    if isinstance(top, ast.Return) and not _is_caught(path[:depth]):
         is_handed_on = depth + 2 < len(path) and all(map(_is_bool, path[depth + 1 : -1]))
-        return _question(frame.f_back, running(frame.f_back)) if is_handed_on else None
+        return _question_of_caller(frame) if is_handed_on else None
     if not isinstance(top, ast.If | ast.Assert) or _is_caught(path[:depth]):
         return None
     outside = _names_outside(path[:depth])
@@ -82,6 +82,17 @@ def _question(frame: Frame, path: Sequence[ast.AST]) -> Question | None:
     chains = (t for t in (True, False) if not raises and len(ways[not t]) == 1 and ways[t] == ways[not t] | {_RAISES})
     chained = next(chains, None)
     return Question(path[-1], raises, chained, top)
+
+
+def _question_of_caller(frame: Frame) -> Question | None:
+    """The question of the caller of ``frame``, which returns a truth; ``None`` where C code or a chain is between."""
+    outer = frame.f_back
+    path = () if outer is None else running(outer)
+    call = path[-1] if path else None
+    if outer is None or not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
+        return None
+    is_direct = runs(frame, variable(outer, call.func.id))
+    return _question(outer, path) if is_direct and not any(isinstance(each, ast.BoolOp) for each in path) else None
 
 
 def follows(question: Question, before: Question) -> bool:

@@ -1,9 +1,9 @@
 """Random numbers of data sets, samplers and collators: a stream of their own, equal on all ranks.
 
-The dropout of each stage draws different numbers from the generators of its rank. A collator that also draws,
-to mask tokens for example, would make a different batch on each rank of a pipeline::
+Layers may draw from the generators of Python and NumPy, and move those of one rank. A collator that also draws, to mask
+tokens for example, would make a different batch on each rank of a pipeline::
 
-    generators of a rank      dropout
+    generators of a rank      layers
     DataRandomness            batches: from the states of rank 0 at the first batch
 """
 

@@ -218,3 +218,19 @@ def test_one_stage_draws_the_numbers_of_one_process() -> None:
     expected = [sum(model(half, half).item() for half in rows.chunk(2)) / 2 for _ in range(3)]
     (losses,) = run_ranks(1, numbers_of_one_stage)
     assert losses == pytest.approx(expected, rel=1e-6)
+
+
+def tensor_ranks_apart(rank: int) -> None:
+    """Steps of two tensor ranks that draw, before the third of which rank 1 alone draws a number more."""
+    parallel_state.initialize_model_parallel(2, 2, hang_timeout=60)
+    torch.manual_seed(0)
+    model = NxDPPModel(Vae(draws=True), transformer_layer_cls=Encoder, num_microbatches=2)
+    for number in range(3):
+        if number == 2 and parallel_state.get_tensor_model_parallel_rank() == 1:
+            torch.rand(1)
+        model.run_train(rows=torch.ones(4, 8), target=torch.ones(4, 8))
+
+
+def test_tensor_ranks_whose_layers_would_draw_other_masks_are_refused() -> None:
+    with pytest.raises(AssertionError, match=r"between tensor-parallel rank 0 .* would draw other masks"):
+        run_ranks(4, tensor_ranks_apart)

@@ -339,6 +339,37 @@ def test_a_function_that_returns_the_truth_leaves_the_question_to_its_caller() -
     assert asked.question is None
 
 
+class _Holding:
+    def __init__(self, asked: Asked) -> None:
+        self.asked = asked
+
+    def __contains__(self, other: object) -> bool:
+        return bool(self.asked)
+
+
+def _of_several(x: Asked) -> None:
+    if _truth(x) and _truth(x):
+        raise ValueError("bad")
+
+
+def _of_all(x: Asked) -> None:
+    if all(map(_truth, [x])):
+        raise ValueError("bad")
+
+
+def _of_an_object(x: Asked) -> None:
+    if 1 not in _Holding(x):
+        raise ValueError("bad")
+
+
+@pytest.mark.parametrize("function", [_of_several, _of_all, _of_an_object])
+def test_a_truth_that_goes_through_other_code_is_no_question(function: Callable[[Asked], None]) -> None:
+    asked = Asked(True)
+    with contextlib.suppress(ValueError):
+        function(asked)
+    assert asked.question is None
+
+
 def test_code_without_a_source_has_no_question() -> None:
     space: dict[str, Any] = {}
     exec("def asserts(x):\n    if x:\n        raise ValueError\n", space)
