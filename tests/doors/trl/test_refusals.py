@@ -5,6 +5,7 @@ Images, prompt tuning and an auxiliary loss of split batches are refused after T
 
 from collections.abc import Iterator
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,8 +22,9 @@ pytestmark = pytest.mark.one_python
 
 
 @pytest.fixture(autouse=True)
-def _no_world() -> Iterator[None]:
-    """Leave no world behind: some are refused after TRL's constructor has started one."""
+def _no_traces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Leave no world and no folder behind: some are refused after TRL's constructor has made them."""
+    monkeypatch.chdir(tmp_path)
     yield
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
