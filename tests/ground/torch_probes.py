@@ -247,4 +247,4 @@ def _metadata() -> bool:
 @probe(names.DYNAMO_MARKS)
 def _marks_of_the_compiler() -> bool:
     marked = torch.compile(torch.neg, backend="aot_eager", dynamic=True)(torch.ones(3))
-    return all(name.startswith(names.DYNAMO_MARKS.name) for name in vars(marked))
+    return bool(vars(marked)) and all(name.startswith(names.DYNAMO_MARKS.name) for name in vars(marked))

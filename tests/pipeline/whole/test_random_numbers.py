@@ -185,8 +185,52 @@ def test_a_rank_that_alone_has_drawn_is_told_of_in_the_step_of_other_rows(step: 
     assert since in error
 
 
+def drawn_by_one_rank(rank: int) -> None:
+    """Steps on the same rows, before the third of which rank 1 alone draws other ones."""
+    model = wrapped(2, draws=False)
+    for number in range(3):
+        rows = torch.rand(4, 8) if rank == 1 and number == 2 else torch.ones(4, 8)
+        model.run_train(rows=rows, target=rows)
+
+
+def test_the_rank_whose_generator_alone_has_moved_is_named() -> None:
+    with pytest.raises(AssertionError, match=r"Since then only pipeline rank 1 \(rank 1\) has drawn from them"):
+        run_ranks(2, drawn_by_one_rank)
+
+
+class Later(nn.Module):
+    """A layer that draws from its third call on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+        self.number = itertools.count()
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        rows = self.inner(rows)
+        return rows if next(self.number) < 2 else functional.dropout(rows, 0.5)
+
+
+def drawing_later(rank: int) -> list[float]:
+    """Losses of four steps on the same rows, in the first of which no layer draws."""
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2, hang_timeout=60)
+    torch.manual_seed(0)
+    model = NxDPPModel(
+        nn.Sequential(Later(), Later()),
+        transformer_layer_cls=Later,
+        loss_fn=lambda output: output.square().mean(),
+        broadcast_and_average_loss=True,
+    )
+    return [float(model.run_train(input=torch.ones(4, 8))) for _ in range(5)]
+
+
+def test_a_layer_that_begins_to_draw_later_has_other_numbers_in_each_step() -> None:
+    for losses in run_ranks(2, drawing_later):
+        assert len({*losses[2:]}) == 3
+
+
 def moves(rank: int) -> list[tuple[bool, bytes]]:
-    """Whether a step and an evaluation move the generator of the program with replicas of one stage, and where to."""
+    """The state of the program's generator after a step with draws and after one without, and whether it has moved."""
     model = wrapped(1)
     rows = torch.full((4, 8), float(rank))
     found = []
