@@ -30,7 +30,7 @@ from nxdpp.ground.torch_names import COLLECTIVES, EFFECT, GROUP_OF_NAME, KEEP_OR
 from nxdpp.ranks import parallel_state
 from nxdpp.ranks.faults.board import board
 from nxdpp.ranks.faults.waits import Wait
-from nxdpp.ranks.host_wire import on_wire
+from nxdpp.ranks.host_wire import from_wire, on_wire
 
 _WAIT = Wait("collective of a tensor-parallel layer")
 _sends = True
@@ -105,8 +105,7 @@ def all_gather(tensor: torch.Tensor, dim: int, group: ProcessGroup | None = None
     note_collective("all_gather", tensor.nbytes * size, size)
     if not has_values(tensor):
         return _without_values(tensor, shape)
-    given = outside_of_graph(tensor.contiguous())
-    joined = wait(_start(given, group, "all_gather_into_tensor", size))
+    joined = _gathered(outside_of_graph(tensor.contiguous()), size, group)
     if dim == 0:
         return joined
     return joined.view(size, *tensor.shape).movedim(0, dim).reshape(shape)
@@ -187,6 +186,24 @@ def _start(tensor: torch.Tensor, group: ProcessGroup | None, collective: str, *a
     message = on_wire(tensor, group)
     started: torch.Tensor = getattr(COLLECTIVES.found, collective)(message, *arguments, str(group.group_name))
     return started if message is tensor else device_of(tensor.device).from_host(wait(started))
+
+
+def _gathered(tensor: torch.Tensor, size: int, group: ProcessGroup | None) -> torch.Tensor:
+    """Return the tensors of the ``size`` ranks of ``group``, one after the other along dimension 0."""
+    group = parallel_state.get_tensor_model_parallel_group() if group is None else group
+    if dist.get_backend(group) != dist.Backend.GLOO:
+        return wait(_start(tensor, group, "all_gather_into_tensor", size))
+    # Two threads of gloo note the names of the collectives that they finish in one string, without a lock (torch 2.9
+    # to 2.15). A name of over 15 letters lies on the heap, and a thread may write into memory that the other has freed.
+    # all_gather_into_tensor has such a name, all_gather has none.
+    board.moved()
+    message = on_wire(tensor, group)
+    joined = message.new_empty((size, *message.shape))
+    board.wait = _WAIT
+    dist.all_gather(list(joined.unbind()), message, group=group)
+    board.wait = None
+    board.moved()
+    return from_wire(joined.flatten(0, 1), tensor.device)
 
 
 def _in_graph(kind: str, tensor: torch.Tensor, dim: int, group: ProcessGroup | None) -> torch.Tensor:

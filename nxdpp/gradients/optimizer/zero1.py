@@ -310,7 +310,12 @@ class Zero1Optimizer(Optimizer):
         """Shard parameters that were added, or that require or have a gradient since the last step."""
         for bucket in self._sharded.add(self.param_groups):
             for piece in bucket.pieces:
-                self.base_optimizer.param_groups[piece.member.group]["params"].append(piece.tensor)
+                group = self.base_optimizer.param_groups[piece.member.group]
+                group["params"].append(piece.tensor)
+                if isinstance(self.base_optimizer, torch.optim.Adagrad):
+                    # Torch 2.9 makes its state in the constructor only.
+                    alone = type(self.base_optimizer)([{**options_of(group), "params": [piece.tensor]}])
+                    self.state[piece.tensor] = alone.state[piece.tensor]
 
     def _ordered(self) -> list[ShardedPiece]:
         """The pieces in the order of the base optimizer's state."""
