@@ -111,8 +111,8 @@ CASES = {
     "grouped": Case(lambda: Grouped(2), GroupedLayer),
 }
 
-# Gradients of aot_eager differ by roundings in torch 2.9.
-ROUNDINGS = 1e-6 if torch.__version__.startswith("2.9.") else 0.0
+# Gradients of aot_eager differ by roundings in torch 2.9, of float32 or bfloat16.
+ROUNDINGS, HALF_ROUNDINGS = (1e-6, 2**-7) if torch.__version__.startswith("2.9.") else (0.0, 0.0)
 SHORT = Case(Short, FeedForward)
 DEEP = Case(lambda: ParallelModel(4, VOCABULARY, True), ParallelLayer)
 
@@ -180,7 +180,7 @@ def modes(llamas: Pair, layers: Pair) -> None:
     assert found[1:] == [found[1]] * 3, found
     compare_with_one_process(layers)
     with torch.autocast("cpu", torch.bfloat16):
-        layers.check()
+        layers.check(tolerance=HALF_ROUNDINGS)
     apply_checkpoint(layers.compiled)
     layers.check()
 

@@ -14,6 +14,7 @@ The ranks' threads exchange by a connection of their own. One save is in flight 
 """
 
 import errno
+import gc
 import itertools
 import logging
 import secrets
@@ -302,6 +303,8 @@ class BackgroundSaves:
         if self._stager is not None:
             self._stager.close()
             self._stager = None
+            # The stager of torch 2.9 refers to itself by its methods, and holds the copies.
+            gc.collect()
 
 
 def _new_stager(tensors: Mapping[str, torch.Tensor]) -> DefaultStager:
