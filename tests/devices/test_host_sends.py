@@ -106,7 +106,9 @@ def test_no_message_follows_one_that_failed() -> None:
 
 def test_a_process_ends_although_its_send_blocks() -> None:
     ended = subprocess.run([sys.executable, "-c", _BLOCKED], timeout=120, capture_output=True, text=True)
-    assert (ended.returncode, ended.stderr) == (0, "")
+    # The triton of torch's CUDA builds may tell at its end of objects that it leaks.
+    others = [line for line in ended.stderr.splitlines() if "nanobind" not in line and not line.startswith(" - ")]
+    assert (ended.returncode, others) == (0, []), ended.stderr
 
 
 def test_the_thread_ends_with_its_sends() -> None:
