@@ -1,5 +1,7 @@
 """Collective operations of a tensor group along one dimension, by torch's functional collectives.
 
+Over gloo a gather is ``all_gather`` (``_gathered`` has the reason).
+
 A collective that is started returns at once: the operations of ``torch.ops._c10d_functional`` give a tensor whose
 content comes later, and ``wait`` waits for it. Tensors without values (meta tensors, the fake tensors of a trace) get
 results of the right shape, and nothing is sent.
@@ -30,7 +32,7 @@ from nxdpp.ground.torch_names import COLLECTIVES, EFFECT, GROUP_OF_NAME, KEEP_OR
 from nxdpp.ranks import parallel_state
 from nxdpp.ranks.faults.board import board
 from nxdpp.ranks.faults.waits import Wait
-from nxdpp.ranks.host_wire import from_wire, on_wire
+from nxdpp.ranks.host_wire import from_wire, on_wire, wire_device
 
 _WAIT = Wait("collective of a tensor-parallel layer")
 _sends = True
@@ -191,14 +193,14 @@ def _start(tensor: torch.Tensor, group: ProcessGroup | None, collective: str, *a
 def _gathered(tensor: torch.Tensor, size: int, group: ProcessGroup | None) -> torch.Tensor:
     """Return the tensors of the ``size`` ranks of ``group``, one after the other along dimension 0."""
     group = parallel_state.get_tensor_model_parallel_group() if group is None else group
-    if dist.get_backend(group) != dist.Backend.GLOO:
+    if wire_device(tensor.device, group).type != "cpu":
         return wait(_start(tensor, group, "all_gather_into_tensor", size))
     # Two threads of gloo note the names of the collectives that they finish in one string, without a lock (torch 2.9
     # to 2.15). A name of over 15 letters lies on the heap, and a thread may write into memory that the other has freed.
     # all_gather_into_tensor has such a name, all_gather has none.
-    board.moved()
     message = on_wire(tensor, group)
     joined = message.new_empty((size, *message.shape))
+    board.moved()
     board.wait = _WAIT
     dist.all_gather(list(joined.unbind()), message, group=group)
     board.wait = None

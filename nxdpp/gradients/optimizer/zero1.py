@@ -313,8 +313,10 @@ class Zero1Optimizer(Optimizer):
                 group = self.base_optimizer.param_groups[piece.member.group]
                 group["params"].append(piece.tensor)
                 if isinstance(self.base_optimizer, torch.optim.Adagrad):
-                    # Torch 2.9 makes its state in the constructor only.
-                    alone = type(self.base_optimizer)([{**options_of(group), "params": [piece.tensor]}])
+                    # Torch 2.9 makes its state in the constructor only, from the initial value that this was given.
+                    initial = self.base_optimizer.defaults["initial_accumulator_value"]
+                    own = [{**options_of(group), "params": [piece.tensor]}]
+                    alone = torch.optim.Adagrad(own, initial_accumulator_value=initial)
                     self.state[piece.tensor] = alone.state[piece.tensor]
 
     def _ordered(self) -> list[ShardedPiece]:

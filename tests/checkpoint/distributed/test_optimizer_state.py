@@ -308,8 +308,11 @@ def test_state_that_a_constructor_makes_of_frozen_parameters_stays(tmp_path: Pat
     def frozen(seed: int, sharded: bool) -> tuple[Net, Optimizer]:
         model = Net(seed)
         model.last.requires_grad_(False)
-        options = {"optimizer_class": optim.Adagrad, "grad_clipping": False}
-        return model, Zero1Optimizer(model.parameters(), **options) if sharded else optim.Adagrad(model.parameters())  # type: ignore[arg-type]  # mixed options
+        if not sharded:
+            return model, optim.Adagrad(model.parameters(), initial_accumulator_value=0.5)
+        return model, Zero1Optimizer(
+            model.parameters(), optim.Adagrad, grad_clipping=False, initial_accumulator_value=0.5
+        )
 
     for number, sharded in enumerate((True, False)):
         model, optimizer = frozen(0, sharded)
