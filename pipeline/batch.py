@@ -39,11 +39,10 @@ class Batch:
 
     Attributes:
         microbatches: the inputs of each, on the device of the stages.
-        distinct: the microbatches that may differ in shapes.
+        distinct: the microbatches that may differ in names, shapes, dtypes and other values: one of alike ones.
         is_counted: ``True`` if the user counted the items.
         compared: the inputs that all ranks of the pipeline have to give alike: of the batch or of each microbatch.
         before: the inputs of each microbatch before they were moved to the device.
-        may_differ: ``True`` if each microbatch may have shapes of its own.
         layout: equal for batches of tensors with equal names, shapes, dtypes and devices; ``None`` for other batches.
         shapes: of the first microbatch, where ``layout`` tells them.
     """
@@ -53,7 +52,6 @@ class Batch:
     is_counted: bool
     compared: Sequence[Mapping[str, Any]]
     before: list[dict[str, Any]]
-    may_differ: bool = False
     layout: Hashable = None
     shapes: InputShapes | None = None
 
@@ -141,7 +139,7 @@ class Batches:
             self._refuse_packed(each)
         before, is_counted = self._normalization.prepared(parts, {})
         moved = on_device(before, device)
-        return Batch(moved, moved, is_counted, parts, before, may_differ=True)
+        return Batch(moved, moved, is_counted, parts, before)
 
     def _check_names(self, inputs: Mapping[str, Any]) -> None:
         """Raise ``TypeError`` or ``ValueError`` for names of inputs that neither the model nor ``loss_fn`` takes."""

@@ -104,9 +104,9 @@ class PipelineSteps:
 
         Args:
             samples: the model's inputs by name of each of the ``num_microbatches`` samples, equal on all ranks of the
-                pipeline. Nothing is split. Inputs may be nested dicts, lists, tuples, named tuples and dataclasses. All
-                samples have the same structure and dtypes; tensors may differ in sizes. The first step with each new
-                mix of sizes takes longer.
+                pipeline. Nothing is split. Inputs may be nested dicts, lists, tuples, named tuples and dataclasses.
+                Samples may differ in sizes, dtypes and structure: each has the graph that it needs. The first step with
+                each new mix takes longer.
             transform: a function of the number of a sample and its loss, a tensor of one element. It returns the loss
                 whose gradient is taken. ``loss * 0.0`` gives zeros as gradients. The rank of the last stage calls it.
             average: as in ``train_step``.
@@ -169,12 +169,11 @@ class PipelineSteps:
     ) -> list[Any]:
         """Run forward and backward of ``microbatches`` as they are; collective over the pipeline.
 
-        Gradients and losses are as in ``train_step``. The microbatches may differ in sizes, and their number from
+        Gradients and losses are as in ``train_step``. The microbatches may differ as samples do, and their number from
         step to step: a number other than ``num_microbatches`` has a schedule of its own.
 
         Args:
-            microbatches: the model's inputs by name of each, at least one, equal on all ranks of the pipeline. All have
-                the same structure and dtypes, as samples have.
+            microbatches: the model's inputs by name of each, at least one, equal on all ranks of the pipeline.
             transform: as in ``train_samples``. The returned losses are not transformed.
             average: as in ``train_step``.
             outputs: return the whole output of each in place of its loss, as ``eval_microbatches`` does.

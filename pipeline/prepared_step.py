@@ -5,12 +5,13 @@ from typing import Any
 
 import torch
 
+from nxdpp.agreement.step_signature import Forms, forms_of, input_shapes
 from nxdpp.pipeline.batch import Batch
 from nxdpp.pipeline.config import PipelineConfig
 from nxdpp.pipeline.loss.normalization import LossNormalization
 from nxdpp.pipeline.loss.step_loss import StepLoss
 from nxdpp.pipeline.outputs.shared_outputs import shared_outputs
-from nxdpp.pipeline.stages.cut_graph import CutGraph, EndsWith, RankStages, fill_output
+from nxdpp.pipeline.stages.cut_graph import EndsWith, RankStages, StepGraphs, fill_output
 from nxdpp.pipeline.stages.loss import LossTransform
 from nxdpp.pipeline.stages.program_cache import ProgramCache
 from nxdpp.ranks import parallel_state
@@ -24,17 +25,24 @@ class PreparedStep:
 
     Attributes:
         batch: its inputs.
-        cut: the graph of its microbatches.
+        graphs: of its microbatches.
         program: the stages of this rank.
         loss: the microbatches, and the part of each in the loss.
         has_loss: ``True`` if the program ends with the loss, ``False`` if it ends with the whole output.
     """
 
     batch: Batch
-    cut: CutGraph
+    graphs: StepGraphs
     program: RankStages
     loss: StepLoss
     has_loss: bool = True
+
+    def forms(self) -> Forms:
+        """Return the forms of the microbatches."""
+        microbatches, batch = self.loss.microbatches, self.batch
+        if len(batch.distinct) == 1:
+            return Forms(batch.shapes or input_shapes(microbatches[0]))
+        return forms_of(microbatches, self.graphs.numbers)
 
 
 class StepPreparation:
@@ -54,33 +62,35 @@ class StepPreparation:
 
     def trace(self, batch: Batch, training: bool) -> None:
         """Trace ``batch`` and build its program. Raises ``ValueError`` for a loss that cannot be normalized."""
-        cut = self._graph(batch)
-        ends_with = "loss" if training else self._programs.evaluation_ends_with(cut)
-        self._programs.program(cut, ends_with)
+        graphs = self._graphs(batch)
+        ends_with = "loss" if training else self._evaluation_ends_with(graphs)
+        self._programs.program_of(graphs, ends_with)
         if ends_with == "loss":
-            self._normalization.check(cut)
+            for cut in graphs.cuts:
+                self._normalization.check(cut)
 
     def takes_number_of_items(self, batch: Batch) -> bool:
         """Return whether the loss of ``batch`` depends on the ``num_items_in_batch`` among its inputs."""
-        return self._normalization.takes_number(self._graph(batch))
+        return any(map(self._normalization.takes_number, self._graphs(batch).cuts))
 
     def with_loss(self, batch: Batch, transform: LossTransform | None = None) -> PreparedStep:
         """Prepare a training step that ends with the loss of ``batch``, of which ``transform`` is differentiated."""
-        return self._losing(self._graph(batch), batch, True, transform)
+        return self._losing(self._graphs(batch), batch, True, transform)
 
     def with_loss_and_output(self, batch: Batch, transform: LossTransform | None) -> PreparedStep:
         """Prepare a training step that ends with the loss and the output of each sample."""
-        cut = self._graph(batch)
-        node = cut.loss_of_sample(self._loss_spec)
-        loss = self._normalization.of_step(cut, batch.microbatches, batch.is_counted, batch.before, True, node)
-        return self._prepared(batch, cut, "loss and output", loss, transform)
+        graphs = self._graphs(batch)
+        nodes = [cut.loss_of_sample(self._loss_spec) for cut in graphs.cuts]
+        loss = self._normalization.of_step(graphs, batch.microbatches, batch.is_counted, batch.before, True, nodes)
+        return self._prepared(batch, graphs, "loss and output", loss, transform)
 
     def with_named_loss(self, batch: Batch) -> PreparedStep:
         """Prepare an evaluation, which ends with the loss where the output names one or divides by counted items."""
-        cut = self._graph(batch)
-        if self._programs.evaluation_ends_with(cut) == "loss" or (cut.is_lone and self._normalization.is_fed(cut)):
-            return self._losing(cut, batch, False)
-        return self._prepared(batch, cut, "output", StepLoss(batch.microbatches))
+        graphs = self._graphs(batch)
+        is_fed = all(cut.is_lone and self._normalization.is_fed(cut) for cut in graphs.cuts)
+        if is_fed or self._evaluation_ends_with(graphs) == "loss":
+            return self._losing(graphs, batch, False)
+        return self._prepared(batch, graphs, "output", StepLoss(batch.microbatches))
 
     def loss_of(self, step: PreparedStep) -> StepLoss:
         """Return the loss of an evaluation whose outputs are lone losses; collective over replicas that count items.
@@ -88,43 +98,51 @@ class StepPreparation:
         Raises ``ValueError`` or ``TypeError`` on all ranks for a loss that a training step refuses.
         """
         batch = step.batch
-        return self._normalization.of_step(step.cut, batch.microbatches, batch.is_counted, batch.before, False)
+        return self._normalization.of_step(step.graphs, batch.microbatches, batch.is_counted, batch.before, False)
 
     def with_losses(self, batch: Batch) -> PreparedStep:
         """Prepare an evaluation that ends with the loss of each microbatch, as the model returns it.
 
         Raises ``ValueError`` if the output names no loss.
         """
-        cut = self._graph(batch)
-        if self._programs.evaluation_ends_with(cut) != "loss":
+        graphs = self._graphs(batch)
+        if self._evaluation_ends_with(graphs) != "loss":
             raise ValueError("the model returns no loss for these inputs: give labels, or evaluate its outputs.")
-        return self._prepared(batch, cut, "loss", StepLoss(batch.microbatches))
+        return self._prepared(batch, graphs, "loss", StepLoss(batch.microbatches))
 
     def with_output(self, batch: Batch) -> PreparedStep:
         """Prepare an evaluation that ends with the output of each microbatch."""
-        return self._prepared(batch, self._graph(batch), "output", StepLoss(batch.microbatches))
+        return self._prepared(batch, self._graphs(batch), "output", StepLoss(batch.microbatches))
 
-    def _losing(self, cut: CutGraph, batch: Batch, train: bool, transform: LossTransform | None = None) -> PreparedStep:
-        loss = self._normalization.of_step(cut, batch.microbatches, batch.is_counted, batch.before, train)
-        return self._prepared(batch, cut, "loss", loss, transform)
+    def _losing(
+        self, graphs: StepGraphs, batch: Batch, train: bool, transform: LossTransform | None = None
+    ) -> PreparedStep:
+        loss = self._normalization.of_step(graphs, batch.microbatches, batch.is_counted, batch.before, train)
+        return self._prepared(batch, graphs, "loss", loss, transform)
 
     def _prepared(
         self,
         batch: Batch,
-        cut: CutGraph,
+        graphs: StepGraphs,
         ends_with: EndsWith,
         loss: StepLoss,
         transform: LossTransform | None = None,
     ) -> PreparedStep:
-        if loss.microbatches is not batch.microbatches and NUM_ITEMS not in cut.traced.inputs:
+        takes_number = all(NUM_ITEMS in cut.traced.inputs for cut in graphs.cuts)
+        if loss.microbatches is not batch.microbatches and not takes_number:
             # The model's control flow depends on the number of items, which is then part of the graph.
-            cut = self._programs.cut_graph_of_all(loss.microbatches)
+            graphs = self._programs.graphs_of(loss.microbatches)
         if self._is_sum or transform is not None:
             loss = replace(loss, is_sum=self._is_sum, transform=transform)
-        return PreparedStep(batch, cut, self._programs.program(cut, ends_with), loss, ends_with != "output")
+        return PreparedStep(batch, graphs, self._programs.program_of(graphs, ends_with), loss, ends_with != "output")
 
-    def _graph(self, batch: Batch) -> CutGraph:
-        return self._programs.cut_graph_of_all(batch.distinct, batch.layout)
+    def _graphs(self, batch: Batch) -> StepGraphs:
+        return self._programs.graphs_of(batch.distinct, batch.layout)
+
+    def _evaluation_ends_with(self, graphs: StepGraphs) -> EndsWith:
+        """Return ``"loss"`` where the graphs of all microbatches name one."""
+        ends = {self._programs.evaluation_ends_with(cut) for cut in graphs.cuts}
+        return "loss" if ends == {"loss"} else "output"
 
 
 @dataclass(frozen=True)
@@ -162,7 +180,7 @@ class StepResult:
 
         Returns ``None`` on all ranks where the output is another value, and an empty list without the last stage.
         """
-        if not self.step.cut.is_lone:
+        if not all(cut.is_lone for cut in self.step.graphs.cuts):
             return None
         values = [each for (each,) in self.values]
         with failure_watch.reported():
@@ -178,5 +196,9 @@ class StepResult:
         return shared_outputs(own, self.last_rank, parallel_state.get_pipeline_control_group(), self.device)
 
     def _filled(self, values: list[list[Any]]) -> list[Any]:
-        named = [dict(zip(self.step.program.results, each, strict=True)) for each in values]
-        return [fill_output(self.step.cut.output, each) for each in named]
+        step = self.step
+        outputs, names = [cut.output for cut in step.graphs.cuts], [each.results for each in step.program.graphs]
+        return [
+            fill_output(outputs[graph], dict(zip(names[graph] if names else step.program.results, each, strict=True)))
+            for graph, each in zip(step.graphs.numbers or [0] * len(values), values, strict=False)
+        ]

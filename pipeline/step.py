@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 
 from nxdpp.agreement.input_hash import InputHasher
-from nxdpp.agreement.step_signature import Forms, StepSignature, forms_of, input_shapes
+from nxdpp.agreement.step_signature import StepSignature
 from nxdpp.agreement.step_verifier import StepIdentity, StepVerifier
 from nxdpp.agreement.tensor_ranks import verify_tensor_ranks
 from nxdpp.devices.device import Compilations
@@ -152,7 +152,8 @@ class StepRunner:
                     self._part.tied.add_up(self._engines.transport(device), engine.microbatches)
             # Compare with the reference, and average over the replicas.
             if reference is not None:
-                plans = step.cut.plans([step.cut.loss_of_sample(self._config.output_loss_value_spec)])
+                losses = [(cut, cut.loss_of_sample(self._config.output_loss_value_spec)) for cut in step.graphs.cuts]
+                plans = [plan for cut, loss in losses for plan in cut.plans([loss])]
                 reference.compare([each[0] for each in values if each], plans)
                 self._check_first = False
             self._replicas.finish()
@@ -209,10 +210,9 @@ class StepRunner:
         """
         if self._compiled is None:
             self._compiled = device_of(device).compiled()
-        batch, microbatches = step.batch, step.loss.microbatches
-        forms = forms_of(microbatches) if batch.may_differ else Forms(batch.shapes or input_shapes(microbatches[0]))
+        forms, count = step.forms(), len(step.loss.microbatches)
         autocast = torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
-        signature = StepSignature(forms.first, autocast, train, forms.numbers, forms.others, len(microbatches))
+        signature = StepSignature(forms.first, autocast, train, forms.numbers, forms.others, count, forms.graphs)
         identity = StepIdentity(step.program.graph, signature, self._part.origin)
         known = self._engines.of(step.program).get(signature)
         engine, digest = known or (None, identity.digest)
@@ -223,7 +223,7 @@ class StepRunner:
         begun = board.begun
         self._stream = None if self._place is None else RandomStream(device_of(device), self._place)
         with failure_watch.reported():
-            inputs = self._hasher.of_step(batch.compared, is_new)
+            inputs = self._hasher.of_step(step.batch.compared, is_new)
             if self._has_tensor_ranks and parallel_state.get_pipeline_model_parallel_rank() == 0:
                 group = parallel_state.get_tensor_control_group()
                 drawn = self._stream.digest if self._stream is not None and engine is not None and engine.draws else 0

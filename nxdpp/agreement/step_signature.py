@@ -10,21 +10,22 @@ InputShapes = tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
 
 
 class Forms(NamedTuple):
-    """Forms of the microbatches of a step: microbatches of one form have equal shapes.
+    """Forms of the microbatches of a step: microbatches of one form have equal shapes and one graph.
 
     ``first`` has the shapes of form 0, and ``others`` the shapes of later forms. ``numbers`` has the form of each
-    microbatch. Both are empty where all microbatches have one form.
+    microbatch, and ``graphs`` the number of the graph of each form. All but ``first`` are empty for one form.
     """
 
     first: InputShapes
     numbers: tuple[int, ...] = ()
     others: tuple[InputShapes, ...] = ()
+    graphs: tuple[int, ...] = ()
 
 
 class StepSignature(NamedTuple):
     """InputShapes and dtypes of a microbatch's inputs, the autocast of the device, and ``True`` for a training step.
 
-    ``forms`` and ``others`` are the ``numbers`` and ``others`` of ``Forms``. ``microbatches`` is their number.
+    ``forms``, ``others`` and ``graphs`` are those of ``Forms``. ``microbatches`` is their number.
     """
 
     inputs: InputShapes
@@ -33,6 +34,7 @@ class StepSignature(NamedTuple):
     forms: tuple[int, ...] = ()
     others: tuple[InputShapes, ...] = ()
     microbatches: int = 1
+    graphs: tuple[int, ...] = ()
 
 
 def input_shapes(inputs: Mapping[str, Any]) -> InputShapes:
@@ -41,14 +43,18 @@ def input_shapes(inputs: Mapping[str, Any]) -> InputShapes:
     return tuple((name, tuple(value.shape), value.dtype) for name, value in sorted(tensors.items()))
 
 
-def forms_of(microbatches: Sequence[Mapping[str, Any]]) -> Forms:
-    """Return the forms of ``microbatches``, numbered in the order of their first microbatch."""
-    shapes = [input_shapes(microbatch) for microbatch in microbatches]
-    first, *others = dict.fromkeys(shapes)
+def forms_of(microbatches: Sequence[Mapping[str, Any]], graphs: Sequence[int] = ()) -> Forms:
+    """Return the forms of ``microbatches``, numbered in the order of their first microbatch.
+
+    ``graphs`` has the number of the graph of each microbatch; empty for one graph.
+    """
+    shapes = map(input_shapes, microbatches)
+    given = list(zip(shapes, graphs or [0] * len(microbatches), strict=True))
+    known = {form: number for number, form in enumerate(dict.fromkeys(given))}
+    (first, *others), numbers = zip(*known, strict=True)
     if not others:
         return Forms(first)
-    known = {form: number for number, form in enumerate((first, *others))}
-    return Forms(first, tuple(known[each] for each in shapes), tuple(others))
+    return Forms(first, tuple(known[each] for each in given), tuple(others), numbers)
 
 
 def signature_differences(theirs: StepSignature, ours: StepSignature) -> list[tuple[str, str]]:

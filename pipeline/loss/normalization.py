@@ -26,7 +26,7 @@ from nxdpp.pipeline.config import PipelineConfig
 from nxdpp.pipeline.loss.item_counts import REMEDY, counted, number_of
 from nxdpp.pipeline.loss.step_loss import LABELS_EVERYWHERE, StepLoss, no_label
 from nxdpp.pipeline.partition.partition import Partition
-from nxdpp.pipeline.stages.cut_graph import CutGraph
+from nxdpp.pipeline.stages.cut_graph import CutGraph, StepGraphs
 from nxdpp.ranks import parallel_state
 from nxdpp.tracing.graph.errors import TracingError
 from nxdpp.tracing.graph.trace import TracingOptions, trace
@@ -124,40 +124,48 @@ class LossNormalization:
 
     def of_step(
         self,
-        cut: CutGraph,
+        graphs: StepGraphs,
         microbatches: list[dict[str, Any]],
         is_given: bool,
         counted_from: Sequence[Mapping[str, Any]] | None = None,
         train: bool = True,
-        loss: fx.Node | None = None,
+        losses: Sequence[fx.Node | None] = (),
     ) -> StepLoss:
         """Return the step's loss; collective over data-parallel replicas unless each microbatch has its mean.
 
         Args:
-            cut: the graph of the microbatches, which has a loss.
+            graphs: of the microbatches, which have a loss.
             microbatches: as ``prepared`` returns them.
             is_given: the user gave the number of items.
             counted_from: the microbatches before they were moved to the device, by default ``microbatches``. Labels in
                 host memory are counted without a wait for the device.
             train: ``True`` for a training step, ``False`` for an evaluation. Replicas do not mix them.
-            loss: the node of the loss, by default the node that the loss's spec names.
+            losses: the node of the loss of each graph, by default the node that the loss's spec names.
 
         Raises ``ValueError`` or ``TypeError``: for a microbatch without labels whose loss would be not-a-number, for
         labels that cannot be counted, and for a batch without items.
         """
         on_host = microbatches if counted_from is None else counted_from
+        of_graphs = [
+            (self._known(cut, loss, own), own)
+            for cut, loss, own in zip(
+                graphs.cuts, losses or [None] * len(graphs.cuts), graphs.of_each(on_host), strict=True
+            )
+        ]
         if not is_given and self._rule == "microbatch":
-            terms = self._known(cut, loss, on_host)
-            _refuse_empty(terms.means, on_host)
-            return StepLoss(microbatches, empty=_empty(terms.of_modules, on_host) if terms.of_modules else {})
+            empty: dict[int, LossTerm] = {}
+            for terms, own in of_graphs:
+                _refuse_empty(terms.means, own, len(on_host))
+                empty |= _empty(terms.of_modules, own)
+            return StepLoss(microbatches, empty=empty)
         count, replicas = len(microbatches), parallel_state.get_data_parallel_size()
         if is_given:
-            self._check_given(self._known(cut, loss), on_host, train)
+            self._check_given(of_graphs, float(on_host[0][NUM_ITEMS]), train)
             return StepLoss(microbatches, [float(replicas)] * count)
         if self._count_items is not None:
             items = counted(self._count_items, on_host)
         else:
-            items = self._labels(self._known(cut, loss).one_that_divides(), on_host)
+            items = [number for terms, own in of_graphs for number in self._labels(terms.one_that_divides(), own)]
         everyones = self._exchanges.gathered(f"number of items {_of(train)}", [math.fsum(items)])
         total = sum(found for (found,) in everyones)
         if total == 0:
@@ -171,17 +179,17 @@ class LossNormalization:
         return StepLoss([{**microbatch, NUM_ITEMS: average} for microbatch in microbatches])
 
     def _known(
-        self, cut: CutGraph, loss: fx.Node | None = None, microbatches: Sequence[Mapping[str, Any]] = ()
+        self, cut: CutGraph, loss: fx.Node | None = None, microbatches: Mapping[int, Mapping[str, Any]] | None = None
     ) -> "_Terms":
         """Return the terms of the loss of ``cut``. Its first ``microbatches`` may be worth a warning, once."""
         if cut not in self._terms:
             terms = _Terms.of(cut, cut.loss(self._loss_spec) if loss is None else loss, self._module)
             self._terms[cut] = terms
-            if not self._has_warned:
+            if microbatches and self._rule == "microbatch" and not self._has_warned:
                 self._has_warned = any(_warn_of_means(term, microbatches) for term in (*terms.means, *terms.of_modules))
         return self._terms[cut]
 
-    def _labels(self, term: LossTerm, microbatches: Sequence[Mapping[str, Any]]) -> list[float]:
+    def _labels(self, term: LossTerm, microbatches: Mapping[int, Mapping[str, Any]]) -> list[float]:
         known = counts_of(term, microbatches)
         if len(known) < len(microbatches):
             raise ValueError(
@@ -190,17 +198,20 @@ class LossNormalization:
             )
         return list(known.values())
 
-    def _check_given(self, terms: "_Terms", microbatches: Sequence[Mapping[str, Any]], train: bool) -> None:
-        if not terms.takes_number:
+    def _check_given(
+        self, of_graphs: Sequence[tuple["_Terms", Mapping[int, Mapping[str, Any]]]], number: float, train: bool
+    ) -> None:
+        if not all(terms.takes_number for terms, _ in of_graphs):
             raise ValueError(
                 f"the loss of {type(self._module).__name__} does not depend on {NUM_ITEMS}, and would ignore it. Leave "
                 f"{NUM_ITEMS} out. loss_normalization='tokens' with count_items_fn gives the mean over all items."
             )
         if parallel_state.get_data_parallel_size() == 1:
             return
-        number = float(microbatches[0][NUM_ITEMS])
-        own = [counts_of(term, microbatches) for term in terms.dividing]
-        known = math.fsum(own[0].values()) if own and len(own[0]) == len(microbatches) else math.nan
+        known = 0.0
+        for terms, microbatches in of_graphs:
+            own = counts_of(terms.dividing[0], microbatches) if terms.dividing else {}
+            known += math.fsum(own.values()) if len(own) == len(microbatches) else math.nan
         everyones = self._exchanges.gathered(f"given {NUM_ITEMS} {_of(train)}", [number, known])
         given = [replicas_number for replicas_number, _ in everyones]
         if len(set(given)) > 1 or (number == known != math.fsum(items for _, items in everyones)):
@@ -215,17 +226,17 @@ def _of(train: bool) -> str:
     return "of a training step" if train else "of an evaluation"
 
 
-def _refuse_empty(terms: Sequence[LossTerm], microbatches: Sequence[Mapping[str, Any]]) -> None:
+def _refuse_empty(terms: Sequence[LossTerm], microbatches: Mapping[int, Mapping[str, Any]], count: int) -> None:
     for term in terms:
         empty = [number for number, items in counts_of(term, microbatches).items() if items == 0]
         if empty:
             raise ValueError(
-                f"{no_label(empty, len(microbatches), term.without_labels)}, and the loss would be 0 / 0. "
+                f"{no_label(empty, count, term.without_labels)}, and the loss would be 0 / 0. "
                 f"{LABELS_EVERYWHERE}"
             )
 
 
-def _warn_of_means(term: LossTerm, microbatches: Sequence[Mapping[str, Any]]) -> bool:
+def _warn_of_means(term: LossTerm, microbatches: Mapping[int, Mapping[str, Any]]) -> bool:
     """Return whether ``microbatches`` have different numbers of labels; rank 0 warns of it."""
     found = set(counts_of(term, microbatches).values())
     if len(found) < 2 or 0 in found:
@@ -240,7 +251,7 @@ def _warn_of_means(term: LossTerm, microbatches: Sequence[Mapping[str, Any]]) ->
     return True
 
 
-def _empty(terms: Sequence[LossTerm], microbatches: Sequence[Mapping[str, Any]]) -> dict[int, LossTerm]:
+def _empty(terms: Sequence[LossTerm], microbatches: Mapping[int, Mapping[str, Any]]) -> dict[int, LossTerm]:
     """Return the microbatches in which one of ``terms`` has no label."""
     return {number: term for term in terms for number, items in counts_of(term, microbatches).items() if items == 0}
 

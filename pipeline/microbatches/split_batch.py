@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from nxdpp.pipeline.microbatches.rows import check_batch, check_kinds, check_not_shared, split_inputs
 from nxdpp.tracing.models.image_rows import split_images
-from nxdpp.tracing.values.input_dicts import InputDict, levels, open_inputs
+from nxdpp.tracing.values.input_dicts import levels, open_inputs
 
 SplitInputs = Callable[[dict[str, Any], int], Sequence[Mapping[str, Any]]]
 """A function of the inputs and the number of microbatches. It returns the inputs of each microbatch."""
@@ -39,7 +39,7 @@ def split_batch(
 
     Raises:
         ValueError, TypeError: for inputs that cannot be split, and for a result of ``function`` that is no list of
-            ``microbatches`` dicts of the same names.
+            ``microbatches`` dicts.
     """
     if function is not None:
         check_kinds(open_inputs(inputs), device)
@@ -47,12 +47,13 @@ def split_batch(
     inputs = open_inputs(inputs)
     check_kinds(inputs, device)
     images = _split_images(module, inputs, microbatches)
-    rest = {name: value for name, value in inputs.items() if name not in images[0]}
+    of_images = {name for part in images for name in part}
+    rest = {name: value for name, value in inputs.items() if name not in of_images}
     check_batch(rest, microbatches, shared or ())
     if shared is None and not isinstance(module, PreTrainedModel):
         check_not_shared(rest, microbatches, set() if of_rows is None else of_rows)
     parts = [part | own for part, own in zip(split_inputs(rest, microbatches, shared or ()), images, strict=True)]
-    return parts, not images[0]
+    return parts, not of_images
 
 
 def _split_images(module: nn.Module, inputs: Mapping[str, Any], microbatches: int) -> list[dict[str, Any]]:
@@ -71,12 +72,7 @@ def _checked(parts: Any, microbatches: int, device: torch.device) -> list[dict[s
     if len(parts) != microbatches:
         raise ValueError(f"split_inputs_fn returned {len(parts)} microbatches; num_microbatches is {microbatches}.")
     opened = [open_inputs(part) for part in parts]
-    for number, part in enumerate(opened):
-        if set(part) != set(opened[0]):
-            raise ValueError(
-                f"split_inputs_fn gave microbatch {number} the inputs {sorted(part)}, and microbatch 0 "
-                f"{sorted(opened[0])}. Give all the same names."
-            )
+    for part in opened:
         check_kinds(part, device)
     return opened
 
@@ -101,33 +97,9 @@ def check_samples(samples: Any, microbatches: int) -> None:
 def opened_samples(samples: Sequence[Mapping[str, Any]], device: torch.device) -> list[dict[str, Any]]:
     """Return the opened inputs of each sample.
 
-    Raises:
-        TypeError: for values that are not tensors, numbers, strings, ``None``, or containers of them.
-        ValueError: for a structure, number of dimensions or dtype that differs from the first sample's.
+    Raises ``TypeError`` for values that are not tensors, numbers, strings, ``None``, or containers of them.
     """
     opened = [open_inputs(sample, all_kinds=True) for sample in samples]
-    first = _described(opened[0])
-    for number, sample in enumerate(opened):
+    for sample in opened:
         check_kinds(sample, device, _ADVICE)
-        described = _described(sample)
-        if described != first:
-            name = next(name for name in {**first, **described} if first.get(name) != described.get(name))
-            there, here = (each.get(name, f"no {name}") for each in (first, described))
-            raise ValueError(
-                f"samples 0 and {number} differ in {name}: {there} and {here}. Give all samples of a step the same "
-                f"structure, numbers of dimensions and dtypes. Only sizes may differ."
-            )
     return opened
-
-
-def _described(sample: Mapping[str, Any]) -> dict[str, str]:
-    """Words for each value: dimensions and dtype of a tensor, keys of a container, the type of another value."""
-    return {name: _description(value) for name, value in sample.items()}
-
-
-def _description(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        return f"a tensor of {value.ndim} dimensions, {value.dtype}"
-    if isinstance(value, InputDict):
-        return f"a {value.kind.__name__} of {[key for key, _ in value.names]}"
-    return type(value).__name__

@@ -65,11 +65,12 @@ class Engine:
     """The steps of one rank for inputs of one signature.
 
     The first step includes the metadata exchange, along with the first microbatch of each form. A form has runners and
-    channels of its own.
+    channels of its own, and the stages of its graph. All graphs make the actions of one schedule; a transfer that the
+    graph of a microbatch does not have is left out on both ranks.
 
     Args:
         config: settings of the steps.
-        programs: this rank's stages, by number.
+        graphs: this rank's stages, by number, for each graph of a step.
         transport: the transfers to other ranks; ``None`` when this rank has all stages.
         actions: the actions of this rank, sends and receives included.
         releases: for each compute action in order, the sends that are finished after it.
@@ -87,7 +88,7 @@ class Engine:
     def __init__(
         self,
         config: EngineConfig,
-        programs: Mapping[int, StageProgram],
+        graphs: Sequence[Mapping[int, StageProgram]],
         transport: Transport | None,
         actions: Sequence[Action],
         releases: Sequence[Sequence[Action]],
@@ -110,15 +111,17 @@ class Engine:
         splits = any(action.kind is ActionKind.INPUT_GRADIENT for action in actions)
         if splits:
             warn_of_hidden_hooks()
-        for stage, program in sorted(programs.items()):
+        for program in (programs[stage] for programs in graphs for stage in sorted(programs)):
             if shards is not None:
                 for module in (program.module, program.first_run):
                     if module is not None:
                         shards.add_program(module)
             self.device.expect_updates((*program.module.parameters(), *program.module.buffers()))
-            for key in ((stage, form) for form in sorted({0, *config.forms})):
-                self._channels_in[key] = channels.incoming(program.plan, key[1])
-                self._channels_out[key] = channels.outgoing(program.plan, key[1])
+        for stage in sorted(graphs[0]):
+            for form in sorted({0, *config.forms}):
+                key, program = (stage, form), graphs[config.graphs[form] if config.graphs else 0][stage]
+                self._channels_in[key] = channels.incoming(program.plan, form)
+                self._channels_out[key] = channels.outgoing(program.plan, form)
                 self._runners[key] = StageRunner(
                     program,
                     list(self._channels_in[key].values()),
@@ -128,8 +131,8 @@ class Engine:
                     self.timer,
                 )
         self.last_backwards = [
-            LastBackward(actions[at].stage, list(programs[actions[at].stage].module.parameters()))
-            for at in sorted(_last_backwards(actions).values())
+            LastBackward(stage, list(dict.fromkeys(p for programs in graphs for p in programs[stage].module.parameters())))
+            for stage in (actions[at].stage for at in sorted(_last_backwards(actions).values()))
         ]
         self._watch: LastBackwardWatch | None = None
         self._calls, self._called_for = self._compile(actions, releases)
@@ -196,7 +199,8 @@ class Engine:
         self, actions: Sequence[Action], releases: Sequence[Sequence[Action]]
     ) -> tuple[list[Callable[[], None]], list[Action]]:
         """The calls of a step, and the action of each."""
-        last_sends = {(action.stage, action.kind, action.microbatch): i for i, action in enumerate(actions)}
+        sends = ((i, action) for i, action in enumerate(actions) if action.kind in _SENDS and self._remote(action))
+        last_sends = {(action.stage, action.kind, action.microbatch): i for i, action in sends}
         last_backwards = set(_last_backwards(actions).values())
         computes = {i: action for i, action in enumerate(actions) if action.kind not in (*_RECEIVES, *_SENDS)}
         ends = {action.stage: i for i, action in computes.items()}
@@ -205,7 +209,7 @@ class Engine:
         calls: list[Callable[[], None]] = []
         called_for: list[Action] = []
         for i, action in enumerate(actions):
-            new = self._calls_of(action, last_sends[action.stage, action.kind, action.microbatch] == i)
+            new = self._calls_of(action, last_sends.get((action.stage, action.kind, action.microbatch)) == i)
             if action.kind not in _RECEIVES and action.kind not in _SENDS:
                 if self.is_lazy:
                     new = [partial(self._submitted, call) for call in new]
@@ -216,7 +220,7 @@ class Engine:
                     new = [self._recorder.computing(action, call) for call in new]
                 if i in last_backwards:
                     new = [partial(self._watched, action.stage, call) for call in new]
-                new += [self._release(send) for send in next(finished, ())]
+                new += [call for send in next(finished, ()) for call in self._releases(send)]
             calls += new
             called_for += [action] * len(new)
         return calls, called_for
@@ -228,6 +232,8 @@ class Engine:
             return [partial(channel.post, _RECEIVES[action.kind], microbatch) for channel in self._remote(action)]
         # Send.
         if action.kind in _SENDS:
+            if not self._remote(action):
+                return []
             send = runner.send_activation if action.kind is ActionKind.SEND_ACTIVATION else runner.send_gradient
             return [partial(send, microbatch, self._remote(action), last)]
         # Compute.
@@ -253,15 +259,14 @@ class Engine:
         compute()
         self.device.submit()
 
-    def _release(self, send: Action) -> Callable[[], None]:
-        (channel,) = self._remote(send)
-        return partial(channel.release, _SENDS[send.kind], send.microbatch)
+    def _releases(self, send: Action) -> list[Callable[[], None]]:
+        return [partial(channel.release, _SENDS[send.kind], send.microbatch) for channel in self._remote(send)]
 
     def _remote(self, action: Action) -> list[RemoteChannel]:
-        """The channels of a send or receive."""
+        """The channels of a send or receive that have tensors; none for an exchange of another graph only."""
         to_destinations = action.kind in (ActionKind.SEND_ACTIVATION, ActionKind.RECEIVE_GRADIENT)
         channels = (self._channels_out if to_destinations else self._channels_in)[self._key(action)]
-        wanted = channels.values() if action.peer is None else [channels[action.peer]]
+        wanted = [each for peer, each in channels.items() if action.peer in (None, peer) and each.boundary.values]
         return [channel for channel in wanted if isinstance(channel, RemoteChannel)]
 
 

@@ -24,6 +24,7 @@ class EngineConfig:
         in_order: ``True`` if the actions have the receives in the global order.
         loss_gradient: gives the gradient with which the backward of a microbatch's loss begins.
         forms: the form of each microbatch; empty where all have one. Microbatches of one form have equal shapes.
+        graphs: the number of the graph of each form; empty where all have one.
     """
 
     placement: Placement | ListedPlacement
@@ -36,3 +37,4 @@ class EngineConfig:
     in_order: bool = False
     loss_gradient: LossGradient = torch.ones_like
     forms: Sequence[int] = ()
+    graphs: Sequence[int] = ()

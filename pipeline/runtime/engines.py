@@ -96,9 +96,11 @@ class Engines:
             in_order=rules.posted_ahead is None,
             loss_gradient=self._loss_gradient,
             forms=signature.forms,
+            graphs=signature.graphs,
         )
         recorder = None if self._timeline is None else self._timeline.recorder
-        return Engine(config, program.stages, self.transport(device), actions, finished_sends, recorder, self.shards)
+        stages = [graph.stages for graph in program.graphs or (program,)]
+        return Engine(config, stages, self.transport(device), actions, finished_sends, recorder, self.shards)
 
     def _lowered_for(
         self, edges: frozenset[StagePair], train: bool, microbatches: int, rules: TransportRules

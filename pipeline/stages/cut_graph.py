@@ -2,11 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from torch import fx
 
-from nxdpp.agreement.fingerprint import Fingerprint
+from nxdpp.agreement.fingerprint import Fingerprint, fingerprint
 from nxdpp.ground.torch_names import pytree
 from nxdpp.pipeline.input_names import forward_names
 from nxdpp.pipeline.partition.partition import Partition
@@ -45,12 +45,22 @@ class RankStages:
         edges: pairs of source and destination stage, of the whole pipeline.
         graph: fingerprint of the graph of all stages, and of all settings that must be equal on their ranks.
         results: values that the last stage ends with.
+        graphs: the stages for each graph of a step that has several; the other attributes are of the first graph then,
+            with the edges of all and a fingerprint of all.
     """
 
     stages: Mapping[int, StageProgram]
     edges: frozenset[tuple[int, int]]
     graph: Fingerprint
     results: list[str]
+    graphs: tuple["RankStages", ...] = ()
+
+    @classmethod
+    def of_graphs(cls, graphs: Sequence["RankStages"]) -> "RankStages":
+        """Return the stages of a step whose microbatches have several ``graphs``."""
+        lines = (f"graph {number}: {line}" for number, graph in enumerate(graphs) for line in graph.graph.lines)
+        edges = frozenset().union(*(graph.edges for graph in graphs))
+        return cls(graphs[0].stages, edges, fingerprint(lines), graphs[0].results, tuple(graphs))
 
 
 class CutGraph:
@@ -147,6 +157,23 @@ class CutGraph:
             if node.op == "call_module":
                 stages.setdefault(str(node.target), set()).add(stage)
         return stages
+
+
+class StepGraphs(NamedTuple):
+    """The graphs of a step's microbatches: ``cuts``, each once, and the number of each microbatch's.
+
+    ``numbers`` is empty where all have one graph.
+    """
+
+    cuts: tuple[CutGraph, ...]
+    numbers: tuple[int, ...] = ()
+
+    def of_each(self, microbatches: Sequence[Mapping[str, Any]]) -> list[dict[int, Mapping[str, Any]]]:
+        """Return for each graph its ``microbatches``, by their number in the step."""
+        if not self.numbers:
+            return [dict(enumerate(microbatches))]
+        graphs = range(len(self.cuts))
+        return [{n: each for n, each in enumerate(microbatches) if self.numbers[n] == graph} for graph in graphs]
 
 
 def _node(loss: Any) -> fx.Node:

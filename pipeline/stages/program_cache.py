@@ -19,7 +19,7 @@ from nxdpp.initialization.meta_copy import meta_copy
 from nxdpp.pipeline.local.changes import ENTRIES, ChangeRecord
 from nxdpp.pipeline.local.replaced_modules import copy_modes
 from nxdpp.pipeline.partition.partition import Partition
-from nxdpp.pipeline.stages.cut_graph import CutGraph, EndsWith, RankStages
+from nxdpp.pipeline.stages.cut_graph import CutGraph, EndsWith, RankStages, StepGraphs
 from nxdpp.pipeline.stages.loss import LossSpec
 from nxdpp.tracing.graph.errors import TracingError
 from nxdpp.tracing.graph.graph_values import compute_the_same
@@ -116,6 +116,7 @@ class ProgramCache:
         self._of_layouts: LastUsed[Hashable, tuple[_Variant, Any]] = LastUsed()
         self._with_facts: set[_Variant] = set()
         self._fixed: set[_Variant] = set()
+        self._of_steps: LastUsed[tuple[RankStages, ...], RankStages] = LastUsed()
         self._as_cut: dict[str, nn.Module] = {}
         self._state: Any = _UNKNOWN
         self._spine_settings = SpineSettings((), ())
@@ -192,33 +193,35 @@ class ProgramCache:
     def _layers(self) -> list[str]:
         return self._options.layers_of(self._module)
 
-    def cut_graph_of_all(self, microbatches: Sequence[Mapping[str, Any]], layout: Hashable = None) -> CutGraph:
-        """Return the graph of ``microbatches``, whose shapes may differ where a function or images split the batch.
+    def graphs_of(self, microbatches: Sequence[Mapping[str, Any]], layout: Hashable = None) -> StepGraphs:
+        """Return the graphs of ``microbatches``, whose inputs may differ where a function or images split the batch.
 
-        The graph is in the model's present mode. Batches of one ``layout`` have microbatches of the same names, shapes
-        and dtypes, without other values.
-
-        Raises ``ValueError`` where they need several graphs, and as ``cut_graph`` does.
+        The graphs are in the model's present mode. Batches of one ``layout`` have microbatches of the same names,
+        shapes and dtypes, without other values. Raises as ``cut_graph`` does.
         """
         training = self._module.training
         modes = current_modes()
         key = None if layout is None else self._of_layouts.get(self._place(layout, training, modes))
         known: CutGraph | None = None if key is None else self._graphs.get(key)
         if known is not None:
-            return known
+            return StepGraphs((known,))
         cut = self.cut_graph(microbatches[0], training)
         if layout is not None:
             # A trace may have changed the settings.
             self._of_layouts[self._place(layout, training, modes)] = next(reversed(self._graphs))
         first = signature(microbatches[0])
-        for number, microbatch in enumerate(microbatches):
-            if signature(microbatch) != first and self.cut_graph(microbatch, training) is not cut:
-                raise ValueError(
-                    f"microbatches 0 and {number} need different graphs, and a step runs one: {first} and "
-                    f"{signature(microbatch)}. Give split_inputs_fn, a function that splits the batch such that all "
-                    f"have the same shapes, or samples of equal shapes."
-                )
-        return cut
+        cuts = [cut if signature(each) == first else self.cut_graph(each, training) for each in microbatches]
+        numbers = {each: number for number, each in enumerate(dict.fromkeys(cuts))}
+        return StepGraphs(tuple(numbers), tuple(map(numbers.__getitem__, cuts)) if len(numbers) > 1 else ())
+
+    def program_of(self, graphs: StepGraphs, ends_with: EndsWith) -> RankStages:
+        """Return the program of a step of ``graphs``. Raises as ``program`` does."""
+        programs = tuple(self.program(cut, ends_with) for cut in graphs.cuts)
+        if len(programs) == 1:
+            return programs[0]
+        if programs not in self._of_steps:
+            self._of_steps[programs] = RankStages.of_graphs(programs)
+        return self._of_steps[programs]
 
     def program(self, cut: CutGraph, ends_with: EndsWith) -> RankStages:
         """Return the program that ends with the loss, with all values of the output, or with both.
@@ -247,6 +250,7 @@ class ProgramCache:
         """Drop all graphs: modules, buffers or dtypes have changed."""
         self._graphs.clear()
         self._of_layouts.clear()
+        self._of_steps.clear()
         self._settings_numbers.clear()
         self._state, self._settings_at = _UNKNOWN, _NEVER
         self._read_values = None

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nxdpp import Pipeline, PipelineConfig, parallel_state
+from nxdpp import parallel_state
 from nxdpp.schedules.families.registry import FAMILIES
 from tests.pipeline.runtime.scheduled_models import Chain
 from tests.pipeline.test_samples import assert_trains_alike, one_rank  # noqa: F401  # a fixture
@@ -86,18 +86,3 @@ def test_different_shapes_need_no_tags() -> None:
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_every_family_takes_different_shapes(ranks: int, has_nccl_rules: bool) -> None:
     run_ranks(ranks, over_ranks, ranks, tuple(FAMILIES), has_nccl_rules, timeout=300.0)
-
-
-class Asks(Chain):
-    """Has two graphs: for short samples and for long ones."""
-
-    def forward(self, x: Tensor) -> Any:
-        return super().forward(x * 2 if x.shape[1] > 3 else x)
-
-
-def test_samples_that_need_two_graphs_are_refused(one_rank: None) -> None:  # noqa: F811
-    pipeline = Pipeline(Asks(4), PipelineConfig(num_microbatches=2, virtual_pipeline_size=2))
-    with pytest.raises(ValueError, match=r"microbatches 0 and 1 need different graphs.*or samples of equal shapes"):
-        pipeline.train_samples(of_lengths((3, 4)))
-    assert len(pipeline.train_samples(of_lengths((3, 2)))) == 2
-    assert len(pipeline.train_samples(of_lengths((4, 5)))) == 2

@@ -98,7 +98,7 @@ class InProcessPipeline:
         With ``in_flight`` each stage runs the forward of all microbatches before the next stage begins.
         """
         parts, _ = split_batch(self._module, inputs, microbatches, None, _CPU)
-        program = self.programs.program(self.programs.cut_graph_of_all(parts), "loss")
+        program = self.programs.program_of(self.programs.graphs_of(parts), "loss")
         stages = self.partition.stages
         kinds = (ActionKind.FORWARD, ActionKind.BACKWARD)[: 1 + backward]
         order = {ActionKind.FORWARD: range(stages), ActionKind.BACKWARD: range(stages - 1, -1, -1)}
@@ -111,7 +111,7 @@ class InProcessPipeline:
         if in_flight:
             actions.sort(key=lambda action: (kinds.index(action.kind), order[action.kind].index(action.stage)))
         config = EngineConfig(Placement(1, stages), 0, microbatches, _CPU, backward, keep_outputs=True)
-        engine = Engine(config, program.stages, None, actions, [])
+        engine = Engine(config, [program.stages], None, actions, [])
         return [result[0] for result in engine.run(StepLoss(parts))]
 
     def loss_plans(self, inputs: Mapping[str, Any]) -> tuple[CutGraph, list[StagePlan]]:

@@ -45,11 +45,11 @@ _BY_ROWS = frozenset({"idefics2", "idefics3", "mllama", "smolvlm"})
 
 
 def split_images(module: nn.Module, inputs: Mapping[str, Any], microbatches: int) -> list[dict[str, Any]]:
-    """Return, for each microbatch, its part of the inputs that hold images or videos; empty dicts without such inputs.
+    """Return, for each microbatch, its part of the inputs that hold images or videos; an empty dict without images.
 
     ``input_ids`` of shape (B, T) is among ``inputs``; B is a multiple of ``microbatches``. ``module`` is a transformers
     model, or has one inside. Raises ``ValueError`` where the tokens do not tell the row of each image or have no values
-    (meta device), and for a microbatch without images next to others that have some.
+    (meta device).
     """
     parts: list[dict[str, Any]] = [{} for _ in range(microbatches)]
     tokens = inputs.get("input_ids")
@@ -67,7 +67,8 @@ def split_images(module: nn.Module, inputs: Mapping[str, Any], microbatches: int
             counts = (tokens == token).sum(dim=1).tolist()
             for name, sizes in _sizes(kind, config, inputs, counts, microbatches).items():
                 for part, piece in zip(parts, inputs[name].split(sizes), strict=True):
-                    part[name] = piece
+                    if len(piece):
+                        part[name] = piece
     return parts
 
 
@@ -110,11 +111,6 @@ def _sizes(
         )
     rows = len(counts) // microbatches
     images = [sum(of_rows[start : start + rows]) for start in range(0, len(counts), rows)]
-    if 0 in images:
-        raise ValueError(
-            f"microbatch {images.index(0)} of {microbatches} has no {kind.pixels}, and others have some; a step runs "
-            f"one graph. Order the rows so that each microbatch of {rows} has some, or use fewer microbatches."
-        )
     ends = list(accumulate(images))
     of_pixels = [sum(patches[end - number : end]) for number, end in zip(images, ends, strict=True)]
     others = [name for name in (kind.grid, *kind.of_each) if isinstance(inputs.get(name), torch.Tensor)]

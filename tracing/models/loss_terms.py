@@ -111,9 +111,9 @@ class LossTerm:
         return (counted != self.ignore_index).sum()
 
 
-def counts_of(term: LossTerm, microbatches: Sequence[Mapping[str, Any]]) -> dict[int, float]:
+def counts_of(term: LossTerm, microbatches: Mapping[int, Mapping[str, Any]]) -> dict[int, float]:
     """Return the number of labels of each microbatch whose inputs tell it. Waits for labels on a device, once."""
-    found = enumerate(map(term.count, microbatches))
+    found = ((number, term.count(inputs)) for number, inputs in microbatches.items())
     known = {number: items for number, items in found if items is not None}
     tensors = {number: items for number, items in known.items() if isinstance(items, torch.Tensor)}
     if tensors:

@@ -255,7 +255,7 @@ class _Rank:
             schedule.placement, rank, MICROBATCHES, DEVICE, True, False, limit, in_order=rules == NCCL
         )
         transport = Transport(groups, control, DEVICE)
-        self._engine = Engine(config, stages, transport, actions, releases)
+        self._engine = Engine(config, [stages], transport, actions, releases)
 
     @property
     def busy_share(self) -> float:
