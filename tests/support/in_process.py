@@ -7,6 +7,7 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
+from nxdpp.agreement.step_signature import forms_of
 from nxdpp.pipeline.first_partition import first_partition
 from nxdpp.pipeline.local.changes import ChangeRecord
 from nxdpp.pipeline.loss.step_loss import StepLoss
@@ -98,7 +99,8 @@ class InProcessPipeline:
         With ``in_flight`` each stage runs the forward of all microbatches before the next stage begins.
         """
         parts, _ = split_batch(self._module, inputs, microbatches, None, _CPU)
-        program = self.programs.program_of(self.programs.graphs_of(parts), "loss")
+        graphs = self.programs.graphs_of(parts)
+        program, forms = self.programs.program_of(graphs, "loss"), forms_of(parts, graphs.numbers)
         stages = self.partition.stages
         kinds = (ActionKind.FORWARD, ActionKind.BACKWARD)[: 1 + backward]
         order = {ActionKind.FORWARD: range(stages), ActionKind.BACKWARD: range(stages - 1, -1, -1)}
@@ -110,8 +112,17 @@ class InProcessPipeline:
         ]
         if in_flight:
             actions.sort(key=lambda action: (kinds.index(action.kind), order[action.kind].index(action.stage)))
-        config = EngineConfig(Placement(1, stages), 0, microbatches, _CPU, backward, keep_outputs=True)
-        engine = Engine(config, [program.stages], None, actions, [])
+        config = EngineConfig(
+            Placement(1, stages),
+            0,
+            microbatches,
+            _CPU,
+            backward,
+            keep_outputs=True,
+            forms=forms.numbers,
+            graphs=forms.graphs,
+        )
+        engine = Engine(config, [each.stages for each in program.graphs or (program,)], None, actions, [])
         return [result[0] for result in engine.run(StepLoss(parts))]
 
     def loss_plans(self, inputs: Mapping[str, Any]) -> tuple[CutGraph, list[StagePlan]]:

@@ -7,6 +7,7 @@ The first dimension of such inputs is a number of images or of patches, not of r
     pixel_values    (P, D)      patches of image 0        patches of images 1 and 2
 """
 
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -40,8 +41,9 @@ _KINDS = (
         ("second_per_grid_ts", "video_merge_sizes"),
     ),
 )
-# Types whose images have a first dimension of rows, with a second one of images.
+# Types whose images have a first dimension of rows, with a second one of images; and the inputs of that dimension.
 _BY_ROWS = frozenset({"idefics2", "idefics3", "mllama", "smolvlm"})
+_OF_ROWS = ("pixel_values", "pixel_attention_mask", "aspect_ratio_ids", "aspect_ratio_mask", "cross_attention_mask")
 
 
 def split_images(module: nn.Module, inputs: Mapping[str, Any], microbatches: int) -> list[dict[str, Any]]:
@@ -49,15 +51,18 @@ def split_images(module: nn.Module, inputs: Mapping[str, Any], microbatches: int
 
     ``input_ids`` of shape (B, T) is among ``inputs``; B is a multiple of ``microbatches``. ``module`` is a transformers
     model, or has one inside. Raises ``ValueError`` where the tokens do not tell the row of each image or have no values
-    (meta device).
+    (meta device), and for a microbatch without images of a model that needs some.
     """
     parts: list[dict[str, Any]] = [{} for _ in range(microbatches)]
     tokens = inputs.get("input_ids")
     if microbatches == 1 or not isinstance(tokens, torch.Tensor) or not any(kind.pixels in inputs for kind in _KINDS):
         return parts
     config = next(_configurations(module), None)
+    if config is not None and config.model_type in _BY_ROWS:
+        token = _token(_KINDS[0], config)
+        return parts if token is None else _of_rows_with_images(inputs, tokens.eq(token).any(dim=1), microbatches)
     for kind in _KINDS if config is not None else ():
-        token = next((value for name in kind.token if (value := getattr(config, name, None)) is not None), None)
+        token = _token(kind, config)
         if isinstance(inputs.get(kind.pixels), torch.Tensor) and token is not None:
             if tokens.is_meta or getattr(inputs.get(kind.grid), "is_meta", False):
                 raise ValueError(
@@ -69,16 +74,43 @@ def split_images(module: nn.Module, inputs: Mapping[str, Any], microbatches: int
                 for part, piece in zip(parts, inputs[name].split(sizes), strict=True):
                     if len(piece):
                         part[name] = piece
+                if 0 in sizes and _is_required(module, name):
+                    raise ValueError(
+                        f"microbatch {sizes.index(0)} of {microbatches} has no {name}, which {type(module).__name__} "
+                        f"needs. Order the rows so that each microbatch of {len(counts) // microbatches} has some, or "
+                        f"use fewer microbatches."
+                    )
     return parts
+
+
+def _is_required(module: nn.Module, name: str) -> bool:
+    parameter = inspect.signature(module.forward).parameters.get(name)
+    return parameter is not None and parameter.default is inspect.Parameter.empty
 
 
 def _configurations(module: nn.Module) -> Iterator[PreTrainedConfig]:
     names = [name for kind in _KINDS for name in kind.token]
     for child in listings.modules(module):
         if isinstance(child, PreTrainedModel) and any(hasattr(child.config, name) for name in names):
-            if child.config.model_type not in _BY_ROWS:
-                yield child.config
+            yield child.config
             return
+
+
+def _token(kind: _Kind, config: Any) -> int | None:
+    return next((value for name in kind.token if (value := getattr(config, name, None)) is not None), None)
+
+
+def _of_rows_with_images(
+    inputs: Mapping[str, Any], has_image: torch.Tensor, microbatches: int
+) -> list[dict[str, Any]]:
+    """Return the images of each microbatch with some; a model takes no microbatch of empty places of images only."""
+    if has_image.is_meta or has_image.view(microbatches, -1).any(dim=1).all() or not has_image.any():
+        return [{} for _ in range(microbatches)]
+    given = {name: inputs[name].chunk(microbatches) for name in _OF_ROWS if isinstance(inputs.get(name), torch.Tensor)}
+    return [
+        {name: parts[number] for name, parts in given.items()} if rows.any() else {}
+        for number, rows in enumerate(has_image.chunk(microbatches))
+    ]
 
 
 def _sizes(

@@ -171,20 +171,74 @@ def test_images_without_a_row_are_refused() -> None:
     assert split_batch(model, {**batch, "input_ids": ids}, 1, None, CPU)[0][0]["pixel_values"] is batch["pixel_values"]
 
 
-def test_a_microbatch_without_images_is_refused() -> None:
-    model, batch = make_vision_language("internvl")
-    ids = batch["input_ids"].clone()
-    ids[:2, 2:6] = 50
-    with pytest.raises(ValueError, match=r"microbatch 0 of 2 has no pixel_values.*Order the rows"):
-        split_batch(model, {**batch, "input_ids": ids, "pixel_values": batch["pixel_values"][2:]}, 2, None, CPU)
-    ordered = ids[[0, 2, 1, 3]]
-    parts, _ = split_batch(
-        model,
-        {**batch, "input_ids": ordered, "pixel_values": batch["pixel_values"][2:], "labels": ordered},
-        2,
-        None,
-        CPU,
-    )
+def with_mixed_rows(name: str) -> tuple[Any, dict[str, Tensor]]:
+    """The model, and its batch without the images of its first two rows."""
+    model, batch = make_vision_language(name)
+    mixed = {key: value.clone() for key, value in batch.items()}
+    mixed["input_ids"][:2][mixed["input_ids"][:2] < 40] = 50
+    mixed["labels"] = mixed["input_ids"].clone()
+    for key in {"token_type_ids", "mm_token_type_ids"} & {*batch}:
+        mixed[key][:2] = 0
+    of_rows = split_images(model, batch, ROWS)
+    mixed |= {key: torch.cat([part[key] for part in of_rows[2:]]) for key in of_rows[0]}
+    if not of_rows[0]:
+        # Rows of such models have places for images, which stay empty.
+        mixed["pixel_values"][:2] = 0
+    return model, mixed
+
+
+@pytest.mark.parametrize("name", [name for name in VISION_LANGUAGE if name != "blip2"])
+def test_rows_with_and_without_images_are_those_of_one_process(name: str) -> None:
+    model, batch = with_mixed_rows(name)
+    losses, gradients = _reference(model, batch, 2)
+    ours = InProcessPipeline(model, 3).train(batch, 2)
+    assert all(torch.equal(a, b) for a, b in zip(ours, losses, strict=True))
+    embedding = getattr(model.get_input_embeddings(), "weight", None)
+    tied = next((n for n, p in model.named_parameters() if p is embedding), None)
+    _assert_equal(_gradients(model), gradients, tied)
+    assert any("vis" in key for key in gradients)
+
+
+def _train_mixed(rank: int, name: str) -> dict[str, Tensor]:
+    """Two steps; the rows without images come first, and then last."""
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    replica, replicas = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_size()
+    model, batch = with_mixed_rows(name)
+    whole = copy.deepcopy(model)
+    wrapped = NxDPPModel(model, num_microbatches=2, loss_normalization="tokens", broadcast_and_average_loss=True)
+    for step in range(2):
+        batches = [turned(batch) if (each + step) % 2 else batch for each in range(replicas)]
+        wrapped.zero_grad()
+        loss = wrapped.run_train(**batches[replica])
+        # One process gets the rows of all replicas in one piece.
+        joined = {key: torch.cat([each[key] for each in batches]) for key in batch}
+        whole.zero_grad()
+        expected = whole(**joined).loss
+        expected.backward()
+        torch.testing.assert_close(loss, expected.detach(), rtol=1e-5, atol=1e-6)
+    for key, parameter in wrapped.local_named_parameters():
+        torch.testing.assert_close(parameter.grad, whole.get_parameter(key).grad, rtol=1e-4, atol=1e-6)
+    return _gradients(wrapped.local_module)
+
+
+def turned(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The rows in the other order; the images of a row stay equal in number."""
+    return {key: value if key.startswith(("pixel", "image")) else value.flip(0) for key, value in batch.items()}
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_mixed_rows_over_ranks_and_replicas_have_the_loss_of_the_whole_batch(ranks: int) -> None:
+    parts = run_ranks(ranks, _train_mixed, "llava")
+    assert any("vision_tower" in key for part in parts for key in part)
+
+
+def test_a_microbatch_without_images_is_refused_where_forward_needs_them() -> None:
+    model, batch = with_mixed_rows("blip2")
+    with pytest.raises(ValueError, match=r"microbatch 0 of 2 has no pixel_values, which Blip2.*Order the rows"):
+        split_batch(model, batch, 2, None, CPU)
+    order = [0, 2, 1, 3]
+    ordered = {key: value if key == "pixel_values" else value[order] for key, value in batch.items()}
+    parts, _ = split_batch(model, ordered, 2, None, CPU)
     assert [len(part["pixel_values"]) for part in parts] == [1, 1]
 
 
