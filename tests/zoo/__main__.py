@@ -15,6 +15,7 @@ from tests.zoo import (
     generation,
     initial_values,
     libraries_sweep,
+    mixed_rows,
     pretrained,
     shards,
     tensor,
@@ -36,6 +37,7 @@ SWEEPS: dict[str, Judge] = {
     "compiled": compiled.judge,
     "generation": generation.judge,
     "shards": shards.judge,
+    "mixed-rows": mixed_rows.judge,
 }
 _WRITTEN = ("training", "xla", "compiled", "generation", "shards")
 """Sweeps whose rows are kept in files."""
@@ -80,6 +82,8 @@ def _source() -> str:
 def _by_default(sweep: str) -> list[str]:
     if sweep == "generation":
         return list(generation.GENERATING)
+    if sweep == "mixed-rows":
+        return ["image-text-to-text"]
     if sweep in ("xla", "compiled", "shards"):
         return ["causal-lm"]
     if sweep != "training":

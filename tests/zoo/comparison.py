@@ -27,17 +27,19 @@ def compare(
     given: Mapping[str, Any] | None = None,
     without_gradient: Sequence[bool] = (),
     notes: Sequence[str] = (),
+    parts: Sequence[Sequence[Batch]] = (),
 ) -> Verdict:
     """Train ``model`` in each number of ``stages``, and its copy ``whole``, on ``batches`` in each mode.
 
     True is the training mode. ``given`` are arguments of ``NxDPPModel``. Modes in ``without_gradient`` compare the loss
-    alone. ``notes`` are repeated in the verdict of a right model, before ``given``. A model that ``whole`` cannot train
-    either does not build.
+    alone. ``notes`` are repeated in the verdict of a right model, before ``given``. ``parts`` are the microbatches of
+    each batch, by default equal ones. A model that ``whole`` cannot train either does not build.
     """
     without_randomness(model)
     without_randomness(whole)
     without_cache(whole)
     given, how = dict(given or {}), list(notes)
+    parts = parts or list(map(microbatches_of, batches))
     worst, received, assumed = 0.0, "", False
     for count in stages:
         try:
@@ -46,14 +48,12 @@ def compare(
             for training in modes:
                 model.train(training)
                 whole.train(training)
-                for batch in batches:
+                for batch, own in zip(batches, parts, strict=True):
                     with torch.set_grad_enabled(training not in without_gradient):
-                        worst = max(
-                            worst, distance(pipeline, model, whole, dict(batch), MICROBATCHES, microbatches_of(batch))
-                        )
-            received = _received(pipeline, batches[0])
+                        worst = max(worst, distance(pipeline, model, whole, dict(batch), MICROBATCHES, own))
+            received = _received(pipeline, parts[0][0])
         except Exception as error:
-            if (fault := _own_fault(whole, batches)) is not None:
+            if (fault := _own_fault(whole, [own[0] for own in parts])) is not None:
                 return Verdict("does not build", fault)
             result = "refused" if is_refusal(error) else "failing"
             return Verdict(result, f"{count} stages: {type(error).__name__}: {error}")
@@ -95,11 +95,11 @@ def is_refusal(error: Exception) -> bool:
     return f"{os.sep}nxdpp{os.sep}" in code.co_filename and dis.opname[code.co_code[last.tb_lasti]] == "RAISE_VARARGS"
 
 
-def _own_fault(whole: Any, batches: Sequence[Batch]) -> str | None:
-    """The error of the unwrapped model, if it cannot train on ``batches`` by itself."""
+def _own_fault(whole: Any, microbatches: Sequence[Batch]) -> str | None:
+    """The error of the unwrapped model, if it cannot train on ``microbatches`` by itself."""
     try:
-        for batch in batches:
-            loss = loss_of(whole(**microbatches_of(batch)[0]))
+        for microbatch in microbatches:
+            loss = loss_of(whole(**microbatch))
             if not isinstance(loss, torch.Tensor):
                 return "its forward returns no loss"
             loss.backward()
@@ -108,8 +108,8 @@ def _own_fault(whole: Any, batches: Sequence[Batch]) -> str | None:
     return None
 
 
-def _received(pipeline: InProcessPipeline, batch: Batch) -> str:
-    _, plans = pipeline.loss_plans(microbatches_of(batch)[0])
+def _received(pipeline: InProcessPipeline, microbatch: Batch) -> str:
+    _, plans = pipeline.loss_plans(microbatch)
     return " ".join(str(len(plan.received)) for plan in plans[1:])
 
 

@@ -64,7 +64,7 @@ def _among_tokens(model: Any, shape_index: int, generator: torch.Generator) -> d
     ids = torch.randint(vocabulary // 4, vocabulary, (rows, length), generator=generator)
     is_image = torch.zeros_like(ids, dtype=torch.bool)
     is_image[:, _BEFORE : _BEFORE + count] = True
-    ids[is_image] = _image_token(config)
+    ids[is_image] = image_token(config)
     if (start := getattr(config, "vision_start_token_id", None)) is not None:
         ids[:, _BEFORE - 1] = start
     mask = padding(rows, length) if shape_index == PADDED else torch.ones_like(ids)
@@ -75,7 +75,7 @@ def _among_tokens(model: Any, shape_index: int, generator: torch.Generator) -> d
     return given
 
 
-def _image_token(config: PreTrainedConfig) -> int:
+def image_token(config: PreTrainedConfig) -> int:
     token = _first(config, "image_token_id", "image_token_index")
     assert token is not None
     return token
