@@ -91,6 +91,7 @@ __all__ = [
     "TracedLayers",
     "apply_checkpoint",
     "apply_compile",
+    "batches_of_tokens",
     "check_tensor_parallel",
     "compare_tensor_copies",
     "data_parallel_sampler",

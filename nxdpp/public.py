@@ -26,6 +26,7 @@ from nxdpp.pipeline.activation_checkpoint import apply_checkpoint as apply_check
 from nxdpp.pipeline.config import PipelineConfig as PipelineConfig
 from nxdpp.pipeline.fully_shard import fully_shard as fully_shard
 from nxdpp.pipeline.layer_compilation import apply_compile as apply_compile
+from nxdpp.pipeline.microbatches.token_budget import batches_of_tokens as batches_of_tokens
 from nxdpp.pipeline.model import NxDPPModel as NxDPPModel
 from nxdpp.pipeline.pipeline import Pipeline as Pipeline
 from nxdpp.planning.planner import plan as plan

@@ -211,7 +211,7 @@ class NxDPPModel(PipelineView, Generic[OnEveryRank, PerMicrobatch]):
         self.stage_layers = [name for name in of_stages if name not in others]
         # Names, in the whole model, of each parameter and each buffer that has several.
         self.tied_names = self._pipeline.tied_names
-        self.num_microbatches = config.num_microbatches
+        self._num_microbatches = config.num_microbatches
         self.return_mb_loss: bool = return_mb_loss
         self.broadcast_and_average_loss: bool = broadcast_and_average_loss
         self.input_names = None if input_names is None else list(input_names)
@@ -321,10 +321,21 @@ class NxDPPModel(PipelineView, Generic[OnEveryRank, PerMicrobatch]):
             if positional:
                 check_not_positional(self.original_module, positional)
             losses = self._pipeline.train_batch(inputs, not self.use_zero1_optimizer)
-            if self._optimizer_check is None and not self._pipeline.is_averaged:
-                parameters = dict(self.local_named_parameters())
-                self._optimizer_check = check_optimizers(parameters, self.use_zero1_optimizer, ref(self._pipeline))
-            return self._return_loss(losses, train=True)
+            return self._trained(losses)
+
+    def run_train_microbatches(
+        self, microbatches: Sequence[Mapping[str, Any]]
+    ) -> torch.Tensor | list[torch.Tensor] | None:
+        """Run forward and backward of ``microbatches`` as they are; collective over all ranks.
+
+        ``microbatches`` are the model's inputs by name of each, equal on all ranks of the pipeline. Their number may
+        differ from ``num_microbatches``, from step to step and between replicas, and each may have rows, lengths and
+        optional inputs of its own. Nothing is split. Each new number or mix makes its first step longer. Gradients, the
+        returned loss and the errors are those of ``run_train``. Replicas weigh the same in the mean of
+        ``loss_normalization="microbatch"``, whatever their numbers of microbatches; ``"tokens"`` weighs labels.
+        """
+        with board.call("run_train_microbatches", "step", "pipeline", has_limit=True):
+            return self._trained(self._pipeline.train_given(microbatches, not self.use_zero1_optimizer))
 
     def run_eval(self, *positional: Any, **inputs: Any) -> Any:
         """Run the forward of all microbatches without gradients; collective over all ranks.
@@ -358,6 +369,25 @@ class NxDPPModel(PipelineView, Generic[OnEveryRank, PerMicrobatch]):
                 "use_zero1_optimizer=False."
             )
         return self._pipeline.clip_grad_norm(max_norm, norm_type)
+
+    def _trained(self, losses: list[torch.Tensor]) -> torch.Tensor | list[torch.Tensor] | None:
+        if self._optimizer_check is None and not self._pipeline.is_averaged:
+            parameters = dict(self.local_named_parameters())
+            self._optimizer_check = check_optimizers(parameters, self.use_zero1_optimizer, ref(self._pipeline))
+        return self._return_loss(losses, train=True)
+
+    @property
+    def num_microbatches(self) -> int:
+        """Number of microbatches of ``run_train``; it is set once, by the constructor."""
+        return self._num_microbatches
+
+    @num_microbatches.setter
+    def num_microbatches(self, number: int) -> None:
+        raise AttributeError(
+            f"num_microbatches={number} comes after the model was wrapped with {self._num_microbatches}. Give the "
+            f"microbatches of a step to run_train_microbatches([...]), any number of them; or wrap with "
+            f"num_microbatches={number}."
+        )
 
     def _return_loss(self, losses: list[torch.Tensor], train: bool) -> torch.Tensor | list[torch.Tensor] | None:
         if not self.holds_last_stage and not self.broadcast_and_average_loss:

@@ -90,6 +90,12 @@ class PipelineSteps:
         """Do as ``train_step``, as a part of the collective call that the program is in."""
         return self._runner.train(self._batches.of_inputs, inputs, self._preparation.with_loss, average).losses()
 
+    def train_given(self, microbatches: Sequence[Mapping[str, Any]], average: bool) -> list[torch.Tensor]:
+        """Do as ``train_step`` for ``microbatches`` as they are, as a part of the collective call of the program."""
+        return self._runner.train(
+            self._batches.of_microbatches, microbatches, self._preparation.with_loss, average
+        ).losses()
+
     def train_samples(
         self,
         samples: Sequence[Mapping[str, Any]],

@@ -231,8 +231,7 @@ def _refuse_empty(terms: Sequence[LossTerm], microbatches: Mapping[int, Mapping[
         empty = [number for number, items in counts_of(term, microbatches).items() if items == 0]
         if empty:
             raise ValueError(
-                f"{no_label(empty, count, term.without_labels)}, and the loss would be 0 / 0. "
-                f"{LABELS_EVERYWHERE}"
+                f"{no_label(empty, count, term.without_labels)}, and the loss would be 0 / 0. {LABELS_EVERYWHERE}"
             )
 
 

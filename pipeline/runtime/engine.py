@@ -131,7 +131,7 @@ class Engine:
                     self.timer,
                 )
         self.last_backwards = [
-            LastBackward(stage, list(dict.fromkeys(p for programs in graphs for p in programs[stage].module.parameters())))
+            LastBackward(stage, list({p: None for programs in graphs for p in programs[stage].module.parameters()}))
             for stage in (actions[at].stage for at in sorted(_last_backwards(actions).values()))
         ]
         self._watch: LastBackwardWatch | None = None

@@ -7,6 +7,7 @@ from transformers import Trainer, TrainingArguments
 from transformers.trainer_optimizer import is_optimizer_factory
 from transformers.utils import logging
 
+from nxdpp.pipeline.microbatches.token_budget import check_budget
 from nxdpp.pipeline.model import NxDPPModel
 from nxdpp.ranks import parallel_state
 
@@ -94,8 +95,15 @@ def _check_loss_spec(spec: Any) -> None:
         )
 
 
-def parts_of_batch(num_microbatches: int | None, accumulated: int) -> int:
+def parts_of_batch(num_microbatches: int | None, accumulated: int, most_tokens: int | None = None) -> int:
     """Return the number of microbatches of each of the ``accumulated`` batches. Raises ``ValueError``."""
+    if most_tokens is not None:
+        check_budget(most_tokens, 1)
+        if num_microbatches is not None:
+            raise ValueError(
+                f"num_microbatches={num_microbatches} and most_tokens={most_tokens} exclude each other: the budget of "
+                f"tokens decides into how many microbatches a batch is split. Leave one of them out."
+            )
     if num_microbatches is None:
         return 1
     if isinstance(num_microbatches, bool) or not isinstance(num_microbatches, int) or num_microbatches < 1:
@@ -108,23 +116,23 @@ def parts_of_batch(num_microbatches: int | None, accumulated: int) -> int:
     return num_microbatches // accumulated
 
 
-def check_split(parts: int, model: Any, is_divided: bool) -> None:
-    """Raise ``ValueError`` if the losses of ``parts`` of a batch do not add up to the loss of the batch.
+def check_split(splits: bool, model: Any, is_divided: bool) -> None:
+    """Raise ``ValueError`` if the losses of parts of a batch do not add up to the loss of the batch.
 
-    ``is_divided`` says that the model divides its loss by ``num_items_in_batch``.
+    ``splits`` says that batches have parts, ``is_divided`` that the model divides its loss by ``num_items_in_batch``.
     """
-    if parts == 1:
+    if not splits:
         return
     name = type(model).__name__
     if not is_divided:
         raise ValueError(
-            f"num_microbatches splits batches, and the loss of {name} is not divided by num_items_in_batch: parts of a "
-            f"batch would have other means. {_NO_SPLIT}"
+            f"num_microbatches or most_tokens splits batches, and the loss of {name} is not divided by "
+            f"num_items_in_batch: parts of a batch would have other means. {_NO_SPLIT}"
         )
     if getattr(getattr(model, "config", None), "output_router_logits", False):
         raise ValueError(
-            f"num_microbatches splits batches, and {name} with output_router_logits=True adds a loss that is a mean "
-            f"over a batch. {_NO_SPLIT}"
+            f"num_microbatches or most_tokens splits batches, and {name} with output_router_logits=True adds a loss "
+            f"that is a mean over a batch. {_NO_SPLIT}"
         )
 
 

@@ -224,8 +224,8 @@ class EvaluatingTrainer(Trainer):
             with self.accelerator.autocast():
                 generated = self._generation.of(self.pipelined, prepared)
             return [(loss, *each) for loss, each in zip(losses, generated, strict=True)]
-        if len({tuple(batch) for batch in batches}) > 1:
-            # A pass runs one graph.
+        if len({self._has_loss(batch) for batch in batches}) > 1:
+            # A pass returns the losses of all its batches or of none.
             return [self._predict([batch], loss_only, ignore_keys)[0] for batch in batches]
         prepared = [self._prepare_inputs(batch) for batch in batches]
         has_loss = self._has_loss(prepared[0])

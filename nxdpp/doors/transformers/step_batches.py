@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from nxdpp.ground.torch_names import VERSION
+from nxdpp.pipeline.microbatches.token_budget import check_budget
 
 
 class StepBatches:
@@ -111,6 +112,22 @@ def split_rows(batch: Mapping[str, Any], parts: int) -> list[dict[str, Any]]:
     rows = min(parts, next(iter(sizes.values())))
     columns = {name: value.tensor_split(rows) if name in sizes else [value] * rows for name, value in batch.items()}
     return [{name: column[part] for name, column in columns.items()} for part in range(rows)]
+
+
+def parts_within(batch: Mapping[str, Any], most_tokens: int) -> int:
+    """Return the least number of parts of the rows of ``batch`` whose tokens, padding included, are ``most_tokens``.
+
+    Raises ``ValueError`` for rows that are longer, and for a batch without ``input_ids`` of shape (B, T).
+    """
+    ids = batch.get("input_ids")
+    if not isinstance(ids, torch.Tensor) or ids.ndim != 2:
+        raise ValueError(
+            f"most_tokens={most_tokens} counts the tokens of input_ids (B, T), and the batch has {sorted(batch)}. Use "
+            f"num_microbatches."
+        )
+    rows, length = ids.shape
+    check_budget(most_tokens, length)
+    return -(-rows // max(1, most_tokens // max(1, length)))
 
 
 def joined(losses: Sequence[torch.Tensor], counts: Sequence[int]) -> list[torch.Tensor]:

@@ -30,7 +30,7 @@ from nxdpp.doors.transformers.layout import initialize, keep_own_parameters, num
 from nxdpp.doors.transformers.pipelined_model import TrainerModel
 from nxdpp.doors.transformers.saving import SavingTrainer
 from nxdpp.doors.transformers.sharding import check_layers, kept_from_accelerate, shard
-from nxdpp.doors.transformers.step_batches import StepBatches, joined, split_rows
+from nxdpp.doors.transformers.step_batches import StepBatches, joined, parts_within, split_rows
 from nxdpp.gradients.followed_optimizers import followed_by_optimizers
 from nxdpp.pipeline.layer_compilation import apply_compile
 from nxdpp.ranks import parallel_state
@@ -54,6 +54,8 @@ class PipelineTrainer(SavingTrainer, EvaluatingTrainer, ControlledTrainer):
             ``parallel_state.initialize_model_parallel`` was called with.
         num_microbatches: microbatches of an optimizer step, a multiple of ``gradient_accumulation_steps``. Each batch
             is split by rows into equal numbers of them. By default a batch is one.
+        most_tokens: the most tokens of a microbatch, padding included: a batch is split by rows into as few as that
+            takes, in place of ``num_microbatches``.
         schedule, virtual_pipeline_size, partition: as for ``NxDPPModel``.
         pipeline_arguments: other arguments of ``NxDPPModel`` by name.
 
@@ -88,6 +90,7 @@ class PipelineTrainer(SavingTrainer, EvaluatingTrainer, ControlledTrainer):
         *,
         pipeline_parallel_size: int | None = None,
         num_microbatches: int | None = None,
+        most_tokens: int | None = None,
         schedule: Any = None,
         virtual_pipeline_size: int = 1,
         partition: Any = "even",
@@ -99,7 +102,8 @@ class PipelineTrainer(SavingTrainer, EvaluatingTrainer, ControlledTrainer):
         checks.check_scaling(self.loss_is_scaled_for_ga, self._library.loss_is_scaled_for_ga)
         checks.check_optimizer(optimizer_cls_and_kwargs, optimizers[0], args)
         checks.check_pipeline_arguments(pipeline_arguments)
-        self._parts = checks.parts_of_batch(num_microbatches, args.gradient_accumulation_steps)
+        self._parts = checks.parts_of_batch(num_microbatches, args.gradient_accumulation_steps, most_tokens)
+        self._most_tokens = most_tokens
         initialize(args, pipeline_parallel_size)
         self._replicas = parallel_state.get_data_parallel_size()
         check_replicas(args, self._replicas)
@@ -251,15 +255,24 @@ class PipelineTrainer(SavingTrainer, EvaluatingTrainer, ControlledTrainer):
 
     def _run(self, batches: list[dict[str, Any]], items: Any) -> list[torch.Tensor]:
         """Run forward and backward of ``batches``; return the share of each in the loss of the step."""
-        parts = [split_rows(batch, self._parts) for batch in batches]
+        parts = [self._split(batch) for batch in batches]
         microbatches = [part for of_batch in parts for part in of_batch]
         microbatches = self.with_items(microbatches, items)
         is_divided = "num_items_in_batch" in microbatches[0]
-        checks.check_split(self._parts, self.model, is_divided)
+        checks.check_split(self._splits, self.model, is_divided)
         # Trainer does not divide the loss of a model that takes num_items_in_batch and ignores it.
         are_summed = items is not None and self.model_accepts_loss_kwargs and not is_divided
         losses = self.pipelined.run_microbatches(microbatches, are_summed)
         return joined(losses, [len(of_batch) for of_batch in parts])
+
+    @property
+    def _splits(self) -> bool:
+        """Batches are split into several microbatches, at least some of them."""
+        return self._parts > 1 or self._most_tokens is not None
+
+    def _split(self, batch: Mapping[str, Any]) -> list[dict[str, Any]]:
+        parts = self._parts if self._most_tokens is None else parts_within(batch, self._most_tokens)
+        return split_rows(batch, parts)
 
     def _finalize_training(self, trial: Any, num_train_samples: int, start_time: float) -> Any:
         # Steps that are not logged yet have the loss of this replica.
@@ -284,7 +297,7 @@ class PipelineTrainer(SavingTrainer, EvaluatingTrainer, ControlledTrainer):
 
     def _validate_args(self) -> None:
         super()._validate_args()
-        checks.check_split(self._parts, self.model, self.model_accepts_loss_kwargs)
+        checks.check_split(self._splits, self.model, self.model_accepts_loss_kwargs)
         model = cast(nn.Module, self.model)
         check_layers(self.args, model, self._pipeline_arguments.get("transformer_layer_cls"))
         self._cut()

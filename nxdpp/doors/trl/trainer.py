@@ -21,7 +21,6 @@ from nxdpp.doors.transformers import checks
 from nxdpp.doors.transformers.arguments import check_arguments
 from nxdpp.doors.transformers.evaluation import Prediction, Windows, of_replicas
 from nxdpp.doors.transformers.layout import initialize
-from nxdpp.doors.transformers.step_batches import split_rows
 from nxdpp.doors.transformers.trainer import PipelineTrainer
 from nxdpp.doors.trl.scores import return_scores, scores_of
 from nxdpp.ranks import parallel_state
@@ -92,7 +91,7 @@ class ScoredTrainer(PipelineTrainer):
                 f"{type(self).__name__} cannot train {self.model.active_peft_config.peft_type.value}, whose virtual "
                 f"tokens are no inputs of the stages. Use LoRA."
             )
-        if self.aux_loss_enabled and self._parts > 1:
+        if self.aux_loss_enabled and self._splits:
             raise ValueError(
                 "num_microbatches splits batches, and the auxiliary loss of the experts is a mean over a batch. Use "
                 "num_microbatches=gradient_accumulation_steps; or router_aux_loss_coef=0.0."
@@ -111,7 +110,7 @@ class ScoredTrainer(PipelineTrainer):
 
     def _run(self, batches: list[dict[str, Any]], items: Any) -> list[torch.Tensor]:
         self._items = items
-        parts = [split_rows(self._inputs_of(batch), self._parts) for batch in batches]
+        parts = [self._split(self._inputs_of(batch)) for batch in batches]
         microbatches = [part for of_batch in parts for part in of_batch]
         count = 1 if items is None else len(microbatches)
         scores = iter(

@@ -22,7 +22,7 @@ Scope = Literal["world", "pipeline"]
 
 NO_ACTION = -1
 
-_TRAINING_STEPS = ("run_train", "train_step", "train_samples", "train_microbatches")
+_TRAINING_STEPS = ("run_train", "run_train_microbatches", "train_step", "train_samples", "train_microbatches")
 
 
 class Position(NamedTuple):

@@ -148,6 +148,8 @@ class OwnLoss(PipelineTrainer):
         ),
         (PipelineTrainer, {"num_microbatches": 3}, "=3 must be a multiple of gradient_accumulation_steps=2"),
         (PipelineTrainer, {"num_microbatches": 0}, "num_microbatches=0 must be a whole number of at least 1"),
+        (PipelineTrainer, {"most_tokens": 0}, "most_tokens=0 must be a whole number of tokens"),
+        (PipelineTrainer, {"most_tokens": 9, "num_microbatches": 4}, "=4 and most_tokens=9 exclude each other"),
     ],
 )
 def test_an_argument_is_refused_before_anything_is_changed(
@@ -161,13 +163,13 @@ def test_an_argument_is_refused_before_anything_is_changed(
 
 def test_a_loss_that_parts_of_a_batch_would_change_is_refused() -> None:
     model = llama(2)
-    checks.check_split(1, model, is_divided=False)
-    checks.check_split(2, model, is_divided=True)
+    checks.check_split(False, model, is_divided=False)
+    checks.check_split(True, model, is_divided=True)
     with pytest.raises(ValueError, match="the loss of LlamaForCausalLM is not divided by num_items_in_batch"):
-        checks.check_split(2, model, is_divided=False)
+        checks.check_split(True, model, is_divided=False)
     model.config.output_router_logits = True
     with pytest.raises(ValueError, match="output_router_logits=True adds a loss that is a mean over a batch"):
-        checks.check_split(2, model, is_divided=True)
+        checks.check_split(True, model, is_divided=True)
 
 
 def test_without_accelerate_the_extra_is_named() -> None:

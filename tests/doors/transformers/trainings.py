@@ -15,6 +15,7 @@ from torch.utils.data import Dataset, IterableDataset
 from transformers import LlamaForSequenceClassification, Trainer, TrainingArguments
 
 from tests.support.models import VOCABULARY, gpt2, llama, tied_llama
+from tests.support.vision_language import IMAGE, SIDE, make_vision_language, pixels
 
 LAYERS = 4
 
@@ -60,6 +61,30 @@ class Classes(Rows):
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         return {"input_ids": self.rows[index], "labels": torch.tensor(index % 3)}
+
+
+class SomeImages(Rows):
+    """Rows for LLaVA of equal lengths, of which two of five have an image."""
+
+    def __init__(self, rows: int = 20, seed: int = 0) -> None:
+        super().__init__(rows, 24, 24, seed)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        ids = 40 + self.rows[index] % 40
+        if index % 5 > 1:
+            return {"input_ids": ids, "labels": ids}
+        ids[2:18] = IMAGE
+        return {"input_ids": ids, "labels": ids, "pixel_values": pixels(3, SIDE, SIDE) * (1 + index)}
+
+
+def with_images(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Rows (B, T), and the images of those that have one."""
+    names = {name for row in rows for name in row}
+    return {name: torch.stack([row[name] for row in rows if name in row]) for name in sorted(names)}
+
+
+def llava() -> nn.Module:
+    return make_vision_language("llava")[0]
 
 
 def padded(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
@@ -238,6 +263,16 @@ TRAININGS = {
             "max_steps": 3,
         }
     ),
+    "images in some rows": Training(
+        {**EVALUATED, "remove_unused_columns": False},
+        model=llava,
+        given={"train_dataset": SomeImages(20), "eval_dataset": SomeImages(7, 1), "data_collator": with_images},
+    ),
+    "budget of tokens": Training(
+        {**EVALUATED, "per_device_train_batch_size": 5, "gradient_accumulation_steps": 2},
+        given={"data_collator": padded, "train_dataset": Rows(20, 5, 14), "eval_dataset": Rows(7, seed=1)},
+        pipeline={"most_tokens": 30},
+    ),
     "shuffled by torch": Training({**TWO_EPOCHS, "accelerator_config": {"use_seedable_sampler": False}}),
 }
 WITH_DROPOUT = Training(
@@ -252,5 +287,14 @@ WITH_DROPOUT = Training(
 )
 """A training whose stages draw other numbers; rank 0 orders the rows of all."""
 
-REPLICATED = ["accumulated", "clipped, cosine", "bfloat16", "metrics", "mean of batches", "classes", "stream"]
+REPLICATED = [
+    "images in some rows",
+    "accumulated",
+    "clipped, cosine",
+    "bfloat16",
+    "metrics",
+    "mean of batches",
+    "classes",
+    "stream",
+]
 """Trainings that two replicas run too."""

@@ -1,0 +1,111 @@
+"""Rows packed to a budget of tokens, and steps of as many microbatches as they need."""
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import nxdpp
+from nxdpp import NxDPPModel, batches_of_tokens, parallel_state
+from tests.support.models import VOCABULARY, llama
+from tests.support.run_ranks import run_ranks
+
+MOST = 24
+
+
+def rows_of(step: int, replica: int = 0) -> list[dict[str, Tensor]]:
+    """Six to nine rows of 3 to 12 tokens."""
+    generator = torch.Generator().manual_seed(10 * step + replica)
+    lengths = torch.randint(3, 13, (6 + (step + replica) % 4,), generator=generator).tolist()
+    return [{"input_ids": torch.randint(3, VOCABULARY, (length,), generator=generator)} for length in lengths]
+
+
+def collated(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    ids = [row["input_ids"] for row in rows]
+    padded = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True)
+    labels = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True, padding_value=-100)
+    return {"input_ids": padded, "attention_mask": (labels != -100).long(), "labels": labels}
+
+
+@pytest.mark.parametrize("step", range(20))
+def test_groups_are_within_the_budget_and_have_each_row_once(step: int) -> None:
+    rows = rows_of(step)
+    groups = batches_of_tokens(rows, MOST)
+    assert all(len(group) * max(len(row["input_ids"]) for row in group) <= MOST for group in groups)
+    assert sorted(id(row) for group in groups for row in group) == sorted(map(id, rows))
+    # A group has no room for the first row of the next one.
+    for group, after in pairwise(groups):
+        assert (len(group) + 1) * max(len(row["input_ids"]) for row in [*group, after[0]]) > MOST
+
+
+def test_rows_of_other_forms_have_lengths_too() -> None:
+    assert batches_of_tokens([[1] * 7, [1] * 3, [1] * 5, [1] * 2, [1] * 2], 10) == [
+        [[1] * 7],
+        [[1] * 5, [1] * 3],
+        [[1] * 2, [1] * 2],
+    ]
+    assert batches_of_tokens(["abc", "d"], 3, length=len) == [["abc"], ["d"]]
+
+
+@pytest.mark.parametrize(
+    ("rows", "most", "message"),
+    [
+        ([[1] * 7], 6, r"a row has 7 tokens, and a microbatch at most most_tokens=6\. Raise most_tokens to 7"),
+        ([[1]], 0, r"most_tokens=0 must be a whole number"),
+        ([[1]], True, r"most_tokens=True must be a whole number"),
+        ([], 6, r"was given no rows"),
+        ([3], 6, r"a row is a int, whose tokens are not known: give length="),
+    ],
+)
+def test_what_cannot_be_packed_is_refused(rows: list[Any], most: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        batches_of_tokens(rows, most)
+
+
+def seeded() -> Any:
+    torch.manual_seed(0)
+    return llama()
+
+
+def by_need(rank: int, ranks: int) -> list[int]:
+    """Train with other numbers of microbatches in each step and on each replica, and compare with one process."""
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    replicas, replica = parallel_state.get_data_parallel_size(), parallel_state.get_data_parallel_rank()
+    model = NxDPPModel(seeded(), num_microbatches=2, loss_normalization="tokens", broadcast_and_average_loss=True)
+    whole = seeded()
+    ours, theirs = (torch.optim.AdamW(each.parameters(), lr=1e-3) for each in (model, whole))
+    numbers = []
+    for step in range(4):
+        microbatches = [collated(group) for group in batches_of_tokens(rows_of(step, replica), MOST)]
+        numbers.append(len(microbatches))
+        ours.zero_grad()
+        loss = model.run_train_microbatches(microbatches)
+        model.clip_grad_norm_(1.0)
+        ours.step()
+        theirs.zero_grad()
+        expected = whole(**collated([row for each in range(replicas) for row in rows_of(step, each)])).loss
+        expected.backward()
+        torch.nn.utils.clip_grad_norm_(whole.parameters(), 1.0)
+        theirs.step()
+        torch.testing.assert_close(loss, expected.detach(), rtol=1e-5, atol=1e-6)
+    for name, parameter in model.local_named_parameters():
+        torch.testing.assert_close(parameter, whole.get_parameter(name), rtol=1e-3, atol=1e-5)
+    if ranks == 2:
+        with pytest.raises(AttributeError, match=r"num_microbatches=6 comes after.*wrapped with 2.*run_train_microb"):
+            model.num_microbatches = 6
+        assert model.num_microbatches == 2
+        # The remedy: six of them.
+        loss = model.run_train_microbatches([collated([row]) for row in rows_of(0)])
+        torch.testing.assert_close(loss, whole(**collated(rows_of(0))).loss.detach(), rtol=1e-3, atol=1e-4)
+        assert model.run_train(**collated(rows_of(0))) is not None
+    return numbers
+
+
+@pytest.mark.one_python
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_steps_of_any_number_of_microbatches_are_those_of_one_process(ranks: int) -> None:
+    numbers = run_ranks(ranks, by_need, ranks)
+    assert len(set(numbers[0])) > 1
+    assert nxdpp.batches_of_tokens is batches_of_tokens
