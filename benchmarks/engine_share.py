@@ -167,7 +167,7 @@ def _engine(family: str, rank: int) -> tuple[Engine, Sequence[Action], StepLoss]
     limit = in_flight_limit(schedule.training, program.edges, GLOO)
     config = EngineConfig(schedule.placement, rank, MICROBATCHES, torch.device("cpu"), True, False, limit)
     transport: Any = InstantTransport(message)
-    return Engine(config, program.stages, transport, actions, releases), actions, StepLoss(microbatches)
+    return Engine(config, [program.stages], transport, actions, releases), actions, StepLoss(microbatches)
 
 
 def _plain(engine: Engine, message: torch.Tensor) -> Iterator[tuple[str, int]]:

@@ -128,8 +128,8 @@ class StepPreparation:
         loss: StepLoss,
         transform: LossTransform | None = None,
     ) -> PreparedStep:
-        takes_number = all(NUM_ITEMS in cut.traced.inputs for cut in graphs.cuts)
-        if loss.microbatches is not batch.microbatches and not takes_number:
+        is_new = loss.microbatches is not batch.microbatches
+        if is_new and not all(NUM_ITEMS in cut.traced.inputs for cut in graphs.cuts):
             # The model's control flow depends on the number of items, which is then part of the graph.
             graphs = self._programs.graphs_of(loss.microbatches)
         if self._is_sum or transform is not None:

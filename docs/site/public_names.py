@@ -10,6 +10,7 @@ _GROUPS = {
         "apply_checkpoint",
         "apply_compile",
         "GradScaler",
+        "batches_of_tokens",
         "data_parallel_sampler",
         "TracedLayers",
         "trace_layers",

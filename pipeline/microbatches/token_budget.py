@@ -16,7 +16,7 @@ _Row = TypeVar("_Row")
 def batches_of_tokens(
     rows: Iterable[_Row], most_tokens: int, length: Callable[[_Row], int] | None = None
 ) -> list[list[_Row]]:
-    """Return ``rows`` in groups, each of which becomes a microbatch of at most ``most_tokens`` tokens.
+    """Return rows in groups of at most a number of tokens, for ``run_train_microbatches``.
 
     A group is padded to its longest row, and this padding counts. Rows of similar lengths share a group. The groups
     follow from the lengths alone, so they are the same on all ranks with the same rows; not collective::

@@ -216,9 +216,9 @@ class ProgramCache:
 
     def program_of(self, graphs: StepGraphs, ends_with: EndsWith) -> RankStages:
         """Return the program of a step of ``graphs``. Raises as ``program`` does."""
+        if not graphs.numbers:
+            return self.program(graphs.cuts[0], ends_with)
         programs = tuple(self.program(cut, ends_with) for cut in graphs.cuts)
-        if len(programs) == 1:
-            return programs[0]
         if programs not in self._of_steps:
             self._of_steps[programs] = RankStages.of_graphs(programs)
         return self._of_steps[programs]

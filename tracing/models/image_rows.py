@@ -100,9 +100,7 @@ def _token(kind: _Kind, config: Any) -> int | None:
     return next((value for name in kind.token if (value := getattr(config, name, None)) is not None), None)
 
 
-def _of_rows_with_images(
-    inputs: Mapping[str, Any], has_image: torch.Tensor, microbatches: int
-) -> list[dict[str, Any]]:
+def _of_rows_with_images(inputs: Mapping[str, Any], has_image: torch.Tensor, microbatches: int) -> list[dict[str, Any]]:
     """Return the images of each microbatch with some; a model takes no microbatch of empty places of images only."""
     if has_image.is_meta or has_image.view(microbatches, -1).any(dim=1).all() or not has_image.any():
         return [{} for _ in range(microbatches)]

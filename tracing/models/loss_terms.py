@@ -12,7 +12,7 @@ of each microbatch before it runs.
 
 import inspect
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -113,7 +113,7 @@ class LossTerm:
 
 def counts_of(term: LossTerm, microbatches: Mapping[int, Mapping[str, Any]]) -> dict[int, float]:
     """Return the number of labels of each microbatch whose inputs tell it. Waits for labels on a device, once."""
-    found = ((number, term.count(inputs)) for number, inputs in microbatches.items())
+    found = zip(microbatches, map(term.count, microbatches.values()), strict=True)
     known = {number: items for number, items in found if items is not None}
     tensors = {number: items for number, items in known.items() if isinstance(items, torch.Tensor)}
     if tensors:

@@ -25,8 +25,8 @@ class PipelineSFTTrainer(SFTTrainer, ScoredTrainer):  # type: ignore[misc]  # TR
         model, args, data_collator, train_dataset, eval_dataset, processing_class: as for ``SFTTrainer``.
         callbacks, optimizers, optimizer_cls_and_kwargs, quantization_config, peft_config, formatting_func: likewise.
         compute_loss_func, compute_metrics, preprocess_logits_for_metrics: refused: they need logits.
-        pipeline_parallel_size, num_microbatches, most_tokens, schedule, virtual_pipeline_size, partition,
-            pipeline_arguments: as for ``PipelineTrainer``.
+        pipeline_parallel_size, num_microbatches, most_tokens, schedule: as for ``PipelineTrainer``.
+        virtual_pipeline_size, partition, pipeline_arguments: likewise.
 
     Raises:
         ValueError: for an argument, or a field of ``args``, that cannot be honoured, with its name. Also as
