@@ -8,6 +8,7 @@ Each is recognised before it changes anything, by its class, by an attribute tha
     fully_shard(model)                    registers a hook of torch.distributed.fsdp
     FullyShardedDataParallel(model)       lists modules() in its constructor
     accelerate's prepare(model)           sets forward, for autocast
+    AveragedModel(whole).update_parameters(model)    lists modules, for fewer parameters than it has
 
 A list that the program has made before is not recognised. The first step finds modules that
 ``FullyShardedDataParallel`` has marked, see ``other_wrappers``.
@@ -18,6 +19,7 @@ from typing import Any
 
 from torch import nn
 from torch.nn.modules import module as registration
+from torch.optim.swa_utils import AveragedModel
 
 # The constructor asks by functions of its own.
 _DEPTH = 5
@@ -34,8 +36,11 @@ _TRAINED = (
     "nxdpp.integrations.PipelineTrainer(model, args, ...) instead, not wrapped: it takes Trainer's arguments and wraps."
 )
 _SHARDED = f"FSDP would shard this rank's stages over ranks that have others. {_AVERAGED} (ZeRO-1: Zero1Optimizer)."
-
-
+_AVERAGE = (
+    "AveragedModel has {} parameters, and this rank's part of the pipelined model {}: those of the first names would be "
+    "averaged with the wrong ones, and the others stay as they are. Copy this rank's part: averaged = "
+    "AveragedModel(model.local_module), after each step averaged.update_parameters(model.local_module)."
+)
 _BROADCAST = (
     "DistributedDataParallel gives all ranks the parameters of rank 0, which has other layers, or other parts of them: "
     "leave it out. Gradients are averaged over the data-parallel replicas in any case."
@@ -78,6 +83,18 @@ def refuse_lister(frame: FrameType | None) -> None:
         place = frame.f_globals.get("__name__"), frame.f_code.co_name
         if place == ("torch.distributed.fsdp.fully_sharded_data_parallel", "__init__"):
             raise RuntimeError(_SHARDED)
+        frame = frame.f_back
+
+
+def refuse_average(frame: FrameType | None, view: nn.Module) -> None:
+    """Raise ``RuntimeError`` if ``frame`` lists ``view`` for an ``AveragedModel`` of other parameters."""
+    for _ in range(_DEPTH):
+        if frame is None:
+            return
+        if frame.f_code is AveragedModel.update_parameters.__code__:
+            averaged, own = (sum(1 for _ in each.parameters()) for each in (frame.f_locals["self"].module, view))
+            if averaged != own:
+                raise RuntimeError(_AVERAGE.format(averaged, own))
         frame = frame.f_back
 
 

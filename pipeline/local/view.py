@@ -7,11 +7,13 @@ from typing import Any, NoReturn, Self
 import torch
 from torch import nn
 
+from nxdpp.gradients.state_part import OF_MODEL, StatePart, is_divided
 from nxdpp.ground.torch_names import BUFFERS, MODULES, PARAMETERS
 from nxdpp.pipeline.input_names import call_by_name
 from nxdpp.pipeline.local.outer_wrappers import (
     COMPILED,
     refuse_as_child,
+    refuse_average,
     refuse_forward,
     refuse_hook,
     refuse_lister,
@@ -131,7 +133,11 @@ class LocalView(nn.Module):
         return self.load_state_dict(state_dict, strict=strict)
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
-        """The same as ``local_named_modules``; ``named_parameters`` and ``named_buffers`` use it."""
+        """The same as ``local_named_modules``; ``named_parameters`` and ``named_buffers`` use it.
+
+        Raises ``RuntimeError`` in an average over the whole model, see ``outer_wrappers``.
+        """
+        refuse_average(caller(), self.local_module)
         yield from self.local_module.named_modules(*args, **kwargs)
 
     def modules(self, *args: Any, **kwargs: Any) -> Iterator[nn.Module]:
@@ -144,8 +150,14 @@ class LocalView(nn.Module):
         return self.local_module.get_submodule(target)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The same as ``local_state_dict``."""
-        return self.local_module.state_dict(*args, **kwargs)
+        """The same as ``local_state_dict``, but that a pickle of it is refused where it is not the whole model's.
+
+        A module around this one gets the plain tensors, by ``destination``.
+        """
+        state = self.local_module.state_dict(*args, **kwargs)
+        if args or kwargs.get("destination") is not None or not is_divided(self.local_module.parameters()):
+            return state
+        return StatePart.of(state, OF_MODEL.format(len(state)))
 
     def to_empty(self, *, device: Any, recurse: bool = True) -> Self:
         """Raise ``RuntimeError``: the model would be trained on uninitialised memory."""

@@ -124,8 +124,8 @@ class NxDModel(nn.Module):
         return self.local_module().get_submodule(target)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """This rank's part of the state dict, under its original names."""
-        return self.local_module().state_dict(*args, **kwargs)
+        """This rank's part of the state dict, under its original names; of a pipeline, no pickle takes it."""
+        return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load this rank's part of a state dict, as the wrapped model does."""

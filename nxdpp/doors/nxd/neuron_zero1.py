@@ -87,7 +87,7 @@ class NeuronZero1Optimizer(Zero1Optimizer):
         ``save_checkpoint`` writes what any layout of ranks loads. ``num_workers_per_step`` is without effect: the
         ranks write one after the other. Raises as ``parallel_layers.save`` does.
         """
-        checkpointing.save(self.state_dict(), output_dir, master_dp_only=False)
+        checkpointing.save(dict(self.state_dict()), output_dir, master_dp_only=False)
 
     def load_sharded_state_dict(self, output_dir: str | os.PathLike[str], num_workers_per_step: int = 8) -> None:
         """Load what ``save_sharded_state_dict`` has written in the same layout of ranks; not collective.

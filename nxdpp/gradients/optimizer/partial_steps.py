@@ -23,6 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from nxdpp.gradients.optimizer.trial_steps import repeats_steps, steps_quarters_alike, steps_tensors_alike
 from nxdpp.gradients.shards.local_tensors import is_sharded, local_rows
+from nxdpp.gradients.state_part import mark_states_of
 from nxdpp.gradients.step_hooks import run_before_steps
 from nxdpp.ranks import parallel_state
 
@@ -62,6 +63,8 @@ def refuse_partial_step(optimizer: Optimizer) -> None:
     if any(_is_shard(p) or id(p) in staged for group in optimizer.param_groups for p in group["params"]):
         for each in (optimizer, *_wrappers(optimizer)):
             _refuse_wrong(each, staged)
+        if optimizer not in _judged:
+            mark_states_of(optimizer)
     _judged[optimizer] = number
 
 

@@ -32,6 +32,7 @@ from nxdpp.gradients.optimizer.zero1_state import (
     saved_state,
     shard_of,
 )
+from nxdpp.gradients.state_part import is_divided, part_of_optimizer
 from nxdpp.ranks import parallel_state
 from nxdpp.ranks.faults import failure_watch
 from nxdpp.ranks.faults.board import board
@@ -232,9 +233,10 @@ class Zero1Optimizer(Optimizer):
         """Return this rank's part of the state; not collective.
 
         ``state`` has the state of each shard by number, ``shards`` describes them, ``masters`` has their values where
-        these are not views of parameters. ``param_groups`` has the options, with indices of the parameters.
+        these are not views of parameters. ``param_groups`` has the options, with indices of the parameters. Pickles of
+        it are refused, but where this rank has the whole; ``dict(state)`` is for a file of each rank.
         """
-        return saved_state(
+        state = saved_state(
             self._ordered(),
             self._sharded.buckets,
             self._sharded.members,
@@ -242,6 +244,9 @@ class Zero1Optimizer(Optimizer):
             self.base_optimizer,
             self._sharding,
         )
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        is_part = self._sharding.size > 1 or is_divided(parameters)
+        return part_of_optimizer(self, state) if is_part else state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what ``state_dict`` of this rank has returned; not collective.
