@@ -23,7 +23,8 @@ from nxdpp.pipeline.local.changes import ENTRIES, Change
 from nxdpp.pipeline.local.part import LocalPart
 from nxdpp.pipeline.local.upkeep import LocalUpkeep
 from nxdpp.pipeline.loss.normalization import LossNormalization
-from nxdpp.pipeline.microbatches.rows import on_device, readable_inputs, readable_opened
+from nxdpp.pipeline.microbatches.batch_dimension import dimensions_of
+from nxdpp.pipeline.microbatches.rows import join_outputs, on_device, readable_inputs, readable_opened
 from nxdpp.pipeline.microbatches.split_batch import check_samples, opened_samples, split_batch
 from nxdpp.tracing.models.huggingface import refuse_packed_positions
 from nxdpp.tracing.models.loss_terms import NUM_ITEMS
@@ -58,10 +59,10 @@ class Batch:
 
 @dataclass(frozen=True)
 class _Split:
-    """The split of tensors of one layout: the ones that go ``whole`` to each microbatch, and whether any is moved."""
+    """The split of tensors of one layout: the dimensions of rows, ``None`` for whole ones, and whether any is moved."""
 
     layout: Hashable
-    whole: list[bool]
+    along: list[int | None]
     is_moved: bool
     shapes: InputShapes
 
@@ -93,6 +94,7 @@ class Batches:
         # With each of them forward may have a different signature.
         self._forwards = part.changes.watch(*ENTRIES, Change.FORWARD)
         self._of_rows: set[str] = set()
+        self._rows_along_0: set[str] = set()
         self._known: LastUsed[Hashable, _Split] = LastUsed()
 
     def of_inputs(self, inputs: Mapping[str, Any]) -> Batch:
@@ -141,6 +143,15 @@ class Batches:
         moved = on_device(before, device)
         return Batch(moved, moved, is_counted, parts, before)
 
+    def joined(self, outputs: list[Any], batch: Batch) -> Any:
+        """Return the output of ``batch`` for those of its microbatches. Raises ``ValueError`` as ``join_outputs``."""
+        dimension, inputs = self._config.batch_dimension, batch.microbatches[0]
+        along = dimensions_of(inputs, dimension)
+        tensors = {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor) and value.ndim}
+        shared = self._config.shared_inputs or ()
+        rows = max((tensor.size(along[name]) for name, tensor in tensors.items() if name not in shared), default=1)
+        return join_outputs(outputs, dimension, rows)
+
     def _check_names(self, inputs: Mapping[str, Any]) -> None:
         """Raise ``TypeError`` or ``ValueError`` for names of inputs that neither the model nor ``loss_fn`` takes."""
         function = self._loss_function
@@ -174,8 +185,8 @@ class Batches:
         if "position_ids" in inputs:
             self._refuse_packed(inputs)
         count = self._config.num_microbatches
-        values = zip(inputs.values(), known.whole, strict=True)
-        columns = [[value] * count if is_whole else value.chunk(count) for value, is_whole in values]
+        values = zip(inputs.values(), known.along, strict=True)
+        columns = [[value] * count if along is None else value.chunk(count, along) for value, along in values]
         parts = [dict(zip(inputs, row, strict=True)) for row in zip(*columns, strict=True)]
         if self._normalization.by_keyword:
             parts, _ = self._normalization.prepared(parts, inputs)
@@ -186,15 +197,19 @@ class Batches:
         """Split ``inputs``, and note how, for batches of their ``layout``. Raises as ``split_batch`` does."""
         config = self._config
         count, function, shared = config.num_microbatches, config.split_inputs_fn, config.shared_inputs
-        parts, are_alike = split_batch(self.module, inputs, count, function, device, shared, self._of_rows)
+        parts, are_alike = split_batch(
+            *(self.module, inputs, count, function, device, shared, self._of_rows),
+            *(config.batch_dimension, self._rows_along_0),
+        )
         before, is_counted = self._normalization.prepared(parts, inputs)
         moved = on_device(before, device)
         # A function may split equal batches in different ways.
         compared = [open_inputs(inputs)] if config.split_inputs_fn is None else parts
         if layout is None or not are_alike or NUM_ITEMS in inputs:
             return Batch(moved, moved[:1] if are_alike else moved, is_counted, compared, before)
-        whole = [parts[0][name] is value for name, value in inputs.items()]
-        self._known[layout] = _Split(layout, whole, moved is not before, input_shapes(moved[0]))
+        dimensions = dimensions_of(inputs, config.batch_dimension)
+        along = [None if parts[0][name] is value else dimensions[name] for name, value in inputs.items()]
+        self._known[layout] = _Split(layout, along, moved is not before, input_shapes(moved[0]))
         return Batch(moved, moved[:1], is_counted, compared, before, layout=layout)
 
     def _refuse_packed(self, opened: Mapping[str, Any]) -> None:

@@ -15,6 +15,7 @@ from nxdpp.initialization.initialisers import check_param_init_fn
 from nxdpp.pipeline import arguments
 from nxdpp.pipeline.input_names import check_names, check_required
 from nxdpp.pipeline.loss.item_counts import CountItems, check_normalization
+from nxdpp.pipeline.microbatches.batch_dimension import BatchDimension, check_batch_dimension, named_inputs
 from nxdpp.pipeline.microbatches.split_batch import SplitInputs
 from nxdpp.pipeline.partition.balanced_partition import CostPolicy
 from nxdpp.pipeline.partition.partition import GivenCuts, PartitionPolicy, even, modules_to_cut_after
@@ -57,6 +58,11 @@ class PipelineConfig:
             a dict, ``"batch['mask']"``. By default none, and tensors that may be such are refused: in a batch of T rows
             of T tokens, tensors (T,), and floating and boolean ones (T, T), unless a batch of other sizes has shown
             that they have a part for each row. An empty list splits them.
+        batch_dimension: the dimension of inputs that has the rows of the batch, or a dict of dimensions by the names of
+            inputs, whose others are split along 0. Tensors of fewer dimensions are split along their last one. Outputs
+            of an evaluation are joined along the one that has the rows of a microbatch, or along ``"return"`` of the
+            dict. By default 0, and inputs that modules with ``batch_first=False`` may take with the sequence first,
+            such as (T, B) and (T, B), are refused with the question; batches with (B,) beside (B, T) answer it.
         output_loss_value_spec: position of the loss in the output.
         loss_fn: a function of the model's output and of inputs by name, ``loss_fn(output, labels)``. It returns the
             loss of a microbatch, a tensor of one element. It runs on the last stage, as a single node. An input that
@@ -97,6 +103,7 @@ class PipelineConfig:
     input_names: Sequence[str] | None = None
     split_inputs_fn: SplitInputs | None = None
     shared_inputs: Sequence[str] | None = None
+    batch_dimension: BatchDimension | None = None
     output_loss_value_spec: LossSpec = None
     loss_fn: Callable[..., Any] | None = None
     loss_normalization: str = "microbatch"
@@ -135,6 +142,7 @@ class PipelineConfig:
             parallel_state.refuse_in_debug("trace_file_path")
         arguments.check_number_of_microbatches(self.num_microbatches)
         arguments.check_split_inputs_fn(self.split_inputs_fn, self.shared_inputs)
+        check_batch_dimension(self.batch_dimension, self.split_inputs_fn)
         arguments.check_tracer(self.tracer_cls)
         arguments.check_wraps(self.autowrap_functions or (), self.autowrap_modules or ())
         check_loss_spec(self.output_loss_value_spec)
@@ -149,6 +157,7 @@ class PipelineConfig:
         if self.shared_inputs is not None:
             of_forward = [name.partition("[")[0] for name in self.shared_inputs]
             check_names(module, self.of_module(module, of_forward), "shared_inputs")
+        check_names(module, self.of_module(module, named_inputs(self.batch_dimension)), "batch_dimension")
         arguments.check_partition(self.partition, self._opened_batch(), self.partition_memory_limit, self.pipeline_cuts)
         if self.partition == "profiled" and (ranks := parallel_state.get_tensor_model_parallel_size()) > 1:
             # The layers of one rank would wait for the layers of the others.

@@ -18,6 +18,7 @@ from nxdpp.pipeline.input_names import check_not_positional
 from nxdpp.pipeline.loss.item_counts import CountItems
 from nxdpp.pipeline.loss_returns import OnEveryRank, PerMicrobatch
 from nxdpp.pipeline.manual_pipe_stage import StageOfLayers, manual_model
+from nxdpp.pipeline.microbatches.batch_dimension import BatchDimension
 from nxdpp.pipeline.microbatches.split_batch import SplitInputs
 from nxdpp.pipeline.partition.partition import PartitionPolicy
 from nxdpp.pipeline.pipeline import Pipeline
@@ -79,6 +80,8 @@ class NxDPPModel(PipelineView, Generic[OnEveryRank, PerMicrobatch]):
         split_inputs_fn: a function of the inputs and ``num_microbatches`` that returns the inputs of each microbatch.
         shared_inputs: names of inputs whose tensors go whole to each microbatch, such as a mask (T, T). See
             ``PipelineConfig`` for the tensors that are refused without it.
+        batch_dimension: the dimension of inputs and outputs that has the rows, such as 1 for (T, B), or a dict by the
+            names of inputs. By default 0; see ``PipelineConfig`` for the inputs that are a question then.
         loss_normalization: ``"microbatch"``, the mean of the microbatches' losses, or ``"tokens"``, the mean over all
             labels of the batch, replicas included.
         count_items_fn: a function of a microbatch's inputs, for ``"tokens"``. It returns the number of items over which
@@ -143,6 +146,7 @@ class NxDPPModel(PipelineView, Generic[OnEveryRank, PerMicrobatch]):
         return_loss_on_cpu: bool = False,
         loss_fn: Callable[..., Any] | None = None,
         shared_inputs: Sequence[str] | None = None,
+        batch_dimension: BatchDimension | None = None,
         autowrap_obj_methods: Mapping[Any, Sequence[str]] | None = None,
         manual_pp_partition: bool = False,
         manual_pp_stage_partition_fn: StageOfLayers | None = None,
@@ -176,6 +180,7 @@ class NxDPPModel(PipelineView, Generic[OnEveryRank, PerMicrobatch]):
             input_names=input_names,
             split_inputs_fn=split_inputs_fn,
             shared_inputs=shared_inputs,
+            batch_dimension=batch_dimension,
             output_loss_value_spec=output_loss_value_spec,
             loss_fn=loss_fn,
             loss_normalization=loss_normalization,
@@ -342,7 +347,7 @@ class NxDPPModel(PipelineView, Generic[OnEveryRank, PerMicrobatch]):
 
         Takes inputs as ``run_train`` does, and returns the loss as it does if the output names one or is one tensor of
         shape (). Otherwise the rank of the last stage returns the model's output, with the microbatches concatenated
-        along dimension 0.
+        along dimension 0, or along ``batch_dimension``.
         """
         with board.call("run_eval", "step", "pipeline", has_limit=True):
             check_not_positional(self.original_module, positional)

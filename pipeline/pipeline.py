@@ -116,6 +116,7 @@ class Pipeline(PipelineSteps):
                 "stages": self.partition.stages,
                 "pipeline_cuts": list(self.partition.cuts),
                 "num_microbatches": config.num_microbatches,
+                "batch_dimension": config.batch_dimension,
                 "shared_inputs": None if config.shared_inputs is None else list(config.shared_inputs),
                 **common,
                 "writes a timeline": config.trace_file_path is not None,

@@ -9,7 +9,6 @@ import torch
 
 from nxdpp.gradients.replica_gradients import ReplicaGradients
 from nxdpp.pipeline.batch import Batches
-from nxdpp.pipeline.microbatches.rows import join_outputs
 from nxdpp.pipeline.prepared_step import StepPreparation
 from nxdpp.pipeline.stages.loss import LossTransform
 from nxdpp.pipeline.step import StepRunner
@@ -68,9 +67,9 @@ class PipelineSteps:
 
         Args:
             inputs: the model's inputs, equal on all ranks of the pipeline. Tensors ``(B, ...)`` are split along
-                dimension 0, or by ``split_inputs_fn``; so are tensors in dicts among the inputs. ``shared_inputs``,
-                tensors of first dimension 1 next to larger ones, and other values go whole to each microbatch. Images
-                of a transformers model go with their rows.
+                dimension 0 or ``batch_dimension``, or by ``split_inputs_fn``; so are tensors in dicts among the inputs.
+                ``shared_inputs``, tensors of first dimension 1 next to larger ones, and other values go whole to each
+                microbatch. Images of a transformers model go with their rows.
 
         Returns:
             The detached loss of each microbatch on the rank of the last stage, an empty list on others. Their mean is
@@ -151,7 +150,10 @@ class PipelineSteps:
         if losses is not None:
             with failure_watch.reported():
                 return Evaluation(self._preparation.loss_of(result.step).scaled(losses))
-        return Evaluation(None, join_outputs(result.outputs()) if result.values else None)
+        if not result.values:
+            return Evaluation(None, None)
+        with failure_watch.reported():
+            return Evaluation(None, self._batches.joined(result.outputs(), result.step.batch))
 
     def eval_samples(self, samples: Sequence[Mapping[str, Any]]) -> list[Any]:
         """Run the forward of ``samples`` without gradients; collective over the pipeline.

@@ -37,8 +37,8 @@ _TRAINED = (
 )
 _SHARDED = f"FSDP would shard this rank's stages over ranks that have others. {_AVERAGED} (ZeRO-1: Zero1Optimizer)."
 _AVERAGE = (
-    "AveragedModel has {} parameters, and this rank's part of the pipelined model {}: those of the first names would be "
-    "averaged with the wrong ones, and the others stay as they are. Copy this rank's part: averaged = "
+    "AveragedModel has {} parameters, and this rank's part of the pipelined model {}: the first ones would be averaged "
+    "with these, whatever they are, and the others stay as they are. Copy this rank's part: averaged = "
     "AveragedModel(model.local_module), after each step averaged.update_parameters(model.local_module)."
 )
 _BROADCAST = (

@@ -9,6 +9,7 @@ from torch import nn
 
 from nxdpp.devices.kinds import device_of, readable
 from nxdpp.ground.torch_names import pytree
+from nxdpp.pipeline.microbatches.batch_dimension import BatchDimension, output_dimension
 from nxdpp.tracing.values.input_dicts import NUMBERS, InputDict, close_inputs, open_inputs
 from nxdpp.tracing.values.nested import flatten, leaves_of
 
@@ -56,8 +57,10 @@ def readable_opened(opened: Mapping[str, Any], device: torch.device) -> Mapping[
     return {name: copies.get(id(value), value) for name, value in opened.items()}
 
 
-def check_batch(inputs: Mapping[str, Any], microbatches: int, shared: Collection[str] = ()) -> None:
-    """Raise ``ValueError`` unless the inputs can be split.
+def check_batch(
+    inputs: Mapping[str, Any], microbatches: int, shared: Collection[str] = (), place: str = "dimension 0"
+) -> None:
+    """Raise ``ValueError`` unless the inputs, with their rows along dimension 0, can be split; ``place`` is theirs.
 
     Tensors ``(B, ...)`` must agree on ``B``, a multiple of ``microbatches``. All microbatches share tensors of first
     dimension 1 next to larger ones, ``shared`` inputs, and values of other types. A single microbatch takes tensors of
@@ -67,11 +70,11 @@ def check_batch(inputs: Mapping[str, Any], microbatches: int, shared: Collection
     batches = {name: size for name, size in sizes.items() if size != 1} or sizes
     if len(set(batches.values())) > 1 and microbatches > 1:
         raise ValueError(
-            f"the inputs disagree on dimension 0, the batch: {batches}. Give all the same batch size. Name tensors "
+            f"the inputs disagree on {place}, the batch: {batches}. Give all the same batch size. Name tensors "
             f"that all rows share, such as a mask (T, T), in NxDPPModel(..., shared_inputs=[NAME]); without it a step "
-            f"in which they had the size of the batch has split them. Or use num_microbatches=1, or give "
-            f"split_inputs_fn, a function of the inputs and num_microbatches that returns the inputs of each "
-            f"microbatch."
+            f"in which they had the size of the batch has split them. batch_dimension=1 is for rows along dimension 1, "
+            f"(T, B). Or use num_microbatches=1, or give split_inputs_fn, a function of the inputs and "
+            f"num_microbatches that returns the inputs of each microbatch."
         )
     batch = next(iter(batches.values()), None)
     if batch is not None and (batch == 0 or batch % microbatches):
@@ -144,13 +147,23 @@ def _tensors(inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     return {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor) and value.ndim}
 
 
-def split_inputs(inputs: Mapping[str, Any], microbatches: int, shared: Collection[str] = ()) -> list[dict[str, Any]]:
-    """Return the inputs of each microbatch: ``(B / microbatches, ...)`` of each tensor ``(B, ...)``; others whole."""
-    batch = max((tensor.size(0) for name, tensor in _tensors(inputs).items() if name not in shared), default=1)
+def split_inputs(
+    inputs: Mapping[str, Any],
+    microbatches: int,
+    shared: Collection[str] = (),
+    dimensions: Mapping[str, int] | None = None,
+) -> list[dict[str, Any]]:
+    """Return the inputs of each microbatch: ``(B / microbatches, ...)`` of each tensor ``(B, ...)``; others whole.
+
+    ``dimensions`` has the dimension of the rows of each input, by default 0.
+    """
+    along = dimensions or dict.fromkeys(inputs, 0)
+    sizes = {name: tensor.size(along[name]) for name, tensor in _tensors(inputs).items()}
+    batch = max((size for name, size in sizes.items() if name not in shared), default=1)
 
     def parts(name: str, value: Any) -> list[Any]:
-        whole = name in shared or not isinstance(value, torch.Tensor) or value.ndim == 0 or value.size(0) != batch
-        return [value] * microbatches if whole or microbatches == 1 else list(value.chunk(microbatches))
+        whole = name in shared or name not in sizes or sizes[name] != batch
+        return [value] * microbatches if whole or microbatches == 1 else list(value.chunk(microbatches, along[name]))
 
     columns = {name: parts(name, value) for name, value in inputs.items()}
     return [{name: column[i] for name, column in columns.items()} for i in range(microbatches)]
@@ -166,17 +179,27 @@ def on_device(parts: list[dict[str, Any]], device: torch.device) -> list[dict[st
     return [{name: moved.get(id(value), value) for name, value in part.items()} for part in parts]
 
 
-def join_outputs(outputs: list[Any]) -> Any:
-    """Concatenate the outputs of the microbatches along dimension 0, and stack scalars.
+def join_outputs(outputs: list[Any], dimension: BatchDimension | None = None, rows: int = 1) -> Any:
+    """Concatenate the outputs of the microbatches along the dimension of their rows, and stack scalars.
 
     Values other than tensors are taken from the first microbatch.
+
+    Args:
+        outputs: of each microbatch.
+        dimension: ``batch_dimension``; by default 0.
+        rows: of a microbatch, which tell the dimension of an output where it may be another than 0.
+
+    Raises ``ValueError`` as ``output_dimension`` does.
     """
     columns = zip(*(leaves_of(output) for output in outputs), strict=True)
-    leaves = [_join(list(column)) for column in columns]
+    leaves = [_join(list(column), dimension, rows) for column in columns]
     return pytree.tree_unflatten(leaves, flatten(outputs[0])[1])
 
 
-def _join(parts: list[Any]) -> Any:
-    if not isinstance(parts[0], torch.Tensor):
-        return parts[0]
-    return torch.cat(parts) if parts[0].ndim else torch.stack(parts)
+def _join(parts: list[Any], dimension: BatchDimension | None, rows: int) -> Any:
+    first = parts[0]
+    if not isinstance(first, torch.Tensor):
+        return first
+    if not first.ndim:
+        return torch.stack(parts)
+    return torch.cat(parts, output_dimension(first, dimension, rows)) if len(parts) > 1 else first

@@ -7,6 +7,12 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from nxdpp.pipeline.microbatches.batch_dimension import (
+    BatchDimension,
+    check_not_sequence_first,
+    dimensions_of,
+    rows_first,
+)
 from nxdpp.pipeline.microbatches.rows import check_batch, check_kinds, check_not_shared, split_inputs
 from nxdpp.tracing.models.image_rows import split_images
 from nxdpp.tracing.values.input_dicts import levels, open_inputs
@@ -23,6 +29,8 @@ def split_batch(
     device: torch.device,
     shared: Collection[str] | None = None,
     of_rows: set[str] | None = None,
+    batch_dimension: BatchDimension | None = None,
+    rows_along_0: set[str] | None = None,
 ) -> tuple[list[dict[str, Any]], bool]:
     """Return the opened inputs of each microbatch, and whether all have the same shapes for certain.
 
@@ -36,6 +44,9 @@ def split_batch(
             a transformers model, whose inputs have a part for each row.
         of_rows: names that have a part for each row, as earlier batches have shown. Those that this one shows are
             added.
+        batch_dimension: the dimension of the rows, 0 by default. ``None`` refuses inputs that a module may take with
+            the sequence first.
+        rows_along_0: names that have their rows along dimension 0, as ``of_rows``.
 
     Raises:
         ValueError, TypeError: for inputs that cannot be split, and for a result of ``function`` that is no list of
@@ -49,11 +60,17 @@ def split_batch(
     images = _split_images(module, inputs, microbatches)
     of_images = {name for part in images for name in part}
     rest = {name: value for name, value in inputs.items() if name not in of_images}
-    check_batch(rest, microbatches, shared or ())
+    along = dimensions_of(rest, batch_dimension)
+    turned = rows_first(rest, along)
+    place = "their batch_dimension" if isinstance(batch_dimension, Mapping) else f"dimension {batch_dimension or 0}"
+    check_batch(turned, microbatches, shared or (), place)
+    if batch_dimension is None:
+        own = {name: value for name, value in rest.items() if name not in (shared or ())}
+        check_not_sequence_first(module, own, microbatches, set() if rows_along_0 is None else rows_along_0)
     if shared is None and not isinstance(module, PreTrainedModel):
-        check_not_shared(rest, microbatches, set() if of_rows is None else of_rows)
-    parts = [part | own for part, own in zip(split_inputs(rest, microbatches, shared or ()), images, strict=True)]
-    return parts, not of_images
+        check_not_shared(turned, microbatches, set() if of_rows is None else of_rows)
+    parts = split_inputs(rest, microbatches, shared or (), along)
+    return [part | own for part, own in zip(parts, images, strict=True)], not of_images
 
 
 def _split_images(module: nn.Module, inputs: Mapping[str, Any], microbatches: int) -> list[dict[str, Any]]:

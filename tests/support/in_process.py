@@ -98,7 +98,7 @@ class InProcessPipeline:
 
         With ``in_flight`` each stage runs the forward of all microbatches before the next stage begins.
         """
-        parts, _ = split_batch(self._module, inputs, microbatches, None, _CPU)
+        parts, _ = split_batch(self._module, inputs, microbatches, None, _CPU, batch_dimension=0)
         graphs = self.programs.graphs_of(parts)
         program, forms = self.programs.program_of(graphs, "loss"), forms_of(parts, graphs.numbers)
         stages = self.partition.stages

@@ -22,6 +22,7 @@ _WITHOUT_USE = {
     "input_names": "Trainer adds num_items_in_batch to the inputs",
     "split_inputs_fn": "the batches of an optimizer step are its microbatches",
     "shared_inputs": "the batches of an optimizer step are its microbatches",
+    "batch_dimension": "the batches of an optimizer step are its microbatches",
     "return_mb_loss": _NO_LOSS_RETURN,
     "broadcast_and_average_loss": _NO_LOSS_RETURN,
     "return_loss_on_cpu": _NO_LOSS_RETURN,

@@ -1,0 +1,132 @@
+"""The dimension of inputs and outputs that has the rows of a batch: 0, unless ``batch_dimension`` names another.
+
+::
+
+    batch_dimension=1         x (T, B, H), target (T, B)  along 1      lengths (B,)   along its only one
+    batch_dimension={"x": 1}  x (T, B, H)                 along 1      labels (B,)    along 0
+
+A model with modules that take the sequence first (``batch_first=False``) may transpose its inputs, or take them so.
+Where the sizes of a batch fit both, the first step is refused with the question. A batch that has its rows along
+dimension 0 for certain answers it for later ones.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from nxdpp.tracing.modules import listings
+
+BatchDimension = int | Mapping[str, int]
+"""A dimension of all inputs, or of each by its name. ``"return"`` is the output."""
+
+OUTPUT = "return"
+
+
+def check_batch_dimension(given: Any, split_inputs_fn: Any) -> None:
+    """Raise ``ValueError`` unless ``given`` has dimensions, and for a ``split_inputs_fn`` beside it."""
+    values = list(given.values()) if isinstance(given, Mapping) else [0 if given is None else given]
+    for value in values:
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise ValueError(
+                f"batch_dimension={given!r} must be a dimension of all inputs, such as 1 for (T, B), or a dict of "
+                f'dimensions by the names of inputs, such as {{"x": 1}}; the others have their rows along 0.'
+            )
+    if given is not None and split_inputs_fn is not None:
+        raise ValueError(
+            "split_inputs_fn and batch_dimension exclude each other: the function returns all inputs of each "
+            "microbatch. Leave batch_dimension out."
+        )
+
+
+def named_inputs(given: BatchDimension | None) -> list[str]:
+    """Return the names of inputs of ``forward`` or the loss in ``given``."""
+    return [name.partition("[")[0] for name in given if name != OUTPUT] if isinstance(given, Mapping) else []
+
+
+def dimensions_of(inputs: Mapping[str, Any], given: BatchDimension | None) -> dict[str, int]:
+    """Return the dimension of the rows of each opened input; of a tensor with fewer dimensions the last one.
+
+    Raises ``ValueError`` for a dimension by name that the input does not have.
+    """
+    if not given:
+        return dict.fromkeys(inputs, 0)
+    found = {}
+    for name, value in inputs.items():
+        own = given.get(name, 0) if isinstance(given, Mapping) else given
+        last = max(0, value.ndim - 1) if isinstance(value, torch.Tensor) else 0
+        if own > last and isinstance(given, Mapping) and isinstance(value, torch.Tensor):
+            raise ValueError(f"batch_dimension[{name!r}] is {own}, and {name} has the shape {tuple(value.shape)}.")
+        found[name] = min(own, last)
+    return found
+
+
+def rows_first(inputs: Mapping[str, Any], dimensions: Mapping[str, int]) -> Mapping[str, Any]:
+    """Return views of the opened inputs with their rows along dimension 0."""
+    if not any(dimensions.values()):
+        return inputs
+    return {name: value.movedim(dimensions[name], 0) if dimensions[name] else value for name, value in inputs.items()}
+
+
+def check_not_sequence_first(module: nn.Module, inputs: Mapping[str, Any], microbatches: int, shown: set[str]) -> None:
+    """Raise ``ValueError`` for inputs that may be sequences first, where a module takes those.
+
+    Args:
+        module: the model; inputs of transformers' have their rows along dimension 0.
+        inputs: opened inputs that agree on dimension 0.
+        microbatches: the number of parts.
+        shown: names that had their rows along dimension 0 in an earlier batch. Those of such a batch are added.
+    """
+    tensors = {name: each for name, each in inputs.items() if isinstance(each, torch.Tensor) and each.ndim}
+    wide = {name: each.shape for name, each in tensors.items() if each.ndim > 1 and each.size(0) > 1}
+    if microbatches == 1 or not wide or isinstance(module, PreTrainedModel):
+        return
+    # Labels (B,) beside (B, T), and inputs of different second dimensions, have no second reading.
+    seconds = {shape[1] for shape in wide.values()} | {each.size(0) for each in tensors.values() if each.ndim == 1}
+    if len(seconds) > 1:
+        shown.update(tensors)
+    taking = None if shown.issuperset(wide) else _sequence_first(module)
+    if taking is None:
+        return
+    first, second = next(iter(wide.values()))[:2]
+    shapes = ", ".join(f"{name} {tuple(shape)}" for name, shape in wide.items())
+    raise ValueError(
+        f"{taking} takes sequences first (batch_first=False), and the inputs ({shapes}) fit two readings: {first} rows "
+        f"of {second} tokens, or {second} rows of {first}. Say which: NxDPPModel(..., batch_dimension=1) splits rows "
+        f"along dimension 1 into the {microbatches} microbatches, as in (T, B), and batch_dimension=0 along dimension "
+        f"0, where the model transposes its inputs itself. A dict by the names of inputs says it for each."
+    )
+
+
+def _sequence_first(module: nn.Module) -> str | None:
+    """The first module with ``batch_first=False``, in words."""
+    for name, each in listings.named_modules(module):
+        if getattr(each, "batch_first", None) is False:
+            return f"{name or 'the model'}, a {type(each).__name__},"
+    return None
+
+
+def output_dimension(part: torch.Tensor, given: BatchDimension | None, rows: int) -> int:
+    """Return the dimension along which outputs like ``part``, of a microbatch with ``rows`` rows, are joined.
+
+    Raises ``ValueError`` where the sizes do not tell it and ``given`` does not name it.
+    """
+    if not given or part.ndim < 2:
+        return 0
+    named = given.get(OUTPUT) if isinstance(given, Mapping) else None
+    if named is not None:
+        return min(named, part.ndim - 1)
+    known = {0, *given.values()} if isinstance(given, Mapping) else {0, given}
+    fitting = [each for each in sorted(known) if each < part.ndim and part.size(each) == rows]
+    if len(fitting) == 1:
+        return fitting[0]
+    example = (
+        dict.fromkeys([*named_inputs(given), OUTPUT], 1) if isinstance(given, Mapping) else {"x": 1, OUTPUT: 1}
+    )
+    raise ValueError(
+        f"an output of a microbatch has the shape {tuple(part.shape)}, and its {rows} rows may be along "
+        f"{' or '.join(map(str, fitting)) or 'none'} of the dimensions {sorted(known)}. Name the one along which "
+        f"outputs are joined, {OUTPUT!r}: batch_dimension={example} (0 for outputs with their rows first)."
+    )

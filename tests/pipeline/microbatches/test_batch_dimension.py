@@ -1,0 +1,201 @@
+"""``batch_dimension``: rows along another dimension than 0, and the question for modules that take sequences first."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from nxdpp import NxDPPModel, PipelineConfig, parallel_state
+from nxdpp.pipeline.microbatches.batch_dimension import check_not_sequence_first, dimensions_of, output_dimension
+from tests.support.models import llama
+from tests.support.run_ranks import run_ranks
+
+ROWS, TOKENS, WIDTH, VOCABULARY = 8, 12, 16, 20
+
+
+class Encoder(nn.Module):
+    """Layers of (T, B, H), as torch makes them without ``batch_first``."""
+
+    def __init__(self, batch_first: bool = False) -> None:
+        super().__init__()
+        self.sequence = int(batch_first)
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(WIDTH, 2, 32, 0.0, batch_first=batch_first) for _ in range(4)
+        )
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[self.sequence])
+        hidden = self.embed(x)
+        for layer in self.layers:
+            hidden = layer(hidden, mask)
+        logits: torch.Tensor = self.head(hidden)
+        return logits
+
+
+class Classifier(nn.Module):
+    """A class (B, classes) of each sequence (T, B), by recurrent layers of (T, B, H)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleList(Recurrent() for _ in range(4))
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(x)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        classes: torch.Tensor = self.head(hidden.mean(0))
+        return classes
+
+
+class Recurrent(nn.Module):
+    """A GRU of (T, B, H) beside a skip."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru = nn.GRU(WIDTH, WIDTH)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = hidden + self.gru(hidden)[0]
+        return result
+
+
+def of_tokens(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+def of_rows(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(output, target)
+
+
+def tokens(rows: int = ROWS, length: int = TOKENS) -> torch.Tensor:
+    return torch.randint(VOCABULARY, (length, rows), generator=torch.Generator().manual_seed(rows + length))
+
+
+def _case(name: str) -> tuple[nn.Module, Any, dict[str, torch.Tensor], Any, Any]:
+    """A model, its loss, a batch, and answers to the question."""
+    x = tokens()
+    if name == "tokens":
+        return Encoder(), of_tokens, {"x": x, "target": x.roll(-1, 0)}, 1, {"x": 1, "target": 1}
+    # The labels have one dimension, so that sizes tell (T, B): the error is of the sizes.
+    return Classifier(), of_rows, {"x": x, "target": torch.arange(ROWS) % 3}, 1, {"x": 1}
+
+
+def train(rank: int, ranks: int, name: str, by_name: bool) -> list[str]:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=ranks)
+    torch.manual_seed(0)
+    module, loss_fn, batch, number, names = _case(name)
+    torch.manual_seed(0)
+    whole = _case(name)[0]
+    whole.load_state_dict(module.state_dict())
+    common: dict[str, Any] = {
+        "num_microbatches": 4,
+        "transformer_layer_cls": [nn.TransformerEncoderLayer] if name == "tokens" else [Recurrent],
+        "loss_fn": loss_fn,
+        "broadcast_and_average_loss": True,
+    }
+    with pytest.raises(ValueError, match="batch_dimension=1") as asked:
+        NxDPPModel(_case(name)[0], **common).run_train(**batch)
+    model = NxDPPModel(module, **common, batch_dimension=names if by_name else number, check_against_module="first")
+    for _ in range(3):
+        model.zero_grad()
+        whole.zero_grad()
+        loss = model.run_train(**batch)
+        expected = []
+        for part in zip(batch["x"].chunk(4, 1), batch["target"].chunk(4, batch["target"].ndim - 1), strict=True):
+            expected.append(loss_fn(whole(part[0]), part[1]))
+            (expected[-1] / 4).backward()
+        assert loss.item() == torch.stack(expected).mean().item()
+        # Sequences are whole in a microbatch: the loss is the one of the batch.
+        torch.testing.assert_close(loss, loss_fn(whole(batch["x"]), batch["target"]).detach())
+        own = dict(whole.named_parameters())
+        for key, parameter in model.named_parameters():
+            torch.testing.assert_close(parameter.grad, own[key].grad, atol=0, rtol=0)
+    output = model.run_eval(x=batch["x"])
+    if model.holds_last_stage:
+        with torch.no_grad():
+            torch.testing.assert_close(output, whole(batch["x"]))
+    return [str(asked.value)]
+
+
+@pytest.mark.parametrize("by_name", [False, True], ids=["number", "names"])
+@pytest.mark.parametrize("name", ["tokens", "classes"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_sequences_first_train_as_in_one_process(ranks: int, name: str, by_name: bool) -> None:
+    for (asked,) in run_ranks(ranks, train, ranks, name, by_name):
+        if name == "tokens":
+            assert "layers.0.self_attn, a MultiheadAttention, takes sequences first (batch_first=False)" in asked
+            assert f"x (12, 8), target (12, 8)) fit two readings: {TOKENS} rows of {ROWS} tokens" in asked
+        else:
+            assert "disagree on dimension 0, the batch: {'x': 12, 'target': 8}" in asked
+
+
+def _asked_once(rank: int) -> None:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer
+    common: dict[str, Any] = {"num_microbatches": 2, "transformer_layer_cls": layer, "loss_fn": of_tokens}
+    x = tokens()
+    # What the message advises: the model transposes itself.
+    model = NxDPPModel(Encoder(), **common, batch_dimension=0)
+    model.run_train(x=x, target=x)
+    # Nothing asks where no module takes sequences first, nor for one microbatch.
+    model = NxDPPModel(Encoder(batch_first=True), **common)
+    model.run_train(x=x, target=x)
+    model = NxDPPModel(Encoder(), **common | {"num_microbatches": 1})
+    model.run_train(x=x, target=x)
+    for wrong, text in (
+        (-1, "must be a dimension of all inputs"),
+        (True, "must be a dimension of all inputs"),
+        ({"y": 1}, "batch_dimension"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            NxDPPModel(Encoder(), **common, batch_dimension=wrong)
+    with pytest.raises(ValueError, match="exclude each other"):
+        NxDPPModel(Encoder(), **common, batch_dimension=1, split_inputs_fn=lambda inputs, number: [inputs] * number)
+
+
+def test_it_is_a_question_once() -> None:
+    run_ranks(2, _asked_once)
+
+
+def test_a_batch_with_one_reading_answers_for_later_ones() -> None:
+    module, shown = Encoder(), set[str]()
+    both = {"x": torch.ones(12, 8), "y": torch.ones(12, 8)}
+
+    with pytest.raises(ValueError, match="fit two readings"):
+        check_not_sequence_first(module, both, 4, shown)
+    with pytest.raises(ValueError, match="fit two readings"):
+        check_not_sequence_first(module, {"x": torch.ones(4, 4), "labels": torch.ones(4)}, 4, shown)
+    check_not_sequence_first(llama(2), both, 4, shown)
+    check_not_sequence_first(module, {"x": torch.ones(8, 12), "labels": torch.ones(8)}, 4, shown)
+    check_not_sequence_first(module, {"x": torch.ones(8, 8), "labels": torch.ones(8)}, 4, shown)
+    with pytest.raises(ValueError, match=r"y \(12, 8\)"):
+        check_not_sequence_first(module, both, 4, shown)
+    check_not_sequence_first(module, {"x": torch.ones(8, 12), "y": torch.ones(8, 3)}, 4, shown)
+    check_not_sequence_first(module, both, 4, shown)
+
+
+def test_dimensions_of_inputs_and_outputs() -> None:
+    inputs = {"x": torch.ones(12, 8, 3), "lengths": torch.ones(8), "scale": 2.0}
+
+    assert dimensions_of(inputs, None) == {"x": 0, "lengths": 0, "scale": 0}
+    assert dimensions_of(inputs, 1) == {"x": 1, "lengths": 0, "scale": 0}
+    assert dimensions_of(inputs, {"x": 2}) == {"x": 2, "lengths": 0, "scale": 0}
+    with pytest.raises(ValueError, match=r"batch_dimension\['lengths'\] is 1, and lengths has the shape \(8,\)"):
+        dimensions_of(inputs, {"lengths": 1})
+    assert output_dimension(torch.ones(12, 2, 5), 1, 2) == 1
+    assert output_dimension(torch.ones(2, 5), 1, 2) == 0
+    assert output_dimension(torch.ones(2, 2), None, 2) == 0
+    with pytest.raises(ValueError, match="along 0 or 1 of the dimensions") as caught:
+        output_dimension(torch.ones(2, 2), {"x": 1}, 2)
+    assert "batch_dimension={'x': 1, 'return': 1}" in str(caught.value)
+    assert output_dimension(torch.ones(2, 2), {"x": 1, "return": 1}, 2) == 1
+    assert output_dimension(torch.ones(2, 2), {"x": 1, "return": 0}, 2) == 0
+    with pytest.raises(ValueError, match="along none of the dimensions"):
+        output_dimension(torch.ones(7, 7), 1, 2)
+    assert PipelineConfig(batch_dimension=1).batch_dimension == 1
