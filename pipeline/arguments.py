@@ -109,8 +109,10 @@ def check_floating_inputs(name: Any) -> None:
         )
 
 
-def check_loss_returns(return_mb_loss: bool, broadcast_and_average_loss: bool) -> None:
-    """Raise ``ValueError`` for both kinds of returned loss at once."""
+def check_loss_returns(return_mb_loss: bool, broadcast_and_average_loss: bool, loss_over: str = "microbatch") -> None:
+    """Raise ``ValueError`` for both kinds of returned loss at once, and for losses of microbatches without any."""
+    if return_mb_loss and loss_over == "batch":
+        raise ValueError("return_mb_loss=True and loss_over='batch' exclude each other: there is one loss of all rows.")
     if return_mb_loss and broadcast_and_average_loss:
         raise ValueError(
             "return_mb_loss=True and broadcast_and_average_loss=True exclude each other: the losses of the "

@@ -23,7 +23,8 @@ from nxdpp.pipeline.local.changes import ENTRIES, Change
 from nxdpp.pipeline.local.part import LocalPart
 from nxdpp.pipeline.local.upkeep import LocalUpkeep
 from nxdpp.pipeline.loss.normalization import LossNormalization
-from nxdpp.pipeline.microbatches.batch_dimension import dimensions_of
+from nxdpp.pipeline.microbatches.batch_dimension import dimensions_of, rows_of
+from nxdpp.pipeline.microbatches.mixed_rows import warn_of_batch_norms
 from nxdpp.pipeline.microbatches.rows import join_outputs, on_device, readable_inputs, readable_opened
 from nxdpp.pipeline.microbatches.split_batch import check_samples, opened_samples, split_batch
 from nxdpp.tracing.models.huggingface import refuse_packed_positions
@@ -95,6 +96,7 @@ class Batches:
         self._forwards = part.changes.watch(*ENTRIES, Change.FORWARD)
         self._of_rows: set[str] = set()
         self._rows_along_0: set[str] = set()
+        self._has_batch_norms = False
         self._known: LastUsed[Hashable, _Split] = LastUsed()
 
     def of_inputs(self, inputs: Mapping[str, Any]) -> Batch:
@@ -130,6 +132,11 @@ class Batches:
 
     def of_microbatches(self, microbatches: Sequence[Mapping[str, Any]]) -> Batch:
         """Take ``microbatches``, any number of them. Raises as ``of_samples`` does."""
+        if self._config.loss_over == "batch":
+            raise ValueError(
+                "loss_over='batch' makes one loss of all rows of a batch, and each of these microbatches has its own. "
+                "Use train_step and eval_step, or loss_over='microbatch'."
+            )
         if not microbatches:
             raise ValueError("a step has at least one microbatch, and was given none.")
         for microbatch in microbatches:
@@ -145,11 +152,8 @@ class Batches:
 
     def joined(self, outputs: list[Any], batch: Batch) -> Any:
         """Return the output of ``batch`` for those of its microbatches. Raises ``ValueError`` as ``join_outputs``."""
-        dimension, inputs = self._config.batch_dimension, batch.microbatches[0]
-        along = dimensions_of(inputs, dimension)
-        tensors = {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor) and value.ndim}
-        shared = self._config.shared_inputs or ()
-        rows = max((tensor.size(along[name]) for name, tensor in tensors.items() if name not in shared), default=1)
+        dimension, shared = self._config.batch_dimension, self._config.shared_inputs
+        rows = rows_of(batch.microbatches[0], dimension, shared)
         return join_outputs(outputs, dimension, rows)
 
     def _check_names(self, inputs: Mapping[str, Any]) -> None:
@@ -197,6 +201,8 @@ class Batches:
         """Split ``inputs``, and note how, for batches of their ``layout``. Raises as ``split_batch`` does."""
         config = self._config
         count, function, shared = config.num_microbatches, config.split_inputs_fn, config.shared_inputs
+        if not self._has_batch_norms and torch.is_grad_enabled():
+            self._has_batch_norms = warn_of_batch_norms(self.module, count)
         parts, are_alike = split_batch(
             *(self.module, inputs, count, function, device, shared, self._of_rows),
             *(config.batch_dimension, self._rows_along_0),

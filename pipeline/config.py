@@ -1,7 +1,8 @@
 """Configuration of a pipeline, verified before anything is changed."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from inspect import ismodule
 from numbers import Integral
 from types import ModuleType
@@ -14,6 +15,7 @@ from nxdpp.gradients.grad_scaler import GradScaler, check_grad_scaler
 from nxdpp.initialization.initialisers import check_param_init_fn
 from nxdpp.pipeline import arguments
 from nxdpp.pipeline.input_names import check_names, check_required
+from nxdpp.pipeline.loss.batch_loss import BatchLoss, check_forwards_first, check_loss_over
 from nxdpp.pipeline.loss.item_counts import CountItems, check_normalization
 from nxdpp.pipeline.microbatches.batch_dimension import BatchDimension, check_batch_dimension, named_inputs
 from nxdpp.pipeline.microbatches.split_batch import SplitInputs
@@ -67,6 +69,9 @@ class PipelineConfig:
         loss_fn: a function of the model's output and of inputs by name, ``loss_fn(output, labels)``. It returns the
             loss of a microbatch, a tensor of one element. It runs on the last stage, as a single node. An input that
             ``forward`` has no parameter for goes only to ``loss_fn``. By default the output has the loss.
+        loss_over: ``"microbatch"``, or ``"batch"``: ``loss_fn`` is called once a step, on the outputs and inputs of all
+            microbatches, as in one process, for losses that look at other rows. Replicas have losses of their own. For
+            schedules in which all forwards of the last stage come first, such as ``"gpipe"``.
         loss_normalization: ``"microbatch"``, the mean of the microbatches' losses, or ``"tokens"``, the mean over all
             labels of the batch. Replicas are included.
         count_items_fn: a function of a microbatch's inputs, for ``"tokens"``. It returns the number of items over which
@@ -106,6 +111,7 @@ class PipelineConfig:
     batch_dimension: BatchDimension | None = None
     output_loss_value_spec: LossSpec = None
     loss_fn: Callable[..., Any] | None = None
+    loss_over: str = "microbatch"
     loss_normalization: str = "microbatch"
     count_items_fn: CountItems | None = None
     gradient_reduction: str = "mean"
@@ -147,6 +153,7 @@ class PipelineConfig:
         arguments.check_wraps(self.autowrap_functions or (), self.autowrap_modules or ())
         check_loss_spec(self.output_loss_value_spec)
         check_loss_fn(self.loss_fn, self.output_loss_value_spec)
+        check_loss_over(self.loss_over, self.loss_fn, self.loss_normalization)
         check_normalization(module, self.loss_normalization, self.count_items_fn, self.loss_function)
         arguments.check_gradient_reduction(self.gradient_reduction, self.loss_normalization)
         arguments.check_reference(self.check_against_module)
@@ -171,7 +178,17 @@ class PipelineConfig:
     @property
     def loss_function(self) -> LossFunction | None:
         """``loss_fn`` with the names of its inputs."""
-        return None if self.loss_fn is None else LossFunction.of(self.loss_fn)
+        if self.loss_fn is None:
+            return None
+        function = LossFunction.of(self.loss_fn)
+        return function if self.batch_loss is None else replace(function, function=self.batch_loss)
+
+    @cached_property
+    def batch_loss(self) -> BatchLoss | None:
+        """What collects the outputs of a step for ``loss_over="batch"``; ``None`` for losses of microbatches."""
+        if self.loss_over != "batch" or self.loss_fn is None:
+            return None
+        return BatchLoss(self.loss_fn, self.batch_dimension, self.loss_gradient)
 
     @property
     def loss_gradient(self) -> LossGradient:
@@ -194,7 +211,10 @@ class PipelineConfig:
 
     def choose_schedule(self, ranks: int) -> ChosenSchedule:
         """Return the schedule for ``ranks``. Raises ``ValueError`` for one that cannot run."""
-        return ChosenSchedule(self.schedule, ranks, self.num_microbatches, self.virtual_pipeline_size)
+        chosen = ChosenSchedule(self.schedule, ranks, self.num_microbatches, self.virtual_pipeline_size)
+        if self.loss_over == "batch":
+            check_forwards_first(chosen)
+        return chosen
 
     def tracing_options(self, module: nn.Module) -> TracingOptions:
         """Return the options for tracing ``module``. Raises ``ValueError`` for a class that it does not have."""

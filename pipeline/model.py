@@ -82,6 +82,8 @@ class NxDPPModel(PipelineView, Generic[OnEveryRank, PerMicrobatch]):
             ``PipelineConfig`` for the tensors that are refused without it.
         batch_dimension: the dimension of inputs and outputs that has the rows, such as 1 for (T, B), or a dict by the
             names of inputs. By default 0; see ``PipelineConfig`` for the inputs that are a question then.
+        loss_over: ``"microbatch"``, or ``"batch"`` to call ``loss_fn`` once, on the outputs of all microbatches, for
+            losses that look at other rows (contrastive ones). For schedules with all forwards first: ``"gpipe"``.
         loss_normalization: ``"microbatch"``, the mean of the microbatches' losses, or ``"tokens"``, the mean over all
             labels of the batch, replicas included.
         count_items_fn: a function of a microbatch's inputs, for ``"tokens"``. It returns the number of items over which
@@ -146,11 +148,12 @@ class NxDPPModel(PipelineView, Generic[OnEveryRank, PerMicrobatch]):
         return_loss_on_cpu: bool = False,
         loss_fn: Callable[..., Any] | None = None,
         shared_inputs: Sequence[str] | None = None,
-        batch_dimension: BatchDimension | None = None,
         autowrap_obj_methods: Mapping[Any, Sequence[str]] | None = None,
         manual_pp_partition: bool = False,
         manual_pp_stage_partition_fn: StageOfLayers | None = None,
         manual_pp_loss_fn: Callable[[Any, Any], Any] | None = None,
+        batch_dimension: BatchDimension | None = None,
+        loss_over: str = "microbatch",
     ) -> None:
         super().__init__()
         arguments.check_obj_methods(autowrap_obj_methods)
@@ -183,6 +186,7 @@ class NxDPPModel(PipelineView, Generic[OnEveryRank, PerMicrobatch]):
             batch_dimension=batch_dimension,
             output_loss_value_spec=output_loss_value_spec,
             loss_fn=loss_fn,
+            loss_over=loss_over,
             loss_normalization=loss_normalization,
             count_items_fn=count_items_fn,
             leaf_module_cls=leaf_module_cls,
@@ -197,7 +201,7 @@ class NxDPPModel(PipelineView, Generic[OnEveryRank, PerMicrobatch]):
             check_inputs=check_inputs,
         )
         hooks = checked_hooks(post_partition_hooks)
-        arguments.check_loss_returns(return_mb_loss, broadcast_and_average_loss)
+        arguments.check_loss_returns(return_mb_loss, broadcast_and_average_loss, loss_over)
         arguments.check_scripts_arguments(use_optimizer_wrapper, fuse_microbatches, return_loss_on_cpu)
         arguments.check_auto_partition(auto_partition, pipeline_cuts, partition)
         self._pipeline = Pipeline(

@@ -378,6 +378,7 @@ def _common_settings(config: PipelineConfig, number: int, agreed: Mapping[str, A
     return {
         **agreed,
         "number of the wrapped model": number,
+        "loss_over": config.loss_over,
         "loss_normalization": config.loss_normalization,
         "count_items_fn": config.count_items_fn is not None,
         "gradient_reduction": config.gradient_reduction,

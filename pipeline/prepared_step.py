@@ -1,5 +1,6 @@
 """A step before and after it runs: graph, program and loss of its batch; losses and outputs that ranks get."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -8,8 +9,10 @@ import torch
 from nxdpp.agreement.step_signature import Forms, forms_of, input_shapes
 from nxdpp.pipeline.batch import Batch
 from nxdpp.pipeline.config import PipelineConfig
+from nxdpp.pipeline.loss.batch_loss import LossOfBatch
 from nxdpp.pipeline.loss.normalization import LossNormalization
 from nxdpp.pipeline.loss.step_loss import StepLoss
+from nxdpp.pipeline.microbatches.batch_dimension import rows_of
 from nxdpp.pipeline.outputs.shared_outputs import shared_outputs
 from nxdpp.pipeline.stages.cut_graph import EndsWith, RankStages, StepGraphs, fill_output
 from nxdpp.pipeline.stages.loss import LossTransform
@@ -44,6 +47,18 @@ class PreparedStep:
             return Forms(batch.shapes or input_shapes(microbatches[0]))
         return forms_of(microbatches, self.graphs.numbers)
 
+    def whole(self, config: PipelineConfig) -> Mapping[str, Any] | None:
+        """Return the opened inputs of the batch in one piece, whose loss could be the mean of the microbatches'.
+
+        ``None`` for a batch that has been given in parts, and for losses that count items of all replicas.
+        """
+        parts, given = len(self.batch.microbatches), self.batch.compared
+        if parts == 1 or len(given) != 1 or config.split_inputs_fn is not None:
+            return None
+        if NUM_ITEMS in given[0] or (self.loss.scales and parallel_state.get_data_parallel_size() > 1):
+            return None
+        return given[0]
+
 
 class StepPreparation:
     """Preparation of the steps of one pipeline; not collective, but for the count of labels over replicas.
@@ -57,6 +72,7 @@ class StepPreparation:
     def __init__(self, config: PipelineConfig, programs: ProgramCache, normalization: LossNormalization) -> None:
         self._loss_spec = config.output_loss_value_spec
         self._is_sum = config.gradient_reduction == "sum"
+        self._config = config
         self._programs = programs
         self._normalization = normalization
 
@@ -118,6 +134,12 @@ class StepPreparation:
         self, graphs: StepGraphs, batch: Batch, train: bool, transform: LossTransform | None = None
     ) -> PreparedStep:
         loss = self._normalization.of_step(graphs, batch.microbatches, batch.is_counted, batch.before, train)
+        if (collected := self._config.batch_loss) is not None:
+            config, inputs = self._config, loss.microbatches
+            rows = rows_of(inputs[0], config.batch_dimension, config.shared_inputs)
+            module = graphs.cuts[0].partition.module
+            loss = LossOfBatch(inputs, is_sum=True, batch_loss=collected, rows=rows, module=module)
+            loss.begin()
         return self._prepared(batch, graphs, "loss", loss, transform)
 
     def _prepared(

@@ -3,6 +3,7 @@
 Every rank gathers the present values of all ranks, runs a copy of the whole module on all microbatches, and compares
 its own gradients. The rank of the last stage compares the losses::
 
+    gather values ─▶ copy of the module ─▶ loss of the whole batch, compared with the mean: a warning
     gather values ─▶ copy of the module ─▶ losses, gradients ─┐
     step of the pipeline ─────────────────▶ losses, gradients ─┴▶ compare, gather differences, raise on all ranks
 """
@@ -27,7 +28,10 @@ from nxdpp.initialization.allocation import with_type_of
 from nxdpp.pipeline.config import PipelineConfig
 from nxdpp.pipeline.local.elsewhere_tensors import ordinary
 from nxdpp.pipeline.local.part import LocalPart
+from nxdpp.pipeline.loss.batch_loss import LossOfBatch
 from nxdpp.pipeline.loss.step_loss import StepLoss
+from nxdpp.pipeline.microbatches.mixed_rows import compare_with_whole, warn_of_no_whole
+from nxdpp.pipeline.microbatches.rows import on_device
 from nxdpp.pipeline.partition.assignment import Owners
 from nxdpp.pipeline.stages.loss import loss_of_sample
 from nxdpp.pipeline.stages.split import StagePlan
@@ -76,25 +80,32 @@ class ReferenceStep:
         self._device = device
         self._earlier = {name: parameter.grad for name, parameter in listings.named_parameters(part.module)}
         self._losses: list[torch.Tensor] = []
+        self._step = StepLoss(())
         self._gradients: dict[str, torch.Tensor | None] = {}
 
-    def run(self, step: StepLoss) -> None:
+    def run(self, step: StepLoss, whole: Mapping[str, Any] | None = None) -> None:
         """Run the module before the step of the pipeline; collective over the pipeline.
 
-        Parameters, buffers, gradients and global random generators are as before. ``step`` is the loss of the step.
+        Parameters, buffers, gradients and global random generators are as before. ``step`` is the loss of the step, and
+        ``whole`` has the opened inputs of its whole batch, whose loss is compared with the mean of the microbatches';
+        ``None`` where they are not one batch.
 
         Raises ``RuntimeError``, on all ranks, for a module that draws random numbers or cannot be run in one process,
         and for compiled modules.
         """
+        self._step = step
         values = self._gathered({name: (t.detach().cpu(), t.requires_grad) for name, t in _tensors(self._local)})
 
         def act() -> list[str]:
             if any(COMPILED_CALL.of(module) is not None for module in listings.modules(self._local)):
                 return [_COMPILED]
             with _unchanged_generators(self._device) as have_moved:
+                one = None if whole is None else self._loss_of_whole(self._copy(values), whole)
                 module = self._copy(values)
                 with _noted_progress(module):
                     self._train(module, step)
+                if one is not None:
+                    compare_with_whole(one, self._losses)
                 return [_DRAWS] if have_moved() else []
 
         self._raise_together(act, "check_against_module cannot compare this step")
@@ -117,6 +128,9 @@ class ReferenceStep:
         in_another_order = varies or any(len(stages) > 1 for plan in plans for stages in plan.sent.values())
 
         tied = {name for names in self._part.aliases for name in names}
+
+        if isinstance(self._step, LossOfBatch):
+            losses = self._step.scaled(losses)
 
         def act() -> list[str]:
             both = enumerate(zip(losses, self._losses, strict=False))
@@ -159,18 +173,47 @@ class ReferenceStep:
         return module
 
     def _train(self, module: nn.Module, step: StepLoss) -> None:
-        function = self._config.loss_function
-        for number, microbatch in enumerate(step.microbatches):
-            loss = loss_of_sample(module, close_inputs(microbatch), self._config.output_loss_value_spec, function)
-            part = step.differentiated(number, loss)
-            if part is not None:
-                # As in the step of the pipeline.
-                with without_autocast():
-                    part.backward(self._config.loss_gradient(part))
-            self._losses.append(loss.detach())
-            board.moved()
+        if isinstance(step, LossOfBatch):
+            step.begin()
+            # The last forward computes the loss.
+            kept = [self._loss(module, microbatch) for microbatch in step.microbatches]
+            self._losses = step.scaled(kept)
+            for number, loss in enumerate(kept):
+                self._backward(step, number, loss)
+            step.begin()
+        else:
+            for number, microbatch in enumerate(step.microbatches):
+                loss = self._loss(module, microbatch)
+                self._backward(step, number, loss)
+                self._losses.append(loss.detach())
         gradients = {n: parameter.grad for n, parameter in listings.named_parameters(module, remove_duplicate=False)}
         self._gradients = {name: gradients[name] for name, _ in listings.named_parameters(self._local)}
+
+    def _loss(self, module: nn.Module, inputs: Mapping[str, Any]) -> torch.Tensor:
+        spec, function = self._config.output_loss_value_spec, self._config.loss_function
+        loss: torch.Tensor = loss_of_sample(module, close_inputs(inputs), spec, function)
+        return loss
+
+    def _backward(self, step: StepLoss, number: int, loss: torch.Tensor) -> None:
+        part = step.differentiated(number, loss)
+        if part is not None:
+            # As in the step of the pipeline.
+            with without_autocast():
+                part.backward(self._config.loss_gradient(part))
+        board.moved()
+
+    def _loss_of_whole(self, module: nn.Module, inputs: Mapping[str, Any]) -> torch.Tensor | None:
+        """The loss of the whole batch in one piece; ``None`` with a warning where the module cannot run it."""
+        (on_it,) = on_device([dict(inputs)], self._device)
+        if self._config.batch_loss is not None:
+            self._config.batch_loss.end()
+        try:
+            with torch.no_grad(), _noted_progress(module):
+                loss = self._loss(module, on_it)
+        except Exception as error:
+            warn_of_no_whole(error)
+            return None
+        return loss.detach() if isinstance(loss, torch.Tensor) and loss.numel() == 1 else None
 
     def _raise_together(self, act: Callable[[], list[str]], message: str) -> None:
         own: Exception | None = None

@@ -140,7 +140,7 @@ class StepRunner:
                 self._copies.verify(self._part.seed)
             self._replicas.verify(() if self._config.check_inputs == "never" else hashes)
             if reference is not None:
-                reference.run(step.loss)
+                reference.run(step.loss, step.whole(self._config))
             # Run, and add up the gradients of several ranks.
             engine, values = self._run(step, signature, digest, engine, device)
             if shards is not None:

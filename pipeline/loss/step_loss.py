@@ -40,7 +40,7 @@ class StepLoss:
 
         Raises ``ValueError`` for a loss that is no tensor of one element, or that depends on no trained parameter.
         """
-        checked = _checked_loss(loss)
+        checked = checked_loss(loss)
         if self.transform is not None:
             checked = _checked_transform(self.transform(microbatch, checked))
         if self.is_sum:
@@ -84,7 +84,8 @@ def _checked_transform(loss: Any) -> torch.Tensor:
     return loss
 
 
-def _checked_loss(loss: Any) -> torch.Tensor:
+def checked_loss(loss: Any) -> torch.Tensor:
+    """Return ``loss``. Raises ``ValueError`` unless it is a real tensor of one element that can be differentiated."""
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or loss.is_complex():
         raise ValueError(no_loss(loss))
     if not loss.requires_grad:

@@ -10,7 +10,7 @@ Where the sizes of a batch fit both, the first step is refused with the question
 dimension 0 for certain answers it for later ones.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -61,6 +61,13 @@ def dimensions_of(inputs: Mapping[str, Any], given: BatchDimension | None) -> di
             raise ValueError(f"batch_dimension[{name!r}] is {own}, and {name} has the shape {tuple(value.shape)}.")
         found[name] = min(own, last)
     return found
+
+
+def rows_of(inputs: Mapping[str, Any], given: BatchDimension | None, shared: Collection[str] | None) -> int:
+    """Return the number of rows of a microbatch with the opened ``inputs``, some of which all microbatches share."""
+    along = dimensions_of(inputs, given)
+    own = {n: v for n, v in inputs.items() if isinstance(v, torch.Tensor) and v.ndim and n not in (shared or ())}
+    return max((tensor.size(along[name]) for name, tensor in own.items()), default=1)
 
 
 def rows_first(inputs: Mapping[str, Any], dimensions: Mapping[str, int]) -> Mapping[str, Any]:
@@ -122,9 +129,7 @@ def output_dimension(part: torch.Tensor, given: BatchDimension | None, rows: int
     fitting = [each for each in sorted(known) if each < part.ndim and part.size(each) == rows]
     if len(fitting) == 1:
         return fitting[0]
-    example = (
-        dict.fromkeys([*named_inputs(given), OUTPUT], 1) if isinstance(given, Mapping) else {"x": 1, OUTPUT: 1}
-    )
+    example = dict.fromkeys([*named_inputs(given), OUTPUT], 1) if isinstance(given, Mapping) else {"x": 1, OUTPUT: 1}
     raise ValueError(
         f"an output of a microbatch has the shape {tuple(part.shape)}, and its {rows} rows may be along "
         f"{' or '.join(map(str, fitting)) or 'none'} of the dimensions {sorted(known)}. Name the one along which "

@@ -19,6 +19,7 @@ _NO_LOSS_RETURN = "Trainer gets the loss of each batch on all ranks"
 # Arguments that would change nothing here, or change the loss in a way that Trainer does not.
 _WITHOUT_USE = {
     "loss_fn": "the last stage computes the model's own loss. Compute it in the model's forward",
+    "loss_over": "the batches of an optimizer step are its microbatches, each with a loss of its own",
     "input_names": "Trainer adds num_items_in_batch to the inputs",
     "split_inputs_fn": "the batches of an optimizer step are its microbatches",
     "shared_inputs": "the batches of an optimizer step are its microbatches",

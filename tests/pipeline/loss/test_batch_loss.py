@@ -1,0 +1,222 @@
+"""``loss_over="batch"``: losses over all rows of a step, as a script of one process computes them."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import nxdpp
+from nxdpp import NxDPPModel, Pipeline, PipelineConfig, parallel_state
+from nxdpp.pipeline.loss.batch_loss import BatchLoss
+from tests.support.run_ranks import run_ranks
+
+ROWS, WIDTH, MICROBATCHES = 12, 8, 3
+
+# All forwards, then backwards in two parts.
+SPLIT = [
+    [f"{rank}F{m}" for m in range(MICROBATCHES)]
+    + [f"{rank}{kind}{m}" for m in range(MICROBATCHES) for kind in ("I", "W")]
+    for rank in range(2)
+]
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = hidden + self.linear(hidden).tanh()
+        return result
+
+
+class Towers(nn.Module):
+    """Embeddings (B, H) of rows and of their pairs, and a temperature, as CLIP returns them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(4))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.scale = nn.Parameter(torch.tensor(0.7))
+
+    def forward(self, x: torch.Tensor, pairs: torch.Tensor) -> Any:
+        hidden = torch.stack((x, pairs), 1)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        one, other = self.norm(hidden).unbind(1)
+        return {"one": one, "other": other, "scale": self.scale.exp()}
+
+
+def contrastive(output: Any, weight: torch.Tensor) -> torch.Tensor:
+    """Each row finds its pair among those of all rows."""
+    similar = output["scale"] * output["one"] @ output["other"].T
+    losses = nn.functional.cross_entropy(similar, torch.arange(len(similar)), reduction="none")
+    return (losses * weight).sum() / weight.sum()
+
+
+def batch(replica: int = 0) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(replica + 1)
+    shape = ROWS, WIDTH
+    return {
+        "x": torch.randn(shape, generator=generator).double(),
+        "pairs": torch.randn(shape, generator=generator).double(),
+        "weight": torch.rand(ROWS, generator=generator).double(),
+    }
+
+
+def module() -> Towers:
+    torch.manual_seed(0)
+    return Towers().double()
+
+
+def loss_of_one_process(whole: nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    return contrastive(whole(inputs["x"], inputs["pairs"]), inputs["weight"])
+
+
+def train(rank: int, stages: int, schedule: Any, **more: Any) -> None:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=stages)
+    replicas = parallel_state.get_data_parallel_size()
+    inputs = batch(parallel_state.get_data_parallel_rank())
+    model = NxDPPModel(
+        module(),
+        num_microbatches=MICROBATCHES,
+        transformer_layer_cls=Layer,
+        schedule=schedule,
+        loss_fn=contrastive,
+        loss_over="batch",
+        broadcast_and_average_loss=True,
+        check_against_module="first",
+        **more,
+    )
+    whole = module()
+    ours = torch.optim.SGD(model.parameters(), lr=0.5)
+    theirs = torch.optim.SGD(whole.parameters(), lr=0.5)
+    for _ in range(3):
+        loss = model.run_train(**inputs)
+        expected = torch.stack([loss_of_one_process(whole, batch(each)) for each in range(replicas)]).mean()
+        expected.backward()
+        torch.testing.assert_close(loss, expected.detach(), rtol=1e-12, atol=0)
+        own = dict(whole.named_parameters())
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(parameter.grad, own[name].grad, rtol=1e-10, atol=1e-13)
+        torch.testing.assert_close(model.run_eval(**inputs), expected.detach(), rtol=1e-12, atol=0)
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+    output = model.run_eval(x=inputs["x"], pairs=inputs["pairs"])
+    if model.holds_last_stage:
+        torch.testing.assert_close(output["one"], whole(inputs["x"], inputs["pairs"])["one"].detach())
+    # Microbatches of their own have other losses.
+    parts = [loss_of_one_process(whole, each) for each in _parts(inputs)]
+    assert abs(float(torch.stack(parts).mean() - loss_of_one_process(whole, inputs))) > 0.1
+
+
+def _parts(inputs: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+    columns = [value.chunk(MICROBATCHES) for value in inputs.values()]
+    return [dict(zip(inputs, row, strict=True)) for row in zip(*columns, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "stages", "schedule"),
+    [(2, 2, "gpipe"), (4, 4, "gpipe"), (4, 2, "gpipe"), (2, 2, "looped-bfs"), (2, 2, SPLIT)],
+    ids=["2 ranks", "4 ranks", "2 replicas", "looped", "split"],
+)
+def test_a_contrastive_loss_is_that_of_one_process(ranks: int, stages: int, schedule: Any) -> None:
+    run_ranks(ranks, train, stages, schedule)
+
+
+def _scaled(rank: int) -> None:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    scaler = nxdpp.GradScaler("cpu", init_scale=4.0)
+    common: dict[str, Any] = {
+        "num_microbatches": MICROBATCHES,
+        "transformer_layer_cls": Layer,
+        "loss_fn": contrastive,
+        "loss_over": "batch",
+        "schedule": "gpipe",
+    }
+    plain, scaled = NxDPPModel(module(), **common), NxDPPModel(module(), **common, grad_scaler=scaler)
+    for model in (plain, scaled):
+        model.run_train(**batch())
+    for one, other in zip(plain.parameters(), scaled.parameters(), strict=True):
+        assert one.grad is not None
+        torch.testing.assert_close(other.grad, 4 * one.grad, rtol=0, atol=0)
+
+
+def test_the_scale_of_a_scaler_is_in_the_gradients_once() -> None:
+    run_ranks(2, _scaled)
+
+
+def _refused(rank: int) -> list[str]:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    common: dict[str, Any] = {"num_microbatches": MICROBATCHES, "transformer_layer_cls": Layer}
+    batched: dict[str, Any] = {"loss_fn": contrastive, "loss_over": "batch"}
+    messages = []
+    for wrong in (
+        batched,
+        batched | {"schedule": "zb-h1"},
+        batched | {"schedule": "gpipe", "return_mb_loss": True},
+        batched | {"schedule": "gpipe", "loss_normalization": "tokens", "count_items_fn": len},
+        {"loss_over": "batch", "schedule": "gpipe"},
+        {"loss_over": "rows", "loss_fn": contrastive},
+    ):
+        own = module()
+        with pytest.raises(ValueError, match="loss_over") as caught:
+            NxDPPModel(own, **common, **wrong)
+        assert not any(parameter.is_meta for parameter in own.parameters())
+        messages.append(str(caught.value))
+    pipeline = Pipeline(module(), PipelineConfig(**common, **batched, schedule="gpipe"))
+    with pytest.raises(ValueError, match="loss_over") as caught:
+        pipeline.train_microbatches(_parts(batch()))
+    return [*messages, str(caught.value)]
+
+
+def test_what_cannot_be_honoured_is_refused() -> None:
+    first = run_ranks(2, _refused)[0]
+
+    assert "schedule='1f1b' has a backward there before" in first[0]
+    assert "Schedules with all forwards first: 'gpipe', 'looped-bfs'. They keep" in first[0]
+    assert "schedule='zb-h1'" in first[1]
+    assert "there is one loss of all rows" in first[2]
+    assert "exclude each other: loss_fn sees all rows" in first[3]
+    assert "needs loss_fn" in first[4]
+    assert "must be 'microbatch', or 'batch'" in first[5]
+    assert "Use train_step and eval_step" in first[6]
+
+
+def test_outputs_without_rows_are_shared_or_refused() -> None:
+    def loss_fn(output: Any, target: torch.Tensor) -> torch.Tensor:
+        rows, shared = output
+        result: torch.Tensor = (rows * shared - target).pow(2).sum()
+        return result
+
+    weight = torch.tensor([1.0, 2.0], requires_grad=True)
+    rows = torch.arange(8.0).view(4, 2).requires_grad_()
+    target = torch.ones(4, 2)
+    collected = BatchLoss(loss_fn, None, torch.ones_like)
+    assert float(collected((rows, weight), target=target)) == 312.0
+
+    collected.begin(2, 2, nn.Linear(1, 1))
+    scalars = [collected((part, weight), target=own) for part, own in zip(rows.chunk(2), target.chunk(2), strict=True)]
+    for scalar in scalars:
+        scalar.backward()
+    expected = loss_fn((rows, weight), target)
+    found = rows.grad, weight.grad
+    for ours, theirs in zip(found, torch.autograd.grad(expected, (rows, weight)), strict=True):
+        torch.testing.assert_close(ours, theirs)
+    assert torch.equal(collected.loss, expected.detach())
+
+    collected.begin(2, 2, nn.Linear(1, 1))
+    collected((rows[:2], torch.tensor(1.0, requires_grad=True)), target=target[:2])
+    with pytest.raises(ValueError, match="other values in each microbatch, and no 2 rows"):
+        collected((rows[2:], torch.tensor(2.0, requires_grad=True)), target=target[2:])
+
+
+def test_a_copy_of_a_config_has_a_collector_of_its_own() -> None:
+    config = PipelineConfig(loss_fn=contrastive, loss_over="batch")
+
+    assert config.batch_loss is config.batch_loss
+    assert copy.copy(config).loss_fn is contrastive
+    assert PipelineConfig(loss_fn=contrastive).batch_loss is None

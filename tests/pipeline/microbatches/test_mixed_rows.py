@@ -1,0 +1,136 @@
+"""Losses that look at other rows: ``check_against_module="first"`` tells of them with numbers, and of nothing else."""
+
+import logging
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from nxdpp import NxDPPModel, parallel_state
+from tests.support.run_ranks import run_ranks
+
+ROWS, WIDTH = 8, 8
+
+
+def pairs(output: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(output @ other.T, torch.arange(len(output)))
+
+
+def labels(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(output, target, ignore_index=0)
+
+
+def halves(output: torch.Tensor) -> torch.Tensor:
+    """Chosen and rejected rows, as halves of a batch."""
+    chosen, rejected = output.mean(1).chunk(2)
+    return -nn.functional.logsigmoid(4 * (chosen - rejected)).mean()
+
+
+def means(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(output, target)
+
+
+def batch() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return {"x": torch.randn(ROWS, WIDTH, generator=generator), "other": torch.randn(ROWS, WIDTH, generator=generator)}
+
+
+TARGET = torch.tensor([1, 0, 0, 1, 2, 3, 4, 5])
+CASES: dict[str, tuple[Any, Any, dict[str, torch.Tensor]]] = {
+    "contrastive": (nn.Identity, pairs, {"other": batch()["other"]}),
+    "batch norm": (lambda: nn.BatchNorm1d(WIDTH), means, {"target": TARGET}),
+    "labels": (nn.Identity, labels, {"target": TARGET}),
+    "pairs": (nn.Identity, halves, {}),
+    "rows": (nn.Identity, means, {"target": TARGET}),
+    "group norm": (lambda: nn.GroupNorm(2, WIDTH), means, {"target": TARGET}),
+}
+
+
+def build(middle: Any) -> nn.Sequential:
+    torch.manual_seed(0)
+    ends = [nn.Linear(WIDTH, WIDTH) for _ in range(4)]
+    return nn.Sequential(ends[0], ends[1], middle(), ends[2], ends[3])
+
+
+def told(rank: int, ranks: int, name: str) -> tuple[list[str], list[str], float, float]:
+    """What a first and a second step say, the loss of the first, and the loss of one process over the batch."""
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=ranks)
+    texts: list[str] = []
+
+    class Kept(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            texts.append(record.getMessage())
+
+    handler = Kept()
+    logging.getLogger("nxdpp").addHandler(handler)
+    middle, loss_fn, more = CASES[name]
+    model = NxDPPModel(
+        build(middle),
+        num_microbatches=4,
+        transformer_layer_cls=nn.Linear,
+        loss_fn=loss_fn,
+        broadcast_and_average_loss=True,
+        check_against_module="first",
+    )
+    inputs = {"input": batch()["x"], **more}
+    loss = model.run_train(**inputs)
+    first = len(texts)
+    model.run_train(**inputs)
+    # Another layout of inputs is a batch that nothing is known of.
+    model.run_train(**{key: torch.cat((value, value)) for key, value in inputs.items()})
+    whole = loss_fn(build(middle)(batch()["x"]), **more)
+    kept = [text for text in texts if "check_against_module" in text or "batch norms" in text]
+    return kept, texts[first:], loss.item(), whole.item()
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_first_step_tells_of_losses_that_mix_rows(ranks: int, name: str) -> None:
+    (first, later, loss, whole), *others = run_ranks(ranks, told, ranks, name)
+
+    assert not later
+    assert not any(texts for texts, *_ in others)
+    if name in ("rows", "group norm"):
+        assert not first
+        assert loss == pytest.approx(whole)
+        return
+    numbers = re.search(r"the whole batch is (\S+), the mean of its 4 microbatches (\S+): this loss mixes", first[-1])
+    assert numbers is not None
+    assert float(numbers[1]) == pytest.approx(whole, rel=1e-5)
+    assert float(numbers[2]) == pytest.approx(loss, rel=1e-5, nan_ok=True)
+    assert len(first) == 1 + (name == "batch norm")
+    if name == "batch norm":
+        assert "1 batch norms are in training (2 is the first)" in first[0]
+
+
+def other_times(rank: int) -> list[str]:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    texts: list[str] = []
+
+    class Kept(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            texts.append(record.getMessage())
+
+    logging.getLogger("nxdpp").addHandler(Kept())
+    common: dict[str, Any] = {"transformer_layer_cls": nn.Linear, "loss_fn": means}
+    inputs = {"input": batch()["x"], "target": TARGET}
+    # One microbatch is the batch; norms in evaluation mode look at no rows; an evaluation trains nothing.
+    one = NxDPPModel(build(CASES["batch norm"][0]), num_microbatches=1, **common)
+    one.run_train(**inputs)
+    fixed = NxDPPModel(build(CASES["batch norm"][0]).eval(), num_microbatches=4, **common)
+    fixed.run_train(**inputs)
+    norms = NxDPPModel(build(CASES["batch norm"][0]), num_microbatches=4, **common)
+    norms.eval()
+    norms.run_eval(**inputs)
+    assert not [text for text in texts if "batch norms" in text]
+    norms.train()
+    norms.run_train(**inputs)
+    return [text for text in texts if "batch norms" in text]
+
+
+def test_batch_norms_are_named_once_where_they_take_statistics() -> None:
+    first, last = run_ranks(2, other_times)
+
+    assert (len(first), last) == (1, [])
