@@ -1,6 +1,6 @@
 """A step before and after it runs: graph, program and loss of its batch; losses and outputs that ranks get."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -73,6 +73,9 @@ class StepPreparation:
         self._loss_spec = config.output_loss_value_spec
         self._is_sum = config.gradient_reduction == "sum"
         self._config = config
+        self._loss_of_step: Callable[..., StepLoss] = (
+            normalization.of_step if config.batch_loss is None else self._loss_of_batch
+        )
         self._programs = programs
         self._normalization = normalization
 
@@ -133,14 +136,18 @@ class StepPreparation:
     def _losing(
         self, graphs: StepGraphs, batch: Batch, train: bool, transform: LossTransform | None = None
     ) -> PreparedStep:
-        loss = self._normalization.of_step(graphs, batch.microbatches, batch.is_counted, batch.before, train)
-        if (collected := self._config.batch_loss) is not None:
-            config, inputs = self._config, loss.microbatches
-            rows = rows_of(inputs[0], config.batch_dimension, config.shared_inputs)
-            module = graphs.cuts[0].partition.module
-            loss = LossOfBatch(inputs, is_sum=True, batch_loss=collected, rows=rows, module=module)
-            loss.begin()
+        loss = self._loss_of_step(graphs, batch.microbatches, batch.is_counted, batch.before, train)
         return self._prepared(batch, graphs, "loss", loss, transform)
+
+    def _loss_of_batch(self, graphs: StepGraphs, microbatches: list[dict[str, Any]], *_: Any) -> StepLoss:
+        """Begin the loss over the whole batch, which may have microbatches without labels."""
+        config = self._config
+        rows = rows_of(microbatches[0], config.batch_dimension, config.shared_inputs)
+        loss = LossOfBatch(
+            microbatches, is_sum=True, batch_loss=config.batch_loss, rows=rows, module=graphs.cuts[0].partition.module
+        )
+        loss.begin()
+        return loss
 
     def _prepared(
         self,
