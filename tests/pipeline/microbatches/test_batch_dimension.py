@@ -8,6 +8,7 @@ from torch import nn
 
 from nxdpp import NxDPPModel, PipelineConfig, parallel_state
 from nxdpp.pipeline.microbatches.batch_dimension import check_not_sequence_first, dimensions_of, output_dimension
+from nxdpp.pipeline.microbatches.split_batch import split_batch
 from tests.support.models import llama
 from tests.support.run_ranks import run_ranks
 
@@ -178,6 +179,22 @@ def test_a_batch_with_one_reading_answers_for_later_ones() -> None:
         check_not_sequence_first(module, both, 4, shown)
     check_not_sequence_first(module, {"x": torch.ones(8, 12), "y": torch.ones(8, 3)}, 4, shown)
     check_not_sequence_first(module, both, 4, shown)
+
+
+def test_values_of_a_dict_are_split_along_dimensions_by_their_names() -> None:
+    batch = {"x": tokens(), "mask": torch.ones(ROWS, TOKENS)}
+    inputs = {"batch": batch, "causal": torch.ones(TOKENS, TOKENS)}
+    names = {"batch['x']": 1}
+
+    parts, are_alike = split_batch(nn.GRU(1, 1), inputs, 4, None, torch.device("cpu"), ["causal"], None, names)
+
+    assert are_alike
+    for number, part in enumerate(parts):
+        assert torch.equal(part["batch['x']"], batch["x"].chunk(4, 1)[number])
+        assert torch.equal(part["batch['mask']"], batch["mask"].chunk(4)[number])
+        assert part["causal"] is inputs["causal"]
+    with pytest.raises(ValueError, match=r"disagree on their batch_dimension, the batch: .*'x'.*: 8, .*'mask'.*: 12"):
+        split_batch(nn.GRU(1, 1), inputs, 4, None, torch.device("cpu"), ["causal"], None, names | {"batch['mask']": 1})
 
 
 def test_dimensions_of_inputs_and_outputs() -> None:
