@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 import nxdpp
 from nxdpp import NxDPPModel, Pipeline, PipelineConfig, parallel_state
@@ -147,6 +148,44 @@ def _scaled(rank: int) -> None:
 
 def test_the_scale_of_a_scaler_is_in_the_gradients_once() -> None:
     run_ranks(2, _scaled)
+
+
+def _sharded(rank: int) -> None:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    model = NxDPPModel(
+        module().float(),
+        num_microbatches=MICROBATCHES,
+        transformer_layer_cls=Layer,
+        schedule="gpipe",
+        loss_fn=contrastive,
+        loss_over="batch",
+        broadcast_and_average_loss=True,
+    )
+    nxdpp.fully_shard(model)
+    nxdpp.apply_checkpoint(model)
+    whole = module().float()
+
+    def of(replica: int) -> dict[str, torch.Tensor]:
+        return {name: value.float() for name, value in batch(replica).items()}
+
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model.run_train(**of(parallel_state.get_data_parallel_rank()))
+        expected = torch.stack([loss_of_one_process(whole, of(each)) for each in range(2)]).mean()
+    expected.backward()
+    torch.testing.assert_close(loss, expected.detach(), rtol=1e-3, atol=0)
+    own = dict(whole.named_parameters())
+    for name, parameter in model.named_parameters():
+        ours, theirs = parameter.grad, own[name].grad
+        assert ours is not None
+        assert theirs is not None
+        # A number is not divided.
+        ours = ours.full_tensor() if isinstance(ours, DTensor) else ours
+        assert (ours - theirs).norm() <= 0.02 * theirs.norm(), name
+    assert any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+def test_shards_recomputation_and_autocast_compose() -> None:
+    run_ranks(4, _sharded)
 
 
 def _refused(rank: int) -> list[str]:
