@@ -44,10 +44,10 @@ class StatePart(OrderedDict[str, Any]):
     """A state dict of one rank's part. Pickles and files of safetensors raise ``RuntimeError`` with ``refusal``.
 
     Attributes:
-        refusal: the reason and the remedies.
+        refusal: the reason and the remedies; that of a model in what ``type(state)(...)`` and ``state | other`` make.
     """
 
-    refusal: str
+    refusal: str = OF_MODEL.replace("the {} tensors", "tensors")
 
     @classmethod
     def of(cls, state: dict[str, Any], refusal: str) -> "StatePart":

@@ -21,9 +21,9 @@ _logger = logging.getLogger(__name__)
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _WAYS = (
-    "loss_over='batch' with schedule='gpipe' calls loss_fn once on all rows; loss_normalization='tokens' is the mean "
-    "over the labels that count; split_inputs_fn keeps pairs together; group norms in place of batch norms look at one "
-    "row. Or train with num_microbatches=1"
+    "loss_over='batch' with schedule='gpipe' calls loss_fn once on all rows; loss_normalization='tokens', with "
+    "count_items_fn for a loss_fn, is the mean over the labels that count; split_inputs_fn keeps pairs together; group "
+    "norms in place of batch norms look at one row. Or train with num_microbatches=1"
 )
 
 

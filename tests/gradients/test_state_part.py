@@ -256,6 +256,10 @@ def test_a_plain_dict_of_a_part_is_plain() -> None:
 
     assert {**state} == dict(state)
     assert type({**state}) is dict
+    # As libraries move the values of any mapping.
+    for made in (type(state)((key, value.cpu()) for key, value in state.items()), state | {"step": 1}):
+        with pytest.raises(RuntimeError, match=r"has tensors of this rank's part .* nxdpp\.save_checkpoint"):
+            pickle.dumps(made)
     with pytest.raises(KeyError, match="'bias' is not in this rank's part"):
         state["bias"]
     assert state.get("bias") is None

@@ -134,3 +134,44 @@ def test_batch_norms_are_named_once_where_they_take_statistics() -> None:
     first, last = run_ranks(2, other_times)
 
     assert (len(first), last) == (1, [])
+
+
+def with_their_pairs(inputs: dict[str, Any], microbatches: int) -> list[dict[str, Any]]:
+    """Each microbatch has chosen rows, and then the rejected rows that belong to them."""
+    chosen, rejected = (half.chunk(microbatches) for half in inputs["input"].chunk(2))
+    return [{"input": torch.cat(rows)} for rows in zip(chosen, rejected, strict=True)]
+
+
+WAYS: dict[str, tuple[str, dict[str, Any]]] = {
+    "one loss": ("contrastive", {"loss_over": "batch", "schedule": "gpipe"}),
+    "pairs together": ("pairs", {"split_inputs_fn": with_their_pairs}),
+    "all labels": (
+        "labels",
+        {"loss_normalization": "tokens", "count_items_fn": lambda inputs: (inputs["target"] != 0).sum()},
+    ),
+    "one microbatch": ("batch norm", {"num_microbatches": 1}),
+}
+
+
+def out(rank: int, ranks: int, way: str) -> tuple[float, float, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """The loss and gradients of a step, and those of one process over the whole batch."""
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=ranks)
+    name, arguments = WAYS[way]
+    middle, loss_fn, more = CASES[name]
+    common = {"num_microbatches": 4, "transformer_layer_cls": nn.Linear, "loss_fn": loss_fn, **arguments}
+    model = NxDPPModel(build(middle), broadcast_and_average_loss=True, **common)
+    loss = model.run_train(input=batch()["x"], **more)
+    whole = build(middle)
+    expected = loss_fn(whole(batch()["x"]), **more)
+    expected.backward()
+    own = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    theirs = {name: parameter.grad for name, parameter in whole.named_parameters() if parameter.grad is not None}
+    return loss.item(), expected.item(), own, {name: theirs[name] for name in own}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_way_out_has_the_loss_of_the_whole_batch(way: str) -> None:
+    for loss, expected, ours, theirs in run_ranks(2, out, 2, way):
+        assert loss == pytest.approx(expected, rel=1e-5)
+        assert ours
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
