@@ -118,18 +118,27 @@ class BatchLoss:
         trained = [each for each in tensors if each.requires_grad] if torch.is_grad_enabled() else []
         ends = {id(each): each.detach().requires_grad_() for each in trained}
         leaves, spec = flatten(output)
+        opened = open_inputs(inputs)
+        if step.outputs and (spec != step.spec or opened.keys() != step.inputs[0].keys()):
+            raise ValueError(
+                f"loss_over='batch' joins the outputs of microbatches, and those of microbatch {len(step.outputs)} "
+                f"have another structure, or other inputs of loss_fn, than those of microbatch 0: {sorted(opened)} and "
+                f"{sorted(step.inputs[0])}. Give all microbatches the same inputs."
+            )
+        step.spec = spec
         step.outputs.append([ends.get(id(leaf), leaf) for leaf in leaves])
-        step.inputs.append(open_inputs(inputs))
+        step.inputs.append(opened)
         step.known = [None] * len(leaves) if step.known is None else step.known
         _note_same(step.known, leaves)
         if len(step.outputs) == step.microbatches:
             self._step = None
-            self._compute(step, spec)
+            self._compute(step)
         if not trained:
             return torch.zeros(())
         return _Collected.apply(list(ends.values()), *{id(each): each for each in trained}.values())  # type: ignore[no-untyped-call]
 
-    def _compute(self, step: "_Step", spec: pytree.TreeSpec) -> None:
+    def _compute(self, step: "_Step") -> None:
+        assert step.spec is not None
         assert step.known is not None, "a microbatch was taken"
         columns = zip(*step.outputs, strict=True)
         joined = [
@@ -138,7 +147,7 @@ class BatchLoss:
         ]
         along = dimensions_of(step.inputs[0], self._dimension)
         inputs = {n: _joined_input([each[n] for each in step.inputs], along[n]) for n in step.inputs[0]}
-        loss = self._function(pytree.tree_unflatten(joined, spec), **close_inputs(inputs))
+        loss = self._function(pytree.tree_unflatten(joined, step.spec), **close_inputs(inputs))
         if torch.is_grad_enabled():
             ends = [e for leaves in step.outputs for e in leaves if isinstance(e, torch.Tensor) and e.requires_grad]
             checked = checked_loss(loss)
@@ -183,6 +192,7 @@ class _Step:
         self.outputs: list[list[Any]] = []
         self.inputs: list[Mapping[str, Any]] = []
         self.known: list[Any] | None = None
+        self.spec: pytree.TreeSpec | None = None
 
 
 def _note_same(known: list[Any], leaves: Sequence[Any]) -> None:

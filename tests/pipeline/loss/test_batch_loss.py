@@ -252,6 +252,12 @@ def test_outputs_without_rows_are_shared_or_refused() -> None:
     with pytest.raises(ValueError, match="other values in each microbatch, and no 2 rows"):
         collected((rows[2:], torch.tensor(2.0, requires_grad=True)), target=target[2:])
 
+    # Graphs of microbatches may differ, and so may what they return.
+    collected.begin(2, 2, nn.Linear(1, 1))
+    collected((rows[:2], weight), target=target[:2])
+    with pytest.raises(ValueError, match="those of microbatch 1 have another structure"):
+        collected(rows[2:], target=target[2:])
+
 
 def test_a_copy_of_a_config_has_a_collector_of_its_own() -> None:
     config = PipelineConfig(loss_fn=contrastive, loss_over="batch")
