@@ -25,6 +25,7 @@ Names::
     check_tensor_parallel          Compare model divided by plan with model in one process
     compare_tensor_copies          Make calls of module with gradients compare its copies
     data_parallel_sampler          Return a sampler that gives this rank's replica its part of dataset
+    declare_optimizer              Tell what a step of optimizer_class looks at
     deferred_init                  Call constructor(*args, **kwargs) without memory for its parameters and buffers
     device_memory                  Return the bytes of memory of a CUDA device
     finalize_checkpoint            Wait until the save in flight is at its end
@@ -95,6 +96,7 @@ __all__ = [
     "check_tensor_parallel",
     "compare_tensor_copies",
     "data_parallel_sampler",
+    "declare_optimizer",
     "deferred_init",
     "device_memory",
     "finalize_checkpoint",

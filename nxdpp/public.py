@@ -20,6 +20,7 @@ from nxdpp.doors.nxd.config import neuronx_distributed_config as neuronx_distrib
 from nxdpp.doors.nxd.optimizer import initialize_parallel_optimizer as initialize_parallel_optimizer
 from nxdpp.doors.nxd.trainer import initialize_parallel_model as initialize_parallel_model
 from nxdpp.gradients.grad_scaler import GradScaler as GradScaler
+from nxdpp.gradients.optimizer.known_optimizers import declare_optimizer as declare_optimizer
 from nxdpp.initialization.deferred_init import deferred_init as deferred_init
 from nxdpp.initialization.init_on_device import init_on_device as init_on_device
 from nxdpp.pipeline.activation_checkpoint import apply_checkpoint as apply_checkpoint

@@ -11,6 +11,7 @@ _GROUPS = {
         "apply_compile",
         "GradScaler",
         "batches_of_tokens",
+        "declare_optimizer",
         "data_parallel_sampler",
         "TracedLayers",
         "trace_layers",

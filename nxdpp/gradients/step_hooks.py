@@ -4,8 +4,7 @@ torch goes through its own list during the step. A hook that is removed there is
 torch has one hook of each kind for good, which goes through a copy of the list here.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 from torch.optim import Optimizer
@@ -16,22 +15,11 @@ Function = Callable[[Optimizer], object]
 _before: list[Function] = []
 _after: list[Function] = []
 _registered: set[str] = set()
-_paused: list[bool] = []
 
 
 def run_before_steps(function: Function) -> Callable[[], None]:
     """Run ``function(optimizer)`` before each step; return a function that ends this."""
     return _add("before", _before, function, register_optimizer_step_pre_hook)
-
-
-@contextmanager
-def no_step_hooks() -> Iterator[None]:
-    """Run no function around the steps in the block."""
-    _paused.append(True)
-    try:
-        yield
-    finally:
-        _paused.pop()
 
 
 def run_after_steps(function: Function) -> Callable[[], None]:
@@ -41,7 +29,7 @@ def run_after_steps(function: Function) -> Callable[[], None]:
 
 def _add(kind: str, functions: list[Function], function: Function, register: Callable[..., Any]) -> Callable[[], None]:
     def run_all(optimizer: Optimizer, *_: Any) -> None:
-        for each in () if _paused else tuple(functions):
+        for each in tuple(functions):
             each(optimizer)
 
     if kind not in _registered:

@@ -7,36 +7,27 @@
     rows of fully_shard                   one element                      likewise
     whole tensors of a pipeline's stages  one tensor                       LBFGS, SAM, Prodigy
 
-An optimizer is judged before its first step, and again when it has got another group. Torch's own optimizers are known,
-others are tried (``trial_steps``). One that cannot be tried, or draws random numbers, is named in a warning.
+An optimizer is judged before its first step, and again when it has got another group: by what is known or declared of
+its class (``known_optimizers``). Classes of which nothing is known are refused, with the line that declares them.
 """
 
 import gc
-import logging
 from collections.abc import Callable, Iterable, Sequence
-from functools import cache
 from typing import Any
 
 from torch import nn, optim
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from nxdpp.gradients.optimizer.trial_steps import repeats_steps, steps_quarters_alike, steps_tensors_alike
+from nxdpp.gradients.optimizer.known_optimizers import Unknown, is_declared, looked_at, names_of
+from nxdpp.gradients.optimizer.sent_messages import sends_messages, watch_next_step
 from nxdpp.gradients.shards.local_tensors import is_sharded, local_rows
 from nxdpp.gradients.state_part import mark_states_of
 from nxdpp.gradients.step_hooks import run_before_steps
 from nxdpp.ranks import parallel_state
 
-_BY_ELEMENT = (
-    *(optim.Adadelta, optim.Adagrad, optim.Adam, optim.AdamW, optim.Adamax, optim.ASGD, optim.NAdam, optim.RAdam),
-    *(optim.RMSprop, optim.Rprop, optim.SGD, optim.SparseAdam),
-)
-_BY_TENSOR = (optim.Adafactor, optim.Muon)
 # Torch has no step of rows: in any way, and of the fused kernel.
 _WITHOUT_ROWS, _FUSED_WITHOUT_ROWS = (optim.Rprop, optim.SparseAdam), (optim.Adagrad, optim.SGD)
-_RATES = ("params", "param_names", "lr", "initial_lr")
-
-_logger = logging.getLogger(__name__)
 
 Parameters = Callable[[], Iterable[nn.Parameter]]
 
@@ -62,7 +53,7 @@ def refuse_partial_step(optimizer: Optimizer) -> None:
     staged = {id(parameter) for each in _stages for parameter in each()} if stages > 1 else set()
     if any(_is_shard(p) or id(p) in staged for group in optimizer.param_groups for p in group["params"]):
         for each in (optimizer, *_wrappers(optimizer)):
-            _refuse_wrong(each, staged)
+            _refuse_wrong(each, optimizer.param_groups)
         if optimizer not in _judged:
             mark_states_of(optimizer)
     _judged[optimizer] = number
@@ -82,87 +73,79 @@ def _wrappers(optimizer: Optimizer) -> list[Optimizer]:
     return [each for each in others if any(value is optimizer for value in vars(each).values())]
 
 
-def _refuse_wrong(optimizer: Optimizer, staged: set[int]) -> None:
+def _refuse_wrong(optimizer: Optimizer, groups: Sequence[dict[str, Any]]) -> None:
+    """Raise where ``optimizer``, itself or by one that it wraps, would wrongly step parts of a model in ``groups``."""
     kind = type(optimizer)
-    _refuse_without_rows(optimizer)
-    # Optimizers of this package are right, or step by another optimizer, as accelerate's do.
-    if kind in _BY_ELEMENT or any(each.__module__.startswith(("nxdpp.", "accelerate.")) for each in kind.__mro__):
-        return
-    tried = set()
-    for group in optimizer.param_groups:
-        shards = [parameter for parameter in group["params"] if _is_shard(parameter)]
-        is_staged = any(id(parameter) in staged for parameter in group["params"])
-        # Groups often differ only in their rate.
-        options = repr({name: value for name, value in group.items() if name not in _RATES})
-        if (bool(shards), is_staged, options) in tried:
-            continue
-        tried.add((bool(shards), is_staged, options))
-        if shards and not _is_right(optimizer, group, steps_quarters_alike):
-            raise RuntimeError(_over_shards(kind.__name__, shards))
-        if is_staged and kind not in _BY_TENSOR and not _is_right(optimizer, group, steps_tensors_alike):
-            raise RuntimeError(_over_stages(kind.__name__))
+    shards = [parameter for group in groups for parameter in group["params"] if _is_shard(parameter)]
+    for group in groups:
+        of_group = [parameter for parameter in group["params"] if _is_shard(parameter)]
+        if error := _without_rows(kind, group):
+            raise RuntimeError(error)
+        looks = looked_at(optimizer, group)
+        if isinstance(looks, Unknown):
+            raise RuntimeError(_not_known(kind, looks, shards))
+        if looks == "messages":
+            raise RuntimeError(sends_messages(kind.__name__))
+        if looks == "all" or (looks == "tensor" and of_group):
+            raise RuntimeError(_over_shards(kind, of_group or shards) if shards else _over_stages(kind))
+    if is_declared(kind):
+        watch_next_step(optimizer)
 
 
-def _refuse_without_rows(optimizer: Optimizer) -> None:
-    kind = type(optimizer)
-    for group in optimizer.param_groups:
-        is_fused = kind in _FUSED_WITHOUT_ROWS and group["fused"]
-        if (is_fused or kind in _WITHOUT_ROWS) and any(map(is_sharded, group["params"])):
-            remedy = "leave fused=True out" if is_fused else "take AdamW, Adam or SGD"
-            raise RuntimeError(
-                f"torch's {kind.__name__}{' with fused=True' if is_fused else ''} cannot step the rows that a rank has "
-                f"of the parameters of fully_shard: {remedy}."
-            )
-
-
-def _is_right(optimizer: Optimizer, group: dict[str, Any], alike: Callable[[Optimizer, Any], bool]) -> bool:
-    """Return whether a trial shows the steps of whole tensors, or shows nothing. Warns in the second case."""
-    try:
-        if alike(optimizer, group):
-            return True
-        if repeats_steps(optimizer, group):
-            return False
-        reason = "it draws random numbers"
-    except Exception as error:
-        reason = f"it raises {type(error).__name__}: {error}"
-    _warn(type(optimizer).__name__, reason)
-    return True
-
-
-@cache
-def _warn(kind: str, reason: str) -> None:
-    _logger.warning(
-        "%s steps a part of a model on each rank, and trial steps on small tensors tell nothing of it, since %s. Where "
-        "its step of an element depends on other tensors or elements, losses are not those of one process. Of these "
-        "none does: %s.",
-        kind,
-        reason,
-        _names(_BY_ELEMENT),
+def _without_rows(kind: type[Optimizer], group: dict[str, Any]) -> str | None:
+    """Return an error for a step that has no rows of shards: of bitsandbytes' kernels, and some of torch's."""
+    if not any(map(is_sharded, group["params"])):
+        return None
+    fused = " with fused=True" if issubclass(kind, _FUSED_WITHOUT_ROWS) and group.get("fused") else ""
+    package = "bitsandbytes" if any(each.__module__.startswith("bitsandbytes.") for each in kind.__mro__) else "torch"
+    if not (fused or package == "bitsandbytes" or issubclass(kind, _WITHOUT_ROWS)):
+        return None
+    remedy = "leave fused=True out" if fused else "take AdamW, Adam or SGD of torch"
+    return (
+        f"{package}'s {kind.__name__}{fused} cannot step the rows that a rank has of the parameters of fully_shard: "
+        f"{remedy}."
     )
 
 
-def _over_shards(kind: str, shards: Sequence[nn.Parameter]) -> str:
+def _not_known(kind: type[Optimizer], unknown: Unknown, shards: Sequence[nn.Parameter]) -> str:
+    parts = _kind_of_shards(shards)[0] if shards else f"layers of its part of {_stages_of_a_model()} pipeline ranks"
+    or_tensor = "" if shards else ' With looks_at="tensor", other elements of the same parameter may count too.'
+    names = names_of("torch", "element") if shards else names_of("torch", "element", "tensor")
+    return (
+        f"{kind.__name__} {unknown.reason}, and this rank has only {parts}: a step that looks at more, such as one "
+        f"that clips by a common norm, or is left out where a gradient is not finite, would be wrong without an error. "
+        f"If each element's step follows from its own value, gradient and state alone, write once, before the first "
+        f'step: nxdpp.declare_optimizer({kind.__name__}, looks_at="element").{or_tensor} If it looks at more, take an '
+        f"optimizer that does not: {names}. Clip by model.clip_grad_norm_(max_norm), and leave a bad step out by "
+        f"`if model.clip_grad_norm_(float('inf')).isfinite():`."
+    )
+
+
+def _over_shards(kind: type[Optimizer], shards: Sequence[nn.Parameter]) -> str:
+    parts, remedy = _kind_of_shards(shards)
+    return (
+        f"{kind.__name__} computes the step of an element from other elements, and {len(shards)} parameters of a group "
+        f"are this rank's {parts} (the first has the shape {tuple(local_rows(shards[0]).shape)}): it would not be the "
+        f"step of the whole tensors. Take an optimizer that steps each element by itself: "
+        f"{names_of('torch', 'element')}, or a similar one. Or {remedy}."
+    )
+
+
+def _over_stages(kind: type[Optimizer]) -> str:
+    return (
+        f"{kind.__name__} computes the step of a parameter from other parameters, and this rank has only those of its "
+        f"part of {_stages_of_a_model()} pipeline ranks: each rank would make a step of its own. Take an optimizer "
+        f"that steps each parameter by itself: {names_of('torch', 'element', 'tensor')}, or a similar one."
+    )
+
+
+def _kind_of_shards(shards: Sequence[nn.Parameter]) -> tuple[str, str]:
+    """What ``shards`` are, and how to train without them."""
     if any(map(is_sharded, shards)):
-        parts = "rows of tensors that fully_shard divides over replicas"
-        remedy = "train without fully_shard"
-    else:
-        ranks = parallel_state.get_tensor_model_parallel_size()
-        parts, remedy = f"parts of tensors that {ranks} tensor ranks divide", "take more pipeline stages in their place"
-    return (
-        f"{kind} computes the step of an element from other elements, and {len(shards)} parameters of a group are this "
-        f"rank's {parts} (the first has the shape {tuple(local_rows(shards[0]).shape)}): it would not be the step "
-        f"of the whole tensors. Take an optimizer that steps each element by itself: {_names(_BY_ELEMENT)}, or a "
-        f"similar one. Or {remedy}."
-    )
+        return "rows of tensors that fully_shard divides over replicas", "train without fully_shard"
+    ranks = parallel_state.get_tensor_model_parallel_size()
+    return f"parts of tensors that {ranks} tensor ranks divide", "take more pipeline stages in their place"
 
 
-def _over_stages(kind: str) -> str:
-    return (
-        f"{kind} computes the step of a parameter from other parameters, and this rank has only those of its part of "
-        f"{parallel_state.get_pipeline_model_parallel_size()} pipeline ranks: each rank would make a step of its own. "
-        f"Take an optimizer that steps each parameter by itself: {_names(_BY_ELEMENT + _BY_TENSOR)}, or a similar one."
-    )
-
-
-def _names(kinds: Iterable[type[Optimizer]]) -> str:
-    return ", ".join(kind.__name__ for kind in kinds)
+def _stages_of_a_model() -> int:
+    return parallel_state.get_pipeline_model_parallel_size()

@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
+from torch.optim import Optimizer, SparseAdam
 
 from nxdpp.gradients.gradient_dtype import dense
-from nxdpp.gradients.optimizer.trial_steps import steps_flat_parts_alike
+from nxdpp.gradients.optimizer.known_optimizers import Unknown, looked_at
 from nxdpp.gradients.shards.local_tensors import is_sharded
 
 
@@ -68,34 +68,29 @@ def refuse_sparse(parameters: Iterable[nn.Parameter]) -> None:
 def check_elementwise(optimizer_class: Any, defaults: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
     """Return the options of a group of ``optimizer_class(params, **defaults)``.
 
-    A small matrix is stepped as a whole and in two flat parts. Both must end alike. Raises ``TypeError`` for something
-    other than a class of optimizers, ``ValueError`` for an optimizer that ends differently, or cannot step flat parts
-    (Adafactor, LBFGS, Muon, LAMB).
+    Raises ``TypeError`` for something other than a class of optimizers, ``ValueError`` for an optimizer that looks at
+    more than an element (Adafactor, LBFGS, Muon, LAMB), that is neither known nor declared, or that cannot step flat
+    parts of dense parameters.
     """
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
         raise TypeError(f"optimizer_class must be a class such as torch.optim.AdamW, not {optimizer_class!r:.80}.")
     # Wrong options raise the error of the class.
     optimizer = optimizer_class([nn.Parameter(torch.zeros(2, 2, device=device))], **defaults)
-    try:
-        is_alike = steps_flat_parts_alike(optimizer, optimizer.param_groups[0], device)
-    except Exception as error:
+    (group,) = optimizer.param_groups
+    looks, name = looked_at(optimizer, group), optimizer_class.__name__
+    remedy = f"Take an elementwise optimizer such as torch.optim.AdamW, or use {name} without sharding."
+    if isinstance(looks, Unknown):
         raise ValueError(
-            f"{optimizer_class.__name__} with these options does not step flat parts of dense parameters, which a rank "
-            f"has ({type(error).__name__}: {error}). {_remedy(optimizer_class)}"
-        ) from error
-    if not is_alike:
-        raise ValueError(_refusal(optimizer_class))
+            f"{name} {looks.reason}, and a rank has only a part of a parameter's elements. If each element's step "
+            f"follows from its own value, gradient and state alone, write before: "
+            f'nxdpp.declare_optimizer({name}, looks_at="element"). If not: {remedy}'
+        )
+    if looks != "element":
+        raise ValueError(
+            f"{name} does not change each element by itself, and a rank has only a part of a parameter's elements: the "
+            f"result would depend on the number of ranks. {remedy}"
+        )
+    if group.get("differentiable") or issubclass(optimizer_class, SparseAdam):
+        why = "differentiable=True" if group.get("differentiable") else "sparse gradients"
+        raise ValueError(f"{name} takes {why}, and does not step flat parts of dense parameters. {remedy}")
     return dict(optimizer.defaults)
-
-
-def _refusal(optimizer_class: type) -> str:
-    return (
-        f"{optimizer_class.__name__} does not change each element by itself, and a rank has only a part of a "
-        f"parameter's elements: the result would depend on the number of ranks. {_remedy(optimizer_class)}"
-    )
-
-
-def _remedy(optimizer_class: type) -> str:
-    return (
-        f"Take an elementwise optimizer such as torch.optim.AdamW, or use {optimizer_class.__name__} without sharding."
-    )

@@ -33,17 +33,13 @@ class Lamb(Optimizer):
                 parameter.data -= group["lr"] * parameter.norm() * parameter.grad / parameter.grad.norm()
 
 
-class LateLamb(Lamb):
-    """Steps by the gradient 10 times, and as ``Lamb`` from then on."""
+class Unlucky(torch.optim.SGD):
+    """Leaves out its step where a gradient is not finite."""
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            group["steps"] = group.get("steps", 0) + 1
-            if group["steps"] <= 10:
-                for parameter in group["params"]:
-                    parameter.data -= group["lr"] * parameter.grad
-        if self.param_groups[0]["steps"] > 10:
-            super().step()
+    def step(self, closure: Any = None) -> Any:
+        if all(parameter.grad.isfinite().all() for group in self.param_groups for parameter in group["params"]):
+            return super().step(closure)
+        return None
 
 
 class Sam(Optimizer):

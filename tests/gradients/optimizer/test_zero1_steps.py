@@ -19,10 +19,11 @@ from torch.optim.lr_scheduler import (
     SequentialLR,
 )
 
-from nxdpp import parallel_state
+from nxdpp import declare_optimizer, parallel_state
 from nxdpp.doors.nxd.neuron_zero1 import NeuronZero1Optimizer
 from nxdpp.gradients.optimizer import sharded_bucket
 from nxdpp.gradients.optimizer.zero1 import Zero1Optimizer
+from tests.gradients.optimizer.optimizers import Lion
 from tests.gradients.optimizer.test_zero1 import assert_same, make, set_gradients, set_means
 from tests.support.run_ranks import run_ranks
 
@@ -200,6 +201,35 @@ def averaged_in_float32(rank: int) -> None:
         assert torch.equal(values, torch.full_like(values, 1 + 2**-8 if is_higher else 1.0))
 
 
+class Sending(torch.optim.SGD):
+    """Averages what is averaged already, once more."""
+
+    def step(self, closure: Any = None) -> Any:
+        for parameter in self.param_groups[0]["params"]:
+            dist.all_reduce(parameter.grad)
+        return super().step(closure)
+
+
+def declared(rank: int) -> None:
+    """A class that the program declares is stepped in parts, and its messages are refused."""
+    for kind in (Lion, Sending):
+        declare_optimizer(kind, looks_at="element")
+    ours, theirs = make(), make()
+    optimizer, plain = Zero1Optimizer(ours, Lion, grad_clipping=False, lr=0.1), Lion(theirs, lr=0.1)
+    for step in range(3):
+        set_gradients(ours, rank, step)
+        set_means(theirs, step)
+        optimizer.step()
+        plain.step()
+    assert_same(ours, theirs)
+    sending = Zero1Optimizer(ours, Sending, lr=0.1)
+    for piece in sending._ordered():
+        piece.tensor.grad = torch.ones_like(piece.tensor)
+    # Below step(), which would end the ranks.
+    with pytest.raises(RuntimeError, match=r"Sending sends messages in its step, .*before c10d.allreduce_"):
+        sending.base_optimizer.step()
+
+
 CASES: list[Callable[[int], None]] = [
     schedulers,
     options,
@@ -209,6 +239,7 @@ CASES: list[Callable[[int], None]] = [
     other_options,
     messages,
     averaged_in_float32,
+    declared,
 ]
 
 

@@ -1,19 +1,25 @@
 """Optimizers over a part of a model make the steps of one process, or are refused in their first step."""
 
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import bitsandbytes
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn, optim
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from nxdpp import NxDPPModel, fully_shard, parallel_state, tensor_parallelize
+import nxdpp
+from nxdpp import NxDPPModel, declare_optimizer, fully_shard, parallel_state, tensor_parallelize
 from nxdpp.gradients.optimizer.fp32_adamw import AdamW_FP32OptimParams
 from nxdpp.optimizer import Zero1Optimizer
-from tests.gradients.optimizer.optimizers import Lamb, Lion, Sam
+from tests.gradients.optimizer.optimizers import Lamb, Lion, Sam, Unlucky
 from tests.pipeline.after_wrapping.scripts import PipelinedTraining, Plain, Script, Training, compare
 from tests.support.run_ranks import run_ranks
 
@@ -36,18 +42,120 @@ def by(make: Callable[[Any], optim.Optimizer]) -> Script:
     return lambda training: training.steps(3, make(training.wrapped.parameters()))
 
 
-def refused(run: Callable[[Training], object]) -> Script:
-    """A script that goes on with AdamW, as the message says."""
+def refused(run: Callable[[Training], object], text: str) -> Script:
+    """A script whose pipeline is refused before it changes anything, and goes on with AdamW, as the message says."""
 
     def script(training: Training) -> None:
         if isinstance(training, PipelinedTraining):
-            text = rf"computes the step of a parameter from other parameters.* of 2 pipeline .*{BY_ELEMENT}, Adafactor"
             with pytest.raises(RuntimeError, match=text):
                 run(training)
             training.wrapped.zero_grad()
         training.steps(3)
 
     return script
+
+
+OVER_STAGES = rf"computes the step of a parameter from other parameters.* of \d pipeline .*{BY_ELEMENT}, Adafactor"
+
+
+def unknown(kind: type[optim.Optimizer], reason: str = "is not known") -> str:
+    declared = re.escape(f'nxdpp.declare_optimizer({kind.__name__}, looks_at="element")')
+    return rf"^{kind.__name__} {re.escape(reason)}, and .* layers of its part of \d pipeline ranks: .*{declared}"
+
+
+def declared(kind: Any, looks_at: str, **options: Any) -> Script:
+    """A script that writes the line of the message, with another word than ``element`` where that is right."""
+
+    def script(training: Training) -> None:
+        optimizer = kind(training.wrapped.parameters(), **options)
+        if isinstance(training, PipelinedTraining):
+            training.loss()
+            with pytest.raises(RuntimeError, match=unknown(kind)) as error:
+                optimizer.step()
+            (line,) = re.findall(r"nxdpp\.declare_optimizer\([^)]*\)", str(error.value))
+            training.wrapped.zero_grad()
+            exec(line.replace("element", looks_at), {"nxdpp": nxdpp, kind.__name__: kind})
+        training.steps(3, optimizer)
+
+    return script
+
+
+class Normalised(optim.SGD):
+    """Divides gradients by their common norm, and gives a closure on, by which a trial would have been deceived."""
+
+    def step(self, closure: Any = None) -> Any:
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        norm = torch.stack([parameter.grad.norm() for parameter in parameters]).norm()
+        for parameter in parameters:
+            parameter.grad.div_(norm)
+        return super().step(closure)
+
+
+class Everyone(optim.Optimizer):
+    """Averages its gradients over all ranks."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                dist.all_reduce(parameter.grad, dist.ReduceOp.AVG)
+                parameter.sub_(parameter.grad, alpha=group["lr"])
+
+
+class Closing(optim.SGD):
+    """Steps by the gradients of its closure."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = torch.enable_grad()(closure)()
+        for parameter in self.param_groups[0]["params"]:
+            parameter.sub_(parameter.grad, alpha=0.1)
+        return loss
+
+
+def once(kind: Any, looks_at: Any = None, **options: Any) -> Callable[[Training], object]:
+    def run(training: Training) -> None:
+        if looks_at is not None:
+            declare_optimizer(kind, looks_at=looks_at)
+        training.loss()
+        kind(training.wrapped.parameters(), **options).step()
+
+    return run
+
+
+def averaged_over_all(training: Training) -> None:
+    training.loss()
+    inner = optim.SGD(training.wrapped.parameters(), lr=0.1)
+    PostLocalSGDOptimizer(inner, PeriodicModelAverager(period=1, warmup_steps=0)).step()
+
+
+def with_a_closure(training: Training) -> None:
+    declare_optimizer(Closing, looks_at="element")
+    optimizer = Closing(training.wrapped.parameters())
+    for _ in range(3):
+        training.record.append(optimizer.step(training.loss))
+        optimizer.zero_grad()
+
+
+def skipping(training: Training) -> None:
+    """A step is left out where a gradient of one layer, on one rank, is not finite, as the message says."""
+    optimizer = optim.AdamW(training.wrapped.parameters(), lr=1e-2)
+    for number in range(4):
+        training.record.append(training.loss())
+        for name, parameter in training.wrapped.named_parameters():
+            if number == 1 and name == "layers.0.linear.weight":
+                parameter.grad[0, 0] = torch.nan
+        if isinstance(training, PipelinedTraining):
+            is_good = training.wrapped.clip_grad_norm_(float("inf")).isfinite()
+        else:
+            is_good = torch.nn.utils.get_total_norm([p.grad for p in training.wrapped.parameters()]).isfinite()
+        if is_good:
+            optimizer.step()
+        optimizer.zero_grad()
+    assert training.record[1] == training.record[2] != training.record[3]
 
 
 def lbfgs(training: Training) -> None:
@@ -87,23 +195,36 @@ def group_added_later(training: Training) -> None:
 SCRIPTS: dict[str, tuple[Callable[[], nn.Module], Script]] = {
     "Adafactor": (Plain, by(lambda given: optim.Adafactor(given, lr=1e-2))),
     "Muon": (Plain, muon),
-    "Lion": (Plain, by(Lion)),
+    "Lion": (Plain, declared(Lion, "element")),
+    "Lamb": (Plain, declared(Lamb, "tensor")),
+    "a closure": (Plain, with_a_closure),
+    "skipping": (Plain, skipping),
     "LBFGS of another model": (Plain, lbfgs_of_another_model),
-    "LBFGS": (Plain, refused(lbfgs)),
-    "Sam": (Plain, refused(sam)),
-    "Sam in two steps": (Plain, refused(sam_in_two_steps)),
-    "a group added later": (Plain, refused(group_added_later)),
+    "LBFGS": (Plain, refused(lbfgs, OVER_STAGES)),
+    "Sam": (Plain, refused(sam, unknown(Sam))),
+    "Sam in two steps": (Plain, refused(sam_in_two_steps, unknown(Sam))),
+    "a group added later": (Plain, refused(group_added_later, unknown(Sam))),
+    "Normalised": (Plain, refused(once(Normalised, lr=0.1), unknown(Normalised, "overrides step() of SGD"))),
+    "Unlucky": (Plain, refused(once(Unlucky, lr=0.1), unknown(Unlucky, "overrides step() of SGD"))),
+    "declared": (Plain, refused(once(Unlucky, "all", lr=0.1), f"Unlucky {OVER_STAGES}")),
+    "Everyone": (Plain, refused(once(Everyone, lr=0.1), unknown(Everyone))),
+    "declared and sending": (
+        Plain,
+        refused(once(Everyone, "element", lr=0.1), "Everyone sends messages in its step, .*before c10d.allreduce_"),
+    ),
+    "known to send": (Plain, refused(averaged_over_all, "PostLocalSGDOptimizer sends messages in its step, and")),
 }
 
 
-def pipelined(rank: int) -> dict[str, Any]:
-    return compare(rank, 2, SCRIPTS)
+def pipelined(rank: int, world_size: int) -> dict[str, Any]:
+    return compare(rank, world_size, SCRIPTS)
 
 
-def test_over_a_pipeline() -> None:
-    for result in run_ranks(2, pipelined):
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_over_a_pipeline(world_size: int) -> None:
+    for result in run_ranks(world_size, pipelined, world_size):
         for name, (alone, together) in result.items():
-            assert len(alone) == 3
+            assert len(alone) == (4 if name == "skipping" else 3)
             assert together == alone, name
 
 
@@ -126,7 +247,8 @@ def divided(rank: int) -> tuple[list[float], list[float]]:
     matrices = [each for each in model.parameters() if each.dim() == 2]
     norms = [each for each in model.parameters() if each.dim() == 1]
     model.run_train(input_ids=ids, labels=ids)
-    for make in (optim.Muon, optim.Adafactor, optim.LBFGS):
+    kinds: tuple[Callable[..., optim.Optimizer], ...] = (optim.Muon, optim.Adafactor, optim.LBFGS)
+    for make in kinds:
         text = (
             rf"{make.__name__} computes the step of an element from other elements, and 16 parameters of a group are "
             rf"this rank's parts of tensors that 2 tensor ranks divide \(the first has the shape \(16, 16\)\).*"
@@ -134,9 +256,16 @@ def divided(rank: int) -> tuple[list[float], list[float]]:
         )
         with pytest.raises(RuntimeError, match=text):
             step(make(matrices))
-    for make in (optim.Adafactor, optim.LBFGS):
+    for make in (*kinds[1:], Lamb):
         step(make(norms, lr=0.0))
+    text = r'^Lamb is not known, and .* parts of tensors that 2 tensor ranks divide: .*\(Lamb, looks_at="element"\)'
+    with pytest.raises(RuntimeError, match=text):
+        step(Lamb(matrices))
+    declare_optimizer(Lamb, looks_at="tensor")
+    with pytest.raises(RuntimeError, match="Lamb computes the step of an element from other elements"):
+        step(Lamb(matrices))
     model.zero_grad()
+    declare_optimizer(Lion, looks_at="element")
     alone, loop = llama(), []
     ours, theirs = (Lion(each.parameters()) for each in (model, alone))
     losses = []
@@ -175,8 +304,10 @@ REFUSED_OVER_ROWS: list[tuple[Callable[[Any], optim.Optimizer], str]] = [
             rf"{make.__name__} computes .* 4 parameters .* rows of tensors that fully_shard divides over replicas .*"
             rf"{BY_ELEMENT}.* Or train without fully_shard",
         )
-        for make in (optim.Muon, optim.Adafactor, optim.LBFGS, Lamb)
+        for make in (optim.Muon, optim.Adafactor, optim.LBFGS)
     ),
+    (Lamb, "^Lamb is not known, and .* rows of tensors that fully_shard divides over replicas: "),
+    (bitsandbytes.optim.AdamW, "bitsandbytes's AdamW cannot step the rows .*: take AdamW, Adam or SGD of torch"),
     (optim.Rprop, "torch's Rprop cannot step the rows .*: take AdamW, Adam or SGD"),
     (partial(optim.SGD, fused=True), "torch's SGD with fused=True cannot step the rows .*: leave fused=True out"),
 ]
@@ -195,6 +326,7 @@ def sharded(rank: int) -> None:
     ids = torch.arange(24).view(4, 6).chunk(2)[rank]
     model.run_train(input_ids=ids, labels=ids)
     known = [each for each in model.parameters() if each.dim() == 2][:4]
+    declare_optimizer(Lion, looks_at="element")
     for name, make in STEPPING_ROWS.items():
         whole = [nn.Parameter(gathered(each)) for each in known]
         rows = [nn.Parameter(each.detach().clone()) for each in known]
