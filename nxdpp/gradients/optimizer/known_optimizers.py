@@ -77,7 +77,7 @@ _LOOKS = {
 }
 _ORDER = ("element", "tensor", "all", "messages")
 # Methods that a step does not use, and may be overridden.
-_OUTSIDE_OF_STEPS = {"_abc_impl", "add_param_group", "load_state_dict", "state_dict", "zero_grad"}
+_OUTSIDE_OF_STEPS = {"add_param_group", "load_state_dict", "state_dict", "zero_grad"}
 
 _declared = WeakIdKeyDictionary()
 
@@ -177,9 +177,14 @@ def _overridden(subclasses: list[type], base: type) -> str | None:
     for kind in subclasses:
         for name, value in vars(kind).items():
             is_special = name.startswith("__") and name not in ("__getattr__", "__getattribute__")
-            if is_special or name in _OUTSIDE_OF_STEPS or not (hasattr(base, name) or name == "__getattr__"):
+            is_used = hasattr(base, name) or name == "__getattr__"
+            if is_special or name in _OUTSIDE_OF_STEPS or not is_used or not _is_code(value):
                 continue
             # torch puts a function around the step of the class of the first instance, an inherited one too.
             if without_hooks(value) is not without_hooks(getattr(base, name, None)):
                 return f"{name}()" if callable(value) else name
     return None
+
+
+def _is_code(value: Any) -> bool:
+    return callable(value) or hasattr(type(value), "__get__")
