@@ -27,7 +27,8 @@ from nxdpp.gradients.step_hooks import run_before_steps
 from nxdpp.ranks import parallel_state
 
 # Torch has no step of rows: in any way, and of the fused kernel.
-_WITHOUT_ROWS, _FUSED_WITHOUT_ROWS = (optim.Rprop, optim.SparseAdam), (optim.Adagrad, optim.SGD)
+_WITHOUT_ROWS = (optim.Adafactor, optim.Rprop, optim.SparseAdam)
+_FUSED_WITHOUT_ROWS = (optim.Adagrad, optim.SGD)
 
 Parameters = Callable[[], Iterable[nn.Parameter]]
 
@@ -56,12 +57,18 @@ def refuse_partial_step(optimizer: Optimizer) -> None:
             _refuse_wrong(each, optimizer.param_groups)
         if optimizer not in _judged:
             mark_states_of(optimizer)
+    for group in optimizer.param_groups:
+        if any(map(is_sharded, group["params"])):
+            _refuse_without_rows(type(optimizer), group)
     _judged[optimizer] = number
 
 
 def _is_shard(parameter: nn.Parameter) -> bool:
     if is_sharded(parameter):
-        return True
+        # One replica has all rows.
+        return any(
+            each.is_shard() and parameter.device_mesh.size(dim) > 1 for dim, each in enumerate(parameter.placements)
+        )
     is_divided = getattr(parameter, "tensor_model_parallel", False)
     return is_divided and parallel_state.get_tensor_model_parallel_size() > 1
 
@@ -79,8 +86,6 @@ def _refuse_wrong(optimizer: Optimizer, groups: Sequence[dict[str, Any]]) -> Non
     shards = [parameter for group in groups for parameter in group["params"] if _is_shard(parameter)]
     for group in groups:
         of_group = [parameter for parameter in group["params"] if _is_shard(parameter)]
-        if error := _without_rows(kind, group):
-            raise RuntimeError(error)
         looks = looked_at(optimizer, group)
         if isinstance(looks, Unknown):
             raise RuntimeError(_not_known(kind, looks, shards))
@@ -92,19 +97,16 @@ def _refuse_wrong(optimizer: Optimizer, groups: Sequence[dict[str, Any]]) -> Non
         watch_next_step(optimizer)
 
 
-def _without_rows(kind: type[Optimizer], group: dict[str, Any]) -> str | None:
-    """Return an error for a step that has no rows of shards: of bitsandbytes' kernels, and some of torch's."""
-    if not any(map(is_sharded, group["params"])):
-        return None
+def _refuse_without_rows(kind: type[Optimizer], group: dict[str, Any]) -> None:
+    """Raise for steps that take no DTensors: those of bitsandbytes, and some of torch."""
     fused = " with fused=True" if issubclass(kind, _FUSED_WITHOUT_ROWS) and group.get("fused") else ""
     package = "bitsandbytes" if any(each.__module__.startswith("bitsandbytes.") for each in kind.__mro__) else "torch"
-    if not (fused or package == "bitsandbytes" or issubclass(kind, _WITHOUT_ROWS)):
-        return None
-    remedy = "leave fused=True out" if fused else "take AdamW, Adam or SGD of torch"
-    return (
-        f"{package}'s {kind.__name__}{fused} cannot step the rows that a rank has of the parameters of fully_shard: "
-        f"{remedy}."
-    )
+    if fused or package == "bitsandbytes" or issubclass(kind, _WITHOUT_ROWS):
+        remedy = "leave fused=True out" if fused else "take AdamW, Adam or SGD of torch"
+        raise RuntimeError(
+            f"{package}'s {kind.__name__}{fused} cannot step the rows that a rank has of the parameters of "
+            f"fully_shard: {remedy}."
+        )
 
 
 def _not_known(kind: type[Optimizer], unknown: Unknown, shards: Sequence[nn.Parameter]) -> str:

@@ -319,11 +319,11 @@ def gathered(rows: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor()
 
 
-def sharded(rank: int) -> None:
+def sharded(rank: int, world_size: int) -> None:
     parallel_state.initialize_model_parallel()
     model = NxDPPModel(llama(), num_microbatches=2)
     fully_shard(model)
-    ids = torch.arange(24).view(4, 6).chunk(2)[rank]
+    ids = (torch.arange(48).view(8, 6) % 32).chunk(world_size)[rank]
     model.run_train(input_ids=ids, labels=ids)
     known = [each for each in model.parameters() if each.dim() == 2][:4]
     declare_optimizer(Lion, looks_at="element")
@@ -347,5 +347,30 @@ def sharded(rank: int) -> None:
     assert all(torch.equal(gathered(each), old) for each, old in zip(known, before, strict=True))
 
 
-def test_over_rows_of_shards() -> None:
-    run_ranks(2, sharded)
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_over_rows_of_shards(world_size: int) -> None:
+    run_ranks(world_size, sharded, world_size)
+
+
+def all_rows(rank: int) -> None:
+    parallel_state.initialize_model_parallel()
+    model = NxDPPModel(llama(), num_microbatches=2)
+    fully_shard(model)
+    ids = torch.arange(24).view(4, 6)
+    model.run_train(input_ids=ids, labels=ids)
+    rows = [each for each in model.parameters() if each.dim() == 2]
+    whole = [nn.Parameter(gathered(each)) for each in rows]
+    for each, other in zip(rows, whole, strict=True):
+        assert each.grad is not None
+        other.grad = gathered(each.grad)
+    kinds: tuple[Callable[..., optim.Optimizer], ...] = (optim.Muon, Unlucky)
+    for make in kinds:
+        for parameters in (rows, whole):
+            make(parameters, lr=1e-2).step()
+    assert all(torch.equal(gathered(each), other) for each, other in zip(rows, whole, strict=True))
+    with pytest.raises(RuntimeError, match="torch's Adafactor cannot step the rows that a rank has"):
+        optim.Adafactor(rows).step()
+
+
+def test_one_replica_has_all_rows() -> None:
+    run_ranks(1, all_rows)
