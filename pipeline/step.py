@@ -130,6 +130,7 @@ class StepRunner:
                 reference = ReferenceStep(self._part, self._partition.owners, self._config, device)
             # Verify.
             signature, digest, engine, hashes = self._verify(step, device, train=True)
+            self._replicas.optimizers.begin_step()
             shards = self._engines.shards
             if shards is not None:
                 shards.drop_cleared()
@@ -226,8 +227,9 @@ class StepRunner:
             inputs = self._hasher.of_step(step.batch.compared, is_new)
             if self._has_tensor_ranks and parallel_state.get_pipeline_model_parallel_rank() == 0:
                 group = parallel_state.get_tensor_control_group()
+                rounds = self._replicas.optimizers.rounds
                 drawn = self._stream.digest if self._stream is not None and engine is not None and engine.draws else 0
-                verify_tensor_ranks(group, signature, inputs, begun["pipeline"], is_new, leaves_average, drawn)
+                verify_tensor_ranks(group, signature, inputs, begun["pipeline"], is_new, leaves_average, drawn, rounds)
             begun["world"] = self._verifier.check(
                 identity,
                 digest,
@@ -240,6 +242,7 @@ class StepRunner:
                 leaves_average,
                 self._part.tied.hooks_after if self._part.any_ties and train else None,
                 0 if self._stream is None else self._stream.digest,
+                self._replicas.optimizers.state,
             )
         self._is_verified, self._refused = True, None
         return signature, digest, engine, inputs.values
@@ -262,7 +265,8 @@ class StepRunner:
             watch = self._replicas.begin(running.last_backwards) if signature.train else None
             if self._engines.shards is not None:
                 lines = self._replicas.lines_of_step() if signature.train else ()
-                self._engines.shards.begin(signature.train, self._replicas.is_averaged, lines)
+                rounds = self._replicas.optimizers.rounds
+                self._engines.shards.begin(signature.train, self._replicas.is_averaged, lines, rounds)
             if self._stream is None:
                 values = running.run(step.loss, watch)
             else:

@@ -30,15 +30,19 @@ from nxdpp.ranks.wire_form import packed, unpacked
 
 # Above the tags of all other messages of the group.
 _TAG = 2**31 - 1
-# Number, digest, 1 for a new signature plus 2 in no_sync(), bytes of the text that follows, calls, random generators;
-# then the hashes of the inputs.
-_HEAD = 6
+# Number, digest, 1 for a new signature plus 2 in no_sync(), bytes of the text that follows, calls, random generators,
+# optimizers; then the hashes of the inputs.
+_HEAD = 7
 # Added to the third number in no_sync().
 _IN_NO_SYNC = 2
 _REMEDY = "Wrap the same model with the same arguments on every rank of a pipeline, and give all the same inputs."
 _REMEDY_OF_MODES = (
     "Change them on every rank, in the model that was wrapped, which has all parameters and modules on each rank: "
     "model.head.requires_grad_(False). The wrapped model lists only the parameters of this rank."
+)
+STEP_ON_ALL = (
+    "Call optimizer.step() on every rank, or on none. Decide by a value that all ranks have: the loss of "
+    "broadcast_and_average_loss=True, or the norm of clip_grad_norm_."
 )
 _HABITS = """\
 All ranks of a pipeline take the same batch, and only data-parallel replicas take others. Usual causes:
@@ -96,6 +100,7 @@ class StepVerifier:
         leaves_average: bool = False,
         hooks_after: Callable[[dict[int, int]], dict[int, int]] | None = None,
         generators: int = 0,
+        optimizers: int = 0,
     ) -> int:
         """Raise ``RuntimeError`` unless the previous rank is about to run the same step.
 
@@ -105,6 +110,8 @@ class StepVerifier:
         refused; it explains a different number. ``values`` are compared with the ranks before it. ``hooks_after``
         compares the numbers of gradient hooks of tied weights, and returns the numbers for the next rank.
         ``generators`` is a hash of the states of torch's generators, which explains other inputs.
+        ``optimizers`` is 0 on a rank without any, or twice their number, plus 1 if one has stepped since the training
+        step before. Ranks of as many optimizers must have stepped alike.
         """
         self._origin = step.origin or self._origin
         header = self._sent.numpy()
@@ -112,7 +119,7 @@ class StepVerifier:
         while self._sends:
             self._sends.pop().wait()
         board.wait = None
-        header[:_HEAD] = number, step_digest, is_new + _IN_NO_SYNC * leaves_average, 0, calls, generators
+        header[:_HEAD] = number, step_digest, is_new + _IN_NO_SYNC * leaves_average, 0, calls, generators, optimizers
         header[_HEAD:] = inputs.words()
         self._values, self._hooks = Values(), {}
         if self._rank > 0:
@@ -144,8 +151,12 @@ class StepVerifier:
         # A call that only one rank has made, and that had no effect on others, shifts no later comparison of calls.
         self._sent[4] = ours[4] = theirs[4]
         states, theirs[5] = (theirs[5], ours[5]), ours[5]
+        steps, theirs[6] = (theirs[6], ours[6]), ours[6]
+        # A rank that steps no parameters passes on what it has heard.
+        self._sent[6] = ours[6] or steps[0]
         refused_there = self._receive_text(theirs[1], length) if length else None
         if theirs == ours:
+            self._compare_optimizers(*steps)
             if states[0] == states[1]:
                 self._alike = ours[0], ours[5]
             return
@@ -162,6 +173,16 @@ class StepVerifier:
         if theirs[2] != ours[2]:
             raise RuntimeError(self._new_on_one(self._heard.get(theirs[1]), step, bool(ours[2] % _IN_NO_SYNC)))
         raise RuntimeError(f"{self._other_inputs(*inputs.different(theirs[_HEAD:]))}{self._moved(*states)}")
+
+    def _compare_optimizers(self, theirs: int, ours: int) -> None:
+        if not theirs or not ours or theirs // 2 != ours // 2 or theirs == ours:
+            return
+        here, there = self._name(self._rank), self._name(self._rank - 1)
+        stepped, waiting = (here, there) if ours % 2 else (there, here)
+        raise RuntimeError(
+            f"an optimizer has stepped on {stepped} since the training step before, and none on {waiting}: the parts "
+            f"of the model would be trained by other numbers of steps. {STEP_ON_ALL}"
+        )
 
     def _receive_text(self, step_digest: int, length: int) -> str | None:
         """Receive the previous rank's text; return the step that it refused, if any."""

@@ -20,6 +20,7 @@ from nxdpp.agreement.comparison import unequal
 from nxdpp.agreement.fingerprint import digest
 from nxdpp.agreement.input_hash import InputHashes
 from nxdpp.agreement.step_signature import StepSignature, signature_differences
+from nxdpp.agreement.step_verifier import STEP_ON_ALL
 from nxdpp.ranks.faults.waits import Wait
 
 _REMEDY = """\
@@ -35,14 +36,17 @@ def verify_tensor_ranks(
     is_new: bool,
     leaves_average: bool,
     generators: int = 0,
+    rounds: int = 0,
 ) -> None:
     """Raise ``RuntimeError`` on all ranks of ``group`` unless they are about to run the same step; collective over it.
 
     ``group`` has the ranks of a tensor group, for CPU tensors. ``number`` is how many steps this rank has begun,
     ``is_new`` whether the signature is new to it. ``leaves_average`` is ``True`` for a step in ``no_sync()``.
     ``generators`` is a hash of torch's generators, for a model whose layers draw.
+    ``rounds`` is how many training steps had a step of an optimizer after them.
     """
-    kind = int.from_bytes(digest(repr((signature, is_new, leaves_average, generators)).encode()), "little", signed=True)
+    own_kind = repr((signature, is_new, leaves_average, generators, rounds))
+    kind = int.from_bytes(digest(own_kind.encode()), "little", signed=True)
     own = torch.tensor([number, kind, *inputs.words()], device="cpu")
     both = torch.cat([own, ~own])
     with Wait("comparison of the tensor-parallel ranks' steps", group):
@@ -50,7 +54,7 @@ def verify_tensor_ranks(
     largest, inverted = both.chunk(2)
     if torch.equal(largest, ~inverted):
         return
-    found = unequal((number, signature, leaves_average, is_new, inputs, generators), group)
+    found = unequal((number, signature, leaves_average, is_new, inputs, generators, rounds), group)
     assert found is not None, "the hashes differ"
     raise RuntimeError(_difference(*found.names("tensor-parallel rank"), *found.values))
 
@@ -75,6 +79,11 @@ def _difference(there: str, here: str, first: Any, second: Any) -> str:
         return (
             f"torch's random generators differ between {there} and {here}, whose layers would draw other masks. Give "
             f"torch.manual_seed the same number on all ranks of a tensor group, and draw on all of them or on none."
+        )
+    if first[6] != second[6]:
+        return (
+            f"an optimizer has stepped after {first[6]} training steps on {there}, and after {second[6]} on {here}: "
+            f"the parts of the layers would go apart. {STEP_ON_ALL}"
         )
     now, before = second[4].different(first[4].words())
     names = ", ".join(now) if now else f"{', '.join(before)} in the step before"

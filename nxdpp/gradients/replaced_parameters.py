@@ -151,16 +151,6 @@ def options_text(optimizer: Optimizer, group: Mapping[str, Any]) -> str:
     return f"{type(optimizer).__name__}({', '.join(f'{name}={text}' for name, text in texts.items())})"
 
 
-def optimizer_lines(parameters: Mapping[str, nn.Parameter]) -> list[str]:
-    """Return a line for each group of a live optimizer with some of ``parameters``: its options and their names."""
-    names = {id(parameter): name for name, parameter in parameters.items()}
-    return sorted(
-        f"{options_text(optimizer, group)} of {', '.join(names[id(p)] for p in group['params'] if id(p) in names)}"
-        for optimizer, _ in holders(parameters)
-        for group in optimizer.param_groups
-    )
-
-
 def parameters_of(optimizer: Optimizer) -> list[Any]:
     """The parameters of all groups. An optimizer whose constructor failed has no groups."""
     groups = getattr(optimizer, "param_groups", [])

@@ -17,6 +17,7 @@ from typing import Protocol
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from nxdpp.agreement.exchange import ReplicaExchanges
 from nxdpp.agreement.fingerprint import digest, parameter_lines
@@ -25,8 +26,8 @@ from nxdpp.agreement.same_values import sample
 from nxdpp.gradients.average import average_gradients
 from nxdpp.gradients.average_checks import replica_step_check
 from nxdpp.gradients.average_plan import LastBackward
+from nxdpp.gradients.optimizer_agreement import OptimizerAgreement, refuse_other_rounds
 from nxdpp.gradients.overlapped_average import AverageReport, OverlappedAverage
-from nxdpp.gradients.replaced_parameters import optimizer_lines
 from nxdpp.gradients.shards.local_tensors import is_of_shards, is_sharded, local_rows
 from nxdpp.ranks import parallel_state
 from nxdpp.ranks.faults import failure_watch
@@ -69,7 +70,8 @@ class RankParameters(Protocol):
 class ReplicaGradients:
     """The gradients of this rank's parameters, and whether the ones of the last training step are averaged.
 
-    ``is_left_out`` is ``True`` in ``no_sync()``. Without ``mean`` gradients are summed over the replicas.
+    ``is_left_out`` is ``True`` in ``no_sync()``. ``optimizers`` are the ones that step the parameters. Without ``mean``
+    gradients are summed over the replicas.
     """
 
     def __init__(self, part: RankParameters, exchanges: ReplicaExchanges, mean: bool = True) -> None:
@@ -84,6 +86,10 @@ class ReplicaGradients:
         self._numbers = itertools.count(1)
         self._changed = False
         self._overlapped: OverlappedAverage | None = None
+        self.optimizers = OptimizerAgreement(part.module, exchanges)
+        # Parameters that were trained in no_sync() since the last average.
+        self._waiting: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._is_later = False
 
     @property
     def report(self) -> AverageReport:
@@ -124,12 +130,14 @@ class ReplicaGradients:
                 "no_sync(), and leave average_gradients() out."
             )
         self._refuse_second_sum()
+        self._refuse_frozen()
         group, control = parallel_state.get_data_parallel_group(), parallel_state.get_data_parallel_control_group()
         number = board.training_steps()
         self._exchanges.begin("average of gradients", self._trained_names())
-        notes = [number, -number, self._changed]
+        notes = [number, -number, *self._rounds(), self._changed]
         average_gradients(self._replicated(), group, control, notes, self._check_of(number), self._mean)
         self.is_averaged = self._is_summed = True
+        self._waiting.clear()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -147,7 +155,8 @@ class ReplicaGradients:
         Raises ``RuntimeError`` for gradients that were summed over the replicas already.
         """
         self._refuse_second_sum()
-        self.is_averaged = average and not self.is_left_out
+        self._refuse_frozen()
+        self.is_averaged, self._is_later = average and not self.is_left_out, average and self._replicas > 1
         try:
             yield
         except BaseException:
@@ -164,6 +173,16 @@ class ReplicaGradients:
                 "zero_grad() before the next step. To accumulate, run all steps but the last in no_sync()."
             )
         self._is_summed = False
+
+    def _refuse_frozen(self) -> None:
+        """Raise ``RuntimeError`` for a frozen parameter whose gradients of ``no_sync()`` wait for the average."""
+        frozen = [name for each, name in self._waiting.items() if each.grad is not None and not each.requires_grad]
+        if frozen:
+            raise RuntimeError(
+                f"{len(frozen)} parameters, the first of them {frozen[0]}, were frozen after a step in no_sync(), and "
+                f"their gradients are those of each replica: an average takes trained parameters only. Freeze them "
+                f"after a run_train outside of no_sync(), or set their .grad to None."
+            )
 
     def check_averaged(self) -> None:
         """Raise ``RuntimeError`` where the gradients of the last training step are not averaged."""
@@ -188,7 +207,7 @@ class ReplicaGradients:
             self._overlapped = OverlappedAverage(parallel_state.get_data_parallel_group(), control, self._mean)
 
         def start(order: int) -> Callable[[], bool]:
-            notes = [number, -number, int(self._changed), order, -order]
+            notes = [number, -number, *self._rounds(), int(self._changed), order, -order]
             end = self._exchanges.start("average of gradients during a step", [*modes, *self._trained_names()], notes)
 
             def agree() -> bool:
@@ -206,6 +225,11 @@ class ReplicaGradients:
 
     def finish(self) -> None:
         """End the average that ``begin`` began, after the sums of tied weights; collective over the replicas."""
+        if self.is_averaged:
+            self._waiting.clear()
+        elif self._is_later:
+            named = self._module.named_parameters()
+            self._waiting.update({p: name for name, p in named if p.requires_grad and not is_sharded(p)})
         if self.is_averaged and self._overlapped is not None:
             with failure_watch.reported():
                 self._overlapped.finish()
@@ -229,7 +253,7 @@ class ReplicaGradients:
         """Return the check of the numbers of all replicas, which raises as ``average`` does."""
 
         def check(largest: list[int]) -> None:
-            last, first, changed = largest[0], -largest[1], largest[2]
+            last, first, most, least, changed = largest[0], -largest[1], largest[2], -largest[3], largest[4]
             if last != first:
                 raise RuntimeError(
                     f"a data-parallel replica is in training step {first}, and another in training step {last}: this "
@@ -237,6 +261,7 @@ class ReplicaGradients:
                     f"run_train on every rank, and enter no_sync() on every rank. If a program catches the error of a "
                     f"step, it must leave the step out on all ranks."
                 )
+            refuse_other_rounds(least, most)
             if changed:
                 self._compare()
                 self._changed, self._numbers = False, itertools.count(2)
@@ -247,6 +272,9 @@ class ReplicaGradients:
         """Lines that replicas must have alike in a training step: its number, modes and trained parameters."""
         loads = f"loads of state dicts: {self._part.loaded.hex() or 'none'}"
         return [f"training step {board.training_steps()}", loads, *self._modes(), *self._trained_names()]
+
+    def _rounds(self) -> tuple[int, int]:
+        return self.optimizers.rounds, -self.optimizers.rounds
 
     def _modes(self) -> list[str]:
         """Lines with the modes of the step: dropout on only some replicas would train a different model."""
@@ -273,7 +301,7 @@ class ReplicaGradients:
         parameters = [(name, each) for name, each in named if not is_of_shards(each)]
         sharded = {name: each for name, each in named if is_sharded(each.data)}
         with failure_watch.reported():
-            facts = [*lines, *parameter_lines(parameters), *optimizer_lines(sharded)]
+            facts = [*lines, *parameter_lines(parameters)]
             check_replica_values(parameters, self._part.origin, self._part.seed, facts, remedy)
             self._compare_rows(sharded, remedy)
 

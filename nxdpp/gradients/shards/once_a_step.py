@@ -46,9 +46,9 @@ class OnceAStep(RankShards):
         self._missing: dict[ShardedUnit, set[int]] = {}
         self._reduced: ShardedUnit | None = None
 
-    def begin(self, train: bool, reduces: bool, lines: Sequence[str]) -> None:
+    def begin(self, train: bool, reduces: bool, lines: Sequence[str], rounds: int = 0) -> None:
         """Begin a step, as ``RankShards.begin`` does, and start to gather units."""
-        super().begin(train, reduces, lines)
+        super().begin(train, reduces, lines, rounds)
         self._remaining_stages = dict.fromkeys(self.units, 0)
         for stage in self._stages.values():
             for unit in stage.units:

@@ -7,19 +7,23 @@
     finish     gradients that no replica has are None
 """
 
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
-from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim import Optimizer
 
 from nxdpp.agreement.exchange import ReplicaExchanges
+from nxdpp.gradients.optimizer_agreement import refuse_other_rounds
+from nxdpp.gradients.replaced_parameters import parameters_of
 from nxdpp.gradients.shards.unit import ShardedUnit
+from nxdpp.gradients.step_hooks import run_before_steps
 from nxdpp.ground.torch_names import STORAGE_ADDRESS, pytree
 from nxdpp.ranks import parallel_state
 from nxdpp.ranks.faults.waits import Wait
@@ -91,12 +95,13 @@ class RankShards(ABC):
     ) -> None:
         self._module = module
         self._mesh = parallel_state.get_shard_mesh()
-        self._programs: WeakSet[nn.Module] = WeakSet()
+        self._programs: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._stages = stages
         self._exchanges = exchanges
         self._changes = changes
         self.units = list(dict.fromkeys(unit for stage in stages.values() for unit in stage.units))
         self._step = _Step()
+        self._checks_steps = False
 
     def add_program(self, program: nn.Module) -> None:
         """Put the parameters of the units into the containers of ``program`` too, which runs a stage."""
@@ -121,12 +126,13 @@ class RankShards(ABC):
     def drop_cleared(self) -> None:
         """Drop gradients that ``no_sync()`` has kept on this replica, and that ``zero_grad`` has cleared since."""
         for unit in self.units:
-            unit.drop_cleared()
+            unit.kept.drop_cleared()
 
-    def begin(self, train: bool, reduces: bool, lines: Sequence[str]) -> None:
+    def begin(self, train: bool, reduces: bool, lines: Sequence[str], rounds: int = 0) -> None:
         """Begin a step; collective over the replicas. It ``reduces`` gradients unless they stay on each replica.
 
-        Raises ``RuntimeError`` on all replicas where one is about to make another step, or has other ``lines``.
+        Raises ``RuntimeError`` on all replicas where one is about to make another step, or has other ``lines`` or
+        another number of ``rounds``, the training steps after which an optimizer has stepped.
         """
         self._follow()
         if parallel_state.get_shard_mesh() is not self._mesh:
@@ -134,7 +140,10 @@ class RankShards(ABC):
                 "destroy_model_parallel() has ended the groups of this model's shards: build and wrap the model again."
             )
         kind = "a training step" if train else "an evaluation"
-        self._exchanges.begin(f"gather of parameters for {kind}", [f"gradients are reduced: {reduces}", *lines])
+        name, details = f"gather of parameters for {kind}", [f"gradients are reduced: {reduces}", *lines]
+        if parallel_state.get_data_parallel_size() > 1:
+            most, least = self._exchanges.start(name, details, [rounds, -rounds])()
+            refuse_other_rounds(most, -least)
         # One replica has nothing to wait for.
         self._step = _Step(train, train and (reduces or parallel_state.get_data_parallel_size() == 1))
         if self._step.reduces:
@@ -189,7 +198,13 @@ class RankShards(ABC):
                 parameter.grad = None
 
     def keep(self) -> None:
-        """End a step whose gradients stay on this replica until a step that reduces them."""
+        """End a step whose gradients stay on this replica until a step that reduces them.
+
+        Until then an optimizer's step raises ``RuntimeError``.
+        """
+        if not self._checks_steps:
+            self._checks_steps = True
+            _check_in_steps(self)
         for unit in self.units:
             unit.mark_kept()
 
@@ -206,6 +221,19 @@ class RankShards(ABC):
             self._step.present[unit] = present if known is None else list(map(max, present, known))
         elif self._step.train:
             unit.convert()
+
+
+def _check_in_steps(shards: RankShards) -> None:
+    """Check the kept gradients of ``shards`` before each optimizer's step, for as long as they are in use."""
+    reference = weakref.ref(shards)
+
+    def check(optimizer: Optimizer) -> None:
+        alive = reference()
+        stepped = set(map(id, parameters_of(optimizer)))
+        for unit in () if alive is None else alive.units:
+            unit.kept.check_step(type(optimizer).__name__, stepped)
+
+    weakref.finalize(shards, run_before_steps(check))
 
 
 def _with_gradient(unit: ShardedUnit) -> list[bool]:

@@ -11,7 +11,7 @@ ones are freed by giving up their memory. What torch does in hooks of modules is
 
 from collections.abc import Collection, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -21,30 +21,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from nxdpp.agreement.same_values import sample
 from nxdpp.gradients.held_hooks import count_hooks
-from nxdpp.gradients.shards.local_tensors import local_rows
+from nxdpp.gradients.shards.kept_gradients import GRADIENT_DTYPE, KeptGradients, drop_gradient
 from nxdpp.ground.torch_names import FSDP_GATHER, FSDP_GROUP, PARAMETERS, STORAGE_ADDRESS, VERSION
 from nxdpp.ranks import parallel_state
 from nxdpp.ranks.faults.waits import Wait
-
-# From torch 2.15 on: the dtype in which autograd itself adds up the gradients of a whole parameter.
-_GRADIENT_DTYPE = "unsharded_grad_dtype"
-
-
-class _KeptGradient(NamedTuple):
-    """A parameter with whole gradients on this replica: samples of its rows, and of its ``.grad``, maybe marked."""
-
-    of: Any
-    gradient: torch.Tensor
-    is_marked: bool
-    values: bytes
-    marked: bytes
-
-    def is_cleared(self) -> bool:
-        """Return whether the program has set ``.grad`` to zeros or ``None``."""
-        rows = local_rows(self.gradient)
-        return self.of.sharded_param.grad is not self.gradient or (rows.numel() > 0 and not rows.any())
 
 
 class ShardedUnit:
@@ -62,6 +43,7 @@ class ShardedUnit:
     Attributes:
         parameters: the sharded ones.
         trains_all: ``True`` if none of them is frozen.
+        kept: gradients that stay whole on this replica.
         storages: addresses of the objects that have the memory of the whole parameters, which stay the same.
     """
 
@@ -93,7 +75,7 @@ class ShardedUnit:
         group.gradient_divide_factor = None if mean else 1.0
         self.is_trained = self.trains_all = False
         self.storages: frozenset[int] = frozenset()
-        self._kept: list[_KeptGradient] = []
+        self.kept = KeptGradients(name)
         self._programs: WeakKeyDictionary[nn.Module, dict[str, int]] = WeakKeyDictionary()
         for parameter, own in zip(self.parameters, attributes, strict=True):
             _give(parameter, own)
@@ -220,7 +202,7 @@ class ShardedUnit:
             whole = each.unsharded_param
             has_one = whole.grad is not None or each.unsharded_accumulated_grad is not None
             if not has_one:
-                whole.grad = torch.zeros_like(whole, dtype=getattr(each, _GRADIENT_DTYPE, None))
+                whole.grad = torch.zeros_like(whole, dtype=getattr(each, GRADIENT_DTYPE, None))
             present.append(has_one)
         if any(each.unsharded_accumulated_grad is not None for each in self._group.fsdp_params):
             # One message has one dtype.
@@ -233,51 +215,8 @@ class ShardedUnit:
         return present
 
     def mark_kept(self) -> None:
-        """Note the parameters whose gradients stay whole on this replica; ``drop_cleared`` finds a ``zero_grad`` then.
-
-        DTensors count no changes. So ``.grad`` without values gets the smallest number, which ``drop_cleared`` takes
-        out again.
-        """
-        for each in self._group.fsdp_params:
-            whole = getattr(each, "unsharded_param", None)
-            if whole is not None and (whole.grad is not None or each.unsharded_accumulated_grad is not None):
-                row = each.sharded_param
-                if row.grad is None:
-                    row.grad = torch.zeros_like(row, requires_grad=False)
-                rows = local_rows(row.grad)
-                is_marked = not rows.any()
-                if is_marked:
-                    rows.fill_(torch.finfo(rows.dtype).tiny)
-                self._kept.append(_KeptGradient(each, row.grad, is_marked, sample(local_rows(row)), sample(rows)))
-
-    def drop_cleared(self) -> None:
-        """Drop the whole gradients of parameters whose ``.grad`` the program has set to zeros or ``None`` since.
-
-        Raises ``RuntimeError`` where the program has changed ``.grad``, or an optimizer has stepped without them.
-        """
-        cleared = {id(kept.of): kept.is_cleared() for kept in self._kept}
-        for kept in self._kept:
-            each, row = kept.of, kept.of.sharded_param
-            has_rows = local_rows(row).numel() > 0
-            # Without rows the others tell.
-            if cleared[id(each)] or (not has_rows and any(cleared.values())):
-                _drop(each)
-                continue
-            changed = [
-                what
-                for what, tensor, before in (("parameter", row, kept.values), ("gradient", kept.gradient, kept.marked))
-                if sample(local_rows(tensor)) != before
-            ]
-            if changed:
-                raise RuntimeError(
-                    f"a {changed[0]} of {self.name}, of shape {list(row.shape)}, was changed after a step in "
-                    f"no_sync(), whose gradients no replica has reduced: by the program, by an optimizer's step "
-                    f"without them, or by a load. Run the last step before such a change outside of no_sync(), or call "
-                    f"zero_grad()."
-                )
-            if kept.is_marked:
-                row.grad = None
-        self._kept = []
+        """Note the parameters whose gradients stay whole on this replica."""
+        self.kept.mark(self._group.fsdp_params)
 
     def check_reduced(self, remedy: str) -> None:
         """Raise ``RuntimeError`` for a gradient that came after ``reduce``: it would count in a later step."""
@@ -309,23 +248,15 @@ class ShardedUnit:
             FSDP_GATHER.set(self._group, None)
         self._group.finalize_backward()
         for each in self._group.fsdp_params if drops else ():
-            _drop(each)
+            drop_gradient(each)
         self._group.reshard()
         self._put_into_programs(self.parameters)
 
 
 def _convert(parameter: Any, gradient_of: torch.Tensor | None = None) -> None:
-    if not hasattr(parameter, _GRADIENT_DTYPE):
+    if not hasattr(parameter, GRADIENT_DTYPE):
         parameter.accumulate_unsharded_grad_if_needed()
         parameter.to_accumulated_grad_if_needed()
-
-
-def _drop(parameter: Any) -> None:
-    """Drop the whole gradient of one of torch's sharded parameters."""
-    if hasattr(parameter, "unsharded_param"):
-        parameter.unsharded_param.grad = None
-    if not hasattr(parameter, _GRADIENT_DTYPE):
-        parameter.unsharded_accumulated_grad = None
 
 
 def _places(parameters: Sequence[nn.Parameter], roots: Sequence[nn.Module]) -> list[list[tuple[nn.Module, str]]]:

@@ -1,0 +1,219 @@
+"""Agreement of the ranks' optimizers: all step after a training step or none does, and all have the same options.
+
+::
+
+    steps      of this rank's optimizers      two numbers in messages that a training step sends anyway
+    options    in training steps 2, 4, 8 ...  gathered from all ranks of the model
+
+Ranks of one stage have the same groups. Groups of other stages may have options of their own (rates by layer). What
+they share is what the constructor was given for all groups (``defaults``), and how equal options change: a scheduler
+that only some ranks step makes them different.
+"""
+
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
+
+from nxdpp.agreement.comparison import gathered
+from nxdpp.agreement.exchange import ReplicaExchanges
+from nxdpp.agreement.fingerprint import canonical
+from nxdpp.agreement.step_verifier import STEP_ON_ALL
+from nxdpp.gradients.replaced_parameters import holders
+from nxdpp.gradients.step_hooks import run_before_steps
+from nxdpp.ranks import parallel_state
+from nxdpp.ranks.faults import failure_watch
+
+# How a step is computed, and names of one rank.
+_NO_OPTIONS = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
+Options = dict[str, str]
+
+
+class _Facts(NamedTuple):
+    """One optimizer of a rank: class, options for all groups, and of each group: before its first step, and now."""
+
+    kind: str
+    defaults: Options
+    groups: list[tuple[Options, Options]]
+
+
+class _Rank(NamedTuple):
+    """What a rank tells the others."""
+
+    rank: int
+    stage: int
+    rounds: int
+    optimizers: list[_Facts]
+
+    @property
+    def kinds(self) -> list[str]:
+        return [each.kind for each in self.optimizers]
+
+
+class OptimizerAgreement:
+    """The optimizers that step parameters of ``module``, this rank's part of a model.
+
+    Attributes:
+        rounds: training steps after which one of them has stepped.
+    """
+
+    def __init__(self, module: nn.Module, exchanges: ReplicaExchanges) -> None:
+        self.rounds = 0
+        self._module = module
+        self._exchanges = exchanges
+        self._steps = 0
+        self._has_stepped = False
+        # The number of groups of each optimizer when it was looked at, and whether it is one of this model.
+        self._seen: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._first: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._known: list[weakref.ref[Optimizer]] = []
+        _note_in_steps(self)
+
+    @property
+    def state(self) -> int:
+        """For the next rank of the pipeline: 0 without optimizers, or twice their number, plus 1 if one has stepped."""
+        return 2 * len(self._alive()) + self._has_stepped
+
+    def note(self, optimizer: Optimizer) -> None:
+        """Note that ``optimizer`` is about to step."""
+        groups = getattr(optimizer, "param_groups", [])
+        if self._seen.get(optimizer, (0, False)) != (len(groups), True) and not self._is_new_one(optimizer, groups):
+            return
+        self.rounds += not self._has_stepped
+        self._has_stepped = True
+
+    def begin_step(self) -> None:
+        """Begin a training step that all ranks of the pipeline have verified; collective over the model's ranks.
+
+        Raises ``RuntimeError`` on all of them for different options.
+        """
+        self._has_stepped = False
+        self._steps += 1
+        if self._steps == 1 or self._steps & (self._steps - 1) or dist.get_world_size() == 1:
+            return
+        if not self._alive() and any(parameter.requires_grad for parameter in self._module.parameters()):
+            # An optimizer that this rank has not stepped yet.
+            for optimizer, _ in holders(dict(self._module.named_parameters())):
+                self._is_new_one(optimizer, optimizer.param_groups)
+        self._exchanges.begin("comparison of optimizers")
+        with failure_watch.reported():
+            stage = parallel_state.get_pipeline_model_parallel_rank()
+            own = _Rank(dist.get_rank(), stage, self.rounds, self._facts())
+            _compare(gathered(own, *(group for group in _groups() if dist.get_world_size(group) > 1)))
+
+    def _alive(self) -> list[Optimizer]:
+        return [optimizer for reference in self._known if (optimizer := reference()) is not None]
+
+    def _is_new_one(self, optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> bool:
+        """Look whether ``optimizer`` has a parameter of the model, and then know it."""
+        own = set(map(id, self._module.parameters()))
+        is_own = any(id(parameter) in own for group in groups for parameter in group["params"])
+        self._seen[optimizer] = len(groups), is_own
+        if is_own and all(reference() is not optimizer for reference in self._known):
+            self._known.append(weakref.ref(optimizer))
+            self._first[optimizer] = [_options(group) for group in groups]
+        return is_own
+
+    def _facts(self) -> list[_Facts]:
+        facts = []
+        for optimizer in self._alive():
+            now = [_options(group) for group in optimizer.param_groups]
+            first = self._first[optimizer]
+            first.extend(now[len(first) :])
+            kind = type(optimizer).__name__
+            facts.append(_Facts(kind, _options(optimizer.defaults), list(zip(first, now, strict=False))))
+        return facts
+
+
+def _groups() -> list[dist.ProcessGroup]:
+    return [
+        parallel_state.get_pipeline_control_group(),
+        parallel_state.get_data_parallel_control_group(),
+        parallel_state.get_tensor_control_group(),
+    ]
+
+
+def _options(given: Mapping[str, Any]) -> Options:
+    plain = {name: value for name, value in given.items() if name not in _NO_OPTIONS}
+    return {
+        name: canonical(value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value)
+        for name, value in plain.items()
+    }
+
+
+def _compare(ranks: Sequence[_Rank]) -> None:
+    """Raise ``RuntimeError`` for optimizers with other options than those of an earlier rank."""
+    firsts: dict[tuple[Any, ...], _Rank] = {}
+    for rank in ranks:
+        refuse_other_rounds(firsts.setdefault((rank.stage,), rank).rounds, rank.rounds)
+        # Ranks of one stage have equal groups; other stages have other parameters, and maybe none.
+        of_stage = firsts.setdefault((rank.stage, *rank.kinds), rank)
+        of_model = firsts.setdefault(tuple(rank.kinds), rank)
+        for number, facts in enumerate(rank.optimizers):
+            _refuse(facts.kind, of_model, rank, of_model.optimizers[number].defaults, facts.defaults, _CONSTRUCTOR)
+            theirs = of_stage.optimizers[number].groups
+            for (_, first), (_, second) in zip(theirs, facts.groups, strict=False):
+                _refuse(facts.kind, of_stage, rank, first, second, _GROUPS)
+            for first, second in _changed_apart(of_model.optimizers[number].groups, facts.groups):
+                _refuse(facts.kind, of_model, rank, first, second, _GROUPS)
+
+
+_CONSTRUCTOR = (
+    "Give the same options on every rank; options for some layers go into groups: [{'params': [...], 'lr': ...}, ...]."
+)
+_GROUPS = "Change options on every rank alike: call scheduler.step() on all of them, with the same arguments."
+
+
+def _changed_apart(
+    one: Iterable[tuple[Options, Options]], other: Iterable[tuple[Options, Options]]
+) -> list[tuple[Options, Options]]:
+    """Return the present options of groups that had the same options at first, where all of a rank's are alike."""
+    there, here = _present(one), _present(other)
+    pairs = [(there[key], here[key]) for key in there if key in here]
+    return [(first[0], second[0]) for first, second in pairs if len(first) == len(second) == 1]
+
+
+def _present(groups: Iterable[tuple[Options, Options]]) -> dict[str, list[Options]]:
+    found: dict[str, list[Options]] = {}
+    for first, now in groups:
+        known = found.setdefault(repr(sorted(first.items())), [])
+        if now not in known:
+            known.append(now)
+    return found
+
+
+def refuse_other_rounds(one: int, other: int) -> None:
+    """Raise ``RuntimeError`` for two ranks with the same parameters and with different ``rounds``."""
+    if one != other:
+        raise RuntimeError(
+            f"an optimizer has stepped after {min(one, other)} training steps on a rank, and after {max(one, other)} "
+            f"on another one with the same parameters, a data-parallel replica: they would go apart. {STEP_ON_ALL}"
+        )
+
+
+def _refuse(kind: str, one: _Rank, other: _Rank, first: Options, second: Options, remedy: str) -> None:
+    different = [name for name in {**first, **second} if first.get(name) != second.get(name)]
+    if different:
+        there = ", ".join(f"{name}={first.get(name, 'not given')}" for name in different)
+        here = ", ".join(f"{name}={second.get(name, 'not given')}" for name in different)
+        raise RuntimeError(
+            f"{kind} has other options on rank {other.rank} (pipeline rank {other.stage}): {here}, than on rank "
+            f"{one.rank} (pipeline rank {one.stage}): {there}. One process trains with one of them. {remedy}"
+        )
+
+
+def _note_in_steps(agreement: OptimizerAgreement) -> None:
+    """Note each optimizer's step, for as long as ``agreement`` is in use."""
+    reference = weakref.ref(agreement)
+
+    def note(optimizer: Optimizer) -> None:
+        alive = reference()
+        if alive is not None:
+            alive.note(optimizer)
+
+    weakref.finalize(agreement, run_before_steps(note))
