@@ -7,7 +7,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import fx, nn
+
+from nxdpp.schedules.chosen import ChosenSchedule
+from nxdpp.schedules.simulate import simulate
 
 _logger = logging.getLogger(__name__)
 
@@ -28,6 +32,24 @@ def check_kinds(module: Any, **lists: Any) -> None:
     for name, value in lists.items():
         if isinstance(value, str | type):
             raise TypeError(f"{name}={value!r} must be a list: {name}=[{value!r}].")
+
+
+def warn_of_idle_ranks(schedule: ChosenSchedule) -> None:
+    """Log a warning on rank 0 for fewer microbatches than ranks of the pipeline, with the share of idle time."""
+    ranks, microbatches = schedule.ranks, schedule.microbatches
+    if microbatches >= ranks or dist.get_rank():
+        return
+    _logger.warning(
+        "num_microbatches=%d on %d pipeline ranks: a rank waits for others in %.0f %% of a training step's time. Set "
+        "num_microbatches (gradient_accumulation_steps of a Trainer) to %d or more, which divide the rows of a batch: "
+        "with %d microbatches of 1F1B it is %.0f %%.",
+        microbatches,
+        ranks,
+        100 * simulate(schedule.training).mean_bubble,
+        2 * ranks,
+        2 * ranks,
+        100 * (ranks - 1) / (3 * ranks - 1),
+    )
 
 
 def warn_of_own_listings(module: nn.Module) -> None:

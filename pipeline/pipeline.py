@@ -106,6 +106,7 @@ class Pipeline(PipelineSteps):
         normalization.check_example(self.partition, options)
         warn_of_traced_hooks(module, self.partition.layers)
         arguments.warn_of_own_listings(module)
+        arguments.warn_of_idle_ranks(self.schedule)
         self._programs = ProgramCache(
             self.partition,
             options,

@@ -5,11 +5,9 @@ from typing import Any
 
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_optimizer import is_optimizer_factory
-from transformers.utils import logging
 
 from nxdpp.pipeline.microbatches.token_budget import check_budget
 from nxdpp.pipeline.model import NxDPPModel
-from nxdpp.ranks import parallel_state
 
 # Arguments of NxDPPModel that the trainer sets itself.
 _OWN = ("num_microbatches", "loss_normalization", "count_items_fn", "grad_scaler", "use_zero1_optimizer")
@@ -29,8 +27,6 @@ _WITHOUT_USE = {
     "return_loss_on_cpu": _NO_LOSS_RETURN,
 }
 _NO_SPLIT = "Use num_microbatches=gradient_accumulation_steps, which splits no batch."
-
-logger = logging.get_logger(__name__)
 
 
 def check_model(model: Any, trainer: type[Trainer], loss_function: Any, of_library: type[Trainer] = Trainer) -> None:
@@ -135,14 +131,4 @@ def check_split(splits: bool, model: Any, is_divided: bool) -> None:
         raise ValueError(
             f"num_microbatches or most_tokens splits batches, and {name} with output_router_logits=True adds a loss "
             f"that is a mean over a batch. {_NO_SPLIT}"
-        )
-
-
-def warn_of_idle_ranks(microbatches: int) -> None:
-    """Log a warning for fewer ``microbatches`` than pipeline ranks."""
-    ranks = parallel_state.get_pipeline_model_parallel_size()
-    if microbatches < ranks:
-        logger.warning(
-            f"{microbatches} microbatches in a step leave most of {ranks} pipeline ranks idle. Set "
-            f"gradient_accumulation_steps, or num_microbatches, which splits each batch, to {2 * ranks} or more."
         )

@@ -17,6 +17,7 @@ from torch.utils.data import (
     Sampler,
     SequentialSampler,
 )
+from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import seed_worker
 
 from nxdpp.doors.transformers.data_randomness import DataRandomness
@@ -77,6 +78,13 @@ def replica_loader(
     )
     DATA_LOADERS.of(accelerator).append(prepared)
     return prepared
+
+
+def grouped_over_replicas(sampler: Any) -> Any:
+    """Return ``sampler``; one that groups rows by length groups the rows of all replicas, as one process does."""
+    if isinstance(sampler, LengthGroupedSampler):
+        sampler.batch_size *= parallel_state.get_data_parallel_size()
+    return sampler
 
 
 def check_divided(loader: Any) -> None:

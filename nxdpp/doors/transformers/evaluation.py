@@ -26,6 +26,7 @@ from transformers.trainer_utils import EvalLoopOutput, PredictionOutput
 from nxdpp.doors.transformers.data import check_divided
 from nxdpp.doors.transformers.data_randomness import DataRandomness
 from nxdpp.doors.transformers.generating import GeneratedPredictions
+from nxdpp.doors.transformers.last_batch import LastBatch, counted
 from nxdpp.doors.transformers.pipelined_model import TrainerModel
 from nxdpp.ground.transformers_names import BEGIN_LOADER, END_LOADER
 from nxdpp.ranks import parallel_state
@@ -227,29 +228,47 @@ class EvaluatingTrainer(Trainer):
         if len({self._has_loss(batch) for batch in batches}) > 1:
             # A pass returns the losses of all its batches or of none.
             return [self._predict([batch], loss_only, ignore_keys)[0] for batch in batches]
-        prepared = [self._prepare_inputs(batch) for batch in batches]
+        last = [self._last_rows(batch) for batch in batches]
+        whole = [self._prepare_inputs(batch) for batch in batches]
+        prepared = [each if rows is None else rows.own(each) for each, rows in zip(whole, last, strict=True)]
         has_loss = self._has_loss(prepared[0])
-        labels = [self._labels(batch) if has_loss else None for batch in prepared]
-        items = [self._get_num_items_in_batch([batch], self.args.device) if has_loss else None for batch in prepared]
+        labels = [self._labels(batch) if has_loss else None for batch in whole]
+        of_items = [counted(each, rows) for each, rows in zip(prepared, last, strict=True)]
+        items = [self._get_num_items_in_batch([batch], self.args.device) if has_loss else None for batch in of_items]
         prepared = [self.with_items([batch], number)[0] for batch, number in zip(prepared, items, strict=True)]
         are_given = "num_items_in_batch" in prepared[0]
         with self.compute_loss_context_manager(), self.accelerator.autocast():
             if loss_only and not has_loss:
                 return [(None, None, None)] * len(prepared)
-            # Each replica has its part of the mean over all items.
-            share = parallel_state.get_data_parallel_size() if are_given else 1
+            shares = [self._share(rows, are_given) for rows in last]
             if loss_only:
-                return [
-                    (loss.mean() * share, None, None) for loss in self.pipelined.pipeline.eval_microbatches(prepared)
-                ]
+                losses = self.pipelined.pipeline.eval_microbatches(prepared)
+                return [(loss.mean() * share, None, None) for loss, share in zip(losses, shares, strict=True)]
             outputs = self.pipelined.pipeline.eval_microbatches(prepared, outputs=True)
         results: list[Prediction] = []
-        for output, label in zip(outputs, labels, strict=True):
+        for output, label, rows, share in zip(outputs, labels, last, shares, strict=True):
             loss = None
             if has_loss:
                 loss = (output["loss"] if isinstance(output, dict) else output[0]).mean() * share
-            results.append((loss, self._logits(output, has_loss, ignore_keys), label))
+            logits = self._logits(output, has_loss, ignore_keys)
+            results.append((loss, logits if rows is None else rows.filled(logits), label))
         return results
+
+    def _last_rows(self, batch: Any) -> LastBatch | None:
+        """Return the rows of ``batch`` if it is the last one, and does not divide over replicas."""
+        windows = self._windows
+        is_last = windows is not None and windows.is_last and bool(windows.window) and windows.window[-1] is batch
+        return LastBatch.of(batch, windows.remainder) if windows is not None and is_last else None
+
+    def _share(self, last: LastBatch | None, are_given: bool) -> float:
+        """Return the factor of a loss, such that all replicas give the mean over rows, or over items that are given."""
+        replicas = float(parallel_state.get_data_parallel_size()) if are_given else 1.0
+        if last is None or not last.rows:
+            return replicas if last is None else 0.0
+        if self._generation is not None:
+            return replicas if are_given else last.weight
+        # Trainer weighs a loss by the rows of its replica.
+        return last.total / last.rows if are_given else 1.0
 
     def _has_loss(self, inputs: Mapping[str, Any]) -> bool:
         if self.label_names:

@@ -23,9 +23,10 @@ from transformers.trainer_utils import TrainOutput
 from nxdpp.doors.transformers import checks
 from nxdpp.doors.transformers.arguments import check_arguments, check_replicas, compile_options
 from nxdpp.doors.transformers.control import ControlledTrainer
-from nxdpp.doors.transformers.data import check_divided, replica_loader
+from nxdpp.doors.transformers.data import check_divided, grouped_over_replicas, replica_loader
 from nxdpp.doors.transformers.data_randomness import DataRandomness
 from nxdpp.doors.transformers.evaluation import EvaluatingTrainer
+from nxdpp.doors.transformers.last_batch import LastBatch, counted, without_filling
 from nxdpp.doors.transformers.layout import initialize, keep_own_parameters, number_of_parameters
 from nxdpp.doors.transformers.pipelined_model import TrainerModel
 from nxdpp.doors.transformers.saving import SavingTrainer
@@ -115,6 +116,7 @@ class PipelineTrainer(SavingTrainer, EvaluatingTrainer, ControlledTrainer):
             **(pipeline_arguments or {}),
         }
         self._step = StepBatches()
+        self._last: dict[int, LastBatch] = {}
         self._randomness = DataRandomness()
         vars(self)["get_batch_samples"] = self._begin_step
         self._is_checked = False
@@ -135,8 +137,6 @@ class PipelineTrainer(SavingTrainer, EvaluatingTrainer, ControlledTrainer):
         )
         if (generation_config := getattr(args, "generation_config", None)) is not None:
             vars(self.model)["generation_config"] = Seq2SeqTrainer.load_generation_config(generation_config)
-        if self.is_world_process_zero():
-            checks.warn_of_idle_ranks(self._parts * args.gradient_accumulation_steps)
 
     def train(
         self,
@@ -213,6 +213,9 @@ class PipelineTrainer(SavingTrainer, EvaluatingTrainer, ControlledTrainer):
                 ) from error
         return values
 
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        return grouped_over_replicas(super()._get_train_sampler(train_dataset))
+
     def get_tp_size(self) -> int:
         """Return the number of ranks of a replica, which all take the same batch."""
         return int(self.args.world_size) // self._replicas
@@ -230,11 +233,13 @@ class PipelineTrainer(SavingTrainer, EvaluatingTrainer, ControlledTrainer):
     def _begin_step(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
         # It replaces get_batch_samples on the object, so that the batches of a subclass's get_batch_samples run.
         with self._randomness.fetching():
-            batches, items = type(self).get_batch_samples(self, epoch_iterator, num_batches, device)
+            own = without_filling(epoch_iterator, self._parts, self._last)
+            batches, items = type(self).get_batch_samples(self, own, num_batches, device)
         self._step.begin(batches)
         return batches, items
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
+        batch_samples = [counted(batch, self._last.get(id(batch))) for batch in batch_samples]
         items = super()._get_num_items_in_batch(batch_samples, device)
         # Trainer divides by the ranks of a replica, but it has summed over them only with this field.
         if items is None or self.args.average_tokens_across_devices:
@@ -247,14 +252,17 @@ class PipelineTrainer(SavingTrainer, EvaluatingTrainer, ControlledTrainer):
             to_training()
         prepared = [self._prepare_inputs(batch) for batch in batches]
         with self.compute_loss_context_manager(), self.accelerator.autocast():
-            losses = self._run(prepared, items)
+            losses = self._run(prepared, items, [self._last.get(id(batch)) for batch in batches])
         every = self.args.torch_empty_cache_steps
         if every is not None and self.state.global_step % every == 0:
             clear_device_cache()
         return losses
 
-    def _run(self, batches: list[dict[str, Any]], items: Any) -> list[torch.Tensor]:
-        """Run forward and backward of ``batches``; return the share of each in the loss of the step."""
+    def _run(self, batches: list[dict[str, Any]], items: Any, last: list[LastBatch | None]) -> list[torch.Tensor]:
+        """Run forward and backward of ``batches``; return the share of each in the loss of the step.
+
+        ``last`` has the rows of a batch that does not divide over replicas.
+        """
         parts = [self._split(batch) for batch in batches]
         microbatches = [part for of_batch in parts for part in of_batch]
         microbatches = self.with_items(microbatches, items)
@@ -262,7 +270,9 @@ class PipelineTrainer(SavingTrainer, EvaluatingTrainer, ControlledTrainer):
         checks.check_split(self._splits, self.model, is_divided)
         # Trainer does not divide the loss of a model that takes num_items_in_batch and ignores it.
         are_summed = items is not None and self.model_accepts_loss_kwargs and not is_divided
-        losses = self.pipelined.run_microbatches(microbatches, are_summed)
+        whole = [1.0 if rows is None else float(rows.rows > 0) if is_divided else rows.weight for rows in last]
+        weights = [weight for weight, of_batch in zip(whole, parts, strict=True) for _ in of_batch]
+        losses = self.pipelined.run_microbatches(microbatches, are_summed, weights)
         return joined(losses, [len(of_batch) for of_batch in parts])
 
     @property

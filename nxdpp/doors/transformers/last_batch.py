@@ -1,0 +1,118 @@
+"""The last batch of an epoch, whose rows do not divide over replicas: accelerate fills it with first rows.
+
+::
+
+    11 rows, batches of 4      replica 0    0 1 2 3    8 9 10 │ 0      3 own rows, and 1 to fill
+                               replica 1    4 5 6 7    1 2 3 0         none
+
+Rows that fill are cut off, and a replica weighs as much as its own rows. One without any runs the rows that fill with a
+weight of 0: all replicas run each step.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate.state import GradientState
+from accelerate.utils import recursively_apply
+
+from nxdpp.ranks import parallel_state
+
+_IGNORED = -100
+
+
+@dataclass(frozen=True)
+class LastBatch:
+    """Rows of a last batch.
+
+    Attributes:
+        rows: own rows of this replica.
+        size: its rows with the ones that fill.
+        total: own rows of all replicas.
+    """
+
+    rows: int
+    size: int
+    total: int
+
+    @classmethod
+    def of(cls, batch: Any, remainder: int) -> "LastBatch | None":
+        """Return the rows of a last ``batch``, of which all replicas have ``remainder``; ``None`` if it is full."""
+        replicas, replica = parallel_state.get_data_parallel_size(), parallel_state.get_data_parallel_rank()
+        size = _common_size(batch)
+        if replicas == 1 or size is None or not 0 < remainder < replicas * size:
+            return None
+        return cls(min(max(remainder - replica * size, 0), size), size, remainder)
+
+    @property
+    def weight(self) -> float:
+        """Weight of this replica's mean over its own rows in the mean over replicas."""
+        return self.rows * parallel_state.get_data_parallel_size() / self.total
+
+    def own(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return ``batch`` without the rows that fill; as it is if it has no others."""
+        if self.rows in (0, self.size):
+            return batch
+        return _with(batch, {name: value[: self.rows] for name, value in batch.items() if _has_rows(value)})
+
+    def unlabelled(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return ``batch`` with no labels in the rows that fill."""
+        labels = batch["labels"].clone()
+        labels[self.rows :] = _IGNORED
+        return _with(batch, {"labels": labels})
+
+    def filled(self, outputs: Any) -> Any:
+        """Return ``outputs`` (rows, ...) of own rows as (size, ...): the first one fills them."""
+
+        def fill(tensor: torch.Tensor) -> torch.Tensor:
+            if self.rows in (0, self.size) or not tensor.ndim or tensor.size(0) != self.rows:
+                return tensor
+            return torch.cat([tensor, tensor[:1].expand(self.size - self.rows, *tensor.shape[1:])])
+
+        return recursively_apply(fill, outputs)
+
+
+def counted(batch: Any, last: LastBatch | None) -> Any:
+    """Return ``batch`` with the labels that count: none on a replica without rows of its own."""
+    return batch if last is None or last.rows or "labels" not in batch else last.unlabelled(batch)
+
+
+def last_of_loader(batch: Any) -> LastBatch | None:
+    """Return the rows of ``batch``, which the present data loader of accelerate has just given, if it is its last."""
+    state = GradientState()
+    return LastBatch.of(batch, state.remainder) if state.end_of_dataloader else None
+
+
+def without_filling(batches: Iterator[Any], parts: int, found: dict[int, LastBatch]) -> Iterator[Any]:
+    """Give ``batches`` of a loader; the last one without the rows that fill, and noted in ``found`` by its ``id``.
+
+    Where each batch is split into ``parts``, its loss is a sum over labels: these rows stay, without labels.
+    """
+    for batch in batches:
+        last = last_of_loader(batch)
+        if last is not None:
+            if last.rows:
+                batch = last.own(batch) if parts == 1 else last.unlabelled(batch)
+            found.clear()
+            found[id(batch)] = last
+        yield batch
+
+
+def _with(batch: Mapping[str, Any], changed: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a copy of ``batch``, of its class, with ``changed`` values."""
+    if isinstance(batch, dict):
+        return {**batch, **changed}
+    copied: Any = type(batch)({**batch, **changed})
+    return copied
+
+
+def _common_size(batch: Any) -> int | None:
+    """The rows of a batch, if all tensors have as many."""
+    values = batch.values() if isinstance(batch, Mapping) else ()
+    sizes = {value.size(0) for value in values if _has_rows(value)}
+    return sizes.pop() if len(sizes) == 1 else None
+
+
+def _has_rows(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.ndim > 0
