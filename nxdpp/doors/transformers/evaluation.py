@@ -230,13 +230,16 @@ class EvaluatingTrainer(Trainer):
             return [self._predict([batch], loss_only, ignore_keys)[0] for batch in batches]
         last = [self._last_rows(batch) for batch in batches]
         whole = [self._prepare_inputs(batch) for batch in batches]
-        prepared = [each if rows is None else rows.own(each) for each, rows in zip(whole, last, strict=True)]
+        prepared = [
+            rows.own(each) if rows is not None and rows.rows else each for each, rows in zip(whole, last, strict=True)
+        ]
         has_loss = self._has_loss(prepared[0])
         labels = [self._labels(batch) if has_loss else None for batch in whole]
         of_items = [counted(each, rows) for each, rows in zip(prepared, last, strict=True)]
         items = [self._get_num_items_in_batch([batch], self.args.device) if has_loss else None for batch in of_items]
-        prepared = [self.with_items([batch], number)[0] for batch, number in zip(prepared, items, strict=True)]
-        are_given = "num_items_in_batch" in prepared[0]
+        fed = [self.with_items([batch], number)[0] for batch, number in zip(of_items, items, strict=True)]
+        are_given = "num_items_in_batch" in fed[0]
+        prepared = fed if are_given else prepared
         with self.compute_loss_context_manager(), self.accelerator.autocast():
             if loss_only and not has_loss:
                 return [(None, None, None)] * len(prepared)

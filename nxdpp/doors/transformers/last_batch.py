@@ -51,9 +51,7 @@ class LastBatch:
         return self.rows * parallel_state.get_data_parallel_size() / self.total
 
     def own(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return ``batch`` without the rows that fill; as it is if it has no others."""
-        if self.rows in (0, self.size):
-            return batch
+        """Return ``batch`` without the rows that fill, maybe with no row."""
         return _with(batch, {name: value[: self.rows] for name, value in batch.items() if _has_rows(value)})
 
     def unlabelled(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -216,13 +216,21 @@ class PipelineTrainer(SavingTrainer, EvaluatingTrainer, ControlledTrainer):
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         return grouped_over_replicas(super()._get_train_sampler(train_dataset))
 
+    def _get_eval_sampler(self, eval_dataset: Any) -> Any:
+        return grouped_over_replicas(super()._get_eval_sampler(eval_dataset))
+
     def get_tp_size(self) -> int:
         """Return the number of ranks of a replica, which all take the same batch."""
         return int(self.args.world_size) // self._replicas
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> Any:
         """Return the operations of ``inputs`` in the whole model."""
-        return super().floating_point_ops(inputs) * self._flos_factor
+        return super().floating_point_ops(self._own_rows(inputs)) * self._flos_factor
+
+    def _own_rows(self, inputs: Any) -> Any:
+        """Return ``inputs`` without rows that only fill a last batch."""
+        last = self._last.get(id(inputs))
+        return inputs if last is None else last.own(inputs)
 
     def store_flos(self) -> None:
         """Add the operations since the last call. ``Trainer`` sums over all ranks, so each replica is counted once."""
@@ -270,8 +278,10 @@ class PipelineTrainer(SavingTrainer, EvaluatingTrainer, ControlledTrainer):
         checks.check_split(self._splits, self.model, is_divided)
         # Trainer does not divide the loss of a model that takes num_items_in_batch and ignores it.
         are_summed = items is not None and self.model_accepts_loss_kwargs and not is_divided
-        whole = [1.0 if rows is None else float(rows.rows > 0) if is_divided else rows.weight for rows in last]
-        weights = [weight for weight, of_batch in zip(whole, parts, strict=True) for _ in of_batch]
+        of_parts = [rows for rows, of_batch in zip(last, parts, strict=True) for _ in of_batch]
+        weights = [1.0 if rows is None or is_divided else rows.weight for rows in of_parts]
+        if is_divided:
+            microbatches = [counted(part, rows) for part, rows in zip(microbatches, of_parts, strict=True)]
         losses = self.pipelined.run_microbatches(microbatches, are_summed, weights)
         return joined(losses, [len(of_batch) for of_batch in parts])
 
@@ -325,7 +335,7 @@ class PipelineTrainer(SavingTrainer, EvaluatingTrainer, ControlledTrainer):
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
         before = self.state.num_input_tokens_seen
-        super()._track_num_input_tokens(inputs)  # type: ignore[no-untyped-call]
+        super()._track_num_input_tokens(self._own_rows(inputs))  # type: ignore[no-untyped-call]
         self.state.num_input_tokens_seen = before + (self.state.num_input_tokens_seen - before) // self.get_tp_size()
 
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:

@@ -144,9 +144,6 @@ class Training:
             args[self.replicated] *= replicas
         own = {**self.pipeline, **pipeline} if cls is not Trainer else {}
         given = {"train_dataset": Rows(20), **self.given}
-        if "eval_dataset" in given:
-            # Replicas fill up the last batch with rows from the beginning.
-            given["eval_dataset"] = type(given["eval_dataset"])(8 if replicas > 1 else 7, seed=1)
         if "optimizers" in given:
             given["optimizers"] = given["optimizers"](model)
         return cls(model, TrainingArguments(**args), **given, **own)
@@ -287,6 +284,33 @@ WITH_DROPOUT = Training(
 )
 """A training whose stages draw other numbers; rank 0 orders the rows of all."""
 
+SHORT = {
+    "11 rows": Training(
+        {**EVALUATED, "gradient_accumulation_steps": 2, **TWO_EPOCHS},
+        given={"train_dataset": Rows(11), "eval_dataset": Rows(7, seed=1)},
+    ),
+    "9 classes": Training(
+        {**EVALUATED, "gradient_accumulation_steps": 2},
+        model=classifier,
+        given={"train_dataset": Classes(9), "eval_dataset": Classes(5, seed=1), "compute_metrics": compute_metrics},
+        replicated="per_device_train_batch_size",
+    ),
+    "11 classes": Training(
+        {"gradient_accumulation_steps": 1},
+        model=classifier,
+        given={"train_dataset": Classes(11)},
+        replicated="per_device_train_batch_size",
+    ),
+    "9 rows, split": Training(
+        {"gradient_accumulation_steps": 1, "per_device_train_batch_size": 4},
+        given={"train_dataset": Rows(9)},
+        pipeline={"num_microbatches": 2},
+        replicated="per_device_train_batch_size",
+    ),
+}
+"""Trainings whose rows do not divide over two replicas; of 9 rows the second replica has none in the last batch."""
+TRAININGS |= SHORT
+
 REPLICATED = [
     "images in some rows",
     "accumulated",
@@ -296,5 +320,7 @@ REPLICATED = [
     "mean of batches",
     "classes",
     "stream",
+    "padded",
+    *SHORT,
 ]
 """Trainings that two replicas run too."""
