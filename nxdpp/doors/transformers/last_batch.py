@@ -82,19 +82,30 @@ def last_of_loader(batch: Any) -> LastBatch | None:
     return LastBatch.of(batch, state.remainder) if state.end_of_dataloader else None
 
 
-def without_filling(batches: Iterator[Any], parts: int, found: dict[int, LastBatch]) -> Iterator[Any]:
-    """Give ``batches`` of a loader; the last one without the rows that fill, and noted in ``found`` by its ``id``.
+class NotedLast:
+    """The last batch of an epoch, while its step is the present one."""
 
-    Where each batch is split into ``parts``, its loss is a sum over labels: these rows stay, without labels.
-    """
-    for batch in batches:
-        last = last_of_loader(batch)
-        if last is not None:
-            if last.rows:
-                batch = last.own(batch) if parts == 1 else last.unlabelled(batch)
-            found.clear()
-            found[id(batch)] = last
-        yield batch
+    def __init__(self) -> None:
+        self._noted: list[tuple[Any, LastBatch]] = []
+
+    def of(self, batch: Any) -> LastBatch | None:
+        """Return the rows of ``batch``, if it is the last one and does not divide over replicas."""
+        return next((last for noted, last in self._noted if noted is batch), None)
+
+    def begin_step(self, batches: Iterator[Any], parts: int) -> Iterator[Any]:
+        """Forget the batch of an earlier step, and return ``batches`` of a loader.
+
+        The last one comes without the rows that fill, and is noted. Where each batch is split into ``parts``, its loss
+        is a sum over labels: these rows stay, without labels.
+        """
+        self._noted = noted = []
+        for batch in batches:
+            last = last_of_loader(batch)
+            if last is not None:
+                if last.rows:
+                    batch = last.own(batch) if parts == 1 else last.unlabelled(batch)
+                noted.append((batch, last))
+            yield batch
 
 
 def _with(batch: Mapping[str, Any], changed: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -26,7 +26,7 @@ from nxdpp.doors.transformers.control import ControlledTrainer
 from nxdpp.doors.transformers.data import check_divided, grouped_over_replicas, replica_loader
 from nxdpp.doors.transformers.data_randomness import DataRandomness
 from nxdpp.doors.transformers.evaluation import EvaluatingTrainer
-from nxdpp.doors.transformers.last_batch import LastBatch, counted, without_filling
+from nxdpp.doors.transformers.last_batch import LastBatch, NotedLast, counted
 from nxdpp.doors.transformers.layout import initialize, keep_own_parameters, number_of_parameters
 from nxdpp.doors.transformers.pipelined_model import TrainerModel
 from nxdpp.doors.transformers.saving import SavingTrainer
@@ -116,7 +116,7 @@ class PipelineTrainer(SavingTrainer, EvaluatingTrainer, ControlledTrainer):
             **(pipeline_arguments or {}),
         }
         self._step = StepBatches()
-        self._last: dict[int, LastBatch] = {}
+        self._last = NotedLast()
         self._randomness = DataRandomness()
         vars(self)["get_batch_samples"] = self._begin_step
         self._is_checked = False
@@ -229,7 +229,7 @@ class PipelineTrainer(SavingTrainer, EvaluatingTrainer, ControlledTrainer):
 
     def _own_rows(self, inputs: Any) -> Any:
         """Return ``inputs`` without rows that only fill a last batch."""
-        last = self._last.get(id(inputs))
+        last = self._last.of(inputs)
         return inputs if last is None else last.own(inputs)
 
     def store_flos(self) -> None:
@@ -241,13 +241,13 @@ class PipelineTrainer(SavingTrainer, EvaluatingTrainer, ControlledTrainer):
     def _begin_step(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
         # It replaces get_batch_samples on the object, so that the batches of a subclass's get_batch_samples run.
         with self._randomness.fetching():
-            own = without_filling(epoch_iterator, self._parts, self._last)
+            own = self._last.begin_step(epoch_iterator, self._parts)
             batches, items = type(self).get_batch_samples(self, own, num_batches, device)
         self._step.begin(batches)
         return batches, items
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
-        batch_samples = [counted(batch, self._last.get(id(batch))) for batch in batch_samples]
+        batch_samples = [counted(batch, self._last.of(batch)) for batch in batch_samples]
         items = super()._get_num_items_in_batch(batch_samples, device)
         # Trainer divides by the ranks of a replica, but it has summed over them only with this field.
         if items is None or self.args.average_tokens_across_devices:
@@ -260,7 +260,7 @@ class PipelineTrainer(SavingTrainer, EvaluatingTrainer, ControlledTrainer):
             to_training()
         prepared = [self._prepare_inputs(batch) for batch in batches]
         with self.compute_loss_context_manager(), self.accelerator.autocast():
-            losses = self._run(prepared, items, [self._last.get(id(batch)) for batch in batches])
+            losses = self._run(prepared, items, [self._last.of(batch) for batch in batches])
         every = self.args.torch_empty_cache_steps
         if every is not None and self.state.global_step % every == 0:
             clear_device_cache()
