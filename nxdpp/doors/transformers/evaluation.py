@@ -245,8 +245,8 @@ class EvaluatingTrainer(Trainer):
                 return [(None, None, None)] * len(prepared)
             shares = [self._share(rows, are_given) for rows in last]
             if loss_only:
-                losses = self.pipelined.pipeline.eval_microbatches(prepared)
-                return [(loss.mean() * share, None, None) for loss, share in zip(losses, shares, strict=True)]
+                means = [loss.mean() for loss in self.pipelined.pipeline.eval_microbatches(prepared)]
+                return [(mean * share, None, None) for mean, share in zip(means, shares, strict=True)]
             outputs = self.pipelined.pipeline.eval_microbatches(prepared, outputs=True)
         results: list[Prediction] = []
         for output, label, rows, share in zip(outputs, labels, last, shares, strict=True):

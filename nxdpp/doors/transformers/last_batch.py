@@ -50,11 +50,11 @@ class LastBatch:
         """Weight of this replica's mean over its own rows in the mean over replicas."""
         return self.rows * parallel_state.get_data_parallel_size() / self.total
 
-    def own(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
+    def own(self, batch: Mapping[str, Any]) -> Any:
         """Return ``batch`` without the rows that fill, maybe with no row."""
         return _with(batch, {name: value[: self.rows] for name, value in batch.items() if _has_rows(value)})
 
-    def unlabelled(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
+    def unlabelled(self, batch: Mapping[str, Any]) -> Any:
         """Return ``batch`` with no labels in the rows that fill."""
         labels = batch["labels"].clone()
         labels[self.rows :] = _IGNORED
@@ -108,12 +108,11 @@ class NotedLast:
             yield batch
 
 
-def _with(batch: Mapping[str, Any], changed: Mapping[str, Any]) -> Mapping[str, Any]:
+def _with(batch: Any, changed: Mapping[str, Any]) -> Any:
     """Return a copy of ``batch``, of its class, with ``changed`` values."""
     if isinstance(batch, dict):
         return {**batch, **changed}
-    copied: Any = type(batch)({**batch, **changed})
-    return copied
+    return type(batch)({**batch, **changed})
 
 
 def _common_size(batch: Any) -> int | None:

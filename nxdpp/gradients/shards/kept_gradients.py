@@ -8,7 +8,8 @@
 """
 
 from collections.abc import Collection, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -20,7 +21,8 @@ GRADIENT_DTYPE = "unsharded_grad_dtype"
 _REMEDY = "Run the last step before it outside of no_sync(), or call zero_grad()."
 
 
-class _Kept(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class _Kept:
     """A parameter with whole gradients on this replica: hashes of its rows, and of its ``.grad``, maybe marked."""
 
     of: Any
@@ -85,25 +87,31 @@ class KeptGradients:
                 f"zero_grad() to drop them."
             )
 
-    def drop_cleared(self) -> None:
-        """Drop the whole gradients of parameters whose ``.grad`` the program has set to zeros or ``None`` since.
-
-        Raises ``RuntimeError`` where the program has changed ``.grad`` or the parameter, or has frozen it.
-        """
-        cleared = [kept.is_cleared() for kept in self._kept]
-        for kept, is_cleared in zip(self._kept, cleared, strict=True):
-            if is_cleared or (not kept.has_rows and any(cleared)):
-                drop_gradient(kept.of)
-            elif (change := kept.change()) is not None:
+    def check(self) -> None:
+        """Raise ``RuntimeError`` where the program has changed ``.grad`` or the parameter, or has frozen it."""
+        for kept in self._kept_still():
+            if (change := kept.change()) is not None:
                 what, how = change
                 raise RuntimeError(
                     f"{what} of {self._name}, of shape {list(kept.of.sharded_param.shape)}, was {how} after a step in "
                     f"no_sync(), whose gradients no replica has reduced: by the program, by an optimizer's step "
                     f"without them, or by a load. {_REMEDY}"
                 )
+
+    def drop_cleared(self) -> None:
+        """Drop the whole gradients of parameters whose ``.grad`` the program has set to zeros or ``None`` since."""
+        still = self._kept_still()
+        for kept in self._kept:
+            if kept not in still:
+                drop_gradient(kept.of)
             elif kept.is_marked:
                 kept.of.sharded_param.grad = None
         self._kept = []
+
+    def _kept_still(self) -> list[_Kept]:
+        cleared = [kept.is_cleared() for kept in self._kept]
+        pairs = zip(self._kept, cleared, strict=True)
+        return [kept for kept, is_cleared in pairs if not is_cleared and (kept.has_rows or not any(cleared))]
 
 
 def drop_gradient(parameter: Any) -> None:

@@ -124,7 +124,12 @@ class RankShards(ABC):
         return leaf.clone() if any(storage in unit.storages for unit in self.units) else leaf
 
     def drop_cleared(self) -> None:
-        """Drop gradients that ``no_sync()`` has kept on this replica, and that ``zero_grad`` has cleared since."""
+        """Drop gradients that ``no_sync()`` has kept on this replica, and that ``zero_grad`` has cleared since.
+
+        Raises ``RuntimeError`` for other changes since, before anything is dropped.
+        """
+        for unit in self.units:
+            unit.kept.check()
         for unit in self.units:
             unit.kept.drop_cleared()
 

@@ -41,9 +41,30 @@ def gradients(model: Any) -> Numbers:
     return found
 
 
+def _change_one_element(model: Any) -> None:
+    for parameter in model.local_parameters():
+        if (rows := local_rows(parameter.grad).view(-1)).numel():
+            rows[-1] += 1.0
+
+
+def _replace_gradient(model: Any) -> None:
+    for parameter in model.local_parameters():
+        parameter.grad = parameter.grad * 0.5
+
+
+def _freeze_one(model: Any) -> None:
+    next(iter(model.local_parameters())).requires_grad_(False)
+
+
+def _freeze_layer(model: Any) -> None:
+    for name, parameter in model.local_named_parameters():
+        parameter.requires_grad_("layers.1" not in name)
+
+
 def keep(rank: int) -> list[float]:
     """Train steps in ``no_sync()``; return how far each way is from the gradients that it must have."""
     model = wrapped()
+    model.names = {id(parameter): name for name, parameter in model.local_named_parameters()}
     step(model, 2)
     second = gradients(model)
     with model.no_sync():
@@ -73,12 +94,63 @@ def keep(rank: int) -> list[float]:
         parameter.grad.mul_(0.5)
     with pytest.raises(RuntimeError, match="was changed after a step in no_sync"):
         step(model, 2)
+    # The sample of a gradient, 1,024 of its elements, misses some of them.
+    model.zero_grad()
+    for change in (_change_one_element, _replace_gradient, _freeze_one, _freeze_layer):
+        with model.no_sync():
+            step(model, 1)
+        change(model)
+        with pytest.raises(RuntimeError, match=r"was (changed|frozen) after a step in no_sync.*or call zero_grad\(\)"):
+            step(model, 2)
+        for parameter in model.local_parameters():
+            parameter.requires_grad_(True)
+        model.zero_grad()
+        step(model, 2)
+        found.append((gradients(model), second))
+    # What was frozen in no_sync() has gradients of the later step, as in one process.
+    for parameter in model.local_parameters():
+        parameter.requires_grad_("layers.0" not in model.names[id(parameter)])
+    with model.no_sync():
+        step(model, 1)
+    for parameter in model.local_parameters():
+        parameter.requires_grad_(True)
+    step(model, 2)
+    found.append((gradients(model), {n: second[n] if "layers.0" in n else both[n] for n in both}))
     return [max((ours[name] - theirs[name]).abs().max().item() for name in theirs) for ours, theirs in found]
 
 
 def test_gradients_of_no_sync_wait_for_the_step_that_reduces_them() -> None:
     for rank in run_ranks(2, keep):
         assert max(rank) < 1e-15, rank
+
+
+def step_in_no_sync(rank: int, layout: dict[str, int]) -> float:
+    """Step after ``no_sync()``, and as the message says; return how far the gradients are from plain accumulation."""
+    model = wrapped(**layout)
+    optimizer = torch.optim.SGD(model.local_parameters(), lr=0.0)
+    step(model, 1)
+    step(model, 2)
+    both = gradients(model)
+    for _ in range(2):
+        with model.no_sync():
+            step(model, 1)
+        before = [local_rows(parameter).clone() for parameter in model.local_parameters()]
+        with pytest.raises(RuntimeError, match=r"a step of SGD would leave out .*last batch .* outside of no_sync\(\)"):
+            optimizer.step()
+        assert all(map(torch.equal, before, map(local_rows, model.local_parameters())))
+        optimizer.zero_grad()
+        optimizer.step()
+    with model.no_sync():
+        step(model, 1)
+    step(model, 2)
+    optimizer.step()
+    found = gradients(model)
+    return max((found[name] - both[name]).abs().max().item() for name in both)
+
+
+@pytest.mark.parametrize(("ranks", "layout"), [(2, {}), (4, {"pipeline_model_parallel_size": 2})])
+def test_a_step_without_the_gradients_of_no_sync_is_refused(ranks: int, layout: dict[str, int]) -> None:
+    assert max(run_ranks(ranks, step_in_no_sync, layout)) < 1e-15
 
 
 def _load_on_one(model: Any) -> None:

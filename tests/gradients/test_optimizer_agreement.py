@@ -1,0 +1,164 @@
+"""Optimizers whose options differ between ranks, and that step on some ranks only."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.optim.lr_scheduler import LRScheduler, StepLR
+
+import nxdpp
+from nxdpp import NxDPPModel, parallel_state
+from tests.support.models import VOCABULARY, llama
+from tests.support.run_ranks import run_ranks
+
+pytestmark = pytest.mark.one_python
+STEPS = 6
+LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
+    "stages": (2, {"pipeline_model_parallel_size": 2}),
+    "replicas": (2, {}),
+    "tensor": (2, {"tensor_model_parallel_size": 2}),
+    "both": (4, {"pipeline_model_parallel_size": 2}),
+}
+
+
+def wrapped(layout: str) -> Any:
+    parallel_state.initialize_model_parallel(**LAYOUTS[layout][1], backend="gloo", hang_timeout=60)
+    torch.manual_seed(0)
+    bare: Any = llama(2)
+    if layout == "tensor":
+        bare = nxdpp.tensor_parallelize(bare)
+    return NxDPPModel(bare, num_microbatches=2)
+
+
+def step(model: Any, number: int) -> None:
+    generator = torch.Generator().manual_seed(10 * number + parallel_state.get_data_parallel_rank())
+    ids = torch.randint(0, VOCABULARY, (4, 6), generator=generator)
+    model.run_train(input_ids=ids, labels=ids)
+
+
+def parts(model: Any, rank: int) -> tuple[torch.optim.Optimizer, LRScheduler]:
+    optimizer = torch.optim.AdamW(model.local_parameters(), lr=0.1)
+    return optimizer, StepLR(optimizer, 1, 0.5)
+
+
+def other_rate(model: Any, rank: int) -> tuple[torch.optim.Optimizer, LRScheduler]:
+    optimizer = torch.optim.AdamW(model.local_parameters(), lr=0.2 if rank else 0.1)
+    return optimizer, StepLR(optimizer, 1, 0.5)
+
+
+def by_layer(model: Any, rank: int) -> tuple[torch.optim.Optimizer, LRScheduler]:
+    groups = [{"params": [each], "lr": 0.1 / (1 + (".1." in name))} for name, each in model.local_named_parameters()]
+    optimizer = torch.optim.AdamW(groups, lr=0.1)
+    return optimizer, StepLR(optimizer, 1, 0.5)
+
+
+def always(rank: int, number: int) -> bool:
+    return True
+
+
+def on_rank_0(rank: int, number: int) -> bool:
+    return rank == 0
+
+
+def until_3(rank: int, number: int) -> bool:
+    return rank == 0 or number < 3
+
+
+Make = Callable[[Any, int], tuple[torch.optim.Optimizer, LRScheduler]]
+When = Callable[[int, int], bool]
+RATES = r"AdamW has other options on rank \d \(pipeline rank \d\): lr=0\.2, than on rank 0 .*: lr=0\.1\..*on every rank"
+SCHEDULE = r"AdamW has other options on rank \d .*: lr=0\.1, than on rank 0 .*: lr=0\.05\..*scheduler\.step\(\)"
+STAGE = (
+    r"has stepped on pipeline rank 0 \(rank 0\) since .* none on pipeline rank 1 \(rank 1\).*Call optimizer\.step\(\)"
+)
+REPLICA = r"stepped after {} training steps on a rank, and after {} on another .*Call optimizer\.step\(\) on every rank"
+TENSOR = r"stepped after \d training steps on tensor-parallel rank 0 .* after \d on tensor-parallel rank 1 .*Call optim"
+MISTAKES: dict[str, tuple[Make, When, When, dict[str, str]]] = {
+    "rates": (other_rate, always, always, dict.fromkeys(LAYOUTS, RATES)),
+    "a scheduler on one rank": (parts, always, on_rank_0, dict.fromkeys(LAYOUTS, SCHEDULE)),
+    "no step on one rank": (
+        parts,
+        on_rank_0,
+        always,
+        {"stages": STAGE, "replicas": REPLICA.format(0, 1), "tensor": TENSOR, "both": "an optimizer has stepped"},
+    ),
+    "a step left out": (
+        parts,
+        until_3,
+        always,
+        {"stages": STAGE, "replicas": REPLICA.format(3, 4), "tensor": TENSOR, "both": "an optimizer has stepped"},
+    ),
+}
+
+
+def train(rank: int, layout: str, make: Make, steps: When, schedules: When) -> int:
+    model = wrapped(layout)
+    optimizer, scheduler = make(model, rank)
+    for number in range(STEPS):
+        step(model, number)
+        if steps(rank, number):
+            optimizer.step()
+        if schedules(rank, number):
+            scheduler.step()
+        optimizer.zero_grad()
+    return STEPS
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_of_one_rank_is_named(name: str, layout: str) -> None:
+    make, steps, schedules, words = MISTAKES[name]
+    with pytest.raises(AssertionError, match=words[layout]):
+        run_ranks(LAYOUTS[layout][0], train, layout, make, steps, schedules)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("make", [parts, by_layer])
+def test_equal_options_and_rates_by_layer_train(make: Make, layout: str) -> None:
+    assert run_ranks(LAYOUTS[layout][0], train, layout, make, always, always) == [STEPS] * LAYOUTS[layout][0]
+
+
+def train_head_alone(rank: int) -> int:
+    """Train the last stage only: the other ranks have no optimizer, and so no step to make."""
+    model = wrapped("stages")
+    own = [each for name, each in model.local_named_parameters() if "lm_head" in name]
+    optimizer = torch.optim.SGD(own, lr=0.1) if own else None
+    for number in range(STEPS):
+        step(model, number)
+        if optimizer is not None:
+            optimizer.step()
+        model.zero_grad()
+    return len(own)
+
+
+def test_ranks_without_an_optimizer_have_no_step_to_make() -> None:
+    assert sorted(run_ranks(2, train_head_alone)) == [0, 1]
+
+
+def freeze_between(rank: int) -> float:
+    """Freeze a parameter after ``no_sync()``, which is refused, and as the message says."""
+    model = wrapped("replicas")
+    frozen = next(iter(model.local_parameters()))
+    with model.no_sync():
+        step(model, 0)
+    frozen.requires_grad_(False)
+    with pytest.raises(RuntimeError, match=r"1 parameters, the first of them model\.embed.* were frozen .*Freeze them"):
+        step(model, 1)
+    frozen.grad = None
+    step(model, 1)
+    assert frozen.grad is None
+    model.zero_grad()
+    frozen.requires_grad_(True)
+    with model.no_sync():
+        step(model, 0)
+    step(model, 1)
+    frozen.requires_grad_(False)
+    own = frozen.grad.clone()
+    step(model, 2)
+    torch.distributed.all_reduce(own)
+    return (own / 2 - frozen.grad).abs().max().item()
+
+
+def test_replicas_refuse_a_parameter_that_is_frozen_between() -> None:
+    assert max(run_ranks(2, freeze_between)) < 1e-6
