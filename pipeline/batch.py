@@ -25,7 +25,7 @@ from nxdpp.pipeline.local.upkeep import LocalUpkeep
 from nxdpp.pipeline.loss.normalization import LossNormalization
 from nxdpp.pipeline.microbatches.batch_dimension import dimensions_of, rows_of
 from nxdpp.pipeline.microbatches.mixed_rows import warn_of_batch_norms
-from nxdpp.pipeline.microbatches.rows import join_outputs, on_device, readable_inputs, readable_opened
+from nxdpp.pipeline.microbatches.rows import on_device, readable_inputs, readable_opened
 from nxdpp.pipeline.microbatches.split_batch import check_samples, opened_samples, split_batch
 from nxdpp.tracing.models.huggingface import refuse_packed_positions
 from nxdpp.tracing.models.loss_terms import NUM_ITEMS
@@ -47,6 +47,7 @@ class Batch:
         before: the inputs of each microbatch before they were moved to the device.
         layout: equal for batches of tensors with equal names, shapes, dtypes and devices; ``None`` for other batches.
         shapes: of the first microbatch, where ``layout`` tells them.
+        shares: the part of each microbatch in the rows of the batch, where these are not equal.
     """
 
     microbatches: list[dict[str, Any]]
@@ -56,6 +57,7 @@ class Batch:
     before: list[dict[str, Any]]
     layout: Hashable = None
     shapes: InputShapes | None = None
+    shares: Sequence[float] | None = None
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,7 @@ class Batches:
     Attributes:
         module: the whole model.
         input_names: names of the inputs of every step; ``None`` for any.
+        shared_inputs: names of the inputs that go whole to each microbatch.
     """
 
     def __init__(
@@ -92,6 +95,7 @@ class Batches:
         self.input_names = None if config.input_names is None else tuple(config.input_names)
         self._loss_function = config.loss_function
         self._changes = part.changes
+        self.shared_inputs = config.shared_inputs or ()
         # With each of them forward may have a different signature.
         self._forwards = part.changes.watch(*ENTRIES, Change.FORWARD)
         self._of_rows: set[str] = set()
@@ -99,17 +103,29 @@ class Batches:
         self._has_batch_norms = False
         self._known: LastUsed[Hashable, _Split] = LastUsed()
 
-    def of_inputs(self, inputs: Mapping[str, Any]) -> Batch:
-        """Split the inputs of a step. Raises ``ValueError`` or ``TypeError`` for inputs that cannot be used."""
+    def of_evaluation(self, inputs: Mapping[str, Any]) -> Batch:
+        """Split the inputs of an evaluation, of any number of rows. Raises as ``of_inputs`` does."""
+        count = self._config.num_microbatches
+        if count == 1 or self._config.split_inputs_fn is not None or not isinstance(inputs, Mapping):
+            return self.of_inputs(inputs)
+        rows = rows_of(open_inputs(inputs), self._config.batch_dimension, self._config.shared_inputs)
+        return self.of_inputs(inputs, rows if rows and rows % count else None)
+
+    def of_inputs(self, inputs: Mapping[str, Any], uneven: int | None = None) -> Batch:
+        """Split the inputs of a step, the rows of which are ``uneven`` where microbatches may have different numbers.
+
+        Raises ``ValueError`` or ``TypeError`` for inputs that cannot be used.
+        """
         changes, device = self._changes.look(), self._changes.device
         layout = self._layout(inputs, device)
+        layout = None if uneven else layout
         if layout is not None and changes == self._upkeep.ready_at and (known := self._known.get(layout)) is not None:
             return self._split_as_before(inputs, device, known)
         self._check_names(inputs)
         self._upkeep.make_ready()
         inputs = readable_inputs(inputs, device)
         self._refuse_packed(open_inputs(inputs))
-        return self._split(inputs, device, None if device_of(device).is_lazy else layout)
+        return self._split(inputs, device, None if device_of(device).is_lazy else layout, uneven)
 
     def of_trace(self, inputs: Mapping[str, Any]) -> Batch:
         """Split ``inputs``, which may be on any device, of a part without values too."""
@@ -153,8 +169,8 @@ class Batches:
     def joined(self, outputs: list[Any], batch: Batch) -> Any:
         """Return the output of ``batch`` for those of its microbatches. Raises ``ValueError`` as ``join_outputs``."""
         dimension, shared = self._config.batch_dimension, self._config.shared_inputs
-        rows = rows_of(batch.microbatches[0], dimension, shared)
-        return join_outputs(outputs, dimension, rows)
+        rows = [rows_of(each, dimension, shared) for each in batch.before]
+        return join_outputs(outputs, rows, dimension)
 
     def _check_names(self, inputs: Mapping[str, Any]) -> None:
         """Raise ``TypeError`` or ``ValueError`` for names of inputs that neither the model nor ``loss_fn`` takes."""
@@ -197,20 +213,27 @@ class Batches:
         moved = on_device(parts, device) if known.is_moved else parts
         return Batch(moved, moved[:1], False, [inputs], parts, layout=known.layout, shapes=known.shapes)
 
-    def _split(self, inputs: Mapping[str, Any], device: torch.device, layout: Hashable = None) -> Batch:
+    def _split(
+        self, inputs: Mapping[str, Any], device: torch.device, layout: Hashable = None, uneven: int | None = None
+    ) -> Batch:
         """Split ``inputs``, and note how, for batches of their ``layout``. Raises as ``split_batch`` does."""
         config = self._config
         count, function, shared = config.num_microbatches, config.split_inputs_fn, config.shared_inputs
         if not self._has_batch_norms and torch.is_grad_enabled():
             self._has_batch_norms = warn_of_batch_norms(self.module, count)
+        count = min(count, uneven) if uneven else count
         parts, are_alike = split_batch(
             *(self.module, inputs, count, function, device, shared, self._of_rows),
-            *(config.batch_dimension, self._rows_along_0),
+            *(config.batch_dimension, self._rows_along_0, uneven is not None),
         )
         before, is_counted = self._normalization.prepared(parts, inputs)
         moved = on_device(before, device)
         # A function may split equal batches in different ways.
         compared = [open_inputs(inputs)] if config.split_inputs_fn is None else parts
+        if uneven:
+            sizes = [len(rows) for rows in torch.arange(uneven, device="cpu").tensor_split(count)]
+            shares = [size / uneven for size in sizes]
+            return Batch(moved, moved, is_counted, compared, before, shares=shares)
         if layout is None or not are_alike or NUM_ITEMS in inputs:
             return Batch(moved, moved[:1] if are_alike else moved, is_counted, compared, before)
         dimensions = dimensions_of(inputs, config.batch_dimension)

@@ -346,17 +346,31 @@ class NxDPPModel(PipelineView, Generic[OnEveryRank, PerMicrobatch]):
         with board.call("run_train_microbatches", "step", "pipeline", has_limit=True):
             return self._trained(self._pipeline.train_given(microbatches, not self.use_zero1_optimizer))
 
-    def run_eval(self, *positional: Any, **inputs: Any) -> Any:
+    def run_eval(self, *positional: Any, everywhere: bool = False, **inputs: Any) -> Any:
         """Run the forward of all microbatches without gradients; collective over all ranks.
 
-        Takes inputs as ``run_train`` does, and returns the loss as it does if the output names one or is one tensor of
-        shape (). Otherwise the rank of the last stage returns the model's output, with the microbatches concatenated
-        along dimension 0, or along ``batch_dimension``.
+        Takes inputs as ``run_train`` does, of any number of rows, and returns the loss as it does if the output names
+        one or is one tensor of shape (). Otherwise the rank of the last stage returns the model's output. With
+        ``everywhere=True`` every rank of the pipeline returns the loss or the output; all ranks must give it.
+
+        The output has the values of all microbatches. Tensors with as many values for each row are concatenated along
+        dimension 0 or ``batch_dimension``, and scalars are stacked. Other values are returned once where they are equal
+        in all microbatches, and as a list of one value for each microbatch where they are not. Rows that do not divide
+        into ``num_microbatches`` make microbatches of different sizes, whose means weigh as their rows.
+
+        Raises as ``run_train`` does, and ``TypeError`` for an ``everywhere`` that is no ``bool``.
         """
+        if not isinstance(everywhere, bool):
+            raise TypeError(
+                f"everywhere={everywhere!r:.80} must be True or False. A model's own input of this name cannot be "
+                f"given to run_eval: rename it in forward."
+            )
         with board.call("run_eval", "step", "pipeline", has_limit=True):
             check_not_positional(self.original_module, positional)
-            evaluation = self._pipeline.evaluate_batch(inputs)
-            return evaluation.output if evaluation.losses is None else self._return_loss(evaluation.losses, train=False)
+            evaluation = self._pipeline.evaluate_batch(inputs, everywhere)
+            if evaluation.losses is None:
+                return evaluation.output
+            return self._return_loss(evaluation.losses, train=False, everywhere=everywhere)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale the gradients of the whole model so that their norm is ``max_norm`` at most; return the norm before.
@@ -398,8 +412,10 @@ class NxDPPModel(PipelineView, Generic[OnEveryRank, PerMicrobatch]):
             f"num_microbatches={number}."
         )
 
-    def _return_loss(self, losses: list[torch.Tensor], train: bool) -> torch.Tensor | list[torch.Tensor] | None:
-        if not self.holds_last_stage and not self.broadcast_and_average_loss:
+    def _return_loss(
+        self, losses: list[torch.Tensor], train: bool, everywhere: bool = False
+    ) -> torch.Tensor | list[torch.Tensor] | None:
+        if not self.holds_last_stage and not self.broadcast_and_average_loss and not everywhere:
             return None
         if self.return_mb_loss:
             return [loss.cpu() for loss in losses] if self.return_loss_on_cpu else losses

@@ -22,8 +22,8 @@ class Evaluation:
 
     ``losses`` holds the loss of each microbatch where the model's output names a loss, or is one tensor of shape (). It
     is ``None`` otherwise. Their mean is the loss.
-    ``output`` is then the model's output, with the microbatches concatenated along dimension 0. Both are empty on
-    ranks without the last stage.
+    ``output`` is then the model's output, with the microbatches joined as ``joined_outputs`` says. Both are empty on
+    ranks without the last stage, unless they are wanted everywhere.
     """
 
     losses: list[torch.Tensor] | None
@@ -133,27 +133,30 @@ class PipelineSteps:
                 result.losses()
             return result.shared_outputs()
 
-    def eval_step(self, inputs: Mapping[str, Any]) -> Evaluation:
+    def eval_step(self, inputs: Mapping[str, Any], everywhere: bool = False) -> Evaluation:
         """Run the forward of all microbatches without gradients; collective over the pipeline.
 
-        Takes and refuses ``inputs`` as ``train_step`` does.
+        Takes and refuses ``inputs`` as ``train_step`` does, but any number of rows: some microbatches then have a row
+        more than others, and weigh as much more in a mean. With ``everywhere`` all ranks of the pipeline get the
+        losses or the output, each a copy.
         """
         with _call("eval_step"):
-            return self.evaluate_batch(inputs)
+            return self.evaluate_batch(inputs, everywhere)
 
-    def evaluate_batch(self, inputs: Mapping[str, Any]) -> Evaluation:
+    def evaluate_batch(self, inputs: Mapping[str, Any], everywhere: bool = False) -> Evaluation:
         """Do as ``eval_step``, as a part of the collective call that the program is in."""
-        result = self._runner.evaluate(self._batches.of_inputs, inputs, self._preparation.with_named_loss)
+        runner, prepare = self._runner, self._preparation.with_named_loss
+        result = runner.evaluate(self._batches.of_evaluation, inputs, prepare, everywhere)
         if result.step.has_loss:
-            return Evaluation(result.losses())
+            return Evaluation(result.shared_losses() if everywhere else result.losses())
         losses = result.lone_losses()
         if losses is not None:
             with failure_watch.reported():
-                return Evaluation(self._preparation.loss_of(result.step).scaled(losses))
-        if not result.values:
-            return Evaluation(None, None)
+                scaled = self._preparation.loss_of(result.step).scaled(losses)
+                return Evaluation(result.shared(scaled) if everywhere else scaled)
+        outputs = result.shared_outputs() if everywhere else result.outputs()
         with failure_watch.reported():
-            return Evaluation(None, self._batches.joined(result.outputs(), result.step.batch))
+            return Evaluation(None, self._batches.joined(outputs, result.step.batch) if outputs else None)
 
     def eval_samples(self, samples: Sequence[Mapping[str, Any]]) -> list[Any]:
         """Run the forward of ``samples`` without gradients; collective over the pipeline.

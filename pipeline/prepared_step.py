@@ -117,7 +117,13 @@ class StepPreparation:
         Raises ``ValueError`` or ``TypeError`` on all ranks for a loss that a training step refuses.
         """
         batch = step.batch
-        return self._normalization.of_step(step.graphs, batch.microbatches, batch.is_counted, batch.before, False)
+        loss = self._normalization.of_step(step.graphs, batch.microbatches, batch.is_counted, batch.before, False)
+        return self._by_rows(loss, batch)
+
+    def _by_rows(self, loss: StepLoss, batch: Batch) -> StepLoss:
+        """Return ``loss`` with microbatches that weigh as much as their rows, if each has its mean."""
+        is_mean = batch.shares is not None and self._normalization.is_of_microbatches and not batch.is_counted
+        return replace(loss, scales=batch.shares) if is_mean else loss
 
     def with_losses(self, batch: Batch) -> PreparedStep:
         """Prepare an evaluation that ends with the loss of each microbatch, as the model returns it.
@@ -137,7 +143,7 @@ class StepPreparation:
         self, graphs: StepGraphs, batch: Batch, train: bool, transform: LossTransform | None = None
     ) -> PreparedStep:
         loss = self._loss_of_step(graphs, batch.microbatches, batch.is_counted, batch.before, train)
-        return self._prepared(batch, graphs, "loss", loss, transform)
+        return self._prepared(batch, graphs, "loss", self._by_rows(loss, batch), transform)
 
     def _loss_of_batch(self, graphs: StepGraphs, microbatches: list[dict[str, Any]], *_: Any) -> StepLoss:
         """Begin the loss over the whole batch, which may have microbatches without labels."""
@@ -201,7 +207,7 @@ class StepResult:
     def shared_losses(self) -> list[torch.Tensor]:
         """Return the losses on all ranks; collective over the pipeline."""
         with failure_watch.reported():
-            losses: list[torch.Tensor] = self._shared(self.losses())
+            losses: list[torch.Tensor] = self.shared(self.losses())
             return losses
 
     def lone_losses(self) -> list[torch.Tensor] | None:
@@ -213,15 +219,16 @@ class StepResult:
             return None
         values = [each for (each,) in self.values]
         with failure_watch.reported():
-            (are_losses,) = self._shared([all(isinstance(each, torch.Tensor) and not each.ndim for each in values)])
+            (are_losses,) = self.shared([all(isinstance(each, torch.Tensor) and not each.ndim for each in values)])
         return values if are_losses else None
 
     def shared_outputs(self) -> list[Any]:
         """Return the outputs on all ranks; collective over the pipeline."""
         with failure_watch.reported():
-            return self._filled(self._shared(self.values))
+            return self._filled(self.shared(self.values))
 
-    def _shared(self, own: Any) -> Any:
+    def shared(self, own: Any) -> Any:
+        """Return the list ``own`` of the rank of the last stage on all ranks; collective over the pipeline."""
         return shared_outputs(own, self.last_rank, parallel_state.get_pipeline_control_group(), self.device)
 
     def _filled(self, values: list[list[Any]]) -> list[Any]:

@@ -163,9 +163,15 @@ class StepRunner:
             return StepResult(step, values, self._last_rank, device)
 
     def evaluate(
-        self, take: Callable[[_Inputs], Batch], inputs: _Inputs, prepare: Callable[[Batch], PreparedStep]
+        self,
+        take: Callable[[_Inputs], Batch],
+        inputs: _Inputs,
+        prepare: Callable[[Batch], PreparedStep],
+        everywhere: bool = False,
     ) -> StepResult:
         """Run the evaluation that ``prepare`` makes of the batch, which ``take`` makes of ``inputs``.
+
+        All ranks must want its results ``everywhere``, or none.
 
         It has no gradients, also in the caller's inference mode, whose tensors no training step could use later.
         """
@@ -173,7 +179,7 @@ class StepRunner:
         with self._noted(), torch.inference_mode(mode=False), torch.no_grad():
             step, device = prepare(take(inputs)), self._part.changes.device
             check_autocast(device, is_scaled=True)
-            signature, digest, engine, _ = self._verify(step, device, train=False)
+            signature, digest, engine, _ = self._verify(step, device, train=False, everywhere=everywhere)
             _, values = self._run(step, signature, digest, engine, device)
             return StepResult(step, values, self._last_rank, device)
 
@@ -202,7 +208,7 @@ class StepRunner:
             raise
 
     def _verify(
-        self, step: PreparedStep, device: torch.device, train: bool
+        self, step: PreparedStep, device: torch.device, train: bool, everywhere: bool = False
     ) -> tuple[StepSignature, int, Engine | None, Sequence[int]]:
         """Verify that all ranks of the pipeline run the same step, in its first run also on the same values.
 
@@ -213,7 +219,9 @@ class StepRunner:
             self._compiled = device_of(device).compiled()
         forms, count = step.forms(), len(step.loss.microbatches)
         autocast = torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
-        signature = StepSignature(forms.first, autocast, train, forms.numbers, forms.others, count, forms.graphs)
+        signature = StepSignature(
+            *(forms.first, autocast, train, forms.numbers, forms.others, count, forms.graphs, everywhere)
+        )
         identity = StepIdentity(step.program.graph, signature, self._part.origin)
         known = self._engines.of(step.program).get(signature)
         engine, digest = known or (None, identity.digest)

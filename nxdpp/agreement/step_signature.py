@@ -25,7 +25,8 @@ class Forms(NamedTuple):
 class StepSignature(NamedTuple):
     """InputShapes and dtypes of a microbatch's inputs, the autocast of the device, and ``True`` for a training step.
 
-    ``forms``, ``others`` and ``graphs`` are those of ``Forms``. ``microbatches`` is their number.
+    ``forms``, ``others`` and ``graphs`` are those of ``Forms``. ``microbatches`` is their number. ``everywhere`` is
+    ``True`` where all ranks get the results.
     """
 
     inputs: InputShapes
@@ -35,6 +36,7 @@ class StepSignature(NamedTuple):
     others: tuple[InputShapes, ...] = ()
     microbatches: int = 1
     graphs: tuple[int, ...] = ()
+    everywhere: bool = False
 
 
 def input_shapes(inputs: Mapping[str, Any]) -> InputShapes:
@@ -68,7 +70,7 @@ def signature_differences(theirs: StepSignature, ours: StepSignature) -> list[tu
 
 
 def _call(signature: StepSignature) -> str:
-    return "run_train" if signature.train else "run_eval"
+    return "run_train" if signature.train else f"run_eval{'(everywhere=True)' if signature.everywhere else ''}"
 
 
 def _forms(signature: StepSignature) -> str:

@@ -101,8 +101,8 @@ class BatchLoss:
         self._loss_gradient = loss_gradient
         self._step: _Step | None = None
 
-    def begin(self, microbatches: int, rows: int, module: nn.Module) -> None:
-        """Begin a step of ``microbatches`` with ``rows`` each, of the model ``module``."""
+    def begin(self, microbatches: int, rows: int | None, module: nn.Module) -> None:
+        """Begin a step of ``microbatches`` of the model ``module``, the first with ``rows``, where its inputs tell."""
         self._step = _Step(microbatches, rows, module)
 
     def end(self) -> None:
@@ -158,12 +158,12 @@ class BatchLoss:
             checked_loss(loss)
         self.loss = loss.detach()
 
-    def _joined(self, parts: list[Any], rows: int, is_same: bool) -> Any:
+    def _joined(self, parts: list[Any], rows: int | None, is_same: bool) -> Any:
         """Join an output of all microbatches. One that is the same object in each, or a number, is taken once."""
         first = parts[0]
         if not isinstance(first, torch.Tensor) or is_same or len(parts) == 1:
             return first
-        if first.ndim and (self._dimension or first.size(0) == rows):
+        if first.ndim and (self._dimension or rows is None or first.size(0) == rows):
             return torch.cat(parts, output_dimension(first, self._dimension, rows))
         if all(torch.equal(first, each) for each in parts):
             # Such as a temperature: the gradient of the one takes the way of its microbatch.
@@ -185,7 +185,7 @@ class _Step:
     """
 
     microbatches: int
-    rows: int
+    rows: int | None
     module: nn.Module
 
     def __post_init__(self) -> None:
@@ -225,12 +225,12 @@ class LossOfBatch(StepLoss):
 
     Attributes:
         batch_loss: collects the outputs.
-        rows: of a microbatch.
+        rows: of the first microbatch; ``None`` where its inputs do not tell.
         module: the model.
     """
 
     batch_loss: BatchLoss | None = None
-    rows: int = 1
+    rows: int | None = 1
     module: nn.Module | None = None
 
     def begin(self) -> None:

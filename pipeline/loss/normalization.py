@@ -63,6 +63,7 @@ class LossNormalization:
         self._rule = config.loss_normalization
         self._count_items = config.count_items_fn
         self._loss_spec = config.output_loss_value_spec
+        self.is_of_microbatches = self._rule == "microbatch"
         self.by_keyword = self._rule == "tokens" and self._count_items is None
         self._exchanges = exchanges
         self._has_warned = False

@@ -63,11 +63,13 @@ def dimensions_of(inputs: Mapping[str, Any], given: BatchDimension | None) -> di
     return found
 
 
-def rows_of(inputs: Mapping[str, Any], given: BatchDimension | None, shared: Collection[str] | None) -> int:
-    """Return the number of rows of a microbatch with the opened ``inputs``, some of which all microbatches share."""
+def rows_of(inputs: Mapping[str, Any], given: BatchDimension | None, shared: Collection[str] | None) -> int | None:
+    """Return the number of rows of the opened ``inputs``, but for ``shared`` ones; ``None`` where these disagree."""
     along = dimensions_of(inputs, given)
     own = {n: v for n, v in inputs.items() if isinstance(v, torch.Tensor) and v.ndim and n not in (shared or ())}
-    return max((tensor.size(along[name]) for name, tensor in own.items()), default=1)
+    sizes = {tensor.size(along[name]) for name, tensor in own.items()}
+    rows = (sizes - {1}) or sizes or {1}
+    return rows.pop() if len(rows) == 1 else None
 
 
 def rows_first(inputs: Mapping[str, Any], dimensions: Mapping[str, int]) -> Mapping[str, Any]:
@@ -115,7 +117,7 @@ def _sequence_first(module: nn.Module) -> str | None:
     return None
 
 
-def output_dimension(part: torch.Tensor, given: BatchDimension | None, rows: int) -> int:
+def output_dimension(part: torch.Tensor, given: BatchDimension | None, rows: int | None) -> int:
     """Return the dimension along which outputs like ``part``, of a microbatch with ``rows`` rows, are joined.
 
     Raises ``ValueError`` where the sizes do not tell it and ``given`` does not name it.

@@ -1,4 +1,4 @@
-"""Split of a step's inputs into microbatches, and concatenation of their outputs."""
+"""Split of a step's inputs into microbatches, by rows."""
 
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -8,10 +8,7 @@ import torch
 from torch import nn
 
 from nxdpp.devices.kinds import device_of, readable
-from nxdpp.ground.torch_names import pytree
-from nxdpp.pipeline.microbatches.batch_dimension import BatchDimension, output_dimension
 from nxdpp.tracing.values.input_dicts import NUMBERS, InputDict, close_inputs, open_inputs
-from nxdpp.tracing.values.nested import flatten, leaves_of
 
 _ACCEPTED = (torch.Tensor, *NUMBERS, numpy.bool_, str, type(None), InputDict)
 _ADVICE = (
@@ -58,13 +55,17 @@ def readable_opened(opened: Mapping[str, Any], device: torch.device) -> Mapping[
 
 
 def check_batch(
-    inputs: Mapping[str, Any], microbatches: int, shared: Collection[str] = (), place: str = "dimension 0"
+    inputs: Mapping[str, Any],
+    microbatches: int,
+    shared: Collection[str] = (),
+    place: str = "dimension 0",
+    is_uneven: bool = False,
 ) -> None:
     """Raise ``ValueError`` unless the inputs, with their rows along dimension 0, can be split; ``place`` is theirs.
 
-    Tensors ``(B, ...)`` must agree on ``B``, a multiple of ``microbatches``. All microbatches share tensors of first
-    dimension 1 next to larger ones, ``shared`` inputs, and values of other types. A single microbatch takes tensors of
-    any shape.
+    Tensors ``(B, ...)`` must agree on ``B``, a multiple of ``microbatches`` unless it ``is_uneven``. All share tensors of
+    first dimension 1 next to larger ones, ``shared`` inputs, and values of other types. A single microbatch takes
+    tensors of any shape.
     """
     sizes = {name: tensor.size(0) for name, tensor in _tensors(inputs).items() if name not in shared}
     batches = {name: size for name, size in sizes.items() if size != 1} or sizes
@@ -77,11 +78,11 @@ def check_batch(
             f"num_microbatches that returns the inputs of each microbatch."
         )
     batch = next(iter(batches.values()), None)
-    if batch is not None and (batch == 0 or batch % microbatches):
+    if batch is not None and (batch == 0 or (batch % microbatches and not is_uneven)):
         raise ValueError(
             f"a batch of {batch} ({', '.join(batches)}) does not divide into num_microbatches={microbatches}. Use a "
             f"batch size that is a multiple of {microbatches}. If this is the last, smaller batch of an epoch, leave "
-            f"it out: DataLoader(..., drop_last=True)."
+            f"it out: DataLoader(..., drop_last=True). run_eval takes any number of rows."
         )
     _refuse_lists_of_rows(inputs, batch, microbatches)
 
@@ -155,15 +156,17 @@ def split_inputs(
 ) -> list[dict[str, Any]]:
     """Return the inputs of each microbatch: ``(B / microbatches, ...)`` of each tensor ``(B, ...)``; others whole.
 
-    ``dimensions`` has the dimension of the rows of each input, by default 0.
+    ``dimensions`` has the dimension of the rows of each input, by default 0. The first microbatches have a row more
+    where ``B`` is no multiple.
     """
     along = dimensions or dict.fromkeys(inputs, 0)
     sizes = {name: tensor.size(along[name]) for name, tensor in _tensors(inputs).items()}
     batch = max((size for name, size in sizes.items() if name not in shared), default=1)
 
     def parts(name: str, value: Any) -> list[Any]:
-        whole = name in shared or name not in sizes or sizes[name] != batch
-        return [value] * microbatches if whole or microbatches == 1 else list(value.chunk(microbatches, along[name]))
+        if name in shared or name not in sizes or sizes[name] != batch or microbatches == 1:
+            return [value] * microbatches
+        return list(value.tensor_split(microbatches, along[name]))
 
     columns = {name: parts(name, value) for name, value in inputs.items()}
     return [{name: column[i] for name, column in columns.items()} for i in range(microbatches)]
@@ -179,27 +182,3 @@ def on_device(parts: list[dict[str, Any]], device: torch.device) -> list[dict[st
     return [{name: moved.get(id(value), value) for name, value in part.items()} for part in parts]
 
 
-def join_outputs(outputs: list[Any], dimension: BatchDimension | None = None, rows: int = 1) -> Any:
-    """Concatenate the outputs of the microbatches along the dimension of their rows, and stack scalars.
-
-    Values other than tensors are taken from the first microbatch.
-
-    Args:
-        outputs: of each microbatch.
-        dimension: ``batch_dimension``; by default 0.
-        rows: of a microbatch, which tell the dimension of an output where it may be another than 0.
-
-    Raises ``ValueError`` as ``output_dimension`` does.
-    """
-    columns = zip(*(leaves_of(output) for output in outputs), strict=True)
-    leaves = [_join(list(column), dimension, rows) for column in columns]
-    return pytree.tree_unflatten(leaves, flatten(outputs[0])[1])
-
-
-def _join(parts: list[Any], dimension: BatchDimension | None, rows: int) -> Any:
-    first = parts[0]
-    if not isinstance(first, torch.Tensor):
-        return first
-    if not first.ndim:
-        return torch.stack(parts)
-    return torch.cat(parts, output_dimension(first, dimension, rows)) if len(parts) > 1 else first

@@ -31,6 +31,7 @@ def split_batch(
     of_rows: set[str] | None = None,
     batch_dimension: BatchDimension | None = None,
     rows_along_0: set[str] | None = None,
+    is_uneven: bool = False,
 ) -> tuple[list[dict[str, Any]], bool]:
     """Return the opened inputs of each microbatch, and whether all have the same shapes for certain.
 
@@ -47,6 +48,7 @@ def split_batch(
         batch_dimension: the dimension of the rows, 0 by default. ``None`` refuses inputs that a module may take with
             the sequence first.
         rows_along_0: names that have their rows along dimension 0, as ``of_rows``.
+        is_uneven: some microbatches may have a row more than others.
 
     Raises:
         ValueError, TypeError: for inputs that cannot be split, and for a result of ``function`` that is no list of
@@ -63,14 +65,14 @@ def split_batch(
     along = dimensions_of(rest, batch_dimension)
     turned = rows_first(rest, along)
     place = "their batch_dimension" if isinstance(batch_dimension, Mapping) else f"dimension {batch_dimension or 0}"
-    check_batch(turned, microbatches, shared or (), place)
+    check_batch(turned, microbatches, shared or (), place, is_uneven)
     if batch_dimension is None:
         own = {name: value for name, value in rest.items() if name not in (shared or ())}
         check_not_sequence_first(module, own, microbatches, set() if rows_along_0 is None else rows_along_0)
     if shared is None and not isinstance(module, PreTrainedModel):
         check_not_shared(turned, microbatches, set() if of_rows is None else of_rows)
     parts = split_inputs(rest, microbatches, shared or (), along)
-    return [part | own for part, own in zip(parts, images, strict=True)], not of_images
+    return [part | own for part, own in zip(parts, images, strict=True)], not of_images and not is_uneven
 
 
 def _split_images(module: nn.Module, inputs: Mapping[str, Any], microbatches: int) -> list[dict[str, Any]]:

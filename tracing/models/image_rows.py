@@ -49,7 +49,7 @@ _OF_ROWS = ("pixel_values", "pixel_attention_mask", "aspect_ratio_ids", "aspect_
 def split_images(module: nn.Module, inputs: Mapping[str, Any], microbatches: int) -> list[dict[str, Any]]:
     """Return, for each microbatch, its part of the inputs that hold images or videos; an empty dict without images.
 
-    ``input_ids`` of shape (B, T) is among ``inputs``; B is a multiple of ``microbatches``. ``module`` is a transformers
+    ``input_ids`` of shape (B, T) is among ``inputs``; the first microbatches have a row more where B is no multiple. ``module`` is a transformers
     model, or has one inside. Raises ``ValueError`` where the tokens do not tell the row of each image or have no values
     (meta device), and for a microbatch without images of a model that needs some.
     """
@@ -102,12 +102,13 @@ def _token(kind: _Kind, config: Any) -> int | None:
 
 def _of_rows_with_images(inputs: Mapping[str, Any], has_image: torch.Tensor, microbatches: int) -> list[dict[str, Any]]:
     """Return the images of each microbatch with some; a model takes no microbatch of empty places of images only."""
-    if has_image.is_meta or has_image.view(microbatches, -1).any(dim=1).all() or not has_image.any():
+    rows = has_image.tensor_split(microbatches)
+    if has_image.is_meta or all(own.any() for own in rows) or not has_image.any():
         return [{} for _ in range(microbatches)]
-    given = {name: inputs[name].chunk(microbatches) for name in _OF_ROWS if isinstance(inputs.get(name), torch.Tensor)}
+    tensors = {name: inputs[name] for name in _OF_ROWS if isinstance(inputs.get(name), torch.Tensor)}
+    given = {name: tensor.tensor_split(microbatches) for name, tensor in tensors.items()}
     return [
-        {name: parts[number] for name, parts in given.items()} if rows.any() else {}
-        for number, rows in enumerate(has_image.chunk(microbatches))
+        {name: parts[number] for name, parts in given.items()} if own.any() else {} for number, own in enumerate(rows)
     ]
 
 
@@ -139,8 +140,7 @@ def _sizes(
             f"tokens of it. Give split_inputs_fn, a function of the inputs and num_microbatches that returns the "
             f"inputs of each microbatch, or use num_microbatches=1."
         )
-    rows = len(counts) // microbatches
-    images = [sum(of_rows[start : start + rows]) for start in range(0, len(counts), rows)]
+    images = [int(own.sum()) for own in torch.tensor(of_rows).tensor_split(microbatches)]
     ends = list(accumulate(images))
     of_pixels = [sum(patches[end - number : end]) for number, end in zip(images, ends, strict=True)]
     others = [name for name in (kind.grid, *kind.of_each) if isinstance(inputs.get(name), torch.Tensor)]

@@ -22,6 +22,10 @@ _RAN_BACKWARD = (
     "run_train has run the backward of all microbatches, and the loss that it returns is detached. Leave "
     "loss.backward() out: the gradients are in .grad"
 )
+_NO_BACKWARD = (
+    "run_eval computes no gradients, and the loss that it returns is detached. Train with run_train, which runs the "
+    "backward too"
+)
 _NO_LOSS = (
     "if None is a loss or an output: only the rank of the last stage has it (if model.holds_last_stage). "
     "NxDPPModel(..., broadcast_and_average_loss=True) returns the loss on every rank"
@@ -62,12 +66,17 @@ def _note(error: BaseException) -> str | None:
     if not board.calls_of("run_train") and not board.calls_of("run_eval"):
         return None
     if isinstance(error, RuntimeError) and "does not require grad and does not have a grad_fn" in str(error):
-        return _RAN_BACKWARD
+        return _of_backward()
     if isinstance(error, AttributeError) and error.obj is None and hasattr(torch.Tensor, error.name or " "):
-        return _RAN_BACKWARD if error.name == "backward" else _of_lacking_loss()
+        return _of_backward() if error.name == "backward" else _of_lacking_loss()
     if isinstance(error, TypeError) and "NoneType" in str(error) and _is_of_program(error):
         return _of_lacking_loss()
     return None
+
+
+def _of_backward() -> str:
+    """Note on ``backward()`` of a loss, which the last call has most likely returned."""
+    return _NO_BACKWARD if board.position().last.startswith("run_eval") else _RAN_BACKWARD
 
 
 def _of_outer_module(outer: nn.Module, name: str | None) -> str | None:

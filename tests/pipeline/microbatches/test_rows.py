@@ -1,10 +1,9 @@
-"""Splitting of inputs into microbatches, shared inputs, and joining of outputs."""
+"""Splitting of inputs into microbatches and shared inputs."""
 
 from typing import Any
 
 import pytest
 import torch
-from transformers.modeling_outputs import CausalLMOutput
 
 from nxdpp.devices.device import Device
 from nxdpp.devices.kinds import KINDS
@@ -12,7 +11,6 @@ from nxdpp.pipeline.microbatches.rows import (
     check_batch,
     check_kinds,
     check_not_shared,
-    join_outputs,
     on_device,
     split_inputs,
 )
@@ -198,40 +196,6 @@ def test_unsupported_types(value: Any) -> None:
     message = _refusal({"past": value}, 1, TypeError)
 
     assert f"input past is a {type(value).__name__}" in message
-
-
-def test_outputs_are_concatenated_and_scalars_stacked() -> None:
-    outputs = [
-        {"logits": torch.full((2, 3), float(i)), "loss": torch.tensor(float(i)), "rest": (None, torch.ones(1, 2), "a")}
-        for i in range(3)
-    ]
-
-    joined = join_outputs(outputs)
-
-    assert joined["logits"].tolist() == [[i] * 3 for i in (0, 0, 1, 1, 2, 2)]
-    assert joined["loss"].tolist() == [0, 1, 2]
-    assert joined["rest"][0] is None
-    assert torch.equal(joined["rest"][1], torch.ones(3, 2))
-    assert joined["rest"][2] == "a"
-
-
-def test_a_model_output_keeps_its_class() -> None:
-    outputs = [CausalLMOutput(logits=torch.full((1, 2), float(i))) for i in range(2)]
-
-    joined = join_outputs(outputs)
-
-    assert type(joined) is CausalLMOutput
-    assert joined.logits is not None
-    assert joined.logits.tolist() == [[0, 0], [1, 1]]
-    assert joined.loss is None
-
-
-def test_splitting_and_joining_restores_the_batch() -> None:
-    whole = {"a": torch.randn(6, 2), "b": torch.randn(6)}
-
-    joined = join_outputs(_split(whole, 3))
-
-    assert all(torch.equal(joined[name], whole[name]) for name in whole)
 
 
 def test_a_tensor_with_gradients_is_an_input_without_them_or_detached() -> None:

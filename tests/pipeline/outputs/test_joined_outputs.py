@@ -1,0 +1,145 @@
+"""The output of a batch from those of its microbatches, by the rule for values that are rows and that are none."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers.modeling_outputs import CausalLMOutput
+
+from nxdpp import NxDPPModel, parallel_state
+from nxdpp.pipeline.outputs.joined_outputs import join_outputs
+from tests.support.models import make, padded_batch, reference
+from tests.support.run_ranks import run_ranks
+
+ROWS = 2, 2, 1
+
+
+def _full(rows: int, number: int) -> torch.Tensor:
+    return torch.full((rows, 3), float(number))
+
+
+def test_rows_are_concatenated_and_scalars_stacked() -> None:
+    outputs = [
+        {"rows": _full(own, i), "tokens": _full(4 * own, i), "loss": torch.tensor(float(i)), "rest": (None, "a", 1)}
+        for i, own in enumerate(ROWS)
+    ]
+    joined = join_outputs(outputs, ROWS)
+    assert joined["rows"].tolist() == [[i] * 3 for i in (0, 0, 1, 1, 2)]
+    assert joined["tokens"].shape == (20, 3)
+    assert joined["loss"].tolist() == [0, 1, 2]
+    assert joined["rest"] == (None, "a", 1)
+
+
+def test_values_that_are_no_rows_are_one_or_a_list() -> None:
+    mask = torch.ones(3, 3)
+    outputs = [{"mask": mask.clone(), "norm": torch.full((3,), float(i)), "n": i} for i in range(3)]
+    joined = join_outputs(outputs, ROWS)
+    assert torch.equal(joined["mask"], mask)
+    assert [each.tolist() for each in joined["norm"]] == [[i] * 3 for i in range(3)]
+    assert joined["n"] == [0, 1, 2]
+    # Microbatches of other lengths.
+    joined = join_outputs([torch.ones(2, 4), torch.ones(2, 5)], [2, 2])
+    assert [tuple(each.shape) for each in joined] == [(2, 4), (2, 5)]
+    # Inputs that do not tell the rows.
+    assert join_outputs([torch.ones(3, 4), torch.ones(5, 4)], [None, None]).shape == (8, 4)
+    assert join_outputs([(torch.ones(2),), (torch.ones(2), None)], [2, 2])[1][1] is None
+
+
+def test_a_model_output_keeps_its_class() -> None:
+    outputs = [CausalLMOutput(logits=torch.full((1, 2), float(i))) for i in range(2)]
+    joined = join_outputs(outputs, [1, 1])
+    assert type(joined) is CausalLMOutput
+    assert joined.logits is not None
+    assert joined.logits.tolist() == [[0, 0], [1, 1]]
+    assert joined.loss is None
+
+
+class Statistics(nn.Module):
+    """A model with rows, a mask of all rows, and a statistic of each microbatch among its outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Map ``(B, 3)``."""
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return {"rows": x, "mask": torch.eye(7), "norm": x.square().sum(0), "sum": x.sum()}
+
+
+def evaluate_rows(rank: int, layout: dict[str, int]) -> None:
+    parallel_state.initialize_model_parallel(**layout, backend="gloo", hang_timeout=60)
+    model = make("llama")
+    whole = reference(model).eval()
+    wrapped = NxDPPModel(model, num_microbatches=4).eval()
+    tokens = NxDPPModel(make("llama"), num_microbatches=4, loss_normalization="tokens").eval()
+    everywhere = NxDPPModel(make("llama"), num_microbatches=4, broadcast_and_average_loss=True).eval()
+    last = wrapped.holds_last_stage
+    for rows in (10, 3, 8, 1, 10):
+        batch = padded_batch(rows)
+        ids = {name: batch[name] for name in ("input_ids", "attention_mask")}
+        alike = {"input_ids": batch["input_ids"], "labels": batch["input_ids"]}
+        with torch.no_grad():
+            expected, loss, of_labels = whole(**ids).logits, whole(**alike).loss, whole(**batch).loss
+        # The outputs of all rows, in their order.
+        for wanted in (True, False):
+            output = wrapped.run_eval(**ids, everywhere=wanted)
+            assert (output is not None) == (wanted or last)
+            if output is not None:
+                assert type(output).__name__ == "CausalLMOutputWithPast"
+                torch.testing.assert_close(output.logits, expected, rtol=0, atol=1e-6)
+        # A mean over rows, and over labels.
+        for of_rows in (wrapped.run_eval(**alike, everywhere=True), everywhere.run_eval(**alike)):
+            torch.testing.assert_close(of_rows, loss, rtol=0, atol=1e-6)
+        own = tokens.run_eval(**batch)
+        assert (own is not None) == last
+        if own is not None:
+            torch.testing.assert_close(own, of_labels, rtol=0, atol=1e-6)
+        torch.testing.assert_close(tokens.run_eval(**batch, everywhere=True), of_labels, rtol=0, atol=1e-6)
+    with pytest.raises(TypeError, match=r"everywhere=tensor\(1\) must be True or False"):
+        wrapped.run_eval(**ids, everywhere=torch.tensor(1))
+    # A training step takes rows that divide.
+    with pytest.raises(ValueError, match=r"a batch of 10 .* run_eval takes any number of rows"):
+        wrapped.train().run_train(**padded_batch(10))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layout"),
+    [(2, {"pipeline_model_parallel_size": 2}), (4, {"pipeline_model_parallel_size": 4})],
+)
+def test_any_number_of_rows_is_evaluated_as_in_one_process(ranks: int, layout: dict[str, int]) -> None:
+    run_ranks(ranks, evaluate_rows, layout)
+
+
+def evaluate_statistics(rank: int) -> Any:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2, backend="gloo")
+    torch.manual_seed(0)
+    bare = Statistics()
+    whole = reference(bare)
+    model = NxDPPModel(bare, num_microbatches=2, transformer_layer_cls=nn.Linear)
+    x = torch.randn(5, 3, generator=torch.Generator().manual_seed(1))
+    output = model.run_eval(x=x, everywhere=True)
+    with torch.no_grad():
+        first, second = (whole(each) for each in x.tensor_split(2))
+        torch.testing.assert_close(output["rows"], whole(x)["rows"])
+    assert torch.equal(output["mask"], torch.eye(7))
+    torch.testing.assert_close(output["norm"], [first["norm"], second["norm"]])
+    torch.testing.assert_close(output["sum"], torch.stack([first["sum"], second["sum"]]))
+    return None
+
+
+def test_outputs_that_are_no_rows_are_on_all_ranks() -> None:
+    run_ranks(2, evaluate_statistics)
+
+
+def want_on_one(rank: int) -> None:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2, backend="gloo", hang_timeout=60)
+    model = NxDPPModel(make("llama"), num_microbatches=2)
+    model.run_eval(input_ids=padded_batch(4)["input_ids"], everywhere=rank == 0)
+
+
+def test_results_that_only_some_ranks_want_everywhere_are_named() -> None:
+    with pytest.raises(AssertionError, match=r"run_eval\(everywhere=True\)\n.*run_eval\n.*same inputs"):
+        run_ranks(2, want_on_one)
