@@ -82,7 +82,6 @@ class Batches:
     Attributes:
         module: the whole model.
         input_names: names of the inputs of every step; ``None`` for any.
-        shared_inputs: names of the inputs that go whole to each microbatch.
     """
 
     def __init__(
@@ -95,7 +94,6 @@ class Batches:
         self.input_names = None if config.input_names is None else tuple(config.input_names)
         self._loss_function = config.loss_function
         self._changes = part.changes
-        self.shared_inputs = config.shared_inputs or ()
         # With each of them forward may have a different signature.
         self._forwards = part.changes.watch(*ENTRIES, Change.FORWARD)
         self._of_rows: set[str] = set()

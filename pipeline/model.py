@@ -346,7 +346,7 @@ class NxDPPModel(PipelineView, Generic[OnEveryRank, PerMicrobatch]):
         with board.call("run_train_microbatches", "step", "pipeline", has_limit=True):
             return self._trained(self._pipeline.train_given(microbatches, not self.use_zero1_optimizer))
 
-    def run_eval(self, *positional: Any, everywhere: bool = False, **inputs: Any) -> Any:
+    def run_eval(self, *positional: Any, everywhere: bool | Any = False, **inputs: Any) -> Any:
         """Run the forward of all microbatches without gradients; collective over all ranks.
 
         Takes inputs as ``run_train`` does, of any number of rows, and returns the loss as it does if the output names

@@ -68,7 +68,7 @@ def rows_of(inputs: Mapping[str, Any], given: BatchDimension | None, shared: Col
     along = dimensions_of(inputs, given)
     own = {n: v for n, v in inputs.items() if isinstance(v, torch.Tensor) and v.ndim and n not in (shared or ())}
     sizes = {tensor.size(along[name]) for name, tensor in own.items()}
-    rows = (sizes - {1}) or sizes or {1}
+    rows = (sizes - {1}) or sizes
     return rows.pop() if len(rows) == 1 else None
 
 

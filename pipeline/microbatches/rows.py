@@ -63,9 +63,9 @@ def check_batch(
 ) -> None:
     """Raise ``ValueError`` unless the inputs, with their rows along dimension 0, can be split; ``place`` is theirs.
 
-    Tensors ``(B, ...)`` must agree on ``B``, a multiple of ``microbatches`` unless it ``is_uneven``. All share tensors of
-    first dimension 1 next to larger ones, ``shared`` inputs, and values of other types. A single microbatch takes
-    tensors of any shape.
+    Tensors ``(B, ...)`` must agree on ``B``, a multiple of ``microbatches`` unless it ``is_uneven``. All microbatches
+    share tensors of first dimension 1 next to larger ones, ``shared`` inputs, and values of other types. A single
+    microbatch takes tensors of any shape.
     """
     sizes = {name: tensor.size(0) for name, tensor in _tensors(inputs).items() if name not in shared}
     batches = {name: size for name, size in sizes.items() if size != 1} or sizes

@@ -14,7 +14,7 @@ from tests.support.run_ranks import run_ranks
 
 pytestmark = pytest.mark.one_python
 STEPS = 6
-LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "stages": (2, {"pipeline_model_parallel_size": 2}),
     "replicas": (2, {}),
     "tensor": (2, {"tensor_model_parallel_size": 2}),
@@ -136,10 +136,10 @@ def test_ranks_without_an_optimizer_have_no_step_to_make() -> None:
     assert sorted(run_ranks(2, train_head_alone)) == [0, 1]
 
 
-def freeze_between(rank: int) -> float:
+def freeze_between(rank: int) -> Any:
     """Freeze a parameter after ``no_sync()``, which is refused, and as the message says."""
     model = wrapped("replicas")
-    frozen = next(iter(model.local_parameters()))
+    frozen: Any = next(iter(model.local_parameters()))
     with model.no_sync():
         step(model, 0)
     frozen.requires_grad_(False)
@@ -154,7 +154,7 @@ def freeze_between(rank: int) -> float:
         step(model, 0)
     step(model, 1)
     frozen.requires_grad_(False)
-    own = frozen.grad.clone()
+    own: torch.Tensor = frozen.grad.clone()
     step(model, 2)
     torch.distributed.all_reduce(own)
     return (own / 2 - frozen.grad).abs().max().item()

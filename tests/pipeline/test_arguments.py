@@ -1,5 +1,6 @@
 """Checks of the arguments of the constructor and of a step."""
 
+import logging
 import math
 import re
 from typing import Any
@@ -7,10 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import fx, nn
 
+from nxdpp import NxDPPModel, parallel_state
 from nxdpp.pipeline import arguments
 from nxdpp.pipeline.config import PipelineConfig
+from tests.support.models import make
+from tests.support.run_ranks import run_ranks
 from tests.support.traced_models import PlainModel
 
 
@@ -80,3 +85,29 @@ def test_methods_of_objects_are_refused() -> None:
     arguments.check_obj_methods({})
     with pytest.raises(ValueError, match=r"autowrap_obj_methods=.*which parameters a method reads.*leaf_module_cls"):
         arguments.check_obj_methods({"model": ["forward"]})
+
+
+def wrap_few(rank: int) -> list[list[str]]:
+    """Wrap models with fewer microbatches than ranks, and with enough; return the warnings."""
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=dist.get_world_size(), backend="gloo")
+    found = []
+    for microbatches in (1, 2 * dist.get_world_size()):
+        messages: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record, own=messages: own.append(record.getMessage())  # type: ignore[method-assign,misc]
+        logging.getLogger("nxdpp.pipeline.arguments").addHandler(handler)
+        NxDPPModel(make("llama", layers=4), num_microbatches=microbatches)
+        logging.getLogger("nxdpp.pipeline.arguments").removeHandler(handler)
+        found.append(messages)
+    return found
+
+
+@pytest.mark.parametrize(("ranks", "idle", "then"), [(2, 50, 20), (4, 75, 27)])
+def test_rank_0_warns_of_idle_ranks(ranks: int, idle: int, then: int) -> None:
+    first, *others = run_ranks(ranks, wrap_few)
+    assert others == [[[], []]] * (ranks - 1)
+    (message,), enough = first
+    assert message.startswith(f"num_microbatches=1 on {ranks} pipeline ranks: a rank waits for others in {idle} %")
+    assert f"to {2 * ranks} or more" in message
+    assert message.endswith(f"it is {then} %.")
+    assert not enough

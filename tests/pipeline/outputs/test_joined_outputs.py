@@ -69,7 +69,7 @@ class Statistics(nn.Module):
         return {"rows": x, "mask": torch.eye(7), "norm": x.square().sum(0), "sum": x.sum()}
 
 
-def evaluate_rows(rank: int, layout: dict[str, int]) -> None:
+def evaluate_rows(rank: int, layout: dict[str, Any]) -> None:
     parallel_state.initialize_model_parallel(**layout, backend="gloo", hang_timeout=60)
     model = make("llama")
     whole = reference(model).eval()
