@@ -34,7 +34,7 @@ _NO_OPTIONS = ("params", "param_names", "foreach", "fused", "capturable", "diffe
 Options = dict[str, str]
 
 
-class _Facts(NamedTuple):
+class _OptimizerFacts(NamedTuple):
     """One optimizer of a rank: class, options for all groups, and of each group: before its first step, and now."""
 
     kind: str
@@ -42,13 +42,13 @@ class _Facts(NamedTuple):
     groups: list[tuple[Options, Options]]
 
 
-class _Rank(NamedTuple):
+class _RankOptimizers(NamedTuple):
     """What a rank tells the others."""
 
     rank: int
     stage: int
     rounds: int
-    optimizers: list[_Facts]
+    optimizers: list[_OptimizerFacts]
 
     @property
     def kinds(self) -> list[str]:
@@ -60,50 +60,48 @@ class OptimizerAgreement:
 
     Attributes:
         rounds: training steps after which one of them has stepped.
+        state: twice the number of optimizers, plus 1 if one has stepped since the last training step.
     """
 
     def __init__(self, module: nn.Module, exchanges: ReplicaExchanges) -> None:
         self.rounds = 0
         self._module = module
         self._exchanges = exchanges
+        self.state = 0
         self._steps = 0
-        self._has_stepped = False
         # The number of groups of each optimizer when it was looked at, and whether it is one of this model.
         self._seen: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._first: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._known: list[weakref.ref[Optimizer]] = []
         _note_in_steps(self)
 
-    @property
-    def state(self) -> int:
-        """For the next rank of the pipeline: 0 without optimizers, or twice their number, plus 1 if one has stepped."""
-        return 2 * len(self._alive()) + self._has_stepped
-
     def note(self, optimizer: Optimizer) -> None:
         """Note that ``optimizer`` is about to step."""
         groups = getattr(optimizer, "param_groups", [])
         if self._seen.get(optimizer, (0, False)) != (len(groups), True) and not self._is_new_one(optimizer, groups):
             return
-        self.rounds += not self._has_stepped
-        self._has_stepped = True
+        self.rounds += not self.state % 2
+        self.state |= 1
 
     def begin_step(self) -> None:
         """Begin a training step that all ranks of the pipeline have verified; collective over the model's ranks.
 
         Raises ``RuntimeError`` on all of them for different options.
         """
-        self._has_stepped = False
+        self.state &= ~1
         self._steps += 1
         if self._steps == 1 or self._steps & (self._steps - 1) or dist.get_world_size() == 1:
             return
-        if not self._alive() and any(parameter.requires_grad for parameter in self._module.parameters()):
+        self._known = [reference for reference in self._known if reference() is not None]
+        if not self._known and any(parameter.requires_grad for parameter in self._module.parameters()):
             # An optimizer that this rank has not stepped yet.
             for optimizer, _ in holders(dict(self._module.named_parameters())):
                 self._is_new_one(optimizer, optimizer.param_groups)
+        self.state = 2 * len(self._known)
         self._exchanges.begin("comparison of optimizers")
         with failure_watch.reported():
             stage = parallel_state.get_pipeline_model_parallel_rank()
-            own = _Rank(dist.get_rank(), stage, self.rounds, self._facts())
+            own = _RankOptimizers(dist.get_rank(), stage, self.rounds, self._facts())
             _compare(gathered(own, *(group for group in _groups() if dist.get_world_size(group) > 1)))
 
     def _alive(self) -> list[Optimizer]:
@@ -117,16 +115,17 @@ class OptimizerAgreement:
         if is_own and all(reference() is not optimizer for reference in self._known):
             self._known.append(weakref.ref(optimizer))
             self._first[optimizer] = [_options(group) for group in groups]
+            self.state += 2
         return is_own
 
-    def _facts(self) -> list[_Facts]:
+    def _facts(self) -> list[_OptimizerFacts]:
         facts = []
         for optimizer in self._alive():
             now = [_options(group) for group in optimizer.param_groups]
             first = self._first[optimizer]
             first.extend(now[len(first) :])
             kind = type(optimizer).__name__
-            facts.append(_Facts(kind, _options(optimizer.defaults), list(zip(first, now, strict=False))))
+            facts.append(_OptimizerFacts(kind, _options(optimizer.defaults), list(zip(first, now, strict=False))))
         return facts
 
 
@@ -146,9 +145,9 @@ def _options(given: Mapping[str, Any]) -> Options:
     }
 
 
-def _compare(ranks: Sequence[_Rank]) -> None:
+def _compare(ranks: Sequence[_RankOptimizers]) -> None:
     """Raise ``RuntimeError`` for optimizers with other options than those of an earlier rank."""
-    firsts: dict[tuple[Any, ...], _Rank] = {}
+    firsts: dict[tuple[Any, ...], _RankOptimizers] = {}
     for rank in ranks:
         refuse_other_rounds(firsts.setdefault((rank.stage,), rank).rounds, rank.rounds)
         # Ranks of one stage have equal groups; other stages have other parameters, and maybe none.
@@ -196,7 +195,9 @@ def refuse_other_rounds(one: int, other: int) -> None:
         )
 
 
-def _refuse(kind: str, one: _Rank, other: _Rank, first: Options, second: Options, remedy: str) -> None:
+def _refuse(
+    kind: str, one: _RankOptimizers, other: _RankOptimizers, first: Options, second: Options, remedy: str
+) -> None:
     different = [name for name in {**first, **second} if first.get(name) != second.get(name)]
     if different:
         there = ", ".join(f"{name}={first.get(name, 'not given')}" for name in different)

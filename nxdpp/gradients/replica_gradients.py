@@ -89,7 +89,7 @@ class ReplicaGradients:
         self.optimizers = OptimizerAgreement(part.module, exchanges)
         # Parameters that were trained in no_sync() since the last average.
         self._waiting: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        self._is_later = False
+        self._is_later = self._is_waiting = False
 
     @property
     def report(self) -> AverageReport:
@@ -130,14 +130,15 @@ class ReplicaGradients:
                 "no_sync(), and leave average_gradients() out."
             )
         self._refuse_second_sum()
-        self._refuse_frozen()
+        if self._is_waiting:
+            self._refuse_frozen()
         group, control = parallel_state.get_data_parallel_group(), parallel_state.get_data_parallel_control_group()
         number = board.training_steps()
         self._exchanges.begin("average of gradients", self._trained_names())
         notes = [number, -number, *self._rounds(), self._changed]
         average_gradients(self._replicated(), group, control, notes, self._check_of(number), self._mean)
         self.is_averaged = self._is_summed = True
-        self._waiting.clear()
+        self._forget_waiting()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -155,7 +156,8 @@ class ReplicaGradients:
         Raises ``RuntimeError`` for gradients that were summed over the replicas already.
         """
         self._refuse_second_sum()
-        self._refuse_frozen()
+        if self._is_waiting:
+            self._refuse_frozen()
         self.is_averaged, self._is_later = average and not self.is_left_out, average and self._replicas > 1
         try:
             yield
@@ -173,6 +175,10 @@ class ReplicaGradients:
                 "zero_grad() before the next step. To accumulate, run all steps but the last in no_sync()."
             )
         self._is_summed = False
+
+    def _forget_waiting(self) -> None:
+        self._is_waiting = False
+        self._waiting.clear()
 
     def _refuse_frozen(self) -> None:
         """Raise ``RuntimeError`` for a frozen parameter whose gradients of ``no_sync()`` wait for the average."""
@@ -225,9 +231,10 @@ class ReplicaGradients:
 
     def finish(self) -> None:
         """End the average that ``begin`` began, after the sums of tied weights; collective over the replicas."""
-        if self.is_averaged:
-            self._waiting.clear()
-        elif self._is_later:
+        if self._is_waiting and self.is_averaged:
+            self._forget_waiting()
+        elif self._is_later and not self.is_averaged:
+            self._is_waiting = True
             named = self._module.named_parameters()
             self._waiting.update({p: name for name, p in named if p.requires_grad and not is_sharded(p)})
         if self.is_averaged and self._overlapped is not None:

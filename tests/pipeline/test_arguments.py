@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch import fx, nn
 
 from nxdpp import NxDPPModel, parallel_state
@@ -87,11 +86,11 @@ def test_methods_of_objects_are_refused() -> None:
         arguments.check_obj_methods({"model": ["forward"]})
 
 
-def wrap_few(rank: int) -> list[list[str]]:
+def wrap_few(rank: int, ranks: int) -> list[list[str]]:
     """Wrap models with fewer microbatches than ranks, and with enough; return the warnings."""
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=dist.get_world_size(), backend="gloo")
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=ranks, backend="gloo")
     found = []
-    for microbatches in (1, 2 * dist.get_world_size()):
+    for microbatches in (1, 2 * ranks):
         messages: list[str] = []
         handler = logging.Handler()
         handler.emit = lambda record, own=messages: own.append(record.getMessage())  # type: ignore[method-assign,misc]
@@ -104,7 +103,7 @@ def wrap_few(rank: int) -> list[list[str]]:
 
 @pytest.mark.parametrize(("ranks", "idle", "then"), [(2, 50, 20), (4, 75, 27)])
 def test_rank_0_warns_of_idle_ranks(ranks: int, idle: int, then: int) -> None:
-    first, *others = run_ranks(ranks, wrap_few)
+    first, *others = run_ranks(ranks, wrap_few, ranks)
     assert others == [[[], []]] * (ranks - 1)
     (message,), enough = first
     assert message.startswith(f"num_microbatches=1 on {ranks} pipeline ranks: a rank waits for others in {idle} %")

@@ -72,6 +72,8 @@ class PipelineTrainer(SavingTrainer, EvaluatingTrainer, ControlledTrainer):
     # Of a subclass over another library's trainer: that trainer, and its fields of ``args``.
     _library: ClassVar[type[Trainer]] = Trainer
     _fields: ClassVar[Container[str]] = ()
+    # Whether rows that fill the last batch of an epoch are cut off.
+    _cuts_last: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -241,7 +243,7 @@ class PipelineTrainer(SavingTrainer, EvaluatingTrainer, ControlledTrainer):
     def _begin_step(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
         # It replaces get_batch_samples on the object, so that the batches of a subclass's get_batch_samples run.
         with self._randomness.fetching():
-            own = self._last.begin_step(epoch_iterator, self._parts)
+            own = self._last.begin_step(epoch_iterator, self._parts) if self._cuts_last else epoch_iterator
             batches, items = type(self).get_batch_samples(self, own, num_batches, device)
         self._step.begin(batches)
         return batches, items

@@ -22,7 +22,7 @@ _REMEDY = "Run the last step before it outside of no_sync(), or call zero_grad()
 
 
 @dataclass(frozen=True, eq=False)
-class _Kept:
+class _KeptGradient:
     """A parameter with whole gradients on this replica: hashes of its rows, and of its ``.grad``, maybe marked."""
 
     of: Any
@@ -55,7 +55,7 @@ class KeptGradients:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._kept: list[_Kept] = []
+        self._kept: list[_KeptGradient] = []
 
     def mark(self, parameters: Sequence[Any]) -> None:
         """Note the ones of torch's sharded ``parameters`` whose gradients stay whole.
@@ -74,7 +74,7 @@ class KeptGradients:
                 if is_marked:
                     rows.fill_(torch.finfo(rows.dtype).tiny)
                 values = sample_and_sum(local_rows(row)), sample_and_sum(rows)
-                self._kept.append(_Kept(each, row.grad, is_marked, *values))
+                self._kept.append(_KeptGradient(each, row.grad, is_marked, *values))
 
     def check_step(self, optimizer: str, stepped: Collection[int]) -> None:
         """Raise ``RuntimeError`` if the ``optimizer`` is about to step a parameter with an id of ``stepped``."""
@@ -108,7 +108,7 @@ class KeptGradients:
                 kept.of.sharded_param.grad = None
         self._kept = []
 
-    def _kept_still(self) -> list[_Kept]:
+    def _kept_still(self) -> list[_KeptGradient]:
         cleared = [kept.is_cleared() for kept in self._kept]
         pairs = zip(self._kept, cleared, strict=True)
         return [kept for kept, is_cleared in pairs if not is_cleared and (kept.has_rows or not any(cleared))]
