@@ -119,6 +119,8 @@ class PipelineTrainer(SavingTrainer, EvaluatingTrainer, ControlledTrainer):
         }
         self._step = StepBatches()
         self._last = NotedLast()
+        # For each batch of the present step its rows, if it does not divide over replicas.
+        self._rows: list[LastBatch | None] = []
         self._randomness = DataRandomness()
         vars(self)["get_batch_samples"] = self._begin_step
         self._is_checked = False
@@ -262,17 +264,15 @@ class PipelineTrainer(SavingTrainer, EvaluatingTrainer, ControlledTrainer):
             to_training()
         prepared = [self._prepare_inputs(batch) for batch in batches]
         with self.compute_loss_context_manager(), self.accelerator.autocast():
-            losses = self._run(prepared, items, [self._last.of(batch) for batch in batches])
+            self._rows = [self._last.of(batch) for batch in batches]
+            losses = self._run(prepared, items)
         every = self.args.torch_empty_cache_steps
         if every is not None and self.state.global_step % every == 0:
             clear_device_cache()
         return losses
 
-    def _run(self, batches: list[dict[str, Any]], items: Any, last: list[LastBatch | None]) -> list[torch.Tensor]:
-        """Run forward and backward of ``batches``; return the share of each in the loss of the step.
-
-        ``last`` has the rows of a batch that does not divide over replicas.
-        """
+    def _run(self, batches: list[dict[str, Any]], items: Any) -> list[torch.Tensor]:
+        """Run forward and backward of ``batches``; return the share of each in the loss of the step."""
         parts = [self._split(batch) for batch in batches]
         microbatches = [part for of_batch in parts for part in of_batch]
         microbatches = self.with_items(microbatches, items)
@@ -280,7 +280,7 @@ class PipelineTrainer(SavingTrainer, EvaluatingTrainer, ControlledTrainer):
         checks.check_split(self._splits, self.model, is_divided)
         # Trainer does not divide the loss of a model that takes num_items_in_batch and ignores it.
         are_summed = items is not None and self.model_accepts_loss_kwargs and not is_divided
-        of_parts = [rows for rows, of_batch in zip(last, parts, strict=True) for _ in of_batch]
+        of_parts = [rows for rows, of_batch in zip(self._rows, parts, strict=True) for _ in of_batch]
         weights = [1.0 if rows is None or is_divided else rows.weight for rows in of_parts]
         if is_divided:
             microbatches = [counted(part, rows) for part, rows in zip(microbatches, of_parts, strict=True)]

@@ -20,7 +20,6 @@ from torch import nn
 from nxdpp.doors.transformers import checks
 from nxdpp.doors.transformers.arguments import check_arguments
 from nxdpp.doors.transformers.evaluation import Prediction, Windows, of_replicas
-from nxdpp.doors.transformers.last_batch import LastBatch
 from nxdpp.doors.transformers.layout import initialize
 from nxdpp.doors.transformers.trainer import PipelineTrainer
 from nxdpp.doors.trl.scores import return_scores, scores_of
@@ -112,7 +111,7 @@ class ScoredTrainer(PipelineTrainer):
         """Return the inputs of the model and of ``loss_fn`` for ``batch``."""
         return dict(batch)
 
-    def _run(self, batches: list[dict[str, Any]], items: Any, last: list[LastBatch | None]) -> list[torch.Tensor]:
+    def _run(self, batches: list[dict[str, Any]], items: Any) -> list[torch.Tensor]:
         self._items = items
         parts = [self._split(self._inputs_of(batch)) for batch in batches]
         microbatches = [part for of_batch in parts for part in of_batch]
