@@ -27,6 +27,7 @@ from nxdpp.pipeline.microbatches.batch_dimension import dimensions_of, rows_of
 from nxdpp.pipeline.microbatches.mixed_rows import warn_of_batch_norms
 from nxdpp.pipeline.microbatches.rows import on_device, readable_inputs, readable_opened
 from nxdpp.pipeline.microbatches.split_batch import check_samples, opened_samples, split_batch
+from nxdpp.pipeline.outputs.joined_outputs import join_outputs
 from nxdpp.tracing.models.huggingface import refuse_packed_positions
 from nxdpp.tracing.models.loss_terms import NUM_ITEMS
 from nxdpp.tracing.values.input_dicts import levels, open_inputs

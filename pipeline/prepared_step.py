@@ -143,7 +143,8 @@ class StepPreparation:
         self, graphs: StepGraphs, batch: Batch, train: bool, transform: LossTransform | None = None
     ) -> PreparedStep:
         loss = self._loss_of_step(graphs, batch.microbatches, batch.is_counted, batch.before, train)
-        return self._prepared(batch, graphs, "loss", self._by_rows(loss, batch), transform)
+        loss = loss if batch.shares is None else self._by_rows(loss, batch)
+        return self._prepared(batch, graphs, "loss", loss, transform)
 
     def _loss_of_batch(self, graphs: StepGraphs, microbatches: list[dict[str, Any]], *_: Any) -> StepLoss:
         """Begin the loss over the whole batch, which may have microbatches without labels."""

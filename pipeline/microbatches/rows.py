@@ -180,5 +180,3 @@ def on_device(parts: list[dict[str, Any]], device: torch.device) -> list[dict[st
     # A tensor that several microbatches share is copied once.
     moved = {key: device_of(device).from_host(tensor) for key, tensor in tensors.items()}
     return [{name: moved.get(id(value), value) for name, value in part.items()} for part in parts]
-
-
