@@ -50,8 +50,8 @@ def split_images(module: nn.Module, inputs: Mapping[str, Any], microbatches: int
     """Return, for each microbatch, its part of the inputs that hold images or videos; an empty dict without images.
 
     ``input_ids`` of shape (B, T) is among ``inputs``; the first microbatches have a row more where B is no multiple.
-    ``module`` is a transformers model, or has one inside. Raises ``ValueError`` where the tokens do not tell the row of each image or have no values
-    (meta device), and for a microbatch without images of a model that needs some.
+    ``module`` is a transformers model, or has one inside. Raises ``ValueError`` where the tokens do not tell the row of
+    each image or have no values (meta device), and for a microbatch without images of a model that needs some.
     """
     parts: list[dict[str, Any]] = [{} for _ in range(microbatches)]
     tokens = inputs.get("input_ids")
