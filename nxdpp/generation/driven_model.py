@@ -35,7 +35,7 @@ RunForward = Callable[[str, dict[str, Any]], Any]
 
 
 class DrivenModel:
-    """Methods of a model of transformers, in front of its own ones, which run a pipeline.
+    """Methods of a model of transformers, in front of the model's, which run a pipeline.
 
     Attributes:
         run_forward: of the model, whose path is ``""``, or of its encoder.

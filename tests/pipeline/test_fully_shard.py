@@ -202,12 +202,16 @@ def check(results: list[list[tuple[Case, float, str]]]) -> None:
 
 def test_layouts_train_as_whole_replicas() -> None:
     runs = [
-        (LAYOUTS[0], list(THIN)),
+        (LAYOUTS[0], [case for case in THIN if case["extra"] != "compiled"]),
         (LAYOUTS[1], list(THIN_OF_OTHERS)),
         (LAYOUTS[2], [THIN_OF_OTHERS[0]]),
         (LAYOUTS[3], [THIN[0]]),
     ]
     check(run_ranks(4, train_cases, runs))
+
+
+def test_compiled_layers_train_as_whole_replicas() -> None:
+    check(run_ranks(4, train_cases, [(LAYOUTS[0], [case for case in THIN if case["extra"] == "compiled"])]))
 
 
 def test_three_dimensions_and_replicas_of_shards_train_as_whole_replicas() -> None:

@@ -21,7 +21,7 @@ from tests.watching.runs import BEGAN, lines, step, whole_run
 
 MORE = {"experts": [30, 10, 20, 20], "a_name_of_a_number_of_the_user_that_is_wider_than_its_box": 1.0}
 
-DIED = "stops because rank 1 died without an error: killed (a signal, no memory), crashed, or ended by os._exit"
+DIED = "stops because rank 1 died without an error: killed by a signal or out of memory, crashed, or ended by os._exit"
 
 
 def main(out: Path) -> None:

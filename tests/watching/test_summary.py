@@ -8,7 +8,7 @@ from nxdpp.watching.metrics_reader import RunMetrics
 from nxdpp.watching.summary import summary_of
 from tests.watching.runs import BEGAN, begin, lines, step, whole_run
 
-DIED = "rank 1 died without an error: killed (a signal, no memory), crashed, or ended by os._exit"
+DIED = "rank 1 died without an error: killed by a signal or out of memory, crashed, or ended by os._exit"
 
 
 def _summary(folder: Path) -> dict[str, Any]:

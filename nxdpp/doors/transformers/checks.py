@@ -44,8 +44,8 @@ def check_scaling(is_scaled: bool | None, of_library: bool | None) -> None:
     """Raise ``ValueError`` for a ``loss_is_scaled_for_ga`` of a subclass, other than the one ``of_library``."""
     if is_scaled is not of_library:
         raise ValueError(
-            f"PipelineTrainer cannot honour loss_is_scaled_for_ga={is_scaled}, which belongs to an own compute_loss. "
-            f"Leave it at None, and return the scaled loss from the model's forward."
+            f"PipelineTrainer cannot honour loss_is_scaled_for_ga={is_scaled}, which belongs to your "
+            f"own compute_loss. Leave it at None, and return the scaled loss from the model's forward."
         )
 
 

@@ -24,7 +24,7 @@ from nxdpp.ranks.faults.watch_store import (
 _SUSPECT_SECONDS = 1.0  # wait of a connection error for a report of the failure that caused it
 _TOLD_SECONDS = 3.0  # wait of a told error for the report of the rank that told it, which may also catch it
 _ROLL_CALL_SECONDS = 1.5  # wait for answers, beyond a poll
-_DIED = "died without an error: killed (a signal, no memory), crashed, or ended by os._exit"
+_DIED = "died without an error: killed by a signal or out of memory, crashed, or ended by os._exit"
 
 
 class Causes:
