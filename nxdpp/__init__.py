@@ -22,6 +22,7 @@ Names::
     TracedLayers                   Transformer layers of a model, in the order of execution
     apply_checkpoint               Recompute the forward of layers during their backward
     apply_compile                  Compile this rank's layers, embeddings, norms and heads with torch.compile
+    batches_of_tokens              Return rows in groups of at most a number of tokens
     check_tensor_parallel          Compare model divided by plan with model in one process
     compare_tensor_copies          Make calls of module with gradients compare its copies
     data_parallel_sampler          Return a sampler that gives this rank's replica its part of dataset

@@ -37,7 +37,7 @@ def check_kinds(module: Any, **lists: Any) -> None:
 def warn_of_idle_ranks(schedule: ChosenSchedule) -> None:
     """Log a warning on rank 0 for fewer microbatches than ranks of the pipeline, with the share of idle time."""
     ranks, microbatches = schedule.ranks, schedule.microbatches
-    if microbatches >= ranks or dist.get_rank():
+    if microbatches >= ranks or not dist.is_initialized() or dist.get_rank():
         return
     _logger.warning(
         "num_microbatches=%d on %d pipeline ranks: a rank waits for others in %.0f %% of a training step's time. Set "

@@ -72,7 +72,7 @@ class Way(ABC):
     def state(self) -> dict[str, Any]:
         """This rank's part, of torch's own ``state_dict``."""
         state: dict[str, Any] = {"model": self.model.local_state_dict()}
-        return state if self.optimizer is None else {**state, "optimizer": self.optimizer.state_dict()}
+        return state if self.optimizer is None else {**state, "optimizer": dict(self.optimizer.state_dict())}
 
 
 class Ours(Way):

@@ -109,7 +109,9 @@ class OptimizerAgreement:
 
     def _is_new_one(self, optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> bool:
         """Look whether ``optimizer`` has a parameter of the model, and then know it."""
-        own = set(map(id, self._module.parameters()))
+        # Without the listing of the module itself, which follows replacements and may refuse one, outside of a step.
+        modules = (module for _, module in nn.Module.named_modules(self._module))
+        own = {id(each) for module in modules for _, each in nn.Module.named_parameters(module, recurse=False)}
         is_own = any(id(parameter) in own for group in groups for parameter in group["params"])
         self._seen[optimizer] = len(groups), is_own
         if is_own and all(reference() is not optimizer for reference in self._known):

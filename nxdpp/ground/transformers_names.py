@@ -62,10 +62,10 @@ OVERRIDDEN = tuple(
         (
             "transformers.Trainer",
             _TRAINER,
-            "_clip_grad_norm _evaluate _finalize_training _get_grad_norm _get_num_items_in_batch _load_best_model "
-            "_load_from_checkpoint _load_optimizer_and_scheduler _load_rng_state _maybe_log_save_evaluate "
-            "_move_model_to_device _prepare_inputs _save _save_checkpoint _save_optimizer_and_scheduler "
-            "_track_num_input_tokens _validate_args _wrap_model",
+            "_clip_grad_norm _evaluate _finalize_training _get_eval_sampler _get_grad_norm _get_num_items_in_batch "
+            "_get_train_sampler _load_best_model _load_from_checkpoint _load_optimizer_and_scheduler _load_rng_state "
+            "_maybe_log_save_evaluate _move_model_to_device _prepare_inputs _save _save_checkpoint "
+            "_save_optimizer_and_scheduler _track_num_input_tokens _validate_args _wrap_model",
         ),
         ("trl.DPOTrainer", _TRAINER, "_compute_loss _precompute_ref_logps _prepare_inputs"),
         (

@@ -17,10 +17,11 @@ import torch
 from torch import nn
 
 from nxdpp.devices.kinds import readable
+from nxdpp.gradients.state_part import StatePart
 from nxdpp.ground.torch_names import STATE_VERSIONS
 
 _TENSORS = (torch.Tensor, nn.Parameter)
-_MAPPINGS = (dict, OrderedDict)
+_MAPPINGS = (dict, OrderedDict, StatePart)
 _SEQUENCES = (list, tuple)
 
 
@@ -105,11 +106,15 @@ def read_file(path: Path, in_file: bool = False) -> Any:
 
 
 def mapped(content: Any, act: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Return ``content`` with the result of ``act`` in the place of each tensor in its dicts, lists and tuples."""
+    """Return ``content`` with the result of ``act`` in the place of each tensor in its dicts, lists and tuples.
+
+    A state dict of a rank's part becomes an ordinary one, for the file of this rank.
+    """
     if type(content) in _TENSORS:
         return act(content)
     if type(content) in _MAPPINGS:
-        made = type(content)((key, mapped(value, act)) for key, value in content.items())
+        kind = OrderedDict if type(content) is StatePart else type(content)
+        made = kind((key, mapped(value, act)) for key, value in content.items())
         if STATE_VERSIONS.held_by(content):
             STATE_VERSIONS.set(made, STATE_VERSIONS.of(content))
         return made

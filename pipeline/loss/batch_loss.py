@@ -99,11 +99,11 @@ class BatchLoss:
         self._function = function
         self._dimension = batch_dimension
         self._loss_gradient = loss_gradient
-        self._step: _Step | None = None
+        self._step: _CollectedStep | None = None
 
     def begin(self, microbatches: int, rows: int | None, module: nn.Module) -> None:
         """Begin a step of ``microbatches`` of the model ``module``, the first with ``rows``, where its inputs tell."""
-        self._step = _Step(microbatches, rows, module)
+        self._step = _CollectedStep(microbatches, rows, module)
 
     def end(self) -> None:
         """End the step: a call is one of the function again."""
@@ -137,7 +137,7 @@ class BatchLoss:
             return torch.zeros(())
         return _Collected.apply(list(ends.values()), *{id(each): each for each in trained}.values())  # type: ignore[no-untyped-call]
 
-    def _compute(self, step: "_Step") -> None:
+    def _compute(self, step: "_CollectedStep") -> None:
         assert step.spec is not None
         assert step.known is not None, "a microbatch was taken"
         columns = zip(*step.outputs, strict=True)
@@ -178,7 +178,7 @@ _DIFFERENT = object()
 
 
 @dataclass
-class _Step:
+class _CollectedStep:
     """A step that collects: outputs, with new leaves of autograd, and opened inputs of the microbatches so far.
 
     ``known`` has each output where it was the same object in all microbatches.

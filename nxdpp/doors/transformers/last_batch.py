@@ -51,7 +51,9 @@ class LastBatch:
         return self.rows * parallel_state.get_data_parallel_size() / self.total
 
     def own(self, batch: Mapping[str, Any]) -> Any:
-        """Return ``batch`` without the rows that fill, maybe with no row."""
+        """Return ``batch`` without the rows that fill, maybe with no row; with images, without their labels."""
+        if len(_sizes(batch)) > 1:
+            return self.unlabelled(batch)
         return _with(batch, {name: value[: self.rows] for name, value in batch.items() if _has_rows(value)})
 
     def unlabelled(self, batch: Mapping[str, Any]) -> Any:
@@ -116,10 +118,17 @@ def _with(batch: Any, changed: Mapping[str, Any]) -> Any:
 
 
 def _common_size(batch: Any) -> int | None:
-    """The rows of a batch, if all tensors have as many."""
-    values = batch.values() if isinstance(batch, Mapping) else ()
-    sizes = {value.size(0) for value in values if _has_rows(value)}
+    """The rows of a batch, if all tensors have as many; images may have other numbers than the labels."""
+    if not isinstance(batch, Mapping):
+        return None
+    sizes = _sizes(batch)
+    if len(sizes) > 1 and all(_has_rows(batch.get(name)) for name in ("input_ids", "labels")):
+        sizes = _sizes({name: batch[name] for name in ("input_ids", "labels")})
     return sizes.pop() if len(sizes) == 1 else None
+
+
+def _sizes(batch: Mapping[str, Any]) -> set[int]:
+    return {value.size(0) for value in batch.values() if _has_rows(value)}
 
 
 def _has_rows(value: Any) -> bool:

@@ -74,7 +74,7 @@ class SomeImages(Rows):
         if index % 5 > 1:
             return {"input_ids": ids, "labels": ids}
         ids[2:18] = IMAGE
-        return {"input_ids": ids, "labels": ids, "pixel_values": pixels(3, SIDE, SIDE) * (1 + index)}
+        return {"input_ids": ids, "labels": ids, "pixel_values": pixels(3, SIDE, SIDE) * (1 + index / 8)}
 
 
 def with_images(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:

@@ -61,7 +61,7 @@ def test_frames_of_nxdpp_are_folded_once() -> None:
 def test_an_error_of_nxdpp_keeps_its_frames() -> None:
     model: Any = NxDPPModel(Model([4, 4]), transformer_layer_cls=Layer, num_microbatches=2)
     with pytest.raises(ValueError, match="batch") as caught:
-        model.run_eval(x=torch.ones(3, 4))
+        model.run_train(x=torch.ones(3, 4))
     before = caught.value.__traceback__
     fold(caught.value)
     assert caught.value.__traceback__ is before
