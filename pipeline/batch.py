@@ -99,7 +99,7 @@ class Batches:
         self._forwards = part.changes.watch(*ENTRIES, Change.FORWARD)
         self._of_rows: set[str] = set()
         self._rows_along_0: set[str] = set()
-        self._has_batch_norms = False
+        self._norms_at, self._names_norms = -1, True
         self._known: LastUsed[Hashable, _Split] = LastUsed()
 
     def of_evaluation(self, inputs: Mapping[str, Any]) -> Batch:
@@ -218,8 +218,9 @@ class Batches:
         """Split ``inputs``, and note how, for batches of their ``layout``. Raises as ``split_batch`` does."""
         config = self._config
         count, function, shared = config.num_microbatches, config.split_inputs_fn, config.shared_inputs
-        if not self._has_batch_norms and torch.is_grad_enabled():
-            self._has_batch_norms = warn_of_batch_norms(self.module, count)
+        if self._names_norms and torch.is_grad_enabled() and self._norms_at != self._changes.number:
+            self._norms_at = self._changes.number
+            self._names_norms = not warn_of_batch_norms(self.module, count)
         count = min(count, uneven) if uneven else count
         parts, are_alike = split_batch(
             *(self.module, inputs, count, function, device, shared, self._of_rows),

@@ -185,7 +185,7 @@ class PipelineConfig:
 
     @cached_property
     def batch_loss(self) -> BatchLoss | None:
-        """What collects the outputs of a step for ``loss_over="batch"``; ``None`` for losses of microbatches."""
+        """The collector of a step's outputs for ``loss_over="batch"``; ``None`` for losses of microbatches."""
         if self.loss_over != "batch" or self.loss_fn is None:
             return None
         return BatchLoss(self.loss_fn, self.batch_dimension, self.loss_gradient)

@@ -25,7 +25,7 @@ from nxdpp.agreement.exchange import ReplicaExchanges
 from nxdpp.agreement.fingerprint import canonical
 from nxdpp.agreement.step_verifier import STEP_ON_ALL
 from nxdpp.gradients.replaced_parameters import holders
-from nxdpp.gradients.step_hooks import run_before_steps
+from nxdpp.gradients.step_hooks import run_before_steps_of
 from nxdpp.ranks import parallel_state
 from nxdpp.ranks.faults import failure_watch
 
@@ -43,7 +43,7 @@ class _OptimizerFacts(NamedTuple):
 
 
 class _RankOptimizers(NamedTuple):
-    """What a rank tells the others."""
+    """The facts that a rank tells the others."""
 
     rank: int
     stage: int
@@ -73,7 +73,7 @@ class OptimizerAgreement:
         self._seen: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._first: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._known: list[weakref.ref[Optimizer]] = []
-        _note_in_steps(self)
+        run_before_steps_of(self, OptimizerAgreement.note)
 
     def note(self, optimizer: Optimizer) -> None:
         """Note that ``optimizer`` is about to step."""
@@ -208,15 +208,3 @@ def _refuse(
             f"{kind} has other options on rank {other.rank} (pipeline rank {other.stage}): {here}, than on rank "
             f"{one.rank} (pipeline rank {one.stage}): {there}. One process trains with one of them. {remedy}"
         )
-
-
-def _note_in_steps(agreement: OptimizerAgreement) -> None:
-    """Note each optimizer's step, for as long as ``agreement`` is in use."""
-    reference = weakref.ref(agreement)
-
-    def note(optimizer: Optimizer) -> None:
-        alive = reference()
-        if alive is not None:
-            alive.note(optimizer)
-
-    weakref.finalize(agreement, run_before_steps(note))

@@ -4,13 +4,15 @@ torch goes through its own list during the step. A hook that is removed there is
 torch has one hook of each kind for good, which goes through a copy of the list here.
 """
 
+import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 Function = Callable[[Optimizer], object]
+_User = TypeVar("_User")
 
 _before: list[Function] = []
 _after: list[Function] = []
@@ -20,6 +22,18 @@ _registered: set[str] = set()
 def run_before_steps(function: Function) -> Callable[[], None]:
     """Run ``function(optimizer)`` before each step; return a function that ends this."""
     return _add("before", _before, function, register_optimizer_step_pre_hook)
+
+
+def run_before_steps_of(user: _User, function: Callable[[_User, Optimizer], object]) -> None:
+    """Run ``function(user, optimizer)`` before each step, for as long as ``user`` is referred to elsewhere."""
+    reference = weakref.ref(user)
+
+    def run(optimizer: Optimizer) -> None:
+        alive = reference()
+        if alive is not None:
+            function(alive, optimizer)
+
+    weakref.finalize(user, run_before_steps(run))
 
 
 def run_after_steps(function: Function) -> Callable[[], None]:

@@ -24,7 +24,7 @@ from nxdpp.agreement.fingerprint import digest
 from nxdpp.agreement.same_values import sample
 from nxdpp.devices.kinds import device_of
 from nxdpp.gradients.shards.local_tensors import local_rows
-from nxdpp.gradients.step_hooks import run_before_steps
+from nxdpp.gradients.step_hooks import run_before_steps_of
 from nxdpp.ranks import parallel_state
 from nxdpp.ranks.faults import failure_watch
 from nxdpp.ranks.group_values import extremes
@@ -48,7 +48,7 @@ class TensorCopies:
         self._optimizer_steps: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._norms: WeakIdKeyDictionary = WeakIdKeyDictionary()
         if parallel_state.get_tensor_model_parallel_size() > 1:
-            _note_in_steps(self)
+            run_before_steps_of(self, TensorCopies.note)
             _made.append(weakref.ref(self, _made.remove))
 
     def verify_again(self) -> None:
@@ -196,15 +196,3 @@ def _unequal_gradients(different: list[tuple[str, float, float]], copies: int) -
         f"parameter.sequence_parallel_enabled = True before wrapping. run_train sums gradients of marked ones; a loop "
         f"of backward() needs neuronx_distributed_config(sequence_parallel=True). {_DIVIDED}"
     )
-
-
-def _note_in_steps(copies: TensorCopies) -> None:
-    """Make each optimizer's step note gradients, for as long as ``copies`` is in use."""
-    reference = weakref.ref(copies)
-
-    def note(optimizer: Optimizer) -> None:
-        alive = reference()
-        if alive is not None:
-            alive.note(optimizer)
-
-    weakref.finalize(copies, run_before_steps(note))

@@ -118,12 +118,13 @@ def _with(batch: Any, changed: Mapping[str, Any]) -> Any:
 
 
 def _common_size(batch: Any) -> int | None:
-    """The rows of a batch, if all tensors have as many; images may have other numbers than the labels."""
+    """The rows of a batch, if all tensors have as many. Images may have others, beside a label for each token."""
     if not isinstance(batch, Mapping):
         return None
     sizes = _sizes(batch)
-    if len(sizes) > 1 and all(_has_rows(batch.get(name)) for name in ("input_ids", "labels")):
-        sizes = _sizes({name: batch[name] for name in ("input_ids", "labels")})
+    tokens, labels = batch.get("input_ids"), batch.get("labels")
+    if isinstance(tokens, torch.Tensor) and isinstance(labels, torch.Tensor):
+        sizes = {labels.size(0)} if tokens.shape == labels.shape and labels.ndim > 1 else sizes
     return sizes.pop() if len(sizes) == 1 else None
 
 

@@ -1,4 +1,4 @@
-"""What the step of an optimizer looks at to change one element, by a table of known classes and by declarations.
+"""Table of known optimizers, and declarations of others, by what a step looks at to change one element.
 
 ::
 

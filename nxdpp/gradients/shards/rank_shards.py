@@ -23,7 +23,7 @@ from nxdpp.agreement.exchange import ReplicaExchanges
 from nxdpp.gradients.optimizer_agreement import refuse_other_rounds
 from nxdpp.gradients.replaced_parameters import parameters_of
 from nxdpp.gradients.shards.unit import ShardedUnit
-from nxdpp.gradients.step_hooks import run_before_steps
+from nxdpp.gradients.step_hooks import run_before_steps_of
 from nxdpp.ground.torch_names import STORAGE_ADDRESS, pytree
 from nxdpp.ranks import parallel_state
 from nxdpp.ranks.faults.waits import Wait
@@ -209,9 +209,14 @@ class RankShards(ABC):
         """
         if not self._checks_steps:
             self._checks_steps = True
-            _check_in_steps(self)
+            run_before_steps_of(self, RankShards._check_step)
         for unit in self.units:
             unit.mark_kept()
+
+    def _check_step(self, optimizer: Optimizer) -> None:
+        stepped = set(map(id, parameters_of(optimizer)))
+        for unit in self.units:
+            unit.kept.check_step(type(optimizer).__name__, stepped)
 
     def abandon(self) -> None:
         """Forget the present step, which has failed: gradients that are not reduced are dropped."""
@@ -226,19 +231,6 @@ class RankShards(ABC):
             self._step.present[unit] = present if known is None else list(map(max, present, known))
         elif self._step.train:
             unit.convert()
-
-
-def _check_in_steps(shards: RankShards) -> None:
-    """Check the kept gradients of ``shards`` before each optimizer's step, for as long as they are in use."""
-    reference = weakref.ref(shards)
-
-    def check(optimizer: Optimizer) -> None:
-        alive = reference()
-        stepped = set(map(id, parameters_of(optimizer)))
-        for unit in () if alive is None else alive.units:
-            unit.kept.check_step(type(optimizer).__name__, stepped)
-
-    weakref.finalize(shards, run_before_steps(check))
 
 
 def _with_gradient(unit: ShardedUnit) -> list[bool]:

@@ -50,7 +50,7 @@ def made(kind: Any, tensors: Sequence[torch.Tensor]) -> tuple[Any, list[nn.Param
 
 
 def stepped(kind: Any, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Where steps with gradients of all sizes take the tensors that start so."""
+    """Return where steps with gradients of all sizes take the tensors that start so."""
     optimizer, parameters = made(kind, tensors)
     for scale, waves in GRADIENTS:
 
@@ -73,7 +73,7 @@ def is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def shown(kind: Any) -> str:
-    """What a step looks at by the steps of a matrix as a whole, by its quarters, and beside another one."""
+    """Return what a step looks at by the steps of a matrix as a whole, by its quarters, and beside another one."""
     (whole,) = stepped(kind, [WHOLE])
     beside, _ = stepped(kind, [WHOLE, OTHER])
     if not is_same(whole, beside):

@@ -55,7 +55,7 @@ def build(middle: Any) -> nn.Sequential:
 
 
 def told(rank: int, ranks: int, name: str) -> tuple[list[str], list[str], float, float]:
-    """What a first and a second step say, the loss of the first, and the loss of one process over the batch."""
+    """Return what a first and a second step say, the loss of the first, and the loss of one process over the batch."""
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=ranks)
     texts: list[str] = []
 
