@@ -103,7 +103,7 @@ def _built(kind: Any, parts: dict[Any, Any]) -> Any:
         return kind(parts if kind in _KINDS else parts.values())
     if kind is SimpleNamespace:
         return SimpleNamespace(**parts)
-    return kind._make(parts.values()) if issubclass(kind, tuple) else built(kind, parts)
+    return built(kind, dict(zip(kind._fields, parts.values(), strict=True)) if issubclass(kind, tuple) else parts)
 
 
 def levels(opened: Mapping[str, Any]) -> list[dict[str, str]]:

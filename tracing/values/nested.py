@@ -1,4 +1,4 @@
-"""Nested values: torch's pytree, extended by dataclasses."""
+"""Nested values: torch's pytree, extended by dataclasses, and by named tuples whose constructor does not run."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
@@ -12,15 +12,15 @@ class Leaf:
 
 
 class _Opened:
-    """A dataclass that pytree flattens; unflattening returns the dataclass itself."""
+    """A dataclass or named tuple that pytree flattens; unflattening returns the value itself."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
 
 
 def fields_of(value: Any) -> dict[str, Any]:
-    """The fields of a dataclass by name."""
-    names = [field.name for field in dataclasses.fields(value)]
+    """The fields of a dataclass or named tuple by name."""
+    names = list(value._fields) if _is_named_tuple(value) else [field.name for field in dataclasses.fields(value)]
     # Attributes that are not fields (set in __post_init__) are kept.
     names += [name for name in getattr(value, "__dict__", {}) if name not in names]
     return {name: getattr(value, name) for name in names if hasattr(value, name)}
@@ -32,9 +32,13 @@ def _flatten_opened(opened: _Opened) -> tuple[list[Any], tuple[type, tuple[str, 
 
 
 def built(cls: type, fields: Mapping[str, Any]) -> Any:
-    """Return an object of ``cls``, such as a dataclass, with these attributes; its constructor does not run."""
-    value: Any = object.__new__(cls)
-    for name, field in fields.items():
+    """Return an object of ``cls``, such as a dataclass, with these attributes; its constructor does not run.
+
+    A constructor may look at its values (``PackedSequence`` does), and here they can be layouts of tensors.
+    """
+    items = getattr(cls, "_fields", ()) if issubclass(cls, tuple) else ()
+    value: Any = tuple.__new__(cls, [fields[name] for name in items]) if items else object.__new__(cls)
+    for name, field in ((name, field) for name, field in fields.items() if name not in items):
         # A frozen dataclass refuses plain assignment.
         object.__setattr__(value, name, field)
     return value
@@ -49,7 +53,14 @@ pytree.register_pytree_node(_Opened, _flatten_opened, _build, serialized_type_na
 
 
 def _open(value: Any) -> Any:
-    return pytree.tree_map(lambda leaf: _Opened(leaf) if is_dataclass_instance(leaf) else leaf, value)
+    def opened(leaf: Any) -> Any:
+        return _Opened(leaf) if is_dataclass_instance(leaf) or _is_named_tuple(leaf) else leaf
+
+    return pytree.tree_map(opened, value, is_leaf=_is_named_tuple)
+
+
+def _is_named_tuple(value: Any) -> bool:
+    return isinstance(value, tuple) and bool(getattr(value, "_fields", ()))
 
 
 def is_dataclass_instance(value: Any) -> bool:
