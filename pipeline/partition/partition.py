@@ -33,6 +33,9 @@ from nxdpp.tracing.modules.closest_name import meant
 from nxdpp.tracing.modules.layers import layer_names
 
 PartitionPolicy = Callable[[TracedGraph, int], Sequence[str]]
+_GIVE_BATCH = (
+    "Give partition_batch at construction: the inputs of one microbatch with labels; meta tensors are allowed."
+)
 """A function of the traced model and the number of stages. It returns the layers after which to cut."""
 
 
@@ -89,11 +92,21 @@ class Partition:
 
         Raises ``ValueError`` where the graph does not run each layer once, in the order of this partition.
         """
-        check_layers_ran(traced, self.layers)
+        if traced.layers != tuple(self.layers):
+            check_layers_ran(traced, self.layers)
+            raise ValueError(self._other_order(traced))
         assigned = assign_nodes(traced, self.module, self.layer_stages, self.stages, self.owners)
         if self.assumed:
             check_buffers_have_owners(traced, assigned, self.module, self.owners)
         return assigned
+
+    def _other_order(self, traced: TracedGraph) -> str:
+        told = (
+            f"a pipeline needs the same transformer layers in the same order in all steps. The stages were cut for the "
+            f"order {list(self.layers)}, and these inputs run the layers in the order {list(traced.layers)}."
+        )
+        # An assumed partition has the remedy in any error.
+        return told if self.assumed else f"{told} {_GIVE_BATCH}"
 
     @contextmanager
     def remedy_named(self) -> Iterator[None]:
@@ -105,8 +118,7 @@ class Partition:
                 raise
             raise ValueError(
                 f"{error}\nThe model could not be traced for example inputs, so the stages follow from an assumed "
-                f"order of its modules, and these inputs need another order. Give partition_batch at construction: the "
-                f"inputs of one microbatch with labels; meta tensors are allowed."
+                f"order of its modules, and these inputs need another order. {_GIVE_BATCH}"
             ) from error
 
 

@@ -98,7 +98,7 @@ def test_a_policy_that_reads_the_graph_needs_a_graph_of_the_model() -> None:
 
 def test_an_order_that_the_step_does_not_have_is_refused_with_the_remedy() -> None:
     batch = vectors(4)
-    remedy = r"cut for the order .*, and these inputs run them in the order .*\n.*assumed.*Give partition_batch at"
+    remedy = r"cut for the order .*, and these inputs run the layers in the order .*\n.*assumed.*Give partition"
     with pytest.raises(ValueError, match=remedy):
         InProcessPipeline(ShortFirst(), 2, transformer_layer_cls=Block).train(batch, 2)
     # The remedy, followed.

@@ -74,6 +74,24 @@ def test_a_tower_that_is_registered_last_is_on_the_first_stage() -> None:
     assert all(owners[name] == {0} for name in owners if "vision_tower" in name or "projector" in name)
 
 
+@pytest.mark.parametrize("stages", [2, 4])
+def test_layers_of_both_towers_are_cut_with_a_given_batch(stages: int) -> None:
+    towers: Any = {"transformer_layer_cls": ["Qwen2VLVisionBlock", "Qwen2VLDecoderLayer"]}
+    model, batch = make_vision_language("qwen2_vl")
+    losses, gradients = _reference(model, batch, 2)
+    with pytest.raises(ValueError, match=r"these inputs run the layers in the order .*visual.*Give partition_batch"):
+        InProcessPipeline(copy.deepcopy(model), stages, **towers).train(batch, 2)
+    # The remedy, followed.
+    example = split_batch(model, batch, 2, None, CPU)[0][0]
+    pipeline = InProcessPipeline(model, stages, example, **towers)
+    ours = pipeline.train(batch, 2)
+
+    assert "visual" in pipeline.partition.layers[0]
+    assert all(torch.equal(a, b) for a, b in zip(ours, losses, strict=True))
+    embedding = getattr(model.get_input_embeddings(), "weight", None)
+    _assert_equal(_gradients(model), gradients, next((n for n, p in model.named_parameters() if p is embedding), None))
+
+
 def _train_on_ranks(rank: int, name: str) -> tuple[list[str], float, dict[str, Tensor]]:
     torch.distributed.init_process_group("gloo")
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
