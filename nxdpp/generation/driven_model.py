@@ -22,6 +22,7 @@ _CACHE_FIELDS: tuple[str, ...] = (
     "max_cache_len",
     "num_beams",
     "num_return_sequences",
+    "do_sample",
 )
 _CACHE_FIELDS += ("prefill_chunk_size", "use_cache", "is_assistant")
 

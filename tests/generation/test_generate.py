@@ -51,6 +51,7 @@ _MASK[0, :3] = _MASK[2, :1] = 0
 CASES: dict[str, Mapping[str, Any]] = {
     "greedy": {"max_new_tokens": 6},
     "sampling": {"max_new_tokens": 6, "do_sample": True, "top_k": 0, "temperature": 1.3},
+    "several samples": {"max_new_tokens": 6, "do_sample": True, "top_k": 0, "num_return_sequences": 3},
     "beams": {"max_new_tokens": 6, "num_beams": 3, "num_return_sequences": 2},
     "padded": {"max_new_tokens": 6, "attention_mask": _MASK},
     "processor": {"max_new_tokens": 6, "logits_processor": [Odd()]},
