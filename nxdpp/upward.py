@@ -1,6 +1,6 @@
 """Functions that a room below calls in a room above. ``nxdpp/__init__.py`` puts them here."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 save_pretrained: Callable[[Any, Any], None]
@@ -9,5 +9,5 @@ save_pretrained: Callable[[Any, Any], None]
 move_model_to_device: Callable[[Any, Any], None]
 """``nxdpp.parallel_layers.move_model_to_device``, which NxD's API guide lists under ``parallel_state``."""
 
-generate: Callable[[Any, Any, int, Any], Any]
-"""``generate`` of ``nxdpp.generation``, for a pipeline, the inputs, the number of parts and other arguments."""
+generate: Callable[[Any, Sequence[Any], int, Any], Any]
+"""``generate`` of ``nxdpp.generation``, for a pipeline, arguments by position, parts, and arguments by name."""

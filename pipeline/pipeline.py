@@ -307,9 +307,9 @@ class Pipeline(PipelineSteps):
         move_model_to_device(self.local_module, parallel_state.local_device())
         self._upkeep.follow()
 
-    def generate(self, inputs: Any = None, *, num_microbatches: int = 1, **arguments: Any) -> Any:
+    def generate(self, *positional: Any, num_microbatches: int = 1, **arguments: Any) -> Any:
         """Generate tokens as ``NxDPPModel.generate``; collective over the ranks of a pipeline."""
-        return upward.generate(self, inputs, num_microbatches, arguments)
+        return upward.generate(self, positional, num_microbatches, arguments)
 
     def materialise(self) -> None:
         """Give initial weights to this rank's tensors on the meta device; not collective.

@@ -109,16 +109,18 @@ class PipelineView(LocalView):
         """
         save_directory_of(self, save_directory, positional, arguments)
 
-    def generate(self, inputs: Any = None, *, num_microbatches: int = 1, **arguments: Any) -> Any:
+    def generate(self, *positional: Any, num_microbatches: int = 1, **arguments: Any) -> Any:
         """Generate tokens as ``generate`` of transformers; collective over the ranks of a pipeline.
 
         The tokens equal one process's: the driver, a rank of the last stage, runs transformers' own ``generate``, and
         all ranks run its forwards, each with the cache of its own layers. Logits stay on the driver, and tokens go to
-        all. Several batches keep all stages busy. The training mode stays as it is: call ``eval()`` before.
+        all. Several batches keep all stages busy. The training mode stays as it is: call ``eval()`` before. A
+        ``generate`` that the model's class has written itself runs on every rank with its own arguments, and each of
+        its forwards is an evaluation whose output all ranks get.
 
         Args:
-            inputs: tokens (B, T), or what the model's ``generate`` takes; also by name (``input_ids``). A list of dicts
-                of inputs is for several batches.
+            positional: tokens (B, T), or what the model's ``generate`` takes; also by name (``input_ids``). A list of
+                dicts of inputs is for several batches. Further ones as for the model's ``generate``.
             num_microbatches: equal parts into which the rows are split; several are generated at a time. Parts and
                 batches that sample have seeds of their own, ``torch.randint(2**63 - 1, (n,))`` of the generator.
             arguments: of transformers' ``generate``: masks, ``generation_config`` and its fields, ``logits_processor``,
@@ -134,7 +136,7 @@ class PipelineView(LocalView):
                 other ranks' layers, and an assistant. Also what transformers raises, on all ranks.
             RuntimeError: for a model whose code above the layers needs values of another rank. The job ends.
         """
-        return self._pipeline.generate(inputs, num_microbatches=num_microbatches, **arguments)
+        return self._pipeline.generate(*positional, num_microbatches=num_microbatches, **arguments)
 
     def gradient_checkpointing_enable(
         self, gradient_checkpointing_kwargs: Mapping[str, Any] | None = None, **arguments: Any

@@ -67,8 +67,8 @@ def generating_path(root: nn.Module) -> str:
             if isinstance(module, GenerationMixin):
                 return name
     raise TypeError(
-        f"generate needs a model of transformers that generates, such as one of AutoModelForCausalLM, or LoRA on it; "
-        f"this is a {type(root).__name__}."
+        f"generate needs a model of transformers that generates, such as one of AutoModelForCausalLM, or LoRA on it, "
+        f"or a class with a generate of its own; this is a {type(root).__name__}."
     )
 
 
@@ -114,6 +114,11 @@ def check_arguments(module: nn.Module, inputs: Any, parts: int, arguments: Mappi
             raise ValueError(
                 f"a dict of a list of batches has tensors only: give {others[0]} to generate itself, for all batches."
             )
+    check_dropout(module)
+
+
+def check_dropout(module: nn.Module) -> None:
+    """Raise ``ValueError`` for a module that drops values in training mode."""
     if module.training and (dropped := _dropout_of(module)):
         raise ValueError(
             f"generate over a pipeline cannot honour the dropout of {dropped} in training mode, whose random numbers "

@@ -136,11 +136,11 @@ def driven(
         if hasattr(base, name)
     }
     if features:
-        attributes["base_model"] = _second(base, (type(base),), features)
-    return _second(module, (DrivenModel, kind), attributes)
+        attributes["base_model"] = second_object(base, (type(base),), features)
+    return second_object(module, (DrivenModel, kind), attributes)
 
 
-def _second(module: nn.Module, bases: tuple[type, ...], attributes: dict[str, Any]) -> Any:
+def second_object(module: nn.Module, bases: tuple[type, ...], attributes: dict[str, Any]) -> Any:
     """Return a second object over the state of ``module``."""
     made: Any = object.__new__(type(type(module).__name__, bases, attributes))
     made.__dict__ = module.__dict__

@@ -10,7 +10,7 @@
     driver            next token                                             at the end all ranks get the tokens
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,12 +19,13 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from nxdpp.generation.batches import batches_of, is_list, joined, plain_settings
+from nxdpp.generation.batches import batches_of, joined, plain_settings
 from nxdpp.generation.checks import check_arguments, check_same, generating_path, is_generating
 from nxdpp.generation.driver import GenerationDriver
 from nxdpp.generation.generating_rank import GeneratingRank
 from nxdpp.generation.known_calls import Plans
 from nxdpp.generation.messages import RankMessages
+from nxdpp.generation.own_loop import generate_by_own_loop, named_arguments
 from nxdpp.ground.transformers_names import CACHE_LENGTH
 from nxdpp.pipeline.pipeline import Pipeline
 from nxdpp.ranks import parallel_state
@@ -43,18 +44,17 @@ class _Kept:
 _kept: "WeakKeyDictionary[Pipeline, _Kept]" = WeakKeyDictionary()
 
 
-def generate(pipeline: Pipeline, inputs: Any, num_microbatches: int, arguments: Mapping[str, Any]) -> Any:
+def generate(pipeline: Pipeline, positional: Sequence[Any], num_microbatches: int, arguments: Mapping[str, Any]) -> Any:
     """Generate as ``NxDPPModel.generate``; collective over the pipeline and its tensor groups."""
     parallel_state.refuse_in_debug("generate")
     root: Any = pipeline.original_module
-    if pipeline.partition.stages == 1 and hasattr(root, "generate") and not is_generating(root):
-        if num_microbatches != 1 or is_list(inputs):
-            raise ValueError(f"the generate of {type(root).__name__} takes one batch: leave out num_microbatches.")
-        with pipeline.whole_parameters():
-            return root.generate(inputs, **arguments)
+    if hasattr(root, "generate") and not is_generating(root):
+        return generate_by_own_loop(pipeline, positional, num_microbatches, arguments)
     path = generating_path(root)
-    arguments = plain_settings(arguments)
     module = root.get_submodule(path)
+    arguments = dict(arguments)
+    inputs, *others = positional or (arguments.pop("inputs", None),)
+    arguments = plain_settings(named_arguments(module, others, arguments) if others else arguments)
     check_arguments(module, inputs, num_microbatches, arguments)
     failure_watch.refuse_after_failure()
     pipeline.check_materialised()

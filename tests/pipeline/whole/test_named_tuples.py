@@ -60,7 +60,8 @@ class OfPairs(nn.Module):
         return Pair(x, x)
 
     def loss(self, value: Any) -> Tensor:
-        return (value.x * value.y).mean()
+        loss: Tensor = (value.x * value.y).mean()
+        return loss
 
     def forward(self, x: Tensor) -> Tensor:
         value = self.first(x)

@@ -1,0 +1,72 @@
+"""``generate`` that a model's class has written itself, such as nanoGPT's: its loop runs on every rank.
+
+::
+
+    def generate(self, idx, max_new_tokens, ...):      the code of the model, with the same random numbers on all ranks
+        for _ in range(max_new_tokens):
+            logits, _ = self(idx)                      an evaluation, whose output all ranks get
+            ...
+"""
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from nxdpp.generation.checks import check_dropout
+from nxdpp.generation.driven_model import second_object
+from nxdpp.pipeline.input_names import forward_names
+from nxdpp.pipeline.pipeline import Pipeline
+from nxdpp.ranks.faults import failure_watch
+from nxdpp.ranks.faults.board import board
+
+
+def generate_by_own_loop(
+    pipeline: Pipeline, positional: Sequence[Any], num_microbatches: int, arguments: Mapping[str, Any]
+) -> Any:
+    """Return what the model's own ``generate`` returns; collective over the ranks of the pipeline.
+
+    Raises ``ValueError`` for ``num_microbatches``, and for dropout in training mode. ``RuntimeError`` for a loop that
+    calls a module of another rank, or that gives labels to the forward.
+    """
+    root: Any = pipeline.original_module
+    if num_microbatches != 1:
+        raise ValueError(
+            f"the generate of {type(root).__name__} takes one batch: leave out num_microbatches={num_microbatches}."
+        )
+    if pipeline.partition.stages == 1:
+        with pipeline.whole_parameters():
+            return root.generate(*positional, **arguments)
+    check_dropout(root)
+    failure_watch.refuse_after_failure()
+    pipeline.check_materialised()
+    names = forward_names(root).parameters
+
+    def forward(*values: Any, **named: Any) -> Any:
+        evaluation = pipeline.evaluate_batch({**dict(zip(names, values, strict=False)), **named}, everywhere=True)
+        if evaluation.losses is not None:
+            raise RuntimeError(
+                f"the generate of {type(root).__name__} calls a forward that returns a loss, and needs the model's "
+                f"output: call it without labels there, or generate with run_eval(..., everywhere=True)."
+            )
+        return evaluation.output
+
+    methods = {"__call__": staticmethod(forward), "forward": staticmethod(forward)}
+    with board.call("generate", "call", "pipeline", has_limit=True):
+        return second_object(root, (type(root),), methods).generate(*positional, **arguments)
+
+
+def named_arguments(module: nn.Module, positional: Sequence[Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of ``module.generate`` by name; ``positional`` are those after the inputs.
+
+    Raises ``TypeError`` as a call would.
+    """
+    generate: Any = module.generate
+    bound = inspect.signature(generate).bind(None, *positional, **arguments)
+    (inputs, *_), parameters = bound.signature.parameters, dict(bound.arguments)
+    parameters.pop(inputs)
+    for parameter in bound.signature.parameters.values():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            parameters |= parameters.pop(parameter.name, {})
+    return parameters
