@@ -11,9 +11,11 @@ from torch import nn
 from nxdpp.pipeline.activation_checkpoint import apply_checkpoint
 from nxdpp.planning.dtypes import dtype_named, dtype_of, name_of
 from nxdpp.planning.layout import SHARDED, Layout, describe
+from nxdpp.planning.plan_text import columns, layouts_table, left_out, title
 from nxdpp.planning.predict import LinkBytes, Prediction
 from nxdpp.planning.rank_memory import RankMemory
 from nxdpp.planning.step_times import RankTimes
+from nxdpp.planning.text_table import paragraph
 from nxdpp.planning.written.source import call
 from nxdpp.ranks import parallel_state
 from nxdpp.tensor.models.parallelize import tensor_parallelize
@@ -75,6 +77,17 @@ class Plan:
     autocast: str | None = None
     note: str = ""
     gradient_dtype: str | None = None
+
+    def __str__(self) -> str:
+        """The table of the layouts, as ``python -m nxdpp plan`` prints it."""
+        below = [*columns(self.best), *left_out(self.too_large, self.device_memory, self.refused or {})]
+        texts = [self.title, "", *layouts_table(self.best), *map(paragraph, filter(None, (self.note, *below)))]
+        return "\n".join(texts)
+
+    @property
+    def title(self) -> str:
+        """Model, machine and batch in one line."""
+        return title(self.model, (self.devices, self.device, self.hosts), self.global_batch)
 
     @property
     def optimizer_dtype(self) -> str:
