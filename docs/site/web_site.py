@@ -41,7 +41,7 @@ _GUIDE = "docs/guide/README"
 _REFERENCE = {
     "reference": ["docs/api", "docs/*"],
     "measurements": ["benchmarks/results/*"],
-    "project": ["CHANGELOG", "CONTRIBUTING"],
+    "project": ["C*"],
 }
 """Parts of the sidebar below those of the guide."""
 
@@ -49,11 +49,11 @@ _REFERENCE = {
 def contents(guide: str) -> str:
     """Return the lists of pages for the sidebar: a part for each table of ``guide``, the text of its first page."""
     parts: dict[str, list[str]] = {"guide": [_GUIDE]}
-    for table in re.findall(r"(?:^\|.*\n)+", guide, re.MULTILINE):
-        caption = table.strip("|").partition("|")[0].strip()
-        parts[caption] = [
-            f"docs/guide/{page}" for page in re.findall(r"^\| \[[^\]]*\]\((\w+)\.md\)", table, re.MULTILINE)
-        ]
+    for line in guide.splitlines():
+        if heading := re.fullmatch(r"\| (.+) \| \|", line):
+            listed = parts[heading[1]] = []
+        elif row := re.match(r"\| \[.*?\]\((\w+)\.md\)", line):
+            listed.append(f"docs/guide/{row[1]}")
     return "".join(_part(caption, pages) for caption, pages in (parts | _REFERENCE).items())
 
 

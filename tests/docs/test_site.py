@@ -132,6 +132,8 @@ def test_broken_links_are_found(tmp_path: Path) -> None:
         "docs/guide/first",
     ):
         (tmp_path / f"{name}.md").write_text(f"# Heading of {name}\n")
+    with (tmp_path / "docs/guide/README.md").open("a") as guide:
+        guide.write("\n| steps | |\n|---|---|\n| [first.md](first.md) | a page |\n")
     links = ["docs/page.md#heading-of-docspage", "docs/no_page.md", "docs/page.md#no-heading", "#no-heading"]
     made = run(["-c", _PROGRAM, str(ROOT / "docs/site"), *links], tmp_path)
     assert made.stdout.splitlines() == [f"{link} {link == links[0]}" for link in links], made.stderr
