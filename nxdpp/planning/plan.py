@@ -11,11 +11,11 @@ from torch import nn
 from nxdpp.pipeline.activation_checkpoint import apply_checkpoint
 from nxdpp.planning.dtypes import dtype_named, dtype_of, name_of
 from nxdpp.planning.layout import SHARDED, Layout, describe
-from nxdpp.planning.plan_text import columns, layouts_table, left_out, title
 from nxdpp.planning.predict import LinkBytes, Prediction
 from nxdpp.planning.rank_memory import RankMemory
 from nxdpp.planning.step_times import RankTimes
 from nxdpp.planning.text_table import paragraph
+from nxdpp.planning.written.plan_text import columns, layouts_table, left_out
 from nxdpp.planning.written.source import call
 from nxdpp.ranks import parallel_state
 from nxdpp.tensor.models.parallelize import tensor_parallelize
@@ -87,7 +87,9 @@ class Plan:
     @property
     def title(self) -> str:
         """Model, machine and batch in one line."""
-        return title(self.model, (self.devices, self.device, self.hosts), self.global_batch)
+        devices = f"{self.devices} {self.device} device{'s' if self.devices > 1 else ''}"
+        hosts = f"{self.hosts} host{'s' if self.hosts > 1 else ''}"
+        return f"{self.model}, {devices} on {hosts}, {self.global_batch} samples a step"
 
     @property
     def optimizer_dtype(self) -> str:

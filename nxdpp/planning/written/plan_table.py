@@ -4,9 +4,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from nxdpp.planning.plan import Plan
-from nxdpp.planning.plan_text import columns, layouts_table, left_out, sent_table
 from nxdpp.planning.predict import Prediction
 from nxdpp.planning.text_table import paragraph
+from nxdpp.planning.written.plan_text import columns, layouts_table, left_out, sent_table
 
 
 def show(plan: Plan, dtype: str, source: str, file: str, details: bool = False, notes: Sequence[str] = ()) -> None:

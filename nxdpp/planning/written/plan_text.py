@@ -1,8 +1,6 @@
-"""Text of a plan: its title, a row for each layout, and what the columns mean.
+"""Text of a plan: a row for each layout, what the columns mean, and which layouts are in no row.
 
 ``print(plan)`` and ``python -m nxdpp plan`` show it::
-
-    LlamaForCausalLM, 2 cpu devices on 1 host, 4 samples a step
 
         layout     schedule  microbatches  with   step, s     memory  bubble
     ------------------------------------------------------------------------
@@ -16,13 +14,6 @@ from nxdpp.planning.predict import Prediction
 from nxdpp.planning.text_table import bytes_text, table
 
 
-def title(model: str, machine: tuple[int, str, int], samples: int) -> str:
-    """Return the first line for ``machine``, which is the number of devices, their name and the number of hosts."""
-    count, device, hosts = machine
-    devices = f"{count} {device} device{'s' if count > 1 else ''}"
-    return f"{model}, {devices} on {hosts} host{'s' if hosts > 1 else ''}, {samples} samples a step"
-
-
 def layouts_table(best: Sequence[Prediction]) -> list[str]:
     """Return the lines of the table of ``best``, a row each."""
     rows = [_row(number, prediction) for number, prediction in enumerate(best, 1)]
@@ -31,13 +22,10 @@ def layouts_table(best: Sequence[Prediction]) -> list[str]:
 
 def sent_table(best: Sequence[Prediction]) -> list[str]:
     """Return the lines of the table of what limits a step, and of the bytes that it sends."""
+    sent = [(each.sent.tensor, each.sent.pipeline, each.sent.data) for each in best]
     rows = [
-        [
-            str(number),
-            prediction.limited_by,
-            *map(bytes_text, (prediction.sent.tensor, prediction.sent.pipeline, prediction.sent.data)),
-        ]
-        for number, prediction in enumerate(best, 1)
+        [str(n), each.limited_by, *map(bytes_text, sizes)]
+        for n, (each, sizes) in enumerate(zip(best, sent, strict=True), 1)
     ]
     return table(("", "limited by", "sent: tensor", "pipeline", "data"), rows, 2)
 
