@@ -73,7 +73,8 @@ def draw(rows: Sequence[Row], path: Path) -> None:
             own = {row.family: row.quartiles[1] for row in rows if row.contender == contender}
             at = [families.index(family) + 0.28 * (position - 1) for family in own]
             axes.bar(at, list(own.values()), 0.26, color=color, label=contender)
-        axes.set_xticks(range(len(families)), families)
+        # Names are wider than their bars.
+        axes.set_xticks(range(len(families)), families, rotation=30, ha="right", rotation_mode="anchor")
         axes.set_ylabel("ms above the ideal")
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(frameon=False, ncols=3)

@@ -14,6 +14,8 @@ from nxdpp.planning.layout import SHARDED, Layout, describe
 from nxdpp.planning.predict import LinkBytes, Prediction
 from nxdpp.planning.rank_memory import RankMemory
 from nxdpp.planning.step_times import RankTimes
+from nxdpp.planning.text_table import paragraph
+from nxdpp.planning.written.plan_text import columns, layouts_table, left_out
 from nxdpp.planning.written.source import call
 from nxdpp.ranks import parallel_state
 from nxdpp.tensor.models.parallelize import tensor_parallelize
@@ -75,6 +77,19 @@ class Plan:
     autocast: str | None = None
     note: str = ""
     gradient_dtype: str | None = None
+
+    def __str__(self) -> str:
+        """The table of the layouts, as ``python -m nxdpp plan`` prints it."""
+        below = [*columns(self.best), *left_out(self.too_large, self.device_memory, self.refused or {})]
+        texts = [self.title, "", *layouts_table(self.best), *map(paragraph, filter(None, (self.note, *below)))]
+        return "\n".join(texts)
+
+    @property
+    def title(self) -> str:
+        """Model, machine and batch in one line."""
+        devices = f"{self.devices} {self.device} device{'s' if self.devices > 1 else ''}"
+        hosts = f"{self.hosts} host{'s' if self.hosts > 1 else ''}"
+        return f"{self.model}, {devices} on {hosts}, {self.global_batch} samples a step"
 
     @property
     def optimizer_dtype(self) -> str:

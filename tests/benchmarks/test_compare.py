@@ -1,8 +1,11 @@
 """The comparison with torch.distributed.pipelining: its layers, verdicts and tables, and a small run."""
 
 import json
+import math
+import re
 import time
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -18,6 +21,7 @@ from benchmarks.comparison.stacks import ScalingLayer, SleepingLayer, stack_job
 from benchmarks.comparison.timing import Effort, Times, time_families
 from benchmarks.report import describe_session
 from nxdpp.ranks import parallel_state
+from nxdpp.schedules.families.registry import FAMILIES
 from tests.support.run_ranks import run_ranks
 
 pytestmark = pytest.mark.one_python
@@ -129,3 +133,13 @@ def test_pages_get_tables_and_a_picture(tmp_path: Path) -> None:
     assert shown[2:] == ["| 1f1b | 50.0 / 100 (0.50); 1.10 |", "| 1f1b by hand | 60.0 |"]
     page.draw(rows, tmp_path / "picture.svg")
     assert "ms above the ideal" in (tmp_path / "picture.svg").read_text()
+
+
+def test_names_of_schedules_do_not_overlap_in_the_picture() -> None:
+    drawn = page.PICTURE.read_text()
+    found = re.findall(r'x="([\d.]+)" y="[\d.]+" transform="rotate\(([-\d.]+) [^>]*>([\w-]+)</text>', drawn)
+    names = [(float(x), float(degrees), name) for x, degrees, name in found if name in FAMILIES]
+    assert len(names) == 11
+    for (before, _, _), (x, degrees, name) in pairwise(names):
+        # A name of 9 points ends at its x; lines of names keep the height of a letter between them.
+        assert abs(math.sin(math.radians(degrees))) * (x - before) >= 9, name

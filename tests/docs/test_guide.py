@@ -4,17 +4,12 @@ All blocks of a page, in order, are one script. ``python -m pytest tests/docs -k
 """
 
 import os
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from functools import cache
 from pathlib import Path
 
 import pytest
 
-from tests.docs.pages import GUIDE, ROOT, fragments, guide_pages, number_of_ranks, printed_text, script
-from tests.docs.torchrun import Torchrun
+from tests.docs.pages import ROOT, fragments, guide_pages, number_of_ranks, printed_text, script
+from tests.docs.torchrun import Ended, run
 
 pytestmark = pytest.mark.one_python
 
@@ -30,56 +25,22 @@ def _lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.strip().splitlines() if not line.startswith("[Gloo]")]
 
 
-def outcome(page: Path, folder: Path) -> str:
-    """Text that the ranks have written, with the file and the lines of ``page`` in their traces."""
-    written = "".join(f"---- {file.name}:\n{file.read_text()}" for file in sorted(folder.glob("*.txt")))
-    return written.replace(str(folder / "empty" / "train.py"), os.path.relpath(page, ROOT))
-
-
-def write_script(page: Path, folder: Path) -> Path:
-    """Write the script of ``page`` into an otherwise empty folder."""
+def run_page(page: Path, folder: Path) -> Ended:
+    """Run the script of ``page`` in an otherwise empty folder; traces have the file and the lines of ``page``."""
     (folder / "empty").mkdir()
     file = folder / "empty" / "train.py"
     file.write_text(script(page), encoding="utf-8")
-    return file
-
-
-@pytest.fixture(scope="module")
-def torchrun() -> Iterator[Callable[[int], Torchrun]]:
-    """A torchrun for each number of ranks, which starts when a page needs it."""
-    with ExitStack() as stack:
-        yield cache(lambda ranks: stack.enter_context(Torchrun(ranks)))
+    ended = run(file, number_of_ranks(page))
+    return ended._replace(account=ended.account.replace(str(file), os.path.relpath(page, ROOT)))
 
 
 @pytest.mark.parametrize("page", WITH_CODE)
-def test_the_code_of_a_page_runs_and_prints_its_text(
-    page: Path, torchrun: Callable[[int], Torchrun], tmp_path: Path
-) -> None:
-    ranks = number_of_ranks(page)
-    codes = torchrun(ranks).run(page.stem, write_script(page, tmp_path), tmp_path)
-    assert codes == [0] * ranks, outcome(page, tmp_path)
+def test_the_code_of_a_page_runs_and_prints_its_text(page: Path, tmp_path: Path) -> None:
+    ended = run_page(page, tmp_path)
+    assert ended.status == 0, ended.account
     for rank, text in printed_text(page).items():
-        printed = (tmp_path / f"out{rank}.txt").read_text()
+        printed = ended.outputs[rank]
         assert _lines(printed) == _lines(text), f"{page.relative_to(ROOT)}: rank {rank} prints\n{printed}"
-
-
-@pytest.mark.parametrize("name", ["first_pipeline", pytest.param("fine_tuning", marks=pytest.mark.sweep)])
-def test_a_page_runs_as_its_reader_starts_it(name: str, tmp_path: Path) -> None:
-    """In processes that have imported nothing before."""
-    page = GUIDE / f"{name}.md"
-    file = write_script(page, tmp_path)
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(number_of_ranks(page)), file.name]
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    with (tmp_path / "torchrun.txt").open("w") as written:
-        run = subprocess.run(
-            [sys.executable, *command],
-            cwd=file.parent,
-            env={**os.environ, "PYTHONPATH": path},
-            stdout=written,
-            stderr=written,
-            timeout=200,
-        )
-    assert run.returncode == 0, outcome(page, tmp_path)
 
 
 @pytest.mark.parametrize("page", PAGES)

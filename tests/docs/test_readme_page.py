@@ -1,16 +1,15 @@
 """README.md is short, has what a new user needs first, and its code runs; the flags of the main job's page exist."""
 
 import importlib.util
-import io
 import re
 import shlex
 import sys
-from contextlib import redirect_stdout
+from pathlib import Path
 
 import pytest
 
 from tests.docs.pages import GUIDE, ROOT, blocks
-from tests.support.run_ranks import run_ranks
+from tests.docs.torchrun import run
 
 pytestmark = pytest.mark.one_python
 
@@ -43,20 +42,23 @@ def lines_of(change: str, left_out: str) -> str:
     return "\n".join(line[1:] for line in change.splitlines() if not line.startswith(left_out))
 
 
-def losses(rank: int, program: str) -> list[str]:
-    printed = io.StringIO()
-    with redirect_stdout(printed):
-        exec(program, {"__name__": "__main__"})
-    return printed.getvalue().splitlines()
+def losses(program: str, ranks: int, folder: Path) -> list[list[str]]:
+    """The lines that each rank of ``program`` prints."""
+    folder.mkdir()
+    file = folder / "train.py"
+    file.write_text(program)
+    ended = run(file, ranks)
+    assert ended.status == 0, ended.account
+    return [output.splitlines() for output in ended.outputs]
 
 
-def test_the_change_runs_as_pasted_and_prints_the_same_losses() -> None:
+def test_the_change_runs_as_pasted_and_prints_the_same_losses(tmp_path: Path) -> None:
     (change,) = [block.text for block in blocks(README) if block.language == "diff"]
     before, after = lines_of(change, "+"), lines_of(change, "-")
     assert "nxdpp" not in before
-    expected = run_ranks(1, losses, before)[0]
+    (expected,) = losses(before, 1, tmp_path / "before")
     assert len(expected) == 10
-    assert run_ranks(4, losses, after) == [expected] * 4
+    assert losses(after, 4, tmp_path / "after") == [expected] * 4
 
 
 def test_the_flags_of_the_main_job_exist(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,59 @@ def test_the_index_is_that_of_the_docstrings_and_the_site_is_whole(tmp_path: Pat
     assert ">Parameters<" in page
     for name in _public_names():
         assert name in page
-    assert 'href="docs/guide/first_pipeline.html"' in (tmp_path / "README.html").read_text()
+    start = (tmp_path / "README.html").read_text()
+    assert 'href="docs/guide/first_pipeline.html"' in start
+    assert _sidebar(start) == _guide_parts()
+    assert _code_pixels(tmp_path / "_static") >= 120 * _LETTER
+
+
+_LETTER = 0.602
+"""Width of a letter of DejaVu Sans Mono, Menlo and Liberation Mono over the size of the font. Others are narrower."""
+
+
+def _sidebar(page: str) -> list[tuple[str, list[str]]]:
+    """The captions of the sidebar of ``page`` between the guide's own and the reference, and the pages below each."""
+    _, *parts = page.partition("<h3>Navigation</h3>")[2].partition("</div>")[0].split('<p class="caption"')
+    found = [
+        (re.findall(r'caption-text">([^<]*)<', part)[0], re.findall(r'href="docs/guide/(\w+)\.html"', part))
+        for part in parts
+    ]
+    captions = [caption for caption, _ in found]
+    assert captions[0] == "guide"
+    assert captions[-3:] == ["reference", "measurements", "project"]
+    assert "docs/design.html" in parts[-3]
+    return found[1:-3]
+
+
+def _guide_parts() -> list[tuple[str, list[str]]]:
+    """The tables of the guide's first page: the heading of each, and its pages in order."""
+    found: list[tuple[str, list[str]]] = []
+    for line in (ROOT / "docs/guide/README.md").read_text().splitlines():
+        if heading := re.fullmatch(r"\| ([\w ]+) \| \|", line):
+            found.append((heading[1], []))
+        elif row := re.match(r"\| \[(\w+)\.md\]", line):
+            found[-1][1].append(row[1])
+    assert len(found) == 4
+    return found
+
+
+def _code_pixels(styles: Path) -> float:
+    """The width of a block of code on a wide screen, over the size of its letters."""
+    theme, basic = ((styles / f"{name}.css").read_text() for name in ("alabaster", "basic"))
+    assert "max-width: none" in _rule(basic, "div.body")
+    page, sidebar = _pixels(theme, "div.document", "width"), _pixels(theme, "div.sphinxsidebar", "width")
+    text = page - sidebar - 2 * 30  # the padding of div.body
+    assert "padding: 0 30px 0 30px" in _rule(theme, "div.body")
+    assert "padding: 7px 30px" in _rule(theme, "pre")
+    return (text - 2 * 30) / _pixels(theme, "pre, tt, code", "font-size")
+
+
+def _rule(style: str, selector: str) -> str:
+    return "".join(re.findall(rf"^{re.escape(selector)} {{([^}}]*)}}", style, re.MULTILINE))
+
+
+def _pixels(style: str, selector: str, name: str) -> float:
+    return float(re.findall(rf"^\s*{name}: ([\d.]+)px", _rule(style, selector), re.MULTILINE)[0])
 
 
 def test_the_index_is_short_and_has_each_public_name() -> None:
@@ -80,6 +132,8 @@ def test_broken_links_are_found(tmp_path: Path) -> None:
         "docs/guide/first",
     ):
         (tmp_path / f"{name}.md").write_text(f"# Heading of {name}\n")
+    with (tmp_path / "docs/guide/README.md").open("a") as guide:
+        guide.write("\n| steps | |\n|---|---|\n| [first.md](first.md) | a page |\n")
     links = ["docs/page.md#heading-of-docspage", "docs/no_page.md", "docs/page.md#no-heading", "#no-heading"]
     made = run(["-c", _PROGRAM, str(ROOT / "docs/site"), *links], tmp_path)
     assert made.stdout.splitlines() == [f"{link} {link == links[0]}" for link in links], made.stderr

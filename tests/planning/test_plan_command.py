@@ -206,6 +206,21 @@ def test_tables_of_a_search_fit_80_columns(folder: Path, capsys: pytest.CaptureF
     assert table.count("compute of rank") == 2
 
 
+def test_a_printed_plan_is_the_table_of_the_command(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _plan(folder, "--best", "2", "--device", "h100", "--write", str(folder / "plan.json")) == 0
+
+    title, table, _ = capsys.readouterr().out.split("\n\n", 2)
+    plan = Plan.read(folder / "plan.json")
+    printed = str(plan).splitlines()
+    assert printed[:2] == [title.splitlines()[0], ""]
+    assert printed[0] == "LlamaForCausalLM, 2 h100 devices on 1 host, 4 samples a step"
+    legend = table.splitlines()
+    assert printed[2:] == legend[: len(printed) - 2]
+    assert re.match(r"1 +\d x \d x \d .* \d\S* +[\d.]+ [KM]iB +[\d.]+%$", printed[4])
+    assert max(map(len, printed)) <= 80
+    assert repr(plan).startswith("Plan(model='LlamaForCausalLM', devices=2, ")
+
+
 def test_json_of_a_search(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The document has what ``nxdpp.plan`` returns; its keys are those of docs/planner.md."""
     assert _plan(folder, "--json", "--best", "2", "--write", str(folder / "plan.json")) == 0

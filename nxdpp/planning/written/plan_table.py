@@ -5,7 +5,8 @@ from typing import Any
 
 from nxdpp.planning.plan import Plan
 from nxdpp.planning.predict import Prediction
-from nxdpp.planning.text_table import bytes_text, paragraph, table
+from nxdpp.planning.text_table import paragraph
+from nxdpp.planning.written.plan_text import columns, layouts_table, left_out, sent_table
 
 
 def show(plan: Plan, dtype: str, source: str, file: str, details: bool = False, notes: Sequence[str] = ()) -> None:
@@ -19,21 +20,16 @@ def show(plan: Plan, dtype: str, source: str, file: str, details: bool = False, 
         details: print a second table.
         notes: sentences below the tables.
     """
-    hosts = f"{plan.hosts} host{'s' if plan.hosts > 1 else ''}"
-    devices = f"{plan.devices} {plan.device} device{'s' if plan.devices > 1 else ''}"
-    title = f"{plan.model}, {devices} on {hosts}, {plan.global_batch} samples a step"
     shapes = ", ".join(f"{name} {list(shape)}" for name, shape in plan.sample.items())
-    print(paragraph(title))
+    print(paragraph(plan.title))
     print(paragraph(f"dtype: {dtype}"))
     print(paragraph(f"optimizer, in all layouts: {_optimizer(plan)}"))
     print(paragraph(f"microbatch of one sample: {shapes}"))
     print()
-    rows = [_row(number, prediction) for number, prediction in enumerate(plan.best, 1)]
-    print("\n".join(table(("", "layout", "schedule", "microbatches", "with", "step, s", "memory", "bubble"), rows, 3)))
+    print("\n".join(layouts_table(plan.best)))
     if details:
         print()
-        rows = [_detailed(number, prediction) for number, prediction in enumerate(plan.best, 1)]
-        print("\n".join(table(("", "limited by", "sent: tensor", "pipeline", "data"), rows, 2)))
+        print("\n".join(sent_table(plan.best)))
     written = "--write train.py: the program below; --write plan.json: for NxDPPModel.from_plan(model, plan)"
     for line in (*notes, *_below(plan, details), written if source else "The program is written. Its start:"):
         print(paragraph(line))
@@ -51,42 +47,11 @@ def _optimizer(plan: Plan) -> str:
     return f"AdamW, with moments in {plan.optimizer_dtype}{half}"
 
 
-def _row(number: int, prediction: Prediction) -> list[str]:
-    layout = prediction.layout
-    switches = (("c", layout.checkpoint), (f"z{layout.zero}", layout.zero > 0), ("s", layout.sequence))
-    chunks = f" {layout.chunks}" if layout.chunks > 1 else ""
-    return [
-        f"{number}{'*' if prediction.estimated else ''}",
-        f"{layout.tensor} x {layout.pipeline} x {layout.data}",
-        f"{layout.schedule}{chunks}" if layout.pipeline > 1 else "",
-        f"{prediction.microbatches} x {layout.microbatch}",
-        "".join(name for name, is_on in switches if is_on),
-        f"{prediction.step_seconds:.4g}",
-        bytes_text(prediction.peak_bytes),
-        f"{prediction.bubble:.1%}",
-    ]
-
-
-def _detailed(number: int, prediction: Prediction) -> list[str]:
-    sent = prediction.sent
-    return [str(number), prediction.limited_by, *map(bytes_text, (sent.tensor, sent.pipeline, sent.data))]
-
-
 def _below(plan: Plan, details: bool) -> Iterator[str]:
-    yield "layout: tensor x pipeline x data ranks. schedule: with its stages a rank, if several."
-    yield "microbatches: number x samples of each. memory: of the rank with the most."
-    yield "bubble: mean share of the schedule's time in which ranks wait"
-    yield "with: c activation checkpointing, s sequence parallel, z1 ZeRO-1 (Zero1Optimizer)"
-    yield "z2, z3: ZeRO-2 and 3 (fully_shard), parameters gathered once a step, or for each microbatch"
-    yield "Each row is the best schedule and microbatch of its sizes and switches."
+    yield from columns(plan.best)
     if details:
         yield "sent: bytes of a step, of the rank with the most"
-    if plan.best and plan.first.estimated:
-        yield "* estimated from the parameters: some layers cannot run without data"
-    if plan.too_large:
-        yield f"{plan.too_large} layouts, or groups of them, need more than {bytes_text(plan.device_memory)}."
-    for size, reason in (plan.refused or {}).items():
-        yield f"no tensor-parallel size {size}: {reason}"
+    yield from left_out(plan.too_large, plan.device_memory, plan.refused or {})
     if not details:
         yield "--details: parts of the step's time, and sent bytes; --json: all numbers"
 
