@@ -11,8 +11,8 @@ Every module that does not contain a transformer layer is one node.
 """
 
 import math
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
@@ -21,9 +21,11 @@ import torch
 from torch import fx, nn
 
 from nxdpp.ground.torch_names import pytree
+from nxdpp.tracing.graph.absent_values import Absence
 from nxdpp.tracing.graph.derivatives import refuse_derivatives
 from nxdpp.tracing.graph.entry import Entry
 from nxdpp.tracing.graph.errors import TracingError, calling_line, model_line, source_line
+from nxdpp.tracing.graph.graph_values import compute_the_same
 from nxdpp.tracing.graph.remedies import remedy, remedy_for_constants
 from nxdpp.tracing.graph.spine import SpineTracer
 from nxdpp.tracing.graph.told_once import warn_of_unused_numbers
@@ -106,14 +108,30 @@ def trace(
 
     Raises ``TracingError`` with the line of the model that cannot be traced, and the remedy.
     """
+    arguments = (module, inputs, constants, options, shapes or {}, guess)
+    traced = _trace(*arguments, Absence.OPEN) or _trace(*arguments, Absence.DECIDED)
+    assert traced is not None
+    return traced
+
+
+def _trace(
+    module: nn.Module,
+    inputs: Mapping[str, InputSpec],
+    constants: Mapping[str, Any],
+    options: TracingOptions,
+    shapes: Shapes,
+    guess: bool | None,
+    absence: Absence,
+) -> TracedGraph | None:
+    """The graph; ``None`` for an open trace of code that asks whether a value is there."""
     layers = options.layers_of(module)
     spine = spine_names(module, layers, options.leaf_classes)
     all_inputs, all_constants = inputs, constants
     if options.loss_function is not None:
         inputs, constants = (options.loss_function.of_module(module, given) for given in (inputs, constants))
 
-    def make_tracer() -> fx.Tracer:
-        return _make_tracer(module, constants, options, spine, shapes or {}, guess)
+    def make_tracer(absence: Absence = absence) -> fx.Tracer:
+        return _make_tracer(module, constants, options, spine, shapes, guess, absence)
 
     def run(tracer: fx.Tracer, carried: Carried | None = None) -> Run:
         entry = Entry(module, inputs, constants, tracer, carried, namespaces)
@@ -138,6 +156,11 @@ def trace(
             failed.reads_dict = reads_dict(getattr(tracer, "graph", None), error)
             raise failed from error
         graph = traced.graph
+        is_open = absence is Absence.OPEN and guess is None
+        if is_open and isinstance(tracer, SpineTracer) and tracer.may_be_absent:
+            with nullcontext() if state is None else state.put_back():
+                if _asks_for_none(module, traced, tracer, make_tracer(Absence.NONE), run):
+                    return None
         refuse_lost_changes(graph)
         _refuse_constants(module, graph, tracer)
         if state is not None and before is not None:
@@ -159,6 +182,22 @@ def trace(
     loss = options.loss_function.add_to(graph, traced.output_spec, all_inputs, all_constants, module)
     names = tuple(str(node.target) for node in graph.nodes if node.op == "placeholder")
     return replace(result, inputs=names, loss=loss)
+
+
+def _asks_for_none(
+    module: nn.Module, first: Run, tracer: SpineTracer, without: fx.Tracer, run: Callable[[fx.Tracer], Run]
+) -> bool:
+    """Return whether the run of ``tracer`` without the values that may be ``None`` has another graph, or fails."""
+    assert isinstance(without, SpineTracer)
+    without.answers = Answers(tracer.answers)
+    try:
+        second = run(without)
+    except Exception:
+        return True
+    root = nn.Module()
+    root.add_module(ROOT, module)
+    absent = {*tracer.may_be_absent, *without.may_be_absent}
+    return not compute_the_same(root, first.graph, first.facts, second.graph, second.facts, absent)
 
 
 def trace_for(module: nn.Module, inputs: Mapping[str, Any], options: TracingOptions) -> TracedGraph:
@@ -189,6 +228,7 @@ def _make_tracer(
     spine: set[str],
     shapes: Shapes,
     guess: bool | None,
+    absence: Absence,
 ) -> fx.Tracer:
     wraps: dict[str, Any] = {
         "autowrap_modules": (math, *options.autowrap_modules),
@@ -198,8 +238,8 @@ def _make_tracer(
     if options.traces_the_spine:
         if transformers_models(module, spine):
             refuse_untraceable(module, spine, constants)
-            return HuggingFaceTracer(spine, shapes, guess, **wraps)
-        return SpineTracer(spine, shapes, guess, **wraps)
+            return HuggingFaceTracer(spine, shapes, guess, absence, **wraps)
+        return SpineTracer(spine, shapes, guess, absence, **wraps)
     base = fx.Tracer if options.tracer_cls == "torch" else options.tracer_cls
     assert isinstance(base, type)
     try:
