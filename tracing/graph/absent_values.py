@@ -50,7 +50,8 @@ def value_or_absent(value: Any, function: Callable[..., Any]) -> Any:
         raise tracer.refused(
             TraceError(
                 f"code above the transformer layers asks whether the result of {value.node.target.__name__} is None, "
-                f"which is only told by the data ({error}); a graph has one way for all data"
+                f"which is only told by the data ({error}); a graph has one way for all data. Move the code that asks "
+                f"into a layer, or into a module without layers, which runs as one node."
             )
         ) from error
 

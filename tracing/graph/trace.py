@@ -34,7 +34,7 @@ from nxdpp.tracing.models.huggingface import HuggingFaceTracer, refuse_untraceab
 from nxdpp.tracing.models.loss_function import LossFunction
 from nxdpp.tracing.models.transformers_models import transformers_models
 from nxdpp.tracing.modules import listings
-from nxdpp.tracing.modules.layers import is_instance, layer_names
+from nxdpp.tracing.modules.layers import declared_around, is_instance, layer_names
 from nxdpp.tracing.modules.spine_modules import refuse_backward_hooks, spine_names
 from nxdpp.tracing.sizes.answering_tracer import Answers
 from nxdpp.tracing.sizes.input_specs import InputSpec
@@ -151,7 +151,7 @@ def _trace(
         try:
             traced = run(tracer)
         except Exception as error:
-            failed = TracingError(_explain(module, inputs, error, tracer))
+            failed = TracingError(_explain(module, inputs, error, tracer, layers))
             failed.reached = _reached(tracer)
             failed.reads_dict = reads_dict(getattr(tracer, "graph", None), error)
             raise failed from error
@@ -295,9 +295,12 @@ def _name_after_module(graph: fx.Graph) -> None:
             node.target = node.target.removeprefix(f"{ROOT}.")
 
 
-def _explain(module: nn.Module, inputs: Mapping[str, InputSpec], error: Exception, tracer: fx.Tracer) -> str:
+def _explain(
+    module: nn.Module, inputs: Mapping[str, InputSpec], error: Exception, tracer: fx.Tracer, layers: list[str]
+) -> str:
     told = (
         f"{type(module).__name__} could not be traced with the inputs {list(inputs)}: {type(error).__name__}: "
         f"{error}\n  at {source_line(error.__traceback__)}\n"
     )
-    return (told + remedy(error, any_tracer=not isinstance(tracer, SpineTracer))).rstrip()
+    around = declared_around(module, layers)
+    return (told + remedy(error, any_tracer=not isinstance(tracer, SpineTracer), around=around)).rstrip()
