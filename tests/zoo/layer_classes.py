@@ -15,7 +15,7 @@ A type has the verdict of its worst class. Its words have the number of classes 
 
 import copy
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -76,29 +76,42 @@ def of_class(task: str, model_type: str, cls: type[nn.Module], ranks: int = RANK
 
 
 def rank_verdict(task: str, model_type: str, cls: type[nn.Module], ranks: int, rank: int) -> Verdict:
-    """Verdict of one of the ranks, in a process of its own."""
+    """Verdict of one of the ranks, in a process of its own. ``received`` has the results of the batches."""
     torch.set_num_threads(1)
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=ranks, hang_timeout=60)
     model: Any = build(task, model_type)
     without_randomness(model)
     without_cache(model)
     whole = copy.deepcopy(model)
-    wrapped, worst, where = None, 0.0, ""
+    given = {**ARGUMENTS.get(model_type, {}), "transformer_layer_cls": cls}
     try:
-        given = {**ARGUMENTS.get(model_type, {}), "transformer_layer_cls": cls}
         wrapped = NxDPPModel(model, num_microbatches=MICROBATCHES, broadcast_and_average_loss=True, **given)
-        for batch in batches(task, whole):
-            wrapped.zero_grad()
-            whole.zero_grad()
-            ours = {"loss": wrapped.run_train(**batch)}
-            ours |= {name: p.grad for name, p in wrapped.local_named_parameters() if p.grad is not None}
-            theirs = {"loss": torch.stack([_backward(whole, one) for one in microbatches(batch, MICROBATCHES)]).mean()}
-            local = dict(wrapped.local_named_parameters())
-            theirs |= {n: p.grad for n, p in whole.named_parameters(remove_duplicate=False) if n in local and p.grad is not None}
-            worst, where = max((worst, where), distance(ours, theirs, _FLOOR))
     except Exception as error:
-        return _of_error(error, wrapped)
-    return Verdict("exact") if not worst else Verdict("to rounding" if worst < ROUNDING else "WRONG", f"{worst:.1e} at {where}")
+        return _of_error(error)
+    found = [_of_batch(wrapped, whole, batch) for batch in batches(task, whole)]
+    result = max((verdict.result for verdict in found), key=ORDER.index)
+    words = next((verdict.words for verdict in found if verdict.result == result), "")
+    return Verdict(result, words, " ".join(verdict.result for verdict in found))
+
+
+def _of_batch(wrapped: NxDPPModel, whole: Any, batch: Batch) -> Verdict:
+    wrapped.zero_grad()
+    whole.zero_grad()
+    local = dict(wrapped.local_named_parameters())
+    try:
+        ours = {"loss": wrapped.run_train(**batch)} | _gradients(local)
+    except Exception as error:
+        changed = [*_gradients(local)]
+        return Verdict("failing", f"after the gradient of {changed[0]}: {error}") if changed else _of_error(error)
+    theirs = {"loss": torch.stack([_backward(whole, one) for one in microbatches(batch, MICROBATCHES)]).mean()}
+    theirs |= _gradients({n: p for n, p in whole.named_parameters(remove_duplicate=False) if n in local})
+    worst, where = distance(ours, theirs, _FLOOR)
+    words = f"{worst:.1e} at {where}" if worst else ""
+    return Verdict("exact" if not worst else "to rounding" if worst < ROUNDING else "WRONG", words)
+
+
+def _gradients(parameters: Mapping[str, nn.Parameter]) -> Batch:
+    return {name: parameter.grad for name, parameter in parameters.items() if parameter.grad is not None}
 
 
 def _backward(whole: Any, batch: Batch) -> torch.Tensor:
@@ -107,12 +120,8 @@ def _backward(whole: Any, batch: Batch) -> torch.Tensor:
     return loss.detach()
 
 
-def _of_error(error: Exception, wrapped: Any) -> Verdict:
-    told = f"{type(error).__name__}: {error}"
-    gradients = [] if wrapped is None else [name for name, p in wrapped.local_named_parameters() if p.grad is not None]
-    if gradients:
-        return Verdict("failing", f"after the gradient of {gradients[0]}: {told}")
-    return Verdict("refused" if is_refusal(error) else "failing", told)
+def _of_error(error: Exception) -> Verdict:
+    return Verdict("refused" if is_refusal(error) else "failing", f"{type(error).__name__}: {error}")
 
 
 def batches(task: str, model: Any) -> Sequence[Batch]:

@@ -34,7 +34,7 @@ from nxdpp.tracing.models.huggingface import HuggingFaceTracer, refuse_untraceab
 from nxdpp.tracing.models.loss_function import LossFunction
 from nxdpp.tracing.models.transformers_models import transformers_models
 from nxdpp.tracing.modules import listings
-from nxdpp.tracing.modules.layers import declared_around, is_instance, layer_names
+from nxdpp.tracing.modules.layers import are_declared, declared_around, is_instance, layer_names
 from nxdpp.tracing.modules.spine_modules import refuse_backward_hooks, spine_names
 from nxdpp.tracing.sizes.answering_tracer import Answers
 from nxdpp.tracing.sizes.input_specs import InputSpec
@@ -109,7 +109,10 @@ def trace(
     Raises ``TracingError`` with the line of the model that cannot be traced, and the remedy.
     """
     arguments = (module, inputs, constants, options, shapes or {}, guess)
-    traced = _trace(*arguments, Absence.OPEN) or _trace(*arguments, Absence.DECIDED)
+    if (traced := _trace(*arguments, Absence.OPEN)) is not None:
+        return traced
+    is_inside = bool(declared_around(module, options.layers_of(module)))
+    traced = _trace(*arguments, Absence.REFUSED if is_inside else Absence.CHECKED)
     assert traced is not None
     return traced
 
@@ -156,8 +159,8 @@ def _trace(
             failed.reads_dict = reads_dict(getattr(tracer, "graph", None), error)
             raise failed from error
         graph = traced.graph
-        is_open = absence is Absence.OPEN and guess is None
-        if is_open and isinstance(tracer, SpineTracer) and tracer.may_be_absent:
+        is_open = absence is Absence.OPEN and guess is None and isinstance(tracer, SpineTracer)
+        if is_open and (state is not None or not _hands_on(tracer.may_be_absent, module, spine, options)):
             with nullcontext() if state is None else state.put_back():
                 if _asks_for_none(module, traced, tracer, make_tracer(Absence.NONE), run):
                     return None
@@ -184,11 +187,24 @@ def _trace(
     return replace(result, inputs=names, loss=loss)
 
 
+def _hands_on(values: list[fx.Node], module: nn.Module, spine: set[str], options: TracingOptions) -> bool:
+    """Return whether code of transformers, above layers that its models declare, gives ``values`` to layers alone.
+
+    For each type ``python -m tests.zoo training`` shows that such code does not ask whether they are ``None``.
+    """
+    if any(user.op not in ("call_module", "output") for value in values for user in value.users):
+        return False
+    return not values or are_declared(options.layer_classes, transformers_models(module, spine).values())
+
+
 def _asks_for_none(
-    module: nn.Module, first: Run, tracer: SpineTracer, without: fx.Tracer, run: Callable[[fx.Tracer], Run]
+    module: nn.Module, first: Run, tracer: fx.Tracer, without: fx.Tracer, run: Callable[[fx.Tracer], Run]
 ) -> bool:
     """Return whether the run of ``tracer`` without the values that may be ``None`` has another graph, or fails."""
+    assert isinstance(tracer, SpineTracer)
     assert isinstance(without, SpineTracer)
+    if not tracer.may_be_absent:
+        return False
     without.answers = Answers(tracer.answers)
     try:
         second = run(without)

@@ -125,6 +125,12 @@ def _refuse_shared_groups(module: nn.Module, classes: tuple[type[nn.Module], ...
             )
 
 
+def are_declared(classes: Iterable[type[nn.Module]], models: Iterable[nn.Module]) -> bool:
+    """Return whether each of ``classes`` is a layer by its kind, or by the declaration of one of ``models``."""
+    declared = {name for model in models for name in getattr(model, UNSPLIT.name, None) or ()}
+    return all(issubclass(cls, GradientCheckpointingLayer) or cls.__name__ in declared for cls in classes)
+
+
 def declared_around(module: nn.Module, layers: Iterable[str]) -> list[str]:
     """Names of the layer classes that ``module`` declares, and that hold a module named in ``layers`` inside."""
     declared = {cls.__name__: cls for cls in _declared_layer_classes(module)}
