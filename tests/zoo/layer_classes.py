@@ -10,7 +10,8 @@ gradients are compared with the unwrapped model's. A class is
 - failing: another error, or one on some ranks only;
 - WRONG: anything else.
 
-A type has the verdict of its worst class. Its words have the number of classes of each verdict, and the reasons.
+A type has the verdict of its worst class. Its words have the number of classes of each verdict, and the worst ones'
+reasons.
 """
 
 import copy
@@ -36,6 +37,7 @@ TYPES = {
     "masked-lm": ("bert",),
     "seq2seq-lm": ("t5",),
 }
+TIME_LIMIT = 1800.0  # seconds for a type
 RANKS = 2
 MICROBATCHES = 2
 ORDER = ("exact", "to rounding", "refused", "failing", "WRONG")
@@ -60,8 +62,9 @@ def summed(verdicts: dict[str, Verdict]) -> Verdict:
     """The verdict of a type from those of its classes."""
     counts = Counter(verdict.result for verdict in verdicts.values())
     told = [", ".join(f"{counts[result]} {result}" for result in ORDER if counts[result])]
-    told += [f"{name} {verdict.result}: {verdict.words}" for name, verdict in verdicts.items() if verdict.words]
-    return Verdict(max(counts, key=ORDER.index), "\n".join(told))
+    worst = max(counts, key=ORDER.index)
+    told += [f"{name}: {verdict.words}" for name, verdict in verdicts.items() if verdict.result == worst]
+    return Verdict(worst, "; ".join(told))
 
 
 def of_class(task: str, model_type: str, cls: type[nn.Module], ranks: int = RANKS) -> Verdict:
@@ -91,7 +94,7 @@ def rank_verdict(task: str, model_type: str, cls: type[nn.Module], ranks: int, r
     found = [_of_batch(wrapped, whole, batch) for batch in batches(task, whole)]
     result = max((verdict.result for verdict in found), key=ORDER.index)
     words = next((verdict.words for verdict in found if verdict.result == result), "")
-    return Verdict(result, words, " ".join(verdict.result for verdict in found))
+    return Verdict(result, words, ", ".join(verdict.result for verdict in found))
 
 
 def _of_batch(wrapped: NxDPPModel, whole: Any, batch: Batch) -> Verdict:
