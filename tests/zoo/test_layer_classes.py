@@ -39,7 +39,8 @@ def test_a_class_inside_of_a_layer(
     found = tuple("equal" if result in EQUAL else result for result in verdict.received.split(", "))
     assert found == expected, verdict
     if "refused" in expected:
-        declared: Any = build(task, model_type, "meta")._no_split_modules[0]
+        model: Any = build(task, model_type, "meta")
+        (declared,) = model._no_split_modules
         assert f"transformer_layer_cls=['{declared}']" in verdict.words
         named = of_class(task, model_type, _class_of(task, model_type, declared), ranks)
         assert named.result in EQUAL

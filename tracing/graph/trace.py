@@ -126,7 +126,7 @@ def _trace(
     guess: bool | None,
     absence: Absence,
 ) -> TracedGraph | None:
-    """The graph; ``None`` for an open trace of code that asks whether a value is there."""
+    """The graph; ``None`` for an open trace of code that asks whether a value is there, or that fails with it."""
     layers = options.layers_of(module)
     spine = spine_names(module, layers, options.leaf_classes)
     all_inputs, all_constants = inputs, constants
@@ -154,6 +154,8 @@ def _trace(
         try:
             traced = run(tracer)
         except Exception as error:
+            if absence is Absence.OPEN and guess is None and getattr(tracer, "may_be_absent", ()):
+                return None  # code may have used a value that is None
             failed = TracingError(_explain(module, inputs, error, tracer, layers))
             failed.reached = _reached(tracer)
             failed.reads_dict = reads_dict(getattr(tracer, "graph", None), error)
