@@ -86,7 +86,7 @@ def rank_verdict(task: str, model_type: str, cls: type[nn.Module], ranks: int, r
     without_randomness(model)
     without_cache(model)
     whole = copy.deepcopy(model)
-    given = {**ARGUMENTS.get(model_type, {}), "transformer_layer_cls": cls}
+    given: dict[str, Any] = {**ARGUMENTS.get(model_type, {}), "transformer_layer_cls": cls}
     try:
         wrapped = NxDPPModel(model, num_microbatches=MICROBATCHES, broadcast_and_average_loss=True, **given)
     except Exception as error:
@@ -97,7 +97,7 @@ def rank_verdict(task: str, model_type: str, cls: type[nn.Module], ranks: int, r
     return Verdict(result, words, ", ".join(verdict.result for verdict in found))
 
 
-def _of_batch(wrapped: NxDPPModel, whole: Any, batch: Batch) -> Verdict:
+def _of_batch(wrapped: Any, whole: Any, batch: Batch) -> Verdict:
     wrapped.zero_grad()
     whole.zero_grad()
     local = dict(wrapped.local_named_parameters())

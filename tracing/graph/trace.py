@@ -146,6 +146,8 @@ def _trace(
         return Run(graph, tuple(tracer.facts), entry.output_spec)
 
     tracer = make_tracer()
+    is_open = absence is Absence.OPEN and guess is None
+    undecided: list[fx.Node] = getattr(tracer, "may_be_absent", []) if is_open else []
     state = reachable_state(module, options, layers)
     namespaces = [] if state is None else list({id(f.__globals__): f.__globals__ for f in state.functions}.values())
     with ExitStack() as stack:
@@ -154,15 +156,14 @@ def _trace(
         try:
             traced = run(tracer)
         except Exception as error:
-            if absence is Absence.OPEN and guess is None and getattr(tracer, "may_be_absent", ()):
+            if undecided:
                 return None  # code may have used a value that is None
             failed = TracingError(_explain(module, inputs, error, tracer, layers))
             failed.reached = _reached(tracer)
             failed.reads_dict = reads_dict(getattr(tracer, "graph", None), error)
             raise failed from error
         graph = traced.graph
-        is_open = absence is Absence.OPEN and guess is None and isinstance(tracer, SpineTracer)
-        if is_open and (state is not None or not _hands_on(tracer.may_be_absent, module, spine, options)):
+        if undecided and (state is not None or not _hands_on(undecided, module, spine, options)):
             with nullcontext() if state is None else state.put_back():
                 if _asks_for_none(module, traced, tracer, make_tracer(Absence.NONE), run):
                     return None
@@ -196,7 +197,7 @@ def _hands_on(values: list[fx.Node], module: nn.Module, spine: set[str], options
     """
     if any(user.op not in ("call_module", "output") for value in values for user in value.users):
         return False
-    return not values or are_declared(options.layer_classes, transformers_models(module, spine).values())
+    return are_declared(options.layer_classes, transformers_models(module, spine).values())
 
 
 def _asks_for_none(
@@ -205,8 +206,6 @@ def _asks_for_none(
     """Return whether the run of ``tracer`` without the values that may be ``None`` has another graph, or fails."""
     assert isinstance(tracer, SpineTracer)
     assert isinstance(without, SpineTracer)
-    if not tracer.may_be_absent:
-        return False
     without.answers = Answers(tracer.answers)
     try:
         second = run(without)

@@ -12,7 +12,8 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 
 from nxdpp.tracing.graph import trace as traces
 from nxdpp.tracing.graph.absent_values import may_return_none
-from nxdpp.tracing.graph.trace import TracingError, TracingOptions, trace_for
+from nxdpp.tracing.graph.errors import TracingError
+from nxdpp.tracing.graph.trace import TracingOptions, trace_for
 from tests.support.in_process import InProcessPipeline
 from tests.support.models import make, padded_batch
 from tests.support.traced_models import trace_with
@@ -74,7 +75,8 @@ class Asking(PreTrainedModel):
 
 def _asking(ask: Callable[[Any], float] | None, has_window: bool = False) -> Asking:
     torch.manual_seed(0)
-    config: Any = LlamaConfig(hidden_size=4, num_attention_heads=1, sliding_window=WINDOW)
+    config: Any = LlamaConfig(hidden_size=4, num_attention_heads=1)
+    config.sliding_window = WINDOW
     config._attn_implementation = "sdpa"
     return Asking(config, ask, has_window)
 
