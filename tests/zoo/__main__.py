@@ -14,6 +14,7 @@ from tests.zoo import (
     compiled,
     generation,
     initial_values,
+    layer_classes,
     libraries_sweep,
     mixed_rows,
     pretrained,
@@ -38,9 +39,12 @@ SWEEPS: dict[str, Judge] = {
     "generation": generation.judge,
     "shards": shards.judge,
     "mixed-rows": mixed_rows.judge,
+    "layer-classes": layer_classes.judge,
 }
 _WRITTEN = ("training", "xla", "compiled", "generation", "shards")
 """Sweeps whose rows are kept in files."""
+
+_TIME_LIMITS = {"compiled": compiled.TIME_LIMIT, "layer-classes": layer_classes.TIME_LIMIT}
 
 _PAGE = Path(__file__).parents[2] / "docs/zoo.md"
 
@@ -84,6 +88,8 @@ def _by_default(sweep: str) -> list[str]:
         return list(generation.GENERATING)
     if sweep == "mixed-rows":
         return ["image-text-to-text"]
+    if sweep == "layer-classes":
+        return list(layer_classes.TYPES)
     if sweep in ("xla", "compiled", "shards"):
         return ["causal-lm"]
     if sweep != "training":
@@ -95,9 +101,11 @@ def _swept(arguments: argparse.Namespace, name: str) -> dict[str, Verdict]:
     is_task = name in TASKS
     judge = SWEEPS[arguments.sweep] if is_task else libraries_sweep.judge
     known = types(name) if is_task else list(cases(name))
+    if arguments.sweep == "layer-classes" and arguments.type is None:
+        known = list(layer_classes.TYPES.get(name, known))
     chosen = [one for one in known if arguments.type in (None, one)]
     journal = Journal(arguments.journal) if arguments.journal else None
-    limit = compiled.TIME_LIMIT if arguments.sweep == "compiled" else TIME_LIMIT
+    limit = _TIME_LIMITS.get(arguments.sweep, TIME_LIMIT)
     return judge_types(judge, name, chosen, arguments.jobs, journal, limit)
 
 

@@ -98,6 +98,16 @@ def has_proxy(args: Any, kwargs: Any, kind: type = fx.Proxy) -> bool:
     return any(isinstance(leaf, kind) for leaf in pytree.tree_leaves((args, kwargs)))
 
 
+def _has_module(args: Any, kwargs: Any) -> bool:
+    leaves = pytree.tree_leaves((args, kwargs))
+    return any(isinstance(getattr(leaf, "__self__", leaf), nn.Module) for leaf in leaves if not _is_traced(leaf))
+
+
+def _is_traced(value: Any) -> bool:
+    # A traced value would look through the stack for the answer to isinstance, and has all attributes.
+    return issubclass(type(value), fx.Proxy)
+
+
 def holds_proxy(module: nn.Module) -> bool:
     """Return whether an attribute, a buffer or a parameter of ``module`` or of a descendant is a proxy."""
     stores = (
@@ -131,12 +141,13 @@ def _object_with_proxy(value: Any, depth: int = _DEEPEST) -> Any:
 def recorded(function: Callable[..., Any]) -> Callable[..., Any]:
     """``function``, recorded as one node for each call with a proxy.
 
-    A call with modules among its arguments runs as it is, so that the tracer sees the layers among them. So does a
-    function of transformers whose arguments have objects with traced values. Another function raises ``TypeError``.
+    A call with modules among its arguments, or with methods of modules (``apply_chunking_to_forward``), runs as it is,
+    so that the tracer sees the layers among them. So does a function of transformers whose arguments have objects with
+    traced values. Another function raises ``TypeError``.
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        if not has_proxy(args, kwargs) or has_proxy(args, kwargs, nn.Module):
+        if not has_proxy(args, kwargs) or _has_module(args, kwargs):
             return function(*args, **kwargs)
         holder = _object_with_proxy((args, kwargs))
         if holder is None:

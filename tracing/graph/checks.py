@@ -185,8 +185,13 @@ def is_user_function(node: fx.Node) -> bool:
 
 
 def return_annotation(module: nn.Module) -> Any:
-    """Return the annotation of the result of ``module.forward``, ``Any`` for a missing or an unusual one."""
+    """Return the annotation of the result of ``module.forward``, as ``annotated_result`` does."""
+    return annotated_result(type(module).forward)
+
+
+def annotated_result(function: Any) -> Any:
+    """Return the annotation of what ``function`` returns, ``Any`` for a missing or an unusual one."""
     try:
-        return inspect.get_annotations(type(module).forward, eval_str=True).get("return", Any)
+        return inspect.get_annotations(function, eval_str=True).get("return", Any)
     except Exception:  # such as a name that only type checkers know
         return Any

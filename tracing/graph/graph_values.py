@@ -7,7 +7,7 @@ own (a module, a draw, an in-place change) is also told by its place among all s
 import functools
 import operator
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
@@ -47,9 +47,10 @@ class ValueNumbers:
         self._root = root
         self._numbers: dict[Any, int] = {}
 
-    def of(self, graph: fx.Graph) -> "NumberedGraph":
-        """The numbers of ``graph``. Raises ``ForeignNodeError``."""
+    def of(self, graph: fx.Graph, absent: Collection[fx.Node] = ()) -> "NumberedGraph":
+        """The numbers of ``graph``; others take ``absent`` nodes as ``None``. Raises ``ForeignNodeError``."""
         known: dict[fx.Node, int] = {}
+        shown: dict[fx.Node, Any] = {}
         effects: list[fx.Node] = []
         for node in graph.nodes:
             for argument in node.all_input_nodes:
@@ -57,14 +58,13 @@ class ValueNumbers:
                     raise ForeignNodeError(node, argument)
             if _GIVEN in node.meta:
                 known[node] = node.meta[_GIVEN]
-                continue
-            place = None
-            if self._has_effect(node):
-                place = len(effects)
-                effects.append(node)
-            target = node.target if isinstance(node.target, str) else _key(node.target, known)
-            key = (node.op, target, _key(node.args, known), _key(node.kwargs, known), repr(modes_of(node)), place)
-            known[node] = self._numbers.setdefault(key, len(self._numbers))
+            else:
+                place = None
+                if self._has_effect(node):
+                    place = len(effects)
+                    effects.append(node)
+                known[node] = self._numbers.setdefault(_key_of(node, shown, place), len(self._numbers))
+            shown[node] = _key(None, {}) if node in absent else ("node", known[node])
         return NumberedGraph(known, effects)
 
     def _has_effect(self, node: fx.Node) -> bool:
@@ -103,17 +103,34 @@ class NumberedGraph:
 
 
 def compute_the_same(
-    root: nn.Module, first: fx.Graph, first_facts: Iterable[Fact], second: fx.Graph, second_facts: Iterable[Fact]
+    root: nn.Module,
+    first: fx.Graph,
+    first_facts: Iterable[Fact],
+    second: fx.Graph,
+    second_facts: Iterable[Fact],
+    absent: Collection[fx.Node] = (),
 ) -> bool:
-    """Return whether two graphs over the modules of ``root`` have equal values, effects and facts."""
+    """Return whether two graphs over the modules of ``root`` have equal values, effects and facts.
+
+    Other nodes take the ``absent`` ones as ``None``.
+    """
     numbers = ValueNumbers(root)
-    return numbers.of(first).results(first_facts) == numbers.of(second).results(second_facts)
+    return numbers.of(first, absent).results(first_facts) == numbers.of(second, absent).results(second_facts)
 
 
-def _key(value: Any, known: Mapping[fx.Node, int], depth: int = 0) -> Any:
+def _key_of(node: fx.Node, known: Mapping[fx.Node, Any], place: int | None) -> Any:
+    target: Any = node.target
+    args: Any = (node.args, node.kwargs)
+    if isinstance(target, OpaqueCall):
+        # A value may be traced in one graph, and a constant in another.
+        target, args = target.function, target.arguments(node.args)
+    return (node.op, _key(target, known), _key(args, known), repr(modes_of(node)), place)
+
+
+def _key(value: Any, known: Mapping[fx.Node, Any], depth: int = 0) -> Any:
     """A key that is equal for equal values. Objects that a run makes anew are compared by their content."""
     if isinstance(value, fx.Node):
-        return ("node", known[value])
+        return known[value]
     if type(value) in PLAIN:
         # NaN is equal to itself here, and 1 is not True.
         return (type(value), repr(value) if type(value) in (float, complex) else value)

@@ -4,6 +4,7 @@
 the error                                                    remedy
 ===========================================================  ====================================================
 raised by the model's own code, or a missing input           other inputs
+in code inside of layers that the model declares             these layers as transformer_layer_cls
 named by this package, with a second sentence                that sentence
 in a function that a module above layers calls               the function as a single node
 in transformers' own code, with a plain tracer               the default tracer
@@ -57,15 +58,22 @@ _OF_TRANSFORMERS = (
 )
 
 
-def remedy(error: Exception, any_tracer: bool) -> str:
+def remedy(error: Exception, any_tracer: bool, around: Sequence[str] = ()) -> str:
     """Return advice for ``error``, raised by a trace; empty where the error has its own.
 
-    ``any_tracer`` is ``True`` for a tracer that goes through modules other than the ones above layers.
+    ``any_tracer`` is ``True`` for a tracer that goes through modules other than the ones above layers. ``around`` are
+    the names of declared layer classes that hold the layers of this trace.
     """
     frames = frames_of(error.__traceback__)
     last, at = frames[-1]
     if _is_of_the_model(error, last, at):
         return _OTHER_INPUTS
+    if around:
+        return (
+            f"The modules that transformer_layer_cls names are inside of the layers that the model declares, whose "
+            f"code is traced then. Leave transformer_layer_cls out, or name these layers, which run as single nodes: "
+            f"transformer_layer_cls={[*around]}."
+        )
     if TRACING in file_of(last) and re.search(r"[a-z)]\. [A-Z]", str(error)):
         return ""
     own = [frame for frame, _ in frames if not is_machinery(file_of(frame))]

@@ -16,6 +16,7 @@ from torch.fx.proxy import TraceError
 
 from nxdpp.tracing.code.frames import caller
 from nxdpp.tracing.code.names import is_framework
+from nxdpp.tracing.graph.absent_values import Absence
 from nxdpp.tracing.graph.calls import (
     holds_proxy,
     is_compiled,
@@ -60,8 +61,17 @@ class SpineTracer(AnsweringTracer):
 
     proxy_buffer_attributes = True
 
-    def __init__(self, spine: set[str], shapes: Shapes, guess: bool | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        spine: set[str],
+        shapes: Shapes,
+        guess: bool | None = None,
+        absence: Absence = Absence.OPEN,
+        **options: Any,
+    ) -> None:
         super().__init__(shapes, guess, **options)
+        self.absence = absence
+        self.may_be_absent: list[fx.Node] = []
         self._wrapped = options.get("autowrap_functions", ())
         own = (value for source in options.get("autowrap_modules", (math,)) for value in vars(source).items())
         self._wrapped_ids = {id(value) for name, value in own if not name.startswith("_") and callable(value)}

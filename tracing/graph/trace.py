@@ -11,8 +11,8 @@ Every module that does not contain a transformer layer is one node.
 """
 
 import math
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
@@ -21,9 +21,11 @@ import torch
 from torch import fx, nn
 
 from nxdpp.ground.torch_names import pytree
+from nxdpp.tracing.graph.absent_values import Absence
 from nxdpp.tracing.graph.derivatives import refuse_derivatives
 from nxdpp.tracing.graph.entry import Entry
 from nxdpp.tracing.graph.errors import TracingError, calling_line, model_line, source_line
+from nxdpp.tracing.graph.graph_values import compute_the_same
 from nxdpp.tracing.graph.remedies import remedy, remedy_for_constants
 from nxdpp.tracing.graph.spine import SpineTracer
 from nxdpp.tracing.graph.told_once import warn_of_unused_numbers
@@ -32,7 +34,7 @@ from nxdpp.tracing.models.huggingface import HuggingFaceTracer, refuse_untraceab
 from nxdpp.tracing.models.loss_function import LossFunction
 from nxdpp.tracing.models.transformers_models import transformers_models
 from nxdpp.tracing.modules import listings
-from nxdpp.tracing.modules.layers import is_instance, layer_names
+from nxdpp.tracing.modules.layers import are_declared, declared_around, is_instance, layer_names
 from nxdpp.tracing.modules.spine_modules import refuse_backward_hooks, spine_names
 from nxdpp.tracing.sizes.answering_tracer import Answers
 from nxdpp.tracing.sizes.input_specs import InputSpec
@@ -106,14 +108,33 @@ def trace(
 
     Raises ``TracingError`` with the line of the model that cannot be traced, and the remedy.
     """
+    arguments = (module, inputs, constants, options, shapes or {}, guess)
+    if (traced := _trace(*arguments, Absence.OPEN)) is not None:
+        return traced
+    is_inside = bool(declared_around(module, options.layers_of(module)))
+    traced = _trace(*arguments, Absence.REFUSED if is_inside else Absence.CHECKED)
+    assert traced is not None
+    return traced
+
+
+def _trace(
+    module: nn.Module,
+    inputs: Mapping[str, InputSpec],
+    constants: Mapping[str, Any],
+    options: TracingOptions,
+    shapes: Shapes,
+    guess: bool | None,
+    absence: Absence,
+) -> TracedGraph | None:
+    """The graph; ``None`` for an open trace of code that asks whether a value is there, or that fails with it."""
     layers = options.layers_of(module)
     spine = spine_names(module, layers, options.leaf_classes)
     all_inputs, all_constants = inputs, constants
     if options.loss_function is not None:
         inputs, constants = (options.loss_function.of_module(module, given) for given in (inputs, constants))
 
-    def make_tracer() -> fx.Tracer:
-        return _make_tracer(module, constants, options, spine, shapes or {}, guess)
+    def make_tracer(absence: Absence = absence) -> fx.Tracer:
+        return _make_tracer(module, constants, options, spine, shapes, guess, absence)
 
     def run(tracer: fx.Tracer, carried: Carried | None = None) -> Run:
         entry = Entry(module, inputs, constants, tracer, carried, namespaces)
@@ -125,6 +146,8 @@ def trace(
         return Run(graph, tuple(tracer.facts), entry.output_spec)
 
     tracer = make_tracer()
+    is_open = absence is Absence.OPEN and guess is None
+    undecided: list[fx.Node] = getattr(tracer, "may_be_absent", []) if is_open else []
     state = reachable_state(module, options, layers)
     namespaces = [] if state is None else list({id(f.__globals__): f.__globals__ for f in state.functions}.values())
     with ExitStack() as stack:
@@ -133,11 +156,17 @@ def trace(
         try:
             traced = run(tracer)
         except Exception as error:
-            failed = TracingError(_explain(module, inputs, error, tracer))
+            if undecided:
+                return None  # code may have used a value that is None
+            failed = TracingError(_explain(module, inputs, error, tracer, layers))
             failed.reached = _reached(tracer)
             failed.reads_dict = reads_dict(getattr(tracer, "graph", None), error)
             raise failed from error
         graph = traced.graph
+        if undecided and (state is not None or not _hands_on(undecided, module, spine, options)):
+            with nullcontext() if state is None else state.put_back():
+                if _asks_for_none(module, traced, tracer, make_tracer(Absence.NONE), run):
+                    return None
         refuse_lost_changes(graph)
         _refuse_constants(module, graph, tracer)
         if state is not None and before is not None:
@@ -159,6 +188,33 @@ def trace(
     loss = options.loss_function.add_to(graph, traced.output_spec, all_inputs, all_constants, module)
     names = tuple(str(node.target) for node in graph.nodes if node.op == "placeholder")
     return replace(result, inputs=names, loss=loss)
+
+
+def _hands_on(values: list[fx.Node], module: nn.Module, spine: set[str], options: TracingOptions) -> bool:
+    """Return whether code of transformers, above layers that its models declare, gives ``values`` to layers alone.
+
+    For each type ``python -m tests.zoo training`` shows that such code does not ask whether they are ``None``.
+    """
+    if any(user.op not in ("call_module", "output") for value in values for user in value.users):
+        return False
+    return are_declared(options.layer_classes, transformers_models(module, spine).values())
+
+
+def _asks_for_none(
+    module: nn.Module, first: Run, tracer: fx.Tracer, without: fx.Tracer, run: Callable[[fx.Tracer], Run]
+) -> bool:
+    """Return whether the run of ``tracer`` without the values that may be ``None`` has another graph, or fails."""
+    assert isinstance(tracer, SpineTracer)
+    assert isinstance(without, SpineTracer)
+    without.answers = Answers(tracer.answers)
+    try:
+        second = run(without)
+    except Exception:
+        return True
+    root = nn.Module()
+    root.add_module(ROOT, module)
+    absent = {*tracer.may_be_absent, *without.may_be_absent}
+    return not compute_the_same(root, first.graph, first.facts, second.graph, second.facts, absent)
 
 
 def trace_for(module: nn.Module, inputs: Mapping[str, Any], options: TracingOptions) -> TracedGraph:
@@ -189,6 +245,7 @@ def _make_tracer(
     spine: set[str],
     shapes: Shapes,
     guess: bool | None,
+    absence: Absence,
 ) -> fx.Tracer:
     wraps: dict[str, Any] = {
         "autowrap_modules": (math, *options.autowrap_modules),
@@ -198,8 +255,8 @@ def _make_tracer(
     if options.traces_the_spine:
         if transformers_models(module, spine):
             refuse_untraceable(module, spine, constants)
-            return HuggingFaceTracer(spine, shapes, guess, **wraps)
-        return SpineTracer(spine, shapes, guess, **wraps)
+            return HuggingFaceTracer(spine, shapes, guess, absence, **wraps)
+        return SpineTracer(spine, shapes, guess, absence, **wraps)
     base = fx.Tracer if options.tracer_cls == "torch" else options.tracer_cls
     assert isinstance(base, type)
     try:
@@ -255,9 +312,12 @@ def _name_after_module(graph: fx.Graph) -> None:
             node.target = node.target.removeprefix(f"{ROOT}.")
 
 
-def _explain(module: nn.Module, inputs: Mapping[str, InputSpec], error: Exception, tracer: fx.Tracer) -> str:
+def _explain(
+    module: nn.Module, inputs: Mapping[str, InputSpec], error: Exception, tracer: fx.Tracer, layers: list[str]
+) -> str:
     told = (
         f"{type(module).__name__} could not be traced with the inputs {list(inputs)}: {type(error).__name__}: "
         f"{error}\n  at {source_line(error.__traceback__)}\n"
     )
-    return (told + remedy(error, any_tracer=not isinstance(tracer, SpineTracer))).rstrip()
+    around = declared_around(module, layers)
+    return (told + remedy(error, any_tracer=not isinstance(tracer, SpineTracer), around=around)).rstrip()

@@ -25,6 +25,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, EncoderDecoderCache
 from transformers.utils.generic import ModelOutput
 
 from nxdpp.ground.torch_names import pytree
+from nxdpp.tracing.graph.absent_values import value_or_absent
 from nxdpp.tracing.graph.calls import record_opaque_call, recorded
 from nxdpp.tracing.graph.swap import in_this_thread
 
@@ -73,7 +74,7 @@ class Caches:
 def recorded_with_shapes(function: Callable[..., Any]) -> Callable[..., Any]:
     """``function``, recorded as one node for each call with a traced value; a cache has the shapes of its tensors.
 
-    Other threads call ``function`` itself.
+    The result may be ``None`` (``tracing/graph/absent_values.py``). Other threads call ``function`` itself.
     """
     record = recorded(function)
 
@@ -86,7 +87,7 @@ def recorded_with_shapes(function: Callable[..., Any]) -> Callable[..., Any]:
         if any(_is_cache(value) for value in (*args, *kwargs.values())):
             args = tuple(map(shapes, args))
             kwargs = {name: shapes(value) for name, value in kwargs.items()}
-        return record(*args, **kwargs)
+        return value_or_absent(record(*args, **kwargs), function)
 
     return in_this_thread(call, function)
 

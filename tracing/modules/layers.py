@@ -3,7 +3,7 @@
 import logging
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import Any
 
 import torch.distributed as dist
@@ -123,6 +123,21 @@ def _refuse_shared_groups(module: nn.Module, classes: tuple[type[nn.Module], ...
                 f"group and the first one of them, for b, a in zip(group.modules(), first.modules()): "
                 f"b._parameters.update(a._parameters)."
             )
+
+
+def are_declared(classes: Iterable[type[nn.Module]], models: Iterable[nn.Module]) -> bool:
+    """Return whether each of ``classes`` is a layer by its kind, or by the declaration of one of ``models``."""
+    declared = {name for model in models for name in getattr(model, UNSPLIT.name, None) or ()}
+    return all(issubclass(cls, GradientCheckpointingLayer) or cls.__name__ in declared for cls in classes)
+
+
+def declared_around(module: nn.Module, layers: Iterable[str]) -> list[str]:
+    """Names of the layer classes that ``module`` declares, and that hold a module named in ``layers`` inside."""
+    declared = {cls.__name__: cls for cls in _declared_layer_classes(module)}
+    above = {name.rpartition(".")[0] for name in layers if name}
+    above |= {outer for name in above for outer in accumulate(name.split("."), "{}.{}".format)}
+    kinds = {type(listings.unwrapped(listings.submodule(module, name))) for name in above}
+    return [name for name, cls in declared.items() if cls in kinds]
 
 
 def _declared_layer_classes(module: nn.Module) -> tuple[type[nn.Module], ...]:

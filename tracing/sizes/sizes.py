@@ -18,6 +18,7 @@ from nxdpp.tracing.graph.calls import OpaqueCall
 from nxdpp.tracing.graph.modes import Modes, applied, applied_to_fakes, current_modes, modes_of
 from nxdpp.tracing.graph.search import reached
 from nxdpp.tracing.graph.swap import all_swapped, swapped
+from nxdpp.tracing.graph.uses import makes_mask
 from nxdpp.tracing.sizes.fake_runs import (
     LOG,
     AskedDataError,
@@ -31,6 +32,7 @@ from nxdpp.tracing.sizes.fake_runs import (
     unchanged_generators,
 )
 from nxdpp.tracing.sizes.input_specs import COMPARISONS
+from nxdpp.tracing.sizes.real_values import computed
 from nxdpp.tracing.values.metadata import ElsewhereError, answer_for, asks_for_device, device_of_model, reads
 
 # All fakes are on the CPU, also one whose size data decide.
@@ -152,6 +154,8 @@ class Sizes:
                             self._values[needed] = self._value(needed)
                 if asks_for_device(node) and self._device.type != "cpu":
                     return read(answer_for(node, self._device, self._values.__getitem__))
+                if read is is_none and makes_mask(node):
+                    return computed(node, self._values, self._root) is None
                 return read(self._values[node])
         except (UnknownInputError, DataInModuleError):
             raise
