@@ -197,8 +197,8 @@ def test_several_optimizers_have_the_state_dict_of_torch(tmp_path: Path) -> None
     def trained(seed: int) -> tuple[nn.Module, list[Optimizer]]:
         torch.manual_seed(seed)
         model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-        first = SGD([{"params": [model[0].weight]}, {"params": [model[0].bias], "lr": 0.2}], lr=0.1, momentum=0.9)
-        optimizers: list[Optimizer] = [first, AdamW(model[1].parameters(), lr=0.3)]
+        groups: list[dict[str, Any]] = [{"params": [model[0].weight]}, {"params": [model[0].bias], "lr": 0.2}]
+        optimizers: list[Optimizer] = [SGD(groups, lr=0.1, momentum=0.9), AdamW(model[1].parameters(), lr=0.3)]
         model(torch.ones(2, 3)).sum().backward()
         for optimizer in optimizers:
             optimizer.step()

@@ -101,10 +101,10 @@ def _follow(rank: int, path: Path, pipeline: int, trained: str, kind: str) -> An
             model, optimizer, _ = made(line)
             load_checkpoint(path, kind, model, optimizer)
         x, target = (each.chunk(replicas)[replica] for each in _batch(step))
-        losses.append(model.run_train(input=x, target=target).item())
-        norm = model.clip_grad_norm_(0.1)
-        assert norm is not None
-        norms.append(norm.item())
+        loss = model.run_train(input=x, target=target)
+        assert isinstance(loss, torch.Tensor)
+        losses.append(loss.item())
+        norms.append(model.clip_grad_norm_(0.1).item())
         optimizer.step()
         optimizer.zero_grad()
     return losses, norms, {name: each.detach() for name, each in model.named_parameters()}
