@@ -17,11 +17,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from nxdpp.checkpoint.distributed.structured import encoded
+from nxdpp.ground.torch_names import LAST_RATES, SCHEDULERS
 
-_OF_GROUPS = ("base_lrs", "max_lrs", "min_lrs", "lr_lambdas", "_last_lr", "base_values")
+_OF_GROUPS = ("base_lrs", "max_lrs", "min_lrs", "lr_lambdas", "base_values", LAST_RATES.name)
 """Keys of lists with a value for each parameter group, in the states of torch's schedulers and of timm's."""
-_INNER = "_schedulers"
-"""Key of the states of schedulers in a scheduler."""
 Path = tuple[str | int, ...]
 
 
@@ -139,7 +138,7 @@ def check_rates(scheduler: Any, state: Mapping[str, Any], folder: object) -> Non
     for path, values in _lists(state, None):
         here = _at(own, path)
         # The last rates are overwritten by the next step.
-        if path[-1] != "_last_lr" and isinstance(here, list) and len(here) != len(values):
+        if path[-1] != LAST_RATES.name and isinstance(here, list) and len(here) != len(values):
             raise ValueError(
                 f"the scheduler of {folder} has {len(values)} values in {'.'.join(map(str, path))}, one for each "
                 f"parameter group, and this one has {len(here)}: give optimizer= too, or make the optimizer with the "
@@ -156,7 +155,7 @@ def _lists(state: Any, count: int | None, path: Path = ()) -> Iterator[tuple[Pat
             continue
         if key in _OF_GROUPS and count in (None, len(value)):
             yield (*path, key), value
-        elif key == _INNER:
+        elif key == SCHEDULERS.name:
             for number, inner in enumerate(value):
                 yield from _lists(inner, count, (*path, key, number))
 
