@@ -44,6 +44,10 @@ STEP_ON_ALL = (
     "Call optimizer.step() on every rank, or on none. Decide by a value that all ranks have: the loss of "
     "broadcast_and_average_loss=True, or the norm of clip_grad_norm_."
 )
+OF_A_PART = (
+    "An optimizer of a part of the model is made and stepped on every rank, also where its group is empty: "
+    "AdamW([{'params': [...]}])."
+)
 _HABITS = """\
 All ranks of a pipeline take the same batch, and only data-parallel replicas take others. Usual causes:
   a seed of each rank (seed + rank): seed by parallel_state.get_data_parallel_rank() in place of the rank.
@@ -181,7 +185,7 @@ class StepVerifier:
         stepped, waiting = (here, there) if ours % 2 else (there, here)
         raise RuntimeError(
             f"an optimizer has stepped on {stepped} since the training step before, and none on {waiting}: the parts "
-            f"of the model would be trained by other numbers of steps. {STEP_ON_ALL}"
+            f"of the model would be trained by other numbers of steps. {STEP_ON_ALL} {OF_A_PART}"
         )
 
     def _receive_text(self, step_digest: int, length: int) -> str | None:

@@ -23,7 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from nxdpp.agreement.comparison import gathered
 from nxdpp.agreement.exchange import ReplicaExchanges
 from nxdpp.agreement.fingerprint import canonical
-from nxdpp.agreement.step_verifier import STEP_ON_ALL
+from nxdpp.agreement.step_verifier import OF_A_PART, STEP_ON_ALL
 from nxdpp.gradients.replaced_parameters import holders
 from nxdpp.gradients.step_hooks import run_before_steps_of
 from nxdpp.ranks import parallel_state
@@ -108,11 +108,15 @@ class OptimizerAgreement:
         return [optimizer for reference in self._known if (optimizer := reference()) is not None]
 
     def _is_new_one(self, optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> bool:
-        """Look whether ``optimizer`` has a parameter of the model, and then know it."""
+        """Look whether ``optimizer`` has a parameter of the model, and then know it.
+
+        Without any parameter it is the optimizer of a part of a model that other ranks have.
+        """
         # Without the listing of the module itself, which follows replacements and may refuse one, outside of a step.
         modules = (module for _, module in nn.Module.named_modules(self._module))
         own = {id(each) for module in modules for _, each in nn.Module.named_parameters(module, recurse=False)}
-        is_own = any(id(parameter) in own for group in groups for parameter in group["params"])
+        given = [id(parameter) for group in groups for parameter in group["params"]]
+        is_own = not given or any(each in own for each in given)
         self._seen[optimizer] = len(groups), is_own
         if is_own and all(reference() is not optimizer for reference in self._known):
             self._known.append(weakref.ref(optimizer))
@@ -154,7 +158,8 @@ def _compare(ranks: Sequence[_RankOptimizers]) -> None:
         refuse_other_rounds(firsts.setdefault((rank.stage,), rank).rounds, rank.rounds)
         # Ranks of one stage have equal groups; other stages have other parameters, and maybe none.
         of_stage = firsts.setdefault((rank.stage, *rank.kinds), rank)
-        of_model = firsts.setdefault(tuple(rank.kinds), rank)
+        # Before their first steps the ranks do not know those without parameters, and have lists of their own.
+        of_model = firsts.setdefault(tuple(rank.kinds), rank) if rank.rounds else of_stage
         for number, facts in enumerate(rank.optimizers):
             _refuse(facts.kind, of_model, rank, of_model.optimizers[number].defaults, facts.defaults, _CONSTRUCTOR)
             theirs = of_stage.optimizers[number].groups
@@ -165,7 +170,8 @@ def _compare(ranks: Sequence[_RankOptimizers]) -> None:
 
 
 _CONSTRUCTOR = (
-    "Give the same options on every rank; options for some layers go into groups: [{'params': [...], 'lr': ...}, ...]."
+    "Give the same options on every rank; options for some layers go into groups: [{'params': [...], 'lr': ...}, ...]. "
+    f"{OF_A_PART}"
 )
 _GROUPS = "Change options on every rank alike: call scheduler.step() on all of them, with the same arguments."
 

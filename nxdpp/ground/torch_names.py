@@ -123,6 +123,9 @@ COMPILATIONS = PrivateAttribute(
     "gives a compilation a limit of its own",
 )
 
+LAST_RATES = PrivateAttribute("torch.optim.lr_scheduler.LRScheduler._last_lr", "saves rates by parameter group")
+SCHEDULERS = PrivateAttribute("torch.optim.lr_scheduler.SequentialLR._schedulers", LAST_RATES.use)
+
 # Gradients.
 GROUP_GRADIENTS = PrivateName(
     "torch.nn.utils.clip_grad._group_tensors_by_device_and_dtype", "refuses torch's norm of a part of the gradients"

@@ -31,8 +31,13 @@ def refuse_calls_elsewhere(root: nn.Module, owners: Owners, local: nn.Module) ->
             module.register_forward_pre_hook(refuse, with_kwargs=True)
 
 
+def is_refusal(hook: object) -> bool:
+    """Return whether ``hook`` is one of ``refuse_calls_elsewhere``, also of another wrapper over the same module."""
+    return isinstance(hook, _Refusal)
+
+
 def _refuses(module: nn.Module) -> bool:
-    return any(isinstance(hook, _Refusal) for hook in FORWARD_PRE_HOOKS.of(module).values())
+    return any(map(is_refusal, FORWARD_PRE_HOOKS.of(module).values()))
 
 
 class _Refusal:

@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from torch import nn
 
 from nxdpp.ground.torch_names import FORWARD_HOOKS, FORWARD_PRE_HOOKS, HOOKS
+from nxdpp.pipeline.local.elsewhere_calls import is_refusal
 from nxdpp.tracing.modules import listings
 
 _logger = logging.getLogger(__name__)
@@ -50,7 +51,7 @@ def warn_of_traced_hooks(module: nn.Module, layers: Sequence[str]) -> None:
     """Log a warning for forward hooks of modules that hold transformer layers: they run while these are traced."""
     traced = []
     for name, child in _above_layers(module, layers):
-        if FORWARD_HOOKS.of(child) or FORWARD_PRE_HOOKS.of(child):
+        if FORWARD_HOOKS.of(child) or not all(map(is_refusal, FORWARD_PRE_HOOKS.of(child).values())):
             traced.append(name or type(module).__name__)
     if traced:
         _logger.warning(

@@ -136,6 +136,44 @@ def test_ranks_without_an_optimizer_have_no_step_to_make() -> None:
     assert sorted(run_ranks(2, train_head_alone)) == [0, 1]
 
 
+def train_parts(rank: int, pipeline: int, alternately: bool, everywhere: bool) -> int:
+    """Train two parts of a model with rates of their own; unless ``everywhere`` ranks lack empty optimizers."""
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=pipeline, backend="gloo", hang_timeout=60)
+    torch.manual_seed(0)
+    model = NxDPPModel(llama(4), num_microbatches=4)
+    low: list[Any] = []
+    high: list[Any] = []
+    for name, parameter in model.local_named_parameters():
+        (low if "embed" in name or ".0." in name or ".1." in name else high).append(parameter)
+    made = [(low, 0.1), (high, 0.2)]
+    optimizers = [torch.optim.AdamW([{"params": own}], lr=rate) if own or everywhere else None for own, rate in made]
+    for number in range(9):
+        step(model, number)
+        for optimizer in optimizers if not alternately else optimizers[number % 2 : number % 2 + 1]:
+            if optimizer is not None:
+                optimizer.step()
+        model.zero_grad()
+    return model.local_module is not None
+
+
+@pytest.mark.parametrize("alternately", [False, True], ids=["together", "alternately"])
+@pytest.mark.parametrize(("ranks", "pipeline"), [(2, 2), (4, 4), (4, 2)], ids=["2", "4", "replicas"])
+def test_optimizers_of_parts_have_rates_of_their_own(ranks: int, pipeline: int, alternately: bool) -> None:
+    assert run_ranks(ranks, train_parts, pipeline, alternately, True) == [True] * ranks
+
+
+@pytest.mark.parametrize(
+    ("alternately", "sentence"),
+    [(False, r"AdamW has other options on rank 1 .*lr=0\.2, than on rank 0"), (True, "has stepped on pipeline rank 1")],
+)
+def test_optimizers_of_parts_on_some_ranks_are_refused_with_the_remedy(alternately: bool, sentence: str) -> None:
+    remedy = (
+        r"An optimizer of a part of the model is made and stepped on every rank, also where its group is empty: Adam"
+    )
+    with pytest.raises(AssertionError, match=rf"(?s){sentence}.*{remedy}"):
+        run_ranks(2, train_parts, 2, alternately, False)
+
+
 def freeze_between(rank: int) -> Any:
     """Freeze a parameter after ``no_sync()``, which is refused, and as the message says."""
     model = wrapped("replicas")

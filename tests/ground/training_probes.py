@@ -276,3 +276,13 @@ def _replicated_by_torch() -> bool:
         except NotImplementedError:
             return True
     return False
+
+
+@probe(names.LAST_RATES, names.SCHEDULERS)
+def _rates_of_groups() -> bool:
+    groups = [{"params": [torch.zeros(1)], "lr": rate} for rate in (0.1, 0.2)]
+    optimizer = torch.optim.SGD(groups, lr=0.1)
+    one = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    nested = torch.optim.lr_scheduler.SequentialLR(optimizer, [one], []).state_dict()
+    (state,) = nested[names.SCHEDULERS.name]
+    return len(state[names.LAST_RATES.name]) == 2

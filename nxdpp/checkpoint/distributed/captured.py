@@ -15,14 +15,15 @@ import numpy as np
 import torch
 from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
-from torch.optim import Optimizer
 
 from nxdpp.agreement.same_values import sample
 from nxdpp.checkpoint.distributed import ranks
 from nxdpp.checkpoint.distributed.model_state import ModelTensors, local_module_of, model_tensors, names_of
 from nxdpp.checkpoint.distributed.optimizer_state import Description, held_state, optimizer_class
-from nxdpp.checkpoint.distributed.parameter_groups import SavedGroup, groups_of
+from nxdpp.checkpoint.distributed.optimizers import Optimizers, SavedOptimizer
+from nxdpp.checkpoint.distributed.parameter_groups import groups_of
 from nxdpp.checkpoint.distributed.rectangles import PlaceInWhole, TensorBlocks, blocks_of, placement_of, whole
+from nxdpp.checkpoint.distributed.schedulers import rest_of, scheduled_values
 from nxdpp.checkpoint.distributed.shared_reads import owners
 from nxdpp.checkpoint.distributed.structured import decoded, encoded
 from nxdpp.checkpoint.huggingface.read_directory import texts_in
@@ -42,9 +43,10 @@ class Described:
     """All of a rank's state except its tensors; ``None`` for what the training does not have.
 
     ``names`` are the model's, and ``configuration`` has files of a transformers model by name, both of rank 0.
-    ``ties`` and ``quantized`` are as in ``ModelTensors``. ``groups`` are the optimizer's parameter groups, with this
-    rank's names; it ``has_names`` if the program has given it some. ``states`` describes the state of each parameter
-    that this rank keeps; a frozen one has none.
+    ``ties`` and ``quantized`` are as in ``ModelTensors``. ``optimizers`` have the parameter groups of each by name,
+    with this rank's names of parameters; they ``have_names`` if the program has given them some. ``states`` describes
+    the state of each parameter that this rank keeps; a frozen one has none. ``scheduler`` is all of its state but
+    values of groups, to be compared.
     ``samples`` has hashes of a sample of each parameter, by name and the part that this rank has; it is empty in one
     process. ``random`` has the states of this rank's generators, and ``others`` scheduler, scaler and user content as
     JSON.
@@ -54,13 +56,13 @@ class Described:
     names: list[str] = field(default_factory=list)
     ties: dict[str, str] | None = None
     configuration: dict[str, str] | None = None
-    optimizer: str | None = None
-    groups: list[SavedGroup] = field(default_factory=list)
-    has_names: bool = False
+    optimizers: dict[str, SavedOptimizer] = field(default_factory=dict)
+    have_names: bool = False
     states: dict[str, Description] = field(default_factory=dict)
     samples: dict[Part, bytes] = field(default_factory=dict)
     quantized: dict[str, str] = field(default_factory=dict)
     random: Any = None
+    scheduler: str = ""
     others: dict[str, Any] = field(default_factory=dict)
 
 
@@ -73,7 +75,7 @@ class Captured(NamedTuple):
 
 def captured(
     model: nn.Module | None,
-    optimizer: Optimizer | None,
+    optimizers: Optimizers,
     scheduler: Stateful | None,
     grad_scaler: Stateful | None,
     user_content: Any,
@@ -86,7 +88,7 @@ def captured(
     tensors = None if model is None else model_tensors(model)
     if model is not None:
         check_whole(local_module_of(model))
-    if optimizer is not None:
+    for optimizer in optimizers.values():
         check_whole(optimizer)
     if tensors is not None:
         result.ties, result.quantized = tensors.ties, tensors.quantized
@@ -100,22 +102,26 @@ def captured(
             # Statistics of batch norms depend on a replica's own batches: save all of them from one replica.
             into = own if is_sharded(tensor) else replicated if isinstance(tensor, nn.Parameter) else of_first
             into[f"model.{name}"] = blocks_of(values[name], placement_of(tensor))
-    if optimizer is not None:
-        if tensors is None:
-            raise ValueError("an optimizer is saved with the model whose parameters it has: give model= too.")
-        result.optimizer = optimizer_class(optimizer)
-        names = tensors.names()
-        result.groups = groups_of(optimizer, names)
-        result.has_names = any("param_names" in group for group in optimizer.param_groups)
-        for held in held_state(optimizer, names):
-            if not _writes(held.parameter):
-                continue
-            description = held.description()
-            if description:
-                result.states[held.name] = description
-            into = own if held.is_shard else replicated
-            for key, value in held.tensors().items():
-                into[f"optimizer.{held.name}.{key}"] = held.blocks(value, readable(local_rows(value)))
+    if optimizers and tensors is None:
+        raise ValueError("an optimizer is saved with the model whose parameters it has: give model= too.")
+    names = {} if tensors is None else tensors.names()
+    for key, optimizer in optimizers.items():
+        groups = groups_of(optimizer, names)
+        of_groups = scheduled_values(scheduler, optimizer)
+        groups = [group._replace(scheduled=each) for group, each in zip(groups, of_groups, strict=True)]
+        result.optimizers[key] = SavedOptimizer(optimizer_class(optimizer), groups)
+        result.have_names |= any("param_names" in group for group in optimizer.param_groups)
+    for held in (held for optimizer in optimizers.values() for held in held_state(optimizer, names)):
+        if not _writes(held.parameter):
+            continue
+        description = held.description()
+        if description:
+            result.states[held.name] = description
+        into = own if held.is_shard else replicated
+        for key, value in held.tensors().items():
+            into[f"optimizer.{held.name}.{key}"] = held.blocks(value, readable(local_rows(value)))
+    if optimizers:
+        result.scheduler = rest_of(scheduler)
     own.update(_own_share(replicated))
     if ranks.replica()[0] == 0:
         own.update(of_first)

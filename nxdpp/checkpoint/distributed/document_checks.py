@@ -148,6 +148,12 @@ def _check_optimizer(optimizer: Any, tensors: Mapping[str, TensorStorageMetadata
         _need(is_group and not set(group["options"]) & set(_NOT_OPTIONS), "groups")
         decoded(group["options"])
         _need(isinstance(group["names"], list) and all(isinstance(name, str) for name in group["names"]), "groups")
+    several = optimizer.get("several")
+    if several is not None:
+        are_several = _are(several, lambda each: _has(each, "class", "groups") and isinstance(each["class"], str))
+        _need(bool(several) and are_several, "several")
+        counts = _numbers([each["groups"] for each in several.values()], "the number of groups of an optimizer")
+        _need(sum(counts) == len(optimizer["groups"]), "several")
     _need(_are(optimizer["states"], lambda state: _are(state, lambda value: isinstance(value, dict))), "states")
     for name, state in optimizer["states"].items():
         for key, described in state.items():

@@ -24,16 +24,16 @@ from pathlib import Path
 from typing import Any
 
 from torch.distributed.checkpoint.stateful import Stateful
-from torch.optim import Optimizer
 
 from nxdpp.checkpoint.dcp.directory import has_dcp_files
 from nxdpp.checkpoint.dcp.read_document import check_copies, dcp_document
 from nxdpp.checkpoint.distributed.directory import DOCUMENT
 from nxdpp.checkpoint.distributed.document import OF_MODEL, Document, parsed_document, read_document, tensors_of
 from nxdpp.checkpoint.distributed.load_targets import LoadArguments, LoadTargets
-from nxdpp.checkpoint.distributed.model_state import ModelTensors, local_module_of, model_tensors
+from nxdpp.checkpoint.distributed.model_state import local_module_of, model_tensors
 from nxdpp.checkpoint.distributed.optimizer_state import held_state
-from nxdpp.checkpoint.distributed.parameter_groups import SavedGroup, groups_of, regrouped
+from nxdpp.checkpoint.distributed.optimizers import Optimizers, saved_optimizers
+from nxdpp.checkpoint.distributed.parameter_groups import SavedGroup, check_divided, groups_of
 from nxdpp.checkpoint.distributed.pruning import check_files, keep_damaged
 from nxdpp.checkpoint.distributed.ranks import Exchange
 from nxdpp.checkpoint.distributed.reads import VerifiedReads
@@ -82,10 +82,9 @@ class Load:
         Raises ``ValueError`` on all ranks for names, shapes, dtypes or groups that do not, and where the checkpoint
         lacks a name that a failed load may have changed.
         """
-        model, optimizer = given.model, given.optimizer
+        model, optimizers = given.model, given.optimizers
         tensors = self.exchange.together(lambda: None if model is None else model_tensors(model))
-        groups = self._groups(optimizer, tensors)
-        self.exchange.together(lambda: self._targets.prepare(given, tensors, groups))
+        self.exchange.together(lambda: self._targets.prepare(given, tensors))
         # A directory of torch's has a tied tensor under each of its names.
         others = tensors.ties if tensors is not None and self._is_of_torch else {}
         self.exchange.together(lambda: None if self.exchange.rank else check_copies(self._folder, others))
@@ -100,31 +99,38 @@ class Load:
                     f"strict=False leaves them out."
                 ),
             )
-        if tensors is not None and optimizer is not None:
+        if tensors is not None and optimizers:
             names = tensors.names()
+            groups = {name: groups_of(each, names) for name, each in optimizers.items()}
+            if not self.content["optimizer"].get("flat"):
+                self.exchange.through_first(groups, self._check_divided)
             if given.strict:
-                own = [names[id(each)] for group in optimizer.param_groups for each in group["params"]]
                 self._check_known(
-                    own,
+                    [name for each in groups.values() for group in each for name in group.names],
                     [name for group in self.content["optimizer"]["groups"] for name in group["names"]],
                     lambda others: (
                         f"the optimizer of {self._folder} has {others}, and this optimizer does not: make it with the "
                         f"parameters that were saved. Nothing was loaded; strict=False leaves their state out."
                     ),
                 )
-            self._warn_of_masters(optimizer, names)
+            self._warn_of_masters(optimizers, names)
             self._warn_of_left_out({"scheduler": given.scheduler, "grad_scaler": given.grad_scaler})
-        self._marked = [] if model is None else [local_module_of(model), *([] if optimizer is None else [optimizer])]
+        self._marked = [] if model is None else [local_module_of(model), *optimizers.values()]
         self.exchange.together(self._check_overwrites)
 
-    def _groups(self, optimizer: Optimizer | None, tensors: ModelTensors | None) -> list[SavedGroup]:
-        """The saved groups, or for flat options those of ``optimizer``; collective."""
-        saved = self.content["optimizer"] or {"groups": []}
-        groups = [SavedGroup(**group) for group in saved["groups"]]
-        if optimizer is None or tensors is None or not saved.get("flat"):
-            return groups
-        of_ranks = self.exchange.all_together(lambda: groups_of(optimizer, tensors.names()))
-        return self.exchange.together(lambda: regrouped(of_ranks, groups))
+    def _check_divided(self, of_ranks: Sequence[Mapping[str, list[SavedGroup]]]) -> Sequence[None]:
+        """On rank 0: refuse groups that divide a saved one where the options differ, and warn of rates."""
+        saved = saved_optimizers(self.content["optimizer"])
+        for name in of_ranks[0]:
+            groups = saved[name if name in saved else ""].groups
+            rates = check_divided([of_rank[name] for of_rank in of_ranks], groups)
+            if rates:
+                warnings.warn(
+                    f"{self._folder} has one rate for {' and '.join(rates)}, which are in groups with rates of their "
+                    f"own here: the rate of the checkpoint counts, and a scheduler sets the next ones.",
+                    stacklevel=6,
+                )
+        return [None] * len(of_ranks)
 
     def read(self) -> Any:
         """Read this rank's part, take over the state, and return the user's content.
@@ -218,10 +224,11 @@ class Load:
                     f"{self._folder} has the state of a {name}, which is not loaded: give {name}= too.", stacklevel=4
                 )
 
-    def _warn_of_masters(self, optimizer: Optimizer, names: Mapping[int, str]) -> None:
+    def _warn_of_masters(self, optimizers: Optimizers, names: Mapping[int, str]) -> None:
         """Warn once, on rank 0, of master copies for which ``optimizer`` has no place."""
         states = self.content["optimizer"]["states"]
-        left = [held.name for held in held_state(optimizer, names) if held.leaves_master(states.get(held.name, {}))]
+        every_held = [held for each in optimizers.values() for held in held_state(each, names)]
+        left = [held.name for held in every_held if held.leaves_master(states.get(held.name, {}))]
         of_ranks = self.exchange.all_of(left)
         every = sorted({name for own in of_ranks for name in own})
         if every and self.exchange.rank == 0:
@@ -243,7 +250,7 @@ def load_first_whole(
     """
     for folder, is_last in zip(folders, [False] * (len(folders) - 1) + [True], strict=True):
         try:
-            load = Load(folder, exchange, remote, given.optimizer is not None)
+            load = Load(folder, exchange, remote, bool(given.optimizers))
             load.prepare(given)
             return load.read()
         except Exception as error:

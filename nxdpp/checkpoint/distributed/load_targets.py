@@ -15,18 +15,19 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from nxdpp.checkpoint.distributed import ranks
 from nxdpp.checkpoint.distributed.captured import layout, set_random_state
 from nxdpp.checkpoint.distributed.document import Document, tensors_of
 from nxdpp.checkpoint.distributed.document_checks import part_of
 from nxdpp.checkpoint.distributed.model_state import ModelTensors, is_pipelined
-from nxdpp.checkpoint.distributed.optimizer_state import held_state, is_stepped, not_sharded, optimizer_class
-from nxdpp.checkpoint.distributed.parameter_groups import SavedGroup, check_options, new_options
+from nxdpp.checkpoint.distributed.optimizer_state import held_state, is_stepped, not_sharded
+from nxdpp.checkpoint.distributed.optimizers import Optimizers, SavedOptimizer, fitting, saved_optimizers
+from nxdpp.checkpoint.distributed.parameter_groups import check_options, new_options, places_of
 from nxdpp.checkpoint.distributed.rectangles import TensorBlocks, blocks_of, placement_of, whole
+from nxdpp.checkpoint.distributed.schedulers import NamedSchedulers, check_rates, each_of, is_of, placed_state
 from nxdpp.checkpoint.distributed.structured import decoded
-from nxdpp.checkpoint.files.pieces import listed, printable
+from nxdpp.checkpoint.files.pieces import listed
 from nxdpp.checkpoint.huggingface.model_tensors import WrappedModel
 from nxdpp.devices.kinds import readable
 from nxdpp.gradients.replaced_parameters import check_no_optimizer_holds
@@ -36,10 +37,10 @@ from nxdpp.initialization.tape import overlaps_itself
 
 
 class LoadArguments(NamedTuple):
-    """The objects of a training that a checkpoint is loaded into."""
+    """The objects of a training that a checkpoint is loaded into; ``optimizers`` may be empty."""
 
     model: nn.Module | None
-    optimizer: Optimizer | None
+    optimizers: Optimizers
     scheduler: Stateful | None
     grad_scaler: Stateful | None
     strict: bool
@@ -66,20 +67,21 @@ class LoadTargets:
         self._copies: list[tuple[TensorBlocks, TensorBlocks]] = []
         self._after: list[Callable[[], Any]] = []
 
-    def prepare(self, given: LoadArguments, tensors: ModelTensors | None, groups: Sequence[SavedGroup]) -> None:
+    def prepare(self, given: LoadArguments, tensors: ModelTensors | None) -> None:
         """Verify that the checkpoint fits ``given``, whose model has ``tensors``, before anything is changed.
-
-        ``groups`` are of the saved optimizer.
 
         Raises ``ValueError`` for names, shapes, dtypes or groups that do not fit.
         """
         if tensors is not None:
             assert given.model is not None
             self._add_model(given.model, tensors, given.strict)
-        if given.optimizer is not None:
+        places: dict[str, list[list[int]]] = {}
+        if given.optimizers:
             if tensors is None:
                 raise ValueError("an optimizer is loaded with the model whose parameters it has: give model= too.")
-            self._add_optimizer(given.optimizer, tensors, groups, given.strict)
+            saved = fitting(given.optimizers, saved_optimizers(self._content["optimizer"]), self._folder)
+            for name, optimizer in given.optimizers.items():
+                places[name] = self._add_optimizer(optimizer, saved[name], tensors.names(), given.strict)
         for name, one in (("scheduler", given.scheduler), ("grad_scaler", given.grad_scaler)):
             if one is None:
                 continue
@@ -87,8 +89,10 @@ class LoadTargets:
                 raise ValueError(f"{self._folder} has no {name}: leave out {name}=.")
             self._add_made(name)
             state = decoded(self._content[name], self._made)
-            if isinstance(one, LRScheduler):
-                self._check_rates(one, state)
+            if isinstance(one, NamedSchedulers):
+                one.check_names(state, self._folder)
+            if name == "scheduler":
+                state = self._placed(one, state, given.optimizers, places)
             self._after.append(partial(one.load_state_dict, state))
         self._add_made("user_content")
         # Tensors in it get their values later.
@@ -106,15 +110,19 @@ class LoadTargets:
         for act in self._after:
             act()
 
-    def _check_rates(self, scheduler: LRScheduler, state: Mapping[str, Any]) -> None:
-        """Raise ``ValueError`` for the state of a different class: torch's ``load_state_dict`` takes any."""
-        saved, own = ({key for key in each if not key.startswith("_")} for each in (state, scheduler.state_dict()))
-        if saved != own:
-            raise ValueError(
-                f"the scheduler of {self._folder} has {', '.join(sorted(saved - own)) or 'no other state'}, and this "
-                f"{type(scheduler).__name__} has {', '.join(sorted(own - saved)) or 'no other state'}: make the "
-                f"scheduler that was saved, or leave out scheduler=. Nothing was loaded."
-            )
+    def _placed(
+        self, scheduler: Stateful, state: Any, optimizers: Optimizers, places: Mapping[str, list[list[int]]]
+    ) -> Any:
+        """``state``, with its values of groups in the order of the groups of ``optimizers``."""
+        saved = saved_optimizers(self._content["optimizer"])
+        for path, one in each_of(scheduler).items():
+            of_one = state[path[0]] if path else state
+            for name, place in places.items():
+                if is_of(one, optimizers[name]):
+                    of_one = placed_state(one, of_one, place, len(saved[name if name in saved else ""].groups))
+            check_rates(one, of_one, self._folder)
+            state = {**state, path[0]: of_one} if path else of_one
+        return state
 
     def _add_model(self, model: nn.Module, tensors: ModelTensors, strict: bool) -> None:
         saved_ties: Mapping[str, str] = self._content["ties"] or {}
@@ -175,27 +183,20 @@ class LoadTargets:
             self._after.append(lambda: pipelined.replace_local_tensors(replaced))
 
     def _add_optimizer(
-        self, optimizer: Optimizer, tensors: ModelTensors, groups: Sequence[SavedGroup], strict: bool
-    ) -> None:
-        saved = self._content["optimizer"]
-        if saved is None:
-            raise ValueError(f"{self._folder} has no optimizer: leave out optimizer=.")
-        own = optimizer_class(optimizer)
-        # A directory of torch.distributed.checkpoint has options, and no class.
-        if saved["class"] not in ("", own):
-            raise ValueError(
-                f"{self._folder} has the state of {printable(saved['class'])}, and the optimizer is {own}: make the "
-                f"optimizer that was saved, or leave out optimizer=."
+        self, optimizer: Optimizer, saved: SavedOptimizer, names: Mapping[int, str], strict: bool
+    ) -> list[list[int]]:
+        """Add the state of ``optimizer``; return the places of its groups among those that were ``saved``."""
+        places = places_of(optimizer, names, saved.groups)
+        if not saved.kind:
+            check_options(
+                optimizer, [saved.groups[number] for number in sorted({each for of in places for each in of})]
             )
-        names = tensors.names()
-        if not saved["class"]:
-            check_options(optimizer, groups)
-        options = new_options(optimizer, names, groups)
-        states = saved["states"]
-        place = {name: number for number, group in enumerate(groups) for name in group.names}
+        options = new_options(optimizer, places, saved.groups)
+        states = self._content["optimizer"]["states"]
+        own = {id(each): number for number, group in enumerate(optimizer.param_groups) for each in group["params"]}
         for held in list(held_state(optimizer, names)):
             described = states.get(held.name, {})
-            state = held.new_state(described, options[place[held.name]])
+            state = held.new_state(described, options[own[id(held.parameter)]])
             in_use = {id(held.values), *map(id, held.states.get(held.values, {}).values())}
             for key, value in state.items():
                 if "tensor" in described[key]:
@@ -214,6 +215,7 @@ class LoadTargets:
                 f"requires_grad_(True) before the load. Nothing was loaded; strict=False leaves their state out."
             )
         self._after.append(partial(_give_options, optimizer, options))
+        return places
 
     def _add_random(self) -> None:
         saved = self._content["random"]

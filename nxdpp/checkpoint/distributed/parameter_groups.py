@@ -13,10 +13,14 @@ _SHOWN = 5
 
 
 class SavedGroup(NamedTuple):
-    """A parameter group: its options as JSON, and the names of its parameters."""
+    """A parameter group: its options as JSON, the names of its parameters, and in a save what schedulers have of it.
+
+    ``scheduled`` has values as JSON, by their path in the state of a scheduler.
+    """
 
     options: dict[str, Any]
     names: list[str]
+    scheduled: dict[Any, Any] = {}
 
 
 def names_of_group(optimizer: Optimizer, number: int, names: Mapping[int, str]) -> list[str]:
@@ -48,43 +52,60 @@ def groups_of(optimizer: Optimizer, names: Mapping[int, str]) -> list[SavedGroup
     return found
 
 
+def are_alike(of_ranks: Sequence[Sequence[SavedGroup]]) -> bool:
+    """Return whether all ranks have the same groups, each with some of the parameters."""
+    first = [group._replace(names=[]) for group in of_ranks[0]]
+    return all([group._replace(names=[]) for group in groups] == first for groups in of_ranks)
+
+
 def joined_groups(of_ranks: Sequence[Sequence[SavedGroup]]) -> list[SavedGroup]:
-    """Join the groups of all ranks. Raises ``ValueError`` for ranks with different numbers of groups or options."""
-    counts = sorted({len(groups) for groups in of_ranks})
-    if len(counts) > 1:
-        raise ValueError(
-            f"optimizers have {counts[0]} to {counts[-1]} parameter groups on different ranks: give every rank the "
-            f"same groups, also those without a parameter of the rank."
-        )
-    joined = []
-    for number in range(counts[0]):
-        groups = [groups[number] for groups in of_ranks]
-        for rank, group in enumerate(groups):
-            if group.options != groups[0].options:
-                keys = sorted(set(group.options) | set(groups[0].options))
-                key = next(key for key in keys if group.options.get(key) != groups[0].options.get(key))
-                raise ValueError(
-                    f"param_groups[{number}] has {key}={groups[0].options.get(key)} on rank 0 and "
-                    f"{group.options.get(key)} on rank {rank}: set the same options on every rank."
-                )
-        names = {name for group in groups for name in group.names}
-        joined.append(SavedGroup(groups[0].options, sorted(names)))
+    """Join the groups of all ranks: by their place where they are alike, and otherwise one rank after the other.
+
+    Groups that differ are of other parameters on each rank, such as of its layers; those without parameters are left
+    out then. Raises ``ValueError`` for a parameter that has different options on two ranks.
+    """
+    if are_alike(of_ranks):
+        return [
+            groups[0]._replace(names=sorted({name for group in groups for name in group.names}))
+            for groups in zip(*of_ranks, strict=True)
+        ]
+    joined: list[SavedGroup] = []
+    known: dict[str, tuple[int, SavedGroup]] = {}
+    for rank, groups in enumerate(of_ranks):
+        for group in groups:
+            for name in group.names:
+                _check_same(name, known.setdefault(name, (rank, group)), (rank, group))
+            new = [name for name in group.names if known[name][1] is group]
+            if new:
+                joined.append(group._replace(names=sorted(new)))
     return joined
 
 
-def new_options(optimizer: Optimizer, names: Mapping[int, str], saved: Sequence[SavedGroup]) -> list[dict[str, Any]]:
-    """Return the options of ``saved`` for each group of ``optimizer``.
+def _check_same(name: str, one: tuple[int, SavedGroup], other: tuple[int, SavedGroup]) -> None:
+    """Raise ``ValueError`` for groups of two ranks, both with the parameter ``name``, whose values differ."""
+    for first, second in zip(one[1][::2], other[1][::2], strict=True):
+        key = _different(first, second)
+        if key is not None:
+            raise ValueError(
+                f"the parameter group of {name} has {key}={first.get(key)} on rank {one[0]} and {second.get(key)} on "
+                f"rank {other[0]}: set the same options on every rank."
+            )
 
-    Raises ``ValueError`` for a different number of groups, and for a group whose parameters were in a different group
-    or in none: schedulers know groups by their place. Also for an option that is no number where the optimizer has one.
+
+def _different(one: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
+    """The first option that differs; ``None`` for equal ones."""
+    return next((key for key in sorted({*one, *other}) if one.get(key) != other.get(key)), None)
+
+
+def places_of(optimizer: Optimizer, names: Mapping[int, str], saved: Sequence[SavedGroup]) -> list[list[int]]:
+    """Return for each group of ``optimizer`` the numbers of the saved groups that its parameters were in.
+
+    A group without a parameter of this rank is the one at its place, if there are as many. Raises ``ValueError`` for a
+    parameter that was in none, and for a group whose parameters had different options.
     """
-    if len(optimizer.param_groups) != len(saved):
-        raise ValueError(
-            f"the optimizer has {len(optimizer.param_groups)} parameter groups, and that of the checkpoint "
-            f"{len(saved)}: make the optimizer with the groups that were saved."
-        )
     place = {name: number for number, group in enumerate(saved) for name in group.names}
-    for number in range(len(saved)):
+    found = []
+    for number in range(len(optimizer.param_groups)):
         own = names_of_group(optimizer, number, names)
         missing = [name for name in own if name not in place]
         if missing:
@@ -92,13 +113,28 @@ def new_options(optimizer: Optimizer, names: Mapping[int, str], saved: Sequence[
                 f"the checkpoint's optimizer did not have {listed(missing, _SHOWN)} of param_groups[{number}]: "
                 f"make the optimizer with the parameters that were saved."
             )
-        moved = [name for name in own if place[name] != number]
-        if moved:
-            raise ValueError(
-                f"{moved[0]} is in param_groups[{number}], and was in param_groups[{place[moved[0]]}] of the "
-                f"checkpoint: make the optimizer with the groups that were saved."
-            )
-    found = [decoded(group.options) for group in saved]
+        for name in own:
+            key = _different(saved[place[own[0]]].options, saved[place[name]].options)
+            if key is not None:
+                values = [saved[place[each]].options.get(key) for each in (own[0], name)]
+                raise ValueError(
+                    f"param_groups[{number}] has {own[0]} and {name}, whose {key} differs in the checkpoint: "
+                    f"{values[0]!r:.100} and {values[1]!r:.100}. Make the optimizer with the groups that were saved."
+                )
+        at_its_place = [number] if len(saved) == len(optimizer.param_groups) else []
+        found.append(sorted({place[name] for name in own}) or at_its_place)
+    return found
+
+
+def new_options(
+    optimizer: Optimizer, places: Sequence[Sequence[int]], saved: Sequence[SavedGroup]
+) -> list[dict[str, Any]]:
+    """Return the saved options for each group of ``optimizer``, which has the ``places`` of ``places_of``.
+
+    They are empty for a group that keeps its own. Raises ``ValueError`` for an option that is no number where the
+    optimizer has one.
+    """
+    found = [decoded(saved[place[0]].options) if place else {} for place in places]
     for number, (group, options) in enumerate(zip(optimizer.param_groups, found, strict=True)):
         for key, value in options.items():
             if _numbers_in(group.get(key)) and _numbers_in(value) != _numbers_in(group[key]):
@@ -109,26 +145,27 @@ def new_options(optimizer: Optimizer, names: Mapping[int, str], saved: Sequence[
     return found
 
 
-def regrouped(of_ranks: Sequence[Sequence[SavedGroup]], saved: Sequence[SavedGroup]) -> list[SavedGroup]:
-    """Return the options of ``saved``, which are of each parameter, in the groups that an optimizer has on all ranks.
+def check_divided(of_ranks: Sequence[Sequence[SavedGroup]], saved: Sequence[SavedGroup]) -> list[str]:
+    """Check groups of all ranks that divide a saved group: one of its options would replace several.
 
-    A group without parameters keeps its own options. Raises ``ValueError`` for a group whose parameters had different
-    options.
+    Return the names of two parameters with different rates that get one rate, or nothing. Rates may have become equal
+    in the training. Raises ``ValueError`` for any other option that differs.
     """
-    options = {name: group.options for group in saved for name in group.names}
-    found = []
-    for number, groups in enumerate(zip(*of_ranks, strict=True)):
-        names = sorted({name for group in groups for name in group.names})
-        known = [name for name in names if name in options]
-        first = options[known[0]] if known else groups[0].options
-        for name in known:
-            if options[name] != first:
-                raise ValueError(
-                    f"param_groups[{number}] has {known[0]} and {name}, whose options differ in the checkpoint: "
-                    f"{first!r:.200} and {options[name]!r:.200}. Make the optimizer with the groups that were saved."
-                )
-        found.append(SavedGroup(first, known))
-    return found
+    place = {name: number for number, group in enumerate(saved) for name in group.names}
+    first: dict[int, SavedGroup] = {}
+    rates: list[str] = []
+    for group in (group for groups in of_ranks for group in groups if group.names):
+        one = first.setdefault(place.get(group.names[0], -1), group)
+        key = _different(*({**each.options, "lr": None, "initial_lr": None} for each in (one, group)))
+        if key is not None:
+            raise ValueError(
+                f"{one.names[0]} and {group.names[0]} are in groups with {key}={one.options.get(key)} and "
+                f"{group.options.get(key)}, and were in one group of the checkpoint: make the optimizer with the "
+                f"groups that were saved."
+            )
+        if not rates and one.options.get("lr") != group.options.get("lr"):
+            rates = [one.names[0], group.names[0]]
+    return rates
 
 
 def check_options(optimizer: Optimizer, saved: Sequence[SavedGroup]) -> None:

@@ -32,9 +32,9 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from nxdpp.checkpoint.distributed import directory
-from nxdpp.checkpoint.distributed.captured import Captured, Described, Part
+from nxdpp.checkpoint.distributed.captured import Captured, Described
+from nxdpp.checkpoint.distributed.content import content_of
 from nxdpp.checkpoint.distributed.document import write_document
-from nxdpp.checkpoint.distributed.parameter_groups import joined_groups
 from nxdpp.checkpoint.distributed.pruning import ends_of, prune
 from nxdpp.checkpoint.distributed.ranks import Exchange
 from nxdpp.checkpoint.distributed.rectangles import key_of
@@ -142,7 +142,7 @@ class Save:
     def _plan_all(self, of_ranks: list[tuple[SavePlan, Described]]) -> Sequence[tuple[str, SavePlan]]:
         """On rank 0: divide the rectangles among the ranks, and lock the directory before any rank writes in it."""
         plans, self._metadata = self._planner.create_global_plan([plan for plan, _ in of_ranks])
-        self._content = _content([described for _, described in of_ranks])
+        self._content = content_of([described for _, described in of_ranks])
         try:
             self._claim()
         except OSError as error:
@@ -209,48 +209,6 @@ def _cannot_write(error: OSError, rank: int, file: Path) -> OSError:
         f"rank {rank} cannot write {error.filename or file}: {error.strerror or error}. Earlier checkpoints are there, "
         f"and the training can go on",
     )
-
-
-def _content(of_ranks: list[Described]) -> dict[str, Any]:
-    first = of_ranks[0]
-    states: dict[str, Any] = {}
-    for rank, described in enumerate(of_ranks):
-        for name, state in described.states.items():
-            if states.setdefault(name, state) != state:
-                raise ValueError(
-                    f"ranks have different optimizer state of {name}: {states[name]} and, on rank {rank}, {state}. "
-                    f"Step the optimizer on every rank alike."
-                )
-    _check_copies(of_ranks)
-    optimizer: dict[str, Any] | None = None
-    if first.optimizer is not None:
-        groups = joined_groups([described.groups for described in of_ranks])
-        optimizer = {"class": first.optimizer, "groups": [group._asdict() for group in groups], "states": states}
-        if first.has_names:
-            optimizer["has_names"] = True
-    return {
-        "layout": first.layout,
-        "ties": first.ties,
-        "configuration": first.configuration,
-        "optimizer": optimizer,
-        "quantized": {name: found for described in of_ranks for name, found in described.quantized.items()},
-        "random": [described.random for described in of_ranks],
-        **first.others,
-    }
-
-
-def _check_copies(of_ranks: list[Described]) -> None:
-    """Raise ``ValueError`` for ranks with different values of one part of a parameter: one would be lost."""
-    first: dict[Part, tuple[int, bytes]] = {}
-    for rank, described in enumerate(of_ranks):
-        for part, found in described.samples.items():
-            other, expected = first.setdefault(part, (rank, found))
-            if found != expected:
-                raise ValueError(
-                    f"{part[0]} has other values on rank {rank} than on rank {other}, which has the same part of it: "
-                    f"the ranks have gone apart. Load the same checkpoint on all ranks. A module that is not wrapped "
-                    f"must be the same on all of them."
-                )
 
 
 class BackgroundSaves:

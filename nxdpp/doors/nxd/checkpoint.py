@@ -9,9 +9,10 @@ NeuronX Distributed's developer guide for saving and loading checkpoints has the
 """
 
 import os
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import nn
@@ -23,7 +24,7 @@ from nxdpp.checkpoint.distributed import directory
 from nxdpp.checkpoint.distributed.captured import captured
 from nxdpp.checkpoint.distributed.load import load_first_whole
 from nxdpp.checkpoint.distributed.load_targets import LoadArguments
-from nxdpp.checkpoint.distributed.ranks import CollectiveCall, Exchange, given, same_call
+from nxdpp.checkpoint.distributed.ranks import CollectiveCall, Exchange, same_call
 from nxdpp.checkpoint.distributed.remote_directory import RemoteDirectory, staged
 from nxdpp.checkpoint.distributed.remote_save import RemoteSave
 from nxdpp.checkpoint.distributed.save import BackgroundSaves, Save
@@ -32,14 +33,16 @@ from nxdpp.ranks.faults import failure_watch
 from nxdpp.ranks.faults.board import board
 
 _saves = BackgroundSaves()
+_T = TypeVar("_T")
+OneOrSeveral: TypeAlias = _T | Sequence[_T] | Mapping[str, _T]
 
 
 def save_checkpoint(
     path: str | os.PathLike[str],
     tag: str | int = "",
     model: nn.Module | None = None,
-    optimizer: Optimizer | None = None,
-    scheduler: Stateful | None = None,
+    optimizer: OneOrSeveral[Optimizer] | None = None,
+    scheduler: OneOrSeveral[Stateful] | None = None,
     user_content: Any = None,
     num_workers: int = 8,
     use_xser: bool = False,
@@ -65,8 +68,11 @@ def save_checkpoint(
         path: directory of the training's checkpoints, made if it is missing; or its address.
         tag: name of this one, such as ``"step_100"``. The default is refused: each checkpoint has a name.
         model: an ``NxDPPModel``, an ``NxDModel``, or a module that each rank has whole.
-        optimizer: of torch, a ``Zero1Optimizer`` or an ``NxDOptimizer``, over parameters of ``model``.
-        scheduler, grad_scaler: objects with ``state_dict``; rank 0 saves its own.
+        optimizer: of torch, a ``Zero1Optimizer`` or an ``NxDOptimizer``, over parameters of ``model``. Or several, each
+            over other parameters: a list of them, or a dict by name. Groups may differ from rank to rank, such as rates
+            by layer: a load gives each parameter the options of its group, whatever the layout.
+        scheduler, grad_scaler: objects with ``state_dict``; rank 0 saves its own, and of schedulers the values for the
+            groups of all ranks. Several schedulers in a list or a dict.
         user_content: of rank 0: numbers, strings, tensors, lists, tuples and dicts of them.
         num_workers: at least 1, and otherwise without effect. Each rank writes its own part without a copy of it in
             host memory, so all may write at once.
@@ -75,7 +81,7 @@ def save_checkpoint(
         async_save: return when the values are copied to host memory. A thread writes them. Its error is raised by a
             training step, the same step on every rank, or by an earlier call of these functions. A program that ends
             before either prints the error, and has status 1.
-        zero1_optimizer: without effect: it is about an optimizer that is given as a dict, which is refused.
+        zero1_optimizer: without effect: it is about the state dict of an optimizer, which is refused.
         use_zero1_dcp: without effect: torch.distributed.checkpoint plans all saves.
         avoid_saving_lower_precision_weights: without effect: the weights are saved next to the master weights of
             ZeRO-1, so that a model can be loaded without its optimizer.
@@ -122,8 +128,8 @@ def save_checkpoint(
         if when_busy == "skip" and any(are_in_flight):
             return False
         _saves.wait()
-        own = arguments.model_of(model), arguments.optimizer_of(optimizer)
-        state = exchange.together(lambda: captured(*own, scheduler, grad_scaler, user_content))
+        own = arguments.model_of(model), arguments.optimizers_of(optimizer), arguments.scheduler_of(scheduler)
+        state = exchange.together(lambda: captured(*own, grad_scaler, user_content))
         place, name = arguments.place_of(path), arguments.tag_of(tag)
         if isinstance(place, str):
             save: Save = RemoteSave(place, name, kept, exchange)
@@ -171,8 +177,8 @@ def load_checkpoint(
     path: str | os.PathLike[str],
     tag: str | int | None = None,
     model: nn.Module | None = None,
-    optimizer: Optimizer | None = None,
-    scheduler: Stateful | None = None,
+    optimizer: OneOrSeveral[Optimizer] | None = None,
+    scheduler: OneOrSeveral[Stateful] | None = None,
     num_workers: int = 8,
     strict: bool = True,
     use_zero1_dcp: bool = False,
@@ -193,7 +199,8 @@ def load_checkpoint(
         tag: ``None`` loads the newest. One that is damaged is named in a warning, and the next older one is loaded.
             The name of a directory that torch.distributed.checkpoint wrote loads its model, and an optimizer's state
             as ``get_state_dict`` names it. There are no checksums, and the optimizer's class is not known.
-        model, optimizer, scheduler, grad_scaler: as in the save; what is left out is not loaded. Frozen quantized
+        model, optimizer, scheduler, grad_scaler: as in the save, several optimizers by the same names; what is left out
+            is not loaded. Groups may be arranged anew if each has parameters that had equal options. Frozen quantized
             weights of bitsandbytes and torchao are in no checkpoint: give the same base as in the save.
         num_workers, use_zero1_dcp: as in the save.
         strict: ``False`` allows names that only the model, or only the checkpoint has.
@@ -228,7 +235,7 @@ def load_checkpoint(
         same_call(exchange, call)
         _saves.wait()
         place = arguments.place_of(path)
-        own = arguments.model_of(model), arguments.optimizer_of(optimizer)
+        own = arguments.model_of(model), arguments.optimizers_of(optimizer), arguments.scheduler_of(scheduler)
         with ExitStack() as stack:
             remote: RemoteDirectory | None = None
             if isinstance(place, Path):
@@ -249,11 +256,11 @@ def load_checkpoint(
             folders = [folder / each for each in tags]
             # State that is made in inference mode could not be trained. Tensors of that mode can only be changed in it.
             with torch.inference_mode(arguments.is_of_inference(own[0])):
-                given = LoadArguments(*own, scheduler, grad_scaler, strict)
+                given = LoadArguments(*own, grad_scaler, strict)
                 return load_first_whole(folders, exchange, given, remote)
 
 
 def _parts(model: object, optimizer: object, scheduler: object, grad_scaler: object) -> dict[str, str]:
     """The classes of the objects in a checkpoint."""
     parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "grad_scaler": grad_scaler}
-    return {name: given(part) for name, part in parts.items()}
+    return {name: arguments.kinds_of(part) for name, part in parts.items()}

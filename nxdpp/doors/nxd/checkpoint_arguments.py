@@ -12,7 +12,9 @@ from torch.optim import Optimizer
 from nxdpp.checkpoint.distributed import directory
 from nxdpp.checkpoint.distributed.directory import DOCUMENT, METADATA
 from nxdpp.checkpoint.distributed.model_state import local_module_of
+from nxdpp.checkpoint.distributed.ranks import given as kind_of
 from nxdpp.checkpoint.distributed.remote_directory import check_address
+from nxdpp.checkpoint.distributed.schedulers import NamedSchedulers
 from nxdpp.doors.nxd.model import NxDModel
 from nxdpp.doors.nxd.optimizer import NxDOptimizer
 from nxdpp.tensor.rank_files import local_path
@@ -83,16 +85,48 @@ def model_of(model: Any) -> nn.Module | None:
     )
 
 
-def optimizer_of(optimizer: Any) -> Optimizer | None:
-    """The optimizer that ``NxDOptimizer`` wraps, or ``optimizer``. Raises ``TypeError`` for other objects."""
-    if isinstance(optimizer, NxDOptimizer):
-        return optimizer.optimizer
-    if optimizer is None or isinstance(optimizer, Optimizer):
-        return optimizer
-    raise TypeError(
-        f"optimizer is of class {type(optimizer).__name__}: give the optimizer itself. Its state has the names of its "
-        f"parameters, which a state dict does not have."
-    )
+def optimizers_of(optimizer: Any) -> dict[str, Optimizer]:
+    """The optimizers in ``optimizer`` by name: of a dict or a list of them, or one without a name; empty for ``None``.
+
+    ``NxDOptimizer`` stands for what it wraps. Raises ``TypeError`` for other objects, and ``ValueError`` for names.
+    """
+    if optimizer is None:
+        return {}
+    given = _by_name(optimizer, "optimizer")
+    if given is None:
+        given = {"": optimizer}
+    elif any(each in list(given.values())[:number] for number, each in enumerate(given.values())):
+        raise ValueError("optimizer= has one optimizer twice: give each once.")
+    found = {name: each.optimizer if isinstance(each, NxDOptimizer) else each for name, each in given.items()}
+    others = [each for each in found.values() if not isinstance(each, Optimizer)]
+    if others or not found:
+        raise TypeError(
+            f"optimizer is of class {type(optimizer).__name__}: give the optimizer itself, or a list of optimizers or "
+            f"a dict of them by name. Its state has the names of its parameters, which a state dict does not have."
+        )
+    return found
+
+
+def scheduler_of(scheduler: Any) -> Stateful | None:
+    """``scheduler``, or several in a dict or a list as one. Raises ``TypeError`` and ``ValueError``."""
+    named = _by_name(scheduler, "scheduler")
+    if named is None:
+        return cast("Stateful | None", scheduler)
+    for name, each in named.items():
+        _check_stateful(f"scheduler[{name!r}]", each)
+    return NamedSchedulers(named)
+
+
+def _by_name(given: Any, argument: str) -> dict[str, Any] | None:
+    """The values of a dict or a list by name or place; ``None`` for any other object."""
+    if isinstance(given, list | tuple):
+        return {str(number): each for number, each in enumerate(given)}
+    if type(given) is not dict:
+        return None
+    wrong = [name for name in given if not isinstance(name, str) or not name.isprintable() or not name]
+    if wrong and all(hasattr(each, "state_dict") for each in given.values()):
+        raise ValueError(f"{argument}= has the name {wrong[0]!r}: names are texts that can be printed.")
+    return given
 
 
 def is_of_inference(model: nn.Module | None) -> bool:
@@ -103,14 +137,27 @@ def is_of_inference(model: nn.Module | None) -> bool:
     return any(tensor.is_inference() for tensor in (*module.parameters(), *module.buffers()))
 
 
-def check_parts(model: Any, optimizer: Any, scheduler: Stateful | None, grad_scaler: Stateful | None) -> None:
+def check_parts(model: Any, optimizer: Any, scheduler: Any, grad_scaler: Stateful | None) -> None:
     """Raise ``TypeError`` for objects of a wrong class, and ``ValueError`` for an optimizer without its model."""
-    if optimizer_of(optimizer) is not None and model_of(model) is None:
+    if optimizers_of(optimizer) and model_of(model) is None:
         raise ValueError("optimizer= needs model= too: the state of a parameter has the name that the model gives it.")
     model_of(model)
-    for name, one in (("scheduler", scheduler), ("grad_scaler", grad_scaler)):
-        if one is not None and not (hasattr(one, "state_dict") and hasattr(one, "load_state_dict")):
-            raise TypeError(f"{name} is a {type(one).__name__}, without state_dict and load_state_dict.")
+    for name, one in (("scheduler", scheduler_of(scheduler)), ("grad_scaler", grad_scaler)):
+        if one is not None:
+            _check_stateful(name, one)
+
+
+def _check_stateful(name: str, one: Any) -> None:
+    if not (hasattr(one, "state_dict") and hasattr(one, "load_state_dict")):
+        raise TypeError(f"{name} is a {type(one).__name__}, without state_dict and load_state_dict.")
+
+
+def kinds_of(given: Any) -> str:
+    """Text of an argument of which the classes are compared: one object, or several by name."""
+    named = _by_name(given, "")
+    if named is None:
+        return kind_of(given)
+    return f"{{{', '.join(f'{name!r}: {kind_of(each)}' for name, each in named.items())}}}"
 
 
 def check_format(format: str, place: Path | str) -> None:

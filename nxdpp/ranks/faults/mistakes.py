@@ -4,6 +4,7 @@ A note follows the traceback of an error that ends the program::
 
     run_train(...).backward()         element 0 of tensors does not require grad and does not have a grad_fn
     loss.item() before the last rank  'NoneType' object has no attribute 'item'
+    AdamW([trained parameters])       optimizer got an empty parameter list
     DataParallel(model).run_train()   'DataParallel' object has no attribute 'run_train'
 
 An error in a model's forward is printed without the frames between the program's call and the model's code.
@@ -30,6 +31,7 @@ _NO_LOSS = (
     "if None is a loss or an output: only the rank of the last stage has it (if model.holds_last_stage). "
     "NxDPPModel(..., broadcast_and_average_loss=True) returns the loss on every rank"
 )
+_EMPTY = "optimizer got an empty parameter list"
 _LIBRARIES = ("nxdpp", "torch", "transformers")
 
 _is_installed = False
@@ -63,6 +65,8 @@ def add_note(error: BaseException) -> None:
 def _note(error: BaseException) -> str | None:
     if isinstance(error, AttributeError) and isinstance(error.obj, nn.Module):
         return _of_outer_module(error.obj, error.name)
+    if isinstance(error, ValueError) and str(error) == _EMPTY:
+        return _of_empty_list(error)
     if not board.calls_of("run_train") and not board.calls_of("run_eval"):
         return None
     if isinstance(error, RuntimeError) and "does not require grad and does not have a grad_fn" in str(error):
@@ -87,6 +91,18 @@ def _of_outer_module(outer: nn.Module, name: str | None) -> str | None:
     return (
         f"a {type(outer).__name__} is around the pipelined model. Leave it out, and call {name} of the model itself: "
         f"run_train averages the gradients over the data-parallel replicas"
+    )
+
+
+def _of_empty_list(error: ValueError) -> str | None:
+    """Note on an optimizer over chosen parameters, of which this rank has none."""
+    if len(board.members.get("pipeline", ())) < 2:
+        return None
+    *_, last = _traces(error.__traceback__)
+    made = type(last.tb_frame.f_locals.get("self")).__name__
+    return (
+        f"this rank has layers without such a parameter, as frozen ones, and an optimizer takes a group that is empty. "
+        f'Write on every rank: {made}([{{"params": [p for p in model.parameters() if p.requires_grad]}}], ...)'
     )
 
 

@@ -11,11 +11,11 @@ from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor.debug import CommDebugMode
-from torch.optim import SGD, AdamW
+from torch.optim import SGD, AdamW, Optimizer
 
 from nxdpp import parallel_state
 from nxdpp.checkpoint.commands.show import verify
@@ -191,6 +191,30 @@ def test_what_cannot_be_written_is_refused(tmp_path: Path) -> None:
         save_checkpoint(tmp_path, "one", model, format="torch")
     with pytest.raises(ValueError, match="format='dcp' is for a file system"):
         save_checkpoint("memory://run", "one", model, format="dcp")
+
+
+def test_several_optimizers_have_the_state_dict_of_torch(tmp_path: Path) -> None:
+    def trained(seed: int) -> tuple[nn.Module, list[Optimizer]]:
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+        groups: list[dict[str, Any]] = [{"params": [model[0].weight]}, {"params": [model[0].bias], "lr": 0.2}]
+        optimizers: list[Optimizer] = [SGD(groups, lr=0.1, momentum=0.9), AdamW(model[1].parameters(), lr=0.3)]
+        model(torch.ones(2, 3)).sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        return model, optimizers
+
+    model, optimizers = trained(0)
+    save_checkpoint(tmp_path, "ours", model, optimizers, format="dcp")
+    expected = get_optimizer_state_dict(model, optimizers)
+    found = get_optimizer_state_dict(*trained(1))
+    load({"optimizer": found}, checkpoint_id=tmp_path / "ours", no_dist=True)
+    check_same(found, expected)
+    save({"model": model.state_dict(), "optimizer": expected}, checkpoint_id=tmp_path / "torchs", no_dist=True)
+    for tag in ("ours", "torchs"):
+        other, theirs = trained(1)
+        load_checkpoint(tmp_path, tag, other, theirs)
+        check_same(get_optimizer_state_dict(other, theirs), expected)
 
 
 def test_names_of_parameters_stay_names(tmp_path: Path) -> None:

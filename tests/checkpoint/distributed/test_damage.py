@@ -188,7 +188,7 @@ def test_no_older_checkpoint_is_loaded_for_another_error_of_a_rank(saved: list[d
 
     flip(1)(shard(tmp_path / "step_2"))
     training = Training()
-    arguments = LoadArguments(training.model, training.optimizer, training.scheduler, None, True)
+    arguments = LoadArguments(training.model, {"": training.optimizer}, training.scheduler, None, True)
     folders = [tmp_path / "step_2", tmp_path / "step_1"]
     with pytest.raises(DamagedFile, match="step_2"):
         load_first_whole(folders, Mixed(), arguments)

@@ -164,9 +164,9 @@ def _other_class(model: Small) -> Optimizer:
 @pytest.mark.parametrize(
     ("saved", "loaded", "options", "message"),
     [
-        (_single, _grouped, {}, "has 2 parameter groups, and that of the checkpoint 1"),
-        (_grouped, _single, {}, "has 1 parameter groups, and that of the checkpoint 2"),
-        (_grouped, _regrouped, {}, r"last.weight is in param_groups\[0\], and was in param_groups\[1\]"),
+        (_single, _grouped, {}, "in groups with weight_decay=0.01 and 0.0, and were in one group of the checkpoint"),
+        (_grouped, _single, {}, r"param_groups\[0\] has first.weight and norm.weight, whose weight_decay differs"),
+        (_grouped, _regrouped, {}, r"param_groups\[1\] has norm.weight and first.weight, whose weight_decay differs"),
         (_single, _partial, {}, "has first.bias, first.weight, norm.bias, norm.weight, and this optimizer does not"),
         (_partial, _single, {}, "the checkpoint's optimizer did not have first.weight"),
         (_single, _other_class, {}, "has the state of AdamW, and the optimizer is SGD"),

@@ -187,7 +187,9 @@ def _with_more(training: Training) -> None:
 
 
 def _other_options(training: Training) -> None:
-    training.optimizer.add_param_group({"params": []})
+    first, second = training.optimizer.param_groups
+    first["params"] += second["params"]
+    second["params"] = []
 
 
 def _own_key(training: Training) -> None:
@@ -205,7 +207,7 @@ MESSAGES = {
     "shape": r"model.norm.weight is of shape \[32\]",
     "dtype": "model.norm.weight is of shape .*torch.float32 in .*torch.bfloat16",
     "name": "lacks model.norm.more",
-    "groups": "has 3 parameter groups, and that of the checkpoint 2",
+    "groups": r"param_groups\[0\] has .*, whose weight_decay differs in the checkpoint: 0.1 and 0.0",
     "key": "AdamW has the state 'own', which belongs to no parameter",
 }
 CASES: dict[str, Callable[[int, Path], Any]] = {

@@ -1,11 +1,15 @@
 """Hooks of modules that no stage runs: told at construction, and refused where they would be ignored."""
 
+import logging
+
 import pytest
 import torch
+from torch import nn
 
-from nxdpp import NxDPPModel
+from nxdpp import NxDPPModel, parallel_state
 from nxdpp.pipeline.local.spine_hooks import warn_of_traced_hooks
 from tests.support.models import make, padded_batch
+from tests.support.run_ranks import run_ranks
 from tests.support.traced_models import make_model
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -88,3 +92,38 @@ def test_hooks_of_the_wrapper_are_refused(register: str) -> None:
     wrapped = wrapped_llama()
     with pytest.raises(RuntimeError, match=rf"{register} of a pipelined model: .*wrapped.local_module.get_submodule"):
         getattr(wrapped, register)(lambda *_: None)
+
+
+class Both(nn.Module):
+    """Two modules with layers, one after the other."""
+
+    def __init__(self, first: nn.Module, second: nn.Module) -> None:
+        super().__init__()
+        self.first, self.second = first, second
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the mean of the squares of the result for ``x`` ``(rows, 4)``."""
+        found: torch.Tensor = self.second(self.first(x)).square().mean()
+        return found
+
+
+def _wrap_twice(rank: int, ranks: int) -> list[str]:
+    """Wrap the same modules twice, and run both; return the warnings of hooks."""
+    found: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("nxdpp").addHandler(handler)
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=ranks, backend="gloo")
+    torch.manual_seed(0)
+    parts = [nn.Sequential(*(nn.Linear(4, 4) for _ in range(ranks))) for _ in range(2)]
+    for model in [NxDPPModel(Both(*parts), num_microbatches=4, transformer_layer_cls=nn.Linear) for _ in range(2)]:
+        model.run_train(x=torch.ones(8, 4))
+    before = [each for each in found if "hooks" in each]
+    model.original_module.get_submodule("first").register_forward_hook(print)
+    model.refresh()
+    return before + [each[:14] for each in found if "hooks" in each]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_second_wrapper_warns_of_the_program_s_hooks_alone(ranks: int) -> None:
+    assert run_ranks(ranks, _wrap_twice, ranks) == [["hooks of first"]] * ranks

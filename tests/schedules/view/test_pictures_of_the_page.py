@@ -39,11 +39,20 @@ def _content(picture: str) -> list[str]:
     return [text for text in map(str.strip, ElementTree.fromstring(picture).itertext()) if text]
 
 
-def test_the_drawing_in_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    found = re.search(r"`python -m nxdpp (schedule [^`]*)` prints\n```\n(.*?)\n```", PAGE, re.DOTALL)
-    assert found is not None
+DRAWINGS = re.findall(r"`python -m nxdpp ([^`]*)` prints[^\n]*\n```\n(.*?)\n```", PAGE, re.DOTALL)
 
-    assert main([*found[1].split(), "--width", "80"]) == 0
+
+def test_both_commands_have_a_drawing() -> None:
+    assert [command.split()[0] for command, _ in DRAWINGS] == ["schedule", "timeline"]
+
+
+@pytest.mark.parametrize(("command", "drawing"), DRAWINGS, ids=["schedule", "timeline"])
+def test_a_drawing_in_the_terminal(
+    command: str, drawing: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+
+    assert main([*command.split(), *([] if "--width" in command else ["--width", "80"])]) == 0
 
     printed = "\n".join(line.rstrip() for line in capsys.readouterr().out.splitlines())
-    assert printed.startswith(found[2])
+    assert printed.startswith(drawing)

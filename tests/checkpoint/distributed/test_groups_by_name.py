@@ -1,0 +1,285 @@
+"""Rates by layer and optimizers by part of a model: saved by 2 or 4 stages, and resumed in any other layout.
+
+The oracle is a script of one process that never stops.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, AdamW, Muon, Optimizer
+from torch.optim import lr_scheduler as rates
+
+from nxdpp import NxDPPModel, parallel_state
+from nxdpp.doors.nxd.checkpoint import load_checkpoint, save_checkpoint
+from tests.support.run_ranks import run_ranks
+
+pytestmark = pytest.mark.one_python
+
+STEPS, LAYERS, MICROBATCHES = 3, 8, 4
+INTERLEAVED = {"virtual_pipeline_size": 2, "schedule": "interleaved"}
+Made = tuple[Any, Any]
+
+
+class Block(nn.Module):
+    """A residual layer with a matrix and a vector."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8, bias=False)
+        self.linear = nn.Linear(8, 8, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return hidden states ``(b, 8)`` for ``x`` ``(b, 8)``."""
+        return x + torch.tanh(self.linear(self.norm(x)))
+
+
+def build(seed: int) -> nn.Sequential:
+    """Eight blocks."""
+    torch.manual_seed(seed)
+    return nn.Sequential(*(Block() for _ in range(LAYERS)))
+
+
+def _batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(8, 8, generator=generator), torch.randn(8, 8, generator=generator)
+
+
+def _by_layer(model: nn.Module, is_resumed: bool) -> list[dict[str, Any]]:
+    """A group for each layer and kind of parameter that this process has; in another order after a stop."""
+    groups: dict[Any, dict[str, Any]] = {}
+    for name, parameter in model.named_parameters():
+        layer, is_matrix = int(name.split(".")[0]), parameter.ndim > 1
+        new: dict[str, Any] = {
+            "params": [],
+            "lr": 0.01 * 0.8**layer,
+            "weight_decay": 0.1 / (1 + layer) if is_matrix else 0.0,
+        }
+        groups.setdefault((layer, is_matrix), {**new, "layer": layer})["params"].append(parameter)
+    return [*groups.values()][:: -1 if is_resumed else 1]
+
+
+def _falling(optimizer: Optimizer) -> rates.LambdaLR:
+    falls: list[Any] = [
+        lambda step, layer=group["layer"]: 1 / (1 + step * (1 + layer)) for group in optimizer.param_groups
+    ]
+    return rates.LambdaLR(optimizer, falls)
+
+
+def _rates_by_layer(model: nn.Module, is_resumed: bool) -> Made:
+    optimizer = AdamW(_by_layer(model, is_resumed))
+    return optimizer, _falling(optimizer)
+
+
+def _nested_scheduler(model: nn.Module, is_resumed: bool) -> Made:
+    optimizer = SGD(_by_layer(model, is_resumed), momentum=0.9)
+    # Its rates of some layers meet at the end.
+    parts = [rates.LinearLR(optimizer, total_iters=2), rates.CyclicLR(optimizer, 1e-3, 2e-3, cycle_momentum=False)]
+    return optimizer, rates.SequentialLR(optimizer, parts, [2])
+
+
+def _plateau(model: nn.Module, is_resumed: bool) -> Made:
+    groups = _by_layer(model, is_resumed)
+    optimizer = AdamW(groups)
+    lowest = [1e-3 * 0.8 ** group["layer"] for group in groups]
+    return optimizer, rates.ReduceLROnPlateau(optimizer, patience=0, threshold=1e9, factor=0.1, min_lr=lowest)
+
+
+def _matrices_and_vectors(model: nn.Module, is_resumed: bool) -> Made:
+    parameters = list(model.parameters())
+    muon = Muon([{"params": [each for each in parameters if each.ndim > 1]}], lr=0.01)
+    rest = AdamW([{"params": [each for each in parameters if each.ndim < 2]}], lr=0.02)
+    return {"muon": muon, "rest": rest}, {"rest": rates.StepLR(rest, 2, 0.5), "muon": rates.StepLR(muon, 1, 0.9)}
+
+
+def _first_and_last_layers(model: nn.Module, is_resumed: bool) -> Made:
+    """An optimizer has no parameter on some ranks."""
+    named = list(model.named_parameters())
+    low = SGD([{"params": [each for name, each in named if int(name.split(".")[0]) < 3]}], lr=0.1, momentum=0.9)
+    high = [group for group in _by_layer(model, is_resumed) if group["layer"] >= 3] or [{"params": [], "layer": 0}]
+    optimizers = [low, AdamW(high, lr=1.0)]
+    return optimizers, [rates.ExponentialLR(low, 0.9), _falling(optimizers[1])]
+
+
+CASES: dict[str, Callable[[nn.Module, bool], Made]] = {
+    "rates by layer": _rates_by_layer,
+    "nested scheduler": _nested_scheduler,
+    "plateau": _plateau,
+    "matrices and vectors": _matrices_and_vectors,
+    "first and last layers": _first_and_last_layers,
+}
+
+
+def _each(given: Any) -> list[Any]:
+    return list(given.values()) if isinstance(given, dict) else given if isinstance(given, list) else [given]
+
+
+def _train(
+    model: nn.Module, made: Made, first: int, last: int, step: Callable[[torch.Tensor, torch.Tensor], Any]
+) -> None:
+    for number in range(first, last):
+        step(*_batch(number))
+        for optimizer in _each(made[0]):
+            optimizer.step()
+            optimizer.zero_grad()
+        for scheduler in _each(made[1]):
+            scheduler.step(*([1.0] if isinstance(scheduler, rates.ReduceLROnPlateau) else []))
+
+
+def _options(model: nn.Module, made: Made) -> dict[str, dict[str, Any]]:
+    """The values and the options of each parameter by name."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return {
+        names[id(each)]: {"values": each.detach().clone(), **{key: group[key] for key in group if key != "params"}}
+        for optimizer in _each(made[0])
+        for group in optimizer.param_groups
+        for each in group["params"]
+    }
+
+
+def _in_one_process(case: str, path: Path | None = None, tag: str = "") -> dict[str, dict[str, Any]]:
+    """Train all steps, or go on from ``tag``, as a script of one process does."""
+    model = build(0 if path is None else 1)
+    made = CASES[case](model, path is not None)
+    first = 0 if path is None else load_checkpoint(path, tag, model, *made)
+
+    def step(x: torch.Tensor, target: torch.Tensor) -> None:
+        for rows, wanted in zip(x.chunk(MICROBATCHES), target.chunk(MICROBATCHES), strict=True):
+            (nn.functional.mse_loss(model(rows), wanted) / MICROBATCHES).backward()
+
+    _train(model, made, first, 3 * STEPS, step)
+    return _options(model, made)
+
+
+def _train_step(wrapped: NxDPPModel, x: torch.Tensor, target: torch.Tensor) -> None:
+    wrapped.run_train(input=x, target=target)
+
+
+def _on_ranks(rank: int, path: Path, pipeline: int, arguments: dict[str, Any], source: str, tag: str) -> dict[str, Any]:
+    """Go on from ``source`` for some steps and save ``tag``; return the options of this rank."""
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=pipeline, backend="gloo")
+    found = {}
+    for case, make in CASES.items():
+        wrapped = NxDPPModel(
+            build(1 if source else 0),
+            transformer_layer_cls=Block,
+            num_microbatches=MICROBATCHES,
+            loss_fn=nn.MSELoss(),
+            **arguments,
+        )
+        made = make(wrapped, bool(source))
+        first = load_checkpoint(path / case, source, wrapped, *made) if source else 0
+        _train(wrapped, made, first, first + STEPS, partial(_train_step, wrapped))
+        save_checkpoint(path / case, tag, wrapped, *made, first + STEPS)
+        found[case] = _options(wrapped, made)
+    parallel_state.destroy_model_parallel()
+    return found
+
+
+def _several(rank: int, *calls: tuple[Any, ...]) -> list[dict[str, Any]]:
+    return [_on_ranks(rank, *call) for call in calls]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[list[dict[str, Any]]]]]:
+    """Trainings of 9 steps over two stops, by the layout of their last 3: options of each rank."""
+    path = tmp_path_factory.mktemp("groups")
+    run_ranks(2, _several, (path, 2, {}, "", "two"))
+    four = run_ranks(
+        4,
+        _several,
+        (path, 4, {}, "two", "four"),
+        (path, 2, {}, "two", "replicas"),
+        (path, 4, INTERLEAVED, "four", "end"),
+    )
+    last = run_ranks(2, _several, (path, 2, {}, "four", "back"), (path, 2, INTERLEAVED, "replicas", "last"))
+    found = {
+        "2, 4, interleaved": [each[2] for each in four],
+        "2, 4, 2": [each[0] for each in last],
+        "2, 2 with replicas, interleaved": [each[1] for each in last],
+    }
+    return path, found
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_training_resumes_in_another_layout(case: str, trained: tuple[Path, dict[str, Any]]) -> None:
+    expected = _in_one_process(case)
+    path, found = trained
+    one = {f"2, {tag}, one process": [{case: _in_one_process(case, path / case, tag)}] for tag in ("four", "replicas")}
+    for layouts, ranks in {**found, **one}.items():
+        joined = {name: options for rank in ranks for name, options in rank[case].items()}
+        assert joined.keys() == expected.keys()
+        is_exact = "replicas" not in layouts
+        for name, options in expected.items():
+            values, wanted = joined[name].pop("values"), options["values"]
+            assert torch.equal(values, wanted) if is_exact else torch.allclose(values, wanted), (layouts, name)
+            assert joined[name] == {key: each for key, each in options.items() if key != "values"}, (layouts, name)
+
+
+def _refuse_apart(rank: int, path: Path) -> list[str]:
+    """Save and load what does not go together; return the errors."""
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2, backend="gloo")
+    wrapped = NxDPPModel(build(0), transformer_layer_cls=Block, num_microbatches=2, loss_fn=nn.MSELoss())
+    several, schedulers = _matrices_and_vectors(wrapped, False)
+    whole = AdamW(wrapped.parameters(), lr=0.1)
+    by_layer, falling = _rates_by_layer(wrapped, False)
+    save_checkpoint(path, "several", wrapped, several, schedulers)
+    save_checkpoint(path, "one", wrapped, whole)
+    save_checkpoint(path, "layers", wrapped, by_layer, falling)
+    other = {"muon": several["rest"], "rest": several["muon"]}
+    unnamed: Any = {3: whole}
+    state: Any = [whole.state_dict()]
+    acts: list[Callable[[], Any]] = [
+        lambda: load_checkpoint(path, "several", wrapped, whole, schedulers),
+        lambda: load_checkpoint(path, "several", wrapped, list(several.values()), schedulers),
+        lambda: load_checkpoint(path, "several", wrapped, {**several, "more": whole}, schedulers),
+        lambda: load_checkpoint(path, "several", wrapped, other, schedulers),
+        lambda: load_checkpoint(path, "several", wrapped, several, {"muon": schedulers["muon"]}),
+        lambda: load_checkpoint(path, "one", wrapped, [whole]),
+        lambda: load_checkpoint(path, "layers", wrapped, scheduler=falling),
+        lambda: save_checkpoint(path, "shared", wrapped, [whole, several["rest"]]),
+        lambda: save_checkpoint(path, "twice", wrapped, [whole, whole]),
+        lambda: save_checkpoint(path, "named", wrapped, [whole] if rank else {"a": whole}),
+        lambda: save_checkpoint(path, "names", wrapped, unnamed),
+        lambda: save_checkpoint(path, "state", wrapped, state),
+        lambda: save_checkpoint(path, "stepped", wrapped, by_layer, falling),
+    ]
+    errors = []
+    for number, act in enumerate(acts):
+        if rank == 0 and number == len(acts) - 1:
+            falling.step()
+        before = [each.detach().clone() for each in wrapped.parameters()]
+        try:
+            act()
+            errors.append("")
+        except (ValueError, TypeError) as error:
+            errors.append(str(error))
+        assert all(map(torch.equal, before, wrapped.parameters()))
+    return errors
+
+
+SENTENCES = [
+    "has the state of a dict, {'muon': Muon, 'rest': AdamW}, and optimizer= is one optimizer, AdamW: give it as in",
+    "has the state of a dict, {'muon': Muon, 'rest': AdamW}, and optimizer= is a list, [Muon, AdamW]: give it as in",
+    "and optimizer= is a dict, {'muon': Muon, 'rest': AdamW, 'more': AdamW}: give it as in the save",
+    "has the state of Muon, and the optimizer 'muon' is AdamW: make the optimizer that was saved",
+    "has the state of muon, rest, and scheduler= has muon: give the schedulers that were saved, by the same names",
+    "has the state of one optimizer, AdamW, and optimizer= is a list, [AdamW]: give it as in the save",
+    "has 16 values in base_lrs, one for each parameter group, and this one has 8: give optimizer= too",
+    "the optimizers '0' and '1' both have 0.norm.weight: give each parameter to one of them",
+    "optimizer= has one optimizer twice: give each once",
+    "make the same call on every rank",
+    "optimizer= has the name 3: names are texts that can be printed",
+    "optimizer is of class list: give the optimizer itself, or a list of optimizers or a dict of them by name",
+    "schedulers are in different states on ranks 0 and 1",
+]
+
+
+def test_what_does_not_go_together_is_refused(tmp_path: Path) -> None:
+    for errors in run_ranks(2, _refuse_apart, tmp_path):
+        for error, sentence in zip(errors, SENTENCES, strict=True):
+            assert sentence in error
