@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
-from torch import nn
+from torch import fx
 
 from nxdpp.devices.kinds import device_of
 from nxdpp.gradients.average_plan import LastBackward
@@ -54,7 +54,7 @@ class LastBackwardWatch(Protocol):
 class ActionShards(Protocol):
     """Makes compute actions with the parameters that they need whole."""
 
-    def add_program(self, program: nn.Module) -> None:
+    def add_program(self, program: fx.GraphModule) -> None:
         """Put whole parameters into the containers of ``program`` too, which runs a stage."""
 
     def run(self, stage: int, kind: ActionKind, is_first: bool, is_last: bool, compute: Callable[[], None]) -> None:

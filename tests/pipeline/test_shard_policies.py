@@ -98,3 +98,54 @@ def refuse(rank: int) -> None:
 
 def test_what_cannot_be_honoured_is_refused() -> None:
     run_ranks(1, refuse)
+
+
+class _ReadLayer(torch.nn.Linear):
+    """A layer whose weight the model reads too."""
+
+
+class _Penalised(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(_ReadLayer(4, 4) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        for layer in self.layers:
+            x = layer(x)
+        return {"loss": x.pow(2).mean() + 0.01 * self.layers[1].weight.pow(2).sum()}  # type: ignore[operator]
+
+
+def read_outside(rank: int, pipeline: int) -> dict[str, float]:
+    """Return the differences of gradients from one process with the remedy that the refusal names."""
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=pipeline, hang_timeout=60)
+    torch.manual_seed(0)
+    whole, module = _Penalised(), _Penalised()
+    module.load_state_dict(whole.state_dict())
+    model = NxDPPModel(module, _ReadLayer, num_microbatches=2, output_loss_value_spec={"loss": True})
+    nxdpp.fully_shard(model)
+    rows = torch.arange(16.0).view(4, 4) / 16
+    model.run_train(x=rows)
+    for part in rows.chunk(2):
+        (whole(part)["loss"] / 2).backward()
+    gradients = {name: rows_of(each) for name, each in model.local_named_parameters()}
+    replica = parallel_state.get_data_parallel_rank()
+    expected = {name: each.grad.chunk(2)[replica] for name, each in whole.named_parameters() if each.grad is not None}
+    return {name: (gradients[name] - expected[name]).abs().amax().item() for name in gradients}
+
+
+def refuse_read_outside(rank: int, pipeline: int) -> None:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=pipeline, hang_timeout=60)
+    torch.manual_seed(0)
+    model = NxDPPModel(_Penalised(), _ReadLayer, num_microbatches=2, output_loss_value_spec={"loss": True})
+    nxdpp.fully_shard(model, reshard_after_forward=True)
+    model.run_train(x=torch.ones(4, 4))
+
+
+@pytest.mark.parametrize(("ranks", "pipeline"), [(2, 1), (4, 2)])
+def test_a_weight_that_is_read_outside_of_its_layer(ranks: int, pipeline: int) -> None:
+    told = "forward reads layers.1.weight outside of its layer.*Call fully_shard without reshard_after_forward=True"
+    with pytest.raises(AssertionError, match=told):
+        run_ranks(ranks, refuse_read_outside, pipeline)
+    # The remedy, followed.
+    for differences in run_ranks(ranks, read_outside, pipeline):
+        assert max(differences.values()) < 1e-6, differences

@@ -13,10 +13,11 @@ split backward has no such order, and gathers its whole stage.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from nxdpp.agreement.exchange import ReplicaExchanges
 from nxdpp.gradients.shards.rank_shards import Changes, RankShards, ShardedLayer, StageShards
@@ -51,6 +52,21 @@ class EachMicrobatch(RankShards):
                 after = torch.compiler.disable(partial(self._after_forward, stage.layers, number))
                 layer.module.register_forward_pre_hook(before, prepend=True)
                 layer.module.register_forward_hook(after)
+
+    def add_program(self, program: fx.GraphModule) -> None:
+        """Add ``program`` as ``RankShards`` does.
+
+        Raises ``RuntimeError`` for one that reads a parameter of a layer outside of the layer, where it is not whole.
+        """
+        super().add_program(program)
+        layers = (layer for stage in self._stages.values() for layer in stage.layers)
+        inside = {id(each) for layer in layers for unit in layer.units for each in unit.parameters}
+        for node in program.graph.nodes:
+            if node.op == "get_attr" and id(attrgetter(node.target)(program)) in inside:
+                raise RuntimeError(
+                    f"forward reads {node.target} outside of its layer, which fully_shard(reshard_after_forward=True) "
+                    f"gathers only while the layer computes. Call fully_shard without reshard_after_forward=True."
+                )
 
     def run(self, stage: int, kind: ActionKind, is_first: bool, is_last: bool, compute: Callable[[], None]) -> None:
         """Make the call ``compute``, as ``RankShards.run`` does."""

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import fx, nn
 from torch.optim import Optimizer
 
 from nxdpp.agreement.exchange import ReplicaExchanges
@@ -95,7 +95,7 @@ class RankShards(ABC):
     ) -> None:
         self._module = module
         self._mesh = parallel_state.get_shard_mesh()
-        self._programs: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._programs: weakref.WeakSet[fx.GraphModule] = weakref.WeakSet()
         self._stages = stages
         self._exchanges = exchanges
         self._changes = changes
@@ -103,7 +103,7 @@ class RankShards(ABC):
         self._step = _Step()
         self._checks_steps = False
 
-    def add_program(self, program: nn.Module) -> None:
+    def add_program(self, program: fx.GraphModule) -> None:
         """Put the parameters of the units into the containers of ``program`` too, which runs a stage."""
         if program in self._programs:
             return
