@@ -268,11 +268,7 @@ class StepRunner:
         An error of the step is raised as it is, with a note.
         """
         self._sent_before = self._engines.transport(device).sent_bytes
-        if engine is None:
-            with failure_watch.reported():
-                running = self._engines.make(step.program, device, signature)
-        else:
-            running = engine
+        running = engine or self._engines.make(step.program, device, signature)
         with failure_watch.reported(), self._engines.timeline(device, signature.train):
             watch = self._replicas.begin(running.last_backwards) if signature.train else None
             if self._engines.shards is not None:

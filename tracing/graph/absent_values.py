@@ -48,6 +48,8 @@ def value_or_absent(value: Any, function: Callable[..., Any]) -> Any:
     if not issubclass(type(value), fx.Proxy) or not may_return_none(function):
         return value
     tracer = value.tracer
+    if not hasattr(tracer, "may_be_absent"):
+        return value  # of torch's own tracer
     tracer.may_be_absent.append(value.node)
     if tracer.absence in (Absence.OPEN, Absence.NONE):
         return value if tracer.absence is Absence.OPEN else None

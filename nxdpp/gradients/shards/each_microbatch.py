@@ -23,6 +23,7 @@ from nxdpp.agreement.exchange import ReplicaExchanges
 from nxdpp.gradients.shards.rank_shards import Changes, RankShards, ShardedLayer, StageShards
 from nxdpp.gradients.shards.unit import ShardedUnit
 from nxdpp.ground.torch_names import pytree
+from nxdpp.ranks.faults import failure_watch
 from nxdpp.schedules.actions import ActionKind
 
 
@@ -61,10 +62,13 @@ class EachMicrobatch(RankShards):
         super().add_program(program)
         layers = (layer for stage in self._stages.values() for layer in stage.layers)
         inside = {id(each) for layer in layers for unit in layer.units for each in unit.parameters}
-        for node in program.graph.nodes:
-            if node.op == "get_attr" and id(attrgetter(node.target)(program)) in inside:
+        read = [node.target for node in program.graph.nodes if node.op == "get_attr"]
+        outside = [name for name in read if id(attrgetter(name)(program)) in inside]
+        # Ranks of other stages have no such weight, and wait in the step.
+        with failure_watch.reported():
+            if outside:
                 raise RuntimeError(
-                    f"forward reads {node.target} outside of its layer, which fully_shard(reshard_after_forward=True) "
+                    f"forward reads {outside[0]} outside of its layer, which fully_shard(reshard_after_forward=True) "
                     f"gathers only while the layer computes. Call fully_shard without reshard_after_forward=True."
                 )
 
