@@ -16,7 +16,6 @@ from torch import nn
 
 from nxdpp.generation.checks import check_dropout
 from nxdpp.generation.driven_model import second_object
-from nxdpp.pipeline.input_names import forward_names
 from nxdpp.pipeline.pipeline import Pipeline
 from nxdpp.ranks.faults import failure_watch
 from nxdpp.ranks.faults.board import board
@@ -41,10 +40,10 @@ def generate_by_own_loop(
     check_dropout(root)
     failure_watch.refuse_after_failure()
     pipeline.check_materialised()
-    names = forward_names(root).parameters
+    signature = inspect.signature(root.forward)
 
     def forward(*values: Any, **named: Any) -> Any:
-        evaluation = pipeline.evaluate_batch({**dict(zip(names, values, strict=False)), **named}, everywhere=True)
+        evaluation = pipeline.evaluate_batch(_by_name(signature, values, named), everywhere=True)
         if evaluation.losses is not None:
             raise RuntimeError(
                 f"the generate of {type(root).__name__} calls a forward that returns a loss, and needs the model's "
@@ -63,10 +62,17 @@ def named_arguments(module: nn.Module, positional: Sequence[Any], arguments: Map
     Raises ``TypeError`` as a call would.
     """
     generate: Any = module.generate
-    bound = inspect.signature(generate).bind(None, *positional, **arguments)
-    (inputs, *_), parameters = bound.signature.parameters, dict(bound.arguments)
-    parameters.pop(inputs)
-    for parameter in bound.signature.parameters.values():
+    signature = inspect.signature(generate)
+    inputs = next(iter(signature.parameters))
+    return {
+        name: value for name, value in _by_name(signature, [None, *positional], arguments).items() if name != inputs
+    }
+
+
+def _by_name(signature: inspect.Signature, positional: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by name. Raises ``TypeError`` as the call would."""
+    found = dict(signature.bind(*positional, **named).arguments)
+    for parameter in signature.parameters.values():
         if parameter.kind is parameter.VAR_KEYWORD:
-            parameters |= parameters.pop(parameter.name, {})
-    return parameters
+            found |= found.pop(parameter.name, {})
+    return found

@@ -55,7 +55,7 @@ class OneProcess:
 
 
 def _of_one_process() -> ModuleType:
-    """What stands for nxdpp in a script of one process, whose checkpoints are copies of torch's state dicts."""
+    """Stand-in for nxdpp in a script of one process, whose checkpoints are copies of torch's state dicts."""
     saved: dict[str, Any] = {}
 
     def states(*parts: Any) -> list[Any]:

@@ -61,6 +61,11 @@ class CallsItsHead(SmallGPT):
         return self.head(torch.ones(1, 16)), self.embedding(idx)
 
 
+class GivesTooMuch(SmallGPT):
+    def generate(self, idx: Tensor, max_new_tokens: int) -> Any:  # type: ignore[override]
+        return self(idx, None, max_new_tokens)
+
+
 class GivesTargets(SmallGPT):
     def generate(self, idx: Tensor, max_new_tokens: int) -> Any:  # type: ignore[override]
         return self(idx, idx)[0]
@@ -90,17 +95,16 @@ def generate(rank: int, ranks: int) -> dict[str, Any]:
             torch.manual_seed(5)
             both.append(each.generate(prompt, 9, **arguments))
         found[name] = both
-    model.train()
-    found["trains on"] = model.run_train(idx=rows, targets=rows)
     if ranks == 1:
         return found
     found["targets"] = error_of(wrapped(GivesTargets()).eval(), rows, 2)
+    found["too much"] = error_of(wrapped(GivesTooMuch()).eval(), rows, 2)
     found["module"] = error_of(wrapped(CallsItsHead()).eval(), rows, 2)
     return found
 
 
 def error_of(model: Any, *arguments: Any, **named: Any) -> str:
-    with pytest.raises((ValueError, RuntimeError)) as caught:
+    with pytest.raises((ValueError, RuntimeError, TypeError)) as caught:
         model.generate(*arguments, **named)
     return str(caught.value)
 
@@ -115,6 +119,7 @@ def test_tokens_of_one_process(ranks: int) -> None:
         if ranks > 1:
             assert "in training mode" in rank["dropout"]
             assert "without labels" in rank["targets"]
+            assert "too many positional arguments" in rank["too much"]
             assert "is called on a rank that has no values of it" in rank["module"]
 
 

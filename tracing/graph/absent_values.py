@@ -29,7 +29,7 @@ from nxdpp.tracing.sizes.sizes import UnknownSizeError, is_none
 
 
 class Absence(Enum):
-    """How a run takes values that may be ``None``: as values, as ``None``, or as they are for its inputs' sizes.
+    """Ways to take values that may be ``None``: as values, as ``None``, or as they are for the sizes of the inputs.
 
     Values of which data tell are ``CHECKED`` in each step, or ``REFUSED``.
     """
