@@ -28,6 +28,7 @@ from nxdpp.pipeline.local.elsewhere_calls import refuse_calls_elsewhere
 from nxdpp.pipeline.local.elsewhere_tensors import take_back
 from nxdpp.pipeline.local.equal_copies import TiedWeight
 from nxdpp.pipeline.local.own_save import refuse_own_save
+from nxdpp.pipeline.local.scaler_of_torch import refuse_scaler_of_torch
 from nxdpp.pipeline.local.spine_hooks import SpineHooks
 from nxdpp.pipeline.local.steps_in_backward import refuse_steps_in_backward
 from nxdpp.pipeline.local.tied_weights import TiedWeights
@@ -143,6 +144,7 @@ class LocalPart:
         refuse_partial_steps(parameters_of_all_models)
         note_blocks_that_are_off()
         refuse_steps_in_backward()
+        refuse_scaler_of_torch()
         follow_checkpoints()
 
     @property

@@ -20,6 +20,9 @@ _logger = logging.getLogger(__name__)
 
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 _SHORTEST = 2
+# Similarity of 1.0: that of "LamaLayer" and "LlamaLayer" is 0.95, of "LlamaBlock" and "LlamaDecoderLayer" 0.44.
+_MISTYPED = 0.8
+_SAME_PREFIX = 0.3
 
 
 def find_layer_classes(module: nn.Module, transformer_layer_cls: Any | None) -> tuple[type[nn.Module], ...]:
@@ -62,9 +65,12 @@ def resolve_classes(module: nn.Module, wanted: Iterable[Any], argument: str) -> 
             found = {type(child) for child in listings.modules(module) if type(child).__name__ == item}
             if not found:
                 existing = sorted({type(child).__name__ for child in listings.modules(module)})
+                is_layer = argument == "transformer_layer_cls"
+                likely = [cls.__name__ for cls in _listed_classes(module)] if is_layer else []
+                hint = meant(item, existing, _MISTYPED) or meant(item, likely, _SAME_PREFIX) or meant(item, existing)
                 raise ValueError(
-                    f"{argument}: no module of {type(module).__name__} is of a class named {item!r}"
-                    f"{meant(item, existing)}. It has: {', '.join(existing)}."
+                    f"{argument}: no module of {type(module).__name__} is of a class named {item!r}{hint}. "
+                    f"It has: {', '.join(existing)}."
                 )
             classes.update(dict.fromkeys(sorted(found, key=lambda cls: cls.__module__)))
         else:

@@ -219,3 +219,10 @@ def test_classes_of_one_name_are_counted() -> None:
     with pytest.raises(ValueError, match=r"lists of modules in it hold: Same \(3 classes\), PlainLayer\."):
         find_layer_classes(model, None)
     assert layer_names(model, find_layer_classes(model, "Same")) == ["0", "1", "2"]
+
+
+def test_a_name_of_another_library_is_told_the_layers_of_this_model() -> None:
+    with pytest.raises(ValueError, match="'LlamaBlock' .did you mean 'LlamaDecoderLayer'.*LlamaModel"):
+        find_layer_classes(make_model("llama"), "LlamaBlock")
+    with pytest.raises(ValueError, match="'LlamaModell' .did you mean 'LlamaModel'"):
+        find_layer_classes(make_model("llama"), "LlamaModell")

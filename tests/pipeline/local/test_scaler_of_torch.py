@@ -1,0 +1,69 @@
+"""torch's ``GradScaler`` is refused for a pipelined model; the one that the message names trains as one process."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import nxdpp
+from nxdpp import NxDPPModel, parallel_state
+from tests.support.run_ranks import run_ranks
+
+pytestmark = pytest.mark.one_python
+
+
+class Layer(nn.Linear):
+    """A layer."""
+
+
+def build() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Layer(4, 4) for _ in range(4)))
+
+
+def train(rank: int, ranks: int) -> tuple[str, list[str]]:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=ranks)
+    rows, targets = torch.randn(4, 4), torch.randn(4, 4)
+    batch = {"input": rows, "target": targets}
+    model = NxDPPModel(build(), Layer, num_microbatches=2, loss_fn=nn.MSELoss(), broadcast_and_average_loss=True)
+    scaler, optimizer = torch.amp.GradScaler("cpu"), torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler.scale(model.run_train(**batch))
+    with pytest.raises(RuntimeError) as caught:
+        scaler.step(optimizer)
+    # One that is off, and one of a model of its own, step.
+    model.run_train(**batch)
+    torch.amp.GradScaler("cpu", enabled=False).step(optimizer)
+    other = build()
+    other(rows).sum().backward()
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    scaler.step(torch.optim.SGD(other.parameters(), lr=0.1))
+    return str(caught.value), followed(batch)
+
+
+def followed(batch: dict[str, torch.Tensor]) -> list[str]:
+    """The remedy, followed; names of weights that differ from one process."""
+    whole = build()
+    scaler = nxdpp.GradScaler()
+    model = NxDPPModel(copy.deepcopy(whole), Layer, num_microbatches=2, loss_fn=nn.MSELoss(), grad_scaler=scaler)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, whole)]
+    model.run_train(**batch)
+    scaler.step(optimizers[0])
+    scaler.update()
+    nn.functional.mse_loss(whole(batch["input"]), batch["target"]).backward()
+    optimizers[1].step()
+    expected = dict(whole.named_parameters())
+    return [
+        name
+        for name, each in model.local_named_parameters()
+        if not torch.allclose(each, expected[name], rtol=1e-6, atol=1e-8)
+    ]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_the_scaler_of_torch_is_refused_with_the_remedy(ranks: int) -> None:
+    for told, different in run_ranks(ranks, train, ranks):
+        assert "divided the gradients of SGD by its scale of 65536" in told
+        assert "give it to NxDPPModel(..., grad_scaler=scaler)" in told
+        assert different == []
