@@ -181,6 +181,10 @@ class TrainingReport:
             self._show(step, loss, tokens_per_second, shares, seconds, graphs)
         return bool(every[:, 4].any())
 
+    def add(self, **values: float) -> None:
+        """Add ``values`` that belong to the last step; not collective."""
+        self._metrics.add(**values)
+
     def _show(
         self, step: int, loss: float, tokens_per_second: float, shares: list[float], seconds: float, graphs: float
     ) -> None:

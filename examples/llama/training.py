@@ -166,7 +166,9 @@ def train(settings: Settings, console: Console, ctrl_c: CtrlC) -> list[RankFigur
                 finish(settings, console)
                 raise Interrupted(lines_of_interrupt(settings, step))
         finish(settings, console)
-    loss_after = held_out_loss(model, settings, ctrl_c)
+        loss_after = held_out_loss(model, settings, ctrl_c)
+        if loss_after is not None:
+            report.add(held_out_loss=loss_after)
     if loss_after is not None:
         console.print(f"held-out loss after training: {loss_after:.3f}", highlight=False)
 

@@ -66,7 +66,7 @@ def _ranks(summary: dict[str, Any], width: int, ascii_only: bool) -> Iterator[Re
         rows.append(
             [
                 str(row["rank"]),
-                ", ".join(map(str, row["stages"])),
+                row["stages"],
                 "" if busy is None else f"{100 * busy:3.0f}% {full * filled}{empty * (_BAR - filled)}",
                 "" if row["bytes"] is None else decimal(row["bytes"]),
                 "" if row["step"] is None else f"{row['step']:,}",

@@ -14,7 +14,10 @@ import json
 import logging
 import math
 import os
+import platform
+import shlex
 import socket
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
@@ -24,17 +27,19 @@ from typing import Any, Self
 
 import torch
 import torch.distributed as dist
+import transformers
 
 from nxdpp.devices.memory import peak_bytes
 from nxdpp.pipeline.pipeline_view import PipelineView
 from nxdpp.ranks import parallel_state
 from nxdpp.ranks.faults.ending_process import fault_listeners, sentence_of
+from nxdpp.version import __version__
 
 _LOGGER = logging.getLogger("nxdpp")
 # Names that MetricsFile itself gives to a line: the start and its rank, and a step. A program has to choose others.
 _OF_RANKS = (
     *("begins", "ends", "done", "steps", "rank", "ranks", "stages", "replica", "tensor_rank", "schedule", "host"),
-    "device",
+    *("device", "command", "versions"),
 )
 OWN_NAMES = frozenset(("time", "step", "seconds", "busy", "bytes", "actions", "fault", *_OF_RANKS))
 
@@ -51,7 +56,8 @@ class MetricsFile:
                 optimizer.zero_grad()
                 metrics.write(loss=loss, tokens=batch["input_ids"].numel())
 
-    No method is collective. A CUDA device is waited for at the end of each step. The last line says how the ``with``
+    The first line has the command of this process and the versions of nxdpp, torch, transformers and Python. No method
+    is collective. A CUDA device is waited for at the end of each step. The last line says how the ``with``
     block was left, or which fault ended the process. A new ``MetricsFile`` of the same folder closes an earlier one.
 
     Args:
@@ -111,7 +117,8 @@ class MetricsFile:
             "host": socket.gethostname(),
             "device": self._device.type,
         }
-        self._append({"begins": True, **self._about, "done": done, "steps": None if steps is None else int(steps)})
+        begins = {"begins": True, **self._about, "done": done, "steps": None if steps is None else int(steps)}
+        self._append(begins | {"command": shlex.join(sys.orig_argv), "versions": _versions()})
         fault_listeners.append(self._write_fault)
 
     def write(self, loss: Any = None, tokens: int | None = None, **more: Any) -> None:
@@ -207,6 +214,15 @@ class MetricsFile:
             if not self._has_warned:
                 self._has_warned = True
                 _LOGGER.warning(f"{self.path} lacks lines: {error.strerror}. The training continues.")
+
+
+def _versions() -> dict[str, str]:
+    return {
+        "nxdpp": __version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+    }
 
 
 def _plain_values(values: Mapping[str, Any]) -> dict[str, Any]:

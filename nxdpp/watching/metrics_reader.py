@@ -17,6 +17,7 @@ from nxdpp.watching.curve import Curve
 RECENT = 20
 # What a line says of its rank, and values of a step that have no curve.
 _ABOUT = ("rank", "ranks", "stages", "replica", "tensor_rank", "schedule", "host", "device", "done", "steps")
+_ABOUT += ("command", "versions")
 _NO_CURVE = ("time", "step", "busy", "bytes")
 # Bytes of lines that are read together, and steps whose actions are kept: ranks may be a step apart.
 _PART = 1 << 22
@@ -43,9 +44,11 @@ def _are_counts(value: Any) -> bool:
 
 # What the values of a line must be that it has by these names.
 _SOUND: dict[str, Callable[[Any], bool]] = {
-    **dict.fromkeys(("step", "done", "rank", "ranks", "replica", "tensor_rank"), _is_count),
+    **dict.fromkeys(("step", "done", "rank", "replica", "tensor_rank"), _is_count),
+    "ranks": lambda value: _is_count(value) and value > 0,
     **dict.fromkeys(("time", "seconds", "busy", "bytes"), _is_number),
-    **dict.fromkeys(("fault", "schedule", "host", "device"), _is_text),
+    **dict.fromkeys(("fault", "schedule", "host", "device", "command"), _is_text),
+    "versions": lambda value: isinstance(value, dict) and all(map(_is_text, value.values())),
     "stages": _are_counts,
     "steps": lambda value: value is None or _is_count(value),
 }
@@ -55,7 +58,7 @@ class RankMetrics:
     """The last start of one rank, as its file has it.
 
     Attributes:
-        about: rank, ranks, stages, replica, schedule, host, device, done and steps.
+        about: rank, ranks, stages, replica, schedule, host, device, done, steps, command and versions.
         began_at, seen_at: times of the start and of the last line, in seconds since 1970.
         last: the values of the last step by name.
         busy: the busy shares of the last steps.

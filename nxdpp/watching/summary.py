@@ -11,15 +11,19 @@ from nxdpp.watching.metrics_reader import RankMetrics, RunMetrics
 
 # Points of a curve.
 _POINTS = 300
+# Stages of a rank that are shown one by one.
+_STAGES = 8
+# Numbers above it could not be added up, or drawn.
+_GREATEST = 1e300
 _CONSEQUENCE = "stops because "
 
 
 def summary_of(run: RunMetrics, now: float) -> dict[str, Any]:
     """Return the run as plain values; ``now`` is in seconds since 1970.
 
-    Keys: ``folder``, ``now``, ``began_at``, ``seen_at``, ``step``, ``steps``, ``schedule``, ``state``, ``curves`` (by
-    name, ``[step, value]``; ``null`` for a value that is not finite), ``latest`` (the last value of each curve as
-    text), ``world`` (the number of ranks, of which ``ranks`` has the rows that are there), ``ranks``, ``strip``,
+    Keys: ``folder``, ``now``, ``began_at``, ``seen_at``, ``step``, ``steps``, ``schedule``, ``command``, ``versions``,
+    ``state``, ``curves`` (by name, ``[step, value]``; ``null`` for a value that is not finite), ``latest`` (the last
+    value of each curve as text), ``world`` (the number of ranks, of which ``ranks`` has the rows that are there), ``ranks``, ``strip``,
     ``faults``, ``left`` (the error with which the program left a run without a fault) and ``experts``.
     """
     ranks, curves = run.ranks, run.curves()
@@ -36,6 +40,8 @@ def summary_of(run: RunMetrics, now: float) -> dict[str, Any]:
         "step": max(rank.last.get("step", about.get("done", 0)) for rank in ranks.values()),
         "steps": about.get("steps"),
         "schedule": about.get("schedule", ""),
+        "command": about.get("command", ""),
+        "versions": about.get("versions", {}),
         "state": "fault" if faults else "done" if is_done else "running" if left is None else "left",
         "left": left,
         "world": world,
@@ -55,7 +61,7 @@ def _row(number: int, rank: RankMetrics, faults: Sequence[dict[str, Any]]) -> di
         state = "died"
     return {
         "rank": number,
-        "stages": rank.about.get("stages", []),
+        "stages": _listed(rank.about.get("stages", [])),
         "replica": rank.about.get("replica", 0),
         "host": rank.about.get("host", ""),
         "device": rank.about.get("device", ""),
@@ -66,6 +72,14 @@ def _row(number: int, rank: RankMetrics, faults: Sequence[dict[str, Any]]) -> di
         "seen_at": rank.seen_at,
         "state": state,
     }
+
+
+def _listed(stages: Sequence[int]) -> str:
+    """Return the stages of a rank as text: the first ones and the last one where they are many."""
+    if len(stages) <= _STAGES:
+        return ", ".join(map(str, stages))
+    first = ", ".join(map(str, stages[: _STAGES - 1]))
+    return f"{first} ... {stages[-1]} ({len(stages)} stages)"
 
 
 def _faults(ranks: dict[int, RankMetrics]) -> list[dict[str, Any]]:
@@ -135,7 +149,7 @@ def _experts(ranks: dict[int, RankMetrics]) -> list[float] | None:
         sums = [sum(map(float, each)) for each in zip(*told, strict=True)]
     except (ValueError, TypeError, OverflowError):
         return None
-    return sums if all(map(math.isfinite, sums)) else None
+    return sums if min(sums, default=0) >= 0 and sum(sums) < _GREATEST else None
 
 
 def _thinned(curve: Sequence[tuple[int, float]]) -> list[tuple[float, float | None]]:
@@ -144,7 +158,7 @@ def _thinned(curve: Sequence[tuple[int, float]]) -> list[tuple[float, float | No
     parts = [curve[at : at + size] for at in range(0, len(curve), size)]
     points = [(part[-1][0], sum(value for _, value in part) / len(part)) for part in parts]
     points[-1] = curve[-1]
-    return [(step, value if abs(value) < 1e300 else None) for step, value in points]
+    return [(step, value if abs(value) < _GREATEST else None) for step, value in points]
 
 
 def _shown(value: float) -> str:

@@ -109,11 +109,15 @@ class RecordedTimeline:
         self.complete = [number for number in sorted(self._file.steps) if self._is_complete(number)]
 
     def step(self, number: int | None = None) -> RecordedStep:
-        """A step by its number, by default the last complete one; ``ValueError`` for a step that is not complete."""
+        """A step by its number, by default the last complete one that trained; of evaluations alone the last one.
+
+        Raises ``ValueError`` for a step that is not complete.
+        """
         if not self.complete:
             raise ValueError(f"{self._path} has no whole step: the run ended before its first step did.")
         if number is None:
-            number = self.complete[-1]
+            trained = (each for each in reversed(self.complete) if self._has_backward(each))
+            number = next(trained, self.complete[-1])
         elif number not in self.complete:
             what = "was cut short" if number in self._file.steps else "is not there"
             raise ValueError(f"step {number} {what} in {self._path}; whole steps: {_ranges(self.complete)}.")
@@ -123,6 +127,10 @@ class RecordedTimeline:
         """The numbers of the steps in words."""
         cut = sorted(self._file.steps.keys() - set(self.complete))
         return f"steps {_ranges(self.complete)}" + (f"; cut short: {_ranges(cut)}" if cut else "")
+
+    def _has_backward(self, number: int) -> bool:
+        events = (event for of_rank in self._file.steps[number].values() for event in of_rank)
+        return any(event.activity is Activity.COMPUTE and event.kind != ActionKind.FORWARD.value for event in events)
 
     def _is_complete(self, number: int) -> bool:
         """Return whether all ranks wrote the step and their actions form a schedule."""

@@ -34,7 +34,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "no time between two actions.",
     )
     parser.add_argument("file", metavar="FILE", type=Path, help="the timeline file")
-    parser.add_argument("--step", type=int, metavar="N", help="number of the step (the last complete one)")
+    parser.add_argument("--step", type=int, metavar="N", help="number of the step (the last complete one that trained)")
     add_flags(parser, "both timelines")
     parser.set_defaults(run=run)
 

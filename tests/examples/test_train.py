@@ -51,6 +51,9 @@ def _saved(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def _losses(folder: Path) -> list[float]:
+    watched = [json.loads(line) for line in (folder / "metrics" / "rank0000.jsonl").read_text().splitlines()]
+    assert "versions" in watched[0]
+    assert any(record.get("held_out_loss", 0) > 0 and record["step"] == STEPS for record in watched)
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records] == list(range(1, STEPS + 1))
     assert all(record.keys() == {"step", "loss", "tokens_per_second"} for record in records)

@@ -7,9 +7,12 @@ from typing import Any
 BEGAN = 1_000_000.0
 """Time of the start; a step takes half a second."""
 
+STARTED = {"command": "python train.py --steps 40", "versions": {"nxdpp": "1.0", "torch": "2.13.0"}}
+"""What the first line says of the process."""
+
 
 def begin(rank: int, ranks: int = 2, done: int = 0, steps: int | None = 40) -> dict[str, Any]:
-    return {"time": BEGAN, "begins": True, **about(rank, ranks), "done": done, "steps": steps}
+    return {"time": BEGAN, "begins": True, **about(rank, ranks), "done": done, "steps": steps} | STARTED
 
 
 def about(rank: int, ranks: int = 2) -> dict[str, Any]:

@@ -67,6 +67,9 @@ def test_each_rank_writes_its_steps(tmp_path: Path) -> None:
         assert metrics.last["busy"] == pytest.approx(spans[rank][-1]["busy"], abs=1e-4)
         told = {str(span.action): span.end - span.start for span in metrics.actions[4]}
         assert told == pytest.approx(spans[rank][-2]["seconds"], abs=2e-6)
+        assert metrics.about["versions"]["torch"] == torch.__version__
+        assert metrics.about["versions"].keys() == {"nxdpp", "torch", "transformers", "python"}
+        assert "python" in metrics.about["command"]
         began = [line["time"] for line in _records(tmp_path, rank) if "begins" in line]
         assert all(began[0] - 1 < span.start < metrics.seen_at for span in metrics.actions[4])
     # The backward of the last stage comes after the forward of the first, on one clock.

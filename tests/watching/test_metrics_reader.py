@@ -10,7 +10,7 @@ from rich.console import Console
 from nxdpp.watching.frame import frame
 from nxdpp.watching.metrics_reader import RECENT, RunMetrics
 from nxdpp.watching.summary import summary_of
-from tests.watching.runs import about, begin, lines, step, whole_run
+from tests.watching.runs import STARTED, about, begin, lines, step, whole_run
 
 
 def test_only_whole_lines_are_read_and_each_once(tmp_path: Path) -> None:
@@ -56,8 +56,11 @@ def test_a_torn_line_and_strange_ones_are_left_out(tmp_path: Path) -> None:
         '{"time": 2, "step": 2, "actions": 3}',
         '{"time": 2, "step": 2, "experts": [{}, []]}',
         '{"time": 2, "step": 2, "experts": [1%s]}' % ("0" * 400),
+        '{"time": 2, "begins": true, "ranks": 0, "stages": [0], "done": 0}',
+        '{"time": 2, "step": 2, "experts": [1e308, 1]}',
+        '{"time": 2, "step": 2, "stages": [0], "versions": 3}',
     ],
-    ids=range(16),
+    ids=range(19),
 )
 def test_a_line_of_wrong_types_harms_nothing(line: str, tmp_path: Path) -> None:
     path = whole_run(tmp_path, 1) / "metrics" / "rank0000.jsonl"
@@ -133,7 +136,7 @@ def test_a_long_run_is_kept_in_few_values(tmp_path: Path) -> None:
     assert list(run.ranks[1].curves) == []
     assert [len(rank.busy) for rank in run.ranks.values()] == [RECENT, RECENT]
     assert list(run.ranks[0].actions) == [50, 60]
-    assert run.ranks[1].about == about(1) | {"done": 0, "steps": 40}
+    assert run.ranks[1].about == about(1) | {"done": 0, "steps": 40} | STARTED
 
 
 def test_a_folder_without_metrics(tmp_path: Path) -> None:

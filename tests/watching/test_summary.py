@@ -6,7 +6,7 @@ from typing import Any
 
 from nxdpp.watching.metrics_reader import RunMetrics
 from nxdpp.watching.summary import summary_of
-from tests.watching.runs import BEGAN, begin, lines, step, whole_run
+from tests.watching.runs import BEGAN, STARTED, begin, lines, step, whole_run
 
 DIED = "rank 1 died without an error: killed by a signal or out of memory, crashed, or ended by os._exit"
 
@@ -31,6 +31,7 @@ def test_a_run_that_goes_on(tmp_path: Path) -> None:
     assert [row["busy"] for row in found["ranks"]] == [0.75, 0.5]
     assert [row["state"] for row in found["ranks"]] == ["running", "running"]
     assert (found["faults"], found["experts"]) == ([], None)
+    assert (found["command"], found["versions"]) == tuple(STARTED.values())
 
 
 def test_the_strip_is_the_last_step_that_all_ranks_have(tmp_path: Path) -> None:
@@ -89,6 +90,21 @@ def test_experts_of_tensor_ranks_count_once(tmp_path: Path) -> None:
     for rank in range(4):
         lines(tmp_path, rank, begin(rank, 4) | {"tensor_rank": rank % 2}, step(rank, 1, experts=[rank, 1]))
     assert _summary(tmp_path)["experts"] == [0 + 2, 2]
+
+
+def test_many_stages_of_a_rank_are_a_short_text(tmp_path: Path) -> None:
+    for rank, count in ((0, 8), (1, 100_000)):
+        lines(tmp_path, rank, begin(rank) | {"stages": list(range(count))}, step(rank, 1))
+    assert [row["stages"] for row in _summary(tmp_path)["ranks"]] == [
+        "0, 1, 2, 3, 4, 5, 6, 7",
+        "0, 1, 2, 3, 4, 5, 6 ... 99999 (100000 stages)",
+    ]
+
+
+def test_numbers_of_experts_that_are_too_great_are_left_out(tmp_path: Path) -> None:
+    for experts in ([1e308, 1], [-1, 2]):
+        lines(tmp_path, 0, begin(0, 1), step(0, 1, experts=experts))
+        assert _summary(tmp_path)["experts"] is None
 
 
 def test_a_strip_of_no_length_has_a_scale(tmp_path: Path) -> None:

@@ -50,6 +50,17 @@ def test_a_step_is_what_was_written(tmp_path: Path, timeline: Timeline) -> None:
     assert RecordedTimeline(path).step(0).name == "step 0, train, made up"
 
 
+def test_the_step_by_default_is_the_last_one_that_trained(tmp_path: Path, timeline: Timeline) -> None:
+    forwards = forward_only(FAMILIES["1f1b"].placement(4, 1), 6)
+    evaluated = simulate(forwards, 1.0, 0.5, 1.5, 0.25)
+    path = write(tmp_path, text(heads(4) + events(timeline, 0) + events(timeline, 1) + events(evaluated, 2)))
+    recording = RecordedTimeline(path)
+    assert recording.step().name.startswith("step 1,")
+    assert recording.step(2).schedule == forwards
+    alone = RecordedTimeline(write(tmp_path, text(heads(4) + events(evaluated, 0) + events(evaluated, 1))))
+    assert alone.step().name.startswith("step 1,")
+
+
 def test_time_spent_on_sends_is_not_counted_twice(tmp_path: Path, timeline: Timeline) -> None:
     parts = events(timeline, 0)
     send = {**next(event for event in parts if event["tid"] == 0), "cat": "send", "ts": 7e6 + 1000, "dur": 500}

@@ -222,7 +222,7 @@ def test_classes_of_one_name_are_counted() -> None:
 
 
 def test_a_name_of_another_library_is_told_the_layers_of_this_model() -> None:
-    with pytest.raises(ValueError, match="'LlamaBlock' .did you mean 'LlamaDecoderLayer'.*LlamaModel"):
+    with pytest.raises(ValueError, match=r"'LlamaBlock' .did you mean 'LlamaDecoderLayer'.*LlamaModel"):
         find_layer_classes(make_model("llama"), "LlamaBlock")
-    with pytest.raises(ValueError, match="'LlamaModell' .did you mean 'LlamaModel'"):
+    with pytest.raises(ValueError, match=r"'LlamaModell' .did you mean 'LlamaModel'"):
         find_layer_classes(make_model("llama"), "LlamaModell")
