@@ -16,8 +16,10 @@ from nxdpp.watching.curve import Curve
 # Steps over which the busy share of a rank is averaged.
 RECENT = 20
 # What a line says of its rank, and values of a step that have no curve.
-_ABOUT = ("rank", "ranks", "stages", "replica", "tensor_rank", "schedule", "host", "device", "done", "steps")
-_ABOUT += ("command", "versions")
+_ABOUT = (
+    *("rank", "ranks", "stages", "replica", "tensor_rank", "schedule", "host", "device", "done", "steps"),
+    *("command", "versions"),
+)
 _NO_CURVE = ("time", "step", "busy", "bytes")
 # Bytes of lines that are read together, and steps whose actions are kept: ranks may be a step apart.
 _PART = 1 << 22

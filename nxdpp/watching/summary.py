@@ -23,8 +23,9 @@ def summary_of(run: RunMetrics, now: float) -> dict[str, Any]:
 
     Keys: ``folder``, ``now``, ``began_at``, ``seen_at``, ``step``, ``steps``, ``schedule``, ``command``, ``versions``,
     ``state``, ``curves`` (by name, ``[step, value]``; ``null`` for a value that is not finite), ``latest`` (the last
-    value of each curve as text), ``world`` (the number of ranks, of which ``ranks`` has the rows that are there), ``ranks``, ``strip``,
-    ``faults``, ``left`` (the error with which the program left a run without a fault) and ``experts``.
+    value of each curve as text), ``world`` (the number of ranks, of which ``ranks`` has the rows that are there),
+    ``ranks``, ``strip``, ``faults``, ``left`` (the error with which the program left a run without a fault) and
+    ``experts``.
     """
     ranks, curves = run.ranks, run.curves()
     faults = _faults(ranks)
