@@ -87,21 +87,25 @@ class ScoredTrainer(PipelineTrainer):
 
     def _cut_scored(self) -> None:
         """Cut the model, at the end of the constructor; raise ``ValueError`` for what TRL's has found out."""
-        if self._is_vision_dataset:
+        if getattr(self, "_is_vision_dataset", False):
             raise ValueError(f"{type(self).__name__} takes text, and the data set has images: use PipelineTrainer.")
         if isinstance(self.model, PeftModel) and self.model.active_peft_config.is_prompt_learning:
             raise ValueError(
                 f"{type(self).__name__} cannot train {self.model.active_peft_config.peft_type.value}, whose virtual "
                 f"tokens are no inputs of the stages. Use LoRA."
             )
-        if self.aux_loss_enabled and self._splits:
+        if getattr(self, "aux_loss_enabled", False) and self._splits:
             raise ValueError(
                 "num_microbatches splits batches, and the auxiliary loss of the experts is a mean over a batch. Use "
                 "num_microbatches=gradient_accumulation_steps; or router_aux_loss_coef=0.0."
             )
-        return_scores(cast(nn.Module, self.model), self._scores, self.aux_loss_enabled)
+        self._return_scores()
         self._pipeline_arguments["loss_fn"] = self._loss_fn()
         super()._cut()
+
+    def _return_scores(self) -> None:
+        """Let the model return what TRL's loss reads."""
+        return_scores(cast(nn.Module, self.model), self._scores, self.aux_loss_enabled)
 
     def _loss_fn(self) -> Callable[..., torch.Tensor]:
         """Return the function of the scores of a microbatch and of its inputs that the last stage differentiates."""
@@ -190,11 +194,15 @@ class ScoredTrainer(PipelineTrainer):
             self._metrics, self._total_train_tokens = metrics, tokens
 
     def _loss(self, inputs: dict[str, Any], scores: Scores, items: Any) -> torch.Tensor:
-        output = scores_of(scores)
+        output = self._output_of(scores)
         # Its annotations ask for a module.
         compute: Any = self.compute_loss
         loss: torch.Tensor = compute(lambda **_: output, inputs, num_items_in_batch=items)
         return loss
+
+    def _output_of(self, scores: Scores) -> Any:
+        """The output of a model, as TRL's code reads it."""
+        return scores_of(scores)
 
     @contextmanager
     def _gathering(self, gather: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:

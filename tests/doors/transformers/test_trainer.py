@@ -176,3 +176,7 @@ def assert_alike(ours: Logs, theirs: Logs) -> None:
         for key, value in other.items():
             if not any(time in key for time in TIMES):
                 assert own[key] == pytest.approx(value, abs=TOLERANCE, rel=0), key
+
+
+def without(key: str, logs: Logs) -> Logs:
+    return [{name: value for name, value in log.items() if key not in name} for log in logs]

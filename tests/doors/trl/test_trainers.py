@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
-from tests.doors.transformers.test_trainer import Logs, asked, assert_alike, marked
+from tests.doors.transformers.test_trainer import Logs, asked, assert_alike, marked, without
 from tests.doors.trl.tunings import MORE, REPLICATED, RESUMED, TUNINGS, Tuning, pairs
 from tests.support.models import llama
 from tests.support.run_ranks import run_ranks
@@ -107,9 +107,9 @@ def test_replicas_tune_as_one_process(name: str, two_replicas: list[Any], tmp_pa
     for log, of_batches in zip(expected, _in_one_process(name, tmp_path, 2), strict=False):
         log.update({key: value for key, value in of_batches.items() if key == "eval_loss"})
     for logs in two_replicas:
-        assert_alike(*(_without("total_flos", each[:-1]) for each in (logs[name], expected)))
+        assert_alike(*(without("total_flos", each[:-1]) for each in (logs[name], expected)))
         # The last batch has a row twice, which counts in the loss.
-        assert_alike(*(_without("eval_loss", each[-1:]) for each in (logs[name], expected)))
+        assert_alike(*(without("eval_loss", each[-1:]) for each in (logs[name], expected)))
 
 
 @pytest.mark.parametrize("shards", SHARDED)
@@ -118,7 +118,7 @@ def test_shards_tune_as_one_process(shards: str, two_replicas: list[Any], tmp_pa
     trainer.train()
     for logs in two_replicas:
         found, expected = logs[f"{shards}, sharded"], trainer.state.log_history
-        assert_alike(*(_without("total_flos", each) for each in (found, expected)))
+        assert_alike(*(without("total_flos", each) for each in (found, expected)))
 
 
 @pytest.mark.parametrize("name", RESUMED)
@@ -126,11 +126,7 @@ def test_a_resumed_tuning_has_the_same_logs(name: str, one_pipeline: list[Any]) 
     for logs in one_pipeline:
         first, again = logs[name][:-1], logs[f"{name}, resumed"][:-1]
         # TRL counts the tokens of each call of train.
-        assert_alike(*(_without("num_tokens", each) for each in (again, first)))
-
-
-def _without(key: str, logs: Logs) -> Logs:
-    return [{name: value for name, value in log.items() if key not in name} for log in logs]
+        assert_alike(*(without("num_tokens", each) for each in (again, first)))
 
 
 @pytest.mark.parametrize("name", RESUMED)

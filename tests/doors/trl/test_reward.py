@@ -1,0 +1,82 @@
+"""Losses, norms and metrics of a reward model's training are those of TRL in one process."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from transformers import LlamaForSequenceClassification
+from trl import RewardConfig, RewardTrainer
+
+from nxdpp.integrations import PipelineRewardTrainer
+from tests.doors.transformers.test_trainer import Logs, assert_alike, without
+from tests.doors.trl.tunings import lora, pairs, tokenizer
+from tests.support.models import llama
+from tests.support.run_ranks import run_ranks
+
+pytestmark = pytest.mark.one_python
+
+
+def with_margins(rows: int) -> Dataset:
+    return pairs(rows).add_column("margin", [0.25 * (row % 3) for row in range(rows)])
+
+
+CASES: dict[str, tuple[Callable[[int], Dataset], Mapping[str, Any]]] = {
+    "pairs": (pairs, {"center_rewards_coefficient": 0.1}),
+    "margins": (with_margins, {"eval_strategy": "steps", "eval_steps": 2}),
+    "adapters": (pairs, {"peft_config": True}),
+}
+
+
+def trainer(folder: Path, name: str, cls: Any, replicas: int = 1, **pipeline: Any) -> Any:
+    torch.manual_seed(0)
+    config: Any = llama().config
+    config.num_labels = 1
+    data, more = CASES[name]
+    args = RewardConfig(
+        output_dir=str(folder),
+        use_cpu=True,
+        bf16=False,
+        report_to="none",
+        disable_tqdm=True,
+        save_strategy="no",
+        logging_steps=1,
+        max_steps=3,
+        per_device_train_batch_size=2 * replicas,
+        per_device_eval_batch_size=2 * replicas,
+        gradient_accumulation_steps=2,
+        gradient_checkpointing=False,
+        learning_rate=1e-3,
+        **{key: value for key, value in more.items() if key != "peft_config"},
+    )
+    given: dict[str, Any] = {"train_dataset": data(24), "eval_dataset": data(7), "processing_class": tokenizer()}
+    if "peft_config" in more:
+        adapter = lora()
+        adapter.task_type = "SEQ_CLS"
+        given["peft_config"] = adapter
+    return cls(LlamaForSequenceClassification(config), args=args, **given, **pipeline)
+
+
+def train(rank: int, folder: Path) -> dict[str, Logs]:
+    logs = {}
+    for name in CASES:
+        tuned = trainer(folder / name, name, PipelineRewardTrainer, pipeline_parallel_size=2)
+        tuned.train()
+        logs[name] = tuned.state.log_history
+    with pytest.raises(ValueError, match="cannot honour compute_metrics"):
+        trainer(folder / "refused", "pairs", PipelineRewardTrainer, compute_metrics=print)
+    return logs
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_reward_model_trains_as_in_one_process(ranks: int, tmp_path: Path) -> None:
+    ours = run_ranks(ranks, train, tmp_path)
+    for name in CASES:
+        one = trainer(tmp_path / "one" / name, name, RewardTrainer, ranks // 2)
+        one.train()
+        for of_rank in ours:
+            # Each replica pads its rows to the longest of them.
+            unlike = "total_flos" if ranks == 4 else "nothing"
+            assert_alike(*(without(unlike, each) for each in (of_rank[name], one.state.log_history)))
