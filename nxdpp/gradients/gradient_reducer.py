@@ -152,7 +152,7 @@ def _addition(parameter: torch.Tensor) -> str:
 
 
 class GradientReducer:
-    """Reduces the gradients of ``parameters`` over ``group`` where that was not done since they were computed.
+    """Reduces the gradients of ``parameters`` over ``group`` that are not reduced yet.
 
     Args:
         parameters, group, control, mean, bucket_bytes: as in ``reduce_gradients``.

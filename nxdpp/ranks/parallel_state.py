@@ -210,7 +210,7 @@ def refuse_in_debug(what: str) -> None:
 
 
 def destroy_model_parallel() -> None:
-    """Undo ``initialize_model_parallel`` and stop ``torch.distributed`` if that function started it.
+    """Undo ``initialize_model_parallel``, and its start of ``torch.distributed``.
 
     All ranks must call it, with no communication in flight. It also ends the debug mode, and otherwise does nothing.
     Afterwards other sizes and another order are possible.

@@ -15,7 +15,7 @@ def get_tensor_model_parallel_size() -> int:
 
 
 def get_data_parallel_size() -> int:
-    """Number of replicas of the model, which train on different data."""
+    """Number of replicas of the model."""
     return _size("data")
 
 

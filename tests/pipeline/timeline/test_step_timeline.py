@@ -91,7 +91,10 @@ def test_every_event_is_there_once(
     printed = capsys.readouterr().out
     assert "steps 0 to 2" in printed
     assert f"step 1, train, {schedule}, measured: makespan" in printed
+    # By default the last step that trained.
     assert main(["timeline", str(path)]) == 0
+    assert f"step 1, train, {schedule}" in capsys.readouterr().out
+    assert main(["timeline", str(path), "--step", "2"]) == 0
     assert "step 2, eval" in capsys.readouterr().out
 
 
