@@ -21,8 +21,7 @@ WITH_CODE = [pytest.param(page, id=page.stem) for page in guide_pages() if scrip
 
 
 def _lines(text: str) -> list[str]:
-    # torch 2.9 prints lines of gloo.
-    return [line.rstrip() for line in text.strip().splitlines() if not line.startswith("[Gloo]")]
+    return [line.rstrip() for line in text.strip().splitlines()]
 
 
 def run_page(page: Path, folder: Path) -> Ended:

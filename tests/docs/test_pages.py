@@ -78,8 +78,13 @@ def test_an_error_names_the_line_of_the_page(page: Path, tmp_path: Path) -> None
 
 
 # torchrun ends the other ranks after a first error: without SIG_IGN it may do so before they raise theirs.
-_DRAWING = """import os, random, signal
+# torchrun ends the other processes when one has failed: none does before all have drawn.
+_DRAWING = """import os, pathlib, random, signal, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
+folder = pathlib.Path(__file__).parent
+(folder / os.environ["RANK"]).touch()
+while not all((folder / rank).exists() for rank in "01"):
+    time.sleep(0.01)
 raise ValueError(f"rank {os.environ['RANK']} draws {random.random()}")
 """
 

@@ -1,6 +1,7 @@
 """Code above the layers asks whether a mask is there: it gets the answer of the step, for any form of the question."""
 
 import copy
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -38,6 +39,10 @@ QUESTIONS: dict[str, Callable[[Any], float]] = {
 }
 
 
+# The input was named past_key_values before transformers 5.24.
+CACHE = {"cache", "past_key_values"}.intersection(inspect.signature(create_causal_mask).parameters).pop()
+
+
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +68,7 @@ class Asking(PreTrainedModel):
 
     def forward(self, input_ids: Tensor, attention_mask: Any = None, labels: Any = None) -> Any:
         hidden = self.embed(input_ids)
-        given: Any = {"inputs_embeds": hidden, "attention_mask": attention_mask, "cache": None}
+        given: Any = {"inputs_embeds": hidden, "attention_mask": attention_mask, CACHE: None}
         positions = torch.arange(input_ids.shape[1]).unsqueeze(0)
         make_mask = create_sliding_window_causal_mask if self.has_window else create_causal_mask
         mask = make_mask(config=self.config, position_ids=positions, **given)
