@@ -42,7 +42,7 @@ from nxdpp.tracing.sizes.answering_tracer import AnsweringTracer
 from nxdpp.tracing.sizes.checked_answers import answer_with_items
 from nxdpp.tracing.sizes.input_specs import constant_of
 from nxdpp.tracing.sizes.sizes import Shapes, UnknownSizeError
-from nxdpp.tracing.values.in_place import change_argument
+from nxdpp.tracing.values.in_place import change_argument, note_module
 from nxdpp.tracing.values.items_of_dicts import refuse_changed_items
 from nxdpp.tracing.values.lost_changes import ROOT, unchanged_modules
 from nxdpp.tracing.values.proxy import proxy_of, refuse_attributes
@@ -149,14 +149,20 @@ class SpineTracer(AnsweringTracer):
             return forward(*args, **kwargs)
         if m not in (self.submodule_paths or {}):
             if next(listings.parameters(m), None) is None:
-                return forward(*args, **kwargs) if holds_proxy(m) else record_opaque_call(m, args, kwargs)
+                if holds_proxy(m):
+                    return forward(*args, **kwargs)
+                made = record_opaque_call(m, args, kwargs)
+                note_module(m, args, made)
+                return made
             refuse_made(m, self.submodule_paths or {})
             return forward(*args, **kwargs)
         record = partial(super().call_module, m, forward)
         if self.is_leaf_module(m, self.path_of_module(m)):
             args, kwargs = with_unfilled_lists(self, m, args, kwargs)
             refuse_attributes(m, (args, kwargs))
-            return value_or_none(self._run(m, args, kwargs, record))
+            result = value_or_none(self._run(m, args, kwargs, record))
+            note_module(m, args, result)
+            return result
         return record(args, kwargs)
 
     def _run(self, m: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], record: Callable[..., Any]) -> Any:

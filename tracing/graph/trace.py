@@ -41,6 +41,7 @@ from nxdpp.tracing.sizes.input_specs import InputSpec
 from nxdpp.tracing.sizes.sizes import Fact, Shapes, shapes_of
 from nxdpp.tracing.state.reachable_state import ReachableState, has_user_code
 from nxdpp.tracing.state.second_run import Carried, Run, refuse_differences
+from nxdpp.tracing.values.hidden_changes import refuse_hidden_changes
 from nxdpp.tracing.values.input_dicts import open_inputs, reads_dict
 from nxdpp.tracing.values.lost_changes import ROOT, refuse_lost_changes
 
@@ -168,6 +169,8 @@ def _trace(
                 if _asks_for_none(module, traced, tracer, make_tracer(Absence.NONE), run):
                     return None
         refuse_lost_changes(graph)
+        if isinstance(tracer, SpineTracer) and guess is None:
+            refuse_hidden_changes(graph, module, layers, tracer.changed_by)
         _refuse_constants(module, graph, tracer)
         if state is not None and before is not None:
             again = make_tracer()

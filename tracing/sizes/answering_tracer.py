@@ -154,6 +154,12 @@ class AnsweringTracer(fx.Tracer):
 
         return self.answers.get((node.name, read), lambda: self._known_sizes.read(node, read))
 
+    def changed_by(self, node: fx.Node) -> set[fx.Node]:
+        """The arguments that the code of ``node`` changes in place, where the sizes of the inputs tell."""
+        with suppress(UnknownSizeError):
+            return self._known_sizes.changed_by(node)
+        return set()
+
     @cached_property
     def _known_sizes(self) -> Sizes:
         return Sizes(self.root, self._shapes, modes=self._modes)

@@ -13,7 +13,7 @@ from typing import Any, Self
 import torch
 from torch import fx, nn
 
-from nxdpp.ground.torch_names import BUFFERS, MODULES, PARAMETERS, pytree
+from nxdpp.ground.torch_names import BUFFERS, MODULES, PARAMETERS, VERSION, pytree
 from nxdpp.tracing.graph.calls import OpaqueCall
 from nxdpp.tracing.graph.modes import Modes, applied, applied_to_fakes, current_modes, modes_of
 from nxdpp.tracing.graph.search import reached
@@ -92,6 +92,7 @@ class Sizes:
         self._in_modules = in_modules
         self._copies = FakeCopies()
         self._values: dict[fx.Node, Any] = {}
+        self._changed: dict[fx.Node, set[fx.Node]] = {}
         self._modes = modes or current_modes()
 
     @cached_property
@@ -150,8 +151,11 @@ class Sizes:
             with quiet, unchanged, all_swapped(self._uncached), self._mode, applied_to_fakes(self._modes):
                 for needed in _in_order(node):
                     if needed not in self._values:
+                        before = self._versions(needed)
                         with applied(modes_of(needed)):
                             self._values[needed] = self._value(needed)
+                        after = self._versions(needed)
+                        self._changed[needed] = {each for each in before if before[each] != after[each]}
                 if asks_for_device(node) and self._device.type != "cpu":
                     return read(answer_for(node, self._device, self._values.__getitem__))
                 if read is is_none and makes_mask(node):
@@ -167,6 +171,21 @@ class Sizes:
             )
             failed = WrongShapesError if type(error) in _OF_SHAPES else UnknownSizeError
             raise failed(told) from error
+
+    def changed_by(self, node: fx.Node) -> set[fx.Node]:
+        """The arguments whose tensors the code of ``node`` changes in place. Raises as ``read`` does."""
+        self.read(node, is_none)
+        return self._changed[node]
+
+    def _versions(self, node: fx.Node) -> dict[fx.Node, list[int]]:
+        """The versions of the tensors in each argument of ``node``."""
+        # A question for a device needs no value.
+        known = [argument for argument in node.all_input_nodes if argument in self._values]
+        leaves = {argument: pytree.tree_leaves(self._values[argument]) for argument in known}
+        return {
+            argument: [VERSION.of(leaf) for leaf in each if isinstance(leaf, torch.Tensor)]
+            for argument, each in leaves.items()
+        }
 
     @cached_property
     def _uncached(self) -> Uncached:

@@ -8,6 +8,7 @@ code                              node
 ``x += y``                        an operator that makes a new value in the dtype of ``x``
 ``x.masked_fill_(mask, y)``       the method; every name of ``x`` has its result
 ``torch.relu_(x)``                the function; every name of ``x`` has its result
+``nn.ReLU(inplace=True)(x)``      the module; every name of ``x`` has its result
 ================================  =======================================================================
 """
 
@@ -16,10 +17,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from nxdpp.tracing.values.metadata import is_metadata
 
+_MODULE = "module_of_torch"
+_VIEWS = (nn.Identity, nn.Flatten, nn.Unflatten)
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 # Constructors of tensors that code fills with values.
 _NEW = frozenset({torch.empty, torch.empty_like, torch.full, torch.ones, torch.zeros})
 
@@ -120,6 +124,31 @@ def change_argument(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
         owner = next((value for value in (*args, *kwargs.values()) if isinstance(value, fx.Proxy)), None)
         if owner is not None:
             owner.node = changed.node
+
+
+def note_module(module: nn.Module, args: tuple[Any, ...], result: Any) -> None:
+    """Rebind the argument of a module of torch that changes it in place (``nn.ReLU(inplace=True)``).
+
+    Note a ``result`` that has the memory of the argument, as in ``nn.Identity``.
+    """
+    is_of_torch = type(module).__module__.startswith("torch.nn.")
+    if not (is_of_torch and args and isinstance(args[0], fx.Proxy) and isinstance(result, fx.Proxy)):
+        return
+    if getattr(module, "inplace", False) is True:
+        result.node.meta[_MODULE] = "in place"
+        args[0].node = result.node
+    elif isinstance(module, _VIEWS) or (isinstance(module, _DROPOUTS) and not module.training):
+        result.node.meta[_MODULE] = "view"
+
+
+def is_change_by_module(node: fx.Node) -> bool:
+    """Return whether ``node`` is a module of torch that changes its argument in place."""
+    return node.meta.get(_MODULE) == "in place"
+
+
+def is_view_by_module(node: fx.Node) -> bool:
+    """Return whether ``node`` is a module of torch whose result has the memory of its argument."""
+    return node.meta.get(_MODULE) == "view"
 
 
 def changes_argument(function: Any, kwargs: Mapping[str, Any]) -> bool:

@@ -17,7 +17,13 @@ from torch.nn import functional
 from nxdpp.ground.torch_names import BUFFERS, PARAMETERS, VERSION
 from nxdpp.tracing.graph.errors import TracingError, model_line
 from nxdpp.tracing.graph.search import reached
-from nxdpp.tracing.values.in_place import ASSIGNMENTS, IN_PLACE_OPERATORS, changes_argument
+from nxdpp.tracing.values.in_place import (
+    ASSIGNMENTS,
+    IN_PLACE_OPERATORS,
+    changes_argument,
+    is_change_by_module,
+    is_view_by_module,
+)
 from nxdpp.tracing.values.metadata import is_metadata, reads
 
 _VIEWS = frozenset(
@@ -69,8 +75,8 @@ def refuse_lost_changes(graph: fx.Graph) -> None:
                 raise TracingError(
                     f"{node.name} changes a value in place, and {late[0].name} reads the same memory afterwards under "
                     f"another name\n  at {model_line(node.stack_trace)}\n"
-                    f"Change the value itself (x[i] = y, x.method_()) or make a new one; or make the function that "
-                    f"does this a single node (autowrap_functions), or its module a leaf (leaf_module_cls)."
+                    f"Change the value itself (x[i] = y, x.method_()) or make a new one; or let a function that is "
+                    f"a single node (autowrap_functions), or a leaf module (leaf_module_cls), change and return it."
                 )
 
 
@@ -80,7 +86,7 @@ def changes_in_place(node: fx.Node) -> bool:
         name = str(node.target)
         return name.endswith("_") and not name.endswith("__") and name != _FOR_GRADIENTS
     if node.op != "call_function":
-        return False
+        return is_change_by_module(node)
     target: Any = node.target
     return target in ASSIGNMENTS or target in IN_PLACE_OPERATORS or changes_argument(target, node.kwargs)
 
@@ -144,7 +150,7 @@ def _is_view(node: fx.Node) -> bool:
     if node.op == "call_method":
         return node.target in _VIEWS
     if node.op != "call_function":
-        return False
+        return is_view_by_module(node)
     if node.target is getattr:
         return node.args[1] in _VIEWS
     if node.target is functional.dropout:

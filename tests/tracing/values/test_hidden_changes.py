@@ -1,0 +1,131 @@
+"""Changes by modules and functions that are one node: those of torch are in the graph, a user's are refused by name."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from nxdpp import NxDPPModel, parallel_state
+from nxdpp.tracing.graph.errors import TracingError
+from tests.support.run_ranks import run_ranks
+
+WIDTH = 8
+
+
+class Block(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + super().forward(x).relu()
+
+
+def bump(x: Tensor) -> None:
+    x[:, :4] += 1
+
+
+def bumped(x: Tensor) -> Tensor:
+    x[:, :4] += 1
+    return x
+
+
+def total(x: Tensor) -> Tensor:
+    x.mul_(2)
+    return x.sum()
+
+
+class Bump(nn.Module):
+    def forward(self, x: Tensor) -> Tensor | None:
+        bump(x)
+        return None
+
+
+class Bumped(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return bumped(x)
+
+
+class Net(nn.Module):
+    """Changes the value before its layers, between them and after them."""
+
+    def __init__(self, change: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.change = change
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Block(WIDTH, WIDTH) for _ in range(4))
+        self.act, self.silu = nn.ReLU(inplace=True), nn.SiLU(inplace=True)
+        self.drop, self.same = nn.Dropout(0.5).eval(), nn.Identity()
+        self.bump, self.bumped = Bump(), Bumped()
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        x = self.change(self, self.first(x))
+        for number, block in enumerate(self.blocks):
+            x = block(x)
+            if number == 1:
+                x = self.change(self, x)
+        return nn.functional.mse_loss(self.change(self, x), target)
+
+
+def unused(change: Callable[[Any, Tensor], Any]) -> Callable[[Any, Tensor], Tensor]:
+    def keep(net: Any, x: Tensor) -> Tensor:
+        change(net, x)
+        return x
+
+    return keep
+
+
+RIGHT: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "a module of torch": unused(lambda net, x: net.act(x)),
+    "another": unused(lambda net, x: net.silu(x)),
+    "made in forward": unused(lambda net, x: nn.LeakyReLU(inplace=True)(x)),
+    "its result is used": lambda net, x: net.act(x) + x,
+    "a function that returns it": lambda net, x: bumped(x),
+    "a module that returns it": lambda net, x: net.bumped(x),
+    "an unused result": unused(lambda net, x: net.first(x)),
+}
+REFUSED: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
+    "a function": (unused(lambda net, x: bump(x)), r"bump changes a value in place .*\n.*\nLet bump return"),
+    "a module": (unused(lambda net, x: net.bump(x)), r"self\.bump changes a value in place"),
+    "a function with another result": (lambda net, x: x * total(x), "total changes a value in place"),
+    "under the name of Identity": (unused(lambda net, x: net.same(x).mul_(2)), "same memory"),
+    "under the name of a dropout": (unused(lambda net, x: net.drop(x).mul_(2)), "same memory"),
+}
+
+
+def wrapped(change: Callable[[Any, Tensor], Tensor]) -> NxDPPModel:
+    return NxDPPModel(
+        made(change),
+        transformer_layer_cls=Block,
+        num_microbatches=2,
+        autowrap_functions=[bump, bumped, total],
+        broadcast_and_average_loss=True,
+    )
+
+
+def made(change: Callable[[Any, Tensor], Tensor]) -> Net:
+    torch.manual_seed(0)
+    return Net(change)
+
+
+def batch() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return {name: torch.randn(4, WIDTH, generator=generator) for name in ("x", "target")}
+
+
+def train(rank: int, ranks: int) -> None:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=ranks, backend="gloo")
+    for name, change in RIGHT.items():
+        alone, model = made(change), wrapped(change)
+        expected = alone(**batch())
+        expected.backward()
+        assert model.run_train(**batch()).item() == pytest.approx(expected.item(), abs=1e-6), name
+        gradients = dict(alone.named_parameters())
+        for parameter_name, parameter in model.named_parameters():
+            torch.testing.assert_close(parameter.grad, gradients[parameter_name].grad, msg=f"{name}: {parameter_name}")
+    for name, (change, sentence) in REFUSED.items():
+        with pytest.raises(TracingError, match=sentence):
+            pytest.fail(f"{name}: {wrapped(change).run_train(**batch())}")
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_change_is_that_of_one_process_or_refused(ranks: int) -> None:
+    run_ranks(ranks, train, ranks)
