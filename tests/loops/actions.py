@@ -22,7 +22,7 @@ def optimizer(training: Training, kind: str, groups: str) -> None:
     """Make an optimizer with groups by a rule."""
     named = list(training.wrapped.named_parameters())
     if groups == "trained":
-        training.make_optimizer(kind, [p for _, p in named if p.requires_grad])
+        training.parts = [(training.optimizer_of(kind, [p for _, p in named if p.requires_grad]), 1)]
         return
     undecayed = {
         "all": set(),
@@ -32,7 +32,15 @@ def optimizer(training: Training, kind: str, groups: str) -> None:
     }[groups]
     decayed = {"params": [p for n, p in named if n not in undecayed], "weight_decay": 0.2}
     others = {"params": [p for n, p in named if n in undecayed], "weight_decay": 0.0}
-    training.make_optimizer(kind, [decayed] if groups == "all" else [decayed, others])
+    training.parts = [(training.optimizer_of(kind, [decayed] if groups == "all" else [decayed, others]), 1)]
+
+
+def optimizers_by_part(training: Training, kind: str, other: str, every: int) -> None:
+    """Make an optimizer of the layers, and another of all else that makes one step in ``every`` steps."""
+    named = list(training.wrapped.named_parameters())
+    of_layers = training.optimizer_of(kind, [{"params": [p for n, p in named if "layers" in n]}])
+    of_others = training.optimizer_of(other, [{"params": [p for n, p in named if "layers" not in n]}])
+    training.parts = [(of_layers, 1), (of_others, every)]
 
 
 def _of_types(root: nn.Module) -> set[str]:
@@ -46,17 +54,16 @@ def _of_types(root: nn.Module) -> set[str]:
 
 def add_group(training: Training, what: str) -> None:
     """Train the parameters of a name, and give those that the optimizer has not to it."""
-    known = {id(p) for group in training.optimizer.param_groups for p in group["params"]}
+    known = {id(p) for group in training.groups for p in group["params"]}
     found = [p for n, p in training.wrapped.named_parameters() if what in n]
     for parameter in found:
         parameter.requires_grad_(True)
     if added := [p for p in found if id(p) not in known]:
-        training.optimizer.add_param_group({"params": added, "lr": 0.02})
+        training.parts[0][0].add_param_group({"params": added, "lr": 0.02})
 
 
 def learning_rate(training: Training, factor: float, group: int | None) -> None:
-    groups = training.optimizer.param_groups
-    for each in groups if group is None else [groups[group]]:
+    for each in training.groups if group is None else [training.groups[group]]:
         each["lr"] *= factor
 
 
@@ -184,17 +191,35 @@ def evaluate(training: Training, switches: bool) -> None:
         training.wrapped.train(before)
 
 
+def evaluate_rows(training: Training, rows: int, everywhere: bool) -> None:
+    """Evaluate rows that need not divide into the microbatches, unless the script splits them."""
+    before = training.module.training
+    training.wrapped.eval()
+    training.evaluate(rows * training.script.microbatches if training.script.mixes_rows else rows, everywhere)
+    training.wrapped.train(before)
+
+
+def microbatches(training: Training, count: int | None) -> None:
+    """Give a number of microbatches in each step from here on, which need not be the wrapper's."""
+    training.count = count
+
+
+def mix_rows(training: Training, with_signal: str) -> None:
+    """Leave floats out of some microbatches from here on."""
+    training.with_signal = with_signal
+
+
 def clip(training: Training, norm: float | None, kind: str) -> None:
     training.clip = (norm, kind)
 
 
 def save_and_load(training: Training, steps: int, makes: bool) -> None:
-    """Save, train, and load what was saved, with a new optimizer of the same groups where it ``makes`` one."""
+    """Save, train, and load what was saved, with new optimizers of the same groups where it ``makes`` one."""
     training.save()
     for _ in range(steps):
         training.step()
     if makes:
-        training.remake_optimizer()
+        training.remake_optimizers()
     training.load()
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-from tests.loops.models import READS, Kind
+from tests.loops.models import DRAWS, READS, Kind
 
 Arguments = dict[str, Any]
 
@@ -50,6 +50,7 @@ class Script:
         rows: of the batch of all replicas.
         length: number of tokens in a row.
         zero1: the optimizers are ``Zero1Optimizer``.
+        shards: parameters are divided over the replicas.
     """
 
     seed: int
@@ -59,6 +60,7 @@ class Script:
     rows: int
     length: int
     zero1: bool
+    shards: bool
     kind: Kind
     actions: tuple[Action, ...]
 
@@ -67,6 +69,11 @@ class Script:
         """Number of ranks."""
         tensor, pipeline, data = LAYOUTS[self.layout]
         return tensor * pipeline * data
+
+    @property
+    def mixes_rows(self) -> bool:
+        """Whether some microbatches are to have no floats."""
+        return any(action.name == "mix_rows" for action in self.actions)
 
     def without(self, places: set[int]) -> "Script":
         """The script without the actions at ``places``."""
@@ -96,6 +103,10 @@ def draw(seed: int) -> Script:
         reads=random.choice(READS),
         weighted=random.random() < 0.1,
     )
+    # The models and actions that were drawn first stay those of their seeds.
+    more = Random(f"{seed}, more")
+    (draws,) = more.choices(DRAWS, (6, 2, 0 if data > 1 else 1))
+    kind = dataclasses.replace(kind, floating=more.random() < 0.3, draws=draws)
     rows = microbatches * data * random.choice((1, 2))
     actions = [Action("optimizer", _optimizer(random))]
     if random.random() < 0.7:
@@ -111,7 +122,15 @@ def draw(seed: int) -> Script:
             actions.append(_steps(random))
     actions.append(Action("steps", {"count": 2}))
     zero1 = data > 1 and random.random() < 0.3
-    return Script(seed, layout, schedule, microbatches, rows, random.choice((3, 4, rows)), zero1, kind, tuple(actions))
+    length = random.choice((3, 4, rows))
+    for _ in range(more.choice((0, 0, 1, 2))):
+        (name,) = more.choices(list(_DRAWN_LATER), [weight for weight, _ in _DRAWN_LATER.values()])
+        place = more.randint(1, len(actions) - 1)
+        actions[place:place] = [Action(name, _DRAWN_LATER[name][1](more)), *([_steps(more)] * more.choice((0, 1)))]
+    if any(action.name == "mix_rows" for action in actions):
+        kind = dataclasses.replace(kind, floating=True)
+    shards = data > 1 and not zero1 and more.random() < 0.4
+    return Script(seed, layout, schedule, microbatches, rows, length, zero1, shards, kind, tuple(actions))
 
 
 def _steps(random: Random) -> Action:
@@ -176,3 +195,12 @@ _DRAWN: dict[str, tuple[int, Callable[[Random], Arguments]]] = {
     "remember": (2, _of(root=("wrapped", "local"), steps=(1, 2))),
 }
 """Weight and arguments of each action."""
+
+_DRAWN_LATER: dict[str, tuple[int, Callable[[Random], Arguments]]] = {
+    "microbatches": (4, _of(count=(1, 2, 3, 4, 5, None))),
+    "mix_rows": (3, _of(with_signal=("even", "odd", "first", "none"))),
+    "optimizers_by_part": (4, _of(kind=("SGD", "AdamW", "Adagrad"), other=("AdamW", "momentum"), every=(1, 2))),
+    "evaluate_rows": (2, _of(rows=(1, 3, 5), everywhere=(True, False))),
+    "accumulate": (1, _of(count=(2,), syncs=(False,))),
+}
+"""Weight and arguments of actions at any place of the script."""

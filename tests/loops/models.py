@@ -5,12 +5,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor, Shard
 
 from nxdpp import parallel_state
 from nxdpp.parallel_layers import ColumnParallelLinear, RowParallelLinear
 
 VOCABULARY = 12
 WIDTH = 8
+DRAWS = ("", "torch's", "the layer's")
 READS = ("", "", "", "training", "layer training", "head trained", "hidden trained", "gradients set")
 
 
@@ -25,6 +27,9 @@ class Kind:
         running: each layer has a running mean, which its training forward changes and uses.
         reads: the mode that the forward above the layers reads, one of ``READS``.
         weighted: the batch has a weight for each position, of shape (T,).
+        floating: the batch has floats for each token, of shape (B, T, H).
+        draws: whose random numbers each layer draws, one of ``DRAWS``. The program then draws its batches from
+            torch's generator. Numbers of torch's generator are multiplied by 0: each stage has its own.
     """
 
     layers: int = 4
@@ -33,6 +38,8 @@ class Kind:
     running: bool = False
     reads: str = ""
     weighted: bool = False
+    floating: bool = False
+    draws: str = ""
 
 
 class Adapted(nn.Module):
@@ -70,10 +77,15 @@ class Layer(nn.Module):
         self.side = Adapted(nn.Linear(WIDTH, WIDTH, bias=False)) if kind.adapted else nn.Linear(WIDTH, WIDTH)
         self.factor = 1.0
         self.is_running = kind.running
+        self.draws = kind.draws
+        self.generator = torch.Generator().manual_seed(1) if kind.draws == "the layer's" else None
         self.register_buffer("mean", torch.zeros(WIDTH))
 
     def forward(self, hidden: torch.Tensor) -> Any:
         inner = self.norm(hidden)
+        if self.draws:
+            noise = torch.rand(inner.shape, dtype=inner.dtype, generator=self.generator)
+            inner = inner + (0.1 if self.generator else 0.0) * noise
         if self.is_running:
             if self.training:
                 self.mean.mul_(0.9).add_(inner.detach().mean((0, 1)), alpha=0.1)
@@ -98,8 +110,16 @@ class Model(nn.Module):
             self.head.weight = self.embed.weight
         self.register_buffer("scale", torch.ones(()))
 
-    def forward(self, ids: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor | None = None) -> Any:
+    def forward(
+        self,
+        ids: torch.Tensor,
+        labels: torch.Tensor,
+        weights: torch.Tensor | None = None,
+        signal: torch.Tensor | None = None,
+    ) -> Any:
         hidden = self.before_layers(ids)
+        if signal is not None:
+            hidden = hidden + signal
         for layer in self.layers:
             hidden = layer(hidden)
         hidden = self.norm(hidden) * self.scale * self.factor
@@ -159,12 +179,13 @@ _READING: dict[str, type[Model]] = {
 
 
 def make(kind: Kind, divided: bool = False) -> Model:
-    """Return the model with the same weights in every process; ``divided`` has this rank's part of them."""
+    """Seed torch, and return the model with the same weights in every process; ``divided`` has this rank's part."""
     torch.manual_seed(0)
     whole = _READING[kind.reads](kind).double()
     if not divided:
         return whole
-    result = _READING[kind.reads](kind, divided).double()
+    with torch.random.fork_rng():
+        result = _READING[kind.reads](kind, divided).double()
     values = whole.state_dict()
     with torch.no_grad():
         for name, parameter in result.named_parameters():
@@ -174,6 +195,12 @@ def make(kind: Kind, divided: bool = False) -> Model:
 
 def part_like(values: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     """The part of ``values`` that ``tensor`` is of its whole; ``values`` themselves for a whole tensor."""
+    if isinstance(tensor, DTensor):
+        (replicas,), rows = tensor.device_mesh.shape, tensor.to_local()
+        assert tensor.placements == (Shard(0),)
+        parts = values.chunk(replicas)
+        replica = tensor.device_mesh.get_local_rank()
+        return parts[replica] if replica < len(parts) else rows.new_empty(rows.shape)
     if not is_divided(tensor):
         return values
     dimension: int = tensor.partition_dim  # type: ignore[attr-defined]  # set by the layer
@@ -186,11 +213,13 @@ def is_divided(tensor: torch.Tensor) -> bool:
     return bool(getattr(tensor, "tensor_model_parallel", False))
 
 
-def batch(seed: int, rows: int, length: int, weighted: bool) -> dict[str, torch.Tensor]:
-    """Tokens and labels of shape (rows, length)."""
-    generator = torch.Generator().manual_seed(seed)
+def batch(seed: int, rows: int, length: int, kind: Kind) -> dict[str, torch.Tensor]:
+    """Tokens and labels of shape (rows, length), with what else ``kind`` takes."""
+    generator = None if kind.draws else torch.Generator().manual_seed(seed)
     ids, labels = (torch.randint(0, VOCABULARY, (rows, length), generator=generator) for _ in range(2))
     result = {"ids": ids, "labels": labels}
-    if weighted:
+    if kind.floating:
+        result["signal"] = torch.randn(rows, length, WIDTH, generator=generator, dtype=torch.float64)
+    if kind.weighted:
         result["weights"] = torch.rand(length, generator=generator, dtype=torch.float64)
     return result

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
+from torch.distributed.tensor import DTensor
 
 import nxdpp
-from nxdpp import NxDPPModel, parallel_state
+from nxdpp import NxDPPModel, fully_shard, parallel_state
 from nxdpp.checkpoint.commands.convert import convert
 from nxdpp.optimizer import Zero1Optimizer
 from tests.loops.compare import COARSE, TOLERANCE, Event, Numbers, difference
@@ -41,7 +42,10 @@ class RankTraining(Training):
             schedule=script.schedule,
             use_zero1_optimizer=script.zero1,
             output_loss_value_spec={"loss": True},
+            split_inputs_fn=self.split if script.mixes_rows else None,
         )
+        if script.shards:
+            fully_shard(self.wrapped)
         self.found = ""
         self._expected = expected
         self._folder = folder
@@ -56,12 +60,16 @@ class RankTraining(Training):
         shape = list(parameter.shape)
         if is_divided(parameter):
             shape[parameter.partition_dim] *= parallel_state.get_tensor_model_parallel_size()  # type: ignore[attr-defined]  # set by the layer
-        parameter.copy_(part_like(values_of(name, shape), parameter))
+        own: torch.Tensor = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        own.copy_(part_like(values_of(name, shape), parameter))
 
     def new_optimizer(self, kind: Any, groups: list[Any], options: dict[str, Any]) -> Any:
         if self._uses_zero1:
             return Zero1Optimizer(groups, kind, grad_clipping=False, **options)
         return super().new_optimizer(kind, groups, options)
+
+    def class_of(self, optimizer: Any) -> Any:
+        return type(optimizer.base_optimizer) if self._uses_zero1 else super().class_of(optimizer)
 
     def note_gradients(self, what: str) -> None:
         # ZeRO-1 averages them later.
@@ -79,19 +87,23 @@ class RankTraining(Training):
             self.found = f"{self.doing}: {what}, where one process did something else"
             return
         wholes = {} if what.startswith("file") else dict(self.wrapped.named_parameters(remove_duplicate=False))
+        numbers = {name: value.to_local() if isinstance(value, DTensor) else value for name, value in numbers.items()}
         found = difference(self._expected[place], numbers, wholes, self._tolerance, is_whole)
         if found:
             self.found = f"{self.doing}: {found} (event {place}, rank {dist.get_rank()})"
 
     def backward(self, values: Mapping[str, torch.Tensor]) -> Numbers:
-        return self._of_replica(self.wrapped.run_train(**self._own_rows(values)))
+        own = self.rows_of(values, self._replica)
+        if self.count is not None:
+            return self._of_replica(self.wrapped.run_train_microbatches(self.microbatches(own)))
+        return self._of_replica(self.wrapped.run_train(**own))
 
-    def evaluate(self) -> None:
-        self.note("evaluation", self._of_replica(self.wrapped.run_eval(**self._own_rows(self.next_batch()))))
-
-    def _own_rows(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        own = {name: value.chunk(self.replicas)[self._replica] for name, value in values.items() if name != "weights"}
-        return {**values, **own}
+    def evaluate(self, rows: int | None = None, everywhere: bool = False) -> None:
+        values = self.next_batch() if rows is None else self.next_batch(rows * self.replicas)
+        own = self.rows_of(values, self._replica)
+        loss = self.wrapped.run_eval(**own, everywhere=everywhere)
+        assert loss is not None or not everywhere
+        self.note("evaluation", self._of_replica(loss))
 
     def _of_replica(self, loss: torch.Tensor | None) -> Numbers:
         return {} if loss is None else {f"replica {self._replica}": loss}
@@ -104,10 +116,14 @@ class RankTraining(Training):
         return result
 
     def save(self) -> None:
-        nxdpp.save_checkpoint(self._folder, "training", self.wrapped, self.optimizer)
+        nxdpp.save_checkpoint(self._folder, "training", self.wrapped, self._optimizers())
 
     def load(self) -> None:
-        nxdpp.load_checkpoint(self._folder, "training", self.wrapped, self.optimizer)
+        nxdpp.load_checkpoint(self._folder, "training", self.wrapped, self._optimizers())
+
+    def _optimizers(self) -> Any:
+        of_parts = [optimizer for optimizer, _ in self.parts]
+        return of_parts if len(of_parts) > 1 else of_parts[0]
 
     def note_files(self, way: str) -> None:
         """Compare a file, or the gathered tensors, with the state dict of one process; rank 0 does."""

@@ -44,6 +44,8 @@ def _simpler(script: Script) -> Iterator[Script]:
             default: dict[str, Any] = {field.name: field.default}
             kind = dataclasses.replace(script.kind, **default)
             yield dataclasses.replace(script, kind=kind)
-    simplest = dataclasses.replace(script, layout="pp2", schedule="1f1b", microbatches=2, rows=4, zero1=False)
+    simplest = dataclasses.replace(
+        script, layout="pp2", schedule="1f1b", microbatches=2, rows=4, zero1=False, shards=False
+    )
     if simplest != script:
         yield dataclasses.replace(simplest, kind=dataclasses.replace(script.kind, layers=4))

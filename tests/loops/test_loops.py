@@ -26,7 +26,7 @@ def run_with_other(rank: int, seeds: tuple[int, ...], folder: Path) -> None:
 
     def half(training: Any) -> None:
         if type(training) is not Training:
-            training.optimizer.param_groups[0]["lr"] /= 2
+            training.groups[0]["lr"] /= 2
 
     actions.half = half  # type: ignore[attr-defined]  # of this test only
     scripts = [draw(seed) for seed in seeds]

@@ -22,6 +22,9 @@ class Training:
         clip: the greatest norm and the function that clips, in each step.
         accumulate: number of backwards of a step, and whether each averages over the replicas.
         zeroes: what becomes of gradients after a step.
+        count: number of microbatches of a replica, where the script gives each of them.
+        with_signal: the microbatches that have floats: "all", "even", "odd", "first" or "none".
+        parts: the optimizer of each part, and the steps after which it makes one.
         events: the numbers of what was done, in order.
         doing: the action that runs.
     """
@@ -30,16 +33,20 @@ class Training:
         self.script = script
         self.module: Any = module
         self.wrapped: Any = module
-        self.optimizer: Any = None
+        self.parts: list[tuple[Any, int]] = []
         self.clip: tuple[float | None, str] = (None, "method")
         self.accumulate = (1, True)
         self.zeroes = "none"
+        self.count: int | None = None
+        self.with_signal = "all"
         self.rows, self.length = script.rows, script.length
         self.events: list[Event] = []
         self.doing = ""
         self.replicas = LAYOUTS[script.layout][2]
+        # Over several stages or replicas layers draw from streams, and the program's generator moves once in a step.
+        self._has_streams = script.kind.draws == "torch's" and LAYOUTS[script.layout][1:] != (1, 1)
         self._batches = 0
-        self._class: Any = None
+        self._steps = 0
         self._saved: Any = None
 
     def root(self, name: str) -> Any:
@@ -50,24 +57,34 @@ class Training:
         """Set values that follow from ``name``."""
         parameter.copy_(values_of(name, parameter.shape))
 
-    def make_optimizer(self, kind: str, groups: list[Any]) -> None:
+    @property
+    def groups(self) -> list[Any]:
+        """The groups of all optimizers."""
+        return [group for optimizer, _ in self.parts for group in optimizer.param_groups]
+
+    def optimizer_of(self, kind: str, groups: list[Any]) -> Any:
         """Make an optimizer of a kind over parameters or groups of them."""
         if kind == "Muon":
             groups = [_matrices(group) for group in groups]
             groups = [group for group in groups if group is not None]
-        self._class = getattr(torch.optim, "SGD" if kind == "momentum" else kind)
-        self.optimizer = self.new_optimizer(
-            self._class, groups, {"lr": 0.01} | ({"momentum": 0.9} if kind == "momentum" else {})
-        )
+        made = getattr(torch.optim, "SGD" if kind == "momentum" else kind)
+        return self.new_optimizer(made, groups, {"lr": 0.01} | ({"momentum": 0.9} if kind == "momentum" else {}))
 
     def new_optimizer(self, kind: Any, groups: list[Any], options: dict[str, Any]) -> Any:
         """Make an optimizer of the class ``kind``."""
         return kind(groups, **options)
 
-    def remake_optimizer(self) -> None:
-        """Make an optimizer of the same class, groups and options, without a state."""
-        groups = [{**group, "params": list(group["params"])} for group in self.optimizer.param_groups]
-        self.optimizer = self.new_optimizer(self._class, groups, {"lr": 0.01})
+    def remake_optimizers(self) -> None:
+        """Make optimizers of the same classes, groups and options, without a state."""
+        self.parts = [(self._remade(optimizer), every) for optimizer, every in self.parts]
+
+    def _remade(self, optimizer: Any) -> Any:
+        groups = [{**group, "params": list(group["params"])} for group in optimizer.param_groups]
+        return self.new_optimizer(self.class_of(optimizer), groups, {"lr": 0.01})
+
+    def class_of(self, optimizer: Any) -> Any:
+        """The class that ``new_optimizer`` made it of."""
+        return type(optimizer)
 
     def step(self) -> None:
         """Train a step, and note its losses, gradients, parameters and buffers."""
@@ -83,9 +100,15 @@ class Training:
                 "norm", {"all": torchs(self.wrapped.parameters(), norm) if function == "torch" else self.clipped(norm)}
             )
             self.note_gradients("clipped gradient")
-        self.optimizer.step()
-        if self.zeroes != "kept":
-            self.optimizer.zero_grad(set_to_none=self.zeroes == "none")
+        self._steps += 1
+        for optimizer, every in self.parts:
+            if self._steps % every:
+                continue
+            optimizer.step()
+            if self.zeroes != "kept":
+                optimizer.zero_grad(set_to_none=self.zeroes == "none")
+        if self.script.kind.draws:
+            self.note("number of torch's generator", {"all": torch.rand(())})
         self.note("value", dict(self.wrapped.named_parameters(remove_duplicate=False)))
         self.note("buffer", dict(self.wrapped.named_buffers()))
 
@@ -98,29 +121,66 @@ class Training:
         values = {name: None if value is None else value.detach().clone() for name, value in numbers.items()}
         self.events.append(Event(self.doing, what, values))
 
-    def next_batch(self) -> dict[str, torch.Tensor]:
+    def next_batch(self, rows: int | None = None) -> dict[str, torch.Tensor]:
         """The next batch of all replicas."""
         self._batches += 1
-        return batch(self._batches, self.rows, self.length, self.script.kind.weighted)
+        return batch(self._batches, rows or self.rows, self.length, self.script.kind)
 
     def backward(self, values: Mapping[str, torch.Tensor]) -> Numbers:
         """Run forward and backward of all microbatches; return the loss of each replica."""
-        losses = []
-        number = self.script.microbatches * self.replicas
-        for part in _parts(values, number):
-            loss = self.module(**part)["loss"]
-            (loss / number).backward()
-            losses.append(loss.detach())
-        return self._of_replicas(losses)
+        losses = {}
+        for replica in range(self.replicas):
+            parts = self.microbatches(self.rows_of(values, replica))
+            of_parts = []
+            for part in parts:
+                loss = self._loss(part)
+                (loss / len(parts) / self.replicas).backward()
+                of_parts.append(loss.detach())
+            losses[f"replica {replica}"] = torch.stack(of_parts).mean()
+        self._end_streams()
+        return losses
 
-    def evaluate(self) -> None:
-        """Note the loss of a batch without gradients."""
+    def evaluate(self, rows: int | None = None, everywhere: bool = False) -> None:
+        """Note the loss of a batch without gradients, of ``rows`` in each replica if they are given."""
+        values = self.next_batch() if rows is None else self.next_batch(rows * self.replicas)
         with torch.no_grad():
-            parts = _parts(self.next_batch(), self.script.microbatches * self.replicas)
-            self.note("evaluation", self._of_replicas([self.module(**part)["loss"] for part in parts]))
+            losses = {}
+            for replica in range(self.replicas):
+                of_replica = self.rows_of(values, replica)
+                parts = [of_replica]
+                if rows is None or self.script.mixes_rows:
+                    parts = self.split(of_replica, self.script.microbatches)
+                losses[f"replica {replica}"] = torch.stack([self._loss(part) for part in parts]).mean()
+        self._end_streams()
+        self.note("evaluation", losses)
 
-    def _of_replicas(self, losses: list[torch.Tensor]) -> Numbers:
-        return {f"replica {i}": part.mean() for i, part in enumerate(torch.stack(losses).chunk(self.replicas))}
+    def _loss(self, part: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        with torch.random.fork_rng(enabled=self._has_streams):
+            loss: torch.Tensor = self.module(**part)["loss"]
+        return loss
+
+    def _end_streams(self) -> None:
+        if self._has_streams:
+            torch.empty((), dtype=torch.int64).random_()
+
+    def rows_of(self, values: Mapping[str, torch.Tensor], replica: int) -> dict[str, torch.Tensor]:
+        """The batch of a replica."""
+        own = {name: each.chunk(self.replicas)[replica] for name, each in values.items() if name != "weights"}
+        return {**values, **own}
+
+    def microbatches(self, values: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+        """The microbatches of a replica's batch."""
+        return self.split(values, min(self.count or self.script.microbatches, len(values["ids"])))
+
+    def split(self, values: Mapping[str, torch.Tensor], number: int) -> list[dict[str, torch.Tensor]]:
+        """The batch in ``number`` microbatches, of which some have no floats. All have its weights."""
+        parts: list[dict[str, torch.Tensor]] = [{} for _ in range(number)]
+        for name, value in values.items():
+            rows = [value] * number if name == "weights" else value.tensor_split(number)
+            for place, (part, own) in enumerate(zip(parts, rows, strict=True)):
+                if name != "signal" or _has_signal(place, self.with_signal):
+                    part[name] = own
+        return parts
 
     def no_sync(self) -> Any:
         """A context without averages over the replicas."""
@@ -132,12 +192,15 @@ class Training:
 
     def save(self) -> None:
         """Save the training."""
-        self._saved = copy.deepcopy((self.module.state_dict(), self.optimizer.state_dict()))
+        of_optimizers = [optimizer.state_dict() for optimizer, _ in self.parts]
+        self._saved = copy.deepcopy((self.module.state_dict(), of_optimizers, torch.get_rng_state()))
 
     def load(self) -> None:
         """Load what was saved."""
         self.module.load_state_dict(self._saved[0])
-        self.optimizer.load_state_dict(copy.deepcopy(self._saved[1]))
+        for (optimizer, _), state in zip(self.parts, self._saved[1], strict=True):
+            optimizer.load_state_dict(copy.deepcopy(state))
+        torch.set_rng_state(self._saved[2])
 
     def note_files(self, way: str) -> None:
         """Note the whole state dict."""
@@ -153,11 +216,8 @@ def values_of(name: str, shape: Any) -> torch.Tensor:
     return torch.randn(shape, generator=generator, dtype=torch.float64) * 0.5
 
 
-def _parts(values: Mapping[str, torch.Tensor], number: int) -> list[dict[str, torch.Tensor]]:
-    """The batch in ``number`` microbatches, which share its weights."""
-    shared = {name: value for name, value in values.items() if name == "weights"}
-    rows = [value.chunk(number) for name, value in values.items() if name not in shared]
-    return [{"ids": ids, "labels": labels, **shared} for ids, labels in zip(*rows, strict=True)]
+def _has_signal(place: int, which: str) -> bool:
+    return {"all": True, "even": place % 2 == 0, "odd": place % 2 == 1, "first": place == 0, "none": False}[which]
 
 
 def _matrices(group: Any) -> Any:
