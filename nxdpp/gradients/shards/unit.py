@@ -9,6 +9,7 @@ ones are freed by giving up their memory. What torch does in hooks of modules is
     reduce          add this rank's rows of the gradients       reduce-scatter
 """
 
+import sys
 from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Any
@@ -65,6 +66,10 @@ class ShardedUnit:
         group = FSDP_GROUP(list(parameters), tuple(modules), mesh_info, None, device, None, mp_policy, offload_policy)
         self._attributes = attributes
         self._group = group
+        targeted = _targeted_by_peft(modules)
+        self._unchanging = [
+            each for each, places in zip(group.fsdp_params, self._places, strict=True) if targeted.isdisjoint(places)
+        ]
         self._ranks: ProcessGroup = mesh_info.shard_process_group
         if streams is None:
             group.comm_ctx.lazy_init(device)
@@ -146,7 +151,7 @@ class ShardedUnit:
             for each, own in zip(self._group.fsdp_params, self._attributes, strict=True):
                 _give(each.unsharded_param, own | {"gathered_for_a_step": True})
         self._put_into_programs([each.unsharded_param for each in self._group.fsdp_params])
-        self._versions = [VERSION.of(each.unsharded_param) for each in self._group.fsdp_params]
+        self._versions = [VERSION.of(each.unsharded_param) for each in self._unchanging]
 
     def free(self) -> None:
         """Put this rank's rows back, and free the whole parameters; their gradients stay.
@@ -155,7 +160,7 @@ class ShardedUnit:
         """
         if not self._group.is_unsharded:
             return
-        for each, version in zip(self._group.fsdp_params, self._versions, strict=True):
+        for each, version in zip(self._unchanging, self._versions, strict=True):
             if VERSION.of(each.unsharded_param) != version:
                 raise RuntimeError(
                     f"a forward of {self.name} has changed a parameter of shape {list(each.unsharded_param.shape)} in "
@@ -266,6 +271,17 @@ def _places(parameters: Sequence[nn.Parameter], roots: Sequence[nn.Module]) -> l
         for name, parameter in PARAMETERS.of(module).items():
             found.get(id(parameter), []).append((module, name))
     return list(found.values())
+
+
+def _targeted_by_peft(roots: Sequence[nn.Module]) -> set[tuple[nn.Module, str]]:
+    """Return the modules and names of parameters to which ``LoraConfig(target_parameters=...)`` adds adapters.
+
+    PEFT registers a parametrization in each forward. torch then sets the parameter to itself, which counts as a change
+    in place, and the module reads the sum with the adapters: its code cannot change the parameter.
+    """
+    lora = sys.modules.get("peft.tuners.lora")
+    wrappers = [each for root in roots for each in root.modules() if lora and isinstance(each, lora.ParamWrapper)]
+    return {(wrapper.get_base_layer(), wrapper.parameter_name) for wrapper in wrappers}
 
 
 def _give(parameter: nn.Parameter, attributes: dict[str, Any]) -> None:
