@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as registration
 
-from nxdpp.gradients.shards.local_tensors import is_sharded
+from nxdpp.gradients.shards.local_tensors import is_of_shards, is_sharded
 from nxdpp.ground.torch_names import BUFFERS, HOOKS, MODULES, PARAMETERS
 from nxdpp.ranks import parallel_state
 from nxdpp.tracing.modules import listings
@@ -59,6 +59,9 @@ _requires_grad = attrgetter("requires_grad")
 _dtype = attrgetter("dtype")
 _training = itemgetter("training")
 _forward = methodcaller("get", "forward")
+# torch's parametrize gives a module a child of this name.
+_PARAMETRIZATIONS = "parametrizations"
+_is_parametrized = methodcaller("__contains__", _PARAMETRIZATIONS)
 
 _records: "weakref.WeakSet[ChangeRecord]" = weakref.WeakSet()
 _handles: list[Any] = []
@@ -76,6 +79,8 @@ class ChangeRecord:
         self._numbers = dict.fromkeys(Change, 1)
         self._looks = 0
         self._is_stale = False
+        # Children of the modules that were parametrized since the last look, by id of the module.
+        self._parametrized: dict[int, dict[str, Any]] = {}
         self._tree: nn.Module = nn.Module()
         self._above: Sequence[nn.Module] = ()
         self._whole = self._tree
@@ -129,8 +134,10 @@ class ChangeRecord:
     def look(self) -> int:
         """Note what has changed since the last look; return the number of the last change."""
         self._looks += 1
-        if self._is_stale or not self._looks & (self._looks - 1) or not self._sight.is_same():
+        is_stale = self._is_stale or any(map(_is_parametrized, self._parametrized.values()))
+        if is_stale or not self._looks & (self._looks - 1) or not self._sight.is_same():
             self._look_at_all()
+        self._parametrized.clear()
         return self.number
 
     def take_hooks(self) -> bool:
@@ -146,7 +153,13 @@ class ChangeRecord:
     def registered(self, change: Change, module: nn.Module, name: str, value: Any) -> None:
         """Note that ``value`` is about to be registered in ``module``, if the record follows it."""
         followed = self._sight.above if change is Change.BUFFER else self._sight.registering
-        if id(module) in followed and vars(module)[_STORES[change]].get(name) is not value:
+        if id(module) not in followed or vars(module)[_STORES[change]].get(name) is value:
+            return
+        children = MODULES.of(module)
+        if name == _PARAMETRIZATIONS:
+            # PEFT's LoraConfig(target_parameters=...) does so in each forward, and puts the parameter back: look then.
+            self._parametrized[id(module)] = children
+        elif _PARAMETRIZATIONS not in children or not (id(value) in self._sight.known or is_of_shards(value)):
             self.note(change)
 
     def _look_at_all(self) -> None:
@@ -191,7 +204,7 @@ class _Sight:
 
     Attributes:
         modules, parameters: that are followed, each once.
-        ids: of the modules.
+        ids, known: of the modules, and of the parameters.
         registering: ids of the modules, and of the modules of other ranks.
         above: ids of the modules above the layers, and of the containers.
     """
@@ -200,6 +213,7 @@ class _Sight:
         self.modules = list(dict.fromkeys([*listings.modules(tree), *above]))
         self.parameters = list(listings.parameters(tree))
         self.ids = frozenset(map(id, self.modules))
+        self.known = frozenset(map(id, self.parameters))
         self.registering = self.ids.union(map(id, listings.modules(whole)))
         self.above = frozenset(map(id, above))
         # The module that torch.compile makes has the mode of the one inside.

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
+from torch.nn.utils.parametrize import register_parametrization, remove_parametrizations
 
 from nxdpp.pipeline.local.changes import Change, ChangeRecord
 from nxdpp.pipeline.local.local_module import LocalModule
@@ -60,6 +62,10 @@ def at(tree: nn.Module, name: str) -> Any:
     return tree.get_submodule(name)
 
 
+def parametrized(linear: nn.Module) -> nn.Module:
+    return register_parametrization(linear, "bias", nn.Identity())
+
+
 @pytest.mark.parametrize(
     ("change", "kind"),
     [
@@ -73,6 +79,8 @@ def at(tree: nn.Module, name: str) -> Any:
         (lambda tree: at(tree, "layers.0").register_parameter("more", nn.Parameter(torch.ones(1))), Change.PARAMETER),
         (lambda tree: at(tree, "head").to("meta"), Change.PARAMETER),
         (lambda tree: at(tree, "layers.2").to("meta"), Change.PARAMETER),
+        (lambda tree: weight_norm(at(tree, "layers.1.linear")), Change.MODULE),
+        (lambda tree: remove_parametrizations(weight_norm(at(tree, "head")), "weight"), Change.PARAMETER),
         (lambda tree: setattr(tree, "scale", torch.zeros(())), Change.BUFFER),
         (lambda tree: tree.register_buffer("more", torch.zeros(())), Change.BUFFER),
         (lambda tree: tree._buffers.pop("scale"), Change.BUFFER),
@@ -100,6 +108,7 @@ def test_each_kind_of_change_moves_the_record(change: Callable[[nn.Module], obje
         lambda tree: at(tree, "layers.0")(torch.ones(4)),
         lambda tree: setattr(at(tree, "layers.0"), "table", torch.zeros(4)),
         lambda tree: setattr(tree, "head", tree.head),
+        lambda tree: remove_parametrizations(parametrized(at(tree, "layers.1.linear")), "bias"),
         lambda tree: at(tree, "layers.0").register_forward_hook(lambda *_: None),
         lambda tree: nn.Sequential(nn.Linear(2, 2)).register_buffer("other", torch.ones(1)),
         lambda tree: [parameter.data.mul_(2) for parameter in tree.parameters()],
