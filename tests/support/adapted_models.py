@@ -5,10 +5,18 @@ from typing import Any
 
 import peft
 import torch
-from transformers import BertForSequenceClassification, GPT2Config, GPT2LMHeadModel, LlamaForCausalLM, T5Config
+from transformers import (
+    BertForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    T5Config,
+)
 from transformers import T5ForConditionalGeneration as T5
 
-from tests.support.wrapped_models import LAYERS, TOKENS, WIDTH, bert, initialised, llama
+from tests.support.wrapped_models import LAYERS, SIZES, TOKENS, WIDTH, bert, initialised, llama
 
 _ATTENTION = ["q_proj", "v_proj"]
 _CAUSAL: dict[str, Any] = {"task_type": "CAUSAL_LM"}
@@ -17,6 +25,11 @@ _LORA: dict[str, Any] = {"r": 4, "lora_alpha": 8}
 
 def _llama() -> Any:
     return LlamaForCausalLM(llama())
+
+
+def _mixtral() -> Any:
+    sizes: dict[str, Any] = {"num_key_value_heads": 2, "num_local_experts": 4, "tie_word_embeddings": True}
+    return MixtralForCausalLM(MixtralConfig(**SIZES, **TOKENS, **sizes))
 
 
 def _gpt2() -> Any:
@@ -56,6 +69,16 @@ ADAPTERS: dict[str, tuple[Make, Make]] = {
         ),
     ),
     "vera": (_llama, lambda: peft.VeraConfig(**_CAUSAL, r=4, target_modules=_ATTENTION)),
+    # The experts are two parameters.
+    "lora of experts": (
+        _mixtral,
+        lambda: peft.LoraConfig(
+            **_CAUSAL,
+            **_LORA,
+            target_modules=["q_proj"],
+            target_parameters=["experts.gate_up_proj", "experts.down_proj"],
+        ),
+    ),
     "lora of gpt2": (
         _gpt2,
         lambda: peft.LoraConfig(**_CAUSAL, **_LORA, target_modules=["c_attn"], fan_in_fan_out=True),

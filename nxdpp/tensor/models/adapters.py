@@ -44,7 +44,7 @@ def adapted_plan(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
             raise ValueError(
                 f"{name}, which the plan divides ({style}), has an adapter of {type(module).__module__}. Adapters of "
                 f"divided layers must be LoRA of linear layers, without DoRA: merge it (merge_and_unload()), or leave "
-                f"the layer out of target_modules and modules_to_save"
+                f"the layer out of target_modules, target_parameters and modules_to_save"
             )
         names[f"{name}.base_layer"] = style
         names |= {f"{name}.{_DIVIDED[style]}.{adapter}": style for adapter in module.lora_A}

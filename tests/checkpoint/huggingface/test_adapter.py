@@ -21,7 +21,7 @@ MORE = ("lora without a task", "dora", "lora of bert", "lora of t5")
 FEW = ("prompt", "p-tuning", "prefix", *(name for name in ADAPTERS if name not in MORE))
 WAYS = pytest.mark.parametrize("names", [FEW, pytest.param(MORE, marks=pytest.mark.sweep)], ids=["few", "more"])
 # Other ways of PEFT are loaded in test_an_adapter_of_peft_is_loaded.
-ON_BASES = ["lora", "lora of embeddings", "modules to save", "ia3", "lora of gpt2"]
+ON_BASES = ["lora", "lora of embeddings", "modules to save", "ia3", "lora of experts", "lora of gpt2"]
 
 
 def save_all(rank: int, folder: Path, names: tuple[str, ...]) -> None:

@@ -85,6 +85,7 @@ class TestOneOfTwo:
         [
             {"use_dora": True},
             {"target_modules": ["embed_tokens"]},
+            {"target_modules": [], "target_parameters": ["q_proj.weight"]},
             {"modules_to_save": ["q_proj"], "target_modules": ["v_proj"]},
         ],
     )
