@@ -72,12 +72,10 @@ class _Listed:
         self.local_named_parameters = model.named_parameters
 
 
-def wrapped(case: Case, module: Any, shards: bool = True) -> NxDPPModel[bool, bool]:
+def wrapped(case: Case, module: Any, shards: bool = True) -> Any:
     replicas, extra = parallel_state.get_data_parallel_size(), case.get("extra")
     given: dict[str, Any] = {"schedule": "zb1p", "virtual_pipeline_size": 1} if extra == "zb1p" else {}
-    model: NxDPPModel[bool, bool] = NxDPPModel(
-        module, num_microbatches=PARTS // replicas, broadcast_and_average_loss=True, **given
-    )
+    model = NxDPPModel(module, num_microbatches=PARTS // replicas, broadcast_and_average_loss=True, **given)
     if extra == "checkpoint":
         nxdpp.apply_checkpoint(model)
     if shards:
