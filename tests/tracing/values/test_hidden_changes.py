@@ -117,7 +117,8 @@ def train(rank: int, ranks: int) -> None:
         alone, model = made(change), wrapped(change)
         expected = alone(**batch())
         expected.backward()
-        assert model.run_train(**batch()).item() == pytest.approx(expected.item(), abs=1e-6), name
+        loss: Any = model.run_train(**batch())
+        assert loss.item() == pytest.approx(expected.item(), abs=1e-6), name
         gradients = dict(alone.named_parameters())
         for parameter_name, parameter in model.named_parameters():
             torch.testing.assert_close(parameter.grad, gradients[parameter_name].grad, msg=f"{name}: {parameter_name}")
