@@ -28,7 +28,7 @@ class CheckpointedModel(Protocol):
 
 
 def apply_checkpoint(model: CheckpointedModel, layers_to_checkpoint: Sequence[str] | None = None) -> None:
-    """Recompute the forward of layers in their backward instead of keeping their activations.
+    """Recompute the forward of layers during their backward instead of keeping activations.
 
     Parameter names do not change. Dropout repeats in the recomputation, on the devices of all tensors that a layer
     gets. Buffers and attributes that forward changes, such as statistics and counters, have the values of the forward

@@ -23,6 +23,10 @@ LAYOUTS = {
 _LAYOUT_WEIGHTS = (8, 5, 2, 2, 3, 2)
 SCHEDULES = ("1f1b", "interleaved", "zb1p", "zb-v")
 
+# What is refused over shards.
+_NOT_OVER_SHARDS = ("replace", "replace_parameter", "adapt", "tie", "gradient_hook")
+_WHOLE = ("Muon", "Adafactor")
+
 _NAMES = ("embed", "head", "norm", "layers.0", "layers.3", "side", "down", "weight", "")
 _MODULES = ("embed", "head", "norm", "layers.0", "layers.2.norm", "layers.3.side", "layers.1.up", "layers")
 _TYPES = ("Linear", "Embedding", "LayerNorm")
@@ -129,7 +133,8 @@ def draw(seed: int) -> Script:
         actions[place:place] = [Action(name, _DRAWN_LATER[name][1](more)), *([_steps(more)] * more.choice((0, 1)))]
     if any(action.name == "mix_rows" for action in actions):
         kind = dataclasses.replace(kind, floating=True)
-    shards = data > 1 and not zero1 and more.random() < 0.4
+    refused = any(action.name in _NOT_OVER_SHARDS or action.arguments.get("kind") in _WHOLE for action in actions)
+    shards = data > 1 and not zero1 and more.random() < (0.1 if refused else 0.8)
     return Script(seed, layout, schedule, microbatches, rows, length, zero1, shards, kind, tuple(actions))
 
 

@@ -21,7 +21,7 @@ Seeds 166, 382, 433 and 766 have a tied weight, and 199 ties one. Seed 579 recom
 draw numbers in 45 and 73; 241 has ZeRO-1 by parts of the model, and 972 shards, ``no_sync`` and rows that differ.
 """
 
-FOUR = (278, 299, 507, 1209, 1423)
+FOUR = (299, 278, 507, 1209, 1423)
 """Of four ranks: ZeRO-1 with other numbers of microbatches, optimizers by part, rows that differ, shards."""
 
 
