@@ -8,7 +8,8 @@ The form is a JSON text, followed by the bytes of tensors and of ``bytes``::
     endian
 
 Instances are of dataclasses, named tuples and enumerations, and of subclasses of dicts, lists and tuples, which both
-ranks have imported. Their ``__init__`` does not run.
+ranks have imported. Their ``__init__`` does not run. Results of torch (``torch.return_types.max``) are among them. A
+writer makes each instance as a reader would, and so refuses what a reader could not make.
 """
 
 import dataclasses
@@ -23,6 +24,8 @@ from typing import Any
 
 import numpy as np
 import torch
+
+from nxdpp.ground.torch_names import pytree
 
 _LENGTH = 8
 _PLAIN = (bool, int, str)
@@ -94,17 +97,14 @@ class _Writer:
     def _instance(self, value: Any) -> list[Any]:
         kind = type(value)
         name = _name_of(kind)
-        if not _is_plain(kind) or _class_of(*name) is not kind:
+        fields = _fields_of(value)
+        if not _is_plain(kind) or _class_of(*name) is not kind or not _can_be_made(value, fields):
             raise TypeError(f"a {kind.__module__}.{kind.__qualname__} has no form in which it goes to other ranks")
         if isinstance(value, Enum):
             return [*name, value.name]
         content = self._items(value) if isinstance(value, dict) else None
         if isinstance(value, list | tuple):
             content = [self.form_of(each) for each in value]
-        fields = dict(getattr(value, "__dict__", {}))
-        for slot in (slot for each in kind.__mro__ for slot in getattr(each, "__slots__", ())):
-            if hasattr(value, slot):
-                fields[slot] = getattr(value, slot)
         return [*name, content, self._items(fields)]
 
     def _items(self, value: dict[Any, Any]) -> list[Any]:
@@ -160,21 +160,8 @@ class _Reader:
             raise TypeError(f"{module}.{name} is no plain class")
         if issubclass(kind, Enum):
             return kind[content]
-        if issubclass(kind, tuple):
-            made = tuple.__new__(kind, self.value_of(content))
-        elif issubclass(kind, list):
-            made = list.__new__(kind)
-            list.extend(made, self.value_of(content))
-        elif issubclass(kind, dict):
-            base = OrderedDict if issubclass(kind, OrderedDict) else dict
-            made = base.__new__(kind)
-            for key, value in self._items(content).items():
-                base.__setitem__(made, key, value)
-        else:
-            made = object.__new__(kind)
-        for field, value in self._items(fields).items():
-            object.__setattr__(made, field, value)
-        return made
+        items = self._items(content) if issubclass(kind, dict) else self.value_of(content)
+        return _made(kind, items, self._items(fields))
 
     def _items(self, content: Sequence[Sequence[Any]]) -> dict[Any, Any]:
         return {self.value_of(key): self.value_of(value) for key, value in content}
@@ -214,6 +201,48 @@ def _is_plain(kind: Any) -> bool:
     if not isinstance(kind, type) or hasattr(kind, "__del__"):
         return False
     return dataclasses.is_dataclass(kind) or issubclass(kind, (Enum, *_CONTAINERS))
+
+
+def _fields_of(value: Any) -> dict[str, Any]:
+    """The attributes of an instance by name; of a structure of C, such as a result of torch, those behind its items."""
+    if pytree.is_structseq_instance(value):
+        return dict(value.__reduce__()[1][1])
+    slots = (slot for each in type(value).__mro__ for slot in getattr(each, "__slots__", ()))
+    return {**getattr(value, "__dict__", {}), **{slot: getattr(value, slot) for slot in slots if hasattr(value, slot)}}
+
+
+def _made(kind: Any, items: Any, fields: dict[str, Any]) -> Any:
+    """Return an instance with these items and attributes. Raises for a class whose instances need its own code."""
+    if pytree.is_structseq_class(kind):
+        # These have no ``tuple.__new__``. No class of Python is one of them, so that only C runs.
+        return kind(items, fields)
+    if issubclass(kind, tuple):
+        made = tuple.__new__(kind, items)
+    elif issubclass(kind, list):
+        made = list.__new__(kind)
+        list.extend(made, items)
+    elif issubclass(kind, dict):
+        base = OrderedDict if issubclass(kind, OrderedDict) else dict
+        made = base.__new__(kind)
+        for key, value in items.items():
+            base.__setitem__(made, key, value)
+    else:
+        made = object.__new__(kind)
+    for field, value in fields.items():
+        object.__setattr__(made, field, value)
+    return made
+
+
+def _can_be_made(value: Any, fields: dict[str, Any]) -> bool:
+    """Return whether a reader can make ``value``, an instance of a plain class."""
+    if isinstance(value, Enum):
+        # Flags that are a sum of members have no member's name.
+        return type(value).__members__.get(value.name) is value
+    try:
+        _made(type(value), value, fields)
+    except (TypeError, ValueError, AttributeError):
+        return False
+    return True
 
 
 def _error_class(module: str, name: str) -> type[Exception]:

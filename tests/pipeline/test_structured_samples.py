@@ -81,6 +81,7 @@ CASES: dict[str, tuple[type[nn.Module], Callable[[int], Any]]] = {
     "a list": (OfAPair, lambda number: list(pairs(number))),
     "a tuple": (OfAPair, pairs),
     "a named tuple": (OfAPair, lambda number: Pair(*pairs(number))),
+    "a result of torch": (OfAPair, lambda number: torch.return_types.sort(pairs(number))),
     "nested": (OfPositions, lambda number: [pairs(number)[0], ({"y": pairs(number)[1], "z": None},)]),
     "a frozen dataclass": (OfAttributes, attributes(Sample)),
     "attributes": (OfAttributes, namespace),

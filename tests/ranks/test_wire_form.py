@@ -3,10 +3,12 @@
 import json
 import math
 import os
+import sys
 import tempfile
-from collections import OrderedDict
+import time
+from collections import Counter, OrderedDict
 from dataclasses import dataclass
-from enum import Enum
+from enum import Enum, Flag
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +26,11 @@ class Colour(Enum):
     RED = 1
 
 
+class Right(Flag):
+    READ = 1
+    WRITE = 2
+
+
 class Pair(NamedTuple):
     first: int
     second: Any
@@ -38,6 +45,13 @@ class Point:
         assert "RAN" not in os.environ, "a reader runs no code of a class"
 
 
+@dataclass
+class OfC(BaseException):
+    """A dataclass on a class of C with a constructor of its own."""
+
+    x: int
+
+
 class Named(dict[str, int]):
     """A subclass with an attribute."""
 
@@ -48,6 +62,7 @@ VALUES: list[Any] = [
     *(slice(None, 3), range(2, 9, 3), torch.float8_e4m3fn, torch.device("cuda", 1), torch.Size([2, 3]), torch.strided),
     *(torch.channels_last, np.float32(2.5), np.bool_(True), Path("/a/b"), Colour.RED, Pair(1, (2, None))),
     *(Point(1.0, ("a",)), OrderedDict(b=1, a=2), Named(a=1), ValueError, BaseModelOutput()),
+    *(time.gmtime(3.5), os.terminal_size((80, 24)), Counter("aab"), Right.WRITE),
 ]
 
 
@@ -59,6 +74,24 @@ def test_a_value_comes_back_as_it_was(value: Any, monkeypatch: pytest.MonkeyPatc
     assert type(back) is type(value)
     assert back == value
     assert getattr(back, "__dict__", None) == getattr(value, "__dict__", None)
+
+
+def test_results_of_torch_come_back_with_their_tensors() -> None:
+    kinds: list[Any] = torch.return_types.all_return_types
+    for kind in kinds:
+        value = kind([torch.full((2,), i) for i in range(kind.n_fields)])
+        back: Any = unpacked(packed([value]))[0]
+        assert type(back) is kind
+        assert all(map(torch.equal, back, value))
+    values, indices = unpacked(packed(torch.tensor([[1.0, 3.0], [2.0, 0.0]]).max(-1)))
+    assert (values.tolist(), indices.tolist()) == ([3.0, 2.0], [1, 0])
+
+
+def test_a_structure_of_c_comes_back_with_what_is_behind_its_items() -> None:
+    own = os.stat(os.curdir)
+    back: os.stat_result = unpacked(packed(own))
+    assert back == own
+    assert (back.st_mtime_ns, back.st_blksize) == (own.st_mtime_ns, own.st_blksize)
 
 
 _LEAVES = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary()
@@ -105,7 +138,10 @@ def test_a_value_without_a_form_is_refused_by_the_sender() -> None:
     class Local(NamedTuple):
         x: int
 
-    for value in (lambda: None, object(), Local(1), torch.nn.Linear(1, 1), torch.eye(2).to_sparse(), os, print):
+    # Values of plain classes that a reader could not make again.
+    made_by_code: list[Any] = [sys.flags, sys.version_info, Right.READ | Right.WRITE, OfC(1)]
+    others: list[Any] = [lambda: None, object(), Local(1), torch.nn.Linear(1, 1), torch.eye(2).to_sparse(), os, print]
+    for value in others + made_by_code:
         with pytest.raises(TypeError, match="has no form in which it goes to other ranks"):
             packed([value])
 
@@ -127,6 +163,7 @@ def _form(content: Any) -> bytes:
         _form({"instance": ["subprocess", "Popen", None, [["args", "true"]]]}),
         _form({"instance": ["pathlib", "Path", None, []]}),
         _form({"instance": ["tempfile", "_TemporaryFileCloser", None, [["name", "/tmp/x"]]]}),
+        *(_form({"instance": ["torch.return_types", "max", [1], []]}), _form({"instance": ["sys", "flags", [], []]})),
         _form({"instance": ["no.such.module", "X", None, []]}),
     ],
 )

@@ -19,6 +19,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy
+import torch
 from torch import fx
 from torch.fx.proxy import TraceError
 from transformers import BatchEncoding, BatchFeature
@@ -28,6 +29,7 @@ from nxdpp.tracing.values.nested import built, fields_of, is_dataclass_instance,
 
 _METHODS = frozenset({"copy", "get", "items", "keys", "pop", "values"})
 _KINDS = (dict, OrderedDict, BatchEncoding, BatchFeature)
+_OF_TORCH = frozenset(torch.return_types.all_return_types)
 
 NUMBERS = (int, float, numpy.number)
 """Types of the numbers among the inputs. A boolean is none."""
@@ -50,8 +52,8 @@ def open_inputs(inputs: Mapping[str, Any], all_kinds: bool = False) -> dict[str,
     """Return the inputs with the values of each dict as inputs of their own, and an ``InputDict`` in its place.
 
     Dicts may be nested. A dict with keys that are not text stays as it is. Lists and tuples of numbers and texts are
-    opened. With ``all_kinds`` dicts with whole numbers as keys, other lists and tuples, named tuples, dataclasses and
-    ``SimpleNamespace`` are opened too.
+    opened. With ``all_kinds`` dicts with whole numbers as keys, other lists and tuples, named tuples, those of torch
+    (``torch.return_types``), dataclasses and ``SimpleNamespace`` are opened too.
     """
     opened: dict[str, Any] = {}
     for name, value in inputs.items():
@@ -75,7 +77,7 @@ def _parts(value: Any, all_kinds: bool) -> dict[Any, Any] | None:
     if not all_kinds:
         is_plain = kind in (list, tuple) and all(isinstance(leaf, _PLAIN) for leaf in leaves_of(value))
         return dict(enumerate(value)) if is_plain else None
-    if kind in (list, tuple) or (isinstance(value, tuple) and hasattr(value, "_fields")):
+    if kind in (list, tuple) or (isinstance(value, tuple) and hasattr(value, "_fields")) or kind in _OF_TORCH:
         return dict(enumerate(value))
     if kind is SimpleNamespace:
         return dict(vars(value))
@@ -99,7 +101,7 @@ def close_inputs(opened: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _built(kind: Any, parts: dict[Any, Any]) -> Any:
-    if kind in _KINDS or kind in (list, tuple):
+    if kind in _KINDS or kind in (list, tuple) or kind in _OF_TORCH:
         return kind(parts if kind in _KINDS else parts.values())
     if kind is SimpleNamespace:
         return SimpleNamespace(**parts)

@@ -1,6 +1,7 @@
-"""Layers hand on named tuples whose constructors look at their tensors, as ``PackedSequence`` does."""
+"""Layers hand on named tuples: of constructors that look at their tensors, as ``PackedSequence`` does, and torch's."""
 
 import copy
+from enum import Flag
 from typing import Any, NamedTuple
 
 import pytest
@@ -115,6 +116,102 @@ def train(rank: int, ranks: int) -> list[str]:
             different += [] if torch.equal(loss, torch.stack(losses).mean()) else [f"loss of {model.__name__}"]
             different += gradient_differences(wrapped, whole)
     return different
+
+
+class Best(nn.Module):
+    """Hands on the two best values of each row and their places, in a named tuple of torch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, best: Any) -> Any:
+        x = x + self.linear(x) * best.values.sum(-1, keepdim=True)
+        return x, x.topk(2, -1)
+
+
+class OfResults(nn.Module):
+    """Returns the results of a search, a sort and a decomposition of each row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Best() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Any:
+        best = x.topk(2, -1)
+        for layer in self.layers:
+            x, best = layer(x, best)
+        return {"best": best, "largest": x.max(-1), "sorted": x.sort(-1), "slogdet": torch.linalg.slogdet(x)}
+
+
+def of_results(output: Any, labels: Tensor) -> Tensor:
+    loss: Tensor = (output["best"].values.sum(-1) - labels).square().mean() + output["largest"].values.mean()
+    return loss
+
+
+class Right(Flag):
+    READ = 1
+    WRITE = 2
+
+
+class Marks(nn.Module):
+    """Returns flags, which no other rank could make from their name; a module that is one node of the graph."""
+
+    def forward(self, x: Tensor) -> Any:
+        return x, Right.READ | Right.WRITE
+
+
+class Unsendable(OfResults):
+    def __init__(self) -> None:
+        super().__init__()
+        self.marks = Marks()
+
+    def forward(self, x: Tensor) -> Any:
+        return self.marks(super().forward(x)["best"].values)
+
+
+def train_results(rank: int, ranks: int, schedule: str) -> list[str]:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=ranks)
+    torch.manual_seed(0)
+    whole, x = OfResults(), torch.randn(6, WIDTH, WIDTH)
+    labels = torch.randn(6, WIDTH)
+    model = NxDPPModel(
+        copy.deepcopy(whole), Best, 2, schedule=schedule, loss_fn=of_results, broadcast_and_average_loss=True
+    )
+    different: list[str] = []
+    for _ in range(2):
+        loss = model.run_train(x=x, labels=labels)
+        expected = of_results(whole(x), labels)
+        expected.backward()
+        torch.testing.assert_close(loss, expected.detach())
+    own = dict(whole.named_parameters())
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, own[name].grad)
+    with torch.no_grad():
+        expected = whole(x)
+    output = model.run_eval(x=x, everywhere=True)
+    for name, value in expected.items():
+        different += [] if type(output[name]) is type(value) else [f"{name} is a {type(output[name])}"]
+        torch.testing.assert_close(tuple(output[name]), tuple(value))
+    return different
+
+
+@pytest.mark.parametrize(("ranks", "schedule"), [(2, "1f1b"), (2, "zb-v"), (4, "1f1b")])
+def test_results_of_torch_go_over_ranks(ranks: int, schedule: str) -> None:
+    assert run_ranks(ranks, train_results, ranks, schedule) == [[]] * ranks
+
+
+def evaluate_unsendable(rank: int) -> None:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    model = NxDPPModel(Unsendable(), Best, 2, leaf_module_cls=[Marks])
+    model.run_eval(x=torch.randn(6, WIDTH, WIDTH), everywhere=True)
+
+
+def test_the_sender_refuses_what_no_rank_could_make() -> None:
+    with pytest.raises(AssertionError, match="rank 1 failed with TypeError") as caught:
+        run_ranks(2, evaluate_unsendable)
+    assert "a Right cannot be sent to another stage" in str(caught.value)
+    assert "sent bytes that are no value" not in str(caught.value)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
