@@ -64,7 +64,8 @@ class PipelineConfig:
             inputs, whose others are split along 0. Tensors of fewer dimensions are split along their last one. Outputs
             of an evaluation are joined along the one that has the rows of a microbatch, or along ``"return"`` of the
             dict. By default 0, and inputs that modules with ``batch_first=False`` may take with the sequence first,
-            such as (T, B) and (T, B), are refused with the question; batches with (B,) beside (B, T) answer it.
+            such as (T, B) and (T, B), are refused with the question; labels (B,) beside whole numbers (B, T) or
+            floating ones (B, T, H) answer it. So are states (layers, B, H) of as many rows as layers.
         output_loss_value_spec: position of the loss in the output.
         loss_fn: a function of the model's output and of inputs by name, ``loss_fn(output, labels)``. It returns the
             loss of a microbatch, a tensor of one element. It runs on the last stage, as a single node. An input that

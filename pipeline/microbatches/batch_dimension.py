@@ -5,19 +5,13 @@
     batch_dimension=1         x (T, B, H), target (T, B)  along 1      lengths (B,)   along its only one
     batch_dimension={"x": 1}  x (T, B, H)                 along 1      labels (B,)    along 0
 
-A model with modules that take the sequence first (``batch_first=False``) may transpose its inputs, or take them so.
-Where the sizes of a batch fit both, the first step is refused with the question. A batch that has its rows along
-dimension 0 for certain answers it for later ones.
+Without it, inputs that may have their rows along either are a question in the first step: ``sequence_first``.
 """
 
 from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
-from torch import nn
-from transformers import PreTrainedModel
-
-from nxdpp.tracing.modules import listings
 
 BatchDimension = int | Mapping[str, int]
 """A dimension of all inputs, or of each by its name. ``"return"`` is the output."""
@@ -77,44 +71,6 @@ def rows_first(inputs: Mapping[str, Any], dimensions: Mapping[str, int]) -> Mapp
     if not any(dimensions.values()):
         return inputs
     return {name: value.movedim(dimensions[name], 0) if dimensions[name] else value for name, value in inputs.items()}
-
-
-def check_not_sequence_first(module: nn.Module, inputs: Mapping[str, Any], microbatches: int, shown: set[str]) -> None:
-    """Raise ``ValueError`` for inputs that may be sequences first, where a module takes those.
-
-    Args:
-        module: the model; inputs of transformers' have their rows along dimension 0.
-        inputs: opened inputs that agree on dimension 0.
-        microbatches: the number of parts.
-        shown: names that had their rows along dimension 0 in an earlier batch. Those of such a batch are added.
-    """
-    tensors = {name: each for name, each in inputs.items() if isinstance(each, torch.Tensor) and each.ndim}
-    wide = {name: each.shape for name, each in tensors.items() if each.ndim > 1 and each.size(0) > 1}
-    if microbatches == 1 or not wide or isinstance(module, PreTrainedModel):
-        return
-    # Labels (B,) beside (B, T), and inputs of different second dimensions, have no second reading.
-    seconds = {shape[1] for shape in wide.values()} | {each.size(0) for each in tensors.values() if each.ndim == 1}
-    if len(seconds) > 1:
-        shown.update(tensors)
-    taking = None if shown.issuperset(wide) else _sequence_first(module)
-    if taking is None:
-        return
-    first, second = next(iter(wide.values()))[:2]
-    shapes = ", ".join(f"{name} {tuple(shape)}" for name, shape in wide.items())
-    raise ValueError(
-        f"{taking} takes sequences first (batch_first=False), and the inputs ({shapes}) fit two readings: {first} rows "
-        f"of {second} tokens, or {second} rows of {first}. Say which: NxDPPModel(..., batch_dimension=1) splits rows "
-        f"along dimension 1 into the {microbatches} microbatches, as in (T, B), and batch_dimension=0 along dimension "
-        f"0, where the model transposes its inputs itself. A dict by the names of inputs says it for each."
-    )
-
-
-def _sequence_first(module: nn.Module) -> str | None:
-    """The first module with ``batch_first=False``, in words."""
-    for name, each in listings.named_modules(module):
-        if getattr(each, "batch_first", None) is False:
-            return f"{name or 'the model'}, a {type(each).__name__},"
-    return None
 
 
 def output_dimension(part: torch.Tensor, given: BatchDimension | None, rows: int | None) -> int:

@@ -7,13 +7,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from nxdpp.pipeline.microbatches.batch_dimension import (
-    BatchDimension,
-    check_not_sequence_first,
-    dimensions_of,
-    rows_first,
-)
+from nxdpp.pipeline.microbatches.batch_dimension import BatchDimension, dimensions_of, rows_first, rows_of
 from nxdpp.pipeline.microbatches.rows import check_batch, check_kinds, check_not_shared, split_inputs
+from nxdpp.pipeline.microbatches.sequence_first import check_not_sequence_first
 from nxdpp.tracing.models.image_rows import split_images
 from nxdpp.tracing.values.input_dicts import levels, open_inputs
 
@@ -65,10 +61,10 @@ def split_batch(
     along = dimensions_of(rest, batch_dimension)
     turned = rows_first(rest, along)
     place = "their batch_dimension" if isinstance(batch_dimension, Mapping) else f"dimension {batch_dimension or 0}"
-    check_batch(turned, microbatches, shared or (), place, is_uneven)
-    if batch_dimension is None:
+    if batch_dimension is None and rows_of(rest, None, shared) is not None:
         own = {name: value for name, value in rest.items() if name not in (shared or ())}
         check_not_sequence_first(module, own, microbatches, set() if rows_along_0 is None else rows_along_0)
+    check_batch(turned, microbatches, shared or (), place, is_uneven)
     if shared is None and not isinstance(module, PreTrainedModel):
         check_not_shared(turned, microbatches, set() if of_rows is None else of_rows)
     parts = split_inputs(rest, microbatches, shared or (), along)

@@ -1,4 +1,4 @@
-"""``batch_dimension``: rows along another dimension than 0, and the question for modules that take sequences first."""
+"""``batch_dimension``: rows along another dimension than 0, and the outputs along it."""
 
 from typing import Any
 
@@ -7,9 +7,8 @@ import torch
 from torch import nn
 
 from nxdpp import NxDPPModel, PipelineConfig, parallel_state
-from nxdpp.pipeline.microbatches.batch_dimension import check_not_sequence_first, dimensions_of, output_dimension
+from nxdpp.pipeline.microbatches.batch_dimension import dimensions_of, output_dimension
 from nxdpp.pipeline.microbatches.split_batch import split_batch
-from tests.support.models import llama
 from tests.support.run_ranks import run_ranks
 
 ROWS, TOKENS, WIDTH, VOCABULARY = 8, 12, 16, 20
@@ -162,23 +161,6 @@ def _asked_once(rank: int) -> None:
 
 def test_it_is_a_question_once() -> None:
     run_ranks(2, _asked_once)
-
-
-def test_a_batch_with_one_reading_answers_for_later_ones() -> None:
-    module, shown = Encoder(), set[str]()
-    both = {"x": torch.ones(12, 8), "y": torch.ones(12, 8)}
-
-    with pytest.raises(ValueError, match="fit two readings"):
-        check_not_sequence_first(module, both, 4, shown)
-    with pytest.raises(ValueError, match="fit two readings"):
-        check_not_sequence_first(module, {"x": torch.ones(4, 4), "labels": torch.ones(4)}, 4, shown)
-    check_not_sequence_first(llama(2), both, 4, shown)
-    check_not_sequence_first(module, {"x": torch.ones(8, 12), "labels": torch.ones(8)}, 4, shown)
-    check_not_sequence_first(module, {"x": torch.ones(8, 8), "labels": torch.ones(8)}, 4, shown)
-    with pytest.raises(ValueError, match=r"y \(12, 8\)"):
-        check_not_sequence_first(module, both, 4, shown)
-    check_not_sequence_first(module, {"x": torch.ones(8, 12), "y": torch.ones(8, 3)}, 4, shown)
-    check_not_sequence_first(module, both, 4, shown)
 
 
 def test_values_of_a_dict_are_split_along_dimensions_by_their_names() -> None:
