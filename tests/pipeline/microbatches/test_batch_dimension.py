@@ -134,6 +134,46 @@ def test_sequences_first_train_as_in_one_process(ranks: int, name: str, by_name:
             assert "disagree on dimension 0, the batch: {'x': 12, 'target': 8}" in asked
 
 
+class Flat(Encoder):
+    """Returns (T * B, vocabulary), as the language model of torch's examples does, whose targets are (T * B,)."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).flatten(0, 1)
+
+
+def train_flat(rank: int, ranks: int) -> str:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=ranks)
+    torch.manual_seed(0)
+    module, x = Flat(), tokens()
+    target = x.roll(-1, 0).flatten()
+    common: dict[str, Any] = {"num_microbatches": 4, "transformer_layer_cls": nn.TransformerEncoderLayer}
+    with pytest.raises(ValueError, match="disagree on dimension 0, the batch") as told:
+        NxDPPModel(Flat(), **common, loss_fn=of_rows).run_train(x=x, target=target)
+    text = str(told.value)
+    # The remedy, word for word: the loss, the dimension and the shape.
+    names: dict[str, Any] = {"cross_entropy": nn.functional.cross_entropy, "x": x, "target": target}
+    loss_fn = eval(text[text.index("lambda output") : text.index(". Where x")], names)
+    assert "Give target.reshape(x.shape[:2]), and flatten it" in text
+    assert "NxDPPModel(..., batch_dimension=1)" in text
+    whole = Flat()
+    whole.load_state_dict(module.state_dict())
+    model = NxDPPModel(module, **common, loss_fn=loss_fn, batch_dimension=1, broadcast_and_average_loss=True)
+    loss = model.run_train(x=x, target=target.reshape(x.shape[:2]))
+    expected = of_rows(whole(x), target)
+    expected.backward()
+    torch.testing.assert_close(loss, expected.detach())
+    own = dict(whole.named_parameters())
+    for key, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, own[key].grad)
+    return text
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_remedy_for_flat_targets_trains_as_in_one_process(ranks: int) -> None:
+    for text in run_ranks(ranks, train_flat, ranks):
+        assert text.index("target.reshape") < text.index("shared_inputs")
+
+
 def _asked_once(rank: int) -> None:
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
     torch.manual_seed(0)
