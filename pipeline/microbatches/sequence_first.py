@@ -29,18 +29,18 @@ _LABELS = frozenset({"label", "labels", "target", "targets", "y"})
 
 
 @dataclass(frozen=True)
-class _Kinds:
-    """Names of tensors that agree on dimension 0, by what they would be in sequences first.
+class _Reading:
+    """Names of tensors that agree on dimension 0, by what they are in sequences first.
 
     Attributes:
-        rows: (T, B, ...), with a dimension 1 that is neither 1 nor the size of dimension 0.
-        whole: for the tokens of all rows: (T,), (T, 1), a mask (T, T), and a table (T, H) beside inputs of rows.
-        labels: (B,), of which no reading has one for each token.
+        rows: (T, B, ...), which agree on B. Empty where an input (T, B) of floating numbers may be a sequence (T, H).
+        whole: for the tokens of all rows: (T,), (T, 1), a mask (T, T), a table (T, H).
+        is_none: sizes or labels tell that there is no such reading; all are in ``rows``.
     """
 
     rows: list[str]
     whole: list[str]
-    labels: list[str]
+    is_none: bool = False
 
 
 def check_not_sequence_first(module: nn.Module, inputs: Mapping[str, Any], microbatches: int, shown: set[str]) -> None:
@@ -57,18 +57,18 @@ def check_not_sequence_first(module: nn.Module, inputs: Mapping[str, Any], micro
     wide = {name: each.shape for name, each in tensors.items() if each.ndim > 1}
     if microbatches == 1 or not wide or isinstance(module, PreTrainedModel):
         return
-    kinds = _kinds_of(module, tensors)
-    if len({wide[name][1] for name in kinds.rows}) > 1 or (kinds.rows and kinds.labels):
-        shown.update([*kinds.rows, *kinds.labels])
+    reading = _reading_of(module, tensors)
+    if reading.is_none:
+        shown.update(reading.rows)
     _check_no_states(module, {name: shape for name, shape in wide.items() if name not in shown})
-    taking = None if shown.issuperset(kinds.rows or wide) else _sequence_first(module)
+    taking = None if shown.issuperset(reading.rows or wide) else _sequence_first(module)
     if taking is None:
         return
-    first, second = wide[(kinds.rows or list(wide))[0]][:2]
+    first, second = wide[(reading.rows or list(wide))[0]][:2]
     shapes = ", ".join(f"{name} {tuple(each.shape)}" for name, each in tensors.items())
-    whole = f", shared_inputs={kinds.whole}" if kinds.whole else ""
-    why = f", gives {', '.join(kinds.whole)} whole to each, as of the tokens of all rows," if whole else ","
-    is_series = not kinds.rows and any(tensors[name].is_floating_point() for name in wide)
+    whole = f", shared_inputs={reading.whole}" if reading.whole else ""
+    why = f", gives {', '.join(reading.whole)} whole to each, as of the tokens of all rows," if whole else ","
+    is_series = not reading.rows and any(tensors[name].is_floating_point() for name in wide)
     lone = " One sequence (T, H) has no rows: NxDPPModel(..., num_microbatches=1)." if is_series else ""
     raise ValueError(
         f"{taking} takes sequences first (batch_first=False), and the inputs ({shapes}) fit two readings: {first} rows "
@@ -79,24 +79,27 @@ def check_not_sequence_first(module: nn.Module, inputs: Mapping[str, Any], micro
     )
 
 
-def _kinds_of(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> _Kinds:
-    narrow = [name for name, each in tensors.items() if each.ndim == 1 or each.size(1) == 1]
-    squares = [name for name, each in tensors.items() if each.ndim > 1 and each.size(1) == each.size(0)]
+def _reading_of(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> _Reading:
+    shapes = {name: each.shape for name, each in tensors.items()}
+    narrow = [name for name, shape in shapes.items() if len(shape) == 1 or shape[1] == 1]
+    squares = [name for name, shape in shapes.items() if len(shape) > 1 and shape[1] == shape[0]]
     others = [name for name in tensors if name not in narrow and name not in squares]
+    floating = {name for name, each in tensors.items() if each.is_floating_point()}
     targets = _targets(module, tensors)
-    # A row of an input has more than one floating number for each token, or whole numbers. A target may be (B, 3).
-    tables = [n for n in others if n not in targets and tensors[n].ndim == 2 and tensors[n].is_floating_point()]
-    rows = [name for name in others if name not in tables]
-    has_inputs = any(name not in targets for name in rows)
-    has_wide_targets = any(name in targets for name in (*others, *squares))
-    labels = [
-        name
-        for name in narrow
-        if _is_label(name) or (name in targets and not has_wide_targets and not tensors[name].is_floating_point())
-    ]
-    no_rows = {*narrow, *(name for name in squares if tensors[name].ndim == 2 and name not in targets), *tables}
-    whole = [name for name in tensors if has_inputs and name in no_rows and name not in labels]
-    return _Kinds(rows if has_inputs else [], whole, labels)
+    has_images = any(len(shape) > 3 for shape in shapes.values())
+    # An input of two dimensions may be a table (T, H) of all rows; whole numbers beside images are texts.
+    of_rows = [n for n in others if n in targets or len(shapes[n]) > 2 or (has_images and n not in floating)]
+    numbers = [n for n in others if n not in of_rows and n not in floating]
+    if not numbers and targets.issuperset(of_rows):
+        return _Reading([], [])
+    sizes = {shapes[name][1] for name in of_rows or numbers[:1]}
+    rows = [name for name in others if shapes[name][1] in sizes]
+    wide_targets = targets.intersection([*others, *squares])
+    labels = [n for n in narrow if _is_label(n) or (n in targets and not wide_targets and n not in floating)]
+    if labels or len(sizes) > 1 or targets.issuperset(rows):
+        return _Reading([*others, *labels], [], is_none=True)
+    masks = {name for name in squares if len(shapes[name]) == 2 and name not in targets}
+    return _Reading(rows, [n for n in tensors if n in masks or n in narrow or (n in others and n not in rows)])
 
 
 def _targets(module: nn.Module, names: Collection[str]) -> set[str]:

@@ -145,6 +145,8 @@ ASKED: dict[str, dict[str, Tensor]] = {
     "a mask of three dimensions": {"x": X, "target": X, "mask": torch.ones(8, 8, 2)},
     "a mask and positions": {"x": X, "mask": torch.ones(8, 8), "positions": tokens(8)},
     "a table of tokens": {"x": X, "target": X, "table": torch.ones(8, 3)},
+    "a table of whole numbers": {"x": X, "target": X, "table": tokens(8, 3)},
+    "a table beside features": {"x": torch.ones(8, 12, 3), "table": torch.ones(8, 3)},
     "one row": {"x": tokens(8, 1), "target": tokens(8)},
     "one sequence": {"x": torch.ones(8, 12), "target": torch.ones(8)},
     "a mask of one row beside": {"x": X, "target": X, "mask": torch.ones(1, 3)},
@@ -156,7 +158,9 @@ CLEAR: dict[str, dict[str, Tensor]] = {
     "labels of rows and tokens": {"x": X, "target": X, "label": tokens(8)},
     "labels beside lengths": {"x": X, "positions": tokens(8), "labels": tokens(8)},
     "labels in a dict": {"mask['x']": X, "mask['labels']": tokens(8)},
-    "other tokens": {"x": X, "positions": tokens(8, 9)},
+    "images and texts": {"x": X, "table": torch.ones(8, 3, 5, 5)},
+    "other tokens": {"x": X, "target": tokens(8, 9)},
+    "other features": {"x": torch.ones(8, 12, 3), "table": torch.ones(8, 9, 3)},
     "several numbers to predict": {"x": X, "target": torch.ones(8, 3)},
 }
 
@@ -174,6 +178,12 @@ def test_what_may_be_of_all_rows_is_no_evidence(inputs: dict[str, Tensor]) -> No
 @pytest.mark.parametrize("inputs", CLEAR.values(), ids=CLEAR.keys())
 def test_sizes_and_labels_that_tell_the_rows_are_no_question(inputs: dict[str, Tensor]) -> None:
     check_not_sequence_first(Encoder(), inputs, 4, set())
+
+
+def test_numbers_of_rows_and_tokens_are_no_table() -> None:
+    inputs = {"x": X, "target": X, "table": torch.ones(8, 12), "positions": tokens(8, 3)}
+    with pytest.raises(ValueError, match=r"batch_dimension=1, shared_inputs=\['positions'\]\) splits"):
+        check_not_sequence_first(Encoder(), inputs, 4, set())
 
 
 def test_one_sequence_names_a_step_of_one_microbatch() -> None:
