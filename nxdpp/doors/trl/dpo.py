@@ -40,7 +40,8 @@ class PipelineDPOTrainer(DPOTrainer, ScoredTrainer):  # type: ignore[misc]  # TR
     The losses, their weights and the divergences are TRL's own, and so are the metrics (``rewards/...``, ``logps/...``,
     ``logits/...``). A microbatch is a batch of whole pairs, chosen and rejected rows (2B, T). The last stage computes
     the log-probabilities (2B, T - 1), and sends these. All equals ``DPOTrainer`` in one process whose
-    ``per_device_train_batch_size`` is the one here times the number of replicas.
+    ``per_device_train_batch_size`` is the one here times the number of replicas. Pairs that fill the last batch of an
+    epoch over replicas count, as in TRL: ``dataloader_drop_last=True`` drops it.
 
     Every rank makes it with the same arguments and calls the same methods, as for ``PipelineTrainer``.
 

@@ -27,6 +27,7 @@ class PipelineRewardTrainer(RewardTrainer, ScoredTrainer):  # type: ignore[misc]
     Data sets, margins, the centering of rewards and adapters are TRL's. A microbatch is a batch of whole pairs, chosen
     and rejected rows (2B, T). Losses and the metrics ``accuracy``, ``margin`` and ``..._reward`` equal
     ``RewardTrainer`` in one process whose ``per_device_train_batch_size`` is the one here times the number of replicas.
+    Pairs that fill the last batch of an epoch over replicas count, as in TRL: ``dataloader_drop_last=True`` drops it.
 
     Every rank makes it with the same arguments and calls the same methods, as for ``PipelineTrainer``.
 

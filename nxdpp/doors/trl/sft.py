@@ -17,7 +17,8 @@ class PipelineSFTTrainer(SFTTrainer, ScoredTrainer):  # type: ignore[misc]  # TR
     log-probabilities (B, T - 1) of the labels, and sends these; logits go to no other rank. Losses and the metrics
     ``mean_token_accuracy``, ``entropy`` and ``num_tokens`` equal ``SFTTrainer`` in one process whose
     ``per_device_train_batch_size`` is the one here times the number of replicas. ``eval_loss`` is the mean over the
-    batches of each replica, as in TRL with several processes.
+    batches of each replica, as in TRL with several processes; there as here rows that fill the last batch of an epoch
+    count, unless ``dataloader_drop_last=True`` drops it.
 
     Every rank makes it with the same arguments and calls the same methods, as for ``PipelineTrainer``.
 

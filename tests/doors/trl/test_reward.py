@@ -23,9 +23,15 @@ def with_margins(rows: int) -> Dataset:
     return pairs(rows).add_column("margin", [0.25 * (row % 3) for row in range(rows)])
 
 
+def uneven(rows: int) -> Dataset:
+    """Pairs that fill no last batch."""
+    return pairs(min(rows, 15))
+
+
 CASES: dict[str, tuple[Callable[[int], Dataset], Mapping[str, Any]]] = {
     "pairs": (pairs, {"center_rewards_coefficient": 0.1}),
     "margins": (with_margins, {"eval_strategy": "steps", "eval_steps": 2}),
+    "a dropped last batch": (uneven, {"dataloader_drop_last": True}),
     "adapters": (pairs, {"peft_config": True}),
 }
 
