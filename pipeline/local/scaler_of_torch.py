@@ -9,6 +9,7 @@ Each rank would also judge by the gradients of its own stages whether to leave t
 """
 
 from functools import cache
+from itertools import islice
 
 import torch
 from torch.optim import Optimizer
@@ -17,10 +18,11 @@ from nxdpp.gradients.grad_scaler import GradScaler
 from nxdpp.gradients.replaced_parameters import parameters_of
 from nxdpp.gradients.step_hooks import run_before_steps
 from nxdpp.pipeline.local.changes import parameters_of_all_models
-from nxdpp.tracing.code.frames import Frame, caller
+from nxdpp.tracing.code.frames import Frame, caller, file_of, outwards, variable
 
 # GradScaler.step, the call of the step in it, and wrappers of torch around an optimizer's step.
 _FRAMES = 8
+_FILE = torch.amp.GradScaler.step.__code__.co_filename
 
 
 @cache
@@ -43,12 +45,10 @@ def _check(optimizer: Optimizer) -> None:
         )
 
 
-def _calling_scaler(frame: Frame | None) -> torch.amp.GradScaler | None:
-    for _ in range(_FRAMES):
-        if frame is None:
-            break
-        found = frame.f_locals.get("self")
+def _calling_scaler(frame: Frame) -> torch.amp.GradScaler | None:
+    for each in islice(outwards(frame), _FRAMES):
+        # A look at the variables of the program's own frames would keep its tensors alive.
+        found = variable(each, "self") if file_of(each) == _FILE else None
         if isinstance(found, torch.amp.GradScaler):
             return None if isinstance(found, GradScaler) or not found.is_enabled() else found
-        frame = frame.f_back
     return None

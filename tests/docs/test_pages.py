@@ -77,8 +77,7 @@ def test_an_error_names_the_line_of_the_page(page: Path, tmp_path: Path) -> None
     assert re.search(r'page\.md", line 17, in <module>\n(?:.*\n){1,2}AssertionError', ended.account)
 
 
-# torchrun ends the other ranks after a first error: without SIG_IGN it may do so before they raise theirs.
-# torchrun ends the other processes when one has failed: none does before all have drawn.
+# torchrun ends the other ranks after a first error. None raises before all ignore its signal.
 _DRAWING = """import os, pathlib, random, signal, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 folder = pathlib.Path(__file__).parent

@@ -76,7 +76,7 @@ class Script:
 
     @property
     def mixes_rows(self) -> bool:
-        """Whether some microbatches are to have no floats."""
+        """``True`` if some microbatches are to have no floats."""
         return any(action.name == "mix_rows" for action in self.actions)
 
     def without(self, places: set[int]) -> "Script":

@@ -45,7 +45,7 @@ def run_with_other(rank: int, seeds: tuple[int, ...], folder: Path) -> None:
     ids=["two ranks", "four ranks", "more"],
 )
 def test_a_short_draw_has_no_silent_difference(ranks: int, seeds: tuple[int, ...], tmp_path: Path) -> None:
-    run_ranks(ranks, run_with_other, (seeds[0], *seeds), tmp_path, timeout=120.0)
+    run_ranks(ranks, run_with_other, (seeds[0], *seeds), tmp_path)
     (changed, *found) = (written(tmp_path, place, ranks) for place in range(len(seeds) + 1))
     assert "different" in {outcome.kind for outcome in changed}
     assert any("value of " in outcome.reason for outcome in changed)

@@ -8,7 +8,7 @@ BEGAN = 1_000_000.0
 """Time of the start; a step takes half a second."""
 
 STARTED = {"command": "python train.py --steps 40", "versions": {"nxdpp": "1.0", "torch": "2.13.0"}}
-"""What the first line says of the process."""
+"""Fields of a first line that tell of the process."""
 
 
 def begin(rank: int, ranks: int = 2, done: int = 0, steps: int | None = 40) -> dict[str, Any]:

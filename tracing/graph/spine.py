@@ -152,7 +152,7 @@ class SpineTracer(AnsweringTracer):
                 if holds_proxy(m):
                     return forward(*args, **kwargs)
                 made = record_opaque_call(m, args, kwargs)
-                note_module(m, args, made)
+                note_module(m, args, kwargs, made)
                 return made
             refuse_made(m, self.submodule_paths or {})
             return forward(*args, **kwargs)
@@ -161,7 +161,7 @@ class SpineTracer(AnsweringTracer):
             args, kwargs = with_unfilled_lists(self, m, args, kwargs)
             refuse_attributes(m, (args, kwargs))
             result = value_or_none(self._run(m, args, kwargs, record))
-            note_module(m, args, result)
+            note_module(m, args, kwargs, result)
             return result
         return record(args, kwargs)
 

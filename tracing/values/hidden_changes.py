@@ -17,6 +17,7 @@ from torch import fx, nn
 from nxdpp.tracing.code.names import is_framework
 from nxdpp.tracing.graph.calls import OpaqueCall
 from nxdpp.tracing.graph.errors import TracingError, model_line
+from nxdpp.tracing.modules import listings
 from nxdpp.tracing.values.lost_changes import ROOT, changes_in_place
 from nxdpp.tracing.values.metadata import is_metadata
 
@@ -29,12 +30,12 @@ def refuse_hidden_changes(
 ) -> None:
     """Raise ``TracingError`` for code of one node that changes an argument which a later node reads.
 
-    ``changed_by`` has the arguments that a node changes in place, for the sizes at hand. Code of torch and transformers
-    is not asked, and of ``layers`` each stage finds it when they run first.
+    ``changed_by`` has the arguments that a node changes in place, for the sizes at hand. Other code of torch and
+    transformers is not asked, and of ``layers`` each stage finds it when they run first.
     """
     position = {node: index for index, node in enumerate(graph.nodes)}
     for node in graph.nodes:
-        if not _is_of_the_user(node, module, layers):
+        if not _is_asked(node, module, layers):
             continue
         read_later = {
             argument
@@ -50,16 +51,26 @@ def refuse_hidden_changes(
             )
 
 
-def _is_of_the_user(node: fx.Node, module: nn.Module, layers: Collection[str]) -> bool:
+def _is_asked(node: fx.Node, module: nn.Module, layers: Collection[str]) -> bool:
     if changes_in_place(node):
         return False
     if node.op == "call_module":
         name = str(node.target).removeprefix(f"{ROOT}.")
-        return name not in layers and not is_framework(type(module.get_submodule(name)).__module__)
+        return name not in layers and _may_change(module.get_submodule(name))
     if node.op != "call_function":
         return False
     function = node.target.function if isinstance(node.target, OpaqueCall) else node.target
+    if isinstance(function, nn.Module):
+        return _may_change(function)
     return not is_framework(getattr(function, "__module__", None) or "builtins")
+
+
+def _may_change(module: nn.Module) -> bool:
+    """Return whether ``module`` has a user's code, or a module of torch that changes values in place."""
+    return any(
+        getattr(each, "inplace", False) is True or not is_framework(type(each).__module__)
+        for each in listings.modules(module)
+    )
 
 
 def _name_of(node: fx.Node) -> str:

@@ -126,19 +126,31 @@ def change_argument(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
             owner.node = changed.node
 
 
-def note_module(module: nn.Module, args: tuple[Any, ...], result: Any) -> None:
+def note_module(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
     """Rebind the argument of a module of torch that changes it in place (``nn.ReLU(inplace=True)``).
 
     Note a ``result`` that has the memory of the argument, as in ``nn.Identity``.
     """
-    is_of_torch = type(module).__module__.startswith("torch.nn.")
-    if not (is_of_torch and args and isinstance(args[0], fx.Proxy) and isinstance(result, fx.Proxy)):
+    owner = next((value for value in (*args, *kwargs.values()) if isinstance(value, fx.Proxy)), None)
+    effect = _effect(module)
+    if owner is None or effect is None or not isinstance(result, fx.Proxy):
         return
+    result.node.meta[_MODULE] = effect
+    if effect == "in place":
+        owner.node = result.node
+
+
+def _effect(module: nn.Module) -> str | None:
+    """``"view"`` or ``"in place"`` for a module of torch whose result has the memory of its argument."""
+    if isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward:
+        effects = {_effect(each) for each in module}
+        return None if None in effects else "in place" if "in place" in effects else "view"
+    if not type(module).__module__.startswith("torch.nn."):
+        return None
     if getattr(module, "inplace", False) is True:
-        result.node.meta[_MODULE] = "in place"
-        args[0].node = result.node
-    elif isinstance(module, _VIEWS) or (isinstance(module, _DROPOUTS) and not module.training):
-        result.node.meta[_MODULE] = "view"
+        return "in place"
+    is_view = isinstance(module, _VIEWS) or (isinstance(module, _DROPOUTS) and not module.training)
+    return "view" if is_view else None
 
 
 def is_change_by_module(node: fx.Node) -> bool:

@@ -145,5 +145,6 @@ def return_rewards(model: nn.Module) -> None:
     def forward(self: Any, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
         return {"logits": plain(*args, **kwargs).logits}
 
+    # The names of inputs are the model's own.
     forward.__wrapped__ = type(inner).forward  # type: ignore[attr-defined]
     vars(inner)["forward"] = MethodType(forward, inner)

@@ -45,8 +45,9 @@ class ScoredTrainer(PipelineTrainer):
     _items: Any = None
     _metrics: dict[str, Any]
     _total_train_tokens: float
-    _is_vision_dataset: bool
-    aux_loss_enabled: bool
+    # TRL's trainers of text generation set these two.
+    _is_vision_dataset: bool = False
+    aux_loss_enabled: bool = False
 
     def __init__(self, *positional: Any, **named: Any) -> None:
         super().__init__(*positional, **{**named, **self._pipeline})
@@ -87,14 +88,14 @@ class ScoredTrainer(PipelineTrainer):
 
     def _cut_scored(self) -> None:
         """Cut the model, at the end of the constructor; raise ``ValueError`` for what TRL's has found out."""
-        if getattr(self, "_is_vision_dataset", False):
+        if self._is_vision_dataset:
             raise ValueError(f"{type(self).__name__} takes text, and the data set has images: use PipelineTrainer.")
         if isinstance(self.model, PeftModel) and self.model.active_peft_config.is_prompt_learning:
             raise ValueError(
                 f"{type(self).__name__} cannot train {self.model.active_peft_config.peft_type.value}, whose virtual "
                 f"tokens are no inputs of the stages. Use LoRA."
             )
-        if getattr(self, "aux_loss_enabled", False) and self._splits:
+        if self.aux_loss_enabled and self._splits:
             raise ValueError(
                 "num_microbatches splits batches, and the auxiliary loss of the experts is a mean over a batch. Use "
                 "num_microbatches=gradient_accumulation_steps; or router_aux_loss_coef=0.0."

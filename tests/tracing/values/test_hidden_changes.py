@@ -55,6 +55,8 @@ class Net(nn.Module):
         self.act, self.silu = nn.ReLU(inplace=True), nn.SiLU(inplace=True)
         self.drop, self.same = nn.Dropout(0.5).eval(), nn.Identity()
         self.bump, self.bumped = Bump(), Bumped()
+        self.acts, self.alike = nn.Sequential(nn.Identity(), nn.ReLU(inplace=True)), nn.Sequential(nn.Identity())
+        self.inner, self.of_user = nn.Sequential(self.act, nn.Linear(WIDTH, WIDTH)), nn.Sequential(Bumped())
 
     def forward(self, x: Tensor, target: Tensor) -> Tensor:
         x = self.change(self, self.first(x))
@@ -76,6 +78,8 @@ def unused(change: Callable[[Any, Tensor], Any]) -> Callable[[Any, Tensor], Tens
 RIGHT: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "a module of torch": unused(lambda net, x: net.act(x)),
     "another": unused(lambda net, x: net.silu(x)),
+    "its keyword": unused(lambda net, x: net.act(input=x)),
+    "a sequence": unused(lambda net, x: net.acts(x)),
     "made in forward": unused(lambda net, x: nn.LeakyReLU(inplace=True)(x)),
     "its result is used": lambda net, x: net.act(x) + x,
     "a function that returns it": lambda net, x: bumped(x),
@@ -86,6 +90,9 @@ REFUSED: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
     "a function": (unused(lambda net, x: bump(x)), r"bump changes a value in place .*\n.*\nLet bump return"),
     "a module": (unused(lambda net, x: net.bump(x)), r"self\.bump changes a value in place"),
     "a function with another result": (lambda net, x: x * total(x), "total changes a value in place"),
+    "a sequence of a user's": (unused(lambda net, x: net.of_user(x)), r"self\.of_user changes a value in place"),
+    "a sequence with another result": (lambda net, x: x + net.inner(x), r"self\.inner changes a value in place"),
+    "under the name of a sequence": (unused(lambda net, x: net.alike(x).mul_(2)), "same memory"),
     "under the name of Identity": (unused(lambda net, x: net.same(x).mul_(2)), "same memory"),
     "under the name of a dropout": (unused(lambda net, x: net.drop(x).mul_(2)), "same memory"),
 }
