@@ -34,6 +34,7 @@ from nxdpp.tracing.values.input_dicts import levels, open_inputs
 
 _is_nested = attrgetter("is_nested")
 _requires_grad = attrgetter("requires_grad")
+_data = attrgetter("data")
 
 
 @dataclass(frozen=True)
@@ -205,7 +206,8 @@ class Batches:
             self._refuse_packed(inputs)
         count = self._config.num_microbatches
         values = zip(inputs.values(), known.along, strict=True)
-        columns = [[value] * count if along is None else value.chunk(count, along) for value, along in values]
+        # As split_inputs does: without the counter of changes that views share.
+        columns = [[value] * count if n is None else map(_data, value.chunk(count, n)) for value, n in values]
         parts = [dict(zip(inputs, row, strict=True)) for row in zip(*columns, strict=True)]
         if self._normalization.by_keyword:
             parts, _ = self._normalization.prepared(parts, inputs)

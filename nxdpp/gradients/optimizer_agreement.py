@@ -3,7 +3,7 @@
 ::
 
     steps      of this rank's optimizers      two numbers in messages that a training step sends anyway
-    options    in training steps 2, 4, 8 ...  gathered from all ranks of the model
+    options    in training steps 2, 4, 8 ...  gathered from all ranks of the model, with those of clip_grad_norm_
 
 Ranks of one stage have the same groups. Groups of other stages may have options of their own (rates by layer). What
 they share is what the constructor was given for all groups (``defaults``), and how equal options change: a scheduler
@@ -49,6 +49,7 @@ class _RankOptimizers(NamedTuple):
     stage: int
     rounds: int
     optimizers: list[_OptimizerFacts]
+    clipping: tuple[float, float] | None = None
 
     @property
     def kinds(self) -> list[str]:
@@ -61,6 +62,7 @@ class OptimizerAgreement:
     Attributes:
         rounds: training steps after which one of them has stepped.
         state: twice the number of optimizers, plus 1 if one has stepped since the last training step.
+        clipping: ``max_norm`` and ``norm_type`` of the last ``clip_grad_norm_``.
     """
 
     def __init__(self, module: nn.Module, exchanges: ReplicaExchanges) -> None:
@@ -68,6 +70,7 @@ class OptimizerAgreement:
         self._module = module
         self._exchanges = exchanges
         self.state = 0
+        self.clipping: tuple[float, float] | None = None
         self._steps = 0
         # The number of groups of each optimizer when it was looked at, and whether it is one of this model.
         self._seen: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -101,7 +104,7 @@ class OptimizerAgreement:
         self._exchanges.begin("comparison of optimizers")
         with failure_watch.reported():
             stage = parallel_state.get_pipeline_model_parallel_rank()
-            own = _RankOptimizers(dist.get_rank(), stage, self.rounds, self._facts())
+            own = _RankOptimizers(dist.get_rank(), stage, self.rounds, self._facts(), self.clipping)
             _compare(gathered(own, *(group for group in _groups() if dist.get_world_size(group) > 1)))
 
     def _alive(self) -> list[Optimizer]:
@@ -156,6 +159,7 @@ def _compare(ranks: Sequence[_RankOptimizers]) -> None:
     firsts: dict[tuple[Any, ...], _RankOptimizers] = {}
     for rank in ranks:
         refuse_other_rounds(firsts.setdefault((rank.stage,), rank).rounds, rank.rounds)
+        _refuse_other_clipping(ranks[0], rank)
         # Ranks of one stage have equal groups; other stages have other parameters, and maybe none.
         of_stage = firsts.setdefault((rank.stage, *rank.kinds), rank)
         # Before their first steps the ranks do not know those without parameters, and have lists of their own.
@@ -201,6 +205,19 @@ def refuse_other_rounds(one: int, other: int) -> None:
             f"an optimizer has stepped after {min(one, other)} training steps on a rank, and after {max(one, other)} "
             f"on another one with the same parameters, a data-parallel replica: they would go apart. {STEP_ON_ALL}"
         )
+
+
+def _refuse_other_clipping(one: _RankOptimizers, other: _RankOptimizers) -> None:
+    if one.clipping != other.clipping:
+        raise RuntimeError(
+            f"clip_grad_norm_ {_clipping(other)}, and {_clipping(one)}: each rank would scale its part of the "
+            f"gradients by a factor of its own. Clip on every rank, by the same numbers."
+        )
+
+
+def _clipping(rank: _RankOptimizers) -> str:
+    last = "last had max_norm={:g}, norm_type={:g}".format(*rank.clipping) if rank.clipping else "was never called"
+    return f"{last} on rank {rank.rank} (pipeline rank {rank.stage})"
 
 
 def _refuse(

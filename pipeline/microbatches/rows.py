@@ -183,7 +183,9 @@ def split_inputs(
     def parts(name: str, value: Any) -> list[Any]:
         if name in shared or name not in sizes or sizes[name] != batch or microbatches == 1:
             return [value] * microbatches
-        return list(value.tensor_split(microbatches, along[name]))
+        pieces = value.tensor_split(microbatches, along[name])
+        # Views share one counter of changes, and a model may change its input in place (x.div_(255)).
+        return [piece if piece.requires_grad else piece.data for piece in pieces]
 
     columns = {name: parts(name, value) for name, value in inputs.items()}
     return [{name: column[i] for name, column in columns.items()} for i in range(microbatches)]

@@ -82,8 +82,8 @@ class _Watched:
         output = self._call(*args, **kwargs)
         if self._state is not None and state is not None:
             changes = [change for change in differences(state, self._state.snapshot()) if change.is_of_values]
-            self._refuse(changes, "", "the code between the layers reads it")
-        self._refuse(differences(data, DataWalk(given)), "its argument ", "other users of it may be elsewhere")
+            self._refuse(changes)
+        self._refuse_arguments(differences(data, DataWalk(given)))
         if self._shared is not None and shared is not None:
             self._refuse_shared(shared.first_change(self._shared.snapshot()))
         if content is not None:
@@ -91,12 +91,20 @@ class _Watched:
             self._refuse_attributes(output)
         return output
 
-    def _refuse(self, changes: list[ChangedState], kind: str, reason: str) -> None:
+    def _refuse(self, changes: list[ChangedState]) -> None:
         if changes:
             raise RuntimeError(
-                f"{self._name} changes {kind}{changes[0]}, and {reason}; in a pipeline the change would be lost. "
-                f"Return the value from {self._name}, or set it as an attribute of the module (self.name = value in "
-                f"its forward), which is read after its run."
+                f"{self._name} changes {changes[0]}, and the code between the layers reads it; in a pipeline the "
+                f"change would be lost. Return the value from {self._name}, or set it as an attribute of the module "
+                f"(self.name = value in its forward), which is read after its run."
+            )
+
+    def _refuse_arguments(self, changes: list[ChangedState]) -> None:
+        if changes:
+            raise RuntimeError(
+                f"{self._name} changes its argument {changes[0]}, and other users of it may be elsewhere; in a "
+                f"pipeline the change would be lost. Return a new object with the value from {self._name}, and leave "
+                f"the argument as it is: return {{**state, 'x': x}}, or return [*states, x]."
             )
 
     def _refuse_shared(self, path: str | None) -> None:

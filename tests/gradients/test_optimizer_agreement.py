@@ -119,6 +119,54 @@ def test_equal_options_and_rates_by_layer_train(make: Make, layout: str) -> None
     assert run_ranks(LAYOUTS[layout][0], train, layout, make, always, always) == [STEPS] * LAYOUTS[layout][0]
 
 
+def clip_to(model: Any, first: Callable[[int], float | None]) -> None:
+    """Train as a script whose ranks clip by ``first`` of their numbers."""
+    optimizer = torch.optim.SGD(model.local_parameters(), lr=0.1)
+    for number in range(STEPS):
+        step(model, number)
+        largest = first(parallel_state.get_data_parallel_rank() * 2 + parallel_state.get_pipeline_model_parallel_rank())
+        if largest is not None:
+            model.clip_grad_norm_(largest)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def half_on_others(rank: int) -> float:
+    return 0.5 if rank else 1.0
+
+
+def in_the_first_replica(rank: int) -> float | None:
+    return None if rank > 1 else 1.0
+
+
+def alike(rank: int) -> float:
+    return 1.0
+
+
+CLIPPED: list[tuple[str, Callable[[int], float | None], str]] = [
+    ("stages", half_on_others, r"had max_norm=0\.5, norm_type=2 on rank 1 .* had max_norm=1, norm_type=2 on rank 0"),
+    ("both", half_on_others, r"had max_norm=0\.5, norm_type=2 on rank \d .* had max_norm=1, norm_type=2 on rank 0"),
+    ("both", in_the_first_replica, r"was never called on rank 1 .*had max_norm=1, .* Clip on every rank"),
+]
+
+
+def clip(rank: int, layout: str, first: Callable[[int], float | None]) -> None:
+    clip_to(wrapped(layout), first)
+
+
+@pytest.mark.parametrize(("layout", "first", "words"), CLIPPED)
+def test_gradients_that_ranks_clip_to_other_norms_are_named(
+    layout: str, first: Callable[[int], float | None], words: str
+) -> None:
+    with pytest.raises(AssertionError, match=words):
+        run_ranks(LAYOUTS[layout][0], clip, layout, first)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradients_that_all_ranks_clip_alike_train(layout: str) -> None:
+    run_ranks(LAYOUTS[layout][0], clip, layout, alike)
+
+
 def train_head_alone(rank: int) -> int:
     """Train the last stage only: the other ranks have no optimizer, and so no step to make."""
     model = wrapped("stages")

@@ -184,6 +184,34 @@ def test_an_argument_that_a_layer_fills_is_refused(make: Callable[[], Any]) -> N
         pipeline.train({"x": torch.randn(4, 4)}, 2)
 
 
+class _Carried(nn.Module):
+    """Layers that pass on a dict or a list of values, as the message recommends."""
+
+    def __init__(self, is_dict: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(_Carrier(4, 4) for _ in range(4))
+        self.is_dict = is_dict
+
+    def forward(self, x: Tensor) -> Any:
+        state: Any = {"x": x, "first": x} if self.is_dict else [x]
+        for layer in self.layers:
+            state = layer(state)
+        return (state["x"] + state["first"] if self.is_dict else sum(state)).square().mean()
+
+
+class _Carrier(nn.Linear):
+    def forward(self, state: Any) -> Any:
+        if isinstance(state, dict):
+            return {**state, "x": super().forward(state["x"]).tanh()}
+        return [*state, super().forward(state[-1]).tanh()]
+
+
+@pytest.mark.parametrize("is_dict", [True, False])
+def test_a_layer_may_return_a_new_object_as_the_message_says(is_dict: bool) -> None:
+    assert_exact(_Carried(is_dict), {"x": torch.randn(4, 4)}, _Carrier)
+
+
 def counts_for_itself(layer: Any, loss: Tensor, *given: Any) -> None:
     layer.runs = getattr(layer, "runs", 0) + 1
     layer.cache = {"loss": loss}

@@ -1,12 +1,16 @@
-"""Items that forward assigns: in a copy where the backward, or another stage, needs the tensor itself."""
+"""Items that forward assigns: in a copy where the backward, or another stage, needs the tensor itself; own inputs."""
 
+import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from nxdpp import NxDPPModel, parallel_state
 from tests.support.exact import assert_exact
+from tests.support.run_ranks import run_ranks
 from tests.support.traced_models import PlainLayer
 
 WIDTH = 4
@@ -54,3 +58,41 @@ class _Model(nn.Module):
 def test_assigned_items_are_exact_over_stages(change: Callable[[Tensor, nn.Module], Tensor]) -> None:
     torch.manual_seed(0)
     assert_exact(_Model(change), {"x": torch.randn(4, 3, WIDTH)}, layer_class=PlainLayer, stages=3)
+
+
+class _Pixels(nn.Module):
+    """Scales its input in place, as scripts for images do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(PlainLayer(WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x.div_(255)
+        x[:, 0] = 1
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+def _train_on_pixels(rank: int, ranks: int) -> None:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=ranks, backend="gloo")
+    torch.manual_seed(0)
+    alone = _Pixels()
+    options: Any = {"transformer_layer_cls": PlainLayer, "broadcast_and_average_loss": True}
+    model = NxDPPModel(copy.deepcopy(alone), num_microbatches=4, **options)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (alone, model)]
+    for _ in range(4):
+        x = torch.rand(8, WIDTH) * 255
+        ours: Any = model.run_train(x=x.clone())
+        loss = alone(x=x)
+        loss.backward()
+        torch.testing.assert_close(ours, loss.detach())
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_an_input_that_forward_changes_in_place_trains_as_in_one_process(ranks: int) -> None:
+    run_ranks(ranks, _train_on_pixels, ranks)
