@@ -9,13 +9,17 @@ Each is recognised before it changes anything, by its class, by an attribute tha
     FullyShardedDataParallel(model)       lists modules() in its constructor
     accelerate's prepare(model)           sets forward, for autocast
     AveragedModel(whole).update_parameters(model)    lists modules, for fewer parameters than it has
+    zip(copied.parameters(), model.parameters())     lists modules beside a whole copy: a warning
 
 A list that the program has made before is not recognised. The first step finds modules that
 ``FullyShardedDataParallel`` has marked, see ``other_wrappers``.
 """
 
+import logging
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any
+from weakref import WeakSet
 
 from torch import nn
 from torch.nn.modules import module as registration
@@ -41,12 +45,21 @@ _AVERAGE = (
     "with these, whatever they are, and the others stay as they are. Copy this rank's part: averaged = "
     "AveragedModel(model.local_module), after each step averaged.update_parameters(model.local_module)."
 )
+_BESIDE_A_COPY = (
+    "this rank's part of the pipelined model has %d parameters, and the copy of the whole model beside which the "
+    "program lists them has %d: an average (EMA) over both leaves parameters of the copy as they are, and zip pairs "
+    "others with it. Copy this rank's part: averaged = copy.deepcopy(model.local_module), beside "
+    "model.local_module.parameters() in each step, or AveragedModel(model.local_module)."
+)
 _BROADCAST = (
     "DistributedDataParallel gives all ranks the parameters of rank 0, which has other layers, or other parts of them: "
     "leave it out. Gradients are averaged over the data-parallel replicas in any case."
 )
 _BY_REGISTRATION = {"DistributedDataParallel": _BROADCAST, "OptimizedModule": COMPILED}
 _views: list[type[nn.Module]] = []
+# Parts whose average over a whole copy was warned of.
+_warned: WeakSet[nn.Module] = WeakSet()
+_logger = logging.getLogger(__name__)
 
 
 def refuse_as_child(view: type[nn.Module]) -> None:
@@ -96,6 +109,30 @@ def refuse_average(frame: FrameType | None, view: nn.Module) -> None:
             if averaged != own:
                 raise RuntimeError(_AVERAGE.format(averaged, own))
         frame = frame.f_back
+
+
+def warn_of_whole_copy(frame: FrameType | None, whole: nn.Module | None, part: nn.Module) -> None:
+    """Log a warning, once, if the program lists ``part`` where it has a copy of the ``whole`` model too."""
+    while frame is not None and frame.f_globals.get("__name__") == nn.Module.__module__:
+        frame = frame.f_back
+    if frame is None or whole is None or part in _warned:
+        return
+    own = sum(1 for _ in part.parameters())
+    for each in _modules_of(frame):
+        if each is whole or type(each) is not type(whole):
+            continue
+        # Another wrapped model has the parameters of other ranks on the meta device.
+        held = [parameter.is_meta for parameter in each.parameters()]
+        if own < len(held) and not any(held):
+            _warned.add(part)
+            _logger.warning(_BESIDE_A_COPY, own, len(held))
+            return
+
+
+def _modules_of(frame: FrameType) -> Iterator[nn.Module]:
+    """Modules among the variables of ``frame``, and the attributes of its ``self``."""
+    for values in (frame.f_locals, getattr(frame.f_locals.get("self"), "__dict__", {})):
+        yield from (value for value in list(values.values()) if isinstance(value, nn.Module))
 
 
 def refuse_forward(name: str) -> None:

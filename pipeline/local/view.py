@@ -18,8 +18,10 @@ from nxdpp.pipeline.local.outer_wrappers import (
     refuse_hook,
     refuse_lister,
     refuse_reader,
+    warn_of_whole_copy,
 )
 from nxdpp.pipeline.local.wrapped_methods import is_elsewhere, refuse_setting, refused_member, wrapped_method
+from nxdpp.ranks.faults.board import board
 from nxdpp.tracing.code.frames import caller
 
 _HOOKS = (
@@ -135,9 +137,13 @@ class LocalView(nn.Module):
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
         """The same as ``local_named_modules``; ``named_parameters`` and ``named_buffers`` use it.
 
-        Raises ``RuntimeError`` in an average over the whole model, see ``outer_wrappers``.
+        Raises ``RuntimeError`` in an average over the whole model, or warns of it, see ``outer_wrappers``.
         """
-        refuse_average(caller(), self.local_module)
+        frame = caller()
+        refuse_average(frame, self.local_module)
+        # Before a step an optimizer lists them, maybe beside a teacher.
+        if board.training_steps():
+            warn_of_whole_copy(frame, self.__dict__.get("original_module"), self.local_module)
         yield from self.local_module.named_modules(*args, **kwargs)
 
     def modules(self, *args: Any, **kwargs: Any) -> Iterator[nn.Module]:

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import logging
 import pickle
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -249,6 +250,63 @@ def test_an_average_of_the_whole_model_does_not_go_stale(ranks: int) -> None:
         assert "is not in this rank's part" in by_names
         assert f"AveragedModel has {len(list(Plain().parameters()))} parameters" in by_order
         assert "AveragedModel(model.local_module)" in by_order
+
+
+def _by_order(kept: nn.Module, model: nn.Module) -> None:
+    with torch.no_grad():
+        for one, other in zip(kept.parameters(), model.parameters(), strict=False):
+            if one.shape == other.shape:
+                one.mul_(_DECAY).add_(other, alpha=1 - _DECAY)
+
+
+class _Average:
+    """As the classes of public repositories."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.kept = copy.deepcopy(model)
+
+    def update(self, model: nn.Module) -> None:
+        of_model = dict(model.named_parameters())
+        for name, parameter in self.kept.named_parameters():
+            if name in of_model:
+                parameter.data.mul_(_DECAY).add_(of_model[name].data, alpha=1 - _DECAY)
+
+
+def _listed_beside(model: nn.Module, module_of_another: Any) -> list[str]:
+    return [name for name, _ in model.named_parameters()]
+
+
+def _beside_a_copy(rank: int, ranks: int) -> None:
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("nxdpp").addHandler(handler)
+    teacher = Plain()
+    average = _Average(teacher)
+    updates: list[Callable[[nn.Module], None]] = [lambda wrapped: _by_order(teacher, wrapped), average.update]
+    models: list[Any] = [_model(ranks) for _ in range(3)]
+    for model, update in zip(models, updates, strict=False):
+        lines.clear()
+        model.run_train(**batch())
+        for _ in range(2):
+            update(model)
+        # As the warning advises.
+        part = model.local_module
+        kept = copy.deepcopy(part)
+        with torch.no_grad():
+            for one, other in zip(kept.parameters(), part.parameters(), strict=True):
+                one.lerp_(other + 1, 0.5)
+        for one, other in zip(kept.parameters(), part.parameters(), strict=True):
+            torch.testing.assert_close(one, other + 0.5)
+        assert len([line for line in lines if "an average (EMA)" in line]) == 1, lines
+    lines.clear()
+    assert _listed_beside(models[2], models[1].original_module)
+    assert not [line for line in lines if "an average (EMA)" in line]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_an_average_over_a_copy_of_the_whole_model_is_warned_of(ranks: int) -> None:
+    run_ranks(ranks, _beside_a_copy, ranks)
 
 
 def test_a_plain_dict_of_a_part_is_plain() -> None:
