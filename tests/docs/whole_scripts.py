@@ -104,7 +104,7 @@ def muon_and_rates() -> list[float]:
         vectors = [{"params": [each.bias], "lr": 0.01 * 0.8**number} for number, each in enumerate(model)]
         optimizers = [torch.optim.Muon(matrices, lr=0.01), torch.optim.AdamW(vectors)]
         schedulers = [torch.optim.lr_scheduler.StepLR(each, 2) for each in optimizers]
-        states = [model, *optimizers, *schedulers]
+        states: list[Any] = [model, *optimizers, *schedulers]
         for each, state in zip(states, saved, strict=False):
             each.load_state_dict(state)
         for number in range(3):

@@ -120,16 +120,16 @@ def _run_script(script: Script, folder: Path) -> Outcome:
     """Run a script in one process and on this rank."""
     alone = (WholeTraining if script.has_equal_rows else Training)(script, make(script.kind))
     try:
-        _act(alone)
+        act(alone)
     except Exception as error:
         return Outcome("invalid", _reason(error))
     is_divided = initialize(script)
     training = RankTraining(script, make(script.kind, is_divided), alone.events, folder)
-    _act(training)
+    act(training)
     return Outcome("different", training.found) if training.found else Outcome("equal")
 
 
-def _act(training: Training) -> None:
+def act(training: Training) -> None:
     for place, action in enumerate(training.script.actions):
         training.doing = f"{place}: {action}"
         getattr(actions, action.name)(training, **action.arguments)
