@@ -41,7 +41,10 @@ class SummaryWriter:
 
 writer = ModuleType("torch.utils.tensorboard.writer")
 writer.SummaryWriter = writer.FileWriter = SummaryWriter
-sys.modules[writer.__name__] = writer
+records = ModuleType("tensorboard.summary.writer.record_writer")
+records.RecordWriter = None
+for module in (writer, records, ModuleType("tensorboard.summary"), ModuleType("tensorboard.summary.writer")):
+    sys.modules[module.__name__] = module
 '''
 WANDB = """\
 import json
