@@ -16,7 +16,7 @@ _last = BEGUN
 
 
 def _ended(phase: str) -> None:
-    """Note the end of ``phase``, and the begin of the next one."""
+    """Note the end of ``phase``, and the start of the next one."""
     global _last
     now = time.time()
     _seconds[phase], _last = now - _last, now

@@ -40,7 +40,7 @@ class PipelineConfig:
         num_microbatches: number of microbatches of a step.
         virtual_pipeline_size: stages of each rank. 1 leaves the number to the schedule.
         schedule: name of a family, path of a CSV file, or the actions of each rank. By default ``"1f1b"``, and
-            ``"interleaved"`` for several stages a rank.
+            ``"interleaved"`` for several stages per rank.
         transformer_layer_cls: class, or name of a class, of the layers, or a list of these. By default the classes that
             Hugging Face models in it declare, otherwise the longest run of equal modules.
         pipeline_cuts: names of the layers, or of modules next to them (an embedding, a norm), after which to cut.

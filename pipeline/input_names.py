@@ -18,6 +18,7 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
+from nxdpp.counted import counted
 from nxdpp.tracing.code.names import is_framework, names_in
 from nxdpp.tracing.modules import listings
 from nxdpp.tracing.modules.closest_name import closest
@@ -171,8 +172,8 @@ def check_not_positional(module: nn.Module, values: Sequence[Any]) -> None:
         order = f"{type(module).__name__}.forward takes, in this order: {shown}. " if taken else ""
         call = ", ".join(f"{name}=..." for name in taken[: len(values)]) or "NAME=..."
     raise TypeError(
-        f"run_train and run_eval take the model's inputs by name, and were given {len(values)} positional ones. "
-        f"{order}Write run_train({call})."
+        "run_train and run_eval take the model's inputs by name, and were given "
+        f"{counted(len(values), 'positional one')}. {order}Write run_train({call})."
     )
 
 

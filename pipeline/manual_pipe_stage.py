@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from nxdpp.counted import counted
 from nxdpp.ranks import parallel_state
 
 StageOfLayers = Callable[[list[nn.Module], int], dict[nn.Module, int]]
@@ -72,7 +73,7 @@ class ManualModel(NamedTuple):
 def manual_model(
     layers: Any, chunks: int, partition_fn: StageOfLayers | None, loss_fn: Callable[[Any, Any], Any] | None
 ) -> ManualModel:
-    """Return the model of ``layers``, cut into ``chunks`` stages a rank.
+    """Return the model of ``layers``, cut into ``chunks`` stages per rank.
 
     Without ``partition_fn`` all stages have as many layers, and the last one has the remainder too.
 
@@ -94,8 +95,9 @@ def manual_model(
         found = [of_layer[layer] for layer in layers]
     if found != sorted(found) or set(found) != set(range(stages)):
         raise ValueError(
-            f"the stages of the {len(layers)} layers are {found}, and {stages} stages are needed, each with layers "
-            f"that follow each other. manual_pp_stage_partition_fn(layers, num_stages) returns the stage of each layer."
+            f"the stages of the {counted(len(layers), 'layer')} are {found}, and {stages} stages are needed, each with "
+            "layers that follow each other. manual_pp_stage_partition_fn(layers, num_stages) returns the stage of "
+            "each layer."
         )
     cuts = [f"layers.{number}" for number in range(len(layers) - 1) if found[number] < found[number + 1]]
     classes = list(dict.fromkeys(type(layer) for layer in layers))

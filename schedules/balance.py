@@ -15,7 +15,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-# With several stages a rank, the search keeps this many partial cuts: the most even ones.
+from nxdpp.counted import counted
+
+# With several stages per rank, the search keeps this many partial cuts: the most even ones.
 _PARTIAL_CUTS = 500
 _GIB = 2**30
 
@@ -58,9 +60,10 @@ def balanced_cuts(
     """Return the names of the layers after which to cut the layers, which are in the order of the model.
 
     The slowest rank has as little work as possible. Among such cuts the sum of the squares of the ranks' work is the
-    smallest. With one chunk a rank the result is exact, in time of ranks times layers squared. With several it is exact
-    for up to 500 partial cuts at once. Beyond, the search drops the least even partial cuts. Each rank has ``chunks``
-    stages; ``rank_of`` has the rank of each stage ``s``, by default ``s % ranks``. ``memory=None`` sets no limit.
+    smallest. With one chunk per rank the result is exact, in time of ranks times layers squared. With several it is
+    exact for up to 500 partial cuts at once. Beyond, the search drops the least even partial cuts. Each rank has
+    ``chunks`` stages; ``rank_of`` has the rank of each stage ``s``, by default ``s % ranks``. ``memory=None`` sets no
+    limit.
 
     Raises ``ValueError`` for fewer layers, head included, than stages, or if no cut is found that fits into ``memory``.
     """
@@ -68,9 +71,9 @@ def balanced_cuts(
     assert memory is None or len(memory.in_flight) == stages
     if len(layer_costs) < stages:
         raise ValueError(
-            f"{len(layer_costs)} transformer layers cannot be split over {stages} pipeline stages: each needs at "
-            f"least one. The modules after the last layer count as one if they have parameters. Use at most "
-            f"{len(layer_costs)} stages."
+            f"{counted(len(layer_costs), 'transformer layer')} cannot be split over {stages} pipeline stages: each "
+            "needs at least one. The modules after the last layer count as one if they have parameters. Use at most "
+            f"{counted(len(layer_costs), 'stage')}."
         )
     problem = _Problem(layer_costs, ranks, memory, rank_of or [stage % ranks for stage in range(stages)])
     ends = _cut_exactly(problem) if chunks == 1 else _cut_by_search(problem)
@@ -121,7 +124,7 @@ class _Problem:
 
 
 def _cut_exactly(problem: _Problem) -> list[int] | None:
-    """Return the ends of the best cut for one stage a rank, or ``None`` if no cut fits."""
+    """Return the ends of the best cut for one stage per rank, or ``None`` if no cut fits."""
 
     def work(stage: int, start: int, end: int) -> float:
         fits = problem.bytes(stage, start, end) <= problem.limit
@@ -164,7 +167,7 @@ def _cheapest(problem: _Problem, load: _Load, combine: Callable[[float, float], 
 
 
 def _cut_by_search(problem: _Problem) -> list[int] | None:
-    """Return the ends of a good cut for several stages a rank, or ``None`` if no cut is found."""
+    """Return the ends of a good cut for several stages per rank, or ``None`` if no cut is found."""
     ends = _search(problem, problem.work)
     if ends is None or max(problem.loads(ends, problem.bytes)) <= problem.limit:
         return ends
@@ -224,7 +227,7 @@ def _does_not_fit(problem: _Problem, chunks: int, ends: list[int]) -> str:
     communicators = f", {transport / _GIB:.3g} GiB for communicators and messages," if transport else ""
     in_flight = ", ".join(str(problem.memory.in_flight[s]) for s, owner in enumerate(problem.rank_of) if owner == rank)
     return (
-        f"no cut {into} fits into the limit of {problem.memory.bytes / _GIB:.3g} GiB a rank: the smallest one needs "
+        f"no cut {into} fits into the limit of {problem.memory.bytes / _GIB:.3g} GiB per rank: the smallest one needs "
         f"{(sizes[rank] + transport) / _GIB:.3g} GiB on rank {rank}{communicators} for weights, gradients, optimizer "
         f"state and the activations of {in_flight} microbatches in flight. Use more pipeline stages, smaller "
         f"microbatches (a larger num_microbatches), shorter sequences, activation checkpointing, or a higher limit."

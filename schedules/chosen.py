@@ -5,6 +5,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from nxdpp.counted import counted
 from nxdpp.schedules.actions import Schedule
 from nxdpp.schedules.check import check
 from nxdpp.schedules.families.family import Family
@@ -25,7 +26,7 @@ class ChosenSchedule:
             interleaved 1F1B with several chunks.
         ranks: number of ranks of the pipeline.
         microbatches: number of microbatches of a step.
-        chunks: stages a rank (``virtual_pipeline_size``); 1 takes the default of the family.
+        chunks: stages per rank (``virtual_pipeline_size``); 1 takes the default of the family.
 
     Raises ``ValueError`` for a schedule that does not exist, cannot run, or is made for different numbers.
     """
@@ -77,8 +78,8 @@ class ChosenSchedule:
             return evaluation(self.placement, microbatches)
         if self._family is None:
             raise ValueError(
-                f"the written schedule is for {self.microbatches} microbatches, and a step has {microbatches}. Use a "
-                f"family's name, or the same number of microbatches in each step."
+                f"the written schedule is for {counted(self.microbatches, 'microbatch')}, and a step has "
+                f"{microbatches}. Use a family's name, or the same number of microbatches in each step."
             )
         return self._family.build(self.ranks, microbatches, self.placement.chunks)
 
@@ -93,7 +94,8 @@ class ChosenSchedule:
         placement = placement_of(self._written)
         if chunks not in (1, placement.chunks):
             raise ValueError(
-                f"virtual_pipeline_size={chunks}, but the schedule has up to {placement.chunks} stages a rank."
+                f"virtual_pipeline_size={chunks}, but the schedule has up to "
+                f"{counted(placement.chunks, 'stage')} per rank."
             )
         return placement
 

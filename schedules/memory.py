@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from itertools import accumulate
 
+from nxdpp.counted import counted
 from nxdpp.schedules.actions import Action, ActionKind, Schedule
 from nxdpp.schedules.simulate import in_flight_peaks
 
@@ -27,7 +28,9 @@ def peak_bytes(schedule: Schedule, held: Sequence[float], after_input: Sequence[
     stages = len({action.stage for actions in schedule for action in actions})
     for name, sizes in (("held", held), ("after_input", after_input)):
         if len(sizes) != stages:
-            raise ValueError(f"{name} has {len(sizes)} sizes for {stages} stages. Give one for each stage.")
+            raise ValueError(
+                f"{name} has {counted(len(sizes), 'size')} for {counted(stages, 'stage')}. Give one for each stage."
+            )
         if negative := [size for size in sizes if not size >= 0]:
             raise ValueError(f"{name} has a size of {negative[0]} bytes; a size is at least 0.")
     change = {

@@ -11,6 +11,7 @@ Transfers and waits take no core. With at least as many cores as ranks the times
 from collections import deque
 from heapq import heappop, heappush
 
+from nxdpp.counted import counted
 from nxdpp.schedules.actions import Action, ActionKind, Schedule
 from nxdpp.schedules.check import check
 from nxdpp.schedules.execution import Times
@@ -32,7 +33,10 @@ def shared_run(schedule: Schedule, times: Times, cores: float) -> Timeline:
     sizes = check(schedule)
     for name, each in zip(Times._fields, times, strict=True):
         if len(each) != sizes.stages:
-            raise ValueError(f"{name} has {len(each)} times for {sizes.stages} stages. Give one for each stage.")
+            raise ValueError(
+                f"{name} has {counted(len(each), 'time')} for {counted(sizes.stages, 'stage')}. Give one for each "
+                "stage."
+            )
     return timeline_of(_SharedExecution(schedule, times, cores).run())
 
 

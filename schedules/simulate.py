@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+from nxdpp.counted import counted
 from nxdpp.schedules.actions import Action, ActionKind, Schedule
 from nxdpp.schedules.check import check
 from nxdpp.schedules.execution import Times, run_in_order
@@ -104,7 +105,10 @@ def in_flight_peaks(schedule: Schedule) -> list[int]:
 def _each(name: str, time: Time, stages: int) -> list[float]:
     times = [float(time)] * stages if isinstance(time, (int, float)) else [float(each) for each in time]
     if len(times) != stages:
-        raise ValueError(f"{name} has {len(times)} times for {stages} stages. Give one number, or one for each stage.")
+        raise ValueError(
+            f"{name} has {counted(len(times), 'time')} for {counted(stages, 'stage')}. Give one number, or one for "
+            "each stage."
+        )
     if bad := [each for each in times if not 0 <= each < float("inf")]:
         raise ValueError(f"{name}={bad[0]} must be a finite number of at least 0.")
     return times

@@ -10,7 +10,7 @@ microbatches from there on::
        |     o
        +------------------------------ microbatches
 
-p more, as families with several chunks a rank pass groups of p microbatches through all chunks. The first number, m',
+p more, as families with several chunks per rank pass groups of p microbatches through all chunks. The first number, m',
 has the remainder of m by p. It grows until two equal differences follow, at least the work of the busiest rank: of
 two bounds of the makespan, the one that grows faster may be the lower one for a while.
 

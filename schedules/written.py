@@ -1,6 +1,6 @@
 """Schedules written by a user: the actions of each rank as lists of text or as a CSV file.
 
-A CSV file has one row a rank and one action a cell, ``0F0`` (see ``parse_action``). Empty cells are ignored::
+A CSV file has one row per rank and one action per cell, ``0F0`` (see ``parse_action``). Empty cells are ignored::
 
     0F0,0F1,,,0B0,0B1
     ,1F0,1B0,1F1,1B1,

@@ -99,7 +99,7 @@ def check_model(fields: Mapping[str, Any], flags: Flags, stages: int) -> None:
     layers = _number(fields, "num_hidden_layers")
     if layers is not None and layers < stages:
         one_each = stages == flags.pipeline_parallel_size
-        remedy = f"set --pipeline-parallel-size to {layers} or less" if one_each else "take fewer stages a rank"
+        remedy = f"set --pipeline-parallel-size to {layers} or less" if one_each else "take fewer stages per rank"
         raise ValueError(
             f"the model's {layers} layers are too few for {stages} pipeline stages: {remedy}, or give a --config with "
             f"more layers"

@@ -173,7 +173,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--schedule",
         metavar="NAME|FILE.csv",
         help=f"schedule of the microbatches: {', '.join(FAMILIES)}, or a CSV file of actions "
-        "[1f1b, and interleaved with several stages a process]",
+        "[1f1b, and interleaved with several stages per process]",
     )
     parser.add_argument(
         "--virtual-pipeline-size",

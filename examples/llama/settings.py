@@ -57,7 +57,7 @@ class Settings:
     # "auto" or the directory of one checkpoint.
     resume: str | Path | None
     pipeline_parallel_size: int
-    # None for 1F1B, interleaved with several stages a rank.
+    # None for 1F1B, interleaved with several stages per rank.
     schedule: str | None
     virtual_pipeline_size: int
     partition: str

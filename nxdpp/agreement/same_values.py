@@ -17,6 +17,7 @@ from torch import nn
 
 from nxdpp.agreement.fingerprint import digest
 from nxdpp.agreement.plain_attributes import check_same_attributes
+from nxdpp.counted import counted
 from nxdpp.devices.kinds import readable
 from nxdpp.ground.torch_names import VERSION
 
@@ -163,8 +164,9 @@ class RankValues:
     def _check_loads(self, heard: tuple[int, int] | None, name: Callable[[int], str]) -> None:
         if heard is not None and heard[1] != self.loads:
             raise RuntimeError(
-                f"{name(heard[0])} has called load_pretrained {heard[1]} times, and {name(self.rank)} {self.loads} "
-                f"times: only a part of the model has the loaded weights. Call load_pretrained on every rank."
+                f"{name(heard[0])} has called load_pretrained {counted(heard[1], 'time')}, and {name(self.rank)} "
+                f"{self.loads} times: only a part of the model has the loaded weights. Call load_pretrained on every "
+                "rank."
             )
 
     def _check_loaded_state(self, heard: tuple[int, bool] | None, name: Callable[[int], str]) -> None:

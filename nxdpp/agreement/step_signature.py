@@ -5,6 +5,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from nxdpp.counted import counted
+
 InputShapes = tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
 """Name, shape and dtype of each tensor among the inputs of a microbatch."""
 
@@ -64,7 +66,7 @@ def signature_differences(theirs: StepSignature, ours: StepSignature) -> list[tu
     pairs = [(_call(theirs), _call(ours)), (_autocast(theirs), _autocast(ours))]
     there, here = ({name: f"{name} {shape} {dtype}" for name, shape, dtype in each.inputs} for each in (theirs, ours))
     pairs += [(there.get(name, f"no {name}"), here.get(name, f"no {name}")) for name in {**there, **here}]
-    pairs.append((f"{theirs.microbatches} microbatches", f"{ours.microbatches} microbatches"))
+    pairs.append((counted(theirs.microbatches, "microbatch"), counted(ours.microbatches, "microbatch")))
     pairs.append((_forms(theirs), _forms(ours)))
     return [pair for pair in pairs if pair[0] != pair[1]]
 

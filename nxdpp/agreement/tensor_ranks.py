@@ -21,6 +21,7 @@ from nxdpp.agreement.fingerprint import digest
 from nxdpp.agreement.input_hash import InputHashes
 from nxdpp.agreement.step_signature import StepSignature, signature_differences
 from nxdpp.agreement.step_verifier import STEP_ON_ALL
+from nxdpp.counted import counted
 from nxdpp.ranks.faults.waits import Wait
 
 _REMEDY = """\
@@ -82,8 +83,8 @@ def _difference(there: str, here: str, first: Any, second: Any) -> str:
         )
     if first[6] != second[6]:
         return (
-            f"an optimizer has stepped after {first[6]} training steps on {there}, and after {second[6]} on {here}: "
-            f"the parts of the layers would go apart. {STEP_ON_ALL}"
+            f"an optimizer has stepped after {counted(first[6], 'training step')} on {there}, and after {second[6]} on "
+            f"{here}: the parts of the layers would go apart. {STEP_ON_ALL}"
         )
     now, before = second[4].different(first[4].words())
     names = ", ".join(now) if now else f"{', '.join(before)} in the step before"

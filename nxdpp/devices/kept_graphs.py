@@ -62,7 +62,7 @@ class KeptGraphs:
         if self._has_computed():
             raise RuntimeError(
                 f"{given}: an XLA device has computed in this process before, and torch_xla takes the folder only "
-                f"before that. Call initialize_model_parallel at the begin of the program."
+                f"before that. Call initialize_model_parallel at the start of the program."
             )
         folder.mkdir(parents=True, exist_ok=True)
         self._start(str(folder))

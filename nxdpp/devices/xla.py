@@ -47,7 +47,7 @@ class XlaDevice(Device):
         return mark, graph_times().end(mark)
 
     def work(self, origin: Stamp, start: Stamp, end: Stamp) -> Work:
-        """Return the begin of the first and the end of the last graph between two marks, and the compilations."""
+        """Return the start of the first and the end of the last graph between two marks, and the compilations."""
         times = graph_times()
         zero, runs = times.end(origin), times.runs(start, end)
         began, ended = (runs[0].start, runs[-1].end) if runs else (times.end(end),) * 2

@@ -1,6 +1,6 @@
 """Caches of keys and values of which a rank has the layers of its own stages.
 
-A layer of another rank has an entry of one number a token in this rank's cache: ``(B, 1, T, 1)``. So the cache tells
+A layer of another rank has an entry of one number per token in this rank's cache: ``(B, 1, T, 1)``. So the cache tells
 the true length for masks and positions, and ``reorder_cache``, ``crop`` and the others run as they are.
 """
 

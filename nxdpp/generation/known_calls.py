@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache
 
+from nxdpp.counted import counted
 from nxdpp.generation.absent import AbsentTensor, Root, ShapelessTensor, leaves_in, tracked_as
 from nxdpp.generation.caches import CacheUpdate
 
@@ -74,8 +75,9 @@ class KnownCall:
         tensors = [each for each in leaves_in(output) if isinstance(each, torch.Tensor)]
         if len(others) != len(expected) or len(tensors) != len(self.rules):
             raise RuntimeError(
-                f"generate over a pipeline: {name} returns {len(tensors)} tensors and {len(others)} other values, and "
-                f"other ranks expect {len(self.rules)} and {len(expected)}, as in its first call. {REMEDY}"
+                f"generate over a pipeline: {name} returns {counted(len(tensors), 'tensor')} and "
+                f"{counted(len(others), 'other value')}, and other ranks expect {len(self.rules)} and {len(expected)}, "
+                f"as in its first call. {REMEDY}"
             )
         for value, known in zip(others, expected, strict=True):
             if isinstance(known, _PLAIN) and not isinstance(value, Cache) and value != known:

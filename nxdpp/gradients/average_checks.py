@@ -10,6 +10,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from nxdpp.agreement.comparison import unequal
 from nxdpp.agreement.replicas import check_replicas
 from nxdpp.agreement.same_values import sample
+from nxdpp.counted import counted
 from nxdpp.gradients.step_hooks import run_after_steps, run_before_steps
 from nxdpp.ranks import parallel_state
 from nxdpp.ranks.faults import failure_watch
@@ -70,8 +71,8 @@ class ReplicaStepCheck:
         count = sum(one != another for one, another in zip(after, other_after, strict=True))
         is_handed_over = any(parameter in self._is_averaged for parameter in self._compared(optimizer))
         raise RuntimeError(
-            f"{other} has other values than {first} in {count} of {len(after)} parameters after step {number} of "
-            f"{kind}: the gradients of the data-parallel replicas were not averaged. "
+            f"{other} has other values than {first} in {count} of {counted(len(after), 'parameter')} after step "
+            f"{number} of {kind}: the gradients of the data-parallel replicas were not averaged. "
             f"{_HANDED_OVER if is_handed_over else _LOOP}"
         )
 

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from nxdpp.counted import counted
 from nxdpp.gradients.replaced_parameters import holders, let_pass, parameters_of, watch_replaced
 
 _REMEDY = "Make it after the model is divided or cut."
@@ -119,8 +120,9 @@ def _check(optimizer: Optimizer, held: Mapping[int, nn.Parameter]) -> None:
     stepped = [old for old in held.values() if old in optimizer.state and not _is_first(optimizer.state[old], old)]
     if stepped:
         raise ValueError(
-            f"an optimizer, {kind}, has stepped, and its state is that of {len(stepped)} whole parameters (the first "
-            f"of shape {list(stepped[0].shape)}), which are about to be divided or freed. {_REMEDY}"
+            f"an optimizer, {kind}, has stepped, and its state is that of "
+            f"{counted(len(stepped), 'whole parameter')} (the first of shape {list(stepped[0].shape)}), about to be "
+            f"divided or freed. {_REMEDY}"
         )
     lists = {id(group["params"]) for group in optimizer.param_groups}
     rest = {name: value for name, value in vars(optimizer).items() if name not in ("param_groups", "state")}

@@ -24,6 +24,7 @@ from nxdpp.agreement.comparison import gathered
 from nxdpp.agreement.exchange import ReplicaExchanges
 from nxdpp.agreement.fingerprint import canonical
 from nxdpp.agreement.step_verifier import OF_A_PART, STEP_ON_ALL
+from nxdpp.counted import counted
 from nxdpp.gradients.replaced_parameters import holders
 from nxdpp.gradients.step_hooks import run_before_steps_of
 from nxdpp.ranks import parallel_state
@@ -202,8 +203,9 @@ def refuse_other_rounds(one: int, other: int) -> None:
     """Raise ``RuntimeError`` for two ranks with the same parameters and with different ``rounds``."""
     if one != other:
         raise RuntimeError(
-            f"an optimizer has stepped after {min(one, other)} training steps on a rank, and after {max(one, other)} "
-            f"on another one with the same parameters, a data-parallel replica: they would go apart. {STEP_ON_ALL}"
+            f"an optimizer has stepped after {counted(min(one, other), 'training step')} on a rank, and after "
+            f"{max(one, other)} on another one with the same parameters, a data-parallel replica: they would go apart. "
+            f"{STEP_ON_ALL}"
         )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from nxdpp.counted import counted
 from nxdpp.gradients.optimizer.partial_steps import Parameters
 from nxdpp.ground.torch_names import GROUP_GRADIENTS
 from nxdpp.ranks import parallel_state
@@ -48,9 +49,9 @@ def _check(gradients: Sequence[torch.Tensor]) -> None:
     found = sum(id(each.grad) in measured for each in _of_models() if each.grad is not None)
     if found:
         raise RuntimeError(
-            f"torch would take the norm of {found} gradients of this rank. The model is divided over {ranks} ranks, "
-            f"and each would scale its own part by a different factor. Call model.clip_grad_norm_(max_norm) on every "
-            f"rank; with max_norm=float('inf') it only measures."
+            f"torch would take the norm of {counted(found, 'gradient')} of this rank. The model is divided over "
+            f"{ranks} ranks, and each would scale its own part by a different factor. Call "
+            "model.clip_grad_norm_(max_norm) on every rank; with max_norm=float('inf') it only measures."
         )
 
 

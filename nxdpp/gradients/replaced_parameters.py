@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from nxdpp.agreement.fingerprint import canonical
+from nxdpp.counted import counted
 from nxdpp.gradients.step_hooks import run_before_steps
 
 _logger = logging.getLogger(__name__)
@@ -52,9 +53,9 @@ def check_no_optimizer_holds(parameters: Mapping[str, nn.Parameter], remedy: str
     if found:
         optimizer, names = max(found, key=lambda holder: len(holder[1]))
         raise RuntimeError(
-            f"an optimizer, {type(optimizer).__name__}, holds {len(names)} of the {len(parameters)} parameters that "
-            f"are about to be replaced ({names[0]} is the first) and would continue to update the old ones, which are "
-            f"not trained. {remedy}"
+            f"an optimizer, {type(optimizer).__name__}, holds {len(names)} of the "
+            f"{counted(len(parameters), 'parameter that is', 'parameters that are')} about to be replaced ({names[0]} "
+            f"is the first) and would continue to update the old ones, which are not trained. {remedy}"
         )
 
 
@@ -107,10 +108,10 @@ def _refuse_replaced(optimizer: Optimizer) -> None:
     old = [_outdated.pop(parameter) for parameter in parameters_of(optimizer) if parameter in _outdated]
     if old:
         _logger.warning(
-            "an optimizer, %s, holds %d parameters that the program has replaced in the model (%s is the first): it "
+            "an optimizer, %s, holds %s that the program has replaced in the model (%s is the first): it "
             "does not train the new ones, as in one process. Make it again from the parameters of now.",
             type(optimizer).__name__,
-            len(old),
+            counted(len(old), "parameter"),
             old[0],
         )
 
@@ -125,9 +126,10 @@ def _check_not_replaced(optimizer: Optimizer) -> None:
     names = [_replaced[parameter] for parameter in parameters_of(optimizer) if parameter in _replaced]
     if names:
         raise RuntimeError(
-            f"an optimizer, {type(optimizer).__name__}, holds {len(names)} parameters that are not this rank's "
-            f"({names[0]} is the first): they were replaced, or belong to other stages. Make the optimizer from "
-            f"parameters() of the wrapped model, after wrapping, loading and move_model_to_device()."
+            f"an optimizer, {type(optimizer).__name__}, holds "
+            f"{counted(len(names), 'parameter that is', 'parameters that are')} not this rank's ({names[0]} is the "
+            "first): they were replaced, or belong to other stages. Make the optimizer from parameters() of the "
+            "wrapped model, after wrapping, loading and move_model_to_device()."
         )
 
 

@@ -23,6 +23,7 @@ from nxdpp.agreement.exchange import ReplicaExchanges
 from nxdpp.agreement.fingerprint import digest, parameter_lines
 from nxdpp.agreement.replicas import SAME_MODEL, check_replica_values, warn_of_equal_batches
 from nxdpp.agreement.same_values import sample
+from nxdpp.counted import counted
 from nxdpp.gradients.average import average_gradients
 from nxdpp.gradients.average_checks import replica_step_check
 from nxdpp.gradients.average_plan import LastBackward
@@ -185,9 +186,9 @@ class ReplicaGradients:
         frozen = [name for each, name in self._waiting.items() if each.grad is not None and not each.requires_grad]
         if frozen:
             raise RuntimeError(
-                f"{len(frozen)} parameters, the first of them {frozen[0]}, were frozen after a step in no_sync(), and "
-                f"their gradients are those of each replica: an average takes trained parameters only. Freeze them "
-                f"after a run_train outside of no_sync(), or set their .grad to None."
+                f"{counted(len(frozen), 'parameter was', 'parameters were')} frozen after a step in no_sync() "
+                f"({frozen[0]} is the first), whose gradients are those of each replica: an average takes trained "
+                "parameters only. Freeze them after a run_train outside of no_sync(), or set their .grad to None."
             )
 
     def check_averaged(self) -> None:
@@ -326,6 +327,6 @@ class ReplicaGradients:
         ]
         if different:
             raise RuntimeError(
-                f"data-parallel rank {different[0]} has different rows of {len(sharded)} sharded parameters than the "
-                f"first replica of shards. {remedy}"
+                f"data-parallel rank {different[0]} has different rows of {counted(len(sharded), 'sharded parameter')} "
+                f"than the first replica of shards. {remedy}"
             )

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from nxdpp.counted import counted
 from nxdpp.ground.torch_names import BUFFERS, MODULES, PARAMETERS
 from nxdpp.initialization.allocation import MarkedMemory, allocate, count_unwritten, replacement, with_type_of
 from nxdpp.initialization.initialisers import (
@@ -258,11 +259,8 @@ class _Initialisation:
                 f"It is called with each of these modules, and must write all tensors of the module itself, in place. "
                 f"Correct it, or leave it out and {build}."
             )
-        raise RuntimeError(
-            "\n".join(
-                [f"{len(unwritten)} parameters or buffers are left without values by {self._source}:", *lines, remedy]
-            )
-        )
+        left = counted(len(unwritten), "parameter or buffer is", "parameters or buffers are")
+        raise RuntimeError("\n".join([f"{left} left without values by {self._source}:", *lines, remedy]))
 
     def _check_layouts(self) -> None:
         for meta, tensor in self._current():

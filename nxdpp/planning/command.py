@@ -43,8 +43,8 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument(
         "--schedule",
         metavar="NAME",
-        help=f"{', '.join(FAMILIES)}, or a CSV file of actions, one row a rank (1f1b; interleaved with several stages "
-        f"a rank)",
+        help=f"{', '.join(FAMILIES)}, or a CSV file of actions, one row per rank (1f1b; interleaved with several "
+        f"stages per rank)",
     )
     parser.add_argument("--partition", choices=("even", "balanced"), default="even", help="choice of the cuts (even)")
     parser.add_argument("--memory-limit", type=_gib, metavar="GIB", help="GiB of a rank, for --partition balanced")

@@ -68,7 +68,7 @@ class ExchangeTimes:
     def gather_delay(self, firsts: Sequence[Spans], states: Sequence[RankState]) -> float:
         """Return the seconds by which the first forwards of a step are late, which wait for their parameters: ZeRO-2.
 
-        Two units are gathered ahead, from the begin of the step or under the stage before; the others under the first
+        Two units are gathered ahead, from the start of the step or under the stage before; the others under the first
         forward of their own stage. What one stage is late, all stages behind it are too.
 
         Args:

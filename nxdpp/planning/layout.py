@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from nxdpp.counted import counted
+
 if TYPE_CHECKING:
     import torch
 from collections.abc import Iterable, Iterator
@@ -69,7 +71,7 @@ class Dimensions:
             )
 
 
-# More stages a rank hardly make a bubble smaller, and each has messages of its own.
+# More stages per rank hardly make a bubble smaller, and each has messages of its own.
 _MOST_CHUNKS = 8
 
 
@@ -129,8 +131,8 @@ class Layout:
         each = self.data * self.microbatch
         if global_batch % each:
             raise ValueError(
-                f"a global batch of {global_batch} does not divide over {self.data} replicas in microbatches of "
-                f"{self.microbatch}: give a multiple of {each}."
+                f"a global batch of {global_batch} does not divide over {counted(self.data, 'replica')} in "
+                f"microbatches of {self.microbatch}: give a multiple of {each}."
             )
         return global_batch // each
 
@@ -196,7 +198,7 @@ def describe(layout: Layout) -> str:
         )
         if is_on
     ]
-    chunks = f" with {layout.chunks} stages a rank" if layout.chunks > 1 else ""
+    chunks = f" with {layout.chunks} stages per rank" if layout.chunks > 1 else ""
     return ", ".join(
         [
             f"tensor {layout.tensor} x pipeline {layout.pipeline} x data {layout.data}",

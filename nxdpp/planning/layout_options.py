@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nxdpp.counted import counted
 from nxdpp.planning.layout import Dimensions
 from nxdpp.schedules.check import check
 from nxdpp.schedules.chosen import ChosenSchedule
@@ -123,17 +124,19 @@ def _schedule(options: argparse.Namespace) -> tuple[str, ChosenSchedule]:
             several = [each.name for each in FAMILIES.values() if each.any_chunks]
             stages = "1 stage" if family.default_chunks == 1 else f"{family.default_chunks} stages"
             raise ValueError(
-                f"--schedule {name} has {stages} a rank, not {given}: leave "
+                f"--schedule {name} has {stages} per rank, not {given}: leave "
                 f"--virtual-pipeline-size out, or choose one of {', '.join(several)}, which take any number."
             )
         if family.default_chunks > 1 and given == 1:
             single = [each.name for each in FAMILIES.values() if each.default_chunks == 1]
             raise ValueError(
-                f"--schedule {name} has several stages a rank, not 1: give --virtual-pipeline-size 2 or leave it out, "
-                f"or choose one of {', '.join(single)}, which have one."
+                f"--schedule {name} has several stages per rank, not 1: give --virtual-pipeline-size 2 or leave it "
+                f"out, or choose one of {', '.join(single)}, which have one."
             )
     tell_size(
-        ranks * microbatches * (given or 1), f"{ranks:,} ranks and {microbatches:,} microbatches make", _MOST_FORWARDS
+        ranks * microbatches * (given or 1),
+        f"{counted(ranks, 'rank')} and {counted(microbatches, 'microbatch')} make",
+        _MOST_FORWARDS,
     )
     schedule = ChosenSchedule(name, ranks, microbatches, given or 1)
     assert schedule.training
@@ -146,12 +149,14 @@ def _check_written(file: Path, ranks: int, microbatches: int, chunks: int | None
     found = check(written)
     if (found.ranks, found.microbatches) != (ranks, microbatches):
         raise ValueError(
-            f"{file} is a schedule of {found.ranks} ranks and {found.microbatches} microbatches: give "
-            f"--pipeline-parallel-size {found.ranks} --num-microbatches {found.microbatches}."
+            f"{file} is a schedule of {counted(found.ranks, 'rank')} and {counted(found.microbatches, 'microbatch')}: "
+            f"give --pipeline-parallel-size {found.ranks} --num-microbatches {found.microbatches}."
         )
     most = max(len({action.stage for action in actions}) for actions in written)
     if chunks is not None and chunks != most:
-        raise ValueError(f"{file} has up to {most} stages a rank, not {chunks}: leave --virtual-pipeline-size out.")
+        raise ValueError(
+            f"{file} has up to {counted(most, 'stage')} per rank, not {chunks}: leave --virtual-pipeline-size out."
+        )
 
 
 def configuration_file(path: Path) -> tuple[Path, dict[str, Any]]:

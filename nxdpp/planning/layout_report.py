@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, groupby, pairwise
 
+from nxdpp.counted import counted
 from nxdpp.planning.layout_options import LayoutOptions
 from nxdpp.planning.rank_summary import LayoutSummary, RankSummary
 from nxdpp.planning.stage_summary import StageSummary
@@ -63,13 +64,13 @@ class LayoutResult:
     def optimizer_text(self) -> str:
         """The optimizer and its state."""
         masters = " and master weights" if self.has_masters else ""
-        text = f"two moments{masters} of {self.state_dtype} a parameter"
+        text = f"two moments{masters} of {self.state_dtype} per parameter"
         if self.options.sizes.zero:
             replicas = self.options.sizes.data
             name = (
                 "AdamW over the shards of fully_shard" if self.options.sizes.is_sharded else "Zero1Optimizer over AdamW"
             )
-            return f"{name}, {text}, divided over {replicas} replica{'s' if replicas > 1 else ''}"
+            return f"{name}, {text}, divided over {counted(replicas, 'replica')}"
         return f"AdamW, {text}" + (", no float32 master weights" if self.dtype in _HALF else "")
 
 
@@ -111,7 +112,7 @@ def report(result: LayoutResult, details: bool = False) -> str:
 
 def _heading(result: LayoutResult) -> Iterator[str]:
     sizes, ranks = result.options.sizes, result.options.schedule.ranks
-    on = f"{ranks} rank{'s' if ranks > 1 else ''}"
+    on = counted(ranks, "rank")
     if result.has_dimensions:
         on = f"{sizes.tensor} tensor x {ranks} pipeline x {sizes.data} data ranks"
     switches = f"{', sequence parallel' if sizes.sequence else ''}{f', ZeRO-{sizes.zero}' if sizes.zero else ''}"
@@ -119,7 +120,7 @@ def _heading(result: LayoutResult) -> Iterator[str]:
     yield f"dtype: {result.dtype_text}"
     yield f"optimizer: {result.optimizer_text}"
     shapes = ", ".join(f"{name} {shape}" for name, shape in result.inputs.items())
-    yield f"step: {result.options.schedule.microbatches} microbatches of {shapes}"
+    yield f"step: {counted(result.options.schedule.microbatches, 'microbatch')} of {shapes}"
     waits = f"bubble {result.layout.bubble:.1%} (share of a step in which ranks wait)"
     yield f"schedule: {result.options.schedule_name}, {waits}"
 

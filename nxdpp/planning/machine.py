@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from nxdpp.counted import counted
 from nxdpp.devices.collective_bytes import Kind
 
 if TYPE_CHECKING:
@@ -125,7 +126,8 @@ class Machine:
                 raise ValueError(f"{name}={value!r} must be a whole number of at least 1.")
         if self.devices % self.hosts:
             raise ValueError(
-                f"{self.devices} devices do not divide over {self.hosts} hosts: give hosts a divisor of the devices."
+                f"{counted(self.devices, 'device does', 'devices do')} not divide over {counted(self.hosts, 'host')}: "
+                "give hosts a divisor of the devices."
             )
 
     @property

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from nxdpp.counted import counted
 from nxdpp.pipeline.activation_checkpoint import apply_checkpoint
 from nxdpp.planning.dtypes import dtype_named, dtype_of, name_of
 from nxdpp.planning.layout import SHARDED, Layout, describe
@@ -87,9 +88,8 @@ class Plan:
     @property
     def title(self) -> str:
         """Model, machine and batch in one line."""
-        devices = f"{self.devices} {self.device} device{'s' if self.devices > 1 else ''}"
-        hosts = f"{self.hosts} host{'s' if self.hosts > 1 else ''}"
-        return f"{self.model}, {devices} on {hosts}, {self.global_batch} samples a step"
+        devices = f"{counted(self.devices, f'{self.device} device')} on {counted(self.hosts, 'host')}"
+        return f"{self.model}, {devices}, {counted(self.global_batch, 'sample')} per step"
 
     @property
     def optimizer_dtype(self) -> str:
@@ -201,8 +201,8 @@ class Plan:
         }
         if found != wanted:
             raise ValueError(
-                f"the plan is for {wanted}, and the job has {found}. Start it on {self.devices} devices and call "
-                f"plan.initialize()."
+                f"the plan is for {wanted}, and the job has {found}. Start it on {counted(self.devices, 'device')} and "
+                "call plan.initialize()."
             )
         if layout.tensor > 1:
             tensor_parallelize(module, **self.tensor_arguments())
@@ -225,7 +225,8 @@ class Plan:
         """Return the lines of a script that wrap ``model`` for the first layout, and make its optimizer."""
         imports, names, lines = self.wrapping()
         rows = self.global_batch // self.layout.data
-        about = f"# model: a {self.model} in {self.parameter_dtype}. A step takes {rows} samples of each replica."
+        taken = counted(rows, "sample")
+        about = f"# model: a {self.model} in {self.parameter_dtype}. A step takes {taken} of each replica."
         given = ["import torch", *imports, f"from nxdpp import {', '.join(sorted(names))}"]
         return "\n".join([*given, about, self.initialization(), *lines])
 
@@ -305,15 +306,16 @@ class Plan:
             layout.check()
             if layout.devices != self.devices or self.devices % self.hosts:
                 raise ValueError(
-                    f"{describe(layout)} needs {layout.devices} devices, not {self.devices} on {self.hosts} hosts"
+                    f"{describe(layout)} needs {counted(layout.devices, 'device')}, not {self.devices} on "
+                    f"{counted(self.hosts, 'host')}"
                 )
             if layout.microbatches(self.global_batch) != each.microbatches:
                 raise ValueError(
-                    f"{describe(layout)} has {layout.microbatches(self.global_batch)} microbatches of a global batch "
-                    f"of {self.global_batch}, not {each.microbatches}"
+                    f"{describe(layout)} has {counted(layout.microbatches(self.global_batch), 'microbatch')} of a "
+                    f"global batch of {self.global_batch}, not {each.microbatches}"
                 )
             if len(set(each.cuts)) != layout.stages - 1:
-                raise ValueError(f"{describe(layout)} needs {layout.stages - 1} cuts, not {each.cuts}")
+                raise ValueError(f"{describe(layout)} needs {counted(layout.stages - 1, 'cut')}, not {each.cuts}")
 
 
 def _prediction(content: dict[str, Any]) -> Prediction:

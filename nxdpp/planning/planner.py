@@ -49,9 +49,9 @@ def plan(
 ) -> Plan:
     """Return the layouts of a job with the shortest steps that fit into the memory of a device; not collective.
 
-    It searches all sizes of tensor, pipeline and data parallelism, schedules, stages a rank and microbatches, each with
-    and without activation checkpointing, sequence parallelism, and ZeRO-1, 2 and 3. Of equal sizes and switches only
-    the best schedule and microbatch are returned. Half parameters have float32 optimizer state in all layouts
+    It searches all sizes of tensor, pipeline and data parallelism, schedules, stages per rank and microbatches, each
+    with and without activation checkpointing, sequence parallelism, and ZeRO-1, 2 and 3. Of equal sizes and switches
+    only the best schedule and microbatch are returned. Half parameters have float32 optimizer state in all layouts
     (``Zero1Optimizer``, or shards in float32), unless ``fixed`` has ``"zero": 0``. Nothing is allocated or run. See
     docs/planner.md for what a prediction has in it.
 

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from nxdpp.counted import counted
 from nxdpp.planning.exchange_times import ExchangeTimes
 from nxdpp.planning.layout import SHARDED, Layout
 from nxdpp.planning.model_costs import ModelCosts
@@ -116,8 +117,8 @@ def predict(
     machine = costs.machine
     if layout.devices != machine.devices:
         raise ValueError(
-            f"tensor {layout.tensor} x pipeline {layout.pipeline} x data {layout.data} are {layout.devices} devices, "
-            f"and the machine has {machine.devices}."
+            f"tensor {layout.tensor} x pipeline {layout.pipeline} x data {layout.data} are "
+            f"{counted(layout.devices, 'device')}, and the machine has {machine.devices}."
         )
     layout.check()
     microbatches = layout.microbatches(costs.job.global_batch)

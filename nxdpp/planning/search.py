@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, fields, replace
 from itertools import count
 from typing import Any, Literal
 
+from nxdpp.counted import counted
 from nxdpp.planning.bounds import Bounds, LowerBounds
 from nxdpp.planning.dtypes import name_of
 from nxdpp.planning.layout import SHARDED, Layout, check_zero, describe, divisors, groups_of, schedules_of
@@ -216,9 +217,10 @@ def _nothing_fits(costs: ModelCosts, fixed: Mapping[str, Any], found: Found) -> 
     reasons = " ".join(f"Tensor-parallel size {size}: {reason}" for size, reason in sorted(found.refused.items()))
     given = ", ".join(f"{name}={value}" for name, value in fixed.items()) or "any sizes"
     return (
-        f"no layout of {machine.devices} devices on {machine.hosts} hosts with {given} fits the model and a global "
-        f"batch of {job.global_batch}: each replica takes an equal number of samples, a tensor group stays on one "
-        f"host, a stage has at least one layer, ZeRO needs replicas, and sequence parallelism a tensor group. "
+        f"no layout of {counted(machine.devices, 'device')} on {counted(machine.hosts, 'host')} with {given} fits the "
+        f"model and a global batch of {job.global_batch}: each replica takes an equal number of samples, a tensor "
+        "group stays on one host, a stage has at least one layer, ZeRO needs replicas, and sequence parallelism a "
+        "tensor group. "
         f"{reasons}".strip()
     )
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
+from nxdpp.counted import counted
 from nxdpp.planning.layer_times import CountedModel, LayerTimes, PlannedState
 
 _MASTER_BYTES = 4
@@ -95,7 +96,7 @@ def stage_ends(model: CountedModel, stages: int, checkpoint: bool) -> list[int]:
     """
     works = [_work(layer, checkpoint) for layer in model.layers]
     if len(works) < stages:
-        raise ValueError(f"{len(works)} layers, the head included, cannot be split over {stages} stages.")
+        raise ValueError(f"{counted(len(works), 'layer')}, the head included, cannot be split over {stages} stages.")
     sums = list(accumulate(works, initial=0.0))
     slowest = _least_slowest(sums, stages)
     # The earliest end of each stage from which the later ones can take the rest.

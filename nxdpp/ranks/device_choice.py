@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]  # public, though not in its __all__
 
+from nxdpp.counted import counted
 from nxdpp.devices import cuda, xla
 from nxdpp.devices.kinds import device_of
 from nxdpp.ranks.faults.waits import first_names
@@ -92,8 +93,8 @@ def choose(launcher: Launcher, backend: str | None, kind: str | None = None) -> 
         return _CPU
     if not dist.is_nccl_available():
         raise RuntimeError(
-            f"{found.count} CUDA devices are visible, and this torch is built without NCCL. Install one with NCCL, "
-            f"{_REMEDY}."
+            f"{counted(found.count, 'CUDA device is', 'CUDA devices are')} visible, and this torch is built without "
+            f"NCCL. Install one with NCCL, {_REMEDY}."
         )
     return torch.device("cuda", _index(launcher, found.count))
 
@@ -105,15 +106,17 @@ def _index(launcher: Launcher, visible: int) -> int:
         return 0
     if local_rank is None:
         raise RuntimeError(
-            f"{visible} CUDA devices are visible, and nothing tells which of them is that of rank {launcher.rank}: "
-            f"export LOCAL_RANK, the number of the process on its host, as torchrun does; {_REMEDY}."
+            f"{counted(visible, 'CUDA device is', 'CUDA devices are')} visible, and nothing tells which of them is "
+            f"that of rank {launcher.rank}: export LOCAL_RANK, the number of the process on its host, as torchrun "
+            f"does; {_REMEDY}."
         )
     if max(local_rank + 1, local_size or 1) > visible:
-        ranks = f"local rank {local_rank}" if local_size is None else f"{local_size} local ranks"
+        ranks = f"local rank {local_rank}" if local_size is None else counted(local_size, "local rank")
         raise RuntimeError(
-            f"{visible} CUDA devices are visible (CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')!r}) for "
-            f"{ranks}, started by {launcher.name}: start at most {visible} processes on a host (torchrun "
-            f"--nproc-per-node {visible}); or give each task one device (srun --gpus-per-task=1); {_REMEDY}."
+            f"{counted(visible, 'CUDA device is', 'CUDA devices are')} visible "
+            f"(CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')!r}) for {ranks}, started by "
+            f"{launcher.name}: start at most {counted(visible, 'process')} on a host (torchrun --nproc-per-node "
+            f"{visible}); or give each task one device (srun --gpus-per-task=1); {_REMEDY}."
         )
     return local_rank
 

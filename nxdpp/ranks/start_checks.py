@@ -4,6 +4,7 @@ import numbers
 import os
 from pathlib import Path
 
+from nxdpp.counted import counted
 from nxdpp.ranks.device_choice import wanted_device, written
 from nxdpp.ranks.faults.timeouts import Timeouts
 from nxdpp.ranks.process_groups import ProcessGroups
@@ -22,7 +23,7 @@ def check_sizes(tensor: int, pipeline: int, world_size: int) -> None:
         )
     if world_size % (tensor * pipeline):
         raise ValueError(
-            f"a world of {world_size} ranks does not divide into model replicas of "
+            f"a world of {counted(world_size, 'rank')} does not divide into model replicas of "
             f"{tensor * pipeline} (tensor_model_parallel_size {tensor} * pipeline_model_parallel_size "
             f"{pipeline}): start a multiple of {tensor * pipeline} processes, as in "
             f"torchrun --nproc-per-node {tensor * pipeline}, or choose other sizes"
@@ -59,8 +60,8 @@ def checked_shard_size(size: int | None, replicas: int) -> int:
         raise TypeError(f"data_parallel_shard_size={size!r} must be a whole number of at least 1, or None.")
     if size < 1 or replicas % size:
         raise ValueError(
-            f"data_parallel_shard_size={size} must divide the {replicas} data-parallel ranks: give a divisor, or leave "
-            f"it out to divide over all of them."
+            f"data_parallel_shard_size={size} must divide the {counted(replicas, 'data-parallel rank')}: give a "
+            "divisor, or leave it out to divide over all of them."
         )
     return int(size)
 

@@ -18,6 +18,7 @@ from uuid import uuid4
 
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # public, not in its __all__
 
+from nxdpp.counted import counted
 from nxdpp.ranks.faults.waits import first_names
 
 _QUESTION = "nxdpp_question"
@@ -85,7 +86,7 @@ def _answer_all(store: Store, own: Store, name: str, world_size: int) -> None:
 
     def line() -> str:
         missing = [rank for rank, question in enumerate(questions, 1) if not store.check([question])]
-        who = first_names(missing) if missing else f"{len(questions) - own.add(_STARTED, 0)} ranks"
+        who = first_names(missing) if missing else counted(len(questions) - own.add(_STARTED, 0), "rank")
         return f"rank 0 waits for {who} to start"
 
     _wait_until(all_have_started, line)

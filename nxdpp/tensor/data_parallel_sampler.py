@@ -10,6 +10,7 @@ from typing import Any, TypeVar, cast
 
 from torch.utils.data import Dataset, DistributedSampler, IterableDataset
 
+from nxdpp.counted import counted
 from nxdpp.ranks.rank_getters import get_data_parallel_rank, get_data_parallel_size
 
 T = TypeVar("T")
@@ -46,8 +47,8 @@ def data_parallel_sampler(
     samples = _length(dataset, replica, replicas)
     if samples < replicas:
         raise ValueError(
-            f"the data set has {samples} samples for {replicas} data-parallel replicas, and each needs one. Give a "
-            f"larger data set, or train on fewer processes."
+            f"the data set has {counted(samples, 'sample')} for {counted(replicas, 'data-parallel replica')}, and each "
+            "needs one. Give a larger data set, or train on fewer processes."
         )
     return DistributedSampler(dataset, replicas, replica, shuffle, seed, drop_last)
 

@@ -219,7 +219,7 @@ class RowParallelLinear(ParallelLinear):
         if bias:
             # Each rank adds it to its part of the sequence.
             whole = self._add_whole_bias(output_size, dtype, device)
-            whole.sequence_parallel_enabled = sequence_parallel_enabled  # type: ignore[attr-defined]  # an attribute of ours on a tensor
+            whole.sequence_parallel_enabled = sequence_parallel_enabled  # type: ignore[attr-defined]  # nxdpp's own attribute of a tensor
         else:
             self.register_parameter("bias", None)
         self.reset_parameters()

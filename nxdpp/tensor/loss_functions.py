@@ -1,6 +1,6 @@
 """Cross-entropy of logits whose vocabulary is divided over the tensor-parallel ranks.
 
-The logits of all ranks are never in one place: ranks exchange three numbers a token. Float32 copies exist for a few
+The logits of all ranks are never in one place: ranks exchange three numbers per token. Float32 copies exist for a few
 rows at a time, and the softmax is computed again in the backward::
 
     logits (N, V / ranks)  ─▶ maximum (N)                        all-reduce
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from nxdpp.counted import counted
 from nxdpp.devices.kinds import device_of
 from nxdpp.tensor.collectives import all_reduce, has_values, rank_in, size_of
 
@@ -152,8 +153,8 @@ def _own_columns(ids: torch.Tensor, columns: int, vocabulary: int) -> tuple[torc
     outside = ((ids < 0) | (ids >= vocabulary)) & (ids != IGNORED_LABEL)
     if ids.device.type == "cpu" and has_values(ids) and bool(outside.any()):
         raise IndexError(
-            f"label {int(ids[outside][0])} is outside of the vocabulary of {vocabulary}, on {size_of(None)} ranks with "
-            f"{columns} columns; {IGNORED_LABEL} is ignored"
+            f"label {int(ids[outside][0])} is outside of the vocabulary of {vocabulary}, on "
+            f"{counted(size_of(None), 'rank')} with {counted(columns, 'column')}; {IGNORED_LABEL} is ignored"
         )
     index = ids - rank_in(None) * columns
     elsewhere = (index < 0) | (index >= columns)

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from nxdpp.counted import counted
 from nxdpp.devices import cuda
 from nxdpp.gradients.replaced_parameters import check_no_optimizer_holds, watch_replaced
 from nxdpp.gradients.shards.local_tensors import is_sharded
@@ -147,7 +148,7 @@ def _check_have_values(model: nn.Module, target: torch.device) -> None:
     without = [name for name, tensor in tensors if tensor.is_meta]
     if without and target.type != "meta":
         raise ValueError(
-            f"{len(without)} of the model's {len(tensors)} parameters and buffers are on the meta device and "
-            f"have no values to move to {target}, the first of them {without[0]}: materialise them first, "
+            f"{counted(len(without), 'parameter or buffer is', 'parameters or buffers are')} on the meta device, "
+            f"without values to move to {target} ({without[0]} is the first): materialise them first, "
             f"with model.to_empty(device={str(target)!r}) and an initialization or a checkpoint"
         )

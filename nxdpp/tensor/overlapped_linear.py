@@ -163,7 +163,7 @@ class _Finish(torch.autograd.Function):
 
 
 class _Start(torch.autograd.Function):
-    """Begin of the collective of the input-gradient."""
+    """Start of the collective of the input-gradient."""
 
     @staticmethod
     def forward(

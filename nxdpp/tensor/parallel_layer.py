@@ -46,7 +46,7 @@ class ParallelLayer(KeepsAttributes):
         own[dim] = (padded or shape[dim]) // parts
         parameter = nn.Parameter(torch.empty(own, dtype=dtype, device=given_device(device)))
         set_tensor_model_parallel_attributes(parameter, True, dim, stride, parts)
-        parameter.whole_size = shape[dim]  # type: ignore[attr-defined]  # an attribute of ours on a tensor
+        parameter.whole_size = shape[dim]  # type: ignore[attr-defined]  # nxdpp's own attribute of a tensor
         self.register_parameter(name, parameter)
 
     def _check_group(self) -> None:

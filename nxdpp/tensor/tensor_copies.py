@@ -22,6 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from nxdpp.agreement.comparison import unequal
 from nxdpp.agreement.fingerprint import digest
 from nxdpp.agreement.same_values import sample
+from nxdpp.counted import counted
 from nxdpp.devices.kinds import device_of
 from nxdpp.gradients.shards.local_tensors import local_rows
 from nxdpp.gradients.step_hooks import run_before_steps_of
@@ -169,10 +170,10 @@ def _unequal_values(own: Mapping[str, Any], seed: int, group: dist.ProcessGroup)
     first, other = found.names("tensor rank")
     first_seed, other_seed = found.notes
     return (
-        f"{other} has other values than {first} in {len(names)} of {len(there)} parameters of which each tensor "
-        f"rank has a copy; the first is {names[0]}. torch.initial_seed() was {first_seed} and {other_seed} when they "
-        f"wrapped the model. Give torch.manual_seed the same seed on the ranks of a tensor group before the model is "
-        f"built, and load the same checkpoint. {_DIVIDED}"
+        f"{other} has other values than {first} in {len(names)} of {counted(len(there), 'parameter')} of which each "
+        f"tensor rank has a copy; the first is {names[0]}. torch.initial_seed() was {first_seed} and {other_seed} when "
+        "they wrapped the model. Give torch.manual_seed the same seed on the ranks of a tensor group before the model "
+        f"is built, and load the same checkpoint. {_DIVIDED}"
     )
 
 
@@ -187,7 +188,7 @@ def _unequal_gradients(different: list[tuple[str, float, float]], copies: int) -
     norms = "no gradient on one and a gradient on another" if low == _MISSING else f"norms {low:.6g} and {high:.6g}"
     return (
         f"each tensor rank has a copy of {name}, and an optimizer stepped it with other gradients on the ranks "
-        f"({norms}); {len(different)} of {copies} copies differ, and go apart. The likely reasons: "
+        f"({norms}); copies that differ, and go apart: {len(different)} of {copies}. The likely reasons: "
         f"torch.nn.utils.clip_grad_norm_ clips by the norm of one rank: use model.clip_grad_norm_(max_norm), or "
         f"nxdpp.parallel_layers.clip_grad_norm(parameters, max_norm). torch's GradScaler decides on each rank alone: "
         f"use nxdpp.GradScaler. The ranks of a tensor group have another seed for dropout: give them the same. A norm "

@@ -8,6 +8,7 @@ from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
+from nxdpp.counted import counted
 from nxdpp.schedules.view.labels import INK
 from nxdpp.schedules.view.tables import tables
 
@@ -77,7 +78,7 @@ def _ranks(summary: dict[str, Any], width: int, ascii_only: bool) -> Iterator[Re
     yield from tables(("rank", "stages", "busy", "memory", "step", "seconds", "last line"), rows, width)
     more = len(summary["ranks"]) - _RANKS
     if more > 0:
-        yield Text(f"and {more} more ranks")
+        yield Text(f"and {counted(more, 'more rank')}")
 
 
 def _strip(strip: dict[str, Any] | None, numbers: Sequence[int], width: int) -> Iterator[RenderableType]:
@@ -105,7 +106,7 @@ def _experts(experts: Sequence[float] | None, width: int, ascii_only: bool) -> I
     if experts and sum(experts):
         mean = sum(experts) / len(experts)
         least, most = min(experts) / mean, max(experts) / mean
-        said = f"{len(experts)} experts, {least:.2f} to {most:.2f} of the mean  "
+        said = f"{counted(len(experts), 'expert')}, {least:.2f} to {most:.2f} of the mean  "
         heights = _HEIGHTS[ascii_only]
         drawn = "".join(heights[round((len(heights) - 1) * each / max(experts))] for each in experts)
         yield Text(said + drawn[: max(8, width - len(said))])

@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 import transformers
 
+from nxdpp.counted import counted
 from nxdpp.devices.memory import peak_bytes
 from nxdpp.pipeline.pipeline_view import PipelineView
 from nxdpp.ranks import parallel_state
@@ -144,7 +145,9 @@ class MetricsFile:
         told = _plain_values({"loss": loss if has_loss else None, "tokens": tokens, **more})
         if isinstance(told.get("loss"), list):
             count = len(told["loss"])
-            raise ValueError(f"loss= has {count} numbers, as with return_mb_loss=True: give their mean, one number.")
+            raise ValueError(
+                f"loss= has {counted(count, 'number')}, as with return_mb_loss=True: give their mean, one number."
+            )
         now, before = time.perf_counter(), self._ended_at
         self._ended_at = now
         self._step += 1

@@ -24,7 +24,7 @@ _NO_CURVE = ("time", "step", "busy", "bytes")
 # Bytes of lines that are read together, and steps whose actions are kept: ranks may be a step apart.
 _PART = 1 << 22
 _KEPT = 2
-# Begin of a file by which it is known again.
+# Start of a file, by which it is known again.
 _HEAD_BYTES = 64
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
+from nxdpp.counted import counted
 from nxdpp.schedules.view.labels import NAMES, Labels, shade
 from nxdpp.watching.metrics_reader import RankMetrics, RunMetrics
 
@@ -80,7 +81,7 @@ def _listed(stages: Sequence[int]) -> str:
     if len(stages) <= _STAGES:
         return ", ".join(map(str, stages))
     first = ", ".join(map(str, stages[: _STAGES - 1]))
-    return f"{first} ... {stages[-1]} ({len(stages)} stages)"
+    return f"{first} ... {stages[-1]} ({counted(len(stages), 'stage')})"
 
 
 def _faults(ranks: dict[int, RankMetrics]) -> list[dict[str, Any]]:

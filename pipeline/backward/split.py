@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from nxdpp.counted import counted
 from nxdpp.ground.torch_names import BACKWARD_HOOKS
 from nxdpp.pipeline.backward.graph import BackwardAnalysis
 from nxdpp.pipeline.backward.run import run_backward
@@ -98,7 +99,9 @@ class SplitBackward:
         if structure is None:
             raise RuntimeError("the input-gradients of this microbatch have been computed already")
         if len(gradients) != len(self._roots):
-            raise ValueError(f"{len(self._roots)} roots need as many gradients, not {len(gradients)}")
+            raise ValueError(
+                f"{counted(len(self._roots), 'root needs', 'roots need')} as many gradients, not {len(gradients)}"
+            )
         starts = list(gradients)
         # Run the graph, and keep the gradients that the split nodes are given.
         kept: dict[int, _Gradients] = {}

@@ -12,6 +12,7 @@ from nxdpp.agreement.configurations import configuration_lines
 from nxdpp.agreement.fingerprint import digest
 from nxdpp.agreement.plain_attributes import attribute_lines, plain_attributes
 from nxdpp.agreement.same_values import InitialWeights, RankValues, sample
+from nxdpp.counted import counted
 from nxdpp.gradients.autocast import note_blocks_that_are_off
 from nxdpp.gradients.optimizer.partial_steps import refuse_partial_steps
 from nxdpp.gradients.partial_norms import refuse_partial_norms
@@ -182,9 +183,10 @@ class LocalPart:
         without = self.names_on_meta()
         if without:
             raise RuntimeError(
-                f"{len(without)} parameters or buffers of rank {self._rank} are on the meta device and have no values "
-                f"({without[0]} is the first). Call move_model_to_device() or materialise(), which initialise them, or "
-                f"nxdpp.load_pretrained(model, directory); and make the optimizer after it."
+                f"rank {self._rank} has {counted(len(without), 'parameter or buffer', 'parameters or buffers')} on the "
+                f"meta device, without values ({without[0]} is the first). Call move_model_to_device() or "
+                "materialise(), which initialise them, or nxdpp.load_pretrained(model, directory); and make the "
+                "optimizer after it."
             )
 
     def check_optimizers(self) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import nn
 
+from nxdpp.counted import counted
 from nxdpp.tracing.modules import listings
 
 
@@ -70,7 +71,7 @@ class _HandedOn:
         if not earlier & possible:
             before = max(earlier, key=len)
             raise RuntimeError(
-                f"{self._kind} hands {len(args)} arguments on by position, which had the names "
+                f"{self._kind} hands {counted(len(args), 'argument')} on by position, which had the names "
                 f"{list(before)} in an earlier step and {list(names)} in this one: a recomputation "
                 f"could not tell them apart. Hand keyword arguments on by name, or use nxdpp.apply_checkpoint(model)."
             )

@@ -204,7 +204,7 @@ class TiedWeights:
     def _mark(self) -> None:
         """Set ``shared`` of each copy, ``True`` except on the first owner: norms and counts take a weight once."""
         for weight, parameter in zip(self._weights, self._copies, strict=True):
-            parameter.shared = self._rank != weight.ranks[0]  # type: ignore[attr-defined]  # an attribute of ours on a tensor
+            parameter.shared = self._rank != weight.ranks[0]  # type: ignore[attr-defined]  # nxdpp's own attribute of a tensor
 
     def _sum(
         self, own: torch.Tensor | None, parameter: nn.Parameter, weight: TiedWeight, transport: Transport

@@ -171,7 +171,7 @@ class LossNormalization:
         total = sum(found for (found,) in everyones)
         if total == 0:
             raise ValueError(
-                f"none of the {count * replicas} microbatches of the batch has an item: the loss would be 0 / 0. Leave "
+                f"no microbatch of the batch has an item ({count * replicas} in all): the loss would be 0 / 0. Leave "
                 f"such a batch out, on all replicas."
             )
         if self._count_items is not None:

@@ -89,7 +89,7 @@ def output_dimension(part: torch.Tensor, given: BatchDimension | None, rows: int
         return fitting[0]
     example = dict.fromkeys([*named_inputs(given), OUTPUT], 1) if isinstance(given, Mapping) else {"x": 1, OUTPUT: 1}
     raise ValueError(
-        f"an output of a microbatch has the shape {tuple(part.shape)}, and its {rows} rows may be along "
+        f"an output of a microbatch has the shape {tuple(part.shape)}, and its rows, {rows}, may be along "
         f"{' or '.join(map(str, fitting)) or 'none'} of the dimensions {sorted(known)}. Name the one along which "
         f"outputs are joined, {OUTPUT!r}: batch_dimension={example} (0 for outputs with their rows first)."
     )

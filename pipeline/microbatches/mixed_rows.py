@@ -14,6 +14,7 @@ import logging
 import torch
 from torch import nn
 
+from nxdpp.counted import counted
 from nxdpp.ranks import parallel_state
 from nxdpp.tracing.modules import listings
 
@@ -39,11 +40,11 @@ def warn_of_batch_norms(module: nn.Module, microbatches: int) -> bool:
         return False
     if is_told():
         _logger.warning(
-            "%d batch norms are in training (%s is the first). In a step each takes the statistics of the rows of one "
+            "%s in training (%s is the first). In a step each takes the statistics of the rows of one "
             "of %d microbatches, as in a program that accumulates them: losses are not those of the whole batch in one "
             "piece, and the running statistics follow %d smaller batches. eval() of these modules keeps the "
             "statistics; nn.GroupNorm has none.",
-            len(named),
+            counted(len(named), "batch norm is", "batch norms are"),
             named[0],
             microbatches,
             microbatches,

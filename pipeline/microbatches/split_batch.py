@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from nxdpp.counted import counted
 from nxdpp.pipeline.microbatches.batch_dimension import BatchDimension, dimensions_of, rows_first, rows_of
 from nxdpp.pipeline.microbatches.rows import check_batch, check_kinds, check_not_shared, split_inputs
 from nxdpp.pipeline.microbatches.sequence_first import check_not_sequence_first
@@ -85,7 +86,9 @@ def _checked(parts: Any, microbatches: int, device: torch.device) -> list[dict[s
     if not isinstance(parts, Sequence) or not all(isinstance(part, Mapping) for part in parts):
         raise TypeError(f"split_inputs_fn must return a list of dicts, one for each microbatch, not {parts!r:.80}.")
     if len(parts) != microbatches:
-        raise ValueError(f"split_inputs_fn returned {len(parts)} microbatches; num_microbatches is {microbatches}.")
+        raise ValueError(
+            f"split_inputs_fn returned {counted(len(parts), 'microbatch')}; num_microbatches is {microbatches}."
+        )
     opened = [open_inputs(part) for part in parts]
     for part in opened:
         check_kinds(part, device)
@@ -104,8 +107,8 @@ def check_samples(samples: Any, microbatches: int) -> None:
         raise TypeError(f"the samples must be a list of the inputs of each microbatch, not {samples!r:.80}.")
     if len(samples) != microbatches:
         raise ValueError(
-            f"a step of this pipeline has num_microbatches={microbatches}, and was given {len(samples)} samples. Give "
-            f"{microbatches} of them."
+            f"a step of this pipeline has num_microbatches={microbatches}, and was given "
+            f"{counted(len(samples), 'sample')}. Give {microbatches} of them."
         )
 
 

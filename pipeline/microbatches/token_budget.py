@@ -2,7 +2,7 @@
 
 ::
 
-    rows of 7 3 5 2 2 tokens, 10 tokens a microbatch     7 │ 5 3 │ 2 2          7, 2 * 5 and 2 * 2 tokens
+    rows of 7 3 5 2 2 tokens, 10 tokens per microbatch   7 │ 5 3 │ 2 2          7, 2 * 5 and 2 * 2 tokens
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

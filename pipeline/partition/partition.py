@@ -17,6 +17,7 @@ from itertools import chain
 
 from torch import fx, nn
 
+from nxdpp.counted import counted
 from nxdpp.pipeline.partition.assignment import (
     Owners,
     assign_nodes,
@@ -224,8 +225,8 @@ def check_cuts(cuts: Sequence[str], layers: Sequence[str], stages: int, source: 
         raise ValueError(f"{source} names {repeated} more than once. Name each layer once.")
     if len(cuts) != stages - 1:
         raise ValueError(
-            f"{source} has {len(cuts)} names, but {stages} stages need {stages - 1} cuts. "
-            f"Given: {list(cuts)}; the layers are: {', '.join(layers)}."
+            f"{source} has {counted(len(cuts), 'name')}, but {counted(stages, 'stage needs', 'stages need')} "
+            f"{counted(stages - 1, 'cut')}. Given: {list(cuts)}; the layers are: {', '.join(layers)}."
         )
     return sorted(cuts, key=list(layers).index)
 
@@ -243,8 +244,8 @@ def stages_of_layers(cuts: Sequence[str], layers: Sequence[str]) -> dict[str, in
 def _check_enough(layers: Sequence[str], stages: int) -> None:
     if len(layers) < stages:
         raise ValueError(
-            f"{len(layers)} transformer layers cannot be split over {stages} pipeline stages: each needs at least "
-            f"one. Use at most {len(layers)} stages. The layers are: {', '.join(layers)}."
+            f"{counted(len(layers), 'transformer layer')} cannot be split over {stages} pipeline stages: each needs at "
+            f"least one. Use at most {counted(len(layers), 'stage')}. The layers are: {', '.join(layers)}."
         )
 
 

@@ -7,6 +7,7 @@ from typing import Any, Literal, NamedTuple
 from torch import fx
 
 from nxdpp.agreement.fingerprint import Fingerprint, fingerprint
+from nxdpp.counted import counted
 from nxdpp.ground.torch_names import pytree
 from nxdpp.pipeline.input_names import forward_names
 from nxdpp.pipeline.partition.partition import Partition
@@ -179,8 +180,9 @@ class StepGraphs(NamedTuple):
 def _node(loss: Any) -> fx.Node:
     if isinstance(loss, list | tuple | Mapping):
         raise ValueError(
-            f"the model's loss is a {type(loss).__name__} of {len(loss)} values, and one is differentiated. Add them "
-            f"up in forward (sum(losses)), or mark one of them with output_loss_value_spec, as the output is nested: "
+            f"the model's loss is a {type(loss).__name__} of {counted(len(loss), 'value')}, and one is differentiated. "
+            "Add them up in forward (sum(losses)), or mark one of them with output_loss_value_spec, as the output is "
+            "nested: "
             f'{{"loss": (True, False)}} for the first of two.'
         )
     if not isinstance(loss, fx.Node):

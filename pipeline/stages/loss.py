@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from nxdpp.counted import counted
 from nxdpp.tracing.models.loss_function import LossFunction
 from nxdpp.tracing.values.nested import fields_of, is_dataclass_instance
 
@@ -83,8 +84,9 @@ def pick_loss(output: Any, spec: LossSpec, not_given: Sequence[str] = ()) -> Any
         places = range(len(output))
         first, last = (tuple(place == marked for place in places) for marked in (0, len(output) - 1))
         raise ValueError(
-            f"the model returns {len(output)} values. Mark the loss with output_loss_value_spec: {first} if it is the "
-            f"first, {last} if it is the last. If none is a loss, compute it: loss_fn=lambda output, labels: ..."
+            f"the model returns {counted(len(output), 'value')}. Mark the loss with output_loss_value_spec: {first} if "
+            f"it is the first, {last} if it is the last. If none is a loss, compute it: loss_fn=lambda output, labels: "
+            "..."
         )
     return output
 
@@ -133,9 +135,9 @@ def _follow(output: Any, spec: Any, whole: Any) -> Any:
     position = next(i for i, part in enumerate(spec) if _count(part))
     values = list(output.values()) if isinstance(output, Mapping) else output
     if not isinstance(values, tuple | list) or len(values) != len(spec):
-        has = f"{len(values)} values" if isinstance(values, tuple | list) else f"one {type(output).__name__}"
+        has = counted(len(values), "value") if isinstance(values, tuple | list) else f"one {type(output).__name__}"
         raise ValueError(
-            f"output_loss_value_spec={whole!r} is for {len(spec)} values; the model returns {has}. "
+            f"output_loss_value_spec={whole!r} is for {counted(len(spec), 'value')}; the model returns {has}. "
             f"Were the inputs for the loss (labels=...) given?"
         )
     return _follow(values[position], spec[position], whole)

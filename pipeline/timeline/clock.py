@@ -14,7 +14,7 @@ class StepTimer:
     On XLA it is the time in which the device ran the graphs of the step, wherever they were started.
 
     Attributes:
-        blocks: the stage, kind and microbatch of each action, with the stamps at its begin and end. The stage runners
+        blocks: the stage, kind and microbatch of each action, with the stamps at its start and end. The stage runners
             append to it: a call for each action would take longer than the stamps.
         stamp: gives the present time of the device.
     """

@@ -1,4 +1,4 @@
-"""DualPipeV: DualPipe cut in half, two chunks a rank in a V (DeepSeek-AI, arXiv 2412.19437).
+"""DualPipeV: DualPipe cut in half, two chunks per rank in a V (DeepSeek-AI, arXiv 2412.19437).
 
 p = 4, 8 microbatches; a full backward takes two slots::
 

@@ -29,7 +29,7 @@ class Family:
             raise ValueError(f"a pipeline has at least 1 rank, not {ranks}.")
         if chunks < 1 or (chunks != self.default_chunks and not self.any_chunks):
             stages = "1 or more stages" if self.any_chunks else "1 stage" if self.default_chunks == 1 else "2 stages"
-            raise ValueError(f"{self.name} has {stages} a rank, not {chunks}.")
+            raise ValueError(f"{self.name} has {stages} per rank, not {chunks}.")
         return Placement(ranks, chunks, self.v_shaped)
 
     def build(self, ranks: int, microbatches: int, chunks: int | None = None) -> Schedule:

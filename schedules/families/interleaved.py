@@ -1,4 +1,4 @@
-"""Interleaved 1F1B: several chunks a rank, placed in a loop (Narayanan et al., arXiv 2104.04473).
+"""Interleaved 1F1B: several chunks per rank, placed in a loop (Narayanan et al., arXiv 2104.04473).
 
 A chunk takes 1/v of the time of a rank's layers, so the bubble is 1/v of 1F1B's. p = 2, v = 2, 4 microbatches, a
 backward takes two slots::
@@ -10,7 +10,7 @@ backward takes two slots::
     F forward, B backward, . bubble, small letters: first chunk of a rank
 
 ``chunk_groups`` has the order of the microbatches; g is the size of its largest group. Rank r runs
-2 (p - r - 1) + (v - 1) g warm-up forwards and holds one chunk more. With one chunk a rank this is 1F1B.
+2 (p - r - 1) + (v - 1) g warm-up forwards and holds one chunk more. With one chunk per rank this is 1F1B.
 """
 
 from nxdpp.schedules.actions import Action, ActionKind
@@ -35,5 +35,5 @@ def _rank(placement: Placement, rank: int, microbatches: int) -> list[Action]:
 
 
 INTERLEAVED = Family(
-    "interleaved", "1F1B over several chunks a rank", each_rank(_rank), default_chunks=2, any_chunks=True
+    "interleaved", "1F1B over several chunks per rank", each_rank(_rank), default_chunks=2, any_chunks=True
 )

@@ -8,7 +8,7 @@ p = 2, v = 2, 4 microbatches, a backward takes two slots::
 
     F forward, B backward, . bubble, small letters: first chunk of a rank
 
-Each chunk has the order of GPipe: with one chunk a rank this is GPipe. Each chunk has its last backward early:
+Each chunk has the order of GPipe: with one chunk per rank this is GPipe. Each chunk has its last backward early:
 chunk c after (v - c) / v of the backwards. The exchange of its gradients between replicas hides behind the chunks
 before it. All microbatches are in flight at once. With at least p microbatches the bubble is as in interleaved 1F1B.
 Backwards run in the order of the microbatches, as in the other families.

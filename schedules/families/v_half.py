@@ -1,4 +1,4 @@
-"""V-Half: two chunks a rank in a V, half the memory of 1F1B (Qi et al., arXiv 2405.15362).
+"""V-Half: two chunks per rank in a V, half the memory of 1F1B (Qi et al., arXiv 2405.15362).
 
 p = 4, 8 microbatches::
 
@@ -16,7 +16,7 @@ p = 4, 8 microbatches::
 
     F forward, I input-gradient, W weight-gradient, . bubble, small letters: first chunk of a rank
 
-A squeezed building block (see ``building_block``): the first chunk's forward takes two slots a rank, the others
+A squeezed building block (see ``building_block``): the first chunk's forward takes two slots per rank, the others
 one. At most (p + 2) // 2 microbatches are in flight, counted in full ranks.
 """
 

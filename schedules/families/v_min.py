@@ -1,4 +1,4 @@
-"""V-Min: two chunks a rank in a V, a third of the memory of 1F1B (Qi et al., arXiv 2405.15362).
+"""V-Min: two chunks per rank in a V, a third of the memory of 1F1B (Qi et al., arXiv 2405.15362).
 
 p = 4, 8 microbatches::
 

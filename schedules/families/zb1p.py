@@ -10,8 +10,8 @@ p = 2, v = 2, 4 microbatches::
 
 Forwards and input-gradients have the order of interleaved 1F1B, with one warm-up forward a hop in place of two: an
 input-gradient is as short as a forward. Rank r delays its weight-gradients by r microbatches, as in ZB-H1. Every rank
-holds p + (v - 1) g chunks, where g is the size of the largest group of ``chunk_groups``. With one chunk a rank this is
-ZB-H1.
+holds p + (v - 1) g chunks, where g is the size of the largest group of ``chunk_groups``. With one chunk per rank this
+is ZB-H1.
 """
 
 from nxdpp.schedules.actions import Action

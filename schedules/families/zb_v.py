@@ -1,4 +1,4 @@
-"""ZB-V: two chunks a rank in a V, nearly no bubble, in the memory of 1F1B (Qi et al., arXiv 2401.10241, section 6).
+"""ZB-V: two chunks per rank in a V, nearly no bubble, in the memory of 1F1B (Qi et al., arXiv 2401.10241, section 6).
 
 p = 4, 8 microbatches::
 

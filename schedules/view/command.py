@@ -12,6 +12,7 @@ import json
 import math
 from pathlib import Path
 
+from nxdpp.counted import counted
 from nxdpp.schedules.actions import ActionKind, Schedule
 from nxdpp.schedules.check import check
 from nxdpp.schedules.families.registry import FAMILIES, find_family
@@ -31,14 +32,14 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "schedule",
         help="draw a schedule with the bubble and memory of its ranks",
         description="Draw a schedule with the bubble and memory of its ranks. Times are those of all layers of a rank "
-        "for one microbatch, in any unit: with v chunks a rank, a chunk takes 1/v of them.",
+        "for one microbatch, in any unit: with v chunks per rank, a chunk takes 1/v of them.",
     )
     parser.add_argument(
-        "name", metavar="NAME", nargs="?", help=f"{', '.join(FAMILIES)}, or a CSV file of actions, one row a rank"
+        "name", metavar="NAME", nargs="?", help=f"{', '.join(FAMILIES)}, or a CSV file of actions, one row per rank"
     )
     parser.add_argument("--ranks", type=whole_number, metavar="N", help="ranks of the pipeline")
     parser.add_argument("--microbatches", type=whole_number, metavar="N", help="microbatches of a step")
-    parser.add_argument("--virtual", type=whole_number, metavar="N", help="chunks a rank (default of the family)")
+    parser.add_argument("--virtual", type=whole_number, metavar="N", help="chunks per rank (default of the family)")
     parser.add_argument("--forward", type=_time, default=1.0, metavar="T", help="time of a forward (1)")
     parser.add_argument("--input-gradient", type=_time, default=1.0, metavar="T", help="of an input-gradient (1)")
     parser.add_argument("--weight-gradient", type=_time, default=1.0, metavar="T", help="of a weight-gradient (1)")
@@ -94,8 +95,10 @@ def _schedule(options: argparse.Namespace) -> tuple[str, Schedule]:
 def _simulated(options: argparse.Namespace, name: str, schedule: Schedule) -> tuple[str, Timeline]:
     shares = _shares(options)
     sizes = check(schedule)
-    stages = "" if sizes.stages == sizes.ranks else f", {sizes.stages} stages"
-    title = f"{name}: {sizes.ranks} ranks{stages}, {sizes.microbatches} microbatches; {shares.text()}"
+    stages = "" if sizes.stages == sizes.ranks else f", {counted(sizes.stages, 'stage')}"
+    title = (
+        f"{name}: {counted(sizes.ranks, 'rank')}{stages}, {counted(sizes.microbatches, 'microbatch')}; {shares.text()}"
+    )
     return title, shares.simulate(schedule)
 
 
@@ -110,9 +113,9 @@ def _compare(options: argparse.Namespace) -> None:
         print(json.dumps(comparison_as_json(rows)))
         return
     out = console(options.width)
-    out.print(f"{ranks} ranks, {microbatches} microbatches; {shares.text()}")
+    out.print(f"{counted(ranks, 'rank')}, {counted(microbatches, 'microbatch')}; {shares.text()}")
     out.print(*comparison_tables(rows, out.width, chosen), sep="\n")
-    out.print("v: chunks a rank; peak: most microbatches in flight on a rank, a chunk being 1/v")
+    out.print("v: chunks per rank; peak: most microbatches in flight on a rank, a chunk being 1/v")
 
 
 def _ranks_and_microbatches(options: argparse.Namespace) -> tuple[int, int]:
@@ -123,7 +126,11 @@ def _ranks_and_microbatches(options: argparse.Namespace) -> tuple[int, int]:
     # A comparison is one schedule for each family.
     schedules = len(FAMILIES) if options.compare else 1
     size = schedules * options.ranks * options.microbatches * (options.virtual or 1)
-    tell_size(size, f"{options.ranks:,} ranks and {options.microbatches:,} microbatches make", _MOST)
+    tell_size(
+        size,
+        f"{counted(options.ranks, 'rank')} and {counted(options.microbatches, 'microbatch')} make",
+        _MOST,
+    )
     return options.ranks, options.microbatches
 
 

@@ -1,4 +1,4 @@
-"""Drawing of a timeline in a terminal: a row a rank, time to the right, in blocks of the terminal's width.
+"""Drawing of a timeline in a terminal: a row per rank, time to the right, in blocks of the terminal's width.
 
 ::
 

@@ -23,7 +23,7 @@ _SHOWN = 4
 class Labels:
     """Labels of the actions of a timeline: the letter of the kind, the microbatch, and the chunk of the rank.
 
-    Of one chunk a rank there is no mark. Of two, the first has small letters: ``f3``, ``F3``. Of more, each has a
+    Of one chunk per rank there is no mark. Of two, the first has small letters: ``f3``, ``F3``. Of more, each has a
     letter at the end: ``F3a``, ``F3b``, ``F3c``.
     """
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from operator import itemgetter
 from typing import Any
 
+from nxdpp.counted import counted
 from nxdpp.schedules.simulate import Span, Timeline
 from nxdpp.schedules.view.axis import Axis, number
 from nxdpp.schedules.view.blocks import LETTER, Blocks, BoxPart
@@ -92,7 +93,7 @@ class _Picture:
     def description(self) -> str:
         """Return the content in words."""
         kinds = ", ".join(f"{kind.value} {NAMES[kind]}" for kind in self._labels.kinds)
-        rows = f"A row for each of {self._ranks} ranks, time to the right"
+        rows = f"A row for each of {counted(self._ranks, 'rank')}, time to the right"
         return f"{'; '.join(self._figures())}. {rows}. {kinds}. {self._axis.legend}."
 
     def _figures(self) -> list[str]:

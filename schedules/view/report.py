@@ -63,7 +63,7 @@ class Compared:
 
 
 def compare(ranks: int, microbatches: int, chunks: int | None, shares: Shares) -> list[Compared]:
-    """Simulate all families, with ``chunks`` chunks a rank where the family allows it, else with its default."""
+    """Simulate all families, with ``chunks`` chunks per rank where the family allows it, else with its default."""
     rows = []
     for family in FAMILIES.values():
         fits = chunks is not None and family.any_chunks

@@ -241,7 +241,7 @@ CASES: dict[Callable[[int], NxDPPModel], tuple[str, ...]] = {
     double_local_module_on_one_rank: ("all weights of pipeline rank 1 (rank 1) were not converted",),
     double_on_all_ranks: (),
     load_on_one_rank: (
-        "pipeline rank 0 (rank 0) has called load_pretrained 0 times, and pipeline rank 1 (rank 1) 1 times: only a "
+        "pipeline rank 0 (rank 0) has called load_pretrained 0 times, and pipeline rank 1 (rank 1) 1 time: only a "
         "part of the model has the loaded weights. Call load_pretrained on every rank.",
     ),
     one_module_of_another_dtype: (),

@@ -38,7 +38,7 @@ def test_the_folder_is_made_and_given_once(tmp_path: Path) -> None:
 def test_a_folder_that_torch_xla_cannot_take_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     late, other, cpu = _TorchXla(), _TorchXla(), _TorchXla("CPU")
     late.has_computed = True
-    with pytest.raises(RuntimeError, match=r"has computed in this process before.*at the begin of the program"):
+    with pytest.raises(RuntimeError, match=r"has computed in this process before.*at the start of the program"):
         late.kept.keep_in(tmp_path / "cache")
     with pytest.raises(RuntimeError, match=r"PJRT's CPU device .* cannot load them .* Leave compilation_cache out"):
         cpu.kept.keep_in(tmp_path / "cache")

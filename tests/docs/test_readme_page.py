@@ -38,6 +38,19 @@ def test_the_commands() -> None:
     assert all(re.search(r"^pip install .* && .*(train\.py|pytest)$", each) for each in (main_job, tests))
 
 
+def test_its_figures_are_those_of_the_comparison() -> None:
+    """1F1B's times above the ideal in the table of efficiency, of torch's: the smallest and the largest cell."""
+    table = (ROOT / "benchmarks/results/compare.md").read_text().partition("<!-- efficiency -->")[2]
+    (row,) = re.findall(r"^\| 1f1b +\|(.*)$", table.partition("<!-- end of efficiency -->")[0], re.MULTILINE)
+    ratios = re.findall(r"\((\d\.\d+)\)", row)
+    assert len(ratios) == 4
+    assert f"1F1B's time above the ideal is {min(ratios)} to {max(ratios)} of torch's" in TEXT
+
+
+def test_its_first_paragraph_says_where_the_whole_batch_differs() -> None:
+    assert "(docs/guide/accumulation.md#what-a-microbatch-changes)" in TEXT.split("\n\n")[1]
+
+
 def lines_of(change: str, left_out: str) -> str:
     return "\n".join(line[1:] for line in change.splitlines() if not line.startswith(left_out))
 

@@ -192,7 +192,7 @@ def test_an_optimizer_is_not_left_with_old_parameters_in_silence() -> None:
         rename(model)
     with pytest.raises(KeyError):
         fail(model)
-    with pytest.raises(RuntimeError, match=r"SGD, holds 1 parameters that are not this rank's \(bias is"):
+    with pytest.raises(RuntimeError, match=r"SGD, holds 1 parameter that is not this rank's \(bias is"):
         optimizer.step()
 
 

@@ -16,7 +16,10 @@ _BAD = ("different", "ended")
 
 
 def main() -> None:
-    """Print silent differences with their scripts, and seeds of refusals by reason; exit with 1 for a difference."""
+    """Print silent differences with their scripts, refusals by reason, and what was equal; exit with 1 for one.
+
+    Many refusals of one action would say that nothing compares it: each has the number of its equal scripts.
+    """
     arguments = _parser().parse_args()
     # As in tests/conftest.py: torch looks up the name of every address that connects.
     os.environ.setdefault("RES_OPTIONS", "timeout:1")
@@ -29,14 +32,20 @@ def main() -> None:
     seeds = range(arguments.first, arguments.first + arguments.seeds)
     counts: Counter[str] = Counter()
     refused = defaultdict(list)
+    having: Counter[str] = Counter()
+    equal: Counter[str] = Counter()
     for script, outcome in outcomes([draw(seed) for seed in seeds], arguments.jobs):
         counts[outcome.kind] += 1
+        having.update(script.subjects)
+        equal.update(script.subjects if outcome.kind == "equal" else ())
         if outcome.kind in _BAD:
             _print(script, outcome)
         elif outcome.kind != "equal":
             refused[f"{outcome.kind}: {outcome.short}"].append(script.seed)
     for reason, found in sorted(refused.items(), key=lambda item: -len(item[1])):
         print(f"{len(found)} {reason}\n    seeds {', '.join(map(str, found))}")
+    for subject, number in having.most_common():
+        print(f"{number:6,} scripts have {subject}, {equal[subject]:,} of them equal")
     print(", ".join(f"{counts[kind]} {kind}" for kind in counts))
     sys.exit(any(counts[kind] for kind in _BAD))
 

@@ -204,9 +204,9 @@ def microbatches(training: Training, count: int | None) -> None:
     training.count = count
 
 
-def mix_rows(training: Training, with_signal: str) -> None:
-    """Leave floats out of some microbatches from here on."""
-    training.with_signal = with_signal
+def mix_rows(training: Training, with_signal: str, cut: int) -> None:
+    """Leave floats out of some microbatches from here on, and ``cut`` tokens of each row out of every second one."""
+    training.with_signal, training.cut = with_signal, cut
 
 
 def clip(training: Training, norm: float | None, kind: str) -> None:

@@ -75,9 +75,45 @@ class Script:
         return tensor * pipeline * data
 
     @property
+    def has_equal_rows(self) -> bool:
+        """``True`` if each step's loss is a mean over rows that are alike: one process then needs no microbatches.
+
+        It is not where microbatches have other numbers of rows or lengths, where a module sees the rows of its
+        microbatch (running means) or draws from torch's generator, and where hooks see the gradient of each backward.
+        """
+        own = self.rows // LAYOUTS[self.layout][2]
+        return (
+            not self.kind.running
+            and not (self.kind.noise and self.kind.draws == "torch's")
+            and not any(
+                action.arguments.get("cut")
+                or action.arguments.get("kind") in ("clamp", "after")
+                or (action.name == "microbatches" and own % (action.arguments["count"] or 1))
+                for action in self.actions
+            )
+        )
+
+    @property
     def mixes_rows(self) -> bool:
         """``True`` if some microbatches are to have no floats."""
         return any(action.name == "mix_rows" for action in self.actions)
+
+    @property
+    def subjects(self) -> set[str]:
+        """The names of its actions, and what its model, its batches and its layout have."""
+        waits = any(action.name == "accumulate" and not action.arguments["syncs"] for action in self.actions)
+        more = {
+            "compared without microbatches": self.has_equal_rows,
+            "draws: torch's": self.kind.draws == "torch's",
+            "draws: the layer's": self.kind.draws == "the layer's",
+            "draws: the script's": self.kind.draws == "the script's",
+            "floats": self.kind.floating,
+            "lengths that differ": any(action.arguments.get("cut") for action in self.actions),
+            "shards": self.shards,
+            "shards and no_sync": self.shards and waits,
+            "ZeRO-1": self.zero1,
+        }
+        return {action.name for action in self.actions} | {name for name, is_there in more.items() if is_there}
 
     def without(self, places: set[int]) -> "Script":
         """The script without the actions at ``places``."""
@@ -109,7 +145,7 @@ def draw(seed: int) -> Script:
     )
     # The models and actions that were drawn first stay those of their seeds.
     more = Random(f"{seed}, more")
-    (draws,) = more.choices(DRAWS, (6, 2, 0 if data > 1 else 1))
+    (draws,) = more.choices(DRAWS[:3], (6, 2, 0 if data > 1 else 1))
     kind = dataclasses.replace(kind, floating=more.random() < 0.3, draws=draws)
     rows = microbatches * data * random.choice((1, 2))
     actions = [Action("optimizer", _optimizer(random))]
@@ -131,11 +167,36 @@ def draw(seed: int) -> Script:
         (name,) = more.choices(list(_DRAWN_LATER), [weight for weight, _ in _DRAWN_LATER.values()])
         place = more.randint(1, len(actions) - 1)
         actions[place:place] = [Action(name, _DRAWN_LATER[name][1](more)), *([_steps(more)] * more.choice((0, 1)))]
+    last = Random(f"{seed}, last")
+    if last.random() < 0.4:
+        (name,) = last.choices(list(_DRAWN_LATER), [weight for weight, _ in _DRAWN_LATER.values()])
+        place = last.randint(1, len(actions) - 1)
+        actions[place:place] = [Action(name, _DRAWN_LATER[name][1](last)), _steps(last)]
     if any(action.name == "mix_rows" for action in actions):
         kind = dataclasses.replace(kind, floating=True)
-    refused = any(action.name in _NOT_OVER_SHARDS or action.arguments.get("kind") in _WHOLE for action in actions)
-    shards = data > 1 and not zero1 and more.random() < (0.1 if refused else 0.8)
+    if not kind.draws and last.random() < 0.2:
+        kind = dataclasses.replace(kind, draws="the script's")
+    if kind.draws == "the layer's" or (kind.draws == "torch's" and layout == "tp2"):
+        kind = dataclasses.replace(kind, noise=0.1)
+    shards = data > 1 and not zero1 and more.random() < (0.1 if _refused_over_shards(actions) else 0.8)
+    if data > 1 and not zero1 and last.random() < 0.5:
+        # A step over shards adds the gradients of two calls, of which the first is in no_sync().
+        shards, actions = True, _fit_for_shards(actions)
+        actions.insert(last.randint(1, len(actions) - 1), Action("accumulate", {"count": 2, "syncs": False}))
     return Script(seed, layout, schedule, microbatches, rows, length, zero1, shards, kind, tuple(actions))
+
+
+def _refused_over_shards(actions: list[Action]) -> bool:
+    return any(action.name in _NOT_OVER_SHARDS or action.arguments.get("kind") in _WHOLE for action in actions)
+
+
+def _fit_for_shards(actions: list[Action]) -> list[Action]:
+    """``actions`` without those that are refused over shards, and with AdamW for the optimizers that are."""
+    kept = [action for action in actions if action.name not in _NOT_OVER_SHARDS]
+    fitting = {"kind": "AdamW"}
+    return [
+        Action(each.name, each.arguments | fitting) if each.arguments.get("kind") in _WHOLE else each for each in kept
+    ]
 
 
 def _steps(random: Random) -> Action:
@@ -203,7 +264,7 @@ _DRAWN: dict[str, tuple[int, Callable[[Random], Arguments]]] = {
 
 _DRAWN_LATER: dict[str, tuple[int, Callable[[Random], Arguments]]] = {
     "microbatches": (4, _of(count=(1, 2, 3, 4, 5, None))),
-    "mix_rows": (3, _of(with_signal=("even", "odd", "first", "none"))),
+    "mix_rows": (3, _of(with_signal=("even", "odd", "first", "none"), cut=(0, 0, 1))),
     "optimizers_by_part": (4, _of(kind=("SGD", "AdamW", "Adagrad"), other=("AdamW", "momentum"), every=(1, 2))),
     "evaluate_rows": (2, _of(rows=(1, 3, 5), everywhere=(True, False))),
     "accumulate": (1, _of(count=(2,), syncs=(False,))),

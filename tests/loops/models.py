@@ -12,7 +12,7 @@ from nxdpp.parallel_layers import ColumnParallelLinear, RowParallelLinear
 
 VOCABULARY = 12
 WIDTH = 8
-DRAWS = ("", "torch's", "the layer's")
+DRAWS = ("", "torch's", "the layer's", "the script's")
 READS = ("", "", "", "training", "layer training", "head trained", "hidden trained", "gradients set")
 
 
@@ -28,8 +28,11 @@ class Kind:
         reads: the mode that the forward above the layers reads, one of ``READS``.
         weighted: the batch has a weight for each position, of shape (T,).
         floating: the batch has floats for each token, of shape (B, T, H).
-        draws: whose random numbers each layer draws, one of ``DRAWS``. The program then draws its batches from
-            torch's generator. Numbers of torch's generator are multiplied by 0: each stage has its own.
+        draws: whose generator gives random numbers, one of ``DRAWS``. With "the script's" no layer draws. With all
+            three the program draws its batches from torch's generator. A generator of the layer's draws the same
+            numbers in each replica, as under DDP, and one process has others: it is drawn without replicas.
+        noise: factor of what a layer draws. It is 0 for numbers of torch's generator over stages and replicas, which
+            have streams of their own.
     """
 
     layers: int = 4
@@ -40,6 +43,7 @@ class Kind:
     weighted: bool = False
     floating: bool = False
     draws: str = ""
+    noise: float = 0.0
 
 
 class Adapted(nn.Module):
@@ -77,7 +81,8 @@ class Layer(nn.Module):
         self.side = Adapted(nn.Linear(WIDTH, WIDTH, bias=False)) if kind.adapted else nn.Linear(WIDTH, WIDTH)
         self.factor = 1.0
         self.is_running = kind.running
-        self.draws = kind.draws
+        self.draws = kind.draws in ("torch's", "the layer's")
+        self.noise = kind.noise
         self.generator = torch.Generator().manual_seed(1) if kind.draws == "the layer's" else None
         self.register_buffer("mean", torch.zeros(WIDTH))
 
@@ -85,7 +90,7 @@ class Layer(nn.Module):
         inner = self.norm(hidden)
         if self.draws:
             noise = torch.rand(inner.shape, dtype=inner.dtype, generator=self.generator)
-            inner = inner + (0.1 if self.generator else 0.0) * noise
+            inner = inner + self.noise * noise
         if self.is_running:
             if self.training:
                 self.mean.mul_(0.9).add_(inner.detach().mean((0, 1)), alpha=0.1)
@@ -116,6 +121,7 @@ class Model(nn.Module):
         labels: torch.Tensor,
         weights: torch.Tensor | None = None,
         signal: torch.Tensor | None = None,
+        is_mean: bool = True,
     ) -> Any:
         hidden = self.before_layers(ids)
         if signal is not None:
@@ -127,7 +133,7 @@ class Model(nn.Module):
         losses = nn.functional.cross_entropy(logits, labels, reduction="none")
         if weights is not None:
             losses = losses * weights
-        return {"loss": losses.mean()}
+        return {"loss": losses.mean() if is_mean else losses}
 
     def before_layers(self, ids: torch.Tensor) -> torch.Tensor:
         hidden: torch.Tensor = self.embed(ids)

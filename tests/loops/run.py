@@ -17,7 +17,7 @@ from tests.loops import actions
 from tests.loops.draw import Script
 from tests.loops.models import make
 from tests.loops.ranks import RankTraining, initialize
-from tests.loops.training import Training
+from tests.loops.training import Training, WholeTraining
 from tests.support.run_ranks import run_ranks
 
 SCRIPTS = 40
@@ -118,18 +118,18 @@ def run_scripts(rank: int, scripts: list[Script], folder: Path) -> None:
 
 def _run_script(script: Script, folder: Path) -> Outcome:
     """Run a script in one process and on this rank."""
-    alone = Training(script, make(script.kind))
+    alone = (WholeTraining if script.has_equal_rows else Training)(script, make(script.kind))
     try:
-        _act(alone)
+        act(alone)
     except Exception as error:
         return Outcome("invalid", _reason(error))
     is_divided = initialize(script)
     training = RankTraining(script, make(script.kind, is_divided), alone.events, folder)
-    _act(training)
+    act(training)
     return Outcome("different", training.found) if training.found else Outcome("equal")
 
 
-def _act(training: Training) -> None:
+def act(training: Training) -> None:
     for place, action in enumerate(training.script.actions):
         training.doing = f"{place}: {action}"
         getattr(actions, action.name)(training, **action.arguments)

@@ -1,5 +1,6 @@
 """A short draw of training scripts, and what the search says about trainings that differ."""
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -7,10 +8,11 @@ import pytest
 import torch
 
 from tests.loops import actions
-from tests.loops.compare import Event, difference
-from tests.loops.draw import LAYOUTS, Action, draw
-from tests.loops.run import run_scripts, written
-from tests.loops.training import Training
+from tests.loops.compare import TOLERANCE, Event, difference
+from tests.loops.draw import LAYOUTS, Action, Script, draw
+from tests.loops.models import DRAWS, make
+from tests.loops.run import act, run_scripts, written
+from tests.loops.training import Training, WholeTraining
 from tests.support.run_ranks import run_ranks
 
 SEEDS = (4, 21, 26, 37, 45, 53, 69, 73, 79, 199, 241, 579, 766, 972)
@@ -61,6 +63,34 @@ def test_a_seed_is_a_script() -> None:
     names = {action.name for script in scripts for action in script.actions}
     assert all(callable(getattr(actions, name)) for name in names)
     assert str(scripts[3].without({0})).count("\n") == str(scripts[3]).count("\n") - 1
+
+
+def test_each_of_the_later_draws_is_in_many_scripts() -> None:
+    scripts = [draw(seed) for seed in range(2000)]
+    having = Counter(subject for script in scripts for subject in script.subjects)
+    later = ["microbatches", "mix_rows", "optimizers_by_part", "evaluate_rows", "lengths that differ", "floats"]
+    later += [f"draws: {whose}" for whose in DRAWS[1:]] + ["shards", "shards and no_sync"]
+    rare = {subject: having[subject] for subject in later if having[subject] < 0.05 * len(scripts)}
+    assert not rare
+    assert having["compared without microbatches"] > 0.5 * len(scripts)
+
+
+def one_process(script: Script) -> dict[type[Training], list[Event]]:
+    """The events of ``script`` with microbatches and without."""
+    found = {}
+    for kind in (Training, WholeTraining):
+        training = kind(script, make(script.kind))
+        act(training)
+        found[kind] = training.events
+    return found
+
+
+@pytest.mark.parametrize("seed", [0, 23, 24, 49, 90])
+def test_the_whole_batch_has_the_numbers_of_its_microbatches(seed: int) -> None:
+    """Both oracles agree where the loss is a mean over equal rows: no rule of microbatches is in their numbers."""
+    of_both = one_process(draw(seed))
+    for one, other in zip(*of_both.values(), strict=True):
+        assert not difference(one, other.numbers, {}, TOLERANCE)
 
 
 def test_a_difference_says_where() -> None:

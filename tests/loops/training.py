@@ -24,6 +24,7 @@ class Training:
         zeroes: what becomes of gradients after a step.
         count: number of microbatches of a replica, where the script gives each of them.
         with_signal: the microbatches that have floats: "all", "even", "odd", "first" or "none".
+        cut: number of tokens that every second microbatch lacks.
         parts: the optimizer of each part, and the steps after which it makes one.
         events: the numbers of what was done, in order.
         doing: the action that runs.
@@ -39,6 +40,7 @@ class Training:
         self.zeroes = "none"
         self.count: int | None = None
         self.with_signal = "all"
+        self.cut = 0
         self.rows, self.length = script.rows, script.length
         self.events: list[Event] = []
         self.doing = ""
@@ -144,19 +146,22 @@ class Training:
         """Note the loss of a batch without gradients, of ``rows`` in each replica if they are given."""
         values = self.next_batch() if rows is None else self.next_batch(rows * self.replicas)
         with torch.no_grad():
-            losses = {}
-            for replica in range(self.replicas):
-                of_replica = self.rows_of(values, replica)
-                parts = [of_replica]
-                if rows is None or self.script.mixes_rows:
-                    parts = self.split(of_replica, self.script.microbatches)
-                losses[f"replica {replica}"] = torch.stack([self._loss(part) for part in parts]).mean()
+            losses = self.evaluation(values, rows is None or self.script.mixes_rows)
         self._end_streams()
         self.note("evaluation", losses)
 
-    def _loss(self, part: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def evaluation(self, values: Mapping[str, torch.Tensor], is_split: bool) -> Numbers:
+        """The loss of each replica, over microbatches or in one piece."""
+        losses = {}
+        for replica in range(self.replicas):
+            of_replica = self.rows_of(values, replica)
+            parts = self.split(of_replica, self.script.microbatches) if is_split else [of_replica]
+            losses[f"replica {replica}"] = torch.stack([self._loss(part) for part in parts]).mean()
+        return losses
+
+    def _loss(self, part: Mapping[str, torch.Tensor], **options: bool) -> torch.Tensor:
         with torch.random.fork_rng(enabled=self._has_streams):
-            loss: torch.Tensor = self.module(**part)["loss"]
+            loss: torch.Tensor = self.module(**part, **options)["loss"]
         return loss
 
     def _end_streams(self) -> None:
@@ -173,13 +178,14 @@ class Training:
         return self.split(values, min(self.count or self.script.microbatches, len(values["ids"])))
 
     def split(self, values: Mapping[str, torch.Tensor], number: int) -> list[dict[str, torch.Tensor]]:
-        """The batch in ``number`` microbatches, of which some have no floats. All have its weights."""
+        """The batch in ``number`` microbatches, of which some are shorter or have no floats. All have its weights."""
         parts: list[dict[str, torch.Tensor]] = [{} for _ in range(number)]
         for name, value in values.items():
             rows = [value] * number if name == "weights" else value.tensor_split(number)
             for place, (part, own) in enumerate(zip(parts, rows, strict=True)):
                 if name != "signal" or _has_signal(place, self.with_signal):
-                    part[name] = own
+                    length = self.length - self.cut * (place % 2)
+                    part[name] = own[:length] if name == "weights" else own[:, :length]
         return parts
 
     def no_sync(self) -> Any:
@@ -208,6 +214,35 @@ class Training:
 
     def recompute(self) -> None:
         """Do nothing: layers that are recomputed have the numbers of the others, also where they change buffers."""
+
+
+class WholeTraining(Training):
+    """The script that a user has in one process: one forward and one backward of the batch of all replicas.
+
+    It knows no microbatches. Rows whose microbatch has no floats have zeros. See ``Script.has_equal_rows``.
+    """
+
+    def backward(self, values: Mapping[str, torch.Tensor]) -> Numbers:
+        number = min(self.count or self.script.microbatches, len(values["ids"]) // self.replicas)
+        losses = self._loss(self._with_zeros(values, number), is_mean=False)
+        losses.mean().backward()
+        self._end_streams()
+        return self._of_replicas(losses.detach())
+
+    def evaluation(self, values: Mapping[str, torch.Tensor], is_split: bool) -> Numbers:
+        number = self.script.microbatches if is_split else 1
+        return self._of_replicas(self._loss(self._with_zeros(values, number), is_mean=False))
+
+    def _with_zeros(self, values: Mapping[str, torch.Tensor], number: int) -> dict[str, torch.Tensor]:
+        """``values`` with zeros in place of the floats that some of ``number`` microbatches of a replica lack."""
+        if self.with_signal == "all":
+            return dict(values)
+        rows = values["signal"].chunk(self.replicas * number)
+        kept = [own * _has_signal(place % number, self.with_signal) for place, own in enumerate(rows)]
+        return {**values, "signal": torch.cat(kept)}
+
+    def _of_replicas(self, losses: torch.Tensor) -> Numbers:
+        return {f"replica {number}": own.mean() for number, own in enumerate(losses.chunk(self.replicas))}
 
 
 def values_of(name: str, shape: Any) -> torch.Tensor:

@@ -75,7 +75,7 @@ def with_a_written_schedule(rank: int) -> str:
 
 def test_a_written_schedule_trains_its_own_number() -> None:
     for message in run_ranks(2, with_a_written_schedule):
-        assert message.startswith("the written schedule is for 1 microbatches, and a step has 2. Use a family's name")
+        assert message.startswith("the written schedule is for 1 microbatch, and a step has 2. Use a family's name")
 
 
 def of_other_numbers(rank: int) -> None:
@@ -84,7 +84,7 @@ def of_other_numbers(rank: int) -> None:
 
 
 def test_ranks_with_other_numbers_are_named() -> None:
-    with pytest.raises(AssertionError, match=r"\(rank 0\): 1 microbatches\n.*\(rank 1\): 2 microbatches"):
+    with pytest.raises(AssertionError, match=r"\(rank 0\): 1 microbatch\n.*\(rank 1\): 2 microbatches"):
         run_ranks(2, of_other_numbers)
 
 

@@ -97,7 +97,7 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"num_microbatches": 0}, ValueError, r"num_microbatches=0"),
     ({"virtual_pipeline_size": 4}, ValueError, "4 transformer layers cannot be split over 8 pipeline stages"),
     ({"schedule": "2f1b"}, ValueError, "there is no schedule '2f1b' .did you mean '1f1b'.*Choose one of gpipe, 1f1b"),
-    ({"schedule": "1f1b", "virtual_pipeline_size": 2}, ValueError, "1f1b has 1 stage a rank, not 2"),
+    ({"schedule": "1f1b", "virtual_pipeline_size": 2}, ValueError, "1f1b has 1 stage per rank, not 2"),
     ({"schedule": [["0F0", "0B0"]]}, ValueError, "the schedule is for .*'ranks': 1.* this pipeline has .*'ranks': 2"),
     ({"virtual_pipeline_size": 0}, ValueError, "virtual_pipeline_size=0"),
     ({"param_init_fn": print}, ValueError, "has values already"),
@@ -111,8 +111,8 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"use_optimizer_wrapper": 1}, TypeError, "use_optimizer_wrapper=1 must be True or False"),
     ({"pipeline_cuts": ["model.layers.9"]}, ValueError, r"\['model.layers.9'\].*model.layers.0, model.layers.1"),
     ({"pipeline_cuts": ["model.layers.0", "model.layers.0"]}, ValueError, "more than once"),
-    ({"pipeline_cuts": ["model.layers.0", "model.layers.1"]}, ValueError, "2 names, but 2 stages need 1 cuts"),
-    ({"pipeline_cuts": []}, ValueError, "0 names, but 2 stages need 1 cuts"),
+    ({"pipeline_cuts": ["model.layers.0", "model.layers.1"]}, ValueError, "2 names, but 2 stages need 1 cut"),
+    ({"pipeline_cuts": []}, ValueError, "0 names, but 2 stages need 1 cut"),
     ({"transformer_layer_cls": "NoSuchLayer"}, ValueError, "NoSuchLayer"),
     ({"transformer_layer_cls": nn.Conv2d}, ValueError, "has no module of that class"),
     ({"leaf_module_cls": ["LlamaModel"]}, ValueError, "holds\\s+transformer layers"),
@@ -131,7 +131,7 @@ def refuse(rank: int) -> None:
         with pytest.raises(kind, match=message):
             NxDPPModel(model, **arguments)
     two_layers = llama(layers=1)
-    with pytest.raises(ValueError, match="1 transformer layers cannot be split over 2 pipeline stages"):
+    with pytest.raises(ValueError, match="1 transformer layer cannot be split over 2 pipeline stages"):
         NxDPPModel(two_layers)
     model.config.layerdrop = 0.1
     with pytest.raises(ValueError, match="layerdrop"):

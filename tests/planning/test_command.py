@@ -248,9 +248,9 @@ def test_json_has_the_numbers_of_the_table(
 
 
 SCHEDULES = [
-    (["--schedule", "zb-v", "--virtual-pipeline-size", "3"], "--schedule zb-v has 2 stages a rank, not 3: leave"),
-    (["--schedule", "1f1b", "--virtual-pipeline-size", "2"], "--schedule 1f1b has 1 stage a rank, not 2: leave"),
-    (["--schedule", "interleaved", "--virtual-pipeline-size", "1"], "has several stages a rank, not 1"),
+    (["--schedule", "zb-v", "--virtual-pipeline-size", "3"], "--schedule zb-v has 2 stages per rank, not 3: leave"),
+    (["--schedule", "1f1b", "--virtual-pipeline-size", "2"], "--schedule 1f1b has 1 stage per rank, not 2: leave"),
+    (["--schedule", "interleaved", "--virtual-pipeline-size", "1"], "has several stages per rank, not 1"),
     (["--schedule", "1f2b"], "there is no schedule '1f2b'. Choose one of gpipe, 1f1b,"),
     (["--schedule", "none.csv"], "none.csv: cannot be read as a CSV file"),
     (["--dtype", "int8"], "dtype='int8' is no floating dtype of a model: choose one of float32, bfloat16"),

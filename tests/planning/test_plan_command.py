@@ -144,8 +144,8 @@ def test_a_plan_is_read_as_it_was_written(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("before", "after", "error"),
     [
-        ('"pipeline": 1', '"pipeline": 4', r"tensor 1 x pipeline 4 .* needs 8 devices, not 2 on 1 hosts"),
-        ('"devices": 2', '"devices": 4', "needs 2 devices, not 4 on 1 hosts"),
+        ('"pipeline": 1', '"pipeline": 4', r"tensor 1 x pipeline 4 .* needs 8 devices, not 2 on 1 host"),
+        ('"devices": 2', '"devices": 4', "needs 2 devices, not 4 on 1 host"),
         ('"global_batch": 4', '"global_batch": 7', "a global batch of 7 does not divide over 2 replicas"),
         ('"microbatches": ', '"microbatches": 9', "microbatches of a global batch of 4, not 9"),
         ('"dtype": ', '"other": ', "other"),
@@ -185,7 +185,7 @@ def test_the_dtype_is_that_of_the_constructor(folder: Path, capsys: pytest.Captu
     assert _plan(folder, *two, "--dtype", "bfloat16", "--seq-length", "16") == 0
     half = capsys.readouterr().out
 
-    assert "LlamaForCausalLM, 2 cpu devices on 1 host, 4 samples a step" in plain
+    assert "LlamaForCausalLM, 2 cpu devices on 1 host, 4 samples per step" in plain
     assert "microbatch of one sample: input_ids [1, 32], labels [1, 32]" in plain
     assert "dtype: float32, as LlamaForCausalLM(config) makes it. The configuration names\n  bfloat16" in plain
     assert "optimizer, in all layouts: AdamW, with moments in float32" in plain
@@ -213,7 +213,7 @@ def test_a_printed_plan_is_the_table_of_the_command(folder: Path, capsys: pytest
     plan = Plan.read(folder / "plan.json")
     printed = str(plan).splitlines()
     assert printed[:2] == [title.splitlines()[0], ""]
-    assert printed[0] == "LlamaForCausalLM, 2 h100 devices on 1 host, 4 samples a step"
+    assert printed[0] == "LlamaForCausalLM, 2 h100 devices on 1 host, 4 samples per step"
     legend = table.splitlines()
     assert printed[2:] == legend[: len(printed) - 2]
     assert re.match(r"1 +\d x \d x \d .* \d\S* +[\d.]+ [KM]iB +[\d.]+%$", printed[4])
@@ -258,7 +258,7 @@ def test_json_of_a_search(folder: Path, capsys: pytest.CaptureFixture[str]) -> N
         (["--write", "plan.txt"], "--write plan.txt: name a .py file for a program, or a .json file for the plan"),
         (["--dtype", "bfloat16", "--autocast", "bfloat16"], "autocast='bfloat16' of parameters in bfloat16: plans"),
         (["--measure", "--device", "tpu-v5p"], "this machine has no xla device to measure"),
-        (["--pipeline-parallel-size", "8"], "no layout of 2 devices on 1 hosts with pipeline=8 fits the model"),
+        (["--pipeline-parallel-size", "8"], "no layout of 2 devices on 1 host with pipeline=8 fits the model"),
     ],
 )
 def test_errors_are_one_sentence(

@@ -245,7 +245,7 @@ def test_a_tied_weight_counts_once() -> None:
 def test_other_devices_than_those_of_the_machine_are_refused() -> None:
     with pytest.raises(ValueError, match="tensor 2 x pipeline 2 x data 1 are 4 devices, and the machine has 2"):
         predict(_costs(2, 8), Layout(tensor=2, pipeline=2))
-    with pytest.raises(ValueError, match="a global batch of 8 does not divide over 1 replicas in microbatches of 3"):
+    with pytest.raises(ValueError, match="a global batch of 8 does not divide over 1 replica in microbatches of 3"):
         predict(_costs(2, 8), Layout(pipeline=2, microbatch=3))
 
 

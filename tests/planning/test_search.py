@@ -121,7 +121,7 @@ def test_too_little_memory_names_the_smallest_need(costs: ModelCosts, everything
 def test_impossible_sizes_are_refused_with_the_reason(costs: ModelCosts) -> None:
     with pytest.raises(ValueError, match=r"with tensor=4 fits the model .* Tensor-parallel size 4: .* has 2 heads"):
         search(costs, {"tensor": 4})
-    with pytest.raises(ValueError, match="no layout of 4 devices on 1 hosts with pipeline=3"):
+    with pytest.raises(ValueError, match="no layout of 4 devices on 1 host with pipeline=3"):
         search(costs, {"pipeline": 3})
     with pytest.raises(ValueError, match="fixed names stages, but a layout has checkpoint, chunks"):
         search(costs, {"stages": 3})

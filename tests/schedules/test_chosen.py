@@ -31,9 +31,9 @@ def test_a_name_alone_has_the_default_chunks(name: str) -> None:
 
 
 def test_unsupported_numbers_of_chunks() -> None:
-    with pytest.raises(ValueError, match="1f1b has 1 stage a rank, not 2"):
+    with pytest.raises(ValueError, match="1f1b has 1 stage per rank, not 2"):
         ChosenSchedule("1f1b", 2, 4, 2)
-    with pytest.raises(ValueError, match="zb-v has 2 stages a rank, not 3"):
+    with pytest.raises(ValueError, match="zb-v has 2 stages per rank, not 3"):
         ChosenSchedule("zb-v", 2, 4, 3)
     assert ChosenSchedule("zb1p", 2, 4, 3).placement.chunks == 3
 
@@ -65,7 +65,7 @@ def test_evaluation_of_a_written_schedule_has_all_forwards() -> None:
 @pytest.mark.parametrize(
     ("schedule", "chunks", "message"),
     [
-        (UNEVEN, 3, "virtual_pipeline_size=3, but the schedule has up to 2 stages a rank"),
+        (UNEVEN, 3, "virtual_pipeline_size=3, but the schedule has up to 2 stages per rank"),
         ([["0F0", "0B0"], ["1F0", "1B0"]], 1, "'microbatches': 1.* this pipeline has .*'microbatches': 2"),
         ([["0F0", "0F1"], ["1F0", "1F1"]], 1, "the schedule has no backward: training needs it"),
         ([["0F0", "0B0", "0F1", "0B1"], []], 1, "rank 1 has no action; every rank of a pipeline has a stage"),

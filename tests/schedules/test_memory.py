@@ -39,8 +39,8 @@ def test_a_split_backward_frees_before_its_weight_gradient() -> None:
 @pytest.mark.parametrize(
     ("held", "after_input", "message"),
     [
-        ([1.0], [1.0, 1.0], "held has 1 sizes for 2 stages"),
-        ([1.0, 1.0], [1.0], "after_input has 1 sizes for 2 stages"),
+        ([1.0], [1.0, 1.0], "held has 1 size for 2 stages"),
+        ([1.0, 1.0], [1.0], "after_input has 1 size for 2 stages"),
         ([1.0, -1.0], [1.0, 1.0], "held has a size of -1.0 bytes"),
         ([1.0, 1.0], [float("nan"), 1.0], "after_input has a size of nan bytes"),
     ],

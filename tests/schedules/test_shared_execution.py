@@ -74,5 +74,5 @@ def test_arguments() -> None:
 
     with pytest.raises(ValueError, match="cores=0 must be a number above 0"):
         shared_run(schedule, times, 0)
-    with pytest.raises(ValueError, match="transfer has 1 times for 2 stages"):
+    with pytest.raises(ValueError, match="transfer has 1 time for 2 stages"):
         shared_run(schedule, times._replace(transfer=[1.0]), 2)

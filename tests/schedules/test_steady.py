@@ -64,7 +64,7 @@ def test_many_microbatches_build_short_schedules(monkeypatch: pytest.MonkeyPatch
 def test_numbers_that_the_family_does_not_have() -> None:
     times = Times([1.0] * 4, [1.0] * 4, [1.0] * 4, [0.0] * 4)
 
-    with pytest.raises(ValueError, match="1f1b has 1 stage a rank, not 2"):
+    with pytest.raises(ValueError, match="1f1b has 1 stage per rank, not 2"):
         steady_makespan(FAMILIES["1f1b"], 2, 100, 2, times)
     with pytest.raises(ValueError, match="a step has at least 1 microbatch, not 0"):
         steady_makespan(FAMILIES["1f1b"], 4, 0, None, times)

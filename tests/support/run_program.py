@@ -1,4 +1,4 @@
-"""Run a script in one process a rank, each a fork of the server that has imported everything.
+"""Run a script in one process per rank, each a fork of the server that has imported everything.
 
 A process ends like an interpreter that runs the script: an error goes to ``sys.excepthook``, exit functions follow.
 """

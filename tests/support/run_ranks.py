@@ -1,4 +1,4 @@
-"""Run a test's function in one process a rank."""
+"""Run a test's function in one process per rank."""
 
 import atexit
 import faulthandler

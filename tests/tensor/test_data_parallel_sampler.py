@@ -118,7 +118,7 @@ def test_a_stream_is_divided_as_the_error_says() -> None:
 
 def test_arguments_that_cannot_be_honoured_are_refused() -> None:
     replica(0)
-    with pytest.raises(ValueError, match="has 1 samples for 2 data-parallel replicas"):
+    with pytest.raises(ValueError, match="has 1 sample for 2 data-parallel replicas"):
         data_parallel_sampler(numbers(1), drop_last=False)
     with pytest.raises(TypeError, match="seed=None must be a whole number"):
         data_parallel_sampler(numbers(8), seed=None)  # type: ignore[arg-type]  # the error of it

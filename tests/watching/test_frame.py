@@ -1,6 +1,7 @@
 """The frame of a run in a terminal."""
 
 import io
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,20 @@ from nxdpp.watching.metrics_reader import RunMetrics
 from nxdpp.watching.summary import summary_of
 from tests.watching.runs import BEGAN, begin, lines, step, whole_run
 
+MOST_CALLS = 30_000
+"""Of Python functions in a frame of two ranks; one for each of 100,000 stages would be more."""
+
 ENDS = {"time": BEGAN + 10, "ends": True}
 
 
 def _frame(folder: Path, width: int = 80, encoding: str = "utf-8") -> str:
+    return _frame_of(RunMetrics(folder), width, encoding)
+
+
+def _frame_of(run: RunMetrics, width: int = 80, encoding: str = "utf-8") -> str:
     file = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
     console = Console(file=file, width=width, highlight=False, markup=False)
-    console.print(frame(summary_of(RunMetrics(folder), BEGAN + 12), console))
+    console.print(frame(summary_of(run, BEGAN + 12), console))
     file.flush()
     written: Any = file.buffer
     return "\n".join(line.rstrip() for line in written.getvalue().decode(encoding).splitlines())
@@ -44,6 +52,34 @@ step 20, 400.0 ms  F forward  B backward  . bubble
 4 experts, 0.50 to 1.50 of the mean  █▃▆▆"""
     )
     assert "stages" in _frame(Path("out"), 40)
+
+
+def test_a_frame_of_100_000_stages_is_not_longer_and_calls_no_function_for_each(tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in ("few", "many")]
+    for folder, count in zip(folders, (1_000, 100_000), strict=True):
+        folder.mkdir()
+        for rank in range(2):
+            about = begin(rank) | {"stages": list(range(rank, count, 2))}
+            lines(folder, rank, about, step(rank, 1, actions=[[f"{rank}F0", 1.0, 2.0]]))
+    events: list[str] = []
+
+    def note(of: object, event: str, argument: object) -> None:
+        events.append(event)
+
+    shown, calls = [], []
+    for folder in folders:
+        run = RunMetrics(folder)  # it reads each number once, and a frame follows every second
+        sys.setprofile(note)
+        try:
+            shown.append(_frame_of(run))
+        finally:
+            sys.setprofile(None)
+        calls.append(events.count("call"))
+        events.clear()
+    assert "99999" in shown[1]
+    assert len(shown[1]) < 2 * len(shown[0]) < 4_000
+    assert calls[1] < MOST_CALLS
+    assert abs(calls[1] - calls[0]) < 0.2 * calls[0]
 
 
 def test_a_terminal_without_other_letters_than_ascii(tmp_path: Path) -> None:

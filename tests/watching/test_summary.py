@@ -97,7 +97,7 @@ def test_many_stages_of_a_rank_are_a_short_text(tmp_path: Path) -> None:
         lines(tmp_path, rank, begin(rank) | {"stages": list(range(count))}, step(rank, 1))
     assert [row["stages"] for row in _summary(tmp_path)["ranks"]] == [
         "0, 1, 2, 3, 4, 5, 6, 7",
-        "0, 1, 2, 3, 4, 5, 6 ... 99999 (100000 stages)",
+        "0, 1, 2, 3, 4, 5, 6 ... 99999 (100,000 stages)",
     ]
 
 

@@ -41,7 +41,7 @@ SWEEPS: dict[str, Judge] = {
     "mixed-rows": mixed_rows.judge,
     "layer-classes": layer_classes.judge,
 }
-_WRITTEN = ("training", "xla", "compiled", "generation", "shards")
+_WRITTEN = ("training", "xla", "compiled", "generation", "shards", "mixed-rows", "layer-classes")
 """Sweeps whose rows are kept in files."""
 
 _TIME_LIMITS = {"compiled": compiled.TIME_LIMIT, "layer-classes": layer_classes.TIME_LIMIT}
@@ -67,7 +67,7 @@ def _write(sweep: str, verdicts: dict[str, dict[str, Verdict]], whole: bool) -> 
     """Write the rows of the sweep, and the page; without ``whole`` types that were not judged keep their rows."""
     file = FOLDER / f"{sweep}.tsv"
     write(file, read(file).merged(_source(), verdicts, whole))
-    _PAGE.write_text(page(*(read(FOLDER / f"{name}.tsv") for name in _WRITTEN)), encoding="utf-8")
+    _PAGE.write_text(page({name: read(FOLDER / f"{name}.tsv") for name in _WRITTEN}), encoding="utf-8")
 
 
 def _source() -> str:

@@ -11,7 +11,9 @@ gradients are compared with the unwrapped model's. A class is
 - WRONG: anything else.
 
 A type has the verdict of its worst class. Its words have the number of classes of each verdict, and the worst ones'
-reasons.
+reasons, and in place of the numbers of values it has the names of the classes that are refused.
+
+Where no label is left out, the unwrapped model takes the whole batch in one piece, else the same microbatches.
 """
 
 import copy
@@ -64,7 +66,8 @@ def summed(verdicts: dict[str, Verdict]) -> Verdict:
     told = [", ".join(f"{counts[result]} {result}" for result in ORDER if counts[result])]
     worst = max(counts, key=ORDER.index)
     told += [f"{name}: {verdict.words}" for name, verdict in verdicts.items() if verdict.result == worst]
-    return Verdict(worst, "; ".join(told))
+    refused = [name for name, verdict in verdicts.items() if verdict.result == "refused"]
+    return Verdict(worst, "; ".join(told), ", ".join(refused))
 
 
 def of_class(task: str, model_type: str, cls: type[nn.Module], ranks: int = RANKS) -> Verdict:
@@ -106,7 +109,8 @@ def _of_batch(wrapped: Any, whole: Any, batch: Batch) -> Verdict:
     except Exception as error:
         changed = [*_gradients(local)]
         return Verdict("failing", f"after the gradient of {changed[0]}: {error}") if changed else _of_error(error)
-    theirs = {"loss": torch.stack([_backward(whole, one) for one in microbatches(batch, MICROBATCHES)]).mean()}
+    parts = [batch] if _is_full(batch) else microbatches(batch, MICROBATCHES)
+    theirs = {"loss": torch.stack([_backward(whole, one, len(parts)) for one in parts]).mean()}
     theirs |= _gradients({n: p for n, p in whole.named_parameters(remove_duplicate=False) if n in local})
     worst, where = distance(ours, theirs, _FLOOR)
     words = f"{worst:.1e} at {where}" if worst else ""
@@ -117,9 +121,13 @@ def _gradients(parameters: Mapping[str, nn.Parameter]) -> Batch:
     return {name: parameter.grad for name, parameter in parameters.items() if parameter.grad is not None}
 
 
-def _backward(whole: Any, batch: Batch) -> torch.Tensor:
+def _is_full(batch: Batch) -> bool:
+    return "attention_mask" not in batch or bool(batch["attention_mask"].all())
+
+
+def _backward(whole: Any, batch: Batch, parts: int) -> torch.Tensor:
     loss: torch.Tensor = whole(**batch).loss
-    (loss / MICROBATCHES).backward()
+    (loss / parts).backward()
     return loss.detach()
 
 

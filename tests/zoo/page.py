@@ -55,8 +55,9 @@ images or sounds got tokens only. *Not built*: too large, without a library or i
 _LONGEST = 120
 
 
-def page(training: Results, xla: Results, compiled: Results, generation: Results, shards: Results) -> str:
-    """Return the page in Markdown."""
+def page(sweeps: Mapping[str, Results]) -> str:
+    """Return the page in Markdown, of the results of each sweep."""
+    training, xla = sweeps["training"], sweeps["xla"]
     found = training.verdicts
     groups = {
         "all mappings": [one for task, types in found.items() if task not in LIBRARIES for one in types.values()],
@@ -70,9 +71,15 @@ def page(training: Results, xla: Results, compiled: Results, generation: Results
         "",
         *_names("All types that build are right", [f"{name} {_right(of)}" for name, of in whole.items()]),
     ]
-    lines += _in_one_line("Both models compiled by `aot_eager` (`python -m tests.zoo compiled`", compiled)
-    lines += _in_one_line("Two sharded replicas of two stages (`python -m tests.zoo shards`", shards)
-    lines += ["", "## Refused or failing", "", *_refused(found), *_generated(generation)]
+    lines += _in_one_line("Both models compiled by `aot_eager` (`python -m tests.zoo compiled`", sweeps["compiled"])
+    lines += _in_one_line("Two sharded replicas of two stages (`python -m tests.zoo shards`", sweeps["shards"])
+    mixed = sweeps["mixed-rows"]
+    lines += _in_one_line("Images in all but the first rows (`python -m tests.zoo mixed-rows`", mixed)
+    lines += _names(
+        "Refused", [name for types in mixed.verdicts.values() for name in types if _is_refused(types[name])]
+    )
+    lines += _classes(sweeps["layer-classes"])
+    lines += ["", "## Refused or failing", "", *_refused(found), *_generated(sweeps["generation"])]
     text = _INTRODUCTION.format(source=_source(training)) + "\n".join(lines) + "\n"
     if xla.verdicts:
         text += _XLA.format(source=_source(xla))
@@ -110,6 +117,27 @@ def _in_one_line(words: str, results: Results) -> list[str]:
         rates.append(f"{task} {100 * _right(types.values()) / counted:.1f} % of {counted}")
     told = f"{words}, {results.source.partition(',')[0]}), right: {', '.join(rates)}."
     return ["", *_filled(told)] if rates else []
+
+
+def _classes(results: Results) -> list[str]:
+    """A paragraph with the numbers of classes that are right, refused and wrong as layer classes, if there are any."""
+    every = [verdict for types in results.verdicts.values() for verdict in types.values()]
+    counts: Counter[str] = Counter()
+    for verdict in every:
+        for part in verdict.words.partition(";")[0].split(", "):
+            number, _, result = part.partition(" ")
+            counts[result] += int(number)
+    numbers = ", ".join(f"{number} {result}" for result, number in counts.items())
+    told = (
+        f"Each class of modules of {len(every)} types as the layer class, over two ranks (`python -m tests.zoo "
+        f"layer-classes`, {results.source.partition(',')[0]}): {numbers}. "
+        f"The file of its rows, `tests/zoo/results/layer-classes.tsv`, names those that are refused."
+    )
+    return ["", *_filled(told)] if every else []
+
+
+def _is_refused(verdict: Verdict) -> bool:
+    return verdict.result == "refused" or verdict.result in WRONG
 
 
 def _source(results: Results) -> str:
@@ -151,7 +179,7 @@ def _refused(found: Mapping[str, Mapping[str, Verdict]]) -> list[str]:
     tasks: dict[tuple[str, str], list[str]] = {}
     for task, types in found.items():
         for name, verdict in types.items():
-            if verdict.result == "refused" or verdict.result in WRONG:
+            if _is_refused(verdict):
                 tasks.setdefault((name, verdict.words), []).append(task)
     lines = ["| type | of | reason |", "|---|---|---|"]
     return lines + [f"| {name} | {_listed(of)} | {_one_line(words)} |" for (name, words), of in tasks.items()]

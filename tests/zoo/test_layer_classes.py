@@ -49,4 +49,4 @@ def test_a_class_inside_of_a_layer(
 def test_a_type_has_the_verdict_of_its_worst_class() -> None:
     verdict = summed({"A": Verdict("exact"), "B": Verdict("refused", "no"), "C": Verdict("WRONG", "0.5")})
 
-    assert verdict == Verdict("WRONG", "1 exact, 1 refused, 1 WRONG; C: 0.5")
+    assert verdict == Verdict("WRONG", "1 exact, 1 refused, 1 WRONG; C: 0.5", "B")

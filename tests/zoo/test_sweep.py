@@ -75,8 +75,15 @@ def test_the_page_has_totals_and_the_refused_types() -> None:
     tasks["rnnt"] = {"parakeet": Verdict("to rounding")}
 
     over_xla = Results("commit 2", {"causal-lm": xla | {"xlm": Verdict("not compared")}})
-    others = Results("commit 3, torch", {"causal-lm": xla}), Results(), Results("commit 4", {"causal-lm": xla})
-    text = page(Results("commit 1", tasks), over_xla, *others)
+    mixed = {"blip": refused, "llava": Verdict("exact")}
+    classes = {"gpt2": Verdict("refused", "3 exact, 2 refused; A: no", "A, B"), "opt": Verdict("exact", "4 exact")}
+    sweeps = {"training": Results("commit 1", tasks), "xla": over_xla, "generation": Results()}
+    sweeps |= {
+        "compiled": Results("commit 3, torch", {"causal-lm": xla}),
+        "shards": Results("commit 4", {"causal-lm": xla}),
+    }
+    sweeps |= {"mixed-rows": Results("commit 5", {"image-text-to-text": mixed})}
+    text = page(sweeps | {"layer-classes": Results("commit 6", {"causal-lm": classes})})
 
     assert "| causal-lm | 50.0 % | 1 | 0 | 1 | 0 | 0 |" in text
     assert "| all mappings | 50.0 % | 1 | 1 | 2 | 0 | 0 |" in text
@@ -86,12 +93,15 @@ def test_the_page_has_totals_and_the_refused_types() -> None:
     assert "| opt | causal-lm | y |" in text
     assert "(`python -m tests.zoo compiled`, commit 3), right: causal-lm 50.0 % of 2." in " ".join(text.split())
     assert "(`python -m tests.zoo shards`, commit 4), right: causal-lm 50.0 % of 2." in " ".join(text.split())
+    assert "commit 5), right: image-text-to-text 50.0 % of 2. Refused: blip." in " ".join(text.split())
+    assert "of 2 types as the layer class, over two ranks" in " ".join(text.split())
+    assert "commit 6): 7 exact, 2 refused. The file" in " ".join(text.split())
     assert "mpt" not in text
 
 
 def test_the_page_is_that_of_the_rows_and_short() -> None:
     shown = (ROOT / "docs/zoo.md").read_text()
-    assert shown == page(*(results.read(FOLDER / f"{name}.tsv") for name in _WRITTEN))
+    assert shown == page({name: results.read(FOLDER / f"{name}.tsv") for name in _WRITTEN})
     assert len(shown.encode()) <= 8 * 1024
     rates = "1,168 of 1,183"
     assert rates in (ROOT / "README.md").read_text()

@@ -79,8 +79,8 @@ def count_costs(
 ) -> dict[fx.Node, NodeCost]:
     """Return the cost of each node of ``traced``, the graph of ``root``, for one microbatch.
 
-    A node that cannot run on fake tensors is estimated: 2 FLOPs a parameter and token forward, twice that backward. An
-    example is a mixture of experts whose shapes depend on its data. ``root`` is not changed, and may be on the meta
+    A node that cannot run on fake tensors is estimated: 2 FLOPs per parameter and token forward, twice that backward.
+    An example is a mixture of experts whose shapes depend on its data. ``root`` is not changed, and may be on the meta
     device. Of ``inputs`` only shapes and dtypes are read. ``work`` assumes the ratio of FLOPs to bytes of the type of
     ``device``. With ``parts``, whose ratio then takes its place, ``NodeCost.parts`` is counted too.
     """

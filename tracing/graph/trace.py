@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from nxdpp.counted import counted
 from nxdpp.ground.torch_names import pytree
 from nxdpp.tracing.graph.absent_values import Absence
 from nxdpp.tracing.graph.derivatives import refuse_derivatives
@@ -295,7 +296,7 @@ def _refuse_constants(module: nn.Module, graph: fx.Graph, tracer: fx.Tracer) -> 
         made = [getattr(tracer.root, str(node.target), None) for node in constants]
         advice = remedy_for_constants(made, any_tracer=not isinstance(tracer, SpineTracer))
         raise TracingError(
-            f"{type(module).__name__}.forward makes {len(constants)} tensors outside the transformer layers "
+            f"{type(module).__name__}.forward makes {counted(len(constants), 'tensor')} outside the transformer layers "
             f"({constants[0].target}), which a graph would keep as constants\n"
             f"  at {model_line(constants[0].stack_trace)}\n{advice}"
         )

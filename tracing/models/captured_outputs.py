@@ -17,6 +17,7 @@ import torch
 from torch import fx, nn
 from transformers.utils import output_capturing
 
+from nxdpp.counted import counted
 from nxdpp.ground.torch_names import FORWARD_HOOKS, pytree
 from nxdpp.ground.transformers_names import COLLECTOR
 from nxdpp.tracing.code.names import variables_of
@@ -56,7 +57,7 @@ def captured(output: Any, collected: Collected, before: dict[str, int], expected
     for key, count in expected.items():
         if len(given[key]) != count:
             raise RuntimeError(
-                f"a layer has given {len(given[key])} outputs for {key}; the trace expected {count}. Set "
+                f"a layer has given {counted(len(given[key]), 'output')} for {key}; the trace expected {count}. Set "
                 f"output_{key}=False"
             )
     return given

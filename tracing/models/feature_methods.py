@@ -22,6 +22,7 @@ import torch
 from torch import fx, nn
 from transformers import PreTrainedConfig
 
+from nxdpp.counted import counted
 from nxdpp.ground.torch_names import MODULES, PARAMETERS
 from nxdpp.tracing.code.names import attributes_in
 from nxdpp.tracing.graph.calls import OpaqueCall, has_proxy, record_opaque_call
@@ -138,8 +139,8 @@ def expect_length(values: Any, length: int) -> Any:
     """Return ``values``. Raise ``RuntimeError`` unless they are ``length`` items."""
     if len(values) != length:
         raise RuntimeError(
-            f"the vision tower gives features of {len(values)} layers; the trace took {length}, the indexes in "
-            f"deepstack_visual_indexes that the tower has. Change the configuration before the model is wrapped."
+            f"the vision tower gives features of {counted(len(values), 'layer')}; the trace took {length}, the indexes "
+            "in deepstack_visual_indexes that the tower has. Change the configuration before the model is wrapped."
         )
     return values
 

@@ -25,6 +25,7 @@ from nxdpp.checkpoint.distributed.reads import read_tensors
 from nxdpp.checkpoint.distributed.rectangles import whole
 from nxdpp.checkpoint.files.checksummed_writer import write_streamed
 from nxdpp.checkpoint.huggingface.write_directory import SHARD_BYTES
+from nxdpp.counted import counted
 from nxdpp.tensor.rank_files import local_path
 
 
@@ -94,7 +95,7 @@ def convert(
     else:
         write_huggingface(source, destination, largest or SHARD_BYTES)
     count = sum(layout.bytes for layout in source.layouts.values())
-    print(f"{destination}: {len(source.layouts):,} tensors of {path}, {count:,} bytes, as {to}.")
+    print(f"{destination}: {counted(len(source.layouts), 'tensor')} of {path}, {count:,} bytes, as {to}.")
 
 
 def sharded_source(path: Path, config: Path | None, plain: bool = False, optimizer: bool = False) -> Source:

@@ -28,6 +28,7 @@ from nxdpp.checkpoint.distributed.directory import METADATA, SUFFIX, flush_direc
 from nxdpp.checkpoint.files.pieces import layouts_of, listed
 from nxdpp.checkpoint.huggingface.model_tensors import tensors_of
 from nxdpp.checkpoint.huggingface.read_directory import texts_in
+from nxdpp.counted import counted
 
 _SHOWN = 5
 
@@ -61,7 +62,7 @@ def dcp_source(path: Path, config: Path | None, plain: bool = False, optimizer: 
     others = {*directory.others, *directory.tensors} - known
     if others:
         names = listed(sorted(others), _SHOWN)
-        print(f"{path}: {len(others):,} entries are not of the model, and are left out: {names}.")
+        print(f"{path}: {counted(len(others), 'entry is', 'entries are')} not of the model, and are left out: {names}.")
     state = None
     if found is not None:
         state = SourceOptimizer(found.content, layouts_of(found.tensors), lambda name: found.tensors[name].read())

@@ -11,6 +11,7 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from nxdpp.checkpoint.files.pieces import StoredLayout, printable
+from nxdpp.counted import counted
 from nxdpp.schedules.view.tables import NARROWEST, tables
 
 _UNITS = ("B", "KiB", "MiB", "GiB")
@@ -71,7 +72,7 @@ class Listing:
         dtypes = ", ".join(dict.fromkeys(_dtype(each) for each in tensors))
         size, state = sum(each.bytes for each in tensors), sum(self.bytes.values())
         more = f"; {sized(state)} {self.bytes_title}" if state > size else ""
-        return [("values", f"{count:,} in {len(self.tensors):,} tensors, {dtypes}, {sized(size)}{more}")]
+        return [("values", f"{count:,} in {counted(len(self.tensors), 'tensor')}, {dtypes}, {sized(size)}{more}")]
 
     def _row(self, name: str) -> tuple[str, str, str, str]:
         layout = self.tensors[name]

@@ -20,6 +20,7 @@ from nxdpp.checkpoint.files.pieces import StoredLayout, layout_of
 from nxdpp.checkpoint.files.rank_file import FILE, KEY, RankFile, make_file, rank_files
 from nxdpp.checkpoint.huggingface.model_tensors import tensors_of
 from nxdpp.checkpoint.huggingface.read_directory import texts_in
+from nxdpp.counted import counted
 from nxdpp.pipeline.model import NxDPPModel
 from nxdpp.ranks import parallel_state
 from nxdpp.tensor.models.parallelize import tensor_parallelize
@@ -86,8 +87,8 @@ def check_not_ambiguous(parts: Mapping[str, RankPart], tensor: int, blocks: bool
             )
         if part.count != tensor:
             raise ValueError(
-                f"{name} has {part.count} parts on {tensor} ranks, and files of ranks do not tell which have copies. "
-                f"Convert with {part.count} tensor ranks, or to another format."
+                f"{name} has {counted(part.count, 'part')} on {counted(tensor, 'rank')}, and files of ranks do not "
+                f"tell which have copies. Convert with {counted(part.count, 'tensor rank')}, or to another format."
             )
 
 
@@ -156,7 +157,7 @@ def _divided_dim(name: str, shape: tuple[int, ...], expected: tuple[int, ...], r
     if len(dims) == 1 and shape[dims[0]] * ranks == expected[dims[0]]:
         return dims[0]
     raise ValueError(
-        f"{name} is of shape {list(shape)} on each of {ranks} tensor ranks, and of {list(expected)} by the "
+        f"{name} is of shape {list(shape)} on each of {counted(ranks, 'tensor rank')}, and of {list(expected)} by the "
         f"configuration: copies, padding and other divisions are not known from files."
     )
 

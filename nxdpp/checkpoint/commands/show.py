@@ -17,6 +17,7 @@ from nxdpp.checkpoint.files.checksummed_reader import ChecksummedReader, Damaged
 from nxdpp.checkpoint.files.pieces import layouts_of, listed, printable
 from nxdpp.checkpoint.files.rank_file import KEY, RankFile, rank_files
 from nxdpp.checkpoint.huggingface.read_directory import method_of, read_contents
+from nxdpp.counted import counted
 from nxdpp.tensor.rank_files import rank_name
 
 _NO_CHECKSUMS = "Such files have no checksums of values, so changed values are not found."
@@ -87,7 +88,7 @@ def _verify(path: Path) -> int:
     tensors = tensors_of(document.metadata)
     files = len(names)
     size = sum(span.length for span in spans.values())
-    held = f"{len(tensors):,} tensors in {files:,} files, {size:,} bytes"
+    held = f"{counted(len(tensors), 'tensor')} in {counted(files, 'file')}, {size:,} bytes"
     if damaged:
         print(f"{folder} is damaged: {len(damaged):,} of {held}.")
         return 1
@@ -107,14 +108,14 @@ def _listing(path: Path, folder: Path, document: Document) -> Listing:
     tensors = document.layouts()
     files = {span.file for span in spans.values()}
     size = sized(sum(each.bytes for each in tensors.values()))
-    held = f"{len(tensors):,} tensors, {len(spans):,} blocks, {len(files):,} files, {size}"
+    held = f"{counted(len(tensors), 'tensor')}, {counted(len(spans), 'block')}, {counted(len(files), 'file')}, {size}"
     state: Counter[str] = Counter()
     for name, each in tensors.items():
         if name.startswith(OF_OPTIMIZER):
             state[name.removeprefix(OF_OPTIMIZER).rpartition(".")[0]] += each.bytes
     of_model = document.layouts(OF_MODEL)
     others = [each.bytes for name, each in tensors.items() if not name.startswith((OF_MODEL, OF_OPTIMIZER))]
-    rest = f"And {len(others):,} tensors of generators, schedulers and user content, {sized(sum(others))}."
+    rest = f"And {counted(len(others), 'tensor')} of generators, schedulers and user content, {sized(sum(others))}."
     checkpoints = _checkpoints(path) if folder != path else []
     values = {
         "number": number_of(folder),
@@ -153,7 +154,7 @@ def _lines(content: Mapping[str, Any]) -> list[tuple[str, str]]:
         saved = "converted, by no rank"
     else:
         world = " x ".join(f"{layout[name]} {name}" for name in ("tensor", "pipeline", "data"))
-        saved = f"{world}, {layout['ranks']} ranks"
+        saved = f"{world}, {counted(layout['ranks'], 'rank')}"
     lines = [("saved by", saved)]
     step = _step(content["user_content"])
     if step is not None:
@@ -172,7 +173,7 @@ def _lines(content: Mapping[str, Any]) -> list[tuple[str, str]]:
         for number, group in enumerate(optimizer["groups"]):
             # Options that are off are in --json.
             options = {key: each for key, each in group["options"].items() if each is not None and each is not False}
-            lines.append((f"  group {number}", f"{len(group['names'])} parameters, {_json(options)}"))
+            lines.append((f"  group {number}", f"{counted(len(group['names']), 'parameter')}, {_json(options)}"))
     for name in ("scheduler", "grad_scaler", "user_content"):
         if content[name] is not None:
             lines.append((name, _json(content[name])))
@@ -207,7 +208,7 @@ def _huggingface(path: Path) -> Listing:
     quantised = method_of(settings)
     if quantised is not None:
         lines.append(("quantised", quantised))
-    held = f"{len(layouts):,} tensors, {files:,} files, {sized(size)}"
+    held = f"{counted(len(layouts), 'tensor')}, {counted(files, 'file')}, {sized(size)}"
     values = {"model": lines[0][1], "quantised": quantised, "all_tensors": len(layouts), "all_bytes": size}
     return Listing("huggingface", str(path), f"Hugging Face directory, {held}", lines, layouts, values=values)
 
@@ -218,8 +219,8 @@ def _ranks(path: Path) -> Listing:
     tensor, pipeline = (max(place[at] for place in files) + 1 for at in (0, 1))
     layouts = {name: layout for stage in range(pipeline) for name, layout in files[0, stage].layouts.items()}
     size = sum(layout.bytes for file in files.values() for layout in file.layouts.values())
-    lines = [(rank_name(*place), f"{len(file.layouts):,} tensors") for place, file in sorted(files.items())]
-    held = f"{tensor} tensor x {pipeline} pipeline, {len(files):,} files, {sized(size)}"
+    lines = [(rank_name(*place), counted(len(file.layouts), "tensor")) for place, file in sorted(files.items())]
+    held = f"{tensor} tensor x {pipeline} pipeline, {counted(len(files), 'file')}, {sized(size)}"
     values = {"layout": {"tensor": tensor, "pipeline": pipeline}, "all_bytes": size}
     title = f"files of NeuronX Distributed's ranks, {held}. Shapes are those of tensor rank 0"
     return Listing("nxd", str(path), title, lines, layouts, values=values)
@@ -235,8 +236,11 @@ def _dcp(path: Path, headers: bool = False) -> Listing:
     pieces = [piece for tensor in directory.tensors.values() for piece in tensor.pieces]
     size = sum(each.bytes for each in layouts.values())
     files = len({piece.path for piece in pieces})
-    held = f"{len(layouts):,} tensors, {len(pieces):,} blocks, {files:,} files, {sized(size)}"
-    rest = f"And {len(others):,} entries that are not tensors: {listed(others)}." if others else ""
+    held = ", ".join(
+        [counted(len(layouts), "tensor"), counted(len(pieces), "block"), counted(files, "file"), sized(size)]
+    )
+    entries = counted(len(others), "entry that is no tensor", "entries that are not tensors")
+    rest = f"And {entries}: {listed(others)}." if others else ""
     values = {"others": others, "all_tensors": len(layouts), "all_bytes": size}
     return Listing("dcp", str(path), f"torch.distributed.checkpoint, {held}", [], layouts, rest=rest, values=values)
 
@@ -250,7 +254,7 @@ def _verify_files(path: Path, read: Callable[[Path], Listing]) -> int:
         print(f"{path} is damaged.")
         return 1
     size = f"{found.values['all_bytes']:,} bytes"
-    print(f"{path} has all its tensors: {len(found.tensors):,} names, {size}. {_NO_CHECKSUMS}")
+    print(f"{path} has all its tensors: {counted(len(found.tensors), 'name')}, {size}. {_NO_CHECKSUMS}")
     return 0
 
 

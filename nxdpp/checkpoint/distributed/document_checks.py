@@ -26,6 +26,7 @@ from nxdpp.checkpoint.distributed.structured import decoded, dtype_named
 from nxdpp.checkpoint.files import pieces
 from nxdpp.checkpoint.files.checksummed_writer import holds_dtype
 from nxdpp.checkpoint.files.pieces import FileSpan
+from nxdpp.counted import counted
 
 DIGITS = 8
 """Hexadecimal digits of a checksum."""
@@ -103,7 +104,7 @@ def check_cover(name: str, shape: tuple[int, ...], blocks: Sequence[_Rectangle])
             raise ValueError(f"a block of {name} at {list(offsets)} of {list(sizes)} is outside of {list(shape)}")
     divided = [dim for dim, whole in enumerate(shape) if any(sizes[dim] != whole for _, sizes in blocks)]
     if len(divided) > _MOST_DIVIDED:
-        raise ValueError(f"the blocks of {name} divide it along {len(divided)} dimensions")
+        raise ValueError(f"the blocks of {name} divide it along {counted(len(divided), 'dimension')}")
     # Rectangles cover the whole exactly once where their corners, with signs, are those of the whole.
     corners: Counter[tuple[int, ...]] = Counter()
     for sign, (offsets, sizes) in [*((1, block) for block in blocks), (-1, ((0,) * len(shape), shape))]:

@@ -8,6 +8,7 @@ from torch.optim import Optimizer
 
 from nxdpp.checkpoint.distributed.structured import decoded, encoded
 from nxdpp.checkpoint.files.pieces import listed
+from nxdpp.counted import counted
 
 _SHOWN = 5
 
@@ -32,9 +33,9 @@ def names_of_group(optimizer: Optimizer, number: int, names: Mapping[int, str]) 
     others = [parameter for parameter in parameters if id(parameter) not in names]
     if others:
         raise ValueError(
-            f"param_groups[{number}] has {len(others)} parameters that this rank's part of the model does not have, "
-            f"the first of shape {list(others[0].shape)}: make the optimizer after the model is wrapped, with the "
-            f"parameters of model=."
+            f"param_groups[{number}] has {counted(len(others), 'parameter')} that this rank's part of the model does "
+            f"not have, the first of shape {list(others[0].shape)}: make the optimizer after the model is wrapped, "
+            "with the parameters of model=."
         )
     return [names[id(parameter)] for parameter in parameters]
 

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from nxdpp.checkpoint.distributed.structured import encoded
+from nxdpp.counted import counted
 from nxdpp.ground.torch_names import LAST_RATES, SCHEDULERS
 
 _OF_GROUPS = ("base_lrs", "max_lrs", "min_lrs", "lr_lambdas", "base_values", LAST_RATES.name)
@@ -140,9 +141,9 @@ def check_rates(scheduler: Any, state: Mapping[str, Any], folder: object) -> Non
         # The last rates are overwritten by the next step.
         if path[-1] != LAST_RATES.name and isinstance(here, list) and len(here) != len(values):
             raise ValueError(
-                f"the scheduler of {folder} has {len(values)} values in {'.'.join(map(str, path))}, one for each "
-                f"parameter group, and this one has {len(here)}: give optimizer= too, or make the optimizer with the "
-                f"groups that were saved. Nothing was loaded."
+                f"the scheduler of {folder} has {counted(len(values), 'value')} in {'.'.join(map(str, path))}, one for "
+                f"each parameter group, and this one has {len(here)}: give optimizer= too, or make the optimizer with "
+                "the groups that were saved. Nothing was loaded."
             )
 
 

@@ -20,6 +20,7 @@ from nxdpp.agreement.together import from_all_ranks, together
 from nxdpp.checkpoint.distributed.model_state import ModelTensors, local_module_of, model_tensors, names_of
 from nxdpp.checkpoint.distributed.rectangles import PlaceInWhole, placement_of
 from nxdpp.checkpoint.huggingface.model_tensors import WrappedModel
+from nxdpp.counted import counted
 from nxdpp.devices.kinds import device_of
 from nxdpp.pipeline.local.half_loaded import check_whole
 from nxdpp.ranks import parallel_state
@@ -129,8 +130,8 @@ def _sources(names: Sequence[str], everyones: Sequence[Mapping[str, _Held]]) -> 
     missing = [name for name in dict.fromkeys(names) if name not in sources]
     if missing:
         raise ValueError(
-            f"{len(missing)} of the {len(set(names))} tensors of the model have values on no tensor group, the first "
-            f"of them {missing[0]}: call load_pretrained(model, DIRECTORY) or model.materialise()."
+            f"{counted(len(missing), 'tensor of the model has', 'tensors of the model have')} values on no tensor "
+            f"group ({missing[0]} is the first): call load_pretrained(model, DIRECTORY) or model.materialise()."
         )
     return sources
 

@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 import torch
 
+from nxdpp.counted import counted
+
 PIECE_BYTES = 8 << 20
 SMALL_BYTES = 1 << 20
 """A checksum of fewer bytes takes less time than another thread needs to begin."""
@@ -54,7 +56,7 @@ def printable(text: object, longest: int = _LONGEST) -> str:
     whole = str(text)
     start = whole[:longest]
     shown = start if start.isprintable() else start.encode("unicode_escape").decode()
-    return shown if len(whole) <= longest else f"{shown}... ({len(whole):,} characters)"
+    return shown if len(whole) <= longest else f"{shown}... ({counted(len(whole), 'character')})"
 
 
 def listed(names: Sequence[str], shown: int = 10) -> str:

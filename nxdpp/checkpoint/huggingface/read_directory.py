@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 from nxdpp.checkpoint.distributed.ranks import Exchange
 from nxdpp.checkpoint.files.pieces import printable
 from nxdpp.checkpoint.files.safetensors_reader import OpenFile, StoredTensor, read_header
+from nxdpp.counted import counted
 from nxdpp.ranks import parallel_state
 from nxdpp.ranks.wire_form import packed, unpacked
 
@@ -231,8 +232,8 @@ def _tensors_of_shards(index: Path) -> dict[str, StoredTensor]:
         absent = [tensor for tensor, file in files.items() if file == name and tensor not in found]
         if absent:
             raise ValueError(
-                f"{path} lacks {len(absent)} tensors that {index.name} lists, the first of them "
-                f"{printable(absent[0])}. They are not from one checkpoint: copy or download both again."
+                f"{path} lacks {counted(len(absent), 'tensor')} of {index.name} ({printable(absent[0])} is the first). "
+                f"They are not from one checkpoint: copy or download both again."
             )
         tensors |= found
     return tensors

@@ -141,7 +141,7 @@ class NewCheckpoint:
 def finish_replacement(directory: Path, folder: Path) -> None:
     """Give the index that ``config.json`` of ``directory`` names its usual name; also for a save that was killed.
 
-    Files are made in ``folder``. Nothing is done for a configuration that names no index of ours.
+    Files are made in ``folder``. Nothing is done for a configuration that names no index that nxdpp has written.
     """
     fields = _fields(directory / CONFIG_FILE)
     name = fields.pop(WEIGHTS_FIELD, None) if isinstance(fields, dict) else None

@@ -25,6 +25,7 @@ from nxdpp.checkpoint.huggingface.model_tensors import (
     tied_names_of,
 )
 from nxdpp.checkpoint.huggingface.write_directory import SavedDirectory, Shard, plan_shards, start_save
+from nxdpp.counted import counted
 from nxdpp.devices.kinds import readable
 from nxdpp.gradients.shards.local_tensors import is_sharded, local_rows
 from nxdpp.pipeline.local.elsewhere_tensors import is_frozen_of_torchao
@@ -172,8 +173,9 @@ def _check_can_be_saved(model: WrappedModel) -> None:
     on_meta = [name for name, tensor in local.items() if tensor.is_meta]
     if on_meta:
         raise ValueError(
-            f"{len(on_meta)} of the {len(local)} tensors of this rank are on the meta device and have no values to "
-            f"save, the first of them {on_meta[0]}: call load_pretrained(model, DIRECTORY) or model.materialise()."
+            f"{counted(len(on_meta), 'tensor of this rank is', 'tensors of this rank are')} on the meta device, "
+            f"without values to save ({on_meta[0]} is the first): call load_pretrained(model, DIRECTORY) or "
+            "model.materialise()."
         )
 
 

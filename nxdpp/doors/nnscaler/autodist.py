@@ -5,6 +5,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+from nxdpp.counted import counted
 from nxdpp.devices.memory import device_memory
 from nxdpp.doors.nnscaler.compute_config import ComputeConfig, is_whole
 from nxdpp.doors.nnscaler.policy_graph import PolicyGraph, default_scheduler, known_schedule
@@ -120,7 +121,7 @@ class _LayoutSearch:
             try:
                 found = self._predicted(tensor, pipeline)
             except ValueError as error:
-                reasons.append(f"{tensor} tensor-parallel and {pipeline} pipeline ranks: {error}")
+                reasons.append(f"{tensor} tensor-parallel and {counted(pipeline, 'pipeline rank')}: {error}")
                 continue
             if best is None or found.step_seconds < best.step_seconds:
                 best = found

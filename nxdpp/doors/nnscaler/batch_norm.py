@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
+from nxdpp.counted import counted
 from nxdpp.ranks import parallel_state
 from nxdpp.ranks.group_values import extremes
 from nxdpp.tensor.mappings import copy_to_tensor_model_parallel_region, reduce_from_tensor_model_parallel_region
@@ -73,8 +74,8 @@ def refuse_other_numbers(norms: list[nn.Module], samples: int) -> None:
         (fewest,), (most,) = extremes([samples], parallel_state.get_data_parallel_control_group())
         if fewest != most:
             raise RuntimeError(
-                f"a unit was given {fewest} samples and another {most}, and a BatchNorm2d counts each sample of all "
-                f"units together: give all units equally many, or set the batch norms to eval()"
+                f"a unit was given {counted(fewest, 'sample')} and another {most}, and a BatchNorm2d counts each "
+                "sample of all units together: give all units equally many, or set the batch norms to eval()"
             )
 
 

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, Protocol
 
+from nxdpp.counted import counted
+
 if TYPE_CHECKING:
     from torch import distributed
 
@@ -145,7 +147,7 @@ class ComputeConfig:
         group = parallel_state.get_data_parallel_group()
         ranks = distributed.get_process_group_ranks(group)
         if len(ranks) != self.units:
-            raise RuntimeError(f"the job has {len(ranks)} units, and this ComputeConfig {self.units}")
+            raise RuntimeError(f"the job has {counted(len(ranks), 'unit')}, and this ComputeConfig {self.units}")
         return ranks, group
 
     def check_end2end(self) -> None:

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from nxdpp.counted import counted
+
 
 def check_forward(module: type[nn.Module], dummy_forward_args: Any, is_end2end: bool) -> None:
     """Verify the arguments of ``module.forward`` and the names in ``dummy_forward_args``.
@@ -99,9 +101,11 @@ def check_samples(samples: Sequence[Any], needed: int | None, is_dummy_batch: Se
         raise ValueError("samples is empty: give at least one sample")
     if needed is not None and len(samples) != needed:
         raise ValueError(
-            f"{len(samples)} samples were given, and a step of this pipeline takes {needed} (pipeline_nmicros)"
+            f"{counted(len(samples), 'sample was', 'samples were')} given, and a step of this pipeline takes {needed} "
+            "(pipeline_nmicros)"
         )
     if is_dummy_batch is not None and len(is_dummy_batch) != len(samples):
         raise ValueError(
-            f"is_dummy_batch has {len(is_dummy_batch)} values for {len(samples)} samples: give one for each"
+            f"is_dummy_batch has {counted(len(is_dummy_batch), 'value')} for {counted(len(samples), 'sample')}: give "
+            "one for each"
         )

@@ -6,6 +6,7 @@ from typing import Any, NoReturn
 
 from torch import nn
 
+from nxdpp.counted import counted
 from nxdpp.doors.nnscaler.compute_config import INFERENCE_SCHEDULERS, ComputeConfig, is_whole
 from nxdpp.doors.nnscaler.generic_plan import plan_for
 from nxdpp.doors.nnscaler.registered_functions import registered_functions
@@ -123,7 +124,7 @@ class PolicyGraph:
         """
         if layout.ranks != self.compute_config.plan_ngpus:
             raise ValueError(
-                f"the layout is for {layout.ranks} ranks, and plan_ngpus is {self.compute_config.plan_ngpus}"
+                f"the layout is for {counted(layout.ranks, 'rank')}, and plan_ngpus is {self.compute_config.plan_ngpus}"
             )
         if layout.pipeline > 1:
             scheduler = default_scheduler(self.compute_config)
@@ -206,7 +207,10 @@ class PolicyGraph:
     def _cuts_for(self, stages: int) -> tuple[str, ...]:
         if self._cuts is not None:
             if len(self._cuts) != stages - 1:
-                raise ValueError(f"{stages} stages need {stages - 1} cuts; the policy gives {len(self._cuts)}")
+                raise ValueError(
+                    f"{counted(stages, 'stage needs', 'stages need')} {counted(stages - 1, 'cut')}; the policy gives "
+                    f"{len(self._cuts)}"
+                )
             return self._cuts
         if stages == 1:
             return ()
@@ -283,25 +287,29 @@ def known_schedule(scheduler: str) -> str:
 def _schedule_of(
     compute_config: ComputeConfig, scheduler: str, ranks: int, stages: int, microbatches: int
 ) -> tuple[str, int]:
-    """Return the schedule and the number of stages a rank of ``scheduler``.
+    """Return the schedule and the number of stages per rank of ``scheduler``.
 
     Raises ``ValueError`` for a pipeline that ``compute_config`` or the schedule does not allow.
     """
     name = known_schedule(scheduler)
     compute_config.check_pipeline(stages, microbatches, scheduler)
     if stages % ranks:
-        raise ValueError(f"pipeline_nstages={stages} must be a multiple of the {ranks} ranks of the pipeline (pp_size)")
+        raise ValueError(
+            f"pipeline_nstages={stages} must be a multiple of the {counted(ranks, 'rank')} of the pipeline (pp_size)"
+        )
     chunks = stages // ranks
     if name == "interleaved" and chunks == 1:
         name = "1f1b"
     try:
         chosen = PipelineConfig(microbatches, chunks, name).choose_schedule(ranks)
     except ValueError as error:
-        raise ValueError(f"pipeline_scheduler={scheduler!r} with {stages} stages on {ranks} ranks: {error}") from error
+        raise ValueError(
+            f"pipeline_scheduler={scheduler!r} with {counted(stages, 'stage')} on {counted(ranks, 'rank')}: {error}"
+        ) from error
     if chosen.placement.chunks != chunks:
         needed = chosen.placement.chunks * ranks
         raise ValueError(
-            f"pipeline_scheduler={scheduler!r} has {chosen.placement.chunks} stages a rank: give "
-            f"pipeline_nstages={needed} for {ranks} ranks, not {stages}"
+            f"pipeline_scheduler={scheduler!r} has {counted(chosen.placement.chunks, 'stage')} per rank: give "
+            f"pipeline_nstages={needed} for {counted(ranks, 'rank')}, not {stages}"
         )
     return name, chunks

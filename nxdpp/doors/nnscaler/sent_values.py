@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup
 from nxdpp.agreement.comparison import unequal
 from nxdpp.agreement.same_values import sample
 from nxdpp.agreement.together import from_all_ranks
+from nxdpp.counted import counted
 from nxdpp.ranks import parallel_state
 from nxdpp.ranks.faults.waits import Wait
 from nxdpp.ranks.group_values import broadcast_value
@@ -44,7 +45,7 @@ def take_first_values(module: nn.Module) -> None:
     if not differ:
         return
     warnings.warn(
-        f"the ranks gave modules with other values ({differ[0][0]} is the first of {len(differ)} tensors): "
+        f"the ranks gave modules with other values ({differ[0][0]} is the first of {counted(len(differ), 'tensor')}): "
         f"all take those of rank 0",
         stacklevel=4,
     )

@@ -17,6 +17,7 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
+from nxdpp.counted import counted
 from nxdpp.doors.nnscaler.compute_config import ComputeConfig
 from nxdpp.ranks import parallel_state
 
@@ -105,13 +106,15 @@ def initialize_units(compute_config: ComputeConfig, layout: UnitLayout) -> None:
     found = parallel_state.get_tensor_model_parallel_group(True), parallel_state.get_pipeline_model_parallel_group(True)
     if found != wanted:
         raise RuntimeError(
-            f"this parallel module needs units of {layout.tensor} tensor-parallel ranks and {layout.pipeline} pipeline "
-            f"ranks, and the ranks are divided into tensor groups {found[0]} and pipelines {found[1]}. Give all "
-            f"parallel modules of a job the same sizes, and call initialize_model_parallel with order={_ORDER}, or not "
-            f"at all"
+            f"this parallel module needs units of {counted(layout.tensor, 'tensor-parallel rank')} and "
+            f"{layout.pipeline} pipeline ranks, and the ranks are divided into tensor groups {found[0]} and pipelines "
+            f"{found[1]}. Give all parallel modules of a job the same sizes, and call initialize_model_parallel with "
+            f"order={_ORDER}, or not at all"
         )
 
 
 def _check_ranks(compute_config: ComputeConfig, ranks: int) -> None:
     if ranks != compute_config.ranks:
-        raise ValueError(f"the job has {ranks} ranks, and compute_config.runtime_ngpus is {compute_config.ranks}")
+        raise ValueError(
+            f"the job has {counted(ranks, 'rank')}, and compute_config.runtime_ngpus is {compute_config.ranks}"
+        )

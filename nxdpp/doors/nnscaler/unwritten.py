@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from nxdpp.counted import counted
 from nxdpp.ground.torch_names import VERSION
 
 _LOGGER = logging.getLogger(__name__)
@@ -53,8 +54,8 @@ class UnwrittenTensors:
                 "mark_non_persistent_buffers_inited()"
             )
         raise RuntimeError(
-            f"{buffers}{len(self._names)} parameters or buffers have no values ({min(self._names)} is the first): "
-            f"the module was made without them. {remedy}."
+            f"{buffers}{counted(len(self._names), 'parameter or buffer has', 'parameters or buffers have')} no values "
+            f"({min(self._names)} is the first): the module was made without them. {remedy}."
         )
 
     def take_loaded(self, state_dict: Mapping[str, Any], prefix: str) -> None:
@@ -82,8 +83,8 @@ class UnwrittenTensors:
         """
         if unwritten := sorted(self.unwritten()):
             raise RuntimeError(
-                f"{len(unwritten)} non-persistent buffers have no values yet ({unwritten[0]} is the first): write them "
-                f"before mark_non_persistent_buffers_inited()"
+                f"{counted(len(unwritten), 'non-persistent buffer has', 'non-persistent buffers have')} no values yet "
+                f"({unwritten[0]} is the first): write them before mark_non_persistent_buffers_inited()"
             )
         self._names -= self.unsaved
         self._written.clear()

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 from nxdpp.agreement.together import together
 from nxdpp.checkpoint.distributed.whole_state import gather_state_dict
+from nxdpp.counted import counted
 from nxdpp.doors.oslo.mpu import MPU
 from nxdpp.ground.torch_names import STORAGE_ADDRESS
 
@@ -112,8 +113,8 @@ def _read(model: PreTrainedModel, mpu: MPU, directory: Path) -> dict[str, torch.
     if different := [name for name in (*expected, *state) if (name in expected) != (name in state)]:
         where = "is missing in" if different[0] in expected else "is not this rank's, but is in"
         raise ValueError(
-            f"{len(different)} names differ between {path} and this rank's part of the model. {different[0]} {where} "
-            f"the file: initialize the same model with the sizes of the save"
+            f"{counted(len(different), 'name differs', 'names differ')} between {path} and this rank's part of the "
+            f"model. {different[0]} {where} the file: initialize the same model with the sizes of the save"
         )
     for name, tensor in expected.items():
         if state[name].shape != tensor.shape:

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from nxdpp.counted import counted
 from nxdpp.doors.local_modules import over_the_same_memory
 from nxdpp.ground.torch_names import BUFFERS, HOOKS, PARAMETERS
 
@@ -136,8 +137,8 @@ class Shadow:
         changed = [type(module).__name__ for module, hooks in self._modules[1:] if _hooks(module) != hooks]
         if changed:
             raise RuntimeError(
-                f"hooks of {len(changed)} modules, of a {changed[0]} first, were changed after oslo.initialize with a "
-                f"pipeline, which does not run them: register them before"
+                f"hooks of {counted(len(changed), 'module')}, of a {changed[0]} first, were changed after "
+                "oslo.initialize with a pipeline, which does not run them: register them before"
             )
 
     def _check_buffers(self) -> None:
@@ -145,9 +146,9 @@ class Shadow:
         if replaced:
             module, key = replaced[0]
             raise RuntimeError(
-                f"{len(replaced)} buffers of the model, {key} of a {type(module).__name__} first, were replaced after "
-                f"oslo.initialize with a pipeline, which would go on with the old ones: convert the model before, or "
-                f"write into the buffer in place"
+                f"{counted(len(replaced), 'buffer of the model was', 'buffers of the model were')} replaced after "
+                f"oslo.initialize ({key} of a {type(module).__name__} first) with a pipeline, which would go on with "
+                "the old ones: convert the model before, or write into the buffer in place"
             )
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from nxdpp.counted import counted
 from nxdpp.ground.torch_names import VERSION
 from nxdpp.pipeline.microbatches.token_budget import check_budget
 
@@ -37,9 +38,9 @@ class StepBatches:
         """Raise ``ValueError`` for a step that was left before its end; not collective."""
         if self._losses:
             raise ValueError(
-                f"a callback has ended an epoch, or the training, inside of an optimizer step, {len(self._losses)} "
-                f"batches before its end, and the gradients are those of all its batches. Set "
-                f"control.should_epoch_stop or should_training_stop in on_step_end."
+                f"a callback has ended an epoch, or the training, inside of an optimizer step, "
+                f"{counted(len(self._losses), 'batch')} before its end, and the gradients are those of all its "
+                "batches. Set control.should_epoch_stop or should_training_stop in on_step_end."
             )
 
     def loss_of(self, inputs: Any, run: Callable[[list[Any]], list[torch.Tensor]]) -> torch.Tensor:

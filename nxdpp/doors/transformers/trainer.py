@@ -211,9 +211,9 @@ class PipelineTrainer(SavingTrainer, EvaluatingTrainer, ControlledTrainer):
                 self.pipelined.pipeline.schedule.of(short * self._parts, train=True)
             except ValueError as error:
                 raise ValueError(
-                    f"an epoch has {steps_in_epoch} batches, and its last optimizer step {short} in place of "
-                    f"gradient_accumulation_steps={accumulated}: {error} Or choose gradient_accumulation_steps such "
-                    f"that it divides {steps_in_epoch}."
+                    f"the batches of an epoch, {steps_in_epoch}, are no multiple of gradient_accumulation_steps="
+                    f"{accumulated}, and its last optimizer step has {short}: {error} Or choose "
+                    f"gradient_accumulation_steps such that it divides {steps_in_epoch}."
                 ) from error
         return values
 

@@ -23,6 +23,7 @@ from peft.utils.other import AuxiliaryTrainingWrapper
 from torch.utils.data import DataLoader
 from trl import DPOTrainer
 
+from nxdpp.counted import counted
 from nxdpp.doors.transformers.evaluation import EvaluatingTrainer, Prediction, of_replicas
 from nxdpp.doors.transformers.pipelined_model import TrainerModel
 from nxdpp.doors.transformers.sharding import shard
@@ -256,7 +257,7 @@ class PipelineDPOTrainer(DPOTrainer, ScoredTrainer):  # type: ignore[misc]  # TR
         if not self.accelerator.even_batches and len(dataset) % step:
             raise ValueError(
                 f"precompute_ref_log_probs=True with even_batches=False needs full batches on all replicas: {name} has "
-                f"{len(dataset)} rows, no multiple of {step}."
+                f"{counted(len(dataset), 'row')}, no multiple of {step}."
             )
         loader = self.accelerator.prepare(DataLoader(dataset, batch_size, collate_fn=self.data_collator))
         batches = iter(loader)

@@ -22,7 +22,8 @@ from nxdpp.gradients.optimizer.sent_messages import refuse_messages, without_hoo
 
 LooksAt = Literal["element", "tensor", "all"]
 
-# Read in torch 2.9 to 2.15, transformers 5.24, bitsandbytes 0.50, pytorch-optimizer 4.1 and timm 1.0.31.
+# Read in torch 2.9 to 2.15, transformers 5.24, bitsandbytes 0.50, pytorch-optimizer 4.1 and timm 1.0.31. With these,
+# `python -m pytest -m sweep tests/gradients/optimizer/test_known_optimizers.py` tells which classes are missing.
 _KNOWN: Mapping[str, Mapping[str, str]] = {
     "torch": {
         "element": "Adadelta Adagrad Adam AdamW Adamax ASGD NAdam RAdam RMSprop Rprop SGD SparseAdam",

@@ -19,6 +19,7 @@ from torch import nn, optim
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
+from nxdpp.counted import counted
 from nxdpp.gradients.optimizer.known_optimizers import Unknown, is_declared, looked_at, names_of
 from nxdpp.gradients.optimizer.sent_messages import sends_messages, watch_next_step
 from nxdpp.gradients.shards.local_tensors import is_sharded, local_rows
@@ -126,10 +127,11 @@ def _not_known(kind: type[Optimizer], unknown: Unknown, shards: Sequence[nn.Para
 def _over_shards(kind: type[Optimizer], shards: Sequence[nn.Parameter]) -> str:
     parts, remedy = _kind_of_shards(shards)
     return (
-        f"{kind.__name__} computes the step of an element from other elements, and {len(shards)} parameters of a group "
-        f"are this rank's {parts} (the first has the shape {tuple(local_rows(shards[0]).shape)}): it would not be the "
-        f"step of the whole tensors. Take an optimizer that steps each element by itself: "
-        f"{names_of('torch', 'element')}, or a similar one. Or {remedy}."
+        f"{kind.__name__} computes the step of an element from other elements, and "
+        f"{counted(len(shards), 'parameter of a group is', 'parameters of a group are')} this rank's {parts} (the "
+        f"first has the shape {tuple(local_rows(shards[0]).shape)}): it would not be the step of the whole tensors. "
+        f"Take an optimizer that steps each element by itself: {names_of('torch', 'element')}, or a similar one. Or "
+        f"{remedy}."
     )
 
 

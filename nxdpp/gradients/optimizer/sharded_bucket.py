@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 
+from nxdpp.counted import counted
 from nxdpp.devices.kinds import device_of
 from nxdpp.gradients.buckets import Combination, Hook, SentBucket, begin, cut, places_in, unpack
 from nxdpp.gradients.gradient_dtype import gradient_dtype, master_dtype, take_changes, zero_gradient
@@ -99,7 +100,7 @@ class Sharding:
         """Return the sharding over the data-parallel ranks, or over ``groups``, whose number must divide them."""
         replicas = parallel_state.get_data_parallel_size()
         if groups < 1 or replicas % groups:
-            raise ValueError(f"sharding_groups={groups} must divide the {replicas} data-parallel ranks.")
+            raise ValueError(f"sharding_groups={groups} must divide the {counted(replicas, 'data-parallel rank')}.")
         everyone = parallel_state.get_data_parallel_group() if replicas > 1 else None
         size, group = replicas // groups, everyone
         if groups > 1:

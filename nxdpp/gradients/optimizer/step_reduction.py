@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from nxdpp.counted import counted
 from nxdpp.gradients.buckets import Hook, send_all
 from nxdpp.gradients.gradient_norm import counted_share, total_norm
 from nxdpp.gradients.gradient_reducer import ReductionMarks
@@ -175,9 +176,9 @@ def _difference(smallest: ReplicaPosition, largest: ReplicaPosition) -> str:
         )
     if smallest.trainings != largest.trainings:
         return (
-            f"a data-parallel replica has made {smallest.trainings} training steps before step {smallest.step} of its "
-            f"Zero1Optimizer, and another {largest.trainings}: their gradients belong to different batches. Make each "
-            f"call of run_train and of step() on every rank."
+            f"a data-parallel replica has made {counted(smallest.trainings, 'training step')} before step "
+            f"{smallest.step} of its Zero1Optimizer, and another {largest.trainings}: their gradients belong to "
+            "different batches. Make each call of run_train and of step() on every rank."
         )
     return (
         "the data-parallel replicas have different options in the groups of their Zero1Optimizer, such as lr, or "

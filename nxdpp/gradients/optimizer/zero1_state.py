@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim import Optimizer
 
+from nxdpp.counted import counted
 from nxdpp.gradients.optimizer.sharded_bucket import Member, ShardedBucket, ShardedPiece, Sharding
 
 _SAME_PARAMETERS = (
@@ -86,8 +87,8 @@ def check_state(
     present = [len(group["params"]) for group in groups]
     if len(expected) != len(state_dict["shards"]) or saved != present:
         raise ValueError(
-            f"the state has {len(state_dict['shards'])} shards in groups of {saved} parameters, and the "
-            f"optimizer {len(expected)} in groups of {present}: {_SAME_PARAMETERS}"
+            f"the state has {counted(len(state_dict['shards']), 'shard')} in groups of {saved} parameters, "
+            f"and the optimizer {len(expected)} in groups of {present}: {_SAME_PARAMETERS}"
         )
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from nxdpp.agreement.same_values import sample_and_sum
+from nxdpp.counted import counted
 from nxdpp.gradients.shards.local_tensors import local_rows
 
 # From torch 2.15 on: the dtype in which autograd itself adds up the gradients of a whole parameter.
@@ -81,10 +82,10 @@ class KeptGradients:
         left_out = [k for k in self._kept if id(k.of.sharded_param) in stepped and k.has_rows and not k.is_cleared()]
         if left_out:
             raise RuntimeError(
-                f"a step of {optimizer} would leave out the gradients of {len(left_out)} parameters of {self._name}, "
-                f"the first of shape {list(left_out[0].of.sharded_param.shape)}: the last run_train was in no_sync(), "
-                f"and no replica has reduced them. Run the last batch of an accumulation outside of no_sync(), or call "
-                f"zero_grad() to drop them."
+                f"a step of {optimizer} would leave out the gradients of {counted(len(left_out), 'parameter')} of "
+                f"{self._name}, the first of shape {list(left_out[0].of.sharded_param.shape)}: the last run_train was "
+                "in no_sync(), and no replica has reduced them. Run the last batch of an accumulation outside of "
+                "no_sync(), or call zero_grad() to drop them."
             )
 
     def check(self) -> None:

@@ -22,6 +22,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
+from nxdpp.counted import counted
 from nxdpp.gradients.held_hooks import count_hooks
 from nxdpp.gradients.shards.kept_gradients import GRADIENT_DTYPE, KeptGradients, drop_gradient
 from nxdpp.ground.torch_names import FSDP_GATHER, FSDP_GROUP, PARAMETERS, STORAGE_ADDRESS, VERSION
@@ -228,8 +229,8 @@ class ShardedUnit:
         late = [each for each in self.whole_trained() if each.grad is not None]
         if late:
             raise RuntimeError(
-                f"{len(late)} gradients of {self.name}, the first of shape {list(late[0].shape)}, came after its turn "
-                f"in the backward: {remedy}"
+                f"{counted(len(late), 'gradient')} of {self.name}, the first of shape {list(late[0].shape)}, came "
+                f"after its turn in the backward: {remedy}"
             )
 
     def finish(self) -> None:

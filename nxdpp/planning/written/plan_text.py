@@ -32,7 +32,7 @@ def sent_table(best: Sequence[Prediction]) -> list[str]:
 
 def columns(best: Sequence[Prediction]) -> Iterator[str]:
     """Yield sentences about the columns of ``layouts_table``."""
-    yield "layout: tensor x pipeline x data ranks. schedule: with its stages a rank, if several."
+    yield "layout: tensor x pipeline x data ranks. schedule: with its stages per rank, if several."
     yield "microbatches: number x samples of each. memory: of the rank with the most."
     yield "bubble: mean share of the schedule's time in which ranks wait"
     yield "with: c activation checkpointing, s sequence parallel, z1 ZeRO-1 (Zero1Optimizer)"

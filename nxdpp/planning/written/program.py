@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
+from nxdpp.counted import counted
 from nxdpp.planning.dtypes import dtype_named
 from nxdpp.planning.layout import describe
 from nxdpp.planning.plan import Plan
@@ -27,7 +28,7 @@ def program(plan: Plan, configuration: str) -> str:
     rows = plan.global_batch // layout.data
     return "\n".join(
         [
-            f'"""{plan.model} in {plan.dtype} on {plan.devices} devices, as nxdpp has planned it.',
+            f'"""{plan.model} in {plan.dtype} on {counted(plan.devices, "device")}, as nxdpp has planned it.',
             "",
             f"{describe(layout)}.",
             '"""',
@@ -45,7 +46,8 @@ def program(plan: Plan, configuration: str) -> str:
             *construction,
             *wrapping,
             "",
-            f"# Loop. A step takes {rows} samples of each replica: put your data in the place of the random ones.",
+            f"# Loop. A step takes {counted(rows, 'sample')} of each replica: put your data in the place of the random "
+            "ones.",
             "replica = parallel_state.get_data_parallel_rank()",
             "for step in range(10):",
             f"    random = torch.Generator().manual_seed(step * {layout.data} + replica)",

@@ -20,7 +20,7 @@ _WORDS = (
 
 def told(error: E) -> E:
     """Mark ``error`` as one that another rank has told this rank, and return it."""
-    error._nxdpp_is_told = True  # type: ignore[attr-defined]  # a mark of ours
+    error._nxdpp_is_told = True  # type: ignore[attr-defined]  # nxdpp's mark
     return error
 
 

@@ -96,7 +96,7 @@ def reported() -> Iterator[None]:
 
 
 def refuse_after_failure() -> None:
-    """Raise ``RuntimeError`` if a step or another collective call of this rank has failed; at the begin of each call.
+    """Raise ``RuntimeError`` if a step or another collective call of this rank has failed; at the start of each call.
 
     Other ranks may still wait in the failed call. A later call must not take their messages for its own. A fork of
     a rank is refused too: it has no connections of its own.

@@ -17,6 +17,7 @@ from types import TracebackType
 import torch
 from torch import nn
 
+from nxdpp.counted import counted
 from nxdpp.ranks.faults.board import board
 
 _RAN_BACKWARD = (
@@ -134,7 +135,8 @@ def fold(error: BaseException) -> None:
         folded = TracebackType(folded, trace.tb_frame, trace.tb_lasti, trace.tb_lineno)
     error.__traceback__ = folded
     # The place in the pipeline stays the last line.
-    notes = [f"nxdpp: {len(traces) - len(kept)} frames of nxdpp are left out of the traceback."]
+    left_out = counted(len(traces) - len(kept), "frame of nxdpp is", "frames of nxdpp are")
+    notes = [f"nxdpp: {left_out} left out of the traceback."]
     error.__notes__ = notes + getattr(error, "__notes__", [])
 
 

@@ -17,6 +17,7 @@ from types import TracebackType
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from nxdpp.counted import counted
 from nxdpp.ranks.faults.board import board
 
 _MOST_NAMES = 8
@@ -61,11 +62,12 @@ def names(ranks: Sequence[int]) -> str:
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     if len(ranks) > _MOST_NAMES or not ranks:
-        return f"{len(ranks)} ranks"
+        return counted(len(ranks), "rank")
     return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
 
 
 def first_names(ranks: Sequence[int]) -> str:
     """Names of ``ranks``, of many only the first and the number of the others."""
     more = len(ranks) - _MOST_NAMES
-    return names(ranks) if more <= 0 else f"ranks {', '.join(map(str, ranks[:_MOST_NAMES]))} and {more} others"
+    first = ", ".join(map(str, ranks[:_MOST_NAMES]))
+    return names(ranks) if more <= 0 else f"ranks {first} and {counted(more, 'other')}"

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import nn
 
+from nxdpp.counted import counted
 from nxdpp.ranks import parallel_state
 from nxdpp.tensor.pad import get_number_of_extra_heads
 
@@ -61,9 +62,9 @@ def check_heads(found: Mapping[str, nn.Module], chosen: Mapping[str, str]) -> No
                 styles = {inner.rpartition(".")[2]: chosen[inner] for inner in chosen if inner.startswith(f"{owner}.")}
                 padding = "give pad_heads=True, which adds heads of zeros, " if can_pad(found[owner], styles) else ""
                 raise ValueError(
-                    f"{name} has {heads} heads ({words}), which do not divide over {size} tensor-parallel ranks: "
-                    f"{padding}use a tensor-parallel size that divides {heads}, or leave {owner} whole by a plan= "
-                    f"without its modules"
+                    f"{name} has {counted(heads, 'head')} ({words}), which do not divide over {size} tensor-parallel "
+                    f"ranks: {padding}use a tensor-parallel size that divides {heads}, or leave {owner} whole by a "
+                    "plan= without its modules"
                 )
 
 

@@ -131,7 +131,7 @@ def divide_sequence(model: nn.Module, divided: DividedLayers) -> None:
         assert isinstance(row, RowLinear)
         row.sequence_parallel_enabled = True
         if row.bias is not None:
-            row.bias.sequence_parallel_enabled = True  # type: ignore[attr-defined]  # an attribute of ours on a tensor
+            row.bias.sequence_parallel_enabled = True  # type: ignore[attr-defined]  # nxdpp's own attribute of a tensor
     for name in divided.norms:
         mark_sequence_parallel(found[name])
     found[divided.layers[0]].register_forward_pre_hook(_scatter_hidden_states, with_kwargs=True)

@@ -59,7 +59,7 @@ def test_show_prints_layout_content_and_a_row_for_each_tensor(saved: Path, capsy
     assert _run("show", saved) == 0
     text = capsys.readouterr().out
     assert f"{saved / 'step_1'}: checkpoint 1, " in text
-    assert "saved by      1 tensor x 1 pipeline x 1 data, 1 ranks\n" in text
+    assert "saved by      1 tensor x 1 pipeline x 1 data, 1 rank\n" in text
     assert "model         LlamaForCausalLM\n" in text
     assert "tied          lm_head.weight is model.embed_tokens.weight\n" in text
     assert "optimizer     AdamW with exp_avg, exp_avg_sq, step\n" in text

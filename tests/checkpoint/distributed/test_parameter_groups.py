@@ -51,7 +51,7 @@ def test_an_option_that_json_cannot_hold_is_refused_with_its_place() -> None:
 def test_parameters_of_a_model_before_it_was_wrapped_are_refused() -> None:
     other = SGD([A, nn.Parameter(torch.zeros(2, 3))], lr=0.1)
     sentence = (
-        r"param_groups\[0\] has 1 parameters that .* shape \[2, 3\]: make the optimizer after the model is wrapped"
+        r"param_groups\[0\] has 1 parameter that .* shape \[2, 3\]: make the optimizer after the model is wrapped"
     )
     with pytest.raises(ValueError, match=sentence):
         groups_of(other, NAMES)

@@ -141,7 +141,7 @@ def normed_with_other_numbers(rank: int) -> None:
     model = parallelize(WithLoss(), {"x": batch(0, 0)}, recomputed, ComputeConfig(2, RANKS, use_end2end=True))
     assert isinstance(model, ParallelModule)
     for step in (model.train_step, model.infer_step):
-        with pytest.raises(RuntimeError, match="given 1 samples and another 2, and a BatchNorm2d counts each sample"):
+        with pytest.raises(RuntimeError, match="given 1 sample and another 2, and a BatchNorm2d counts each sample"):
             step([batch(0, 0)] * (1 + rank // 2))
     model.train_step([batch(0, 0)] * 2)
     assert model.get_buffer("norm.num_batches_tracked") == 2

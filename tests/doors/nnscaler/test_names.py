@@ -1,4 +1,4 @@
-"""Every name, argument and default of nnScaler's page, and the page of ours that tells what becomes of each."""
+"""Every name, argument and default of nnScaler's page, and our page, which tells what becomes of each."""
 
 import dataclasses
 import inspect

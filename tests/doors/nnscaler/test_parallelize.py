@@ -165,7 +165,7 @@ def _parameters_without_values(rank: int) -> None:
         with pytest.raises(RuntimeError, match=r"buffers haven't been initialized. 1 .* no values .shift is the first"):
             model(X)
         assert not model.non_presistent_buffers_inited
-        with pytest.raises(RuntimeError, match=r"1 non-persistent buffers have no values yet .shift is the first.:"):
+        with pytest.raises(RuntimeError, match=r"1 non-persistent buffer has no values yet .shift is the first.:"):
             model.mark_non_persistent_buffers_inited()
         model.get_buffer("shift").fill_(1)
         model.mark_non_persistent_buffers_inited()

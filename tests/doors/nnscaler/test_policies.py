@@ -113,13 +113,13 @@ REFUSED: list[tuple[str, int, dict[str, Any], str]] = [
         "pp",
         2,
         {"pipeline_nmicros": 2, "pipeline_scheduler": "zb-v"},
-        "has 2 stages a rank: give pipeline_nstages=4 for 2 ranks, not 2",
+        "has 2 stages per rank: give pipeline_nstages=4 for 2 ranks, not 2",
     ),
     (
         "hybrid",
         2,
         {"pipeline_nmicros": 2, "pipeline_nstages": 4, "pp_size": 2},
-        "pipeline_scheduler='1f1b' with 4 stages on 2 ranks: 1f1b has 1 stage a rank, not 2.",
+        "pipeline_scheduler='1f1b' with 4 stages on 2 ranks: 1f1b has 1 stage per rank, not 2.",
     ),
     ("dp", 1, {"nmicros": 2}, "pas_config has nmicros, and policies have .*pipeline_nmicros.* Leave them out"),
 ]
@@ -273,7 +273,7 @@ def _thirds(graph: PolicyGraph, compute_config: ComputeConfig) -> PolicyGraph:
         (lambda graph, _: graph, "the policy uses 1 of plan_ngpus=2 ranks of a unit: divide the rest"),
         (_cut_alone, "the policy cuts the model and gives no schedule: call graph.schedule"),
         (_other_cut, "cut_after: head are no layers. The layers are blocks.0, blocks.1"),
-        (_two_cuts, "2 stages need 1 cuts; the policy gives 2"),
+        (_two_cuts, "2 stages need 1 cut; the policy gives 2"),
         (_thirds, "needs a divisor of plan_ngpus=2"),
     ],
 )

@@ -3,11 +3,7 @@
 The page leaves out models and data, and calls the third example's module by another name.
 """
 
-import os
-import runpy
 from collections.abc import Iterable
-from contextlib import chdir
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 import nxdpp.nnscaler as nnscaler
 from nxdpp import parallel_state
 from nxdpp.nnscaler import ComputeConfig
-from tests.doors.nnscaler.own_folders import VARIABLE, parallelize
+from tests.doors.nnscaler.own_folders import parallelize
 from tests.support.run_ranks import run_ranks
 
 TOKENS, WIDTH, RANKS = 16, 8, 4
@@ -173,8 +169,6 @@ def _examples(rank: int) -> None:
             parallel_state.destroy_model_parallel()
     _example_3(rank)
     parallel_state.destroy_model_parallel()
-    _example_of_our_page()
-    parallel_state.destroy_model_parallel()
     assert not dist.is_initialized()
 
 
@@ -238,20 +232,6 @@ def _example_3(rank: int) -> None:
         expected.append(losses[rank // 2])
     _assert_close(train(model, data), expected)
     _assert_close(infer(model, data[0]), [whole(each) for each in data[0]])
-
-
-def _example_of_our_page() -> None:
-    """The program of docs/nnscaler.md."""
-    page = (Path(__file__).parents[3] / "docs/nnscaler.md").read_text()
-    program = next(part.partition("```")[0] for part in page.split("```python\n")[1:] if "class Mlp" in part)
-    folder = Path(os.environ[VARIABLE]) / f"page {os.environ['RANK']}"
-    folder.mkdir(parents=True)
-    path = folder / "program.py"
-    path.write_text(program)
-    with chdir(folder):
-        values = runpy.run_path(str(path))
-    before, after = values["model"].infer_step([values["sample"](4 * values["unit"])] * 4)[0], values["losses"][0]
-    assert before < after
 
 
 def _assert_close(ours: Any, theirs: Any) -> None:

@@ -259,7 +259,7 @@ class TestWithoutAPipeline:
             model.train_step([])
         with pytest.raises(TypeError, match="samples must be a list with one value for each sample, not a dict"):
             model.train_step(sample(0))  # type: ignore[arg-type]
-        with pytest.raises(ValueError, match="is_dummy_batch has 1 values for 3 samples"):
+        with pytest.raises(ValueError, match="is_dummy_batch has 1 value for 3 samples"):
             model.train_step(samples_of(0), [True])
         only = loaded(made(), "dp", ComputeConfig(1, 1, use_end2end=True, inference_only=True))
         with pytest.raises(RuntimeError, match="leave inference_only out"):

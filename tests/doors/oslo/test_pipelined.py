@@ -139,7 +139,7 @@ def _check_gradients() -> None:
     with pytest.raises(RuntimeError, match="gradient_checkpointing_enable would not reach"):
         model.gradient_checkpointing_enable()
     handle = model.transformer.h[0].register_forward_hook(lambda *args: None)
-    with pytest.raises(RuntimeError, match="hooks of 1 modules, of a GPT2Block first"):
+    with pytest.raises(RuntimeError, match="hooks of 1 module, of a GPT2Block first"):
         model(**batch(2, replica))
     handle.remove()
 

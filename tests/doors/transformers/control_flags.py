@@ -55,7 +55,7 @@ def check_flags(rank: int, folder: Path) -> None:
         control.should_training_stop = True
 
     inside = _trainer(folder, _callback("on_substep_end", stop))
-    with pytest.raises(ValueError, match=r"inside of an optimizer step, 1 batches before its end.* in on_step_end"):
+    with pytest.raises(ValueError, match=r"inside of an optimizer step, 1 batch before its end.* in on_step_end"):
         inside.train()
 
     def stop_together(state: Any, control: Any) -> None:

@@ -15,7 +15,7 @@ from transformers.optimization import Adafactor
 
 from nxdpp import declare_optimizer
 from nxdpp.gradients.optimizer.fp32_adamw import AdamW_FP32OptimParams
-from nxdpp.gradients.optimizer.known_optimizers import Unknown, looked_at, names_of
+from nxdpp.gradients.optimizer.known_optimizers import _KNOWN, Unknown, looked_at, names_of
 from nxdpp.optimizer import Zero1Optimizer
 from tests.gradients.optimizer.optimizers import Lamb, Lion, Unlucky
 
@@ -104,6 +104,19 @@ def of_package(module: str, name: str) -> Any:
         Optimizer.__init__(self, params, {"lr": 1e-2, **options})
 
     return type(name, (Optimizer,), {"__module__": module, "__init__": __init__})
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("module", ["bitsandbytes.optim", "pytorch_optimizer", "timm.optim"])
+def test_no_public_class_of_a_package_is_missing(module: str) -> None:
+    """``pip install pytorch-optimizer timm torchvision``, then ``python -m pytest -m sweep`` with this file."""
+    kinds = vars(pytest.importorskip(module, exc_type=ImportError)).values()
+    package = module.partition(".")[0]
+    public = {each for each in kinds if isinstance(each, type) and issubclass(each, Optimizer)}
+    own = {each.__name__ for each in public if each.__module__.startswith(f"{package}.")}
+    known = {name for looks_at in _KNOWN[package] for name in names_of(package, looks_at).split(", ")}
+    assert len(own) > 20
+    assert not own - known
 
 
 @pytest.mark.parametrize(

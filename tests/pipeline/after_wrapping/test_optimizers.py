@@ -20,7 +20,7 @@ from nxdpp import NxDPPModel, declare_optimizer, fully_shard, parallel_state, te
 from nxdpp.gradients.optimizer.fp32_adamw import AdamW_FP32OptimParams
 from nxdpp.optimizer import Zero1Optimizer
 from tests.gradients.optimizer.optimizers import Lamb, Lion, Sam, Unlucky
-from tests.pipeline.after_wrapping.scripts import PipelinedTraining, Plain, Script, Training, compare
+from tests.pipeline.after_wrapping.scripts import WIDTH, PipelinedTraining, Plain, Script, Training, compare
 from tests.support.run_ranks import run_ranks
 
 BY_ELEMENT = "Adadelta, Adagrad, Adam, AdamW, Adamax, ASGD, NAdam, RAdam, RMSprop, Rprop, SGD, SparseAdam"
@@ -36,6 +36,20 @@ def muon(training: Training) -> None:
         others.step()
         matrices.zero_grad()
         others.zero_grad()
+
+
+def wide() -> nn.Module:
+    """A model with 4,096 elements in each matrix of a layer, from which on bitsandbytes has states of 8 bits."""
+    model = Plain()
+    for layer in model.layers:
+        layer.linear = nn.Sequential(nn.Linear(WIDTH, 256), nn.Linear(256, WIDTH))
+    return model
+
+
+def eight_bits(training: Training) -> None:
+    optimizer = bitsandbytes.optim.AdamW8bit(training.wrapped.parameters(), lr=1e-2)
+    training.steps(3, optimizer)
+    assert torch.uint8 in {each.dtype for state in optimizer.state.values() for each in state.values() if each.ndim}
 
 
 def by(make: Callable[[Any], optim.Optimizer]) -> Script:
@@ -194,6 +208,8 @@ def group_added_later(training: Training) -> None:
 
 SCRIPTS: dict[str, tuple[Callable[[], nn.Module], Script]] = {
     "Adafactor": (Plain, by(lambda given: optim.Adafactor(given, lr=1e-2))),
+    "Adagrad": (Plain, by(lambda given: optim.Adagrad(given, lr=1e-2))),
+    "AdamW8bit": (wide, eight_bits),
     "Muon": (Plain, muon),
     "Lion": (Plain, declared(Lion, "element")),
     "Lamb": (Plain, declared(Lamb, "tensor")),
@@ -240,23 +256,23 @@ def step(optimizer: optim.Optimizer) -> None:
     optimizer.step(lambda: 0.0)
 
 
-def divided(rank: int) -> tuple[list[float], list[float]]:
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+def divided(rank: int, stages: int) -> tuple[list[float], list[float]]:
+    parallel_state.initialize_model_parallel(2, stages)
     ids = torch.arange(24).view(4, 6)
-    model = NxDPPModel(tensor_parallelize(llama()), num_microbatches=2)
+    model = NxDPPModel(tensor_parallelize(llama()), num_microbatches=2, broadcast_and_average_loss=True)
     matrices = [each for each in model.parameters() if each.dim() == 2]
     norms = [each for each in model.parameters() if each.dim() == 1]
     model.run_train(input_ids=ids, labels=ids)
     kinds: tuple[Callable[..., optim.Optimizer], ...] = (optim.Muon, optim.Adafactor, optim.LBFGS)
     for make in kinds:
         text = (
-            rf"{make.__name__} computes the step of an element from other elements, and 16 parameters of a group are "
-            rf"this rank's parts of tensors that 2 tensor ranks divide \(the first has the shape \(16, 16\)\).*"
-            rf"{BY_ELEMENT}"
+            rf"{make.__name__} computes the step of an element from other elements, and {16 // stages} parameters of a "
+            rf"group are this rank's parts of tensors that 2 tensor ranks divide \(the first has the shape \(\d+, "
+            rf"16\)\).*{BY_ELEMENT}"
         )
         with pytest.raises(RuntimeError, match=text):
             step(make(matrices))
-    for make in (*kinds[1:], Lamb):
+    for make in (*kinds[1:], Lamb) if stages == 1 else ():
         step(make(norms, lr=0.0))
     text = r'^Lamb is not known, and .* parts of tensors that 2 tensor ranks divide: .*\(Lamb, looks_at="element"\)'
     with pytest.raises(RuntimeError, match=text):
@@ -283,8 +299,9 @@ def divided(rank: int) -> tuple[list[float], list[float]]:
     return losses, loop
 
 
-def test_over_tensor_ranks() -> None:
-    for losses, alone in run_ranks(2, divided):
+@pytest.mark.parametrize("stages", [1, 2])
+def test_over_tensor_ranks(stages: int) -> None:
+    for losses, alone in run_ranks(2 * stages, divided, stages):
         assert losses == pytest.approx(alone, abs=1e-6)
 
 

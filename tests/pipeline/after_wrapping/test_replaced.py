@@ -158,7 +158,7 @@ def test_an_old_optimizer_is_told_of_once() -> None:
     first, last = run_ranks(2, warned_of)
     assert not first
     (message,) = last
-    assert "AdamW, holds 1 parameters that the program has replaced in the model (head.weight is the first)" in message
+    assert "AdamW, holds 1 parameter that the program has replaced in the model (head.weight is the first)" in message
 
 
 def state_of_one_process(rank: int) -> list[str]:

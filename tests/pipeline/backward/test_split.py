@@ -392,7 +392,7 @@ def test_misuse_is_refused() -> None:
     backward = SplitBackward(BackwardAnalysis(), [get_gradient_edge(x)], [linear()(x)])
     with pytest.raises(RuntimeError, match="follows input_gradients"):
         backward.weight_gradients()
-    with pytest.raises(ValueError, match="1 roots need as many gradients, not 2"):
+    with pytest.raises(ValueError, match="1 root needs as many gradients, not 2"):
         backward.input_gradients([torch.ones(2, 4), torch.ones(2, 4)])
     backward.input_gradients([torch.ones(2, 4)])
     with pytest.raises(RuntimeError, match="computed already"):

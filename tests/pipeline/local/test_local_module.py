@@ -43,7 +43,7 @@ def test_replaced_parameters_keep_ties_and_attributes() -> None:
 def test_an_optimizer_of_replaced_parameters_is_refused_before_anything_changes() -> None:
     tree = _tree()
     optimizer = torch.optim.SGD(tree.parameters(), lr=0.1)
-    with pytest.raises(RuntimeError, match="SGD, holds 1 of the 1 parameters"):
+    with pytest.raises(RuntimeError, match="SGD, holds 1 of the 1 parameter"):
         tree.double()
     assert [parameter.dtype for parameter in tree.parameters()] == [torch.float32]
     del optimizer

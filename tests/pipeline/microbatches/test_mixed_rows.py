@@ -102,7 +102,7 @@ def test_the_first_step_tells_of_losses_that_mix_rows(ranks: int, name: str) -> 
     assert float(numbers[2]) == pytest.approx(loss, rel=1e-5, nan_ok=True)
     assert len(first) == 1 + (name == "batch norm")
     if name == "batch norm":
-        assert "1 batch norms are in training (2 is the first)" in first[0]
+        assert "1 batch norm is in training (2 is the first)" in first[0]
 
 
 def other_times(rank: int) -> list[str]:

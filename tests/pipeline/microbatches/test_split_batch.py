@@ -140,7 +140,7 @@ def test_inputs_of_other_first_dimensions_name_the_remedy() -> None:
     ("function", "kind", "message"),
     [
         (lambda inputs, number: inputs, TypeError, "list of dicts"),
-        (lambda inputs, number: [inputs], ValueError, "returned 1 microbatches; num_microbatches is 2"),
+        (lambda inputs, number: [inputs], ValueError, "returned 1 microbatch; num_microbatches is 2"),
         (lambda inputs, number: [{"x": object()}] * 2, TypeError, "input x is a object"),
     ],
 )

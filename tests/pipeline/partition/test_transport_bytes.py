@@ -36,7 +36,7 @@ def test_communicators_and_messages_count_on_cuda_alone() -> None:
 
     limit = 3 * COMMUNICATOR_BYTES
     assert len(cuts(limit, CPU)) == 1
-    with pytest.raises(ValueError, match=r"limit of 0\.293 GiB a rank: .* on rank \d, 0\.293 GiB for communicators"):
+    with pytest.raises(ValueError, match=r"limit of 0\.293 GiB per rank: .* on rank \d, 0\.293 GiB for communicators"):
         cuts(limit, CUDA)
     # The remedy: a higher limit.
     assert cuts(limit + 2**20, CUDA) == cuts(limit, CPU)

@@ -1,4 +1,4 @@
-"""Several stages a rank: microbatches in flight, memory after a step, order of messages."""
+"""Several stages per rank: microbatches in flight, memory after a step, order of messages."""
 
 import gc
 from collections import defaultdict

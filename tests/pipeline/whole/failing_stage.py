@@ -1,4 +1,4 @@
-"""A training script with two stages a rank, one of which fails in the second step."""
+"""A training script with two stages per rank, one of which fails in the second step."""
 
 import sys
 

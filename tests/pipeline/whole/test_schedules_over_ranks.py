@@ -268,7 +268,7 @@ def run_written(rank: int, folder: str) -> None:
     assert not listed or all(map(torch.equal, listed, losses))
     with pytest.raises(ValueError, match=r"this pipeline has .*'microbatches': 3"):
         wrap(make(Chain, 4), 3, schedule=WRITTEN)
-    with pytest.raises(ValueError, match="virtual_pipeline_size=3, but the schedule has up to 2 stages a rank"):
+    with pytest.raises(ValueError, match="virtual_pipeline_size=3, but the schedule has up to 2 stages per rank"):
         wrap(make(Chain, 4), 2, schedule=WRITTEN, virtual_pipeline_size=3)
     with pytest.raises(ValueError, match="3 transformer layers cannot be split over 4 pipeline stages"):
         wrap(make(Chain, 3), 2, schedule=WRITTEN)

@@ -11,7 +11,7 @@ from tests.support.run_ranks import run_ranks
 from tests.support.tensor_parallel_models import Model, ParallelLayer, ParallelModel
 
 LAYERS, VOCABULARY, MICROBATCHES = 4, 12, 3
-# Name of the schedule, stages a rank.
+# Name of the schedule, stages per rank.
 SCHEDULES = [("1f1b", 1), ("zb-h1", 1)]
 # With sequence parallelism, or without.
 CASES = [

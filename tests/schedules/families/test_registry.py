@@ -143,9 +143,9 @@ def test_one_chunk_is_the_family_without_chunks(name: str, plain: str) -> None:
 @pytest.mark.parametrize(
     ("name", "ranks", "microbatches", "chunks", "message"),
     [
-        ("1f1b", 4, 8, 2, "1f1b has 1 stage a rank, not 2"),
-        ("zb-v", 4, 8, 1, "zb-v has 2 stages a rank, not 1"),
-        ("interleaved", 4, 8, 0, "interleaved has 1 or more stages a rank, not 0"),
+        ("1f1b", 4, 8, 2, "1f1b has 1 stage per rank, not 2"),
+        ("zb-v", 4, 8, 1, "zb-v has 2 stages per rank, not 1"),
+        ("interleaved", 4, 8, 0, "interleaved has 1 or more stages per rank, not 0"),
         ("gpipe", 0, 8, None, "a pipeline has at least 1 rank, not 0"),
         ("gpipe", 4, 0, None, "a step has at least 1 microbatch, not 0"),
     ],

@@ -57,10 +57,10 @@ def check_transport(schedule: Schedule, placement: Placement | ListedPlacement, 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print that there is no deadlock, or the circle of waits. Returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tests.schedules.transport_model")
-    parser.add_argument("name", metavar="NAME", help="a family of schedules, or a CSV file of actions, one row a rank")
+    parser.add_argument("name", metavar="NAME", help="a family of schedules, or a CSV file with one row per rank")
     parser.add_argument("--ranks", type=int, metavar="N", default=4, help="ranks of a family's schedule (4)")
     parser.add_argument("--microbatches", type=int, metavar="N", default=8, help="microbatches of it (8)")
-    parser.add_argument("--virtual", type=int, metavar="N", help="chunks a rank of it (default of the family)")
+    parser.add_argument("--virtual", type=int, metavar="N", help="chunks per rank of it (default of the family)")
     parser.add_argument("--transport", choices=tuple(RULES), default="nccl", help="rules of the messages (nccl)")
     options = parser.parse_args(arguments)
     try:

@@ -108,5 +108,5 @@ class TestOneOfTwo:
         model = peft.get_peft_model(
             make("llama", num_key_value_heads=1), peft.LoraConfig(r=4, target_modules=["k_proj", "v_proj"])
         )
-        with pytest.raises(ValueError, match=r"k_proj\.base_layer has 1 heads .* do not divide over 2"):
+        with pytest.raises(ValueError, match=r"k_proj\.base_layer has 1 head .* do not divide over 2"):
             tensor_parallelize(model)

@@ -1,4 +1,4 @@
-"""Comparison of plans with one process, and the types whose plans have rules of ours."""
+"""Comparison of plans with one process, and the types whose plans have rules of their own."""
 
 import warnings
 from collections.abc import Callable

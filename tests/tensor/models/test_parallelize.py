@@ -108,7 +108,7 @@ class TestOneOfTwo:
 
     def test_heads_that_do_not_divide(self) -> None:
         model = make("llama", num_key_value_heads=1)
-        sentence = r"k_proj has 1 heads \(8 / head_dim=8\), which do not divide over 2 .*whole by a plan= without its"
+        sentence = r"k_proj has 1 head \(8 / head_dim=8\), which do not divide over 2 .*whole by a plan= without its"
         with pytest.raises(ValueError, match=sentence):
             tensor_parallelize(model)
         assert type(model.model.layers[0].self_attn.q_proj) is nn.Linear

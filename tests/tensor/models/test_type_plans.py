@@ -1,4 +1,4 @@
-"""All classes of the types with plans of ours, compared with one process."""
+"""All classes of the types whose plans ship with nxdpp, compared with one process."""
 
 import inspect
 from importlib import import_module

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from nxdpp.agreement.together import from_all_ranks, together
+from nxdpp.counted import counted
 from nxdpp.doors.nnscaler.cli.configs import CheckpointConfig
 from nxdpp.doors.nnscaler.state_dicts.deduped import deduped_state_dict, load_deduped_state_dict
 from nxdpp.doors.nnscaler.state_dicts.merged import load_merged_state_dict, load_sharded_state_dict, merge_state_dicts
@@ -101,8 +102,8 @@ def _read(trainer: Any) -> dict[str, Any] | None:
     ranks = sorted(int(each.stem) for each in path.glob("*.ckpt") if each.stem.isdigit())
     if ranks != list(range(trainer.world_size)):
         raise ValueError(
-            f"{path} has the files of ranks {ranks}, and this job has {trainer.world_size} ranks: merge the files by "
-            f"Trainer.merge_checkpoint(files, output), and give the output"
+            f"{path} has the files of ranks {ranks}, and this job has {counted(trainer.world_size, 'rank')}: merge the "
+            "files by Trainer.merge_checkpoint(files, output), and give the output"
         )
     return _load_file(path / f"{trainer.rank}.ckpt")
 

@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 
 from nxdpp.checkpoint.distributed.model_state import tied_in
 from nxdpp.checkpoint.distributed.rectangles import PlaceInWhole, placement_of
+from nxdpp.counted import counted
 from nxdpp.doors.nnscaler.compute_config import ComputeConfig
 from nxdpp.pipeline.local.own_save import state_of_all_names
 from nxdpp.tensor.padding import Range
@@ -76,7 +77,7 @@ def take_extra_state(state_dict: dict[str, Any], prefix: str, own: Mapping[str, 
     check_version(saved)
     if saved["state_names"] != own["state_names"]:
         raise ValueError(
-            f"the state dict is that of a module with {len(saved['state_names'])} tensors, and this one has "
+            f"the state dict is that of a module with {counted(len(saved['state_names']), 'tensor')}, and this one has "
             f"{len(own['state_names'])}, or others: build the module as before the save."
         )
     if saved["held"] != own["held"]:
@@ -146,9 +147,9 @@ def take_optimizer_extra_state(
         return taken
     if (saved["own"], saved["held"]) != (own["own"], own["held"]):
         raise ValueError(
-            f"the optimizer's state is that of rank {saved['rank']} with {len(saved['own'])} parameters, and rank "
-            f"{own['rank']} has {len(own['own'])}, or other parts: each rank loads what it has saved. For another plan "
-            f"call merge_state_dicts, and load_merged_state_dict."
+            f"the optimizer's state is that of rank {saved['rank']} with {counted(len(saved['own']), 'parameter')}, "
+            f"and rank {own['rank']} has {len(own['own'])}, or other parts: each rank loads what it has saved. For "
+            "another plan call merge_state_dicts, and load_merged_state_dict."
         )
     return taken
 
@@ -235,9 +236,8 @@ def _placements(tensors: Mapping[str, Any]) -> dict[str, Any]:
 
 def _sizes(extra: Mapping[str, Any]) -> str:
     config = extra["compute_config"]
-    return (
-        f"plan_ngpus={config['plan_ngpus']}, runtime_ngpus={config['runtime_ngpus']} and {len(extra['held'])} tensors"
-    )
+    held = counted(len(extra["held"]), "tensor")
+    return f"plan_ngpus={config['plan_ngpus']}, runtime_ngpus={config['runtime_ngpus']} and {held}"
 
 
 def _rank() -> int:

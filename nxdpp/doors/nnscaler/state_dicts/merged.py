@@ -8,6 +8,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from nxdpp.checkpoint.distributed.rectangles import PlaceInWhole
+from nxdpp.counted import counted
 from nxdpp.doors.nnscaler.state_dicts.extra_state import (
     EXTRA_STATE_KEY,
     check_names,
@@ -44,7 +45,9 @@ def merge_state_dicts(
     optimizers = sorted(optimizer_state_dicts, key=lambda state: _extra_of_optimizer(state)["rank"])
     ranks = [state[EXTRA_STATE_KEY]["rank"] for state in optimizers]
     if ranks != list(range(len(states))):
-        raise ValueError(f"the optimizer state dicts are those of ranks {ranks}, and the job has {len(states)} ranks")
+        raise ValueError(
+            f"the optimizer state dicts are those of ranks {ranks}, and the job has {counted(len(states), 'rank')}"
+        )
     return merged, merge_optimizers(optimizers)
 
 

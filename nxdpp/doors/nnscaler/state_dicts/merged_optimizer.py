@@ -17,6 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from nxdpp.checkpoint.distributed.rectangles import PlaceInWhole
+from nxdpp.counted import counted
 from nxdpp.doors.nnscaler.state_dicts.extra_state import (
     EXTRA_STATE_KEY,
     VERSION,
@@ -130,7 +131,7 @@ def _whole(name: str, key: str, pieces: Sequence[_Piece]) -> Any:
         return value
     values, lacking = joined(pieces)
     if lacking:
-        raise ValueError(f"{key} of {name} lacks {lacking} elements: give the state dicts of all ranks")
+        raise ValueError(f"{key} of {name} lacks {counted(lacking, 'element')}: give the state dicts of all ranks")
     return values.clone() if values is value else values
 
 
@@ -150,7 +151,9 @@ def _indices(extra: Mapping[str, Any], merged: Mapping[str, Any]) -> tuple[dict[
             raise ValueError("the optimizer's state is that of one rank: give what merge_state_dicts returned")
         names, masters = saved["merged"], saved["masters"]
     if len(names) != count:
-        raise ValueError(f"the optimizer's state is that of {count} parameters, and the module has {len(names)}")
+        raise ValueError(
+            f"the optimizer's state is that of {counted(count, 'parameter')}, and the module has {len(names)}"
+        )
     places = {name: index for index, name in enumerate(names)}
     for group in extra["tied"]:
         present = [places[name] for name in group if name in places]

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 
 import torch
 
+from nxdpp.counted import counted
+
 BACKENDS = ("trn1", "trn2")
 
 
@@ -46,8 +48,9 @@ class HeadOrder:
         if padded % copies or self.query_heads % self.kv_heads or self._group % (padded // copies):
             remedy = "" if self.pads or self.backend == "trn2" else ", or give --pad_attn_heads True"
             raise ValueError(
-                f"{self.query_heads} query heads do not divide over {self.kv_heads} key-value heads with "
-                f"--kv_size_multiplier {self.multiplier} on {self.ranks} tensor ranks. Choose numbers that do{remedy}."
+                f"{self.query_heads} query heads do not divide over {counted(self.kv_heads, 'key-value head')} with "
+                f"--kv_size_multiplier {self.multiplier} on {counted(self.ranks, 'tensor rank')}. Choose numbers that "
+                f"do{remedy}."
             )
         if padded % self.ranks or copies % self.ranks:
             raise ValueError(
