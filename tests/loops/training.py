@@ -44,6 +44,7 @@ class Training:
         self.doing = ""
         self.replicas = LAYOUTS[script.layout][2]
         # Over several stages or replicas layers draw from streams, and the program's generator moves once in a step.
+        # Replicas may evaluate as often as each likes: then it stays.
         self._has_streams = script.kind.draws == "torch's" and LAYOUTS[script.layout][1:] != (1, 1)
         self._batches = 0
         self._steps = 0
@@ -151,7 +152,8 @@ class Training:
                 if rows is None or self.script.mixes_rows:
                     parts = self.split(of_replica, self.script.microbatches)
                 losses[f"replica {replica}"] = torch.stack([self._loss(part) for part in parts]).mean()
-        self._end_streams()
+        if self.replicas == 1:
+            self._end_streams()
         self.note("evaluation", losses)
 
     def _loss(self, part: Mapping[str, torch.Tensor]) -> torch.Tensor:

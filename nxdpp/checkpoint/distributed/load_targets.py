@@ -97,7 +97,7 @@ class LoadTargets:
         self._add_made("user_content")
         # Tensors in it get their values later.
         self.user_content = decoded(self._content["user_content"], self._made)
-        self._add_random()
+        self._add_random(given.model)
 
     def take_over(self) -> None:
         """Give the objects their state, once all ranks have read."""
@@ -217,14 +217,14 @@ class LoadTargets:
         self._after.append(partial(_give_options, optimizer, options))
         return places
 
-    def _add_random(self) -> None:
+    def _add_random(self, model: nn.Module | None) -> None:
         saved = self._content["random"]
         if self._content["layout"] != layout():
             # Other ranks draw for other layers: their states have no meaning here.
             return
         name = f"random.{ranks.rank()}"
         self._add_made(name)
-        self._after.append(lambda: set_random_state(saved[ranks.rank()], self._made))
+        self._after.append(lambda: set_random_state(saved[ranks.rank()], self._made, model))
 
     def _add_made(self, part: str) -> None:
         """Read whole the tensors of a ``part`` into new memory."""

@@ -1,6 +1,7 @@
 """The program's random numbers are alike on all ranks, whatever the model draws, and equal to those of one process."""
 
 import itertools
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
+import nxdpp
 from nxdpp import NxDPPModel, parallel_state
 from tests.support.run_ranks import run_ranks
 
@@ -198,6 +200,51 @@ def test_the_rank_whose_generator_alone_has_moved_is_named() -> None:
         run_ranks(2, drawn_by_one_rank)
 
 
+class OnImages(nn.Module):
+    """A layer that draws for rows above 0 alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return functional.dropout(self.inner(rows), 0.5) if rows.sum() > 0 else self.inner(rows)
+
+
+def drawing_in_one_replica(rank: int, stages: int, steps: list[int], evaluates: bool) -> list[float]:
+    """Numbers of the script after each of four steps, in some of which the layers of the first replica alone draw."""
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=stages, hang_timeout=60)
+    torch.manual_seed(0)
+    model = NxDPPModel(
+        nn.Sequential(*(OnImages() for _ in range(stages))),
+        transformer_layer_cls=OnImages,
+        loss_fn=lambda output: output.square().mean(),
+        num_microbatches=2,
+    )
+    drawn = []
+    for number in range(4):
+        is_drawing = number in steps and parallel_state.get_data_parallel_rank() == 0
+        # Other rows are a step of another signature, which is new to one replica.
+        rows = torch.ones(8, 8) if is_drawing else -torch.ones(4, 8)
+        if not evaluates:
+            model.run_train(input=rows)
+        elif is_drawing:
+            model.run_eval(input=rows)
+        drawn.append(float(torch.rand(())))
+    return drawn
+
+
+@pytest.mark.parametrize("evaluates", [False, True], ids=["training", "evaluation of one replica"])
+@pytest.mark.parametrize("steps", [[0, 1], [2]], ids=["at first", "later"])
+@pytest.mark.parametrize(("ranks", "stages"), [(2, 1), (4, 2)])
+def test_generators_are_alike_where_one_replica_draws(
+    ranks: int, stages: int, steps: list[int], evaluates: bool
+) -> None:
+    first, *others = run_ranks(ranks, drawing_in_one_replica, stages, steps, evaluates)
+    assert all(drawn == first for drawn in others)
+    assert len({*first}) == 4
+
+
 class Later(nn.Module):
     """A layer that draws from its third call on."""
 
@@ -211,22 +258,57 @@ class Later(nn.Module):
         return rows if next(self.number) < 2 else functional.dropout(rows, 0.5)
 
 
-def drawing_later(rank: int) -> list[float]:
-    """Losses of four steps on the same rows, in the first of which no layer draws."""
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2, hang_timeout=60)
+def later(rank: int, stages: int) -> Any:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=stages, hang_timeout=60)
     torch.manual_seed(0)
-    model = NxDPPModel(
-        nn.Sequential(Later(), Later()),
+    return NxDPPModel(
+        nn.Sequential(*(Later() for _ in range(stages))),
         transformer_layer_cls=Later,
         loss_fn=lambda output: output.square().mean(),
         broadcast_and_average_loss=True,
     )
+
+
+def drawing_later(rank: int, stages: int) -> list[float]:
+    """Losses of steps on the same rows, in the first of which no layer draws."""
+    model = later(rank, stages)
     return [float(model.run_train(input=torch.ones(4, 8))) for _ in range(5)]
 
 
-def test_a_layer_that_begins_to_draw_later_has_other_numbers_in_each_step() -> None:
-    for losses in run_ranks(2, drawing_later):
+@pytest.mark.parametrize(("ranks", "stages"), LAYOUTS)
+def test_a_layer_that_begins_to_draw_later_has_other_numbers_in_each_step(ranks: int, stages: int) -> None:
+    for losses in run_ranks(ranks, drawing_later, stages):
         assert len({*losses[2:]}) == 3
+
+
+def resuming(rank: int, stages: int, folder: Path, first: int, last: int) -> list[tuple[float, float]]:
+    """Losses, and a number of the script after each step, of a training that is saved after its step 3 of 6."""
+    model = later(rank, stages)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if first:
+        for module in model.local_modules():
+            if isinstance(module, Later):
+                module.number = itertools.count(2)
+        nxdpp.load_checkpoint(folder, model=model, optimizer=optimizer)
+    seen = []
+    for number in range(first, last):
+        loss = float(model.run_train(input=torch.ones(4, 8)))
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append((loss, float(torch.rand(1)) if number != 3 else 0.0))
+        if not first and number == 2:
+            nxdpp.save_checkpoint(folder, "half", model, optimizer)
+    return seen
+
+
+@pytest.mark.parametrize(("ranks", "stages"), LAYOUTS)
+def test_a_training_whose_layers_begin_to_draw_later_resumes_to_the_bit(
+    ranks: int, stages: int, tmp_path: Path
+) -> None:
+    whole = run_ranks(ranks, resuming, stages, tmp_path, 0, 6)
+    rest = run_ranks(ranks, resuming, stages, tmp_path, 3, 6)
+    assert [seen[3:] for seen in whole] == rest
+    assert len({loss for loss, _ in whole[0]}) == 6
 
 
 def moves(rank: int) -> list[tuple[bool, bytes]]:
