@@ -280,9 +280,9 @@ class Pipeline(PipelineSteps):
         self._replicas.check_averaged()
         if self.config.grad_scaler is not None:
             self.config.grad_scaler.check_unscaled()
-        norm = clip_grad_norm(self.local_module.parameters(), max_norm, norm_type)
-        self._replicas.optimizers.clipping = float(max_norm), float(norm_type)
-        return norm
+        with board.call("clip_grad_norm"):
+            self._replicas.optimizers.note_clipping(float(max_norm), float(norm_type))
+            return clip_grad_norm(self.local_module.parameters(), max_norm, norm_type)
 
     def check_equal_replicas(self) -> None:
         """Raise ``RuntimeError`` for replicas with different parameters; collective over them."""
