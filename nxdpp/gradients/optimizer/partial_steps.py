@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from nxdpp.gradients.optimizer.known_optimizers import Unknown, is_declared, looked_at, names_of
-from nxdpp.gradients.optimizer.sent_messages import sends_messages, watch_next_step
+from nxdpp.gradients.optimizer.sent_messages import sends_messages, watch_steps
 from nxdpp.gradients.shards.local_tensors import is_sharded, local_rows
 from nxdpp.gradients.state_part import mark_states_of
 from nxdpp.gradients.step_hooks import run_before_steps
@@ -94,7 +94,7 @@ def _refuse_wrong(optimizer: Optimizer, groups: Sequence[dict[str, Any]]) -> Non
         if looks == "all" or (looks == "tensor" and of_group):
             raise RuntimeError(_over_shards(kind, of_group or shards) if shards else _over_stages(kind))
     if is_declared(kind):
-        watch_next_step(optimizer)
+        watch_steps(optimizer)
 
 
 def _refuse_without_rows(kind: type[Optimizer], group: dict[str, Any]) -> None:

@@ -165,41 +165,6 @@ def test_stages_and_replicas_draw_other_masks() -> None:
     assert not any(torch.equal(one, other) for one, other in itertools.combinations(drawn, 2))
 
 
-def moved(rank: int, step: int) -> None:
-    """Steps on drawn rows, before one of which rank 1 alone draws a number more."""
-    model = wrapped(2)
-    for number in range(step + 1):
-        if rank == 1 and number == step:
-            torch.rand(1)
-        rows = torch.rand(4, 8)
-        model.run_train(rows=rows, target=rows)
-
-
-@pytest.mark.parametrize(
-    ("step", "since"), [(0, "never alike on pipeline rank 0"), (3, "alike in step 3 of both ranks. Since then")]
-)
-def test_a_rank_that_alone_has_drawn_is_told_of_in_the_step_of_other_rows(step: int, since: str) -> None:
-    with pytest.raises(AssertionError) as caught:
-        run_ranks(2, moved, step)
-    error = str(caught.value)
-    assert "pipeline rank 1 (rank 1) was given other values of rows, target than pipeline rank 0 (rank 0)" in error
-    assert "a draw on some ranks only" in error
-    assert since in error
-
-
-def drawn_by_one_rank(rank: int) -> None:
-    """Steps on the same rows, before the third of which rank 1 alone draws other ones."""
-    model = wrapped(2, draws=False)
-    for number in range(3):
-        rows = torch.rand(4, 8) if rank == 1 and number == 2 else torch.ones(4, 8)
-        model.run_train(rows=rows, target=rows)
-
-
-def test_the_rank_whose_generator_alone_has_moved_is_named() -> None:
-    with pytest.raises(AssertionError, match=r"Since then only pipeline rank 1 \(rank 1\) has drawn from them"):
-        run_ranks(2, drawn_by_one_rank)
-
-
 class OnImages(nn.Module):
     """A layer that draws for rows above 0 alone."""
 
