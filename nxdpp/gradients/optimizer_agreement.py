@@ -54,6 +54,7 @@ class _RankOptimizers(NamedTuple):
     optimizers: list[_OptimizerFacts]
     clipping: tuple[float, float] | None = None
     is_trained: bool = True
+    dtype: torch.dtype = torch.float32
 
     @property
     def kinds(self) -> list[str]:
@@ -77,6 +78,7 @@ class OptimizerAgreement:
         self.clipping: tuple[float, float] | None = None
         self._steps = 0
         self._has_warned = False
+        self._widest = torch.float32
         # The number of groups of each optimizer when it was looked at, and whether it is one of this model.
         self._seen: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._first: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -114,23 +116,28 @@ class OptimizerAgreement:
         if not self._has_warned:
             self._has_warned = _warn_of_untrained(ranks)
 
-    def note_clipping(self, max_norm: float, norm_type: float) -> None:
+    def note_clipping(self, max_norm: float, norm_type: float, dtype: torch.dtype) -> torch.dtype:
         """Note a ``clip_grad_norm_`` before it changes gradients; the first one is collective over the model's ranks.
 
-        Raises ``RuntimeError`` on all of them for different numbers in the first call.
+        Returns the widest ``dtype`` of them in the first call, or of this rank. Raises ``RuntimeError`` on all of them
+        for different numbers in the first call.
         """
         is_first, self.clipping = self.clipping is None, (max_norm, norm_type)
         if is_first and dist.get_world_size() > 1:
-            ranks = self._everyones("comparison of numbers of clip_grad_norm_")
+            ranks = self._everyones("comparison of numbers of clip_grad_norm_", dtype=dtype)
             with failure_watch.reported():
                 for rank in ranks:
                     _refuse_other_clipping(ranks[0], rank)
+            self._widest = max((rank.dtype for rank in ranks), key=lambda each: each.itemsize)
+        return max(self._widest, dtype, key=lambda each: each.itemsize)
 
-    def _everyones(self, name: str, is_trained: bool = True) -> list[_RankOptimizers]:
+    def _everyones(
+        self, name: str, is_trained: bool = True, dtype: torch.dtype = torch.float32
+    ) -> list[_RankOptimizers]:
         """Return the facts of the model's ranks in the exchange ``name``; collective over them."""
         self._exchanges.begin(name)
         stage = parallel_state.get_pipeline_model_parallel_rank()
-        own = _RankOptimizers(dist.get_rank(), stage, self.rounds, self._facts(), self.clipping, is_trained)
+        own = _RankOptimizers(dist.get_rank(), stage, self.rounds, self._facts(), self.clipping, is_trained, dtype)
         with failure_watch.reported():
             return gathered(own, *(group for group in _groups() if dist.get_world_size(group) > 1))
 
