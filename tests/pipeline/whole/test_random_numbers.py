@@ -46,9 +46,9 @@ class Vae(nn.Module):
         return (rows - target).square().mean()
 
 
-def wrapped(stages: int, draws: bool = True) -> Any:
-    """A pipelined ``Vae`` with ``stages``, on a started world."""
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=stages, hang_timeout=60)
+def wrapped(stages: int, draws: bool = True, tensor: int = 1) -> Any:
+    """A pipelined ``Vae`` with ``stages``, on a started world with groups of ``tensor`` ranks."""
+    parallel_state.initialize_model_parallel(tensor, stages, hang_timeout=60)
     torch.manual_seed(0)
     return NxDPPModel(Vae(draws), transformer_layer_cls=Encoder, num_microbatches=2, broadcast_and_average_loss=True)
 
@@ -296,19 +296,20 @@ def test_generators_of_replicas_move_alike_where_a_layer_draws() -> None:
     assert [moved for moved, _ in first] == [True, False]
 
 
-def numbers_of_one_stage(rank: int) -> list[float]:
-    """Losses of a wrapped model in one process."""
-    model = wrapped(1)
+def numbers_of_one_stage(rank: int, tensor: int) -> list[float]:
+    """Losses of a wrapped model on one stage and one replica."""
+    model = wrapped(1, tensor=tensor)
     rows = torch.ones(4, 8)
     return [float(model.run_train(rows=rows, target=rows)) for _ in range(3)]
 
 
-def test_one_stage_draws_the_numbers_of_one_process() -> None:
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_one_stage_draws_the_numbers_of_one_process(ranks: int) -> None:
     torch.manual_seed(0)
     model, rows = Vae(draws=True), torch.ones(4, 8)
     expected = [sum(model(half, half).item() for half in rows.chunk(2)) / 2 for _ in range(3)]
-    (losses,) = run_ranks(1, numbers_of_one_stage)
-    assert losses == pytest.approx(expected, rel=1e-6)
+    for losses in run_ranks(ranks, numbers_of_one_stage, ranks):
+        assert losses == pytest.approx(expected, rel=1e-6)
 
 
 def tensor_ranks_apart(rank: int) -> None:
