@@ -30,6 +30,7 @@ from nxdpp.checkpoint.distributed.structured import decoded
 from nxdpp.checkpoint.files.pieces import listed
 from nxdpp.checkpoint.huggingface.model_tensors import WrappedModel
 from nxdpp.devices.kinds import readable
+from nxdpp.gradients.optimizer.partial_steps import mark_loaded
 from nxdpp.gradients.replaced_parameters import check_no_optimizer_holds
 from nxdpp.gradients.shards.local_tensors import is_sharded, local_rows
 from nxdpp.initialization.allocation import with_type_of
@@ -215,6 +216,7 @@ class LoadTargets:
                 f"requires_grad_(True) before the load. Nothing was loaded; strict=False leaves their state out."
             )
         self._after.append(partial(_give_options, optimizer, options))
+        self._after.append(partial(mark_loaded, optimizer))
         return places
 
     def _add_random(self, model: nn.Module | None) -> None:
