@@ -266,14 +266,14 @@ def test_optimizers_of_parts_on_some_ranks_are_refused_with_the_remedy(alternate
         run_ranks(2, train_parts, 2, alternately, False)
 
 
-def freeze_between(rank: int) -> Any:
+def freeze_between(rank: int, layout: str) -> Any:
     """Freeze a parameter after ``no_sync()``, which is refused, and as the message says."""
-    model = wrapped("replicas")
+    model = wrapped(layout)
     frozen: Any = next(iter(model.local_parameters()))
     with model.no_sync():
         step(model, 0)
     frozen.requires_grad_(False)
-    with pytest.raises(RuntimeError, match=r"1 parameters, the first of them model\.embed.* were frozen .*Freeze them"):
+    with pytest.raises(RuntimeError, match=r"1 parameters, the first of them model\..* were frozen .*Freeze them"):
         step(model, 1)
     frozen.grad = None
     step(model, 1)
@@ -287,9 +287,10 @@ def freeze_between(rank: int) -> Any:
     averaged: Any = frozen.grad
     own: torch.Tensor = averaged.clone()
     step(model, 2)
-    torch.distributed.all_reduce(own)
+    torch.distributed.all_reduce(own, group=parallel_state.get_data_parallel_group())
     return (own / 2 - averaged).abs().max().item()
 
 
-def test_replicas_refuse_a_parameter_that_is_frozen_between() -> None:
-    assert max(run_ranks(2, freeze_between)) < 1e-6
+@pytest.mark.parametrize("layout", ["replicas", "both"])
+def test_replicas_refuse_a_parameter_that_is_frozen_between(layout: str) -> None:
+    assert max(run_ranks(LAYOUTS[layout][0], freeze_between, layout)) < 1e-6
