@@ -236,10 +236,10 @@ class StepRunner:
             self._verifier = StepVerifier(parallel_state.get_pipeline_control_group())
         leaves_average = train and self._replicas.is_left_out
         begun = board.begun
-        self._stream = None
-        if self._place is not None:
-            kind = f"train={train}, training={step.graphs.cuts[0].training}"
-            self._stream = RandomStream(device_of(device), self._place, kind, self._streams)
+        kind = f"train={train}, training={step.graphs.cuts[0].training}"
+        self._stream = (
+            None if self._place is None else RandomStream(device_of(device), self._place, kind, self._streams)
+        )
         with failure_watch.reported():
             inputs = self._hasher.of_step(step.batch.compared, is_new)
             if self._has_tensor_ranks and parallel_state.get_pipeline_model_parallel_rank() == 0:

@@ -68,21 +68,25 @@ class RandomStream:
     Attributes:
         moves: whether the CPU's generator moves after a step of this kind; ``None`` in the first one.
         has_drawn: whether a generator has moved from ``begin`` to ``end``. It is known unless ``moves``.
-        compared: 64 bits that all ranks of a tensor group must have, whose layers may draw; 0 if none has drawn.
         digest: 64 bits, a hash of the generators of the program.
     """
 
+    has_drawn = False
+    _seeded = b"", b""
+
     def __init__(self, device: Device, place: tuple[int, int], kind: str, state: StreamState) -> None:
         self._device, self._place, self._kind, self._state = device, place, kind, state
-        self._seeded = b"", b""
         self._program = _cpu.get_state()
         # A lazy device draws in its graph, which a state set in each step would change.
         self._of_device = b"" if device.is_lazy else device.random_state()
         hashed = blake2b(self._program.numpy().data, digest_size=8, key=self._of_device[:64])
         self.digest = int.from_bytes(hashed.digest(), "little", signed=True)
         self.moves = state.moves.get(kind)
-        self.compared = self.digest if self.moves or state.unmoved else 0
-        self.has_drawn = False
+
+    @property
+    def compared(self) -> int:
+        """What all ranks of a tensor group must have, whose layers draw: ``digest``, or 0 if none has drawn so far."""
+        return self.digest if self.moves or self._state.unmoved else 0
 
     def begin(self) -> None:
         """Draw from the stream from now on."""
@@ -97,20 +101,22 @@ class RandomStream:
             if not self.moves:
                 of_device = self._device.random_state() if self._of_device else b""
                 self.has_drawn = (_cpu.get_state().numpy().tobytes(), of_device) != self._seeded
+                self._state.unmoved += self.has_drawn and self.moves is not None
         finally:
             _cpu.set_state(self._program)
             if self._of_device:
                 self._device.set_random_state(self._of_device)
-        if self.moves is not None:
-            self._move(self.moves)
+        if self.moves:
+            _move()
 
     def settle(self, moves: bool) -> None:
         """Decide, after the first step of a kind, whether the CPU's generator moves after those of this kind."""
         self._state.moves[self._kind] = moves
-        self._move(moves)
-
-    def _move(self, moves: bool) -> None:
         if moves:
-            torch.empty((), dtype=torch.int64, device="cpu").random_()
+            _move()
         else:
             self._state.unmoved += self.has_drawn
+
+
+def _move() -> None:
+    torch.empty((), dtype=torch.int64, device="cpu").random_()

@@ -1,5 +1,7 @@
 """Streams of a rank on a device with a generator of its own: that of the program is where the program left it."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -36,7 +38,7 @@ class Dropped(nn.Module):
         self.draws = draws
         self.drawn: list[float] = []
 
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+    def forward(self, rows: torch.Tensor) -> Any:
         if not self.draws:
             return self.inner(rows)
         mask = torch.rand(rows.shape, generator=OF_DEVICE)
