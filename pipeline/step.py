@@ -97,7 +97,7 @@ class StepRunner:
         if sizes != (1, 1):
             self._place = parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_data_parallel_rank()
         self._stream: RandomStream | None = None
-        self._streams = stream_state_of(part.module)
+        self._draws = stream_state_of(part.module)
         self._check_first = config.check_against_module is not None
         self._is_verified = False
         self._refused: str | None = None
@@ -237,9 +237,7 @@ class StepRunner:
         leaves_average = train and self._replicas.is_left_out
         begun = board.begun
         kind = f"train={train}, training={step.graphs.cuts[0].training}"
-        self._stream = (
-            None if self._place is None else RandomStream(device_of(device), self._place, kind, self._streams)
-        )
+        self._stream = None if self._place is None else RandomStream(device_of(device), self._place, kind, self._draws)
         with failure_watch.reported():
             inputs = self._hasher.of_step(step.batch.compared, is_new)
             if self._has_tensor_ranks and parallel_state.get_pipeline_model_parallel_rank() == 0:
