@@ -124,7 +124,7 @@ class OptimizerAgreement:
         """
         is_first, self.clipping = self.clipping is None, (max_norm, norm_type)
         if is_first and dist.get_world_size() > 1:
-            ranks = self._everyones("comparison of numbers of clip_grad_norm_", dtype=dtype)
+            ranks = self._everyones("comparison of clipping", dtype=dtype)
             with failure_watch.reported():
                 for rank in ranks:
                     _refuse_other_clipping(ranks[0], rank)
