@@ -47,6 +47,7 @@ HASHED = {
     "ids, mask, labels (64, 8192)": [(64, 8192)] * 3,
 }
 PIXELS = (8, 3, 224, 224)
+SAMPLED = (64, 3, 224, 224)
 REPEATS = 50
 
 
@@ -95,16 +96,22 @@ def _print_hashes() -> None:
         name: {str(i): torch.randint(1000, shape) for i, shape in enumerate(shapes)} for name, shapes in HASHED.items()
     }
     batches[f"floats {PIXELS}, where check_inputs asks"] = {"pixels": torch.rand(PIXELS)}
+    pixels = torch.rand(SAMPLED)
+    sampled = {"contiguous": pixels, "transposed": pixels.transpose(0, 1), "sliced": pixels[..., ::2]}
+    timed = [(name, batch, hash_seconds(batch, REPEATS)) for name, batch in batches.items()]
+    for form, tensor in sampled.items():
+        batch = {"pixels": tensor}
+        timed.append((f"a sample of floats {SAMPLED}, {form}", batch, hash_seconds(batch, REPEATS, "first")))
     rows = [
-        [name, f"{sum(t.nbytes for t in batch.values()) / 2**20:.2f}", f"{1e6 * hash_seconds(batch, REPEATS):.0f}"]
-        for name, batch in batches.items()
+        [name, f"{sum(t.nbytes for t in batch.values()) / 2**20:.2f}", f"{1e6 * seconds:.0f}"]
+        for name, batch, seconds in timed
     ]
     print(markdown_table(("inputs", "MiB", "median µs"), rows, left=("inputs",)))
 
 
-def hash_seconds(batch: dict[str, torch.Tensor], repeats: int) -> float:
-    """Median wall seconds of the hashes of a step's inputs on one rank; not collective."""
-    hasher = InputHasher("always")
+def hash_seconds(batch: dict[str, torch.Tensor], repeats: int, check_inputs: str = "always") -> float:
+    """Median wall seconds of the hashes of a later step's inputs on one rank; not collective."""
+    hasher = InputHasher(check_inputs)
     hasher.of_step([batch], is_first=True)
 
     def once() -> float:

@@ -376,9 +376,9 @@ class NxDPPModel(PipelineView, Generic[OnEveryRank, PerMicrobatch]):
         """Scale the gradients of the whole model so that their norm is ``max_norm`` at most; return the norm before.
 
         Collective over all ranks, between ``run_train`` and the optimizer's step. ``norm_type`` is the order of the
-        norm, above 0 or infinity. The norm is a float32 tensor without dimensions, equal on all ranks. It
-        equals, to rounding, what ``torch.nn.utils.clip_grad_norm_`` returns for the unwrapped model. On a wrapped model
-        torch's function would see only this rank's gradients.
+        norm, above 0 or infinity. The norm is a tensor without dimensions, equal on all ranks: float64 if the model has
+        gradients in float64, and float32 otherwise. It equals, to rounding, what ``torch.nn.utils.clip_grad_norm_``
+        returns for the unwrapped model. On a wrapped model torch's function would see only this rank's gradients.
 
         Raises:
             ValueError: for a ``max_norm`` or ``norm_type`` that is not above 0, and for sparse gradients.

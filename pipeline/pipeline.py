@@ -17,7 +17,7 @@ from torch import nn
 from nxdpp import upward
 from nxdpp.agreement.exchange import ReplicaExchanges
 from nxdpp.agreement.last_used import LastUsed
-from nxdpp.gradients.gradient_norm import clip_grad_norm
+from nxdpp.gradients.gradient_norm import clip_grad_norm, dtype_of_norm
 from nxdpp.gradients.mean_loss import mean_loss
 from nxdpp.gradients.overlapped_average import AverageReport
 from nxdpp.gradients.replica_gradients import ReplicaGradients
@@ -280,9 +280,11 @@ class Pipeline(PipelineSteps):
         self._replicas.check_averaged()
         if self.config.grad_scaler is not None:
             self.config.grad_scaler.check_unscaled()
-        norm = clip_grad_norm(self.local_module.parameters(), max_norm, norm_type)
-        self._replicas.optimizers.clipping = float(max_norm), float(norm_type)
-        return norm
+        with board.call("clip_grad_norm"):
+            parameters = list(self.local_module.parameters())
+            own = dtype_of_norm(each.grad for each in parameters if each.grad is not None)
+            dtype = self._replicas.optimizers.note_clipping(float(max_norm), float(norm_type), own)
+            return clip_grad_norm(parameters, max_norm, norm_type, dtype=dtype)
 
     def check_equal_replicas(self) -> None:
         """Raise ``RuntimeError`` for replicas with different parameters; collective over them."""

@@ -36,7 +36,7 @@ from nxdpp.ranks import current_state, parallel_state
 from nxdpp.ranks.faults import background_errors, failure_watch
 from nxdpp.ranks.faults.board import board
 from nxdpp.ranks.group_values import extremes
-from nxdpp.ranks.random_stream import RandomStream
+from nxdpp.ranks.random_stream import RandomStream, stream_state_of
 from nxdpp.tensor.sequence_parallel import StepGradients
 from nxdpp.tensor.tensor_copies import TensorCopies
 
@@ -93,9 +93,11 @@ class StepRunner:
         # One stage of one replica draws as one process does.
         sizes = parallel_state.get_pipeline_model_parallel_size(), parallel_state.get_data_parallel_size()
         self._place: tuple[int, int] | None = None
+        self._has_replicas = sizes[1] > 1
         if sizes != (1, 1):
             self._place = parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_data_parallel_rank()
         self._stream: RandomStream | None = None
+        self._draws = stream_state_of(part.module)
         self._check_first = config.check_against_module is not None
         self._is_verified = False
         self._refused: str | None = None
@@ -160,6 +162,8 @@ class StepRunner:
             self._replicas.finish()
             if shards is not None and not self._replicas.is_averaged:
                 shards.keep()
+            if self._stream is not None and self._stream.moves is None:
+                self._settle_draws(self._stream, train=True)
             return StepResult(step, values, self._last_rank, device)
 
     def evaluate(
@@ -181,6 +185,8 @@ class StepRunner:
             check_autocast(device, is_scaled=True)
             signature, digest, engine, _ = self._verify(step, device, train=False, everywhere=everywhere)
             _, values = self._run(step, signature, digest, engine, device)
+            if self._stream is not None and self._stream.moves is None:
+                self._settle_draws(self._stream, train=False)
             return StepResult(step, values, self._last_rank, device)
 
     @contextmanager
@@ -230,13 +236,14 @@ class StepRunner:
             self._verifier = StepVerifier(parallel_state.get_pipeline_control_group())
         leaves_average = train and self._replicas.is_left_out
         begun = board.begun
-        self._stream = None if self._place is None else RandomStream(device_of(device), self._place)
+        kind = f"train={train}, training={step.graphs.cuts[0].training}"
+        self._stream = None if self._place is None else RandomStream(device_of(device), self._place, kind, self._draws)
         with failure_watch.reported():
             inputs = self._hasher.of_step(step.batch.compared, is_new)
             if self._has_tensor_ranks and parallel_state.get_pipeline_model_parallel_rank() == 0:
                 group = parallel_state.get_tensor_control_group()
                 rounds = self._replicas.optimizers.rounds
-                drawn = self._stream.digest if self._stream is not None and engine is not None and engine.draws else 0
+                drawn = 0 if self._stream is None else self._stream.compared
                 verify_tensor_ranks(group, signature, inputs, begun["pipeline"], is_new, leaves_average, drawn, rounds)
             begun["world"] = self._verifier.check(
                 identity,
@@ -278,7 +285,11 @@ class StepRunner:
             if self._stream is None:
                 values = running.run(step.loss, watch)
             else:
-                values = self._run_drawing(self._stream, running, step, watch, is_first=engine is None)
+                try:
+                    self._stream.begin()
+                    values = running.run(step.loss, watch)
+                finally:
+                    self._stream.end()
         self.timer, self.digest = running.timer, digest
         if running.is_lazy:
             compiled = running.device.compiled()
@@ -289,17 +300,13 @@ class StepRunner:
         self._upkeep.note_verified()
         return running, values
 
-    def _run_drawing(
-        self, stream: RandomStream, running: Engine, step: PreparedStep, watch: Any, is_first: bool
-    ) -> list[list[Any]]:
-        """Run the actions with the random numbers of ``stream``; a first run tells all ranks whether a stage draws."""
-        try:
-            stream.begin()
-            values = running.run(step.loss, watch)
-            if is_first:
-                group = parallel_state.get_pipeline_control_group()
-                running.draws = bool(extremes([stream.has_drawn()], group)[1][0])
-        finally:
-            stream.end(running.draws)
-            self._stream = None
-        return values
+    def _settle_draws(self, stream: RandomStream, train: bool) -> None:
+        """Agree after the first step of a kind whether layers draw in such steps; collective over the model's ranks.
+
+        An evaluation is collective over those of its pipeline, since each replica may make its own.
+        """
+        with failure_watch.reported():
+            moves = bool(extremes([stream.has_drawn], parallel_state.get_pipeline_control_group())[1][0])
+        if self._has_replicas:
+            moves = train and self._replicas.is_in_any("comparison of random numbers", moves)
+        stream.settle(moves)

@@ -7,6 +7,7 @@ a copy for int64, and it is computed on the tensor's device::
     on another device       hash now, copy to the host   compared in the next step: no wait for the device
 """
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ SLOTS = 12
 _CHUNK = 2**20
 # Elements of a floating tensor that are hashed in each step.
 _SAMPLE = 64
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MULTIPLIER = 0x9E3779B97F4A7C15
 
 
@@ -170,14 +172,22 @@ def _sample_hash(value: Any) -> int | torch.Tensor:
     """A hash of about 64 elements of a tensor, evenly spread; of all of what is no tensor."""
     if not isinstance(value, torch.Tensor) or value.numel() <= _SAMPLE:
         return hash_of(value)
-    value, size = value.detach(), value.numel()
+    if value.is_complex():
+        value = torch.view_as_real(value.resolve_conj())
+    # Bits of the same size have any strides.
+    bits = value.detach().view(_BITS[value.element_size()])
+    picked = bits.take(_places(value.numel(), value.shape[-1], value.device)).to(torch.int64)
+    return _dot(picked, _table(picked.numel(), value.device))
+
+
+@functools.lru_cache(maxsize=256)
+def _places(size: int, last: int, device: torch.device) -> torch.Tensor:
+    """The places of the sampled elements among ``size``, in rows of ``last``."""
     distance = size // _SAMPLE
     # A multiple of the last size would take one column.
-    while math.gcd(distance, value.shape[-1]) > 1:
+    while math.gcd(distance, last) > 1:
         distance -= 1
-    if value.is_contiguous():
-        return hash_of(value.view(-1)[::distance])
-    return hash_of(value[torch.unravel_index(torch.arange(0, size, distance, device=value.device), value.shape)])
+    return torch.arange(0, size, distance, device=device)
 
 
 def _joined(hashes: Iterable[int | torch.Tensor]) -> int | torch.Tensor:

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from nxdpp.agreement.fingerprint import digest
+from nxdpp.agreement.input_hash import hash_of
 from nxdpp.agreement.plain_attributes import check_same_attributes
 from nxdpp.counted import counted
 from nxdpp.devices.kinds import readable
@@ -25,7 +26,6 @@ from nxdpp.ground.torch_names import VERSION
 _INITIAL_ELEMENTS = 16
 # Enough to notice a different seed or checkpoint at no cost. It does not verify that all elements are equal.
 ELEMENTS = 1024
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 _SEED = "Give torch.manual_seed the same seed on every rank of a pipeline, before the model is built and wrapped."
 Conversions = frozenset[tuple[str, str]]
@@ -240,14 +240,11 @@ def _shown(conversions: Conversions) -> str:
     return f"were converted {changes}" if changes else "were not converted"
 
 
-def sample_and_sum(tensor: torch.Tensor) -> bytes:
-    """A hash of a sample of a tensor and of the sum of its bits: a change of any element changes it, most likely."""
+def hash_of_all(tensor: torch.Tensor) -> bytes:
+    """A hash of all elements of a tensor and their order; none for a subclass that wraps other tensors."""
     if hasattr(tensor, "__tensor_flatten__"):
         return b""
-    values = readable(tensor.detach())
-    values = torch.view_as_real(values) if values.is_complex() else values
-    bits = values.contiguous().view(_INTEGERS[values.element_size()])
-    return digest(sample(tensor) + str(bits.sum(dtype=torch.int64).item()).encode())
+    return digest(str(int(hash_of(readable(tensor.detach())))).encode())
 
 
 def sample(tensor: torch.Tensor, elements: int = ELEMENTS) -> bytes:

@@ -53,7 +53,9 @@ All ranks of a pipeline take the same batch, and only data-parallel replicas tak
   a seed of each rank (seed + rank): seed by parallel_state.get_data_parallel_rank() in place of the rank.
   DataLoader(shuffle=True) without a seed: give it generator=torch.Generator().manual_seed(seed).
   DistributedSampler(dataset), which splits by ranks: use nxdpp.data_parallel_sampler(dataset).
-  a draw on some ranks only (if rank == 0: torch.rand(1)): draw on all, or from a torch.Generator of its own."""
+  a draw on some ranks only (if rank == 0: torch.rand(1)): draw on all, or from a torch.Generator of its own.
+  rows drawn by Python's random or numpy, without a seed or where a layer draws from them too: draw the rows from
+  random.Random(seed) or numpy.random.default_rng(seed)."""
 
 
 class StepIdentity(NamedTuple):

@@ -40,6 +40,7 @@ def clip_grad_norm(
     force_spmd: bool = True,
     *,
     error_if_nonfinite: bool = False,
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """Scale the gradients of the whole model in place so that their norm is ``max_norm`` at most; return the norm.
 
@@ -51,6 +52,7 @@ def clip_grad_norm(
         max_norm: largest norm, above 0. Infinity only measures.
         error_if_nonfinite: raise if the norm is NaN or infinite, on all ranks alike. The rank then waits for its
             device.
+        dtype: of the norm; that of the widest gradient of this rank by default.
 
     Returns:
         The norm before clipping, as ``get_grad_norm`` does.
@@ -62,7 +64,7 @@ def clip_grad_norm(
     if not float(max_norm) > 0:
         raise ValueError(f"max_norm must be above 0, not {max_norm!r}. float('inf') measures and does not clip.")
     trained = _trained(parameters)
-    norm = _norm_of("clip_grad_norm", trained, norm_type, zero1_optimizer, zero1_optimizer_groups)
+    norm = _norm_of("clip_grad_norm", trained, norm_type, zero1_optimizer, zero1_optimizer_groups, dtype)
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(
             f"the norm of the gradients of the whole model is {norm.item()}. Look for the layer or the loss that is "
@@ -98,7 +100,8 @@ def get_grad_norm(
             first rank for ``False``. Both give the same norm; it is added up in float64.
 
     Returns:
-        A float32 tensor without dimensions on the device of the gradients, equal on all ranks.
+        A tensor without dimensions on the device of the gradients, equal on all ranks: float64 where this rank has a
+        gradient in float64, as by torch, and float32 otherwise.
 
     Raises:
         ValueError: for an invalid ``norm_type``, for sparse gradients, for ``zero1_optimizer`` with parameters that are
@@ -120,6 +123,7 @@ def _norm_of(
     norm_type: float,
     zero1_optimizer: bool,
     zero1_optimizer_groups: Sequence[Sequence[int]] | None,
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     order = _checked_order(norm_type)
     parallel_state.refuse_in_debug(caller)
@@ -138,7 +142,7 @@ def _norm_of(
         _check_pieces(trained)
         groups.append(parallel_state.get_data_parallel_group())
     with board.call(caller), failure_watch.reported():
-        return total_norm(gradients, shares, order, groups)
+        return total_norm(gradients, shares, order, groups, dtype)
 
 
 def _check_pieces(trained: Sequence[torch.Tensor]) -> None:
@@ -176,15 +180,26 @@ def counted_share(parameter: torch.Tensor) -> float:
     return min(1.0, getattr(whole, "num_partitions", size) / size) / copies
 
 
+def dtype_of_norm(gradients: Iterable[torch.Tensor]) -> torch.dtype:
+    """Return the dtype of the norm of ``gradients``: that of torch, but not narrower than float32."""
+    is_wide = any(each.dtype in (torch.float64, torch.complex128) for each in gradients)
+    return torch.float64 if is_wide else torch.float32
+
+
 def total_norm(
-    gradients: Sequence[torch.Tensor], shares: Sequence[float], norm_type: float, groups: Sequence[ProcessGroup]
+    gradients: Sequence[torch.Tensor],
+    shares: Sequence[float],
+    norm_type: float,
+    groups: Sequence[ProcessGroup],
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """Return the norm of the gradients of all ranks of ``groups``, without a wait for the device.
 
     Collective over ``groups``, with one all-reduce of one number in each group of several ranks. Each rank that adds
     gradients is reached through one group after the other. The ``shares`` of a gradient over all ranks that have it sum
-    to 1.
+    to 1. ``dtype`` is that of the result, by default that of ``gradients``.
     """
+    dtype = dtype or dtype_of_norm(gradients)
     device = gradients[0].device if gradients else parallel_state.local_device()
     is_largest = norm_type == math.inf
     # In float64: the square of a large norm, or the tenth power of a small one, is out of float32's range.
@@ -193,12 +208,12 @@ def total_norm(
         # torch.maximum keeps NaN, as torch's norm does.
         total = torch.maximum(total, norms.amax()) if is_largest else total + norms.pow(norm_type).sum() * share
     if not is_largest:
-        return _over(groups, total, dist.ReduceOp.SUM).pow(1 / norm_type).float()
+        return _over(groups, total, dist.ReduceOp.SUM).pow(1 / norm_type).to(dtype)
     # gloo's maximum of NaN and a number may be the number: NaN goes along as a flag.
     largest, is_nan = _over(
         groups, torch.stack([total.nan_to_num(nan=0.0, posinf=math.inf), total.isnan()]), dist.ReduceOp.MAX
     )
-    return torch.where(is_nan > 0, math.nan, largest).float()
+    return torch.where(is_nan > 0, math.nan, largest).to(dtype)
 
 
 def _norms(

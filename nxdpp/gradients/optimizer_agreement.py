@@ -3,13 +3,14 @@
 ::
 
     steps      of this rank's optimizers      two numbers in messages that a training step sends anyway
-    options    in training steps 2, 4, 8 ...  gathered from all ranks of the model, with those of clip_grad_norm_
+    options    in training steps 1, 2, 4 ...  gathered from all ranks of the model, with those of clip_grad_norm_
 
 Ranks of one stage have the same groups. Groups of other stages may have options of their own (rates by layer). What
 they share is what the constructor was given for all groups (``defaults``), and how equal options change: a scheduler
 that only some ranks step makes them different.
 """
 
+import logging
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -25,10 +26,12 @@ from nxdpp.agreement.exchange import ReplicaExchanges
 from nxdpp.agreement.fingerprint import canonical
 from nxdpp.agreement.step_verifier import OF_A_PART, STEP_ON_ALL
 from nxdpp.counted import counted
-from nxdpp.gradients.replaced_parameters import holders
+from nxdpp.gradients.replaced_parameters import live_optimizers
 from nxdpp.gradients.step_hooks import run_before_steps_of
 from nxdpp.ranks import parallel_state
 from nxdpp.ranks.faults import failure_watch
+
+_logger = logging.getLogger(__name__)
 
 # How a step is computed, and names of one rank.
 _NO_OPTIONS = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
@@ -51,6 +54,8 @@ class _RankOptimizers(NamedTuple):
     rounds: int
     optimizers: list[_OptimizerFacts]
     clipping: tuple[float, float] | None = None
+    is_trained: bool = True
+    dtype: torch.dtype = torch.float32
 
     @property
     def kinds(self) -> list[str]:
@@ -73,6 +78,8 @@ class OptimizerAgreement:
         self.state = 0
         self.clipping: tuple[float, float] | None = None
         self._steps = 0
+        self._has_warned = False
+        self._widest = torch.float32
         # The number of groups of each optimizer when it was looked at, and whether it is one of this model.
         self._seen: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._first: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -94,19 +101,46 @@ class OptimizerAgreement:
         """
         self.state &= ~1
         self._steps += 1
-        if self._steps == 1 or self._steps & (self._steps - 1) or dist.get_world_size() == 1:
+        if self._steps & (self._steps - 1) or dist.get_world_size() == 1:
             return
         self._known = [reference for reference in self._known if reference() is not None]
-        if not self._known and any(parameter.requires_grad for parameter in self._module.parameters()):
-            # An optimizer that this rank has not stepped yet.
-            for optimizer, _ in holders(dict(self._module.named_parameters())):
-                self._is_new_one(optimizer, optimizer.param_groups)
+        is_trained = any(parameter.requires_grad for parameter in self._module.parameters())
+        if not self._known and is_trained:
+            # Those that this rank has not stepped yet; one whose constructor failed has no groups.
+            for optimizer in live_optimizers():
+                if groups := getattr(optimizer, "param_groups", []):
+                    self._is_new_one(optimizer, groups)
         self.state = 2 * len(self._known)
-        self._exchanges.begin("comparison of optimizers")
+        ranks = self._everyones("comparison of optimizers", is_trained)
         with failure_watch.reported():
-            stage = parallel_state.get_pipeline_model_parallel_rank()
-            own = _RankOptimizers(dist.get_rank(), stage, self.rounds, self._facts(), self.clipping)
-            _compare(gathered(own, *(group for group in _groups() if dist.get_world_size(group) > 1)))
+            _compare(ranks)
+        if not self._has_warned:
+            self._has_warned = _warn_of_untrained(ranks)
+
+    def note_clipping(self, max_norm: float, norm_type: float, dtype: torch.dtype) -> torch.dtype:
+        """Note a ``clip_grad_norm_`` before it changes gradients; the first one is collective over the model's ranks.
+
+        Returns the widest ``dtype`` of them in the first call, or of this rank. Raises ``RuntimeError`` on all of them
+        for different numbers in the first call.
+        """
+        is_first, self.clipping = self.clipping is None, (max_norm, norm_type)
+        if is_first and dist.get_world_size() > 1:
+            ranks = self._everyones("comparison of clipping", dtype=dtype)
+            with failure_watch.reported():
+                for rank in ranks:
+                    _refuse_other_clipping(ranks[0], rank)
+            self._widest = max((rank.dtype for rank in ranks), key=lambda each: each.itemsize)
+        return max(self._widest, dtype, key=lambda each: each.itemsize)
+
+    def _everyones(
+        self, name: str, is_trained: bool = True, dtype: torch.dtype = torch.float32
+    ) -> list[_RankOptimizers]:
+        """Return the facts of the model's ranks in the exchange ``name``; collective over them."""
+        self._exchanges.begin(name)
+        stage = parallel_state.get_pipeline_model_parallel_rank()
+        own = _RankOptimizers(dist.get_rank(), stage, self.rounds, self._facts(), self.clipping, is_trained, dtype)
+        with failure_watch.reported():
+            return gathered(own, *(group for group in _groups() if dist.get_world_size(group) > 1))
 
     def _alive(self) -> list[Optimizer]:
         return [optimizer for reference in self._known if (optimizer := reference()) is not None]
@@ -135,7 +169,8 @@ class OptimizerAgreement:
             first = self._first[optimizer]
             first.extend(now[len(first) :])
             kind = type(optimizer).__name__
-            facts.append(_OptimizerFacts(kind, _options(optimizer.defaults), list(zip(first, now, strict=False))))
+            defaults = _options(getattr(optimizer, "defaults", {}))
+            facts.append(_OptimizerFacts(kind, defaults, list(zip(first, now, strict=False))))
         return facts
 
 
@@ -163,8 +198,7 @@ def _compare(ranks: Sequence[_RankOptimizers]) -> None:
         _refuse_other_clipping(ranks[0], rank)
         # Ranks of one stage have equal groups; other stages have other parameters, and maybe none.
         of_stage = firsts.setdefault((rank.stage, *rank.kinds), rank)
-        # Before their first steps the ranks do not know those without parameters, and have lists of their own.
-        of_model = firsts.setdefault(tuple(rank.kinds), rank) if rank.rounds else of_stage
+        of_model = firsts.setdefault(tuple(rank.kinds), rank)
         for number, facts in enumerate(rank.optimizers):
             _refuse(facts.kind, of_model, rank, of_model.optimizers[number].defaults, facts.defaults, _CONSTRUCTOR)
             theirs = of_stage.optimizers[number].groups
@@ -207,6 +241,24 @@ def refuse_other_rounds(one: int, other: int) -> None:
             f"{max(one, other)} on another one with the same parameters, a data-parallel replica: they would go apart. "
             f"{STEP_ON_ALL}"
         )
+
+
+def _warn_of_untrained(ranks: Sequence[_RankOptimizers]) -> bool:
+    """Warn of stages whose parameters no optimizer steps, while one steps those of another stage."""
+    stepped = sorted({rank.stage for rank in ranks if rank.rounds})
+    without = sorted({rank.stage for rank in ranks if rank.is_trained} - {rank.stage for rank in ranks if rank.kinds})
+    if not stepped or not without:
+        return False
+    if dist.get_rank() == 0:
+        _logger.warning(
+            "no optimizer has parameters of pipeline rank %s, which require gradients and keep their values, and an "
+            "optimizer steps those of pipeline rank %s. Make the optimizer on every rank, from parameters() of the "
+            "wrapped model. If these layers are not to be trained, freeze them in the model that was wrapped: "
+            "requires_grad_(False).",
+            ", ".join(map(str, without)),
+            ", ".join(map(str, stepped)),
+        )
+    return True
 
 
 def _refuse_other_clipping(one: _RankOptimizers, other: _RankOptimizers) -> None:

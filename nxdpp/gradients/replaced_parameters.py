@@ -159,9 +159,23 @@ def parameters_of(optimizer: Optimizer) -> list[Any]:
     return [parameter for group in groups for parameter in group["params"]]
 
 
+def live_optimizers() -> list[Optimizer]:
+    """All optimizers of this process, in the order in which they were made."""
+    found = _optimizers()
+    if len(found) > 1:
+        # Also those that wait for the garbage collector.
+        del found
+        gc.collect()
+        found = _optimizers()
+    return found
+
+
+def _optimizers() -> list[Optimizer]:
+    # By type: the __class__ of a proxy object may run any code.
+    return [thing for thing in gc.get_objects() if issubclass(type(thing), Optimizer)]
+
+
 def _holders(parameters: Mapping[str, nn.Parameter]) -> list[tuple[Optimizer, list[str]]]:
     names = {id(parameter): name for name, parameter in parameters.items()}
-    # By type: the __class__ of a proxy object may run any code.
-    optimizers = [thing for thing in gc.get_objects() if issubclass(type(thing), Optimizer)]
-    held = [(o, [names[id(p)] for p in parameters_of(o) if id(p) in names]) for o in optimizers]
+    held = [(o, [names[id(p)] for p in parameters_of(o) if id(p) in names]) for o in _optimizers()]
     return [(optimizer, found) for optimizer, found in held if found]

@@ -119,6 +119,10 @@ class ReplicaGradients:
         """Raise ``RuntimeError`` for replicas with different parameters; collective over them."""
         self._compare(self._part.attribute_lines())
 
+    def is_in_any(self, name: str, value: bool) -> bool:
+        """Return whether ``value`` is true in one of the replicas; collective over them, in the exchange ``name``."""
+        return any(map(any, self._exchanges.gathered(name, [value])))
+
     def average(self) -> None:
         """Average ``.grad`` over the replicas; collective over them.
 

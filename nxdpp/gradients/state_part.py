@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
 from nxdpp.gradients.shards.local_tensors import is_sharded
 from nxdpp.ranks import parallel_state
@@ -35,6 +36,7 @@ OF_OPTIMIZER = (
     "optimizer, which any layout resumes (nxdpp.save_pretrained(model, directory) writes the weights alone). Or save "
     "dict(optimizer.state_dict()), beside model.local_state_dict(), in a file for each rank."
 )
+_marked = WeakIdKeyDictionary()
 _SAVES = ("save", "save_file", "save_model")
 # A save of safetensors lists the items in a function of its own.
 _DEPTH = 3
@@ -97,6 +99,9 @@ def is_divided(parameters: Iterable[torch.Tensor]) -> bool:
 
 def mark_states_of(optimizer: Optimizer) -> None:
     """Make ``optimizer.state_dict()`` return a part from now on."""
+    if optimizer in _marked:
+        return
+    _marked[optimizer] = True
     optimizer.register_state_dict_post_hook(part_of_optimizer)
 
 

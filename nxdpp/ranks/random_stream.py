@@ -6,21 +6,54 @@
     stream of a rank             dropout, a VAE's noise, in steps   other numbers on other stages and replicas
 
 In a step torch's generators of the CPU and of the rank's device are seeded by a hash of their states, of the pipeline
-rank and of the replica. Afterwards they are where the program left them. If a stage of the pipeline has drawn in the
-first such step, the CPU's moves by one number in each, so that the next one has other seeds; otherwise it stays, as in
-one process whose layers draw nothing. So one seed gives one training, a checkpoint needs no other state than the
-program's, and the ranks of a tensor group draw alike. A layer that draws first in a later step, or in one replica, is
-the exception: its rank counts these steps, in no checkpoint. With one stage and one replica the stage draws from the
-generators of the program, as in one process. Python's, NumPy's and those of devices other than CUDA are left to layers.
+rank and of the replica. Afterwards they are where the program left them. If a stage of any replica has drawn in the
+first step of a kind, the CPU's moves by one number in all of that kind, so that the next one has other seeds; otherwise
+it stays, as in one process whose layers draw nothing. Kinds are training and evaluation, with the model in training
+mode or not. So one seed gives one training, and the ranks of a tensor group draw alike.
+
+A layer that draws first in a later step moves no generator: ranks would have to tell each other in each step. Its rank
+counts such steps, which gives each its seed; a checkpoint has this count, and the kinds. So it is with evaluations over
+several replicas, of which each may make its own. With one stage and one replica the stage draws from the generators of
+the program, as in one process. Python's, NumPy's and those of devices other than CUDA are left to layers.
 """
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from hashlib import blake2b
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
+from torch import nn
 
 from nxdpp.devices.device import Device
 
 _cpu = torch.default_generator
+
+
+@dataclass
+class StreamState:
+    """What the streams of a model's later steps follow from, besides the generators; a checkpoint has it.
+
+    Attributes:
+        unmoved: the steps in which a stage of this rank drew, and the program's generators did not move.
+        moves: for each kind of step whether the CPU's generator moves after it, equal on all ranks.
+    """
+
+    unmoved: int = 0
+    moves: dict[str, bool] = field(default_factory=dict)
+
+    def load(self, saved: Mapping[str, Any]) -> None:
+        """Take over the fields of another state."""
+        self.unmoved, self.moves = saved["unmoved"], dict(saved["moves"])
+
+
+_states: WeakKeyDictionary[nn.Module, StreamState] = WeakKeyDictionary()
+
+
+def stream_state_of(module: nn.Module) -> StreamState:
+    """Return the state of the streams of the model of which a rank has ``module``."""
+    return _states.setdefault(module, StreamState())
 
 
 class RandomStream:
@@ -29,42 +62,61 @@ class RandomStream:
     Args:
         device: of the stages.
         place: the pipeline rank and the number of the replica.
+        kind: of the step, equal on all ranks.
+        state: of the model.
 
     Attributes:
+        moves: whether the CPU's generator moves after a step of this kind; ``None`` in the first one.
+        has_drawn: whether a generator has moved from ``begin`` to ``end``. It is known unless ``moves``.
         digest: 64 bits, a hash of the generators of the program.
     """
 
-    # Steps in which a stage of this rank was the first to draw: no other rank has moved its generator after them.
-    _unexpected = 0
+    has_drawn = False
+    _seeded = b"", b""
 
-    def __init__(self, device: Device, place: tuple[int, int]) -> None:
-        self._device, self._place = device, place
-        self._seeded = b"", b""
+    def __init__(self, device: Device, place: tuple[int, int], kind: str, state: StreamState) -> None:
+        self._device, self._place, self._kind, self._state = device, place, kind, state
         self._program = _cpu.get_state()
         # A lazy device draws in its graph, which a state set in each step would change.
         self._of_device = b"" if device.is_lazy else device.random_state()
         hashed = blake2b(self._program.numpy().data, digest_size=8, key=self._of_device[:64])
         self.digest = int.from_bytes(hashed.digest(), "little", signed=True)
+        self.moves = state.moves.get(kind)
+
+    @property
+    def compared(self) -> int:
+        """What all ranks of a tensor group must have, whose layers draw: ``digest``, or 0 if none has drawn so far."""
+        return self.digest if self.moves or self._state.unmoved else 0
 
     def begin(self) -> None:
         """Draw from the stream from now on."""
-        seed = hash((self.digest, RandomStream._unexpected, *self._place)) % 2**63
+        seed = hash((self.digest, self._state.unmoved, *self._place)) % 2**63
         self._seeded = _cpu.manual_seed(seed).get_state().numpy().tobytes(), self._device.seeded_state(seed)
         if self._of_device:
             self._device.set_random_state(self._seeded[1])
 
-    def has_drawn(self) -> bool:
-        """Return whether a generator has moved since ``begin``."""
-        of_device = self._device.random_state() if self._of_device else b""
-        return (_cpu.get_state().numpy().tobytes(), of_device) != self._seeded
-
-    def end(self, moves: bool) -> None:
-        """Draw from the generators of the program again; with ``moves`` that of the CPU moves by one number."""
+    def end(self) -> None:
+        """Draw from the generators of the program again."""
         try:
-            RandomStream._unexpected += not moves and self.has_drawn()
+            if not self.moves:
+                of_device = self._device.random_state() if self._of_device else b""
+                self.has_drawn = (_cpu.get_state().numpy().tobytes(), of_device) != self._seeded
+                self._state.unmoved += self.has_drawn and self.moves is not None
         finally:
             _cpu.set_state(self._program)
             if self._of_device:
                 self._device.set_random_state(self._of_device)
+        if self.moves:
+            _move()
+
+    def settle(self, moves: bool) -> None:
+        """Decide, after the first step of a kind, whether the CPU's generator moves after those of this kind."""
+        self._state.moves[self._kind] = moves
         if moves:
-            torch.empty((), dtype=torch.int64, device="cpu").random_()
+            _move()
+        else:
+            self._state.unmoved += self.has_drawn
+
+
+def _move() -> None:
+    torch.empty((), dtype=torch.int64, device="cpu").random_()

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from nxdpp.agreement.same_values import Copy, sample_and_sum
+from nxdpp.agreement.same_values import Copy, hash_of_all
 from nxdpp.devices.host_sends import Transfer
 from nxdpp.gradients.gradient_dtype import gradient_dtype
 from nxdpp.gradients.held_hooks import HeldHooks, count_hooks
@@ -236,7 +236,7 @@ class TiedWeights:
                 weight.name,
                 str(parameter.dtype),
                 tuple(parameter.shape),
-                sample_and_sum(local_rows(parameter)),
+                hash_of_all(local_rows(parameter)),
                 parameter.requires_grad,
                 _optimizers_of(parameter),
             )

@@ -101,7 +101,6 @@ class Engine:
         self._recorder = recorder
         self.device = device_of(config.device)
         self.is_lazy = self.device.is_lazy
-        self.draws = False
         self.timer = StepTimer(config.device)
         # By stage and form.
         self._channels_in: dict[tuple[int, int], dict[int, Channel]] = {}

@@ -7,6 +7,7 @@ import torch
 
 from nxdpp.agreement import input_hash
 from nxdpp.agreement.input_hash import SLOTS, InputHasher, InputHashes, hash_of
+from nxdpp.agreement.same_values import hash_of_all, sample
 
 DTYPES = [
     *(torch.bool, torch.uint8, torch.int16, torch.int32, torch.int64),
@@ -169,3 +170,12 @@ def test_a_device_computes_the_same_hash(count: int, monkeypatch: pytest.MonkeyP
     # As for words that are not on the CPU.
     monkeypatch.setattr(input_hash, "_dot", lambda words, table: (words * table[: words.numel()]).sum())
     assert int(hash_of(tensor)) == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
+def test_changes_that_cancel_in_a_sum_change_the_hash_of_all_elements(dtype: torch.dtype) -> None:
+    tensor = torch.arange(10_000).to(dtype)
+    swapped = tensor.clone()
+    swapped[[4, 5]] = tensor[[5, 4]]
+    assert sample(swapped) == sample(tensor)
+    assert hash_of_all(swapped) != hash_of_all(tensor) == hash_of_all(tensor.view(100, 100).t().clone().t())

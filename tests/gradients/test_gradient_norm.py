@@ -282,3 +282,39 @@ def test_one_collective_and_no_host_wait(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_process_alone_needs_an_initialization() -> None:
     with pytest.raises(RuntimeError, match="initialize_model_parallel"):
         clip_grad_norm([parameter(torch.ones(2))], 1.0)
+
+
+def wide(stages: int, is_frozen: bool) -> nn.Sequential:
+    """Float64 layers, one for each stage, of which the first may be frozen."""
+    torch.manual_seed(0)
+    module = nn.Sequential(*(nn.Linear(6, 6) for _ in range(stages))).double()
+    module[0].requires_grad_(not is_frozen)
+    return module
+
+
+def wide_norms(rank: int, stages: int) -> None:
+    """Clip the gradients of float64 models as torch does in one process."""
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=stages, backend="gloo")
+    rows = torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    for is_frozen, norm_type in product((False, True), NORM_TYPES):
+        whole = wide(stages, is_frozen)
+        whole(rows).square().mean().backward()
+        expected = nn.utils.clip_grad_norm_(whole.parameters(), 0.01, norm_type)
+        model = NxDPPModel(
+            wide(stages, is_frozen),
+            transformer_layer_cls=nn.Linear,
+            loss_fn=lambda output: output.square().mean(),
+            num_microbatches=2,
+        )
+        model.run_train(input=rows)
+        norm = model.clip_grad_norm_(0.01, norm_type)
+        assert norm.dtype == expected.dtype == torch.float64
+        torch.testing.assert_close(norm, expected, rtol=1e-12, atol=0)
+        own = dict(whole.named_parameters())
+        for name, each in model.local_named_parameters():
+            torch.testing.assert_close(each.grad, own[name].grad, rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+def test_a_float64_model_has_a_float64_norm(stages: int) -> None:
+    run_ranks(stages, wide_norms, stages)

@@ -1,5 +1,6 @@
 """Optimizers whose options differ between ranks, and that step on some ranks only."""
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -19,13 +20,14 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "replicas": (2, {}),
     "tensor": (2, {"tensor_model_parallel_size": 2}),
     "both": (4, {"pipeline_model_parallel_size": 2}),
+    "four stages": (4, {"pipeline_model_parallel_size": 4}),
 }
 
 
 def wrapped(layout: str) -> Any:
     parallel_state.initialize_model_parallel(**LAYOUTS[layout][1], backend="gloo", hang_timeout=60)
     torch.manual_seed(0)
-    bare: Any = llama(2)
+    bare: Any = llama(max(2, parallel_state.get_pipeline_model_parallel_size()))
     if layout == "tensor":
         bare = nxdpp.tensor_parallelize(bare)
     return NxDPPModel(bare, num_microbatches=2)
@@ -81,13 +83,19 @@ MISTAKES: dict[str, tuple[Make, When, When, dict[str, str]]] = {
         parts,
         on_rank_0,
         always,
-        {"stages": STAGE, "replicas": REPLICA.format(0, 1), "tensor": TENSOR, "both": "an optimizer has stepped"},
+        {
+            **dict.fromkeys(("stages", "four stages"), STAGE),
+            **{"replicas": REPLICA.format(0, 1), "tensor": TENSOR, "both": "an optimizer has stepped"},
+        },
     ),
     "a step left out": (
         parts,
         until_3,
         always,
-        {"stages": STAGE, "replicas": REPLICA.format(3, 4), "tensor": TENSOR, "both": "an optimizer has stepped"},
+        {
+            **dict.fromkeys(("stages", "four stages"), STAGE),
+            **{"replicas": REPLICA.format(3, 4), "tensor": TENSOR, "both": "an optimizer has stepped"},
+        },
     ),
 }
 
@@ -111,6 +119,26 @@ def test_a_mistake_of_one_rank_is_named(name: str, layout: str) -> None:
     make, steps, schedules, words = MISTAKES[name]
     with pytest.raises(AssertionError, match=words[layout]):
         run_ranks(LAYOUTS[layout][0], train, layout, make, steps, schedules)
+
+
+def train_once(rank: int, layout: str, make: Make, clips: bool) -> None:
+    """A training of one step; ``clips`` by other numbers on some ranks."""
+    model = wrapped(layout)
+    optimizer, _ = make(model, rank)
+    step(model, 0)
+    if clips:
+        model.clip_grad_norm_(0.5 if rank else 1.0)
+    optimizer.step()
+
+
+CLIPS = r"clip_grad_norm_ last had max_norm=0\.5, .*had max_norm=1, .*Clip on every rank, by the same numbers"
+
+
+@pytest.mark.parametrize(("make", "clips", "words"), [(other_rate, False, RATES), (parts, True, CLIPS)])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_other_numbers_are_refused_in_a_training_of_one_step(layout: str, make: Make, clips: bool, words: str) -> None:
+    with pytest.raises(AssertionError, match=words):
+        run_ranks(LAYOUTS[layout][0], train_once, layout, make, clips)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -143,10 +171,11 @@ def alike(rank: int) -> float:
     return 1.0
 
 
+ONE_REPLICA = r"is in clip_grad_norm \(.* and .* in run_train step 2 .* same calls in every data-parallel replica"
 CLIPPED: list[tuple[str, Callable[[int], float | None], str]] = [
     ("stages", half_on_others, r"had max_norm=0\.5, norm_type=2 on rank 1 .* had max_norm=1, norm_type=2 on rank 0"),
     ("both", half_on_others, r"had max_norm=0\.5, norm_type=2 on rank \d .* had max_norm=1, norm_type=2 on rank 0"),
-    ("both", in_the_first_replica, r"was never called on rank 1 .*had max_norm=1, .* Clip on every rank"),
+    ("both", in_the_first_replica, ONE_REPLICA),
 ]
 
 
@@ -167,9 +196,17 @@ def test_gradients_that_all_ranks_clip_alike_train(layout: str) -> None:
     run_ranks(LAYOUTS[layout][0], clip, layout, alike)
 
 
-def train_head_alone(rank: int) -> int:
-    """Train the last stage only: the other ranks have no optimizer, and so no step to make."""
-    model = wrapped("stages")
+def train_head_alone(rank: int, stages: int, freezes: bool) -> list[str]:
+    """Train the last stage only, and return the warnings: the other ranks have no optimizer, and so no step to make."""
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=stages, backend="gloo", hang_timeout=60)
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("nxdpp.gradients.optimizer_agreement").addHandler(handler)
+    bare: Any = llama(stages)
+    if freezes:
+        bare.model.requires_grad_(False)
+    model = NxDPPModel(bare, num_microbatches=2)
     own = [each for name, each in model.local_named_parameters() if "lm_head" in name]
     optimizer = torch.optim.SGD(own, lr=0.1) if own else None
     for number in range(STEPS):
@@ -177,11 +214,17 @@ def train_head_alone(rank: int) -> int:
         if optimizer is not None:
             optimizer.step()
         model.zero_grad()
-    return len(own)
+    return told
 
 
-def test_ranks_without_an_optimizer_have_no_step_to_make() -> None:
-    assert sorted(run_ranks(2, train_head_alone)) == [0, 1]
+@pytest.mark.parametrize(("stages", "untrained"), [(2, "0"), (4, "0, 1, 2")])
+def test_stages_that_no_optimizer_trains_are_named_once(stages: int, untrained: str) -> None:
+    (warning,), *others = run_ranks(stages, train_head_alone, stages, False)
+    assert f"no optimizer has parameters of pipeline rank {untrained}, which require gradients" in warning
+    assert f"an optimizer steps those of pipeline rank {stages - 1}. " in warning
+    assert "requires_grad_(False)" in warning
+    assert others == [[]] * (stages - 1)
+    assert run_ranks(stages, train_head_alone, stages, True) == [[]] * stages
 
 
 def train_parts(rank: int, pipeline: int, alternately: bool, everywhere: bool) -> int:
@@ -193,7 +236,8 @@ def train_parts(rank: int, pipeline: int, alternately: bool, everywhere: bool) -
     high: list[Any] = []
     for name, parameter in model.local_named_parameters():
         (low if "embed" in name or ".0." in name or ".1." in name else high).append(parameter)
-    made = [(low, 0.1), (high, 0.2)]
+    # Rates are compared in the first step, before steps are.
+    made = [(low, 0.1), (high, 0.2 if everywhere or not alternately else 0.1)]
     optimizers = [torch.optim.AdamW([{"params": own}], lr=rate) if own or everywhere else None for own, rate in made]
     for number in range(9):
         step(model, number)
@@ -222,14 +266,14 @@ def test_optimizers_of_parts_on_some_ranks_are_refused_with_the_remedy(alternate
         run_ranks(2, train_parts, 2, alternately, False)
 
 
-def freeze_between(rank: int) -> Any:
+def freeze_between(rank: int, layout: str) -> Any:
     """Freeze a parameter after ``no_sync()``, which is refused, and as the message says."""
-    model = wrapped("replicas")
+    model = wrapped(layout)
     frozen: Any = next(iter(model.local_parameters()))
     with model.no_sync():
         step(model, 0)
     frozen.requires_grad_(False)
-    with pytest.raises(RuntimeError, match=r"1 parameter was frozen .*\(model\.embed.* is the first\).*Freeze them"):
+    with pytest.raises(RuntimeError, match=r"1 parameter was frozen .*\(model\..* is the first\).*Freeze them"):
         step(model, 1)
     frozen.grad = None
     step(model, 1)
@@ -243,9 +287,10 @@ def freeze_between(rank: int) -> Any:
     averaged: Any = frozen.grad
     own: torch.Tensor = averaged.clone()
     step(model, 2)
-    torch.distributed.all_reduce(own)
+    torch.distributed.all_reduce(own, group=parallel_state.get_data_parallel_group())
     return (own / 2 - averaged).abs().max().item()
 
 
-def test_replicas_refuse_a_parameter_that_is_frozen_between() -> None:
-    assert max(run_ranks(2, freeze_between)) < 1e-6
+@pytest.mark.parametrize("layout", ["replicas", "both"])
+def test_replicas_refuse_a_parameter_that_is_frozen_between(layout: str) -> None:
+    assert max(run_ranks(LAYOUTS[layout][0], freeze_between, layout)) < 1e-6

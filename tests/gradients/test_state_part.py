@@ -81,6 +81,11 @@ def _remedies(rank: int, model: NxDPPModel, optimizer: torch.optim.Optimizer, fo
     optimizer.load_state_dict(read["optimizer"])
     nxdpp.save_checkpoint(folder, "last", model, optimizer)
     nxdpp.load_checkpoint(folder, "last", model, optimizer)
+    # A loaded state is a part before the first step too.
+    again = type(optimizer)(optimizer.param_groups[0]["params"])
+    nxdpp.load_checkpoint(folder, "last", model, again)
+    with pytest.raises(RuntimeError, match=r"optimizer\.state_dict\(\) has the state of"):
+        torch.save(again.state_dict(), io.BytesIO())
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

@@ -13,8 +13,8 @@ Numbers = Mapping[str, torch.Tensor | None]
 TOLERANCE = 1e-8
 """Of float64, as a share of the greatest value, or of 1. Tied weights, replicas and norms sum in a different order."""
 
-COARSE = {"Muon": 1e-2, "clip": 1e-5}
-"""Muon computes in bfloat16, in which a different order of a sum may be a different number. Norms have float32."""
+COARSE = {"Muon": 1e-2}
+"""Muon computes in bfloat16, in which a different order of a sum may be a different number."""
 
 
 @dataclass(frozen=True)

@@ -46,6 +46,7 @@ class Training:
         self.doing = ""
         self.replicas = LAYOUTS[script.layout][2]
         # Over several stages or replicas layers draw from streams, and the program's generator moves once in a step.
+        # Replicas may evaluate as often as each likes: then it stays.
         self._has_streams = script.kind.draws == "torch's" and LAYOUTS[script.layout][1:] != (1, 1)
         self._batches = 0
         self._steps = 0
@@ -147,7 +148,8 @@ class Training:
         values = self.next_batch() if rows is None else self.next_batch(rows * self.replicas)
         with torch.no_grad():
             losses = self.evaluation(values, rows is None or self.script.mixes_rows)
-        self._end_streams()
+        if self.replicas == 1:
+            self._end_streams()
         self.note("evaluation", losses)
 
     def evaluation(self, values: Mapping[str, torch.Tensor], is_split: bool) -> Numbers:

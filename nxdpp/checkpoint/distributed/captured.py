@@ -31,6 +31,7 @@ from nxdpp.devices.kinds import device_of, readable
 from nxdpp.gradients.shards.local_tensors import is_sharded, local_rows
 from nxdpp.pipeline.local.half_loaded import check_whole
 from nxdpp.ranks import parallel_state
+from nxdpp.ranks.random_stream import stream_state_of
 from nxdpp.tensor.random import get_xla_rng_tracker
 from nxdpp.tensor.tensor_attributes import param_is_not_tensor_parallel_duplicate
 
@@ -125,7 +126,7 @@ def captured(
     own.update(_own_share(replicated))
     if ranks.replica()[0] == 0:
         own.update(of_first)
-    result.random, states = random_state(f"random.{ranks.rank()}")
+    result.random, states = random_state(f"random.{ranks.rank()}", model)
     own.update({name: whole(tensor) for name, tensor in states.items()})
     if ranks.rank() == 0:
         result.configuration = None if model is None else configuration_of(model)
@@ -193,8 +194,8 @@ def _own_share(tensors: dict[str, TensorBlocks]) -> dict[str, TensorBlocks]:
     return {name: blocks for name, blocks in tensors.items() if chosen[name] == own}
 
 
-def random_state(prefix: str) -> tuple[Any, dict[str, torch.Tensor]]:
-    """Return the states as JSON, and its tensors under names that begin with ``prefix``."""
+def random_state(prefix: str, model: nn.Module | None) -> tuple[Any, dict[str, torch.Tensor]]:
+    """Return the states as JSON, those of the steps of ``model`` too, and its tensors under names with ``prefix``."""
     tensors: dict[str, torch.Tensor] = {}
     states = {
         "python": _python_state(),
@@ -202,11 +203,12 @@ def random_state(prefix: str) -> tuple[Any, dict[str, torch.Tensor]]:
         "torch": torch.get_rng_state(),
         "device": _device_state(),
         "tracker": get_xla_rng_tracker().get_states(),
+        "streams": None if model is None else vars(stream_state_of(local_module_of(model))),
     }
     return encoded(states, prefix, tensors), tensors
 
 
-def set_random_state(saved: Any, tensors: Mapping[str, torch.Tensor]) -> None:
+def set_random_state(saved: Any, tensors: Mapping[str, torch.Tensor], model: nn.Module | None) -> None:
     """Continue with the states of ``random_state``."""
     states = decoded(saved, tensors)
     version, numbers, following = states["python"]
@@ -214,6 +216,9 @@ def set_random_state(saved: Any, tensors: Mapping[str, torch.Tensor]) -> None:
     np.random.set_state(states["numpy"])
     torch.set_rng_state(states["torch"])
     get_xla_rng_tracker().set_states(states["tracker"])
+    # Older checkpoints have none.
+    if model is not None and states.get("streams"):
+        stream_state_of(local_module_of(model)).load(states["streams"])
     if parallel_state.model_parallel_is_initialized() and states["device"]:
         device_of(parallel_state.local_device()).set_random_state(states["device"])
 

@@ -30,6 +30,7 @@ from nxdpp.checkpoint.distributed.structured import decoded
 from nxdpp.checkpoint.files.pieces import listed
 from nxdpp.checkpoint.huggingface.model_tensors import WrappedModel
 from nxdpp.devices.kinds import readable
+from nxdpp.gradients.optimizer.partial_steps import mark_loaded
 from nxdpp.gradients.replaced_parameters import check_no_optimizer_holds
 from nxdpp.gradients.shards.local_tensors import is_sharded, local_rows
 from nxdpp.initialization.allocation import with_type_of
@@ -97,7 +98,7 @@ class LoadTargets:
         self._add_made("user_content")
         # Tensors in it get their values later.
         self.user_content = decoded(self._content["user_content"], self._made)
-        self._add_random()
+        self._add_random(given.model)
 
     def take_over(self) -> None:
         """Give the objects their state, once all ranks have read."""
@@ -215,16 +216,17 @@ class LoadTargets:
                 f"requires_grad_(True) before the load. Nothing was loaded; strict=False leaves their state out."
             )
         self._after.append(partial(_give_options, optimizer, options))
+        self._after.append(partial(mark_loaded, optimizer))
         return places
 
-    def _add_random(self) -> None:
+    def _add_random(self, model: nn.Module | None) -> None:
         saved = self._content["random"]
         if self._content["layout"] != layout():
             # Other ranks draw for other layers: their states have no meaning here.
             return
         name = f"random.{ranks.rank()}"
         self._add_made(name)
-        self._after.append(lambda: set_random_state(saved[ranks.rank()], self._made))
+        self._after.append(lambda: set_random_state(saved[ranks.rank()], self._made, model))
 
     def _add_made(self, part: str) -> None:
         """Read whole the tensors of a ``part`` into new memory."""

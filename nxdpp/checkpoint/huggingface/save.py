@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nxdpp.agreement.same_values import sample_and_sum
+from nxdpp.agreement.same_values import hash_of_all
 from nxdpp.agreement.together import from_all_ranks, together
 from nxdpp.checkpoint.distributed.whole_state import gather_tensors
 from nxdpp.checkpoint.files.checksummed_writer import check_dtype
@@ -127,7 +127,7 @@ def _copies(model: WrappedModel) -> dict[tuple[str, int, int], bytes]:
     local = _local_tensors(model)
     place = parallel_state.get_data_parallel_rank(), parallel_state.get_tensor_model_parallel_rank()
     firsts = [names[0] for names in tied_names_of(model)]
-    return {(name, *place): sample_and_sum(local_rows(local[name])) for name in firsts if name in local}
+    return {(name, *place): hash_of_all(local_rows(local[name])) for name in firsts if name in local}
 
 
 def _check_copies(of_ranks: Sequence[Mapping[tuple[str, int, int], bytes]], consequence: str) -> None:

@@ -21,7 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from nxdpp.counted import counted
 from nxdpp.gradients.optimizer.known_optimizers import Unknown, is_declared, looked_at, names_of
-from nxdpp.gradients.optimizer.sent_messages import sends_messages, watch_next_step
+from nxdpp.gradients.optimizer.sent_messages import sends_messages, watch_steps
 from nxdpp.gradients.shards.local_tensors import is_sharded, local_rows
 from nxdpp.gradients.state_part import mark_states_of
 from nxdpp.gradients.step_hooks import run_before_steps
@@ -51,17 +51,27 @@ def refuse_partial_step(optimizer: Optimizer) -> None:
     number = len(optimizer.param_groups)
     if _judged.get(optimizer) == number or not parallel_state.model_parallel_is_initialized():
         return
-    stages = parallel_state.get_pipeline_model_parallel_size()
-    staged = {id(parameter) for each in _stages for parameter in each()} if stages > 1 else set()
-    if any(_is_shard(p) or id(p) in staged for group in optimizer.param_groups for p in group["params"]):
+    if _is_of_part(optimizer):
         for each in (optimizer, *_wrappers(optimizer)):
             _refuse_wrong(each, optimizer.param_groups)
-        if optimizer not in _judged:
-            mark_states_of(optimizer)
+        mark_states_of(optimizer)
     for group in optimizer.param_groups:
         if any(map(is_sharded, group["params"])):
             _refuse_without_rows(type(optimizer), group)
     _judged[optimizer] = number
+
+
+def mark_loaded(optimizer: Optimizer) -> None:
+    """Make ``optimizer.state_dict()`` return a part, where the state that was loaded is one."""
+    if parallel_state.model_parallel_is_initialized() and _is_of_part(optimizer):
+        mark_states_of(optimizer)
+
+
+def _is_of_part(optimizer: Optimizer) -> bool:
+    """Return whether ``optimizer`` has parameters of a pipeline's stages, or shards."""
+    stages = parallel_state.get_pipeline_model_parallel_size()
+    staged = {id(parameter) for each in _stages for parameter in each()} if stages > 1 else set()
+    return any(_is_shard(p) or id(p) in staged for group in optimizer.param_groups for p in group["params"])
 
 
 def _is_shard(parameter: nn.Parameter) -> bool:
@@ -95,7 +105,7 @@ def _refuse_wrong(optimizer: Optimizer, groups: Sequence[dict[str, Any]]) -> Non
         if looks == "all" or (looks == "tensor" and of_group):
             raise RuntimeError(_over_shards(kind, of_group or shards) if shards else _over_stages(kind))
     if is_declared(kind):
-        watch_next_step(optimizer)
+        watch_steps(optimizer)
 
 
 def _refuse_without_rows(kind: type[Optimizer], group: dict[str, Any]) -> None:

@@ -73,7 +73,7 @@ class StepReduction:
         """Scale the reduced gradients so that their norm is ``max_norm`` at most; return the norm before.
 
         Collective over all ranks. Infinity only measures. Each element counts once: pieces of a group do not overlap.
-        Returns a float32 tensor of shape ().
+        Returns a tensor of shape (): float64 where this rank has pieces in float64, float32 otherwise.
         """
         self._follow()
         pieces = list(self._pieces())

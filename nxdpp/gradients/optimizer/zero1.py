@@ -20,7 +20,7 @@ from nxdpp.devices.kinds import device_of
 from nxdpp.gradients.buckets import Hook
 from nxdpp.gradients.gradient_dtype import accumulate_in
 from nxdpp.gradients.optimizer import zero1_checks
-from nxdpp.gradients.optimizer.sent_messages import watch_next_step
+from nxdpp.gradients.optimizer.sent_messages import watch_steps
 from nxdpp.gradients.optimizer.sharded_bucket import ShardedPiece, Sharding
 from nxdpp.gradients.optimizer.sharded_parameters import ShardedParameters
 from nxdpp.gradients.optimizer.step_reduction import ReplicaPosition, StepReduction, hash_of_options, present_anywhere
@@ -121,7 +121,7 @@ class Zero1Optimizer(Optimizer):
         self._sharded.add(self.param_groups)
         self.base_optimizer = optimizer_class(self._sharded.groups_of_pieces(self.param_groups), **optimizer_defaults)
         # Pieces at the same place of the lists of two replicas are different ones.
-        watch_next_step(self.base_optimizer)
+        watch_steps(self.base_optimizer)
         # The state belongs to the pieces.
         self.state = self.base_optimizer.state
         self._is_made = True

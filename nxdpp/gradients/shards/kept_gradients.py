@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from nxdpp.agreement.same_values import sample_and_sum
+from nxdpp.agreement.same_values import hash_of_all
 from nxdpp.counted import counted
 from nxdpp.gradients.shards.local_tensors import local_rows
 
@@ -46,9 +46,9 @@ class _KeptGradient:
         row = self.of.sharded_param
         if not row.requires_grad:
             return "a parameter", "frozen"
-        if row.grad is not self.gradient or sample_and_sum(local_rows(self.gradient)) != self.marked:
+        if row.grad is not self.gradient or hash_of_all(local_rows(self.gradient)) != self.marked:
             return "a gradient", "changed"
-        return ("a parameter", "changed") if sample_and_sum(local_rows(row)) != self.values else None
+        return ("a parameter", "changed") if hash_of_all(local_rows(row)) != self.values else None
 
 
 class KeptGradients:
@@ -74,7 +74,7 @@ class KeptGradients:
                 is_marked = not rows.any()
                 if is_marked:
                     rows.fill_(torch.finfo(rows.dtype).tiny)
-                values = sample_and_sum(local_rows(row)), sample_and_sum(rows)
+                values = hash_of_all(local_rows(row)), hash_of_all(rows)
                 self._kept.append(_KeptGradient(each, row.grad, is_marked, *values))
 
     def check_step(self, optimizer: str, stepped: Collection[int]) -> None:

@@ -29,9 +29,13 @@ def wrapped(seed: int = 0, **layout: Any) -> Any:
     return nxdpp.fully_shard(model)
 
 
+def ids_of(number: int, replica: int, rows: int = 4) -> torch.Tensor:
+    """The batch of a replica in a step."""
+    return torch.randint(0, VOCABULARY, (rows, 6), generator=torch.Generator().manual_seed(10 * number + replica))
+
+
 def step(model: Any, number: int, rows: int = 4) -> None:
-    generator = torch.Generator().manual_seed(10 * number + parallel_state.get_data_parallel_rank())
-    ids = torch.randint(0, VOCABULARY, (rows, 6), generator=generator)
+    ids = ids_of(number, parallel_state.get_data_parallel_rank(), rows)
     model.run_train(input_ids=ids, labels=ids)
 
 
@@ -57,13 +61,25 @@ def _freeze_one(model: Any) -> None:
 
 
 def _freeze_layer(model: Any) -> None:
+    last = max(name for name, _ in model.local_named_parameters() if ".layers." in name).split(".self_attn")[0]
     for name, parameter in model.local_named_parameters():
-        parameter.requires_grad_("layers.1" not in name)
+        parameter.requires_grad_(last not in name)
 
 
-def keep(rank: int) -> list[float]:
+def in_one_process() -> Numbers:
+    """Gradients of the whole batches of steps 1 and 2."""
+    torch.manual_seed(0)
+    alone: Any = llama(2).double()
+    replicas = parallel_state.get_data_parallel_size()
+    for number in (1, 2):
+        ids = torch.cat([ids_of(number, replica) for replica in range(replicas)])
+        alone(input_ids=ids, labels=ids).loss.backward()
+    return {f"gradient of {name}": each.grad for name, each in alone.named_parameters()}
+
+
+def keep(rank: int, layout: dict[str, int]) -> list[float]:
     """Train steps in ``no_sync()``; return how far each way is from the gradients that it must have."""
-    model = wrapped()
+    model = wrapped(**layout)
     model.names = {id(parameter): name for name, parameter in model.local_named_parameters()}
     step(model, 2)
     second = gradients(model)
@@ -71,6 +87,8 @@ def keep(rank: int) -> list[float]:
         step(model, 1)
     step(model, 2)
     both = gradients(model)
+    alone = in_one_process()
+    assert max((both[name] - alone[name]).abs().max().item() for name in both) < 1e-14
     # A call that is refused leaves them.
     with model.no_sync():
         step(model, 1)
@@ -119,8 +137,9 @@ def keep(rank: int) -> list[float]:
     return [max((ours[name] - theirs[name]).abs().max().item() for name in theirs) for ours, theirs in found]
 
 
-def test_gradients_of_no_sync_wait_for_the_step_that_reduces_them() -> None:
-    for rank in run_ranks(2, keep):
+@pytest.mark.parametrize(("ranks", "layout"), [(2, {}), (4, {"pipeline_model_parallel_size": 2})])
+def test_gradients_of_no_sync_wait_for_the_step_that_reduces_them(ranks: int, layout: dict[str, int]) -> None:
+    for rank in run_ranks(ranks, keep, layout):
         assert max(rank) < 1e-15, rank
 
 

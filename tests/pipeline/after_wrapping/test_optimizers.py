@@ -119,6 +119,38 @@ class Everyone(optim.Optimizer):
                 parameter.sub_(parameter.grad, alpha=group["lr"])
 
 
+class Sometimes(optim.SGD):
+    """Averages its gradients over all ranks in each fourth step."""
+
+    number = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.number += 1
+        parameters = self.param_groups[0]["params"]
+        if self.number % 4 == 0:
+            for parameter in parameters:
+                dist.all_reduce(parameter.grad, dist.ReduceOp.AVG)
+        for parameter in parameters:
+            parameter.sub_(parameter.grad, alpha=0.1)
+
+
+def sends_later(training: Training) -> None:
+    """Three steps that send nothing, and one that is refused before it has changed a value."""
+    nxdpp.declare_optimizer(Sometimes, looks_at="element")
+    optimizer = Sometimes(training.wrapped.parameters(), lr=0.1)
+    training.steps(3, optimizer)
+    if isinstance(training, PipelinedTraining):
+        training.loss()
+        before = [each.clone() for each in training.wrapped.parameters()]
+        with pytest.raises(
+            RuntimeError, match=r"Sometimes sends messages in its step, .*before ProcessGroup\.allreduce"
+        ):
+            optimizer.step()
+        assert all(map(torch.equal, training.wrapped.parameters(), before))
+        dist.barrier()
+
+
 class Closing(optim.SGD):
     """Steps by the gradients of its closure."""
 
@@ -228,6 +260,7 @@ SCRIPTS: dict[str, tuple[Callable[[], nn.Module], Script]] = {
         Plain,
         refused(once(Everyone, "element", lr=0.1), "Everyone sends messages in its step, .*before c10d.allreduce_"),
     ),
+    "declared and sending later": (Plain, sends_later),
     "known to send": (Plain, refused(averaged_over_all, "PostLocalSGDOptimizer sends messages in its step, and")),
 }
 

@@ -1,6 +1,7 @@
 """The program's random numbers are alike on all ranks, whatever the model draws, and equal to those of one process."""
 
 import itertools
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
+import nxdpp
 from nxdpp import NxDPPModel, parallel_state
 from tests.support.run_ranks import run_ranks
 
@@ -44,9 +46,9 @@ class Vae(nn.Module):
         return (rows - target).square().mean()
 
 
-def wrapped(stages: int, draws: bool = True) -> Any:
-    """A pipelined ``Vae`` with ``stages``, on a started world."""
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=stages, hang_timeout=60)
+def wrapped(stages: int, draws: bool = True, tensor: int = 1) -> Any:
+    """A pipelined ``Vae`` with ``stages``, on a started world with groups of ``tensor`` ranks."""
+    parallel_state.initialize_model_parallel(tensor, stages, hang_timeout=60)
     torch.manual_seed(0)
     return NxDPPModel(Vae(draws), transformer_layer_cls=Encoder, num_microbatches=2, broadcast_and_average_loss=True)
 
@@ -163,39 +165,49 @@ def test_stages_and_replicas_draw_other_masks() -> None:
     assert not any(torch.equal(one, other) for one, other in itertools.combinations(drawn, 2))
 
 
-def moved(rank: int, step: int) -> None:
-    """Steps on drawn rows, before one of which rank 1 alone draws a number more."""
-    model = wrapped(2)
-    for number in range(step + 1):
-        if rank == 1 and number == step:
-            torch.rand(1)
-        rows = torch.rand(4, 8)
-        model.run_train(rows=rows, target=rows)
+class OnImages(nn.Module):
+    """A layer that draws for rows above 0 alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return functional.dropout(self.inner(rows), 0.5) if rows.sum() > 0 else self.inner(rows)
 
 
-@pytest.mark.parametrize(
-    ("step", "since"), [(0, "never alike on pipeline rank 0"), (3, "alike in step 3 of both ranks. Since then")]
-)
-def test_a_rank_that_alone_has_drawn_is_told_of_in_the_step_of_other_rows(step: int, since: str) -> None:
-    with pytest.raises(AssertionError) as caught:
-        run_ranks(2, moved, step)
-    error = str(caught.value)
-    assert "pipeline rank 1 (rank 1) was given other values of rows, target than pipeline rank 0 (rank 0)" in error
-    assert "a draw on some ranks only" in error
-    assert since in error
+def drawing_in_one_replica(rank: int, stages: int, steps: list[int], evaluates: bool) -> list[float]:
+    """Numbers of the script after each of four steps, in some of which the layers of the first replica alone draw."""
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=stages, hang_timeout=60)
+    torch.manual_seed(0)
+    model = NxDPPModel(
+        nn.Sequential(*(OnImages() for _ in range(stages))),
+        transformer_layer_cls=OnImages,
+        loss_fn=lambda output: output.square().mean(),
+        num_microbatches=2,
+    )
+    drawn = []
+    for number in range(4):
+        is_drawing = number in steps and parallel_state.get_data_parallel_rank() == 0
+        # Other rows are a step of another signature, which is new to one replica.
+        rows = torch.ones(8, 8) if is_drawing else -torch.ones(4, 8)
+        if not evaluates:
+            model.run_train(input=rows)
+        elif is_drawing:
+            model.run_eval(input=rows)
+        drawn.append(float(torch.rand(())))
+    return drawn
 
 
-def drawn_by_one_rank(rank: int) -> None:
-    """Steps on the same rows, before the third of which rank 1 alone draws other ones."""
-    model = wrapped(2, draws=False)
-    for number in range(3):
-        rows = torch.rand(4, 8) if rank == 1 and number == 2 else torch.ones(4, 8)
-        model.run_train(rows=rows, target=rows)
-
-
-def test_the_rank_whose_generator_alone_has_moved_is_named() -> None:
-    with pytest.raises(AssertionError, match=r"Since then only pipeline rank 1 \(rank 1\) has drawn from them"):
-        run_ranks(2, drawn_by_one_rank)
+@pytest.mark.parametrize("evaluates", [False, True], ids=["training", "evaluation of one replica"])
+@pytest.mark.parametrize("steps", [[0, 1], [2]], ids=["at first", "later"])
+@pytest.mark.parametrize(("ranks", "stages"), [(2, 1), (4, 2)])
+def test_generators_are_alike_where_one_replica_draws(
+    ranks: int, stages: int, steps: list[int], evaluates: bool
+) -> None:
+    first, *others = run_ranks(ranks, drawing_in_one_replica, stages, steps, evaluates)
+    assert all(drawn == first for drawn in others)
+    assert len({*first}) == 4
 
 
 class Later(nn.Module):
@@ -211,22 +223,57 @@ class Later(nn.Module):
         return rows if next(self.number) < 2 else functional.dropout(rows, 0.5)
 
 
-def drawing_later(rank: int) -> list[float]:
-    """Losses of four steps on the same rows, in the first of which no layer draws."""
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2, hang_timeout=60)
+def later(rank: int, stages: int) -> Any:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=stages, hang_timeout=60)
     torch.manual_seed(0)
-    model = NxDPPModel(
-        nn.Sequential(Later(), Later()),
+    return NxDPPModel(
+        nn.Sequential(*(Later() for _ in range(stages))),
         transformer_layer_cls=Later,
         loss_fn=lambda output: output.square().mean(),
         broadcast_and_average_loss=True,
     )
+
+
+def drawing_later(rank: int, stages: int) -> list[float]:
+    """Losses of steps on the same rows, in the first of which no layer draws."""
+    model = later(rank, stages)
     return [float(model.run_train(input=torch.ones(4, 8))) for _ in range(5)]
 
 
-def test_a_layer_that_begins_to_draw_later_has_other_numbers_in_each_step() -> None:
-    for losses in run_ranks(2, drawing_later):
+@pytest.mark.parametrize(("ranks", "stages"), LAYOUTS)
+def test_a_layer_that_begins_to_draw_later_has_other_numbers_in_each_step(ranks: int, stages: int) -> None:
+    for losses in run_ranks(ranks, drawing_later, stages):
         assert len({*losses[2:]}) == 3
+
+
+def resuming(rank: int, stages: int, folder: Path, first: int, last: int) -> list[tuple[float, float]]:
+    """Losses, and a number of the script after each step, of a training that is saved after its step 3 of 6."""
+    model = later(rank, stages)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if first:
+        for module in model.local_modules():
+            if isinstance(module, Later):
+                module.number = itertools.count(2)
+        nxdpp.load_checkpoint(folder, model=model, optimizer=optimizer)
+    seen = []
+    for number in range(first, last):
+        loss = float(model.run_train(input=torch.ones(4, 8)))
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append((loss, float(torch.rand(1)) if number != 3 else 0.0))
+        if not first and number == 2:
+            nxdpp.save_checkpoint(folder, "half", model, optimizer)
+    return seen
+
+
+@pytest.mark.parametrize(("ranks", "stages"), LAYOUTS)
+def test_a_training_whose_layers_begin_to_draw_later_resumes_to_the_bit(
+    ranks: int, stages: int, tmp_path: Path
+) -> None:
+    whole = run_ranks(ranks, resuming, stages, tmp_path, 0, 6)
+    rest = run_ranks(ranks, resuming, stages, tmp_path, 3, 6)
+    assert [seen[3:] for seen in whole] == rest
+    assert len({loss for loss, _ in whole[0]}) == 6
 
 
 def moves(rank: int) -> list[tuple[bool, bytes]]:
@@ -249,19 +296,20 @@ def test_generators_of_replicas_move_alike_where_a_layer_draws() -> None:
     assert [moved for moved, _ in first] == [True, False]
 
 
-def numbers_of_one_stage(rank: int) -> list[float]:
-    """Losses of a wrapped model in one process."""
-    model = wrapped(1)
+def numbers_of_one_stage(rank: int, tensor: int) -> list[float]:
+    """Losses of a wrapped model on one stage and one replica."""
+    model = wrapped(1, tensor=tensor)
     rows = torch.ones(4, 8)
     return [float(model.run_train(rows=rows, target=rows)) for _ in range(3)]
 
 
-def test_one_stage_draws_the_numbers_of_one_process() -> None:
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_one_stage_draws_the_numbers_of_one_process(ranks: int) -> None:
     torch.manual_seed(0)
     model, rows = Vae(draws=True), torch.ones(4, 8)
     expected = [sum(model(half, half).item() for half in rows.chunk(2)) / 2 for _ in range(3)]
-    (losses,) = run_ranks(1, numbers_of_one_stage)
-    assert losses == pytest.approx(expected, rel=1e-6)
+    for losses in run_ranks(ranks, numbers_of_one_stage, ranks):
+        assert losses == pytest.approx(expected, rel=1e-6)
 
 
 def tensor_ranks_apart(rank: int) -> None:

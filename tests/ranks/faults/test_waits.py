@@ -123,6 +123,7 @@ _ONE_REPLICA = {"overflows of the scaled gradients", "norm of the gradients"}
 _TENSOR = {"collective of a tensor-parallel layer", "comparison of numbers"}
 _REPLICAS = {
     "comparison of optimizers",
+    "comparison of random numbers",
     "average of gradients during a step",
     "average of the gradients",
     "comparison of numbers",

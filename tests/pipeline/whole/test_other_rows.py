@@ -1,0 +1,84 @@
+"""Ranks whose rows differ are told of the generators that may have moved on one of them."""
+
+import numpy
+import pytest
+import torch
+from torch import nn
+
+from nxdpp import NxDPPModel, parallel_state
+from tests.pipeline.whole.test_random_numbers import wrapped
+from tests.support.run_ranks import run_ranks
+
+
+def moved(rank: int, stages: int, mover: int, step: int) -> None:
+    """Steps on drawn rows, before one of which one rank alone draws a number more."""
+    model = wrapped(stages)
+    for number in range(step + 1):
+        if rank == mover and number == step:
+            torch.rand(1)
+        rows = torch.rand(4, 8)
+        model.run_train(rows=rows, target=rows)
+
+
+MOVERS = [(2, 1), (4, 0), (4, 2), (4, 3)]
+"""Numbers of ranks, and the one that alone draws."""
+
+
+@pytest.mark.parametrize(("ranks", "mover"), MOVERS)
+@pytest.mark.parametrize(("step", "since"), [(0, "never alike on "), (3, "alike in step 3 of both ranks. Since then")])
+def test_a_rank_that_alone_has_drawn_is_told_of_in_the_step_of_other_rows(
+    step: int, since: str, ranks: int, mover: int
+) -> None:
+    with pytest.raises(AssertionError) as caught:
+        run_ranks(ranks, moved, ranks, mover, step)
+    error, here = str(caught.value), max(mover, 1)
+    there = f"pipeline rank {here - 1} (rank {here - 1})"
+    assert f"pipeline rank {here} (rank {here}) was given other values of rows, target than {there}" in error
+    assert "a draw on some ranks only" in error
+    assert f"{since}{'' if step else there}" in error
+
+
+def drawn_by_one_rank(rank: int, stages: int, mover: int) -> None:
+    """Steps on the same rows, before the third of which one rank alone draws other ones."""
+    model = wrapped(stages, draws=False)
+    for number in range(3):
+        rows = torch.rand(4, 8) if rank == mover and number == 2 else torch.ones(4, 8)
+        model.run_train(rows=rows, target=rows)
+
+
+@pytest.mark.parametrize(("ranks", "mover"), MOVERS)
+def test_the_rank_whose_generator_alone_has_moved_is_named(ranks: int, mover: int) -> None:
+    words = rf"Since then only pipeline rank {mover} \(rank {mover}\) has drawn from them"
+    with pytest.raises(AssertionError, match=words):
+        run_ranks(ranks, drawn_by_one_rank, ranks, mover)
+
+
+class ByNumpy(nn.Linear):
+    """A layer that drops its output at random, by NumPy."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input) * float(numpy.random.rand() < 2)
+
+
+def drawn_by_numpy(rank: int, stages: int, remedy: bool) -> int:
+    """Steps on rows drawn by NumPy, of whose generator the last stage draws."""
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=stages, hang_timeout=60)
+    torch.manual_seed(0)
+    numpy.random.seed(0)
+    generator = numpy.random.default_rng(0)
+    layers = [nn.Sequential(ByNumpy(8, 8) if number == stages - 1 else nn.Linear(8, 8)) for number in range(stages)]
+    model = NxDPPModel(
+        nn.Sequential(*layers), transformer_layer_cls=nn.Sequential, loss_fn=lambda output: output.mean()
+    )
+    for _ in range(3):
+        rows = generator.random((4, 8)) if remedy else numpy.random.random((4, 8))
+        model.run_train(input=torch.from_numpy(rows).float())
+    return 3
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_layer_that_draws_by_numpy_is_a_cause_of_other_rows(ranks: int) -> None:
+    words = r"(?s)other values of input.*numpy, without a seed or where a layer .*numpy\.random\.default_rng\(seed\)"
+    with pytest.raises(AssertionError, match=words):
+        run_ranks(ranks, drawn_by_numpy, ranks, False)
+    assert run_ranks(ranks, drawn_by_numpy, ranks, True) == [3] * ranks
