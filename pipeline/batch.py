@@ -23,7 +23,7 @@ from nxdpp.pipeline.local.changes import ENTRIES, Change
 from nxdpp.pipeline.local.part import LocalPart
 from nxdpp.pipeline.local.upkeep import LocalUpkeep
 from nxdpp.pipeline.loss.normalization import LossNormalization
-from nxdpp.pipeline.microbatches.batch_dimension import dimensions_of, rows_of
+from nxdpp.pipeline.microbatches.batch_dimension import dimensions_of, rows_of, value_counts
 from nxdpp.pipeline.microbatches.mixed_rows import warn_of_batch_norms
 from nxdpp.pipeline.microbatches.rows import on_device, readable_inputs, readable_opened
 from nxdpp.pipeline.microbatches.split_batch import check_samples, opened_samples, split_batch
@@ -166,11 +166,11 @@ class Batches:
         moved = on_device(before, device)
         return Batch(moved, moved, is_counted, parts, before)
 
-    def joined(self, outputs: list[Any], batch: Batch) -> Any:
-        """Return the output of ``batch`` for those of its microbatches. Raises ``ValueError`` as ``join_outputs``."""
+    def joined(self, outputs: list[Any], batch: Batch, is_of_no_input: Sequence[bool]) -> Any:
+        """Return the output of ``batch`` for those of its microbatches; takes and raises as ``join_outputs``."""
         dimension, shared = self._config.batch_dimension, self._config.shared_inputs
-        rows = [rows_of(each, dimension, shared) for each in batch.before]
-        return join_outputs(outputs, rows, dimension)
+        counts = [value_counts(each, dimension, shared) for each in batch.before]
+        return join_outputs(outputs, counts, dimension, is_of_no_input)
 
     def _check_names(self, inputs: Mapping[str, Any]) -> None:
         """Raise ``TypeError`` or ``ValueError`` for names of inputs that neither the model nor ``loss_fn`` takes."""
