@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -83,8 +83,50 @@ def with_images(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     return {name: torch.stack([row[name] for row in rows if name in row]) for name in sorted(names)}
 
 
-def llava() -> nn.Module:
-    return make_vision_language("llava")[0]
+class ClassesOfImages(Rows):
+    """Rows of tokens with two images each, as vectors, and a class."""
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        ids = 40 + self.rows[index] % 40
+        ids[2:4] = IMAGE
+        return {"input_ids": ids, "labels": torch.tensor(index % 3), "pixel_values": pixels(2, 8) * (1 + index)}
+
+
+def with_images_in_order(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Rows (B, T), classes (B,) and the images (2 * B, 8) of all of them."""
+    batch = with_images(rows)
+    return {**batch, "pixel_values": batch["pixel_values"].flatten(0, 1)}
+
+
+class ImageLayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.linear(hidden))
+
+
+class ImageClassifier(nn.Module):
+    """Classes of rows with images, whose loss is a mean over rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, 8)
+        self.layers = nn.ModuleList(ImageLayer() for _ in range(LAYERS))
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, input_ids: torch.Tensor, pixel_values: torch.Tensor, labels: torch.Tensor) -> dict[str, Any]:
+        hidden = self.embed(input_ids)
+        hidden = hidden.masked_scatter((input_ids == IMAGE)[..., None].expand_as(hidden), pixel_values)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        logits = self.head(hidden.mean(1))
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+def vision_language(name: str = "llava") -> nn.Module:
+    return make_vision_language(name)[0]
 
 
 def padded(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
@@ -262,7 +304,7 @@ TRAININGS = {
     ),
     "images in some rows": Training(
         {**EVALUATED, "remove_unused_columns": False},
-        model=llava,
+        model=vision_language,
         given={"train_dataset": SomeImages(20), "eval_dataset": SomeImages(7, 1), "data_collator": with_images},
     ),
     "budget of tokens": Training(
@@ -307,9 +349,31 @@ SHORT = {
         pipeline={"num_microbatches": 2},
         replicated="per_device_train_batch_size",
     ),
+    "9 rows, mean of batches": Training(
+        {"gradient_accumulation_steps": 3}, model=mean_of_batches, given={"train_dataset": Rows(9)}
+    ),
+    "11 rows, mean of batches": Training(
+        {"gradient_accumulation_steps": 2}, model=mean_of_batches, given={"train_dataset": Rows(11)}
+    ),
+    "19 rows, padded": Training(
+        {"train_sampling_strategy": "group_by_length", "gradient_accumulation_steps": 3},
+        given={"data_collator": padded, "train_dataset": Rows(19, 5, 14)},
+    ),
 }
 """Trainings whose rows do not divide over two replicas; of 9 rows the second replica has none in the last batch."""
 TRAININGS |= SHORT
+
+IMAGES_OF_CLASSES = Training(
+    {"gradient_accumulation_steps": 1, "remove_unused_columns": False},
+    model=ImageClassifier,
+    given={"train_dataset": ClassesOfImages(7), "data_collator": with_images_in_order},
+    pipeline={"pipeline_arguments": {"transformer_layer_cls": ImageLayer}},
+    replicated="per_device_train_batch_size",
+)
+"""A training whose last batch over two replicas does not tell which images belong to rows that fill it."""
+TRAININGS["images of classes"] = replace(
+    IMAGES_OF_CLASSES, args={**IMAGES_OF_CLASSES.args, "dataloader_drop_last": True}
+)
 
 REPLICATED = [
     "images in some rows",
@@ -322,5 +386,6 @@ REPLICATED = [
     "stream",
     "padded",
     *SHORT,
+    "images of classes",
 ]
 """Trainings that two replicas run too."""
