@@ -15,7 +15,7 @@ from torch.utils.data import Dataset, IterableDataset
 from transformers import LlamaForSequenceClassification, Trainer, TrainingArguments
 
 from tests.support.models import VOCABULARY, gpt2, llama, tied_llama
-from tests.support.vision_language import IMAGE, SIDE, make_vision_language, pixels
+from tests.support.vision_language import IMAGE, SIDE, START, make_vision_language, pixels
 
 LAYERS = 4
 
@@ -63,24 +63,41 @@ class Classes(Rows):
         return {"input_ids": self.rows[index], "labels": torch.tensor(index % 3)}
 
 
-class SomeImages(Rows):
-    """Rows for LLaVA of equal lengths, of which two of five have an image."""
+IMAGE_TOKENS = {"llava": 16, "internvl": 4, "qwen2_vl": 4, "idefics3": 4}
 
-    def __init__(self, rows: int = 20, seed: int = 0) -> None:
+
+class SomeImages(Rows):
+    """Rows for a vision-language model of equal lengths, of which two of five have an image."""
+
+    def __init__(self, rows: int = 20, seed: int = 0, model: str = "llava") -> None:
         super().__init__(rows, 24, 24, seed)
+        self.model = model
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         ids = 40 + self.rows[index] % 40
-        if index % 5 > 1:
-            return {"input_ids": ids, "labels": ids}
-        ids[2:18] = IMAGE
-        return {"input_ids": ids, "labels": ids, "pixel_values": pixels(3, SIDE, SIDE) * (1 + index / 8)}
+        has_image = index % 5 <= 1
+        if has_image:
+            ids[1] = START
+            ids[2 : 2 + IMAGE_TOKENS[self.model]] = IMAGE
+        row = {"input_ids": ids, "labels": ids}
+        if self.model == "qwen2_vl":
+            row["mm_token_type_ids"] = (ids == IMAGE).int()
+            images = {"pixel_values": pixels(16, 96), "image_grid_thw": torch.tensor([[1, 4, 4]])}
+        elif self.model == "idefics3":
+            # A place for an image in each row.
+            return row | {"pixel_values": pixels(1, 3, SIDE, SIDE) * has_image * (1 + index / 8)}
+        else:
+            images = {"pixel_values": pixels(3, SIDE, SIDE) * (1 + index / 8)}
+        return row | images if has_image else row
 
 
 def with_images(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Rows (B, T), and the images of those that have one."""
+    """Rows (B, T), and the images of those that have one, or places for them if a row has any."""
     names = {name for row in rows for name in row}
-    return {name: torch.stack([row[name] for row in rows if name in row]) for name in sorted(names)}
+    given = {name: [row[name] for row in rows if name in row] for name in sorted(names)}
+    # Patches and sizes of images have the dimension of the images themselves.
+    batch = {name: torch.cat(own) if own[0].ndim == 2 else torch.stack(own) for name, own in given.items()}
+    return {name: value for name, value in batch.items() if name != "pixel_values" or value.any()}
 
 
 class ClassesOfImages(Rows):
@@ -90,12 +107,6 @@ class ClassesOfImages(Rows):
         ids = 40 + self.rows[index] % 40
         ids[2:4] = IMAGE
         return {"input_ids": ids, "labels": torch.tensor(index % 3), "pixel_values": pixels(2, 8) * (1 + index)}
-
-
-def with_images_in_order(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Rows (B, T), classes (B,) and the images (2 * B, 8) of all of them."""
-    batch = with_images(rows)
-    return {**batch, "pixel_values": batch["pixel_values"].flatten(0, 1)}
 
 
 class ImageLayer(nn.Module):
@@ -307,6 +318,14 @@ TRAININGS = {
         model=vision_language,
         given={"train_dataset": SomeImages(20), "eval_dataset": SomeImages(7, 1), "data_collator": with_images},
     ),
+    **{
+        f"images of {name}": Training(
+            {"remove_unused_columns": False, "max_steps": 2},
+            model=partial(vision_language, name),
+            given={"train_dataset": SomeImages(20, model=name), "data_collator": with_images},
+        )
+        for name in ("internvl", "qwen2_vl", "idefics3")
+    },
     "budget of tokens": Training(
         {**EVALUATED, "per_device_train_batch_size": 5, "gradient_accumulation_steps": 2},
         given={"data_collator": padded, "train_dataset": Rows(20, 5, 14), "eval_dataset": Rows(7, seed=1)},
@@ -366,7 +385,7 @@ TRAININGS |= SHORT
 IMAGES_OF_CLASSES = Training(
     {"gradient_accumulation_steps": 1, "remove_unused_columns": False},
     model=ImageClassifier,
-    given={"train_dataset": ClassesOfImages(7), "data_collator": with_images_in_order},
+    given={"train_dataset": ClassesOfImages(7), "data_collator": with_images},
     pipeline={"pipeline_arguments": {"transformer_layer_cls": ImageLayer}},
     replicated="per_device_train_batch_size",
 )
@@ -377,6 +396,7 @@ TRAININGS["images of classes"] = replace(
 
 REPLICATED = [
     "images in some rows",
+    "budget of tokens",
     "accumulated",
     "clipped, cosine",
     "bfloat16",

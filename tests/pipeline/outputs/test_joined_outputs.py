@@ -175,6 +175,30 @@ def test_outputs_that_are_no_rows_are_on_all_ranks(ranks: int) -> None:
     run_ranks(ranks, evaluate_statistics, ranks)
 
 
+def evaluate_replicas(rank: int) -> None:
+    """Each replica gets its own outputs and loss; with an averaged loss that of all replicas."""
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2, backend="gloo", hang_timeout=60)
+    replica = parallel_state.get_data_parallel_rank()
+    model = make("llama")
+    whole = reference(model).eval()
+    own = NxDPPModel(model, num_microbatches=4).eval()
+    averaged = NxDPPModel(make("llama"), num_microbatches=4, broadcast_and_average_loss=True).eval()
+    for rows in (8, 10, 3):
+        batches = [padded_batch(rows, seed=each)["input_ids"] for each in range(2)]
+        with torch.no_grad():
+            logits = whole(input_ids=batches[replica]).logits
+            losses = [whole(input_ids=ids, labels=ids).loss for ids in batches]
+        output = own.run_eval(input_ids=batches[replica], everywhere=True)
+        torch.testing.assert_close(output.logits, logits, rtol=0, atol=1e-6)
+        given = {"input_ids": batches[replica], "labels": batches[replica], "everywhere": True}
+        torch.testing.assert_close(own.run_eval(**given), losses[replica], rtol=0, atol=1e-6)
+        torch.testing.assert_close(averaged.run_eval(**given), torch.stack(losses).mean(), rtol=0, atol=1e-6)
+
+
+def test_each_replica_gets_the_outputs_of_its_rows() -> None:
+    run_ranks(4, evaluate_replicas)
+
+
 def want_on_one(rank: int) -> None:
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2, backend="gloo", hang_timeout=60)
     model = NxDPPModel(make("llama"), num_microbatches=2)
