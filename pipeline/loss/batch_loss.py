@@ -133,8 +133,6 @@ class BatchLoss:
         step.spec = spec
         step.outputs.append([ends.get(id(leaf), leaf) for leaf in leaves])
         step.inputs.append(opened)
-        step.known = [None] * len(leaves) if step.known is None else step.known
-        _note_same(step.known, leaves)
         if len(step.outputs) == step.microbatches:
             self._step = None
             self._compute(step)
@@ -144,13 +142,9 @@ class BatchLoss:
 
     def _compute(self, step: "_CollectedStep") -> None:
         assert step.spec is not None
-        assert step.known is not None, "a microbatch was taken"
-        columns = zip(*step.outputs, strict=True)
-        is_free = step.is_of_no_input if len(step.is_of_no_input) == len(step.known) else [False] * len(step.known)
-        joined = [
-            self._joined(list(parts), step.rows, known is not _DIFFERENT, is_same)
-            for parts, known, is_same in zip(columns, step.known, is_free, strict=True)
-        ]
+        columns = [*zip(*step.outputs, strict=True)]
+        is_free = step.is_of_no_input if len(step.is_of_no_input) == len(columns) else [False] * len(columns)
+        joined = [self._joined(list(parts), step.rows, own) for parts, own in zip(columns, is_free, strict=True)]
         along = dimensions_of(step.inputs[0], self._dimension)
         inputs = {n: _joined_input([each[n] for each in step.inputs], along[n]) for n in step.inputs[0]}
         loss = self._function(pytree.tree_unflatten(joined, step.spec), **close_inputs(inputs))
@@ -164,10 +158,10 @@ class BatchLoss:
             checked_loss(loss)
         self.loss = loss.detach()
 
-    def _joined(self, parts: list[Any], rows: int | None, is_one: bool, is_of_no_input: bool) -> Any:
+    def _joined(self, parts: list[Any], rows: int | None, is_of_no_input: bool) -> Any:
         """Join an output of all microbatches as ``join_outputs`` does; another statistic of each is refused."""
         first = parts[0]
-        if not isinstance(first, torch.Tensor) or is_one or len(parts) == 1:
+        if not isinstance(first, torch.Tensor) or len(parts) == 1:
             return first
         if is_of_no_input and all(torch.equal(first, each) for each in parts):
             # Such as a temperature: the gradient of the one takes the way of its microbatch.
@@ -184,15 +178,9 @@ class BatchLoss:
         )
 
 
-_DIFFERENT = object()
-
-
 @dataclass
 class _CollectedStep:
-    """A step that collects: outputs, with new leaves of autograd, and opened inputs of the microbatches so far.
-
-    ``known`` has each output where it was the same object in all microbatches.
-    """
+    """A step that collects: outputs, with new leaves of autograd, and opened inputs of the microbatches so far."""
 
     microbatches: int
     rows: int | None
@@ -202,13 +190,7 @@ class _CollectedStep:
     def __post_init__(self) -> None:
         self.outputs: list[list[Any]] = []
         self.inputs: list[Mapping[str, Any]] = []
-        self.known: list[Any] | None = None
         self.spec: pytree.TreeSpec | None = None
-
-
-def _note_same(known: list[Any], leaves: Sequence[Any]) -> None:
-    for place, leaf in enumerate(leaves):
-        known[place] = leaf if known[place] is None or known[place] is leaf else _DIFFERENT
 
 
 def _joined_input(parts: list[Any], dimension: int) -> Any:

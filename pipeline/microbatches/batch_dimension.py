@@ -74,7 +74,7 @@ def value_counts(
     Key ``(name, 1)`` has the rows of an input, ``(name, d)`` the elements of its first d dimensions: B * T for (B, T).
     """
     along, rows = dimensions_of(inputs, given), rows_of(inputs, given, shared)
-    counts = {}
+    counts: dict[tuple[str, int], int] = {}
     for name, value in inputs.items():
         if not isinstance(value, torch.Tensor) or not value.ndim or name in (shared or ()):
             continue

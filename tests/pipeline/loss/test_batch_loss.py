@@ -237,7 +237,7 @@ def test_outputs_without_rows_are_shared_or_refused() -> None:
     collected = BatchLoss(loss_fn, None, torch.ones_like)
     assert float(collected((rows, weight), target=target)) == 312.0
 
-    collected.begin(2, 2, nn.Linear(1, 1))
+    collected.begin(2, 2, nn.Linear(1, 1), [False, True])
     scalars = [collected((part, weight), target=own) for part, own in zip(rows.chunk(2), target.chunk(2), strict=True)]
     for scalar in scalars:
         scalar.backward()
