@@ -23,7 +23,7 @@ from nxdpp.pipeline.local.changes import ENTRIES, Change
 from nxdpp.pipeline.local.part import LocalPart
 from nxdpp.pipeline.local.upkeep import LocalUpkeep
 from nxdpp.pipeline.loss.normalization import LossNormalization
-from nxdpp.pipeline.microbatches.batch_dimension import dimensions_of, rows_of
+from nxdpp.pipeline.microbatches.batch_dimension import dimensions_of, rows_of, value_counts
 from nxdpp.pipeline.microbatches.mixed_rows import warn_of_batch_norms
 from nxdpp.pipeline.microbatches.rows import on_device, readable_inputs, readable_opened
 from nxdpp.pipeline.microbatches.split_batch import check_samples, opened_samples, split_batch
@@ -162,15 +162,16 @@ class Batches:
         parts = [dict(readable_opened(each, device)) for each in opened_samples(microbatches, device)]
         for each in parts:
             self._refuse_packed(each)
+        self._tell_of_norms(len(parts))
         before, is_counted = self._normalization.prepared(parts, {})
         moved = on_device(before, device)
         return Batch(moved, moved, is_counted, parts, before)
 
-    def joined(self, outputs: list[Any], batch: Batch) -> Any:
-        """Return the output of ``batch`` for those of its microbatches. Raises ``ValueError`` as ``join_outputs``."""
+    def joined(self, outputs: list[Any], batch: Batch, is_of_no_input: Sequence[bool]) -> Any:
+        """Return the output of ``batch`` for those of its microbatches; takes and raises as ``join_outputs``."""
         dimension, shared = self._config.batch_dimension, self._config.shared_inputs
-        rows = [rows_of(each, dimension, shared) for each in batch.before]
-        return join_outputs(outputs, rows, dimension)
+        counts = [value_counts(each, dimension, shared) for each in batch.before]
+        return join_outputs(outputs, counts, dimension, is_of_no_input)
 
     def _check_names(self, inputs: Mapping[str, Any]) -> None:
         """Raise ``TypeError`` or ``ValueError`` for names of inputs that neither the model nor ``loss_fn`` takes."""
@@ -220,9 +221,7 @@ class Batches:
         """Split ``inputs``, and note how, for batches of their ``layout``. Raises as ``split_batch`` does."""
         config = self._config
         count, function, shared = config.num_microbatches, config.split_inputs_fn, config.shared_inputs
-        if self._names_norms and torch.is_grad_enabled() and self._norms_at != self._changes.number:
-            self._norms_at = self._changes.number
-            self._names_norms = not warn_of_batch_norms(self.module, count)
+        self._tell_of_norms(count)
         count = min(count, uneven) if uneven else count
         parts, are_alike = split_batch(
             *(self.module, inputs, count, function, device, shared, self._of_rows),
@@ -242,6 +241,17 @@ class Batches:
         along = [None if parts[0][name] is value else dimensions[name] for name, value in inputs.items()]
         self._known[layout] = _Split(layout, along, moved is not before, input_shapes(moved[0]))
         return Batch(moved, moved[:1], is_counted, compared, before, layout=layout)
+
+    def _tell_of_norms(self, microbatches: int) -> None:
+        """Warn of batch norms once, in a training step of several ``microbatches``."""
+        if (
+            self._names_norms
+            and microbatches > 1
+            and torch.is_grad_enabled()
+            and self._norms_at != self._changes.number
+        ):
+            self._norms_at = self._changes.number
+            self._names_norms = not warn_of_batch_norms(self.module, microbatches)
 
     def _refuse_packed(self, opened: Mapping[str, Any]) -> None:
         """Raise ``ValueError`` for packed sequences that the model would not see as such."""

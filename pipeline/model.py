@@ -353,10 +353,11 @@ class NxDPPModel(PipelineView, Generic[OnEveryRank, PerMicrobatch]):
         one or is one tensor of shape (). Otherwise the rank of the last stage returns the model's output. With
         ``everywhere=True`` every rank of the pipeline returns the loss or the output; all ranks must give it.
 
-        The output has the values of all microbatches. Tensors with as many values for each row are concatenated along
+        The output has the values of all microbatches. Tensors with a value for each row are concatenated along
         dimension 0 or ``batch_dimension``, and scalars are stacked. Other values are returned once where they are equal
-        in all microbatches, and as a list of one value for each microbatch where they are not. Rows that do not divide
-        into ``num_microbatches`` make microbatches of different sizes, whose means weigh as their rows.
+        in all microbatches, concatenated where they have a value for each position of an input (B * T, ...), and else
+        a list of one value for each microbatch. Rows that do not divide into ``num_microbatches`` make microbatches of
+        different sizes, whose means weigh as their rows.
 
         Raises as ``run_train`` does, and ``TypeError`` for an ``everywhere`` that is no ``bool``.
         """

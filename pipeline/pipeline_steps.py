@@ -156,7 +156,10 @@ class PipelineSteps:
                 return Evaluation(result.shared(scaled) if everywhere else scaled)
         outputs = result.shared_outputs() if everywhere else result.outputs()
         with failure_watch.reported():
-            return Evaluation(None, self._batches.joined(outputs, result.step.batch) if outputs else None)
+            step = result.step
+            return Evaluation(
+                None, self._batches.joined(outputs, step.batch, step.graphs.is_of_no_input) if outputs else None
+            )
 
     def eval_samples(self, samples: Sequence[Mapping[str, Any]]) -> list[Any]:
         """Run the forward of ``samples`` without gradients; collective over the pipeline.

@@ -150,9 +150,9 @@ class StepPreparation:
         """Begin the loss over the whole batch, which may have microbatches without labels."""
         config = self._config
         rows = rows_of(microbatches[0], config.batch_dimension, config.shared_inputs)
-        loss = LossOfBatch(
-            microbatches, is_sum=True, batch_loss=config.batch_loss, rows=rows, module=graphs.cuts[0].partition.module
-        )
+        module = graphs.cuts[0].partition.module
+        own: dict[str, Any] = {"rows": rows, "module": module, "is_of_no_input": graphs.is_of_no_input}
+        loss = LossOfBatch(microbatches, is_sum=True, batch_loss=config.batch_loss, **own)
         loss.begin()
         return loss
 

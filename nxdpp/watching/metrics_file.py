@@ -103,11 +103,10 @@ class MetricsFile:
             if isinstance(earlier, MetricsFile) and (earlier._is_left or earlier.path == self.path):
                 earlier._release()
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file: int | None = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        size = os.fstat(self._file).st_size
-        # A killed process may have left a part of a line.
-        self._is_torn = size > 0 and os.pread(self._file, 1, size - 1) != b"\n"
-        self._has_warned = False
+        self._is_torn = self._has_warned = False
+        self._closed_size = 0
+        self._file: int | None = None
+        self._open()
         self._about: dict[str, Any] = {
             "rank": self._rank,
             "ranks": dist.get_world_size(),
@@ -120,7 +119,6 @@ class MetricsFile:
         }
         begins = {"begins": True, **self._about, "done": done, "steps": None if steps is None else int(steps)}
         self._append(begins | {"command": shlex.join(sys.orig_argv), "versions": _versions()})
-        fault_listeners.append(self._write_fault)
 
     def write(self, loss: Any = None, tokens: int | None = None, **more: Any) -> None:
         """Append the line of a step that has ended; once a step, on every rank.
@@ -165,17 +163,36 @@ class MetricsFile:
     def add(self, **more: Any) -> None:
         """Append values of the last step that become known after its line, as the loss of an evaluation.
 
-        The time that is spent until then does not count as seconds of the next step. Raises as ``write`` does.
+        The time that is spent until then does not count as seconds of the next step. After ``close`` too, unless a
+        later ``MetricsFile`` has written to the file. Raises as ``write`` does.
         """
-        self._append({"step": self._step, **_plain_values(more)})
-        if self._ended_at is not None:
+        line = {"step": self._step, **_plain_values(more)}
+        if is_late := self._file is None and self.is_last:
+            self._open()
+        self._append(line)
+        if is_late:
+            self.close()
+        elif self._ended_at is not None:
             self._ended_at = time.perf_counter()
 
     def close(self) -> None:
         """Append a last line, and close the file; again without effect."""
         if self._file is not None and not self._is_left:
             self._append({"ends": True})
+            self._closed_size = os.fstat(self._file).st_size
         self._release()
+
+    @property
+    def is_last(self) -> bool:
+        """``True`` unless a later ``MetricsFile`` has written to the file since ``close``."""
+        return self._file is not None or (self.path.exists() and self.path.stat().st_size == self._closed_size)
+
+    def _open(self) -> None:
+        self._file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        size = os.fstat(self._file).st_size
+        # A killed process may have left a part of a line.
+        self._is_torn = size > 0 and os.pread(self._file, 1, size - 1) != b"\n"
+        fault_listeners.append(self._write_fault)
 
     def _release(self) -> None:
         if self._file is not None:

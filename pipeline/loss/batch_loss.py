@@ -101,9 +101,14 @@ class BatchLoss:
         self._loss_gradient = loss_gradient
         self._step: _CollectedStep | None = None
 
-    def begin(self, microbatches: int, rows: int | None, module: nn.Module) -> None:
-        """Begin a step of ``microbatches`` of the model ``module``, the first with ``rows``, where its inputs tell."""
-        self._step = _CollectedStep(microbatches, rows, module)
+    def begin(
+        self, microbatches: int, rows: int | None, module: nn.Module, is_of_no_input: Sequence[bool] = ()
+    ) -> None:
+        """Begin a step of ``microbatches`` of the model ``module``, the first with ``rows``, where its inputs tell.
+
+        ``is_of_no_input`` tells for each value of the output whether it is computed of no input; empty if unknown.
+        """
+        self._step = _CollectedStep(microbatches, rows, module, is_of_no_input)
 
     def end(self) -> None:
         """End the step: a call is one of the function again."""
@@ -128,8 +133,6 @@ class BatchLoss:
         step.spec = spec
         step.outputs.append([ends.get(id(leaf), leaf) for leaf in leaves])
         step.inputs.append(opened)
-        step.known = [None] * len(leaves) if step.known is None else step.known
-        _note_same(step.known, leaves)
         if len(step.outputs) == step.microbatches:
             self._step = None
             self._compute(step)
@@ -139,12 +142,9 @@ class BatchLoss:
 
     def _compute(self, step: "_CollectedStep") -> None:
         assert step.spec is not None
-        assert step.known is not None, "a microbatch was taken"
-        columns = zip(*step.outputs, strict=True)
-        joined = [
-            self._joined(list(parts), step.rows, known is not _DIFFERENT)
-            for parts, known in zip(columns, step.known, strict=True)
-        ]
+        columns = [*zip(*step.outputs, strict=True)]
+        is_free = step.is_of_no_input if len(step.is_of_no_input) == len(columns) else [False] * len(columns)
+        joined = [self._joined(list(parts), step.rows, own) for parts, own in zip(columns, is_free, strict=True)]
         along = dimensions_of(step.inputs[0], self._dimension)
         inputs = {n: _joined_input([each[n] for each in step.inputs], along[n]) for n in step.inputs[0]}
         loss = self._function(pytree.tree_unflatten(joined, step.spec), **close_inputs(inputs))
@@ -158,15 +158,19 @@ class BatchLoss:
             checked_loss(loss)
         self.loss = loss.detach()
 
-    def _joined(self, parts: list[Any], rows: int | None, is_same: bool) -> Any:
-        """Join an output of all microbatches. One that is the same object in each, or a number, is taken once."""
+    def _joined(self, parts: list[Any], rows: int | None, is_of_no_input: bool) -> Any:
+        """Join an output of all microbatches as ``join_outputs`` does; another statistic of each is refused."""
         first = parts[0]
-        if not isinstance(first, torch.Tensor) or is_same or len(parts) == 1:
+        if not isinstance(first, torch.Tensor) or len(parts) == 1:
             return first
-        if first.ndim and (self._dimension or rows is None or first.size(0) == rows):
-            return torch.cat(parts, output_dimension(first, self._dimension, rows))
-        if all(torch.equal(first, each) for each in parts):
+        if is_of_no_input and all(torch.equal(first, each) for each in parts):
             # Such as a temperature: the gradient of the one takes the way of its microbatch.
+            return first
+        if first.ndim and (rows is None or rows in first.shape):
+            along = output_dimension(first, self._dimension, rows)
+            if rows in (None, first.size(along)):
+                return torch.cat(parts, along)
+        if all(torch.equal(first, each) for each in parts):
             return first
         raise ValueError(
             f"loss_over='batch' joins the outputs of microbatches by their rows, and an output has the shape "
@@ -174,30 +178,19 @@ class BatchLoss:
         )
 
 
-_DIFFERENT = object()
-
-
 @dataclass
 class _CollectedStep:
-    """A step that collects: outputs, with new leaves of autograd, and opened inputs of the microbatches so far.
-
-    ``known`` has each output where it was the same object in all microbatches.
-    """
+    """A step that collects: outputs, with new leaves of autograd, and opened inputs of the microbatches so far."""
 
     microbatches: int
     rows: int | None
     module: nn.Module
+    is_of_no_input: Sequence[bool]
 
     def __post_init__(self) -> None:
         self.outputs: list[list[Any]] = []
         self.inputs: list[Mapping[str, Any]] = []
-        self.known: list[Any] | None = None
         self.spec: pytree.TreeSpec | None = None
-
-
-def _note_same(known: list[Any], leaves: Sequence[Any]) -> None:
-    for place, leaf in enumerate(leaves):
-        known[place] = leaf if known[place] is None or known[place] is leaf else _DIFFERENT
 
 
 def _joined_input(parts: list[Any], dimension: int) -> Any:
@@ -227,17 +220,19 @@ class LossOfBatch(StepLoss):
         batch_loss: collects the outputs.
         rows: of the first microbatch; ``None`` where its inputs do not tell.
         module: the model.
+        is_of_no_input: for each value of the output, whether it is computed of no input.
     """
 
     batch_loss: BatchLoss | None = None
     rows: int | None = 1
     module: nn.Module | None = None
+    is_of_no_input: Sequence[bool] = ()
 
     def begin(self) -> None:
         """Begin a run of the microbatches."""
         assert self.batch_loss is not None
         assert self.module is not None
-        self.batch_loss.begin(len(self.microbatches), self.rows, self.module)
+        self.batch_loss.begin(len(self.microbatches), self.rows, self.module, self.is_of_no_input)
 
     def scaled(self, losses: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the loss of the batch alone, on the rank that has ``losses``."""

@@ -66,6 +66,25 @@ def rows_of(inputs: Mapping[str, Any], given: BatchDimension | None, shared: Col
     return rows.pop() if len(rows) == 1 else None
 
 
+def value_counts(
+    inputs: Mapping[str, Any], given: BatchDimension | None, shared: Collection[str] | None
+) -> dict[tuple[str, int], int]:
+    """Return how many values an output may have for the rows of opened ``inputs``, and for their positions.
+
+    Key ``(name, 1)`` has the rows of an input, ``(name, d)`` the elements of its first d dimensions: B * T for (B, T).
+    """
+    along, rows = dimensions_of(inputs, given), rows_of(inputs, given, shared)
+    counts: dict[tuple[str, int], int] = {}
+    for name, value in inputs.items():
+        if not isinstance(value, torch.Tensor) or not value.ndim or name in (shared or ()):
+            continue
+        own = value.size(along[name])
+        if rows in (None, own):
+            depths = range(1, 2 if along[name] else value.ndim + 1)
+            counts |= {(name, depth): own if depth == 1 else value.shape[:depth].numel() for depth in depths}
+    return counts
+
+
 def rows_first(inputs: Mapping[str, Any], dimensions: Mapping[str, int]) -> Mapping[str, Any]:
     """Return views of the opened inputs with their rows along dimension 0."""
     if not any(dimensions.values()):

@@ -36,7 +36,7 @@ def is_told() -> bool:
 def warn_of_batch_norms(module: nn.Module, microbatches: int) -> bool:
     """Warn of batch norms in training over several ``microbatches``; return whether there are any. Not collective."""
     named = [name for name, each in listings.named_modules(module) if isinstance(each, _BATCH_NORMS) and each.training]
-    if not named or microbatches == 1:
+    if not named:
         return False
     if is_told():
         _logger.warning(

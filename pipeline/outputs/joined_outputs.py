@@ -1,16 +1,19 @@
-"""Output of a batch from the outputs of its microbatches, value by value.
+"""Output of a batch from the outputs of its microbatches, value by value, by the first line that holds.
 
 ::
 
-    (k * rows of the microbatch, ...)  in each            concatenated along their rows     logits (B, T, V), (B * T, V)
-    ()                                 in each            stacked (microbatches,)           a number of each microbatch
-    equal in all                       other tensors      once                              a mask (T, T), positions
-    everything else                                       a list, one for each microbatch   a norm (H,) of each, lengths
+    computed of no input, and equal in all             once                               a mask, a temperature
+    () in each                                         stacked (microbatches,)            a number of each microbatch
+    a value for each row, (B, ...)                     concatenated along the rows        logits (B, T, V)
+    equal in all                                       once                               positions, a mask (T, T)
+    a value for each position of an input, (B * T, ..) concatenated along dimension 0     logits (B * T, V)
+    everything else                                    a list, one for each microbatch    a norm (H,) of each, lengths
 
-Values other than tensors are equal in all, or a list.
+Values other than tensors are equal in all, or a list. Sizes tell rows and positions, so that other tensors of just
+these sizes, a norm (H,) of microbatches with H rows, are taken for them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,15 +22,22 @@ from nxdpp.ground.torch_names import pytree
 from nxdpp.pipeline.microbatches.batch_dimension import BatchDimension, output_dimension
 from nxdpp.tracing.values.nested import flatten, leaves_of
 
+Counts = Mapping[tuple[str, int], int]
 
-def join_outputs(outputs: Sequence[Any], rows: Sequence[int | None], dimension: BatchDimension | None = None) -> Any:
+
+def join_outputs(
+    outputs: Sequence[Any],
+    counts: Sequence[Counts],
+    dimension: BatchDimension | None = None,
+    is_of_no_input: Sequence[bool] = (),
+) -> Any:
     """Return the output of a batch, by the rule above, in the structure of the first microbatch.
 
     Args:
         outputs: of the microbatches. Where their structures differ, they are returned as a list.
-        rows: of each microbatch; ``None`` where its inputs do not tell. Tensors of equal shapes behind dimension 0 are
-            concatenated then.
+        counts: ``value_counts`` of the inputs of each microbatch.
         dimension: ``batch_dimension``; by default 0.
+        is_of_no_input: for each value whether it is computed of no input; empty if unknown.
 
     Raises ``ValueError`` as ``output_dimension`` does.
     """
@@ -37,29 +47,49 @@ def join_outputs(outputs: Sequence[Any], rows: Sequence[int | None], dimension: 
     structures = [flatten(output)[1] for output in outputs]
     if any(structure != structures[0] for structure in structures) or len({*map(len, columns)}) > 1:
         return list(outputs)
-    leaves = [_join(list(parts), rows, dimension) for parts in zip(*columns, strict=True)]
+    own = is_of_no_input if len(is_of_no_input) == len(columns[0]) else [False] * len(columns[0])
+    parts = zip(*columns, strict=True)
+    leaves = [_join(list(each), counts, dimension, is_free) for each, is_free in zip(parts, own, strict=True)]
     return pytree.tree_unflatten(leaves, structures[0])
 
 
-def _join(parts: list[Any], rows: Sequence[int | None], dimension: BatchDimension | None) -> Any:
+def _join(parts: list[Any], counts: Sequence[Counts], dimension: BatchDimension | None, is_of_no_input: bool) -> Any:
     if not all(isinstance(part, torch.Tensor) for part in parts):
-        return parts[0] if all(_are_equal(part, parts[0]) for part in parts) else parts
-    if len({part.ndim for part in parts}) == 1:
-        if not parts[0].ndim:
-            return torch.stack(parts)
-        along = output_dimension(parts[0], dimension, rows[0])
-        others = {(part.shape[:along], part.shape[along + 1 :]) for part in parts}
-        if len(others) == 1 and _are_of_rows([part.size(along) for part in parts], rows):
-            return torch.cat(parts, along)
-    return parts[0] if all(_are_equal(part, parts[0]) for part in parts) else parts
+        return parts[0] if _are_all_equal(parts) else parts
+    if is_of_no_input and _are_all_equal(parts):
+        return parts[0]
+    if len({part.ndim for part in parts}) > 1:
+        return parts
+    if not parts[0].ndim:
+        return torch.stack(parts)
+    along, depths = _fitting(parts, counts, dimension)
+    if 1 in depths:
+        return torch.cat(parts, along)
+    if _are_all_equal(parts):
+        return parts[0]
+    return torch.cat(parts, along) if depths else parts
 
 
-def _are_of_rows(sizes: list[int], rows: Sequence[int | None]) -> bool:
-    """Return whether each microbatch has the same number of values for each of its rows."""
-    if None in rows:
-        return True
-    pairs = [(size, own) for size, own in zip(sizes, rows, strict=True) if own]
-    return all(size % own == 0 and size * pairs[0][1] == pairs[0][0] * own for size, own in pairs)
+def _fitting(
+    parts: list[torch.Tensor], counts: Sequence[Counts], dimension: BatchDimension | None
+) -> tuple[int, set[int]]:
+    """Return the dimension along which tensors may be joined, and the depths of ``counts`` that have its sizes.
+
+    Flattened positions are joined only where rows are first.
+    """
+    sizes = {count for (_, depth), count in counts[0].items() if depth == 1}
+    if dimension and parts[0].ndim > 1 and not sizes & {*parts[0].shape}:
+        return 0, set()
+    along = output_dimension(parts[0], dimension, sizes.pop() if len(sizes) == 1 else None)
+    if len({(part.shape[:along], part.shape[along + 1 :]) for part in parts}) > 1:
+        return along, set()
+    own = [part.size(along) for part in parts]
+    depths = {key[1] for key in counts[0] if [each.get(key) for each in counts] == own}
+    return along, depths & {1} if along else depths
+
+
+def _are_all_equal(parts: list[Any]) -> bool:
+    return all(_are_equal(part, parts[0]) for part in parts[1:])
 
 
 def _are_equal(one: Any, other: Any) -> bool:

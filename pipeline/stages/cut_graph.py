@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 from torch import fx
@@ -14,6 +15,7 @@ from nxdpp.pipeline.partition.partition import Partition
 from nxdpp.pipeline.stages.first_run import FirstRun
 from nxdpp.pipeline.stages.loss import LossSpec, pick_loss, pick_loss_of_sample
 from nxdpp.pipeline.stages.split import StagePlan, build_stage, plan_stages
+from nxdpp.tracing.graph.search import ancestors
 from nxdpp.tracing.graph.trace import TracedGraph
 from nxdpp.tracing.state.shared_objects import SharedBuffers, SharedObjects
 from nxdpp.tracing.values.nested import is_dataclass_instance, leaves_of, map_leaves
@@ -119,6 +121,12 @@ class CutGraph:
         """Whether the output is one value, without a name and without a loss function."""
         return isinstance(self.output, fx.Node) and self.traced.loss is None and not self.traced.lacking_for_loss
 
+    @cached_property
+    def is_of_no_input(self) -> list[bool]:
+        """For each value of the output, whether it depends on no input of the model: a mask, a temperature."""
+        nodes = [leaf if isinstance(leaf, fx.Node) else None for leaf in leaves_of(self.output)]
+        return [node is not None and all(each.op != "placeholder" for each in ancestors(node)) for node in nodes]
+
     def results(self) -> list[fx.Node]:
         """Return the nodes of all values of the output, each once."""
         return list(dict.fromkeys(leaf for leaf in leaves_of(self.output) if isinstance(leaf, fx.Node)))
@@ -168,6 +176,12 @@ class StepGraphs(NamedTuple):
 
     cuts: tuple[CutGraph, ...]
     numbers: tuple[int, ...] = ()
+
+    @property
+    def is_of_no_input(self) -> list[bool]:
+        """For each value of the output, whether it depends on no input in any graph; empty if the outputs differ."""
+        columns = [cut.is_of_no_input for cut in self.cuts]
+        return [all(each) for each in zip(*columns, strict=True)] if len({*map(len, columns)}) == 1 else []
 
     def of_each(self, microbatches: Sequence[Mapping[str, Any]]) -> list[dict[int, Mapping[str, Any]]]:
         """Return for each graph its ``microbatches``, by their number in the step."""

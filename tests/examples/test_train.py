@@ -137,6 +137,8 @@ def test_pipeline_trains_exactly_like_the_unwrapped_model(
         assert re.search(rf"{rank} │ +{rank} │ +0 │ {layers}", printed[0])
     before, after = (float(number) for number in re.findall(r"held-out loss .* training: ([0-9.]+)", printed[0]))
     assert after == pytest.approx(_held_out_loss(folder), abs=1e-3)
+    watched = [json.loads(line) for line in (folder / "metrics" / "rank0000.jsonl").read_text().splitlines()]
+    assert [each["held_out_loss"] for each in watched if "held_out_loss" in each][-1] == pytest.approx(after, abs=1e-3)
     assert after < before == pytest.approx(5.55, abs=0.1)
     sample = printed[0].partition("a sample from the checkpoint")[2]
     assert re.search(r"\nstep +[0-9.,]+ ms  median.*\nrun_train +[0-9.,]+ ms  ", sample)

@@ -163,9 +163,9 @@ def with_replicas(rank: int, stages: int) -> None:
     torch.testing.assert_close(model.run_eval(**batch_of(0, replica)), torch.stack(expected).mean(), rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_split_inputs_may_differ_in_names_and_rows(ranks: int) -> None:
-    run_ranks(ranks, with_replicas, 2)
+@pytest.mark.parametrize(("ranks", "stages"), [(2, 2), (4, 2), (4, 4)])
+def test_split_inputs_may_differ_in_names_and_rows(ranks: int, stages: int) -> None:
+    run_ranks(ranks, with_replicas, stages)
 
 
 def test_one_process_takes_them_too_and_the_first_step_can_be_compared(one_rank: None) -> None:  # noqa: F811
@@ -182,13 +182,14 @@ def test_one_process_takes_them_too_and_the_first_step_can_be_compared(one_rank:
     assert losses == [whole(**each)[0] for each in mixed("itl", 1)]
 
 
-def other_graphs(rank: int) -> None:
-    """Rank 1 has an image in another microbatch."""
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+def other_graphs(rank: int, ranks: int, other: int) -> None:
+    """Rank ``other`` has an image in another microbatch."""
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=ranks)
     pipeline = Pipeline(make_optional(), PipelineConfig(num_microbatches=2, output_loss_value_spec=FIRST))
-    pipeline.train_microbatches(mixed("ti" if rank == 0 else "it"))
+    pipeline.train_microbatches(mixed("it" if rank == other else "ti"))
 
 
-def test_ranks_with_other_graphs_are_told_before_the_step() -> None:
-    with pytest.raises(AssertionError, match=r"rank 1\): graph 0: any stage: image = placeholder image"):
-        run_ranks(2, other_graphs)
+@pytest.mark.parametrize(("ranks", "other"), [(2, 1), (4, 2)])
+def test_ranks_with_other_graphs_are_told_before_the_step(ranks: int, other: int) -> None:
+    with pytest.raises(AssertionError, match=rf"rank {other}\): graph 0: any stage: image = placeholder image"):
+        run_ranks(ranks, other_graphs, ranks, other)

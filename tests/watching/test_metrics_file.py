@@ -143,6 +143,21 @@ def test_what_a_killed_process_left_does_not_spoil_the_next_line(tmp_path: Path,
     assert [sorted({"begins", "ends"} & json.loads(line).keys()) for line in lines[1:]] == [["begins"], ["ends"]]
 
 
+def test_a_closed_file_takes_a_late_evaluation(tmp_path: Path, model: NxDPPModel) -> None:
+    with MetricsFile(tmp_path, model) as metrics:
+        metrics.write(1.0)
+    metrics.add(held_out_loss=0.5)
+    metrics.add(accuracy=0.75)
+    run = RunMetrics(tmp_path)
+    assert (run.curves()["held_out_loss"], run.curves()["accuracy"]) == ([(1, 0.5)], [(1, 0.75)])
+    assert run.ranks[0].ends
+    assert not fault_listeners
+    with MetricsFile(tmp_path, model):
+        pass
+    with pytest.raises(ValueError, match="closed"):
+        metrics.add(held_out_loss=0.25)
+
+
 def test_the_error_of_a_rank_is_its_last_line(
     tmp_path: Path, model: NxDPPModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:

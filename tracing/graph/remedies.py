@@ -72,7 +72,7 @@ def remedy(error: Exception, any_tracer: bool, around: Sequence[str] = ()) -> st
         return (
             f"The modules that transformer_layer_cls names are inside of the layers that the model declares, whose "
             f"code is traced then. Leave transformer_layer_cls out, or name these layers, which run as single nodes: "
-            f"transformer_layer_cls={[*around]}."
+            f"transformer_layer_cls={[*around]}. {_OF_TRANSFORMERS if any_tracer else ''}"
         )
     if TRACING in file_of(last) and re.search(r"[a-z)]\. [A-Z]", str(error)):
         return ""

@@ -10,6 +10,7 @@
 Every module that does not contain a transformer layer is one node.
 """
 
+import inspect
 import math
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext
@@ -323,5 +324,11 @@ def _explain(
         f"{type(module).__name__} could not be traced with the inputs {list(inputs)}: {type(error).__name__}: "
         f"{error}\n  at {source_line(error.__traceback__)}\n"
     )
+    parameters = inspect.signature(module.forward).parameters.values()
+    if not inputs and (optional := [each.name for each in parameters if each.default is not each.empty]):
+        return (
+            f"{told}All inputs of forward are optional, {optional}, and it was given none. Give those that it needs by "
+            f"name, to the step (run_train({optional[0]}=...)) or in partition_batch."
+        )
     around = declared_around(module, layers)
     return (told + remedy(error, any_tracer=not isinstance(tracer, SpineTracer), around=around)).rstrip()

@@ -9,7 +9,7 @@ Rows that fill are cut off, and a replica weighs as much as its own rows. One wi
 weight of 0: all replicas run each step.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,18 +37,32 @@ class LastBatch:
     total: int
 
     @classmethod
-    def of(cls, batch: Any, remainder: int) -> "LastBatch | None":
-        """Return the rows of a last ``batch``, of which all replicas have ``remainder``; ``None`` if it is full."""
+    def of(cls, batch: Any, remainder: int, has_loss: bool = True) -> "LastBatch | None":
+        """Return the rows of a last ``batch``, of which all replicas have ``remainder``; ``None`` if it is full.
+
+        Raises ``ValueError`` for one that ``has_loss`` and does not tell which of its tensors' values fill.
+        """
         replicas, replica = parallel_state.get_data_parallel_size(), parallel_state.get_data_parallel_rank()
-        size = _common_size(batch)
-        if replicas == 1 or size is None or not 0 < remainder < replicas * size:
+        if replicas == 1 or remainder <= 0:
             return None
-        return cls(min(max(remainder - replica * size, 0), size), size, remainder)
+        size = _common_size(batch)
+        if size is None:
+            if has_loss and isinstance(batch, Mapping):
+                _refuse(batch, remainder, replicas)
+            return None
+        return (
+            cls(min(max(remainder - replica * size, 0), size), size, remainder) if remainder < replicas * size else None
+        )
 
     @property
     def weight(self) -> float:
         """Weight of this replica's mean over its own rows in the mean over replicas."""
         return self.rows * parallel_state.get_data_parallel_size() / self.total
+
+    @property
+    def without(self) -> int:
+        """The number of replicas that have no row of their own."""
+        return parallel_state.get_data_parallel_size() - -(-self.total // self.size)
 
     def own(self, batch: Mapping[str, Any]) -> Any:
         """Return ``batch`` without the rows that fill, maybe with no row; with images, without their labels."""
@@ -71,6 +85,19 @@ class LastBatch:
             return torch.cat([tensor, tensor[:1].expand(self.size - self.rows, *tensor.shape[1:])])
 
         return recursively_apply(fill, outputs)
+
+
+def weights_of(batches: Sequence[Mapping[str, Any]], rows: Sequence[LastBatch | None]) -> list[float]:
+    """Return the weight of each of a step's ``batches``, whose losses are means, in the mean over them and replicas.
+
+    A mean over rows weighs as the replica's own ``rows``. One over the labels of tokens weighs as one batch, as batches
+    that one process accumulates; those of replicas without rows are none.
+    """
+    last = next((each for each in rows if each is not None), None)
+    if last is None or not _has_labels_of_tokens(batches[-1]):
+        return [1.0 if each is None else each.weight for each in rows]
+    count = len(rows) * parallel_state.get_data_parallel_size()
+    return [count / (count - last.without) if each is None or each.rows else 0.0 for each in rows]
 
 
 def counted(batch: Any, last: LastBatch | None) -> Any:
@@ -126,6 +153,20 @@ def _common_size(batch: Any) -> int | None:
     if isinstance(tokens, torch.Tensor) and isinstance(labels, torch.Tensor):
         sizes = {labels.size(0)} if tokens.shape == labels.shape and labels.ndim > 1 else sizes
     return sizes.pop() if len(sizes) == 1 else None
+
+
+def _has_labels_of_tokens(batch: Mapping[str, Any]) -> bool:
+    labels = batch.get("labels")
+    return isinstance(labels, torch.Tensor) and labels.ndim > 1 and not labels.is_floating_point()
+
+
+def _refuse(batch: Mapping[str, Any], remainder: int, replicas: int) -> None:
+    sizes = {name: value.size(0) for name, value in batch.items() if _has_rows(value)}
+    raise ValueError(
+        f"the last batch of {replicas} data-parallel replicas has {remainder} rows, filled up with first rows of the "
+        f"data set, and its tensors do not tell which values belong to those: first dimensions {sizes}, and no label "
+        f"for each token. They would count twice. Set dataloader_drop_last=True, or give a number of rows that divides."
+    )
 
 
 def _sizes(batch: Mapping[str, Any]) -> set[int]:

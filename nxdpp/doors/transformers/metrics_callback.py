@@ -17,7 +17,8 @@ _LEFT_OUT_ENDS = ("_runtime", "_per_second")
 class MetricsCallback(TrainerCallback):
     """Callback that writes a ``MetricsFile`` of each step: ``trainer.add_callback(MetricsCallback(trainer))``.
 
-    Every rank adds it. The numbers that ``Trainer`` logs, such as ``loss``, go to the steps in which it logs them. With
+    Every rank adds it. The numbers that ``Trainer`` logs, such as ``loss``, go to the steps in which it logs them, and
+    those of an evaluation after the training to its last step. With
     ``include_num_input_tokens_seen`` the steps have their tokens.
 
     Args:
@@ -64,14 +65,17 @@ class MetricsCallback(TrainerCallback):
         logs: dict[str, Any] | None = None,
         **_: Any,
     ) -> TrainerControl:
-        """Add the logged numbers of a step, without the figures of the whole training at its end."""
+        """Add the logged numbers of a step, without the figures of the whole training at its end.
+
+        Those of ``evaluate()`` after ``train()`` go to the last step.
+        """
         told = {
             name: value
             for name, value in (logs or {}).items()
             if isinstance(value, Real) and name not in (*OWN_NAMES, *_LEFT_OUT)
         }
         shown = {name: value for name, value in told.items() if not name.endswith(_LEFT_OUT_ENDS)}
-        if self._file is not None and shown and "train_loss" not in told:
+        if self._file is not None and self._file.is_last and shown and "train_loss" not in told:
             self._file.add(**shown)
         return control
 
@@ -81,5 +85,4 @@ class MetricsCallback(TrainerCallback):
         """End the file."""
         if self._file is not None:
             self._file.close()
-            self._file = None
         return control

@@ -26,7 +26,7 @@ from nxdpp.doors.transformers.control import ControlledTrainer
 from nxdpp.doors.transformers.data import check_divided, grouped_over_replicas, replica_loader
 from nxdpp.doors.transformers.data_randomness import DataRandomness
 from nxdpp.doors.transformers.evaluation import EvaluatingTrainer
-from nxdpp.doors.transformers.last_batch import LastBatch, NotedLast, counted
+from nxdpp.doors.transformers.last_batch import LastBatch, NotedLast, counted, weights_of
 from nxdpp.doors.transformers.layout import initialize, keep_own_parameters, number_of_parameters
 from nxdpp.doors.transformers.pipelined_model import TrainerModel
 from nxdpp.doors.transformers.saving import SavingTrainer
@@ -280,9 +280,9 @@ class PipelineTrainer(SavingTrainer, EvaluatingTrainer, ControlledTrainer):
         checks.check_split(self._splits, self.model, is_divided)
         # Trainer does not divide the loss of a model that takes num_items_in_batch and ignores it.
         are_summed = items is not None and self.model_accepts_loss_kwargs and not is_divided
-        of_parts = [rows for rows, of_batch in zip(self._rows, parts, strict=True) for _ in of_batch]
-        weights = [1.0 if rows is None or is_divided else rows.weight for rows in of_parts]
+        weights = None if is_divided else weights_of(batches, self._rows)
         if is_divided:
+            of_parts = [rows for rows, of_batch in zip(self._rows, parts, strict=True) for _ in of_batch]
             microbatches = [counted(part, rows) for part, rows in zip(microbatches, of_parts, strict=True)]
         losses = self.pipelined.run_microbatches(microbatches, are_summed, weights)
         return joined(losses, [len(of_batch) for of_batch in parts])

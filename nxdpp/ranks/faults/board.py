@@ -22,7 +22,7 @@ Scope = Literal["world", "pipeline"]
 
 NO_ACTION = -1
 
-_TRAINING_STEPS = ("run_train", "run_train_microbatches", "train_step", "train_samples", "train_microbatches")
+TRAINING_STEPS = ("run_train", "run_train_microbatches", "train_step", "train_samples", "train_microbatches")
 
 
 class Position(NamedTuple):
@@ -119,7 +119,7 @@ class Board:
 
     def training_steps(self) -> int:
         """Number of training steps that have begun, by whichever call."""
-        return sum(map(self.calls_of, _TRAINING_STEPS))
+        return sum(map(self.calls_of, TRAINING_STEPS))
 
     def moved(self) -> None:
         """Note progress within a call, such as one tensor of many that was read."""

@@ -3,6 +3,7 @@
 A note follows the traceback of an error that ends the program::
 
     run_train(...).backward()         element 0 of tensors does not require grad and does not have a grad_fn
+    run_eval(...).backward()          the same
     loss.item() before the last rank  'NoneType' object has no attribute 'item'
     AdamW([trained parameters])       optimizer got an empty parameter list
     DataParallel(model).run_train()   'DataParallel' object has no attribute 'run_train'
@@ -18,16 +19,22 @@ import torch
 from torch import nn
 
 from nxdpp.counted import counted
-from nxdpp.ranks.faults.board import board
+from nxdpp.ranks.faults.board import TRAINING_STEPS, board
 
 _RAN_BACKWARD = (
-    "run_train has run the backward of all microbatches, and the loss that it returns is detached. Leave "
-    "loss.backward() out: the gradients are in .grad"
+    "{} has run the backward of all microbatches, and the loss that it returns is detached. Leave loss.backward() out: "
+    "the gradients are in .grad"
 )
 _NO_BACKWARD = (
-    "run_eval computes no gradients, and the loss that it returns is detached. Train with run_train, which runs the "
-    "backward too"
+    "{} computes no gradients, and the loss that it returns is detached. Train with {}, which runs the backward too"
 )
+_EVALUATIONS = {
+    "run_eval": "run_train",
+    "eval_step": "train_step",
+    "eval_samples": "train_samples",
+    "eval_microbatches": "train_microbatches",
+}
+"""Calls that compute no gradients, and those that do."""
 _NO_LOSS = (
     "if None is a loss or an output: only the rank of the last stage has it (if model.holds_last_stage). "
     "NxDPPModel(..., broadcast_and_average_loss=True) returns the loss on every rank"
@@ -68,7 +75,7 @@ def _note(error: BaseException) -> str | None:
         return _of_outer_module(error.obj, error.name)
     if isinstance(error, ValueError) and str(error) == _EMPTY:
         return _of_empty_list(error)
-    if not board.calls_of("run_train") and not board.calls_of("run_eval"):
+    if not any(map(board.calls_of, (*TRAINING_STEPS, *_EVALUATIONS))):
         return None
     if isinstance(error, RuntimeError) and "does not require grad and does not have a grad_fn" in str(error):
         return _of_backward()
@@ -81,7 +88,10 @@ def _note(error: BaseException) -> str | None:
 
 def _of_backward() -> str:
     """Note on ``backward()`` of a loss, which the last call has most likely returned."""
-    return _NO_BACKWARD if board.position().last.startswith("run_eval") else _RAN_BACKWARD
+    last = board.position().last.partition(" ")[0]
+    if last in _EVALUATIONS:
+        return _NO_BACKWARD.format(last, _EVALUATIONS[last])
+    return _RAN_BACKWARD.format(next((each for each in (last, *TRAINING_STEPS) if board.calls_of(each)), "run_train"))
 
 
 def _of_outer_module(outer: nn.Module, name: str | None) -> str | None:

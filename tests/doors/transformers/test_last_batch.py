@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nxdpp.doors.transformers.last_batch import LastBatch
+from nxdpp.doors.transformers.last_batch import LastBatch, weights_of
 from nxdpp.ranks import parallel_state
 
 TOKENS = torch.arange(12).view(4, 3)
@@ -35,6 +35,20 @@ def test_beside_images_the_rows_that_fill_have_no_labels() -> None:
     assert torch.equal(batch["labels"], TOKENS)
 
 
-def test_labels_of_rows_have_no_value_that_is_ignored() -> None:
+def test_images_beside_labels_of_rows_are_refused() -> None:
     for labels in (torch.tensor([3, 1, 2, 3]), torch.ones(4)):
-        assert LastBatch.of({"input_ids": TOKENS, "labels": labels, "pixel_values": torch.ones(2, 3, 8, 8)}, 3) is None
+        batch = {"input_ids": TOKENS, "labels": labels, "pixel_values": torch.ones(2, 3, 8, 8)}
+        with pytest.raises(
+            ValueError, match=r"has 3 rows, .* \{'input_ids': 4, 'labels': 4, 'pixel_values': 2\}.*drop_last"
+        ):
+            LastBatch.of(batch, 3)
+        assert LastBatch.of(batch, 3, has_loss=False) is LastBatch.of(batch, 0) is LastBatch.of(batch, -1) is None
+
+
+def test_a_mean_weighs_as_rows_or_as_a_batch() -> None:
+    rows = [None, LastBatch(rows=1, size=4, total=1)]
+    assert weights_of([{"labels": torch.ones(4).long()}] * 2, rows) == [1.0, 2.0]
+    # Three batches of one process: two full ones, and one of a row.
+    assert weights_of([{"labels": TOKENS}] * 2, rows) == [4 / 3, 4 / 3]
+    assert weights_of([{"labels": TOKENS}] * 2, [None, LastBatch(rows=0, size=4, total=1)]) == [4 / 3, 0.0]
+    assert weights_of([{"labels": TOKENS}] * 2, [None, LastBatch(rows=3, size=4, total=7)]) == [1.0, 1.0]

@@ -3,8 +3,10 @@
 from collections.abc import Container, Iterable, Mapping
 from contextlib import redirect_stdout
 from dataclasses import replace
+from functools import cache
 from io import StringIO
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import pytest
@@ -14,7 +16,7 @@ from transformers import Trainer
 from nxdpp import parallel_state, tensor_parallelize
 from nxdpp.gradients.shards.local_tensors import is_sharded
 from nxdpp.integrations import PipelineTrainer
-from tests.doors.transformers.trainings import REPLICATED, SHORT, TRAININGS, WITH_DROPOUT, Training
+from tests.doors.transformers.trainings import IMAGES_OF_CLASSES, REPLICATED, SHORT, TRAININGS, WITH_DROPOUT, Training
 from tests.support.models import tied_llama
 from tests.support.run_ranks import run_ranks
 
@@ -23,8 +25,10 @@ TOLERANCE = 1e-6
 # Times, and figures made of them.
 TIMES = ("runtime", "per_second")
 
-MORE = ("mean of batches", "clipped, cosine", "metrics", "stream", *SHORT)
+MORE = ("mean of batches", "clipped, cosine", "metrics", "stream", "images of classes", *SHORT)
 """Trainings of two stages in the sweep: two replicas run them."""
+LONE = (*SHORT, "images of classes")
+"""Trainings that replicas of one stage run too."""
 MORE_REPLICATED = ("accumulated", "bfloat16", "classes")
 
 Logs = list[dict[str, float]]
@@ -41,9 +45,15 @@ class Run(NamedTuple):
     printed: str
 
 
-def train(rank: int, folder: Path, names: list[str], replicas: int) -> dict[str, Run]:
+def train(rank: int, folder: Path, names: list[str], replicas: int, stages: int = 2) -> dict[str, Run]:
     trainings = {**TRAININGS, "dropout": WITH_DROPOUT}
-    return {name: _run(trainings[name], folder / name, replicas, pipeline_parallel_size=2) for name in names}
+    runs = {name: _run(trainings[name], folder / name, replicas, pipeline_parallel_size=stages) for name in names}
+    if replicas > 1:
+        filled: Any = IMAGES_OF_CLASSES.trainer(PipelineTrainer, folder / "filled", pipeline_parallel_size=stages)
+        with pytest.raises(ValueError, match=r"'pixel_values': 4.*count twice\. Set dataloader_drop_last=True"):
+            filled.train()
+        assert not filled.state.log_history
+    return runs
 
 
 def _run(training: Training, folder: Path, *others: Any, **pipeline: Any) -> Run:
@@ -105,6 +115,11 @@ def two_replicas(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPa
     return run_ranks(4, train_replicas, tmp_path_factory.mktemp("replicas"), names, timeout=150.0)
 
 
+@pytest.fixture(scope="module")
+def lone_stages(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Mapping[str, Run]]:
+    return run_ranks(2, train, tmp_path_factory.mktemp("lone"), asked(request, LONE), 2, 1, timeout=150.0)
+
+
 def asked(request: pytest.FixtureRequest, names: Iterable[str]) -> list[str]:
     """The trainings that tests with the fixture compare in this run."""
     asked = {
@@ -116,17 +131,23 @@ def asked(request: pytest.FixtureRequest, names: Iterable[str]) -> list[str]:
 
 
 @pytest.mark.parametrize("name", marked(TRAININGS, MORE))
-def test_two_stages_train_as_one_process(name: str, one_pipeline: list[Mapping[str, Run]], tmp_path: Path) -> None:
-    expected = _in_one_process(name, tmp_path)
+def test_two_stages_train_as_one_process(name: str, one_pipeline: list[Mapping[str, Run]]) -> None:
+    expected = _in_one_process(name)
     for runs in one_pipeline:
         assert_alike(runs[name].logs, expected)
 
 
 @pytest.mark.parametrize("name", marked(REPLICATED, MORE_REPLICATED))
-def test_replicas_train_as_one_process(name: str, two_replicas: list[Mapping[str, Run]], tmp_path: Path) -> None:
-    expected = _in_one_process(name, tmp_path, 2)
+def test_replicas_train_as_one_process(name: str, two_replicas: list[Mapping[str, Run]]) -> None:
+    expected = _in_one_process(name, 2)
     for runs in two_replicas:
         assert_alike(runs[name].logs, expected)
+
+
+@pytest.mark.parametrize("name", LONE)
+def test_replicas_of_one_stage_train_as_one_process(name: str, lone_stages: list[Mapping[str, Run]]) -> None:
+    for runs in lone_stages:
+        assert_alike(runs[name].logs, _in_one_process(name, 2))
 
 
 def test_rank_0_orders_the_rows_of_stages_with_dropout(one_pipeline: list[Mapping[str, Run]]) -> None:
@@ -150,22 +171,24 @@ def test_rank_0_alone_prints(two_replicas: list[Mapping[str, Run]]) -> None:
         assert not any(other[name].printed for other in others)
 
 
-def test_a_divided_model_trains_as_one_process(two_replicas: list[Mapping[str, Run]], tmp_path: Path) -> None:
-    expected = _in_one_process("evaluated", tmp_path)
+def test_a_divided_model_trains_as_one_process(two_replicas: list[Mapping[str, Run]]) -> None:
+    expected = _in_one_process("evaluated")
     for runs in two_replicas:
         assert_alike(runs["divided"].logs, expected)
 
 
 @pytest.mark.parametrize("shards", SHARDED)
-def test_shards_train_as_one_process(shards: str, two_replicas: list[Mapping[str, Run]], tmp_path: Path) -> None:
-    expected = _in_one_process(shards, tmp_path, 2)
+def test_shards_train_as_one_process(shards: str, two_replicas: list[Mapping[str, Run]]) -> None:
+    expected = _in_one_process(shards, 2)
     for runs in two_replicas:
         assert_alike(runs[f"{shards}, sharded"].logs, expected)
 
 
-def _in_one_process(name: str, folder: Path, replicas: int = 1) -> Logs:
-    trainer = TRAININGS[name].trainer(Trainer, folder, replicas)
-    trainer.train()
+@cache
+def _in_one_process(name: str, replicas: int = 1) -> Logs:
+    with TemporaryDirectory() as folder:
+        trainer = TRAININGS[name].trainer(Trainer, Path(folder), replicas)
+        trainer.train()
     return trainer.state.log_history
 
 

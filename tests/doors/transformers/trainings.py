@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from torch.utils.data import Dataset, IterableDataset
 from transformers import LlamaForSequenceClassification, Trainer, TrainingArguments
 
 from tests.support.models import VOCABULARY, gpt2, llama, tied_llama
-from tests.support.vision_language import IMAGE, SIDE, make_vision_language, pixels
+from tests.support.vision_language import IMAGE, SIDE, START, make_vision_language, pixels
 
 LAYERS = 4
 
@@ -63,28 +63,81 @@ class Classes(Rows):
         return {"input_ids": self.rows[index], "labels": torch.tensor(index % 3)}
 
 
-class SomeImages(Rows):
-    """Rows for LLaVA of equal lengths, of which two of five have an image."""
+IMAGE_TOKENS = {"llava": 16, "internvl": 4, "qwen2_vl": 4, "idefics3": 4}
 
-    def __init__(self, rows: int = 20, seed: int = 0) -> None:
+
+class SomeImages(Rows):
+    """Rows for a vision-language model of equal lengths, of which two of five have an image."""
+
+    def __init__(self, rows: int = 20, seed: int = 0, model: str = "llava") -> None:
         super().__init__(rows, 24, 24, seed)
+        self.model = model
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         ids = 40 + self.rows[index] % 40
-        if index % 5 > 1:
-            return {"input_ids": ids, "labels": ids}
-        ids[2:18] = IMAGE
-        return {"input_ids": ids, "labels": ids, "pixel_values": pixels(3, SIDE, SIDE) * (1 + index / 8)}
+        has_image = index % 5 <= 1
+        if has_image:
+            ids[1] = START
+            ids[2 : 2 + IMAGE_TOKENS[self.model]] = IMAGE
+        row = {"input_ids": ids, "labels": ids}
+        if self.model == "qwen2_vl":
+            row["mm_token_type_ids"] = (ids == IMAGE).int()
+            images = {"pixel_values": pixels(16, 96), "image_grid_thw": torch.tensor([[1, 4, 4]])}
+        elif self.model == "idefics3":
+            # A place for an image in each row.
+            return row | {"pixel_values": pixels(1, 3, SIDE, SIDE) * has_image * (1 + index / 8)}
+        else:
+            images = {"pixel_values": pixels(3, SIDE, SIDE) * (1 + index / 8)}
+        return row | images if has_image else row
 
 
 def with_images(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Rows (B, T), and the images of those that have one."""
+    """Rows (B, T), and the images of those that have one, or places for them if a row has any."""
     names = {name for row in rows for name in row}
-    return {name: torch.stack([row[name] for row in rows if name in row]) for name in sorted(names)}
+    given = {name: [row[name] for row in rows if name in row] for name in sorted(names)}
+    # Patches and sizes of images have the dimension of the images themselves.
+    batch = {name: torch.cat(own) if own[0].ndim == 2 else torch.stack(own) for name, own in given.items()}
+    return {name: value for name, value in batch.items() if name != "pixel_values" or value.any()}
 
 
-def llava() -> nn.Module:
-    return make_vision_language("llava")[0]
+class ClassesOfImages(Rows):
+    """Rows of tokens with two images each, as vectors, and a class."""
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        ids = 40 + self.rows[index] % 40
+        ids[2:4] = IMAGE
+        return {"input_ids": ids, "labels": torch.tensor(index % 3), "pixel_values": pixels(2, 8) * (1 + index)}
+
+
+class ImageLayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.linear(hidden))
+
+
+class ImageClassifier(nn.Module):
+    """Classes of rows with images, whose loss is a mean over rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, 8)
+        self.layers = nn.ModuleList(ImageLayer() for _ in range(LAYERS))
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, input_ids: torch.Tensor, pixel_values: torch.Tensor, labels: torch.Tensor) -> dict[str, Any]:
+        hidden = self.embed(input_ids)
+        hidden = hidden.masked_scatter((input_ids == IMAGE)[..., None].expand_as(hidden), pixel_values)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        logits = self.head(hidden.mean(1))
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+def vision_language(name: str = "llava") -> nn.Module:
+    return make_vision_language(name)[0]
 
 
 def padded(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
@@ -262,9 +315,17 @@ TRAININGS = {
     ),
     "images in some rows": Training(
         {**EVALUATED, "remove_unused_columns": False},
-        model=llava,
+        model=vision_language,
         given={"train_dataset": SomeImages(20), "eval_dataset": SomeImages(7, 1), "data_collator": with_images},
     ),
+    **{
+        f"images of {name}": Training(
+            {"remove_unused_columns": False, "max_steps": 2},
+            model=partial(vision_language, name),
+            given={"train_dataset": SomeImages(20, model=name), "data_collator": with_images},
+        )
+        for name in ("internvl", "qwen2_vl", "idefics3")
+    },
     "budget of tokens": Training(
         {**EVALUATED, "per_device_train_batch_size": 5, "gradient_accumulation_steps": 2},
         given={"data_collator": padded, "train_dataset": Rows(20, 5, 14), "eval_dataset": Rows(7, seed=1)},
@@ -307,12 +368,35 @@ SHORT = {
         pipeline={"num_microbatches": 2},
         replicated="per_device_train_batch_size",
     ),
+    "9 rows, mean of batches": Training(
+        {"gradient_accumulation_steps": 3}, model=mean_of_batches, given={"train_dataset": Rows(9)}
+    ),
+    "11 rows, mean of batches": Training(
+        {"gradient_accumulation_steps": 2}, model=mean_of_batches, given={"train_dataset": Rows(11)}
+    ),
+    "19 rows, padded": Training(
+        {"train_sampling_strategy": "group_by_length", "gradient_accumulation_steps": 3},
+        given={"data_collator": padded, "train_dataset": Rows(19, 5, 14)},
+    ),
 }
 """Trainings whose rows do not divide over two replicas; of 9 rows the second replica has none in the last batch."""
 TRAININGS |= SHORT
 
+IMAGES_OF_CLASSES = Training(
+    {"gradient_accumulation_steps": 1, "remove_unused_columns": False},
+    model=ImageClassifier,
+    given={"train_dataset": ClassesOfImages(7), "data_collator": with_images},
+    pipeline={"pipeline_arguments": {"transformer_layer_cls": ImageLayer}},
+    replicated="per_device_train_batch_size",
+)
+"""A training whose last batch over two replicas does not tell which images belong to rows that fill it."""
+TRAININGS["images of classes"] = replace(
+    IMAGES_OF_CLASSES, args={**IMAGES_OF_CLASSES.args, "dataloader_drop_last": True}
+)
+
 REPLICATED = [
     "images in some rows",
+    "budget of tokens",
     "accumulated",
     "clipped, cosine",
     "bfloat16",
@@ -322,5 +406,6 @@ REPLICATED = [
     "stream",
     "padded",
     *SHORT,
+    "images of classes",
 ]
 """Trainings that two replicas run too."""

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from trl import DPOConfig, SFTConfig
+from trl import DPOConfig, RewardConfig, SFTConfig
 
 from nxdpp.doors.transformers import arguments
 from nxdpp.doors.trl.trainer import REFUSED
-from nxdpp.integrations import PipelineDPOTrainer, PipelineSFTTrainer
+from nxdpp.integrations import PipelineDPOTrainer, PipelineRewardTrainer, PipelineSFTTrainer
 from nxdpp.ranks import parallel_state
 from tests.doors.trl.tunings import pairs, texts, tokenizer
 from tests.support.models import llama, mixtral
@@ -30,7 +30,10 @@ def _no_traces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
         parallel_state.destroy_model_parallel()
 
 
-@pytest.mark.parametrize(("trainer", "config"), [(PipelineSFTTrainer, SFTConfig), (PipelineDPOTrainer, DPOConfig)])
+@pytest.mark.parametrize(
+    ("trainer", "config"),
+    [(PipelineSFTTrainer, SFTConfig), (PipelineDPOTrainer, DPOConfig), (PipelineRewardTrainer, RewardConfig)],
+)
 def test_each_field_is_honoured_or_refused(trainer: Any, config: Any) -> None:
     known = arguments.HONOURED | arguments.REFUSED.keys() | arguments.WITHOUT_EFFECT.keys()
     assert {field.name for field in fields(config)} - known == trainer._fields | (REFUSED.keys() & vars(config).keys())

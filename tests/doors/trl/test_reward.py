@@ -30,9 +30,10 @@ def uneven(rows: int) -> Dataset:
 
 CASES: dict[str, tuple[Callable[[int], Dataset], Mapping[str, Any]]] = {
     "pairs": (pairs, {"center_rewards_coefficient": 0.1}),
-    "margins": (with_margins, {"eval_strategy": "steps", "eval_steps": 2}),
+    "margins": (with_margins, {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}),
     "a dropped last batch": (uneven, {"dataloader_drop_last": True}),
     "adapters": (pairs, {"peft_config": True}),
+    "shards": (pairs, {"fsdp": True, "eval_strategy": "steps", "eval_steps": 2}),
 }
 
 
@@ -41,22 +42,22 @@ def trainer(folder: Path, name: str, cls: Any, replicas: int = 1, **pipeline: An
     config: Any = llama().config
     config.num_labels = 1
     data, more = CASES[name]
-    args = RewardConfig(
-        output_dir=str(folder),
-        use_cpu=True,
-        bf16=False,
-        report_to="none",
-        disable_tqdm=True,
-        save_strategy="no",
-        logging_steps=1,
-        max_steps=3,
-        per_device_train_batch_size=2 * replicas,
-        per_device_eval_batch_size=2 * replicas,
-        gradient_accumulation_steps=2,
-        gradient_checkpointing=False,
-        learning_rate=1e-3,
-        **{key: value for key, value in more.items() if key != "peft_config"},
-    )
+    fields: dict[str, Any] = {
+        "use_cpu": True,
+        "bf16": False,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "save_strategy": "no",
+        "logging_steps": 1,
+        "max_steps": 3,
+        "per_device_train_batch_size": 2 * replicas,
+        "per_device_eval_batch_size": 2 * replicas,
+        "gradient_accumulation_steps": 2,
+        "gradient_checkpointing": False,
+        "learning_rate": 1e-3,
+    }
+    left_out = {"peft_config", *(["fsdp"] if cls is RewardTrainer else [])}
+    args = RewardConfig(str(folder), **fields | {key: value for key, value in more.items() if key not in left_out})
     given: dict[str, Any] = {"train_dataset": data(24), "eval_dataset": data(7), "processing_class": tokenizer()}
     if "peft_config" in more:
         adapter = lora()
@@ -71,6 +72,11 @@ def train(rank: int, folder: Path) -> dict[str, Logs]:
         tuned = trainer(folder / name, name, PipelineRewardTrainer, pipeline_parallel_size=2)
         tuned.train()
         logs[name] = tuned.state.log_history
+        if name == "margins":
+            tuned.save_model(str(folder / "saved"))
+            again = trainer(folder / name, name, PipelineRewardTrainer, pipeline_parallel_size=2)
+            again.train(resume_from_checkpoint=str(folder / name / "checkpoint-2"))
+            logs["resumed"] = again.state.log_history
     with pytest.raises(ValueError, match="cannot honour compute_metrics"):
         trainer(folder / "refused", "pairs", PipelineRewardTrainer, compute_metrics=print)
     return logs
@@ -86,3 +92,10 @@ def test_a_reward_model_trains_as_in_one_process(ranks: int, tmp_path: Path) -> 
             # Each replica pads its rows to the longest of them.
             unlike = "total_flos" if ranks == 4 else "nothing"
             assert_alike(*(without(unlike, each) for each in (of_rank[name], one.state.log_history)))
+        if name == "margins":
+            saved = LlamaForSequenceClassification.from_pretrained(tmp_path / "saved").state_dict()
+            torch.testing.assert_close(saved, dict(one.model.state_dict()), atol=1e-6, rtol=0)
+    for of_rank in ours:
+        # TRL counts the tokens of each call of train.
+        again, first = (without("num_tokens", of_rank[each][:-1]) for each in ("resumed", "margins"))
+        assert_alike(again, first)

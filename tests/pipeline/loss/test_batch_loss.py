@@ -34,13 +34,13 @@ class Layer(nn.Module):
 
 
 class Towers(nn.Module):
-    """Embeddings (B, H) of rows and of their pairs, and a temperature, as CLIP returns them."""
+    """Embeddings (B, H) of rows and of their pairs, and a temperature for each head, as many as a microbatch's rows."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(Layer() for _ in range(4))
         self.norm = nn.LayerNorm(WIDTH)
-        self.scale = nn.Parameter(torch.tensor(0.7))
+        self.scale = nn.Parameter(torch.tensor([0.7, 0.8, 0.6, 0.9]))
 
     def forward(self, x: torch.Tensor, pairs: torch.Tensor) -> Any:
         hidden = torch.stack((x, pairs), 1)
@@ -52,7 +52,7 @@ class Towers(nn.Module):
 
 def contrastive(output: Any, weight: torch.Tensor) -> torch.Tensor:
     """Each row finds its pair among those of all rows."""
-    similar = output["scale"] * output["one"] @ output["other"].T
+    similar = output["scale"].repeat_interleave(WIDTH // 4) * output["one"] @ output["other"].T
     losses = nn.functional.cross_entropy(similar, torch.arange(len(similar)), reduction="none")
     return (losses * weight).sum() / weight.sum()
 
@@ -178,7 +178,7 @@ def _sharded(rank: int) -> None:
         ours, theirs = parameter.grad, own[name].grad
         assert ours is not None
         assert theirs is not None
-        # A number is not divided.
+        # Few values are not divided.
         ours = ours.full_tensor() if isinstance(ours, DTensor) else ours
         assert (ours - theirs).norm() <= 0.02 * theirs.norm(), name
     assert any(isinstance(parameter, DTensor) for parameter in model.parameters())
@@ -237,7 +237,7 @@ def test_outputs_without_rows_are_shared_or_refused() -> None:
     collected = BatchLoss(loss_fn, None, torch.ones_like)
     assert float(collected((rows, weight), target=target)) == 312.0
 
-    collected.begin(2, 2, nn.Linear(1, 1))
+    collected.begin(2, 2, nn.Linear(1, 1), [False, True])
     scalars = [collected((part, weight), target=own) for part, own in zip(rows.chunk(2), target.chunk(2), strict=True)]
     for scalar in scalars:
         scalar.backward()
@@ -246,6 +246,19 @@ def test_outputs_without_rows_are_shared_or_refused() -> None:
     for ours, theirs in zip(found, torch.autograd.grad(expected, (rows, weight)), strict=True):
         torch.testing.assert_close(ours, theirs)
     assert torch.equal(collected.loss, expected.detach())
+
+    # One for each head, computed in each microbatch, and as many heads as rows.
+    rows.grad = weight.grad = None
+    collected.begin(2, 2, nn.Linear(1, 1), [False, True])
+    scalars = [
+        collected((part, weight * 1.0), target=own) for part, own in zip(rows.chunk(2), target.chunk(2), strict=True)
+    ]
+    for scalar in scalars:
+        scalar.backward()
+    for ours, theirs in zip(
+        (rows.grad, weight.grad), torch.autograd.grad(loss_fn((rows, weight), target), (rows, weight)), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs)
 
     collected.begin(2, 2, nn.Linear(1, 1))
     collected((rows[:2], torch.tensor(1.0, requires_grad=True)), target=target[:2])

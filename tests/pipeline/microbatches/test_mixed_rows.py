@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from nxdpp import NxDPPModel, parallel_state
+from nxdpp import NxDPPModel, Pipeline, PipelineConfig, parallel_state
 from tests.support.run_ranks import run_ranks
 
 ROWS, WIDTH = 8, 8
@@ -105,8 +105,9 @@ def test_the_first_step_tells_of_losses_that_mix_rows(ranks: int, name: str) -> 
         assert "1 batch norm is in training (2 is the first)" in first[0]
 
 
-def other_times(rank: int) -> list[str]:
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+def other_times(rank: int, ranks: int) -> list[str]:
+    """Return what steps by different calls say of batch norms, each of a wrapper of its own."""
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=ranks)
     texts: list[str] = []
 
     class Kept(logging.Handler):
@@ -116,24 +117,39 @@ def other_times(rank: int) -> list[str]:
     logging.getLogger("nxdpp").addHandler(Kept())
     common: dict[str, Any] = {"transformer_layer_cls": nn.Linear, "loss_fn": means}
     inputs = {"input": batch()["x"], "target": TARGET}
+    parts = [{name: value[rows] for name, value in inputs.items()} for rows in (slice(4), slice(4, 8))]
     # One microbatch is the batch; norms in evaluation mode look at no rows; an evaluation trains nothing.
     one = NxDPPModel(build(CASES["batch norm"][0]), num_microbatches=1, **common)
     one.run_train(**inputs)
+    one.run_train_microbatches([inputs])
     fixed = NxDPPModel(build(CASES["batch norm"][0]).eval(), num_microbatches=4, **common)
     fixed.run_train(**inputs)
+    fixed.run_train_microbatches(parts)
     norms = NxDPPModel(build(CASES["batch norm"][0]), num_microbatches=4, **common)
     norms.eval()
     norms.run_eval(**inputs)
     assert not [text for text in texts if "batch norms" in text]
     norms.train()
     norms.run_train(**inputs)
+    # The number of microbatches may change from step to step.
+    given = NxDPPModel(build(CASES["batch norm"][0]), num_microbatches=4, **common)
+    given.run_train_microbatches([inputs])
+    given.run_train_microbatches(parts)
+    given.run_train_microbatches(parts)
+    samples = Pipeline(build(CASES["batch norm"][0]), PipelineConfig(num_microbatches=2, **common))
+    samples.train_samples(parts)
+    # The call of PipelineTrainer.
+    trained = Pipeline(build(CASES["batch norm"][0]), PipelineConfig(num_microbatches=2, **common))
+    trained.train_microbatches(parts)
     return [text for text in texts if "batch norms" in text]
 
 
-def test_batch_norms_are_named_once_where_they_take_statistics() -> None:
-    first, last = run_ranks(2, other_times)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_batch_norms_are_named_once_where_they_take_statistics(ranks: int) -> None:
+    first, *others = run_ranks(ranks, other_times, ranks)
 
-    assert (len(first), last) == (1, [])
+    assert [re.findall(r"one of (\d) microbatches", text) for text in first] == [["4"], ["2"], ["2"], ["2"]]
+    assert not any(others)
 
 
 def with_their_pairs(inputs: dict[str, Any], microbatches: int) -> list[dict[str, Any]]:
@@ -153,7 +169,7 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def out(rank: int, ranks: int, way: str) -> tuple[float, float, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+def out(ranks: int, way: str) -> tuple[float, float, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """The loss and gradients of a step, and those of one process over the whole batch."""
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=ranks)
     name, arguments = WAYS[way]
@@ -169,9 +185,14 @@ def out(rank: int, ranks: int, way: str) -> tuple[float, float, dict[str, torch.
     return loss.item(), expected.item(), own, {name: theirs[name] for name in own}
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_way_out_has_the_loss_of_the_whole_batch(way: str) -> None:
-    for loss, expected, ours, theirs in run_ranks(2, out, 2, way):
+def all_out(rank: int, ranks: int) -> dict[str, Any]:
+    return {way: out(ranks, way) for way in WAYS}
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_way_out_has_the_loss_of_the_whole_batch(ranks: int) -> None:
+    found = [own[way] for own in run_ranks(ranks, all_out, ranks) for way in WAYS]
+    for loss, expected, ours, theirs in found:
         assert loss == pytest.approx(expected, rel=1e-5)
         assert ours
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)

@@ -64,22 +64,35 @@ def test_what_cannot_be_packed_is_refused(rows: list[Any], most: Any, message: s
         batches_of_tokens(rows, most)
 
 
-def seeded() -> Any:
+def seeded(layers: int) -> Any:
     torch.manual_seed(0)
-    return llama()
+    return llama(layers)
 
 
-def by_need(rank: int, ranks: int) -> list[int]:
-    """Train with other numbers of microbatches in each step and on each replica, and compare with one process."""
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+def by_need(rank: int, stages: int, schedule: str, chunks: int) -> tuple[int, list[list[list[int]]]]:
+    """Train with other numbers of microbatches in each step and on each replica, and compare with one process.
+
+    Returns the number of the replica, and the lengths of the rows of each group of each step.
+    """
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=stages)
     replicas, replica = parallel_state.get_data_parallel_size(), parallel_state.get_data_parallel_rank()
-    model = NxDPPModel(seeded(), num_microbatches=2, loss_normalization="tokens", broadcast_and_average_loss=True)
-    whole = seeded()
+    layers = max(4, stages * chunks)
+    model = NxDPPModel(
+        seeded(layers),
+        num_microbatches=stages,
+        schedule=schedule,
+        virtual_pipeline_size=chunks,
+        loss_normalization="tokens",
+        broadcast_and_average_loss=True,
+    )
+    whole = seeded(layers)
     ours, theirs = (torch.optim.AdamW(each.parameters(), lr=1e-3) for each in (model, whole))
-    numbers = []
+    packed = []
     for step in range(4):
-        microbatches = [collated(group) for group in batches_of_tokens(rows_of(step, replica), MOST)]
-        numbers.append(len(microbatches))
+        # In a step with one for all rows, fewer microbatches than stages.
+        groups = batches_of_tokens(rows_of(step, replica), MOST if step else 200)
+        microbatches = [collated(group) for group in groups]
+        packed.append([[len(row["input_ids"]) for row in group] for group in groups])
         ours.zero_grad()
         loss = model.run_train_microbatches(microbatches)
         model.clip_grad_norm_(1.0)
@@ -92,20 +105,36 @@ def by_need(rank: int, ranks: int) -> list[int]:
         torch.testing.assert_close(loss, expected.detach(), rtol=1e-5, atol=1e-6)
     for name, parameter in model.local_named_parameters():
         torch.testing.assert_close(parameter, whole.get_parameter(name), rtol=1e-3, atol=1e-5)
-    if ranks == 2:
-        with pytest.raises(AttributeError, match=r"num_microbatches=6 comes after.*wrapped with 2.*run_train_microb"):
-            model.num_microbatches = 6
-        assert model.num_microbatches == 2
-        # The remedy: six of them.
-        loss = model.run_train_microbatches([collated([row]) for row in rows_of(0)])
-        torch.testing.assert_close(loss, whole(**collated(rows_of(0))).loss.detach(), rtol=1e-3, atol=1e-4)
-        assert model.run_train(**collated(rows_of(0))) is not None
-    return numbers
+    with pytest.raises(
+        AttributeError, match=rf"num_microbatches=6 comes after.*wrapped with {stages}.*run_train_microb"
+    ):
+        model.num_microbatches = 6
+    assert model.num_microbatches == stages
+    # The remedy: six of them.
+    batches = [rows_of(0, each)[:6] for each in range(replicas)]
+    loss = model.run_train_microbatches([collated([row]) for row in batches[replica]])
+    expected = whole(**collated([row for rows in batches for row in rows])).loss
+    torch.testing.assert_close(loss, expected.detach(), rtol=1e-3, atol=1e-4)
+    assert model.run_train(**collated(batches[replica][:4])) is not None
+    return replica, packed
 
 
 @pytest.mark.one_python
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_steps_of_any_number_of_microbatches_are_those_of_one_process(ranks: int) -> None:
-    numbers = run_ranks(ranks, by_need, ranks)
-    assert len(set(numbers[0])) > 1
+@pytest.mark.parametrize(
+    ("ranks", "stages", "schedule", "chunks"),
+    [
+        *((2, 2, "1f1b", 1), (2, 2, "zb-h1", 1), (2, 2, "interleaved", 2)),
+        *((4, 2, "1f1b", 1), (4, 4, "1f1b", 1), (4, 4, "zb-h1", 1), (4, 4, "interleaved", 2)),
+    ],
+)
+def test_steps_of_any_number_of_microbatches_are_those_of_one_process(
+    ranks: int, stages: int, schedule: str, chunks: int
+) -> None:
+    of_ranks = run_ranks(ranks, by_need, stages, schedule, chunks)
+    # All ranks of a pipeline have packed the same groups.
+    of_replicas = dict(of_ranks)
+    assert all(packed == of_replicas[replica] for replica, packed in of_ranks)
+    assert len(of_replicas) == ranks // stages
+    numbers = {len(groups) for groups in of_replicas[0]}
+    assert min(numbers) < stages < max(numbers)
     assert nxdpp.batches_of_tokens is batches_of_tokens

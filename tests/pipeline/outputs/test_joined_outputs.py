@@ -1,5 +1,6 @@
 """The output of a batch from those of its microbatches, by the rule for values that are rows and that are none."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ from torch import nn
 from transformers.modeling_outputs import CausalLMOutput
 
 from nxdpp import NxDPPModel, parallel_state
+from nxdpp.pipeline.microbatches.batch_dimension import value_counts
 from nxdpp.pipeline.outputs.joined_outputs import join_outputs
 from tests.support.models import make, padded_batch, reference
 from tests.support.run_ranks import run_ranks
@@ -19,12 +21,17 @@ def _full(rows: int, number: int) -> torch.Tensor:
     return torch.full((rows, 3), float(number))
 
 
+def _counts(rows: Sequence[int], length: int = 4) -> list[dict[tuple[str, int], int]]:
+    """Counts of microbatches of tokens (rows, length)."""
+    return [value_counts({"ids": torch.zeros(own, length)}, None, None) for own in rows]
+
+
 def test_rows_are_concatenated_and_scalars_stacked() -> None:
     outputs = [
         {"rows": _full(own, i), "tokens": _full(4 * own, i), "loss": torch.tensor(float(i)), "rest": (None, "a", 1)}
         for i, own in enumerate(ROWS)
     ]
-    joined = join_outputs(outputs, ROWS)
+    joined = join_outputs(outputs, _counts(ROWS))
     assert joined["rows"].tolist() == [[i] * 3 for i in (0, 0, 1, 1, 2)]
     assert joined["tokens"].shape == (20, 3)
     assert joined["loss"].tolist() == [0, 1, 2]
@@ -34,21 +41,44 @@ def test_rows_are_concatenated_and_scalars_stacked() -> None:
 def test_values_that_are_no_rows_are_one_or_a_list() -> None:
     mask = torch.ones(3, 3)
     outputs = [{"mask": mask.clone(), "norm": torch.full((3,), float(i)), "n": i} for i in range(3)]
-    joined = join_outputs(outputs, ROWS)
+    joined = join_outputs(outputs, _counts(ROWS))
     assert torch.equal(joined["mask"], mask)
     assert [each.tolist() for each in joined["norm"]] == [[i] * 3 for i in range(3)]
     assert joined["n"] == [0, 1, 2]
     # Microbatches of other lengths.
-    joined = join_outputs([torch.ones(2, 4), torch.ones(2, 5)], [2, 2])
+    joined = join_outputs([torch.ones(2, 4), torch.ones(2, 5)], _counts([2, 2]))
     assert [tuple(each.shape) for each in joined] == [(2, 4), (2, 5)]
-    # Inputs that do not tell the rows.
-    assert join_outputs([torch.ones(3, 4), torch.ones(5, 4)], [None, None]).shape == (8, 4)
-    assert join_outputs([(torch.ones(2),), (torch.ones(2), None)], [2, 2])[1][1] is None
+    # More images than rows.
+    images = [{"ids": torch.zeros(2, 4), "images": torch.zeros(own, 3)} for own in (3, 5)]
+    joined = join_outputs(
+        [(torch.ones(own, 4), torch.ones(2, 1)) for own in (3, 5)], [value_counts(each, None, None) for each in images]
+    )
+    assert [tuple(each.shape) for each in joined] == [(8, 4), (4, 1)]
+    assert join_outputs([(torch.ones(2),), (torch.ones(2), None)], _counts([2, 2]))[1][1] is None
+
+
+def test_sizes_that_rows_divide_are_no_rows() -> None:
+    masks, norms = [torch.eye(8)] * 2, [torch.full((4,), float(i)) for i in range(2)]
+    flat = [torch.full((6, 5), float(i)) for i in range(2)]
+    mask, norm, joined = join_outputs([*zip(masks, norms, flat, strict=True)], _counts([2, 2], 3))
+    assert torch.equal(mask, torch.eye(8))
+    assert [each.tolist() for each in norm] == [[0] * 4, [1] * 4]
+    assert joined[:, 0].tolist() == [0] * 6 + [1] * 6
+    # A mask (T, T) of one row is as large as its positions; of as many rows, what the graph tells.
+    assert torch.equal(join_outputs([torch.eye(3)] * 2, _counts([1, 1], 3)), torch.eye(3))
+    assert join_outputs([torch.eye(2)] * 2, _counts([2, 2])).shape == (4, 2)
+    assert torch.equal(join_outputs([torch.eye(2)] * 2, _counts([2, 2]), None, [True]), torch.eye(2))
+    assert join_outputs([_full(2, i) for i in range(2)], _counts([2, 2]), None, [True]).shape == (4, 3)
+    # Along dimension 1: a mask has no rows there.
+    turned = [value_counts({"x": torch.zeros(5, 2)}, 1, None)] * 2
+    assert torch.equal(join_outputs([torch.eye(5)] * 2, turned, 1), torch.eye(5))
+    assert join_outputs([torch.ones(5, 2)] * 2, turned, 1).shape == (5, 4)
+    assert len(join_outputs([torch.full((10,), float(i)) for i in range(2)], turned, 1)) == 2
 
 
 def test_a_model_output_keeps_its_class() -> None:
     outputs = [CausalLMOutput(logits=torch.full((1, 2), float(i))) for i in range(2)]
-    joined = join_outputs(outputs, [1, 1])
+    joined = join_outputs(outputs, _counts([1, 1]))
     assert type(joined) is CausalLMOutput
     assert joined.logits is not None
     assert joined.logits.tolist() == [[0, 0], [1, 1]]
@@ -56,17 +86,27 @@ def test_a_model_output_keeps_its_class() -> None:
 
 
 class Statistics(nn.Module):
-    """A model with rows, a mask of all rows, and a statistic of each microbatch among its outputs."""
+    """A model with rows, positions, masks, a temperature and statistics of each microbatch among its outputs."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(4))
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+        self.scale = nn.Parameter(torch.tensor([0.5, 0.7]))
 
     def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Map ``(B, 3)``."""
+        """Return values of rows (B, 3, 4), some as large as a multiple of the rows."""
         for layer in self.layers:
             x = torch.tanh(layer(x))
-        return {"rows": x, "mask": torch.eye(7), "norm": x.square().sum(0), "sum": x.sum()}
+        return {
+            "rows": x,
+            "flat": x.flatten(0, 1),
+            "none": x.new_zeros(x.size(0)),
+            "mask": torch.eye(8),
+            "square": torch.eye(x.size(1)),
+            "scale": self.scale.exp(),
+            "norm": x.square().sum((0, 1)),
+            "sum": x.sum(),
+        }
 
 
 def evaluate_rows(rank: int, layout: dict[str, Any]) -> None:
@@ -113,25 +153,50 @@ def test_any_number_of_rows_is_evaluated_as_in_one_process(ranks: int, layout: d
     run_ranks(ranks, evaluate_rows, layout)
 
 
-def evaluate_statistics(rank: int) -> Any:
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2, backend="gloo")
+def evaluate_statistics(rank: int, ranks: int) -> None:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=ranks, backend="gloo")
     torch.manual_seed(0)
     bare = Statistics()
     whole = reference(bare)
-    model = NxDPPModel(bare, num_microbatches=2, transformer_layer_cls=nn.Linear)
-    x = torch.randn(5, 3, generator=torch.Generator().manual_seed(1))
-    output = model.run_eval(x=x, everywhere=True)
-    with torch.no_grad():
-        first, second = (whole(each) for each in x.tensor_split(2))
-        torch.testing.assert_close(output["rows"], whole(x)["rows"])
-    assert torch.equal(output["mask"], torch.eye(7))
-    torch.testing.assert_close(output["norm"], [first["norm"], second["norm"]])
-    torch.testing.assert_close(output["sum"], torch.stack([first["sum"], second["sum"]]))
-    return None
+    model = NxDPPModel(bare, num_microbatches=4, transformer_layer_cls=nn.Linear)
+    for rows in (8, 4, 6, 3):
+        x = torch.randn(rows, 3, 4, generator=torch.Generator().manual_seed(1))
+        output = model.run_eval(x=x, everywhere=True)
+        with torch.no_grad():
+            expected, parts = whole(x), [whole(each) for each in x.tensor_split(min(rows, 4))]
+        for name in ("rows", "flat", "none", "mask", "square", "scale"):
+            torch.testing.assert_close(output[name], expected[name], msg=f"{name} of {rows}")
+        torch.testing.assert_close(output["norm"], [each["norm"] for each in parts])
+        torch.testing.assert_close(output["sum"], torch.stack([each["sum"] for each in parts]))
 
 
-def test_outputs_that_are_no_rows_are_on_all_ranks() -> None:
-    run_ranks(2, evaluate_statistics)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_outputs_that_are_no_rows_are_on_all_ranks(ranks: int) -> None:
+    run_ranks(ranks, evaluate_statistics, ranks)
+
+
+def evaluate_replicas(rank: int) -> None:
+    """Each replica gets its own outputs and loss; with an averaged loss that of all replicas."""
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2, backend="gloo", hang_timeout=60)
+    replica = parallel_state.get_data_parallel_rank()
+    model = make("llama")
+    whole = reference(model).eval()
+    own = NxDPPModel(model, num_microbatches=4).eval()
+    averaged = NxDPPModel(make("llama"), num_microbatches=4, broadcast_and_average_loss=True).eval()
+    for rows in (8, 10, 3):
+        batches = [padded_batch(rows, seed=each)["input_ids"] for each in range(2)]
+        with torch.no_grad():
+            logits = whole(input_ids=batches[replica]).logits
+            losses = [whole(input_ids=ids, labels=ids).loss for ids in batches]
+        output = own.run_eval(input_ids=batches[replica], everywhere=True)
+        torch.testing.assert_close(output.logits, logits, rtol=0, atol=1e-6)
+        given = {"input_ids": batches[replica], "labels": batches[replica], "everywhere": True}
+        torch.testing.assert_close(own.run_eval(**given), losses[replica], rtol=0, atol=1e-6)
+        torch.testing.assert_close(averaged.run_eval(**given), torch.stack(losses).mean(), rtol=0, atol=1e-6)
+
+
+def test_each_replica_gets_the_outputs_of_its_rows() -> None:
+    run_ranks(4, evaluate_replicas)
 
 
 def want_on_one(rank: int) -> None:

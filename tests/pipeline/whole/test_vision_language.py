@@ -13,7 +13,7 @@ from nxdpp.pipeline.microbatches.split_batch import split_batch
 from nxdpp.tracing.models.image_rows import split_images
 from tests.support.in_process import InProcessPipeline
 from tests.support.run_ranks import run_ranks
-from tests.support.vision_language import IMAGE, ROWS, VISION_LANGUAGE, make_vision_language
+from tests.support.vision_language import IMAGE, ROWS, SIDE, VISION_LANGUAGE, make_vision_language, pixels, tokens
 
 CPU = torch.device("cpu")
 
@@ -217,37 +217,84 @@ def test_rows_with_and_without_images_are_those_of_one_process(name: str) -> Non
     assert any("vis" in key for key in gradients)
 
 
-def _train_mixed(rank: int, name: str) -> dict[str, Tensor]:
+def _compare(wrapped: NxDPPModel, whole: Any, batches: list[dict[str, Tensor]]) -> None:
+    """A step of each replica's batch, and one process with the rows of all replicas in one piece."""
+    wrapped.zero_grad()
+    loss = wrapped.run_train(**batches[parallel_state.get_data_parallel_rank()])
+    joined = {key: torch.cat([each[key] for each in batches]) for key in batches[0]}
+    whole.zero_grad()
+    expected = whole(**joined).loss
+    expected.backward()
+    torch.testing.assert_close(loss, expected.detach(), rtol=1e-5, atol=1e-6)
+    for key, parameter in wrapped.local_named_parameters():
+        torch.testing.assert_close(parameter.grad, whole.get_parameter(key).grad, rtol=1e-4, atol=2e-6, msg=key)
+
+
+def _wrapped(model: Any, **more: Any) -> NxDPPModel:
+    return NxDPPModel(model, num_microbatches=2, loss_normalization="tokens", broadcast_and_average_loss=True, **more)
+
+
+def _train_mixed(name: str) -> None:
     """Two steps; the rows without images come first, and then last."""
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
-    replica, replicas = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_size()
+    replicas = parallel_state.get_data_parallel_size()
     model, batch = with_mixed_rows(name)
     whole = copy.deepcopy(model)
-    wrapped = NxDPPModel(model, num_microbatches=2, loss_normalization="tokens", broadcast_and_average_loss=True)
+    wrapped = _wrapped(model)
     for step in range(2):
-        batches = [turned(batch) if (each + step) % 2 else batch for each in range(replicas)]
-        wrapped.zero_grad()
-        loss = wrapped.run_train(**batches[replica])
-        # One process gets the rows of all replicas in one piece.
-        joined = {key: torch.cat([each[key] for each in batches]) for key in batch}
-        whole.zero_grad()
-        expected = whole(**joined).loss
-        expected.backward()
-        torch.testing.assert_close(loss, expected.detach(), rtol=1e-5, atol=1e-6)
-    for key, parameter in wrapped.local_named_parameters():
-        torch.testing.assert_close(parameter.grad, whole.get_parameter(key).grad, rtol=1e-4, atol=1e-6)
-    return _gradients(wrapped.local_module)
+        _compare(wrapped, whole, [turned(batch) if (each + step) % 2 else batch for each in range(replicas)])
+    is_first = parallel_state.get_pipeline_model_parallel_rank() == 0
+    assert is_first == any("vis" in key for key in _gradients(wrapped.local_module))
 
 
 def turned(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The rows in the other order; the images of a row stay equal in number."""
-    return {key: value if key.startswith(("pixel", "image")) else value.flip(0) for key, value in batch.items()}
+    return {key: value.flip(0) if len(value) == ROWS else value for key, value in batch.items()}
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_mixed_rows_over_ranks_and_replicas_have_the_loss_of_the_whole_batch(ranks: int) -> None:
-    parts = run_ranks(ranks, _train_mixed, "llava")
-    assert any("vision_tower" in key for part in parts for key in part)
+IMAGES_OF_ROWS = {"llava": (16, [1, 0, 1, 1]), "internvl": (4, [1, 3, 0, 2])}
+"""Tokens of an image, and the number of images of each row."""
+
+
+def _train_numbers(name: str) -> None:
+    """Other numbers of images in the microbatches of a step, and in the next step."""
+    size, numbers = IMAGES_OF_ROWS[name]
+    model, _ = make_vision_language(name)
+    whole = copy.deepcopy(model)
+    wrapped = _wrapped(model)
+    for own in (numbers, numbers[::-1]):
+        ids = tokens([size * number for number in own])
+        _compare(wrapped, whole, [{"input_ids": ids, "labels": ids, "pixel_values": pixels(sum(own), 3, SIDE, SIDE)}])
+
+
+def _train_both_towers() -> None:
+    """The layers of both towers: refused without an example, and the remedy followed."""
+    towers: Any = {"transformer_layer_cls": ["Qwen2VLVisionBlock", "Qwen2VLDecoderLayer"]}
+    model, batch = make_vision_language("qwen2_vl")
+    whole = copy.deepcopy(model)
+    with pytest.raises(ValueError, match=r"these inputs run the layers in the order .*visual.*Give partition_batch"):
+        _wrapped(copy.deepcopy(model), **towers).run_train(**batch)
+    example = split_batch(model, batch, 2, None, CPU)[0][0]
+    wrapped = _wrapped(model, partition_batch=example, **towers)
+    for _ in range(2):
+        _compare(wrapped, whole, [batch])
+
+
+def _train_all(rank: int, stages: int) -> None:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=stages)
+    if parallel_state.get_data_parallel_size() > 1:
+        _train_mixed("llava")
+        return
+    for name in VISION_LANGUAGE:
+        if name != "blip2":
+            _train_mixed(name)
+    for name in IMAGES_OF_ROWS:
+        _train_numbers(name)
+    _train_both_towers()
+
+
+@pytest.mark.parametrize(("ranks", "stages"), [(2, 2), (4, 4), (4, 2)])
+def test_images_over_ranks_and_replicas_have_the_loss_of_the_whole_batch(ranks: int, stages: int) -> None:
+    run_ranks(ranks, _train_all, stages, timeout=150.0)
 
 
 def test_a_microbatch_without_images_is_refused_where_forward_needs_them() -> None:

@@ -2,16 +2,18 @@
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from nxdpp import NxDPPModel
+from nxdpp import NxDPPModel, parallel_state
 from nxdpp.ranks.faults import mistakes
 from nxdpp.ranks.faults.board import board
 from nxdpp.ranks.faults.mistakes import add_note
+from tests.support.run_ranks import run_ranks
 from tests.support.traced_models import PlainModel
 
 BATCH = {"x": torch.ones(4, 4)}
@@ -73,6 +75,48 @@ def test_a_method_of_the_model_inside() -> None:
     assert not notes(lambda: outer.run_trian(**BATCH))
     plain: Any = nn.DataParallel(nn.Linear(2, 2))
     assert not notes(lambda: plain.run_train())
+
+
+def left_over(rank: int, ranks: int) -> dict[str, list[str]]:
+    """Return the notes on a backward, and on ``item()`` of a loss that is elsewhere, after each kind of step."""
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=ranks)
+    torch.manual_seed(0)
+    layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+    model = NxDPPModel(layers, num_microbatches=2, transformer_layer_cls=nn.Linear, loss_fn=nn.MSELoss())
+    inputs = {"input": torch.ones(4, 4), "target": torch.zeros(4, 4)}
+    steps: dict[str, Callable[[], Any]] = {
+        "run_train_microbatches": lambda: model.run_train_microbatches([inputs, inputs]),
+        "run_eval": lambda: model.run_eval(**inputs),
+        "run_train": lambda: model.run_train(**inputs),
+    }
+    told = {}
+    for name, step in steps.items():
+        model.zero_grad()
+        loss = step()
+        # No rank has a gradient after an evaluation, and all have one after a step without the line.
+        assert all((each.grad is None) == (name == "run_eval") for each in model.parameters())
+        told[name] = [notes(partial(_backward, loss)), "" if model.holds_last_stage else notes(partial(_item, loss))]
+    return told
+
+
+def _backward(loss: Any) -> Any:
+    return loss.backward()
+
+
+def _item(loss: Any) -> Any:
+    return loss.item()
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_note_names_the_call_that_came_last(ranks: int) -> None:
+    for rank, told in enumerate(run_ranks(ranks, left_over, ranks)):
+        for name, (backward, item) in told.items():
+            if name == "run_eval":
+                assert backward.startswith("nxdpp: run_eval computes no gradients"), backward
+                assert backward.endswith("Train with run_train, which runs the backward too.")
+            else:
+                assert backward.startswith(f"nxdpp: {name} has run the backward of all microbatches"), backward
+            assert ("broadcast_and_average_loss=True" in item) == (rank < ranks - 1)
 
 
 def test_the_hook_prints_the_note(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

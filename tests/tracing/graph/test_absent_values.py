@@ -11,12 +11,14 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, PreTrainedModel
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
+from nxdpp import NxDPPModel, parallel_state
 from nxdpp.tracing.graph import trace as traces
 from nxdpp.tracing.graph.absent_values import may_return_none
 from nxdpp.tracing.graph.errors import TracingError
 from nxdpp.tracing.graph.trace import TracingOptions, trace_for
 from tests.support.in_process import InProcessPipeline
 from tests.support.models import make, padded_batch
+from tests.support.run_ranks import run_ranks
 from tests.support.traced_models import trace_with
 from tests.support.training_distance import distance
 
@@ -155,3 +157,24 @@ def test_functions_that_may_return_none() -> None:
         ...
 
     assert [may_return_none(each) for each in (create_causal_mask, present, either, unknown)] == [1, 0, 1, 0]
+
+
+def with_a_plain_tracer(rank: int, ranks: int) -> str:
+    """A tracer of torch through the layers of a Llama is refused; both remedies of its message, followed."""
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=ranks, backend="gloo")
+    batch = padded_batch(4)
+    common: dict[str, Any] = {"num_microbatches": 2, "loss_normalization": "tokens", "broadcast_and_average_loss": True}
+    with pytest.raises(TracingError) as caught:
+        NxDPPModel(make("llama"), transformer_layer_cls=nn.Linear, tracer_cls="torch", **common)
+    expected = make("llama")(**batch, use_cache=False).loss
+    model = NxDPPModel(make("llama"), transformer_layer_cls=["LlamaDecoderLayer"], **common)
+    torch.testing.assert_close(model.run_train(**batch), expected.detach())
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_plain_tracer_through_layers_is_refused(ranks: int) -> None:
+    for message in run_ranks(ranks, with_a_plain_tracer, ranks):
+        assert (
+            "single nodes: transformer_layer_cls=['LlamaDecoderLayer']. Leave tracer_cls out, or give 'hf'" in message
+        )

@@ -1,0 +1,94 @@
+"""Modules whose ``forward`` has only inputs with defaults: with none of them, or some, they train as in one process."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from nxdpp import NxDPPModel, parallel_state
+from nxdpp.tracing.graph.errors import TracingError
+from tests.support.models import reference
+from tests.support.run_ranks import run_ranks
+
+ROWS, WIDTH = 4, 8
+
+
+class Optional(nn.Module):
+    """Layers over ``x``, by default over a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.start = nn.Parameter(torch.randn(ROWS // 2, WIDTH))
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: torch.Tensor | None = None, labels: torch.Tensor | None = None) -> dict[str, Any]:
+        """Return the loss and the last values."""
+        hidden = self.first(x)
+        for layer in self.layers:
+            hidden = torch.tanh(layer(hidden))
+        errors = hidden if labels is None else hidden - labels
+        return {"loss": errors.square().mean(), "hidden": hidden}
+
+    def first(self, x: torch.Tensor | None) -> torch.Tensor:
+        """Return what the layers begin with."""
+        return self.start if x is None else x
+
+
+class Needed(Optional):
+    """A module that reads its optional input whatever it is."""
+
+    def first(self, x: Any) -> torch.Tensor:
+        """Return the rows of ``x``."""
+        return x.flatten(1)  # type: ignore[no-any-return]
+
+
+def inputs(*names: str) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    values = {name: torch.randn(ROWS, WIDTH, generator=generator) for name in ("x", "labels")}
+    return {name: values[name] for name in names}
+
+
+def wrapped(module: nn.Module) -> NxDPPModel:
+    return NxDPPModel(module, num_microbatches=2, transformer_layer_cls=nn.Linear, broadcast_and_average_loss=True)
+
+
+def compare(model: NxDPPModel, whole: nn.Module, given: dict[str, torch.Tensor]) -> None:
+    model.zero_grad()
+    whole.zero_grad()
+    loss = model.run_train(**given)
+    expected = whole(**given)["loss"]
+    expected.backward()
+    torch.testing.assert_close(loss, expected.detach())
+    theirs = dict(whole.named_parameters())
+    for name, parameter in model.named_parameters():
+        ours = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        wanted = theirs[name].grad
+        torch.testing.assert_close(ours, torch.zeros_like(ours) if wanted is None else wanted, msg=name)
+
+
+def train(rank: int, ranks: int) -> str:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=ranks, backend="gloo")
+    module = Optional()
+    whole = reference(module)
+    model = wrapped(module)
+    for names in ((), ("x",), ("x", "labels"), ()):
+        compare(model, whole, inputs(*names))
+    module = Needed()
+    whole = reference(module)
+    model = wrapped(module)
+    with pytest.raises(TracingError) as caught:
+        model.run_train()
+    # The remedy of the message.
+    for names in (("x",), ("x", "labels")):
+        compare(model, whole, inputs(*names))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_inputs_with_defaults_may_be_left_out_or_are_asked_for(ranks: int) -> None:
+    for message in run_ranks(ranks, train, ranks):
+        assert "Needed could not be traced with the inputs []: AttributeError: 'NoneType' object has no" in message
+        assert "All inputs of forward are optional, ['x', 'labels'], and it was given none. Give those" in message
+        assert message.endswith("by name, to the step (run_train(x=...)) or in partition_batch.")
