@@ -5,7 +5,9 @@ Each part of a training is a start of its own: the program of the page, then a l
 """
 
 import contextlib
+import itertools
 from collections.abc import Callable, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from nxdpp import NxDPPModel, parallel_state
@@ -68,6 +71,26 @@ def test_a_new_process_resumes_the_recipe_to_the_bit(tmp_path: Path) -> None:
     _assert_resumed(first, second, (10, 2))
 
 
+class StatefulDataLoader(DataLoader[Any]):
+    """What the program uses of torchdata's: the state says how many batches of an epoch are done."""
+
+    _first = _done = 0
+
+    def __iter__(self) -> Any:
+        self._done, self._first = self._first, 0
+        for batch in itertools.islice(super().__iter__(), self._done, None):
+            self._done += 1
+            yield batch
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the number of batches that are done."""
+        return {"done": self._done}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Leave out the batches that are done, in the next epoch alone."""
+        self._first = state["done"]
+
+
 class Stopped(Exception):
     """The end of a training in the middle."""
 
@@ -109,8 +132,12 @@ def stateful(train: Callable[..., None], stops: Mapping[str, int | None]) -> Non
 
 def test_a_stateful_loader_resumes_to_the_bit(tmp_path: Path) -> None:
     """An epoch has 3 steps: the stops are inside of the second one, and at its end."""
-    pytest.importorskip("torchdata.stateful_dataloader", reason="torchdata is no requirement of nxdpp")
     program = _program(ROOT / "docs" / "checkpoints.md")
+    if find_spec("torchdata") is None:
+        # torchdata is no requirement of nxdpp.
+        line = "from torchdata.stateful_dataloader import StatefulDataLoader"
+        assert program.count(line) == 1
+        program = program.replace(line, "from tests.docs.test_resuming import StatefulDataLoader")
     first = _of_ranks(program, "stateful(train, {'whole': None, 'early': 4, 'late': 6})", tmp_path, "first")
     second = _of_ranks(program, "stateful(train, {'early': None, 'late': None})", tmp_path, "second")
     _assert_resumed(first, second, (5, 3))

@@ -11,6 +11,7 @@ from tests.loops import actions
 from tests.loops.compare import TOLERANCE, Event, difference
 from tests.loops.draw import LAYOUTS, Action, Script, draw
 from tests.loops.models import DRAWS, make
+from tests.loops.ranks import RankTraining
 from tests.loops.run import act, run_scripts, written
 from tests.loops.training import Training, WholeTraining
 from tests.support.run_ranks import run_ranks
@@ -31,7 +32,7 @@ def run_with_other(rank: int, seeds: tuple[int, ...], folder: Path) -> None:
     """Run the scripts of ``seeds``, and the first with an action that does something else over ranks."""
 
     def half(training: Any) -> None:
-        if type(training) is not Training:
+        if isinstance(training, RankTraining):
             training.groups[0]["lr"] /= 2
 
     actions.half = half  # type: ignore[attr-defined]  # of this test only

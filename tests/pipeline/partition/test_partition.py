@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from nxdpp.counted import counted
 from nxdpp.pipeline.partition.partition import (
     GivenCuts,
     Partition,
@@ -183,7 +184,7 @@ def test_a_repeated_name() -> None:
 def test_a_wrong_number_of_cuts(cuts: list[str]) -> None:
     message = _refusal(cuts, 3)
 
-    assert f"{len(cuts)} names, but 3 stages need 2 cuts" in message
+    assert f"{counted(len(cuts), 'name')}, but 3 stages need 2 cuts" in message
     assert f"Given: {cuts}" in message
     assert LISTED in message
 
