@@ -45,7 +45,7 @@ def main() -> None:
     for reason, found in sorted(refused.items(), key=lambda item: -len(item[1])):
         print(f"{len(found)} {reason}\n    seeds {', '.join(map(str, found))}")
     for subject, number in having.most_common():
-        print(f"{number:6,} scripts have {subject}, {equal[subject]:,} of them equal")
+        print(f"{subject}: {number:,} of the scripts, equal: {equal[subject]:,}")
     print(", ".join(f"{counts[kind]} {kind}" for kind in counts))
     sys.exit(any(counts[kind] for kind in _BAD))
 
