@@ -72,7 +72,7 @@ def _ended(kind: str, message: str) -> str:
     return f"{sends_messages(kind)} This step ended before {message}: what it had changed by then is changed."
 
 
-class _Refusal(Protocol):
+class _Refusing(Protocol):
     def __enter__(self) -> Any: ...
 
     def __exit__(self, *error: Any) -> Any: ...
@@ -129,7 +129,7 @@ def _refusing(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _outside(refusing: _Refusal, given: Any) -> Any:
+def _outside(refusing: _Refusing, given: Any) -> Any:
     """Return a closure that runs outside of ``refusing``; what is no function as it is."""
     if not callable(given):
         return given
@@ -143,7 +143,7 @@ def _outside(refusing: _Refusal, given: Any) -> Any:
 
 
 @contextmanager
-def _left(refusing: _Refusal) -> Iterator[None]:
+def _left(refusing: _Refusing) -> Iterator[None]:
     refusing.__exit__(None, None, None)
     try:
         yield
