@@ -258,7 +258,7 @@ def test_optimizers_of_parts_have_rates_of_their_own(ranks: int, pipeline: int, 
 
 @pytest.mark.parametrize(
     ("alternately", "sentence"),
-    [(False, r"AdamW has other options on rank 1 .*lr=0\.2, than on rank 0"), (True, "has stepped on pipeline rank 1")],
+    [(False, r"AdamW has other options on rank 1 .*lr=0\.2, than on rank 0"), (True, "has stepped on pipeline rank 0")],
 )
 def test_optimizers_of_parts_on_some_ranks_are_refused_with_the_remedy(alternately: bool, sentence: str) -> None:
     remedy = (
