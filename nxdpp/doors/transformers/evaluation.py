@@ -260,9 +260,10 @@ class EvaluatingTrainer(Trainer):
     def _last_rows(self, batch: Any) -> LastBatch | None:
         """Return the rows of ``batch`` if it is the last one, and does not divide over replicas."""
         windows = self._windows
-        is_last = windows is not None and windows.is_last and bool(windows.window) and windows.window[-1] is batch
-        has_loss = self._has_loss(batch)
-        return LastBatch.of(batch, windows.remainder, has_loss) if windows is not None and is_last else None
+        if windows is None:
+            return None
+        last = LastBatch.of(batch, windows.remainder, self._has_loss(batch))
+        return last if windows.is_last and bool(windows.window) and windows.window[-1] is batch else None
 
     def _share(self, last: LastBatch | None, are_given: bool) -> float:
         """Return the factor of a loss, such that all replicas give the mean over rows, or over items that are given."""

@@ -106,9 +106,13 @@ def counted(batch: Any, last: LastBatch | None) -> Any:
 
 
 def last_of_loader(batch: Any) -> LastBatch | None:
-    """Return the rows of ``batch``, which the present data loader of accelerate has just given, if it is its last."""
+    """Return the rows of ``batch``, which the present data loader of accelerate has just given, if it is its last.
+
+    Raises as ``LastBatch.of`` for each batch: an epoch is refused with its first one.
+    """
     state = GradientState()
-    return LastBatch.of(batch, state.remainder) if state.end_of_dataloader else None
+    last = LastBatch.of(batch, state.remainder)
+    return last if state.end_of_dataloader else None
 
 
 class NotedLast:

@@ -73,6 +73,6 @@ def test_steps_have_their_logs_and_a_resumed_training_appends(ranks: int, tmp_pa
 def test_numbers_of_numpy_are_taken() -> None:
     told: dict[str, Any] = {}
     callback: Any = MetricsCallback(None)  # type: ignore[arg-type]  # a log asks nothing of the trainer
-    callback._file = SimpleNamespace(add=told.update)
+    callback._file = SimpleNamespace(add=told.update, is_last=True)
     callback.on_log(None, TrainerState(), TrainerControl(), {"of_numpy": np.float32(0.5), "epoch": 1, "name": "a"})
     assert told == {"of_numpy": 0.5}

@@ -139,15 +139,19 @@ def test_two_stages_train_as_one_process(name: str, one_pipeline: list[Mapping[s
 
 @pytest.mark.parametrize("name", marked(REPLICATED, MORE_REPLICATED))
 def test_replicas_train_as_one_process(name: str, two_replicas: list[Mapping[str, Run]]) -> None:
-    expected = _in_one_process(name, 2)
-    for runs in two_replicas:
-        assert_alike(runs[name].logs, expected)
+    assert_replicas_alike(name, two_replicas)
 
 
 @pytest.mark.parametrize("name", LONE)
 def test_replicas_of_one_stage_train_as_one_process(name: str, lone_stages: list[Mapping[str, Run]]) -> None:
-    for runs in lone_stages:
-        assert_alike(runs[name].logs, _in_one_process(name, 2))
+    assert_replicas_alike(name, lone_stages)
+
+
+def assert_replicas_alike(name: str, of_ranks: list[Mapping[str, Run]]) -> None:
+    # Rows that fill a batch may be the longest ones, which pad it: the counter has the operations of the padding.
+    unlike = "total_flos" if name == "19 rows, padded" else "nothing"
+    for runs in of_ranks:
+        assert_alike(*(without(unlike, logs) for logs in (runs[name].logs, _in_one_process(name, 2))))
 
 
 def test_rank_0_orders_the_rows_of_stages_with_dropout(one_pipeline: list[Mapping[str, Run]]) -> None:

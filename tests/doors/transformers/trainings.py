@@ -104,7 +104,7 @@ class ClassesOfImages(Rows):
     """Rows of tokens with two images each, as vectors, and a class."""
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        ids = 40 + self.rows[index] % 40
+        ids = 10 + self.rows[index] % 40
         ids[2:4] = IMAGE
         return {"input_ids": ids, "labels": torch.tensor(index % 3), "pixel_values": pixels(2, 8) * (1 + index)}
 

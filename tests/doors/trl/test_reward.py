@@ -94,7 +94,7 @@ def test_a_reward_model_trains_as_in_one_process(ranks: int, tmp_path: Path) -> 
             assert_alike(*(without(unlike, each) for each in (of_rank[name], one.state.log_history)))
         if name == "margins":
             saved = LlamaForSequenceClassification.from_pretrained(tmp_path / "saved").state_dict()
-            torch.testing.assert_close(saved, dict(one.model.state_dict()), atol=1e-6, rtol=0)
+            torch.testing.assert_close(saved, dict(one.model.state_dict()), atol=5e-6, rtol=0)
     for of_rank in ours:
         # TRL counts the tokens of each call of train.
         again, first = (without("num_tokens", of_rank[each][:-1]) for each in ("resumed", "margins"))

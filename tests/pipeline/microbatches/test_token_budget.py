@@ -89,8 +89,8 @@ def by_need(rank: int, stages: int, schedule: str, chunks: int) -> tuple[int, li
     ours, theirs = (torch.optim.AdamW(each.parameters(), lr=1e-3) for each in (model, whole))
     packed = []
     for step in range(4):
-        # In a step with one for all rows, fewer microbatches than stages.
-        groups = batches_of_tokens(rows_of(step, replica), MOST if step else 200)
+        # First all rows in one microbatch, fewer than stages; then a few; and last each row in one, more than stages.
+        groups = batches_of_tokens(rows_of(step, replica), (200, MOST, MOST, 12)[step])
         microbatches = [collated(group) for group in groups]
         packed.append([[len(row["input_ids"]) for row in group] for group in groups])
         ours.zero_grad()
