@@ -73,7 +73,9 @@ STAGE = (
     r"has stepped on pipeline rank 0 \(rank 0\) since .* none on pipeline rank 1 \(rank 1\).*Call optimizer\.step\(\)"
 )
 REPLICA = r"stepped after {} training steps on a rank, and after {} on another .*Call optimizer\.step\(\) on every rank"
-TENSOR = r"stepped after \d training steps? on tensor-parallel rank 0 .* after \d on tensor-parallel rank 1 .*Call optim"
+TENSOR = (
+    r"stepped after \d training steps? on tensor-parallel rank 0 .* after \d on tensor-parallel rank 1 .*Call optim"
+)
 MISTAKES: dict[str, tuple[Make, When, When, dict[str, str]]] = {
     "rates": (other_rate, always, always, dict.fromkeys(LAYOUTS, RATES)),
     "a scheduler on one rank": (parts, always, on_rank_0, dict.fromkeys(LAYOUTS, SCHEDULE)),
