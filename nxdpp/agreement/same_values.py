@@ -165,8 +165,8 @@ class RankValues:
         if heard is not None and heard[1] != self.loads:
             raise RuntimeError(
                 f"{name(heard[0])} has called load_pretrained {counted(heard[1], 'time')}, and {name(self.rank)} "
-                f"{self.loads} times: only a part of the model has the loaded weights. Call load_pretrained on every "
-                "rank."
+                f"{counted(self.loads, 'time')}: only a part of the model has the loaded weights. Call load_pretrained "
+                "on every rank."
             )
 
     def _check_loaded_state(self, heard: tuple[int, bool] | None, name: Callable[[int], str]) -> None:

@@ -184,7 +184,7 @@ class LocalPart:
         if without:
             raise RuntimeError(
                 f"rank {self._rank} has {counted(len(without), 'parameter or buffer', 'parameters or buffers')} on the "
-                f"meta device, without values ({without[0]} is the first). Call move_model_to_device() or "
+                f"meta device without values ({without[0]} is the first). Call move_model_to_device() or "
                 "materialise(), which initialise them, or nxdpp.load_pretrained(model, directory); and make the "
                 "optimizer after it."
             )

@@ -292,7 +292,7 @@ def test_moves_of_tensors_without_values_are_refused() -> None:
     parallel_state.initialize_debug(pipeline_model_parallel_rank=0, pipeline_model_parallel_size=2)
     try:
         wrapped = NxDPPModel(on_meta("llama"), num_microbatches=2)
-        with pytest.raises(RuntimeError, match=r"on the meta device, without values \(model\.embed_tokens\.weight"):
+        with pytest.raises(RuntimeError, match=r"on the meta device without values \(model\.embed_tokens\.weight"):
             wrapped.to("cpu")
         with pytest.raises(RuntimeError, match=r"fresh memory: call move_model_to_device"):
             wrapped.to_empty(device="cpu")
