@@ -25,13 +25,23 @@ from nxdpp.agreement.comparison import gathered
 from nxdpp.agreement.exchange import ReplicaExchanges
 from nxdpp.agreement.fingerprint import canonical
 from nxdpp.agreement.step_verifier import OF_A_PART, STEP_ON_ALL
+<<<<<<< HEAD
 from nxdpp.counted import counted
 from nxdpp.gradients.replaced_parameters import live_optimizers
+||||||| e0afdd2b
+from nxdpp.gradients.replaced_parameters import live_optimizers
+=======
+from nxdpp.gradients.replaced_parameters import live_optimizers, parameters_of
+>>>>>>> h-a
 from nxdpp.gradients.step_hooks import run_before_steps_of
 from nxdpp.ranks import parallel_state
 from nxdpp.ranks.faults import failure_watch
 
 _logger = logging.getLogger(__name__)
+
+# Of all models of this process; their optimizers that have stepped.
+_agreements: "weakref.WeakSet[OptimizerAgreement]" = weakref.WeakSet()
+_stepped = WeakIdKeyDictionary()
 
 # How a step is computed, and names of one rank.
 _NO_OPTIONS = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
@@ -56,6 +66,7 @@ class _RankOptimizers(NamedTuple):
     clipping: tuple[float, float] | None = None
     is_trained: bool = True
     dtype: torch.dtype = torch.float32
+    is_sure: bool = True
 
     @property
     def kinds(self) -> list[str]:
@@ -84,11 +95,15 @@ class OptimizerAgreement:
         self._seen: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._first: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._known: list[weakref.ref[Optimizer]] = []
+        # Those of models before this one, of which a rank may have no parameters either.
+        self._foreign: WeakIdKeyDictionary = WeakIdKeyDictionary(_stepped)
+        _agreements.add(self)
         run_before_steps_of(self, OptimizerAgreement.note)
 
     def note(self, optimizer: Optimizer) -> None:
         """Note that ``optimizer`` is about to step."""
         groups = getattr(optimizer, "param_groups", [])
+        _stepped[optimizer] = True
         if self._seen.get(optimizer, (0, False)) != (len(groups), True) and not self._is_new_one(optimizer, groups):
             return
         self.rounds += not self.state % 2
@@ -138,7 +153,11 @@ class OptimizerAgreement:
         """Return the facts of the model's ranks in the exchange ``name``; collective over them."""
         self._exchanges.begin(name)
         stage = parallel_state.get_pipeline_model_parallel_rank()
-        own = _RankOptimizers(dist.get_rank(), stage, self.rounds, self._facts(), self.clipping, is_trained, dtype)
+        has_empty = any(not parameters_of(optimizer) for optimizer in self._alive())
+        # One without parameters may be of any model.
+        is_sure = self.rounds > 0 or not has_empty or len(_agreements) == 1
+        facts, clipping = self._facts(), self.clipping
+        own = _RankOptimizers(dist.get_rank(), stage, self.rounds, facts, clipping, is_trained, dtype, is_sure)
         with failure_watch.reported():
             return gathered(own, *(group for group in _groups() if dist.get_world_size(group) > 1))
 
@@ -154,7 +173,7 @@ class OptimizerAgreement:
         modules = (module for _, module in nn.Module.named_modules(self._module))
         own = {id(each) for module in modules for _, each in nn.Module.named_parameters(module, recurse=False)}
         given = [id(parameter) for group in groups for parameter in group["params"]]
-        is_own = not given or any(each in own for each in given)
+        is_own = any(each in own for each in given) or (not given and optimizer not in self._foreign)
         self._seen[optimizer] = len(groups), is_own
         if is_own and all(reference() is not optimizer for reference in self._known):
             self._known.append(weakref.ref(optimizer))
@@ -193,12 +212,13 @@ def _options(given: Mapping[str, Any]) -> Options:
 def _compare(ranks: Sequence[_RankOptimizers]) -> None:
     """Raise ``RuntimeError`` for optimizers with other options than those of an earlier rank."""
     firsts: dict[tuple[Any, ...], _RankOptimizers] = {}
+    is_sure = all(rank.is_sure for rank in ranks)
     for rank in ranks:
         refuse_other_rounds(firsts.setdefault((rank.stage,), rank).rounds, rank.rounds)
         _refuse_other_clipping(ranks[0], rank)
         # Ranks of one stage have equal groups; other stages have other parameters, and maybe none.
         of_stage = firsts.setdefault((rank.stage, *rank.kinds), rank)
-        of_model = firsts.setdefault(tuple(rank.kinds), rank)
+        of_model = firsts.setdefault(tuple(rank.kinds), rank) if is_sure else of_stage
         for number, facts in enumerate(rank.optimizers):
             _refuse(facts.kind, of_model, rank, of_model.optimizers[number].defaults, facts.defaults, _CONSTRUCTOR)
             theirs = of_stage.optimizers[number].groups
