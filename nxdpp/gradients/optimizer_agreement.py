@@ -25,14 +25,8 @@ from nxdpp.agreement.comparison import gathered
 from nxdpp.agreement.exchange import ReplicaExchanges
 from nxdpp.agreement.fingerprint import canonical
 from nxdpp.agreement.step_verifier import OF_A_PART, STEP_ON_ALL
-<<<<<<< HEAD
 from nxdpp.counted import counted
-from nxdpp.gradients.replaced_parameters import live_optimizers
-||||||| e0afdd2b
-from nxdpp.gradients.replaced_parameters import live_optimizers
-=======
 from nxdpp.gradients.replaced_parameters import live_optimizers, parameters_of
->>>>>>> h-a
 from nxdpp.gradients.step_hooks import run_before_steps_of
 from nxdpp.ranks import parallel_state
 from nxdpp.ranks.faults import failure_watch
