@@ -26,7 +26,7 @@ from transformers.trainer_utils import EvalLoopOutput, PredictionOutput
 from nxdpp.doors.transformers.data import check_divided
 from nxdpp.doors.transformers.data_randomness import DataRandomness
 from nxdpp.doors.transformers.generating import GeneratedPredictions
-from nxdpp.doors.transformers.last_batch import LastBatch, counted
+from nxdpp.doors.transformers.last_batch import LastBatch, with_own_labels
 from nxdpp.doors.transformers.pipelined_model import TrainerModel
 from nxdpp.ground.transformers_names import BEGIN_LOADER, END_LOADER
 from nxdpp.ranks import parallel_state
@@ -235,7 +235,7 @@ class EvaluatingTrainer(Trainer):
         ]
         has_loss = self._has_loss(prepared[0])
         labels = [self._labels(batch) if has_loss else None for batch in whole]
-        of_items = [counted(each, rows) for each, rows in zip(prepared, last, strict=True)]
+        of_items = [with_own_labels(each, rows) for each, rows in zip(prepared, last, strict=True)]
         items = [self._get_num_items_in_batch([batch], self.args.device) if has_loss else None for batch in of_items]
         fed = [self.with_items([batch], number)[0] for batch, number in zip(of_items, items, strict=True)]
         are_given = "num_items_in_batch" in fed[0]

@@ -100,7 +100,7 @@ def weights_of(batches: Sequence[Mapping[str, Any]], rows: Sequence[LastBatch | 
     return [count / (count - last.without) if each is None or each.rows else 0.0 for each in rows]
 
 
-def counted(batch: Any, last: LastBatch | None) -> Any:
+def with_own_labels(batch: Any, last: LastBatch | None) -> Any:
     """Return ``batch`` with the labels that count: none on a replica without rows of its own."""
     return batch if last is None or last.rows or "labels" not in batch else last.unlabelled(batch)
 

@@ -26,7 +26,7 @@ from nxdpp.doors.transformers.control import ControlledTrainer
 from nxdpp.doors.transformers.data import check_divided, grouped_over_replicas, replica_loader
 from nxdpp.doors.transformers.data_randomness import DataRandomness
 from nxdpp.doors.transformers.evaluation import EvaluatingTrainer
-from nxdpp.doors.transformers.last_batch import LastBatch, NotedLast, counted, weights_of
+from nxdpp.doors.transformers.last_batch import LastBatch, NotedLast, weights_of, with_own_labels
 from nxdpp.doors.transformers.layout import initialize, keep_own_parameters, number_of_parameters
 from nxdpp.doors.transformers.pipelined_model import TrainerModel
 from nxdpp.doors.transformers.saving import SavingTrainer
@@ -251,7 +251,7 @@ class PipelineTrainer(SavingTrainer, EvaluatingTrainer, ControlledTrainer):
         return batches, items
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
-        batch_samples = [counted(batch, self._last.of(batch)) for batch in batch_samples]
+        batch_samples = [with_own_labels(batch, self._last.of(batch)) for batch in batch_samples]
         items = super()._get_num_items_in_batch(batch_samples, device)
         # Trainer divides by the ranks of a replica, but it has summed over them only with this field.
         if items is None or self.args.average_tokens_across_devices:
@@ -283,7 +283,7 @@ class PipelineTrainer(SavingTrainer, EvaluatingTrainer, ControlledTrainer):
         weights = None if is_divided else weights_of(batches, self._rows)
         if is_divided:
             of_parts = [rows for rows, of_batch in zip(self._rows, parts, strict=True) for _ in of_batch]
-            microbatches = [counted(part, rows) for part, rows in zip(microbatches, of_parts, strict=True)]
+            microbatches = [with_own_labels(part, rows) for part, rows in zip(microbatches, of_parts, strict=True)]
         losses = self.pipelined.run_microbatches(microbatches, are_summed, weights)
         return joined(losses, [len(of_batch) for of_batch in parts])
 
