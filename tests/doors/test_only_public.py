@@ -11,11 +11,12 @@ ROOT = Path(__file__).parents[2]
 PUBLIC = ("nxdpp", "nxdpp.optimizer", "nxdpp.parallel_layers")
 # Comparisons of ranks, parts of batches and of tensors, ties, options of groups, refusals of a step or a save
 # of a part, values that are sent, waits for them, mappings, modules to checkpoint and to compile, master copies, states
-# of generators, paths of files and private names of torch have one place each.
+# of generators, paths of files, nouns of numbers and private names of torch have one place each.
 SHARED = (
     "nxdpp.doors.local_modules.",
     "nxdpp.doors.random_states.",
     "nxdpp.agreement.",
+    "nxdpp.counted.",
     "nxdpp.checkpoint.distributed.model_state.",
     "nxdpp.checkpoint.distributed.rectangles.",
     "nxdpp.generation.batches.",
