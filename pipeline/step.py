@@ -162,8 +162,9 @@ class StepRunner:
             self._replicas.finish()
             if shards is not None and not self._replicas.is_averaged:
                 shards.keep()
-            if self._stream is not None and self._stream.moves is None:
-                self._settle_draws(self._stream, train=True)
+            stream, self._stream = self._stream, None
+            if stream is not None and stream.moves is None:
+                self._settle_draws(stream, train=True)
             return StepResult(step, values, self._last_rank, device)
 
     def evaluate(
@@ -185,8 +186,9 @@ class StepRunner:
             check_autocast(device, is_scaled=True)
             signature, digest, engine, _ = self._verify(step, device, train=False, everywhere=everywhere)
             _, values = self._run(step, signature, digest, engine, device)
-            if self._stream is not None and self._stream.moves is None:
-                self._settle_draws(self._stream, train=False)
+            stream, self._stream = self._stream, None
+            if stream is not None and stream.moves is None:
+                self._settle_draws(stream, train=False)
             return StepResult(step, values, self._last_rank, device)
 
     @contextmanager

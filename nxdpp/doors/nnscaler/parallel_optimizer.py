@@ -164,7 +164,7 @@ class ParallelOptimizer(Optimizer):
 
         Sums over the units first. ``max_norm`` of ``None``, 0 or less only measures.
 
-        Returns a float32 tensor of shape (), equal on all ranks: the norm before clipping.
+        Returns a tensor of shape (), equal on all ranks: the norm before clipping, float64 for such gradients.
         """
         self.sync_shard_grad()
         limit = math.inf if max_norm is None or max_norm <= 0 else max_norm
