@@ -33,7 +33,7 @@ _cpu = torch.default_generator
 
 @dataclass
 class StreamState:
-    """What the streams of a model's later steps follow from, besides the generators; a checkpoint has it.
+    """State from which the streams of a model's later steps follow, besides the generators; a checkpoint has it.
 
     Attributes:
         unmoved: the steps in which a stage of this rank drew, and the program's generators did not move.
@@ -85,7 +85,7 @@ class RandomStream:
 
     @property
     def compared(self) -> int:
-        """What all ranks of a tensor group must have, whose layers draw: ``digest``, or 0 if none has drawn so far."""
+        """Number that all ranks of a tensor group must have: ``digest``, or 0 if no layer has drawn so far."""
         return self.digest if self.moves or self._state.unmoved else 0
 
     def begin(self) -> None:

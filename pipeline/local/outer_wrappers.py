@@ -17,9 +17,9 @@ A list that the program has made before is not recognised. The first step finds 
 
 import logging
 from collections.abc import Iterator
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 from torch import nn
 from torch.nn.modules import module as registration
@@ -57,8 +57,10 @@ _BROADCAST = (
 )
 _BY_REGISTRATION = {"DistributedDataParallel": _BROADCAST, "OptimizedModule": COMPILED}
 _views: list[type[nn.Module]] = []
-# Parts whose average over a whole copy was warned of.
-_warned: WeakSet[nn.Module] = WeakSet()
+# The code that has listed each part. A look at its variables keeps those of a long-lived function alive: one is enough.
+_listing: WeakKeyDictionary[nn.Module, set[CodeType]] = WeakKeyDictionary()
+# How such code pairs parameters.
+_PAIRS = {"zip", "named_parameters", "state_dict"}
 _logger = logging.getLogger(__name__)
 
 
@@ -112,11 +114,15 @@ def refuse_average(frame: FrameType | None, view: nn.Module) -> None:
 
 
 def warn_of_whole_copy(frame: FrameType | None, whole: nn.Module | None, part: nn.Module) -> None:
-    """Log a warning, once, if the program lists ``part`` where it has a copy of the ``whole`` model too."""
+    """Log a warning, once for each place, if the program lists ``part`` beside a copy of the ``whole`` model."""
     while frame is not None and frame.f_globals.get("__name__") == nn.Module.__module__:
         frame = frame.f_back
-    if frame is None or whole is None or part in _warned:
+    if frame is None or whole is None or not _PAIRS & {*frame.f_code.co_names}:
         return
+    known = _listing.setdefault(part, set())
+    if frame.f_code in known:
+        return
+    known.add(frame.f_code)
     own = sum(1 for _ in part.parameters())
     for each in _modules_of(frame):
         if each is whole or type(each) is not type(whole):
@@ -124,7 +130,6 @@ def warn_of_whole_copy(frame: FrameType | None, whole: nn.Module | None, part: n
         # Another wrapped model has the parameters of other ranks on the meta device.
         held = [parameter.is_meta for parameter in each.parameters()]
         if own < len(held) and not any(held):
-            _warned.add(part)
             _logger.warning(_BESIDE_A_COPY, own, len(held))
             return
 
