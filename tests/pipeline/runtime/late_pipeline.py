@@ -39,21 +39,25 @@ RANKS = 3
 class Control:
     """A group for host memory, as ``rank`` calls it."""
 
-    def __init__(self, boxes: Mapping[Any, queue.Queue[torch.Tensor]], rank: int) -> None:
+    def __init__(self, boxes: dict[Any, queue.Queue[torch.Tensor]], rank: int) -> None:
         self._boxes = boxes
         self.rank = rank
 
     def send(self, tensors: list[torch.Tensor], destination: int, tag: int) -> "Control":
         """Send."""
-        self._boxes[self.rank, destination, tag].put(tensors[0].clone())
+        self._box(self.rank, destination, tag).put(tensors[0].clone())
         return self
 
     def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> "HostReceive":
         """Start to receive."""
-        return HostReceive(tensors[0], self._boxes[source, self.rank, tag])
+        return HostReceive(tensors[0], self._box(source, self.rank, tag))
 
     def wait(self) -> None:
         """Return at once: the message has been sent."""
+
+    def _box(self, *key: int) -> queue.Queue[torch.Tensor]:
+        # One call: sender and receiver may both be the first. A defaultdict would replace the box of one of them.
+        return self._boxes.setdefault(key, queue.Queue())
 
 
 class HostReceive:
@@ -182,8 +186,8 @@ def _train(name: str, rules: TransportRules) -> tuple[list[list[torch.Tensor]], 
     schedule = ChosenSchedule(name, RANKS, MICROBATCHES, 1)
     whole = make(Skips, schedule.placement.stages + 1)
     communicators: Any = defaultdict(LateCommunicator)
-    boxes: Any = defaultdict(queue.Queue)
-    messages: Any = defaultdict(queue.Queue)
+    boxes: dict[Any, queue.Queue[torch.Tensor]] = {}
+    messages: dict[Any, queue.Queue[torch.Tensor]] = {}
     results: list[list[list[torch.Tensor]]] = [[] for _ in range(RANKS)]
     errors: list[BaseException] = []
 
