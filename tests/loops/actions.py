@@ -59,7 +59,7 @@ def add_group(training: Training, what: str) -> None:
     for parameter in found:
         parameter.requires_grad_(True)
     if added := [p for p in found if id(p) not in known]:
-        training.parts[0][0].add_param_group({"params": added, "lr": 0.02})
+        training.add_group(added)
 
 
 def learning_rate(training: Training, factor: float, group: int | None) -> None:
@@ -115,10 +115,12 @@ def replace(training: Training, what: str, makes_optimizer: bool) -> None:
 
 def adapt(training: Training, what: str, makes_optimizer: bool) -> None:
     """Put an adapter around a linear layer."""
-    base: Any = training.module.get_submodule(what)
-    if isinstance(base, Adapted):
-        base = base.base
+    base = _unadapted(training.module.get_submodule(what))
     _set(training, what, Adapted(base), makes_optimizer)
+
+
+def _unadapted(module: Any) -> Any:
+    return module.base if isinstance(module, Adapted) else module
 
 
 def _set(training: Training, what: str, made: nn.Module, makes_optimizer: bool) -> None:
@@ -134,7 +136,7 @@ def _set(training: Training, what: str, made: nn.Module, makes_optimizer: bool) 
 
 def replace_parameter(training: Training, what: str) -> None:
     owner, _, name = what.rpartition(".")
-    module = training.module.get_submodule(owner)
+    module = _unadapted(training.module.get_submodule(owner))
     made = nn.Parameter(torch.empty(getattr(module, name).shape, dtype=torch.float64))
     with torch.no_grad():
         training.fill(made, what)
@@ -143,7 +145,7 @@ def replace_parameter(training: Training, what: str) -> None:
 
 
 def tie(training: Training, makes_optimizer: bool) -> None:
-    training.module.head.weight = training.module.embed.weight
+    _unadapted(training.module.head).weight = training.module.embed.weight
     if makes_optimizer:
         optimizer(training, "AdamW", "all")
 

@@ -183,11 +183,30 @@ def draw(seed: int) -> Script:
         # A step over shards adds the gradients of two calls, of which the first is in no_sync().
         shards, actions = True, _fit_for_shards(actions)
         actions.insert(last.randint(1, len(actions) - 1), Action("accumulate", {"count": 2, "syncs": False}))
+    actions = _loadable(actions, kind)
     return Script(seed, layout, schedule, microbatches, rows, length, zero1, shards, kind, tuple(actions))
 
 
 def _refused_over_shards(actions: list[Action]) -> bool:
     return any(action.name in _NOT_OVER_SHARDS or action.arguments.get("kind") in _WHOLE for action in actions)
+
+
+def _loadable(actions: list[Action], kind: Kind) -> list[Action]:
+    """``actions`` that load the values of the layers alone where the model has got other names or shapes."""
+    kept: list[Action] = []
+    for action in actions:
+        is_whole = action.name == "load_values" and not action.arguments["what"]
+        if is_whole and any(_renames(each, kind) for each in kept):
+            action = Action(action.name, action.arguments | {"what": "layers"})
+        kept.append(action)
+    return kept
+
+
+def _renames(action: Action, kind: Kind) -> bool:
+    """``True`` if an action gives parameters other names or shapes."""
+    what = action.arguments.get("what")
+    is_other = what == "embed" or (kind.adapted and what == "layers.2.side")
+    return action.name == "adapt" or (action.name == "replace" and is_other)
 
 
 def _fit_for_shards(actions: list[Action]) -> list[Action]:

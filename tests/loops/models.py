@@ -57,6 +57,12 @@ class Adapted(nn.Module):
         self.up = nn.Linear(2, rows, bias=False)
         self.enabled = True
 
+    @property
+    def weight(self) -> torch.Tensor:
+        """The weight of the module, as PEFT's adapters have it."""
+        weight: torch.Tensor = self.base.weight
+        return weight
+
     def forward(self, hidden: torch.Tensor) -> Any:
         result = self.base(hidden)
         return result + self.up(self.down(hidden)) if self.enabled else result

@@ -73,6 +73,13 @@ class Training:
         made = getattr(torch.optim, "SGD" if kind == "momentum" else kind)
         return self.new_optimizer(made, groups, {"lr": 0.01} | ({"momentum": 0.9} if kind == "momentum" else {}))
 
+    def add_group(self, parameters: list[Any]) -> None:
+        """Give the first optimizer those of the parameters that its kind trains."""
+        optimizer, _ = self.parts[0]
+        if self.class_of(optimizer) is torch.optim.Muon:
+            parameters = [parameter for parameter in parameters if parameter.ndim == 2]
+        optimizer.add_param_group({"params": parameters, "lr": 0.02})
+
     def new_optimizer(self, kind: Any, groups: list[Any], options: dict[str, Any]) -> Any:
         """Make an optimizer of the class ``kind``."""
         return kind(groups, **options)
