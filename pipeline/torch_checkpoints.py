@@ -22,6 +22,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import checkpoint
 from torch.utils.checkpoint import CheckpointFunction
 
+from nxdpp.devices.kinds import device_of
 from nxdpp.ground.torch_names import CHECKPOINT_GENERATOR
 from nxdpp.pipeline.local.changes import parameters_of_all_models
 from nxdpp.tracing.modules import listings
@@ -117,7 +118,7 @@ class _Compared:
 
     def _buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         named = listings.named_buffers(self._module)
-        return ((name, buffer) for name, buffer in named if buffer.is_cpu or buffer.is_cuda)
+        return ((name, buffer) for name, buffer in named if not device_of(buffer.device).is_lazy)
 
 
 def _end_forward(kept: Function) -> None:

@@ -30,8 +30,8 @@ class Work(NamedTuple):
 class Device:
     """A device of this rank.
 
-    This class is the CPU, and devices whose work the host does not follow. A subclass is a device with streams: its
-    work starts in the order of the calls, and ends after they return.
+    This class is the CPU. A subclass is a device with streams: its work starts in the order of the calls, and ends
+    after they return.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -105,8 +105,6 @@ class Device:
 
     def synchronize(self) -> None:
         """Wait until the device is idle."""
-        if self.device.type != "cpu":
-            torch.accelerator.synchronize(self.device)
 
     def from_host(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a copy on the device of a tensor in host memory."""

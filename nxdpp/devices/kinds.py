@@ -1,19 +1,53 @@
-"""The kinds of devices, by their type in torch."""
+"""The table of device types, by their names in torch. A type that is not in it is an accelerator."""
+
+from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 
-from nxdpp.devices.cuda import CudaDevice
+from nxdpp.devices.accelerator import Accelerator
 from nxdpp.devices.device import Device
 from nxdpp.devices.xla import XlaDevice
 from nxdpp.ground.torch_names import STORAGE_ADDRESS, STORAGE_USES
 
-KINDS: dict[str, type[Device]] = {"cuda": CudaDevice, "xla": XlaDevice}
-"""The class of each device type whose work the host must follow. Others are ``Device``."""
+
+class Kind(NamedTuple):
+    """What nxdpp knows of a type of device.
+
+    Attributes:
+        interface: the class of its devices.
+        backend: the backend of ``torch.distributed`` that sends its tensors. Gloo sends copies in host memory.
+    """
+
+    interface: type[Device]
+    backend: str
+
+
+KINDS = {
+    "cpu": Kind(Device, "gloo"),
+    "meta": Kind(Device, "gloo"),
+    # The backend "xla" has collectives of its own kind.
+    "xla": Kind(XlaDevice, "gloo"),
+}
+
+
+def kind_of(name: str) -> Kind:
+    """Return what is known of the device type ``name``, such as ``"cuda"``, ``"xpu"`` or another package's.
+
+    An accelerator has the backend that torch, or the package of the type, has registered for it, else gloo.
+    """
+    return KINDS.get(name) or Kind(Accelerator, dist.Backend.default_device_backend_map.get(name, "gloo"))
+
+
+def has_streams(name: str) -> bool:
+    """Return whether devices of the type ``name`` run behind the host's calls: neither the CPU, nor XLA's records."""
+    return name not in KINDS
 
 
 def device_of(device: torch.device) -> Device:
     """Return the interface of ``device``."""
-    return KINDS.get(device.type, Device)(device)
+    known = KINDS.get(device.type)
+    return (Accelerator if known is None else known.interface)(device)
 
 
 def readable(tensor: torch.Tensor) -> torch.Tensor:

@@ -8,25 +8,29 @@ from pathlib import Path
 
 import torch
 
-from nxdpp.devices import cuda
+from nxdpp.devices import accelerator
+from nxdpp.devices.kinds import has_streams, kind_of
 
 _GROUPS = Path("/sys/fs/cgroup")
 
 
 def device_memory() -> int:
-    """Return the bytes of memory of a CUDA device; without one, each rank's equal part of the host's.
+    """Return the bytes of memory of this rank's accelerator; without one, each rank's equal part of the host's.
 
-    The number of ranks of the host is ``LOCAL_WORLD_SIZE``, 1 without it.
+    The rank has the device of its ``LOCAL_RANK``, or the first where fewer are visible. The number of ranks of the host
+    is ``LOCAL_WORLD_SIZE``, 1 without it.
     """
-    if cuda.find().count:
-        return cuda.total_memory(0)
+    kind = accelerator.present()
+    if kind is not None and kind_of(kind).backend != "gloo":
+        local_rank = int(os.environ.get("LOCAL_RANK") or 0)
+        return accelerator.total_memory(torch.device(kind, local_rank if local_rank < accelerator.count(kind) else 0))
     host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return host // int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Return the most memory so far: allocated on a CUDA ``device``, else resident of this process."""
-    if device.type == "cuda":
+    """Return the most memory so far: allocated on an accelerator ``device``, else resident of this process."""
+    if has_streams(device.type):
         return torch.accelerator.max_memory_allocated(device)
     with suppress(OSError):
         # The figure of resource.getrusage begins with the parent's.

@@ -9,6 +9,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from nxdpp.devices.kinds import has_streams
 from nxdpp.planning.exchange_times import ExchangeTimes
 from nxdpp.planning.layout import Layout
 from nxdpp.planning.model_costs import ModelCosts
@@ -56,7 +57,7 @@ class LowerBounds:
         microbatches = layout.microbatches(self._costs.job.global_batch)
         sizes, machine = self._costs.itemsizes, self._costs.machine
         # Gradients may come after the peak of the activations.
-        part = stage_bytes(layout, state, sizes, machine.device.kind == "cuda")
+        part = stage_bytes(layout, state, sizes, has_streams(machine.device.kind))
         held = max(one.held + part.gathered - part.gradients, 0.0)
         memory = rank_memory(layout, state, held, machine.device.kind, sizes, 0.0)
         weights, gradients = state.weights / ranks, state.gradients / ranks
@@ -85,7 +86,7 @@ class LowerBounds:
             before += stages[rank].work if ends_with_backwards else stages[rank].forward
             held = least_held(layout, rank, microbatches, own)
             # Gradients may come after the peak of the activations.
-            part = stage_bytes(layout, state, sizes, machine.device.kind == "cuda")
+            part = stage_bytes(layout, state, sizes, has_streams(machine.device.kind))
             activations = max(held + part.gathered - part.gradients, 0.0)
             memory = rank_memory(layout, state, activations, machine.device.kind, sizes, largest_sent(stages))
             most = max(most, memory.total)

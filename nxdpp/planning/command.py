@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from nxdpp.devices.cuda import CUDA
 from nxdpp.planning.layout import ZERO_STAGES
 from nxdpp.planning.layout_options import DTYPES, LayoutOptions, configuration_file, layout_options
 from nxdpp.planning.machine import DEVICES
@@ -50,8 +51,8 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument("--memory-limit", type=_gib, metavar="GIB", help="GiB of a rank, for --partition balanced")
     parser.add_argument(
         "--device",
-        choices=("cuda", *DEVICES),
-        default="cuda",
+        choices=(CUDA, *DEVICES),
+        default=CUDA,
         help="device of the ranks: on cuda memory has communicators and messages (cuda; with --devices h100); names "
         "of chips are for --devices",
     )

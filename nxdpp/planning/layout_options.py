@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from nxdpp.counted import counted
+from nxdpp.devices.cuda import CUDA
 from nxdpp.planning.layout import Dimensions
 from nxdpp.schedules.check import check
 from nxdpp.schedules.chosen import ChosenSchedule
@@ -17,7 +18,7 @@ from nxdpp.schedules.written import read_schedule
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 # Kinds of devices of a given layout.
-_DEVICES = ("cuda", "cpu")
+_DEVICES = (CUDA, "cpu")
 # Forwards of a schedule, one for each stage and microbatch: minutes of a simulation.
 _MOST_FORWARDS = 2**20
 _GIB = 2**30

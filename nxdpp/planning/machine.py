@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from nxdpp.counted import counted
 from nxdpp.devices.collective_bytes import Kind
+from nxdpp.devices.cuda import CUDA
 
 if TYPE_CHECKING:
     import torch
@@ -83,11 +84,11 @@ Device = DeviceSpeed
 # peak, as XLA multiplies float32 in parts of 16 bits. The share that products of 8192 x 8192 reach, and the seconds of
 # a kernel, are usual figures, not measured here.
 DEVICES = {
-    "a100": DeviceSpeed("cuda", {2: 312e12, 4: 19.5e12}, 0.75, 2.04e12 * _MEMORY_SHARE, 3e-6, 100e-6),
-    "h100": DeviceSpeed("cuda", {2: 989e12, 4: 67e12}, 0.65, 3.35e12 * _MEMORY_SHARE, 3e-6, 100e-6),
-    "h200": DeviceSpeed("cuda", {2: 989e12, 4: 67e12}, 0.65, 4.8e12 * _MEMORY_SHARE, 3e-6, 100e-6),
-    "b200": DeviceSpeed("cuda", {2: 2250e12, 4: 75e12}, 0.65, 8e12 * _MEMORY_SHARE, 3e-6, 100e-6),
-    "mi300x": DeviceSpeed("cuda", {2: 1307e12, 4: 163e12}, 0.5, 5.3e12 * _MEMORY_SHARE, 5e-6, 100e-6),
+    "a100": DeviceSpeed(CUDA, {2: 312e12, 4: 19.5e12}, 0.75, 2.04e12 * _MEMORY_SHARE, 3e-6, 100e-6),
+    "h100": DeviceSpeed(CUDA, {2: 989e12, 4: 67e12}, 0.65, 3.35e12 * _MEMORY_SHARE, 3e-6, 100e-6),
+    "h200": DeviceSpeed(CUDA, {2: 989e12, 4: 67e12}, 0.65, 4.8e12 * _MEMORY_SHARE, 3e-6, 100e-6),
+    "b200": DeviceSpeed(CUDA, {2: 2250e12, 4: 75e12}, 0.65, 8e12 * _MEMORY_SHARE, 3e-6, 100e-6),
+    "mi300x": DeviceSpeed(CUDA, {2: 1307e12, 4: 163e12}, 0.5, 5.3e12 * _MEMORY_SHARE, 5e-6, 100e-6),
     "tpu-v5p": DeviceSpeed("xla", {2: 459e12}, 0.75, 2.765e12 * _MEMORY_SHARE, 2e-6, 100e-6),
     # One core of a server. ``costs="measured"`` measures it.
     "cpu": DeviceSpeed("cpu", {4: 100e9}, 0.8, 10e9, 5e-6, 200e-6),

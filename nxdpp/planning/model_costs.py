@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import fx, nn
 
+from nxdpp.devices.cuda import CUDA
 from nxdpp.pipeline.partition.layer_costs import layers_and_head, shared_bytes, shared_names
 from nxdpp.planning.dimensions import divided
 from nxdpp.planning.dtypes import dtype_of
@@ -166,7 +167,7 @@ class ModelCosts:
             lists: AbstractContextManager[Any] = nullcontext()
             if self.autocast and device.kind != "cpu":
                 lists = CudaAutocast()
-            kernels: AbstractContextManager[Any] = CudaKernels() if device.kind == "cuda" else nullcontext()
+            kernels: AbstractContextManager[Any] = CudaKernels() if device.kind == CUDA else nullcontext()
             with torch.autocast("cpu", self.autocast, enabled=self.autocast is not None), lists, kernels:
                 costs = count_costs(traced, model, batch, parts=how)
             kept = self._measured

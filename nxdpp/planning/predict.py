@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from nxdpp.counted import counted
+from nxdpp.devices.kinds import has_streams
 from nxdpp.planning.exchange_times import ExchangeTimes
 from nxdpp.planning.layout import SHARDED, Layout
 from nxdpp.planning.model_costs import ModelCosts
@@ -132,7 +133,7 @@ def predict(
         return step_times(machine, layout, count, stages, states, of_stages, sizes)
 
     def peaks_of(count: int) -> list[float]:
-        return activation_peaks(layout, count, stages, of_stages, sizes, kind == "cuda")
+        return activation_peaks(layout, count, stages, of_stages, sizes, has_streams(kind))
 
     few, more = _simulated_counts(layout, microbatches) if shorten else (microbatches, microbatches)
     share = 0.0 if more == microbatches else (microbatches - more) / (more - few)

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from nxdpp.devices.kinds import has_streams
 from nxdpp.pipeline.partition.transport_bytes import COMMUNICATOR_BYTES, MESSAGES_HELD
 from nxdpp.planning.layer_times import BUCKET_BYTES
 from nxdpp.planning.layout import SHARDED, Layout
@@ -116,13 +117,13 @@ def rank_memory(
         layout: the layout.
         state: state of the rank.
         activations: peak of activations and temporary tensors, beyond the gradients of all its stages.
-        kind: kind of its device: ``"cuda"``, or one whose messages gloo sends.
+        kind: kind of its device, such as ``"cuda"``.
         sizes: bytes of the numbers.
         message: bytes of the largest message between stages.
     """
     weights: float = state.weights
     gradients = _lasting(layout, state, sizes)
-    on_cuda = kind == "cuda"
+    on_cuda = has_streams(kind)
     buckets = 0.0
     if layout.is_sharded:
         weights *= sizes.to_master / layout.data

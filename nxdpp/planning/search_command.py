@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from nxdpp.devices.cuda import CUDA
 from nxdpp.planning.layout_options import checked_dtype, configuration_file, flags_of
 from nxdpp.planning.text_table import flops_of, rate_of, size_of
 from nxdpp.schedules.families.registry import find_family
@@ -94,7 +95,7 @@ def run_search(options: argparse.Namespace) -> None:
         device_memory=options.device_memory,
         global_batch=options.global_batch,
         seq_length=options.seq_length,
-        device="h100" if options.device == "cuda" else options.device,
+        device="h100" if options.device == CUDA else options.device,
         dtype=options.dtype,
         fixed=fixed,
         costs="measured" if options.measure else "counted",

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx, nn
 
+from nxdpp.devices.cuda import CUDA
 from nxdpp.devices.roofline import machine_balance
 from nxdpp.pipeline.partition.balanced_partition import CostPolicy
 from nxdpp.pipeline.partition.layer_costs import StateBytes, activation_bytes
@@ -117,7 +118,7 @@ def summarise_stages(
     transport = transport_bytes(traced, node_costs, device, schedule.ranks, sizes.data, sizes.tensor)
     parts = None
     if any(action.kind is ActionKind.INPUT_GRADIENT for actions in schedule.training for action in actions):
-        balance = machine_balance(torch.device("cuda"), dtype_of(model))
+        balance = machine_balance(torch.device(CUDA), dtype_of(model))
         parts = count_costs(traced, model, inputs, parts=CountedParts(balance))
     return _summaries(cut, node_costs, parts, schedule, transport, sizes)
 

@@ -14,6 +14,7 @@ from torch.distributed import (  # type: ignore[attr-defined]  # public, though 
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
+from nxdpp.devices.kinds import has_streams, kind_of
 from nxdpp.ground.torch_names import DEFAULT_STORE
 from nxdpp.ranks.device_choice import (
     check_world,
@@ -24,6 +25,7 @@ from nxdpp.ranks.device_choice import (
     verify_same_kind,
     wanted_device,
 )
+from nxdpp.ranks.faults.timeouts import Timeouts
 from nxdpp.ranks.faults.watch_store import launcher_has_store
 from nxdpp.ranks.launcher import Launcher, launcher
 from nxdpp.ranks.start_store import store_of_start
@@ -48,23 +50,25 @@ def choose_device(backend: str | None, kind: str | None = None) -> torch.device:
     return (device_of_world if dist.is_initialized() else choose)(launcher(), backend, kind)
 
 
-def start_world(device: torch.device) -> Store:
-    """Start ``torch.distributed``, on NCCL for a CUDA device, else on gloo; collective over all ranks.
+def start_world(device: torch.device, timeouts: Timeouts) -> Store:
+    """Start ``torch.distributed`` on the backend of the device; collective over all ranks.
 
     Returns the store of the world, under a prefix of this start. Raises ``RuntimeError`` on all ranks for devices of
-    different kinds.
+    different kinds. An operation may take longer than all ``timeouts``: torch's own limit for NCCL is 10 minutes.
     """
     started_by = launcher()
     if started_by.is_on_one_host and not started_by.is_alone:
         _listen_on_loopback()
-    identity = start_device(device) if device.type == "cuda" else None
+    backend = kind_of(device.type).backend
+    identity = start_device(device) if has_streams(device.type) else None
     store, rank, size = _rendezvous(started_by)
     # The store outlives a world: without a prefix gloo would find the addresses of the previous world.
     store = store_of_start(store, rank, size)
     verify_same_kind(store, rank, size, device)
-    if identity is not None:
+    if backend != "gloo":
         verify_own_devices(store, rank, size, identity)
-    dist.init_process_group("gloo" if identity is None else "nccl", store=store, rank=rank, world_size=size)
+    limit = timeouts.of_operations
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
     return store
 
 

@@ -70,9 +70,12 @@ def initialize_model_parallel(
         data_parallel_shard_size: consecutive ranks of a data group over which ``fully_shard`` divides parameters. The
             groups of such ranks are replicas of each other. ``None`` is all data-parallel ranks.
         lnc_size: physical cores in a logical one of a Neuron device; only 1.
-        backend: ``"nccl"`` for CUDA devices, ``"gloo"`` for the CPU. ``None`` is NCCL where CUDA is present, else gloo.
-        device: ``"cpu"``; ``"cuda"``, the CUDA device of the local rank; or ``"xla"``, torch_xla's device of this
-            process over gloo, see docs/xla.md. ``None`` is the device of ``backend``, and never an XLA device.
+        backend: ``"nccl"`` for CUDA devices, ``"gloo"`` for the CPU, and the backends of other accelerators.  ``None``
+            is that of the device.
+        device: ``"cpu"``; ``"cuda"``, ``"xpu"`` or another type of accelerator that torch knows, also one of another
+            package: the device of the local rank; or ``"xla"``, torch_xla's device of this process over gloo, see
+            docs/xla.md. A type that has no backend trains over gloo, through host memory. ``None`` is the device of
+            ``backend``; without both, the accelerator where one with a backend of its own is present, else the CPU.
         hang_timeout: seconds, at least 1. After that time in which no rank has moved, the position and the Python code
             of each rank are printed, and the job ends. 0 is for no limit. Code outside of nxdpp has no limit, see
             docs/faults.md. A single process has no limit either.
@@ -123,7 +126,7 @@ def initialize_model_parallel(
     own_device = launch.choose_device(backend, device)
     if cache is not None:
         device_of(own_device).keep_graphs(cache)
-    store = launch.start_world(own_device) if started_world else launch.join_world(own_device)
+    store = launch.start_world(own_device, timeouts) if started_world else launch.join_world(own_device)
     if world_size > 1:
         failure_watch.start(store, timeouts)
         say_once(store)

@@ -12,13 +12,13 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup, Store, distributed_c10d  # type: ignore[attr-defined]  # Store is public
 from torch.distributed.device_mesh import DeviceMesh
 
+from nxdpp.devices.kinds import kind_of
 from nxdpp.ground.torch_names import CLEAR_SHARDING_CACHE
 from nxdpp.ranks.faults.timeouts import NO_LIMITS, Timeouts
 from nxdpp.ranks.faults.waits import Wait
 from nxdpp.ranks.rank_mesh import DIMENSIONS, RankMesh
 from nxdpp.ranks.store_exchange import StoreExchange
-from nxdpp.ranks.transfer_groups import TransferGroups, build_transfer_groups, own_group
-from nxdpp.schedules.lowering.transport_rules import RULES
+from nxdpp.ranks.transfer_groups import TransferGroups, build_transfer_groups, own_group, unbound
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class ProcessGroups:
         for dimension in DIMENSIONS:
             if self.rank_mesh.size(dimension) == 1:
                 return self.mesh.get_group(dimension)
-        return _group_of([dist.get_rank()])
+        return self._group_of([dist.get_rank()])
 
     @cached_property
     def model_group(self) -> ProcessGroup:
@@ -65,7 +65,7 @@ class ProcessGroups:
         for one, other in (("pipeline", "tensor"), ("tensor", "pipeline")):
             if self.rank_mesh.size(one) == 1:
                 return self.mesh.get_group(other)
-        return _group_of(self.rank_mesh.models()[self.rank("data")])
+        return self._group_of(self.rank_mesh.models()[self.rank("data")])
 
     def part_of_data_group(self, count: int) -> ProcessGroup:
         """Group of consecutive ranks of the data group, one of ``count``; its first use is collective over it."""
@@ -73,8 +73,18 @@ class ProcessGroups:
             ranks = dist.get_process_group_ranks(self.mesh.get_group("data"))
             size = len(ranks) // count
             first = self.rank("data") // size * size
-            self._data_parts[count] = _group_of(ranks[first : first + size])
+            self._data_parts[count] = self._group_of(ranks[first : first + size])
         return self._data_parts[count]
+
+    def _group_of(self, ranks: list[int]) -> ProcessGroup:
+        """Make the group of ``ranks``; collective over them."""
+        with Wait("new process group", ranks=ranks), unbound():
+            # torch_xla replaces ``dist.new_group`` by one with fewer arguments.
+            group = distributed_c10d.new_group(
+                ranks, use_local_synchronization=True, timeout=self.timeouts.of_operations
+            )
+        assert isinstance(group, ProcessGroup)
+        return group
 
     @property
     def has_shards(self) -> bool:
@@ -92,7 +102,7 @@ class ProcessGroups:
         own = self.rank("data")
         # All ranks make the groups of shards first.
         shard = self.part_of_data_group(len(ranks))
-        replicas = _group_of(ranks[:, own % size].tolist())
+        replicas = self._group_of(ranks[:, own % size].tolist())
         return DeviceMesh.from_group(
             [replicas, shard], data.device_type, mesh=ranks, mesh_dim_names=("replica", "shard")
         )
@@ -120,15 +130,6 @@ class ProcessGroups:
                 dist.destroy_process_group(group)
 
 
-def _group_of(ranks: list[int]) -> ProcessGroup:
-    """Make the group of ``ranks``; collective over them."""
-    with Wait("new process group", ranks=ranks):
-        # torch_xla replaces ``dist.new_group`` by one with fewer arguments.
-        group = distributed_c10d.new_group(ranks, use_local_synchronization=True)
-    assert isinstance(group, ProcessGroup)
-    return group
-
-
 def build_groups(
     rank_mesh: RankMesh,
     started_world: bool,
@@ -144,19 +145,23 @@ def build_groups(
     """
     check_same_versions(store)
     _check_same_mesh(rank_mesh, shard_size, store)
-    # A mesh on an XLA device would make groups of XLA's own collectives.
-    mesh = DeviceMesh(device.type if device.type == "cuda" else "cpu", rank_mesh.ranks, mesh_dim_names=DIMENSIONS)
-    pipelines = rank_mesh.groups("pipeline")
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    control_groups = {dimension: mesh.get_group(dimension) for dimension in DIMENSIONS}
-    for dimension in DIMENSIONS if backend == "nccl" else ():
-        if dimension == "pipeline" or rank_mesh.size(dimension) > 1:
-            control_groups[dimension] = own_group(rank_mesh.groups(dimension), "gloo")
-    transfer_groups = build_transfer_groups(
-        RULES[backend], backend, pipelines, mesh.get_group("pipeline"), device, store
-    )
-    world = dist.group.WORLD
+    world, limit = dist.group.WORLD, timeouts.of_operations
     assert world is not None
+    backend = kind_of(device.type).backend
+    groups = [
+        world if len(rank_mesh.groups(dimension)) == 1 else own_group(rank_mesh.groups(dimension), None, limit)
+        for dimension in DIMENSIONS
+    ]
+    # A mesh on an XLA device would make groups of XLA's own collectives.
+    on = "cpu" if backend == "gloo" else device.type
+    mesh = DeviceMesh.from_group(groups, on, mesh=rank_mesh.ranks, mesh_dim_names=DIMENSIONS)
+    control_groups = {dimension: mesh.get_group(dimension) for dimension in DIMENSIONS}
+    for dimension in DIMENSIONS if backend != "gloo" else ():
+        if dimension == "pipeline" or rank_mesh.size(dimension) > 1:
+            control_groups[dimension] = own_group(rank_mesh.groups(dimension), "gloo", limit)
+    transfer_groups = build_transfer_groups(
+        backend, rank_mesh.groups("pipeline"), mesh.get_group("pipeline"), device, store, limit
+    )
     _wait_for_all_ranks(dist.get_world_size(), store)
     exchange = StoreExchange(store, dist.get_rank(), dist.get_world_size())
     return ProcessGroups(

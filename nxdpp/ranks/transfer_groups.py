@@ -2,15 +2,17 @@
 
 On gloo that is the pipeline group itself, and shared memory between ranks of one host (``host_link``).
 
-On NCCL, whose messages have no tags, each pair of neighbours has a group of two ranks for each way. A message then
-waits for no other rank. All other ranks share two groups over the pipeline::
+On NCCL, and on other backends whose messages have no tags, each pair of neighbours has a group of two ranks for each
+way. A message then waits for no other rank. All other ranks share two groups over the pipeline::
 
     rank 0 ──0→1──▶ rank 1 ──1→2──▶ rank 2 ──2→0──▶ rank 0 ...      and the same backwards
     rank 0 ───────────── to higher ranks ─────────▶ rank 3          a tensor that skips ranks
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -19,7 +21,7 @@ from torch.distributed import ProcessGroup, Store  # type: ignore[attr-defined] 
 from nxdpp.ranks.faults.waits import Wait
 from nxdpp.ranks.host_link import HostLink
 from nxdpp.ranks.host_links import host_links
-from nxdpp.schedules.lowering.transport_rules import RankPair, TransportRules, neighbouring_pairs
+from nxdpp.schedules.lowering.transport_rules import RankPair, TransportRules, neighbouring_pairs, rules_of
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,7 @@ class TransferGroups:
 
     Attributes:
         rules: the rules of the backend.
-        backend: ``"gloo"`` or ``"nccl"``.
+        backend: its name, such as ``"gloo"`` or ``"nccl"``.
         pairs: groups of two ranks, by source and destination.
         to_lower: group over the pipeline for messages of other ranks, to lower ranks.
         to_higher: group over the pipeline for messages of other ranks, to higher ranks.
@@ -61,34 +63,35 @@ class TransferGroups:
 
 
 def build_transfer_groups(
-    rules: TransportRules,
     backend: str,
     pipelines: list[list[int]],
     pipeline_group: ProcessGroup,
     device: torch.device,
     store: Store,
+    limit: timedelta | None = None,
 ) -> TransferGroups:
     """Create the groups of all pipelines; collective over all ranks, which make them in the same order.
 
     Args:
-        rules: the rules of the backend.
-        backend: ``"gloo"`` or ``"nccl"``.
+        backend: its name, such as ``"gloo"`` or ``"nccl"``.
         pipelines: the global ranks of each pipeline.
         pipeline_group: this rank's pipeline group.
         device: device of the messages.
         store: store of this start.
+        limit: for each operation; torch's own limit if ``None``.
 
     Raises ``ValueError`` for an unknown value of ``NXDPP_P2P``.
     """
+    rules = rules_of(backend)
     if not rules.pair_groups:
         links = host_links(pipelines, dist.get_rank(), store)
         return TransferGroups(rules, backend, {}, pipeline_group, pipeline_group, links)
     rank = dist.get_rank(pipeline_group)
-    to_lower, to_higher = (own_group(pipelines, backend) for _ in range(2))
+    to_lower, to_higher = (own_group(pipelines, backend, limit) for _ in range(2))
     pairs = {}
     for source, destination in neighbouring_pairs(len(pipelines[0])):
         members = [[pipeline[source], pipeline[destination]] for pipeline in pipelines]
-        group = own_group(members, backend)
+        group = own_group(members, backend, limit)
         if rank in (source, destination):
             pairs[source, destination] = group
     groups = TransferGroups(rules, backend, pairs, to_lower, to_higher, {})
@@ -106,10 +109,33 @@ def communicators(ranks: int, replicas: int, tensor: int = 1) -> int:
     return 2 * neighbours + (ranks > 1) + (replicas > 1) + (tensor > 1) + 2 * (ranks > 3)
 
 
-def own_group(lists_of_ranks: list[list[int]], backend: str) -> ProcessGroup:
-    """Create a group for each list, and return this rank's one, if it has one."""
-    group, _ = dist.new_subgroups_by_enumeration(lists_of_ranks, backend=backend)
+def own_group(lists_of_ranks: list[list[int]], backend: str | None, limit: timedelta | None = None) -> ProcessGroup:
+    """Create a group for each list, and return this rank's one, if it has one.
+
+    ``backend=None`` is that of the world. An operation may take the time ``limit``, torch's own limit if ``None``.
+    """
+    with unbound():
+        group, _ = dist.new_subgroups_by_enumeration(lists_of_ranks, backend=backend, timeout=limit)
     return group  # type: ignore[no-any-return]  # torch gives no type
+
+
+@contextmanager
+def unbound() -> Iterator[None]:
+    """Make groups without the communicator of the world in the block.
+
+    Torch splits it for a new group where a caller has started the world with ``device_id``. All ranks of the world must
+    take part in a split, also those that are not in the group.
+    """
+    world = dist.group.WORLD
+    assert world is not None
+    device = world.bound_device_id
+    if device is not None:
+        world.bound_device_id = None
+    try:
+        yield
+    finally:
+        if device is not None:
+            world.bound_device_id = device
 
 
 def _first_exchange(groups: TransferGroups, rank: int, device: torch.device) -> None:

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from nxdpp.counted import counted
-from nxdpp.devices import cuda
+from nxdpp.devices import accelerator
 from nxdpp.gradients.replaced_parameters import check_no_optimizer_holds, watch_replaced
 from nxdpp.gradients.shards.local_tensors import is_sharded
 from nxdpp.ground.torch_names import BACKWARD_HOOKS, BUFFERS, POST_ACCUMULATE_HOOKS
@@ -123,7 +123,8 @@ def checked_device(device: torch.device | str | int) -> torch.device:
 def _example_device() -> str:
     if parallel_state.model_parallel_is_initialized():
         return str(parallel_state.local_device())
-    return "cuda:0" if cuda.find().count else "cpu"
+    kind = accelerator.present()
+    return "cpu" if kind is None else f"{kind}:0"
 
 
 def _is_replaced(tensor: torch.Tensor, convert: Callable[[torch.Tensor], torch.Tensor]) -> bool:

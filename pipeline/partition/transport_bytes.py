@@ -9,6 +9,7 @@ from collections.abc import Mapping
 import torch
 from torch import fx
 
+from nxdpp.devices.kinds import kind_of
 from nxdpp.ranks.transfer_groups import communicators
 from nxdpp.tracing.costs.count import NodeCost
 from nxdpp.tracing.graph.trace import TracedGraph
@@ -37,7 +38,7 @@ def transport_bytes(
         replicas: number of data-parallel replicas.
         tensor: tensor-parallel size.
     """
-    if device.type != "cuda":
+    if kind_of(device.type).backend == "gloo":
         return 0
     message = largest_message(traced, node_costs)
     return communicators(ranks, replicas, tensor) * COMMUNICATOR_BYTES + MESSAGES_HELD * message

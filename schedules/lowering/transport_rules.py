@@ -39,6 +39,11 @@ NCCL = TransportRules("nccl", posted_ahead=None, pair_groups=True, has_tags=Fals
 RULES = {rules.name: rules for rules in (GLOO, NCCL)}
 
 
+def rules_of(backend: str) -> TransportRules:
+    """Return the rules of a backend: NCCL's for each that sends from the memory of a device."""
+    return RULES.get(backend, NCCL)
+
+
 def neighbouring_pairs(ranks: int) -> list[RankPair]:
     """Return the pairs of neighbours in a ring of ``ranks``, each in both ways, in the order of their groups.
 

@@ -1,14 +1,17 @@
-"""The interface of each device: the CPU, and CUDA with its calls recorded."""
+"""The table of devices, and an accelerator with its calls recorded."""
 
 import time
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from nxdpp.devices.cuda import CudaDevice
+from nxdpp.devices import accelerator
+from nxdpp.devices.accelerator import Accelerator
 from nxdpp.devices.device import Device
-from nxdpp.devices.kinds import device_of
+from nxdpp.devices.kinds import device_of, kind_of
+from nxdpp.devices.xla import XlaDevice
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda", 1)
@@ -19,7 +22,8 @@ class _Event:
 
     calls: list[str] = []
 
-    def __init__(self, enable_timing: bool = False) -> None:
+    def __init__(self, device: torch.device, enable_timing: bool = False) -> None:
+        assert device == CUDA
         self.timed = enable_timing
 
     def record(self) -> None:
@@ -39,15 +43,26 @@ class _Event:
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The calls of CUDA, in order."""
     _Event.calls = []
-    monkeypatch.setattr(torch.cuda, "Event", _Event)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: _Event.calls.append(f"synchronize {device}"))
+    monkeypatch.setattr(torch, "Event", _Event)
+    waited = lambda device: _Event.calls.append(f"synchronize {device}")  # noqa: E731
+    monkeypatch.setattr(torch.accelerator, "synchronize", waited)
     return _Event.calls
 
 
 def test_the_kind_of_each_device() -> None:
+    found = {name: kind_of(name) for name in ("cpu", "meta", "xla", "cuda", "xpu", "mps", "privateuseone")}
+    assert found == {
+        "cpu": (Device, "gloo"),
+        "meta": (Device, "gloo"),
+        "xla": (XlaDevice, "gloo"),
+        "cuda": (Accelerator, "nccl"),
+        "xpu": (Accelerator, "xccl"),
+        # Types without a backend of their own.
+        "mps": (Accelerator, "gloo"),
+        "privateuseone": (Accelerator, "gloo"),
+    }
     assert type(device_of(CPU)) is Device
-    assert type(device_of(CUDA)) is CudaDevice
-    assert type(device_of(torch.device("meta"))) is Device
+    assert type(device_of(CUDA)) is Accelerator
 
 
 def test_stamps_on_cuda_wait_only_when_they_are_read(calls: list[str]) -> None:
@@ -58,16 +73,79 @@ def test_stamps_on_cuda_wait_only_when_they_are_read(calls: list[str]) -> None:
     assert calls == ["record", "record", "wait"]
 
 
-def test_a_copy_to_the_host_waits_only_when_it_is_read(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    empty = torch.empty
-    monkeypatch.setattr(
-        torch, "empty", lambda *size, pin_memory, **given: empty(*size, **given) if pin_memory else None
-    )
+@pytest.fixture
+def pinned(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """The tensors that were made in pinned memory, which is other memory here."""
+    made: list[torch.Tensor] = []
+    empty_like = torch.empty_like
+
+    def pinned_like(tensor: torch.Tensor, pin_memory: bool = False, **given: Any) -> torch.Tensor:
+        found = empty_like(tensor, **given)
+        if pin_memory:
+            made.append(found)
+        return found
+
+    monkeypatch.setattr(torch, "empty_like", pinned_like)
+    monkeypatch.setattr(accelerator, "_has_pinned_memory", lambda kind: True)
+    return made
+
+
+def test_a_copy_to_the_host_waits_only_when_it_is_read(calls: list[str], pinned: list[torch.Tensor]) -> None:
     copied = device_of(CUDA).to_host(torch.arange(3))
     assert calls == ["record"]
     assert copied().tolist() == [0, 1, 2]
     assert calls == ["record", "wait"]
+    assert copied() is pinned[0]
     assert device_of(CPU).to_host(torch.arange(3))().tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (0, 2, 1), (2, 0, 1)])
+def test_a_copy_to_the_host_keeps_strides(
+    calls: list[str], pinned: list[torch.Tensor], order: tuple[int, int, int]
+) -> None:
+    tensor = torch.arange(24).view(2, 3, 4).permute(order)
+    copied = device_of(CUDA).to_host(tensor)()
+    assert copied.stride() == tensor.stride()
+    assert torch.equal(copied, tensor)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        torch.arange(6).view(2, 3),
+        torch.arange(3).expand(4, 3),
+        torch.arange(4).unsqueeze(1).expand(4, 3).t(),
+        torch.arange(6).unfold(0, 3, 1),
+        torch.arange(12).view(3, 4)[:, 1:3],
+    ],
+    ids=["dense", "expanded", "expanded inside", "windows", "part"],
+)
+def test_a_copy_of_any_input_goes_by_pinned_memory(
+    given: torch.Tensor, pinned: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    to, expected = torch.Tensor.to, given.clone()
+    monkeypatch.setattr(torch.Tensor, "to", lambda tensor, device, non_blocking: to(tensor, CPU, copy=True))
+    copied = device_of(CUDA).from_host(given)
+    assert len(pinned) == 1
+    assert pinned[0].numel() <= given.numel()
+    # The caller may change its memory at once, also memory that it has pinned.
+    given.as_strided((given.untyped_storage().nbytes() // 8,), (1,), 0).zero_()
+    assert torch.equal(copied, expected)
+    copied.add_(1)
+
+
+def test_an_accelerator_without_pinned_memory_copies_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    to = torch.Tensor.to
+
+    def to_device(tensor: torch.Tensor, device: Any) -> torch.Tensor:
+        asked.append(str(device))
+        return to(tensor, CPU, copy=True)
+
+    monkeypatch.setattr(torch.Tensor, "to", to_device)
+    device = device_of(torch.device("privateuseone", 0))
+    assert device.from_host(torch.arange(3)).tolist() == device.to_host(torch.arange(3))().tolist() == [0, 1, 2]
+    assert asked == ["privateuseone:0", "cpu"]
 
 
 def test_the_origin_waits_for_the_device(calls: list[str]) -> None:
@@ -88,7 +166,7 @@ def test_the_random_state_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     assert device_of(CPU).random_state() == b""
 
 
-def test_a_device_without_an_interface_is_synchronised_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_accelerator_is_synchronised_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[torch.device] = []
     monkeypatch.setattr(torch, "accelerator", SimpleNamespace(synchronize=waited.append))
     device_of(CPU).synchronize()

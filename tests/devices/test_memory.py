@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import nxdpp
-from nxdpp.devices import cuda, memory
+from nxdpp.devices import accelerator, memory
 from tests.support.process_memory import peak_bytes
 
 
@@ -20,9 +20,16 @@ def test_ranks_share_the_memory_of_the_host(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_cuda_device_has_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda, "find", lambda: cuda.CudaProbe(2))
-    monkeypatch.setattr(cuda, "total_memory", lambda index: 80 * 10**9 + index)
-    assert nxdpp.device_memory() == 80 * 10**9
+    monkeypatch.setattr(accelerator, "present", lambda: "cuda")
+    monkeypatch.setattr(accelerator, "count", lambda kind: 2)
+    monkeypatch.setattr(accelerator, "total_memory", lambda device: 80 * 10**9 + device.index)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    # The third process of a host may see one device of its own.
+    for local_rank, index in (("", 0), ("1", 1), ("2", 0)):
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+        assert nxdpp.device_memory() == 80 * 10**9 + index
+    monkeypatch.setattr(accelerator, "present", lambda: "mps")
+    assert nxdpp.device_memory() < 80 * 10**9
 
 
 def test_the_most_memory_of_this_process_does_not_fall() -> None:

@@ -1,7 +1,8 @@
 """Each kind of device has one place.
 
-``torch.cuda`` is named in ``devices/cuda.py``, ``torch_xla`` in ``devices/xla.py``. Events, pinned memory and copies
-without a wait are in ``devices/``, and no code asks for the type of an XLA device.
+``torch.cuda`` and the type ``"cuda"`` are named in ``devices/cuda.py``, the modules of other types are asked for in
+``devices/accelerator.py``, and ``torch_xla`` is named in ``devices/xla.py``. Events, pinned memory and copies without a
+wait are in ``devices/``, and no code asks for the type of an XLA device.
 """
 
 import ast
@@ -28,6 +29,13 @@ def _places(source: str) -> Iterator[int]:
                 yield node.lineno
             case ast.Attribute(value=ast.Name("torch"), attr="get_device_module"):
                 yield node.lineno
+
+
+def _types(source: str) -> Iterator[int]:
+    """Lines with the text ``"cuda"``."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Constant) and node.value == "cuda":
+            yield node.lineno
 
 
 def _asynchronous(source: str) -> Iterator[int]:
@@ -72,11 +80,21 @@ def _files_with(places: Callable[[str], Iterator[int]]) -> list[str]:
 
 
 def test_torch_cuda_is_named_in_one_file() -> None:
-    assert _files_with(_places) == ["nxdpp/devices/cuda.py"]
+    assert _files_with(_places) == ["nxdpp/devices/accelerator.py", "nxdpp/devices/cuda.py"]
+
+
+def test_the_type_is_named_in_one_folder() -> None:
+    # Names of methods of tensors, of strategies of nnScaler, and of words that a user may write.
+    names = {
+        "nxdpp/doors/nnscaler/compute_config.py", "tracing/sizes/input_specs.py", "tracing/models/loss_terms.py",
+        "tracing/values/lost_changes.py", "tracing/values/metadata.py",
+    }  # fmt: skip
+    found = [path for path in _files_with(_types) if not path.startswith(("benchmarks/", "examples/"))]
+    assert set(found) - names == {"nxdpp/devices/accelerator.py", "nxdpp/devices/autocast.py", "nxdpp/devices/cuda.py"}
 
 
 def test_events_and_copies_without_a_wait_are_in_one_folder() -> None:
-    assert _files_with(_asynchronous) == ["nxdpp/devices/cuda.py", "nxdpp/devices/device.py"]
+    assert _files_with(_asynchronous) == ["nxdpp/devices/accelerator.py"]
 
 
 def test_torch_xla_is_named_in_one_file() -> None:

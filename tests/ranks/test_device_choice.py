@@ -3,17 +3,21 @@
 import logging
 import re
 import threading
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore, distributed_c10d  # type: ignore[attr-defined]
 
-from nxdpp.devices import cuda
-from nxdpp.ranks import launch, parallel_state
+from nxdpp.devices import accelerator, cuda
+from nxdpp.ranks import current_state, launch, parallel_state
 from nxdpp.ranks.device_choice import choose, device_of_world, start_device, verify_own_devices, wanted_device
 from nxdpp.ranks.launcher import Launcher
+from nxdpp.ranks.transfer_groups import unbound
 from tests.support.fake_cuda import FakeCuda
 from tests.support.fake_xla import FakeXla
 from tests.support.run_ranks import run_ranks
@@ -213,7 +217,7 @@ def test_ranks_that_share_a_device_are_told_on_all_ranks() -> None:
     assert _verified(["uuid-0", "uuid-1", "uuid-2"]) == ["", "", ""]
     errors = _verified(["uuid-0", "uuid-1", "uuid-1"])
     assert len(set(errors)) == 1
-    assert re.match("ranks (1 and 2|2 and 1) both see uuid-1 of host .* as their first device, and NCCL", errors[0])
+    assert re.match("ranks (1 and 2|2 and 1) both see uuid-1 of host .* as their first device, and each", errors[0])
 
 
 def test_a_named_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -358,3 +362,132 @@ def test_an_unknown_device(device: str) -> None:
 def test_an_unknown_backend() -> None:
     with pytest.raises(ValueError, match=r"^backend='xla' must be 'gloo', for the CPU, or 'nccl'"):
         wanted_device("xla", "xla")
+
+
+@pytest.fixture
+def xpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with four devices of the type xpu, and without CUDA."""
+    FakeCuda(built=False).install(monkeypatch)
+    monkeypatch.setattr(accelerator, "present", lambda: "xpu")
+    monkeypatch.setattr(accelerator, "count", lambda kind: 4 if kind == "xpu" else 0)
+
+
+@pytest.mark.usefixtures("xpus")
+def test_an_accelerator_of_another_type() -> None:
+    for launcher in _ranks("torchrun", 4, 4):
+        own = torch.device("xpu", launcher.rank)
+        assert choose(launcher, None) == choose(launcher, "xccl") == choose(launcher, None, "xpu") == own
+        assert choose(launcher, "gloo") == choose(launcher, None, "cpu") == CPU
+    with pytest.raises(
+        RuntimeError, match="4 xpu devices are visible for 8 local ranks, started by torchrun: start at"
+    ):
+        choose(Launcher("torchrun", 4, 8, 4, 8), None)
+    with pytest.raises(ValueError, match=r"device=.cuda. needs a CUDA device, and torch is built without CUDA\. Use"):
+        choose(Launcher("torchrun", 0, 1, 0, 1), None, "cuda")
+
+
+@pytest.mark.usefixtures("xpus")
+def test_an_absent_type_names_the_remedies() -> None:
+    launcher = Launcher("torchrun", 0, 2, 0, 2)
+    with pytest.raises(ValueError, match=r"^device='hpu' needs a device of the type 'hpu', and torch finds none"):
+        choose(launcher, None, "hpu")
+    with pytest.raises(ValueError, match=r"^device='meta' must be 'cpu', 'cuda', 'xpu' or another type"):
+        choose(launcher, None, "meta")
+
+
+def test_a_type_without_a_backend_is_taken_by_name_and_told_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    FakeCuda(built=False).install(monkeypatch)
+    monkeypatch.setattr(accelerator, "present", lambda: "mps")
+    monkeypatch.setattr(accelerator, "count", lambda kind: 1 if kind == "mps" else 0)
+    with caplog.at_level(logging.WARNING):
+        assert [choose(launcher, None) for launcher in _ranks("torchrun", 2, 2)] == [CPU, CPU]
+        assert not caplog.messages
+        found = [choose(launcher, None, "mps") for launcher in _ranks("torchrun", 2, 2)]
+    assert found == [torch.device("mps", 0)] * 2
+    (message,) = caplog.messages
+    assert message.startswith("device='mps': torch.distributed has no backend for this type: its tensors go over gloo")
+
+
+def test_parts_of_one_gpu_are_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    FakeCuda(visible=1).install(monkeypatch)
+    shared = {"name": "H200 MIG 3g.71gb", "pci_domain_id": 0, "pci_bus_id": 0x41, "pci_device_id": 0}
+    identities = []
+    for part in range(2):
+        properties = SimpleNamespace(uuid=f"part {part}", **shared)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, found=properties: found)
+        identities.append(start_device(torch.device("cuda", 0)))
+    assert identities == ["H200 MIG 3g.71gb 00:41:00"] * 2
+
+
+@pytest.mark.parametrize("name", ["HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"])
+def test_hidden_devices_of_rocm(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    FakeCuda(visible=0).install(monkeypatch)
+    monkeypatch.setattr(torch.version, "hip", "7.1")
+    monkeypatch.setenv(name, "")
+    assert cuda.find().absent == f"{name} hides all devices"
+    # CUDA does not read it.
+    monkeypatch.setattr(torch.version, "hip", None)
+    assert cuda.find().absent != f"{name} hides all devices"
+
+
+@pytest.mark.parametrize(
+    ("hang", "compiling", "limit"),
+    [(300, 3600, timedelta(minutes=65)), (7200, 3600, timedelta(minutes=125)), (0, 3600, None), (300, 0, None)],
+)
+def test_an_operation_may_take_longer_than_our_own_limits(
+    monkeypatch: pytest.MonkeyPatch, hang: float, compiling: float, limit: timedelta | None
+) -> None:
+    """Torch would end a rank that waits for a compilation after 10 minutes on NCCL."""
+    FakeCuda(visible=2).install(monkeypatch)
+    given: dict[str, Any] = {}
+
+    def init(backend: str, **arguments: Any) -> None:
+        given.update(arguments, backend=backend)
+        raise NotImplementedError
+
+    monkeypatch.setattr(dist, "init_process_group", init)
+    with pytest.raises(NotImplementedError):
+        parallel_state.initialize_model_parallel(hang_timeout=hang, compile_timeout=compiling)
+    assert given["backend"] == "nccl"
+    assert given["timeout"] == (timedelta(days=20) if limit is None else limit)
+
+
+def _limits(rank: int) -> list[timedelta]:
+    """Limits that torch is given for the groups of a rank."""
+    found: list[timedelta] = []
+    new_group = distributed_c10d.new_group
+
+    def noted(*arguments: Any, **others: Any) -> Any:
+        found.append(others["timeout"])
+        return new_group(*arguments, **others)
+
+    distributed_c10d.new_group = noted
+    parallel_state.initialize_model_parallel(2, 2, hang_timeout=100, compile_timeout=200)
+    parallel_state.get_exchange()
+    state = current_state.with_groups()
+    assert state.own_group is not None
+    assert state.model_group is not None
+    parallel_state.destroy_model_parallel()
+    return found
+
+
+def test_all_groups_have_the_limit() -> None:
+    for found in run_ranks(4, _limits):
+        assert found
+        assert set(found) == {timedelta(seconds=500)}
+
+
+def test_no_group_splits_the_communicator_of_a_bound_world() -> None:
+    """A split is collective over the world, and groups of some ranks are made by those alone."""
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        world = dist.group.WORLD
+        assert world is not None
+        world.bound_device_id = torch.device("cuda", 0)
+        with unbound():
+            assert world.bound_device_id is None
+        assert world.bound_device_id == torch.device("cuda", 0)
+    finally:
+        dist.destroy_process_group()

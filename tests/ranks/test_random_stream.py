@@ -48,7 +48,7 @@ class Dropped(nn.Module):
 
 def drawn(rank: int, stages: int, draws: bool) -> tuple[list[float], list[float], list[float]]:
     """Numbers of the script after each of four steps: of the CPU, of the device, and those of this rank's layers."""
-    kinds.KINDS["cpu"] = DrawingDevice
+    kinds.KINDS["cpu"] = kinds.Kind(DrawingDevice, "gloo")
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=stages, hang_timeout=60)
     torch.manual_seed(0)
     OF_DEVICE.manual_seed(0)

@@ -46,9 +46,10 @@ class FakeCuda:
         patch.setattr(torch.version, "cuda", "13.0")
         patch.setattr(torch.cuda, "device_count", lambda: self.visible)
         patch.setattr(torch.cuda, "init", self._init)
-        patch.setattr(torch.cuda, "set_device", self._set_device)
-        patch.setattr(torch.cuda, "current_device", lambda: self.current)
-        patch.setattr(torch.cuda, "synchronize", self._use)
+        patch.setattr(torch.cuda, "is_available", lambda: self.visible > 0)
+        patch.setattr(torch.accelerator, "set_device_index", self._set_device)
+        patch.setattr(torch.accelerator, "current_device_index", lambda: self.current)
+        patch.setattr(torch.accelerator, "synchronize", self._use)
         properties = lambda device: SimpleNamespace(name="H200", uuid=f"uuid-{torch.device(device).index}")  # noqa: E731
         patch.setattr(torch.cuda, "get_device_properties", properties)
         patch.setattr(dist, "is_nccl_available", lambda: self.nccl)
@@ -58,9 +59,9 @@ class FakeCuda:
         if not self.visible:
             raise RuntimeError("Found no NVIDIA driver on your system. Please check that you have one.\nMore.")
 
-    def _set_device(self, device: torch.device) -> None:
-        assert device.index < self.visible
-        self.current = device.index
+    def _set_device(self, index: int) -> None:
+        assert index < self.visible
+        self.current = index
 
     def _use(self, device: torch.device) -> None:
         if device.index in self.broken:

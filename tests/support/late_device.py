@@ -20,6 +20,7 @@ from torch.utils import backend_registration
 
 from nxdpp.devices import kinds
 from nxdpp.devices.device import Device, Stamp
+from nxdpp.devices.kinds import Kind
 
 NAME = "late"
 _LIMIT_SECONDS = 120.0
@@ -435,7 +436,7 @@ def install() -> None:
     library.impl("empty_strided", strided, "PrivateUse1")
     # The registration ends with the object.
     install.library = library  # type: ignore[attr-defined]
-    kinds.KINDS[NAME] = LateDevice
+    kinds.KINDS[NAME] = Kind(LateDevice, "gloo")
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from torch import fx, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from nxdpp.devices.collective_bytes import sent_bytes
+from nxdpp.devices.cuda import CUDA
 from nxdpp.devices.roofline import FLOP_FORMULAS, WorkCounter, machine_balance
 from nxdpp.ground.torch_names import FAKE_MODE, NO_DISPATCH_MODES
 from nxdpp.tracing.costs.cached_casts import cached_casts
@@ -37,7 +38,7 @@ from nxdpp.tracing.modules import listings
 from nxdpp.tracing.sizes.fake_runs import LOG, FakeCopies, uncached_functions
 
 # Plans without a device are for accelerators.
-_ACCELERATOR = torch.device("cuda")
+_ACCELERATOR = torch.device(CUDA)
 
 
 @dataclass(frozen=True)

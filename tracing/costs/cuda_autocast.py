@@ -10,6 +10,7 @@ import torch
 from torch.nn.functional import rms_norm
 from torch.overrides import TorchFunctionMode
 
+from nxdpp.devices.cuda import CUDA
 from nxdpp.ground.torch_names import FAKE_MODE, NO_DISPATCH_MODES, NO_TORCH_FUNCTION
 from nxdpp.tracing.costs.run_node import map_tensors
 
@@ -48,15 +49,15 @@ class CudaAutocast(TorchFunctionMode):
 def _converts_rms_norm() -> bool:
     """Return whether this version's list has ``rms_norm``; that of torch 2.9 has not."""
     # Fake tensors of CUDA need no device where no gradient is asked for; torch.autocast would turn itself off.
-    enabled, usual = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
-    torch.set_autocast_enabled("cuda", True)
-    torch.set_autocast_dtype("cuda", torch.bfloat16)
+    enabled, usual = torch.is_autocast_enabled(CUDA), torch.get_autocast_dtype(CUDA)
+    torch.set_autocast_enabled(CUDA, True)
+    torch.set_autocast_dtype(CUDA, torch.bfloat16)
     try:
         with NO_TORCH_FUNCTION(), NO_DISPATCH_MODES(), torch.no_grad(), FAKE_MODE():
-            return rms_norm(torch.empty(1, device="cuda", dtype=torch.bfloat16), (1,)).dtype == torch.float32
+            return rms_norm(torch.empty(1, device=CUDA, dtype=torch.bfloat16), (1,)).dtype == torch.float32
     finally:
-        torch.set_autocast_enabled("cuda", enabled)
-        torch.set_autocast_dtype("cuda", usual)
+        torch.set_autocast_enabled(CUDA, enabled)
+        torch.set_autocast_dtype(CUDA, usual)
 
 
 def _gives_half(input: torch.Tensor, *args: Any, out: torch.Tensor | None = None, **kwargs: Any) -> bool:

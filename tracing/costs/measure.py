@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx, nn
 
+from nxdpp.devices.cuda import CUDA
 from nxdpp.devices.kinds import device_of
 from nxdpp.tracing.costs.run_node import NodeRun, backward, cost_key, detached, initial_value, map_tensors, run_of
 from nxdpp.tracing.graph.trace import TracedGraph
@@ -51,7 +52,7 @@ def measure_nodes(
     devices = [] if device.type == "cpu" else [device.index or 0]
     with (
         torch.enable_grad(),
-        torch.random.fork_rng(devices, device_type="cuda" if device.type == "cpu" else device.type),
+        torch.random.fork_rng(devices, device_type=CUDA if device.type == "cpu" else device.type),
     ):
         return _Measurement(root, device, timed, clock).run(traced, inputs)
 

@@ -18,7 +18,7 @@ import numpy
 import torch
 from torch import fx, nn
 
-from nxdpp.devices import cuda
+from nxdpp.devices import accelerator
 from nxdpp.tracing.code.frames import caller, module_of
 from nxdpp.tracing.graph.calls import has_proxy, record_opaque_call
 from nxdpp.tracing.graph.swap import all_swapped, in_this_thread, replaced, sources, swapped_in_this_thread
@@ -74,8 +74,11 @@ def refused_seeds(namespaces: Iterable[dict[str, Any]]) -> AbstractContextManage
         (known, {n: refused(names[id(v)], v) for n, v in known.items() if id(v) in names})
         for known in (vars(torch), vars(torch.random), *namespaces)
     ]
-    of_devices = {name: refused(f"cuda.{name}", cuda.functions()[name]) for name in _DEVICE_SEEDS}
-    return all_swapped([*own, (cuda.functions(), of_devices)])
+    of_devices = [
+        (known, {name: refused(f"{kind}.{name}", known[name]) for name in _DEVICE_SEEDS if name in known})
+        for kind, known in accelerator.namespaces().items()
+    ]
+    return all_swapped([*own, *of_devices])
 
 
 def under_all_names(namespaces: Iterable[dict[str, Any]]) -> AbstractContextManager[None]:

@@ -27,6 +27,7 @@ from torch.backends import cuda
 from torch.nn import attention
 from torch.overrides import TorchFunctionMode
 
+from nxdpp.devices.autocast import AUTOCAST_TYPES
 from nxdpp.ground.torch_names import TorchDispatchMode
 from nxdpp.tracing.graph.swap import in_this_thread, replaced, swapped_in_this_thread
 
@@ -72,8 +73,7 @@ class _Refused(NamedTuple):
 @cache
 def _modes() -> dict[str, _Mode]:
     """The modes that a stage repeats, by name."""
-    accelerator = torch.accelerator.current_accelerator()
-    types = dict.fromkeys(("cpu", "cuda", *([] if accelerator is None else [accelerator.type])))
+    types = [kind for kind in AUTOCAST_TYPES if kind != "xla"]
     return {
         "gradients": _Mode(torch.is_grad_enabled, torch.set_grad_enabled),
         "autocast cache": _Mode(torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),

@@ -40,6 +40,7 @@ from nxdpp.checkpoint.distributed.ranks import Exchange
 from nxdpp.checkpoint.distributed.rectangles import key_of
 from nxdpp.checkpoint.files.checksummed_writer import write_checksummed
 from nxdpp.checkpoint.files.pieces import FileSpan
+from nxdpp.devices.kinds import has_streams
 from nxdpp.ranks.faults import background_errors
 from nxdpp.ranks.faults.connection_errors import told
 
@@ -267,8 +268,8 @@ class BackgroundSaves:
 
 def _new_stager(tensors: Mapping[str, torch.Tensor]) -> DefaultStager:
     # Staging in another thread would copy values that the next step changes.
-    is_cuda = any(tensor.is_cuda for tensor in tensors.values())
-    return DefaultStager(StagingOptions(is_cuda, False, False, is_cuda))
+    on_device = any(has_streams(tensor.device.type) for tensor in tensors.values())
+    return DefaultStager(StagingOptions(on_device, False, False, on_device))
 
 
 def _write(save: Save, staged: dict[str, torch.Tensor]) -> None:

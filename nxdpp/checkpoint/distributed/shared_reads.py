@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from nxdpp.checkpoint.distributed import ranks
 from nxdpp.checkpoint.distributed.ranks import Exchange
+from nxdpp.devices.kinds import has_streams
 from nxdpp.ranks import parallel_state
 from nxdpp.ranks.faults.board import board
 from nxdpp.ranks.faults.waits import Wait
@@ -72,7 +73,7 @@ def broadcast(values: torch.Tensor, source: int) -> None:
         return
     # A backend only of devices, such as NCCL, takes no memory of the host.
     takes_host = dist.get_backend(group) == dist.Backend.GLOO
-    device = values.device if takes_host or values.is_cuda else parallel_state.local_device()
+    device = values.device if takes_host or has_streams(values.device.type) else parallel_state.local_device()
     for piece in _pieces(values):
         sent = piece.contiguous().to(device)
         with Wait("parts of a file", group):

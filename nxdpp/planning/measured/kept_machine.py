@@ -20,13 +20,14 @@ from typing import Any
 
 import torch
 
-from nxdpp.devices import cuda
+from nxdpp.devices import accelerator, cuda
+from nxdpp.devices.cuda import CUDA
 from nxdpp.planning.machine import DeviceSpeed, Link
 from nxdpp.planning.measured.load import busy
 from nxdpp.ranks.launch import choose_device
 from nxdpp.version import __version__
 
-_KINDS = ("cpu", "cuda")
+_KINDS = ("cpu", CUDA)
 _TIMEOUT = 600
 # Another number for other names or meanings of figures and factors.
 _FORMAT = 3
@@ -126,7 +127,7 @@ def measured_machine(kind: str, most: int | None = None) -> KeptMachine:
 
     Raises ``ValueError`` for a ``kind`` that this machine does not have, and ``RuntimeError`` where its ranks fail.
     """
-    if kind not in _KINDS or (kind == "cuda" and not cuda.find().count):
+    if kind not in _KINDS or (kind == CUDA and not cuda.find().count):
         raise ValueError(
             f"this machine has no {kind} device to measure: run it on a machine that has one, or measure its "
             f"processor (device='cpu', --device cpu)."
@@ -154,18 +155,18 @@ def _about(kind: str, most: int | None) -> dict[str, Any]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     # The first number is of the outermost parallel region, which is torch's.
     threads = int((os.environ.get("OMP_NUM_THREADS") or "1").partition(",")[0])
-    devices = cuda.find().count if kind == "cuda" else cores
-    ranks = devices if kind == "cuda" else cores // threads
+    devices = cuda.find().count if kind == CUDA else cores
+    ranks = devices if kind == CUDA else cores // threads
     return {
         "host": platform.node(),
         "processor": _processor(),
         "cores": cores,
         # As torchrun gives them to each rank.
         "threads": threads,
-        "device": cuda.name() if kind == "cuda" else "cpu",
+        "device": accelerator.name(CUDA) if kind == CUDA else "cpu",
         "devices": devices,
         # Two processes share a single core: a link of the CPU has two ends.
-        "ranks": max(min(ranks, ranks if most is None else most), 1 if kind == "cuda" else 2),
+        "ranks": max(min(ranks, ranks if most is None else most), 1 if kind == CUDA else 2),
         "torch": torch.__version__,
         "nxdpp": __version__,
         "format": _FORMAT,

@@ -19,6 +19,7 @@ from torch import nn
 from torch.optim import AdamW
 
 from nxdpp.devices.collective_bytes import Kind, least_sent, least_steps
+from nxdpp.devices.cuda import CUDA
 from nxdpp.devices.kinds import device_of
 from nxdpp.pipeline.model import NxDPPModel
 from nxdpp.pipeline.p2p.layout import TensorLayout
@@ -30,12 +31,12 @@ from nxdpp.tensor.collectives import all_gather, reduce_scatter
 
 _SECONDS = 0.2
 _ACTIONS = 64
-_MESSAGES = {"cpu": (2**16, 2**23), "cuda": (2**20, 2**28)}
+_MESSAGES = {"cpu": (2**16, 2**23), CUDA: (2**20, 2**28)}
 _REPEATS = 60
 # The large message takes at least this many times as long as the small one: less is noise.
 _LONGER = 1.2
 # Rows and widths of products as those of a layer.
-_PRODUCTS = {"cpu": (256, 512, 1376), "cuda": (8192, 4096, 14336)}
+_PRODUCTS = {"cpu": (256, 512, 1376), CUDA: (8192, 4096, 14336)}
 _FLOAT = 4
 
 

@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import init
 
 from nxdpp.ground.torch_names import LOAD_OWN
-from nxdpp.ranks import parallel_state
+from nxdpp.ranks import current_state, parallel_state
 from nxdpp.ranks.transfer_groups import own_group
 from nxdpp.tensor import mappings
 from nxdpp.tensor.initial_parts import InitMethod, fill_parameter
@@ -251,6 +251,6 @@ def kv_shared_group(copies: int) -> ProcessGroup | None:
     if group is None or made_for is not tensor_group:
         lists = parallel_state.get_tensor_model_parallel_group(as_list=True)
         members = [ranks[first : first + copies] for ranks in lists for first in range(0, len(ranks), copies)]
-        group = own_group(members, dist.get_backend(tensor_group))
+        group = own_group(members, dist.get_backend(tensor_group), current_state.with_groups().timeouts.of_operations)
         _groups[copies] = tensor_group, group
     return group
