@@ -266,7 +266,9 @@ def _difference(what: str, ours: torch.Tensor | None, theirs: torch.Tensor | Non
     # Equal infinities and NaNs are not a difference.
     same = (ours == theirs) | (ours.isnan() & theirs.isnan())
     apart = (ours - theirs).abs().nan_to_num(torch.inf, torch.inf).masked_fill(same, 0)
-    limit = float(theirs.abs().max()) * torch.finfo(theirs.dtype).eps ** 0.5 if is_rounded else 0.0
+    # Of numbers alone: beside an infinity or a not-a-number all others would be equal, or none.
+    largest = float(theirs.abs().nan_to_num(0, 0).max())
+    limit = largest * torch.finfo(theirs.dtype).eps ** 0.5 if is_rounded else 0.0
     if float(apart.max()) <= limit:
         return None
     here, there = (float(each.reshape(-1)[int(apart.argmax())]) for each in (ours, theirs))

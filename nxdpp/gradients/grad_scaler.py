@@ -158,8 +158,9 @@ class GradScaler(torch.amp.GradScaler):
         scale = super().scale(torch.ones((), device=device))
         total = sum((each.to(device) for each in found), torch.zeros((), device=device))
         kind, shapes = _identity(optimizer)
-        numbers = torch.tensor([kind, -kind, 0, 0], dtype=scale.dtype, device=device)
+        numbers = device_of(device).from_host(torch.tensor([kind, -kind, 0, 0], dtype=scale.dtype))
         own = torch.cat([torch.stack([total, scale, -scale]), numbers])
+        wait = Wait("overflows of the scaled gradients")
         for group in (
             parallel_state.get_tensor_model_parallel_group(),
             parallel_state.get_pipeline_model_parallel_group(),
@@ -169,11 +170,13 @@ class GradScaler(torch.amp.GradScaler):
                 # Stages have other parameters; replicas have the same.
                 own[5], own[6] = shapes, -shapes
             if dist.get_world_size(group) > 1:
-                own = on_wire(own, group)
-                with Wait("overflows of the scaled gradients", group):
+                own, wait = on_wire(own, group), Wait("overflows of the scaled gradients", group)
+                with wait:
                     dist.all_reduce(own, dist.ReduceOp.MAX, group)
         device_of(device).submit()
-        overflows, largest, negative_smallest, *identities = own.tolist()
+        with wait:
+            # Where messages stop a stream, the host waits for the other ranks here.
+            overflows, largest, negative_smallest, *identities = device_of(own.device).to_host(own)().tolist()
         if identities[0] != -identities[1] or identities[2] != -identities[3]:
             raise RuntimeError(
                 f"the ranks step their optimizers in different orders: another rank has another one at the place of "

@@ -21,11 +21,12 @@ import torch
 import torch.distributed as dist
 
 from nxdpp import upward
-from nxdpp.devices.kinds import device_of
+from nxdpp.devices.kinds import device_of, kind_of
 from nxdpp.ranks import current_state, group_getters, launch, rank_getters
 from nxdpp.ranks.current_state import DebugState
 from nxdpp.ranks.faults import failure_watch, mistakes
 from nxdpp.ranks.faults.board import board
+from nxdpp.ranks.faults.stream_waits import StreamWaits
 from nxdpp.ranks.faults.timeouts import Timeouts
 from nxdpp.ranks.group_getters import *  # noqa: F403  # all getters are names of this module
 from nxdpp.ranks.known_keywords import knows_its_keywords
@@ -70,7 +71,7 @@ def initialize_model_parallel(
         data_parallel_shard_size: consecutive ranks of a data group over which ``fully_shard`` divides parameters. The
             groups of such ranks are replicas of each other. ``None`` is all data-parallel ranks.
         lnc_size: physical cores in a logical one of a Neuron device; only 1.
-        backend: ``"nccl"`` for CUDA devices, ``"gloo"`` for the CPU, and the backends of other accelerators.  ``None``
+        backend: ``"nccl"`` for CUDA devices, ``"gloo"`` for the CPU, and the backends of other accelerators. ``None``
             is that of the device.
         device: ``"cpu"``; ``"cuda"``, ``"xpu"`` or another type of accelerator that torch knows, also one of another
             package: the device of the local rank; or ``"xla"``, torch_xla's device of this process over gloo, see
@@ -135,6 +136,8 @@ def initialize_model_parallel(
     with failure_watch.reported():
         current_state.replace(build_groups(rank_mesh, started_world, own_device, store, timeouts, shard_size))
     board.is_compiling = device_of(own_device).is_compiling
+    on_device = kind_of(own_device.type).backend != "gloo"
+    board.stream_waits = StreamWaits(device_of(own_device).stamp) if on_device else None
     board.members["pipeline"] = frozenset(current_state.own_ranks("pipeline"))
 
 

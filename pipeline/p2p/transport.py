@@ -50,6 +50,12 @@ _MARKS = {
 }
 
 
+_DTYPES_OF_NCCL = {
+    torch.uint8, torch.int8, torch.bool, torch.int32, torch.int64,
+    torch.float16, torch.bfloat16, torch.float32, torch.float64,
+}  # fmt: skip
+
+
 def zeros_like(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
     """-0.0 in the shape and strides of ``tensor``, in its dtype by default: neutral in each sum."""
     return torch.zeros_like(tensor, dtype=dtype, requires_grad=False).neg_()
@@ -142,6 +148,7 @@ class Transport:
         self._through_host = groups.backend == "gloo" and device.type != "cpu"
         self._sends, self._buffers = HostSends(report), HostBuffers()
         self._has_tags = groups.has_tags
+        self._has_all_dtypes = groups.backend == "gloo"
         # By the other rank: the call of its group that receives or sends, the number of the rank in it, and its link.
         self._receives: dict[int, tuple[_GroupCall, int, Wait, HostLink | None]] = {}
         self._sending: dict[int, tuple[_GroupCall, int, HostLink | None]] = {}
@@ -164,7 +171,7 @@ class Transport:
             group, number, _ = self._groups.between(source, self._rank)
             self._receives[source] = group.recv, number, self.wait_for(source), self._groups.links.get(source)
         receive, number, waits, link = self._receives[source]
-        memory = buffer if buffer.is_contiguous() else _flat(buffer)
+        memory = self._sent_memory(buffer)
         wire_tag = tag * _KINDS + direction if self._has_tags else 0
         work = receive([memory], number, wire_tag) if link is None or buffer.nbytes > LARGEST_SLOT else None
 
@@ -177,6 +184,8 @@ class Transport:
                 self._sends.raise_error()
                 raise
             board.wait = None
+            if not self.is_in_host_memory and board.stream_waits is not None:
+                board.stream_waits.add(waits)
             received = MISSING if looks_for_marks and is_mark(buffer) else buffer
             if self._through_host:
                 received = MISSING if received is MISSING else device_of(self._device).from_host(buffer)
@@ -213,13 +222,19 @@ class Transport:
             def start(message: torch.Tensor) -> Transfer:
                 if link is not None and message.nbytes <= LARGEST_SLOT and link.send(message, wire_tag):
                     return _COPIED
-                return send([message if message.is_contiguous() else _flat(message)], number, wire_tag)
+                return send([self._sent_memory(message)], number, wire_tag)
 
             return self._sends.start(copied, start), tensor
         tensor = tensor.to(self._wire_device)
         if link is not None and tensor.nbytes <= LARGEST_SLOT and link.send(tensor, wire_tag):
             return _COPIED, MISSING
-        return send([tensor if tensor.is_contiguous() else _flat(tensor)], number, wire_tag), tensor
+        return send([self._sent_memory(tensor)], number, wire_tag), tensor
+
+    def _sent_memory(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The memory of a dense tensor: bytes for a dtype that NCCL does not have."""
+        if self._has_all_dtypes or tensor.dtype in _DTYPES_OF_NCCL:
+            return tensor if tensor.is_contiguous() else _flat(tensor)
+        return _flat(tensor).view(torch.uint8)
 
     def finish(self) -> None:
         """Wait at the end of a step until all objects have been sent."""

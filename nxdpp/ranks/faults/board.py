@@ -17,6 +17,8 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Literal, NamedTuple, Self
 
+from nxdpp.ranks.faults.stream_waits import StreamWaits
+
 Scope = Literal["world", "pipeline"]
 """The ranks that make a call together."""
 
@@ -69,6 +71,7 @@ class Board:
         thread: the thread that made the last call; by default the main thread.
         members: the ranks of a scope, as far as they are known.
         interrupted: the last call that ended by an exception such as ``SystemExit``; ``""`` after one that ended well.
+        stream_waits: the waits of the device, where messages wait for a stream and not for the host; else ``None``.
         is_compiling: tells whether this process compiles a graph for its device; another thread asks.
         pipelines: number of models that are wrapped. Ranks tell models of one architecture apart by it.
     """
@@ -81,6 +84,7 @@ class Board:
         self.action = NO_ACTION
         self.describe_action: Callable[[int], str] = str
         self.wait: object = None
+        self.stream_waits: StreamWaits | None = None
         self.moves = 0
         self.begun: dict[str, int] = {"world": 0, "pipeline": 0}
         self.thread = threading.main_thread().ident

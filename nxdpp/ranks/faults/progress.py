@@ -1,9 +1,9 @@
 """Progress of this rank: the time since its last move, and the Python code that it is in.
 
-A rank moves when a call or an action begins or ends, when a node of its stage's graph ends, and when a long call says
-so (``board.moved``). Time in a compiler is progress too, up to a limit of its own: its stacks tell nothing. Dynamo
-counts its compilations, inductor's workers among them. A device compiles in C++, and tells it by
-``board.is_compiling``.
+A rank moves when a call or an action begins or ends, when a node of its stage's graph ends, when a long call says so
+(``board.moved``), and when its device has passed a wait for other ranks (``stream_waits``). Time in a compiler is
+progress too, up to a limit of its own: its stacks tell nothing. Dynamo counts its compilations, inductor's workers
+among them. A device compiles in C++, and tells it by ``board.is_compiling``.
 """
 
 import inspect
@@ -83,13 +83,17 @@ class Progress:
         self._board = board
         self._longest = longest
         self._compile_limit = compile_limit
-        self._mark: tuple[int, int, int] = (-1, -1, -1)
+        self._mark: tuple[int, ...] = (-1, -1, -1, 0)
         self._time = time.monotonic()
 
     def sample(self) -> None:
         """Look at the board and at the thread that trains."""
         place = current_place(self._board.thread)
-        mark = (self._board.moves, self._board.action, -1 if place is None else place.node)
+        waits = self._board.stream_waits
+        if waits is not None:
+            waits.first()
+        passed_waits = 0 if waits is None else waits.passed
+        mark = (self._board.moves, self._board.action, -1 if place is None else place.node, passed_waits)
         now = time.monotonic()
         passed = min(now - self._time, self._longest)
         compiles = self._board.is_compiling() or _dynamo_compiles() or (place is not None and place.compiles)

@@ -4,6 +4,7 @@
 a rank                  in                                                          judged as
 ======================  ==========================================================  =======================
 waits                   an exchange with other ranks, or the script's collective    not the cause
+waits                   any code, while its device waits for a message               not the cause
 works                   a step, not in an exchange                                  the cause
 compiles                a compiler, up to compile_timeout                           no hang, a notice
 is outside              the program's own code, or a call that saves, loads, moves  no hang, a notice
@@ -86,7 +87,8 @@ def own_answer(board: Board, progress: Progress, peers: LocalPeers) -> Answer:
     """This rank's answer."""
     position = board.position()
     place = current_place(board.thread)
-    waits_in = str(board.wait or script_collective(board.thread))
+    on_device = None if board.stream_waits is None else board.stream_waits.first()
+    waits_in = str(board.wait or on_device or script_collective(board.thread))
     return Answer(
         "waits" if waits_in else "works" if position.has_limit else "outside",
         str(position),

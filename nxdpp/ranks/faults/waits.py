@@ -7,7 +7,8 @@
 
 The hang watch never takes a rank that waits for the cause of a hang. So each call that waits for another rank is within
 a ``Wait``, and nothing else is: no code of the user's, and no file. What a step does for each microbatch assigns a
-``Wait`` to ``board.wait``, and ``None`` after it, which costs less than the context.
+``Wait`` to ``board.wait``, and ``None`` after it, which costs less than the context. Where a message stops a stream and
+not the host, the wait lasts until the stream has passed it (``stream_waits``).
 """
 
 import threading
@@ -26,8 +27,8 @@ _MOST_NAMES = 8
 class Wait:
     """The time in which this rank waits for other ranks in the exchange ``name``; the outermost one is shown.
 
-    Threads other than the one that trains show nothing. The ranks of ``group`` are named, or the ones that this rank
-    waits for: ``ranks`` are numbers in ``group``, and without a group the ranks themselves.
+    Threads other than the one that trains, and autograd's, show nothing. The ranks of ``group`` are named, or the ones
+    that this rank waits for: ``ranks`` are numbers in ``group``, and without a group the ranks themselves.
     """
 
     __slots__ = ("_group", "_name", "_ranks")
@@ -38,7 +39,7 @@ class Wait:
         self._ranks = ranks
 
     def __enter__(self) -> None:
-        if board.wait is None and threading.get_ident() == board.thread:
+        if board.wait is None and (threading.get_ident() == board.thread or _is_of_autograd()):
             board.wait = self
 
     def __exit__(
@@ -46,6 +47,12 @@ class Wait:
     ) -> None:
         if board.wait is self:
             board.wait = None
+            if error is None and board.stream_waits is not None and self._is_on_device:
+                board.stream_waits.add(self)
+
+    @property
+    def _is_on_device(self) -> bool:
+        return self._group is not None and dist.get_backend(self._group) != dist.Backend.GLOO
 
     def __str__(self) -> str:
         if not self._ranks and self._group is None:
@@ -55,6 +62,11 @@ class Wait:
             members = dist.get_process_group_ranks(self._group)
             ranks = [members[number] for number in ranks] if ranks else members
         return f"the {self._name}, with {names([rank for rank in ranks if rank != own])}"
+
+
+def _is_of_autograd() -> bool:
+    """Return whether C++ has started this thread: hooks of a backward on a device run in one of autograd's."""
+    return threading.current_thread().name.startswith("Dummy-")
 
 
 def names(ranks: Sequence[int]) -> str:

@@ -107,6 +107,47 @@ def test_received_tensors_equal_the_sent_ones() -> None:
     run_ranks(2, exchange)
 
 
+_OF_NCCL = {torch.uint8, torch.int8, torch.bool, torch.int32, torch.int64, *(t.dtype for t in TENSORS)} - {
+    torch.complex64
+}
+
+
+def exchange_as_on_nccl(rank: int) -> None:
+    """Exchange tensors of all dtypes over a group that takes those of NCCL alone."""
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    group = parallel_state.get_pipeline_control_group()
+
+    class Checked:
+        """The group, which notes dtypes; messages are matched by their order."""
+
+        def send(self, messages: Any, *numbers: int) -> Any:
+            assert messages[0].dtype in _OF_NCCL
+            return group.send(messages, *numbers)
+
+        def recv(self, messages: Any, *numbers: int) -> Any:
+            assert messages[0].dtype in _OF_NCCL
+            return group.recv(messages, *numbers)
+
+    groups = OneGroup(Checked())
+    groups.backend, groups.has_tags = "nccl", False
+    transport = Transport(cast(TransferGroups, groups), group, torch.device("cpu"))
+    numbers = torch.arange(24).view(2, 3, 4).transpose(0, 2)
+    dtypes = (torch.complex64, torch.complex128, torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.float32)
+    for dtype in dtypes:
+        for tensor in (numbers.to(dtype), numbers.to(dtype)[0, 0, 0], numbers.to(dtype)[:0]):
+            layout = layout_of(tensor).tensors[0]
+            if rank == 0:
+                transport.send(tensor, 1, Direction.ACTIVATION, 0)[0].wait()
+                continue
+            received = transport.post_receive(layout, 0, Direction.ACTIVATION, 0)()
+            assert (received.dtype, received.stride(), received.tolist()) == (dtype, layout.stride, tensor.tolist())
+    parallel_state.destroy_model_parallel()
+
+
+def test_dtypes_that_nccl_does_not_have_are_sent_as_bytes() -> None:
+    run_ranks(2, exchange_as_on_nccl)
+
+
 def test_a_large_message_is_posted_ahead_and_a_small_one_holds_no_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
 

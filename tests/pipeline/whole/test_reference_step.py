@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from nxdpp import NxDPPModel, parallel_state
-from nxdpp.pipeline.reference_step import ReferenceStep
+from nxdpp.pipeline.reference_step import ReferenceStep, _difference
 from nxdpp.ranks.faults.board import board
 from tests.support import models
 from tests.support.models import gradient_differences, padded_batch, reference, train_in_one_process
@@ -206,3 +206,20 @@ def wrap_wrongly(rank: int) -> None:
     parallel_state.initialize_model_parallel()
     with pytest.raises(ValueError, match="check_against_module='last' must be 'first'"):
         NxDPPModel(models.make("llama"), check_against_module="last")
+
+
+@pytest.mark.parametrize("is_rounded", [False, True])
+def test_what_is_not_finite_must_be_equal_and_hides_no_difference(is_rounded: bool) -> None:
+    nan, inf = float("nan"), float("inf")
+
+    def differ(ours: list[float], theirs: list[float]) -> bool:
+        return _difference("the loss", torch.tensor(ours), torch.tensor(theirs), is_rounded) is not None
+
+    assert not differ([nan], [nan])
+    assert not differ([inf, nan, 1.0], [inf, nan, 1.0])
+    assert differ([inf, 1.0], [inf, 2.0])
+    assert differ([nan, 1.0], [nan, 2.0])
+    assert differ([nan], [1.0])
+    assert differ([1.0], [nan])
+    assert differ([inf], [-inf])
+    assert differ([1.0, 1.0], [1.0, 1.0 + 1e-6]) is not is_rounded

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from nxdpp.ranks.faults import progress as progress_module
 from nxdpp.ranks.faults.board import Board
 from nxdpp.ranks.faults.progress import Progress, current_place, script_collective
+from nxdpp.ranks.faults.stream_waits import StreamWaits
 
 
 @pytest.fixture
@@ -39,7 +40,14 @@ def test_moves_of_each_kind_start_the_time_anew(clock: list[float]) -> None:
     def enter() -> None:
         board.call("run_train").__enter__()
 
-    moves: list[Callable[[], None]] = [act, board.moved, enter]
+    reached = [False]
+    board.stream_waits = StreamWaits(lambda: SimpleNamespace(query=lambda: reached[0]))
+    board.stream_waits.add("the average of the gradients")
+
+    def pass_wait() -> None:
+        reached[0] = True
+
+    moves: list[Callable[[], None]] = [act, board.moved, enter, pass_wait]
     for move in moves:
         clock[0] += 10.0
         progress.sample()

@@ -1,12 +1,18 @@
 """A job hangs if each rank waits, works or cannot answer; a rank outside of nxdpp is no cause of an end."""
 
 import re
+from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any, Literal
+from types import SimpleNamespace
+from typing import Any, Literal, cast
 
 import pytest
 
-from nxdpp.ranks.faults.roll_call import Answer, judge
+from nxdpp.ranks.faults.board import Board
+from nxdpp.ranks.faults.local_peers import LocalPeers
+from nxdpp.ranks.faults.progress import Progress
+from nxdpp.ranks.faults.roll_call import Answer, judge, own_answer
+from nxdpp.ranks.faults.stream_waits import StreamWaits
 from nxdpp.ranks.faults.timeouts import Timeouts
 from nxdpp.ranks.faults.waits import names
 
@@ -40,6 +46,39 @@ def test_a_rank_that_works_is_the_cause() -> None:
         "1",
         "3",
     ]
+
+
+class _Events:
+    """The stream of a device that has reached the first ``reached`` events."""
+
+    def __init__(self) -> None:
+        self.reached = 0
+        self._recorded = 0
+
+    def record(self) -> Any:
+        number = self._recorded = self._recorded + 1
+        return SimpleNamespace(query=lambda: number <= self.reached)
+
+
+@pytest.mark.parametrize("is_in_step", [True, False], ids=["in the model's code", "in the program"])
+def test_a_rank_whose_device_waits_for_a_message_waits(is_in_step: bool) -> None:
+    """On NCCL the host goes on, and stops where it reads the device: in a layer, or in ``loss.item()``."""
+    board, events = Board(), _Events()
+    board.stream_waits = StreamWaits(events.record)
+    progress, peers = Progress(board, 20.0), SimpleNamespace(stopped=list, running=list)
+    board.stream_waits.add("the P2P transfer, with rank 2")
+    board.stream_waits.add("the P2P transfer, with rank 1")
+    with board.call("run_train", "step", has_limit=True) if is_in_step else nullcontext():
+        for reached, expected in ((0, "with rank 2"), (1, "with rank 1")):
+            events.reached = reached
+            found = own_answer(board, progress, cast(LocalPeers, peers))
+            assert (found.state, found.waits_in) == ("waits", f"the P2P transfer, {expected}")
+        waits = replace(found, unmoved_seconds=301.0)
+        verdict = judge({0: waits, 1: _answer("works")}, [], 1, LIMIT)
+        assert (verdict.hangs, verdict.rank) == (True, 1)
+        assert verdict.sentence.endswith("; rank 0 waits for it")
+        events.reached = 2
+        assert own_answer(board, progress, cast(LocalPeers, peers)).state == ("works" if is_in_step else "outside")
 
 
 def test_ranks_that_all_wait_are_shown() -> None:
