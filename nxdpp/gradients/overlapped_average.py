@@ -12,6 +12,10 @@ The order is the same on all replicas: it follows from the parameters, the sched
 it is compared. The message of that comparison begins with the step, so that replicas seldom wait for it. Nothing else
 waits for another replica before the last action. So transfers of the pipeline, in other groups, never wait for the
 average. On a lazy device the buckets of a stage are sent once its last backward has been submitted.
+
+Copies of gradients on their way take at most ``_COPIED_BYTES``. On gloo the next bucket waits until one has arrived,
+since a wait would stop the host. On NCCL the stream waits for the oldest one: what a rank starts, and when, must not
+follow from what has arrived, which differs by replica. With one hardware queue such ranks would wait in a circle.
 """
 
 import time
@@ -21,6 +25,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.utils.hooks import RemovableHandle
@@ -88,6 +93,7 @@ class OverlappedAverage:
         self._memory = FlatMemory()
         self._stage = NO_STAGE
         self._sends_in_backwards = True
+        self._waits_stop_streams = dist.get_backend(group) != dist.Backend.GLOO
         self._stages_left = 0
         self._agree: Callable[[], bool] | None = None
         self._has_order = True
@@ -235,7 +241,10 @@ class OverlappedAverage:
         """Send the buckets whose gradients are final, in order, while memory allows."""
         while self._next < len(self._buckets) and not self._buckets[self._next].remaining:
             if sum(sent.copied_bytes for sent in self._in_flight) > _COPIED_BYTES:
-                return
+                if not self._waits_stop_streams:
+                    return
+                self._finish_first()
+                continue
             self._send(self._buckets[self._next])
             self._next += 1
 
@@ -253,7 +262,7 @@ class OverlappedAverage:
 
     def _finish_completed(self) -> None:
         """Copy back what has arrived, without waiting; outside of backwards."""
-        while self._in_flight and self._in_flight[0].is_completed():
+        while not self._waits_stop_streams and self._in_flight and self._in_flight[0].is_completed():
             self._finish_first()
 
     def _finish_first(self) -> None:

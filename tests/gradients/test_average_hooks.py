@@ -1,6 +1,7 @@
 """Sums and means of gradients over a group, with hooks; the sum that begins during backwards."""
 
 from collections.abc import Callable
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from nxdpp.gradients import buckets
+from nxdpp.gradients import buckets, overlapped_average
 from nxdpp.gradients.average import reduce_gradients
 from nxdpp.gradients.average_plan import LastBackward
 from nxdpp.gradients.buckets import Hook
@@ -129,6 +130,67 @@ def overlapped_sum(rank: int) -> None:
             both = gradient(0, index) + (0 if index == step + 1 else gradient(1, index))
             assert parameter.grad is not None
             assert torch.equal(parameter.grad, both), (step, index)
+
+
+def orders_of_messages(rank: int) -> list[list[str]]:
+    """The starts and the waits of two steps, where messages seem to arrive at once on rank 0, and late on rank 1."""
+    groups = parallel_state.get_data_parallel_group(), parallel_state.get_data_parallel_control_group()
+    average = OverlappedAverage(*groups)
+    average._waits_stop_streams = True
+    own = parameters(rank)
+    last = [LastBackward(0, own[:3]), LastBackward(1, own[3:])]
+    orders: list[list[str]] = []
+    all_reduce = dist.all_reduce
+
+    class Noted:
+        """A message that is noted."""
+
+        def __init__(self, work: dist.Work, number: int) -> None:
+            self._work, self._number = work, number
+
+        def is_completed(self) -> bool:
+            return rank == 0
+
+        def wait(self) -> None:
+            orders[-1].append(f"wait for {self._number}")
+            self._work.wait()
+
+    def noted(tensor: torch.Tensor, async_op: bool = False, **others: Any) -> Any:
+        if not async_op:
+            return all_reduce(tensor, **others)
+        number = sum("start" in each for each in orders[-1])
+        orders[-1].append(f"start {number}")
+        return Noted(all_reduce(tensor, async_op=True, **others), number)
+
+    for _ in range(2):
+        orders.append([])
+        for index, parameter in enumerate(own):
+            parameter.grad = gradient(rank, index)
+        average.begin(own, last, [], lambda order: lambda: True)
+        with mock.patch.object(dist, "all_reduce", noted):
+            for stage in range(2):
+                average.before_last(stage)
+                average.after_last(stage)
+            average.finish()
+        equal([p.grad for p in own], lambda index: gradient(0, index) / 2 + gradient(1, index) / 2)
+    return orders
+
+
+def orders_with_little_memory(rank: int) -> list[list[str]]:
+    parallel_state.initialize_model_parallel()
+    with (
+        mock.patch.object(buckets, "BUCKET_BYTES", 130),
+        mock.patch.object(overlapped_average, "_COPIED_BYTES", 50),
+    ):
+        return orders_of_messages(rank)
+
+
+def test_where_a_wait_stops_a_stream_all_replicas_start_and_wait_in_one_order() -> None:
+    """With one hardware queue, ranks whose order follows from what has arrived would wait in a circle."""
+    first, second = run_ranks(2, orders_with_little_memory)
+    assert first == second
+    # Memory is freed by a wait, and the later buckets overlap too.
+    assert first[1].index("wait for 0") < first[1].index("start 1") < first[1].index("start 2")
 
 
 def cases(rank: int) -> None:
