@@ -73,8 +73,8 @@ def groups_of_a_rank(backend: str, ranks: int, pipeline: int, rank: int = 0) -> 
             own.append(Group(backend or own[0].backend, len(ranks)))
         return new_group(ranks=ranks, backend="fake")
 
-    def mesh(kind: str, *arguments: Any, **others: Any) -> device_mesh.DeviceMesh:
-        return device_mesh.DeviceMesh("cpu", *arguments, **others)
+    def mesh(groups: Any, kind: str, **others: Any) -> device_mesh.DeviceMesh:
+        return device_mesh.DeviceMesh.from_group(groups, "cpu", **others)
 
     device: Any = SimpleNamespace(type="cuda" if backend == "nccl" else "cpu")
     mesh_of_ranks = RankMesh(pipeline, ranks // pipeline, 1)
@@ -89,8 +89,7 @@ def groups_of_a_rank(backend: str, ranks: int, pipeline: int, rank: int = 0) -> 
     try:
         with (
             patch.object(dist.distributed_c10d, "new_group", counted),
-            patch.object(device_mesh, "new_group", counted),
-            patch.object(process_groups, "DeviceMesh", mesh),
+            patch.object(process_groups, "DeviceMesh", SimpleNamespace(from_group=mesh)),
             patch.object(transfer_groups, "_first_exchange"),
         ):
             began = time.perf_counter()

@@ -15,7 +15,7 @@ _GROUPS = Path("/sys/fs/cgroup")
 
 
 def device_memory() -> int:
-    """Return the bytes of memory of this rank's accelerator; without one, each rank's equal part of the host's.
+    """Return the bytes of memory of an accelerator; without one, each rank's equal part of the host's.
 
     The rank has the device of its ``LOCAL_RANK``, or the first where fewer are visible. The number of ranks of the host
     is ``LOCAL_WORLD_SIZE``, 1 without it.

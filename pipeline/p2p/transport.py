@@ -145,7 +145,8 @@ class Transport:
         self._device = device
         self._rank = dist.get_rank(control)
         self._wire_device = torch.device("cpu") if groups.backend == "gloo" else device
-        self._through_host = groups.backend == "gloo" and device.type != "cpu"
+        self._is_on_device = device.type != "cpu"
+        self._through_host = groups.backend == "gloo" and self._is_on_device
         self._sends, self._buffers = HostSends(report), HostBuffers()
         self._has_tags = groups.has_tags
         self._has_all_dtypes = groups.backend == "gloo"
@@ -171,7 +172,7 @@ class Transport:
             group, number, _ = self._groups.between(source, self._rank)
             self._receives[source] = group.recv, number, self.wait_for(source), self._groups.links.get(source)
         receive, number, waits, link = self._receives[source]
-        memory = self._sent_memory(buffer)
+        memory = buffer if self._has_all_dtypes and buffer.is_contiguous() else self._sent_memory(buffer)
         wire_tag = tag * _KINDS + direction if self._has_tags else 0
         work = receive([memory], number, wire_tag) if link is None or buffer.nbytes > LARGEST_SLOT else None
 
@@ -184,16 +185,24 @@ class Transport:
                 self._sends.raise_error()
                 raise
             board.wait = None
-            if not self.is_in_host_memory and board.stream_waits is not None:
-                board.stream_waits.add(waits)
             received = MISSING if looks_for_marks and is_mark(buffer) else buffer
-            if self._through_host:
-                received = MISSING if received is MISSING else device_of(self._device).from_host(buffer)
-                self._buffers.give_back(buffer)
+            if self._is_on_device:
+                received = self._arrived(buffer, received, waits)
             return received
 
         looks_for_marks = direction is Direction.GRADIENT and self.is_in_host_memory
         return wait
+
+    def _arrived(self, buffer: torch.Tensor, received: torch.Tensor, waits: Wait) -> torch.Tensor:
+        """A message on the device: copied from ``buffer``, or when its stream has passed the wait."""
+        if not self._through_host:
+            if board.stream_waits is not None:
+                board.stream_waits.add(waits)
+            return received
+        if received is not MISSING:
+            received = device_of(self._device).from_host(buffer)
+        self._buffers.give_back(buffer)
+        return received
 
     def wait_for(self, peer: int) -> Wait:
         """Name the P2P transfers between this rank and ``peer``, for the time in which this rank waits for one."""
@@ -222,13 +231,14 @@ class Transport:
             def start(message: torch.Tensor) -> Transfer:
                 if link is not None and message.nbytes <= LARGEST_SLOT and link.send(message, wire_tag):
                     return _COPIED
-                return send([self._sent_memory(message)], number, wire_tag)
+                return send([message if message.is_contiguous() else self._sent_memory(message)], number, wire_tag)
 
             return self._sends.start(copied, start), tensor
         tensor = tensor.to(self._wire_device)
         if link is not None and tensor.nbytes <= LARGEST_SLOT and link.send(tensor, wire_tag):
             return _COPIED, MISSING
-        return send([self._sent_memory(tensor)], number, wire_tag), tensor
+        memory = tensor if self._has_all_dtypes and tensor.is_contiguous() else self._sent_memory(tensor)
+        return send([memory], number, wire_tag), tensor
 
     def _sent_memory(self, tensor: torch.Tensor) -> torch.Tensor:
         """The memory of a dense tensor: bytes for a dtype that NCCL does not have."""

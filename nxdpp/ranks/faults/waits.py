@@ -20,6 +20,7 @@ from torch.distributed import ProcessGroup
 
 from nxdpp.counted import counted
 from nxdpp.ranks.faults.board import board
+from nxdpp.ranks.faults.stream_waits import StreamWaits
 
 _MOST_NAMES = 8
 
@@ -46,13 +47,13 @@ class Wait:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if board.wait is self:
-            board.wait = None
-            if error is None and board.stream_waits is not None and self._is_on_device:
-                board.stream_waits.add(self)
+            board.wait = None if board.stream_waits is None else self._on_stream(board.stream_waits, error)
 
-    @property
-    def _is_on_device(self) -> bool:
-        return self._group is not None and dist.get_backend(self._group) != dist.Backend.GLOO
+    def _on_stream(self, waits: StreamWaits, error: BaseException | None) -> object:
+        """Leave the wait to the stream where the group's messages stop it; what the host shows from then on."""
+        if error is None and self._group is not None and dist.get_backend(self._group) != dist.Backend.GLOO:
+            waits.add(self)
+        return None
 
     def __str__(self) -> str:
         if not self._ranks and self._group is None:
