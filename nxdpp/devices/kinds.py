@@ -31,12 +31,16 @@ KINDS = {
 }
 
 
+_ACCELERATOR = Kind(Accelerator, "gloo")
+
+
 def kind_of(name: str) -> Kind:
     """Return what is known of the device type ``name``, such as ``"cuda"``, ``"xpu"`` or another package's.
 
     An accelerator has the backend that torch, or the package of the type, has registered for it, else gloo.
     """
-    return KINDS.get(name) or Kind(Accelerator, dist.Backend.default_device_backend_map.get(name, "gloo"))
+    own = dist.Backend.default_device_backend_map.get(name, "gloo")
+    return KINDS.get(name) or _ACCELERATOR._replace(backend=own)
 
 
 def has_streams(name: str) -> bool:
@@ -46,8 +50,7 @@ def has_streams(name: str) -> bool:
 
 def device_of(device: torch.device) -> Device:
     """Return the interface of ``device``."""
-    known = KINDS.get(device.type)
-    return (Accelerator if known is None else known.interface)(device)
+    return KINDS.get(device.type, _ACCELERATOR).interface(device)
 
 
 def readable(tensor: torch.Tensor) -> torch.Tensor:
