@@ -91,7 +91,7 @@ def without_averages(rank: int) -> None:
 
 def hooks_of_a_tied_weight(rank: int) -> None:
     """Both names are on one rank, and hooks are held until the sum: a step in ``no_sync`` follows one that averaged."""
-    batches = [padded_batch(4, length=6, seed=each) for each in range(6)]
+    batches = [padded_batch(4, length=6, seed=each) for each in range(8)]
     whole = [reference(make("tied_llama", layers=4)) for _ in range(2)]
     wrapped = NxDPPModel(make("tied_llama", layers=4), num_microbatches=2, schedule="zb-v")
     for model in (wrapped.local_module, *whole):
