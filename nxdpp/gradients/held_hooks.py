@@ -74,8 +74,8 @@ def _hooks_of(parameter: Any) -> tuple[Any, Any]:
 
 
 def _joined(before: Any, now: Any) -> Any:
-    """The hooks of both. The dict from before stays: handles remove their hooks from it."""
-    if before is None:
+    """The hooks of both, in the dict of the ones from before, if there are any: handles remove their hooks from it."""
+    if not before:
         return now or None
     before.update(now or {})
     return before

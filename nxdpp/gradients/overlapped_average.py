@@ -134,7 +134,10 @@ class OverlappedAverage:
         self._agree_once()
         self._finish_completed()
         if self._buckets and not self._hooks:
-            expected = (parameter for bucket in self._buckets for parameter in bucket.parameters)
+            # Those that change after it are sent at the end, and their hooks may be held until then (``held_hooks``).
+            assert self._plan is not None
+            held = self._plan.held_back
+            expected = (p for bucket in self._buckets for p in bucket.parameters if id(p) not in held)
             self._hooks = [parameter.register_post_accumulate_grad_hook(self._accumulated) for parameter in expected]
         self._stage = stage
 

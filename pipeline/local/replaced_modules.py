@@ -9,9 +9,12 @@ objects. Above layers the tree has containers, and a replacement in one has to b
 A rank that has a tied weight under the name of a module of another rank makes the replacement too, to have its names.
 """
 
+import inspect
 from collections.abc import Iterator
+from collections.abc import Set as AbstractSet
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from nxdpp.ground.torch_names import BUFFERS, MODULES, PARAMETERS
@@ -21,13 +24,50 @@ from nxdpp.tracing.modules import listings
 _STORES = (MODULES, PARAMETERS, BUFFERS)
 
 
+# The attributes of each module that are its own; all others are the user's.
+_OF_MODULES = frozenset(vars(nn.Module()))
+
+
 def copy_modes(source: nn.Module, target: nn.Module) -> None:
-    """Give ``target`` the ``training`` and ``requires_grad`` of what has the same names in ``source``."""
-    modules, parameters = dict(listings.named_modules(source)), dict(listings.named_parameters(source))
+    """Give ``target`` the ``training`` and ``requires_grad`` of what has the same names in ``source``.
+
+    A tensor may be the value of a property there: adapters show the weight of the layer that they adapt.
+    """
+    modules = dict(listings.named_modules(source))
     for name, module in listings.named_modules(target):
         module.training = modules.get(name, source).training
     for name, parameter in listings.named_parameters(target):
-        parameter.requires_grad_(parameters.get(name, parameter).requires_grad)
+        found = _attribute(source, name)
+        if isinstance(found, torch.Tensor):
+            parameter.requires_grad_(found.requires_grad)
+
+
+def copy_attributes(source: nn.Module, target: nn.Module, read: AbstractSet[str]) -> None:
+    """Give ``target`` the plain attributes of ``source``, for a trace that reads them of it.
+
+    Raises ``RuntimeError`` if code may read one of the names ``read`` that the class of ``source`` has in its own way.
+    """
+    own, copied = vars(source), vars(target)
+    for name in copied.keys() - own.keys() - _OF_MODULES:
+        del copied[name]
+    copied.update((name, value) for name, value in own.items() if name not in _OF_MODULES)
+    for name in sorted(read - _OF_MODULES - own.keys() - {"forward"}):
+        before, now = (inspect.getattr_static(type(module), name, None) for module in (target, source))
+        if before is not None and now is not None and before is not now:
+            raise RuntimeError(
+                f"a module was replaced after the model was wrapped, and forward reads the attribute {name} of a "
+                f"module: {type(source).__name__} has another one than {type(target).__name__}, which the graph was "
+                f"made with. Replace the module before the model is wrapped, or make {name} an attribute of the "
+                f"object (self.{name} = ...)."
+            )
+
+
+def _attribute(module: nn.Module, name: str) -> Any:
+    """The value of a dotted name, or ``None``."""
+    found: Any = module
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return found
 
 
 class _Slot(NamedTuple):

@@ -17,7 +17,7 @@ from nxdpp.agreement.last_used import LastUsed
 from nxdpp.ground.torch_names import MODULES
 from nxdpp.initialization.meta_copy import meta_copy
 from nxdpp.pipeline.local.changes import ENTRIES, ChangeRecord
-from nxdpp.pipeline.local.replaced_modules import copy_modes
+from nxdpp.pipeline.local.replaced_modules import copy_attributes, copy_modes
 from nxdpp.pipeline.partition.partition import Partition
 from nxdpp.pipeline.stages.cut_graph import CutGraph, EndsWith, RankStages, StepGraphs
 from nxdpp.pipeline.stages.loss import LossSpec
@@ -258,11 +258,13 @@ class ProgramCache:
 
     @contextmanager
     def _model_as_cut(self) -> Iterator[None]:
+        asked = frozenset() if self._state in (None, _UNKNOWN) else self._state.asked
         with ExitStack() as stack:
             for name, module in self._as_cut.items():
                 parent, _, key = name.rpartition(".")
                 modules: dict[str, Any] = MODULES.of(self._module.get_submodule(parent))
                 copy_modes(modules[key], module)
+                copy_attributes(modules[key], module, asked)
                 stack.enter_context(swapped(modules, {key: module}))
             yield
 

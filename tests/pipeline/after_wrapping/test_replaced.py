@@ -63,6 +63,67 @@ class Adapted(nn.Module):
         return self.base(hidden) + self.up(self.down(hidden))
 
 
+class Scaled(nn.Linear):
+    """A head with a factor of its own, which code above the layers reads."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__(WIDTH, VOCABULARY, bias=False)
+        self.factor = factor
+
+    def scale_of(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden * self.factor
+
+
+class OtherScaled(Scaled):
+    def scale_of(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden * self.factor * 2
+
+
+class Shown(Adapted):
+    """An adapter that shows the weight of its layer, as PEFT's do."""
+
+    @property
+    def weight(self) -> Any:
+        return self.base.weight
+
+
+class ReadsHead(Plain):
+    """Its code reads a factor of the head, and whether its weight is trained."""
+
+    head: Any
+
+    def __init__(self, factor: float = 1.0) -> None:
+        super().__init__()
+        self.head = Scaled(factor)
+
+    def loss_of(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        hidden = hidden * getattr(self.head, "factor", 3.0)
+        return super().loss_of(hidden if self.head.weight.requires_grad else hidden * 2, labels)
+
+
+class CallsHead(ReadsHead):
+    """Its code calls a method of the head."""
+
+    def loss_of(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return super().loss_of(self.head.scale_of(hidden), labels)
+
+
+def other_factors(training: Training) -> None:
+    training.steps(1)
+    training.model.head = Scaled(3.0)
+    training.steps(2)
+    training.model.head.factor = 5.0
+    training.steps(2)
+
+
+def shown_weight(training: Training) -> None:
+    training.steps(1)
+    training.model.head = Shown(training.model.get_submodule("head"))
+    training.steps(2)
+    training.model.head.base.requires_grad_(True)
+    training.steps(2)
+
+
 def after_steps(change: Any, steps: int = 2) -> Script:
     """A script that changes its model after ``steps``, and makes a new optimizer."""
 
@@ -119,7 +180,53 @@ SCRIPTS: dict[str, Any] = {
     "buffer, added": (Open, after_steps(add_buffer)),
     "buffer": (Plain, buffer_and_state),
     "head, and the old optimizer": (Plain, old_optimizer),
+    "head with an attribute that forward reads": (ReadsHead, other_factors),
+    "head with an attribute that forward reads, before the first step": (
+        ReadsHead,
+        after_steps(replace("head", lambda: Scaled(3.0)), 0),
+    ),
+    "head with a method that forward calls": (CallsHead, after_steps(replace("head", lambda: Scaled(3.0)))),
+    "adapter that shows its weight": (ReadsHead, shown_weight),
 }
+
+
+def method_of_another_class(rank: int) -> str:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    training = PipelinedTraining(CallsHead())
+    training.steps(1)
+    training.model.head = OtherScaled(3.0)
+    try:
+        training.steps(1)
+    except RuntimeError as error:
+        return str(error)
+    return "not refused"
+
+
+def test_another_method_that_forward_calls_is_refused() -> None:
+    for error in run_ranks(2, method_of_another_class):
+        assert error.startswith(
+            "a module was replaced after the model was wrapped, and forward reads the attribute scale_of of a module: "
+            "OtherScaled has another one than Scaled, which the graph was made with. Replace the module before"
+        )
+
+
+def replaced_before(rank: int) -> tuple[list[float], list[float]]:
+    """The remedy."""
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    records = []
+    for made in (Training, PipelinedTraining):
+        torch.manual_seed(0)
+        model = CallsHead()
+        model.head = OtherScaled(3.0)
+        training = made(model)
+        training.steps(2)
+        records.append(training.record)
+    return records[0], records[1]
+
+
+def test_a_method_that_was_replaced_before_wrapping_is_called() -> None:
+    for alone, pipelined in run_ranks(2, replaced_before):
+        assert pipelined == alone
 
 
 def compared(rank: int, world_size: int) -> dict[str, Any]:

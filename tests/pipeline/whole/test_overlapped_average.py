@@ -1,5 +1,6 @@
 """The average over replicas begins during the last backwards, with the gradients of the average after them."""
 
+import contextlib
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -86,6 +87,32 @@ def without_averages(rank: int) -> None:
             assert torch.equal(gradient, one / 2 + other / 2), name
         for model in (wrapped, *whole):
             model.zero_grad()
+
+
+def hooks_of_a_tied_weight(rank: int) -> None:
+    """Both names are on one rank, and hooks are held until the sum: a step in ``no_sync`` follows one that averaged."""
+    batches = [padded_batch(4, length=6, seed=each) for each in range(8)]
+    whole = [reference(make("tied_llama", layers=4)) for _ in range(2)]
+    wrapped = NxDPPModel(make("tied_llama", layers=4), num_microbatches=2, schedule="zb-v")
+    for model in (wrapped.local_module, *whole):
+        for name, parameter in model.named_parameters():
+            if "embed" in name:
+                parameter.register_hook(lambda gradient: gradient * 0.5)
+    for step, batch in enumerate(batches):
+        with wrapped.no_sync() if step % 2 == 0 else contextlib.nullcontext():
+            wrapped.run_train(**own(batch))
+        for replica, model in enumerate(whole):
+            train_in_one_process(model, {name: value.chunk(2)[replica] for name, value in batch.items()}, 2)
+        if step % 2:
+            first, second = (dict(model.named_parameters(remove_duplicate=False)) for model in whole)
+            for name, gradient in gradients(wrapped).items():
+                one, other = first[name].grad, second[name].grad
+                assert gradient is not None
+                assert one is not None
+                assert other is not None
+                torch.testing.assert_close(gradient, one / 2 + other / 2)
+            for model in (wrapped, *whole):
+                model.zero_grad()
 
 
 class Expert(nn.Module):
@@ -215,6 +242,7 @@ def sums(rank: int) -> None:
 CASES: list[Callable[[int], None]] = [
     every_schedule,
     without_averages,
+    hooks_of_a_tied_weight,
     missing_gradients,
     frozen_later,
     late_contribution,
