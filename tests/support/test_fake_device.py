@@ -80,6 +80,44 @@ def test_llama_trains_as_on_the_cpu(attention: str) -> None:
     in_a_process(_trains_as_on_the_cpu, attention)
 
 
+def _computes(device: str) -> list[torch.Tensor]:
+    functions = torch.nn.functional
+    drawn = [torch.randn(4, 6, generator=torch.Generator().manual_seed(i), dtype=torch.float64) for i in range(3)]
+    first, second, third = (tensor.to(device).requires_grad_() for tensor in drawn)
+    rows = torch.tensor([2, 0, 2, 1]).to(device)
+    results = [
+        functions.mse_loss(first, second),
+        functions.smooth_l1_loss(first, second),
+        functions.huber_loss(first, second, reduction="sum"),
+        functions.cross_entropy(first, rows),
+        functions.layer_norm(first, (6,), second[0], third[0]),
+        functions.batch_norm(first, None, None, training=True),
+        functions.conv1d(first[None], second[None, :, :3]),
+        functions.embedding(rows, first),
+        functions.softmax(first, -1) @ second.t(),
+        torch.cat([first, second]).sort(dim=0).values,
+        first[rows],
+        torch.where(first > 0, second, third).cumsum(1),
+        torch.einsum("ij,kj->ik", first, third),
+        first.t().reshape(3, 8).std(0),
+        torch.linalg.vector_norm(first, dim=1),
+        first.topk(2).values,
+        functions.gelu(first, approximate="tanh"),
+        torch.view_as_complex(first.reshape(12, 2).contiguous()).abs(),
+        torch.full_like(first, 2.0).masked_fill(first < 0, 0.0).scatter_add(0, rows[None, :4], second[:1, :4]),
+    ]
+    torch.stack([result.square().sum() for result in results]).sum().backward()
+    return [tensor.detach().cpu() for tensor in [*results, *(each.grad for each in (first, second, third))]]
+
+
+def _equals_the_cpu() -> None:
+    torch.testing.assert_close(_computes("fake"), _computes("cpu"), rtol=1e-12, atol=1e-12)
+
+
+def test_operators_equal_those_of_the_cpu() -> None:
+    in_a_process(_equals_the_cpu)
+
+
 def _is_freed_and_given_again() -> None:
     first = torch.ones(1000, device="fake")
     address = first.data_ptr()

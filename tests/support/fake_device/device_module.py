@@ -2,12 +2,13 @@
 
 import atexit
 import faulthandler
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils import backend_registration
@@ -60,6 +61,7 @@ def _module() -> ModuleType:
         device_count,
         empty_cache,
         get_device_name,
+        get_device_properties,
         get_rng_state,
         get_rng_state_all,
         init,
@@ -160,6 +162,17 @@ def set_device(device: _Device) -> None:
 def get_device_name(device: _Device = None) -> str:
     """Return a name."""
     return f"fake accelerator {_index(device)}"
+
+
+class _Properties(NamedTuple):
+    name: str
+    uuid: str
+    total_memory: int
+
+
+def get_device_properties(device: _Device = None) -> _Properties:
+    """Return name, identity and size of a device; each process has devices of its own."""
+    return _Properties(get_device_name(device), f"{os.getpid()}-{_index(device)}", mem_get_info(device)[1])
 
 
 class device:

@@ -13,6 +13,7 @@
 #include <ATen/core/ivalue.h>
 #include <ATen/core/stack.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/mul.h>
@@ -28,8 +29,7 @@ namespace {
 // A tensor of ours with the layout of a tensor over the bytes of `base`.
 at::Tensor over(const at::Tensor& base, const at::Tensor& layout) {
   auto made = at::detail::make_tensor<c10::TensorImpl>(
-      c10::TensorImpl::VIEW, c10::Storage(base.storage()), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
-      layout.dtype());
+      c10::TensorImpl::VIEW, c10::Storage(base.storage()), base.key_set(), layout.dtype());
   auto* impl = made.unsafeGetTensorImpl();
   impl->set_storage_offset(layout.storage_offset());
   impl->set_sizes_and_strides(layout.sizes(), layout.strides());
@@ -109,6 +109,11 @@ bool asks(const c10::OperatorHandle& op, const torch::jit::Stack& arguments) {
     return has_mask;
   }
   return has(op, at::Tag::data_dependent_output) || has(op, at::Tag::dynamic_output_shape);
+}
+
+// The CPU's kernels give the output the size of the input first, and the memory of a device has one size.
+bool resizes_its_output(const std::string& name) {
+  return name == "aten::mse_loss" || name == "aten::smooth_l1_loss";
 }
 
 // Host tensors that operators of CUDA take: a number, and the indices of an index.
@@ -295,7 +300,17 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::St
       found = look_at(op, arguments);
     }
     auto inputs = std::make_shared<torch::jit::Stack>(for_cpu(op, arguments, *found.device));
-    launch(name, queue, found.accesses, [op, inputs] { call_cpu(op, *inputs); });
+    if (resizes_its_output(name)) {
+      at::Tensor target = inputs->back().toTensor();
+      inputs->back() = at::empty({0}, target.options());
+      launch(name, queue, found.accesses, [op, inputs, target] {
+        call_cpu(op, *inputs);
+        at::AutoDispatchBelowADInplaceOrView inner;
+        target.copy_(inputs->back().toTensor());
+      });
+    } else {
+      launch(name, queue, found.accesses, [op, inputs] { call_cpu(op, *inputs); });
+    }
     returned();
     return;
   }
@@ -341,6 +356,24 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::St
       });
     }
   });
+}
+
+// torch asks a device of another package for its own convolution: it is that of the CPU.
+c10::OperatorHandle operator_named(const char* name) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "");
+}
+
+void convolution(const c10::OperatorHandle&, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  static const c10::OperatorHandle known = operator_named("aten::convolution");
+  fallback(known, keys, stack);
+}
+
+void convolution_backward(const c10::OperatorHandle&, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  static const c10::OperatorHandle known = operator_named("aten::convolution_backward");
+  // The one that is known has the sizes of the bias too, before the last seven arguments.
+  int64_t channels = torch::jit::peek(*stack, 0, 10).toTensor().size(1);
+  stack->insert(stack->end() - 7, c10::IValue(std::vector<int64_t>{channels}));
+  fallback(known, keys, stack);
 }
 
 at::Tensor empty(
@@ -493,6 +526,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("set_", set_nothing);
   m.impl("_copy_from", copy_from);
   m.impl("_copy_from_and_resize", copy_from_and_resize);
+  m.impl("convolution_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolution>());
+  m.impl("convolution_backward_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolution_backward>());
   m.impl("native_dropout", native_dropout);
   m.impl("native_dropout_backward", native_dropout_backward);
   m.impl("record_stream", record_stream_of_torch);
