@@ -7,9 +7,6 @@ from pathlib import Path
 import torch
 from torch.cuda.amp.common import amp_definitely_not_available
 
-CUDA = "cuda"
-"""The device type, also of plans that name none."""
-
 # Variables with which a user hides all devices, by these values; torch for ROCm reads the second and third too.
 _VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 _HIDDEN = ("", "-1")

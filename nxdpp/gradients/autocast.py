@@ -8,7 +8,7 @@ import weakref
 
 import torch
 
-from nxdpp.devices import cuda
+from nxdpp.devices import CUDA, cuda
 from nxdpp.devices.autocast import AUTOCAST_TYPES, autocast_types
 
 _init = torch.autocast.__init__
@@ -29,7 +29,7 @@ def _noted_init(
     cache_enabled: bool | None = None,
 ) -> None:
     _init(self, device_type, dtype, enabled, cache_enabled)
-    if enabled and device_type == cuda.CUDA and cuda.has_no_autocast():
+    if enabled and device_type == CUDA and cuda.has_no_autocast():
         _off.append(weakref.ref(self, _off.remove))
 
 

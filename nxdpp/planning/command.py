@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nxdpp.devices.cuda import CUDA
+from nxdpp.devices import CUDA
 from nxdpp.planning.layout import ZERO_STAGES
 from nxdpp.planning.layout_options import DTYPES, LayoutOptions, configuration_file, layout_options
 from nxdpp.planning.machine import DEVICES

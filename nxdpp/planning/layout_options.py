@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from nxdpp.counted import counted
-from nxdpp.devices.cuda import CUDA
+from nxdpp.devices import CUDA
 from nxdpp.planning.layout import Dimensions
 from nxdpp.schedules.check import check
 from nxdpp.schedules.chosen import ChosenSchedule

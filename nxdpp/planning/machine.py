@@ -5,8 +5,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from nxdpp.counted import counted
+from nxdpp.devices import CUDA
 from nxdpp.devices.collective_bytes import Kind
-from nxdpp.devices.cuda import CUDA
 
 if TYPE_CHECKING:
     import torch

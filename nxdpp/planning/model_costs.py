@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import fx, nn
 
-from nxdpp.devices.cuda import CUDA
+from nxdpp.devices import CUDA
 from nxdpp.pipeline.partition.layer_costs import layers_and_head, shared_bytes, shared_names
 from nxdpp.planning.dimensions import divided
 from nxdpp.planning.dtypes import dtype_of

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from nxdpp.devices.cuda import CUDA
+from nxdpp.devices import CUDA
 from nxdpp.planning.layout_options import checked_dtype, configuration_file, flags_of
 from nxdpp.planning.text_table import flops_of, rate_of, size_of
 from nxdpp.schedules.families.registry import find_family

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx, nn
 
-from nxdpp.devices.cuda import CUDA
+from nxdpp.devices import CUDA
 from nxdpp.devices.roofline import machine_balance
 from nxdpp.pipeline.partition.balanced_partition import CostPolicy
 from nxdpp.pipeline.partition.layer_costs import StateBytes, activation_bytes

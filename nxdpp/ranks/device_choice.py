@@ -19,8 +19,7 @@ import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]  # public, though not in its __all__
 
 from nxdpp.counted import counted
-from nxdpp.devices import accelerator, cuda, xla
-from nxdpp.devices.cuda import CUDA
+from nxdpp.devices import CUDA, accelerator, cuda, xla
 from nxdpp.devices.kinds import device_of, kind_of
 from nxdpp.ranks.faults.waits import first_names
 from nxdpp.ranks.launcher import Launcher

@@ -7,7 +7,8 @@ import numpy
 import torch
 from torch import nn
 
-from nxdpp.devices.kinds import device_of, readable
+from nxdpp.devices.host_answers import note_host_copy
+from nxdpp.devices.kinds import device_of, has_streams, readable
 from nxdpp.tracing.values.input_dicts import NUMBERS, InputDict, close_inputs, open_inputs
 
 _ACCEPTED = (torch.Tensor, *NUMBERS, numpy.bool_, str, type(None), InputDict)
@@ -198,4 +199,7 @@ def on_device(parts: list[dict[str, Any]], device: torch.device) -> list[dict[st
         return parts
     # A tensor that several microbatches share is copied once.
     moved = {key: device_of(device).from_host(tensor) for key, tensor in tensors.items()}
+    for key, tensor in tensors.items():
+        if tensor.is_cpu and has_streams(device.type):
+            note_host_copy(moved[key], tensor)
     return [{name: moved.get(id(value), value) for name, value in part.items()} for part in parts]

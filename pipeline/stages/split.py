@@ -16,9 +16,12 @@ from dataclasses import dataclass, field
 
 from torch import fx, nn
 
+from nxdpp.devices.kinds import has_streams
+from nxdpp.pipeline.stages.answered_call import answer_questions
 from nxdpp.pipeline.stages.first_run import FirstRun
 from nxdpp.pipeline.stages.in_place_guard import Guard, may_change_arguments
 from nxdpp.pipeline.stages.stage_modes import StageModes
+from nxdpp.ranks import parallel_state
 from nxdpp.tracing.graph.checks import must_run, passes_on
 from nxdpp.tracing.graph.trace import TracedGraph
 from nxdpp.tracing.graph.uses import changed_buffers, metadata_arguments, modules_of
@@ -247,4 +250,11 @@ def _copy(
     graph: fx.Graph, node: fx.Node, copies: Mapping[fx.Node, fx.Node], placeholders: Mapping[fx.Node, fx.Node]
 ) -> fx.Node:
     # A received value serves for its metadata too.
-    return graph.node_copy(node, lambda old: copies[old] if old in copies else placeholders[old])
+    copied = graph.node_copy(node, lambda old: copies[old] if old in copies else placeholders[old])
+    if _has_streams():
+        answer_questions(copied, node)
+    return copied
+
+
+def _has_streams() -> bool:
+    return parallel_state.model_parallel_is_initialized() and has_streams(parallel_state.local_device().type)

@@ -15,8 +15,8 @@ import torch
 from torch import fx, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from nxdpp.devices import CUDA
 from nxdpp.devices.collective_bytes import sent_bytes
-from nxdpp.devices.cuda import CUDA
 from nxdpp.devices.roofline import FLOP_FORMULAS, WorkCounter, machine_balance
 from nxdpp.ground.torch_names import FAKE_MODE, NO_DISPATCH_MODES
 from nxdpp.tracing.costs.cached_casts import cached_casts

@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import rms_norm
 from torch.overrides import TorchFunctionMode
 
-from nxdpp.devices.cuda import CUDA
+from nxdpp.devices import CUDA
 from nxdpp.ground.torch_names import FAKE_MODE, NO_DISPATCH_MODES, NO_TORCH_FUNCTION
 from nxdpp.tracing.costs.run_node import map_tensors
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx, nn
 
-from nxdpp.devices.cuda import CUDA
+from nxdpp.devices import CUDA
 from nxdpp.devices.kinds import device_of
 from nxdpp.tracing.costs.run_node import NodeRun, backward, cost_key, detached, initial_value, map_tensors, run_of
 from nxdpp.tracing.graph.trace import TracedGraph

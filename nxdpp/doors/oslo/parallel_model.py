@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from nxdpp.devices.cuda import CUDA
+from nxdpp.devices import CUDA
 from nxdpp.doors.oslo import checkpoints
 from nxdpp.doors.oslo.equal_ranks import allow, verify_equal
 from nxdpp.doors.oslo.mpu import MPU

@@ -20,8 +20,7 @@ from typing import Any
 
 import torch
 
-from nxdpp.devices import accelerator, cuda
-from nxdpp.devices.cuda import CUDA
+from nxdpp.devices import CUDA, accelerator, cuda
 from nxdpp.planning.machine import DeviceSpeed, Link
 from nxdpp.planning.measured.load import busy
 from nxdpp.ranks.launch import choose_device

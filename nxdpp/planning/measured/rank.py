@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import AdamW
 
+from nxdpp.devices import CUDA
 from nxdpp.devices.collective_bytes import Kind, least_sent, least_steps
-from nxdpp.devices.cuda import CUDA
 from nxdpp.devices.kinds import device_of
 from nxdpp.pipeline.model import NxDPPModel
 from nxdpp.pipeline.p2p.layout import TensorLayout

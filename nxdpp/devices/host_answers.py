@@ -1,0 +1,118 @@
+"""Questions of code about data on a device, answered from the host's copy of the step's inputs.
+
+transformers' masks ask ``padding_mask.all()``. The host would wait for all work that the device has been given, once
+a microbatch on each rank, and could not run ahead of it::
+
+    device    mask ── to(bool) ── all()               the calls of a block, as they are made
+    host      mask ── to(bool) ── all() ── bool       the same calls, when the code asks
+
+The host computes only what leads to the question, of integers and of inputs as they are. So the answer is the device's.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from nxdpp.ground.torch_names import VERSION, pytree
+
+_HOST, _CALL = "_nxdpp_on_host", "_nxdpp_call"
+_ASK = {torch.Tensor.__bool__, torch.Tensor.item, torch.Tensor.__int__, torch.Tensor.__index__, torch.Tensor.tolist}
+# What is computed of an input has its size, a mask of all pairs of tokens is larger.
+_MOST_ELEMENTS = 1 << 20
+
+
+def note_host_copy(tensor: torch.Tensor, host: torch.Tensor) -> None:
+    """Note that ``tensor`` of a device has the values of ``host``, as long as nothing changes one of them."""
+    setattr(tensor, _HOST, _Copy(host, _versions(tensor, host)))
+
+
+def note_call(result: Any, func: Callable[..., Any], args: Any, kwargs: Any) -> None:
+    """Note that ``func(*args, **kwargs)`` has given the tensor ``result``."""
+    if isinstance(result, torch.Tensor) and not result.is_cpu and result.numel() <= _MOST_ELEMENTS:
+        setattr(result, _CALL, _Call(func, args, kwargs, VERSION.of(result)))
+
+
+class _Call(NamedTuple):
+    func: Callable[..., Any]
+    args: Any
+    kwargs: Any
+    version: int
+
+
+class _Copy(NamedTuple):
+    host: torch.Tensor
+    versions: tuple[int, int]
+
+
+def _versions(tensor: torch.Tensor, host: torch.Tensor) -> tuple[int, int]:
+    # Tensors of inference mode do not count their changes.
+    of_both = [-1 if each.is_inference() else int(VERSION.of(each)) for each in (tensor, host)]
+    return of_both[0], of_both[1]
+
+
+class _UnknownError(Exception):
+    """The host does not have the values."""
+
+
+class HostAnswers(TorchFunctionMode):
+    """Answers the questions of the block where they follow from tensors whose host copy is known."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._calls: dict[int, tuple[torch.Tensor, Callable[..., Any], Any, Any, int]] = {}
+        self._is_changed = False
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Answer a question, or call the function and note the call."""
+        kwargs = kwargs or {}
+        if func in _ASK and not args[0].is_cpu and not self._is_changed:
+            try:
+                return func(self._on_host(args[0]))
+            except _UnknownError:
+                pass
+        result = func(*args, **kwargs)
+        name = getattr(func, "__name__", "")
+        if "out" in kwargs or name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
+            self._is_changed = True
+        for place, leaf in enumerate(pytree.tree_leaves(result)):
+            if isinstance(leaf, torch.Tensor) and leaf.numel() <= _MOST_ELEMENTS:
+                self._calls[id(leaf)] = leaf, func, args, kwargs, place
+        return result
+
+    def _on_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.is_cpu:
+            return tensor
+        known: _Copy | None = getattr(tensor, _HOST, None)
+        if known is not None:
+            if known.versions != _versions(tensor, known.host):
+                raise _UnknownError
+            return known.host
+        if tensor.is_floating_point() or tensor.is_complex():
+            raise _UnknownError
+        call: _Call | None = getattr(tensor, _CALL, None)
+        if call is not None and call.version == VERSION.of(tensor):
+            (func, args, kwargs), place = call[:3], 0
+        elif id(tensor) in self._calls:
+            _, func, args, kwargs, place = self._calls[id(tensor)]
+        else:
+            raise _UnknownError
+        # A function that makes a tensor may draw it.
+        if func is not torch.arange and not any(map(torch.is_tensor, pytree.tree_leaves((args, kwargs)))):
+            raise _UnknownError
+        args, kwargs = pytree.tree_map(self._argument, (args, kwargs))
+        found: torch.Tensor = pytree.tree_leaves(func(*args, **kwargs))[place]
+        return found
+
+    def _argument(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return self._on_host(value)
+        return torch.device("cpu") if isinstance(value, torch.device) else value
+
+
+def have_host_copies(values: Iterable[Any]) -> bool:
+    """Return whether the host has a copy of one of the tensors, or can make one."""
+    return any(hasattr(value, _HOST) or hasattr(value, _CALL) for value in values)

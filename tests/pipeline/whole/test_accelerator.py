@@ -1,0 +1,99 @@
+"""Steps on an accelerator with CUDA's and NCCL's rules: the numbers of the CPU, and no wait of the host."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from nxdpp import NxDPPModel, fully_shard, parallel_state
+from tests.support import fake_device
+from tests.support.models import make
+from tests.support.run_ranks import run_ranks
+
+REASON = fake_device.why_not()
+pytestmark = [pytest.mark.one_python, pytest.mark.skipif(REASON is not None, reason=str(REASON))]
+
+STEPS = 3
+ROWS, LENGTH = 8, 6
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _built() -> None:
+    fake_device.native()
+
+
+Trained = tuple[list[float], dict[str, int]]
+
+
+def masks() -> dict[str, torch.Tensor | None]:
+    """No mask, one without padding, and one with padding; each may lead to another mask."""
+    padded = torch.ones(ROWS, LENGTH, dtype=torch.int64)
+    padded[1::2, -2:] = 0
+    return {"none": None, "whole": torch.ones_like(padded), "padded": padded}
+
+
+def trained(model: NxDPPModel, optimizer: torch.optim.Optimizer, mask: torch.Tensor | None) -> Trained:
+    """Losses and norms of steps, and the waits of the host in the last one until its end."""
+    numbers: list[float] = []
+    waits: dict[str, int] = {}
+    for step in range(STEPS):
+        ids = (torch.arange(ROWS * LENGTH).view(ROWS, LENGTH) + step) % 30
+        inputs = {"input_ids": ids, "labels": ids} | ({} if mask is None else {"attention_mask": mask})
+        with fake_device.host_waits() as waits:
+            loss = model.run_train(**inputs)
+            # The host may change its batch at once.
+            ids.zero_()
+        assert loss is not None
+        numbers += [float(loss), float(model.clip_grad_norm_(1.0))]
+        optimizer.step()
+        optimizer.zero_grad()
+    return numbers, waits
+
+
+def numbers_of(
+    device: str, pipeline: int, name: str, change: Callable[[NxDPPModel], object], settings: dict[str, Any]
+) -> dict[str, Trained]:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=pipeline, device=device, hang_timeout=100)
+    found = {}
+    for kind, mask in masks().items():
+        torch.manual_seed(0)
+        model = NxDPPModel(make(name).double(), num_microbatches=4, broadcast_and_average_loss=True, **settings)
+        change(model)
+        model.move_model_to_device()
+        found[kind] = trained(model, torch.optim.AdamW(model.parameters(), lr=1e-2), mask)
+    parallel_state.destroy_model_parallel()
+    return found
+
+
+def keep(model: NxDPPModel) -> None:
+    """Change nothing."""
+
+
+def both(
+    rank: int, pipeline: int, name: str, change: Callable[[NxDPPModel], object], settings: dict[str, Any]
+) -> list[dict[str, Trained]]:
+    fake_device.install()
+    return [numbers_of(device, pipeline, name, change, settings) for device in ("cpu", "fake")]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "pipeline", "name", "change", "settings"),
+    [
+        (2, 2, "llama", keep, {}),
+        (2, 2, "tied_llama", keep, {"schedule": "zb-v"}),
+        (2, 1, "llama", keep, {}),
+        (2, 1, "llama", fully_shard, {}),
+        (4, 2, "tied_llama", keep, {"schedule": "interleaved"}),
+        (4, 4, "gpt2", keep, {"schedule": "zb-h1"}),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_numbers_are_those_of_the_cpu_and_the_host_runs_ahead(
+    ranks: int, pipeline: int, name: str, change: Callable[[NxDPPModel], object], settings: dict[str, Any]
+) -> None:
+    for cpu, fake in run_ranks(ranks, both, pipeline, name, change, settings, timeout=200):
+        for kind, (numbers, _) in cpu.items():
+            found, waits = fake[kind]
+            assert found == pytest.approx(numbers, rel=1e-9), kind
+            assert waits == {}, kind
