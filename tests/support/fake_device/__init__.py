@@ -11,7 +11,9 @@ Environment variables, read at the first use:
 
 - ``FAKE_DEVICES``: devices of this process, 1 by default.
 - ``FAKE_ONE_QUEUE=1``: all streams run in the order of their launches, as with ``CUDA_DEVICE_MAX_CONNECTIONS=1``.
-- ``FAKE_LOG``: folder for one file a rank with the operations of its communicators.
+- ``FAKE_LOG``: folder for one file a rank with the operations of its communicators, for ``deadlock.py``.
+- ``FAKE_ABORT=0``: an operation that takes longer than the timeout of its group is an error of the next call, and does
+  not end the process.
 """
 
 from tests.support.fake_device.build import why_not

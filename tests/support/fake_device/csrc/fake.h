@@ -35,8 +35,9 @@ struct Place {
   int32_t line = 0;
   const char* call = "";
 };
-// The innermost line outside of torch that this thread runs. Takes the GIL: hold no lock of ours.
-Place here(const char* call);
+// The innermost line outside of torch that this thread runs. Takes the GIL: hold no lock of ours. Where a lock of
+// somebody else may be held, as when a tensor is freed, `takes_gil` is false, and a thread without it has no place.
+Place here(const char* call, bool takes_gil = true);
 std::string text(const Place& place);
 // Lets other threads of Python run in a scope, if this thread has the GIL.
 class WithoutGil {

@@ -168,7 +168,7 @@ void free_block(void* context) {
   auto* block = static_cast<Block*>(context);
   Runtime& all = runtime();
   if (all.stopping || all.forked) return;
-  Place place = here("free");
+  Place place = here("free", false);
   Lock lock(all.mutex);
   memory().use[block->device].allocated -= block->size;
   if (freed_too_early(*block, place).empty()) {

@@ -352,7 +352,9 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::St
       for_each(value, [&](const at::Tensor& tensor) {
         if (std::find(given.begin(), given.end(), tensor.unsafeGetTensorImpl()) != given.end()) return;
         TORCH_CHECK(next < targets.size(), name, " has more outputs on the CPU than on the meta device.");
-        targets[next++].copy_(tensor);
+        const at::Tensor& target = targets[next++];
+        // The CPU leaves out what backward does not need, such as the statistics of a batch norm in evaluation.
+        if (tensor.numel() > 0 || target.numel() == 0) target.copy_(tensor);
       });
     }
   });
@@ -374,6 +376,15 @@ void convolution_backward(const c10::OperatorHandle&, c10::DispatchKeySet keys, 
   int64_t channels = torch::jit::peek(*stack, 0, 10).toTensor().size(1);
   stack->insert(stack->end() - 7, c10::IValue(std::vector<int64_t>{channels}));
   fallback(known, keys, stack);
+}
+
+// The CPU has no histogram of integers.
+void histc(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  c10::IValue& argument = torch::jit::peek(*stack, 0, 4);
+  c10::ScalarType dtype = argument.toTensor().scalar_type();
+  argument = argument.toTensor().to(c10::isFloatingType(dtype) ? dtype : at::kDouble);
+  fallback(op, keys, stack);
+  stack->back() = stack->back().toTensor().to(dtype);
 }
 
 at::Tensor empty(
@@ -528,6 +539,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_copy_from_and_resize", copy_from_and_resize);
   m.impl("convolution_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolution>());
   m.impl("convolution_backward_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolution_backward>());
+  m.impl("histc", torch::CppFunction::makeFromBoxedFunction<&histc>());
   m.impl("native_dropout", native_dropout);
   m.impl("native_dropout_backward", native_dropout_backward);
   m.impl("record_stream", record_stream_of_torch);

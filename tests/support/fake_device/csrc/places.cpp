@@ -45,9 +45,9 @@ bool can_ask() {
 
 }  // namespace
 
-Place here(const char* call) {
+Place here(const char* call, bool takes_gil) {
   Place place{-1, 0, call};
-  if (!can_ask()) return place;
+  if (!can_ask() || (!takes_gil && !PyGILState_Check())) return place;
   PyGILState_STATE state = PyGILState_Ensure();
   PyFrameObject* frame = PyEval_GetFrame();
   Py_XINCREF(frame);
@@ -75,7 +75,7 @@ Place here(const char* call) {
 std::string text(const Place& place) {
   std::string at;
   if (place.file < 0) {
-    at = "a thread without Python (autograd's)";
+    at = "a thread outside of Python, such as autograd's";
   } else {
     std::lock_guard<std::mutex> lock(files_mutex);
     const std::string& name = files()[place.file].name;
