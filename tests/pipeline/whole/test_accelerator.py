@@ -36,7 +36,7 @@ def masks() -> dict[str, torch.Tensor | None]:
 def trained(model: NxDPPModel, optimizer: torch.optim.Optimizer, mask: torch.Tensor | None) -> Trained:
     """Losses and norms of steps, and the waits of the host in the last one until its end."""
     numbers: list[float] = []
-    waits: dict[str, int] = {}
+    of_steps: list[dict[str, int]] = []
     for step in range(STEPS):
         ids = (torch.arange(ROWS * LENGTH).view(ROWS, LENGTH) + step) % 30
         inputs = {"input_ids": ids, "labels": ids} | ({} if mask is None else {"attention_mask": mask})
@@ -44,11 +44,12 @@ def trained(model: NxDPPModel, optimizer: torch.optim.Optimizer, mask: torch.Ten
             loss = model.run_train(**inputs)
             # The host may change its batch at once.
             ids.zero_()
+        of_steps.append(waits)
         assert loss is not None
         numbers += [float(loss), float(model.clip_grad_norm_(1.0))]
         optimizer.step()
         optimizer.zero_grad()
-    return numbers, waits
+    return numbers, of_steps[-1]
 
 
 def numbers_of(
