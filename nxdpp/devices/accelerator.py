@@ -131,7 +131,7 @@ def start(device: torch.device) -> str | None:
     if not hasattr(module, "get_device_properties"):
         return None
     properties = module.get_device_properties(device)
-    bus = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
+    bus = [getattr(properties, name, None) for name in ("pci_domain_id", "pci_bus_id", "pci_device_id")]
     identity = getattr(properties, "uuid", None) if None in bus else ":".join(f"{part:02x}" for part in bus)
     return None if identity is None else f"{properties.name} {identity}"
 

@@ -25,23 +25,23 @@ _MOST_ELEMENTS = 1 << 20
 
 def note_host_copy(tensor: torch.Tensor, host: torch.Tensor) -> None:
     """Note that ``tensor`` of a device has the values of ``host``, as long as nothing changes one of them."""
-    setattr(tensor, _HOST, _Copy(host, _versions(tensor, host)))
+    setattr(tensor, _HOST, _HostCopy(host, _versions(tensor, host)))
 
 
 def note_call(result: Any, func: Callable[..., Any], args: Any, kwargs: Any) -> None:
     """Note that ``func(*args, **kwargs)`` has given the tensor ``result``."""
     if isinstance(result, torch.Tensor) and not result.is_cpu and result.numel() <= _MOST_ELEMENTS:
-        setattr(result, _CALL, _Call(func, args, kwargs, VERSION.of(result)))
+        setattr(result, _CALL, _NotedCall(func, args, kwargs, VERSION.of(result)))
 
 
-class _Call(NamedTuple):
+class _NotedCall(NamedTuple):
     func: Callable[..., Any]
     args: Any
     kwargs: Any
     version: int
 
 
-class _Copy(NamedTuple):
+class _HostCopy(NamedTuple):
     host: torch.Tensor
     versions: tuple[int, int]
 
@@ -52,7 +52,7 @@ def _versions(tensor: torch.Tensor, host: torch.Tensor) -> tuple[int, int]:
     return of_both[0], of_both[1]
 
 
-class _UnknownError(Exception):
+class _NotOnHostError(Exception):
     """The host does not have the values."""
 
 
@@ -72,7 +72,7 @@ class HostAnswers(TorchFunctionMode):
         if func in _ASK and not args[0].is_cpu and not self._is_changed:
             try:
                 return func(self._on_host(args[0]))
-            except _UnknownError:
+            except _NotOnHostError:
                 pass
         result = func(*args, **kwargs)
         name = getattr(func, "__name__", "")
@@ -86,23 +86,23 @@ class HostAnswers(TorchFunctionMode):
     def _on_host(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.is_cpu:
             return tensor
-        known: _Copy | None = getattr(tensor, _HOST, None)
+        known: _HostCopy | None = getattr(tensor, _HOST, None)
         if known is not None:
             if known.versions != _versions(tensor, known.host):
-                raise _UnknownError
+                raise _NotOnHostError
             return known.host
         if tensor.is_floating_point() or tensor.is_complex():
-            raise _UnknownError
-        call: _Call | None = getattr(tensor, _CALL, None)
+            raise _NotOnHostError
+        call: _NotedCall | None = getattr(tensor, _CALL, None)
         if call is not None and call.version == VERSION.of(tensor):
             (func, args, kwargs), place = call[:3], 0
         elif id(tensor) in self._calls:
             _, func, args, kwargs, place = self._calls[id(tensor)]
         else:
-            raise _UnknownError
+            raise _NotOnHostError
         # A function that makes a tensor may draw it.
         if func is not torch.arange and not any(map(torch.is_tensor, pytree.tree_leaves((args, kwargs)))):
-            raise _UnknownError
+            raise _NotOnHostError
         args, kwargs = pytree.tree_map(self._argument, (args, kwargs))
         found: torch.Tensor = pytree.tree_leaves(func(*args, **kwargs))[place]
         return found

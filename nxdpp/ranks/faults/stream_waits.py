@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 
-class Event(Protocol):
+class StreamEvent(Protocol):
     """A place in a stream of the device."""
 
     def query(self) -> bool:
@@ -33,10 +33,10 @@ class StreamWaits:
         passed: number of waits that the stream has passed.
     """
 
-    def __init__(self, record: Callable[[], Event]) -> None:
+    def __init__(self, record: Callable[[], StreamEvent]) -> None:
         self.passed = 0
         self._record = record
-        self._left: deque[tuple[Event, object]] = deque()
+        self._left: deque[tuple[StreamEvent, object]] = deque()
         self._lock = threading.Lock()
 
     def add(self, wait: object) -> None:
