@@ -24,6 +24,7 @@ from nxdpp.ground.torch_names import SAVED
 from nxdpp.pipeline.config import PipelineConfig
 from nxdpp.pipeline.loss.step_loss import StepLoss
 from nxdpp.pipeline.microbatches.batch_dimension import rows_of
+from nxdpp.pipeline.microbatches.mixed_rows import remedy_of_sum
 from nxdpp.ranks import parallel_state
 from nxdpp.tracing.graph.search import reached
 from nxdpp.tracing.values.input_dicts import open_inputs
@@ -87,14 +88,6 @@ def looked_at(step: StepLoss, config: PipelineConfig, told: list[str]) -> StepLo
     given, first = config.batch_dimension, open_inputs(step.microbatches[0])
     dimension = given if isinstance(given, int) else 0
     return FirstLoss(**vars(step), rows=rows_of(first, given, config.shared_inputs), dimension=dimension, told=told)
-
-
-def remedy_of_sum(count: int) -> str:
-    """Return what to do about a loss that is a sum over rows, in ``count`` microbatches."""
-    return (
-        f"Divide it by the number of rows, which makes it a mean; or multiply it by the number of microbatches, "
-        f"{count}, where it is computed; or let loss_over='batch' with schedule='gpipe' call loss_fn once on all rows"
-    )
 
 
 def sums_of_rows(loss: torch.Tensor, count: int, rows: int | None, dimension: int = 0) -> Iterator[str]:
