@@ -28,6 +28,7 @@ from nxdpp.pipeline.local.part import LocalPart
 from nxdpp.pipeline.local.upkeep import LocalUpkeep
 from nxdpp.pipeline.loss.step_loss import StepLoss
 from nxdpp.pipeline.loss.sum_of_rows import looked_at
+from nxdpp.pipeline.microbatches.each_call import EachCall
 from nxdpp.pipeline.partition.partition import Partition
 from nxdpp.pipeline.prepared_step import PreparedStep, StepResult
 from nxdpp.pipeline.reference_step import ReferenceStep
@@ -103,7 +104,8 @@ class StepRunner:
         self._check_first = config.check_against_module is not None
         self._is_verified = False
         self._refused: str | None = None
-        self._told: list[str] = []
+        self._told: set[str] = set()
+        self._each_call: EachCall | None = None
 
     @property
     def sent_bytes(self) -> int:
@@ -302,12 +304,18 @@ class StepRunner:
             self.compile_seconds, self._compiled = compiled.seconds - self._compiled.seconds, compiled
         if engine is None:
             self._engines.of(step.program)[signature] = running, digest
+            if self._each_call is not None:
+                self._each_call.warn(self._told)
         self._upkeep.note_verified()
         return running, values
 
     def _first(self, step: PreparedStep, signature: StepSignature, device: torch.device) -> tuple[Engine, StepLoss]:
         """Return a new engine, and the loss of its first step, which is looked at in training."""
-        loss = looked_at(step.loss, self._config, self._told) if signature.train else step.loss
+        count, loss = len(step.loss.microbatches), step.loss
+        self._each_call = None
+        if signature.train and count > 1:
+            self._each_call = EachCall(self._part.module, count)
+            loss = looked_at(loss, self._config, self._told)
         return self._engines.make(step.program, device, signature), loss
 
     def _settle_draws(self, stream: RandomStream, train: bool) -> None:

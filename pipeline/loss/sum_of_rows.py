@@ -58,16 +58,18 @@ class FirstLoss(StepLoss):
 
     rows: int | None = None
     dimension: int = 0
-    told: list[str] = field(default_factory=list)
+    told: set[str] = field(default_factory=set)
 
     def differentiated(self, microbatch: int, loss: Any) -> torch.Tensor | None:
         """Return the loss as ``StepLoss`` does, and warn of a sum over rows in that of microbatch 0."""
-        is_read = not self.told and microbatch == 0 and isinstance(loss, torch.Tensor) and loss.grad_fn is not None
+        is_read = (
+            "sum" not in self.told and microbatch == 0 and isinstance(loss, torch.Tensor) and loss.grad_fn is not None
+        )
         if is_read and _is_told():
             count = len(self.microbatches)
             found = next(sums_of_rows(loss, count, self.rows, self.dimension), None)
             if found is not None:
-                self.told.append(found)
+                self.told.add("sum")
                 _logger.warning(
                     "the loss of a microbatch has a sum over its rows (%s), and a step takes the mean over its %d "
                     "microbatches: this part of the loss, and its gradients, are 1/%d of those of the whole batch in "
@@ -80,8 +82,8 @@ class FirstLoss(StepLoss):
         return super().differentiated(microbatch, loss)
 
 
-def looked_at(step: StepLoss, config: PipelineConfig, told: list[str]) -> StepLoss:
-    """Return the loss of a first step such that a sum over rows is found, once for a list ``told``."""
+def looked_at(step: StepLoss, config: PipelineConfig, told: set[str]) -> StepLoss:
+    """Return the loss of a first step such that a sum over rows is found, once for a set ``told``."""
     count = len(step.microbatches)
     if type(step) is not StepLoss or count == 1 or step.is_sum or step.transform is not None:
         return step

@@ -20,7 +20,7 @@ from nxdpp.tracing.modules import listings
 
 _logger = logging.getLogger(__name__)
 
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _WAYS = (
     "loss_over='batch' with schedule='gpipe' calls loss_fn once on all rows; loss_normalization='tokens', with "
     "count_items_fn for a loss_fn, is the mean over the labels that count; split_inputs_fn keeps pairs together; group "
@@ -47,7 +47,7 @@ def is_told() -> bool:
 
 def warn_of_batch_norms(module: nn.Module, microbatches: int) -> bool:
     """Warn of batch norms in training over several ``microbatches``; return whether there are any. Not collective."""
-    named = [name for name, each in listings.named_modules(module) if isinstance(each, _BATCH_NORMS) and each.training]
+    named = [name for name, each in listings.named_modules(module) if isinstance(each, BATCH_NORMS) and each.training]
     if not named:
         return False
     if is_told():
