@@ -94,7 +94,7 @@ def looked_at(step: StepLoss, config: PipelineConfig, told: set[str]) -> StepLos
 
 def sums_of_rows(loss: torch.Tensor, count: int, rows: int | None, dimension: int = 0) -> Iterator[str]:
     """Name the sums over ``rows``, along ``dimension``, that ``loss``, one of ``count``, consists of."""
-    return _Reading(count, rows, dimension, loss.dtype).sums(loss.grad_fn)
+    return _LossGraph(count, rows, dimension, loss.dtype).sums(loss.grad_fn)
 
 
 def _is_told() -> bool:
@@ -102,8 +102,8 @@ def _is_told() -> bool:
 
 
 @dataclass(frozen=True)
-class _Reading:
-    """A reading of the graph of a loss of ``dtype``, of one of ``count`` microbatches with ``rows``."""
+class _LossGraph:
+    """The graph of a loss of ``dtype``, of one of ``count`` microbatches with ``rows``."""
 
     count: int
     rows: int | None
