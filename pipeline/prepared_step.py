@@ -117,7 +117,9 @@ class StepPreparation:
         Raises ``ValueError`` or ``TypeError`` on all ranks for a loss that a training step refuses.
         """
         batch = step.batch
-        loss = self._normalization.of_step(step.graphs, batch.microbatches, batch.is_counted, batch.before, False)
+        loss = self._normalization.of_step(
+            step.graphs, batch.microbatches, batch.is_counted, batch.before, False, shares=batch.shares
+        )
         return self._by_rows(loss, batch)
 
     def _by_rows(self, loss: StepLoss, batch: Batch) -> StepLoss:
@@ -142,7 +144,7 @@ class StepPreparation:
     def _losing(
         self, graphs: StepGraphs, batch: Batch, train: bool, transform: LossTransform | None = None
     ) -> PreparedStep:
-        loss = self._loss_of_step(graphs, batch.microbatches, batch.is_counted, batch.before, train)
+        loss = self._loss_of_step(graphs, batch.microbatches, batch.is_counted, batch.before, train, (), batch.shares)
         loss = loss if batch.shares is None else self._by_rows(loss, batch)
         return self._prepared(batch, graphs, "loss", loss, transform)
 

@@ -56,6 +56,12 @@ _DIFFERS = (
     "on something that the trace has fixed: make the module that holds it a leaf (leaf_module_cls), or the function a "
     "single node (autowrap_functions)"
 )
+_ONLY_GRADIENTS = (
+    ". The losses are equal: a hook of a parameter (register_hook), which the comparison leaves out, may change its "
+    "gradient, or loss_fn may read parameters of its own rank only (a penalty). Do both to the gradients of the step, "
+    "after run_train"
+)
+_LOSS = "the loss of microbatch"
 # A tensor's value on the CPU, and whether it requires a gradient.
 _Value = tuple[torch.Tensor, bool]
 
@@ -134,7 +140,7 @@ class ReferenceStep:
 
         def act() -> list[str]:
             both = enumerate(zip(losses, self._losses, strict=False))
-            texts = [_difference(f"the loss of microbatch {i}", ours, theirs, varies) for i, (ours, theirs) in both]
+            texts = [_difference(f"{_LOSS} {i}", ours, theirs, varies) for i, (ours, theirs) in both]
             for name, parameter in parameters.items():
                 is_rounded = in_another_order or name in tied or len(self._owners.get(name, ())) > 1
                 texts.append(_difference(f"the gradient of {name}", parameter.grad, self._gradients[name], is_rounded))
@@ -142,7 +148,7 @@ class ReferenceStep:
             more = [f"and {len(different) - _SHOWN} more"] if len(different) > _SHOWN else []
             return different[:_SHOWN] + more
 
-        self._raise_together(act, _DIFFERS)
+        self._raise_together(act, _DIFFERS, _ONLY_GRADIENTS)
 
     def _copy(self, values: Sequence[Mapping[str, _Value]]) -> nn.Module:
         """A copy of the whole module with the present values of all ranks."""
@@ -215,7 +221,7 @@ class ReferenceStep:
             return None
         return loss.detach() if isinstance(loss, torch.Tensor) and loss.numel() == 1 else None
 
-    def _raise_together(self, act: Callable[[], list[str]], message: str) -> None:
+    def _raise_together(self, act: Callable[[], list[str]], message: str, of_gradients: str = "") -> None:
         own: Exception | None = None
         try:
             found = act()
@@ -224,7 +230,8 @@ class ReferenceStep:
         everyones = self._gathered(found)
         if any(everyones):
             lines = [f"  rank {rank}: {line}" for rank, of_rank in enumerate(everyones) for line in of_rank]
-            raise RuntimeError("\n".join([f"{message}:", *lines])) from own
+            more = "" if any(line.startswith(_LOSS) for of_rank in everyones for line in of_rank) else of_gradients
+            raise RuntimeError("\n".join([f"{message}{more}:", *lines])) from own
 
     def _gathered(self, value: Any) -> list[Any]:
         with failure_watch.reported():

@@ -26,6 +26,9 @@ from nxdpp.pipeline.batch import Batch
 from nxdpp.pipeline.config import PipelineConfig
 from nxdpp.pipeline.local.part import LocalPart
 from nxdpp.pipeline.local.upkeep import LocalUpkeep
+from nxdpp.pipeline.loss.step_loss import StepLoss
+from nxdpp.pipeline.loss.sum_of_rows import looked_at
+from nxdpp.pipeline.microbatches.each_call import EachCall
 from nxdpp.pipeline.partition.partition import Partition
 from nxdpp.pipeline.prepared_step import PreparedStep, StepResult
 from nxdpp.pipeline.reference_step import ReferenceStep
@@ -101,6 +104,8 @@ class StepRunner:
         self._check_first = config.check_against_module is not None
         self._is_verified = False
         self._refused: str | None = None
+        self._told: set[str] = set()
+        self._each_call: EachCall | None = None
 
     @property
     def sent_bytes(self) -> int:
@@ -277,7 +282,7 @@ class StepRunner:
         An error of the step is raised as it is, with a note.
         """
         self._sent_before = self._engines.transport(device).sent_bytes
-        running = engine or self._engines.make(step.program, device, signature)
+        running, loss = (engine, step.loss) if engine else self._first(step, signature, device)
         with failure_watch.reported(), self._engines.timeline(device, signature.train):
             watch = self._replicas.begin(running.last_backwards) if signature.train else None
             if self._engines.shards is not None:
@@ -285,11 +290,11 @@ class StepRunner:
                 rounds = self._replicas.optimizers.rounds
                 self._engines.shards.begin(signature.train, self._replicas.is_averaged, lines, rounds)
             if self._stream is None:
-                values = running.run(step.loss, watch)
+                values = running.run(loss, watch)
             else:
                 try:
                     self._stream.begin()
-                    values = running.run(step.loss, watch)
+                    values = running.run(loss, watch)
                 finally:
                     self._stream.end()
         self.timer, self.digest = running.timer, digest
@@ -299,8 +304,19 @@ class StepRunner:
             self.compile_seconds, self._compiled = compiled.seconds - self._compiled.seconds, compiled
         if engine is None:
             self._engines.of(step.program)[signature] = running, digest
+            if self._each_call is not None:
+                self._each_call.warn(self._told)
         self._upkeep.note_verified()
         return running, values
+
+    def _first(self, step: PreparedStep, signature: StepSignature, device: torch.device) -> tuple[Engine, StepLoss]:
+        """Return a new engine, and the loss of its first step, which is looked at in training."""
+        count, loss = len(step.loss.microbatches), step.loss
+        self._each_call = None
+        if signature.train and count > 1:
+            self._each_call = EachCall(self._part.module, count)
+            loss = looked_at(loss, self._config, self._told)
+        return self._engines.make(step.program, device, signature), loss
 
     def _settle_draws(self, stream: RandomStream, train: bool) -> None:
         """Agree after the first step of a kind whether layers draw in such steps; collective over the model's ranks.

@@ -20,6 +20,7 @@ from nxdpp.pipeline.local.outer_wrappers import (
     refuse_reader,
     warn_of_whole_copy,
 )
+from nxdpp.pipeline.local.penalties import refuse_penalty
 from nxdpp.pipeline.local.wrapped_methods import is_elsewhere, refuse_setting, refused_member, wrapped_method
 from nxdpp.ranks.faults.board import board
 from nxdpp.tracing.code.frames import caller
@@ -137,9 +138,11 @@ class LocalView(nn.Module):
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
         """The same as ``local_named_modules``; ``named_parameters`` and ``named_buffers`` use it.
 
-        Raises ``RuntimeError`` in an average over the whole model, or warns of it, see ``outer_wrappers``.
+        Raises ``RuntimeError`` in an average over the whole model, or warns of it, see ``outer_wrappers``. Raises
+        ``ValueError`` in a loss function, which would see this rank's part only.
         """
         frame = caller()
+        refuse_penalty(frame)
         refuse_average(frame, self.local_module)
         # Before a step an optimizer lists them, maybe beside a teacher.
         if board.training_steps():

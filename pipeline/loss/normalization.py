@@ -131,6 +131,7 @@ class LossNormalization:
         counted_from: Sequence[Mapping[str, Any]] | None = None,
         train: bool = True,
         losses: Sequence[fx.Node | None] = (),
+        shares: Sequence[float] | None = None,
     ) -> StepLoss:
         """Return the step's loss; collective over data-parallel replicas unless each microbatch has its mean.
 
@@ -142,13 +143,14 @@ class LossNormalization:
                 host memory are counted without a wait for the device.
             train: ``True`` for a training step, ``False`` for an evaluation. Replicas do not mix them.
             losses: the node of the loss of each graph, by default the node that the loss's spec names.
+            shares: the part of each microbatch in the rows of the batch, where it weighs as much.
 
         Raises ``ValueError`` or ``TypeError``: for a microbatch without labels whose loss would be not-a-number, for
         labels that cannot be counted, and for a batch without items.
         """
         on_host = microbatches if counted_from is None else counted_from
         of_graphs = [
-            (self._known(cut, loss, own), own)
+            (self._known(cut, loss, own, shares), own)
             for cut, loss, own in zip(
                 graphs.cuts, losses or [None] * len(graphs.cuts), graphs.of_each(on_host), strict=True
             )
@@ -180,14 +182,19 @@ class LossNormalization:
         return StepLoss([{**microbatch, NUM_ITEMS: average} for microbatch in microbatches])
 
     def _known(
-        self, cut: CutGraph, loss: fx.Node | None = None, microbatches: Mapping[int, Mapping[str, Any]] | None = None
+        self,
+        cut: CutGraph,
+        loss: fx.Node | None = None,
+        microbatches: Mapping[int, Mapping[str, Any]] | None = None,
+        shares: Sequence[float] | None = None,
     ) -> "_Terms":
         """Return the terms of the loss of ``cut``. Its first ``microbatches`` may be worth a warning, once."""
         if cut not in self._terms:
             terms = _Terms.of(cut, cut.loss(self._loss_spec) if loss is None else loss, self._module)
             self._terms[cut] = terms
             if microbatches and self._rule == "microbatch" and not self._has_warned:
-                self._has_warned = any(_warn_of_means(term, microbatches) for term in (*terms.means, *terms.of_modules))
+                found = (*terms.means, *terms.of_modules)
+                self._has_warned = any(_warn_of_means(term, microbatches, shares) for term in found)
         return self._terms[cut]
 
     def _labels(self, term: LossTerm, microbatches: Mapping[int, Mapping[str, Any]]) -> list[float]:
@@ -236,17 +243,24 @@ def _refuse_empty(terms: Sequence[LossTerm], microbatches: Mapping[int, Mapping[
             )
 
 
-def _warn_of_means(term: LossTerm, microbatches: Mapping[int, Mapping[str, Any]]) -> bool:
-    """Return whether ``microbatches`` have different numbers of labels; rank 0 warns of it."""
-    found = set(counts_of(term, microbatches).values())
+def _warn_of_means(
+    term: LossTerm, microbatches: Mapping[int, Mapping[str, Any]], shares: Sequence[float] | None = None
+) -> bool:
+    """Return whether ``microbatches`` weigh otherwise than by their numbers of labels; rank 0 warns of it."""
+    counts = counts_of(term, microbatches)
+    found = {*counts.values()}
     if len(found) < 2 or 0 in found:
+        return False
+    of_a_weight = [items / (shares[number] if shares else 1.0) for number, items in counts.items()]
+    if math.isclose(min(of_a_weight), max(of_a_weight)):
         return False
     if dist.get_rank() == 0:
         _logger.warning(
-            "the microbatches have %d to %d labels, and each weighs the same in the loss, the mean of their losses. "
+            "the microbatches have %d to %d labels, and each weighs %s in the loss, the mean of their losses. "
             "loss_normalization='tokens' gives the mean over all labels, as in one piece.",
             min(found),
             max(found),
+            "as much as its rows" if shares else "the same",
         )
     return True
 

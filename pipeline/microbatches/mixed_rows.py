@@ -20,12 +20,24 @@ from nxdpp.tracing.modules import listings
 
 _logger = logging.getLogger(__name__)
 
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _WAYS = (
     "loss_over='batch' with schedule='gpipe' calls loss_fn once on all rows; loss_normalization='tokens', with "
     "count_items_fn for a loss_fn, is the mean over the labels that count; split_inputs_fn keeps pairs together; group "
     "norms in place of batch norms look at one row. Or train with num_microbatches=1"
 )
+_CAUSES = (
+    "this loss mixes rows (contrastive, BatchNorm, pairs, a mean over labels that count), or a layer keeps state from "
+    "one call to the next (spectral_norm, a codebook by EMA, a counter, a hidden state)"
+)
+
+
+def remedy_of_sum(count: int) -> str:
+    """Return what to do about a loss that is a sum over rows, in ``count`` microbatches."""
+    return (
+        f"Divide it by the number of rows, which makes it a mean; or multiply it by the number of microbatches, "
+        f"{count}, where it is computed; or let loss_over='batch' with schedule='gpipe' call loss_fn once on all rows"
+    )
 
 
 def is_told() -> bool:
@@ -35,7 +47,7 @@ def is_told() -> bool:
 
 def warn_of_batch_norms(module: nn.Module, microbatches: int) -> bool:
     """Warn of batch norms in training over several ``microbatches``; return whether there are any. Not collective."""
-    named = [name for name, each in listings.named_modules(module) if isinstance(each, _BATCH_NORMS) and each.training]
+    named = [name for name, each in listings.named_modules(module) if isinstance(each, BATCH_NORMS) and each.training]
     if not named:
         return False
     if is_told():
@@ -60,13 +72,15 @@ def compare_with_whole(whole: torch.Tensor, losses: list[torch.Tensor]) -> None:
     # Not-a-numbers are within no limit.
     if abs(one - several) <= limit or (one != one and several != several) or not is_told():
         return
+    is_sum = len(losses) > 1 and abs(one - len(losses) * several) <= limit
     _logger.warning(
-        "check_against_module: the loss of the whole batch is %.6g, the mean of its %d microbatches %.6g: this loss "
-        "mixes rows (contrastive, BatchNorm, pairs, a mean over labels that count). Steps train on the second one. %s.",
+        "check_against_module: the loss of the whole batch is %.6g, the mean of its %d microbatches %.6g: %s. Steps "
+        "train on the second one. %s.",
         one,
         len(losses),
         several,
-        _WAYS,
+        f"this loss is a sum over rows, {len(losses)} times the mean" if is_sum else _CAUSES,
+        remedy_of_sum(len(losses)) if is_sum else _WAYS,
     )
 
 

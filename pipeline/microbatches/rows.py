@@ -28,6 +28,13 @@ def check_kinds(inputs: Mapping[str, Any], device: torch.device, advice: str = _
         if not isinstance(value, _ACCEPTED):
             raise TypeError(f"input {name} is a {type(value).__name__}; {advice}")
         if isinstance(value, torch.Tensor) and value.device != device and (device.type == "meta" or not value.is_cpu):
+            if value.is_meta:
+                raise ValueError(
+                    f"input {name} is on meta, and has no values: it may be made from a parameter of "
+                    f"another rank, which is on the meta device here (parameter.new_zeros(...), "
+                    f"device=parameter.device). Name the device of this rank: torch.zeros(..., "
+                    f"device=nxdpp.parallel_state.local_device())."
+                )
             raise ValueError(
                 f"input {name} is on {value.device}, but this rank's stage is on {device}. Move the input with "
                 f".to({str(device)!r}), or the stage with move_model_to_device()."

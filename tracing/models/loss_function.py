@@ -166,6 +166,13 @@ _REMEDY = (
     "both, and leave loss_fn out"
 )
 
+PENALTY_OF_A_PART = (
+    "loss_fn reads the parameters of this rank, and those of other ranks are not among them: a penalty would be one of "
+    "this part of the model. Leave it out of loss_fn, and add it on each rank after run_train, to the gradients of its "
+    "own parameters: (0.01 * sum(p.abs().sum() for p in model.parameters())).backward()"
+)
+"""A message, for a loss function that lists the parameters of a rank's part."""
+
 
 def nodes_of(arguments: Iterable[Any]) -> frozenset[Any] | None:
     """The nodes of the autograd graph that made the arguments of a call.
@@ -191,7 +198,13 @@ def verify_leaves(loss: Any, before: frozenset[Any], module: nn.Module) -> None:
     """
     if not isinstance(loss, torch.Tensor):
         return
-    for leaf in _leaves(loss, before):
+    leaves = _leaves(loss, before)
+    if len(leaves) > 1:
+        trained = [each for each in listings.parameters(module) if each.requires_grad]
+        held = [each for each in trained if not each.is_meta]
+        if {*map(id, held)} == {*map(id, leaves)} and len(held) < len(trained):
+            raise ValueError(f"{PENALTY_OF_A_PART}.")
+    for leaf in leaves:
         names = [name for name, parameter in listings.named_parameters(module) if parameter is leaf]
         if not names:
             raise ValueError(

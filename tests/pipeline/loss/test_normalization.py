@@ -1,6 +1,7 @@
 """Arguments of the mean over all labels: honoured, or refused with a remedy that works."""
 
 import copy
+import logging
 import math
 from collections.abc import Iterator
 from functools import partial
@@ -288,3 +289,46 @@ def check(model: Any, batch: dict[str, torch.Tensor], **arguments: Any) -> None:
 
 def test_other_models_have_the_mean_over_the_items_that_a_function_counts() -> None:
     run_ranks(2, train_others)
+
+
+class Block(nn.Linear):
+    """A layer of logits (B, T, 8)."""
+
+
+def of_rows(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(output.flatten(0, 1), targets.flatten())
+
+
+def evaluate_uneven_rows(rank: int, ranks: int) -> list[tuple[list[str], float, float]]:
+    """What evaluations of 10 rows in 4 microbatches say, their losses and those of one process."""
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=ranks)
+    texts: list[str] = []
+
+    class Kept(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            texts.append(record.getMessage())
+
+    logging.getLogger("nxdpp").addHandler(Kept())
+    found = []
+    for ignored in (0, 3):
+        texts.clear()
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Embedding(8, 8), *[Block(8, 8) for _ in range(4)])
+        x, targets = torch.randint(8, (10, 7)), torch.randint(8, (10, 7))
+        targets[0, :ignored] = -100
+        expected = of_rows(net(x), targets)
+        common: dict[str, Any] = {"transformer_layer_cls": Block, "broadcast_and_average_loss": True}
+        model = NxDPPModel(net, num_microbatches=4, loss_fn=of_rows, **common)
+        loss = model.run_eval(input=x, targets=targets)
+        found.append(([text for text in texts if "labels, and each" in text], float(loss), float(expected)))
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_rows_that_do_not_divide_weigh_by_their_labels_without_a_warning(ranks: int) -> None:
+    (right, uneven), *others = run_ranks(ranks, evaluate_uneven_rows, ranks)
+    assert not right[0]
+    assert right[1] == pytest.approx(right[2], rel=1e-6)
+    assert ["each weighs as much as its rows" in text for text in uneven[0]] == [True]
+    assert uneven[1] != pytest.approx(uneven[2], rel=1e-6)
+    assert not any(texts for own in others for texts, *_ in own)

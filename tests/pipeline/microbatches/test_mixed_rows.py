@@ -37,12 +37,28 @@ def batch() -> dict[str, torch.Tensor]:
     return {"x": torch.randn(ROWS, WIDTH, generator=generator), "other": torch.randn(ROWS, WIDTH, generator=generator)}
 
 
+def sums(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(output, target, reduction="sum")
+
+
+class Counts(nn.Module):
+    """Scales by the number of its calls."""
+
+    calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return x * self.calls
+
+
 TARGET = torch.tensor([1, 0, 0, 1, 2, 3, 4, 5])
 CASES: dict[str, tuple[Any, Any, dict[str, torch.Tensor]]] = {
     "contrastive": (nn.Identity, pairs, {"other": batch()["other"]}),
     "batch norm": (lambda: nn.BatchNorm1d(WIDTH), means, {"target": TARGET}),
     "labels": (nn.Identity, labels, {"target": TARGET}),
     "pairs": (nn.Identity, halves, {}),
+    "sum": (nn.Identity, sums, {"target": TARGET}),
+    "state": (Counts, means, {"target": TARGET}),
     "rows": (nn.Identity, means, {"target": TARGET}),
     "group norm": (lambda: nn.GroupNorm(2, WIDTH), means, {"target": TARGET}),
 }
@@ -96,8 +112,13 @@ def test_the_first_step_tells_of_losses_that_mix_rows(ranks: int, name: str) -> 
         assert not first
         assert loss == pytest.approx(whole)
         return
-    numbers = re.search(r"the whole batch is (\S+), the mean of its 4 microbatches (\S+): this loss mixes", first[-1])
+    numbers = re.search(r"the whole batch is (\S+), the mean of its 4 microbatches (\S+): (.*)", first[-1])
     assert numbers is not None
+    assert numbers[3].startswith(
+        "this loss is a sum over rows, 4 times the mean" if name == "sum" else "this loss mixes"
+    )
+    assert ("multiply it by the number of microbatches, 4" in numbers[3]) == (name == "sum")
+    assert ("a layer keeps state" in numbers[3]) == (name != "sum")
     assert float(numbers[1]) == pytest.approx(whole, rel=1e-5)
     assert float(numbers[2]) == pytest.approx(loss, rel=1e-5, nan_ok=True)
     assert len(first) == 1 + (name == "batch norm")

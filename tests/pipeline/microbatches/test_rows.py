@@ -4,7 +4,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+from nxdpp import NxDPPModel, parallel_state
 from nxdpp.devices.device import Device
 from nxdpp.devices.kinds import KINDS
 from nxdpp.pipeline.microbatches.rows import (
@@ -14,6 +16,7 @@ from nxdpp.pipeline.microbatches.rows import (
     on_device,
     split_inputs,
 )
+from tests.support.run_ranks import run_ranks
 
 CPU = torch.device("cpu")
 
@@ -187,8 +190,10 @@ def test_tensors_in_host_memory_are_moved_once_each(monkeypatch: pytest.MonkeyPa
 def test_a_tensor_on_another_device() -> None:
     message = _refusal({"input_ids": torch.zeros(4, device="meta")}, 2)
 
-    assert "input input_ids is on meta, but this rank's stage is on cpu" in message
-    assert ".to('cpu')" in message
+    assert "input input_ids is on meta, and has no values" in message
+    assert "device=nxdpp.parallel_state.local_device()" in message
+    with pytest.raises(ValueError, match=r"input x is on cpu, but this rank's stage is on meta. .*\.to\('meta'\)"):
+        check_kinds({"x": torch.zeros(4)}, torch.device("meta"))
 
 
 @pytest.mark.parametrize("value", [[torch.zeros(2)], {"a": torch.zeros(2)}, (1, 2), object()])
@@ -207,3 +212,27 @@ def test_a_tensor_with_gradients_is_an_input_without_them_or_detached() -> None:
     assert len(_split({"hidden": leaf.detach()}, 2)) == 2
     with torch.no_grad():
         assert len(_split({"hidden": computed, "leaf": leaf}, 2)) == 2
+
+
+class Layer(nn.Linear):
+    """A layer."""
+
+
+def with_a_hidden_state(rank: int, ranks: int, named: bool) -> float:
+    """The loss of a step whose input is made on the device of the first parameter, or on the rank's own by name."""
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=ranks)
+    torch.manual_seed(0)
+    net = nn.Sequential(*[Layer(8, 8) for _ in range(4)])
+    model = NxDPPModel(*(net, Layer, 2), loss_fn=nn.functional.mse_loss, broadcast_and_average_loss=True)
+    first = model.original_module.get_submodule("0").weight
+    assert isinstance(first, nn.Parameter)
+    device = parallel_state.local_device() if named else first.device
+    loss = model.run_train(input=torch.ones(4, 8, device=device), target=torch.zeros(4, 8))
+    return float(loss)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_an_input_made_from_a_parameter_of_another_rank_is_refused_with_a_remedy(ranks: int) -> None:
+    with pytest.raises(AssertionError, match=r"input input is on meta.*of another rank.*parallel_state.local_device"):
+        run_ranks(ranks, with_a_hidden_state, ranks, False)
+    assert len({*run_ranks(ranks, with_a_hidden_state, ranks, True)}) == 1

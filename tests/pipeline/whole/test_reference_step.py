@@ -1,5 +1,6 @@
 """``check_against_module="first"``: a difference of the first step is an error on every rank, and nothing else is."""
 
+import copy
 import ctypes
 import random
 import re
@@ -223,3 +224,46 @@ def test_what_is_not_finite_must_be_equal_and_hides_no_difference(is_rounded: bo
     assert differ([1.0], [nan])
     assert differ([inf], [-inf])
     assert differ([1.0, 1.0], [1.0, 1.0 + 1e-6]) is not is_rounded
+
+
+class RunsFour(Runs):
+    """Has a block for each of four stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks.append(Block())
+
+
+def hooked(rank: int, ranks: int) -> tuple[str, list[float]]:
+    """What a step with a hook of gradients says, and the distances to one process after the remedy."""
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=ranks)
+    torch.manual_seed(0)
+    limit = 1e-3
+    wrapped = NxDPPModel(RunsFour(), Block, 2, input_names=["x"], check_against_module="first")
+    hooks = [each.register_hook(lambda gradient: gradient.clamp(-limit, limit)) for each in wrapped.parameters()]
+    with pytest.raises(RuntimeError) as error:
+        wrapped.run_train(x=torch.ones(4, 4))
+    for hook in hooks:
+        hook.remove()
+    torch.manual_seed(0)
+    whole = RunsFour()
+    fresh = NxDPPModel(copy.deepcopy(whole), Block, 2, input_names=["x"], check_against_module="first")
+    fresh.run_train(x=torch.ones(4, 4))
+    for each in whole.parameters():
+        each.register_hook(lambda gradient: gradient.clamp(-limit, limit))
+    whole(torch.ones(4, 4)).backward()
+    theirs = dict(whole.named_parameters())
+    distances = []
+    for name, each in fresh.named_parameters():
+        gradient, expected = each.grad, theirs[name].grad
+        assert gradient is not None
+        assert expected is not None
+        distances.append(float((gradient.clamp(-limit, limit) - expected).abs().max()))
+    return str(error.value), distances
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_hook_of_gradients_is_named_where_losses_are_equal(ranks: int) -> None:
+    for message, distances in run_ranks(ranks, hooked, ranks):
+        assert "The losses are equal: a hook of a parameter (register_hook)" in message
+        assert max(distances) < 1e-6

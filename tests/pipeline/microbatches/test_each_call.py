@@ -1,0 +1,196 @@
+"""State of layers and hooks of gradients that act once a microbatch: a first step tells of them; remedies help."""
+
+import copy
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from nxdpp import NxDPPModel, parallel_state
+from tests.support.run_ranks import run_ranks
+
+ROWS, WIDTH, LIMIT = 8, 8, 1e-3
+
+
+class Layer(nn.Module):
+    """A layer that keeps state in the way of its ``kind``."""
+
+    state: torch.Tensor
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.linear: nn.Module = nn.Linear(WIDTH, WIDTH)
+        self.kind = kind
+        self.is_filled = False
+        if kind == "spectral_norm":
+            self.linear = nn.utils.spectral_norm(self.linear)
+        if kind == "spectral_norm of parametrizations":
+            self.linear = nn.utils.parametrizations.spectral_norm(self.linear)
+        if kind == "batch norm":
+            self.norm = nn.BatchNorm1d(WIDTH)
+        self.register_buffer("state", torch.zeros(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.linear(x)
+        if self.kind == "batch norm":
+            x = self.norm(x)
+        if self.training and self.kind == "average":
+            self.state.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+        if self.training and self.kind == "average of data":
+            self.state.data.copy_(self.state * 0.9 + x.detach().mean(0) * 0.1)
+        if self.training and self.kind == "assigned":
+            self.state = self.state + 1.0
+        if self.kind == "table" and not self.is_filled:
+            self.is_filled = True
+            self.state.copy_(torch.arange(WIDTH))
+        output: torch.Tensor = x + self.state.clone()
+        return output
+
+
+TOLD = {
+    "spectral_norm": "weight_u of 0.linear (Linear)",
+    "spectral_norm of parametrizations": "_u of 0.linear.parametrizations.weight.0 (_SpectralNorm)",
+    "average": "state of 0 (Layer)",
+    "average of data": "state of 0 (Layer)",
+    "assigned": "state of 0 (Layer)",
+}
+UNTOLD = ["none", "table", "batch norm"]
+
+
+def means(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(output, target)
+
+
+def build(kind: str) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*[Layer(kind) for _ in range(4)])
+
+
+def inputs() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x, target = torch.randn(ROWS, WIDTH, generator=generator), torch.randint(WIDTH, (ROWS,), generator=generator)
+    return {"input": x, "target": target}
+
+
+def wrap(module: nn.Module, **arguments: Any) -> Any:
+    common = {"num_microbatches": 4, "transformer_layer_cls": Layer, "loss_fn": means}
+    return NxDPPModel(module, broadcast_and_average_loss=True, **{**common, **arguments})
+
+
+class Kept(logging.Handler):
+    """Keeps what the steps say of each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+        logging.getLogger("nxdpp").addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if "with each call" in record.getMessage() or "of its gradient" in record.getMessage():
+            self.texts.append(record.getMessage())
+
+
+def evaluating(module: nn.Module) -> None:
+    """Keep the state of each layer: the modules that would change it are evaluated."""
+    for each in module.modules():
+        if type(each).__name__ in ("Layer", "Linear", "ParametrizedLinear", "_SpectralNorm"):
+            each.eval()
+
+
+def distance(model: Any, whole: nn.Module, change: Callable[[torch.Tensor], torch.Tensor] | None = None) -> float:
+    """Run a step and one process with the whole batch; return the greatest relative distance of both."""
+    loss = model.run_train(**inputs())
+    expected = means(whole(inputs()["input"]), inputs()["target"])
+    expected.backward()
+    theirs = {name: each.grad for name, each in whole.named_parameters()}
+    found = [float((loss - expected).abs() / expected.abs())]
+    for name, each in model.named_parameters():
+        gradient, other = each.grad, theirs[name]
+        assert gradient is not None
+        assert other is not None
+        ours = gradient if change is None else change(gradient)
+        found.append(float((ours - other).abs().max() / other.abs().max()))
+    return max(found)
+
+
+def states(rank: int, ranks: int) -> tuple[dict[str, list[str]], float]:
+    """What the steps of each kind say, and the greatest distance from one process with a remedy."""
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=ranks)
+    kept, said, distances = Kept(), {}, []
+    for kind in (*TOLD, *UNTOLD):
+        kept.texts.clear()
+        model = wrap(build(kind))
+        model.run_eval(**inputs())
+        assert not kept.texts, kind
+        model.run_train(**inputs())
+        model.run_train(**inputs())
+        model.run_train(**{name: torch.cat((value, value)) for name, value in inputs().items()})
+        said[kind] = [*kept.texts]
+        if kind not in TOLD:
+            continue
+        kept.texts.clear()
+        # One microbatch, and modules in evaluation mode.
+        distances.append(distance(wrap(build(kind), num_microbatches=1), build(kind)))
+        fixed, whole = build(kind), build(kind)
+        evaluating(fixed)
+        evaluating(whole)
+        distances.append(distance(wrap(fixed), whole))
+        assert not kept.texts, kind
+    return said, max(distances)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_state_that_changes_with_each_call_is_told_of_once(ranks: int) -> None:
+    by_rank = run_ranks(ranks, states, ranks)
+    for kind in (*TOLD, *UNTOLD):
+        texts = [said[kind] for said, _ in by_rank]
+        assert [len(own) for own in texts] == [kind in TOLD] * ranks, (kind, texts)
+        if kind in TOLD:
+            assert TOLD[kind] in texts[0][0]
+            assert "one of 4 microbatches" in texts[0][0]
+    assert max(far for _, far in by_rank) < 1e-5
+
+
+def clamped(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.clamp(-LIMIT, LIMIT)
+
+
+def hooks(rank: int, ranks: int) -> tuple[list[str], list[str], float, float]:
+    """What steps with and without hooks say, and the distances of a linear hook and of the remedy from one process."""
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=ranks)
+    kept = Kept()
+    model = wrap(build("none"))
+    for each in model.parameters():
+        each.register_hook(clamped)
+    model.run_train(**inputs())
+    model.run_train(**inputs())
+    told = [*kept.texts]
+    kept.texts.clear()
+    whole = build("none")
+    halved = wrap(copy.deepcopy(whole))
+    for each in (*halved.parameters(), *whole.parameters()):
+        each.register_hook(lambda gradient: gradient / 2)
+    linear = distance(halved, whole)
+    kept.texts.clear()
+    whole = build("none")
+    for each in whole.parameters():
+        each.register_hook(clamped)
+    after = distance(wrap(build("none")), whole, clamped)
+    one = wrap(build("none"), num_microbatches=1)
+    for each in one.parameters():
+        each.register_hook(clamped)
+    one.run_train(**inputs())
+    return told, [*kept.texts], linear, after
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_hooks_of_gradients_are_told_of_once(ranks: int) -> None:
+    for told, later, linear, after in run_ranks(ranks, hooks, ranks):
+        assert len(told) == 1
+        assert "2 parameters have a hook" in told[0] or "4 parameters have a hook" in told[0]
+        assert "one of 4 microbatches" in told[0]
+        assert not later
+        assert max(linear, after) < 1e-5
