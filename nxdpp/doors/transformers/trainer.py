@@ -296,7 +296,7 @@ class PipelineTrainer(SavingTrainer, EvaluatingTrainer, ControlledTrainer):
 
     def _split(self, batch: Mapping[str, Any]) -> list[dict[str, Any]]:
         parts = self._parts if self._most_tokens is None else parts_within(batch, self._most_tokens)
-        return split_rows(batch, parts)
+        return split_rows(batch, parts, self._most_tokens)
 
     def _finalize_training(self, trial: Any, num_train_samples: int, start_time: float) -> Any:
         # Steps that are not logged yet have the loss of this replica.
