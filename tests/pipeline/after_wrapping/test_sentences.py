@@ -262,7 +262,7 @@ def average_over_clones(copied: nn.Module, wrapped: Any) -> list[torch.Tensor]:
 
 def compare_with_copy(copied: nn.Module, wrapped: Any) -> float:
     whole = dict(copied.named_parameters())
-    return max((value - whole[name]).abs().max().item() for name, value in wrapped.named_parameters())
+    return float(max((value - whole[name]).abs().max() for name, value in wrapped.named_parameters()))
 
 
 def average_over_part(copied: nn.Module, wrapped: Any) -> None:
