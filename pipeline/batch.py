@@ -23,12 +23,14 @@ from nxdpp.pipeline.local.changes import ENTRIES, Change
 from nxdpp.pipeline.local.part import LocalPart
 from nxdpp.pipeline.local.upkeep import LocalUpkeep
 from nxdpp.pipeline.loss.normalization import LossNormalization
-from nxdpp.pipeline.microbatches.batch_dimension import dimensions_of, rows_of, value_counts
+from nxdpp.pipeline.microbatches.batch_dimension import dimensions_of, rows_of, shapes_of_rows, value_counts
 from nxdpp.pipeline.microbatches.mixed_rows import warn_of_batch_norms
 from nxdpp.pipeline.microbatches.rows import on_device, readable_inputs, readable_opened
 from nxdpp.pipeline.microbatches.split_batch import check_samples, opened_samples, split_batch
 from nxdpp.pipeline.outputs.joined_outputs import join_outputs
+from nxdpp.pipeline.stages.cut_graph import StepGraphs
 from nxdpp.tracing.models.huggingface import refuse_packed_positions
+from nxdpp.tracing.models.image_rows import names_of_images
 from nxdpp.tracing.models.loss_terms import NUM_ITEMS
 from nxdpp.tracing.values.input_dicts import levels, open_inputs
 
@@ -108,7 +110,9 @@ class Batches:
         count = self._config.num_microbatches
         if count == 1 or self._config.split_inputs_fn is not None or not isinstance(inputs, Mapping):
             return self.of_inputs(inputs)
-        rows = rows_of(open_inputs(inputs), self._config.batch_dimension, self._config.shared_inputs)
+        rows = rows_of(
+            self._without_images(open_inputs(inputs)), self._config.batch_dimension, self._config.shared_inputs
+        )
         return self.of_inputs(inputs, rows if rows and rows % count else None)
 
     def of_inputs(self, inputs: Mapping[str, Any], uneven: int | None = None) -> Batch:
@@ -167,11 +171,21 @@ class Batches:
         moved = on_device(before, device)
         return Batch(moved, moved, is_counted, parts, before)
 
-    def joined(self, outputs: list[Any], batch: Batch, is_of_no_input: Sequence[bool]) -> Any:
+    def joined(self, outputs: list[Any], batch: Batch, graphs: StepGraphs) -> Any:
         """Return the output of ``batch`` for those of its microbatches; takes and raises as ``join_outputs``."""
         dimension, shared = self._config.batch_dimension, self._config.shared_inputs
-        counts = [value_counts(each, dimension, shared) for each in batch.before]
-        return join_outputs(outputs, counts, dimension, is_of_no_input)
+        inputs = [self._without_images(each) for each in batch.before]
+        counts = [value_counts(each, dimension, shared) for each in inputs]
+        are_free = graphs.are_of_no_input(lambda: shapes_of_rows(inputs[0], dimension, shared))
+        return join_outputs(outputs, counts, dimension, are_free)
+
+    def _without_images(self, opened: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the opened inputs but those whose first dimension may be one of images."""
+        images = set()
+        for names in levels(opened):
+            found = names_of_images(self.module, {key: opened[name] for key, name in names.items()})
+            images |= {names[key] for key in found}
+        return {name: value for name, value in opened.items() if name not in images}
 
     def _check_names(self, inputs: Mapping[str, Any]) -> None:
         """Raise ``TypeError`` or ``ValueError`` for names of inputs that neither the model nor ``loss_fn`` takes."""

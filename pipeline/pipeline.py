@@ -90,8 +90,8 @@ class Pipeline(PipelineSteps):
         self.original_module = module
         self.config = config
         number = board.pipelines + 1
-        common = _common_settings(config, number, agreed or {})
         options = self._trace_and_cut()
+        common = _common_settings(config, number, agreed or {})
         changes = ChangeRecord()
         self.exchanges = ReplicaExchanges(
             {

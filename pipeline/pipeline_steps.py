@@ -157,9 +157,7 @@ class PipelineSteps:
         outputs = result.shared_outputs() if everywhere else result.outputs()
         with failure_watch.reported():
             step = result.step
-            return Evaluation(
-                None, self._batches.joined(outputs, step.batch, step.graphs.is_of_no_input) if outputs else None
-            )
+            return Evaluation(None, self._batches.joined(outputs, step.batch, step.graphs) if outputs else None)
 
     def eval_samples(self, samples: Sequence[Mapping[str, Any]]) -> list[Any]:
         """Run the forward of ``samples`` without gradients; collective over the pipeline.

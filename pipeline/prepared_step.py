@@ -12,7 +12,7 @@ from nxdpp.pipeline.config import PipelineConfig
 from nxdpp.pipeline.loss.batch_loss import LossOfBatch
 from nxdpp.pipeline.loss.normalization import LossNormalization
 from nxdpp.pipeline.loss.step_loss import StepLoss
-from nxdpp.pipeline.microbatches.batch_dimension import rows_of
+from nxdpp.pipeline.microbatches.batch_dimension import rows_of, shapes_of_rows
 from nxdpp.pipeline.outputs.shared_outputs import shared_outputs
 from nxdpp.pipeline.stages.cut_graph import EndsWith, RankStages, StepGraphs, fill_output
 from nxdpp.pipeline.stages.loss import LossTransform
@@ -151,9 +151,11 @@ class StepPreparation:
     def _loss_of_batch(self, graphs: StepGraphs, microbatches: list[dict[str, Any]], *_: Any) -> StepLoss:
         """Begin the loss over the whole batch, which may have microbatches without labels."""
         config = self._config
-        rows = rows_of(microbatches[0], config.batch_dimension, config.shared_inputs)
+        first, dimension, shared = microbatches[0], config.batch_dimension, config.shared_inputs
+        rows = rows_of(first, dimension, shared)
+        are_free = graphs.are_of_no_input(lambda: shapes_of_rows(first, dimension, shared))
         module = graphs.cuts[0].partition.module
-        own: dict[str, Any] = {"rows": rows, "module": module, "is_of_no_input": graphs.is_of_no_input}
+        own: dict[str, Any] = {"rows": rows, "module": module, "is_of_no_input": are_free}
         loss = LossOfBatch(microbatches, is_sum=True, batch_loss=config.batch_loss, **own)
         loss.begin()
         return loss

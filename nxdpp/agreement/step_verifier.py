@@ -187,7 +187,7 @@ class StepVerifier:
         stepped, waiting = (here, there) if ours % 2 else (there, here)
         raise RuntimeError(
             f"an optimizer has stepped on {stepped} since the training step before, and none on {waiting}: the parts "
-            f"of the model would be trained by other numbers of steps. {STEP_ON_ALL} {OF_A_PART}"
+            f"of the model would be trained by different numbers of steps. {STEP_ON_ALL} {OF_A_PART}"
         )
 
     def _receive_text(self, step_digest: int, length: int) -> str | None:

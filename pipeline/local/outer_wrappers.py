@@ -9,13 +9,15 @@ Each is recognised before it changes anything, by its class, by an attribute tha
     FullyShardedDataParallel(model)       lists modules() in its constructor
     accelerate's prepare(model)           sets forward, for autocast
     AveragedModel(whole).update_parameters(model)    lists modules, for fewer parameters than it has
-    zip(copied.parameters(), model.parameters())     lists modules beside a whole copy: a warning
+    zip(copied.parameters(), model.parameters())     lists modules beside a whole copy that it changes: a warning
 
 A list that the program has made before is not recognised. The first step finds modules that
 ``FullyShardedDataParallel`` has marked, see ``other_wrappers``.
 """
 
+import inspect
 import logging
+import re
 from collections.abc import Iterator
 from types import CodeType, FrameType
 from typing import Any
@@ -46,10 +48,10 @@ _AVERAGE = (
     "AveragedModel(model.local_module), after each step averaged.update_parameters(model.local_module)."
 )
 _BESIDE_A_COPY = (
-    "this rank's part of the pipelined model has %d parameters, and the copy of the whole model beside which the "
-    "program lists them has %d: an average (EMA) over both leaves parameters of the copy as they are, and zip pairs "
-    "others with it. Copy this rank's part: averaged = copy.deepcopy(model.local_module), beside "
-    "model.local_module.parameters() in each step, or AveragedModel(model.local_module)."
+    "the program lists the %d parameters that this rank has of the pipelined model, beside the %d of %r, a copy of the "
+    "whole model, and changes values in place. An average (EMA) of these pairs would leave parameters of the copy as "
+    "they are, and zip would pair the wrong ones. Copy this rank's part: averaged = copy.deepcopy(model.local_module), "
+    "beside model.local_module.parameters() in each step, or AveragedModel(model.local_module)."
 )
 _BROADCAST = (
     "DistributedDataParallel gives all ranks the parameters of rank 0, which has other layers, or other parts of them: "
@@ -59,8 +61,13 @@ _BY_REGISTRATION = {"DistributedDataParallel": _BROADCAST, "OptimizedModule": CO
 _views: list[type[nn.Module]] = []
 # The code that has listed each part. A look at its variables keeps those of a long-lived function alive: one is enough.
 _listing: WeakKeyDictionary[nn.Module, set[CodeType]] = WeakKeyDictionary()
-# How such code pairs parameters.
+# How such code pairs parameters, and changes them; a comparison of two models changes none.
 _PAIRS = {"zip", "named_parameters", "state_dict"}
+_CHANGES = {"data", "load_state_dict"} | {
+    f"{prefix}{name}_"
+    for prefix in ("", "_foreach_")
+    for name in ("add", "addcmul", "copy", "div", "lerp", "mul", "sub")
+}
 _logger = logging.getLogger(__name__)
 
 
@@ -123,21 +130,38 @@ def warn_of_whole_copy(frame: FrameType | None, whole: nn.Module | None, part: n
     if frame.f_code in known:
         return
     known.add(frame.f_code)
+    if not _CHANGES & _names_of(frame.f_code):
+        return
     own = sum(1 for _ in part.parameters())
-    for each in _modules_of(frame):
-        if each is whole or type(each) is not type(whole):
+    for name, each in _modules_of(frame):
+        if each is whole or type(each) is not type(whole) or not _lists(frame.f_code, name):
             continue
         # Another wrapped model has the parameters of other ranks on the meta device.
         held = [parameter.is_meta for parameter in each.parameters()]
         if own < len(held) and not any(held):
-            _logger.warning(_BESIDE_A_COPY, own, len(held))
+            _logger.warning(_BESIDE_A_COPY, own, len(held), name)
             return
 
 
-def _modules_of(frame: FrameType) -> Iterator[nn.Module]:
-    """Modules among the variables of ``frame``, and the attributes of its ``self``."""
+def _names_of(code: CodeType) -> set[str]:
+    """The names that ``code`` uses, its comprehensions too."""
+    inside = (each for each in code.co_consts if isinstance(each, CodeType) and each.co_name.startswith("<"))
+    return {*code.co_names}.union(*map(_names_of, inside))
+
+
+def _lists(code: CodeType, name: str) -> bool:
+    """Return whether the source of ``code`` lists the parameters of a variable or attribute; ``True`` if unknown."""
+    try:
+        source = inspect.getsource(code)
+    except (OSError, TypeError):
+        return True
+    return re.search(rf"\b{name}\.(\w+\.)?(parameters|named_parameters|state_dict)\(", source) is not None
+
+
+def _modules_of(frame: FrameType) -> Iterator[tuple[str, nn.Module]]:
+    """Modules among the variables of ``frame``, and the attributes of its ``self``, by name."""
     for values in (frame.f_locals, getattr(frame.f_locals.get("self"), "__dict__", {})):
-        yield from (value for value in list(values.values()) if isinstance(value, nn.Module))
+        yield from ((name, value) for name, value in list(values.items()) if isinstance(value, nn.Module))
 
 
 def refuse_forward(name: str) -> None:

@@ -66,6 +66,25 @@ def rows_of(inputs: Mapping[str, Any], given: BatchDimension | None, shared: Col
     return rows.pop() if len(rows) == 1 else None
 
 
+def shapes_of_rows(
+    inputs: Mapping[str, Any], given: BatchDimension | None, shared: Collection[str] | None
+) -> list[dict[str, tuple[torch.Size, torch.dtype]]]:
+    """Return the shapes and dtypes of the opened ``inputs``, and the ones with other rows; none where rows disagree."""
+    rows = rows_of(inputs, given, shared)
+    if rows is None:
+        return []
+    along = dimensions_of(inputs, given)
+    tensors = {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor)}
+    more = {}
+    for name, value in tensors.items():
+        shape = list(value.shape)
+        if shape and shape[along[name]] == rows and name not in (shared or ()):
+            # No rule of a size from b rows, such as b // 2, is likely to give one size for both.
+            shape[along[name]] = 2 * rows + 1
+        more[name] = torch.Size(shape), value.dtype
+    return [{name: (value.shape, value.dtype) for name, value in tensors.items()}, more]
+
+
 def value_counts(
     inputs: Mapping[str, Any], given: BatchDimension | None, shared: Collection[str] | None
 ) -> dict[tuple[str, int], int]:

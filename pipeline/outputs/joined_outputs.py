@@ -2,15 +2,18 @@
 
 ::
 
-    computed of no input, and equal in all             once                               a mask, a temperature
+    computed of no value of an input, equal in all     once                               a mask, a temperature
     () in each                                         stacked (microbatches,)            a number of each microbatch
     a value for each row, (B, ...)                     concatenated along the rows        logits (B, T, V)
     equal in all                                       once                               positions, a mask (T, T)
     a value for each position of an input, (B * T, ..) concatenated along dimension 0     logits (B * T, V)
     everything else                                    a list, one for each microbatch    a norm (H,) of each, lengths
 
-Values other than tensors are equal in all, or a list. Sizes tell rows and positions, so that other tensors of just
-these sizes, a norm (H,) of microbatches with H rows, are taken for them.
+Values other than tensors are equal in all, or a list. What is computed of sizes of inputs is made of no value of them,
+unless its own size follows the rows: ``eye(x.shape[1])``, but not ``ones(x.shape[0])``.
+
+Sizes tell rows and positions, so that other tensors of just these sizes, a norm (H,) of microbatches with H rows, are
+taken for them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,10 +37,11 @@ def join_outputs(
     """Return the output of a batch, by the rule above, in the structure of the first microbatch.
 
     Args:
-        outputs: of the microbatches. Where their structures differ, they are returned as a list.
+        outputs: of the microbatches. Where their structures differ, they are returned as a list; dicts are joined by
+            names, and a value that some do not have is a list, with ``None`` for those.
         counts: ``value_counts`` of the inputs of each microbatch.
         dimension: ``batch_dimension``; by default 0.
-        is_of_no_input: for each value whether it is computed of no input; empty if unknown.
+        is_of_no_input: for each value whether it is computed of no value of an input; empty if unknown.
 
     Raises ``ValueError`` as ``output_dimension`` does.
     """
@@ -46,11 +50,21 @@ def join_outputs(
     columns = [leaves_of(output) for output in outputs]
     structures = [flatten(output)[1] for output in outputs]
     if any(structure != structures[0] for structure in structures) or len({*map(len, columns)}) > 1:
-        return list(outputs)
+        return _join_names(outputs, counts, dimension)
     own = is_of_no_input if len(is_of_no_input) == len(columns[0]) else [False] * len(columns[0])
     parts = zip(*columns, strict=True)
     leaves = [_join(list(each), counts, dimension, is_free) for each, is_free in zip(parts, own, strict=True)]
     return pytree.tree_unflatten(leaves, structures[0])
+
+
+def _join_names(outputs: Sequence[Any], counts: Sequence[Counts], dimension: BatchDimension | None) -> Any:
+    """Join each value of dicts of one type, such as the outputs of rows with images and of rows without."""
+    kind = type(outputs[0])
+    if not all(type(each) is kind and isinstance(each, dict) and {*map(type, each)} <= {str} for each in outputs):
+        return list(outputs)
+    values = {name: [output.get(name) for output in outputs] for output in outputs for name in output}
+    in_all = {name for name in values if all(name in output for output in outputs)}
+    return kind(**{n: join_outputs(v, counts, dimension) if n in in_all else v for n, v in values.items()})
 
 
 def _join(parts: list[Any], counts: Sequence[Counts], dimension: BatchDimension | None, is_of_no_input: bool) -> Any:

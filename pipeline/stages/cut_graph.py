@@ -1,10 +1,10 @@
 """Traced graph with the stage of each node, ready to be split into stage modules."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
+import torch
 from torch import fx
 
 from nxdpp.agreement.fingerprint import Fingerprint, fingerprint
@@ -15,9 +15,11 @@ from nxdpp.pipeline.partition.partition import Partition
 from nxdpp.pipeline.stages.first_run import FirstRun
 from nxdpp.pipeline.stages.loss import LossSpec, pick_loss, pick_loss_of_sample
 from nxdpp.pipeline.stages.split import StagePlan, build_stage, plan_stages
-from nxdpp.tracing.graph.search import ancestors
+from nxdpp.tracing.graph.search import ancestors, reached
 from nxdpp.tracing.graph.trace import TracedGraph
+from nxdpp.tracing.sizes.sizes import Shapes, Sizes, UnknownSizeError
 from nxdpp.tracing.state.shared_objects import SharedBuffers, SharedObjects
+from nxdpp.tracing.values.metadata import of_values
 from nxdpp.tracing.values.nested import is_dataclass_instance, leaves_of, map_leaves
 
 EndsWith = Literal["loss", "output", "loss and output"]
@@ -90,6 +92,7 @@ class CutGraph:
         self.first_trained = partition.first_trained
         (values,) = next(node.args for node in traced.graph.nodes if node.op == "output")
         self.output: Any = pytree.tree_unflatten(list(values), traced.output_spec)
+        self._are_of_no_input: list[bool] | None = None
 
     def loss(self, spec: LossSpec = None) -> fx.Node:
         """Return the node of the loss. Raises ``ValueError`` for an output without one."""
@@ -121,11 +124,22 @@ class CutGraph:
         """Whether the output is one value, without a name and without a loss function."""
         return isinstance(self.output, fx.Node) and self.traced.loss is None and not self.traced.lacking_for_loss
 
-    @cached_property
-    def is_of_no_input(self) -> list[bool]:
-        """For each value of the output, whether it depends on no input of the model: a mask, a temperature."""
-        nodes = [leaf if isinstance(leaf, fx.Node) else None for leaf in leaves_of(self.output)]
-        return [node is not None and all(each.op != "placeholder" for each in ancestors(node)) for node in nodes]
+    def are_of_no_input(self, shapes: Callable[[], Sequence[Shapes]]) -> list[bool]:
+        """Return for each value of the output whether no value of an input decides it: a mask, a temperature.
+
+        One that is made of the sizes, dtypes and devices of inputs is such, if its size is the same for inputs of all
+        ``shapes()``, which have different rows: ``eye(x.shape[1])``, not ``ones(x.shape[0])``. None tell that of none.
+        """
+        if self._are_of_no_input is None:
+            leaves = [leaf if isinstance(leaf, fx.Node) else None for leaf in leaves_of(self.output)]
+            free = [leaf is not None and _is_free(ancestors(leaf)) for leaf in leaves]
+            doubtful = [leaf for leaf in leaves if leaf is not None and _is_free(reached([leaf], of_values))]
+            if len(doubtful) > sum(free) and (given := shapes()):
+                sizes = [Sizes(self.partition.module, each) for each in given]
+                keep = {node for node in doubtful if _has_one_size(node, sizes)}
+                free = [is_free or leaf in keep for is_free, leaf in zip(free, leaves, strict=True)]
+            self._are_of_no_input = free
+        return self._are_of_no_input
 
     def results(self) -> list[fx.Node]:
         """Return the nodes of all values of the output, each once."""
@@ -177,10 +191,9 @@ class StepGraphs(NamedTuple):
     cuts: tuple[CutGraph, ...]
     numbers: tuple[int, ...] = ()
 
-    @property
-    def is_of_no_input(self) -> list[bool]:
-        """For each value of the output, whether it depends on no input in any graph; empty if the outputs differ."""
-        columns = [cut.is_of_no_input for cut in self.cuts]
+    def are_of_no_input(self, shapes: Callable[[], Sequence[Shapes]]) -> list[bool]:
+        """Return ``are_of_no_input`` for all graphs at once; empty if the outputs differ."""
+        columns = [cut.are_of_no_input(shapes) for cut in self.cuts]
         return [all(each) for each in zip(*columns, strict=True)] if len({*map(len, columns)}) == 1 else []
 
     def of_each(self, microbatches: Sequence[Mapping[str, Any]]) -> list[dict[int, Mapping[str, Any]]]:
@@ -189,6 +202,23 @@ class StepGraphs(NamedTuple):
             return [dict(enumerate(microbatches))]
         graphs = range(len(self.cuts))
         return [{n: each for n, each in enumerate(microbatches) if self.numbers[n] == graph} for graph in graphs]
+
+
+def _is_free(nodes: Iterable[fx.Node]) -> bool:
+    return all(node.op != "placeholder" for node in nodes)
+
+
+def _has_one_size(node: fx.Node, sizes: Sequence[Sizes]) -> bool:
+    """Return whether the tensor ``node`` has one shape, of a dimension at least, in all ``sizes``."""
+    try:
+        first, *others = (each.read(node, _shape) for each in sizes)
+    except UnknownSizeError:
+        return False
+    return bool(first) and all(other == first for other in others)
+
+
+def _shape(value: Any) -> torch.Size | None:
+    return value.shape if isinstance(value, torch.Tensor) else None
 
 
 def _node(loss: Any) -> fx.Node:

@@ -186,6 +186,19 @@ def test_a_scaler_of_torch_is_refused() -> None:
     check_grad_scaler(None)
 
 
+def wrap_with_a_scaler_of_torch(rank: int, ranks: int) -> None:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=ranks, backend="gloo")
+    model = nn.ModuleList(nn.Linear(2, 2) for _ in range(4))
+    scaler: Any = torch.amp.GradScaler("cpu")
+    with pytest.raises(TypeError, match=r"must be an nxdpp\.GradScaler, not .* takes the same arguments"):
+        NxDPPModel(model, num_microbatches=2, transformer_layer_cls=nn.Linear, grad_scaler=scaler)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_model_with_a_scaler_of_torch_is_refused(ranks: int) -> None:
+    run_ranks(ranks, wrap_with_a_scaler_of_torch, ranks)
+
+
 def test_calls_of_a_script_for_one_process_are_refused() -> None:
     scaler = GradScaler("cpu")
     loss = torch.ones((), requires_grad=True)

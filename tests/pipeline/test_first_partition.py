@@ -8,12 +8,14 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from nxdpp import NxDPPModel, parallel_state
 from nxdpp.pipeline.first_partition import first_partition
 from nxdpp.pipeline.partition.partition import GivenCuts, Partition, PartitionPolicy, even
 from nxdpp.tracing.graph.errors import TracingError
 from tests.support.in_process import InProcessPipeline
 from tests.support.models import llama, microbatches, padded_batch
 from tests.support.plain_models import WIDTH, Block
+from tests.support.run_ranks import run_ranks
 from tests.support.sized_models import (
     Convolution,
     DynamicImages,
@@ -37,6 +39,43 @@ def partition_of(
     model: nn.Module, layer: Any, batch: Any = None, policy: PartitionPolicy = even, names: Any = None
 ) -> Partition:
     return first_partition(model, options_for(model, layer), 3, policy, names, batch)
+
+
+class DrawsUnlessGiven(nn.Module):
+    """Noise between the layers, drawn where none is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(Block() for _ in range(4))
+
+    def forward(self, x: torch.Tensor, eps: torch.Tensor | None = None, scale: float = 1.0) -> torch.Tensor:
+        """Return a loss."""
+        for number, layer in enumerate(self.layers):
+            if number == 2:
+                if eps is None:
+                    eps = torch.randn_like(x)
+                x = x + scale * eps
+            x = layer(x)
+        return x.square().mean()
+
+
+def train_with_noise(rank: int, ranks: int) -> None:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=ranks, backend="gloo")
+    given: dict[str, Any] = {"num_microbatches": 2, "transformer_layer_cls": Block, "broadcast_and_average_loss": True}
+    remedy = r"eps is an input of forward.* one microbatch: .*, partition_batch=\{\"x\": \.\.\., \"eps\": \.\.\.\}\)"
+    with pytest.raises(TracingError, match=remedy):
+        NxDPPModel(DrawsUnlessGiven(), **given)
+    # The remedy, followed.
+    x, eps = vectors(4)["x"], torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(1))
+    model = NxDPPModel(DrawsUnlessGiven(), **given, partition_batch={"x": x[:2], "eps": eps[:2]})
+    expected = DrawsUnlessGiven()(x, eps)
+    torch.testing.assert_close(model.run_train(x=x, eps=eps), expected.detach())
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_noise_that_each_step_gives_is_in_the_example(ranks: int) -> None:
+    run_ranks(ranks, train_with_noise, ranks)
 
 
 @pytest.mark.parametrize(("make", "layer", "batch"), CASES)

@@ -36,8 +36,10 @@ _OF_SEQUENCES = (
 )  # fmt: skip
 _SEEDS = ("manual_seed", "seed", "set_rng_state")
 _DEVICE_SEEDS = ("manual_seed", "manual_seed_all", "seed", "seed_all", "set_rng_state", "set_rng_state_all")
+DRAWN = "be drawn once for all steps"
+"""What the refusal of a random tensor says."""
 _DRAWN_ONCE = (
-    "be drawn once for all steps. Draw in a module without layers, or in a layer. A layer that is dropped at random "
+    f"{DRAWN}. Draw in a module without layers, or in a layer. A layer that is dropped at random "
     "draws itself, and returns its input."
 )
 _REPLACED = (*_CONSTRUCTORS, *_RANDOM, *_OF_METADATA, *_OF_SEQUENCES, "is_tensor")

@@ -14,8 +14,10 @@ in a module above layers                                     the line in a funct
 """
 
 import inspect
+import linecache
 import re
 import sys
+import traceback
 from collections.abc import Sequence
 from types import FunctionType
 from typing import Any
@@ -34,6 +36,7 @@ from nxdpp.tracing.code.frames import (
     runs,
     variable,
 )
+from nxdpp.tracing.graph.constructors import DRAWN
 from nxdpp.tracing.graph.errors import TRACING, is_machinery
 
 _PROXY = re.compile(r"\b\w*Proxy\b")
@@ -85,6 +88,18 @@ def remedy_for_constants(made: Sequence[Any], any_tracer: bool) -> str:
     if any(isinstance(value, torch.Tensor) and value.requires_grad for value in made):
         return _OF_PARAMETERS
     return f"Leave tracer_cls out, or make them in __init__. {_OF_ITS_OWN}" if any_tracer else _CONSTANTS
+
+
+def drawn_input(error: Exception, module: nn.Module, names: Sequence[str]) -> str | None:
+    """Return the one of ``names``, inputs of ``module`` that were not given, which the line of ``error`` draws."""
+    if DRAWN not in str(error):
+        return None
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    for place in traceback.walk_tb(error.__traceback__):
+        if place[0].f_code is code:
+            text = linecache.getline(file_of(place[0]), place[1])
+            return next((name for name in names if re.search(rf"\b{name}\s*=[^=]", text)), None)
+    return None
 
 
 def _is_of_the_model(error: Exception, last: Frame, at: int) -> bool:

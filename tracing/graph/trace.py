@@ -28,7 +28,7 @@ from nxdpp.tracing.graph.derivatives import refuse_derivatives
 from nxdpp.tracing.graph.entry import Entry
 from nxdpp.tracing.graph.errors import TracingError, calling_line, model_line, source_line
 from nxdpp.tracing.graph.graph_values import compute_the_same
-from nxdpp.tracing.graph.remedies import remedy, remedy_for_constants
+from nxdpp.tracing.graph.remedies import drawn_input, remedy, remedy_for_constants
 from nxdpp.tracing.graph.spine import SpineTracer
 from nxdpp.tracing.graph.told_once import warn_of_unused_numbers
 from nxdpp.tracing.models.captured_outputs import lasting_hooks
@@ -329,6 +329,12 @@ def _explain(
         return (
             f"{told}All inputs of forward are optional, {optional}, and it was given none. Give those that it needs by "
             f"name, to the step (run_train({optional[0]}=...)) or in partition_batch."
+        )
+    if name := drawn_input(error, module, [each.name for each in parameters if each.name not in inputs]):
+        example = ", ".join(f'"{each}": ...' for each in (*inputs, name))
+        told += (
+            f"{name} is an input of forward, and is drawn as it was not given. Where each step gives it, give it here "
+            f"too, in one microbatch: NxDPPModel(..., partition_batch={{{example}}}). "
         )
     around = declared_around(module, layers)
     return (told + remedy(error, any_tracer=not isinstance(tracer, SpineTracer), around=around)).rstrip()

@@ -53,14 +53,60 @@ def split_images(module: nn.Module, inputs: Mapping[str, Any], microbatches: int
     ``module`` is a transformers model, or has one inside. Raises ``ValueError`` where the tokens do not tell the row of
     each image or have no values (meta device), and for a microbatch without images of a model that needs some.
     """
-    parts: list[dict[str, Any]] = [{} for _ in range(microbatches)]
     tokens = inputs.get("input_ids")
-    if microbatches == 1 or not isinstance(tokens, torch.Tensor) or not any(kind.pixels in inputs for kind in _KINDS):
+    if microbatches == 1 or not isinstance(tokens, torch.Tensor) or not tokens.ndim:
+        return [{} for _ in range(microbatches)]
+    ends = list(accumulate(len(rows) for rows in tokens.tensor_split(microbatches)))[:-1]
+    parts = _split(module, inputs, ends)
+    for name in sorted({name for part in parts for name in part}):
+        lacking = next((number for number, part in enumerate(parts) if name not in part), None)
+        if lacking is not None and _is_required(module, name):
+            raise ValueError(
+                f"microbatch {lacking} of {microbatches} has no {name}, which {type(module).__name__} needs. Order the "
+                f"rows so that each microbatch of {len(tokens) // microbatches} has some, or use fewer microbatches."
+            )
+    return parts
+
+
+def names_of_images(module: nn.Module, inputs: Mapping[str, Any]) -> set[str]:
+    """Return the names of ``inputs`` whose first dimension may be one of images or patches; not without tokens."""
+    if "input_ids" not in inputs or next(_configurations(module), None) is None:
+        return set()
+    return {name for kind in _KINDS for name in (kind.pixels, kind.grid, *kind.of_each)}.intersection(inputs)
+
+
+def first_rows(module: nn.Module, inputs: Mapping[str, Any], rows: int) -> dict[str, Any]:
+    """Return the first ``rows`` of ``inputs`` with their images only; without rows, all rows with no images.
+
+    Tokens of images without them become other ones, so such rows are good for nothing but a run whose loss is not used.
+    ``module`` is as for ``split_images``. Raises ``ValueError`` as it does, and for no images of a model that needs
+    some.
+    """
+    tokens = inputs["input_ids"]
+    own, others = _split(module, inputs, [rows])
+    names = {*own, *others}
+    if missing := [name for name in names.difference(own) if _is_required(module, name)]:
+        raise ValueError(f"the first {rows} rows have no {missing[0]}, which {type(module).__name__} needs.")
+    kept = {name: value for name, value in inputs.items() if name not in names}
+    if rows:
+        whole = {name: value for name, value in kept.items() if isinstance(value, torch.Tensor) and value.ndim}
+        return kept | {name: value[:rows] for name, value in whole.items()} | own
+    config = next(_configurations(module), None)
+    of_images = [token for kind in _KINDS if (token := _token(kind, config)) is not None]
+    other = next(number for number in range(len(of_images) + 1) if number not in of_images)
+    return kept | {"input_ids": tokens.masked_fill(torch.isin(tokens, tokens.new_tensor(of_images)), other)}
+
+
+def _split(module: nn.Module, inputs: Mapping[str, Any], ends: Sequence[int]) -> list[dict[str, Any]]:
+    """Return the images of the rows up to each of ``ends``, and of the remaining ones."""
+    parts: list[dict[str, Any]] = [{} for _ in range(len(ends) + 1)]
+    tokens = inputs["input_ids"]
+    if not any(kind.pixels in inputs for kind in _KINDS):
         return parts
     config = next(_configurations(module), None)
     if config is not None and config.model_type in _BY_ROWS:
         token = _token(_KINDS[0], config)
-        return parts if token is None else _of_rows_with_images(inputs, tokens.eq(token).any(dim=1), microbatches)
+        return parts if token is None else _of_rows_with_images(inputs, tokens.eq(token).any(dim=1), ends)
     for kind in _KINDS if config is not None else ():
         token = _token(kind, config)
         if isinstance(inputs.get(kind.pixels), torch.Tensor) and token is not None:
@@ -70,16 +116,10 @@ def split_images(module: nn.Module, inputs: Mapping[str, Any], microbatches: int
                     f"Give these inputs with values."
                 )
             counts = (tokens == token).sum(dim=1).tolist()
-            for name, sizes in _sizes(kind, config, inputs, counts, microbatches).items():
+            for name, sizes in _sizes(kind, config, inputs, counts, ends).items():
                 for part, piece in zip(parts, inputs[name].split(sizes), strict=True):
                     if len(piece):
                         part[name] = piece
-                if 0 in sizes and _is_required(module, name):
-                    raise ValueError(
-                        f"microbatch {sizes.index(0)} of {microbatches} has no {name}, which {type(module).__name__} "
-                        f"needs. Order the rows so that each microbatch of {len(counts) // microbatches} has some, or "
-                        f"use fewer microbatches."
-                    )
     return parts
 
 
@@ -100,22 +140,24 @@ def _token(kind: _Kind, config: Any) -> int | None:
     return next((value for name in kind.token if (value := getattr(config, name, None)) is not None), None)
 
 
-def _of_rows_with_images(inputs: Mapping[str, Any], has_image: torch.Tensor, microbatches: int) -> list[dict[str, Any]]:
-    """Return the images of each microbatch with some; a model takes no microbatch of empty places of images only."""
-    rows = has_image.tensor_split(microbatches)
+def _of_rows_with_images(
+    inputs: Mapping[str, Any], has_image: torch.Tensor, ends: Sequence[int]
+) -> list[dict[str, Any]]:
+    """Return the images of each part with some; a model takes no part with empty places of images only."""
+    rows = has_image.tensor_split(ends)
     if has_image.is_meta or all(own.any() for own in rows) or not has_image.any():
-        return [{} for _ in range(microbatches)]
+        return [{} for _ in rows]
     tensors = {name: inputs[name] for name in _OF_ROWS if isinstance(inputs.get(name), torch.Tensor)}
-    given = {name: tensor.tensor_split(microbatches) for name, tensor in tensors.items()}
+    given = {name: tensor.tensor_split(ends) for name, tensor in tensors.items()}
     return [
         {name: parts[number] for name, parts in given.items()} if own.any() else {} for number, own in enumerate(rows)
     ]
 
 
 def _sizes(
-    kind: _Kind, config: Any, inputs: Mapping[str, Any], counts: Sequence[int], microbatches: int
+    kind: _Kind, config: Any, inputs: Mapping[str, Any], counts: Sequence[int], ends: Sequence[int]
 ) -> dict[str, list[int]]:
-    """Return the first dimension of each microbatch's part of each input of ``kind``.
+    """Return the first dimension of each input of ``kind``, of rows up to each of ``ends`` and of the remaining ones.
 
     ``counts`` has the number of image tokens of each row.
     """
@@ -140,9 +182,8 @@ def _sizes(
             f"tokens of it. Give split_inputs_fn, a function of the inputs and num_microbatches that returns the "
             f"inputs of each microbatch, or use num_microbatches=1."
         )
-    images = [int(own.sum()) for own in torch.tensor(of_rows).tensor_split(microbatches)]
-    ends = list(accumulate(images))
-    of_pixels = [sum(patches[end - number : end]) for number, end in zip(images, ends, strict=True)]
+    images = [int(own.sum()) for own in torch.tensor(of_rows).tensor_split(ends)]
+    of_pixels = [sum(patches[end - number : end]) for number, end in zip(images, accumulate(images), strict=True)]
     others = [name for name in (kind.grid, *kind.of_each) if isinstance(inputs.get(name), torch.Tensor)]
     return {kind.pixels: of_pixels} | dict.fromkeys(others, images)
 

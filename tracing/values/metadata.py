@@ -17,6 +17,8 @@ from nxdpp.tracing.modules import listings
 
 LIKE = frozenset({torch.zeros_like, torch.ones_like, torch.full_like, torch.empty_like})
 """Functions that make a tensor from the metadata of another."""
+NEW = frozenset({"new_empty", "new_full", "new_ones", "new_zeros"})
+"""Methods that make a tensor from the metadata of their own."""
 
 _ATTRIBUTES = frozenset(
     {"device", "dtype", "is_cpu", "is_cuda", "is_leaf", "is_meta", "is_mps", "is_nested", "is_quantized", "is_sparse",
@@ -72,6 +74,17 @@ def _is_metadata(node: fx.Node) -> bool:
         return True
     arithmetic = getattr(target, "__module__", "") in (operator.__name__, operator.add.__module__, math.__name__)
     return (arithmetic or target is getattr) and _follows(node)
+
+
+def of_values(node: fx.Node) -> list[fx.Node]:
+    """Return the arguments whose values decide the value of ``node``: not a tensor of which it reads metadata only."""
+    arguments = node.all_input_nodes
+    if node.op != "placeholder" and is_metadata(node):
+        return [argument for argument in arguments if is_metadata(argument)]
+    if node.target in LIKE or (node.op == "call_method" and node.target in NEW):
+        model = node.args[0] if node.args else node.kwargs.get("input")
+        return [argument for argument in arguments if argument is not model or is_metadata(argument)]
+    return arguments
 
 
 def is_shape(node: fx.Node) -> bool:

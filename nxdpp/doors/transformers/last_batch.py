@@ -16,8 +16,10 @@ from typing import Any
 import torch
 from accelerate.state import GradientState
 from accelerate.utils import recursively_apply
+from torch import nn
 
 from nxdpp.ranks import parallel_state
+from nxdpp.tracing.models.image_rows import first_rows
 
 _IGNORED = -100
 
@@ -69,6 +71,20 @@ class LastBatch:
         if len(_sizes(batch)) > 1:
             return self.unlabelled(batch)
         return _with(batch, {name: value[: self.rows] for name, value in batch.items() if _has_rows(value)})
+
+    def trained(self, batch: Mapping[str, Any], model: nn.Module) -> Any:
+        """Return the own rows of ``batch`` with their images; a replica without any keeps all its rows, and no image.
+
+        Images of rows that fill would give the modules that read them gradients of 0, where one process has ``None``.
+        Images whose rows ``model`` does not tell, or needs, stay.
+        """
+        tokens = batch.get("input_ids")
+        if isinstance(tokens, torch.Tensor) and len(tokens) == self.size:
+            try:
+                return _only(batch, first_rows(model, batch, self.rows))
+            except ValueError:
+                pass
+        return self.own(batch) if self.rows else batch
 
     def unlabelled(self, batch: Mapping[str, Any]) -> Any:
         """Return ``batch`` with no labels in the rows that fill."""
@@ -125,8 +141,8 @@ class NotedLast:
         """Return the rows of ``batch``, if it is the last one and does not divide over replicas."""
         return next((last for noted, last in self._noted if noted is batch), None)
 
-    def begin_step(self, batches: Iterator[Any], parts: int) -> Iterator[Any]:
-        """Forget the batch of an earlier step, and return ``batches`` of a loader.
+    def begin_step(self, batches: Iterator[Any], parts: int, model: nn.Module) -> Iterator[Any]:
+        """Forget the batch of an earlier step, and return ``batches`` of a loader for ``model``.
 
         The last one comes without the rows that fill, and is noted. Where each batch is split into ``parts``, its loss
         is a sum over labels: these rows stay, without labels.
@@ -135,17 +151,22 @@ class NotedLast:
         for batch in batches:
             last = last_of_loader(batch)
             if last is not None:
-                if last.rows:
-                    batch = last.own(batch) if parts == 1 else last.unlabelled(batch)
+                if parts == 1:
+                    batch = last.trained(batch, model)
+                elif last.rows:
+                    batch = last.unlabelled(batch)
                 noted.append((batch, last))
             yield batch
 
 
 def _with(batch: Any, changed: Mapping[str, Any]) -> Any:
     """Return a copy of ``batch``, of its class, with ``changed`` values."""
-    if isinstance(batch, dict):
-        return {**batch, **changed}
-    return type(batch)({**batch, **changed})
+    return _only(batch, {**batch, **changed})
+
+
+def _only(batch: Any, values: dict[str, Any]) -> Any:
+    """Return ``values``, in the class of ``batch``."""
+    return values if isinstance(batch, dict) else type(batch)(values)
 
 
 def _common_size(batch: Any) -> int | None:

@@ -94,8 +94,10 @@ def _versions(values: Mapping[str, Any]) -> dict[str, int]:
     }
 
 
-def split_rows(batch: Mapping[str, Any], parts: int) -> list[dict[str, Any]]:
+def split_rows(batch: Mapping[str, Any], parts: int, most_tokens: int | None = None) -> list[dict[str, Any]]:
     """Return ``batch`` in at most ``parts`` parts of its rows: ``(b, ...)`` of each tensor ``(B, ...)``.
+
+    ``most_tokens`` is the argument that gives ``parts``; by default ``num_microbatches`` does.
 
     Fewer rows than parts give a part each. Values other than tensors go whole to each part.
 
@@ -106,9 +108,14 @@ def split_rows(batch: Mapping[str, Any], parts: int) -> list[dict[str, Any]]:
         return [dict(batch)]
     sizes = {name: value.size(0) for name, value in batch.items() if isinstance(value, torch.Tensor) and value.ndim}
     if len(set(sizes.values())) != 1:
+        name = "num_microbatches" if most_tokens is None else f"most_tokens={most_tokens}"
+        remedy = (
+            "Use num_microbatches=gradient_accumulation_steps, which splits no batch."
+            if most_tokens is None
+            else "Leave it out, and no batch is split: per_device_train_batch_size is the rows of a microbatch."
+        )
         raise ValueError(
-            f"num_microbatches splits each batch by rows, and its tensors have other first dimensions: {sizes}. Use "
-            f"num_microbatches=gradient_accumulation_steps, which splits no batch."
+            f"{name} splits each batch by rows, and its tensors have different first dimensions: {sizes}. {remedy}"
         )
     rows = min(parts, next(iter(sizes.values())))
     columns = {name: value.tensor_split(rows) if name in sizes else [value] * rows for name, value in batch.items()}

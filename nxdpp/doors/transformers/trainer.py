@@ -245,7 +245,9 @@ class PipelineTrainer(SavingTrainer, EvaluatingTrainer, ControlledTrainer):
     def _begin_step(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
         # It replaces get_batch_samples on the object, so that the batches of a subclass's get_batch_samples run.
         with self._randomness.fetching():
-            own = self._last.begin_step(epoch_iterator, self._parts) if self._cuts_last else epoch_iterator
+            own = epoch_iterator
+            if self._cuts_last:
+                own = self._last.begin_step(epoch_iterator, self._parts, cast(nn.Module, self.model))
             batches, items = type(self).get_batch_samples(self, own, num_batches, device)
         self._step.begin(batches)
         return batches, items
@@ -294,7 +296,7 @@ class PipelineTrainer(SavingTrainer, EvaluatingTrainer, ControlledTrainer):
 
     def _split(self, batch: Mapping[str, Any]) -> list[dict[str, Any]]:
         parts = self._parts if self._most_tokens is None else parts_within(batch, self._most_tokens)
-        return split_rows(batch, parts)
+        return split_rows(batch, parts, self._most_tokens)
 
     def _finalize_training(self, trial: Any, num_train_samples: int, start_time: float) -> Any:
         # Steps that are not logged yet have the loss of this replica.

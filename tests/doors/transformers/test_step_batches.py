@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from nxdpp.doors.transformers.step_batches import StepBatches
+from nxdpp.doors.transformers.step_batches import StepBatches, split_rows
 
 Batch = dict[str, torch.Tensor]
 
@@ -85,3 +85,18 @@ def test_a_step_that_was_left_is_refused() -> None:
         step.begin(batches(3))
     step.clear()
     step.begin(given)
+
+
+@pytest.mark.parametrize(
+    ("most_tokens", "sentence"),
+    [
+        (None, r"num_microbatches splits .*'pixel_values': 1\}\. Use num_microbatches=gradient_accumulation_steps"),
+        (14, r"most_tokens=14 splits .*'pixel_values': 1\}\. Leave it out, and no batch is split"),
+    ],
+)
+def test_images_of_a_split_batch_are_refused_by_the_argument_that_was_given(
+    most_tokens: int | None, sentence: str
+) -> None:
+    batch = {"input_ids": torch.ones(2, 7), "pixel_values": torch.ones(1, 3)}
+    with pytest.raises(ValueError, match=sentence):
+        split_rows(batch, 2, most_tokens)

@@ -69,13 +69,15 @@ IMAGE_TOKENS = {"llava": 16, "internvl": 4, "qwen2_vl": 4, "idefics3": 4}
 class SomeImages(Rows):
     """Rows for a vision-language model of equal lengths, of which two of five have an image."""
 
-    def __init__(self, rows: int = 20, seed: int = 0, model: str = "llava") -> None:
+    def __init__(self, rows: int = 20, seed: int = 0, model: str = "llava", last: int | None = None) -> None:
         super().__init__(rows, 24, 24, seed)
         self.model = model
+        # From here on no row has an image.
+        self.last = rows if last is None else last
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         ids = 40 + self.rows[index] % 40
-        has_image = index % 5 <= 1
+        has_image = index % 5 <= 1 and index < self.last
         if has_image:
             ids[1] = START
             ids[2 : 2 + IMAGE_TOKENS[self.model]] = IMAGE
@@ -378,6 +380,15 @@ SHORT = {
         {"train_sampling_strategy": "group_by_length", "gradient_accumulation_steps": 3},
         given={"data_collator": padded, "train_dataset": Rows(19, 5, 14)},
     ),
+    **{
+        f"no images in the last rows of {name}": Training(
+            {**TWO_EPOCHS, "remove_unused_columns": False, "train_sampling_strategy": "sequential"},
+            model=partial(vision_language, name),
+            given={"train_dataset": SomeImages(21, model=name, last=16), "data_collator": with_images},
+            replicated="per_device_train_batch_size",
+        )
+        for name in ("llava", "qwen2_vl", "idefics3")
+    },
 }
 """Trainings whose rows do not divide over two replicas; of 9 rows the second replica has none in the last batch."""
 TRAININGS |= SHORT

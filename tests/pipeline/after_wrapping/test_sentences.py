@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import logging
 import re
 from collections.abc import Callable
 from typing import Any
@@ -243,3 +244,53 @@ def test_a_sentence_on_every_rank_and_its_remedy(world_size: int) -> None:
             assert re.search(message, told[name]), (name, told[name])
         for name, (alone, pipelined) in numbers.items():
             assert pipelined == alone, name
+
+
+def average_over_copy(copied: nn.Module, wrapped: Any) -> None:
+    with torch.no_grad():
+        for one, other in zip(copied.parameters(), wrapped.parameters(), strict=False):
+            if one.shape == other.shape:
+                one.lerp_(other, 0.5)
+
+
+def average_over_clones(copied: nn.Module, wrapped: Any) -> list[torch.Tensor]:
+    clones = [parameter.detach().clone() for parameter in wrapped.parameters()]
+    for clone, other in zip(clones, wrapped.parameters(), strict=True):
+        clone.lerp_(other.detach(), 0.5)
+    return clones
+
+
+def compare_with_copy(copied: nn.Module, wrapped: Any) -> float:
+    whole = dict(copied.named_parameters())
+    return float(max((value - whole[name]).abs().max() for name, value in wrapped.named_parameters()))
+
+
+def average_over_part(copied: nn.Module, wrapped: Any) -> None:
+    """The remedy of the warning."""
+    averaged = copy.deepcopy(wrapped.local_module)
+    with torch.no_grad():
+        for one, other in zip(averaged.parameters(), wrapped.local_module.parameters(), strict=True):
+            one.lerp_(other, 0.5)
+
+
+def list_beside_a_copy(rank: int, ranks: int) -> None:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=ranks, backend="gloo")
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("nxdpp.pipeline.local.outer_wrappers").addHandler(handler)
+    copied = Plain()
+    training = PipelinedTraining(Plain())
+    training.loss()
+    wrapped = training.wrapped
+    for quiet in (average_over_clones, compare_with_copy, average_over_part):
+        quiet(copied, wrapped)
+        assert not told, quiet
+    average_over_copy(copied, wrapped)
+    assert len(told) == 1
+    assert re.search(r"lists the \d+ parameters .* beside the \d+ of 'copied'.*Copy this rank's part", told[0])
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_an_average_over_a_copy_of_the_whole_model_is_warned_of_and_a_comparison_is_not(ranks: int) -> None:
+    run_ranks(ranks, list_beside_a_copy, ranks)

@@ -85,6 +85,18 @@ def test_a_model_output_keeps_its_class() -> None:
     assert joined.loss is None
 
 
+def test_a_value_that_some_microbatches_lack_is_a_list() -> None:
+    rows = [{"rows": _full(2, 0), "images": torch.ones(3)}, {"rows": _full(2, 1)}]
+    joined = join_outputs(rows, _counts([2, 2]))
+    assert joined["rows"].tolist() == [[0] * 3] * 2 + [[1] * 3] * 2
+    assert [each if each is None else each.tolist() for each in joined["images"]] == [[1, 1, 1], None]
+    # Equal names, and another number of values below one of them.
+    deep = [{"rows": _full(2, 0), "states": (1,)}, {"rows": _full(2, 1), "states": (1, 2)}]
+    joined = join_outputs(deep, _counts([2, 2]))
+    assert joined["rows"].shape == (4, 3)
+    assert joined["states"] == [(1,), (1, 2)]
+
+
 class Statistics(nn.Module):
     """A model with rows, positions, masks, a temperature and statistics of each microbatch among its outputs."""
 
@@ -103,6 +115,12 @@ class Statistics(nn.Module):
             "none": x.new_zeros(x.size(0)),
             "mask": torch.eye(8),
             "square": torch.eye(x.size(1)),
+            "on device": torch.eye(8, device=x.device),
+            "causal": torch.ones(x.shape[1], x.shape[1]).tril(),
+            "like a row": torch.ones_like(x[0]),
+            "ones": torch.ones(x.shape[0]),
+            "halves": torch.full((2 * x.shape[0] // 2,), 0.5, dtype=x.dtype),
+            "like rows": torch.zeros_like(x[:, 0]),
             "scale": self.scale.exp(),
             "norm": x.square().sum((0, 1)),
             "sum": x.sum(),
@@ -159,14 +177,17 @@ def evaluate_statistics(rank: int, ranks: int) -> None:
     bare = Statistics()
     whole = reference(bare)
     model = NxDPPModel(bare, num_microbatches=4, transformer_layer_cls=nn.Linear)
-    for rows in (8, 4, 6, 3):
+    # Microbatches of 8, 3 and 4 rows are as many as values of a mask, tokens and features.
+    for rows in (8, 4, 6, 3, 32, 12, 16):
         x = torch.randn(rows, 3, 4, generator=torch.Generator().manual_seed(1))
         output = model.run_eval(x=x, everywhere=True)
         with torch.no_grad():
             expected, parts = whole(x), [whole(each) for each in x.tensor_split(min(rows, 4))]
-        for name in ("rows", "flat", "none", "mask", "square", "scale"):
+        for name in expected.keys() - {"norm", "sum"}:
             torch.testing.assert_close(output[name], expected[name], msg=f"{name} of {rows}")
-        torch.testing.assert_close(output["norm"], [each["norm"] for each in parts])
+        # A statistic of as many values as a microbatch has rows is taken for them.
+        if rows != 16:
+            torch.testing.assert_close(output["norm"], [each["norm"] for each in parts])
         torch.testing.assert_close(output["sum"], torch.stack([each["sum"] for each in parts]))
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from nxdpp import NxDPPModel, parallel_state
 from nxdpp.pipeline.microbatches.split_batch import split_batch
-from nxdpp.tracing.models.image_rows import split_images
+from nxdpp.tracing.models.image_rows import first_rows, split_images
 from tests.support.in_process import InProcessPipeline
 from tests.support.run_ranks import run_ranks
 from tests.support.vision_language import IMAGE, ROWS, SIDE, VISION_LANGUAGE, make_vision_language, pixels, tokens
@@ -217,6 +217,25 @@ def test_rows_with_and_without_images_are_those_of_one_process(name: str) -> Non
     assert any("vis" in key for key in gradients)
 
 
+@pytest.mark.parametrize("name", ["llava", "qwen2_vl", "idefics3"])
+def test_first_rows_have_their_own_images(name: str) -> None:
+    model, batch = with_mixed_rows(name)
+    own = first_rows(model, batch, 3)
+    assert len(own["input_ids"]) == len(own["labels"]) == 3
+    images = split_images(model, batch, ROWS)[2]
+    if name == "idefics3":
+        images = {"pixel_values": batch["pixel_values"][:3]}
+    for key, value in images.items():
+        assert torch.equal(own[key], value)
+    assert "pixel_values" not in first_rows(model, batch, 2)
+    # Without rows all stay, as text.
+    text = first_rows(model, batch, 0)
+    assert text["input_ids"].shape == batch["input_ids"].shape
+    assert not text["input_ids"].eq(IMAGE).any()
+    assert {*text}.isdisjoint(("pixel_values", "image_grid_thw"))
+    assert model(**text).loss.isfinite()
+
+
 def _compare(wrapped: NxDPPModel, whole: Any, batches: list[dict[str, Tensor]]) -> None:
     """A step of each replica's batch, and one process with the rows of all replicas in one piece."""
     wrapped.zero_grad()
@@ -264,6 +283,32 @@ def _train_numbers(name: str) -> None:
     for own in (numbers, numbers[::-1]):
         ids = tokens([size * number for number in own])
         _compare(wrapped, whole, [{"input_ids": ids, "labels": ids, "pixel_values": pixels(sum(own), 3, SIDE, SIDE)}])
+
+
+def _evaluate_uneven(rank: int, stages: int) -> None:
+    """Numbers of rows that do not divide, some with images, some with none."""
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=stages)
+    for name in IMAGES_OF_ROWS:
+        model, _ = make_vision_language(name)
+        whole = copy.deepcopy(model).eval()
+        wrapped = NxDPPModel(model, num_microbatches=4, loss_normalization="tokens").eval()
+        for own in ([0, 1, 0, 2, 0], [1, 1, 1, 1, 1, 1], [2, 0, 1], [0, 0, 0, 0, 0], [1]):
+            own = own if name == "internvl" else [min(number, 1) for number in own]
+            ids = tokens([IMAGES_OF_ROWS[name][0] * number for number in own])
+            batch = {"input_ids": ids}
+            if sum(own):
+                batch["pixel_values"] = pixels(sum(own), 3, SIDE, SIDE)
+            output = wrapped.run_eval(**batch, everywhere=True)
+            loss = wrapped.run_eval(**batch, labels=ids, everywhere=True)
+            with torch.no_grad():
+                expected = whole(**batch, labels=ids)
+            torch.testing.assert_close(output.logits, expected.logits, rtol=0, atol=1e-5)
+            torch.testing.assert_close(loss, expected.loss, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_any_number_of_rows_with_images_is_evaluated(ranks: int) -> None:
+    run_ranks(ranks, _evaluate_uneven, ranks)
 
 
 def _train_both_towers() -> None:
