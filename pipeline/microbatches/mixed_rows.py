@@ -67,20 +67,20 @@ def warn_of_batch_norms(module: nn.Module, microbatches: int) -> bool:
 def compare_with_whole(whole: torch.Tensor, losses: list[torch.Tensor]) -> None:
     """Warn of a loss of the ``whole`` batch that is not the mean of the ``losses`` of its microbatches, to rounding."""
     mean = torch.stack([loss.reshape(()) for loss in losses]).mean()
-    one, several = float(whole), float(mean)
+    one, several, count = float(whole), float(mean), len(losses)
     limit = max(abs(one), abs(several)) * torch.finfo(whole.dtype).eps ** 0.5
     # Not-a-numbers are within no limit.
     if abs(one - several) <= limit or (one != one and several != several) or not is_told():
         return
-    is_sum = len(losses) > 1 and abs(one - len(losses) * several) <= limit
+    is_sum = count > 1 and abs(one - count * several) <= limit
     _logger.warning(
         "check_against_module: the loss of the whole batch is %.6g, the mean of its %d microbatches %.6g: %s. Steps "
         "train on the second one. %s.",
         one,
-        len(losses),
+        count,
         several,
-        f"this loss is a sum over rows, {len(losses)} times the mean" if is_sum else _CAUSES,
-        remedy_of_sum(len(losses)) if is_sum else _WAYS,
+        f"this loss is a sum over rows, {count} times the mean" if is_sum else _CAUSES,
+        remedy_of_sum(count) if is_sum else _WAYS,
     )
 
 
