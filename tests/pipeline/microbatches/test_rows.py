@@ -8,7 +8,7 @@ from torch import nn
 
 from nxdpp import NxDPPModel, parallel_state
 from nxdpp.devices.device import Device
-from nxdpp.devices.kinds import KINDS
+from nxdpp.devices.kinds import KINDS, Kind
 from nxdpp.pipeline.microbatches.rows import (
     check_batch,
     check_kinds,
@@ -174,7 +174,7 @@ def test_tensors_in_host_memory_are_moved_once_each(monkeypatch: pytest.MonkeyPa
             copied.append(tensor)
             return torch.empty_like(tensor, device="meta")
 
-    monkeypatch.setitem(KINDS, "meta", Other)
+    monkeypatch.setitem(KINDS, "meta", Kind(Other, "gloo"))
     shared, own, there = torch.zeros(1), [torch.zeros(2), torch.ones(2)], torch.zeros(2, device="meta")
     parts: list[dict[str, Any]] = [{"shared": shared, "own": part, "there": there, "flag": True} for part in own]
     check_kinds({"shared": shared}, torch.device("cuda"))
