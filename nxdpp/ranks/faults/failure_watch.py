@@ -109,9 +109,10 @@ def refuse_after_failure() -> None:
     if _failure is None or _active() is None:
         return
     error, call = _failure
+    text = f"{type(error).__name__}: {str(error).rstrip('.')}"
     reported_error = RuntimeError(
-        f"{call} has failed on this rank, and its error was caught: {type(error).__name__}: {error}. The ranks are no "
-        f"longer in step, and the others end. Let the error end the program, and start it again from a checkpoint."
+        f"{call} has failed on this rank, and its error was caught: {text}. The ranks are no longer in step, and the "
+        f"others end. Let the error end the program, and start it again from a checkpoint."
     )
     report(error)
     raise reported_error from error
