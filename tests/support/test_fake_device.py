@@ -277,6 +277,25 @@ def test_generator() -> None:
     in_a_process(_draws)
 
 
+def _recomputes() -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    weight = torch.ones(64, device="fake", requires_grad=True)
+    for reentrant in (False, True):
+        weight.grad = None
+        dropped = checkpoint(
+            lambda tensor: torch.nn.functional.dropout(tensor) * tensor, weight, use_reentrant=reentrant
+        )
+        dropped.sum().backward()
+        # The recomputation drops what the forward has dropped: the gradient of mask * w * w is 2 * mask * w.
+        assert weight.grad is not None
+        assert torch.equal(weight.grad, 2 * dropped.detach())
+
+
+def test_recomputation_draws_the_same_numbers() -> None:
+    in_a_process(_recomputes)
+
+
 def _counts_waits() -> None:
     tensor = torch.ones(4, device="fake")
     with fake_device.host_waits() as none:
