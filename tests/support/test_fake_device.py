@@ -107,6 +107,8 @@ def _computes(device: str) -> list[torch.Tensor]:
         torch.full_like(first, 2.0).masked_fill(first < 0, 0.0).scatter_add(0, rows[None, :4], second[:1, :4]),
     ]
     assert device == "cpu" or torch.histc(rows.int(), 3, 0, 2).tolist() == [1, 1, 2]
+    half = torch.nn.LayerNorm(6, dtype=torch.bfloat16, device=device)
+    results.append(half(first.bfloat16()).double())
     norm = torch.nn.BatchNorm1d(6).double().to(device).eval()
     results.append(norm(first))
     torch.stack([result.square().sum() for result in results]).sum().backward()
