@@ -22,7 +22,7 @@ def call(rank: int, function: Callable[..., Any], args: tuple[Any, ...]) -> byte
     install()
     torch.set_default_device("fake")
     args = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to("fake"), args)
-    with _HostGenerators():  # type: ignore[no-untyped-call]
+    with _HostGenerators():
         result = function(rank, *args)
     torch.accelerator.synchronize()
     written = io.BytesIO()
