@@ -27,6 +27,8 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1")
 import pytest
 import torch
 
+from tests.support import fake_device
+from tests.support.run_ranks import DEVICE
 from tests.support.torchvision_operators import define_missing_operators
 
 # Tests give sys.path to the interpreters that they start.
@@ -36,6 +38,23 @@ torch.set_num_threads(1)
 define_missing_operators()
 
 HERE = Path(__file__).parent
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the device of the ranks."""
+    parser.addoption("--device", choices=("cpu", "fake"), default="cpu", help="device on which run_ranks starts ranks")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Build the fake accelerator before tests need it, and tell the ranks their device."""
+    os.environ[DEVICE] = config.getoption("device")
+    if config.getoption("device") == "fake":
+        reason = fake_device.why_not()
+        if reason is not None:
+            raise pytest.UsageError(f"--device fake: {reason}")
+        fake_device.native()
+
+
 # Folders and files whose tests compare numbers, files and messages, which no version of Python is likely to change. All
 # of them have the mark one_python.
 ONE_PYTHON = (

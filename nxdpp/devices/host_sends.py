@@ -117,7 +117,7 @@ class HostBuffers:
             return free.pop()
         # A later step may train with memory that an evaluation has made.
         with torch.inference_mode(mode=False):
-            return torch.empty_strided(size, stride, dtype=dtype)
+            return torch.empty_strided(size, stride, dtype=dtype, device="cpu")
 
     def give_back(self, buffer: torch.Tensor) -> None:
         """Free ``buffer``, which no copy reads any more."""

@@ -162,3 +162,8 @@ def test_memory_of_the_layouts_used_last_is_kept(monkeypatch: pytest.MonkeyPatch
 def test_memory_of_an_evaluation_serves_a_training() -> None:
     with torch.inference_mode():
         assert not HostBuffers().take(torch.Size([2]), (1,), torch.float32).is_inference()
+
+
+def test_buffers_are_in_host_memory_whatever_the_default_device_is() -> None:
+    with torch.device("meta"):
+        assert HostBuffers().take(torch.Size([2]), (1,), torch.float32).device.type == "cpu"

@@ -27,8 +27,13 @@ from typing import Any
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, though not in its __all__
 
+from tests.support.fake_device import deadlock
+
 WANTED = "NXDPP_TESTS_WANTED_MODULES"
 """Variable with the file of the modules that the server of ranks imports before its next fork."""
+
+DEVICE = "NXDPP_TESTS_DEVICE"
+"""Variable with the type of device on which ranks run, ``"cpu"`` by default or ``"fake"``; ``--device`` sets it."""
 
 GRACE_SECONDS = 2.0
 """Time that the other ranks have after a first failure, so that the message shows their errors too."""
@@ -54,11 +59,14 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
     want(function.__module__)
     store = store_for_ranks(timeout)
     payload = pickle.dumps((function, args))
+    on_fake = os.environ.get(DEVICE, "cpu") == "fake"
     with tempfile.TemporaryDirectory(prefix="nxdpp-ranks-") as folder:
         ranks = []
         try:
             for rank in range(world_size):
                 environment = rank_environment(rank, world_size, store.port)
+                if on_fake:
+                    environment["FAKE_LOG"] = folder
                 ranks.append(_Rank(context, rank, Path(folder), environment, payload, timeout))
             failure = _wait_for_all(ranks, timeout)
             if failure:
@@ -68,6 +76,8 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
         finally:
             for started in ranks:
                 started.end()
+        if on_fake:
+            deadlock.check(Path(folder))
         return [pickle.loads(finished.result) for finished in ranks]
 
 
@@ -271,6 +281,14 @@ def fork_server() -> ForkServerContext:
     return context
 
 
+def on_fake_device(rank: int, function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+    """Call ``function`` in a process whose default device is a fake accelerator; return its result in host memory."""
+    # Only ranks on this device need its library.
+    from tests.support.fake_device import ranks
+
+    return ranks.call(rank, function, args)
+
+
 def _run(
     rank: int,
     connection: Connection,
@@ -291,7 +309,10 @@ def _run(
     torch.set_num_threads(1)
     try:
         function, args = pickle.loads(payload)
-        kind, content = b"result", pickle.dumps(function(rank, *args))
+        if os.environ.get(DEVICE, "cpu") == "fake":
+            kind, content = b"result", on_fake_device(rank, function, args)
+        else:
+            kind, content = b"result", pickle.dumps(function(rank, *args))
     except BaseException as error:
         kind, content = b"error", "".join(traceback.format_exception(error)).encode()
     sys.stdout.flush()

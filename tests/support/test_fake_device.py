@@ -107,6 +107,8 @@ def _computes(device: str) -> list[torch.Tensor]:
         torch.full_like(first, 2.0).masked_fill(first < 0, 0.0).scatter_add(0, rows[None, :4], second[:1, :4]),
     ]
     assert device == "cpu" or torch.histc(rows.int(), 3, 0, 2).tolist() == [1, 1, 2]
+    half = torch.nn.LayerNorm(6, dtype=torch.bfloat16, device=device)
+    results.append(half(first.bfloat16()).double())
     norm = torch.nn.BatchNorm1d(6).double().to(device).eval()
     results.append(norm(first))
     torch.stack([result.square().sum() for result in results]).sum().backward()
@@ -275,6 +277,25 @@ def _draws() -> None:
 
 def test_generator() -> None:
     in_a_process(_draws)
+
+
+def _recomputes() -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    weight = torch.ones(64, device="fake", requires_grad=True)
+    for reentrant in (False, True):
+        weight.grad = None
+        dropped = checkpoint(
+            lambda tensor: torch.nn.functional.dropout(tensor) * tensor, weight, use_reentrant=reentrant
+        )
+        dropped.sum().backward()
+        # The recomputation drops what the forward has dropped: the gradient of mask * w * w is 2 * mask * w.
+        assert weight.grad is not None
+        assert torch.equal(weight.grad, 2 * dropped.detach())
+
+
+def test_recomputation_draws_the_same_numbers() -> None:
+    in_a_process(_recomputes)
 
 
 def _counts_waits() -> None:

@@ -160,6 +160,13 @@ def _words(line: Line) -> str:
     return f"{' + '.join(parts)} (number {line['number']} of communicator {line['communicator']} of {line['ranks']})"
 
 
+def check(folder: Path) -> None:
+    """Raise ``AssertionError`` with what waits in a circle."""
+    stuck = replay(read(folder))
+    lines = [f"rank {each.rank}: {each.operation} waits for ranks {list(each.waits_for)}" for each in stuck]
+    assert not stuck, "\n".join(["with one hardware queue a rank, operations wait for each other:", *lines])
+
+
 def main(folder: str) -> int:
     """Print what waits in a circle; return 1 if something does."""
     stuck = replay(read(Path(folder)))

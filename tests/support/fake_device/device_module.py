@@ -87,6 +87,8 @@ def _module() -> ModuleType:
     ):
         setattr(module, function.__name__, function)
     for name, value in {
+        # torch.utils.checkpoint keeps the random state of modules that are.
+        "_initialized": True,
         "_is_in_bad_fork": lambda: bool(native().is_in_bad_fork()),
         "get_amp_supported_dtype": _amp_dtypes,
         "is_bf16_supported": _has_bfloat16,

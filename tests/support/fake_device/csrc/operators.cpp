@@ -250,6 +250,17 @@ void resize_outputs(const std::vector<at::Tensor>& written, const std::map<void*
   }
 }
 
+// The CPU's norms of half precision have statistics in it, unless their weights are in float32; those of the meta device
+// are CUDA's. The CPU's backward takes its own.
+void keep_statistics_of_cpu(const std::string& name, const torch::jit::Stack& arguments, torch::jit::Stack& outputs) {
+  size_t weight = name == "aten::native_layer_norm" ? 2 : name == "aten::native_group_norm" ? 1 : 0;
+  if (weight == 0) return;
+  c10::ScalarType dtype = arguments[0].toTensor().scalar_type();
+  for (size_t i : {weight, weight + 1})
+    if (arguments[i].isTensor() && arguments[i].toTensor().defined()) dtype = arguments[i].toTensor().scalar_type();
+  for (size_t i : {1, 2}) outputs[i] = outputs[i].toTensor().to(dtype);
+}
+
 void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
   const c10::FunctionSchema& schema = op.schema();
   const char* name = schema.name().c_str();
@@ -325,6 +336,7 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::St
     run_now(op, arguments, found, stack, false);
     return;
   }
+  keep_statistics_of_cpu(name, arguments, outputs);
   std::vector<at::Tensor> targets;
   std::vector<Access> accesses = found.accesses;
   for (size_t i = 0; i < outputs.size(); i++) {
@@ -540,6 +552,9 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("convolution_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolution>());
   m.impl("convolution_backward_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolution_backward>());
   m.impl("histc", torch::CppFunction::makeFromBoxedFunction<&histc>());
+  // torch would compose these two of others, whose statistics their backward does not take.
+  m.impl("native_layer_norm", torch::CppFunction::makeFromBoxedFunction<&fallback>());
+  m.impl("native_group_norm", torch::CppFunction::makeFromBoxedFunction<&fallback>());
   m.impl("native_dropout", native_dropout);
   m.impl("native_dropout_backward", native_dropout_backward);
   m.impl("record_stream", record_stream_of_torch);
