@@ -28,7 +28,7 @@ Names::
     data_parallel_sampler          Return a sampler that gives this rank's replica its part of dataset
     declare_optimizer              Tell what a step of optimizer_class looks at
     deferred_init                  Call constructor(*args, **kwargs) without memory for its parameters and buffers
-    device_memory                  Return the bytes of memory of a CUDA device
+    device_memory                  Return the bytes of memory of an accelerator
     finalize_checkpoint            Wait until the save in flight is at its end
     fully_shard                    Keep of each parameter, gradient and optimizer state only this replica's rows
     gather_state_dict              Return the state dict of the whole model on rank 0
