@@ -8,6 +8,7 @@ import torch
 
 from nxdpp.agreement.last_used import LastUsed
 from nxdpp.agreement.step_signature import StepSignature
+from nxdpp.devices.kinds import has_streams
 from nxdpp.gradients.shards.rank_shards import RankShards
 from nxdpp.pipeline.config import PipelineConfig
 from nxdpp.pipeline.p2p.transport import Transport
@@ -56,9 +57,19 @@ class Engines:
         return 0 if self._transport is None else self._transport.sent_bytes
 
     def transport(self, device: torch.device) -> Transport:
-        """The transfers to other ranks of tensors on ``device``."""
+        """The transfers to other ranks of tensors on ``device``.
+
+        Raises ``RuntimeError`` for tensors in host memory where the ranks exchange those of devices.
+        """
         if self._transport is None:
             groups = parallel_state.get_pipeline_transfer_groups()
+            if groups.backend != "gloo" and not has_streams(device.type):
+                own = parallel_state.local_device()
+                raise RuntimeError(
+                    f"the model is on {device}, and the ranks exchange tensors on {own}, over {groups.backend}: call "
+                    f"model.move_model_to_device() before the first step, and make the optimizer after it; or train on "
+                    f"the CPU, initialize_model_parallel(device='cpu')."
+                )
             control = parallel_state.get_pipeline_control_group()
             self._transport = Transport(groups, control, device, failure_watch.report)
         return self._transport

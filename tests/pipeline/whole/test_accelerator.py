@@ -98,3 +98,24 @@ def test_numbers_are_those_of_the_cpu_and_the_host_runs_ahead(
             found, waits = fake[kind]
             assert found == pytest.approx(numbers, rel=1e-9), kind
             assert waits == {}, kind
+
+
+def left_on_the_cpu(rank: int, pipeline: int) -> str:
+    """The error of a model that was not moved; other tests follow the remedy."""
+    fake_device.install()
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=pipeline, hang_timeout=100)
+    torch.manual_seed(0)
+    model = NxDPPModel(make("llama").double(), num_microbatches=4, broadcast_and_average_loss=True)
+    ids = torch.arange(ROWS * LENGTH).view(ROWS, LENGTH) % 30
+    with pytest.raises(RuntimeError) as caught:
+        model.run_train(input_ids=ids, labels=ids)
+    parallel_state.destroy_model_parallel()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("pipeline", [2, 1])
+def test_a_model_that_was_not_moved_is_told_so(pipeline: int) -> None:
+    for error in run_ranks(2, left_on_the_cpu, pipeline):
+        assert error.startswith(
+            "the model is on cpu, and the ranks exchange tensors on fake:0, over fccl: call model.move"
+        )
