@@ -158,7 +158,7 @@ class GradScaler(torch.amp.GradScaler):
         scale = super().scale(torch.ones((), device=device))
         total = sum((each.to(device) for each in found), torch.zeros((), device=device))
         kind, shapes = _identity(optimizer)
-        numbers = device_of(device).from_host(torch.tensor([kind, -kind, 0, 0], dtype=scale.dtype))
+        numbers = device_of(device).from_host(torch.tensor([kind, -kind, 0, 0], dtype=scale.dtype, device="cpu"))
         own = torch.cat([torch.stack([total, scale, -scale]), numbers])
         wait = Wait("overflows of the scaled gradients")
         for group in (
@@ -189,7 +189,7 @@ class GradScaler(torch.amp.GradScaler):
                 f"load_state_dict() the same values on every rank."
             )
         anywhere = torch.zeros((), device=device)
-        device_of(device).fill(anywhere, torch.tensor(float(overflows > 0)))
+        device_of(device).fill(anywhere, torch.tensor(float(overflows > 0), device="cpu"))
         return anywhere
 
 

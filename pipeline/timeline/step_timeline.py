@@ -75,7 +75,7 @@ def offset_to_first(group: dist.ProcessGroup) -> int:
         group: takes CPU tensors.
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
-    message = torch.zeros(1, dtype=torch.int64)
+    message = torch.zeros(1, dtype=torch.int64, device="cpu")
     if rank == 0:
         for other in range(1, size):
             for _ in range(_ROUND_TRIPS):

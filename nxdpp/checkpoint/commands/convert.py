@@ -119,7 +119,7 @@ def sharded_source(path: Path, config: Path | None, plain: bool = False, optimiz
     with_dtypes(model, layouts)
 
     def read(name: str) -> torch.Tensor:
-        values = torch.empty(layouts[name].shape, dtype=layouts[name].dtype)
+        values = torch.empty(layouts[name].shape, dtype=layouts[name].dtype, device="cpu")
         read_tensors(folder, metadata, {f"{OF_MODEL}{sources[name]}": whole(values)})
         return values
 
@@ -133,7 +133,7 @@ def _optimizer_in(folder: Path, document: Document) -> SourceOptimizer | None:
     layouts = {f"{OF_OPTIMIZER}{name}": each for name, each in document.layouts(OF_OPTIMIZER).items()}
 
     def read(name: str) -> torch.Tensor:
-        values = torch.empty(layouts[name].shape, dtype=layouts[name].dtype)
+        values = torch.empty(layouts[name].shape, dtype=layouts[name].dtype, device="cpu")
         read_tensors(folder, document.metadata, {name: whole(values)})
         return values
 

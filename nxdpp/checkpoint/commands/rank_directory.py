@@ -125,7 +125,7 @@ class Whole:
 
     def read(self) -> torch.Tensor:
         """Return the values."""
-        values = torch.empty(self.layout.shape, dtype=self.layout.dtype)
+        values = torch.empty(self.layout.shape, dtype=self.layout.dtype, device="cpu")
         for rank, file in enumerate(self._files if self._is_divided else self._files[:1]):
             for block in self._part.place(rank).blocks(file.read(self._name)):
                 values[block.region] = block.values

@@ -78,7 +78,7 @@ class DcpTensor(StoredLayout):
         """Return the values. Raises ``DamagedFile``, and ``OSError`` for a file that cannot be read."""
         if len(self.pieces) == 1:
             return self._loaded(self.pieces[0]).contiguous()
-        values = torch.empty(self.shape, dtype=self.dtype)
+        values = torch.empty(self.shape, dtype=self.dtype, device="cpu")
         for piece in self.pieces:
             region = tuple(slice(at, at + size) for at, size in zip(piece.offsets, piece.sizes, strict=True))
             values[region] = self._loaded(piece)

@@ -49,7 +49,7 @@ class RankFile:
         stored = self._tensors[name]
         steps = zip(stored.shape, stored.stride(), strict=True)
         count = 1 + sum((size - 1) * stride for size, stride in steps) if stored.numel() else 0
-        values = torch.empty(count, dtype=stored.dtype)
+        values = torch.empty(count, dtype=stored.dtype, device="cpu")
         with self._path.open("rb") as file:
             if read_bytes(file.fileno(), self._place(stored), bytes_of(values)) < values.nbytes:
                 raise ValueError(f"{self._path} is damaged: it ends before the values of {name}.")
@@ -79,7 +79,7 @@ def make_file(path: Path, layouts: Mapping[str, StoredLayout], key: str) -> Rank
     """Make a file with space for tensors under ``key``, whose values are written later."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with FAKE_MODE():
-        state = {name: torch.empty(each.shape, dtype=each.dtype) for name, each in layouts.items()}
+        state = {name: torch.empty(each.shape, dtype=each.dtype, device="cpu") for name, each in layouts.items()}
     with skip_data(materialize_fake_tensors=True):
         torch.save({key: state}, path)
     return RankFile(path, key)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from nxdpp import NxDPPModel, fully_shard, parallel_state
+from nxdpp import GradScaler, NxDPPModel, fully_shard, parallel_state
 from tests.support import fake_device
 from tests.support.models import make
 from tests.support.run_ranks import run_ranks
@@ -119,3 +119,35 @@ def test_a_model_that_was_not_moved_is_told_so(pipeline: int) -> None:
         assert error.startswith(
             "the model is on cpu, and the ranks exchange tensors on fake:0, over fccl: call model.move"
         )
+
+
+def scaled(rank: int) -> tuple[list[float], list[float]]:
+    """Losses with a scaled loss on the CPU, and where all tensors are made on the accelerator."""
+    fake_device.install()
+    found: list[list[float]] = []
+    for device in ("cpu", "fake"):
+        parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2, device=device, hang_timeout=100)
+        torch.manual_seed(0)
+        module = make("llama").double()
+        torch.set_default_device(None if device == "cpu" else "fake")
+        scaler = GradScaler(device, init_scale=8.0)
+        model = NxDPPModel(module, num_microbatches=4, broadcast_and_average_loss=True, grad_scaler=scaler)
+        model.move_model_to_device()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        found.append([])
+        for step in range(STEPS):
+            ids = (torch.arange(ROWS * LENGTH, device="cpu").view(ROWS, LENGTH) + step) % 30
+            loss = model.run_train(input_ids=ids, labels=ids)
+            assert loss is not None
+            found[-1].append(float(loss))
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        torch.set_default_device(None)
+        parallel_state.destroy_model_parallel()
+    return found[0], found[1]
+
+
+def test_a_scaler_works_where_all_tensors_are_made_on_the_accelerator() -> None:
+    for cpu, fake in run_ranks(2, scaled):
+        assert fake == pytest.approx(cpu, rel=1e-9)
