@@ -47,7 +47,8 @@ class Accelerator(Device):
 
         Pinned memory of the caller is copied too, who may change it as soon as this returns.
         """
-        if not _has_pinned_memory(self.device.type):
+        if not tensor.is_cpu or not _has_pinned_memory(self.device.type):
+            # Of another device of this process, or without such memory.
             return tensor.to(self.device)
         part = without_repetitions(tensor)
         pinned = torch.empty_like(part, pin_memory=True).copy_(part)

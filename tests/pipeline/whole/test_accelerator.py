@@ -148,6 +148,6 @@ def scaled(rank: int) -> tuple[list[float], list[float]]:
     return found[0], found[1]
 
 
-def test_a_scaler_works_where_all_tensors_are_made_on_the_accelerator() -> None:
+def test_a_scaled_loss_where_all_tensors_are_made_on_the_accelerator() -> None:
     for cpu, fake in run_ranks(2, scaled):
         assert fake == pytest.approx(cpu, rel=1e-9)
