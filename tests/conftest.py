@@ -52,7 +52,7 @@ def pytest_configure(config: pytest.Config) -> None:
         reason = fake_device.why_not()
         if reason is not None:
             raise pytest.UsageError(f"--device fake: {reason}")
-        fake_device.native()
+        fake_device.built()
 
 
 # Folders and files whose tests compare numbers, files and messages, which no version of Python is likely to change. All

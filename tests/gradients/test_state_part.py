@@ -303,7 +303,7 @@ def _beside_a_copy(rank: int, ranks: int) -> None:
                 one.lerp_(other + 1, 0.5)
         for one, other in zip(kept.parameters(), part.parameters(), strict=True):
             torch.testing.assert_close(one, other + 0.5)
-        assert len([line for line in lines if "an average (EMA)" in line]) == 1, lines
+        assert len([line for line in lines if "average (EMA)" in line]) == 1, lines
     lines.clear()
     assert _listed_beside(models[2], models[1].original_module)
     assert not [line for line in lines if "an average (EMA)" in line]

@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.skipif(REASON is not None, reason=str(REASON)), pytest
 
 @pytest.fixture(scope="module", autouse=True)
 def _built() -> None:
-    fake_device.native()
+    fake_device.built()
 
 
 def in_a_process(function: Callable[..., Any], *args: Any) -> Any:

@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.skipif(REASON is not None, reason=str(REASON)), pytest
 
 @pytest.fixture(scope="module", autouse=True)
 def _built_for_groups() -> None:
-    fake_device.native()
+    fake_device.built()
 
 
 def on_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:

@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.skipif(REASON is not None, reason=str(REASON)), pytest
 
 @pytest.fixture(scope="module", autouse=True)
 def _built_for_training() -> None:
-    fake_device.native()
+    fake_device.built()
 
 
 class Block(nn.Module):

@@ -94,9 +94,9 @@ def drawn_input(error: Exception, module: nn.Module, names: Sequence[str]) -> st
     """Return the one of ``names``, inputs of ``module`` that were not given, which the line of ``error`` draws."""
     if DRAWN not in str(error):
         return None
-    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    forward = inspect.unwrap(type(module).forward)
     for place in traceback.walk_tb(error.__traceback__):
-        if place[0].f_code is code:
+        if runs(place[0], forward):
             text = linecache.getline(file_of(place[0]), place[1])
             return next((name for name in names if re.search(rf"\b{name}\s*=[^=]", text)), None)
     return None

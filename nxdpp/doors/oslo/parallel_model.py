@@ -9,7 +9,6 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from nxdpp.devices import CUDA
 from nxdpp.doors.oslo import checkpoints
 from nxdpp.doors.oslo.equal_ranks import allow, verify_equal
 from nxdpp.doors.oslo.mpu import MPU
@@ -149,5 +148,5 @@ def _next_number() -> float:
     """The next random number of this rank's device, whose state stays."""
     device = parallel_state.local_device()
     devices = [] if device.type == "cpu" else [device]
-    with torch.random.fork_rng(devices, device_type=device.type if devices else CUDA):
+    with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
         return float(torch.rand((), device=device))

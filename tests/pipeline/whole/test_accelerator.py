@@ -20,7 +20,7 @@ ROWS, LENGTH = 8, 6
 
 @pytest.fixture(scope="module", autouse=True)
 def _built() -> None:
-    fake_device.native()
+    fake_device.built()
 
 
 Trained = tuple[list[float], dict[str, int]]

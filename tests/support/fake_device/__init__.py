@@ -16,7 +16,7 @@ Environment variables, read at the first use:
   not end the process.
 """
 
-from tests.support.fake_device.build import why_not
+from tests.support.fake_device.build import built, why_not
 from tests.support.fake_device.device_module import host_waits, install, native
 
-__all__ = ["host_waits", "install", "native", "why_not"]
+__all__ = ["built", "host_waits", "install", "native", "why_not"]

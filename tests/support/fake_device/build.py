@@ -35,8 +35,10 @@ def why_not() -> str | None:
     return None
 
 
-def load() -> ModuleType:
-    """Return the library as a module of Python; build it first if no other process has.
+def built() -> Path:
+    """Return the library; build it first if no other process has.
+
+    A process that has loaded it is of no use to forks: autograd has threads for the device from its first backward on.
 
     Raises ``RuntimeError`` with the compiler's output where it fails.
     """
@@ -45,6 +47,12 @@ def load() -> ModuleType:
         with _lock(library.parent):
             if not library.exists():
                 _build(library)
+    return library
+
+
+def load() -> ModuleType:
+    """Return the library as a module of Python; raises as ``built`` does."""
+    library = built()
     spec = importlib.util.spec_from_file_location(NAME, library)
     assert spec is not None
     assert spec.loader is not None
