@@ -1,4 +1,4 @@
-"""What only CUDA has: why a machine that promises a GPU shows none. Only this file names ``torch.cuda``."""
+"""The part that only CUDA has: why a machine that promises a GPU shows none. Only this file names ``torch.cuda``."""
 
 import os
 from dataclasses import dataclass

@@ -19,6 +19,8 @@ from nxdpp.ground.torch_names import VERSION, pytree
 
 _HOST, _CALL = "_nxdpp_on_host", "_nxdpp_call"
 _ASK = {torch.Tensor.__bool__, torch.Tensor.item, torch.Tensor.__int__, torch.Tensor.__index__, torch.Tensor.tolist}
+# Words in the names of functions that draw random numbers.
+_DRAWS = ("rand", "bernoulli", "multinomial", "normal", "poisson", "binomial", "dropout", "exponential")
 # What is computed of an input has its size, a mask of all pairs of tokens is larger.
 _MOST_ELEMENTS = 1 << 20
 
@@ -31,7 +33,7 @@ def note_host_copy(tensor: torch.Tensor, host: torch.Tensor) -> None:
 def note_call(result: Any, func: Callable[..., Any], args: Any, kwargs: Any) -> None:
     """Note that ``func(*args, **kwargs)`` has given the tensor ``result``."""
     if isinstance(result, torch.Tensor) and not result.is_cpu and result.numel() <= _MOST_ELEMENTS:
-        setattr(result, _CALL, _NotedCall(func, args, kwargs, VERSION.of(result)))
+        setattr(result, _CALL, _NotedCall(func, args, kwargs, _version(result)))
 
 
 class _NotedCall(NamedTuple):
@@ -46,10 +48,13 @@ class _HostCopy(NamedTuple):
     versions: tuple[int, int]
 
 
-def _versions(tensor: torch.Tensor, host: torch.Tensor) -> tuple[int, int]:
+def _version(tensor: torch.Tensor) -> int:
     # Tensors of inference mode do not count their changes.
-    of_both = [-1 if each.is_inference() else int(VERSION.of(each)) for each in (tensor, host)]
-    return of_both[0], of_both[1]
+    return -1 if tensor.is_inference() else int(VERSION.of(tensor))
+
+
+def _versions(tensor: torch.Tensor, host: torch.Tensor) -> tuple[int, int]:
+    return _version(tensor), _version(host)
 
 
 class _NotOnHostError(Exception):
@@ -94,14 +99,16 @@ class HostAnswers(TorchFunctionMode):
         if tensor.is_floating_point() or tensor.is_complex():
             raise _NotOnHostError
         call: _NotedCall | None = getattr(tensor, _CALL, None)
-        if call is not None and call.version == VERSION.of(tensor):
+        if call is not None and call.version == _version(tensor):
             (func, args, kwargs), place = call[:3], 0
         elif id(tensor) in self._calls:
             _, func, args, kwargs, place = self._calls[id(tensor)]
         else:
             raise _NotOnHostError
-        # A function that makes a tensor may draw it.
-        if func is not torch.arange and not any(map(torch.is_tensor, pytree.tree_leaves((args, kwargs)))):
+        # The host would draw other numbers, and move its generator. A function that makes a tensor may draw it.
+        draws = any(word in getattr(func, "__name__", "") for word in _DRAWS)
+        makes = func is not torch.arange and not any(map(torch.is_tensor, pytree.tree_leaves((args, kwargs))))
+        if draws or makes:
             raise _NotOnHostError
         args, kwargs = pytree.tree_map(self._argument, (args, kwargs))
         found: torch.Tensor = pytree.tree_leaves(func(*args, **kwargs))[place]

@@ -12,7 +12,7 @@ from nxdpp.ground.torch_names import STORAGE_ADDRESS, STORAGE_USES
 
 
 class Kind(NamedTuple):
-    """What nxdpp knows of a type of device.
+    """The class and the backend of a type of device.
 
     Attributes:
         interface: the class of its devices.

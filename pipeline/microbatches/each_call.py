@@ -1,4 +1,4 @@
-"""What acts once for each microbatch, where one process with the whole batch has one call: state of layers, hooks.
+"""State of layers, and hooks, that act once for each microbatch, where one process has one call for the whole batch.
 
 ::
 

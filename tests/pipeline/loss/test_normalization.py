@@ -300,7 +300,7 @@ def of_rows(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 def evaluate_uneven_rows(rank: int, ranks: int) -> list[tuple[list[str], float, float]]:
-    """What evaluations of 10 rows in 4 microbatches say, their losses and those of one process."""
+    """The messages of evaluations of 10 rows in 4 microbatches, their losses and those of one process."""
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=ranks)
     texts: list[str] = []
 

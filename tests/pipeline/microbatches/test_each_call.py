@@ -117,7 +117,7 @@ def distance(model: Any, whole: nn.Module, change: Callable[[torch.Tensor], torc
 
 
 def states(rank: int, ranks: int) -> tuple[dict[str, list[str]], float]:
-    """What the steps of each kind say, and the greatest distance from one process with a remedy."""
+    """The messages of the steps of each kind, and the greatest distance from one process with a remedy."""
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=ranks)
     kept, said, distances = Kept(), {}, []
     for kind in (*TOLD, *UNTOLD):
@@ -159,7 +159,7 @@ def clamped(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def hooks(rank: int, ranks: int) -> tuple[list[str], list[str], float, float]:
-    """What steps with and without hooks say, and the distances of a linear hook and of the remedy from one process."""
+    """The messages of steps with and without hooks, and the distances of a linear hook and of the remedy."""
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=ranks)
     kept = Kept()
     model = wrap(build("none"))

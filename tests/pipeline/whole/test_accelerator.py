@@ -151,3 +151,30 @@ def scaled(rank: int) -> tuple[list[float], list[float]]:
 def test_a_scaled_loss_where_all_tensors_are_made_on_the_accelerator() -> None:
     for cpu, fake in run_ranks(2, scaled):
         assert fake == pytest.approx(cpu, rel=1e-9)
+
+
+def evaluated(rank: int) -> list[list[float]]:
+    """Losses of evaluations without gradients and in inference mode, on the CPU and on the accelerator."""
+    fake_device.install()
+    found: list[list[float]] = []
+    for device in ("cpu", "fake"):
+        parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2, device=device, hang_timeout=100)
+        torch.manual_seed(0)
+        model = NxDPPModel(make("llama").double(), num_microbatches=4, broadcast_and_average_loss=True)
+        model.move_model_to_device()
+        ids = torch.arange(ROWS * LENGTH).view(ROWS, LENGTH) % 30
+        found.append([])
+        for mask in masks().values():
+            inputs = {"input_ids": ids, "labels": ids} | ({} if mask is None else {"attention_mask": mask})
+            for mode in (torch.no_grad, torch.inference_mode):
+                with mode():
+                    loss = model.run_eval(**inputs)
+                assert isinstance(loss, torch.Tensor)
+                found[-1].append(float(loss))
+        parallel_state.destroy_model_parallel()
+    return found
+
+
+def test_evaluations_are_those_of_the_cpu_in_inference_mode_too() -> None:
+    for cpu, fake in run_ranks(2, evaluated):
+        assert fake == pytest.approx(cpu, rel=1e-9)

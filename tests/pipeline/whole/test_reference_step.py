@@ -235,7 +235,7 @@ class RunsFour(Runs):
 
 
 def hooked(rank: int, ranks: int) -> tuple[str, list[float]]:
-    """What a step with a hook of gradients says, and the distances to one process after the remedy."""
+    """The message of a step with a hook of gradients, and the distances to one process after the remedy."""
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=ranks)
     torch.manual_seed(0)
     limit = 1e-3

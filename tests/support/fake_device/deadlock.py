@@ -19,7 +19,7 @@ Line = dict[str, Any]
 
 @dataclass(frozen=True)
 class Stuck:
-    """What a rank stands before at the end of a replay.
+    """The operation that a rank stands before at the end of a replay.
 
     Attributes:
         rank: the rank.
