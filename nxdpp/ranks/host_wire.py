@@ -19,7 +19,8 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from nxdpp.devices.daemon_thread import DaemonThread
-from nxdpp.devices.kinds import device_of
+from nxdpp.devices.kinds import device_of, kind_of
+from nxdpp.ranks.group_getters import local_device
 
 
 def needs_host(tensor: torch.Tensor, group: ProcessGroup) -> bool:
@@ -33,8 +34,13 @@ def wire_device(device: torch.device, group: ProcessGroup) -> torch.device:
 
 
 def on_wire(tensor: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
-    """Return ``tensor``, or its copy in host memory if ``group`` needs that."""
-    return device_of(tensor.device).to_host(tensor)() if needs_host(tensor, group) else tensor
+    """Return ``tensor``, or its copy where ``group`` can send it: in host memory, or on this rank's device."""
+    if needs_host(tensor, group):
+        return device_of(tensor.device).to_host(tensor)()
+    own = local_device()
+    # Rows that ``CPUOffloadPolicy`` keeps in host memory, and what is computed from them.
+    is_behind = tensor.device.type == "cpu" != own.type and dist.get_backend(group) == kind_of(own.type).backend
+    return tensor.to(own) if is_behind else tensor
 
 
 def from_wire(message: torch.Tensor, device: torch.device) -> torch.Tensor:

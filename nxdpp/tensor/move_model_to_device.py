@@ -1,6 +1,6 @@
 """Move of a model to a device that keeps the classes, attributes, hooks and ties of its parameters."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import nn
@@ -42,16 +42,19 @@ def convert_parameters(
     holds one of them, before anything is changed.
     """
     before = dict(model.named_parameters(remove_duplicate=False))
-    if any(map(is_sharded, before.values())):
-        _convert_others(model, convert)
-        return False
+    whole = {name: each for name, each in before.items() if not is_sharded(each)}
+    if len(whole) != len(before):
+        _check_sharded_stay(model, convert)
     is_replaced = {
         kind: _is_replaced(torch.empty(0, device=kind[0], dtype=kind[1]), convert)
-        for kind in {(parameter.device, parameter.dtype) for parameter in before.values()}
+        for kind in {(parameter.device, parameter.dtype) for parameter in whole.values()}
     }
-    replaced = {name: each for name, each in before.items() if is_replaced[each.device, each.dtype]}
+    replaced = {name: each for name, each in whole.items() if is_replaced[each.device, each.dtype]}
     check_no_optimizer_holds(replaced, _REMEDY)
-    run()
+    if len(whole) == len(before):
+        run()
+    else:
+        _convert_others(model, convert, whole, replaced)
     moved: dict[nn.Parameter, nn.Parameter] = {}
     for name, parameter in list(model.named_parameters(remove_duplicate=False)):
         old = before[name]
@@ -68,15 +71,13 @@ def convert_parameters(
     return bool(moved)
 
 
-def _convert_others(model: nn.Module, convert: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Convert what is not sharded in ``model``. Raises ``RuntimeError`` if a sharded parameter would change.
+def _check_sharded_stay(model: nn.Module, convert: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Raise ``RuntimeError`` if ``convert`` would change a sharded parameter.
 
     Rows that are kept on the host stay there in a move to this rank's device.
     """
-    whole = []
     for name, parameter in model.named_parameters():
         if not is_sharded(parameter):
-            whole.append(parameter)
             continue
         converted = convert(torch.empty(0, device=parameter.device, dtype=parameter.dtype))
         devices = (parameter.device, parallel_state.local_device())
@@ -85,7 +86,21 @@ def _convert_others(model: nn.Module, convert: Callable[[torch.Tensor], torch.Te
                 f"{name} is sharded, and stays {parameter.dtype} on {parameter.device}: convert and move the model "
                 f"before fully_shard. mp_policy of fully_shard computes in another dtype."
             )
-    for parameter in whole:
+
+
+def _convert_others(
+    model: nn.Module,
+    convert: Callable[[torch.Tensor], torch.Tensor],
+    whole: Mapping[str, nn.Parameter],
+    replaced: Mapping[str, nn.Parameter],
+) -> None:
+    """Convert the buffers and the ``whole`` parameters, as ``nn.Module.to`` does with a model that has no shards."""
+    for name, parameter in whole.items():
+        if name in replaced:
+            owner, _, attribute = name.rpartition(".")
+            new = nn.Parameter(convert(parameter.data), parameter.requires_grad)
+            setattr(model.get_submodule(owner), attribute, new)
+    for parameter in {*whole.values()} - {*replaced.values()}:
         parameter.data = convert(parameter.data)
     for module in model.modules():
         for name, buffer in BUFFERS.of(module).items():

@@ -1,5 +1,6 @@
 """Units of models with parameters in odd places, and of models that a program changes between steps."""
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,8 @@ from torch.nn import functional
 
 import nxdpp
 from nxdpp import NxDPPModel, parallel_state
+from nxdpp.ground.torch_names import FSDP_GATHER
+from tests.support import fake_device
 from tests.support.run_ranks import run_ranks
 
 HIDDEN = 8
@@ -216,3 +219,37 @@ def test_what_would_be_wrong_is_refused() -> None:
 def test_what_would_train_another_parameter_ends_the_step(run: Callable[[int], None], words: str) -> None:
     with pytest.raises(AssertionError, match=words):
         run_ranks(2, run)
+
+
+def abandoned(rank: int) -> bool:
+    """Train after a step that fails on the one rank that has begun a gather: its rows and its memory are whole."""
+    fake_device.install()
+    parallel_state.initialize_model_parallel(device="fake", hang_timeout=100)
+    torch.manual_seed(0)
+    model = NxDPPModel(Model(), transformer_layer_cls=Layer, num_microbatches=2)
+    nxdpp.fully_shard(model)
+    model.move_model_to_device()
+    assert model._pipeline.shards is not None
+    unit = model._pipeline.shards.units[0]
+    stays = True
+    if rank == 0:
+        unit.start_gather()
+        message = weakref.ref(FSDP_GATHER.of(unit._group).all_gather_output)
+        unit.abandon(drops=True)
+        stays = message() is not None
+    else:
+        unit.make_whole()
+        unit.free()
+    assert not unit.is_whole
+    with torch.no_grad():
+        for parameter in unit.parameters:
+            assert isinstance(parameter, DTensor)
+            parameter.to_local().fill_(3.0)
+    parallel_state.destroy_model_parallel()
+    return stays
+
+
+@pytest.mark.skipif(fake_device.why_not() is not None, reason=str(fake_device.why_not()))
+def test_rows_may_change_after_a_gather_that_is_abandoned_on_its_way() -> None:
+    fake_device.built()
+    assert all(run_ranks(2, abandoned))

@@ -5,6 +5,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.tensor import DTensor
 
 from nxdpp import GradScaler, NxDPPModel, fully_shard, parallel_state
 from tests.support import fake_device
@@ -177,4 +180,35 @@ def evaluated(rank: int) -> list[list[float]]:
 
 def test_evaluations_are_those_of_the_cpu_in_inference_mode_too() -> None:
     for cpu, fake in run_ranks(2, evaluated):
+        assert fake == pytest.approx(cpu, rel=1e-9)
+
+
+def offloaded(rank: int, shard_size: int | None, of_caller: bool) -> list[list[float]]:
+    """Numbers of rows in host memory; where the caller has a world of both kinds, of torch's collectives too."""
+    fake_device.install()
+    found: list[list[float]] = []
+    for device in ("cpu", "fake"):
+        if of_caller:
+            dist.init_process_group("cpu:gloo,fake:fccl")
+        parallel_state.initialize_model_parallel(device=device, data_parallel_shard_size=shard_size, hang_timeout=100)
+        torch.manual_seed(0)
+        model = NxDPPModel(make("tied_llama").double(), num_microbatches=2, broadcast_and_average_loss=True)
+        fully_shard(model, offload_policy=CPUOffloadPolicy(device != "cpu"))
+        model.move_model_to_device()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        found.append(trained(model, optimizer, None)[0])
+        first = next(model.parameters())
+        assert isinstance(first, DTensor)
+        assert first.device.type == "cpu"
+        if of_caller:
+            found[-1].append(float(first.full_tensor().sum()))
+        parallel_state.destroy_model_parallel()
+        if of_caller:
+            dist.destroy_process_group()
+    return found
+
+
+@pytest.mark.parametrize(("ranks", "shard_size", "of_caller"), [(2, None, False), (2, None, True), (4, 2, False)])
+def test_rows_in_host_memory(ranks: int, shard_size: int | None, of_caller: bool) -> None:
+    for cpu, fake in run_ranks(ranks, offloaded, shard_size, of_caller):
         assert fake == pytest.approx(cpu, rel=1e-9)
