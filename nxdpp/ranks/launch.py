@@ -47,7 +47,9 @@ def check_device(backend: str | None, kind: str | None) -> None:
 
 def choose_device(backend: str | None, kind: str | None = None) -> torch.device:
     """Return this rank's device in the running world, or the one to start; raises as ``device_choice.choose``."""
-    return (device_of_world if dist.is_initialized() else choose)(launcher(), backend, kind)
+    if dist.is_initialized():
+        return device_of_world(launcher(starts_world=False), backend, kind)
+    return choose(launcher(), backend, kind)
 
 
 def start_world(device: torch.device, timeouts: Timeouts) -> Store:

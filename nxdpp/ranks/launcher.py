@@ -42,14 +42,18 @@ class Launcher:
         return self.local_world_size == self.world_size
 
 
-def launcher() -> Launcher:
-    """Return the numbers of this rank; raises ``RuntimeError`` if the variables are incomplete or no numbers."""
+def launcher(starts_world: bool = True) -> Launcher:
+    """Return the numbers of this rank; raises ``RuntimeError`` if the variables are incomplete or no numbers.
+
+    ``starts_world=False`` is for a running world, which needs no address any more.
+    """
+    address = _RENDEZVOUS if starts_world else ()
     if os.environ.get("RANK") or os.environ.get("WORLD_SIZE"):
-        _check_present(("RANK", "WORLD_SIZE", *_RENDEZVOUS), "RANK or WORLD_SIZE")
+        _check_present(("RANK", "WORLD_SIZE", *address), "RANK or WORLD_SIZE")
         return _of_torch(_number("RANK"), _number("WORLD_SIZE"))
     for found in (_of_mpirun(), _of_srun()):
         if found is not None and found.world_size > 1:
-            _check_present(_RENDEZVOUS, f"the variables of {found.name}, for {found.world_size} ranks,")
+            _check_present(address, f"the variables of {found.name}, for {found.world_size} ranks,")
             return found
     return Launcher("python", 0, 1, 0, 1)
 

@@ -1,7 +1,11 @@
 """A rank's numbers follow from the variables of its launcher."""
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
+from nxdpp.ranks import parallel_state
 from nxdpp.ranks.launcher import Launcher, launcher
 from tests.support.fake_cuda import LAUNCHER_VARIABLES
 
@@ -80,6 +84,19 @@ def test_missing_variables_are_named(monkeypatch: pytest.MonkeyPatch, variables:
         _with(monkeypatch, variables)
     # The remedy: set them.
     assert _with(monkeypatch, {"WORLD_SIZE": "8", "RANK": "3", **HOST}).rank == 3
+
+
+def test_a_running_world_needs_no_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray Train with ``init_method="tcp"`` leaves the address out of the variables."""
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        parallel_state.initialize_model_parallel()
+        assert parallel_state.local_device() == torch.device("cpu")
+    finally:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
 
 
 def test_a_variable_that_is_no_number_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
