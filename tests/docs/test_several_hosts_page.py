@@ -30,7 +30,7 @@ wait
 """
 
 # Prints in one write: the lines of processes do not mix.
-_TRAIN = """import os, sys
+TRAIN = """import os, sys
 sys.path.insert(0, os.environ["LAUNCHER"])
 from launcher import launcher
 it = launcher()
@@ -50,7 +50,7 @@ def test_a_script_starts_all_processes(launcher: str, tmp_path: Path) -> None:
     with socket.socket() as chosen:
         chosen.bind(("127.0.0.1", 0))
         script = script.replace("29500", str(chosen.getsockname()[1]))
-    files = {"job.sh": script, "scontrol": _SCONTROL, "srun": _SRUN, "train.py": _TRAIN}
+    files = {"job.sh": script, "scontrol": _SCONTROL, "srun": _SRUN, "train.py": TRAIN}
     for name, text in files.items():
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
