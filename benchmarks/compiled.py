@@ -77,7 +77,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 def _run_rank(rank: int, hidden: int, family: str, backend: str, effort: Effort) -> tuple[dict[Entrant, Times], float]:
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=RANKS)
-    job = llama.llama_job(hidden)
+    job = llama.llama_job(llama.LlamaSize(hidden))
     loss, gradients = job.reference()
     chunks = FAMILIES[family].default_chunks
     contenders: list[Contender] = [CompiledNxdpp(job, family, chunks, backend)]

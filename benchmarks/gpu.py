@@ -1,129 +1,108 @@
-"""Acceptance of a machine: every schedule on its devices against one process, with times, in one table.
+"""The first hour on a machine with accelerators: numbers, waits, faults and speed on its devices, in one JSON.
 
-    python benchmarks/gpu.py                 # NCCL, a rank a CUDA device; one device: four ranks of it over gloo
-    python benchmarks/gpu.py --device cpu    # gloo on the CPU
-    python benchmarks/gpu.py --ranks 2 --json FILE
+    python benchmarks/gpu.py                                # an hour at most; this machine's accelerators
+    python benchmarks/gpu.py --part one --part schedules    # these parts
+    python benchmarks/gpu.py --dry                          # small models on the CPU, over gloo: a minute
 
-The command starts its own processes and takes less than 5 minutes. It ends with 1 if a number differs from one
-process, and names the case.
+Each part runs in processes of its own, for its limit at most. A case that fails or hangs does not stop the next one.
+The command ends with status 1 if a case has failed or hung. Its last line is a row for benchmarks/results/gpus.md.
 """
 
 import argparse
 import json
-import os
-import socket
+import platform
+import shutil
 import subprocess
 import sys
-import tempfile
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from benchmarks.acceptance.cases import Job, Result  # noqa: E402
-from benchmarks.report import describe_session, markdown_table  # noqa: E402
-from nxdpp.devices import cuda  # noqa: E402
+from benchmarks.first_hour.parts import PARTS, Part  # noqa: E402
+from benchmarks.first_hour.place import Place, find_place  # noqa: E402
+from benchmarks.first_hour.start import FAILED, HUNG, NOT_RUN, NOTHING, PASSED  # noqa: E402
+from benchmarks.report import describe_session  # noqa: E402
 
-MOST_RANKS, RANKS_OF_ONE_DEVICE = 8, 4
-LIMIT_SECONDS = 300
-_COLUMNS = ("case", "loss", "gradients", "step (ms)", "one process (ms)", "ratio", "busy (%)", "result")
+ABSENT = "not on this device"
+COLUMNS = ("machine", "torch, commit", *PARTS, "ms of a step")
+"""Columns of benchmarks/results/gpus.md; a part has the number of its cases that passed."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the acceptance and print its table; exit status 1 for numbers that differ from one process."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--device", choices=["cuda", "cpu"], help="by default cuda where it is present")
-    parser.add_argument("--ranks", type=int, metavar="N", help="number of ranks, 2 or more")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures of each rank as JSON")
+    """Run the parts, and write their results after each; exit status 1 if a case has failed or hung."""
+    minutes = "\n".join(f"  {name:<11}{part.limit / 60:>4.0f} min at most  {part.text}" for name, part in PARTS.items())
+    parser = argparse.ArgumentParser(
+        description=__doc__, epilog=f"parts:\n{minutes}", formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--part", action="append", choices=list(PARTS), help="run this part; may be repeated")
+    parser.add_argument("--device", metavar="TYPE", help="a type of torch, such as cuda, xpu or hpu; cpu; or fake")
+    parser.add_argument("--dry", action="store_true", help="small models, on the CPU unless --device names another")
+    parser.add_argument("--json", type=Path, default=Path("first_hour.json"), metavar="FILE", help="%(default)s")
     asked = parser.parse_args(arguments)
-    if asked.ranks is not None and asked.ranks < 2:
-        parser.error(f"--ranks {asked.ranks} must be at least 2")
-    found = cuda.find()
-    if found.problem is not None or (asked.device == "cuda" and not found.count):
-        parser.error(f"{found.problem or found.absent}. --device cpu runs the same on the CPU.")
-    job = job_of(asked.device or ("cuda" if found.count else "cpu"), found.count, asked.ranks)
-    started = time.monotonic()
-    session = describe_session()
-    results = run(job)
-    rows = [row(of_case) for of_case in zip(*results, strict=True)]
-    print(f"{job.ranks} ranks on {job.device} over {job.backend}: {time.monotonic() - started:.0f} s")
-    print(", ".join(f"{name} {value}" for name, value in session.items()))
-    print(markdown_table(_COLUMNS, rows, ("case", "result")))
-    if asked.json is not None:
-        figures = [[vars(result) for result in of_rank] for of_rank in results]
-        asked.json.write_text(json.dumps({"session": session, "job": job._asdict(), "ranks": figures}, indent=1))
-    if any(not result.passes for of_rank in results for result in of_rank):
+    try:
+        place = find_place(asked.device, asked.dry)
+    except (ValueError, RuntimeError) as error:
+        parser.error(str(error))
+    written: dict[str, Any] = {"form": 1, "session": describe_session() | _machine(), "place": place._asdict()}
+    written["parts"] = {}
+    print(", ".join(f"{name} {value}" for name, value in written["session"].items()), flush=True)
+    for name in asked.part or PARTS:
+        print(f"{name}: {PARTS[name].text}", flush=True)
+        written["parts"][name] = result_of(PARTS[name], place)
+        asked.json.write_text(json.dumps(written, indent=1))
+    print(f"{asked.json} has the results, and the text of errors with names of folders: read it before you send it")
+    print(f"| {' | '.join(row_of(written))} |")
+    if any(part["result"] in (FAILED, HUNG) for part in written["parts"].values()):
         sys.exit(1)
 
 
-def job_of(device: str, visible: int, ranks: int | None) -> Job:
-    """Return the job for a device type with ``visible`` devices."""
-    if device == "cpu":
-        return Job(ranks or RANKS_OF_ONE_DEVICE, "gloo", "cpu")
-    if visible == 1 or (ranks or 0) > visible:
-        # Over gloo the ranks may share a device.
-        return Job(ranks or RANKS_OF_ONE_DEVICE, "gloo", "cuda:0")
-    return Job(ranks or min(visible, MOST_RANKS), "nccl", "cuda")
+def result_of(part: Part, place: Place) -> dict[str, Any]:
+    """Run a part; return its result, its seconds and those of each case."""
+    began = time.monotonic()
+    starts, cases = part.starts(place), []
+    for start in starts:
+        for case in start.results(place, began + part.limit):
+            cases.append(case)
+            error = case.get("error", "").strip().rpartition("\n")[2]
+            print(f"  {case['result']:<15}{case['name']}  {error[:300]}".rstrip(), flush=True)
+    counts = Counter(case["result"] for case in cases)
+    order = (FAILED, HUNG, NOT_RUN, NOTHING, PASSED)
+    worst = next(filter(counts.__getitem__, order)) if counts else ABSENT
+    seconds = time.monotonic() - began
+    told = ", ".join(f"{number} {result}" for result, number in counts.items())
+    print(f"  {seconds:.0f} s: {told or ABSENT}", flush=True)
+    return {"result": worst, "seconds": round(seconds, 1), "limit": part.limit, "cases": cases}
 
 
-def run(job: Job) -> list[list[Result]]:
-    """Return the results of each rank; ``SystemExit`` with their output if one fails or the limit is over."""
-    with tempfile.TemporaryDirectory(prefix="nxdpp-gpu-") as folder:
-        processes = [_start(job, rank, Path(folder), port) for port in [_free_port()] for rank in range(job.ranks)]
-        deadline = time.monotonic() + LIMIT_SECONDS
-        try:
-            for rank, process in enumerate(processes):
-                if process.wait(max(0.0, deadline - time.monotonic())):
-                    sys.exit(f"rank {rank} ended with {process.returncode}; its error is above")
-        except subprocess.TimeoutExpired:
-            sys.exit(f"the acceptance has not ended after {LIMIT_SECONDS} s")
-        finally:
-            for process in processes:
-                process.kill()
-                process.wait()
-        files = [Path(folder) / f"{rank}.json" for rank in range(job.ranks)]
-        return [[Result(**result) for result in json.loads(file.read_text())] for file in files]
+def row_of(written: dict[str, Any]) -> list[str]:
+    """Return the cells of a machine for ``COLUMNS``."""
+    session, parts = written["session"], written["parts"]
+    cells = [session.get("gpus") or f"{written['place']['device']} on {session['processor']}"]
+    cells.append(f"{session['torch']}, {session['commit']}")
+    for name in PARTS:
+        results = [case["result"] for case in parts.get(name, {}).get("cases", ())]
+        cells.append(f"{results.count(PASSED)} of {len(results)}" if results else ABSENT if name in parts else "")
+    times = []
+    for case in parts.get("speed", {}).get("cases", ()):
+        ranks = case.get("figures", [{}])
+        times += [f"{name} {1e3 * max(rank[name]['seconds'] for rank in ranks):,.0f}" for name in ranks[0]]
+    return [*cells, ", ".join(times)]
 
 
-def row(of_ranks: Sequence[Result]) -> list[str]:
-    """Return the line of a case: the slowest rank, the largest difference."""
-    first = of_ranks[0]
-    name = f"{first.schedule}, {first.replicas} replicas" if first.replicas > 1 else first.schedule
-    losses = [result.loss for result in of_ranks if result.loss is not None]
-    step, alone = max(result.seconds for result in of_ranks), max(result.alone for result in of_ranks)
-    busy = sum(result.busy for result in of_ranks) / len(of_ranks)
-    return [
-        name if first.trains else f"{name}, run_eval",
-        _shown(max(losses)),
-        _shown(max(result.gradients for result in of_ranks)) if first.trains else "",
-        f"{1e3 * step:.1f}",
-        f"{1e3 * alone:.1f}",
-        f"{alone / step:.2f}",
-        f"{100 * busy:.0f}",
-        "passed" if all(result.passes for result in of_ranks) else "FAILED",
-    ]
-
-
-def _shown(difference: float) -> str:
-    return "equal" if difference == 0 else f"{difference:.1e}"
-
-
-def _start(job: Job, rank: int, folder: Path, port: int) -> subprocess.Popen[bytes]:
-    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": job.ranks, "LOCAL_WORLD_SIZE": job.ranks}
-    given = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1, "PYTHONPATH": ROOT}
-    # Sums of cuBLAS are in one order with this workspace.
-    own = {name: str(value) for name, value in (numbers | given).items()} | {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-    command = [sys.executable, "-m", "benchmarks.acceptance.cases", json.dumps(job), str(folder)]
-    return subprocess.Popen(command, cwd=ROOT, env={**os.environ, **own}, stdout=sys.stderr)
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-        return port
+def _machine() -> dict[str, str]:
+    """Return the system and, where NVIDIA's tool is, each GPU with its driver and memory."""
+    found = {"system": platform.platform()}
+    if shutil.which("nvidia-smi"):
+        query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
+        listed = subprocess.run(query, capture_output=True, text=True, check=False)
+        found["gpus"] = "; ".join(listed.stdout.strip().splitlines())
+    return found
 
 
 if __name__ == "__main__":

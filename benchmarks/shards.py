@@ -34,7 +34,7 @@ from torch.optim import AdamW  # noqa: E402
 
 import nxdpp  # noqa: E402
 from benchmarks.comparison.job import Job  # noqa: E402
-from benchmarks.comparison.llama import llama_job  # noqa: E402
+from benchmarks.comparison.llama import LlamaSize, llama_job  # noqa: E402
 from benchmarks.layouts.traffic import Traffic  # noqa: E402
 from benchmarks.page import write_blocks  # noqa: E402
 from benchmarks.report import markdown_table, session_line  # noqa: E402
@@ -102,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _planned(hidden: int) -> dict[str, float]:
     """The peak of a step beyond the state, in bytes, as ``nxdpp plan`` has it."""
-    job = llama_job(hidden)
+    job = llama_job(LlamaSize(hidden))
     rows = len(job.first_input) // job.microbatches
     found = nxdpp.plan(
         job.make_model(),
@@ -126,7 +126,7 @@ def _planned(hidden: int) -> dict[str, float]:
 
 def _ways(hidden: int) -> dict[str, Way]:
     """The ways, each on a model of its own; the first is the one that others are compared with."""
-    job = llama_job(hidden)
+    job = llama_job(LlamaSize(hidden))
     return {
         OURS[0]: _nxdpp(job),
         OURS[1]: _nxdpp(job, zero1=True),

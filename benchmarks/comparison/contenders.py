@@ -20,7 +20,7 @@ from torch.distributed.pipelining import (
 from benchmarks.comparison.handwritten import HandwrittenStage
 from benchmarks.comparison.job import Job
 from benchmarks.comparison.rows import Entrant
-from nxdpp import NxDPPModel
+from nxdpp import NxDPPModel, fully_shard
 from nxdpp.schedules.families.registry import find_family
 
 NXDPP, TORCH, BY_HAND = "nxdpp", "torch", "by hand"
@@ -57,9 +57,9 @@ class Contender(ABC):
 
 
 class Nxdpp(Contender):
-    """An ``NxDPPModel``, through its public API."""
+    """An ``NxDPPModel``, through its public API; with ``shards`` its parameters are divided over the replicas."""
 
-    def __init__(self, job: Job, family: str, chunks: int) -> None:
+    def __init__(self, job: Job, family: str, chunks: int, shards: bool = False) -> None:
         super().__init__(NXDPP, family)
         self._model = NxDPPModel(
             job.make_model(),
@@ -68,6 +68,9 @@ class Nxdpp(Contender):
             schedule=family,
             virtual_pipeline_size=chunks,
         )
+        self._model.move_model_to_device(job.first_input.device)
+        if shards:
+            fully_shard(self._model)
         self._inputs = job.inputs
 
     def step(self) -> torch.Tensor | None:
@@ -89,12 +92,9 @@ class Torch(Contender):
         rank, ranks = dist.get_rank(), dist.get_world_size()
         own = find_family(family).placement(ranks, chunks).stages_of(rank)
         count = ranks * chunks
-        model = job.make_model()
-        self._modules = [job.cut(model, stage, count) for stage in own]
-        stages = [
-            PipelineStage(module, stage, count, torch.device("cpu"))
-            for stage, module in zip(own, self._modules, strict=True)
-        ]
+        model, device = job.make_model(), job.first_input.device
+        self._modules = [job.cut(model, stage, count).to(device) for stage in own]
+        stages = [PipelineStage(module, stage, count, device) for stage, module in zip(own, self._modules, strict=True)]
         given = stages if chunks > 1 else stages[0]
         self._schedule = TORCH_SCHEDULES[family](given, job.microbatches, loss_fn=job.loss)
         self._input = (job.first_input,) if 0 in own else ()

@@ -1,8 +1,8 @@
 """Tokens a second of a Llama, next to hand-cut stages and to one process."""
 
-import copy
 import os
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -21,10 +21,6 @@ RANKS = (2, 4)
 HIDDEN, LAYERS, SEQUENCE, VOCABULARY = 256, 8, 128, 512
 MICROBATCHES, MICROBATCH = 8, 2
 ALONE = "one process"
-CONFIG = LlamaConfig(
-    vocab_size=VOCABULARY, hidden_size=HIDDEN, intermediate_size=4 * HIDDEN, num_hidden_layers=LAYERS,
-    num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=SEQUENCE, use_cache=False,
-)  # fmt: skip
 
 
 def measure(effort: Effort) -> list[Row]:
@@ -68,7 +64,8 @@ class LlamaStage(nn.Module):
     def __init__(self, llama: nn.Module, stage: int, stages: int) -> None:
         super().__init__()
         assert isinstance(llama, LlamaForCausalLM), "llama_job makes a Llama"
-        body, each = llama.model, LAYERS // stages
+        body = llama.model
+        each = len(body.layers) // stages
         self.model = nn.Module()
         self.model.embed_tokens = body.embed_tokens if stage == 0 else None
         self.model.layers = nn.ModuleDict(
@@ -83,7 +80,7 @@ class LlamaStage(nn.Module):
         model = self.model
         if model.embed_tokens is not None:
             hidden = model.embed_tokens(hidden)
-        positions = torch.arange(hidden.shape[1]).unsqueeze(0)
+        positions = torch.arange(hidden.shape[1], device=hidden.device).unsqueeze(0)
         rotations = model.rotary_emb(hidden, positions)
         for layer in model.layers.values():
             hidden = layer(hidden, attention_mask=None, position_ids=positions, position_embeddings=rotations)
@@ -93,28 +90,44 @@ class LlamaStage(nn.Module):
         return logits
 
 
-def llama_job(hidden: int = HIDDEN) -> Job:
-    """A Llama with random weights and tokens, ``hidden`` wide."""
-    config = copy.deepcopy(CONFIG)
-    config.update({"hidden_size": hidden, "intermediate_size": 4 * hidden, "head_dim": hidden // 4})
+class LlamaSize(NamedTuple):
+    """Sizes of a Llama and of its batch."""
+
+    hidden: int = HIDDEN
+    layers: int = LAYERS
+    heads: int = 4
+    vocabulary: int = VOCABULARY
+    sequence: int = SEQUENCE
+    microbatches: int = MICROBATCHES
+    microbatch: int = MICROBATCH
+
+
+def llama_job(size: LlamaSize | None = None, device: str | torch.device = "cpu") -> Job:
+    """A Llama with random weights, in host memory, and random tokens on ``device``."""
+    size = size or LlamaSize()
+    config = LlamaConfig(
+        vocab_size=size.vocabulary, hidden_size=size.hidden, intermediate_size=4 * size.hidden,
+        num_hidden_layers=size.layers, num_attention_heads=size.heads, num_key_value_heads=size.heads,
+        max_position_embeddings=size.sequence, use_cache=False,
+    )  # fmt: skip
 
     def make_model() -> nn.Module:
         torch.manual_seed(0)
         return LlamaForCausalLM(config)
 
     torch.manual_seed(1)
-    ids = torch.randint(VOCABULARY, (MICROBATCHES * MICROBATCH, SEQUENCE))
+    ids = torch.randint(size.vocabulary, (size.microbatches * size.microbatch, size.sequence)).to(device)
     function = LlamaForCausalLM(config).loss_function
     return Job(
         make_model=make_model,
         layer_class=LlamaDecoderLayer,
         cut=LlamaStage,
-        loss=lambda logits, labels: function(logits=logits, labels=labels, vocab_size=VOCABULARY),
+        loss=lambda logits, labels: function(logits=logits, labels=labels, vocab_size=size.vocabulary),
         inputs={"input_ids": ids, "labels": ids},
         first_input=ids,
         target=ids,
-        hidden=(MICROBATCH, SEQUENCE, hidden),
-        microbatches=MICROBATCHES,
+        hidden=(size.microbatch, size.sequence, size.hidden),
+        microbatches=size.microbatches,
     )
 
 

@@ -1,63 +1,158 @@
-"""The acceptance of a machine, over gloo on the CPU."""
+"""The first hour on a machine, as the command: on the CPU over gloo, and on the fake accelerator."""
 
-import re
+import json
 import shlex
 import subprocess
 import sys
+import time
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from benchmarks import gpu
-from benchmarks.acceptance import cases
-from benchmarks.acceptance.cases import Case, Job, Result, Size
+from benchmarks.first_hour import faults, speed
+from benchmarks.first_hour.parts import PARTS, Part
+from benchmarks.first_hour.place import ONE_CHIP, OWN, SHARED, Place, Rank
+from benchmarks.first_hour.start import FAILED, HUNG, NOT_RUN, NOTHING, PASSED, Ended, Start
 from nxdpp.schedules.families.registry import FAMILIES
+from tests.benchmarks import failing_part
 from tests.docs.pages import GUIDE, ROOT, commands
-from tests.support.run_ranks import run_ranks
+from tests.support import fake_device
 
-pytestmark = pytest.mark.one_python
+REASON = fake_device.why_not()
+on_fake = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+pytestmark = [pytest.mark.one_python, pytest.mark.timeout(900)]
 
-JOB = Job(2, "gloo", "cpu")
-
-
-def _run(rank: int) -> list[Result]:
-    cases.SIZES["cpu"] = Size(8, 16, 4, 1)
-    pytest.MonkeyPatch().setattr(cases, "FAMILIES", {"zb-v": FAMILIES["zb-v"]})
-    return cases.run_rank(JOB, rank)
+DRY, CUDA, EIGHT = Place("cpu", 0, True), Place("cuda", 1, False), Place("cuda", 8, False)
 
 
-def test_a_case_is_exact_and_has_a_row() -> None:
-    results = run_ranks(2, _run)
-    rows = [gpu.row(of_case) for of_case in zip(*results, strict=True)]
-    assert [row[0] for row in rows] == ["zb-v", "1f1b, run_eval"]
-    assert [(row[1], row[2], row[-1]) for row in rows] == [("equal", "equal", "passed"), ("equal", "", "passed")]
+def written_by(folder: Path, arguments: list[str], parts: list[str]) -> tuple[dict[str, Any], str]:
+    """What the command has written for parts that all pass, and its last line."""
+    file = folder / "found.json"
+    named = [word for name in parts for word in ("--part", name)]
+    command = [sys.executable, *arguments, "--json", str(file), *named]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=800)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    found: dict[str, Any] = json.loads(file.read_text())
+    assert list(found["parts"]) == parts
+    return found, ended.stdout.splitlines()[-1]
 
 
-def test_another_number_fails() -> None:
-    result = Result(*Case("1f1b"), 0.0, 1e-6, 1.0, 1.0, 0.5, 0.0)
-    assert gpu.row([result])[2:] == ["1.0e-06", "1000.0", "1000.0", "1.00", "50", "FAILED"]
-
-
-def test_the_job_follows_the_devices() -> None:
-    assert gpu.job_of("cpu", 0, None) == Job(4, "gloo", "cpu")
-    assert gpu.job_of("cuda", 8, None) == Job(8, "nccl", "cuda")
-    assert gpu.job_of("cuda", 16, None) == Job(8, "nccl", "cuda")
-    assert gpu.job_of("cuda", 1, None) == Job(4, "gloo", "cuda:0")
-    assert gpu.job_of("cuda", 2, 4) == Job(4, "gloo", "cuda:0")
-    assert gpu.job_of("cuda", 8, 2) == Job(2, "nccl", "cuda")
-
-
-def test_no_cuda_is_told_with_the_remedy(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        gpu.main(["--device", "cuda"])
-    assert "--device cpu runs the same on the CPU" in capsys.readouterr().err
-
-
-def test_the_command_of_the_guide_for_the_cpu_passes_every_case() -> None:
-    """Processes that no torchrun starts, with a start for each case."""
-    (command,) = (line for _, line in commands(GUIDE / "gpus.md") if "gpu.py --device cpu" in line)
+@pytest.mark.parametrize("parts", [["units", "one", "sanitizer", "faults"], ["schedules", "several", "speed"]])
+def test_the_dry_command_of_the_guide_passes(tmp_path: Path, parts: list[str]) -> None:
+    (command,) = (line for _, line in commands(GUIDE / "gpus.md") if "gpu.py --dry" in line)
     python, *arguments = shlex.split(command, comments=True)
     assert python == "python"
-    ended = subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=200)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    results = re.findall(r"^\| ([\w-]+)(, run_eval)? .* (passed|FAILED) +\|$", ended.stdout, re.M)
-    assert results == [*((name, "", "passed") for name in FAMILIES), ("1f1b", ", run_eval", "passed")], ended.stdout
+    found, row = written_by(tmp_path, arguments, parts)
+    cases = {name: [case["name"] for case in part["cases"]] for name, part in found["parts"].items()}
+    for name, part in found["parts"].items():
+        assert part["result"] == (gpu.ABSENT if name == "sanitizer" else PASSED)
+        assert part["seconds"] <= part["limit"]
+    if "schedules" in parts:
+        assert cases["schedules"] == [*FAMILIES, "1f1b, run_eval"]
+        assert "torch.distributed.pipelining" in row
+    else:
+        assert cases["faults"] == faults.CASES
+        assert found["parts"]["faults"]["cases"][0]["figures"][0]["named_by"] == [0, 1]
+    assert {"commit", "system", "torch", "python"} <= found["session"].keys()
+    header = (ROOT / "benchmarks/results/gpus.md").read_text().splitlines()
+    assert f"| {' | '.join(gpu.COLUMNS)} |" in header
+    assert row.count("|") == len(gpu.COLUMNS) + 1
+
+
+@on_fake
+@pytest.mark.parametrize("parts", [["units", "one"], ["several", "faults"]])
+def test_the_command_on_the_fake_accelerator(tmp_path: Path, parts: list[str]) -> None:
+    fake_device.built()
+    found, _ = written_by(tmp_path, ["benchmarks/gpu.py", "--device", "fake"], parts)
+    assert found["place"] == {"device": "fake", "visible": 1, "dry": True}
+    for case in found["parts"].get("one", {}).get("cases", ()):
+        # None is a case without steps.
+        assert case["figures"][0].get("host_waits") in (None, {})
+
+
+def test_a_case_that_fails_or_hangs_is_named_and_does_not_stop_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def part(*cases: str) -> Part:
+        return Part("", 600, lambda place: [Start(failing_part.__name__, cases, 5.0)])
+
+    parts = {"first": part("passes", "hangs", "differs", "raises"), "second": part("passes")}
+    monkeypatch.setattr(gpu, "PARTS", parts)
+    file = tmp_path / "found.json"
+    with pytest.raises(SystemExit) as end:
+        gpu.main(["--dry", "--json", str(file)])
+    assert end.value.code == 1
+    found = json.loads(file.read_text())["parts"]
+    first = {case["name"]: case for case in found["first"]["cases"]}
+    assert {name: case["result"] for name, case in first.items()} == {
+        "passes": PASSED, "hangs": HUNG, "differs": FAILED, "raises": FAILED,
+    }  # fmt: skip
+    # The stack of a rank that hangs.
+    assert "failing_part.py" in first["hangs"]["error"]
+    assert first["differs"]["error"] == "rank 0: another number"
+    assert "ValueError: the first error" in first["raises"]["error"]
+    assert [found[name]["result"] for name in parts] == [FAILED, PASSED]
+    assert "failed         raises  ValueError: the first error" in capsys.readouterr().out
+
+
+def test_a_case_after_the_limit_of_its_part_is_not_run() -> None:
+    start = Start(failing_part.__name__, ["passes"], 5.0)
+    assert [found["result"] for found in start.results(DRY, time.monotonic())] == [NOT_RUN]
+
+
+def test_an_unsupported_layout_that_is_refused_proves_nothing() -> None:
+    start = Start(failing_part.__name__, ["raises", "passes"], 5.0, 1, ONE_CHIP)
+    assert [found["result"] for found in start.results(DRY, time.monotonic() + 600)] == [NOTHING, NOT_RUN]
+    part = Part("", 600, lambda place: [])
+    assert gpu.result_of(part, DRY)["result"] == gpu.ABSENT
+
+
+def test_ranks_of_one_cuda_device_are_an_experiment() -> None:
+    ways = {name: [(start.ranks, start.way) for start in PARTS[name].starts(CUDA)] for name in ("several", "faults")}
+    assert ways == {"several": [(2, ONE_CHIP), (4, ONE_CHIP), (2, ONE_CHIP)], "faults": [(2, SHARED), (2, ONE_CHIP)]}
+    assert [(start.ranks, start.way) for start in PARTS["several"].starts(EIGHT)] == [(8, OWN)]
+    assert [start.ranks for start in PARTS["speed"].starts(Place("xpu", 6, False))] == [4]
+    given = [PARTS["several"].starts(CUDA)[0].of_rank(rank, CUDA)["NCCL_HOSTID"] for rank in range(2)]
+    assert given == ["rank0", "rank1"]
+    assert "NCCL_HOSTID" not in PARTS["several"].starts(EIGHT)[0].of_rank(0, EIGHT)
+    assert PARTS["sanitizer"].starts(CUDA)[0].environment == {"TORCH_CUDA_SANITIZER": "1"}
+    assert PARTS["sanitizer"].starts(Place("xpu", 1, False)) == []
+
+
+def test_the_parts_fit_into_an_hour() -> None:
+    assert sum(part.limit for part in PARTS.values()) <= 3600
+
+
+@pytest.mark.parametrize(("ranks", "gigabytes", "hidden"), [(1, 141, 2048), (1, 24, 512), (8, 24, 2048), (1, 2, 256)])
+def test_the_llama_fits_on_the_device(ranks: int, gigabytes: int, hidden: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nxdpp.devices.accelerator.total_memory", lambda device: gigabytes * 10**9)
+    size = speed.size_for(Rank(CUDA, 0, ranks, OWN), torch.device("cuda", 0))
+    assert (size.hidden, size.layers % ranks, size.microbatches % ranks) == (hidden, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("case", "last", "at", "result"),
+    [
+        (faults.STUCK, "rank 0 stops because rank 1 does not reach step 4", 30.0, PASSED),
+        (faults.STUCK, "rank 0 stops because rank 1 does not reach step 4", 131.0, FAILED),
+        (faults.KILLED, "rank 0 stops because rank 1 was killed", 5.0, FAILED),
+    ],
+)
+def test_who_is_named_for_a_fault_and_how_soon(case: str, last: str, at: float, result: str) -> None:
+    """After a kill rank 1 says nothing."""
+    outputs = [f"hang_timeout 10.0\n{last}\n", f"hang_timeout 10.0\nfault at 100.0\n{last.replace('rank 0', 'rank 1')}"]
+    found = faults.judge(case, Ended([1, 1], outputs, [[], []], 100.0 + at, False))
+    assert found["result"] == result
+    assert found["figures"][0]["named_by"] == [0, 1]
+
+
+def test_no_accelerator_is_told_with_the_remedy(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        gpu.main([])
+    assert "try the parts on the CPU by --dry" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        gpu.main(["--device", "cuda"])
+    assert "no device of the type 'cuda'" in capsys.readouterr().err
