@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     written["parts"] = {}
     print(", ".join(f"{name} {value}" for name, value in written["session"].items()), flush=True)
     for name in asked.part or PARTS:
-        print(f"{name}: {PARTS[name].text}", flush=True)
+        print(f"{name}, {PARTS[name].limit / 60:.0f} min at most: {PARTS[name].text}", flush=True)
         written["parts"][name] = result_of(PARTS[name], place)
         asked.json.write_text(json.dumps(written, indent=1))
     print(f"{asked.json} has the results, and the text of errors with names of folders: read it before you send it")
