@@ -40,6 +40,9 @@ def _several(place: Place) -> list[Start]:
         cases = ["1f1b", "zb-v"] if place.dry else schedules.cases(ranks)
         return Start(schedules.__name__, cases, 60.0, ranks, way, variables, f"{ranks} ranks{label}, ")
 
+    if place.device == CPU:
+        # `schedules` has the same ranks there.
+        return []
     if place.has_own(2):
         return [start(2 if place.dry else min(MOST_RANKS, place.visible), OWN)]
     late = {"CUDA_LAUNCH_BLOCKING": "1"}

@@ -79,21 +79,27 @@ class _Plain(Contender):
 
 
 class _Sharded(_Plain):
-    """FSDP2 on each layer and on the model; it reduces the gradients once in a step."""
+    """FSDP2 on each layer and on the model; it reduces the gradients once in a step.
 
-    def __init__(self, job: Job) -> None:
+    With ``keeps`` the parameters are gathered once in a step too, as nxdpp does, else for each microbatch.
+    """
+
+    def __init__(self, job: Job, keeps: bool) -> None:
         super().__init__("FSDP2", job)
+        self._keeps = keeps
         mesh = parallel_state.get_device_mesh()["data"]
         for layer in self._model.modules():
             if isinstance(layer, job.layer_class):
-                fully_shard(layer, mesh=mesh)
-        self._sharded: Any = fully_shard(self._model, mesh=mesh)
+                fully_shard(layer, mesh=mesh, reshard_after_forward=not keeps)
+        self._sharded: Any = fully_shard(self._model, mesh=mesh, reshard_after_forward=not keeps)
 
     def step(self) -> torch.Tensor | None:
         parts = self._job.first_input.chunk(self._job.microbatches)
         losses = []
         for part in parts:
-            self._sharded.set_requires_gradient_sync(part is parts[-1])
+            is_last = part is parts[-1]
+            self._sharded.set_requires_gradient_sync(is_last)
+            self._sharded.set_reshard_after_backward(is_last or not self._keeps)
             loss = self._sharded(input_ids=part, labels=part).loss / self._job.microbatches
             loss.backward()
             losses.append(loss.detach())
@@ -111,7 +117,11 @@ def _replicas(rank: Rank, job: Job) -> dict[str, Contender]:
         job, inputs={"input_ids": ids, "labels": ids}, first_input=ids, target=ids,
         microbatches=job.microbatches // rank.count,
     )  # fmt: skip
-    return {"FSDP2": _Sharded(own), "nxdpp, fully_shard": Nxdpp(own, "1f1b", 1, shards=True)}
+    return {
+        "FSDP2": _Sharded(own, keeps=False),
+        "FSDP2 gathered once": _Sharded(own, keeps=True),
+        "nxdpp's shards": Nxdpp(own, "1f1b", 1, shards=True),
+    }
 
 
 def _timed(contenders: dict[str, Contender], device: torch.device, steps: int) -> Found:
