@@ -17,7 +17,8 @@ from torch.overrides import TorchFunctionMode
 
 from nxdpp.ground.torch_names import VERSION, pytree
 
-_HOST, _CALL = "_nxdpp_on_host", "_nxdpp_call"
+_HOST, _CALL = MARKS = "_nxdpp_on_host", "_nxdpp_call"
+"""Attributes of tensors."""
 _ASK = {torch.Tensor.__bool__, torch.Tensor.item, torch.Tensor.__int__, torch.Tensor.__index__, torch.Tensor.tolist}
 # Words in the names of functions that draw random numbers.
 _DRAWS = ("rand", "bernoulli", "multinomial", "normal", "poisson", "binomial", "dropout", "exponential")
@@ -32,7 +33,8 @@ def note_host_copy(tensor: torch.Tensor, host: torch.Tensor) -> None:
 
 def note_call(result: Any, func: Callable[..., Any], args: Any, kwargs: Any) -> None:
     """Note that ``func(*args, **kwargs)`` has given the tensor ``result``."""
-    if isinstance(result, torch.Tensor) and not result.is_cpu and result.numel() <= _MOST_ELEMENTS:
+    is_noted = isinstance(result, torch.Tensor) and not result.is_cpu and result.numel() <= _MOST_ELEMENTS
+    if is_noted and not _holds((args, kwargs), result):
         setattr(result, _CALL, _NotedCall(func, args, kwargs, _version(result)))
 
 
@@ -55,6 +57,11 @@ def _version(tensor: torch.Tensor) -> int:
 
 def _versions(tensor: torch.Tensor, host: torch.Tensor) -> tuple[int, int]:
     return _version(tensor), _version(host)
+
+
+def _holds(values: Any, tensor: torch.Tensor) -> bool:
+    """Return whether ``tensor`` is one of the values, as where ``mask.bool()`` has nothing to do."""
+    return any(leaf is tensor for leaf in pytree.tree_leaves(values))
 
 
 class _NotOnHostError(Exception):
@@ -85,7 +92,7 @@ class HostAnswers(TorchFunctionMode):
             self._is_changed = True
         for place, leaf in enumerate(pytree.tree_leaves(result)):
             if isinstance(leaf, torch.Tensor) and leaf.numel() <= _MOST_ELEMENTS:
-                self._calls[id(leaf)] = leaf, func, args, kwargs, place
+                self._calls.setdefault(id(leaf), (leaf, func, args, kwargs, place))
         return result
 
     def _on_host(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -108,7 +115,7 @@ class HostAnswers(TorchFunctionMode):
         # The host would draw other numbers, and move its generator. A function that makes a tensor may draw it.
         draws = any(word in getattr(func, "__name__", "") for word in _DRAWS)
         makes = func is not torch.arange and not any(map(torch.is_tensor, pytree.tree_leaves((args, kwargs))))
-        if draws or makes:
+        if draws or makes or _holds((args, kwargs), tensor):
             raise _NotOnHostError
         args, kwargs = pytree.tree_map(self._argument, (args, kwargs))
         found: torch.Tensor = pytree.tree_leaves(func(*args, **kwargs))[place]

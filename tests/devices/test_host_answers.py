@@ -11,7 +11,11 @@ from tests.support import fake_device
 from tests.support.run_ranks import run_ranks
 
 REASON = fake_device.why_not()
-pytestmark = [pytest.mark.one_python, pytest.mark.skipif(REASON is not None, reason=str(REASON))]
+pytestmark = [
+    pytest.mark.one_python,
+    pytest.mark.skipif(REASON is not None, reason=str(REASON)),
+    pytest.mark.cpu_only("its ranks start the fake accelerator"),
+]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -29,6 +33,8 @@ QUESTIONS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], bool]] = {
     "all": (lambda mask: mask.all(), False),
     "a part": (lambda mask: mask[:, -1].bool().logical_not().any(), False),
     "positions": (lambda mask: (torch.arange(3, device=mask.device) * mask).max() > 1, False),
+    "the same tensor": (lambda mask: (mask > 0).bool().contiguous().all(), False),
+    "the same unknown tensor": (lambda mask: (mask.double() > 0).bool().contiguous().all(), True),
     "drawn like it": (lambda mask: torch.randint_like(mask, 0, 2).all(), True),
     "drawn of it": (lambda mask: torch.multinomial(mask.double(), 1).any(), True),
     "floats": (lambda mask: (mask.double().mean() * 3).bool(), True),
