@@ -21,13 +21,14 @@ class AnsweredCall(OpaqueCall):
 
     def __init__(self, call: OpaqueCall) -> None:
         vars(self).update(vars(call))
+        self._call = call
 
     def __call__(self, *traced: Any) -> Any:
         """Call the function with the static arguments in their places."""
         if not have_host_copies(traced):
-            return super().__call__(*traced)
+            return self._call(*traced)
         with HostAnswers():
-            return super().__call__(*traced)
+            return self._call(*traced)
 
 
 class FollowedCall:
