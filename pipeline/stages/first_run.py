@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from nxdpp.devices.host_answers import MARKS
 from nxdpp.ground.torch_names import DYNAMO_MARKS
 from nxdpp.tracing.code.names import is_framework
 from nxdpp.tracing.graph.calls import OpaqueCall
@@ -119,8 +120,8 @@ class _Watched:
     def _refuse_attributes(self, output: Any) -> None:
         for tensor in leaves_of(output):
             if type(tensor) is torch.Tensor:
-                # torch.compile has its own marks on tensors.
-                names = [name for name in vars(tensor) if not name.startswith(DYNAMO_MARKS.name)]
+                # torch.compile has its own marks on tensors, and an argument that is returned has ours.
+                names = [name for name in vars(tensor) if not name.startswith((DYNAMO_MARKS.name, *MARKS))]
                 if names:
                     raise RuntimeError(
                         f"{self._name} returns a tensor with the attribute {names[0]}, which a tensor loses between "
