@@ -74,6 +74,9 @@ NO_DISPATCH_MODES = PrivateName(
     "torch.utils._python_dispatch._disable_current_modes", "computes with values inside of deferred_init"
 )
 SCHEMA = PrivateAttribute("torch._ops.OpOverload._schema", "knows which arguments an operation of torch writes")
+DEFAULT_DEVICE = PrivateName(
+    "torch.utils._device", "sees the device of set_default_device where torch has put its mode away"
+)
 CAUSAL_MASK = PrivateName(
     "torch.nn.modules.transformer._detect_is_causal_mask", "compares a mask of nn.TransformerEncoder in every step"
 )

@@ -51,6 +51,15 @@ def _dispatch_mode() -> bool:
     return bool(schema.is_mutable and schema.arguments[0].alias_info.is_write and schema.arguments[1].name == "other")
 
 
+@probe(names.DEFAULT_DEVICE)
+def _default_device() -> bool:
+    found = [names.DEFAULT_DEVICE.found.CURRENT_DEVICE]
+    for device in (torch.device("meta"), None):
+        torch.set_default_device(device)
+        found.append(names.DEFAULT_DEVICE.found.CURRENT_DEVICE)
+    return found == [None, torch.device("meta"), None]
+
+
 @probe(names.NO_DISPATCH_MODES)
 def _no_dispatch_modes() -> bool:
     with Operations() as operations, names.NO_DISPATCH_MODES():

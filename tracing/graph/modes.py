@@ -28,7 +28,7 @@ from torch.nn import attention
 from torch.overrides import TorchFunctionMode
 
 from nxdpp.devices.autocast import AUTOCAST_TYPES
-from nxdpp.ground.torch_names import TorchDispatchMode
+from nxdpp.ground.torch_names import DEFAULT_DEVICE, TorchDispatchMode
 from nxdpp.tracing.graph.swap import in_this_thread, replaced, swapped_in_this_thread
 
 _META = "modes"
@@ -87,7 +87,7 @@ _MULTIPLIERS = (_backends.cuda.matmul, _backends.cudnn.conv, _backends.mkldnn.ma
 _INSIDE = "Use it inside a layer, or around the whole step."
 _REFUSED = {
     "torch.inference_mode": _Refused(torch.is_inference_mode_enabled, "Use torch.no_grad()."),
-    "a default device": _Refused(lambda: _empty(0).device, "Give device=... to the functions that make tensors."),
+    "a default device": _Refused(lambda: _default_device(), "Give device=... to the functions that make tensors."),
     "torch.set_default_dtype": _Refused(torch.get_default_dtype, "Give dtype=... to the functions that make tensors."),
     "torch.use_deterministic_algorithms": _Refused(
         lambda: (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
@@ -311,6 +311,13 @@ def applied_to_fakes(modes: Modes) -> Iterator[None]:
             yield
         finally:
             torch.autocast_decrement_nesting()
+
+
+def _default_device() -> torch.device:
+    made = _empty(0).device
+    of_program = DEFAULT_DEVICE.found.CURRENT_DEVICE if DEFAULT_DEVICE.exists else None
+    # torch puts the mode of set_default_device away while a function of torch.nn.functional runs for it.
+    return made if of_program is None or made.type != "cpu" else _empty(0, device=of_program).device
 
 
 def _read_autocast(device_type: str) -> tuple[bool, torch.dtype]:

@@ -126,6 +126,14 @@ def test_a_mode_that_a_stage_cannot_repeat_is_refused(message: str, tracer: str)
         _trace(prepare, tracer)
 
 
+def test_a_default_device_around_the_trace_is_no_change_in_a_function_of_torch() -> None:
+    torch.set_default_device("meta")
+    try:
+        assert _modes(_trace(lambda hidden: torch.nn.functional.softmax(hidden, -1))) == {}
+    finally:
+        torch.set_default_device(None)
+
+
 def test_an_order_of_attention_kernels_is_refused() -> None:
     def prepare(hidden: torch.Tensor) -> torch.Tensor:
         with sdpa_kernel([SDPBackend.MATH, SDPBackend.FLASH_ATTENTION], set_priority=True):
