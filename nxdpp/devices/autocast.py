@@ -6,7 +6,9 @@ from contextlib import contextmanager
 import torch
 
 _accelerator = torch.accelerator.current_accelerator()
-AUTOCAST_TYPES = tuple(dict.fromkeys(["cuda", "xla", "cpu", "cpu" if _accelerator is None else _accelerator.type]))
+_of_torch = ["cuda", "xla", "cpu", "cpu" if _accelerator is None else _accelerator.type]
+# A package may register its type later.
+AUTOCAST_TYPES = tuple(dict.fromkeys([*_of_torch, torch.device("privateuseone").type]))
 """The device types for which a program may switch autocast on."""
 
 
