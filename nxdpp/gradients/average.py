@@ -195,8 +195,9 @@ def largest_flags(trained: Sequence[nn.Parameter], control: ProcessGroup, notes:
     """Return the largest ``notes`` of all ranks, then 1 for each parameter that has a gradient on any rank, else 0."""
     present = [parameter.grad is not None for parameter in trained]
     flags = torch.tensor([*notes, *present], dtype=torch.int32, device="cpu")
-    with Wait("gradients that replicas have", control):
-        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=control)
+    if dist.get_world_size(control) > 1:
+        with Wait("gradients that replicas have", control):
+            dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=control)
     largest: list[int] = flags.tolist()
     return largest
 

@@ -1,4 +1,7 @@
-"""Values of ranks for all ranks of a group: any in the fixed form of ``wire_form``, and extremes of numbers."""
+"""Values of ranks for all ranks of a group: any in the fixed form of ``wire_form``, and extremes of numbers.
+
+A group of one rank sends nothing: it may be one of a device, whose backend takes no CPU tensors.
+"""
 
 from collections.abc import Sequence
 from typing import Any, TypeVar
@@ -16,6 +19,8 @@ T = TypeVar("T")
 
 def gather_values(value: T, group: dist.ProcessGroup) -> list[T]:
     """Return a copy of the ``value`` of each rank of ``group``, for CPU tensors; collective over it."""
+    if dist.get_world_size(group) == 1:
+        return [unpacked(packed(value))]
     own = _bytes_of(packed(value))
     lengths = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(dist.get_world_size(group))]
     with Wait("exchange of values", group):
@@ -66,6 +71,8 @@ def extremes(
 
     ``None`` stands for all ranks. ``group`` takes tensors of ``device``. Numbers are exact within ``dtype``.
     """
+    if group is not None and dist.get_world_size(group) == 1:
+        return list(numbers), list(numbers)
     both = torch.tensor([*numbers, *(-number for number in numbers)], dtype=dtype, device=device)
     with Wait("comparison of numbers", group):
         dist.all_reduce(both, dist.ReduceOp.MAX, group)

@@ -112,7 +112,8 @@ def _shared_state(values: Mapping[K, Any], group: ProcessGroup, source: int = 0)
         if isinstance(value, tuple):
             shape, dtype = value
             is_source = dist.get_rank(group) == source
-            value = values[key].detach().cpu().contiguous() if is_source else torch.empty(shape, dtype=dtype)
+            value = values[key] if is_source else torch.empty(shape, dtype=dtype, device="cpu")
+            value = value.detach().cpu().contiguous()
             _broadcast(value, group, source)
         received[key] = value
     return received
