@@ -281,12 +281,12 @@ def fork_server() -> ForkServerContext:
     return context
 
 
-def on_fake_device(rank: int, function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
-    """Call ``function`` in a process whose default device is a fake accelerator; return its result in host memory."""
+def on_fake_device(rank: int, payload: bytes) -> bytes:
+    """Call the function of ``payload`` in a process whose tensors are on a fake accelerator; return its result."""
     # Only ranks on this device need its library.
     from tests.support.fake_device import ranks
 
-    return ranks.call(rank, function, args)
+    return ranks.call(rank, payload)
 
 
 def _run(
@@ -308,10 +308,10 @@ def _run(
     os.environ.update(environment)
     torch.set_num_threads(1)
     try:
-        function, args = pickle.loads(payload)
         if os.environ.get(DEVICE, "cpu") == "fake":
-            kind, content = b"result", on_fake_device(rank, function, args)
+            kind, content = b"result", on_fake_device(rank, payload)
         else:
+            function, args = pickle.loads(payload)
             kind, content = b"result", pickle.dumps(function(rank, *args))
     except BaseException as error:
         kind, content = b"error", "".join(traceback.format_exception(error)).encode()

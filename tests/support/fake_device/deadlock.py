@@ -36,7 +36,12 @@ def read(folder: Path) -> dict[int, list[Line]]:
     """Return the logged lines of each rank."""
     logs = {}
     for file in sorted(folder.glob("rank*.jsonl")):
-        logs[int(file.stem.removeprefix("rank"))] = [json.loads(line) for line in file.read_text().splitlines()]
+        lines = [json.loads(line) for line in file.read_text().splitlines()]
+        for line in lines:
+            if "communicator" in line:
+                # Groups that were destroyed leave their numbers to others.
+                line["communicator"] += f" of {line['ranks']}"
+        logs[int(file.stem.removeprefix("rank"))] = lines
     return logs
 
 
@@ -148,7 +153,7 @@ def _stuck(rank: int, queues: dict[int, list[Line]], done: dict[int, int]) -> St
 
 def _words(line: Line) -> str:
     if line["kind"] == "connect":
-        return f"the first use of communicator {line['communicator']} of ranks {line['ranks']}"
+        return f"the first use of communicator {line['communicator']}"
     if line["kind"] == "wait":
         return "a wait for the device"
     parts = [
@@ -157,7 +162,7 @@ def _words(line: Line) -> str:
         else part["kind"]
         for part in line["parts"]
     ]
-    return f"{' + '.join(parts)} (number {line['number']} of communicator {line['communicator']} of {line['ranks']})"
+    return f"{' + '.join(parts)} (number {line['number']} of communicator {line['communicator']})"
 
 
 def check(folder: Path) -> None:

@@ -48,6 +48,7 @@ struct Memory {
   std::map<Queue*, std::vector<Unsettled>> unsettled;
   std::vector<Freed> pending;  // freed, and a stream that was recorded may still use it
   std::map<int, MemoryUse> use;
+  std::map<char*, Block*> blocks;  // by their address
 };
 Memory& memory() {
   static auto* all = new Memory();
@@ -132,6 +133,7 @@ void release_locked(Lock& lock, int device) {
             all.file, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(begin),
             static_cast<off_t>(end - begin));
       all.use[device].reserved -= block->size;
+      all.blocks.erase(block->address);
       delete block;
     }
     blocks.clear();
@@ -204,6 +206,7 @@ Block* take(int device, size_t size) {
     block = new Block();
     block->address = memory().host + memory().next;
     memory().next += rounded;
+    memory().blocks[block->address] = block;
     block->size = rounded;
     block->owner = &queue;
     block->device = device;
@@ -339,10 +342,17 @@ void* for_kernels(const void* address) {
 
 Block* block_of(const c10::DataPtr& pointer) {
   if (pointer.get() == nullptr) return nullptr;
+  if (pointer.get_deleter() == &DeviceAllocator::free_block_or_nothing)
+    return static_cast<Block*>(pointer.get_context());
+  // torch.save makes a tensor of the bytes of a storage.
+  auto* address = static_cast<char*>(pointer.get());
+  Lock lock(runtime().mutex);
+  auto after = memory().blocks.upper_bound(address);
+  Block* block = after == memory().blocks.begin() ? nullptr : std::prev(after)->second;
   TORCH_CHECK(
-      pointer.get_deleter() == &DeviceAllocator::free_block_or_nothing,
+      block != nullptr && address < block->address + block->size,
       "a tensor of the fake accelerator has memory that its allocator does not know.");
-  return static_cast<Block*>(pointer.get_context());
+  return block;
 }
 
 void record_stream(const c10::DataPtr& pointer, c10::Stream stream) {
