@@ -83,8 +83,15 @@ SWEEPS = tomllib.loads((HERE / "sweeps.toml").read_text())
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leave out the files whose tests all have the mark one_python, where it is not wanted: imports take long."""
-    if "not one_python" not in config.option.markexpr or collection_path.suffix != ".py":
+    """Leave out files that are not wanted, since imports take long.
+
+    They have no test over ranks, for ``--device fake``, or only tests with the mark one_python.
+    """
+    if collection_path.suffix != ".py":
+        return None
+    if config.getoption("device") != "cpu" and "run_ranks" not in collection_path.read_text():
+        return True
+    if "not one_python" not in config.option.markexpr:
         return None
     mark = "\npytestmark = pytest.mark.one_python\n"
     return _of_one_python(collection_path) or mark in collection_path.read_text() or None
@@ -104,11 +111,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         collected.add(path)
         if _of_one_python(item.path):
             item.add_marker("one_python")
+        for mark in item.iter_markers("cpu_only"):
+            reason = reason_of(mark, item.nodeid)
+            if config.getoption("device") != "cpu":
+                item.add_marker(pytest.mark.skip(reason=reason))
         name = f"{path}::{item.nodeid.partition('::')[2]}"
         matched = [pattern for pattern, compiled in sweeps.items() if compiled.fullmatch(name)]
         if matched:
             collected.update(matched)
             item.add_marker("sweep")
+
+
+def reason_of(mark: pytest.Mark, test: str) -> str:
+    """Return why a test with the mark cpu_only cannot hold on a device; raise ``UsageError`` if it does not tell."""
+    if len(mark.args) != 1 or not str(mark.args[0]).strip():
+        raise pytest.UsageError(f"{test}: write why it cannot hold on a device: pytest.mark.cpu_only('reason')")
+    return f"only on the CPU: {mark.args[0]}"
 
 
 def pytest_collection_finish() -> None:
