@@ -74,7 +74,7 @@ def train(rank: int, differs: str) -> None:
     # The replicas compare their parameters in the first step, and their modes in each.
     for differing in (False, bool(rank)):
         model.train(not differing or differs != "training")
-        with torch.autocast("cpu", torch.bfloat16, enabled=differing and differs == "autocast"):
+        with torch.autocast(batch["input"].device.type, torch.bfloat16, enabled=differing and differs == "autocast"):
             model.run_train(**batch)
 
 

@@ -51,7 +51,6 @@ def wrap() -> NxDPPModel:
 def compare(rank: int) -> None:
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
     group = parallel_state.get_tensor_control_group()
-    assert group is parallel_state.get_tensor_model_parallel_group()
     for other, words in DIFFERENT:
         verify_tensor_ranks(group, *EQUAL)
         with pytest.raises(RuntimeError) as raised:
@@ -75,7 +74,9 @@ def other_rows(rank: int) -> None:
 def other_rows_in_the_second_evaluation(rank: int) -> None:
     model = wrap()
     model.run_eval(**batch(0))
-    model.run_eval(**batch(dist.get_rank() % 2))
+    # Values on a device are compared in the next step.
+    for _ in range(2):
+        model.run_eval(**batch(dist.get_rank() % 2))
 
 
 @pytest.mark.parametrize(

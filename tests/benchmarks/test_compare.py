@@ -94,6 +94,7 @@ def light_rank(rank: int) -> dict[Entrant, Times]:
     return time_families(["gpipe", "1f1b", "interleaved", "zb1p", "zb-v", "dualpipe-v"], job, job, Effort(1, 2))
 
 
+@pytest.mark.cpu_only("the benchmark is one of the CPU")
 @pytest.mark.skipif(
     torch.__version__ < "2.13", reason="torch 2.9's own pipelining ends in an error of gloo: 8 bytes received, not 4"
 )
@@ -112,6 +113,7 @@ def wrong_rank(rank: int) -> None:
     time_families(["1f1b"], lambda chunks: other(4), lambda chunks: other(2), Effort(0, 1))
 
 
+@pytest.mark.cpu_only("the benchmark is one of the CPU")
 def test_a_contender_with_another_result_is_an_error() -> None:
     with pytest.raises(AssertionError, match=r"by hand 1f1b: .* differs by"):
         run_ranks(2, wrong_rank)

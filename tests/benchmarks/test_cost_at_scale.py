@@ -27,6 +27,7 @@ def _sizes_of_groups(rank: int) -> list[int]:
     return sorted(sizes)
 
 
+@pytest.mark.cpu_only("it counts the groups of gloo")
 def test_the_groups_are_those_of_a_real_job() -> None:
     computed = sorted(group.size for group in groups_of_a_rank("gloo", 4, 2, rank=1).own)
     assert run_ranks(4, _sizes_of_groups)[1] == computed

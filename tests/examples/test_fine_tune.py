@@ -75,6 +75,7 @@ def test_the_example_is_one_page() -> None:
     assert len(EXAMPLE.read_text().splitlines()) <= 60
 
 
+@pytest.mark.cpu_only("accelerate wants the device of LOCAL_RANK, and a rank has one")
 def test_a_model_is_tuned_resumed_and_generates(tmp_path: Path) -> None:
     publish(tmp_path)
     tuned = tmp_path / "of chats.jsonl"
@@ -99,6 +100,7 @@ def test_a_model_is_tuned_resumed_and_generates(tmp_path: Path) -> None:
     assert answer == text.rpartition("\n")[2]
 
 
+@pytest.mark.cpu_only("accelerate wants the device of LOCAL_RANK, and a rank has one")
 def test_adapters_are_tuned_on_lines_over_four_bit_weights_and_on_chats(tmp_path: Path) -> None:
     publish(tmp_path)
     run_ranks(2, tune_adapters, tmp_path)

@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+import torch
 
 TINY_LLAMA: dict[str, Any] = {
     "vocab_size": 256,
@@ -26,7 +27,8 @@ def run_main_job(arguments: list[str]) -> None:
     import train
     import training
 
-    with pytest.MonkeyPatch.context() as patch:
+    # The script names the device of its model itself.
+    with pytest.MonkeyPatch.context() as patch, torch.device("cpu"):
         patch.setattr(training, "HELD_OUT_SEQUENCES", HELD_OUT)
         patch.setattr(sample, "SAMPLE_BYTES", SAMPLE)
         train.main(arguments)

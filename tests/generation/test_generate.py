@@ -146,7 +146,7 @@ def _of_llama(model: Any) -> dict[str, Any]:
     found["tensor setting"] = model.generate(long, max_new_tokens=3, eos_token_id=torch.tensor([1]), pad_token_id=0)
     with torch.inference_mode():
         found["inference"] = model.generate(long + 0, max_new_tokens=4)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(long.device.type, torch.bfloat16):
         found["autocast"] = model.generate(long, max_new_tokens=4)
     found["after autocast"] = model.generate(long, max_new_tokens=4)
     before = vars(model.original_module).get("_previous_max_cache_length")
@@ -195,7 +195,7 @@ def refuse(model: Any, ids: torch.Tensor) -> None:
         with pytest.raises(ValueError, match=f"cannot honour {name}=1"):
             model.generate(ids, **{name: 1})
     dtype = torch.bfloat16 if model.rank == 0 else torch.float16
-    with pytest.raises(ValueError, match="different settings"), torch.autocast("cpu", dtype):
+    with pytest.raises(ValueError, match="different settings"), torch.autocast(ids.device.type, dtype):
         model.generate(ids, max_new_tokens=2)
     model.original_module.model.layers[0].self_attn.attention_dropout = 0.1
     model.train()

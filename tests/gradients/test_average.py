@@ -160,6 +160,7 @@ def _large_and_given(rank: int) -> list[float]:
     return found
 
 
+@pytest.mark.cpu_only("the fake accelerator has no sparse tensors")
 def test_a_mean_within_float16_whose_sum_is_not() -> None:
     assert run_ranks(2, _large_and_given) == [[60000.0] * 3] * 2
 
@@ -200,5 +201,6 @@ def _sparse(rank: int) -> None:
         _average_over_replicas(embedding.parameters())
 
 
+@pytest.mark.cpu_only("the fake accelerator has no sparse tensors")
 def test_sparse_gradients_are_refused() -> None:
     run_ranks(2, _sparse)

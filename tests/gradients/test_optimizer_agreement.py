@@ -25,7 +25,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 def wrapped(layout: str) -> Any:
-    parallel_state.initialize_model_parallel(**LAYOUTS[layout][1], backend="gloo", hang_timeout=60)
+    parallel_state.initialize_model_parallel(**LAYOUTS[layout][1], hang_timeout=60)
     torch.manual_seed(0)
     bare: Any = llama(max(2, parallel_state.get_pipeline_model_parallel_size()))
     if layout == "tensor":
@@ -200,7 +200,7 @@ def test_gradients_that_all_ranks_clip_alike_train(layout: str) -> None:
 
 def train_head_alone(rank: int, stages: int, freezes: bool) -> list[str]:
     """Train the last stage only, and return the warnings: the other ranks have no optimizer, and so no step to make."""
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=stages, backend="gloo", hang_timeout=60)
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=stages, hang_timeout=60)
     told: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
@@ -231,7 +231,7 @@ def test_stages_that_no_optimizer_trains_are_named_once(stages: int, untrained: 
 
 def train_parts(rank: int, pipeline: int, alternately: bool, everywhere: bool) -> int:
     """Train two parts of a model with rates of their own; unless ``everywhere`` ranks lack empty optimizers."""
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=pipeline, backend="gloo", hang_timeout=60)
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=pipeline, hang_timeout=60)
     torch.manual_seed(0)
     model = NxDPPModel(llama(4), num_microbatches=4)
     low: list[Any] = []

@@ -88,7 +88,7 @@ def test_the_step_check_ends_with_the_last_replaced_parameter() -> None:
 
 
 def shard(rank: int) -> None:
-    dist.init_process_group("gloo")
+    dist.init_process_group()
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.1)
     # The inner optimizer holds only this rank's share of the parameters.

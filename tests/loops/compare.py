@@ -68,8 +68,9 @@ def _difference(value: torch.Tensor | None, expected: torch.Tensor | None, toler
     if not value.numel():
         return ""
     # Equal infinities and NaNs are equal.
-    distance = (value.detach().double() - expected.double()).abs()
-    if torch.equal(value.detach().double().isfinite(), expected.isfinite()):
+    value, expected = value.detach().cpu(), expected.cpu()
+    distance = (value.double() - expected.double()).abs()
+    if torch.equal(value.double().isfinite(), expected.isfinite()):
         distance = distance.nan_to_num(0.0, 0.0)
     else:
         return "not finite in one of them"

@@ -101,7 +101,7 @@ def written(folder: Path, place: int, world_size: int) -> list[Outcome]:
 def run_scripts(rank: int, scripts: list[Script], folder: Path) -> None:
     """Run scripts on a rank, and write a file for each; raise if the ranks are not in step after one."""
     # One world for all layouts.
-    dist.init_process_group("gloo")
+    dist.init_process_group()
     for place, script in enumerate(scripts):
         failed: Exception | None = None
         try:

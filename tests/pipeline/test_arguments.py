@@ -88,7 +88,7 @@ def test_methods_of_objects_are_refused() -> None:
 
 def wrap_few(rank: int, ranks: int) -> list[list[str]]:
     """Wrap models with fewer microbatches than ranks, and with enough; return the warnings."""
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=ranks, backend="gloo")
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=ranks)
     found = []
     for microbatches in (1, 2 * ranks):
         messages: list[str] = []

@@ -179,7 +179,7 @@ def modes(llamas: Pair, layers: Pair) -> None:
     assert 0 < found[1] - found[0] <= 4, found
     assert found[1:] == [found[1]] * 3, found
     compare_with_one_process(layers)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(torch.empty(0).device.type, torch.bfloat16):
         layers.check(tolerance=HALF_ROUNDINGS)
     apply_checkpoint(layers.compiled)
     layers.check()
@@ -211,6 +211,7 @@ def over_two_ranks(rank: int, names: Sequence[str]) -> None:
     one_of_each(["short"], "inductor", 1e-5)
 
 
+@pytest.mark.cpu_only("the compiler does not follow the mode of these ranks that puts tensors on the device")
 @pytest.mark.parametrize(
     "names",
     [

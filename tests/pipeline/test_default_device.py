@@ -1,5 +1,6 @@
 """Steps of a program that has set torch's default device: messages of the host stay in host memory."""
 
+import pytest
 import torch
 from torch import nn
 
@@ -56,6 +57,7 @@ def _train(default: str) -> list[float]:
     return losses
 
 
+@pytest.mark.cpu_only("it sets default devices, the CPU among them")
 def test_steps_do_not_depend_on_the_default_device() -> None:
     for with_cpu, with_meta in run_ranks(4, _losses):
         assert with_meta == with_cpu

@@ -61,7 +61,7 @@ class DrawsUnlessGiven(nn.Module):
 
 
 def train_with_noise(rank: int, ranks: int) -> None:
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=ranks, backend="gloo")
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=ranks)
     given: dict[str, Any] = {"num_microbatches": 2, "transformer_layer_cls": Block, "broadcast_and_average_loss": True}
     remedy = r"eps is an input of forward.* one microbatch: .*, partition_batch=\{\"x\": \.\.\., \"eps\": \.\.\.\}\)"
     with pytest.raises(TracingError, match=remedy):

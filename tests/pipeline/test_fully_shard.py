@@ -163,7 +163,7 @@ def trained(case: Case, shards: bool) -> dict[str, torch.Tensor]:
                 # Bad numbers are left out.
                 optimizer.zero_grad(set_to_none=step % 2 == 0)
                 numbers[f"first loss {step}"] = model.run_train(**batch_of(10 + step))
-        with nullcontext() if dtype is None else torch.autocast("cpu", dtype):
+        with nullcontext() if dtype is None else torch.autocast(torch.empty(0).device.type, dtype):
             numbers[f"loss {step}"] = model.run_train(**batch_of(step + 40 * (extra == "no labels")))
         if scaler is not None:
             scaler.unscale_(optimizer)

@@ -201,7 +201,7 @@ def test_trained_parameters_in_float16_are_refused_and_the_remedies_train() -> N
         wrapped.run_eval(**batch)
         # The remedies of the message.
         wrapped.float()
-        with torch.autocast("cpu", torch.bfloat16 if scaler is None else torch.float16):
+        with torch.autocast(torch.empty(0).device.type, torch.bfloat16 if scaler is None else torch.float16):
             losses = [wrapped.run_train(**batch)]
         wrapped.zero_grad()
         wrapped.bfloat16()
@@ -213,7 +213,7 @@ def test_trained_parameters_in_float16_are_refused_and_the_remedies_train() -> N
             parameter.data = parameter.data.float()
         else:
             parameter.requires_grad_(False)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(torch.empty(0).device.type, torch.bfloat16):
         frozen.run_train(**batch)
     parallel_state.destroy_model_parallel()
 

@@ -96,6 +96,7 @@ def refuse(rank: int) -> None:
     model.run_train(input_ids=torch.arange(24).view(4, 6), labels=torch.arange(24).view(4, 6))
 
 
+@pytest.mark.cpu_only("an accelerator has pinned memory")
 def test_what_cannot_be_honoured_is_refused() -> None:
     run_ranks(1, refuse)
 

@@ -74,6 +74,7 @@ def _trained(case: Case) -> dict[str, int]:
     if case.dtype is not None:
         whole = whole.to(getattr(torch, case.dtype))
     model = NxDPPModel(whole, num_microbatches=MICROBATCHES, schedule=case.schedule, use_zero1_optimizer=case.zero1)
+    model.move_model_to_device()
     ids = torch.randint(0, 64, (MICROBATCHES, 16), generator=torch.Generator().manual_seed(1))
     model.run_train(input_ids=ids, labels=ids)
     held = list(model.parameters())

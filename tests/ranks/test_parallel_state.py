@@ -34,6 +34,7 @@ def _sizes(rank: int, tensor: int, pipeline: int) -> tuple[int, int, int]:
     return sizes
 
 
+@pytest.mark.cpu_only("it is about gloo, which is given by name")
 @pytest.mark.parametrize(
     ("world_size", "tensor", "pipeline", "data"), [(4, 1, 4, 1), (4, 1, 2, 2), (3, 1, 1, 3), (2, 2, 1, 1)]
 )
@@ -110,6 +111,7 @@ def _in_a_world_of_the_users(rank: int) -> None:
         parallel_state.get_data_parallel_size()
 
 
+@pytest.mark.cpu_only("it is about gloo, which is given by name")
 def test_a_world_started_by_the_user_is_not_destroyed() -> None:
     run_ranks(4, _in_a_world_of_the_users)
 

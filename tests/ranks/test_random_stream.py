@@ -67,6 +67,7 @@ def drawn(rank: int, stages: int, draws: bool) -> tuple[list[float], list[float]
     return of_cpu, of_device, [each for layer in model.local_modules() for each in getattr(layer, "drawn", [])]
 
 
+@pytest.mark.cpu_only("it gives the CPU a second generator")
 @pytest.mark.parametrize("draws", [True, False])
 @pytest.mark.parametrize(("ranks", "stages"), LAYOUTS)
 def test_generators_of_the_device_are_where_the_program_left_them(ranks: int, stages: int, draws: bool) -> None:

@@ -21,6 +21,7 @@ def ways(rank: int) -> dict[str, int]:
     return {**numbers, "calls_with_24_layers": steady_way(24).totals["calls"]}
 
 
+@pytest.mark.cpu_only("it counts the calls of a step on the CPU")
 def test_a_steady_step_does_no_more() -> None:
     numbers, _ = run_ranks(2, ways)
     over = [f"{numbers[name]} {name}, {most} allowed" for name, most in MOST.items() if numbers[name] > most]

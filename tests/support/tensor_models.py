@@ -117,5 +117,5 @@ def differing(parameters: dict[str, nn.Parameter], whole: nn.Module) -> list[str
     return [
         name
         for name, parameter in parameters.items()
-        if not torch.equal(own_part(whole.get_parameter(name).detach(), parameter), parameter)
+        if not torch.equal(own_part(whole.get_parameter(name).detach(), parameter).cpu(), parameter.cpu())
     ]

@@ -17,7 +17,11 @@ from tests.support.run_ranks import run_ranks
 from tests.support.test_fake_device import error_of
 
 REASON = fake_device.why_not()
-pytestmark = [pytest.mark.skipif(REASON is not None, reason=str(REASON)), pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.skipif(REASON is not None, reason=str(REASON)),
+    pytest.mark.timeout(900),
+    pytest.mark.cpu_only("its ranks start the fake accelerator"),
+]
 
 
 @pytest.fixture(scope="module", autouse=True)

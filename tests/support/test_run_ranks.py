@@ -21,6 +21,7 @@ def _sum_of_ranks(rank: int, weight: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"sum": value, "threads": torch.tensor(torch.get_num_threads())}
 
 
+@pytest.mark.cpu_only("it is about gloo, which is given by name")
 def test_results_come_back_in_rank_order_by_value() -> None:
     weight = torch.tensor([1.0, 2.0])
     results = run_ranks(4, _sum_of_ranks, weight)

@@ -39,6 +39,7 @@ def gathers(rank: int, starts_world: bool) -> tuple[set[str], torch.Tensor]:
     return operations.names, joined
 
 
+@pytest.mark.cpu_only("it is about gloo's threads")
 @pytest.mark.parametrize("starts_world", [False, True])
 def test_gathers_have_a_name_that_two_threads_of_gloo_may_note_at_once(starts_world: bool) -> None:
     for names, joined in run_ranks(2, gathers, starts_world):

@@ -46,7 +46,7 @@ def _compare(build: Callable[[], nn.Module], build_whole: Callable[[], nn.Module
             parameter if is_whole else whole_of(parameter),
             getattr(part.get_submodule(module), f"master_{last}"),
         ):
-            assert torch.equal(value, full)
+            assert torch.equal(value.cpu(), full.cpu())
 
 
 def _pair(dilation: int) -> nn.Module:

@@ -37,8 +37,10 @@ def _columns(width: int, padding_idx: int | None) -> None:
     vars(part.weight.grad).update(vars(part.weight))
     assert whole.weight.grad is not None
     assert torch.equal(whole_of(part.weight.grad), whole.weight.grad)
-    with pytest.raises(IndexError):
-        part(torch.tensor([9]))
+    # Other devices tell it later.
+    if ids.is_cpu:
+        with pytest.raises(IndexError):
+            part(torch.tensor([9]))
 
 
 def _without_collective() -> None:

@@ -117,7 +117,8 @@ def _embedding(vocabulary: int, padding_idx: int | None, sequence: bool) -> None
     padded = functional.pad(whole.weight.detach(), (0, 0, 0, missing))
     assert torch.equal(part.weight, _own(padded, 0))
     _close(part.weight.grad, _own(functional.pad(whole.weight.grad, (0, 0, 0, missing)), 0))
-    for outside in (-1, vocabulary):
+    # Other devices tell it later.
+    for outside in (-1, vocabulary) if found.is_cpu else ():
         with pytest.raises(IndexError):
             part(torch.tensor([outside]))
 

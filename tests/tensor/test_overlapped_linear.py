@@ -73,7 +73,7 @@ def _gradients(module: nn.Module, x: torch.Tensor, run: Callable[[Any, torch.Ten
 
 
 def _autocast(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast(x.device.type, dtype=torch.bfloat16):
         y: torch.Tensor = module(x)
     return y.float()
 
@@ -120,7 +120,7 @@ def _autocast_dtypes() -> None:
     for dtype in (torch.float32, torch.float64):
         x = torch.zeros(2, SIZE, dtype=dtype)
         layers = [layer(SIZE, SIZE, dtype=dtype) for layer in (nn.Linear, ColumnParallelLinear, RowParallelLinear)]
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.autocast(x.device.type, dtype=torch.bfloat16):
             found = [layer(given).dtype for layer in layers for given in (x, x.clone().requires_grad_())]
         assert found == [torch.bfloat16 if dtype == torch.float32 else dtype] * 6
 

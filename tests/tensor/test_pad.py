@@ -129,7 +129,7 @@ def _train(heads: int, others: int, kind: str, wrapped: bool, on_meta: bool) -> 
         with init_on_device(torch.device("meta")):
             model = Block(heads, others, kind)
         pad_model(model, size, heads, wrapped_classes=classes)
-        model.to_empty(device="cpu")
+        model.to_empty(device=whole.attention.q.weight.device)
         for module in model.modules():
             if isinstance(module, ColumnParallelLinear | RowParallelLinear | GQAQKVColumnParallelLinear):
                 module.reset_parameters()

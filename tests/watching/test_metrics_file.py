@@ -49,6 +49,7 @@ def train(rank: int, folder: Path) -> list[dict[str, Any]]:
     return spans
 
 
+@pytest.mark.cpu_only("it reads the memory of the process, where the CPU has its tensors")
 def test_each_rank_writes_its_steps(tmp_path: Path) -> None:
     spans = run_ranks(2, train, tmp_path)
     run = RunMetrics(tmp_path)

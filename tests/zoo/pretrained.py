@@ -88,6 +88,8 @@ def differences(tensors: dict[str, torch.Tensor], expected: dict[str, torch.Tens
     """Names of tensors that only one of them has, or that differ in values or dtype."""
     names = sorted(tensors.keys() ^ expected.keys())
     for name in sorted(tensors.keys() & expected.keys()):
-        if tensors[name].dtype is not expected[name].dtype or not torch.equal(tensors[name], expected[name]):
+        if tensors[name].dtype is not expected[name].dtype or not torch.equal(
+            tensors[name].cpu(), expected[name].cpu()
+        ):
             names.append(name)
     return names

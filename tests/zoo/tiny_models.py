@@ -74,7 +74,9 @@ def build(task: str, model_type: str, device: str | None = None) -> PreTrainedMo
         with torch.random.fork_rng():
             torch.manual_seed(0)
             model = model_class(_own_configuration(task, model_type, model_class))
-    torch.nn.Module.to(model, device or "cpu")  # to "meta" too: some models make a few parameters on the CPU
+    torch.nn.Module.to(
+        model, device or torch.empty(0).device
+    )  # to "meta" too: some models make a few parameters on the CPU
     model.train()
     return model
 

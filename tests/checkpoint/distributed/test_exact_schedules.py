@@ -110,7 +110,9 @@ class _Training:
         load_checkpoint(path, tag, self.model, self.optimizer, self.scheduler, grad_scaler=self.scaler)
 
     def _run(self, run: Callable[..., Any]) -> float:
-        context: AbstractContextManager[Any] = torch.autocast("cpu", torch.float16) if self.scaler else nullcontext()
+        context: AbstractContextManager[Any] = (
+            torch.autocast(torch.empty(0).device.type, torch.float16) if self.scaler else nullcontext()
+        )
         ids = _ids()
         with context:
             loss: float = run(input_ids=ids, labels=ids).item()

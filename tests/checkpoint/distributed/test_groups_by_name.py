@@ -161,7 +161,7 @@ def _train_step(wrapped: NxDPPModel, x: torch.Tensor, target: torch.Tensor) -> N
 
 def _on_ranks(rank: int, path: Path, pipeline: int, arguments: dict[str, Any], source: str, tag: str) -> dict[str, Any]:
     """Go on from ``source`` for some steps and save ``tag``; return the options of this rank."""
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=pipeline, backend="gloo")
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=pipeline)
     found = {}
     for case, make in CASES.items():
         wrapped = NxDPPModel(
@@ -222,7 +222,7 @@ def test_a_training_resumes_in_another_layout(case: str, trained: tuple[Path, di
 
 def _refuse_apart(rank: int, path: Path) -> list[str]:
     """Save and load what does not go together; return the errors."""
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2, backend="gloo")
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
     wrapped = NxDPPModel(build(0), transformer_layer_cls=Block, num_microbatches=2, loss_fn=nn.MSELoss())
     several, schedulers = _matrices_and_vectors(wrapped, False)
     whole = AdamW(wrapped.parameters(), lr=0.1)

@@ -55,7 +55,7 @@ def _differences(gathered: Mapping[str, torch.Tensor], expected: Mapping[str, to
     return [
         name
         for name in names
-        if gathered[name].dtype is not expected[name].dtype or not torch.equal(gathered[name], expected[name])
+        if gathered[name].dtype is not expected[name].dtype or not torch.equal(gathered[name], expected[name].cpu())
     ]
 
 

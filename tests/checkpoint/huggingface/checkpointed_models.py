@@ -60,5 +60,5 @@ def differing(tensors: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
     return [
         name
         for name, tensor in tensors.items()
-        if tensor.dtype is not expected[name].dtype or not torch.equal(tensor, expected[name])
+        if tensor.dtype is not expected[name].dtype or not torch.equal(tensor.cpu(), expected[name].cpu())
     ]

@@ -51,10 +51,10 @@ def _cases(rank: int, path: Path, tensor: int, pipeline: int) -> None:
         nxdpp.save_pretrained(model, path / name)
         if rank == 0:
             read = type(expected).from_pretrained(path / name).state_dict()
-            assert all(torch.equal(read[key], value) for key, value in expected.state_dict().items()), name
+            assert all(torch.equal(read[key], value.cpu()) for key, value in expected.state_dict().items()), name
         gathered = nxdpp.gather_state_dict(model)
         if gathered is not None:
-            assert all(torch.equal(gathered[key], value) for key, value in expected.state_dict().items()), name
+            assert all(torch.equal(gathered[key], value.cpu()) for key, value in expected.state_dict().items()), name
         for other in (_wrapped(name, tensor, seed=5), _wrapped(name, tensor, meta=True)):
             nxdpp.load_pretrained(other, path / name)
             for (key, ours), theirs in zip(other.local_named_parameters(), model.local_parameters(), strict=True):

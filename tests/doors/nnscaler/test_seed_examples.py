@@ -203,7 +203,7 @@ def _example_3(rank: int) -> None:
     llm_sample_input = data[0][0]
     ParallelizedPipelinedLLM = parallelize(End2EndMLP, {"data": llm_sample_input}, "pp", compute_config)
     assert isinstance(ParallelizedPipelinedLLM, type)
-    model = ParallelizedPipelinedLLM()
+    model = ParallelizedPipelinedLLM().to(torch.empty(0).device)
 
     def infer(model: Any, data: Any) -> Any:
         model.eval()

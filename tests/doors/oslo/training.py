@@ -88,7 +88,7 @@ def distances(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor])
     assert list(found) == list(expected)
     for name, tensor in found.items():
         assert tensor.shape == expected[name].shape, name
-        yield name, float((tensor - expected[name]).abs().max())
+        yield name, float((tensor.cpu() - expected[name].cpu()).abs().max())
 
 
 @contextmanager

@@ -97,7 +97,7 @@ def train_replicas(rank: int, folder: Path, names: list[str]) -> dict[str, Run]:
     for name in SHARDED:
         runs[f"{name}, sharded"] = _run(SHARDED[name], folder / "shards" / name, 2, pipeline_parallel_size=2)
     parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(2, 2, backend="gloo")
+    parallel_state.initialize_model_parallel(2, 2)
     divided = replace(TRAININGS["evaluated"], model=lambda: tensor_parallelize(tied_llama()))
     runs["divided"] = _run(divided, folder / "divided")
     return runs

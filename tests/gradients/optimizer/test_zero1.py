@@ -287,7 +287,7 @@ def bytes_of_state(rank: int) -> int:
 def scaled(rank: int) -> None:
     ours, theirs = make(), make()
     scaler = GradScaler(init_scale=4.0)
-    scaler.begin_step(torch.device("cpu"))
+    scaler.begin_step(ours[0].device)
     optimizer = Zero1Optimizer(ours, torch.optim.SGD, grad_clipping=False, lr=0.1)
     plain = torch.optim.SGD(theirs, lr=0.1)
     for step in range(2):

@@ -125,7 +125,7 @@ def scaled_afterwards(rank: int) -> None:
     for whole in (False, True):
         ours, optimizer, theirs, plain = both("sum", whole)
         scaler = GradScaler(init_scale=4.0)
-        scaler.begin_step(torch.device("cpu"))
+        scaler.begin_step(torch.empty(0).device)
         for step in range(3):
             set_gradients(ours, rank, step)
             set_sums(theirs, step)

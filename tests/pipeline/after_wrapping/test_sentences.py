@@ -274,7 +274,7 @@ def average_over_part(copied: nn.Module, wrapped: Any) -> None:
 
 
 def list_beside_a_copy(rank: int, ranks: int) -> None:
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=ranks, backend="gloo")
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=ranks)
     told: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]

@@ -113,7 +113,7 @@ def _wrap_twice(rank: int, ranks: int) -> list[str]:
     handler = logging.Handler()
     handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("nxdpp").addHandler(handler)
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=ranks, backend="gloo")
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=ranks)
     torch.manual_seed(0)
     parts = [nn.Sequential(*(nn.Linear(4, 4) for _ in range(ranks))) for _ in range(2)]
     for model in [NxDPPModel(Both(*parts), num_microbatches=4, transformer_layer_cls=nn.Linear) for _ in range(2)]:

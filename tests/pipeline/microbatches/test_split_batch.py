@@ -93,7 +93,7 @@ def _train_masked() -> tuple[str, list[float]]:
 def _train(rank: int) -> tuple[float, dict[str, Any], tuple[str, list[float]]]:
     from nxdpp import parallel_state
 
-    torch.distributed.init_process_group("gloo")
+    torch.distributed.init_process_group()
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
     masked = _train_masked()
     model = NxDPPModel(

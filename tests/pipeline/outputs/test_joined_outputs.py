@@ -128,7 +128,7 @@ class Statistics(nn.Module):
 
 
 def evaluate_rows(rank: int, layout: dict[str, Any]) -> None:
-    parallel_state.initialize_model_parallel(**layout, backend="gloo", hang_timeout=60)
+    parallel_state.initialize_model_parallel(**layout, hang_timeout=60)
     model = make("llama")
     whole = reference(model).eval()
     wrapped = NxDPPModel(model, num_microbatches=4).eval()
@@ -156,7 +156,7 @@ def evaluate_rows(rank: int, layout: dict[str, Any]) -> None:
         if own is not None:
             torch.testing.assert_close(own, of_labels, rtol=0, atol=1e-6)
         torch.testing.assert_close(tokens.run_eval(**batch, everywhere=True), of_labels, rtol=0, atol=1e-6)
-    with pytest.raises(TypeError, match=r"everywhere=tensor\(1\) must be True or False"):
+    with pytest.raises(TypeError, match=r"everywhere=tensor\(1.*\) must be True or False"):
         wrapped.run_eval(**ids, everywhere=torch.tensor(1))
     # A training step takes rows that divide.
     with pytest.raises(ValueError, match=r"a batch of 10 .* run_eval takes any number of rows"):
@@ -172,7 +172,7 @@ def test_any_number_of_rows_is_evaluated_as_in_one_process(ranks: int, layout: d
 
 
 def evaluate_statistics(rank: int, ranks: int) -> None:
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=ranks, backend="gloo")
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=ranks)
     torch.manual_seed(0)
     bare = Statistics()
     whole = reference(bare)
@@ -198,7 +198,7 @@ def test_outputs_that_are_no_rows_are_on_all_ranks(ranks: int) -> None:
 
 def evaluate_replicas(rank: int) -> None:
     """Each replica gets its own outputs and loss; with an averaged loss that of all replicas."""
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2, backend="gloo", hang_timeout=60)
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2, hang_timeout=60)
     replica = parallel_state.get_data_parallel_rank()
     model = make("llama")
     whole = reference(model).eval()
@@ -221,7 +221,7 @@ def test_each_replica_gets_the_outputs_of_its_rows() -> None:
 
 
 def want_on_one(rank: int) -> None:
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2, backend="gloo", hang_timeout=60)
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2, hang_timeout=60)
     model = NxDPPModel(make("llama"), num_microbatches=2)
     model.run_eval(input_ids=padded_batch(4)["input_ids"], everywhere=rank == 0)
 

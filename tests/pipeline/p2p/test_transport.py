@@ -103,6 +103,7 @@ def _exchange_with_one_tag(transport: Transport, rank: int) -> None:
         assert torch.equal(received, tensor)
 
 
+@pytest.mark.cpu_only("it is about messages of gloo and of shared memory")
 def test_received_tensors_equal_the_sent_ones() -> None:
     run_ranks(2, exchange)
 
@@ -219,6 +220,7 @@ def send_from_another_device(rank: int) -> None:
     assert seen == [torch.device("cpu")]
 
 
+@pytest.mark.cpu_only("it is about messages of gloo and of shared memory")
 def test_gloo_is_only_ever_given_host_memory() -> None:
     run_ranks(2, send_from_another_device)
 
@@ -253,6 +255,7 @@ def exchange_through_host(rank: int) -> None:
         work.wait()
 
 
+@pytest.mark.cpu_only("it is about messages of gloo and of shared memory")
 def test_tensors_of_another_device_go_through_host_memory_and_shared_memory() -> None:
     run_ranks(2, exchange_through_host)
 
@@ -276,6 +279,7 @@ def receive_in_another_order(rank: int) -> None:
         assert torch.equal(arrived(), TENSORS[0] + direction)
 
 
+@pytest.mark.cpu_only("it is about messages of gloo and of shared memory")
 def test_activations_gradients_and_metadata_of_one_tag_do_not_mix() -> None:
     run_ranks(2, receive_in_another_order)
 
@@ -295,6 +299,7 @@ def exchange_in_order(rank: int) -> None:
         assert torch.equal(wait(), TENSORS[0] + i)
 
 
+@pytest.mark.cpu_only("it is about messages of gloo and of shared memory")
 def test_messages_without_tags_are_matched_by_their_order() -> None:
     run_ranks(2, exchange_in_order)
 

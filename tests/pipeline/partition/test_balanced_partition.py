@@ -135,6 +135,7 @@ def limit_memory(rank: int) -> tuple[list[str], list[str]]:
     return unlimited, limited.pipeline_cuts
 
 
+@pytest.mark.cpu_only("a device has memory for communicators too")
 def test_memory_limit_moves_the_cut() -> None:
     # The first stage has two microbatches in flight: 1.14 MB of weights, their state and activations.
     assert run_ranks(2, limit_memory) == [(["model.layers.3"], ["model.layers.2"])] * 2

@@ -43,7 +43,7 @@ class Velocity(nn.Module):
 def batch() -> dict[str, torch.Tensor]:
     """The next batch of a script, all of it drawn from torch's generator."""
     data, label = torch.randn(ROWS, WIDTH, dtype=torch.float64), torch.randint(CLASSES, (ROWS,))
-    noise, time = torch.randn_like(data), torch.rand(ROWS, 1, dtype=torch.float64)
+    noise, time = torch.randn(ROWS, WIDTH, dtype=torch.float64), torch.rand(ROWS, 1, dtype=torch.float64)
     label = torch.where(torch.rand(ROWS) < 0.3, CLASSES, label)
     return {"rows": (1 - time) * noise + time * data, "time": time, "label": label, "target": data - noise}
 

@@ -89,7 +89,7 @@ FEW = (
 
 def differences(wrapped: NxDPPModel, whole: Any, inputs: dict[str, Any], amp: bool = False) -> list[str]:
     """Names of losses and gradients that are not bit for bit those of ``whole``, in training and evaluation."""
-    context = torch.autocast("cpu", torch.bfloat16) if amp else nullcontext()
+    context = torch.autocast(torch.empty(0).device.type, torch.bfloat16) if amp else nullcontext()
     losses, evaluated = [], []
     # A loss that the model divides by the number of items is a part of the sum.
     parts = 1 if "num_items_in_batch" in inputs else MICROBATCHES

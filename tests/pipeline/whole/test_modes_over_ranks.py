@@ -42,10 +42,10 @@ class Frozen(nn.Module):
             hidden = self.embedding(x)
             for layer in layers[: self.frozen]:
                 hidden = layer(hidden)
-        with torch.amp.autocast("cpu", dtype=torch.bfloat16):
+        with torch.amp.autocast(x.device.type, dtype=torch.bfloat16):
             for layer in layers[self.frozen :]:
                 hidden = layer(hidden)
-            with torch.amp.autocast("cpu", enabled=False):
+            with torch.amp.autocast(x.device.type, enabled=False):
                 loss: torch.Tensor = self.head(hidden.float()).square().mean()
         return loss
 
@@ -69,11 +69,11 @@ def train(rank: int) -> list[str]:
             wrapped = NxDPPModel(model, transformer_layer_cls=Layer, num_microbatches=MICROBATCHES, **case)
             x = torch.randn(MICROBATCHES * 2, WIDTH, generator=torch.Generator().manual_seed(1))
             for around in (False, True):
-                with torch.autocast("cpu", torch.bfloat16, enabled=around):
+                with torch.autocast(x.device.type, torch.bfloat16, enabled=around):
                     loss = wrapped.run_train(x=x)
                 losses = []
                 for part in x.chunk(MICROBATCHES):
-                    with torch.autocast("cpu", torch.bfloat16, enabled=around):
+                    with torch.autocast(x.device.type, torch.bfloat16, enabled=around):
                         losses.append(whole(part))
                     (losses[-1] / MICROBATCHES).backward()
                 if wrapped.holds_last_stage:

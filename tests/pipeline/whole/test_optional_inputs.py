@@ -69,7 +69,7 @@ def compare(model: NxDPPModel, whole: nn.Module, given: dict[str, torch.Tensor])
 
 
 def train(rank: int, ranks: int) -> str:
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=ranks, backend="gloo")
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=ranks)
     module = Optional()
     whole = reference(module)
     model = wrapped(module)

@@ -140,7 +140,7 @@ class MultipliesInFloat32(Base):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = self.through(self.blocks, self.embedding(x))
-        with torch.autocast("cpu", enabled=False):
+        with torch.autocast(x.device.type, enabled=False):
             hidden = hidden.float() @ self.embedding.weight
         return self.close(hidden)
 
@@ -148,8 +148,9 @@ class MultipliesInFloat32(Base):
 def train_in_autocast(rank: int) -> None:
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
     wrapped = NxDPPModel(MultipliesInFloat32(), Block, 2, input_names=["x"], check_against_module="first")
-    with torch.autocast("cpu", torch.bfloat16):
-        wrapped.run_train(x=torch.linspace(-2, 2, 16).view(4, 4))
+    x = torch.linspace(-2, 2, 16).view(4, 4)
+    with torch.autocast(x.device.type, torch.bfloat16):
+        wrapped.run_train(x=x)
 
 
 def test_a_backward_in_float32_inside_autocast_passes() -> None:

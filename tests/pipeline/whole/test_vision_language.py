@@ -93,7 +93,7 @@ def test_layers_of_both_towers_are_cut_with_a_given_batch(stages: int) -> None:
 
 
 def _train_on_ranks(rank: int, name: str) -> tuple[list[str], float, dict[str, Tensor]]:
-    torch.distributed.init_process_group("gloo")
+    torch.distributed.init_process_group()
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
     model, batch = make_vision_language(name)
     wrapped = NxDPPModel(model, num_microbatches=2, broadcast_and_average_loss=True)

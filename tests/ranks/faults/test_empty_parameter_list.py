@@ -75,7 +75,7 @@ def _line(model: NxDPPModel, make: Callable[..., Any], options: dict[str, Any]) 
 
 
 def _follow(rank: int, path: Path, pipeline: int, trained: str, kind: str) -> Any:
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=pipeline, backend="gloo")
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=pipeline)
     make, options = KINDS[kind]
     replicas, replica = parallel_state.get_data_parallel_size(), parallel_state.get_data_parallel_rank()
 

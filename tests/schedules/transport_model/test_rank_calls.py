@@ -104,7 +104,13 @@ def _expected(calls: RankCalls, edges: frozenset[tuple[int, int]]) -> Iterator[N
             yield call.kind.name, call.action.microbatch
 
 
-@pytest.mark.parametrize("rules", [GLOO, NCCL], ids=lambda rules: rules.name)
+@pytest.mark.parametrize(
+    "rules",
+    [
+        pytest.param(GLOO, marks=pytest.mark.cpu_only("a device has no calls of gloo"), id="gloo"),
+        pytest.param(NCCL, id="nccl"),
+    ],
+)
 @pytest.mark.parametrize(("name", "skips"), [("1f1b", True), ("interleaved", False), ("zb-v", True)])
 def test_the_model_makes_the_calls_of_the_engine(name: str, skips: bool, rules: TransportRules) -> None:
     edges = _edges(name, skips)

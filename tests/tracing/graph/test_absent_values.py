@@ -161,7 +161,7 @@ def test_functions_that_may_return_none() -> None:
 
 def with_a_plain_tracer(rank: int, ranks: int) -> str:
     """A tracer of torch through the layers of a Llama is refused; both remedies of its message, followed."""
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=ranks, backend="gloo")
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=ranks)
     batch = padded_batch(4)
     common: dict[str, Any] = {"num_microbatches": 2, "loss_normalization": "tokens", "broadcast_and_average_loss": True}
     with pytest.raises(TracingError) as caught:

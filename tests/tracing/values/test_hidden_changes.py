@@ -119,7 +119,7 @@ def batch() -> dict[str, Tensor]:
 
 
 def train(rank: int, ranks: int) -> None:
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=ranks, backend="gloo")
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=ranks)
     for name, change in RIGHT.items():
         alone, model = made(change), wrapped(change)
         expected = alone(**batch())

@@ -76,7 +76,7 @@ class _Pixels(nn.Module):
 
 
 def _train_on_pixels(rank: int, ranks: int) -> None:
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=ranks, backend="gloo")
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=ranks)
     torch.manual_seed(0)
     alone = _Pixels()
     options: Any = {"transformer_layer_cls": PlainLayer, "broadcast_and_average_loss": True}

@@ -117,7 +117,7 @@ def compared(rank: int, folder: Path) -> None:
     trainer = trained(folder, "pipeline")
     assert len(list(trainer.model.parameters())) == 4
     for name, parameter in trainer.model.named_parameters():
-        assert torch.equal(parameter, weights[name]), name
+        assert torch.equal(parameter.cpu(), weights[name].cpu()), name
     torch.testing.assert_close(losses_of(trainer), steps)
     of_epoch = [(step, 1 if step == 4 else 2) for step in range(5)]
     assert vars(trainer)["seen"] == [(epoch, *each) for epoch in range(2) for each in of_epoch]

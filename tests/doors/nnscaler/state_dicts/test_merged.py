@@ -120,7 +120,7 @@ def _assert_equal(one: Mapping[str, Any], other: Mapping[str, Any], place: str, 
             _assert_equal(value, other[key], f"{place}.{key}", error)
         elif isinstance(value, torch.Tensor):
             assert value.dtype is other[key].dtype, f"{place}.{key}"
-            torch.testing.assert_close(value, other[key], rtol=error, atol=error, msg=f"{place}.{key}")
+            torch.testing.assert_close(value.cpu(), other[key].cpu(), rtol=error, atol=error, msg=f"{place}.{key}")
 
 
 def _cases(rank: int, kind: type[Blocks], others: list[str]) -> None:

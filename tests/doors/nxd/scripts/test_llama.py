@@ -110,7 +110,7 @@ def one_process(flags: Namespace) -> Run:
             parts = torch.stack([row["input_ids"] for row in dataset()[start : start + BATCH]]).chunk(4)
             each = []
             for part in parts:
-                with torch.autocast("cpu", enabled=flags.use_amp > 0, dtype=torch.bfloat16):
+                with torch.autocast(torch.empty(0).device.type, enabled=flags.use_amp > 0, dtype=torch.bfloat16):
                     each.append(model(input_ids=part, labels=part).loss)
                 (each[-1] / len(parts)).backward()
             norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
@@ -379,7 +379,7 @@ OWN_LOOP = Namespace(
 
 def scripts(rank: int, runs: list[Run], folder: Path) -> None:
     # Scripts ask for their rank first.
-    dist.init_process_group("gloo")
+    dist.init_process_group()
     assert dist.get_rank() == rank
     own_loop(OWN_LOOP, runs[-1], folder / "own")
     dist.destroy_process_group()
