@@ -110,6 +110,7 @@ def train_all(rank: int) -> tuple[Result, Result, float]:
     return train(rank, clips=False), train(rank, clips=True, eps=1e-6), accumulate(rank)
 
 
+@pytest.mark.cpu_only("attention on a device has another kernel, and a sum over microbatches rounds otherwise")
 def test_a_tied_llama_on_two_stages_and_two_replicas() -> None:
     for unclipped, clipped, accumulated in run_ranks(4, train_all):
         assert accumulated < 1e-7
