@@ -97,7 +97,9 @@ def differences(wrapped: NxDPPModel, whole: Any, inputs: dict[str, Any], amp: bo
         for microbatch in split_inputs(inputs, MICROBATCHES):
             loss = whole(**microbatch).loss
             losses.append(loss.detach())
-            (loss / parts).backward()
+            # As torch advises, and a step does.
+            with torch.autocast(loss.device.type, enabled=False):
+                (loss / parts).backward()
             with torch.no_grad():
                 evaluated.append(whole(**microbatch).loss)
         trained, tested = wrapped.run_train(**inputs), wrapped.run_eval(**inputs)

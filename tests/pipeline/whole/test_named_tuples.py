@@ -75,7 +75,7 @@ class Packs(nn.Module):
     """Packs sentences; a module that is one node of the graph."""
 
     def forward(self, x: Tensor) -> PackedSequence:
-        return pack_padded_sequence(x, torch.tensor([5, 3]), batch_first=True)
+        return pack_padded_sequence(x, torch.tensor([5, 3], device="cpu"), batch_first=True)
 
 
 class Unpacks(nn.Module):

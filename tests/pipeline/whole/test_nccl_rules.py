@@ -51,6 +51,7 @@ def train_as_on_gloo(rank: int) -> None:
     check_training(Chain, 4, 7, schedule="1f1b")
 
 
+@pytest.mark.cpu_only("a device has no calls of gloo")
 def test_ranks_that_post_receives_ahead_may_not() -> None:
     """The ranks wait for each other, and the test ends them."""
     with pytest.raises(AssertionError, match=r"timeout after 5\.0 s: rank 0, 1, 2 still running of 3 ranks") as caught:

@@ -24,6 +24,7 @@ MOVERS = [(2, 1), (4, 0), (4, 2), (4, 3)]
 """Numbers of ranks, and the one that alone draws."""
 
 
+@pytest.mark.cpu_only("values on a device are compared in the step after")
 @pytest.mark.parametrize(("ranks", "mover"), MOVERS)
 @pytest.mark.parametrize(("step", "since"), [(0, "never alike on "), (3, "alike in step 3 of both ranks. Since then")])
 def test_a_rank_that_alone_has_drawn_is_told_of_in_the_step_of_other_rows(
@@ -46,6 +47,7 @@ def drawn_by_one_rank(rank: int, stages: int, mover: int) -> None:
         model.run_train(rows=rows, target=rows)
 
 
+@pytest.mark.cpu_only("values on a device are compared in the step after")
 @pytest.mark.parametrize(("ranks", "mover"), MOVERS)
 def test_the_rank_whose_generator_alone_has_moved_is_named(ranks: int, mover: int) -> None:
     words = rf"Since then only pipeline rank {mover} \(rank {mover}\) has drawn from them"
