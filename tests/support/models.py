@@ -97,7 +97,9 @@ def train_in_one_process(model: nn.Module, inputs: Mapping[str, Any], count: int
     losses = []
     for microbatch in microbatches(inputs, count):
         loss = model(**microbatch).loss
-        (loss / count).backward()
+        # As torch advises, and a step does.
+        with torch.autocast(loss.device.type, enabled=False):
+            (loss / count).backward()
         losses.append(loss.detach())
     return losses
 
