@@ -319,7 +319,7 @@ def _train_both_towers() -> None:
     whole = copy.deepcopy(model)
     with pytest.raises(ValueError, match=r"these inputs run the layers in the order .*visual.*Give partition_batch"):
         _wrapped(copy.deepcopy(model), **towers).run_train(**batch)
-    example = split_batch(model, batch, 2, None, CPU)[0][0]
+    example = split_batch(model, batch, 2, None, torch.empty(0).device)[0][0]
     wrapped = _wrapped(model, partition_batch=example, **towers)
     for _ in range(2):
         _compare(wrapped, whole, [batch])
