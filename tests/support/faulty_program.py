@@ -1,9 +1,10 @@
 """Training on a pipeline of all ranks, in which one rank has a fault: ``faulty_program.py FAULT RANK HANG_TIMEOUT``.
 
-A fourth argument ``xla`` is for XLA devices, ``shards`` for two replicas of two stages whose parameters are gathered
-for each microbatch. The faults are the functions below. ``in_layer`` ones happen in a forward
-of step 3, the others after step 3. With ``FAULTY_CHECKPOINTS``, a folder, step 2 is saved. A restart by torchrun has no
-fault: it loads step 2, if there is one, and tells when it has trained a step.
+A fourth argument ``xla`` is for XLA devices, ``fake`` for fake accelerators, where the program reads the loss of each
+step, ``shards`` for two replicas of two stages whose parameters are gathered for each microbatch. The faults are the
+functions below. ``in_layer`` ones happen in a forward of step 3, ``in_backward`` ones in a backward of it, the others
+after step 3. With ``FAULTY_CHECKPOINTS``, a folder, step 2 is saved. A restart by torchrun has no fault: it loads step
+2, if there is one, and tells when it has trained a step.
 """
 
 import os
@@ -67,6 +68,10 @@ IN_LAYER: dict[str, Callable[[], None]] = {
     "loop": loop_in_a_layer,
     "sleep": sleep_in_a_layer,
 }
+IN_BACKWARD: dict[str, Callable[[], None]] = {
+    "exception in a backward": _raise,
+    "loop in a backward": loop_in_a_layer,
+}
 BETWEEN_STEPS: dict[str, Callable[[], None]] = {
     "exception between steps": _raise,
     "SIGKILL between steps": _signal(signal.SIGKILL),
@@ -113,6 +118,7 @@ class Layer(nn.Module):
         super().__init__()
         self.linear = nn.Linear(8, 8)
         self.fault: Callable[[], None] | None = None
+        self.fault_in_backward: Callable[[], None] | None = None
         self.seconds = 0.0
         self.sorts = 0
 
@@ -126,7 +132,14 @@ class Layer(nn.Module):
             self.fault()
         time.sleep(self.seconds)
         out: torch.Tensor = self.linear(x).relu()
+        if self.fault_in_backward is not None:
+            out.register_hook(self._fail_in_backward)
         return out
+
+    def _fail_in_backward(self, gradient: torch.Tensor) -> None:
+        fails_now()
+        assert self.fault_in_backward is not None
+        self.fault_in_backward()
 
 
 class Model(nn.Module):
@@ -153,9 +166,13 @@ def main() -> None:
         fails_now()
         raise ImportError("no module of that name")
     fourth = sys.argv[4] if len(sys.argv) > 4 else None
-    has_shards, device = fourth == "shards", "xla" if fourth == "xla" else None
+    has_shards, device = fourth == "shards", fourth if fourth in ("xla", "fake") else None
     if device == "xla":
         os.environ["PJRT_DEVICE"] = "CPU"
+    if device == "fake":
+        from tests.support import fake_device
+
+        fake_device.install()
     from nxdpp import NxDPPModel, fully_shard, has_checkpoint, load_checkpoint, parallel_state, save_checkpoint
     from nxdpp.agreement.together import from_all_ranks
 
@@ -170,6 +187,7 @@ def main() -> None:
         transformer_layer_cls=Layer,
         num_microbatches=4,
         output_loss_value_spec=True,
+        broadcast_and_average_loss=device == "fake",
         post_partition_hooks=[lambda model: time.sleep(3 * hang_timeout)] if is_late else None,
     )
     model.move_model_to_device()
@@ -183,7 +201,7 @@ def main() -> None:
     for step in range(first, steps + 1):
         layer, *_ = (module for module in model.local_module.modules() if isinstance(module, Layer))
         if has_fault and step == FAULTY_STEP:
-            layer.fault = IN_LAYER.get(fault)
+            layer.fault, layer.fault_in_backward = IN_LAYER.get(fault), IN_BACKWARD.get(fault)
             if fault in IN_GATHER:
                 fails_in_gathers(IN_GATHER[fault])
         if step == FAULTY_STEP:
@@ -193,7 +211,10 @@ def main() -> None:
         else:
             layer.sorts = 0
         layer.seconds = 0.5 * hang_timeout if fault == "slow" and has_fault and step == 2 else 0.0
-        model.run_train(x=torch.ones(8, 8))
+        loss = model.run_train(x=torch.ones(8, 8))
+        if device == "fake":
+            # Here a program stands while its device waits.
+            float(loss)  # type: ignore[arg-type]
         if checkpoints and step == FAULTY_STEP - 1:
             save_checkpoint(checkpoints, "2", model)
         if step == first and is_again:

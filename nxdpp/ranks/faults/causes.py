@@ -56,17 +56,21 @@ class Causes:
         """The fault of ranks that have left, and that the present call of this rank needs.
 
         After the ``error`` of a lost connection any rank counts: it may have begun this call, refused it, and ended.
-        Outside of calls the error must be one of a collective of torch.
+        Outside of calls the error must be one of a collective of torch; on a device that fails without an error, and
+        the script stands in it.
         """
         position = board.position() if error is None else board.position_of(error)
-        if not position.call and (error is None or not is_collective_error(error)):
+        stands = error is None and not position.call and self._hangs.stands_in_collective()
+        if not position.call and not stands and (error is None or not is_collective_error(error)):
             return None
         departures = [self.host_departure] if self.host_departure else list(self._store.departures().values())
         members = range(self._world_size) if position.scope == "world" else board.members.get(position.scope, ())
         missed = [
             departure
             for departure in departures
-            if error is not None or (departure.rank in members and departure.begun[position.scope] < position.number)
+            if stands
+            or error is not None
+            or (departure.rank in members and departure.begun[position.scope] < position.number)
         ]
         if not missed:
             return None

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from nxdpp.ranks.faults.board import board
 from nxdpp.ranks.faults.ending_process import print_line, wait_until
 from nxdpp.ranks.faults.local_peers import LocalPeers
-from nxdpp.ranks.faults.progress import Progress
+from nxdpp.ranks.faults.progress import Progress, script_collective
 from nxdpp.ranks.faults.roll_call import Answer, judge, own_answer
 from nxdpp.ranks.faults.timeouts import Timeouts
 from nxdpp.ranks.faults.watch_store import Ending, RollCall, WatchStore, launcher_has_store
@@ -41,6 +41,7 @@ class HangWatch:
         self._postponed_by = 0
         self._next_limit = limit
         self._asked: float | None = None
+        self._collective = "", 0.0
 
     def start(self, left: threading.Event, stop_without_store: Callable[[str, list[int]], None]) -> None:
         """Start to sample. ``stop_without_store`` ends the process if the store does not answer."""
@@ -134,8 +135,17 @@ class HangWatch:
         """Call the roll again after twice the time, so that notices do not repeat often."""
         self._next_limit = 2 * max(self._progress.unmoved_seconds, self._limit)
 
+    def stands_in_collective(self) -> bool:
+        """Return whether the script has been in one collective of its own for the limit; asked at each poll."""
+        place, now = script_collective(board.thread), time.monotonic()
+        if place != self._collective[0]:
+            self._collective = place, now
+        return bool(place) and 0 < self._limit <= now - self._collective[1]
+
     def _is_over(self, limit: float) -> bool:
-        return bool(board.position().call) and self._progress.unmoved_seconds >= limit
+        # Where messages stop a stream, all hosts may be in the program while their devices wait.
+        waits = board.stream_waits is not None and board.stream_waits.first() is not None
+        return (bool(board.position().call) or waits) and self._progress.unmoved_seconds >= limit
 
     def _sample(self, left: threading.Event, stop_without_store: Callable[[str, list[int]], None]) -> None:
         while not left.wait(self._sample_seconds):

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from tests.support import faulty_program
+from tests.support import fake_device, faulty_program
 from tests.support.run_program import Ended, run_program
 
 RANKS = 4
@@ -167,3 +167,49 @@ def test_a_rank_that_is_slow_but_moves_is_no_hang() -> None:
     assert ended.codes == [0] * RANKS, ended.output
     assert "hangs" not in ended.output
     assert "has not moved" not in ended.output
+
+
+REASON = fake_device.why_not()
+ON_A_DEVICE = {
+    "exception": "rank 2 failed with ValueError",
+    "exception in a backward": "rank 2 failed with ValueError",
+    "exception between steps": "rank 2 failed with ValueError",
+    "SIGKILL": "rank 2 died",
+    "SIGKILL between steps": "rank 2 died",
+    "sys.exit(0)": "rank 2 ended after run_train step 3",
+    "sys.exit in a layer": "rank 2 ended its program within run_train step 3",
+    "one step fewer": "rank 2 ended after run_train step 5",
+    "sys.exit(0) before a barrier": "rank 2 ended after run_train step 3, and rank",
+    "SIGSTOP": "rank 2 .* is stopped by a signal",
+    "loop": "rank 2 hangs: run_train step 3, stage 2, forward of microbatch 0, .* wait for it",
+    "loop in a backward": "rank 2 hangs: run_train step 3, stage 2, backward of microbatch 0, .* wait for it",
+}
+"""The reason that the other ranks name; their hosts go on while their devices wait, and stand in ``loss.item()``."""
+
+
+@pytest.mark.one_python
+@pytest.mark.skipif(REASON is not None, reason=str(REASON))
+@pytest.mark.parametrize("fault", ON_A_DEVICE)
+def test_a_fault_is_named_where_waits_stop_streams(fault: str) -> None:
+    fake_device.built()
+    ended = _run(fault, 2, True, HANG_TIMEOUT, "fake")
+    lines = _last_lines(ended)
+    hangs = "SIGSTOP" in fault or "loop" in fault or "barrier" in fault
+    assert lines.keys() >= {0, 1, 3}, ended.output
+    assert all(re.match(ON_A_DEVICE[fault], lines[rank]) for rank in (0, 1, 3)), ended.output
+    assert _seconds(ended) < HANG_TIMEOUT * hangs + BOUND_SECONDS, ended.output
+    if "loop" in fault:
+        # At least one of them is outside of a step.
+        assert re.search(r"outside of nxdpp, after run_train step 3, waits for \d+ s in the ", ended.output), (
+            ended.output
+        )
+
+
+@pytest.mark.one_python
+@pytest.mark.skipif(REASON is not None, reason=str(REASON))
+def test_a_rank_that_reads_data_is_no_hang_where_waits_stop_streams() -> None:
+    fake_device.built()
+    ended = _run("evaluates alone", 2, True, 1.0, "fake")
+    assert ended.codes == [0] * RANKS, ended.output
+    waiting = "rank 2 is outside of nxdpp, after run_train step 3, for .* ranks 0, 1 and 3 wait for it. The job goes on"
+    assert re.search(waiting, ended.output), ended.output
