@@ -5,7 +5,7 @@ for its type) give streams, events, random numbers and memory. Only this file as
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any
@@ -60,14 +60,21 @@ class Accelerator(Device):
 
         The copy of a dense tensor has its strides.
         """
+        copied = self.to_host_together([tensor])
+        return lambda: copied()[0]
+
+    def to_host_together(self, tensors: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
+        """Start to copy tensors, as ``to_host`` does; the result waits once."""
         if not _has_pinned_memory(self.device.type):
-            return super().to_host(tensor)
-        pinned = torch.empty_like(tensor, device="cpu", pin_memory=True)
-        pinned.copy_(tensor, non_blocking=True)
+            copies = [tensor.to("cpu") for tensor in tensors]
+            return lambda: copies
+        pinned = [torch.empty_like(tensor, device="cpu", pin_memory=True) for tensor in tensors]
+        for copy, tensor in zip(pinned, tensors, strict=True):
+            copy.copy_(tensor, non_blocking=True)
         event = torch.Event(self.device)
         event.record()
 
-        def copied() -> torch.Tensor:
+        def copied() -> list[torch.Tensor]:
             event.synchronize()
             return pinned
 

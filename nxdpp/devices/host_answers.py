@@ -7,14 +7,18 @@ a microbatch on each rank, and could not run ahead of it::
     host      mask ── to(bool) ── all() ── bool       the same calls, when the code asks
 
 The host computes only what leads to the question, of integers and of inputs as they are. So the answer is the device's.
+Inputs that are on the device already are copied to the host together, once a step: the first question waits for that.
 """
 
-from collections.abc import Callable, Iterable
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch.overrides import TorchFunctionMode
 
+from nxdpp.devices.kinds import device_of
 from nxdpp.ground.torch_names import VERSION, pytree
 
 _HOST, _CALL = MARKS = "_nxdpp_on_host", "_nxdpp_call"
@@ -28,7 +32,49 @@ _MOST_ELEMENTS = 1 << 20
 
 def note_host_copy(tensor: torch.Tensor, host: torch.Tensor) -> None:
     """Note that ``tensor`` of a device has the values of ``host``, as long as nothing changes one of them."""
-    setattr(tensor, _HOST, _HostCopy(host, _versions(tensor, host)))
+    setattr(tensor, _HOST, _HostCopy(lambda: host, host, _versions(tensor, host)))
+
+
+class _Copies:
+    """Copies to the host of inputs of a step that are on a device.
+
+    They start with the step if one of an earlier step was asked for, and else when it is: behind the work until then.
+    """
+
+    are_asked = False
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        # The tensors refer to this object.
+        self._tensors = [weakref.ref(tensor) for tensor in tensors]
+        self._found: dict[int, torch.Tensor] = {}
+        self._copied = self._start() if _Copies.are_asked else None
+
+    def of(self, number: int) -> torch.Tensor:
+        """Return the copy of a tensor, by its number; the first call waits."""
+        _Copies.are_asked = True
+        if not self._found:
+            self._found = (self._copied or self._start())()
+        return self._found[number]
+
+    def _start(self) -> Callable[[], dict[int, torch.Tensor]]:
+        tensors = {number: tensor for number, known in enumerate(self._tensors) if (tensor := known()) is not None}
+        copied = device_of(next(iter(tensors.values())).device).to_host_together(list(tensors.values()))
+        return lambda: dict(zip(tensors, copied(), strict=True))
+
+
+def can_be_copied(tensor: torch.Tensor) -> bool:
+    """Return whether the host may copy an input of a step to answer questions about it."""
+    is_plain = type(tensor) is torch.Tensor and tensor.layout == torch.strided
+    return is_plain and not (tensor.is_floating_point() or tensor.is_complex()) and tensor.numel() <= _MOST_ELEMENTS
+
+
+def note_inputs(tensors: Sequence[torch.Tensor]) -> None:
+    """Note that the host may copy ``tensors``, inputs of a step that are on a device, once it is asked for one."""
+    if not tensors:
+        return
+    copies = _Copies(tensors)
+    for number, tensor in enumerate(tensors):
+        setattr(tensor, _HOST, _HostCopy(partial(copies.of, number), None, _versions(tensor, tensor)))
 
 
 def note_call(result: Any, func: Callable[..., Any], args: Any, kwargs: Any) -> None:
@@ -46,8 +92,13 @@ class _NotedCall(NamedTuple):
 
 
 class _HostCopy(NamedTuple):
-    host: torch.Tensor
+    copy: Callable[[], torch.Tensor]
+    host: torch.Tensor | None  # that the user may change
     versions: tuple[int, int]
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        # A tensor that is copied or written has no answers: a module may keep its mask, and be saved.
+        return type(None), ()
 
 
 def _version(tensor: torch.Tensor) -> int:
@@ -100,9 +151,9 @@ class HostAnswers(TorchFunctionMode):
             return tensor
         known: _HostCopy | None = getattr(tensor, _HOST, None)
         if known is not None:
-            if known.versions != _versions(tensor, known.host):
+            if known.versions != _versions(tensor, tensor if known.host is None else known.host):
                 raise _NotOnHostError
-            return known.host
+            return known.copy()
         if tensor.is_floating_point() or tensor.is_complex():
             raise _NotOnHostError
         call: _NotedCall | None = getattr(tensor, _CALL, None)

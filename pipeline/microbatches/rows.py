@@ -7,7 +7,7 @@ import numpy
 import torch
 from torch import nn
 
-from nxdpp.devices.host_answers import note_host_copy
+from nxdpp.devices.host_answers import can_be_copied, note_host_copy, note_inputs
 from nxdpp.devices.kinds import device_of, has_streams, readable
 from nxdpp.tracing.values.input_dicts import NUMBERS, InputDict, close_inputs, open_inputs
 
@@ -201,12 +201,16 @@ def split_inputs(
 
 def on_device(parts: list[dict[str, Any]], device: torch.device) -> list[dict[str, Any]]:
     """Return the inputs of each microbatch with all tensors on ``device``; starts copies and waits for none."""
-    tensors = {id(v): v for part in parts for v in part.values() if isinstance(v, torch.Tensor) and v.device != device}
-    if not tensors:
-        return parts
     # A tensor that several microbatches share is copied once.
-    moved = {key: device_of(device).from_host(tensor) for key, tensor in tensors.items()}
-    for key, tensor in tensors.items():
-        if tensor.is_cpu and has_streams(device.type):
-            note_host_copy(moved[key], tensor)
+    tensors = {id(v): v for part in parts for v in part.values() if isinstance(v, torch.Tensor)}
+    moved = {key: device_of(device).from_host(tensor) for key, tensor in tensors.items() if tensor.device != device}
+    if has_streams(device.type):
+        for key in moved:
+            if tensors[key].is_cpu:
+                note_host_copy(moved[key], tensors[key])
+        there = {key: tensors[key].detach() for key in tensors.keys() - moved.keys() if can_be_copied(tensors[key])}
+        note_inputs(list(there.values()))
+        moved |= there
+    if not moved:
+        return parts
     return [{name: moved.get(id(value), value) for name, value in part.items()} for part in parts]

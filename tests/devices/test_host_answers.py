@@ -1,12 +1,14 @@
 """Answers of the host are those of the device, and follow from the step's inputs alone."""
 
+import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from nxdpp.devices.host_answers import HostAnswers, note_host_copy
+from nxdpp.devices.host_answers import HostAnswers, note_host_copy, note_inputs
 from tests.support import fake_device
 from tests.support.run_ranks import run_ranks
 
@@ -72,3 +74,31 @@ def test_answers_are_those_of_the_device_and_nothing_is_drawn_on_the_host() -> N
         assert answer is of_device, name
         assert waited is QUESTIONS[name][1], name
         assert not moved, name
+
+
+def test_a_tensor_with_answers_can_be_written() -> None:
+    for note in (lambda tensor: note_host_copy(tensor, tensor), lambda tensor: note_inputs([tensor])):
+        tensor = torch.arange(3)
+        note(tensor)
+        assert torch.equal(pickle.loads(pickle.dumps(tensor)), tensor)
+        assert torch.equal(copy.deepcopy(tensor), tensor)
+
+
+def asked_of_inputs(rank: int) -> list[int]:
+    """The waits for questions about inputs on a device, in two steps of two microbatches."""
+    fake_device.install()
+    waited = []
+    for _ in range(2):
+        parts = [torch.ones(2, 3, dtype=torch.int64).to("fake") for _ in range(2)]
+        note_inputs(parts)
+        with fake_device.host_waits() as waits:
+            for part in parts:
+                with HostAnswers():
+                    assert bool(part.all())
+                    assert not bool((part[:, -1] == 0).any())
+        waited.append(sum(waits.values()))
+    return waited
+
+
+def test_inputs_on_a_device_are_waited_for_once_a_step() -> None:
+    assert run_ranks(1, asked_of_inputs) == [[1, 1]]

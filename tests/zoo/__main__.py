@@ -13,6 +13,7 @@ from tests.zoo import (
     TASKS,
     compiled,
     generation,
+    host_waits,
     initial_values,
     layer_classes,
     libraries_sweep,
@@ -40,6 +41,7 @@ SWEEPS: dict[str, Judge] = {
     "shards": shards.judge,
     "mixed-rows": mixed_rows.judge,
     "layer-classes": layer_classes.judge,
+    "host-waits": host_waits.judge,
 }
 _WRITTEN = ("training", "xla", "compiled", "generation", "shards", "mixed-rows", "layer-classes")
 """Sweeps whose rows are kept in files."""

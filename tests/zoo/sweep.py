@@ -17,7 +17,7 @@ from tests.zoo.own_process import in_own_processes
 from tests.zoo.special_cases import CANNOT_TRAIN
 
 TIME_LIMIT = 300.0  # seconds for a type; the slowest takes 20 on a free core
-RIGHT = ("exact", "to rounding")
+RIGHT = ("exact", "to rounding", "no waits")
 WRONG = ("failing", "WRONG")
 APART = ("does not build", "XLA's own")  # not counted among the types of which a share is right
 
