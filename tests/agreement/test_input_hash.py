@@ -8,6 +8,8 @@ import torch
 from nxdpp.agreement import input_hash
 from nxdpp.agreement.input_hash import SLOTS, InputHasher, InputHashes, hash_of
 from nxdpp.agreement.same_values import hash_of_all, sample
+from tests.support import fake_device
+from tests.support.run_ranks import run_ranks
 
 DTYPES = [
     *(torch.bool, torch.uint8, torch.int16, torch.int32, torch.int64),
@@ -179,3 +181,31 @@ def test_changes_that_cancel_in_a_sum_change_the_hash_of_all_elements(dtype: tor
     swapped[[4, 5]] = tensor[[5, 4]]
     assert sample(swapped) == sample(tensor)
     assert hash_of_all(swapped) != hash_of_all(tensor) == hash_of_all(tensor.view(100, 100).t().clone().t())
+
+
+def hashed_late(rank: int) -> list[list[str]]:
+    """The waits of the host in steps of inputs on a device, whose hashes are those of the host."""
+    fake_device.install()
+    steps = [{"ids": torch.arange(start, start + 6), "mask": torch.arange(7) < start} for start in (1, 2, 3)]
+    given = [[{name: value.to("fake") for name, value in step.items()}] for step in steps]
+    hasher = InputHasher("first")
+    found: list[list[int]] = []
+    waited: list[list[str]] = []
+    for number, step in enumerate(given):
+        with fake_device.host_waits() as waits:
+            hashes = hasher.of_step(step, is_first=number == 0)
+        found.append([*hashes.values, *hashes.late_values])
+        waited.append([f"{count} {place.partition(' ')[0]}" for place, count in waits.items()])
+    expected = [[hash_of(step[name]) for name in ("ids", "mask")] for step in steps]
+    assert found == [expected[0], [], expected[1]], (found, expected)
+    return waited
+
+
+REASON = fake_device.why_not()
+
+
+@pytest.mark.skipif(REASON is not None, reason=str(REASON))
+def test_a_step_waits_for_the_hashes_of_the_step_before_and_not_for_its_own() -> None:
+    fake_device.built()
+    # The first step of a signature waits for its own. An event is behind the copy, and before the work of the step.
+    assert run_ranks(1, hashed_late) == [[["1 event.synchronize"], [], ["1 event.synchronize"]]]
