@@ -77,7 +77,11 @@ def test_answers_are_those_of_the_device_and_nothing_is_drawn_on_the_host() -> N
 
 
 def test_a_tensor_with_answers_can_be_written() -> None:
-    for note in (lambda tensor: note_host_copy(tensor, tensor), lambda tensor: note_inputs([tensor])):
+    notes: list[Callable[[torch.Tensor], None]] = [
+        lambda each: note_host_copy(each, each),
+        lambda each: note_inputs([each]),
+    ]
+    for note in notes:
         tensor = torch.arange(3)
         note(tensor)
         assert torch.equal(pickle.loads(pickle.dumps(tensor)), tensor)

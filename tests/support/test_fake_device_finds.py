@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -90,7 +90,7 @@ def _on_the_side(block: "Block", x: torch.Tensor) -> torch.Tensor:
 
 def record_stream(tensor: torch.Tensor, stream: torch.Stream) -> None:
     """Tell the allocator that a stream uses the tensor."""
-    tensor.record_stream(stream)  # type: ignore[arg-type]
+    tensor.record_stream(stream)
 
 
 def _slow(block: "Block", x: torch.Tensor) -> torch.Tensor:
@@ -171,7 +171,8 @@ def hold(rank: int, seconds: float) -> None:
         dist.recv(message, 1)
 
 
-class Trains(NamedTuple):
+@dataclass(frozen=True)
+class Trains:
     """Steps of ``Blocks``, compared with one process; the host must not wait in the last one."""
 
     compute: Any = _plain

@@ -14,6 +14,7 @@ numbers of labels and for the inputs that answer questions. More are told.
 """
 
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -59,12 +60,8 @@ def _waits(task: str, model_type: str, rank: int) -> list[str] | Verdict:
         model = with_loss(task, bare)
         without_randomness(model)
         without_cache(model)
-        wrapped = NxDPPModel(
-            model,
-            num_microbatches=MICROBATCHES,
-            broadcast_and_average_loss=True,
-            **ARGUMENTS.get(model_type, {}),
-        )
+        arguments: Any = ARGUMENTS.get(model_type, {})
+        wrapped = NxDPPModel(model, num_microbatches=MICROBATCHES, broadcast_and_average_loss=True, **arguments)
         wrapped.move_model_to_device()
         told = []
         for place in ("cpu", "fake"):
