@@ -1,1 +1,0 @@
-"""nnScaler's trainer: a program that is one file of arguments."""

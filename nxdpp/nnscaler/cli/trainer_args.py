@@ -1,3 +1,0 @@
-"""nnScaler's import path ``nnscaler.cli.trainer_args``."""
-
-from nxdpp.nnscaler.cli import *
