@@ -91,11 +91,7 @@ def load_parts(model: PreTrainedModel, mpu: MPU, directory: Path) -> None:
 def local_state(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return the tensors of ``model`` that this rank holds, in host memory; a tied one is there once, by two names."""
     copies: dict[tuple[Any, ...], torch.Tensor] = {}
-    return {
-        name: copies.setdefault(_identity(tensor), _compact(tensor))
-        for name, tensor in model.state_dict().items()
-        if not tensor.is_meta
-    }
+    return {name: copies.setdefault(_identity(tensor), _compact(tensor)) for name, tensor in model.state_dict().items()}
 
 
 def _read(model: PreTrainedModel, mpu: MPU, directory: Path) -> dict[str, torch.Tensor]:
@@ -109,7 +105,7 @@ def _read(model: PreTrainedModel, mpu: MPU, directory: Path) -> dict[str, torch.
             f"{path} does not exist ({directory} has {found}): initialize the model with the sizes of the save"
         )
     state: dict[str, torch.Tensor] = torch.load(path, map_location="cpu", weights_only=True)
-    expected = {name: tensor for name, tensor in model.state_dict().items() if not tensor.is_meta}
+    expected = model.state_dict()
     if different := [name for name in (*expected, *state) if (name in expected) != (name in state)]:
         where = "is missing in" if different[0] in expected else "is not this rank's, but is in"
         raise ValueError(
@@ -153,23 +149,19 @@ def _make(directory: Path) -> None:
 
 def _check_sizes(directory: Path, mpu: MPU, remedy: str) -> None:
     """Raise ``ValueError`` for a file of a rank that does not exist now."""
-    tensor, pipeline = mpu.get_tensor_parallel_world_size(), mpu.get_pipeline_parallel_world_size()
+    size = mpu.get_tensor_parallel_world_size()
     for path in sorted(directory.glob("pytorch_model_tp_*.bin")):
         place = _PART.fullmatch(path.name)
-        if place and (int(place[1]) >= tensor or int(place[2]) >= pipeline):
-            raise ValueError(
-                f"{path} is of a save with other sizes than tensor_parallel_size={tensor} and "
-                f"pipeline_parallel_size={pipeline}: {remedy}"
-            )
+        if place and (int(place[1]) >= size or int(place[2])):
+            raise ValueError(f"{path} is of a save with other sizes than tensor_parallel_size={size}: {remedy}")
 
 
 def _own_name(mpu: MPU) -> str:
-    return f"pytorch_model_tp_{mpu.get_tensor_parallel_rank()}_pp_{mpu.get_pipeline_parallel_rank()}.bin"
+    return f"pytorch_model_tp_{mpu.get_tensor_parallel_rank()}_pp_0.bin"
 
 
 def _is_first(mpu: MPU) -> bool:
-    ranks = mpu.get_data_parallel_rank(), mpu.get_tensor_parallel_rank(), mpu.get_pipeline_parallel_rank()
-    return not any(ranks)
+    return mpu.get_data_parallel_rank() == mpu.get_tensor_parallel_rank() == 0
 
 
 def _configuration(model: PreTrainedModel) -> str:

@@ -23,9 +23,9 @@ _SAMPLES = 16
 
 
 def compare_first_inputs(model: nn.Module) -> None:
-    """Make the first call of ``model`` with gradients compare its inputs over the ranks of its replica.
+    """Make the first call of ``model`` with gradients compare its inputs over the tensor group.
 
-    That call is collective over these ranks. It raises ``RuntimeError`` on all of them for different inputs on one.
+    That call is collective over the group. It raises ``RuntimeError`` on all of them for different inputs on one.
     """
     handles: list[RemovableHandle] = []
 
@@ -39,12 +39,11 @@ def compare_first_inputs(model: nn.Module) -> None:
 
 
 def verify_equal(inputs: Any, remedy: str) -> None:
-    """Compare ``inputs`` over the tensor group and the pipeline of this rank; collective over both.
+    """Compare ``inputs`` over the tensor group; collective over it.
 
-    Raises ``RuntimeError`` on all these ranks for different inputs on one.
+    Raises ``RuntimeError`` on all its ranks for different inputs on one.
     """
-    groups = parallel_state.get_tensor_control_group(), parallel_state.get_pipeline_control_group()
-    found = unequal([leaf_text(leaf) for leaf in pytree.tree_leaves(inputs)], *groups)
+    found = unequal([leaf_text(leaf) for leaf in pytree.tree_leaves(inputs)], parallel_state.get_tensor_control_group())
     if found is not None:
         raise RuntimeError(
             f"ranks {found.ranks[0]} and {found.ranks[1]} share one replica of the model and got other inputs: "

@@ -2,7 +2,7 @@
 
 ::
 
-    config ─ checked ─▶ OsloConfig ─▶ MPU ─▶ layers divided ─▶ moved to the device ─▶ ParallelModel, the same object
+    config ─ checked ─▶ MPU ─▶ layers divided ─▶ moved to the device ─▶ ParallelModel, the same object
 """
 
 import functools
@@ -15,13 +15,10 @@ import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 
-from nxdpp.doors.oslo.activation_checkpointing import checkpoint_layers, layers_of
-from nxdpp.doors.oslo.config import OsloConfig
+from nxdpp.doors.oslo.config import check_not_given, tensor_parallel_size_of
 from nxdpp.doors.oslo.equal_ranks import check_same, compare_first_inputs, digests
-from nxdpp.doors.oslo.kernel_fusion import check_fusion, fuse
 from nxdpp.doors.oslo.mpu import MPU
 from nxdpp.doors.oslo.parallel_model import is_parallel, make_parallel
-from nxdpp.doors.oslo.pipelined_model import pipeline
 from nxdpp.gradients.followed_optimizers import followed_by_optimizers
 from nxdpp.ranks import parallel_state
 from nxdpp.ranks.faults.waits import Wait
@@ -41,9 +38,9 @@ def initialize(model: M, config: Mapping[str, Any] | str | os.PathLike[str], *, 
 
     Args:
         model: of transformers, with the same weights on all ranks.
-        config: a dict or the path of a JSON file, with the sections ``"model_parallelism"``,
-            ``"activation_checkpointing"`` and ``"kernel_fusion"``. docs/oslo.md lists the keys.
-        num_microbatches: number of parts of each batch that run through a pipeline; no key of OSLO's configuration.
+        config: a dict or the path of a JSON file, with the section ``"model_parallelism"``. docs/oslo.md lists the
+            keys.
+        num_microbatches: refused but for 1: a pipeline is ``nxdpp.NxDPPModel``.
 
     Returns:
         ``model`` itself.
@@ -55,36 +52,20 @@ def initialize(model: M, config: Mapping[str, Any] | str | os.PathLike[str], *, 
         RuntimeError: for a model that was given to ``initialize`` before, and after model parallelism was initialized
             with different sizes.
     """
-    settings = OsloConfig.of(config)
+    size = tensor_parallel_size_of(config)
+    check_not_given("num_microbatches", num_microbatches, num_microbatches != 1)
     _check_model(model)
-    layers = layers_of(model) if settings.checkpoints else []
-    if settings.checkpoints and not layers:
-        raise ValueError(f'{type(model).__name__} has no layers that "activation_checkpointing" could recompute')
-    if settings.fuses:
-        check_fusion(model, settings.fuses_model, settings.kernels)
-    _check_microbatches(num_microbatches, settings.pipeline_parallel_size)
-    mpu = MPU(settings.tensor_parallel_size, settings.pipeline_parallel_size)
+    mpu = MPU(size)
     before = digests(model)
     with followed_by_optimizers(model):
-        if settings.tensor_parallel_size > 1:
+        if size > 1:
             tensor_parallelize(model, gather_logits=True)
         move_model_to_device(model, parallel_state.local_device())
-        local: nn.Module = model
-        if settings.pipeline_parallel_size > 1:
-            local = pipeline(model, num_microbatches).local_module
-        else:
-            _sum_partial_gradients(model, mpu.get_tensor_parallel_group())
-    if settings.checkpoints:
-        present = dict(local.named_modules())
-        own = [name for name in layers if name in present]
-        checkpoint_layers(local, own, settings.to_cpu, settings.partitions, settings.contiguous)
+        _sum_partial_gradients(model, mpu.get_tensor_parallel_group())
     make_parallel(model, mpu)
-    if settings.fuses:
-        fuse(local, settings.fuses_model, settings.kernels)
-    if settings.tensor_parallel_size > 1:
+    if size > 1:
         check_same(model, before)
         compare_tensor_copies(model)
-    if settings.tensor_parallel_size > 1 or settings.pipeline_parallel_size > 1:
         compare_first_inputs(model)
     return model
 
@@ -101,21 +82,11 @@ def _check_model(model: Any) -> None:
         raise ValueError("the model has tensors without values, on the meta device: build it on the CPU")
 
 
-def _check_microbatches(number: int, pipeline_parallel_size: int) -> None:
-    if isinstance(number, bool) or not isinstance(number, int):
-        raise TypeError(f"num_microbatches must be a whole number, not {number!r:.80}")
-    if number < 1:
-        raise ValueError(f"num_microbatches is {number}: it must be 1 or more")
-    if number > 1 and pipeline_parallel_size == 1:
-        raise ValueError(f"num_microbatches={number} is for a pipeline, and pipeline_parallel_size is 1: leave it out")
-
-
 def _sum_partial_gradients(model: nn.Module, group: dist.ProcessGroup) -> None:
     """Sum the gradients of the marked parameters of ``model`` over ``group`` as they arise, in each backward.
 
     Each tensor-parallel rank computes a part of the gradient of such a whole parameter: norms of the heads of one rank
-    have them (Qwen3). A pipeline sums them in its steps. Here they are summed before ``DistributedDataParallel``
-    averages.
+    have them (Qwen3). They are summed before ``DistributedDataParallel`` averages.
     """
     for parameter in model.parameters():
         if getattr(parameter, "sequence_parallel_enabled", False):

@@ -12,12 +12,11 @@ from transformers import PreTrainedModel
 from nxdpp.doors.oslo import checkpoints
 from nxdpp.doors.oslo.equal_ranks import allow, verify_equal
 from nxdpp.doors.oslo.mpu import MPU
-from nxdpp.doors.oslo.pipelined_model import methods_for
 from nxdpp.generation.batches import samples
 from nxdpp.ranks import parallel_state
 from nxdpp.tensor.rank_files import local_path
 
-_made: dict[tuple[type[nn.Module], bool], type[nn.Module]] = {}
+_made: dict[type[nn.Module], type[nn.Module]] = {}
 
 
 class ParallelModel:
@@ -41,7 +40,7 @@ class ParallelModel:
     ) -> None:
         """Write the model to ``save_directory``, which is made if absent; collective over all ranks.
 
-        Ranks of the first replica write their tensors to ``pytorch_model_tp_{tensor rank}_pp_{pipeline rank}.bin``.
+        Ranks of the first replica write their tensors to ``pytorch_model_tp_{tensor rank}_pp_0.bin``.
         With ``merge_checkpoints`` rank 0 writes the whole tensors to ``pytorch_model.bin``, which ``from_pretrained``
         reads, and needs memory for all of them. Files of an earlier save are replaced when all ranks have
         written theirs.
@@ -96,9 +95,8 @@ def is_parallel(model: PreTrainedModel) -> bool:
 def make_parallel(model: PreTrainedModel, mpu: MPU) -> None:
     """Make ``model`` a ``ParallelModel``."""
     vars(model)["mpu"] = mpu
-    is_pipelined = mpu.get_pipeline_parallel_world_size() > 1
-    model.__class__ = _parallel_class(type(model), is_pipelined)
-    if is_pipelined or mpu.get_tensor_parallel_world_size() > 1:
+    model.__class__ = _parallel_class(type(model))
+    if mpu.get_tensor_parallel_world_size() > 1:
         vars(model).update(save_pretrained=_save_pretrained, resize_token_embeddings=_resize_token_embeddings)
 
 
@@ -115,12 +113,11 @@ def _resize_token_embeddings(*args: Any, **kwargs: Any) -> NoReturn:
     )
 
 
-def _parallel_class(own: type[Any], is_pipelined: bool) -> type[Any]:
-    if (own, is_pipelined) not in _made:
+def _parallel_class(own: type[Any]) -> type[Any]:
+    if own not in _made:
         own_names = {"__module__": own.__module__, "__doc__": own.__doc__}
-        methods = methods_for(own) if is_pipelined else _generation_of(own)
-        _made[own, is_pipelined] = type(own.__name__, (ParallelModel, own), {**own_names, **methods})
-    return _made[own, is_pipelined]
+        _made[own] = type(own.__name__, (ParallelModel, own), {**own_names, **_generation_of(own)})
+    return _made[own]
 
 
 def _generation_of(own: type[PreTrainedModel]) -> dict[str, Any]:

@@ -17,7 +17,6 @@ import nxdpp.oslo as oslo
 from nxdpp import GradScaler, gather_state_dict, parallel_state
 from nxdpp.gradients.gradient_norm import clip_grad_norm
 from nxdpp.ranks.faults import failure_watch
-from tests.doors.oslo.checkpointing import check_several_ranks
 from tests.doors.oslo.training import (
     LENGTH,
     MODELS,
@@ -49,9 +48,8 @@ FAMILIES = {
 }
 
 
-def _config(tensor: int, pipeline: int = 1) -> dict[str, Any]:
-    sizes = {"tensor_parallel_size": tensor, "pipeline_parallel_size": pipeline}
-    return {"model_parallelism": {"enable": True, **sizes}}
+def _config(tensor: int) -> dict[str, Any]:
+    return {"model_parallelism": {"enable": True, "tensor_parallel_size": tensor}}
 
 
 def _over_tensor_ranks(rank: int, folder: Path) -> None:
@@ -62,10 +60,10 @@ def _over_tensor_ranks(rank: int, folder: Path) -> None:
     _check_copies()
     _check_families(folder)
     _check_generation()
-    check_several_ranks(2, 1)
+    _check_what_takes_the_place_of_sections()
     _check_files(folder)
     parallel_state.destroy_model_parallel()
-    _check_their_configurations(folder / f"{rank}.json")
+    _check_their_configuration(folder / f"{rank}.json")
 
 
 def _check_training(name: str, folder: Path) -> None:
@@ -231,17 +229,30 @@ def _check_families(folder: Path) -> None:
         assert all(distance == 0 for _, distance in distances(loaded, whole.state_dict())), model_type
 
 
-def _check_their_configurations(path: Path) -> None:
-    """The configurations of OSLO's own tests for four ranks."""
+def _check_what_takes_the_place_of_sections() -> None:
+    """Calls that the refusals of ``activation_checkpointing`` and ``kernel_fusion`` name give equal gradients."""
+    gradients = []
+    for prepare in (None, "gradient_checkpointing_enable", "compile"):
+        model = oslo.initialize(gpt2(), _config(2)).train()
+        if prepare:
+            getattr(model, prepare)(**{"backend": "eager"} if prepare == "compile" else {})
+        model(**batch(0, 0)).loss.backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    for plain, recomputed, compiled in zip(*gradients, strict=True):
+        assert torch.equal(recomputed, plain)
+        assert torch.equal(compiled, plain)
+
+
+def _check_their_configuration(path: Path) -> None:
+    """The configuration of OSLO's own tests for four ranks."""
     whole = gpt2()
     expected = whole_losses(whole, Adam(whole.parameters(), lr=1e-2), STEPS, 1)[0]
-    for name in ("model_parallelism", "activation_checkpointing"):
-        path.write_text(json.dumps(THEIR_CONFIGURATIONS[name]))
-        model = gpt2()
-        optimizer = Adam(model.parameters(), lr=1e-2)
-        model = oslo.initialize(model, config=str(path))
-        assert model.mpu.get_tensor_parallel_world_size() == 4
-        assert parallel_losses(engine_of(model), optimizer, STEPS, 0) == pytest.approx(expected, abs=1e-5)
+    path.write_text(json.dumps(THEIR_CONFIGURATIONS["model_parallelism"]))
+    model = gpt2()
+    optimizer = Adam(model.parameters(), lr=1e-2)
+    model = oslo.initialize(model, config=str(path))
+    assert model.mpu.get_tensor_parallel_world_size() == 4
+    assert parallel_losses(engine_of(model), optimizer, STEPS, 0) == pytest.approx(expected, abs=1e-5)
 
 
 def _check_generation() -> None:

@@ -1,12 +1,8 @@
 """Training of a tiny model by the loop of OSLO's tutorial, and the same training of the whole model by one process."""
 
-from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partialmethod
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -89,19 +85,6 @@ def distances(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor])
     for name, tensor in found.items():
         assert tensor.shape == expected[name].shape, name
         yield name, float((tensor.cpu() - expected[name].cpu()).abs().max())
-
-
-@contextmanager
-def compiled_without_code() -> Iterator[None]:
-    """Let modules compile to graphs that torch runs as they are, in the place of code that takes long to build."""
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend="eager"))
-        yield
-
-
-def compiled_types(model: nn.Module) -> dict[str, int]:
-    """Return the number of compiled modules of ``model`` by class."""
-    return dict(Counter(type(each).__name__ for each in model.modules() if each._compiled_call_impl is not None))
 
 
 MODELS: dict[str, Callable[[], Any]] = {"gpt2": gpt2, "bert": bert}
