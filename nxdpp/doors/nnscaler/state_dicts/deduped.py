@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from nxdpp.agreement.together import together
-from nxdpp.doors.nnscaler.sent_values import send, send_shards, send_state
+from nxdpp.doors.nnscaler.sent_values import of_first_units
 from nxdpp.doors.nnscaler.state_dicts.extra_state import (
     EXTRA_STATE_KEY,
     add_optimizer_extra_state,
@@ -95,18 +95,15 @@ def load_deduped_state_dict(
     keepers = _Keepers(module)
     for key, tensor in module.state_dict(keep_vars=True).items():
         if isinstance(tensor, torch.Tensor):
-            send(tensor, keepers.is_only_rank_0(key))
+            _receive(tensor, keepers.is_only_rank_0(key))
     if optimizer is None or state is None:
         return
     if "shards" not in state:
-        names = add_optimizer_extra_state(module, optimizer, {})[EXTRA_STATE_KEY]["own"]
-        received = {
-            index: send_state(state["state"].get(index, {}), keepers.is_only_rank_0(name))
-            for index, name in enumerate(names)
-        }
-        state["state"] = {index: values for index, values in received.items() if values}
-    elif state["data_parallel"]["size"] < parallel_state.get_data_parallel_size():
-        state |= send_shards(state)
+        names = enumerate(add_optimizer_extra_state(module, optimizer, {})[EXTRA_STATE_KEY]["own"])
+        received = (of_first_units(state["state"].get(at, {}), keepers.is_only_rank_0(name)) for at, name in names)
+        state["state"] = {index: values for index, values in enumerate(received) if values}
+    elif (units := state["data_parallel"]["size"]) < parallel_state.get_data_parallel_size():
+        state |= of_first_units({key: state[key] for key in ("state", "masters")}, sources=units)
     optimizer.load_state_dict(state)
 
 
@@ -142,11 +139,16 @@ def broadcast_weights(module: nn.Module, stride_size: int | None = None) -> None
     units, keepers = together(check), _Keepers(module)
     for key, tensor in [*module.named_parameters(), *module.named_buffers()]:
         is_only_rank_0 = keepers.is_only_rank_0(key)
-        send(tensor, is_only_rank_0, 1 if is_only_rank_0 else units)
+        _receive(tensor, is_only_rank_0, 1 if is_only_rank_0 else units)
     for each in parallel_modules(module).values():
         each.note_received()
     # The replicas are to be compared again.
     module.load_state_dict(module.state_dict())
+
+
+def _receive(tensor: torch.Tensor, is_everywhere: bool, sources: int = 1) -> None:
+    with torch.no_grad():
+        tensor.copy_(of_first_units(tensor.detach(), is_everywhere, sources))
 
 
 class _Keepers:

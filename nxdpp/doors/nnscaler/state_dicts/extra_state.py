@@ -2,17 +2,12 @@
 
 ::
 
-    {"version": 1, "rank": 3, "compute_config": {...},
+    {"version": 2, "rank": 3, "compute_config": {...},
      "names": all parameters of the whole module in order,    "state_names": all names of its state dict,
      "tied": [[names of one tensor]],                         "held": {name: place of this rank's tensor}}
 
-An optimizer's state dict has ``names`` too, ``own``, the name of each of its parameters by index, and ``held``.
-
-A rank's tensor has some ranges of the whole along one dimension. Its other elements are padding, which is zero::
-
-    whole     0 1 2 3 4 5 6 7 8 9 10 11                   12 rows, padded to 16
-    rank 0    0 1 2 3 4 5 6 7                             ranges [[0, 0, 8]]
-    rank 1    8 9 10 11 · · · ·                           ranges [[8, 0, 4]]
+An optimizer's state dict has ``names`` and ``held`` too, and ``own``, the name of each of its parameters by index. A
+parameter of several names has the first one there. A place is a ``PlaceInWhole`` of plain tuples.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,7 +30,7 @@ from nxdpp.tensor.padding import Range
 EXTRA_STATE_KEY = "nxdpp_extra_state"
 """Key of the extra state behind a parallel module's prefix, and in an optimizer's state dict."""
 
-VERSION = 1
+VERSION = 2
 
 
 def module_extra_state(
@@ -60,8 +55,13 @@ def module_extra_state(
         "names": [name for name, _ in whole.named_parameters(remove_duplicate=False) if name not in others],
         "state_names": list(state),
         "tied": groups,
-        "held": _placements(part.state_dict(keep_vars=True)),
+        "held": _places(part.state_dict(keep_vars=True)),
     }
+
+
+def first_names(extra: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Return the first name of each tensor that has several, by each of its names."""
+    return {f"{prefix}{name}": f"{prefix}{names[0]}" for names in extra["tied"] for name in names}
 
 
 def take_extra_state(state_dict: dict[str, Any], prefix: str, own: Mapping[str, Any]) -> None:
@@ -80,21 +80,17 @@ def take_extra_state(state_dict: dict[str, Any], prefix: str, own: Mapping[str, 
             f"the state dict is that of a module with {counted(len(saved['state_names']), 'tensor')}, and this one has "
             f"{len(own['state_names'])}, or others: build the module as before the save."
         )
-    if saved["held"] != own["held"]:
-        raise ValueError(
-            f"the state dict is that of rank {saved['rank']} with {_sizes(saved)}, and this is rank {own['rank']} with "
-            f"{_sizes(own)}: each rank loads what it has saved. For another plan call merge_state_dicts, and "
-            f"load_merged_state_dict."
-        )
+    _check_parts("state dict", saved, own)
 
 
-def optimizer_extra_state(module: nn.Module, parameters: Sequence[torch.Tensor]) -> dict[str, Any]:
-    """Return the description of an optimizer's ``parameters``, in the order of their indices; not collective.
+def add_optimizer_extra_state(module: nn.Module, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Return ``state_dict``, which ``optimizer`` made, with the description of its parameters; not collective.
 
     ``module`` is the parallel module, or the module that has parallel ones in it.
 
     Raises ``ValueError`` for a parameter that is not in ``module``.
     """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     own = {id(parameter): name for name, parameter in module.named_parameters()}
     unknown = [parameter for parameter in parameters if id(parameter) not in own]
     if unknown:
@@ -103,30 +99,21 @@ def optimizer_extra_state(module: nn.Module, parameters: Sequence[torch.Tensor])
             f"build_optimizer the module with all of its parameters."
         )
     extras = {prefix: each.nxdpp_extra_state() for prefix, each in parallel_modules(module).items()}
+    firsts: dict[str, str] = {}
     # Of the original module in its order, each once, also if another rank holds them.
     original: list[str] = []
     for path, each in module.named_modules():
         prefix = f"{path}." if path else ""
         if prefix in extras:
+            firsts |= first_names(extras[prefix], prefix)
             original += [f"{prefix}{name}" for name in extras[prefix]["names"]]
         elif not prefix.startswith(tuple(extras)):
             named = each.named_parameters(path, recurse=False)
             original += [name for name, parameter in named if own[id(parameter)] == name]
-    names = [own[id(parameter)] for parameter in parameters]
-    return {
-        "version": VERSION,
-        "rank": _rank(),
-        "names": original,
-        "own": names,
-        "tied": [[f"{prefix}{name}" for name in group] for prefix in extras for group in extras[prefix]["tied"]],
-        "held": _placements(dict(zip(names, parameters, strict=True))),
-    }
-
-
-def add_optimizer_extra_state(module: nn.Module, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Return ``state_dict``, which ``optimizer`` made, with the description of its parameters."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    return {**state_dict, EXTRA_STATE_KEY: optimizer_extra_state(module, parameters)}
+    names = [firsts.get(name, name) for name in map(own.__getitem__, map(id, parameters))]
+    held = _places(dict(zip(names, parameters, strict=True)))
+    extra = {"version": VERSION, "rank": _rank(), "names": original, "own": names, "held": held}
+    return {**state_dict, EXTRA_STATE_KEY: extra}
 
 
 def take_optimizer_extra_state(
@@ -143,14 +130,8 @@ def take_optimizer_extra_state(
         check_version(saved)
     if _is_of_wholes(optimizer, taken, own) if saved is None else "merged" in saved:
         raise ValueError("the optimizer's state is a merged one: load it with load_merged_state_dict")
-    if saved is None:
-        return taken
-    if (saved["own"], saved["held"]) != (own["own"], own["held"]):
-        raise ValueError(
-            f"the optimizer's state is that of rank {saved['rank']} with {counted(len(saved['own']), 'parameter')}, "
-            f"and rank {own['rank']} has {len(own['own'])}, or other parts: each rank loads what it has saved. For "
-            "another plan call merge_state_dicts, and load_merged_state_dict."
-        )
+    if saved is not None:
+        _check_parts("optimizer's state", saved, own)
     return taken
 
 
@@ -158,12 +139,22 @@ def _is_of_wholes(optimizer: Optimizer, state: Mapping[str, Any], own: Mapping[s
     """Return whether ``state`` is of whole parameters, of which this rank has parts."""
     if hasattr(optimizer, "shards"):
         return "shards" not in state
-    places = [placement_in(own["held"][name]) for name in own["own"]]
+    places = [place_in(own["held"][name]) for name in own["own"]]
     return any(
         place.shape != place.local_shape and getattr(value, "shape", None) == place.shape
         for index, place in enumerate(places)
         for value in state["state"].get(index, {}).values()
     )
+
+
+def _check_parts(what: str, saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    """Raise ``ValueError`` where ``saved`` describes other tensors than ``own``."""
+    if (saved.get("own"), saved["held"]) != (own.get("own"), own["held"]):
+        raise ValueError(
+            f"the {what} is that of rank {saved['rank']} with {counted(len(saved['held']), 'tensor')}, and this is "
+            f"rank {own['rank']} with {len(own['held'])}, or other parts: each rank loads what it has saved. For "
+            f"another plan call merge_state_dicts, and load_merged_state_dict."
+        )
 
 
 def check_names(what: str, missing: Sequence[str], unknown: Sequence[str], remedy: str) -> None:
@@ -190,54 +181,22 @@ def check_version(saved: Mapping[str, Any]) -> None:
         )
 
 
-def fields_of(tensor: torch.Tensor) -> dict[str, Any]:
-    """Return the place of a parameter or buffer of this rank in the whole, as lists and numbers.
-
-    Raises ``ValueError`` for a shard of ``fully_shard``.
-    """
-    if isinstance(tensor, DTensor):
-        raise ValueError("state dicts of nnScaler's have no shards of fully_shard: use nxdpp.save_checkpoint.")
-    whole, shape, dim, ranges, _ = placement_of(tensor)
-    size = whole[dim] if dim >= 0 else 0
-    return {"shape": list(shape), "dim": dim, "size": size, "ranges": [list(each) for each in ranges]}
+def place_in(fields: Sequence[Any]) -> PlaceInWhole:
+    """Return the place of a tensor in ``held``."""
+    place = PlaceInWhole(*fields)
+    return place._replace(ranges=tuple(Range(*each) for each in place.ranges))
 
 
-def placement_in(fields: Mapping[str, Any]) -> PlaceInWhole:
-    """Return the placement of ``fields_of``. Raises ``KeyError`` and ``TypeError`` for anything else."""
-    shape, dim = tuple(fields["shape"]), fields["dim"]
-    whole = shape if dim < 0 else (*shape[:dim], fields["size"], *shape[dim + 1 :])
-    return PlaceInWhole(whole, shape, dim, tuple(Range(*each) for each in fields["ranges"]))
-
-
-def joined(parts: Sequence[tuple[PlaceInWhole, int, torch.Tensor]]) -> tuple[torch.Tensor, int]:
-    """Return the whole of ``parts``, which may repeat, and the number of elements that they lack.
-
-    A tensor that is not divided is returned itself.
-
-    Args:
-        parts: for each a placement, the index of its first element in the flattened tensor of a rank, and its values:
-            of the shape of the rank's tensor, or flattened.
-    """
-    placement, _, first = parts[0]
-    if tuple(first.shape) == placement.shape:
-        return first, 0
-    whole, lacks = first.new_empty(placement.shape), torch.ones(placement.shape, dtype=torch.bool)
-    for each, start, values in parts:
-        for block in each.blocks(values, start):
-            if lacks[block.region].any():
-                whole[block.region] = block.values
-                lacks[block.region] = False
-    return whole, int(lacks.sum())
-
-
-def _placements(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: fields_of(tensor) for name, tensor in tensors.items() if isinstance(tensor, torch.Tensor)}
-
-
-def _sizes(extra: Mapping[str, Any]) -> str:
-    config = extra["compute_config"]
-    held = counted(len(extra["held"]), "tensor")
-    return f"plan_ngpus={config['plan_ngpus']}, runtime_ngpus={config['runtime_ngpus']} and {held}"
+def _places(tensors: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
+    """The places of parameters and buffers of this rank. Raises ``ValueError`` for a shard of ``fully_shard``."""
+    places = {}
+    for name, tensor in tensors.items():
+        if isinstance(tensor, DTensor):
+            raise ValueError("state dicts of nnScaler's have no shards of fully_shard: use nxdpp.save_checkpoint.")
+        if isinstance(tensor, torch.Tensor):
+            place = placement_of(tensor)
+            places[name] = (*place[:3], tuple(map(tuple, place.ranges)), place.begin)
+    return places
 
 
 def _rank() -> int:

@@ -1,7 +1,16 @@
-"""Merged state dicts: the ranks' parts joined into the state dict of the original module, for a load in any plan."""
+"""Merged state dicts: the ranks' parts joined into those of the original module and optimizer, for a load in any plan.
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+State that has a value for each element of a parameter is divided as the parameter is. Under ZeRO a rank has flat pieces
+of its part::
+
+    exp_avg of a weight, 2 tensor-parallel ranks x 2 units    rank 0: part 0, first half     rank 1: part 1, first half
+                                                              rank 2: part 0, second half    rank 3: part 1, second half
+
+Other state, such as the step, is a single number.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -11,14 +20,22 @@ from nxdpp.checkpoint.distributed.rectangles import PlaceInWhole
 from nxdpp.counted import counted
 from nxdpp.doors.nnscaler.state_dicts.extra_state import (
     EXTRA_STATE_KEY,
+    VERSION,
+    add_optimizer_extra_state,
     check_names,
     check_version,
-    joined,
+    first_names,
     parallel_modules,
-    placement_in,
+    place_in,
 )
-from nxdpp.doors.nnscaler.state_dicts.merged_optimizer import divide_optimizer_state, merge_optimizers
+from nxdpp.gradients.optimizer.zero1_state import options_of
 from nxdpp.ranks import parallel_state
+
+K = TypeVar("K")
+
+_MASTER = "master"
+_OF_A_JOB = ("names", "state_names", "tied", "compute_config")
+"""Entries of the extra state that are equal on all ranks."""
 
 
 def merge_state_dicts(
@@ -28,7 +45,8 @@ def merge_state_dicts(
     """Return the state dicts of the original module and of an optimizer over its parameters; needs no ranks.
 
     The optimizer's state dict counts the parameters in the original module's order, so ``torch.optim.Adam`` over its
-    ``parameters()`` loads it. Tensors that are not divided are the given objects.
+    ``parameters()`` loads it. Its extra state has values of master copies, and the names where the optimizer has not
+    all parameters; else there is none. Tensors of the module that are not divided are the given objects.
 
     Args:
         module_state_dicts: of all ranks in any order, whole or deduplicated.
@@ -38,17 +56,32 @@ def merge_state_dicts(
         ValueError: for dicts that are not of exactly all ranks of one job, for state dicts without a parallel module,
             and for optimizers with several groups, or with state of a different shape than its parameter.
     """
-    states = _of_all_ranks(module_state_dicts)
+    for state in module_state_dicts:
+        if not _extras(state):
+            raise ValueError(
+                f"a state dict has no {EXTRA_STATE_KEY}: give what state_dict() or deduped_state_dict() of a parallel "
+                f"module returned on each rank."
+            )
+        for extra in _extras(state).values():
+            check_version(extra)
+    states = sorted(module_state_dicts, key=_rank_of)
+    ranks: int = next(iter(_extras(states[0]).values()))["compute_config"]["runtime_ngpus"] if states else 0
+    _check_ranks("state dicts", [_rank_of(state) for state in states], ranks)
+    for rank, state in enumerate(states):
+        if _job_of(state) != _job_of(states[0]):
+            raise ValueError(f"the state dicts of ranks 0 and {rank} are those of other modules or jobs: give one save")
     merged = _merged_module(states)
     if optimizer_state_dicts is None:
         return merged, None
-    optimizers = sorted(optimizer_state_dicts, key=lambda state: _extra_of_optimizer(state)["rank"])
-    ranks = [state[EXTRA_STATE_KEY]["rank"] for state in optimizers]
-    if ranks != list(range(len(states))):
-        raise ValueError(
-            f"the optimizer state dicts are those of ranks {ranks}, and the job has {counted(len(states), 'rank')}"
-        )
-    return merged, merge_optimizers(optimizers)
+    for state in optimizer_state_dicts:
+        if "own" not in state.get(EXTRA_STATE_KEY, {}):
+            raise ValueError(
+                f"an optimizer's state dict has no {EXTRA_STATE_KEY} of a rank: make the optimizer with build_optimizer"
+            )
+        check_version(state[EXTRA_STATE_KEY])
+    optimizers = sorted(optimizer_state_dicts, key=lambda state: state[EXTRA_STATE_KEY]["rank"])
+    _check_ranks("optimizer state dicts", [state[EXTRA_STATE_KEY]["rank"] for state in optimizers], ranks)
+    return merged, _merged_optimizer(optimizers)
 
 
 def load_merged_state_dict(
@@ -75,11 +108,8 @@ def load_merged_state_dict(
     local = _local_part(module, module_state_dict)
     state = None
     if optimizer is not None and optimizer_state_dict is not None:
-        state = divide_optimizer_state(module, optimizer, optimizer_state_dict)
-    to_device(module, optimizer, device)
-    module.load_state_dict(local)
-    if optimizer is not None and state is not None:
-        optimizer.load_state_dict(state)
+        state = _divided_optimizer(module, optimizer, optimizer_state_dict)
+    load_sharded_state_dict(module, local, optimizer, state, device=device)
 
 
 load_merged_state_dicts = load_merged_state_dict
@@ -134,83 +164,106 @@ def to_device(module: nn.Module, optimizer: Optimizer | None, device: str | torc
     module.to(wanted)
 
 
-def _of_all_ranks(states: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """``states`` by rank. Raises ``ValueError`` unless each rank of a job has given one."""
-    by_rank: dict[int, Mapping[str, Any]] = {}
-    for state in states:
-        extras = list(_extras(state).values())
-        if not extras:
-            raise ValueError(
-                f"a state dict has no {EXTRA_STATE_KEY}: give what state_dict() or deduped_state_dict() of a parallel "
-                f"module returned on each rank."
-            )
-        for extra in extras:
-            check_version(extra)
-        rank = extras[0]["rank"]
-        if rank in by_rank:
-            raise ValueError(f"two state dicts are those of rank {rank}: give one for each rank")
-        by_rank[rank] = state
-    ranks = {extra["compute_config"]["runtime_ngpus"] for state in states for extra in _extras(state).values()}
-    if not ranks or ranks != {len(by_rank)} or max(by_rank) >= len(by_rank):
-        raise ValueError(
-            f"the state dicts are those of ranks {sorted(by_rank)}, and the job had {sorted(ranks)} ranks: give one "
-            f"for each rank"
-        )
-    ordered = [by_rank[rank] for rank in range(len(by_rank))]
-    for rank, state in enumerate(ordered):
-        _check_same_module(rank, _extras(state), _extras(ordered[0]))
-    return ordered
+def wholes(pieces: Iterable[tuple[K, PlaceInWhole | None, int, Any]]) -> dict[K, Any]:
+    """Return the whole value of each key, of its pieces on all ranks, which may repeat.
+
+    A value that is not divided, such as a number, is returned itself.
+
+    Args:
+        pieces: for each its key, its place, the index of its first element in the flattened tensor of a rank, and its
+            values: of the shape of the rank's tensor, or flattened.
+
+    Raises ``ValueError`` for a key of which elements are missing.
+    """
+    found: dict[K, list[tuple[PlaceInWhole | None, int, Any]]] = {}
+    for key, place, start, values in pieces:
+        found.setdefault(key, []).append((place, start, values))
+    return {key: _whole(key, each) for key, each in found.items()}
 
 
-def _check_same_module(rank: int, extras: Mapping[str, Any], firsts: Mapping[str, Any]) -> None:
-    for prefix in {*extras, *firsts}:
-        here, there = extras.get(prefix, {}), firsts.get(prefix, {})
-        for key in ("names", "state_names", "tied", "compute_config"):
-            if here.get(key) != there.get(key):
-                raise ValueError(
-                    f"the state dicts of ranks 0 and {rank} are those of other modules or jobs: {key} differ for the "
-                    f"parallel module {prefix.removesuffix('.') or 'itself'}"
-                )
+def _whole(key: object, pieces: Sequence[tuple[PlaceInWhole | None, int, Any]]) -> Any:
+    place, _, first = pieces[0]
+    if place is None or not isinstance(first, torch.Tensor) or first.shape == place.shape or not first.shape:
+        return first
+    whole, lacks = first.new_empty(place.shape), torch.ones(place.shape, dtype=torch.bool, device="cpu")
+    for each, start, values in pieces:
+        for block in each.blocks(values, start) if each else ():
+            whole[block.region], lacks[block.region] = block.values, False
+    if lacks.any():
+        name = " of ".join(reversed(key)) if isinstance(key, tuple) else key
+        raise ValueError(f"{name} lacks {counted(int(lacks.sum()), 'element')}: give the state dicts of all ranks")
+    return whole
 
 
 def _merged_module(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     extras = _extras(states[0])
     merged: dict[str, Any] = {}
     for key, value in states[0].items():
-        if key.endswith(EXTRA_STATE_KEY):
-            merged |= _merged_parallel(key.removesuffix(EXTRA_STATE_KEY), value, states)
-        elif not key.startswith(tuple(extras)):
-            merged[key] = value
+        if not key.endswith(EXTRA_STATE_KEY):
+            if not key.startswith(tuple(extras)):
+                merged[key] = value
+            continue
+        prefix, firsts = key.removesuffix(EXTRA_STATE_KEY), first_names(value)
+        names = {f"{prefix}{name}": firsts.get(name, name) for name in value["state_names"]}
+        whole = wholes(
+            (first, _place(state[key], name.removeprefix(prefix)), 0, state[name])
+            for state in states
+            for name, first in names.items()
+            if name in state
+        )
+        missing = [name for name, first in names.items() if first not in whole]
+        check_names("the merge of the given state dicts", missing, [], "Give those of all ranks.")
+        merged |= {name: whole[first] for name, first in names.items()}
     return merged
 
 
-def _merged_parallel(prefix: str, extra: Mapping[str, Any], states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The tensors of the parallel module at ``prefix`` under all its names, in its order."""
-    mates = {name: group for group in extra["tied"] for name in group}
-    whole: dict[str, Any] = {}
-    for name in extra["state_names"]:
-        names = mates.get(name, [name])
-        if names[0] not in whole:
-            whole[names[0]] = _joined(prefix, names, states)
-    return {f"{prefix}{name}": whole[mates.get(name, [name])[0]] for name in extra["state_names"]}
+def _place(extra: Mapping[str, Any], name: str) -> PlaceInWhole | None:
+    """The place of a tensor; ``None`` for other values."""
+    return place_in(extra["held"][name]) if name in extra["held"] else None
 
 
-def _joined(prefix: str, names: Sequence[str], states: Sequence[Mapping[str, Any]]) -> Any:
-    parts: list[tuple[PlaceInWhole, int, torch.Tensor]] = []
-    for state in states:
-        held = state[f"{prefix}{EXTRA_STATE_KEY}"]["held"]
-        for name in names:
-            value = state.get(f"{prefix}{name}")
-            if value is None:
-                continue
-            if not isinstance(value, torch.Tensor):
-                return value
-            parts.append((placement_in(held[name]), 0, value.detach()))
-            break
-    whole, lacking = joined(parts) if parts else (None, 0)
-    if whole is None or lacking:
-        raise ValueError(f"the state dicts lack {prefix}{names[0]} or a part of it: give those of all ranks")
+def _merged_optimizer(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The state dict of one optimizer over the parameters of the original module, merged from those of all ranks."""
+    extras = [state[EXTRA_STATE_KEY] for state in states]
+    for state, extra in zip(states, extras, strict=True):
+        if extra["names"] != extras[0]["names"]:
+            raise ValueError(f"the optimizer of rank {extra['rank']} is over other parameters than that of rank 0")
+        _check_one_group(state)
+    held = {name for extra in extras for name in extra["own"]}
+    names = [name for name in extras[0]["names"] if name in held]
+    found: dict[str, dict[str, Any]] = {name: {} for name in names}
+    for (name, key), value in wholes(piece for state in states for piece in _pieces(state)).items():
+        found[name][key] = _copied(value)
+    masters = {name: values.pop(_MASTER) for name, values in found.items() if _MASTER in values}
+    options = options_of(states[0]["param_groups"][0])
+    whole: dict[str, Any] = {
+        "state": {index: values for index, values in enumerate(found.values()) if values},
+        "param_groups": [{**options, "params": list(range(len(names)))}],
+    }
+    if masters or names != extras[0]["names"]:
+        whole[EXTRA_STATE_KEY] = {"version": VERSION, "merged": names, "masters": masters}
     return whole
+
+
+def _pieces(state: Mapping[str, Any]) -> Iterator[tuple[tuple[str, str], PlaceInWhole, int, Any]]:
+    """The values of a rank's state by their parameter and key; those of shards under ZeRO, and their master copies.
+
+    Raises ``ValueError`` for a value that is neither a number nor of the shape of its parameter or shard.
+    """
+    extra = state[EXTRA_STATE_KEY]
+    for number, values in state["state"].items():
+        shard = state["shards"][number] if "shards" in state else {"parameter": number, "start": 0}
+        name = extra["own"][shard["parameter"]]
+        place = place_in(extra["held"][name])
+        shape = (shard["stop"] - shard["start"],) if "stop" in shard and place.shape else place.local_shape
+        master = state.get("masters", {}).get(number)
+        for key, value in (values if master is None else {**values, _MASTER: master}).items():
+            if isinstance(value, torch.Tensor) and value.dim() and tuple(value.shape) != shape:
+                raise ValueError(
+                    f"{key} of {name} has shape {list(value.shape)}, and the parameter {list(place.local_shape)}: "
+                    f"only optimizers whose state has the shape of the parameter, as that of Adam, can be merged"
+                )
+            yield (name, key), place, shard["start"], value
 
 
 def _local_part(module: nn.Module, merged: Mapping[str, Any]) -> dict[str, Any]:
@@ -220,23 +273,73 @@ def _local_part(module: nn.Module, merged: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(f"{type(module).__name__} has no parallel module in it: call its own load_state_dict")
     own = [key for key in module.state_dict(keep_vars=True) if not key.endswith(EXTRA_STATE_KEY)]
     expected = {key for key in own if not key.startswith(tuple(extras))}
-    placements: dict[str, PlaceInWhole] = {}
+    places: dict[str, PlaceInWhole] = {}
     for prefix, extra in extras.items():
         expected |= {f"{prefix}{name}" for name in extra["state_names"]}
-        placements |= {f"{prefix}{name}": placement_in(held) for name, held in extra["held"].items()}
+        places |= {f"{prefix}{name}": place_in(held) for name, held in extra["held"].items()}
     missing, unknown = sorted(expected - merged.keys()), sorted(merged.keys() - expected)
     remedy = "Give what merge_state_dicts returned, or the original's state_dict()."
     check_names("the merged state dict", missing, unknown, remedy)
-    return {key: _taken(key, merged[key], placements.get(key)) for key in own}
+    return {key: _part(key, merged[key], places[key]) if key in places else merged[key] for key in own}
 
 
-def _taken(key: str, value: Any, placement: PlaceInWhole | None) -> Any:
-    if placement is None:
-        return value
-    if not isinstance(value, torch.Tensor) or tuple(value.shape) != placement.shape:
+def _divided_optimizer(module: nn.Module, optimizer: Optimizer, merged: Mapping[str, Any]) -> dict[str, Any]:
+    """What ``optimizer`` of this rank loads of a ``merged`` state, or of that of the original's optimizer.
+
+    Raises ``ValueError`` for the state of different parameters, and for several parameter groups.
+    """
+    own = add_optimizer_extra_state(module, optimizer, dict(optimizer.state_dict()))
+    extra, saved = own.pop(EXTRA_STATE_KEY), merged.get(EXTRA_STATE_KEY)
+    for each in (merged, own):
+        _check_one_group(each)
+    names, masters = extra["names"], {}
+    if saved is not None:
+        check_version(saved)
+        if "merged" not in saved:
+            raise ValueError("the optimizer's state is that of one rank: give what merge_state_dicts returned")
+        names, masters = saved["merged"], saved["masters"]
+    count = len(merged["param_groups"][0]["params"])
+    missing = sorted({*extra["own"]} - {*names})
+    if len(names) != count or missing:
+        raise ValueError(
+            f"the optimizer's state is that of {counted(count, 'parameter')}, and the module has {len(names)}, or "
+            f"others ({missing[:1]}): give the state of an optimizer over the same module"
+        )
+    states = {name: merged["state"].get(index, {}) for index, name in enumerate(names)}
+    own["param_groups"] = [{**own["param_groups"][0], **options_of(merged["param_groups"][0])}]
+    own["state"], is_sharded = {}, "shards" in own
+    if is_sharded:
+        own["masters"] = {}
+    pieces = own["shards"] if is_sharded else [{"parameter": number} for number in range(len(extra["own"]))]
+    for number, piece in enumerate(pieces):
+        name = extra["own"][piece["parameter"]]
+        place = place_in(extra["held"][name])
+        # A parameter without dimensions is not flattened.
+        span = (piece["start"], piece["stop"]) if is_sharded and place.shape else (0, None)
+        if states[name]:
+            own["state"][number] = {
+                key: _copied(value if _is_number(value, place) else _part(f"{key} of {name}", value, place, *span))
+                for key, value in states[name].items()
+            }
+        if is_sharded and name in masters:
+            own["masters"][number] = _copied(_part(name, masters[name], place, *span))
+    return own
+
+
+def _is_number(value: Any, place: PlaceInWhole) -> bool:
+    return not isinstance(value, torch.Tensor) or (value.numel() == 1 and value.shape != place.shape)
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def _part(name: str, value: Any, place: PlaceInWhole, start: int = 0, stop: int | None = None) -> torch.Tensor:
+    """The elements of the whole ``value`` that a rank or its shard has. Raises ``ValueError`` for another shape."""
+    if not isinstance(value, torch.Tensor) or tuple(value.shape) != place.shape:
         given = list(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
-        raise ValueError(f"{key} has {given} in the merged state dict, and shape {list(placement.shape)} here")
-    return placement.part_of(value)
+        raise ValueError(f"{name} has {given} in the merged state dict, and shape {list(place.shape)} here")
+    return place.part_of(value, start, stop)
 
 
 def _extras(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -244,11 +347,22 @@ def _extras(state: Mapping[str, Any]) -> dict[str, Any]:
     return {key.removesuffix(EXTRA_STATE_KEY): extra for key, extra in state.items() if key.endswith(EXTRA_STATE_KEY)}
 
 
-def _extra_of_optimizer(state: Mapping[str, Any]) -> Mapping[str, Any]:
-    extra = state.get(EXTRA_STATE_KEY)
-    if extra is None or "own" not in extra:
+def _rank_of(state: Mapping[str, Any]) -> int:
+    return int(next(iter(_extras(state).values()))["rank"])
+
+
+def _job_of(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {prefix: [extra[key] for key in _OF_A_JOB] for prefix, extra in _extras(state).items()}
+
+
+def _check_ranks(what: str, given: Sequence[int], ranks: int) -> None:
+    if not ranks or [*given] != [*range(ranks)]:
         raise ValueError(
-            f"an optimizer's state dict has no {EXTRA_STATE_KEY} of a rank: make the optimizer with build_optimizer"
+            f"the {what} are those of ranks {[*given]}, and the job had {counted(ranks, 'rank')}: give one for each"
         )
-    check_version(extra)
-    return extra  # type: ignore[no-any-return]  # checked by its version
+
+
+def _check_one_group(state: Mapping[str, Any]) -> None:
+    count = len(state["param_groups"])
+    if count != 1:
+        raise ValueError(f"the optimizer has {count} parameter groups, and the state of one group can be merged")

@@ -11,14 +11,13 @@ from nxdpp import parallel_state
 from nxdpp.checkpoint.distributed.rectangles import PlaceInWhole, placement_of
 from nxdpp.doors.nnscaler.state_dicts.extra_state import (
     EXTRA_STATE_KEY,
-    fields_of,
-    joined,
+    add_optimizer_extra_state,
     module_extra_state,
-    optimizer_extra_state,
     parallel_modules,
-    placement_in,
+    place_in,
     take_extra_state,
 )
+from nxdpp.doors.nnscaler.state_dicts.merged import wholes
 from nxdpp.nnscaler import ComputeConfig
 from nxdpp.tensor.layers import ColumnParallelLinear, ParallelEmbedding
 from nxdpp.tensor.modules.qkv_linear import GQAQKVColumnParallelLinear
@@ -55,23 +54,25 @@ def test_a_part_names_the_whole_module() -> None:
     assert extra["tied"] == [["c.weight", "d.weight"]]
     assert list(extra["held"]) == list(Part(_net(), "ab").state_dict())
     assert extra["compute_config"]["plan_ngpus"] == 2
-    assert (extra["version"], extra["rank"]) == (1, 0)
+    assert (extra["version"], extra["rank"]) == (2, 0)
 
 
 def test_an_optimizer_names_its_parameters_by_index() -> None:
     root = nn.Sequential(OrderedDict(first=nn.Linear(1, 1), heavy=Part(_net(tied=True), "cd"), last=nn.Linear(1, 1)))
     assert list(parallel_modules(root)) == ["heavy."]
 
-    extra = optimizer_extra_state(root, [*root[2].parameters(), *root[1].parameters()])
+    def described(*parameters: nn.Parameter) -> Any:
+        return add_optimizer_extra_state(root, torch.optim.SGD(parameters), {})[EXTRA_STATE_KEY]
+
+    extra = described(*root[2].parameters(), *root[1].parameters())
 
     assert extra["own"] == ["last.weight", "last.bias", "heavy.c.weight", "heavy.c.bias", "heavy.d.bias"]
     inner = ["a.weight", "a.bias", "b.weight", "b.bias", "c.weight", "c.bias", "d.bias"]
     assert extra["names"] == [
         "first.weight", "first.bias", *(f"heavy.{name}" for name in inner), "last.weight", "last.bias",
     ]  # fmt: skip
-    assert extra["tied"] == [["heavy.c.weight", "heavy.d.weight"]]
     with pytest.raises(ValueError, match=r"a parameter of shape \[7\] that is not in the module"):
-        optimizer_extra_state(root, [nn.Parameter(torch.zeros(7))])
+        described(nn.Parameter(torch.zeros(7)))
 
 
 def test_a_rank_takes_its_own_state_only() -> None:
@@ -90,7 +91,7 @@ def test_a_rank_takes_its_own_state_only() -> None:
             dict(state), "x.", Part(nn.Sequential(OrderedDict(a=nn.Linear(2, 3))), "a").nxdpp_extra_state()
         )
     state[f"x.{EXTRA_STATE_KEY}"]["version"] = 7
-    with pytest.raises(ValueError, match="is not of version 1"):
+    with pytest.raises(ValueError, match="is not of version 2"):
         take_extra_state(dict(state), "x.", one.nxdpp_extra_state())
 
 
@@ -105,17 +106,18 @@ def test_parts_are_joined_with_blocks_and_padding() -> None:
     taken = [(each, 0, each.part_of(whole)) for each in parts]
 
     assert taken[1][2].tolist() == [[4, 5, 0, 0, 10, 11, 0, 0], [16, 17, 0, 0, 22, 23, 0, 0]]
-    joined_parts, lacking = joined([taken[1], taken[0], taken[1]])
-    assert torch.equal(joined_parts, whole)
-    assert not lacking
-    assert joined(taken[:1])[1] == 8
+    assert torch.equal(_joined([taken[1], taken[0], taken[1]]), whole)
+    with pytest.raises(ValueError, match="w lacks 8 elements: give the state dicts of all ranks"):
+        _joined(taken[:1])
     # Flat shards that begin inside rows, of which one stands twice.
     shards = [(each, at, each.part_of(whole, at, at + 8)) for each in parts for at in (0, 4, 8)]
     assert shards[1][2].tolist() == [6, 7, 8, 9, 12, 13, 14, 15]
-    assert torch.equal(joined(shards)[0], whole)
-    undivided = placement_in(fields_of(whole))
-    assert undivided.part_of(whole) is whole
-    assert joined([(undivided, 0, whole)]) == (whole, 0)
+    assert torch.equal(_joined(shards), whole)
+    assert _joined([(placement_of(whole), 0, whole)]) is whole
+
+
+def _joined(pieces: list[tuple[PlaceInWhole, int, torch.Tensor]]) -> Any:
+    return wholes(("w", *piece) for piece in pieces)["w"]
 
 
 class Divided(nn.Module):
@@ -134,15 +136,15 @@ def test_placements_are_those_of_the_layers() -> None:
     for rank in range(4):
         parallel_state.initialize_debug(tensor_model_parallel_size=4, tensor_model_parallel_rank=rank)
         try:
-            for name, tensor in Divided().state_dict(keep_vars=True).items():
-                placement = placement_in(fields_of(tensor))
-                assert placement == placement_of(tensor), name
-                parts.setdefault(name, []).append(placement)
+            module = Divided()
+            for name, held in module_extra_state(module, module, CONFIG)["held"].items():
+                assert place_in(held) == placement_of(module.state_dict(keep_vars=True)[name]), name
+                parts.setdefault(name, []).append(place_in(held))
         finally:
             parallel_state.destroy_model_parallel()
     for name, placements in parts.items():
         whole = torch.rand(placements[0].shape)
-        assert torch.equal(joined([(each, 0, each.part_of(whole)) for each in placements])[0], whole), name
+        assert torch.equal(_joined([(each, 0, each.part_of(whole)) for each in placements]), whole), name
     assert parts["rows.weight"][0].shape == (6, 4)
     assert parts["keys.weight_k"][0] == parts["keys.weight_k"][1] != parts["keys.weight_k"][2]
     assert len(parts["blocks.weight"][0].ranges) == 2

@@ -214,10 +214,10 @@ def _refused(everyones: list[Any]) -> None:
     modules, optimizers = [each[0] for each in everyones], [each[1] for each in everyones]
     refused: list[tuple[str, Callable[[], Any]]] = [
         (
-            r"those of ranks \[0, 1, 3\], and the job had \[4\] ranks",
+            r"those of ranks \[0, 1, 3\], and the job had 4 ranks",
             lambda: merge_state_dicts([*modules[:2], modules[3]]),
         ),
-        ("two state dicts are those of rank 1", lambda: merge_state_dicts([*modules, modules[1]])),
+        (r"those of ranks \[0, 1, 1, 2, 3\]", lambda: merge_state_dicts([*modules, modules[1]])),
         ("has no nxdpp_extra_state", lambda: merge_state_dicts([{"weight": torch.zeros(2)}])),
         (r"those of ranks \[0, 1, 2\]", lambda: merge_state_dicts(modules, optimizers[:3])),
         ("make the optimizer with build_optimizer", lambda: merge_state_dicts(modules, [{"state": {}}] * 4)),
