@@ -1,12 +1,20 @@
 """Files of NeuronX Distributed's ranks: of ``torch.save``, each with a dict of tensors.
 
-A file is loaded and saved without values first, which tells the place of each tensor. Then tensors are read or written
-one at a time.
+::
+
+    tp_rank_01_pp_rank_00/checkpoint.pt                         parallel_layers.save
+    tp_rank_01_pp_rank_00                                       the same with save_xser
+    dp_rank_00_tp_rank_01_pp_rank_00.pt                         save_checkpoint, in TAG/model
+    dp_rank_00_ep_rank_00_tp_rank_01_pp_rank_00.pt              the same with expert parallelism
+    ... .tensors/tensor_7.pt                                    tensors of a file with save_xser or use_xser
+
+A file is mapped into memory: its tensors take memory when they are read.
 """
 
 import os
 import re
 from collections.abc import Mapping
+from mmap import MAP_SHARED
 from pathlib import Path
 from typing import Any
 
@@ -14,65 +22,79 @@ import torch
 from torch.serialization import skip_data
 
 from nxdpp.checkpoint.files.checksummed_reader import DamagedFile
-from nxdpp.checkpoint.files.pieces import StoredLayout, bytes_of, layouts_of, read_bytes
-from nxdpp.ground.torch_names import FAKE_MODE, FILE_OFFSET
+from nxdpp.checkpoint.files.pieces import StoredLayout, layouts_of
+from nxdpp.ground.torch_names import FAKE_MODE
 from nxdpp.tensor.rank_files import rank_name, read_file
 
 KEY = "model"
 FILE = "checkpoint.pt"
-_OF_TRAINER = re.compile(r"dp_rank_0+_tp_rank_(\d+)_pp_rank_(\d+)\.pt")
-_OF_SAVE = re.compile(r"tp_rank_(\d+)_pp_rank_(\d+)")
+_NAME = re.compile(r"(?:dp_rank_0+_(?:ep_rank_(\d+)_)?)?tp_rank_(\d+)_pp_rank_(\d+)(?:\.pt)?")
+_REFERENCE = "torch_xla.utils.serialization.TensorReference"
 
 Paths = Mapping[tuple[int, int], Path]
 """The file of each tensor and pipeline rank."""
 
 
-class RankFile:
-    """The tensors of one file, under ``key`` or in the dict of the file itself.
+class _TensorReference:
+    """The place of a tensor in a file of torch_xla: the number ``tid`` of the tensor's own file."""
 
-    Raises ``ValueError`` for a damaged file, for one that needs code, and for one that holds anything but tensors.
+    tid: int
+
+
+def read_rank(path: Path, key: str | None = KEY) -> dict[str, torch.Tensor]:
+    """Return the tensors of ``path``, or of its entry ``key`` where it has one; runs no code of the file.
+
+    Raises ``ValueError`` for a damaged file, for one that needs code, and for one with other values than tensors.
+    """
+    tensors = path.with_name(f"{path.name}.tensors")
+    if tensors.is_dir():
+        with torch.serialization.safe_globals([(_TensorReference, _REFERENCE)]):
+            content = read_file(path)
+        content = _with_tensors(content, tensors)
+    else:
+        content = read_file(path, in_file=True)
+    if isinstance(content, dict) and "param_groups" in content:
+        raise ValueError(
+            f"{path} is the state of an optimizer, and is not converted: NeuronX Distributed numbers its parameters in "
+            f"the order of the script's groups, and a name of a parameter is in none of its files. Give the directory "
+            f"model next to it; a training begins with a new optimizer."
+        )
+    if isinstance(content, dict) and isinstance(content.get(key), dict):
+        content = content[key]
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} has a {type(content).__name__}, and a dict of tensors is needed.")
+    others = [name for name, value in content.items() if not isinstance(value, torch.Tensor)]
+    if others:
+        raise ValueError(
+            f"{others[0]!r} in {path} is a {type(content[others[0]]).__name__}, and a model's state has tensors. It is "
+            f"looked for under {key!r}: NxD's converter takes another entry by --model_key."
+        )
+    return dict(content)
+
+
+class RankFile:
+    """A file whose tensors are read and written one at a time: each time it is mapped anew, and memory is given back.
+
+    Raises ``ValueError`` as ``read_rank``.
     """
 
     def __init__(self, path: Path, key: str = KEY) -> None:
-        self._path = path
-        with FAKE_MODE():
-            self._tensors = _state(read_file(path), key, path)
-        for name, value in self._tensors.items():
-            if not isinstance(value, torch.Tensor):
-                raise ValueError(f"{name} in {path} is a {type(value).__name__}, and a model's state has tensors.")
-            if FILE_OFFSET.of(value.untyped_storage()) is None:
-                raise ValueError(f"{path} has the format of torch before 1.6: load and save it again with torch.")
-        self.layouts = layouts_of(self._tensors)
+        self._path, self._key = path, key
+        self.layouts = layouts_of(read_rank(path, key))
 
     def read(self, name: str) -> torch.Tensor:
-        """Return the values of a tensor."""
-        stored = self._tensors[name]
-        steps = zip(stored.shape, stored.stride(), strict=True)
-        count = 1 + sum((size - 1) * stride for size, stride in steps) if stored.numel() else 0
-        values = torch.empty(count, dtype=stored.dtype, device="cpu")
-        with self._path.open("rb") as file:
-            if read_bytes(file.fileno(), self._place(stored), bytes_of(values)) < values.nbytes:
-                raise ValueError(f"{self._path} is damaged: it ends before the values of {name}.")
-        return values.as_strided(stored.shape, stored.stride())
+        """Return a tensor in the mapped file."""
+        return read_rank(self._path, self._key)[name]
 
     def write(self, name: str, values: torch.Tensor) -> None:
         """Write the values of a tensor of a new file."""
-        stored = self._tensors[name]
-        assert (values.shape, values.dtype) == (stored.shape, stored.dtype), name
-        with self._path.open("r+b") as file:
-            file.seek(self._place(stored))
-            file.write(bytes_of(values.contiguous()))
+        with torch.serialization.set_default_mmap_options(MAP_SHARED):
+            self.read(name).copy_(values)
 
     def flush(self) -> None:
         """Write the file to the disk."""
         with self._path.open("rb") as file:
             os.fsync(file.fileno())
-
-    def _place(self, stored: torch.Tensor) -> int:
-        """The byte of the file at which a tensor begins, of which torch tells the place of the storage."""
-        start: int | None = FILE_OFFSET.of(stored.untyped_storage())
-        assert start is not None, "the file has the place of each storage"
-        return start + int(stored.storage_offset()) * stored.dtype.itemsize
 
 
 def make_file(path: Path, layouts: Mapping[str, StoredLayout], key: str) -> RankFile:
@@ -85,34 +107,49 @@ def make_file(path: Path, layouts: Mapping[str, StoredLayout], key: str) -> Rank
     return RankFile(path, key)
 
 
-def _state(content: Any, key: str, path: Path) -> Mapping[str, torch.Tensor]:
-    if isinstance(content, dict) and isinstance(content.get(key), dict):
-        content = content[key]
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} has a {type(content).__name__}, and a dict of tensors is needed.")
-    return content
+def trainer_name(tensor: int, pipeline: int, expert: int | None = None) -> str:
+    """Name of the file of a rank in ``save_checkpoint``'s directory of a model."""
+    experts = "" if expert is None else f"ep_rank_{expert:02d}_"
+    return f"dp_rank_00_{experts}tp_rank_{tensor:02d}_pp_rank_{pipeline:02d}.pt"
+
+
+def file_of_rank(path: Path, tensor: int, pipeline: int, expert: int = 0) -> Path:
+    """Return the file of a rank in ``path``. Raises ``FileNotFoundError`` with names that it may have."""
+    found = _files(path)
+    file = found.get((tensor, pipeline, None)) or found.get((tensor, pipeline, expert))
+    if file is None:
+        names = f"{rank_name(tensor, pipeline)}/{FILE}, {trainer_name(tensor, pipeline, expert)}"
+        raise FileNotFoundError(f"{path} has none of {names}: give the files of all ranks of one save.")
+    return file
 
 
 def rank_files(path: Path) -> Paths:
-    """Return the files of ranks in ``path``; empty if there are none.
-
-    Raises ``DamagedFile`` for missing ranks, and ``ValueError`` for the format of torch_xla.
-    """
-    found: dict[tuple[int, int], Path] = {}
-    for folder in (path, path / "model"):
-        for entry in sorted(folder.iterdir()) if folder.is_dir() else []:
-            if entry.name.endswith(".tensors"):
-                raise ValueError(
-                    f"{entry} is of torch_xla (save_xser=True, use_xser=True). Make plain files of it first: "
-                    f"python -m nxdpp.scripts.checkpoint_converter --convert_from_xser."
-                )
-            if match := _OF_TRAINER.fullmatch(entry.name):
-                found.setdefault((int(match[1]), int(match[2])), entry)
-            elif (match := _OF_SAVE.fullmatch(entry.name)) and (entry / FILE).is_file():
-                found.setdefault((int(match[1]), int(match[2])), entry / FILE)
+    """Return the files of ranks in ``path``; empty if there are none. Raises ``DamagedFile`` for missing ranks."""
+    found = {(tensor, pipeline): file for (tensor, pipeline, expert), file in _files(path).items() if expert is None}
     if found:
         tensor, pipeline = (max(place[at] for place in found) + 1 for at in (0, 1))
         missing = [rank_name(t, p) for t in range(tensor) for p in range(pipeline) if (t, p) not in found]
         if missing:
             raise DamagedFile(f"{path} lacks the files of {', '.join(missing[:5])}: copy those of all ranks.")
     return found
+
+
+def _files(path: Path) -> dict[tuple[int, int, int | None], Path]:
+    """The file of each tensor, pipeline and expert rank; ``None`` for a name without the last one."""
+    found: dict[tuple[int, int, int | None], Path] = {}
+    for folder in (path, path / "model"):
+        for entry in sorted(folder.iterdir()) if folder.is_dir() else []:
+            file = entry / FILE if entry.is_dir() else entry
+            if (match := _NAME.fullmatch(entry.name)) and file.is_file():
+                expert = None if match[1] is None else int(match[1])
+                found.setdefault((int(match[2]), int(match[3]), expert), file)
+    return found
+
+
+def _with_tensors(content: Any, folder: Path) -> Any:
+    """Return ``content`` with the tensors that it refers to."""
+    if isinstance(content, _TensorReference):
+        return read_file(folder / f"tensor_{int(content.tid)}.pt", in_file=True)
+    if isinstance(content, dict):
+        return {name: _with_tensors(value, folder) for name, value in content.items()}
+    return content

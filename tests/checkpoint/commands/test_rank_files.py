@@ -147,10 +147,6 @@ def test_what_files_do_not_tell_is_refused(tmp_path: Path, capsys: pytest.Captur
     assert "--blocks is for files of ranks" in refused(
         tmp_path / "gpt2", tmp_path / "made", "--to", "nxdpp", "--blocks"
     )
-    (tmp_path / "xla" / "tp_rank_00_pp_rank_00.tensors").mkdir(parents=True)
-    assert "python -m nxdpp.scripts.checkpoint_converter --convert_from_xser" in refused(
-        tmp_path / "xla", tmp_path / "made", "--to", "nxdpp", *config
-    )
     assert "differs from model.norm.weight" in changed("model.norm.weight", torch.zeros(32))
     assert "not of one shape" in changed("model.norm.weight", torch.zeros(31))
     assert "1 are unexpected" not in refused(tmp_path / "ranks", tmp_path / "made", "--to", "nxdpp")

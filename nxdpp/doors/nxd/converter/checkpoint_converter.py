@@ -15,14 +15,12 @@ from typing import Any, ClassVar
 
 import torch
 
+from nxdpp.checkpoint.files.rank_file import FILE, file_of_rank, read_rank, trainer_name
 from nxdpp.checkpoint.huggingface.read_directory import stored_tensors
 from nxdpp.doors.nxd.converter import options
-from nxdpp.doors.nxd.converter.rank_states import file_of_rank, read_rank, trainer_name
 from nxdpp.doors.nxd.converter.tensor_division import TensorDivision
 from nxdpp.pipeline.partition.partition import even_cuts, stages_of_layers
 from nxdpp.tensor.rank_files import read_file, write_file
-
-FILE = "checkpoint.pt"
 
 State = dict[str, torch.Tensor]
 
