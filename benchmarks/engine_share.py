@@ -163,11 +163,11 @@ def _engine(family: str, rank: int) -> tuple[Engine, Sequence[Action], StepLoss]
     programs = model._pipeline._programs
     program = programs.program(programs.cut_graph(microbatches[0], True), "loss")
     schedule = ChosenSchedule(family, RANKS, MICROBATCHES, chunks)
-    actions, releases = rank_program(schedule.training, rank, program.edges, GLOO, True)
+    actions = rank_program(schedule.training, rank, program.edges, GLOO, True)
     limit = in_flight_limit(schedule.training, program.edges, GLOO)
     config = EngineConfig(schedule.placement, rank, MICROBATCHES, torch.device("cpu"), True, False, limit)
     transport: Any = InstantTransport(message)
-    return Engine(config, [program.stages], transport, actions, releases), actions, StepLoss(microbatches)
+    return Engine(config, [program.stages], transport, actions), actions, StepLoss(microbatches)
 
 
 def _plain(engine: Engine, message: torch.Tensor) -> Iterator[tuple[str, int]]:

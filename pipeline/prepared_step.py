@@ -243,3 +243,17 @@ class StepResult:
             fill_output(outputs[graph], dict(zip(names[graph] if names else step.program.results, each, strict=True)))
             for graph, each in zip(step.graphs.numbers or [0] * len(values), values, strict=False)
         ]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Result of ``eval_step`` on this rank.
+
+    ``losses`` holds the loss of each microbatch where the model's output names a loss, or is one tensor of shape (). It
+    is ``None`` otherwise. Their mean is the loss.
+    ``output`` is then the model's output, with the microbatches joined as ``joined_outputs`` says. Both are empty on
+    ranks without the last stage, unless they are wanted everywhere.
+    """
+
+    losses: list[torch.Tensor] | None
+    output: Any = None

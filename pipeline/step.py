@@ -2,15 +2,15 @@
 
 ::
 
-    prepare    inputs ─▶ Batch ─ trace, cut ─▶ graph ─ count labels ─▶ PreparedStep
-    verify     all ranks of the pipeline run the same step, on the same inputs; copies and replicas are equal
-    run        actions of the stages
-    finish     tied weights, reference, average over the replicas ─▶ StepResult
+    prepare    inputs ─▶ Batch ─ trace, cut ─▶ graph ─ count labels ─▶ PreparedStep     participants: before
+    verify     all ranks of the pipeline run the same step, on the same inputs          participants: after
+    run        actions of the stages and of participants
+    finish     StepResult                                                               participants: finish
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -29,19 +29,14 @@ from nxdpp.pipeline.local.upkeep import LocalUpkeep
 from nxdpp.pipeline.loss.step_loss import StepLoss
 from nxdpp.pipeline.loss.sum_of_rows import looked_at
 from nxdpp.pipeline.microbatches.each_call import EachCall
-from nxdpp.pipeline.partition.partition import Partition
+from nxdpp.pipeline.participants import Participant, Participants, Step
 from nxdpp.pipeline.prepared_step import PreparedStep, StepResult
-from nxdpp.pipeline.reference_step import ReferenceStep
 from nxdpp.pipeline.runtime.engine import Engine
 from nxdpp.pipeline.runtime.engines import Engines
 from nxdpp.pipeline.timeline.clock import StepTimer
 from nxdpp.ranks import current_state, parallel_state
 from nxdpp.ranks.faults import background_errors, failure_watch
 from nxdpp.ranks.faults.board import board
-from nxdpp.ranks.group_values import extremes
-from nxdpp.ranks.random_stream import RandomStream, stream_state_of
-from nxdpp.tensor.sequence_parallel import StepGradients
-from nxdpp.tensor.tensor_copies import TensorCopies
 
 _Inputs = TypeVar("_Inputs")
 
@@ -51,13 +46,12 @@ class StepRunner:
 
     Args:
         config: settings of the pipeline.
-        partition: the stage of each layer and parameter.
         last_rank: rank of the last stage.
         engines: run the programs.
         part: parameters, buffers and modules of this rank.
         upkeep: makes the part ready for a step.
         replicas: the average of gradients.
-        copies: parameters that each tensor-parallel rank has a copy of.
+        participants: take part in a step beside the stages.
 
     Attributes:
         timer: of the last step; ``None`` before the first one.
@@ -68,44 +62,31 @@ class StepRunner:
     def __init__(
         self,
         config: PipelineConfig,
-        partition: Partition,
         last_rank: int,
         engines: Engines,
         part: LocalPart,
         upkeep: LocalUpkeep,
         replicas: ReplicaGradients,
-        copies: TensorCopies,
+        participants: Participants,
     ) -> None:
         self.timer: StepTimer | None = None
         self._sent_before = 0
         self.compile_seconds = 0.0
         self.digest = 0
         self._config = config
-        self._partition = partition
         self._last_rank = last_rank
         self._engines = engines
         self._part = part
         self._upkeep = upkeep
         self._replicas = replicas
-        self._copies = copies
-        self._sequence = StepGradients(part.module)
+        self._participants = participants
         self._hasher = InputHasher(config.check_inputs)
         self._verifier: StepVerifier | None = None
         self._compiled: Compilations | None = None
         self._has_tensor_ranks = parallel_state.get_tensor_model_parallel_size() > 1
-        # One stage of one replica draws as one process does.
-        sizes = parallel_state.get_pipeline_model_parallel_size(), parallel_state.get_data_parallel_size()
-        self._place: tuple[int, int] | None = None
-        self._has_replicas = sizes[1] > 1
-        if sizes != (1, 1):
-            self._place = parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_data_parallel_rank()
-        self._stream: RandomStream | None = None
-        self._draws = stream_state_of(part.module)
-        self._check_first = config.check_against_module is not None
         self._is_verified = False
         self._refused: str | None = None
         self._told: set[str] = set()
-        self._each_call: EachCall | None = None
 
     @property
     def sent_bytes(self) -> int:
@@ -121,56 +102,13 @@ class StepRunner:
         """
         current_state.with_groups("a training step")
         background_errors.begin_step()
-        with self._noted(), self._replicas.step(average):
-            # Prepare.
+        with self._noted():
             if not torch.is_grad_enabled():
                 raise RuntimeError("training needs gradients, and they are off (torch.no_grad()): evaluate there.")
-            batch, device = take(inputs), self._part.changes.device
-            scaler = self._config.grad_scaler
+            batch, device, scaler = take(inputs), self._part.changes.device, self._config.grad_scaler
             check_autocast(device, is_scaled=scaler is not None and scaler.is_enabled())
             self._upkeep.check_trained()
-            if scaler is not None:
-                scaler.begin_step(device)
-            step = prepare(batch)
-            reference = None
-            if self._check_first:
-                reference = ReferenceStep(self._part, self._partition.owners, self._config, device)
-            # Verify.
-            signature, digest, engine, hashes = self._verify(step, device, train=True)
-            self._replicas.optimizers.begin_step()
-            shards = self._engines.shards
-            if shards is not None:
-                shards.drop_cleared()
-            if self._part.tied.has_weights:
-                self._part.tied.set_aside()
-            if self._has_tensor_ranks:
-                self._sequence.set_aside()
-                self._copies.verify(self._part.seed)
-            self._replicas.verify(() if self._config.check_inputs == "never" else hashes)
-            if reference is not None:
-                reference.run(step.loss, step.whole(self._config))
-            # Run, and add up the gradients of several ranks.
-            engine, values = self._run(step, signature, digest, engine, device)
-            if shards is not None:
-                with failure_watch.reported():
-                    shards.finish()
-            if self._has_tensor_ranks or self._part.tied.parameters:
-                with failure_watch.reported():
-                    self._sequence.add_up(engine.microbatches)
-                    self._part.tied.add_up(self._engines.transport(device), engine.microbatches)
-            # Compare with the reference, and average over the replicas.
-            if reference is not None:
-                losses = [(cut, cut.loss_of_sample(self._config.output_loss_value_spec)) for cut in step.graphs.cuts]
-                plans = [plan for cut, loss in losses for plan in cut.plans([loss])]
-                reference.compare([each[0] for each in values if each], plans)
-                self._check_first = False
-            self._replicas.finish()
-            if shards is not None and not self._replicas.is_averaged:
-                shards.keep()
-            stream, self._stream = self._stream, None
-            if stream is not None and stream.moves is None:
-                self._settle_draws(stream, train=True)
-            return StepResult(step, values, self._last_rank, device)
+            return self._run(Step(prepare(batch), device, True, average))
 
     def evaluate(
         self,
@@ -187,14 +125,42 @@ class StepRunner:
         """
         current_state.with_groups("an evaluation")
         with self._noted(), torch.inference_mode(mode=False), torch.no_grad():
-            step, device = prepare(take(inputs)), self._part.changes.device
-            check_autocast(device, is_scaled=True)
-            signature, digest, engine, _ = self._verify(step, device, train=False, everywhere=everywhere)
-            _, values = self._run(step, signature, digest, engine, device)
-            stream, self._stream = self._stream, None
-            if stream is not None and stream.moves is None:
-                self._settle_draws(stream, train=False)
-            return StepResult(step, values, self._last_rank, device)
+            step = Step(prepare(take(inputs)), self._part.changes.device, False)
+            check_autocast(step.device, is_scaled=True)
+            return self._run(step, everywhere)
+
+    def _run(self, step: Step, everywhere: bool = False) -> StepResult:
+        """Run a step that this rank has prepared."""
+        participants = self._participants.all if step.train else self._participants.evaluating
+        for each in participants:
+            each.before(step)
+        # Verify.
+        engine, step.digest = self._verify(step, everywhere)
+        loss = step.prepared.loss
+        if engine is None:
+            step.engine, loss, each_call = self._first(step, participants)
+        else:
+            step.engine = engine
+        for each in participants:
+            each.after(step)
+        # Run.
+        self._sent_before = self._engines.transport(step.device).sent_bytes
+        with failure_watch.reported(), self._engines.timeline(step.device, step.train):
+            step.values = step.engine.run(loss)
+        if engine is None:
+            self._engines.of(step.prepared.program)[step.signature] = step.engine, step.digest
+            if each_call is not None:
+                each_call.warn(self._told)
+        self.timer, self.digest = step.engine.timer, step.digest
+        if step.engine.is_lazy:
+            compiled = step.engine.device.compiled()
+            assert self._compiled is not None, "set before the first verification"
+            self.compile_seconds, self._compiled = compiled.seconds - self._compiled.seconds, compiled
+        self._upkeep.note_verified()
+        # Finish.
+        for each in participants:
+            each.finish(step)
+        return StepResult(step.prepared, step.values, self._last_rank, step.device)
 
     @contextmanager
     def _noted(self) -> Iterator[None]:
@@ -210,52 +176,52 @@ class StepRunner:
         try:
             yield
         except BaseException as error:
-            self._part.tied.put_back()
-            self._sequence.put_back()
-            if self._engines.shards is not None:
-                self._engines.shards.abandon()
+            for each in self._participants.all:
+                each.abandon()
             if self._is_verified:
                 self._engines.forget()
             else:
                 self._refused = f"{board.position().call} raised {type(error).__name__}: {error}"
             raise
 
-    def _verify(
-        self, step: PreparedStep, device: torch.device, train: bool, everywhere: bool = False
-    ) -> tuple[StepSignature, int, Engine | None, Sequence[int]]:
+    def _verify(self, step: Step, everywhere: bool) -> tuple[Engine | None, int]:
         """Verify that all ranks of the pipeline run the same step, in its first run also on the same values.
 
-        Returns the step's signature, its digest, its engine, and hashes of its inputs. A new signature has no engine.
+        Sets the signature and the hashes of ``step``; returns its engine, if its signature has one, and its digest.
         Raises ``RuntimeError`` when the ranks are about to run different steps.
         """
+        prepared, train = step.prepared, step.train
         if self._compiled is None:
-            self._compiled = device_of(device).compiled()
-        forms, count = step.forms(), len(step.loss.microbatches)
-        autocast = torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
-        signature = StepSignature(
+            self._compiled = device_of(step.device).compiled()
+        forms, count = prepared.forms(), len(prepared.loss.microbatches)
+        kind = step.device.type
+        autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+        step.signature = StepSignature(
             *(forms.first, autocast, train, forms.numbers, forms.others, count, forms.graphs, everywhere)
         )
-        identity = StepIdentity(step.program.graph, signature, self._part.origin)
-        known = self._engines.of(step.program).get(signature)
-        engine, digest = known or (None, identity.digest)
-        is_new = engine is None
+        identity = StepIdentity(prepared.program.graph, step.signature, self._part.origin)
+        engine, digest = self._engines.of(prepared.program).get(step.signature) or (None, identity.digest)
         if self._verifier is None:
             self._verifier = StepVerifier(parallel_state.get_pipeline_control_group())
         leaves_average = train and self._replicas.is_left_out
-        begun = board.begun
-        kind = f"train={train}, training={step.graphs.cuts[0].training}"
-        self._stream = None if self._place is None else RandomStream(device_of(device), self._place, kind, self._draws)
+        begun, stream = board.begun, self._participants.draws.stream
         with failure_watch.reported():
-            inputs = self._hasher.of_step(step.batch.compared, is_new)
+            inputs = self._hasher.of_step(prepared.batch.compared, engine is None)
             if self._has_tensor_ranks and parallel_state.get_pipeline_model_parallel_rank() == 0:
-                group = parallel_state.get_tensor_control_group()
-                rounds = self._replicas.optimizers.rounds
-                drawn = 0 if self._stream is None else self._stream.compared
-                verify_tensor_ranks(group, signature, inputs, begun["pipeline"], is_new, leaves_average, drawn, rounds)
+                verify_tensor_ranks(
+                    parallel_state.get_tensor_control_group(),
+                    step.signature,
+                    inputs,
+                    begun["pipeline"],
+                    engine is None,
+                    leaves_average,
+                    0 if stream is None else stream.compared,
+                    self._replicas.optimizers.rounds,
+                )
             begun["world"] = self._verifier.check(
                 identity,
                 digest,
-                is_new,
+                engine is None,
                 inputs,
                 begun["pipeline"],
                 self._refused,
@@ -263,68 +229,16 @@ class StepRunner:
                 begun["world"],
                 leaves_average,
                 self._part.tied.hooks_after if self._part.any_ties and train else None,
-                0 if self._stream is None else self._stream.digest,
+                0 if stream is None else stream.digest,
                 self._replicas.optimizers.state,
             )
-        self._is_verified, self._refused = True, None
-        return signature, digest, engine, inputs.values
+        self._is_verified, self._refused, step.hashes = True, None, inputs.values
+        return engine, digest
 
-    def _run(
-        self,
-        step: PreparedStep,
-        signature: StepSignature,
-        digest: int,
-        engine: Engine | None,
-        device: torch.device,
-    ) -> tuple[Engine, list[list[Any]]]:
-        """Run the actions of the stages; return the results of each microbatch on the rank of the last stage.
-
-        An error of the step is raised as it is, with a note.
-        """
-        self._sent_before = self._engines.transport(device).sent_bytes
-        running, loss = (engine, step.loss) if engine else self._first(step, signature, device)
-        with failure_watch.reported(), self._engines.timeline(device, signature.train):
-            watch = self._replicas.begin(running.last_backwards) if signature.train else None
-            if self._engines.shards is not None:
-                lines = self._replicas.lines_of_step() if signature.train else ()
-                rounds = self._replicas.optimizers.rounds
-                self._engines.shards.begin(signature.train, self._replicas.is_averaged, lines, rounds)
-            if self._stream is None:
-                values = running.run(loss, watch)
-            else:
-                try:
-                    self._stream.begin()
-                    values = running.run(loss, watch)
-                finally:
-                    self._stream.end()
-        self.timer, self.digest = running.timer, digest
-        if running.is_lazy:
-            compiled = running.device.compiled()
-            assert self._compiled is not None, "set before the first verification"
-            self.compile_seconds, self._compiled = compiled.seconds - self._compiled.seconds, compiled
-        if engine is None:
-            self._engines.of(step.program)[signature] = running, digest
-            if self._each_call is not None:
-                self._each_call.warn(self._told)
-        self._upkeep.note_verified()
-        return running, values
-
-    def _first(self, step: PreparedStep, signature: StepSignature, device: torch.device) -> tuple[Engine, StepLoss]:
+    def _first(self, step: Step, participants: Sequence[Participant]) -> tuple[Engine, StepLoss, EachCall | None]:
         """Return a new engine, and the loss of its first step, which is looked at in training."""
-        count, loss = len(step.loss.microbatches), step.loss
-        self._each_call = None
-        if signature.train and count > 1:
-            self._each_call = EachCall(self._part.module, count)
+        count, loss, each_call = len(step.prepared.loss.microbatches), step.prepared.loss, None
+        if step.train and count > 1:
+            each_call = EachCall(self._part.module, count)
             loss = looked_at(loss, self._config, self._told)
-        return self._engines.make(step.program, device, signature), loss
-
-    def _settle_draws(self, stream: RandomStream, train: bool) -> None:
-        """Agree after the first step of a kind whether layers draw in such steps; collective over the model's ranks.
-
-        An evaluation is collective over those of its pipeline, since each replica may make its own.
-        """
-        with failure_watch.reported():
-            moves = bool(extremes([stream.has_drawn], parallel_state.get_pipeline_control_group())[1][0])
-        if self._has_replicas:
-            moves = train and self._replicas.is_in_any("comparison of random numbers", moves)
-        stream.settle(moves)
+        return self._engines.make(step.prepared.program, step.device, step.signature, participants), loss, each_call

@@ -8,7 +8,9 @@ from typing import NamedTuple
 class ActionKind(Enum):
     """Kind of an action; the value is the middle of its text form.
 
-    A backward is full or split. The stage before waits for the input-gradient, no stage for the weight-gradient.
+    A backward is full or split. The stage before waits for the input-gradient, no stage for the weight-gradient. A
+    release frees what was sent. The kinds after it belong to what takes part in a step beside the stages
+    (``lowering.additions``).
     """
 
     FORWARD = "F"
@@ -19,6 +21,18 @@ class ActionKind(Enum):
     RECEIVE_ACTIVATION = "RECV_F"
     SEND_GRADIENT = "SEND_B"
     RECEIVE_GRADIENT = "RECV_B"
+    RELEASE_ACTIVATION = "FREE_F"
+    RELEASE_GRADIENT = "FREE_B"
+    GATHER = "GATHER"
+    GATHERED = "GATHERED"
+    REDUCE = "REDUCE"
+    RESHARD = "RESHARD"
+    REDUCED = "REDUCED"
+    AVERAGE = "AVERAGE"
+    AVERAGED = "AVERAGED"
+    SUBMIT = "SUBMIT"
+    SUM_SEQUENCE = "SUM_SEQUENCE"
+    SUM_TIES = "SUM_TIES"
 
     # Members are singletons. Enum's own hash runs in Python, which is slow for long schedules.
     __hash__ = object.__hash__
@@ -41,6 +55,17 @@ class Action(NamedTuple):
         text = f"{self.stage}{self.kind.value}{self.microbatch}"
         return text if self.peer is None else f"{text}@{self.peer}"
 
+
+COMPUTE = (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT)
+BACKWARDS = COMPUTE[1:]
+TRANSFERS = (
+    ActionKind.SEND_ACTIVATION,
+    ActionKind.RECEIVE_ACTIVATION,
+    ActionKind.SEND_GRADIENT,
+    ActionKind.RECEIVE_GRADIENT,
+    ActionKind.RELEASE_ACTIVATION,
+    ActionKind.RELEASE_GRADIENT,
+)
 
 # The actions of each rank, in order.
 Schedule = list[list[Action]]

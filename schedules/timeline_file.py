@@ -31,6 +31,7 @@ class Activity(StrEnum):
     STEP = "step"
     COMPUTE = "compute"
     COMPILE = "compile"
+    EXCHANGE = "exchange"
     WAIT = "wait"
     SEND = "send"
     RECEIVE = "receive"
@@ -57,7 +58,11 @@ class Event(NamedTuple):
     @property
     def name(self) -> str:
         """``F s2 mb5``, ``compile F s2 mb5``, ``send F s2 mb5 to s3``, ``wait B s2 mb5 from s3``."""
-        words = ["" if self.activity is Activity.COMPUTE else self.activity.value, self.kind, f"s{self.stage}"]
+        words = [
+            "" if self.activity in (Activity.COMPUTE, Activity.EXCHANGE) else self.activity.value,
+            self.kind,
+            f"s{self.stage}",
+        ]
         words.append("" if self.microbatch is None else f"mb{self.microbatch}")
         if self.other is not None:
             words.append(f"{'to' if self.activity in (Activity.SEND, Activity.WAIT_SENT) else 'from'} s{self.other}")

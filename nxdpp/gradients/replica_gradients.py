@@ -90,7 +90,7 @@ class ReplicaGradients:
         self.optimizers = OptimizerAgreement(part.module, exchanges)
         # Parameters that were trained in no_sync() since the last average.
         self._waiting: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        self._is_later = self._is_waiting = False
+        self._is_later = self._is_waiting = self._is_begun = False
 
     @property
     def report(self) -> AverageReport:
@@ -154,21 +154,16 @@ class ReplicaGradients:
         finally:
             self.is_left_out = before
 
-    @contextmanager
-    def step(self, average: bool) -> Iterator[None]:
-        """Make the block a training step. With ``average`` the average is taken, unless it is left out.
+    def begin_step(self, average: bool) -> None:
+        """Begin a training step on this replica. With ``average`` the average is taken, unless it is left out.
 
         Raises ``RuntimeError`` for gradients that were summed over the replicas already.
         """
-        self._refuse_second_sum()
+        if self._is_summed and not self._mean:
+            self._refuse_second_sum()
         if self._is_waiting:
             self._refuse_frozen()
         self.is_averaged, self._is_later = average and not self.is_left_out, average and self._replicas > 1
-        try:
-            yield
-        except BaseException:
-            self.abandon()
-            raise
 
     def _refuse_second_sum(self) -> None:
         """Raise ``RuntimeError`` where gradients are sums over the replicas: a second sum would count them again."""
@@ -204,14 +199,25 @@ class ReplicaGradients:
                 "nxdpp.parallel_layers.clip_grad_norm(model.local_parameters(), max_norm)."
             )
 
-    def begin(self, last: Sequence[LastBackward]) -> OverlappedAverage | None:
-        """Begin the average of a step, which ``finish`` ends; ``None`` for one replica, and for a step without it.
+    def before_last(self, stage: int) -> None:
+        """Note that the last backward of ``stage`` begins."""
+        if self._is_begun and self._overlapped is not None:
+            self._overlapped.before_last(stage)
+
+    def after_last(self, stage: int) -> None:
+        """Note that the last backward of ``stage`` has ended."""
+        if self._is_begun and self._overlapped is not None:
+            self._overlapped.after_last(stage)
+
+    def begin(self, last: Sequence[LastBackward]) -> None:
+        """Begin the average of a step, which ``finish`` ends; nothing for one replica, and for a step without it.
 
         ``last`` has the last backward of each local stage. The errors of ``average`` are raised before a gradient is
         sent.
         """
-        if not self.is_averaged or self._replicas == 1:
-            return None
+        self._is_begun = self.is_averaged and self._replicas > 1
+        if not self._is_begun:
+            return
         number, modes = board.training_steps(), self._modes()
         if self._overlapped is None:
             control = parallel_state.get_data_parallel_control_group()
@@ -232,7 +238,6 @@ class ReplicaGradients:
         parameters = self._replicated()
         divided = (each for each in parameters if getattr(each, "sequence_parallel_enabled", False))
         self._overlapped.begin(parameters, last, [*self._part.tied.parameters, *divided], start)
-        return self._overlapped
 
     def finish(self) -> None:
         """End the average that ``begin`` began, after the sums of tied weights; collective over the replicas."""

@@ -5,14 +5,13 @@ The engine compiles the list of actions once into bound calls. Each step makes t
     1RECV_F0   post the receives of activations (B, T, H) of earlier stages     channel.post
     1F0        forward of the stage                                             runner.forward
     1SEND_F0   start to send (B, T, H) to later stages                          runner.send_activation
-               free finished sends                                              channel.release
+    1FREE_F0   free a finished send                                             channel.release
+    1GATHER0   what takes part beside the stages, such as shards                a call of the participant
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
-
-from torch import fx
+from typing import Any
 
 from nxdpp.devices.kinds import device_of
 from nxdpp.gradients.average_plan import LastBackward
@@ -29,7 +28,8 @@ from nxdpp.pipeline.timeline.clock import StepTimer
 from nxdpp.pipeline.timeline.recorder import StepRecorder
 from nxdpp.ranks.faults import failure_watch
 from nxdpp.ranks.faults.board import board
-from nxdpp.schedules.actions import Action, ActionKind
+from nxdpp.schedules.actions import BACKWARDS, Action, ActionKind
+from nxdpp.schedules.lowering.additions import compute_of
 from nxdpp.tracing.code.raised_line import note_line
 
 _RECEIVES = {
@@ -37,28 +37,8 @@ _RECEIVES = {
     ActionKind.RECEIVE_GRADIENT: Direction.GRADIENT,
 }
 _SENDS = {ActionKind.SEND_ACTIVATION: Direction.ACTIVATION, ActionKind.SEND_GRADIENT: Direction.GRADIENT}
-
-_BACKWARDS = (ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT)
-
-
-class LastBackwardWatch(Protocol):
-    """Follows the last backward of each stage in a step, to average gradients meanwhile."""
-
-    def before_last(self, stage: int) -> None:
-        """Note that the last action of ``stage`` that computes gradients begins."""
-
-    def after_last(self, stage: int) -> None:
-        """Note that this action has ended."""
-
-
-class ActionShards(Protocol):
-    """Makes compute actions with the parameters that they need whole."""
-
-    def add_program(self, program: fx.GraphModule) -> None:
-        """Put whole parameters into the containers of ``program`` too, which runs a stage."""
-
-    def run(self, stage: int, kind: ActionKind, is_first: bool, is_last: bool, compute: Callable[[], None]) -> None:
-        """Make the call ``compute``, the first or the last action of ``stage`` in the step, or another."""
+_RELEASES = {ActionKind.RELEASE_ACTIVATION: Direction.ACTIVATION, ActionKind.RELEASE_GRADIENT: Direction.GRADIENT}
+_TO_DESTINATIONS = (ActionKind.SEND_ACTIVATION, ActionKind.RELEASE_ACTIVATION, ActionKind.RECEIVE_GRADIENT)
 
 
 class Engine:
@@ -72,10 +52,9 @@ class Engine:
         config: settings of the steps.
         graphs: this rank's stages, by number, for each graph of a step.
         transport: the transfers to other ranks; ``None`` when this rank has all stages.
-        actions: the actions of this rank, sends and receives included.
-        releases: for each compute action in order, the sends that are finished after it.
+        actions: the actions of this rank (``rank_program``).
         recorder: collects the times of this rank's actions; ``None`` records nothing, at no cost.
-        shards: of this rank's parameters; ``None`` where they are whole.
+        added: by kind, what actions of participants call with the compute action that each belongs to.
 
     Attributes:
         device: of the stages.
@@ -91,12 +70,11 @@ class Engine:
         graphs: Sequence[Mapping[int, StageProgram]],
         transport: Transport | None,
         actions: Sequence[Action],
-        releases: Sequence[Sequence[Action]],
         recorder: StepRecorder | None = None,
-        shards: ActionShards | None = None,
+        added: Mapping[ActionKind, Callable[[Action], None]] | None = None,
     ) -> None:
         self._config = config
-        self._shards = shards
+        self._added = added or {}
         self._transport = transport
         self._recorder = recorder
         self.device = device_of(config.device)
@@ -111,10 +89,6 @@ class Engine:
         if splits:
             warn_of_hidden_hooks()
         for program in (programs[stage] for programs in graphs for stage in sorted(programs)):
-            if shards is not None:
-                for module in (program.module, program.first_run):
-                    if module is not None:
-                        shards.add_program(module)
             self.device.expect_updates((*program.module.parameters(), *program.module.buffers()))
         for stage in sorted(graphs[0]):
             for form in sorted({0, *config.forms}):
@@ -129,26 +103,26 @@ class Engine:
                     splits,
                     self.timer,
                 )
+        both = (*self._channels_in.values(), *self._channels_out.values())
+        self._channels = [channel for of_stage in both for channel in of_stage.values()]
+        last = {action.stage: at for at, action in enumerate(actions) if action.kind in BACKWARDS}
         self.last_backwards = [
             LastBackward(stage, list({p: None for programs in graphs for p in programs[stage].module.parameters()}))
-            for stage in (actions[at].stage for at in sorted(_last_backwards(actions).values()))
+            for stage in sorted(last, key=last.__getitem__)
         ]
-        self._watch: LastBackwardWatch | None = None
-        self._calls, self._called_for = self._compile(actions, releases)
+        self._calls, self._called_for = self._compile(actions)
         # Without a reference to this engine, which the board would keep alive.
         called_for = self._called_for
         self.microbatches = [action.microbatch for action in called_for]
         self._describe_call = lambda at: _text(called_for[at])
 
-    def run(self, loss: StepLoss, watch: LastBackwardWatch | None = None) -> list[list[Any]]:
+    def run(self, loss: StepLoss) -> list[list[Any]]:
         """Run one step; all ranks of the pipeline must call this.
 
         ``loss`` has the model's inputs of each microbatch, for example ``input_ids`` of (B, T), and their part in the
-        loss. ``watch`` is told of each stage's last backward. Returns the last stage's results of each microbatch, in
-        order and not scaled, on the rank of that stage, and nothing on others. An exception gets a note with its
-        action, is reported to the other ranks, and raised.
+        loss. Returns the last stage's results of each microbatch, in order and not scaled, on the rank of that stage,
+        and nothing on others. An exception gets a note with its action, is reported to the other ranks, and raised.
         """
-        self._watch = watch
         if self.is_lazy:
             # Operations of the program, such as the optimizer's step, are not part of the first action.
             self.device.submit()
@@ -160,8 +134,15 @@ class Engine:
         try:
             for at, call in enumerate(self._calls):
                 board.action = at
-                call()
-            self._finish()
+                if self._recorder is None:
+                    call()
+                else:
+                    self._recorder.record(self._called_for[at], call)
+            # Wait until all tensors and objects of the step have been sent.
+            for channel in self._channels:
+                channel.finish()
+            if self._transport is not None:
+                self._transport.finish()
         except Exception as error:
             action = self._called_for[at]
             runner = self._runners[self._key(action)]
@@ -172,7 +153,6 @@ class Engine:
             failure_watch.report(error)
             raise
         finally:
-            self._watch = None
             board.end_actions()
         self.timer.stop()
         results: dict[int, list[Any]] = {}
@@ -181,45 +161,23 @@ class Engine:
             runner.end()
         return list(map(results.__getitem__, sorted(results)))
 
-    def _finish(self) -> None:
-        """Wait until all tensors and objects of the step have been sent."""
-        for channels in (*self._channels_in.values(), *self._channels_out.values()):
-            for channel in channels.values():
-                channel.finish()
-        if self._transport is not None:
-            self._transport.finish()
-
     def _key(self, action: Action) -> tuple[int, int]:
         """The stage of ``action`` and the form of its microbatch."""
         forms = self._config.forms
         return action.stage, forms[action.microbatch] if forms else 0
 
-    def _compile(
-        self, actions: Sequence[Action], releases: Sequence[Sequence[Action]]
-    ) -> tuple[list[Callable[[], None]], list[Action]]:
+    def _compile(self, actions: Sequence[Action]) -> tuple[list[Callable[[], None]], list[Action]]:
         """The calls of a step, and the action of each."""
-        sends = ((i, action) for i, action in enumerate(actions) if action.kind in _SENDS and self._remote(action))
-        last_sends = {(action.stage, action.kind, action.microbatch): i for i, action in sends}
-        last_backwards = set(_last_backwards(actions).values())
-        computes = {i: action for i, action in enumerate(actions) if action.kind not in (*_RECEIVES, *_SENDS)}
-        ends = {action.stage: i for i, action in computes.items()}
-        starts = {action.stage: i for i, action in reversed(computes.items())}
-        finished = iter(releases)
+        sends = ((at, action) for at, action in enumerate(actions) if action.kind in _SENDS and self._remote(action))
+        last_sends = {action[:3]: at for at, action in sends}
         calls: list[Callable[[], None]] = []
         called_for: list[Action] = []
-        for i, action in enumerate(actions):
-            new = self._calls_of(action, last_sends.get((action.stage, action.kind, action.microbatch)) == i)
-            if action.kind not in _RECEIVES and action.kind not in _SENDS:
-                if self.is_lazy:
-                    new = [partial(self._submitted, call) for call in new]
-                if self._shards is not None:
-                    run = partial(self._shards.run, action.stage, action.kind)
-                    new = [partial(run, i == starts[action.stage], i == ends[action.stage], call) for call in new]
-                if self._recorder is not None:
-                    new = [self._recorder.computing(action, call) for call in new]
-                if i in last_backwards:
-                    new = [partial(self._watched, action.stage, call) for call in new]
-                new += [call for send in next(finished, ()) for call in self._releases(send)]
+        for at, action in enumerate(actions):
+            new: list[Callable[[], None]]
+            if action.kind in self._added:
+                new = [partial(self._added[action.kind], compute_of(actions, at))]
+            else:
+                new = self._calls_of(action, last_sends.get(action[:3]) == at)
             calls += new
             called_for += [action] * len(new)
         return calls, called_for
@@ -229,12 +187,14 @@ class Engine:
         # Post receives.
         if action.kind in _RECEIVES:
             return [partial(channel.post, _RECEIVES[action.kind], microbatch) for channel in self._remote(action)]
-        # Send.
+        # Send, and free what has arrived.
         if action.kind in _SENDS:
             if not self._remote(action):
                 return []
             send = runner.send_activation if action.kind is ActionKind.SEND_ACTIVATION else runner.send_gradient
             return [partial(send, microbatch, self._remote(action), last)]
+        if action.kind in _RELEASES:
+            return [partial(channel.release, _RELEASES[action.kind], microbatch) for channel in self._remote(action)]
         # Compute.
         computes = {
             ActionKind.FORWARD: runner.forward,
@@ -244,34 +204,11 @@ class Engine:
         }
         return [partial(computes[action.kind], microbatch)]
 
-    def _watched(self, stage: int, backward: Callable[[], None]) -> None:
-        """Make the last ``backward`` of ``stage``, between two calls of the watch."""
-        if self._watch is None:
-            backward()
-            return
-        self._watch.before_last(stage)
-        backward()
-        self._watch.after_last(stage)
-
-    def _submitted(self, compute: Callable[[], None]) -> None:
-        """Make the call ``compute`` of a lazy device, and start its operations, before another action adds to them."""
-        compute()
-        self.device.submit()
-
-    def _releases(self, send: Action) -> list[Callable[[], None]]:
-        return [partial(channel.release, _SENDS[send.kind], send.microbatch) for channel in self._remote(send)]
-
     def _remote(self, action: Action) -> list[RemoteChannel]:
         """The channels of a send or receive that have tensors; none for an exchange of another graph only."""
-        to_destinations = action.kind in (ActionKind.SEND_ACTIVATION, ActionKind.RECEIVE_GRADIENT)
-        channels = (self._channels_out if to_destinations else self._channels_in)[self._key(action)]
+        channels = (self._channels_out if action.kind in _TO_DESTINATIONS else self._channels_in)[self._key(action)]
         wanted = [each for peer, each in channels.items() if action.peer in (None, peer) and each.boundary.values]
         return [channel for channel in wanted if isinstance(channel, RemoteChannel)]
-
-
-def _last_backwards(actions: Sequence[Action]) -> dict[int, int]:
-    """The index of the last action of each stage that computes gradients."""
-    return {action.stage: i for i, action in enumerate(actions) if action.kind in _BACKWARDS}
 
 
 def _text(action: Action) -> str:

@@ -1,5 +1,6 @@
 """Engines of one rank: one for each program and signature of a step. They share the transfers to other ranks."""
 
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -8,19 +9,21 @@ import torch
 
 from nxdpp.agreement.last_used import LastUsed
 from nxdpp.agreement.step_signature import StepSignature
-from nxdpp.devices.kinds import has_streams
-from nxdpp.gradients.shards.rank_shards import RankShards
+from nxdpp.devices.kinds import device_of, has_streams
 from nxdpp.pipeline.config import PipelineConfig
 from nxdpp.pipeline.p2p.transport import Transport
+from nxdpp.pipeline.participants import Participant
 from nxdpp.pipeline.runtime.engine import Engine
 from nxdpp.pipeline.runtime.engine_config import EngineConfig
 from nxdpp.pipeline.stages.cut_graph import RankStages
 from nxdpp.pipeline.timeline.step_timeline import StepTimeline
 from nxdpp.ranks import parallel_state
 from nxdpp.ranks.faults import failure_watch
+from nxdpp.schedules.actions import Action, ActionKind
 from nxdpp.schedules.chosen import ChosenSchedule
+from nxdpp.schedules.lowering.additions import Addition, Around
 from nxdpp.schedules.lowering.lowering import StagePair
-from nxdpp.schedules.lowering.releases import RankProgram, in_flight_limit, rank_program
+from nxdpp.schedules.lowering.releases import in_flight_limit, rank_program
 from nxdpp.schedules.lowering.transport_rules import TransportRules
 from nxdpp.schedules.timeline_file import check_path
 
@@ -33,8 +36,6 @@ class Engines:
         schedule: its schedule.
         rank: this rank of the pipeline.
 
-    Attributes:
-        shards: of this rank's parameters; ``None`` where they are whole.
     """
 
     def __init__(self, config: PipelineConfig, schedule: ChosenSchedule, rank: int) -> None:
@@ -43,13 +44,12 @@ class Engines:
         self._keep_outputs = not config.deallocate_pipeline_outputs
         self._loss_gradient = config.loss_gradient
         path = config.trace_file_path
-        self.shards: RankShards | None = None
         self._timeline = None if path is None else StepTimeline(check_path(path), schedule.name)
         self._transport: Transport | None = None
         # By signature: each engine with the digest of its steps.
         self._engines: WeakKeyDictionary[RankStages, LastUsed[Any, tuple[Engine, int]]] = WeakKeyDictionary()
-        # By the pairs of stages that exchange tensors, whether backwards follow, and the number of microbatches.
-        self._lowered: dict[tuple[frozenset[StagePair], bool, int], tuple[RankProgram, int | None]] = {}
+        # By the pairs of stages that exchange tensors, whether backwards follow, the microbatches, and the additions.
+        self._lowered: dict[Any, tuple[list[Action], int | None]] = {}
 
     @property
     def sent_bytes(self) -> int:
@@ -90,11 +90,26 @@ class Engines:
         """Return a context that writes the step in it to the timeline's file."""
         return nullcontext() if self._timeline is None else self._timeline.step(device, train)
 
-    def make(self, program: RankStages, device: torch.device, signature: StepSignature) -> Engine:
+    def make(
+        self,
+        program: RankStages,
+        device: torch.device,
+        signature: StepSignature,
+        participants: Sequence[Participant] = (),
+    ) -> Engine:
         """Return a new engine for ``program`` on ``device`` and steps of ``signature``."""
         rules = parallel_state.get_pipeline_transfer_groups().rules
-        (actions, finished_sends), in_flight = self._lowered_for(
-            program.edges, signature.train, signature.microbatches, rules
+        additions: list[Addition] = []
+        added: dict[ActionKind, Callable[[Action], None]] = {}
+        if device_of(device).is_lazy:
+            # Before another action adds to the operations of this one.
+            additions.append(Addition(Around.EACH, None, ActionKind.SUBMIT))
+            added[ActionKind.SUBMIT] = lambda compute: device_of(device).submit()
+        for each in reversed(participants):
+            additions += each.additions
+            added |= each.calls
+        actions, in_flight = self._lowered_for(
+            program.edges, signature.train, signature.microbatches, rules, tuple(additions)
         )
         config = EngineConfig(
             self._schedule.placement,
@@ -110,17 +125,26 @@ class Engines:
             graphs=signature.graphs,
         )
         recorder = None if self._timeline is None else self._timeline.recorder
-        stages = [graph.stages for graph in program.graphs or (program,)]
-        return Engine(config, stages, self.transport(device), actions, finished_sends, recorder, self.shards)
+        graphs = [graph.stages for graph in program.graphs or (program,)]
+        for stage in (stages[number] for stages in graphs for number in sorted(stages)):
+            for module in filter(None, (stage.module, stage.first_run)):
+                for each in participants:
+                    each.add_program(module)
+        return Engine(config, graphs, self.transport(device), actions, recorder, added)
 
     def _lowered_for(
-        self, edges: frozenset[StagePair], train: bool, microbatches: int, rules: TransportRules
-    ) -> tuple[RankProgram, int | None]:
+        self,
+        edges: frozenset[StagePair],
+        train: bool,
+        microbatches: int,
+        rules: TransportRules,
+        additions: tuple[Addition, ...],
+    ) -> tuple[list[Action], int | None]:
         """Return the actions of this rank and the limit of sends in flight: seconds of work with many ranks, once."""
-        key = edges, train, microbatches
+        key = edges, train, microbatches, additions
         if key not in self._lowered:
             compute = self._schedule.of(microbatches, train)
-            lowered = rank_program(compute, self._rank, edges, rules, train)
+            lowered = rank_program(compute, self._rank, edges, rules, train, additions)
             # Sent activations that are held for the backward anyway need no limit.
             is_limited = not (train and self._keep_outputs)
             self._lowered[key] = lowered, in_flight_limit(compute, edges, rules) if is_limited else None

@@ -10,7 +10,7 @@ from nxdpp.devices.device import Stamp
 from nxdpp.devices.kinds import device_of
 from nxdpp.pipeline.p2p.channel import RemoteChannel
 from nxdpp.pipeline.p2p.transport import Direction
-from nxdpp.schedules.actions import Action
+from nxdpp.schedules.actions import COMPUTE, TRANSFERS, Action
 from nxdpp.schedules.timeline_file import Activity, Event
 
 # Activations are sent for forwards, gradients for backwards.
@@ -66,21 +66,20 @@ class StepRecorder:
         if activity is Activity.WAIT:
             self._waited = end
 
-    def computing(self, action: Action, call: Callable[[], None]) -> Callable[[], None]:
-        """Return ``call``, which runs the compute ``action``, with recording from the end of its last wait."""
-        kind, stage, microbatch = action.kind.value, action.stage, action.microbatch
-
-        def recorded() -> None:
-            self._waited = None
-            start = self._clock.stamp()
-            try:
-                call()
-            finally:
-                # Also where it fails: the timeline of a step that is cut short ends with this event.
-                start = start if self._waited is None else self._waited
-                self.add(Activity.COMPUTE, kind, stage, microbatch, None, start)
-
-        return recorded
+    def record(self, action: Action, call: Callable[[], None]) -> None:
+        """Make ``call``, which runs ``action``; a compute action is recorded from the end of its last wait."""
+        if action.kind in TRANSFERS:
+            call()
+            return
+        self._waited = None
+        start = self._clock.stamp()
+        try:
+            call()
+        finally:
+            # Also where it fails: the timeline of a step that is cut short ends with this event.
+            start = start if self._waited is None else self._waited
+            activity = Activity.COMPUTE if action.kind in COMPUTE else Activity.EXCHANGE
+            self.add(activity, action.kind.value, action.stage, action.microbatch, None, start)
 
 
 class RecordedChannel(RemoteChannel):

@@ -7,14 +7,14 @@ computed at that action or later. Under 1F1B, the gradient of microbatch 0 shows
     rank 1        1F0  1B0  1F1  1B1 ...
 
 To wait for a send at another time could stop a rank that others wait for. ``rank_program`` has the releases of a rank
-with its actions.
+among its actions.
 """
 
 from bisect import bisect_left
 from collections.abc import Collection, Sequence
-from typing import NamedTuple
 
-from nxdpp.schedules.actions import Action, ActionKind, Schedule
+from nxdpp.schedules.actions import COMPUTE, Action, ActionKind, Schedule
+from nxdpp.schedules.lowering.additions import Addition, add
 from nxdpp.schedules.lowering.lowering import Exchanges, StagePair, lower, lower_rank
 from nxdpp.schedules.lowering.rendezvous import sends_in_flight
 from nxdpp.schedules.lowering.transport_rules import TransportRules
@@ -79,23 +79,39 @@ def _place(places: dict[Action, int], transfer: Action) -> int:
 _SENDS_IN_FLIGHT = 2
 
 
-class RankProgram(NamedTuple):
-    """Program of a rank: its actions, sends and receives included, and the releases of its sends.
-
-    ``releases`` has for each compute action in order the sends that are finished after it. It is empty without
-    backwards.
-    """
-
-    actions: Sequence[Action]
-    releases: Sequence[Sequence[Action]]
+RELEASE_OF = {
+    ActionKind.SEND_ACTIVATION: ActionKind.RELEASE_ACTIVATION,
+    ActionKind.SEND_GRADIENT: ActionKind.RELEASE_GRADIENT,
+}
 
 
 def rank_program(
-    schedule: Schedule, rank: int, edges: Collection[StagePair], rules: TransportRules, trains: bool
-) -> RankProgram:
-    """Return the program of ``rank`` for the compute actions of all ranks."""
+    schedule: Schedule,
+    rank: int,
+    edges: Collection[StagePair],
+    rules: TransportRules,
+    trains: bool,
+    additions: Sequence[Addition] = (),
+) -> list[Action]:
+    """Return the actions of ``rank`` for the compute actions of all ranks, with transfers, releases and ``additions``.
+
+    Without backwards there are no releases.
+    """
     actions = lower_rank(schedule, rank, edges, rules.posted_ahead)
-    return RankProgram(actions, releases(schedule, rank, edges) if trains else [])
+    return add(with_releases(actions, schedule, rank, edges) if trains else actions, additions)
+
+
+def with_releases(
+    actions: Sequence[Action], schedule: Schedule, rank: int, edges: Collection[StagePair]
+) -> list[Action]:
+    """Return the lowered ``actions`` of ``rank`` with releases after the actions that show them."""
+    finished = iter(releases(schedule, rank, edges))
+    found: list[Action] = []
+    for action in actions:
+        found.append(action)
+        if action.kind in COMPUTE:
+            found += [send._replace(kind=RELEASE_OF[send.kind]) for send in next(finished)]
+    return found
 
 
 def in_flight_limit(schedule: Schedule, edges: Collection[StagePair], rules: TransportRules) -> int:

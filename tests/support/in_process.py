@@ -122,7 +122,7 @@ class InProcessPipeline:
             forms=forms.numbers,
             graphs=forms.graphs,
         )
-        engine = Engine(config, [each.stages for each in program.graphs or (program,)], None, actions, [])
+        engine = Engine(config, [each.stages for each in program.graphs or (program,)], None, actions)
         return [result[0] for result in engine.run(StepLoss(parts))]
 
     def loss_plans(self, inputs: Mapping[str, Any]) -> tuple[CutGraph, list[StagePlan]]:

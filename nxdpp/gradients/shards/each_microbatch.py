@@ -24,7 +24,8 @@ from nxdpp.gradients.shards.rank_shards import Changes, RankShards, ShardedLayer
 from nxdpp.gradients.shards.unit import ShardedUnit
 from nxdpp.ground.torch_names import pytree
 from nxdpp.ranks.faults import failure_watch
-from nxdpp.schedules.actions import ActionKind
+from nxdpp.schedules.actions import Action, ActionKind
+from nxdpp.schedules.lowering.additions import Addition, Around
 
 
 @dataclass
@@ -39,6 +40,8 @@ class _Pass:
 class EachMicrobatch(RankShards):
     """Units that are whole only while they compute."""
 
+    additions = (Addition(Around.EACH, ActionKind.GATHER, ActionKind.RESHARD),)
+
     def __init__(
         self, stages: Mapping[int, StageShards], exchanges: ReplicaExchanges, changes: Changes, module: nn.Module
     ) -> None:
@@ -47,12 +50,18 @@ class EachMicrobatch(RankShards):
         self._is_backward = False
         # A trace calls layers too, with fake tensors.
         self._is_computing = False
+        self._caches = True
         for stage in stages.values():
             for number, layer in enumerate(stage.layers):
                 before = torch.compiler.disable(partial(self._before_forward, stage.layers, number))
                 after = torch.compiler.disable(partial(self._after_forward, stage.layers, number))
                 layer.module.register_forward_pre_hook(before, prepend=True)
                 layer.module.register_forward_hook(after)
+
+    @property
+    def calls(self) -> Mapping[ActionKind, Callable[[Action], None]]:
+        """The calls of ``additions``."""
+        return {ActionKind.GATHER: self._gather, ActionKind.RESHARD: self._reshard}
 
     def add_program(self, program: fx.GraphModule) -> None:
         """Add ``program`` as ``RankShards`` does.
@@ -72,50 +81,55 @@ class EachMicrobatch(RankShards):
                     f"gathers only while the layer computes. Call fully_shard without reshard_after_forward=True."
                 )
 
-    def run(self, stage: int, kind: ActionKind, is_first: bool, is_last: bool, compute: Callable[[], None]) -> None:
-        """Make the call ``compute``, as ``RankShards.run`` does."""
+    def _gather(self, compute: Action) -> None:
+        """Make whole what ``compute`` needs at once, and start to gather its first layer."""
         # Cached casts would stay whole, and their gradients would come with the ones of the first microbatch.
-        caches = torch.is_autocast_cache_enabled()
+        self._caches = torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(False)
         self._is_computing = True
-        try:
-            self._run(self._stages[stage], kind, compute)
-        finally:
-            self._is_computing = False
-            torch.set_autocast_cache_enabled(caches)
-
-    def _run(self, own: StageShards, kind: ActionKind, compute: Callable[[], None]) -> None:
-        for unit in own.units if kind is ActionKind.WEIGHT_GRADIENT else own.rest:
+        own, kind = self._stages[compute.stage], compute.kind
+        at_once = own.units if kind is ActionKind.WEIGHT_GRADIENT else own.rest
+        for unit in at_once:
             unit.start_gather()
         ahead = own.layers[:1] if kind is ActionKind.FORWARD else own.layers[-1:]
         for unit in (unit for layer in ahead for unit in layer.units):
             unit.start_gather()
-        for unit in own.units if kind is ActionKind.WEIGHT_GRADIENT else own.rest:
+        for unit in at_once:
             unit.make_whole()
-        if kind is ActionKind.FORWARD:
-            compute()
-            _free(own.units)
-            return
-        self._is_backward = True
+        self._is_backward = kind is not ActionKind.FORWARD
         # A weight-gradient reaches the layers in any order, and finds all of them whole.
-        walk = None if kind is ActionKind.WEIGHT_GRADIENT else _Pass(own.layers, len(own.layers), self._reduces(kind))
-        self._pass = walk
-        try:
-            compute()
-        finally:
-            self._is_backward, self._pass = False, None
-        if walk is not None:
-            # Hooks of layers without a gradient have not run: all replicas gather and reduce in one order.
-            self._reach(walk, -1)
-        for unit in own.backwards if walk is None else own.rest:
-            if self._reduces(kind):
-                self._reduce(unit)
-        for unit in own.units if self._step.reduces and self._reduces(kind) else ():
-            unit.check_reduced(
-                "a later microbatch uses a value of it, or code around it keeps one. Call fully_shard without "
-                "reshard_after_forward=True."
-            )
+        if kind in (ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT):
+            self._pass = _Pass(own.layers, len(own.layers), self._reduces(kind))
+
+    def _reshard(self, compute: Action) -> None:
+        """Reduce and free what ``compute`` has left."""
+        own, kind = self._stages[compute.stage], compute.kind
+        walk, self._pass, self._is_backward = self._pass, None, False
+        if kind is not ActionKind.FORWARD:
+            if walk is not None:
+                # Hooks of layers without a gradient have not run: all replicas gather and reduce in one order.
+                self._reach(walk, -1)
+            for unit in own.backwards if walk is None else own.rest:
+                if self._reduces(kind):
+                    self._reduce(unit)
+            for unit in own.units if self._step.reduces and self._reduces(kind) else ():
+                unit.check_reduced(
+                    "a later microbatch uses a value of it, or code around it keeps one. Call fully_shard without "
+                    "reshard_after_forward=True."
+                )
         _free(own.units)
+        self._end_action()
+
+    def _end_action(self) -> None:
+        if self._is_computing:
+            torch.set_autocast_cache_enabled(self._caches)
+        self._is_computing = self._is_backward = False
+        self._pass = None
+
+    def abandon(self) -> None:
+        """Forget the present step, as ``RankShards.abandon`` does."""
+        self._end_action()
+        super().abandon()
 
     @staticmethod
     def _reduces(kind: ActionKind) -> bool:

@@ -2,9 +2,12 @@
 
 ::
 
-    begin                     gathers of two units start, in the order of the schedule
-    first forward of a stage  waits for the unit of each layer as it gets there, and starts the next gather
-    last backward             a unit is reduced and freed once its gradients are final
+    begin               gathers of two units start, in the order of the schedule
+    2GATHER0 2F0        the first forward of a stage waits for the unit of each layer as it gets there, and starts the
+                        next gather
+    2GATHERED0          layers that it has left out are whole, too
+    2REDUCE7 2B7        in the last backward a unit is reduced and freed once its gradients are final
+    2RESHARD7           the rest of the stage is reduced and freed
 
 In between the parameters are whole, and their gradients add up as in one process. A gather has a message as large as
 its unit, in memory that a CUDA stream keeps: so few are on their way at once.
@@ -24,7 +27,8 @@ from nxdpp.agreement.exchange import ReplicaExchanges
 from nxdpp.gradients.shards.rank_shards import Changes, RankShards, StageShards
 from nxdpp.gradients.shards.unit import ShardedUnit
 from nxdpp.ground.torch_names import COMPILED_CALL
-from nxdpp.schedules.actions import ActionKind
+from nxdpp.schedules.actions import Action, ActionKind
+from nxdpp.schedules.lowering.additions import Addition, Around
 
 # Units whose gathers are on their way.
 _AHEAD = 2
@@ -32,6 +36,11 @@ _AHEAD = 2
 
 class OnceAStep(RankShards):
     """Units that are whole from the first forward of a stage to its last action."""
+
+    additions = (
+        Addition(Around.FIRST, ActionKind.GATHER, ActionKind.GATHERED),
+        Addition(Around.LAST, ActionKind.REDUCE, ActionKind.RESHARD),
+    )
 
     def __init__(
         self, stages: Mapping[int, StageShards], exchanges: ReplicaExchanges, changes: Changes, module: nn.Module
@@ -45,6 +54,18 @@ class OnceAStep(RankShards):
         self._queue: deque[ShardedUnit] = deque()
         self._missing: dict[ShardedUnit, set[int]] = {}
         self._reduced: ShardedUnit | None = None
+        # Of the present step, by stage: in its first forward, in its backwards but the last, and in the last.
+        self._hooks: dict[int, list[RemovableHandle]] = {}
+
+    @property
+    def calls(self) -> Mapping[ActionKind, Callable[[Action], None]]:
+        """The calls of ``additions``."""
+        return {
+            ActionKind.GATHER: self._gather,
+            ActionKind.GATHERED: self._end_gather,
+            ActionKind.REDUCE: self._follow_last,
+            ActionKind.RESHARD: self._reshard,
+        }
 
     def begin(self, train: bool, reduces: bool, lines: Sequence[str], rounds: int = 0) -> None:
         """Begin a step, as ``RankShards.begin`` does, and start to gather units."""
@@ -65,32 +86,10 @@ class OnceAStep(RankShards):
             unit.make_whole()
             self._start(1)
 
-    def run(self, stage: int, kind: ActionKind, is_first: bool, is_last: bool, compute: Callable[[], None]) -> None:
-        """Make the call ``compute``, as ``RankShards.run`` does."""
-        own = self._stages[stage]
-        hooks = self._enter(own) if is_first else []
-        if is_last and self._step.reduces:
-            hooks += self._follow_last(own)
-        elif kind is not ActionKind.FORWARD:
-            hooks += [hook for unit in own.units for hook in unit.convert_each()]
-        try:
-            compute()
-        finally:
-            for hook in hooks:
-                hook.remove()
-        if is_first:
-            # A layer that its first forward has left out.
-            self._make_whole(own.units)
-        if is_last:
-            self._leave(own)
-        elif kind is not ActionKind.FORWARD:
-            for unit in own.units:
-                unit.convert()
-
-    def _enter(self, stage: StageShards) -> list[RemovableHandle]:
-        """Wait for the units of ``stage``; a layer waits for its own in its first forward."""
+    def _gather(self, compute: Action) -> None:
+        """Wait for the units of a stage before its first action; a layer waits for its own in its first forward."""
+        stage, hooks = self._stages[compute.stage], []
         self._make_whole(stage.rest)
-        hooks = []
         for layer in stage.layers:
             if COMPILED_CALL.of(layer.module) is not None:
                 # A hook would break its graph.
@@ -98,16 +97,28 @@ class OnceAStep(RankShards):
             else:
                 wait = partial(self._before_forward, layer.units)
                 hooks.append(layer.module.register_forward_pre_hook(wait, prepend=True))
-        return hooks
+        self._hooks[compute.stage] = hooks
 
     def _before_forward(self, units: Iterable[ShardedUnit], module: nn.Module, arguments: Any) -> None:
         self._make_whole(units)
 
-    def _follow_last(self, stage: StageShards) -> list[RemovableHandle]:
-        """Reduce the units of ``stage`` in its last backward, each once its gradients are final."""
+    def _end_gather(self, compute: Action) -> None:
+        """Make layers whole that the first forward of a stage has left out."""
+        stage = self._stages[compute.stage]
+        self._remove_hooks(compute.stage)
+        self._make_whole(stage.units)
+        if self._step.train:
+            self._hooks[compute.stage] = [hook for unit in stage.units for hook in unit.convert_each()]
+
+    def _follow_last(self, compute: Action) -> None:
+        """Reduce the units of a stage in its last backward, each once its gradients are final."""
+        if not self._step.reduces:
+            return
+        self._remove_hooks(compute.stage)
+        stage = self._stages[compute.stage]
         self._queue = deque(unit for unit in stage.backwards if unit.is_trained and self._remaining_stages[unit] == 1)
         self._missing = {unit: set(map(id, unit.whole_trained())) for unit in self._queue}
-        return [
+        self._hooks[compute.stage] = [
             parameter.register_post_accumulate_grad_hook(partial(self._accumulated, unit))
             for unit in self._queue
             for parameter in unit.whole_trained()
@@ -125,8 +136,10 @@ class OnceAStep(RankShards):
             # Frozen parameters may be needed later.
             self._reduced = first if first.trains_all else None
 
-    def _leave(self, stage: StageShards) -> None:
-        """End ``stage``: reduce what is not reduced, and free all of it that no later action needs."""
+    def _reshard(self, compute: Action) -> None:
+        """Reduce what is left of a stage after its last action, and free all of it that no later action needs."""
+        stage = self._stages[compute.stage]
+        self._remove_hooks(compute.stage)
         while self._queue:
             self._reduce(self._queue.popleft())
         self._missing, self._reduced = {}, None
@@ -141,8 +154,14 @@ class OnceAStep(RankShards):
                     )
                 unit.free()
 
+    def _remove_hooks(self, stage: int) -> None:
+        for hook in self._hooks.pop(stage, ()):
+            hook.remove()
+
     def abandon(self) -> None:
         """Forget the present step, as ``RankShards.abandon`` does."""
+        for stage in list(self._hooks):
+            self._remove_hooks(stage)
         self._queue.clear()
         self._missing, self._reduced, self._later = {}, None, iter(())
         super().abandon()

@@ -3,7 +3,7 @@
 ::
 
     begin      the replicas verify that they begin the same step
-    run        each compute action of the schedule, with what it needs whole
+    actions    of the schedule make whole what a compute action needs, and reduce and free what it leaves
     finish     gradients that no replica has are None
 """
 
@@ -27,7 +27,8 @@ from nxdpp.gradients.step_hooks import run_before_steps_of
 from nxdpp.ground.torch_names import STORAGE_ADDRESS, pytree
 from nxdpp.ranks import parallel_state
 from nxdpp.ranks.faults.waits import Wait
-from nxdpp.schedules.actions import ActionKind
+from nxdpp.schedules.actions import Action, ActionKind
+from nxdpp.schedules.lowering.additions import Addition
 
 
 @dataclass(frozen=True)
@@ -87,8 +88,11 @@ class RankShards(ABC):
         module: this rank's part of the model.
 
     Attributes:
+        additions: the actions around compute actions.
         units: each once, in the order of the stages.
     """
+
+    additions: Sequence[Addition]
 
     def __init__(
         self, stages: Mapping[int, StageShards], exchanges: ReplicaExchanges, changes: Changes, module: nn.Module
@@ -179,12 +183,10 @@ class RankShards(ABC):
                 unit.follow()
             self._changes.settle()
 
+    @property
     @abstractmethod
-    def run(self, stage: int, kind: ActionKind, is_first: bool, is_last: bool, compute: Callable[[], None]) -> None:
-        """Make the call ``compute``, an action of ``stage``.
-
-        It ``is_first`` if no action of the stage comes before it in the step, and ``is_last`` if none comes after it.
-        """
+    def calls(self) -> Mapping[ActionKind, Callable[[Action], None]]:
+        """What the actions of ``additions`` do, for the compute action that each belongs to."""
 
     def finish(self) -> None:
         """End the step after its last action: a gradient that no replica has is ``None``; collective over them."""

@@ -9,6 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from nxdpp import NxDPPModel, fully_shard, parallel_state
 from nxdpp.gradients.shards.unit import ShardedUnit
+from nxdpp.pipeline.runtime.stage_runner import StageRunner
 from tests.support.run_ranks import run_ranks
 
 SIZES: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 5}
@@ -18,7 +19,7 @@ def _counts(rank: int) -> tuple[int, int, int]:
     """The most gathers on their way, and half gradients of the parameters after backwards, of this number."""
     on_their_way: set[ShardedUnit] = set()
     most = half = trained = 0
-    start, make_whole, convert = ShardedUnit.start_gather, ShardedUnit.make_whole, ShardedUnit.convert
+    start, make_whole, backward = ShardedUnit.start_gather, ShardedUnit.make_whole, StageRunner.backward
 
     def counted_start(unit: ShardedUnit) -> None:
         nonlocal most
@@ -31,17 +32,19 @@ def _counts(rank: int) -> tuple[int, int, int]:
         make_whole(unit)
         on_their_way.discard(unit)
 
-    def counted_convert(unit: ShardedUnit) -> None:
+    def counted_backward(runner: StageRunner, microbatch: int) -> None:
         nonlocal half, trained
-        gradients = [each.grad for each in unit.whole_trained() if each.grad is not None]
-        half += sum(gradient.dtype == torch.bfloat16 for gradient in gradients)
-        trained += len(unit.whole_trained())
-        convert(unit)
+        backward(runner, microbatch)
+        assert model._pipeline.shards is not None
+        for unit in model._pipeline.shards.units if microbatch < 2 else ():
+            gradients = [each.grad for each in unit.whole_trained() if each.grad is not None]
+            half += sum(gradient.dtype == torch.bfloat16 for gradient in gradients)
+            trained += len(unit.whole_trained())
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ShardedUnit, "start_gather", counted_start)
         patch.setattr(ShardedUnit, "make_whole", counted_make_whole)
-        patch.setattr(ShardedUnit, "convert", counted_convert)
+        patch.setattr(StageRunner, "backward", counted_backward)
         parallel_state.initialize_model_parallel()
         torch.manual_seed(0)
         model = NxDPPModel(LlamaForCausalLM(LlamaConfig(num_attention_heads=4, **SIZES)), num_microbatches=3)

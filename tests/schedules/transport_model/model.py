@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 from nxdpp.schedules.actions import Action, ActionKind
 from nxdpp.schedules.check import ScheduleError
 from nxdpp.schedules.lowering.lowering import Exchanges
-from nxdpp.schedules.lowering.releases import RankProgram
 from nxdpp.schedules.lowering.transport_rules import RankPair, TransportRules, neighbouring_pairs
 from tests.schedules.transport_model.rank_calls import Call, CallKind, RankCalls
 from tests.schedules.transport_model.situation import Backend, Situation, Synchronises
@@ -39,7 +38,7 @@ class Programs(NamedTuple):
     ``in_flight`` is the limit of sends in flight from a stage to another in later steps; ``None`` for none.
     """
 
-    ranks: Sequence[RankProgram]
+    ranks: Sequence[Sequence[Action]]
     exchanges: Exchanges
     rules: TransportRules
     in_flight: int | None
@@ -60,11 +59,10 @@ class Model:
         self._streams: dict[tuple[Communicator, RankPair], tuple[list[Action], list[Action]]] = {}
         # The format of a name and its values: a name is written for a deadlock alone.
         self._names: list[tuple[Any, ...]] = [("the start",)]
-        for rank, program in enumerate(programs.ranks):
+        for rank, actions in enumerate(programs.ranks):
             _RankEvents(self, rank).add(
                 RankCalls(
-                    program.actions,
-                    program.releases,
+                    actions,
                     programs.exchanges,
                     programs.rules.posted_ahead is None,
                     situation.first_step,

@@ -12,9 +12,11 @@ from typing import NamedTuple
 
 from nxdpp.schedules.actions import Action, ActionKind
 from nxdpp.schedules.lowering.lowering import Exchanges, matching_receive
+from nxdpp.schedules.lowering.releases import RELEASE_OF
 
 _RECEIVES = (ActionKind.RECEIVE_ACTIVATION, ActionKind.RECEIVE_GRADIENT)
 _SENDS = (ActionKind.SEND_ACTIVATION, ActionKind.SEND_GRADIENT)
+_SEND_OF = {release: send for send, release in RELEASE_OF.items()}
 
 
 class CallKind(Enum):
@@ -54,8 +56,7 @@ class RankCalls:
     """The calls of one rank in one step.
 
     Args:
-        actions: the actions of the rank, sends and receives included, as the engine compiles them.
-        releases: for each compute action, the sends that are finished after it.
+        actions: the actions of the rank, as the engine compiles them.
         exchanges: of the whole schedule.
         in_order: ``True`` if receives are posted in the global order.
         first_step: ``True`` for a step with metadata exchange.
@@ -65,14 +66,12 @@ class RankCalls:
     def __init__(
         self,
         actions: Sequence[Action],
-        releases: Sequence[Sequence[Action]],
         exchanges: Exchanges,
         in_order: bool,
         first_step: bool,
         in_flight: int | None,
     ) -> None:
         self._actions = actions
-        self._releases = releases
         self._exchanges = exchanges
         self._in_order = in_order
         self._first_step = first_step
@@ -87,7 +86,6 @@ class RankCalls:
         self._sent: defaultdict[tuple[int, int | None, ActionKind], deque[Action]] = defaultdict(deque)
 
     def __iter__(self) -> Iterator[Call]:
-        finished = iter(self._releases)
         for action in self._actions:
             if action.kind in _RECEIVES:
                 for receive in self._exchanges.each(action):
@@ -95,10 +93,10 @@ class RankCalls:
             elif action.kind in _SENDS:
                 for send in self._exchanges.each(action):
                     yield from self._send(action, send)
+            elif action.kind in _SEND_OF:
+                yield from self._wait_sent(action, action._replace(kind=_SEND_OF[action.kind]))
             else:
                 yield from self._compute(action)
-                for send in next(finished, ()):
-                    yield from self._wait_sent(action, send)
         for queue in self._sent.values():
             for receive in queue:
                 yield Call(CallKind.WAIT_SENT, self._actions[-1], (receive,))

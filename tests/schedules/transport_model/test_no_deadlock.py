@@ -87,11 +87,11 @@ def test_a_written_schedule_ends(rules: TransportRules) -> None:
 def test_messages_in_another_order_are_taken_for_others() -> None:
     """NCCL matches messages by order. Two receives from one rank are swapped."""
     ranks = Case("1f1b", 2, 2, "chain", True, NCCL).programs()
-    actions = list(ranks.ranks[1].actions)
+    actions = list(ranks.ranks[1])
     places = [at for at, action in enumerate(actions) if str(action).startswith("1RECV_F")]
     first, second = places
     actions[first], actions[second] = actions[second], actions[first]
-    swapped = ranks._replace(ranks=[ranks.ranks[0], ranks.ranks[1]._replace(actions=actions)])
+    swapped = ranks._replace(ranks=[ranks.ranks[0], actions])
 
     with pytest.raises(ValueError, match=r"rank 1 takes 1RECV_F0@0 of rank 0 for 1RECV_F1@0\."):
         Model(swapped, Backend.NCCL_EAGER, Situation()).check()

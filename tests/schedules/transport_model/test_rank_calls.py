@@ -1,6 +1,6 @@
 """Calls of the model are those that the engine makes, in a first step and in later ones."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -59,7 +59,7 @@ def _noted_calls(calls: list[Noted]) -> None:
 
 
 def _train(rank: int, name: str, skips: bool, rules: TransportRules) -> list[Any]:
-    """Return the actions, releases and edges of the engine, and the calls of a first and a second step."""
+    """Return the actions and edges of the engine, and the calls of a first and a second step."""
     if rules == NCCL:
         use_nccl_rules()
     calls: list[Noted] = []
@@ -67,9 +67,9 @@ def _train(rank: int, name: str, skips: bool, rules: TransportRules) -> list[Any
     _noted_calls(calls)
     compile_list = Engine._compile
 
-    def compiling(self: Engine, actions: Any, releases: Any) -> Any:
-        compiled.append((list(actions), [list(each) for each in releases]))
-        return compile_list(self, actions, releases)
+    def compiling(self: Engine, actions: Sequence[Action]) -> Any:
+        compiled.append(list(actions))
+        return compile_list(self, actions)
 
     Engine._compile = compiling  # type: ignore[method-assign]
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=RANKS)
@@ -117,8 +117,8 @@ def test_the_model_makes_the_calls_of_the_engine(name: str, skips: bool, rules: 
     model = programs(FAMILIES[name].build(RANKS, MICROBATCHES), edges, rules)
 
     for rank, (compiled, steps) in enumerate(run_ranks(RANKS, _train, name, skips, rules)):
-        actions, releases = model.ranks[rank]
-        assert compiled == [(list(actions), [list(each) for each in releases])], "the very list of the engine"
+        actions = model.ranks[rank]
+        assert compiled == [actions], "the very list of the engine"
         for step, calls in enumerate(steps):
-            expected = RankCalls(actions, releases, model.exchanges, rules.posted_ahead is None, step == 0, None)
+            expected = RankCalls(actions, model.exchanges, rules.posted_ahead is None, step == 0, None)
             assert calls == list(_expected(expected, edges))

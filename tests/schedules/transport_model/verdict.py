@@ -6,7 +6,7 @@ from typing import NamedTuple
 from nxdpp.schedules.actions import Schedule
 from nxdpp.schedules.check import ScheduleError
 from nxdpp.schedules.lowering.lowering import Exchanges, StagePair, lower
-from nxdpp.schedules.lowering.releases import RankProgram, in_flight_limit, releases
+from nxdpp.schedules.lowering.releases import in_flight_limit, with_releases
 from nxdpp.schedules.lowering.transport_rules import GLOO, TransportRules
 from tests.schedules.transport_model.model import Model, Programs
 from tests.schedules.transport_model.situation import Backend, Situation, Synchronises
@@ -29,7 +29,7 @@ def programs(schedule: Schedule, edges: Collection[StagePair], rules: TransportR
     """Return the programs that the ranks' engines compile, with the lowest limit of sends in flight."""
     lowered = lower(schedule, edges, rules.posted_ahead)
     ranks = [
-        RankProgram(actions, releases(schedule, rank, edges) if trains else []) for rank, actions in enumerate(lowered)
+        with_releases(actions, schedule, rank, edges) if trains else actions for rank, actions in enumerate(lowered)
     ]
     return Programs(ranks, Exchanges(schedule, edges), rules, in_flight_limit(schedule, edges, rules))
 

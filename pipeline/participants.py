@@ -1,0 +1,349 @@
+"""The participants of a step, in the order of their verbs: ``Participants``.
+
+::
+
+    before     this rank alone: after an error it can continue
+    after      all ranks of the pipeline have agreed on the step; its first action comes next
+    actions    around the ones of stages (``schedules.lowering.additions``)
+    finish     after the last action
+    abandon    the step has failed, before or after the ranks agreed
+
+A new idea that takes part in a step is a participant, or an action.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import fx
+
+from nxdpp.agreement.step_signature import StepSignature
+from nxdpp.devices.device import Device
+from nxdpp.devices.kinds import device_of
+from nxdpp.gradients.grad_scaler import GradScaler
+from nxdpp.gradients.replica_gradients import ReplicaGradients
+from nxdpp.gradients.shards.rank_shards import RankShards
+from nxdpp.pipeline.config import PipelineConfig
+from nxdpp.pipeline.local.part import LocalPart
+from nxdpp.pipeline.p2p.transport import Transport
+from nxdpp.pipeline.partition.partition import Partition
+from nxdpp.pipeline.prepared_step import PreparedStep
+from nxdpp.pipeline.reference_step import ReferenceStep
+from nxdpp.pipeline.runtime.engine import Engine
+from nxdpp.ranks import parallel_state
+from nxdpp.ranks.faults import failure_watch
+from nxdpp.ranks.group_values import extremes
+from nxdpp.ranks.random_stream import RandomStream, stream_state_of
+from nxdpp.schedules.actions import Action, ActionKind
+from nxdpp.schedules.lowering.additions import Addition, Around
+from nxdpp.tensor.sequence_parallel import StepGradients
+from nxdpp.tensor.tensor_copies import TensorCopies
+
+
+@dataclass
+class Step:
+    """One step of this rank.
+
+    Attributes:
+        prepared: its batch, program and loss.
+        device: of the stages.
+        train: ``False`` for an evaluation.
+        average: ``True`` if gradients are averaged over the replicas, unless ``no_sync()`` leaves it out.
+        signature, digest: equal on all ranks of the pipeline, once they have verified it.
+        hashes: of the inputs.
+        engine: runs the actions.
+        values: the results of each microbatch, on the rank of the last stage.
+    """
+
+    prepared: PreparedStep
+    device: torch.device
+    train: bool
+    average: bool = False
+    signature: StepSignature = field(init=False)
+    digest: int = 0
+    hashes: Sequence[int] = ()
+    engine: Engine = field(init=False)
+    values: list[list[Any]] = field(default_factory=list)
+
+
+class Participant:
+    """Something that takes part in training steps; a verb does nothing unless a class says what it does.
+
+    Attributes:
+        additions: actions around the ones of stages.
+        calls: what these actions do, for the compute action that each belongs to.
+    """
+
+    additions: Sequence[Addition] = ()
+    calls: Mapping[ActionKind, Callable[[Action], None]] = MappingProxyType({})
+
+    def add_program(self, program: fx.GraphModule) -> None:
+        """Follow ``program``, which runs a stage, before its first step."""
+
+    def before(self, step: Step) -> None:
+        """Check and prepare this rank before the ranks agree on ``step``: after an error it can continue."""
+
+    def after(self, step: Step) -> None:
+        """Begin ``step``, on which the ranks have agreed; may be collective."""
+
+    def finish(self, step: Step) -> None:
+        """End ``step`` after its last action; may be collective."""
+
+    def abandon(self) -> None:
+        """Undo what a step that has failed has left behind."""
+
+
+class Participants:
+    """The participants of one pipeline on this rank.
+
+    Attributes:
+        draws: the streams of random numbers.
+        all: in the order of their verbs.
+        evaluating: those that take part in evaluations.
+    """
+
+    def __init__(
+        self,
+        config: PipelineConfig,
+        partition: Partition,
+        part: LocalPart,
+        replicas: ReplicaGradients,
+        copies: TensorCopies,
+        transport: Callable[[torch.device], Transport],
+    ) -> None:
+        self.draws = Draws(part, replicas)
+        self._replicas = replicas
+        self.all: list[Participant] = []
+        if config.grad_scaler is not None:
+            self.all.append(Scaler(config.grad_scaler))
+        if part.tied.has_weights:
+            self.all.append(Ties(part, transport))
+        if parallel_state.get_tensor_model_parallel_size() > 1:
+            self.all += [SequenceSums(part), Copies(copies, part)]
+        if config.check_against_module is not None:
+            self.all.append(Reference(part, partition, config))
+        self.all += [Replicas(replicas, config.check_inputs != "never"), self.draws]
+        self.evaluating: list[Participant] = [self.draws]
+
+    def add_shards(self, shards: RankShards) -> None:
+        """Add the units that this rank's parameters have become."""
+        for each in (self.all, self.evaluating):
+            each.insert(-1, Shards(shards, self._replicas))
+
+
+class Scaler(Participant):
+    """The scaler of the loss."""
+
+    def __init__(self, scaler: GradScaler) -> None:
+        self._scaler = scaler
+
+    def before(self, step: Step) -> None:
+        """Have the scale on the device of the step."""
+        self._scaler.begin_step(step.device)
+
+
+class Ties(Participant):
+    """Sums of tied weights over the ranks that have copies; earlier gradients are set aside meanwhile."""
+
+    def __init__(self, part: LocalPart, transport: Callable[[torch.device], Transport]) -> None:
+        self._tied, self._changes, self._transport = part.tied, part.changes, transport
+        self._microbatches: Sequence[int] = ()
+        self.additions = [Addition(Around.END, None, ActionKind.SUM_TIES)]
+        self.calls = {ActionKind.SUM_TIES: self._sum}
+
+    def after(self, step: Step) -> None:
+        """Set earlier gradients aside."""
+        self._microbatches = step.engine.microbatches
+        self._tied.set_aside()
+
+    def _sum(self, last: Action) -> None:
+        self._tied.add_up(self._transport(self._changes.device), self._microbatches)
+
+    def abandon(self) -> None:
+        """Put earlier gradients back."""
+        self._tied.put_back()
+
+
+class SequenceSums(Participant):
+    """Sums over the tensor ranks of gradients of a part of the sequence."""
+
+    def __init__(self, part: LocalPart) -> None:
+        self._gradients = StepGradients(part.module)
+        self._microbatches: Sequence[int] = ()
+        self.additions = [Addition(Around.END, None, ActionKind.SUM_SEQUENCE)]
+        self.calls = {ActionKind.SUM_SEQUENCE: lambda last: self._gradients.add_up(self._microbatches)}
+
+    def after(self, step: Step) -> None:
+        """Set earlier gradients aside."""
+        self._microbatches = step.engine.microbatches
+        self._gradients.set_aside()
+
+    def abandon(self) -> None:
+        """Put earlier gradients back."""
+        self._gradients.put_back()
+
+
+class Copies(Participant):
+    """Parameters that each tensor-parallel rank has a copy of."""
+
+    def __init__(self, copies: TensorCopies, part: LocalPart) -> None:
+        self._copies, self._part = copies, part
+
+    def after(self, step: Step) -> None:
+        """Verify that they are equal."""
+        self._copies.verify(self._part.seed)
+
+
+class Reference(Participant):
+    """The first step in one process, with which the pipeline's is compared (``check_against_module``)."""
+
+    def __init__(self, part: LocalPart, partition: Partition, config: PipelineConfig) -> None:
+        self._part, self._partition, self._config = part, partition, config
+        self._reference: ReferenceStep | None = None
+        self._is_over = False
+
+    def before(self, step: Step) -> None:
+        """Note the gradients from before the first step."""
+        self._reference = None
+        if not self._is_over:
+            self._reference = ReferenceStep(self._part, self._partition.owners, self._config, step.device)
+
+    def after(self, step: Step) -> None:
+        """Run the step in one process."""
+        if self._reference is not None:
+            self._reference.run(step.prepared.loss, step.prepared.whole(self._config))
+
+    def finish(self, step: Step) -> None:
+        """Compare with it."""
+        if self._reference is not None:
+            spec = self._config.output_loss_value_spec
+            losses = [(cut, cut.loss_of_sample(spec)) for cut in step.prepared.graphs.cuts]
+            plans = [plan for cut, loss in losses for plan in cut.plans([loss])]
+            self._reference.compare([each[0] for each in step.values if each], plans)
+            self._reference, self._is_over = None, True
+
+
+class Replicas(Participant):
+    """The average over data-parallel replicas, whose parameters are compared."""
+
+    def __init__(self, replicas: ReplicaGradients, compares_batches: bool) -> None:
+        self._replicas, self._compares_batches = replicas, compares_batches
+        if parallel_state.get_data_parallel_size() > 1:
+            # Around the last backward of each stage, in which its average begins.
+            self.additions = [Addition(Around.LAST_BACKWARD, ActionKind.AVERAGE, ActionKind.AVERAGED)]
+            self.calls = {
+                ActionKind.AVERAGE: lambda backward: replicas.before_last(backward.stage),
+                ActionKind.AVERAGED: lambda backward: replicas.after_last(backward.stage),
+            }
+
+    def before(self, step: Step) -> None:
+        """Check that the gradients from before can be averaged with those of the step."""
+        self._replicas.begin_step(step.average)
+
+    def after(self, step: Step) -> None:
+        """Compare parameters and batches, and begin the average."""
+        self._replicas.optimizers.begin_step()
+        self._replicas.verify(step.hashes if self._compares_batches else ())
+        if self.additions:
+            with failure_watch.reported():
+                self._replicas.begin(step.engine.last_backwards)
+
+    def finish(self, step: Step) -> None:
+        """Average what is not averaged."""
+        self._replicas.finish()
+
+    def abandon(self) -> None:
+        """Forget the average."""
+        self._replicas.abandon()
+
+
+class Shards(Participant):
+    """Gathers of sharded parameters, and reductions of their gradients."""
+
+    def __init__(self, shards: RankShards, replicas: ReplicaGradients) -> None:
+        self._shards, self._replicas = shards, replicas
+        self.additions = [*shards.additions, Addition(Around.END, None, ActionKind.REDUCED)]
+        self.calls = {**shards.calls, ActionKind.REDUCED: lambda last: shards.finish()}
+
+    def add_program(self, program: fx.GraphModule) -> None:
+        """Put whole parameters into the containers of ``program`` too."""
+        self._shards.add_program(program)
+
+    def before(self, step: Step) -> None:
+        """Drop whole gradients that ``zero_grad`` has cleared; earlier ones are not set aside yet."""
+        if step.train:
+            self._shards.drop_cleared()
+
+    def after(self, step: Step) -> None:
+        """Verify that the replicas begin the same step, and begin to gather."""
+        lines = self._replicas.lines_of_step() if step.train else ()
+        with failure_watch.reported():
+            rounds = self._replicas.optimizers.rounds
+            self._shards.begin(step.train, self._replicas.is_averaged, lines, rounds)
+
+    def finish(self, step: Step) -> None:
+        """Keep whole gradients of a step that is not averaged."""
+        if step.train and not self._replicas.is_averaged:
+            self._shards.keep()
+
+    def abandon(self) -> None:
+        """Put the rows back."""
+        self._shards.abandon()
+
+
+class Draws(Participant):
+    """Random numbers of layers, which each rank draws from a stream of its own; one rank alone draws as ever.
+
+    Attributes:
+        stream: of the present step.
+    """
+
+    def __init__(self, part: LocalPart, replicas: ReplicaGradients) -> None:
+        self.stream: RandomStream | None = None
+        self._has_begun = False
+        self._device: Device | None = None
+        self._draws = stream_state_of(part.module)
+        self._replicas = replicas
+        self._has_replicas = parallel_state.get_data_parallel_size() > 1
+        # One stage of one replica draws as one process does.
+        self._place: tuple[int, int] | None = None
+        if parallel_state.get_pipeline_model_parallel_size() > 1 or self._has_replicas:
+            self._place = parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_data_parallel_rank()
+
+    def before(self, step: Step) -> None:
+        """Make the stream, of which the ranks compare the state."""
+        if self._place is not None:
+            kind = f"train={step.train}, training={step.prepared.graphs.cuts[0].training}"
+            if self._device is None or self._device.device != step.device:
+                self._device = device_of(step.device)
+            self.stream = RandomStream(self._device, self._place, kind, self._draws)
+
+    def after(self, step: Step) -> None:
+        """Draw from the stream."""
+        if self.stream is not None:
+            self._has_begun = True
+            self.stream.begin()
+
+    def finish(self, step: Step) -> None:
+        """Draw as the program did, and agree after the first step of a kind whether layers draw in such steps."""
+        stream, self.stream = self.stream, None
+        if stream is None:
+            return
+        self._has_begun = False
+        stream.end()
+        if stream.moves is None:
+            with failure_watch.reported():
+                moves = bool(extremes([stream.has_drawn], parallel_state.get_pipeline_control_group())[1][0])
+            if self._has_replicas:
+                # An evaluation is collective over the ranks of its pipeline: each replica may make its own.
+                moves = step.train and self._replicas.is_in_any("comparison of random numbers", moves)
+            stream.settle(moves)
+
+    def abandon(self) -> None:
+        """Draw as the program did."""
+        stream, self.stream = self.stream, None
+        if stream is not None and self._has_begun:
+            self._has_begun = False
+            stream.end()
