@@ -1,10 +1,9 @@
-"""``python -m nxdpp``: the stages of a model, schedules, recorded timelines, checkpoints, and runs.
+"""``python -m nxdpp``: the stages of a model, schedules, checkpoints, and runs.
 
 ::
 
     python -m nxdpp plan CONFIG --pipeline-parallel-size 4 --num-microbatches 16
     python -m nxdpp schedule zb-v --ranks 4 --microbatches 8
-    python -m nxdpp timeline trace.json
     python -m nxdpp checkpoint show out
     python -m nxdpp watch out
 
@@ -22,7 +21,6 @@ from typing import NoReturn
 from nxdpp.checkpoint.commands import command as checkpoint_command
 from nxdpp.planning import command as plan_command
 from nxdpp.schedules.view import command as schedule_command
-from nxdpp.schedules.view import timeline_command
 from nxdpp.version import __version__
 from nxdpp.watching import command as watch_command
 
@@ -81,7 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"nxdpp {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
-    for command in (plan_command, schedule_command, timeline_command, checkpoint_command, watch_command):
+    for command in (plan_command, schedule_command, checkpoint_command, watch_command):
         command.add_parser(commands)
     return parser
 

@@ -12,15 +12,11 @@ bracket. ``pid`` is the pipeline among the replicas, ``tid`` the rank; ``ts`` an
 import fcntl
 import json
 import os
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
-
-from nxdpp.schedules.actions import parse_action
-from nxdpp.schedules.written import text_of
 
 _END = b"\n]\n"
 
@@ -146,65 +142,6 @@ class TimelineWriter:
                 # The end of an arrow belongs to the event around it: the last nanosecond of the wait.
                 arrows.append(arrow | {"ph": "f", "bp": "e", "tid": rank, "ts": max(wait.start, wait.end - 1) / 1000})
         return arrows
-
-
-class TimelineFile(NamedTuple):
-    """Contents of a file: the number of ranks, and for each step its name and the events of each rank."""
-
-    ranks: int
-    names: dict[int, str]
-    steps: dict[int, dict[int, list[Event]]]
-
-
-def read_timeline(path: Path) -> TimelineFile:
-    """Read a file, or what is before its cut; ``ValueError`` for one that cannot be read or is no timeline."""
-    rows = _read_rows(path)
-    names: dict[int, str] = {}
-    steps: defaultdict[int, dict[int, list[Event]]] = defaultdict(dict)
-    try:
-        ranks = {row["tid"] for row in rows if row["ph"] == "M" and row["name"] == "thread_name"}
-        for row in rows:
-            if row["ph"] == "X":
-                step = row["args"]["step"]
-                names.setdefault(step, row["name"])
-                steps[step].setdefault(row["tid"], []).append(_event(row))
-    except (KeyError, TypeError, AttributeError, ValueError):
-        ranks = set()
-    if not ranks or ranks != set(range(len(ranks))):
-        raise ValueError(
-            f"{path} is no timeline of a pipeline. Give a file that NxDPPModel(..., trace_file_path=...) wrote."
-        )
-    return TimelineFile(len(ranks), names, steps)
-
-
-def _event(row: dict[str, Any]) -> Event:
-    activity, told = Activity(row["cat"]), row["args"]
-    if activity is Activity.COMPUTE:
-        # Raises for an event that is no compute action.
-        parse_action(f"{told['stage']}{told['kind']}{told['microbatch']}")
-    start, end = round(1000 * row["ts"]), round(1000 * (row["ts"] + row["dur"]))
-    stage, microbatch, other = told.get("stage", 0), told.get("microbatch"), told.get("other")
-    return Event(activity, told.get("kind", ""), stage, microbatch, other, start, end)
-
-
-def _read_rows(path: Path) -> list[dict[str, Any]]:
-    try:
-        text = text_of(path)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} cannot be read as a timeline: {error}") from None
-    found: Any = None
-    # The file may have been cut off after a line, or within one.
-    for repaired in (text, text.rstrip(",\n") + "]", text.rpartition(",\n")[0] + "]"):
-        try:
-            found = json.loads(repaired)
-            break
-        except ValueError:
-            continue
-    if isinstance(found, dict):
-        found = found.get("traceEvents")
-    if not isinstance(found, list) or not all(isinstance(row, dict) for row in found):
-        raise ValueError(f"{path} is no timeline: it must be a JSON array of events.")
-    return found
 
 
 def _lines(rows: Sequence[Mapping[str, Any]]) -> bytes:

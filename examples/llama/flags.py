@@ -216,7 +216,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--trace",
         type=Path,
         metavar="FILE.json",
-        help="write a Chrome trace of each step, for `python -m nxdpp timeline FILE.json` and Perfetto [no]",
+        help="write a Chrome trace of each step, which https://ui.perfetto.dev opens [no]",
     )
     parser.add_argument(
         "--compare",

@@ -4,7 +4,6 @@ Comments that start with "nxdpp" mark the lines that your own script needs.
 """
 
 import math
-import shlex
 from typing import Any, Literal
 
 import torch
@@ -181,8 +180,7 @@ def train(settings: Settings, console: Console, ctrl_c: CtrlC) -> list[RankFigur
     if settings.trace is not None and done < settings.steps:
         # The trace has the evaluation before the training too.
         last = held_out_count(settings) + settings.steps - done - 1
-        file = shlex.quote(str(settings.trace))
-        said = f"trace of the last training step: python -m nxdpp timeline {file} --step {last}"
+        said = f"https://ui.perfetto.dev shows the last training step: step {last} of {settings.trace}"
         console.print(said, highlight=False, soft_wrap=True)
     return figures.of_all_ranks()
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from nxdpp.schedules.view.recorded import RecordedTimeline
 from tests.examples.tiny import TINY_LLAMA, run_main_job
 from tests.support.run_ranks import run_ranks
 
@@ -69,16 +68,16 @@ def test_each_schedule_has_the_losses_of_the_default_one(tmp_path: Path) -> None
     assert re.search(r"^one process +[0-9.,]+ ms ", printed[0][2], re.M), printed[0][2]
     assert "one process" not in printed[0][1]
     assert printed[1] == [""] * len(printed[0])
-    # Brackets are no markup, and a shell takes the command as it is.
-    recorded = RecordedTimeline(tmp_path / "t [red].json")
-    (command,) = re.findall(rf"timeline '{tmp_path}/t \[red\].json' --step (\d+)\n", printed[0][1])
-    step = recorded.step(int(command))
-    assert step.name.startswith(f"step {command}, train")
-    assert {action.stage for action in step.schedule[0]} == {0, 2}
-    # A step without figures is recorded too.
-    (of_one,) = re.findall(r"once.json --step (\d+)\n", printed[0][-1])
-    assert int(of_one) == int(command) - STEPS + 1
-    assert recorded.step(int(command) + 1).name.startswith(f"step {int(command) + 1}, eval")
+    # Brackets are no markup, and the line is not broken. A step without figures is recorded too.
+    (last,) = re.findall(rf"step (\d+) of {tmp_path}/t \[red\].json\n", printed[0][1])
+    (of_one,) = re.findall(rf"step (\d+) of {tmp_path}/once.json\n", printed[0][-1])
+    assert int(of_one) == int(last) - STEPS + 1
+    events = [each for each in json.loads((tmp_path / "t [red].json").read_text()) if each["ph"] == "X"]
+    computed = [each["args"] for each in events if each["cat"] == "compute" and each["tid"] == 0]
+    assert {each["stage"] for each in computed if each["step"] == int(last)} == {0, 2}
+    names = {each["args"]["step"]: each["name"] for each in events if each["cat"] == "step"}
+    assert names[int(last)].startswith(f"step {last}, train")
+    assert names[int(last) + 1].startswith(f"step {int(last) + 1}, eval")
 
 
 # test_train has tensor ranks, and pipeline/whole/test_tensor_parallel their schedules.

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from nxdpp.schedules.timeline_file import Activity, Event, TimelineWriter, check_path, read_timeline
+from nxdpp.schedules.timeline_file import Activity, Event, TimelineWriter, check_path
 
 STEP = Event(Activity.STEP, "", 0, None, None, 0, 90_000)
 SENDER = [STEP, Event(Activity.COMPUTE, "F", 0, 0, None, 0, 5_000), Event(Activity.SEND, "F", 0, 0, 1, 5_000, 6_000)]
@@ -58,17 +58,6 @@ def test_an_arrow_goes_from_the_send_into_the_wait(tmp_path: Path) -> None:
 def test_each_replica_has_its_own_file() -> None:
     assert TimelineWriter(Path("a/trace.json"), 0, 1).path == Path("a/trace.json")
     assert TimelineWriter(Path("a/trace.json"), 2, 1).path == Path("a/trace.pipeline2.json")
-
-
-def test_events_are_read_as_written(tmp_path: Path) -> None:
-    writer = TimelineWriter(tmp_path / "trace.json", pipeline=0, ranks=2)
-    writer.create()
-    writer.append(0, "train", {0: SENDER, 1: RECEIVER})
-    writer.append(1, "eval, cut short", {1: RECEIVER})
-    found = read_timeline(tmp_path / "trace.json")
-    assert found.ranks == 2
-    assert found.names == {0: "step 0, train", 1: "step 1, eval, cut short"}
-    assert found.steps == {0: {0: SENDER, 1: RECEIVER}, 1: {1: RECEIVER}}
 
 
 @pytest.mark.parametrize(
