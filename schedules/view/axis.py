@@ -1,18 +1,8 @@
-"""Time axis of a drawing: round steps, blocks that begin at a tick, and numbers of times."""
+"""Time axis of a drawing in a terminal: round steps, and numbers of times."""
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import count
-
-
-@dataclass(frozen=True)
-class Axis:
-    """Axis of a drawing: its unit in a few letters and in words, and the suffix of a time outside of the axis."""
-
-    unit: str
-    legend: str
-    suffix: str = ""
 
 
 def round_steps(at_least: float) -> Iterator[float]:

@@ -17,13 +17,14 @@ from nxdpp.schedules.actions import ActionKind, Schedule
 from nxdpp.schedules.check import check
 from nxdpp.schedules.families.registry import FAMILIES, find_family
 from nxdpp.schedules.simulate import Timeline
-from nxdpp.schedules.view.axis import Axis, number
-from nxdpp.schedules.view.output import add_flags, check_flags, console, tell_size, whole_number, write_svg
+from nxdpp.schedules.view.axis import number
+from nxdpp.schedules.view.output import COLUMNS, console, tell_size, whole_number
 from nxdpp.schedules.view.report import Shares, as_json, compare, comparison_as_json, comparison_tables, rank_tables
 from nxdpp.schedules.written import read_schedule
 
 # Microbatches times stages. A drawing of so many takes about a quarter of a minute.
 _MOST = 2**18
+_FEWEST_COLUMNS = 40
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -44,7 +45,14 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument("--input-gradient", type=_time, default=1.0, metavar="T", help="of an input-gradient (1)")
     parser.add_argument("--weight-gradient", type=_time, default=1.0, metavar="T", help="of a weight-gradient (1)")
     parser.add_argument("--transfer", type=_time, default=0.0, metavar="T", help="from one rank to another (0)")
-    add_flags(parser, "the timeline")
+    parser.add_argument(
+        "--width",
+        type=int,
+        metavar="N",
+        help=f"columns of drawings and tables, {_FEWEST_COLUMNS} at least (those of the terminal; {COLUMNS} for a "
+        "file or pipe)",
+    )
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="also draw the timeline into this SVG file")
     parser.add_argument("--json", action="store_true", help="print actions and times as JSON in place of a drawing")
     parser.add_argument("--compare", action="store_true", help="print one line for each family in place of a drawing")
     parser.set_defaults(run=run)
@@ -52,7 +60,8 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 def run(options: argparse.Namespace) -> None:
     """Print the drawing, JSON or comparison for ``options``; ``ValueError`` for options that exclude each other."""
-    check_flags(options)
+    if options.width is not None and options.width < _FEWEST_COLUMNS:
+        raise ValueError(f"--width {options.width} must be {_FEWEST_COLUMNS} or more.")
     if options.json and options.width is not None:
         raise ValueError("--width is the width of a drawing: leave out --json, or --width.")
     if options.compare:
@@ -62,8 +71,9 @@ def run(options: argparse.Namespace) -> None:
         raise ValueError(f"name a schedule, one of {', '.join(FAMILIES)} or a CSV file; or add --compare.")
     name, schedule = _schedule(options)
     title, timeline = _simulated(options, name, schedule)
-    axis = Axis("time", _shares(options).axis_legend(schedule))
-    write_svg(options, title, {"": timeline}, axis)
+    legend = _shares(options).axis_legend(schedule)
+    if options.svg is not None:
+        _write_svg(title, timeline, legend, options.svg)
     if options.json:
         print(json.dumps(as_json(title, timeline)))
         return
@@ -72,9 +82,22 @@ def run(options: argparse.Namespace) -> None:
     out = console(options.width)
     out.print(title)
     # The lines of a drawing have the width: to look for words in them takes most of the time.
-    out.print(draw(timeline, out.width, axis=axis), soft_wrap=True)
+    out.print(draw(timeline, out.width, legend), soft_wrap=True)
     out.print(*rank_tables(timeline, out.width), sep="\n")
     out.print(f"makespan {number(timeline.makespan)}, bubble {100 * timeline.mean_bubble:.1f} % on average")
+
+
+def _write_svg(title: str, timeline: Timeline, legend: str, file: Path) -> None:
+    from nxdpp.schedules.view.picture import write_picture
+
+    try:
+        write_picture(title, timeline, legend, file)
+    except ImportError:
+        raise ValueError(
+            "--svg draws with matplotlib, which is not installed: pip install 'nxdpp[pictures]'."
+        ) from None
+    except OSError as error:
+        raise ValueError(f"--svg: {file} cannot be written: {error.strerror}") from None
 
 
 def _schedule(options: argparse.Namespace) -> tuple[str, Schedule]:

@@ -17,15 +17,13 @@ from rich.console import Console
 from rich.text import Text
 
 from nxdpp.schedules.simulate import Timeline
-from nxdpp.schedules.view.axis import Axis, number, tick_step
+from nxdpp.schedules.view.axis import number, tick_step
 from nxdpp.schedules.view.labels import INK, NAMES, Labels, shade
 
 # The shortest action is as wide as its label. Two limits, in labels: the mean width of an action, and the width of a
 # row for each action of all ranks. The second one bounds long transfers.
 _MEAN_WIDTH = 4
 _BUBBLE_WIDTH = 20
-
-TIME = Axis("time", "time: in the unit of the given times")
 
 
 @dataclass(frozen=True)
@@ -38,16 +36,16 @@ class _Piece:
     style: str = "dim"
 
 
-def draw(timeline: Timeline, width: int, *, axis: Axis = TIME, like: Timeline | None = None) -> Text:
+def draw(timeline: Timeline, width: int, legend: str) -> Text:
     """Return the timeline in lines of at most ``width`` columns; a width under 40 may be passed.
 
-    A label is whole, or only its letter. Actions without a column are counted in the legend. A column has the same
-    time as in the drawing of ``like``, a timeline of the same actions, if given.
+    ``legend`` has the unit of the times in words. A label is whole, or only its letter. Actions without a column are
+    counted in the legend.
     """
     labels = Labels(timeline.spans)
-    scale = (1 + labels.widest) / _unit(timeline if like is None else like)
-    drawing = _Drawing(timeline, labels, scale, width, axis)
-    text = _joined([*_legend(labels), *drawing.remarks(), Text(axis.legend)], width)
+    scale = (1 + labels.widest) / _unit(timeline)
+    drawing = _Drawing(timeline, labels, scale, width)
+    text = _joined([*_legend(labels), *drawing.remarks(), Text(legend)], width)
     for block in range(drawing.blocks):
         text.append("\n")
         drawing.append_block(text, block)
@@ -57,14 +55,14 @@ def draw(timeline: Timeline, width: int, *, axis: Axis = TIME, like: Timeline | 
 class _Drawing:
     """The rows of a timeline, cut into blocks that begin at a tick of the axis."""
 
-    def __init__(self, timeline: Timeline, labels: Labels, scale: float, width: int, axis: Axis) -> None:
+    def __init__(self, timeline: Timeline, labels: Labels, scale: float, width: int) -> None:
         self._scale = scale
         self._cell = cell = 1 + labels.widest
         self._rows = [list(self._pieces(timeline, labels, rank)) for rank in range(len(timeline.spans))]
         self._columns = max(1, self._column(timeline.makespan))
-        head = max(len(axis.unit), len(f"rank {len(self._rows) - 1}")) + 2
+        head = len(f"rank {len(self._rows) - 1}") + 2
         self._heads = [f"rank {rank}".ljust(head) for rank in range(len(self._rows))]
-        self._head = axis.unit.ljust(head)
+        self._head = "time".ljust(head)
         self._step = tick_step(timeline.makespan, scale, 1, 2)
         # A label may go beyond the end of its block, unless all actions begin in whole cells.
         even = all(piece.start % cell == 0 for row in self._rows for piece in row if piece.label)

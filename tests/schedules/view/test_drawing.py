@@ -10,17 +10,16 @@ from rich.console import Console
 
 from nxdpp.schedules.families.registry import FAMILIES
 from nxdpp.schedules.simulate import Timeline, simulate
-from nxdpp.schedules.view.axis import Axis
 from nxdpp.schedules.view.drawing import draw
 from nxdpp.schedules.view.labels import Labels
 
-AXIS = Axis("time", "time: a rank's forward takes 1")
+LEGEND = "time: a rank's forward takes 1"
 
 
 def _lines(timeline: Timeline, width: int) -> list[str]:
     """Return the lines on a terminal of this width."""
     console = Console(file=io.StringIO(), width=width, force_terminal=False)
-    console.print(draw(timeline, width, axis=AXIS))
+    console.print(draw(timeline, width, LEGEND))
     return console.file.getvalue().splitlines()  # type: ignore[attr-defined, no-any-return]  # a StringIO
 
 
@@ -153,7 +152,7 @@ def test_times_of_zero() -> None:
     ("name", "chunks", "colours"), [("1f1b", 1, 2), ("zb-h1", 1, 3), ("interleaved", 4, 8), ("zb-v", 2, 6)]
 )
 def test_each_kind_and_chunk_has_its_own_colour(name: str, chunks: int, colours: int) -> None:
-    text = draw(simulate(FAMILIES[name].build(4, 8, chunks)), 100)
+    text = draw(simulate(FAMILIES[name].build(4, 8, chunks)), 100, LEGEND)
 
     styles = {str(span.style) for span in text.spans if span.start > text.plain.index("rank 0")}
 
