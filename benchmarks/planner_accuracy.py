@@ -1,14 +1,13 @@
-"""Predictions of the planner next to measured layouts of a Llama over 2 and 4 ranks of this machine.
+"""Predictions of the planner next to measured layouts of a Llama over the cores of this machine.
 
-    python benchmarks/planner_accuracy.py                               # about 10 minutes on 2 idle cores
+    python benchmarks/planner_accuracy.py                               # about 5 minutes on 2 idle cores
     python benchmarks/planner_accuracy.py --few                         # 11 layouts, a third of the time
-    taskset -c 0 python benchmarks/planner_accuracy.py                  # a machine of another kind: all ranks on a core
     python benchmarks/planner_accuracy.py --published                   # only the runs of others, half a minute
     python benchmarks/planner_accuracy.py --write benchmarks/results/planner.md  # also writes the tables into the page
 
 ``costs="measured"`` times single operations, collectives and the layers of the model; then each layout is predicted,
-and then measured. The ranks are processes by gloo with OMP_NUM_THREADS threads (1), each kept on a core; 4 ranks share
-2 cores freely. Times need an idle machine, memory does not.
+and then measured, of as many ranks as the machine has cores. The ranks are processes by gloo with OMP_NUM_THREADS
+threads (1), each kept on a core. Times need an idle machine, memory does not.
 """
 
 import argparse
@@ -67,11 +66,12 @@ def measured_blocks(options: argparse.Namespace) -> dict[str, str]:
         os.environ["XDG_CACHE_HOME"] = cache
         machine = measured_machine("cpu")
         print(describe_machine(machine), flush=True)
+        layouts = [each for each in LAYOUTS if each.devices <= (machine.cores or 1)]
         rows = compare(
-            LAYOUTS[::_FEW] if options.few else LAYOUTS, SHAPE, machine, options.rounds, options.steps, machine
+            layouts[::_FEW] if options.few else layouts, SHAPE, machine, options.rounds, options.steps, machine
         )
     parts = (session, describe_machine(machine), figures_table(rows), rows_table(rows))
-    return {"accuracy" if machine.about["cores"] > 1 else "accuracy of one core": "\n\n".join(parts)}
+    return {"accuracy": "\n\n".join(parts)}
 
 
 def compare(
@@ -105,7 +105,7 @@ def predict_all(
     layers_of: KeptMachine | None = None,
     autocast: torch.dtype | None = None,
 ) -> list[Prediction]:
-    """Return the prediction of each layout; its devices are ranks that share the cores of ``machine``."""
+    """Return the prediction of each layout; its devices are cores of ``machine``."""
     with torch.device("meta"):
         model = LlamaForCausalLM(shape.config())
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -114,7 +114,7 @@ def predict_all(
     costs = {
         ranks: ModelCosts(
             model,
-            Machine(ranks, memory // ranks, machine.device, link=link, host_link=link, cores=machine.cores),
+            Machine(ranks, memory // ranks, machine.device, link=link, host_link=link),
             job,
             layers_of,
             autocast=autocast,

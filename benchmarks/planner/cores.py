@@ -1,7 +1,7 @@
 """One processor core for each rank, where there are enough.
 
 The kernel may keep two ranks that wake each other on one core for seconds, while another core is idle. A step then
-takes twice as long, by chance. The planner has a core for each device. Ranks that share cores take the next free one.
+takes twice as long, by chance. The planner has a core for each device.
 """
 
 import os

@@ -106,8 +106,6 @@ class Machine:
         hosts: number of hosts.
         link: between two devices of a host.
         host_link: between two devices of different hosts: the rate of one device.
-        cores: processor cores of all hosts that the ranks share; ``None`` where each rank has a device of its own.
-            Collectives of ranks on shared cores take their time from computations, so nothing hides them.
 
     Raises ``ValueError`` for numbers below 1, and for devices that the hosts cannot share equally.
     """
@@ -118,7 +116,6 @@ class Machine:
     hosts: int = 1
     link: Link = field(default_factory=lambda: Link(400e9))
     host_link: Link = field(default_factory=lambda: Link(50e9, 20e-6))
-    cores: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("devices", "memory", "hosts"):

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from nxdpp.counted import counted
 from nxdpp.ground.torch_names import pytree
 from nxdpp.planning.dtypes import dtype_named, dtype_of, name_of
 from nxdpp.planning.layout import Layout
@@ -44,7 +45,6 @@ def plan(
     inputs: Inputs | None = None,
     transformer_layer_cls: Any | None = None,
     tensor_plan: Mapping[str, str] | None = None,
-    cores: int | None = None,
     best: int = 10,
 ) -> Plan:
     """Return the layouts of a job with the shortest steps that fit into the memory of a device; not collective.
@@ -85,8 +85,6 @@ def plan(
         transformer_layer_cls: class, or name of a class, of the layers, or a list of these. By default as in
             ``PipelineConfig``.
         tensor_plan: ``plan`` of ``tensor_parallelize`` for tensor-parallel sizes above 1.
-        cores: processor cores of all hosts that the ranks share, for ranks on a CPU. ``None`` where each has a device
-            of its own, and by default the measured ones.
         best: number of predictions.
 
     Raises:
@@ -109,7 +107,11 @@ def plan(
             raise ValueError("a DeviceSpeed is measured with costs='measured': name a device, such as device='cpu'.")
         kept = measured_machine(named.kind, devices // max(hosts, 1))
         named, link, name = kept.device, link or kept.link, kept.about["device"]
-        cores = cores or (kept.cores and kept.cores * hosts)
+        if kept.cores is not None and devices > kept.cores * hosts:
+            raise ValueError(
+                f"devices={devices} on {counted(hosts, 'host')} like this machine share cores: it has those of "
+                f"{counted(kept.cores, 'rank')}. Plan for at most {kept.cores * hosts} devices."
+            )
     found_device = named.with_data_sheet(
         None if peak is None else flops_of(peak, "peak"), None if bandwidth is None else rate_of(bandwidth, "bandwidth")
     )
@@ -120,11 +122,10 @@ def plan(
         hosts,
         _link(link or "400GB/s", "link", 5e-6),
         _link(host_link, "host_link", 20e-6),
-        cores,
     )
     job = Job(global_batch, _inputs(model, inputs, seq_length))
-    counted = ModelCosts(model, machine, job, kept, transformer_layer_cls, tensor_plan, wanted, summed)
-    found = search(counted, fixed, best) if layouts is None else rank_layouts(counted, layouts, best)
+    model_costs = ModelCosts(model, machine, job, kept, transformer_layer_cls, tensor_plan, wanted, summed)
+    found = search(model_costs, fixed, best) if layouts is None else rank_layouts(model_costs, layouts, best)
     return Plan(
         type(model).__name__,
         devices,
@@ -135,7 +136,7 @@ def plan(
         found.predicted,
         found.too_large,
         found.refused,
-        name_of(counted.dtype),
+        name_of(model_costs.dtype),
         name,
         _shapes(job.inputs(1)),
         tensor_plan,

@@ -18,7 +18,7 @@ from nxdpp.planning.stage_costs import (
     stage_costs,
     stage_ends,
 )
-from nxdpp.planning.step_times import RankTimes, built, shares_cores, split_share, step_times, whole_makespan
+from nxdpp.planning.step_times import RankTimes, built, split_share, step_times
 from nxdpp.schedules.families.registry import find_family
 
 
@@ -108,7 +108,8 @@ def predict(
         costs: costs of the model.
         layout: the layout.
         ends: number of layers up to the end of each stage. By default chosen for the least work of the slowest stage.
-        shorten: simulate few microbatches where the times of more are affine in their number (``schedules/steady``).
+        shorten: simulate few microbatches and extend the times: once each rank repeats
+            its steady actions, they are affine in the number of microbatches.
         limit: bytes of a device. By default the memory does not matter.
 
     Raises:
@@ -149,11 +150,8 @@ def predict(
         raise TooLargeError(max(rank.total for rank in memory))
     # Times.
     times = times_of(more)
-    if share and shares_cores(machine):
+    if share:
         times = [a.beyond(b, share) for a, b in zip(times, times_of(few), strict=True)]
-    elif share:
-        makespan = whole_makespan(machine, layout, microbatches, stages, of_stages, sizes)
-        times = [rank.of_whole(microbatches / more, makespan) for rank in times]
     cuts = [model.layers[end - 1].layer for end in ends[:-1]]
     sent = _sent(ExchangeTimes(machine, layout, sizes), layout, microbatches, stages, states)
     return Prediction(layout, cuts, microbatches, times, memory, sent, model.estimated)
@@ -162,7 +160,7 @@ def predict(
 def _simulated_counts(layout: Layout, microbatches: int) -> tuple[int, int]:
     """Return two numbers of microbatches that differ by a group of them; the second is ``microbatches`` if few."""
     ranks = layout.pipeline
-    more = 4 * ranks + microbatches % ranks
+    more = 6 * ranks + microbatches % ranks
     return (more - ranks, more) if more < microbatches else (microbatches, microbatches)
 
 

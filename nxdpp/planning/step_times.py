@@ -13,8 +13,6 @@ from nxdpp.schedules.actions import ActionKind, Schedule
 from nxdpp.schedules.execution import Times, run_in_order
 from nxdpp.schedules.families.registry import find_family
 from nxdpp.schedules.placement import Placement
-from nxdpp.schedules.shared_execution import shared_run
-from nxdpp.schedules.steady import steady_makespan
 
 
 def pipeline_link(machine: Machine, layout: Layout, source: int, destination: int) -> Link:
@@ -63,12 +61,6 @@ class RankTimes:
         """Seconds of the schedule."""
         return self.compute + self.tensor + self.bubble + self.exchange
 
-    def of_whole(self, more: float, makespan: float) -> "RankTimes":
-        """Return this for ``more`` times the microbatches, with the schedule's ``makespan`` for them."""
-        compute, tensor, exchange = more * self.compute, more * self.tensor, more * self.exchange
-        bubble = max(makespan - compute - tensor - exchange, 0.0)
-        return replace(self, compute=compute, tensor=tensor, exchange=exchange, bubble=bubble)
-
     def beyond(self, fewer: "RankTimes", share: float) -> "RankTimes":
         """Return this + ``share`` * (this - ``fewer``) for what each microbatch adds."""
         return replace(
@@ -113,8 +105,7 @@ def step_times(
     alone = times_of(machine, layout, stages, placement, split)
     times = with_exchanges(alone, exchanges, layout, of_stages, split)
     extra = [_length(times, stage) - _length(alone, stage) for stage in range(len(stages))]
-    ends, firsts, lasts, busy = _run(machine, layout, schedule, times, microbatches)
-    slowdown = 1.0 if machine.cores is None else max(machine.devices / machine.cores, 1.0)
+    ends, firsts, lasts, busy = _run(layout, schedule, times, microbatches)
     makespan = max(ends)
     delay = exchanges.gather_delay(firsts, of_stages)
     trained = {stage: float(state.gradients) for stage, state in enumerate(of_stages)}
@@ -122,9 +113,9 @@ def step_times(
     for rank, end in enumerate(ends):
         tensor = microbatches * sum(stages[stage].tensor_seconds for stage in placement.stages_of(rank))
         exchange = microbatches * sum(extra[stage] for stage in placement.stages_of(rank))
-        averaged = end + slowdown * (exchanges.reduced_end(lasts[rank], trained, end) - end)
-        optimizer = slowdown * _optimizer_seconds(machine, layout, states[rank], sizes)
-        average = max(averaged - makespan, 0.0) + slowdown * (exchanges.after_schedule(states[rank].gradients) + delay)
+        averaged = exchanges.reduced_end(lasts[rank], trained, end)
+        optimizer = _optimizer_seconds(machine, layout, states[rank], sizes)
+        average = max(averaged - makespan, 0.0) + exchanges.after_schedule(states[rank].gradients) + delay
         bubble = max(makespan - busy[rank], 0.0)
         found.append(RankTimes(busy[rank] - tensor - exchange, tensor, bubble, exchange, average, optimizer))
     return found
@@ -136,21 +127,9 @@ def _length(times: Times, stage: int) -> float:
 
 
 def _run(
-    machine: Machine, layout: Layout, schedule: Schedule, times: Times, microbatches: int
+    layout: Layout, schedule: Schedule, times: Times, microbatches: int
 ) -> tuple[list[float], list[Spans], list[Spans], list[float]]:
     """Run ``schedule`` in simulated time. Return end, first forwards, last backwards and busy seconds of each rank."""
-    if shares_cores(machine):
-        assert machine.cores is not None
-        spans = shared_run(schedule, times, machine.cores / (layout.tensor * layout.data)).spans
-        shared_firsts: list[Spans] = [
-            {each.action.stage: (each.start, each.end) for each in reversed(rank) if each.action.kind is _FORWARD}
-            for rank in spans
-        ]
-        shared_lasts: list[Spans] = [
-            {each.action.stage: (each.start, each.end) for each in rank if each.action.kind in _LAST} for rank in spans
-        ]
-        shared_busy = [sum(each.end - each.start for each in rank) for rank in spans]
-        return [rank[-1].end for rank in spans], shared_firsts, shared_lasts, shared_busy
     starts = run_in_order(schedule, len(times.forward), microbatches, times)
     lengths = times.lengths
     full = lengths[ActionKind.BACKWARD]
@@ -174,28 +153,6 @@ def _run(
         lasts.append(own)
         busy.append(microbatches * sum(times.forward[stage] + full[stage] for stage in own))
     return ends, firsts, lasts, busy
-
-
-def shares_cores(machine: Machine) -> bool:
-    """Return whether several ranks share a processor core."""
-    return machine.cores is not None and machine.devices > machine.cores
-
-
-def whole_makespan(
-    machine: Machine,
-    layout: Layout,
-    microbatches: int,
-    stages: Sequence[StageCosts],
-    of_stages: Sequence[RankState],
-    sizes: Itemsizes,
-) -> float:
-    """Return the seconds of the schedule of many microbatches, where no ranks share a core."""
-    family = find_family(layout.schedule)
-    placement = family.placement(layout.pipeline, layout.chunks)
-    split = is_split(built(layout.schedule, layout.pipeline, 2 * layout.pipeline, layout.chunks))
-    times = times_of(machine, layout, stages, placement, split)
-    times = with_exchanges(times, ExchangeTimes(machine, layout, sizes), layout, of_stages, split)
-    return steady_makespan(family, layout.pipeline, microbatches, layout.chunks, times)
 
 
 def times_of(

@@ -12,7 +12,7 @@ from nxdpp.planning.stage_costs import Itemsizes, RankState
 
 # 1 byte a second and no latency: seconds are sent bytes.
 MACHINE = Machine(2, 10**9, DEVICES["h100"], link=Link(1.0, 0.0))
-CORES = replace(MACHINE, cores=2)
+CORES = replace(MACHINE, device=DEVICES["cpu"])
 HALF = Itemsizes(2, 4)
 STATE = RankState(100, 200, 200, 400, 1200, unit=50)
 

@@ -182,19 +182,22 @@ def test_ranks_are_at_most_the_devices_of_a_host(
     assert neighbours == [63, 3, 1]
 
 
-def test_all_hosts_have_the_measured_cores(again: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_ranks_that_would_share_cores_are_refused(
+    again: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(2), raising=False)
     monkeypatch.setattr(KeptMachine, "factors", lambda *_: [[1.0, 1.0]] * 4)
 
-    def seconds(hosts: int, **options: Any) -> float:
-        job: dict[str, Any] = {"devices": 4 * hosts, "hosts": hosts, "global_batch": 8 * hosts, "link": "1GB/s"}
-        found = nxdpp.plan(Stack(), inputs=INPUTS, layouts=[Layout(data=4 * hosts)], **job, **CPU, **options)
-        return found.first.times[0].compute
+    def plan(devices: int, hosts: int) -> Plan:
+        job: dict[str, Any] = {"devices": devices, "hosts": hosts, "global_batch": 8, "link": "1GB/s"}
+        layouts = [Layout(data=devices)]
+        return nxdpp.plan(Stack(), inputs=INPUTS, layouts=layouts, costs="measured", **job, **CPU)
 
-    assert seconds(1, costs="measured") == seconds(2, costs="measured")
-    assert seconds(1, costs="measured") == seconds(1, costs="measured", cores=2)
+    with pytest.raises(ValueError, match=r"devices=8 on 2 hosts .* those of 2 ranks\. Plan for at most 4 devices"):
+        plan(8, 2)
+    assert plan(4, 2).first.times[0].compute > 0
 
 
 def test_a_plan_names_the_measured_device(again: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
