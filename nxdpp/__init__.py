@@ -66,7 +66,7 @@ Modules::
 
 import os
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 # pipeline, schedules and tracing are links here. Git without core.symlinks and many programs that unpack a zip write a
 # link as a text file: the folders are then found where the links point.
@@ -79,7 +79,6 @@ from nxdpp import nnscaler as nnscaler
 from nxdpp import oslo as oslo
 from nxdpp import pipeline as pipeline
 from nxdpp import schedules as schedules
-from nxdpp import upward
 from nxdpp import utils as utils
 from nxdpp.late_names import late_names
 
@@ -152,26 +151,3 @@ else:
 
     # Type checkers do not see this ``__getattr__``, so they report names that do not exist.
     __getattr__, __dir__ = late_names(__name__, [*__all__, *_PACKAGES, "__version__"], _module_with)
-
-
-def _save_pretrained(model: Any, directory: str | os.PathLike[str]) -> None:
-    from nxdpp.checkpoint.huggingface.save import save_pretrained
-
-    save_pretrained(model, directory)
-
-
-def _move_model_to_device(model: Any, device: Any) -> None:
-    from nxdpp.tensor.move_model_to_device import move_model_to_device
-
-    move_model_to_device(model, device)
-
-
-def _generate(pipeline: Any, inputs: Any, num_microbatches: int, arguments: Any) -> Any:
-    from nxdpp.generation.generate import generate
-
-    return generate(pipeline, inputs, num_microbatches, arguments)
-
-
-upward.generate = _generate
-upward.save_pretrained = _save_pretrained
-upward.move_model_to_device = _move_model_to_device

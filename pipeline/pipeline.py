@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from nxdpp import upward
 from nxdpp.agreement.exchange import ReplicaExchanges
 from nxdpp.agreement.last_used import LastUsed
 from nxdpp.gradients.gradient_norm import clip_grad_norm, dtype_of_norm
@@ -496,7 +495,9 @@ class Pipeline:
 
     def generate(self, *positional: Any, num_microbatches: int = 1, **arguments: Any) -> Any:
         """Generate tokens as ``NxDPPModel.generate``; collective over the ranks of a pipeline."""
-        return upward.generate(self, positional, num_microbatches, arguments)
+        from nxdpp.generation.generate import generate
+
+        return generate(self, positional, num_microbatches, arguments)
 
     def materialise(self) -> None:
         """Give initial weights to this rank's tensors on the meta device; not collective.

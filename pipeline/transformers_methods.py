@@ -6,7 +6,6 @@ from typing import Any
 
 from torch import nn
 
-from nxdpp import upward
 from nxdpp.pipeline.activation_checkpoint import CheckpointedModel, apply_checkpoint, is_checkpointed, remove_checkpoint
 
 # Arguments with which apply_checkpoint recomputes.
@@ -27,7 +26,7 @@ _SAVE = {
 
 
 def save_directory_of(
-    model: nn.Module, directory: str | os.PathLike[str], positional: Sequence[Any], arguments: Mapping[str, Any]
+    model: Any, directory: str | os.PathLike[str], positional: Sequence[Any], arguments: Mapping[str, Any]
 ) -> None:
     """Call ``nxdpp.save_pretrained(model, directory)``. Raises ``ValueError`` for arguments of another save."""
     if positional:
@@ -42,7 +41,9 @@ def save_directory_of(
             f"save_pretrained of a pipelined model writes the weights of all ranks, in files of at most 1 GB, and has "
             f"no {', '.join(others)}. Leave it out. To push, upload the directory from one process afterwards."
         )
-    upward.save_pretrained(model, directory)
+    from nxdpp.checkpoint.huggingface.save import save_pretrained
+
+    save_pretrained(model, directory)
 
 
 def enable_checkpointing(

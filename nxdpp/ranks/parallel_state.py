@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from nxdpp import upward
 from nxdpp.devices.kinds import device_of, kind_of
 from nxdpp.ranks import current_state, group_getters, launch, rank_getters
 from nxdpp.ranks.current_state import DebugState
@@ -33,7 +32,6 @@ from nxdpp.ranks.known_keywords import knows_its_keywords
 from nxdpp.ranks.process_groups import ProcessGroups, build_groups
 from nxdpp.ranks.rank_getters import *  # noqa: F403  # all getters are names of this module
 from nxdpp.ranks.rank_mesh import DIMENSIONS, RankMesh, checked_order
-from nxdpp.ranks.said_once import hide_bars, say_once, show_bars
 from nxdpp.ranks.start_checks import check_ones, check_same, check_sizes, checked_folder, checked_shard_size
 
 
@@ -130,9 +128,6 @@ def initialize_model_parallel(
     store = launch.start_world(own_device, timeouts) if started_world else launch.join_world(own_device)
     if world_size > 1:
         failure_watch.start(store, timeouts)
-        say_once(store)
-        if dist.get_rank() > 0:
-            hide_bars()
     with failure_watch.reported():
         current_state.replace(build_groups(rank_mesh, started_world, own_device, store, timeouts, shard_size))
     board.is_compiling = device_of(own_device).is_compiling
@@ -224,14 +219,15 @@ def destroy_model_parallel() -> None:
     state = current_state.running()
     current_state.replace(None)
     failure_watch.stop()
-    show_bars()
     if isinstance(state, ProcessGroups):
         state.destroy()
 
 
 def move_model_to_device(model: torch.nn.Module, device: torch.device | str | int) -> None:
     """Move ``model`` to ``device``, as ``parallel_layers.move_model_to_device``, which the API guide lists here."""
-    upward.move_model_to_device(model, device)
+    from nxdpp.tensor import move_model_to_device as tensor
+
+    tensor.move_model_to_device(model, device)
 
 
 # For other packages of nxdpp; not public.

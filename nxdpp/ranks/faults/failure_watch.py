@@ -23,7 +23,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]  # public, tho
 
 from nxdpp.ranks.faults.board import board
 from nxdpp.ranks.faults.ending_process import sentence_of, tell_launcher
-from nxdpp.ranks.faults.mistakes import add_note, fold
+from nxdpp.ranks.faults.mistakes import add_note
 from nxdpp.ranks.faults.rank_watch import RankWatch
 from nxdpp.ranks.faults.timeouts import NO_LIMITS, Timeouts
 
@@ -179,7 +179,6 @@ def _at_exit() -> None:
 
     def print_error() -> None:
         if passing is not None:
-            fold(passing)
             traceback.print_exception(passing)
 
     if watch.report(error):

@@ -7,18 +7,15 @@ A note follows the traceback of an error that ends the program::
     loss.item() before the last rank  'NoneType' object has no attribute 'item'
     AdamW([trained parameters])       optimizer got an empty parameter list
     DataParallel(model).run_train()   'DataParallel' object has no attribute 'run_train'
-
-An error in a model's forward is printed without the frames between the program's call and the model's code.
 """
 
 import sys
-from collections.abc import Iterator
-from types import TracebackType
+from traceback import walk_tb
+from types import FrameType, TracebackType
 
 import torch
 from torch import nn
 
-from nxdpp.counted import counted
 from nxdpp.ranks.faults.board import TRAINING_STEPS, board
 
 _RAN_BACKWARD = (
@@ -46,7 +43,7 @@ _is_installed = False
 
 
 def install() -> None:
-    """Let ``sys.excepthook`` add notes to the errors that it prints, and fold their frames, from now on."""
+    """Let ``sys.excepthook`` add notes to the errors that it prints, from now on."""
     global _is_installed
     if _is_installed:
         return
@@ -55,8 +52,7 @@ def install() -> None:
 
     def print_with_note(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         add_note(error)
-        fold(error)
-        previous(kind, error, error.__traceback__)
+        previous(kind, error, trace)
 
     sys.excepthook = print_with_note
 
@@ -109,8 +105,7 @@ def _of_empty_list(error: ValueError) -> str | None:
     """Note on an optimizer over chosen parameters, of which this rank has none."""
     if len(board.members.get("pipeline", ())) < 2:
         return None
-    *_, last = _traces(error.__traceback__)
-    made = type(last.tb_frame.f_locals.get("self")).__name__
+    made = type(_last_frame(error).f_locals.get("self")).__name__
     return (
         f"this rank has layers without such a parameter, as frozen ones, and an optimizer takes a group that is empty. "
         f'Write on every rank: {made}([{{"params": [p for p in model.parameters() if p.requires_grad]}}], ...)'
@@ -123,42 +118,10 @@ def _of_lacking_loss() -> str | None:
 
 def _is_of_program(error: BaseException) -> bool:
     """Return whether ``error`` was raised in code that is of no library known here."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    return trace is not None and trace.tb_frame.f_globals.get("__name__", "").partition(".")[0] not in _LIBRARIES
+    return _last_frame(error).f_globals.get("__name__", "").partition(".")[0] not in _LIBRARIES
 
 
-_GENERATED = "<eval_with_key>"
-
-
-def fold(error: BaseException) -> None:
-    """Leave the frames of nxdpp out of the traceback of ``error``, if code of a model raised it."""
-    traces = list(_traces(error.__traceback__))
-    # A graph of torch.fx may be the program's own.
-    is_of_stage = any(map(_is_generated, traces)) and any(map(_is_of_nxdpp, traces))
-    if not is_of_stage or _is_of_nxdpp(traces[-1]):
-        return
-    kept = [trace for trace in traces if not _is_of_nxdpp(trace) and not _is_generated(trace)]
-    folded = None
-    for trace in reversed(kept):
-        folded = TracebackType(folded, trace.tb_frame, trace.tb_lasti, trace.tb_lineno)
-    error.__traceback__ = folded
-    # The place in the pipeline stays the last line.
-    left_out = counted(len(traces) - len(kept), "frame of nxdpp is", "frames of nxdpp are")
-    notes = [f"nxdpp: {left_out} left out of the traceback."]
-    error.__notes__ = notes + getattr(error, "__notes__", [])
-
-
-def _traces(trace: TracebackType | None) -> Iterator[TracebackType]:
-    while trace is not None:
-        yield trace
-        trace = trace.tb_next
-
-
-def _is_generated(trace: TracebackType) -> bool:
-    return trace.tb_frame.f_code.co_filename.startswith(_GENERATED)
-
-
-def _is_of_nxdpp(trace: TracebackType) -> bool:
-    return str(trace.tb_frame.f_globals.get("__name__")).partition(".")[0] == "nxdpp"
+def _last_frame(error: BaseException) -> FrameType:
+    """Return the frame that raised ``error``."""
+    *_, (frame, _) = walk_tb(error.__traceback__)
+    return frame
