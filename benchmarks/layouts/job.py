@@ -7,10 +7,11 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from nxdpp.devices.collective_bytes import least_sent
-from nxdpp.planning.dimensions import divided
-from nxdpp.planning.layout import Dimensions
-from nxdpp.planning.stage_summary import StageSummary, summarise_stages
-from nxdpp.schedules.chosen import ChosenSchedule
+from nxdpp.planning import layout as planned_layout
+from nxdpp.planning.configured_model import microbatch_on_meta
+from nxdpp.planning.machine import DEVICES, Job, Machine
+from nxdpp.planning.model_costs import ModelCosts
+from nxdpp.planning.predict import Prediction, predict
 
 FLOAT = 4
 
@@ -75,19 +76,27 @@ class Shape(NamedTuple):
 
 
 @cache
-def plan(layout: Layout, shape: Shape) -> list[StageSummary]:
-    """Return what ``python -m nxdpp plan`` prints of the layout."""
+def plan(layout: Layout, shape: Shape) -> Prediction:
+    """Return the prediction of the layout, whose stages have equal numbers of layers."""
     with torch.device("meta"):
         model = LlamaForCausalLM(shape.config())
-    ids = torch.empty(shape.batch, shape.length, dtype=torch.int64, device="meta")
-    inputs = {"input_ids": ids, "labels": ids}
-    sizes = Dimensions(layout.tensor, layout.data, int(layout.zero1), layout.sequence)
-    with divided(model, sizes):
-        schedule = ChosenSchedule(None, layout.pipeline, shape.microbatches, 1)
-        return summarise_stages(model, inputs, schedule, sizes=sizes)
+    samples = shape.batch * shape.microbatches * layout.data
+    job = Job(samples, lambda size: microbatch_on_meta(model, size, shape.length))
+    costs = ModelCosts(model, Machine(layout.ranks, 2**40, DEVICES["cpu"]), job)
+    wanted = planned_layout.Layout(
+        layout.tensor,
+        layout.pipeline,
+        layout.data,
+        microbatch=shape.batch,
+        zero=int(layout.zero1),
+        sequence=layout.sequence,
+    )
+    # The last stage has the head too.
+    ends = [shape.layers * (stage + 1) // layout.pipeline for stage in range(layout.pipeline)]
+    return predict(costs, wanted, [*ends[:-1], shape.layers + 1], shorten=False)
 
 
-def least_bytes(layout: Layout, shape: Shape, planned: StageSummary, stage: int) -> dict[str, float]:
+def least_bytes(layout: Layout, shape: Shape, planned: Prediction, stage: int) -> dict[str, float]:
     """Return the least bytes that a rank of ``stage`` sends in a step, by dimension.
 
     - pipeline: hidden states to the next stage, and their gradients to the stage before, of each microbatch; this
@@ -102,11 +111,11 @@ def least_bytes(layout: Layout, shape: Shape, planned: StageSummary, stage: int)
     tokens = shape.batch * shape.length * FLOAT
     states = tokens * shape.hidden
     sent_states = states / layout.tensor if layout.sequence else states
-    layers = len(planned.layers)
+    layers = shape.layers * (stage + 1) // layout.pipeline - shape.layers * stage // layout.pipeline
     reduced = states * (4 * layers + is_first + is_last) + tokens * 3 * is_last
     norms = 2 * layers * shape.hidden * FLOAT if layout.sequence else 0
     return {
         "pipeline": shape.microbatches * sent_states * ((not is_first) + (not is_last)),
         "tensor": least_sent("all_reduce", shape.microbatches * reduced + norms, layout.tensor),
-        "data": least_sent("all_reduce", planned.state.gradients, layout.data),
+        "data": least_sent("all_reduce", planned.memory[stage].gradients, layout.data),
     }

@@ -8,7 +8,8 @@ from benchmarks.layouts.hidden import Case, Steps, summary
 from benchmarks.layouts.job import Layout, Shape, least_bytes, plan
 from benchmarks.layouts.step import DIMENSIONS, Measured
 from benchmarks.report import markdown_table
-from nxdpp.planning.stage_summary import StageSummary
+from nxdpp.planning.predict import Prediction
+from nxdpp.planning.rank_memory import RankMemory
 
 LAYOUT = "tensor x pipeline x data"
 BYTES = (
@@ -30,46 +31,46 @@ TIMES = (
 Row = Sequence[str]
 
 
-def bytes_row(layout: Layout, shape: Shape, stage: int, summary: StageSummary, measured: Measured) -> Row:
+def bytes_row(layout: Layout, shape: Shape, stage: int, planned: Prediction, measured: Measured) -> Row:
     """Return the row of a rank's sent bytes, in KB."""
-    least = least_bytes(layout, shape, summary, stage)
+    least = least_bytes(layout, shape, planned, stage)
     assert not measured.sent["other"], "groups of no dimension send no numbers"
     return [
         str(layout),
         str(stage),
-        f"{_kb(least['tensor'])}, {_kb(summary.traffic.tensor)}, {_kb(measured.sent['tensor'])}",
+        f"{_kb(least['tensor'])}, {_kb(planned.sent[stage].tensor)}, {_kb(measured.sent['tensor'])}",
         f"{measured.messages.get('tensor', 0)}",
         *(f"{_kb(least[dimension])}, {_kb(measured.sent[dimension])}" for dimension in DIMENSIONS[:2]),
     ]
 
 
-def memory_row(layout: Layout, stage: int, summary: StageSummary, measured: Measured) -> Row:
+def memory_row(layout: Layout, stage: int, memory: RankMemory, measured: Measured) -> Row:
     """Return the row of a rank's memory, in KB."""
-    state = summary.state
     kept = measured.parameters + measured.optimizer
     peak = kept + max(measured.peak, measured.gradients + measured.optimizer_peak)
     return [
         str(layout),
         str(stage),
-        f"{_kb(state.weights)}, {_kb(measured.parameters)}",
-        f"{_kb(state.optimizer)}, {_kb(measured.optimizer)}",
-        f"{_kb(state.gradients)}, {_kb(measured.gradients)}",
-        f"{_kb(summary.peak_activations)}, {_kb(measured.peak - measured.gradients)}",
+        f"{_kb(memory.weights)}, {_kb(measured.parameters)}",
+        f"{_kb(memory.optimizer)}, {_kb(measured.optimizer)}",
+        f"{_kb(memory.gradients)}, {_kb(measured.gradients)}",
+        f"{_kb(memory.activations)}, {_kb(measured.peak - measured.gradients)}",
         _kb(measured.optimizer_peak),
-        f"{_kb(summary.memory)}, {_kb(peak)}",
-        f"{peak / summary.memory:.3f}",
+        f"{_kb(memory.total)}, {_kb(peak)}",
+        f"{peak / memory.total:.3f}",
     ]
 
 
 def layout_rows(layout: Layout, shape: Shape, ranks: Sequence[Measured]) -> list[tuple[Row, Row]]:
     """Return the rows of bytes and of memory for each stage: of its rank that sends, or holds, the most."""
     found = []
-    for stage, planned in enumerate(plan(layout, shape)):
+    planned = plan(layout, shape)
+    for stage, memory in enumerate(planned.memory):
         of_stage = [rank for rank in ranks if rank.stage == stage]
         sends_most = max(of_stage, key=lambda rank: sum(rank.sent.values()))
         holds_most = max(of_stage, key=lambda rank: rank.peak)
         found.append(
-            (bytes_row(layout, shape, stage, planned, sends_most), memory_row(layout, stage, planned, holds_most))
+            (bytes_row(layout, shape, stage, planned, sends_most), memory_row(layout, stage, memory, holds_most))
         )
     return found
 

@@ -1,23 +1,16 @@
-"""``python -m nxdpp plan``: the stages of a given layout, or with ``--devices`` the best layouts of a job."""
+"""``python -m nxdpp plan``: the prediction of a given layout, or with ``--devices`` the best layouts of a job."""
 
 import argparse
 import json
-import math
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from nxdpp.devices import CUDA
 from nxdpp.planning.layout import ZERO_STAGES
-from nxdpp.planning.layout_options import DTYPES, LayoutOptions, configuration_file, layout_options
 from nxdpp.planning.machine import DEVICES
-from nxdpp.planning.search_command import add_search_arguments, check_no_search, run_search
+from nxdpp.planning.options import DTYPES, configuration_file, plan_arguments
 from nxdpp.schedules.families.registry import FAMILIES
 from nxdpp.schedules.view.output import whole_number
-
-if TYPE_CHECKING:
-    from nxdpp.planning.layout_report import LayoutResult
-    from nxdpp.planning.rank_summary import LayoutSummary
 
 _NUMBERS = {
     "--pipeline-parallel-size": "ranks of a pipeline",
@@ -34,9 +27,9 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     """Add the command to ``python -m nxdpp``."""
     parser = commands.add_parser(
         "plan",
-        help="print the best layouts of a job, or work and memory of each rank of one",
-        description="With --devices: search the layouts with the shortest steps. Without: print work and memory of "
-        "each rank of a pipeline and of its stages. No weights are allocated.",
+        help="print the best layouts of a job, or time and memory of each rank of one",
+        description="With --devices: search the layouts with the shortest steps. Without: predict the layout that is "
+        "given, rank by rank. No weights are allocated.",
     )
     parser.add_argument("config", metavar="CONFIG", type=Path, help="Hugging Face configuration file, or its folder")
     for flag, text in _NUMBERS.items():
@@ -44,17 +37,10 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument(
         "--schedule",
         metavar="NAME",
-        help=f"{', '.join(FAMILIES)}, or a CSV file of actions, one row per rank (1f1b; interleaved with several "
-        f"stages per rank)",
+        help=f"{', '.join(FAMILIES)} (1f1b; interleaved with several stages per rank)",
     )
-    parser.add_argument("--partition", choices=("even", "balanced"), default="even", help="choice of the cuts (even)")
-    parser.add_argument("--memory-limit", type=_gib, metavar="GIB", help="GiB of a rank, for --partition balanced")
     parser.add_argument(
-        "--device",
-        choices=(CUDA, *DEVICES),
-        default=CUDA,
-        help="device of the ranks: on cuda memory has communicators and messages (cuda; with --devices h100); names "
-        "of chips are for --devices",
+        "--device", choices=(CUDA, *DEVICES), default=CUDA, help="device of the ranks; cuda is h100 (cuda)"
     )
     parser.add_argument(
         "--dtype", metavar="NAME", help=f"dtype of the parameters, {', '.join(DTYPES)} (the constructor's: float32)"
@@ -71,90 +57,86 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     parser.add_argument("--details", action="store_true", help="also print the other figures, in tables of their own")
     parser.add_argument(
-        "--json", action="store_true", help="print all numbers as one JSON document, in bytes and FLOPs"
+        "--json", action="store_true", help="print all numbers as one JSON document, in bytes and seconds"
     )
-    add_search_arguments(parser)
+    _add_machine(parser)
     parser.set_defaults(run=run)
 
 
-def run(options: argparse.Namespace) -> None:
-    """Print the best layouts with ``--devices``, else the table of ranks.
+def _add_machine(parser: argparse.ArgumentParser) -> None:
+    """Add the options of a search, and of the machine."""
+    group = parser.add_argument_group("search and machine", "sizes given besides --devices fix a dimension")
+    group.add_argument("--devices", type=int, metavar="N", help="number of devices: search their layouts")
+    group.add_argument("--device-memory", metavar="SIZE", help="memory of a device, such as 80GB or 75GiB")
+    group.add_argument("--global-batch", type=int, metavar="N", help="samples of a step, all replicas together")
+    group.add_argument("--hosts", type=int, metavar="N", help="hosts with equal numbers of devices (1)")
+    group.add_argument("--link", metavar="RATE", help="rate of a device to another device of its host (400GB/s)")
+    group.add_argument("--host-link", metavar="RATE", help="rate of a device to a device of another host (50GB/s)")
+    group.add_argument("--peak", metavar="RATE", help="FLOPs a second of the device's data sheet, such as 989TFLOP/s")
+    group.add_argument("--bandwidth", metavar="RATE", help="rate of the device's memory, such as 3.35TB/s")
+    group.add_argument("--autocast", choices=("bfloat16",), help="float32 parameters, steps under torch.autocast")
+    group.add_argument(
+        "--gradient-dtype",
+        choices=("float32",),
+        help="gradients of half parameters add up in it, and are reduced in it",
+    )
+    group.add_argument(
+        "--measure",
+        action="store_true",
+        help="time this machine and the layers in the place of --device, of its kind, and keep the times in "
+        "~/.cache/nxdpp",
+    )
+    group.add_argument("--best", type=int, metavar="N", help="layouts to print (10)")
+    group.add_argument(
+        "--write",
+        type=Path,
+        metavar="FILE",
+        help="a .py file for the program of the best layout, or a .json file for the plan, for NxDPPModel.from_plan",
+    )
 
-    Raises ``ValueError`` for options that do not fit together, before torch is imported, and for options that do not
-    fit the model.
+
+def run(options: argparse.Namespace) -> None:
+    """Print the layouts, or with ``--json`` one document.
+
+    Raises ``ValueError`` for options that do not fit together, before torch is imported, and where no layout fits.
     """
     if options.json and options.details:
         raise ValueError("--json has all figures: leave --details out.")
-    if options.devices is not None:
-        run_search(options)
-        return
-    check_no_search(options)
-    given = layout_options(options)
+    arguments = plan_arguments(options)
     configuration_file(options.config)
-    result = plan_layout(options.config, given)
-    if options.json:
-        from nxdpp.planning.layout_json import as_json
+    from nxdpp.planning.configured_model import parts_without_inputs, read_configuration
+    from nxdpp.planning.dtypes import dtype_named, name_of
+    from nxdpp.planning.planner import plan
+    from nxdpp.planning.written.plan_table import as_json, show
+    from nxdpp.planning.written.program import program
 
-        print(json.dumps(as_json(result), indent=1))
-        for note in result.notes:
-            print(f"nxdpp plan: {note}", file=sys.stderr)
-        return
-    from nxdpp.planning.layout_report import report
-
-    print(report(result, options.details))
-
-
-def plan_layout(path: Path, given: LayoutOptions) -> "LayoutResult":
-    """Return the ranks and stages of the configuration in ``path`` for the layout ``given``.
-
-    Raises ``ValueError`` for options that do not fit the model.
-    """
-    import torch
-
-    from nxdpp.planning.configured_model import (
-        build_on_meta,
-        microbatch_on_meta,
-        parts_without_inputs,
-        read_configuration,
-    )
-    from nxdpp.planning.dimensions import divided
-    from nxdpp.planning.dtypes import dtype_named, dtype_of, name_of
-    from nxdpp.planning.layout_report import LayoutResult
-    from nxdpp.planning.rank_summary import summarise_layout
-    from nxdpp.planning.stage_summary import summarise_stages
-
-    config = read_configuration(path)
+    config = read_configuration(options.config)
+    found = plan(config, **arguments)
     named = None if config.dtype is None else name_of(dtype_named(config.dtype))
-    model = build_on_meta(config, None if given.dtype is None else dtype_named(given.dtype))
-    name, dtype = type(model).__name__, name_of(dtype_of(model))
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    inputs = microbatch_on_meta(model, given.samples, given.length)
-    given.sizes.check_length(inputs)
-    with divided(model, given.sizes):
-        stages = summarise_stages(
-            model, inputs, given.schedule, given.balanced, given.memory_limit, torch.device(given.device), given.sizes
-        )
-        layout = summarise_layout(stages, given.schedule, given.sizes)
-    shapes = {name: list(value.shape) for name, value in inputs.items()}
-    notes = [*parts_without_inputs(config, inputs), *_notes(layout, parameters, given)]
-    return LayoutResult(name, parameters, dtype, named, shapes, given, layout, notes)
+    notes = [*parts_without_inputs(config, found.sample), *([found.note] if found.note else [])]
+    source = program(found, str(options.config.resolve()))
+    if options.json:
+        print(json.dumps(as_json(found, named, source), indent=1))
+        for note in notes:
+            print(f"nxdpp plan: {note}", file=sys.stderr)
+    else:
+        about = _dtype_text(found.model, found.dtype, options.dtype, named)
+        if options.autocast is not None:
+            about = f"{found.dtype}, as {found.model}(config) makes it; steps run under autocast to {options.autocast}"
+        written = options.write is not None and options.write.suffix == ".py"
+        file = str(options.write) if written else "train.py"
+        show(found, about, "" if written else source, file, options.details, notes)
+    if options.write is not None and options.write.suffix == ".py":
+        options.write.write_text(source, encoding="utf-8")
+    elif options.write is not None:
+        found.write(options.write)
 
 
-def _notes(layout: "LayoutSummary", parameters: int, given: LayoutOptions) -> list[str]:
-    notes = []
-    held = sum(rank.state.parameters for rank in layout.ranks)
-    if given.sizes.tensor == 1 and held > parameters:
-        notes.append(f"{held - parameters:,} parameters of the total are copies: tied weights are on several ranks.")
-    if any(stage.estimated for stage in layout.stages):
-        notes.append("* estimated from the parameters: layers of this stage cannot run without data")
-    return notes
-
-
-def _gib(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a number of GiB above 0")
-    return value
+def _dtype_text(model: str, dtype: str, given: str | None, named: str | None) -> str:
+    """Return the dtype of a plan, the construction that gives it, and the flag for the configuration's, ``named``."""
+    if given is not None:
+        return f"{dtype}, by --dtype: {model}(config).to(torch.{dtype})"
+    text = f"{dtype}, as {model}(config) makes it"
+    if named in (None, dtype):
+        return f"{text}; --dtype plans for another"
+    return f"{text}. The configuration names {named}, which its constructor does not read: --dtype {named} plans for it"

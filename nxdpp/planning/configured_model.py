@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, AutoConfig
 
-from nxdpp.planning.layout_options import configuration_file
+from nxdpp.planning.options import configuration_file
 
 # The first task that has a model of the type is taken.
 _TASKS = {

@@ -51,16 +51,6 @@ class Dimensions:
                 "size is 1: add --tensor-parallel-size, or leave --sequence-parallel out."
             )
 
-    @property
-    def sharded_over(self) -> int | None:
-        """Number of replicas that share the optimizer state; ``None`` where each has all of it."""
-        return self.data if self.zero else None
-
-    @property
-    def is_sharded(self) -> bool:
-        """True if the replicas share the parameters."""
-        return self.zero >= SHARDED
-
     def check_length(self, inputs: "Mapping[str, torch.Tensor]") -> None:
         """Raise ``ValueError`` for tokens ``(B, T)`` whose length the tensor group cannot divide."""
         tokens = inputs.get("input_ids")

@@ -21,7 +21,7 @@ from nxdpp.planning.written.source import call
 from nxdpp.ranks import parallel_state
 from nxdpp.tensor.models.parallelize import tensor_parallelize
 
-_VERSION = 2
+_VERSION = 3
 # Arguments of ``NxDPPModel`` that a plan chooses, if only by their defaults.
 _CHOSEN = frozenset(
     {
@@ -325,6 +325,6 @@ def _prediction(content: dict[str, Any]) -> Prediction:
         microbatches=content["microbatches"],
         times=[RankTimes(**each) for each in content["times"]],
         memory=[RankMemory(**each) for each in content["memory"]],
-        sent=LinkBytes(**content["sent"]),
+        sent=[LinkBytes(**each) for each in content["sent"]],
         estimated=content["estimated"],
     )

@@ -24,7 +24,7 @@ from nxdpp.schedules.families.registry import find_family
 
 @dataclass(frozen=True)
 class LinkBytes:
-    """Least bytes that the rank that sends the most sends in a step.
+    """Least bytes that a rank sends in a step.
 
     Attributes:
         tensor: in its tensor group.
@@ -47,7 +47,7 @@ class Prediction:
         microbatches: number of microbatches of a replica in a step.
         times: of each pipeline rank.
         memory: of each pipeline rank.
-        sent: bytes of a step.
+        sent: bytes of a step, of each pipeline rank.
         estimated: True if costs of some layers are estimated from their parameters.
     """
 
@@ -56,7 +56,7 @@ class Prediction:
     microbatches: int
     times: list[RankTimes]
     memory: list[RankMemory]
-    sent: LinkBytes
+    sent: list[LinkBytes]
     estimated: bool = False
 
     @property
@@ -68,6 +68,12 @@ class Prediction:
     def peak_bytes(self) -> float:
         """Peak memory of the rank that needs the most."""
         return max(rank.total for rank in self.memory)
+
+    @property
+    def most_sent(self) -> LinkBytes:
+        """Bytes of a step, for each link those of the rank that sends the most over it."""
+        names = ("tensor", "pipeline", "data")
+        return LinkBytes(**{name: max(getattr(rank, name) for rank in self.sent) for name in names})
 
     @property
     def bubble(self) -> float:
@@ -209,13 +215,13 @@ def _sent(
     microbatches: int,
     stages: Sequence[StageCosts],
     states: Sequence[RankState],
-) -> LinkBytes:
+) -> list[LinkBytes]:
     placement = find_family(layout.schedule).placement(layout.pipeline, layout.chunks)
     share = split_share(built(layout.schedule, layout.pipeline, 2 * layout.pipeline, layout.chunks))
-    tensor, between, data = [], [], []
+    found = []
     for rank, state in enumerate(states):
         own = placement.stages_of(rank)
-        tensor.append(microbatches * sum(stages[stage].tensor_bytes for stage in own))
+        tensor = microbatches * sum(stages[stage].tensor_bytes for stage in own)
         # Activations go to the next stage, gradients as large as the activations to the one before.
         messages = 0.0
         for stage in own:
@@ -223,6 +229,5 @@ def _sent(
                 messages += stages[stage].sent
             if stage and placement.rank_of(stage - 1) != rank:
                 messages += stages[stage - 1].sent
-        between.append(microbatches * messages)
-        data.append(exchanges.sent(state, microbatches, share))
-    return LinkBytes(max(tensor), max(between), max(data))
+        found.append(LinkBytes(tensor, microbatches * messages, exchanges.sent(state, microbatches, share)))
+    return found

@@ -77,20 +77,20 @@ def test_bytes_and_memory_equal_the_formulas(number: int, ranks: list[Results]) 
     layout = LAYOUTS[number]
     planned = plan(layout, TINY)
     for measured in (of_rank.measured[number] for of_rank in ranks):
-        stage = planned[measured.stage]
-        least = least_bytes(layout, TINY, stage, measured.stage)
+        memory = planned.memory[measured.stage]
+        least = least_bytes(layout, TINY, planned, measured.stage)
         assert measured.sent["pipeline"] == least["pipeline"]
         assert measured.sent["data"] == least["data"]
-        assert measured.sent["tensor"] == stage.traffic.tensor
+        # Of two samples the plan has more than twice what one sends, as their work is; gradients of norms are left out.
+        assert measured.sent["tensor"] == pytest.approx(planned.sent[measured.stage].tensor, rel=0.05)
         # Under sequence parallelism the layers gather their inputs again, which they do not keep.
         assert (measured.sent["tensor"] > least["tensor"]) == layout.sequence
         assert measured.sent["tensor"] >= least["tensor"]
         assert measured.sent["other"] == 0
-        state = stage.state
-        assert (measured.parameters, measured.gradients) == (state.weights, state.gradients)
-        assert measured.optimizer == state.optimizer
+        assert (measured.parameters, measured.gradients) == (memory.weights, memory.gradients)
+        assert measured.optimizer == memory.optimizer
         # Formulas leave out what an operation or a message needs for a moment.
-        assert 0.8 < (measured.peak - measured.gradients) / stage.peak_activations < 1.5
+        assert 0.8 < (measured.peak - measured.gradients) / memory.activations < 1.5
 
 
 def test_torch_does_the_same_work(ranks: list[Results]) -> None:
@@ -102,13 +102,13 @@ def test_torch_does_the_same_work(ranks: list[Results]) -> None:
 
 
 def test_each_contender_averages_all_gradients(ranks: list[Results]) -> None:
-    (whole,) = plan(Layout(1, 1, 2), TINY)
+    (whole,) = plan(Layout(1, 1, 2), TINY).memory
     for of_rank in ranks:
         for case, contenders in zip(CASES, of_rank.averages, strict=True):
             assert list(contenders) == ["nxdpp", "DDP"]
             for steps in contenders.values():
                 assert len(steps.overlapped) == len(steps.at_end) == len(steps.alone) == len(steps.cpu) == ROUNDS
-                expected = whole.state.gradients if case is CASES[0] else 3 * 64 * 4
+                expected = whole.gradients if case is CASES[0] else 3 * 64 * 4
                 assert steps.gradients == expected
             assert contenders["nxdpp"].early == 1.0
 

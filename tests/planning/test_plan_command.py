@@ -135,8 +135,8 @@ def test_a_plan_is_read_as_it_was_written(folder: Path) -> None:
     assert Plan.from_json(json.dumps(older)).best == plan.best
     with pytest.raises(ValueError, match=r"the text is no plan of nxdpp\.plan: .* argument: 'model'"):
         Plan.from_json(json.dumps({name: value for name, value in content.items() if name != "model"}))
-    with pytest.raises(ValueError, match=r"the text is no plan of nxdpp\.plan: version 7 is not 2"):
-        Plan.from_json(plan.to_json().replace('"version": 2', '"version": 7'))
+    with pytest.raises(ValueError, match=r"the text is no plan of nxdpp\.plan: version 7 is not 3"):
+        Plan.from_json(plan.to_json().replace('"version": 3', '"version": 7'))
     with pytest.raises(ValueError, match="the text is no plan"):
         Plan.from_json("{}")
 
@@ -232,7 +232,7 @@ def test_json_of_a_search(folder: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert first["memory_bytes"] == plan.first.peak_bytes == max(rank["memory_bytes"] for rank in first["ranks"])
     assert printed["script"] == program(plan, str(folder))
     assert printed["torchrun"] == plan.torchrun()
-    assert (printed["kind"], printed["dtype"], printed["version"]) == ("search", "float32", 2)
+    assert (printed["dtype"], printed["version"]) == ("float32", 3)
     assert keys_of(printed) == keys_in(ROOT / "docs" / "planner.md")
 
 
@@ -252,7 +252,6 @@ def test_json_of_a_search(folder: Path, capsys: pytest.CaptureFixture[str]) -> N
         (["--dtype", "half-ish"], "dtype='half-ish' is no floating dtype of a model: choose one of float32"),
         (["--zero", "1", "--data-parallel-size", "1"], "with data=1, zero=1 fits .* ZeRO needs replicas"),
         (["--num-microbatches", "4"], "--num-microbatches: the search chooses it. Leave it out with --devices"),
-        (["--partition", "balanced"], "--partition: the search chooses it"),
         (["--peak", "989"], "peak='989' is not understood: give FLOPs a second as in 989TFLOP/s"),
         (["--bandwidth", "3TB"], "bandwidth='3TB' is no rate: end it with /s"),
         (["--write", "plan.txt"], "--write plan.txt: name a .py file for a program, or a .json file for the plan"),
@@ -272,7 +271,7 @@ def test_errors_are_one_sentence(
     ("options", "error"),
     [
         (["--devices", "2"], "--device-memory, --global-batch: missing. A search with --devices needs it"),
-        (["--hosts", "2"], "--hosts: for a search. Add --devices"),
+        (["--global-batch", "2"], "--global-batch: for a search. Add --devices"),
         ([], "--pipeline-parallel-size, --num-microbatches: missing"),
     ],
 )

@@ -136,7 +136,7 @@ def test_gradients_of_half_parameters_accumulate_in_float32() -> None:
     )
     assert whole.first.memory[0].gradients == 2 * half.first.memory[0].gradients
     # Gradients are reduced in 4 bytes a parameter, and parameters gathered in 2.
-    assert whole.first.sent.data == 1.5 * half.first.sent.data
+    assert whole.first.most_sent.data == 1.5 * half.first.most_sent.data
     assert "accumulated_dtype=torch.float32, lr" in whole.script()
     assert (half.gradient_dtype, whole.gradient_dtype) == (None, "float32")
     assert plan(gradient_dtype="float32", layouts=[Layout(data=2)]).gradient_dtype is None

@@ -1,4 +1,4 @@
-"""Table and JSON of the layouts that a search found. docs/planner.md lists the keys."""
+"""Table and JSON of the layouts of a plan. docs/planner.md lists the keys."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 from nxdpp.planning.plan import Plan
 from nxdpp.planning.predict import Prediction
 from nxdpp.planning.text_table import paragraph
-from nxdpp.planning.written.plan_text import columns, layouts_table, left_out, sent_table
+from nxdpp.planning.written.plan_text import columns, layouts_table, left_out, ranks_table, sent_table
 
 
 def show(plan: Plan, dtype: str, source: str, file: str, details: bool = False, notes: Sequence[str] = ()) -> None:
@@ -22,11 +22,15 @@ def show(plan: Plan, dtype: str, source: str, file: str, details: bool = False, 
     """
     shapes = ", ".join(f"{name} {list(shape)}" for name, shape in plan.sample.items())
     print(paragraph(plan.title))
+    print(f"parameters: {plan.parameters:,}")
     print(paragraph(f"dtype: {dtype}"))
     print(paragraph(f"optimizer, in all layouts: {_optimizer(plan)}"))
     print(paragraph(f"microbatch of one sample: {shapes}"))
     print()
     print("\n".join(layouts_table(plan.best)))
+    if details or len(plan.best) == 1:
+        print()
+        print("\n".join(ranks_table(plan.first)))
     if details:
         print()
         print("\n".join(sent_table(plan.best)))
@@ -49,6 +53,8 @@ def _optimizer(plan: Plan) -> str:
 
 def _below(plan: Plan, details: bool) -> Iterator[str]:
     yield from columns(plan.best)
+    if details or len(plan.best) == 1:
+        yield "memory of a rank: with flat copies, communicators and messages"
     if details:
         yield "sent: bytes of a step, of the rank with the most"
     yield from left_out(plan.too_large, plan.device_memory, plan.refused or {})
@@ -56,14 +62,13 @@ def _below(plan: Plan, details: bool) -> Iterator[str]:
         yield "--details: parts of the step's time, and sent bytes; --json: all numbers"
 
 
-VERSION = 2
+VERSION = 3
 
 
 def as_json(plan: Plan, named_dtype: str | None, source: str) -> dict[str, Any]:
     """Return the document. ``named_dtype`` is the configuration's dtype, or ``None``, and ``source`` the program."""
     return {
         "version": VERSION,
-        "kind": "search",
         "model": plan.model,
         "dtype": plan.dtype,
         "dtype_of_configuration": named_dtype,
@@ -105,9 +110,9 @@ def _layout(prediction: Prediction) -> dict[str, Any]:
         "bubble_share": prediction.bubble,
         "limited_by": prediction.limited_by,
         "sent_bytes_of_step": {
-            "tensor_group": prediction.sent.tensor,
-            "pipeline": prediction.sent.pipeline,
-            "data": prediction.sent.data,
+            "tensor_group": prediction.most_sent.tensor,
+            "pipeline": prediction.most_sent.pipeline,
+            "data": prediction.most_sent.data,
         },
         "ranks": [
             {

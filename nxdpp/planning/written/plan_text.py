@@ -22,12 +22,27 @@ def layouts_table(best: Sequence[Prediction]) -> list[str]:
 
 def sent_table(best: Sequence[Prediction]) -> list[str]:
     """Return the lines of the table of what limits a step, and of the bytes that it sends."""
-    sent = [(each.sent.tensor, each.sent.pipeline, each.sent.data) for each in best]
+    sent = [(each.tensor, each.pipeline, each.data) for each in (prediction.most_sent for prediction in best)]
     rows = [
         [str(n), each.limited_by, *map(bytes_text, sizes)]
         for n, (each, sizes) in enumerate(zip(best, sent, strict=True), 1)
     ]
     return table(("", "limited by", "sent: tensor", "pipeline", "data"), rows, 2)
+
+
+def ranks_table(prediction: Prediction) -> list[str]:
+    """Return the lines of the table of a layout's ranks: seconds of a step, and bytes at the peak."""
+    rows = [
+        [
+            str(rank),
+            *(f"{seconds:.4g}" for seconds in (times.compute + times.tensor, times.bubble)),
+            *map(bytes_text, (memory.weights, memory.gradients, memory.optimizer)),
+            bytes_text(max(memory.activations, memory.step)),
+            bytes_text(memory.total),
+        ]
+        for rank, (times, memory) in enumerate(zip(prediction.times, prediction.memory, strict=True))
+    ]
+    return table(("rank", "compute, s", "waits, s", "weights", "gradients", "optimizer", "activations", "memory"), rows)
 
 
 def columns(best: Sequence[Prediction]) -> Iterator[str]:

@@ -165,13 +165,3 @@ def test_a_timeline_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"^trace_file_path needs the processes.*debug mode"):
         wrap(trace_file_path=str(tmp_path / "trace.json"))
     assert not list(tmp_path.iterdir())
-
-
-def test_stages_are_summarised() -> None:
-    from nxdpp.planning.stage_summary import summarise_stages
-    from nxdpp.schedules.chosen import ChosenSchedule
-
-    parallel_state.initialize_debug(pipeline_model_parallel_rank=1, pipeline_model_parallel_size=2)
-    stages = summarise_stages(make("llama"), padded_batch(1), ChosenSchedule(None, 2, 4, 1))
-    held = wrap().local_parameters()
-    assert stages[1].state.parameters == sum(parameter.numel() for parameter in held)
