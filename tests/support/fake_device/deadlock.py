@@ -3,6 +3,7 @@
 A run that ended well may have been lucky: each communicator had a queue of its own. With one queue a rank, as with
 ``CUDA_DEVICE_MAX_CONNECTIONS=1``, an operation blocks all that was launched behind it. Two actors a rank are replayed:
 the host, which launches, connects communicators and waits, and the queue, which runs what was launched in its order.
+The set-up of a communicator copies through the same queue: it comes after all that was launched before.
 
     python -m tests.support.fake_device.deadlock FOLDER
 """
@@ -46,8 +47,15 @@ def read(folder: Path) -> dict[int, list[Line]]:
 
 
 def replay(logs: dict[int, list[Line]]) -> list[Stuck]:
-    """Return what each rank stands before where the replay ends early; nothing if all operations run."""
+    """Return a circle of ranks, each with what it stands before for the next one; nothing if all operations run.
+
+    If the log of a rank has ended without what others wait for, the ranks that lead to it.
+    """
     hosts = {rank: _numbered(lines, rank) for rank, lines in logs.items()}
+    connects = {
+        rank: {line["names"][0]: place for place, line in enumerate(lines) if line["kind"] == "connect"}
+        for rank, lines in hosts.items()
+    }
     queues: dict[int, list[Line]] = {rank: [] for rank in logs}
     at = dict.fromkeys(logs, 0)
     done = dict.fromkeys(logs, 0)
@@ -59,10 +67,7 @@ def replay(logs: dict[int, list[Line]]) -> list[Stuck]:
                 line = hosts[rank][at[rank]]
                 if line["kind"] == "operation":
                     queues[rank].append(line)
-                elif line["kind"] == "wait":
-                    if done[rank] < len(queues[rank]):
-                        break
-                elif not _all_connect(line, hosts, at):
+                elif done[rank] < len(queues[rank]) or _not_connected(line, connects, at):
                     break
                 at[rank] += 1
                 moves = True
@@ -73,47 +78,55 @@ def replay(logs: dict[int, list[Line]]) -> list[Stuck]:
                     for member in members:
                         done[member] += 1
                     moves = True
-    return [
-        *(_stuck(rank, queues, done) for rank in logs if done[rank] < len(queues[rank])),
-        *(
-            Stuck(rank, f"the host, in {_words(hosts[rank][at[rank]])}", tuple(hosts[rank][at[rank]].get("ranks", ())))
-            for rank in logs
-            if at[rank] < len(hosts[rank]) and done[rank] == len(queues[rank])
-        ),
-    ]
+    stuck = {rank: _stuck(rank, queues, done) for rank in logs if done[rank] < len(queues[rank])}
+    for rank in logs:
+        if rank not in stuck and at[rank] < len(hosts[rank]):
+            line = hosts[rank][at[rank]]
+            stuck[rank] = Stuck(rank, f"the host, in {_words(line)}", _not_connected(line, connects, at))
+    return _circle(stuck)
+
+
+def _circle(stuck: dict[int, Stuck]) -> list[Stuck]:
+    path: dict[int, Stuck] = {}
+    rank = min(stuck, default=-1)
+    while rank in stuck and rank not in path:
+        path[rank] = stuck[rank]
+        rank = next((each for each in path[rank].waits_for if each not in path), path[rank].waits_for[0])
+    ranks = list(path)
+    return [path[each] for each in ranks[ranks.index(rank) if rank in path else 0 :]]
 
 
 def _numbered(lines: list[Line], rank: int) -> list[Line]:
-    """Number the messages of each pair and way within a communicator; they match in this order."""
+    """Number the messages of each pair and way within a communicator; they match in this order.
+
+    Groups that are made again have the names of the first ones: their communicators are numbered too.
+    """
     counts: Counter[Any] = Counter()
-    return [_named(line, rank, counts) if line["kind"] == "operation" else line for line in lines]
+    return [_named(line, rank, counts) for line in lines]
 
 
 def _named(line: Line, rank: int, counts: Counter[Any]) -> Line:
     names = []
-    for part in line["parts"]:
+    for part in line.get("parts", [line]):
         if part["kind"] in ("send", "recv"):
             pair: tuple[Any, Any] = (rank, part["peer"]) if part["kind"] == "send" else (part["peer"], rank)
         else:
             pair = ("all", "all")
-        key = (line["communicator"], *pair)
+        key = (line.get("communicator"), *pair)
         names.append((*key, counts[part["kind"], key]))
         counts[part["kind"], key] += 1
     return {**line, "names": names}
 
 
-def _all_connect(line: Line, hosts: dict[int, list[Line]], at: dict[int, int]) -> bool:
-    """Return whether the hosts of all members have come to connect this communicator, or have done it."""
-    for member in line["ranks"]:
-        lines = hosts.get(member, [])
-        number = next((i for i, each in enumerate(lines) if _is_connect(each, line)), None)
-        if number is None or at[member] < number:
-            return False
-    return True
-
-
-def _is_connect(each: Line, line: Line) -> bool:
-    return bool(each["kind"] == "connect" and each["communicator"] == line["communicator"])
+def _not_connected(line: Line, connects: dict[int, dict[Any, int]], at: dict[int, int]) -> tuple[int, ...]:
+    """Return the members whose hosts have not come to the making of this communicator; none for another line."""
+    if line["kind"] != "connect":
+        return ()
+    return tuple(
+        member
+        for member in line["ranks"]
+        if at.get(member, 0) < connects.get(member, {}).get(line["names"][0], sys.maxsize)
+    )
 
 
 def _partners(rank: int, line: Line) -> set[int]:
@@ -148,7 +161,7 @@ def _stuck(rank: int, queues: dict[int, list[Line]], done: dict[int, int]) -> St
         present = queues[partner][done[partner]] if done[partner] < len(queues[partner]) else None
         if present is None or not set(line["names"]) & set(present["names"]):
             missing.append(partner)
-    return Stuck(rank, _words(line), tuple(missing))
+    return Stuck(rank, _words(line), tuple(missing or sorted(_partners(rank, line))))
 
 
 def _words(line: Line) -> str:
