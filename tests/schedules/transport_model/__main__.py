@@ -26,6 +26,7 @@ _COVERED_BY_NCCL = (
     "lazy and eager communicators",
     "forwards that ask the device",
     "device-wide synchronisation on one rank or all, at any call",
+    "one hardware queue",
 )
 # Actions of a schedule above which a line tells each of its checks.
 _TOLD = 2**13

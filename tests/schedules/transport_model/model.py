@@ -7,7 +7,7 @@ A rank has a host, a compute stream and communicators. Under NCCL the host start
     communicator   receives                          waits for the computation, sends
 
 - A queue (the compute stream, a communicator) runs its work in the order of the calls. A send or receive begins after
-  all that the compute stream had been given before it.
+  all that the compute stream had been given before it. With one hardware queue, all that is given later comes after it.
 - A send ends together with its receive (rendezvous). That is so for messages larger than the backend's buffers.
 - With lazy communicators the first message of two ranks in a group stops both hosts until the other comes to it.
 - The host waits for the device where a forward asks it, where it synchronises, and at the end of a step.
@@ -90,7 +90,10 @@ class Model:
         """The end of a transfer, for both of its ranks."""
         event = self._transfers.get(receive)
         if event is None:
-            event = self._transfers[receive] = self.event(("the transfer for {}", receive))
+            assert receive.peer is not None, "each has a peer"
+            rank_of = self.programs.exchanges.rank_of
+            name = ("the message from rank {} to rank {} ({})", rank_of[receive.peer], rank_of[receive.stage], receive)
+            event = self._transfers[receive] = self.event(name)
         return event
 
     def metadata(self, boundary: tuple[int, int, bool]) -> tuple[Event, Event]:
@@ -170,6 +173,8 @@ class _RankEvents:
         # Both parts of the transfer are one event. Each adds what its own rank has before it.
         model.graph.wait(transfer, (self._host, self._computed, self._queues[communicator]))
         self._queues[communicator] = transfer
+        if model.situation.one_queue:
+            self._computed = transfer
         if self._blocking:
             self._host = transfer
 

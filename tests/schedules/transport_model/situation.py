@@ -38,12 +38,14 @@ class Situation(NamedTuple):
         asks: ``True`` if each forward waits for a value of its own, as ``mask.all()`` does.
         synchronises: the device-wide synchronisation.
         on_rank: the one rank that synchronises; ``None`` for all ranks.
+        one_queue: ``True`` if a device runs all in the order of the calls, as with ``CUDA_DEVICE_MAX_CONNECTIONS=1``.
     """
 
     first_step: bool = False
     asks: bool = False
     synchronises: Synchronises = Synchronises.NEVER
     on_rank: int | None = None
+    one_queue: bool = False
 
     def __str__(self) -> str:
         parts = ["first step" if self.first_step else "later step"]
@@ -52,4 +54,6 @@ class Situation(NamedTuple):
         if self.synchronises is not Synchronises.NEVER:
             where = "all ranks" if self.on_rank is None else f"rank {self.on_rank}"
             parts.append(f"{where} synchronise {self.synchronises.value}")
+        if self.one_queue:
+            parts.append("one hardware queue")
         return ", ".join(parts)

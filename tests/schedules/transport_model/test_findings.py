@@ -48,6 +48,7 @@ FINDINGS = {
         {"1f1b": 2, "zb-h1": 2, "zb1p": 2, "v-half": 2, "v-min": 2, "zb-v": 3, "dualpipe-v": 3},
         {"interleaved": 2},
     ),
+    "one hardware queue": Finding(Backend.NCCL_EAGER, Situation(one_queue=True), dict.fromkeys(FAMILIES, 2), {}),
 }
 
 

@@ -48,7 +48,7 @@ def test_many_microbatches_on_64_ranks(name: str) -> None:
 @RULES
 @pytest.mark.parametrize(("ranks", "microbatches"), [(2, 1), (2, 5), (3, 3)])
 def test_every_situation_ends(ranks: int, microbatches: int, rules: TransportRules) -> None:
-    """Synchronisation on each single rank and on all, lazy and eager, first and later steps."""
+    """Synchronisation on each single rank and on all, one hardware queue, lazy and eager, first and later steps."""
     assert [text for case in cases(ranks, microbatches, rules) for text in deadlocks(case, every_situation)] == []
 
 
@@ -58,6 +58,7 @@ SITUATIONS = st.builds(
     asks=st.booleans(),
     synchronises=st.sampled_from(Synchronises),
     on_rank=st.none() | st.integers(0, 5),
+    one_queue=st.booleans(),
 )
 
 

@@ -50,12 +50,14 @@ def situations(backend: Backend, ranks: int) -> Iterator[Situation]:
             for synchronises in (Synchronises.FIRST_MICROBATCH, Synchronises.ALWAYS):
                 for on_rank in (None, *range(ranks)):
                     yield Situation(first_step, asks, synchronises, on_rank)
+            yield Situation(first_step, asks, one_queue=True)
 
 
 def strictest(backend: Backend) -> list[Situation]:
     """Return the situations that have all waits of the others, for receives in the global order.
 
-    Under NCCL a first step has all waits of a later one. A rank that waits after each call has them all in a row.
+    Under NCCL a first step has all waits of a later one. A rank that waits after each call has them all in a row, as
+    with one hardware queue.
     """
     if backend is Backend.GLOO:
         return list(situations(backend, 0))
