@@ -295,7 +295,8 @@ class StageCalls:
                 if expected[1] != shape[1]:
                     tensor = torch.empty_strided(*expected, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
             else:
-                header = torch.tensor([tensor.dim(), *shape[0], *shape[1], *[0] * (2 * (_DIMENSIONS - tensor.dim()))])
+                numbers = [tensor.dim(), *shape[0], *shape[1], *[0] * (2 * (_DIMENSIONS - tensor.dim()))]
+                header = torch.tensor(numbers, device="cpu")
                 if rules[index].has_shape:
                     known.keep_shape(index, self._signature, shape)
             for destination in sorted(known.wanted[index]):
