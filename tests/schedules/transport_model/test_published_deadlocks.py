@@ -14,7 +14,6 @@ import pytest
 from nxdpp.schedules.actions import Action, ActionKind, Schedule
 from nxdpp.schedules.check import ScheduleError
 from nxdpp.schedules.lowering.lowering import Exchanges, lower
-from nxdpp.schedules.lowering.releases import RankProgram
 from nxdpp.schedules.lowering.rendezvous import check_lowered
 from nxdpp.schedules.lowering.transport_rules import NCCL
 from nxdpp.schedules.written import parse_schedule
@@ -76,9 +75,8 @@ def _edges(lowered: Schedule) -> frozenset[tuple[int, int]]:
 
 def _check_model(lowered: Schedule, situation: Situation) -> None:
     """Check in one group over all ranks."""
-    ranks = [RankProgram(row, []) for row in lowered]
     rules = NCCL._replace(pair_groups=False)
-    Model(Programs(ranks, Exchanges(lowered, _edges(lowered)), rules, None), Backend.NCCL_LAZY, situation).check()
+    Model(Programs(lowered, Exchanges(lowered, _edges(lowered)), rules, None), Backend.NCCL_LAZY, situation).check()
 
 
 def _replayed(lowered: Schedule, situation: Situation) -> list[deadlock.Stuck]:
