@@ -114,6 +114,7 @@ def _ours(rank: Rank, device: torch.device, ids: torch.Tensor, way: Way) -> tupl
     scaler = nxdpp.GradScaler() if way.scales else None
     model = _wrapped(rank, grad_scaler=scaler, use_zero1_optimizer=way.zero1)
     way.prepare(model, rank)
+    optimizer: torch.optim.Optimizer
     if way.zero1:
         optimizer = Zero1Optimizer(model.parameters(), torch.optim.SGD, grad_clipping=False, lr=_RATE)
     else:
