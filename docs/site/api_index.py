@@ -6,9 +6,6 @@ from importlib import import_module
 
 from public_names import public_names
 
-_LONGEST = 80
-"""Characters of a sentence that stays whole."""
-
 _INTRODUCTION = """\
 # API
 
@@ -36,10 +33,6 @@ def api_index() -> str:
 
 
 def _sentence(found: object) -> str:
-    """Return the first sentence of a docstring in Markdown, up to a colon or semicolon, without its "Return".
-
-    A long one ends at its first comma.
-    """
+    """Return the first sentence of a docstring in Markdown, without its "Return"."""
     first = " ".join((inspect.getdoc(found) or "").partition("\n\n")[0].split()).replace("``", "`")
-    sentence = re.split(r"[.;:](?= |$)", first.removeprefix("Return "))[0]
-    return sentence if len(sentence) <= _LONGEST else sentence.partition(",")[0]
+    return re.split(r"\.(?= [A-Z`]|$)", first.removeprefix("Return "))[0]
