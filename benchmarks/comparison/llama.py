@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -66,7 +66,7 @@ class LlamaStage(nn.Module):
         assert isinstance(llama, LlamaForCausalLM), "llama_job makes a Llama"
         body = llama.model
         each = len(body.layers) // stages
-        self.model: Any = nn.Module()
+        self.model = cast(Any, nn.Module())
         self.model.embed_tokens = body.embed_tokens if stage == 0 else None
         self.model.layers = nn.ModuleDict(
             {str(index): body.layers[index] for index in range(stage * each, (stage + 1) * each)}

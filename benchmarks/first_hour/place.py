@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from nxdpp import parallel_state
@@ -46,7 +45,7 @@ class Place(NamedTuple):
         """Return whether each of ``ranks`` has a device of its own; each process has a CPU and a fake accelerator."""
         return self.device in (CPU, FAKE) or ranks <= self.visible
 
-    def llama(self, layers: int, **settings: Any) -> nn.Module:
+    def llama(self, layers: int, **settings: Any) -> Any:
         """Return a Llama in host memory, with the same weights at each call."""
         torch.manual_seed(0)
         size = self.size
