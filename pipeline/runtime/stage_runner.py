@@ -153,14 +153,16 @@ class StageRunner:
                 self._layouts |= {name: boundary.layouts[name] for name in boundary.values}
         for name, layout in self._layouts.items():
             check_layout(name, made[name], layout)
-        # Keep what the backward and the sends need.
+        # Keep what the backward and the sends need, no value of which others have metadata only.
+        sent = {name: made[name] for name in plan.sent}
         if self._train:
+            in_flight.outputs = sent if self._keep_outputs else None
             self._prepare_backward(in_flight, made, microbatch)
             self._in_flight[microbatch] = in_flight
         for local in self._local_out:
-            local.give(Direction.ACTIVATION, microbatch, self._own_activations(local, made))
+            local.give(Direction.ACTIVATION, microbatch, self._own_activations(local, sent))
         if self._sends_activations:
-            self._made[microbatch] = made
+            self._made[microbatch] = sent
         if plan.results:
             self.results[microbatch] = results = []
             for name in plan.results:
@@ -240,7 +242,6 @@ class StageRunner:
         return received
 
     def _prepare_backward(self, in_flight: _InFlight, made: dict[str, Any], microbatch: int) -> None:
-        in_flight.outputs = made if self._keep_outputs else None
         for name in self._plan.sent:
             value = made[name]
             for position, tensor in enumerate((value,) if isinstance(value, torch.Tensor) else tensors_of(value)):

@@ -33,6 +33,10 @@ def watch_outputs(rank: int, deallocate: bool) -> tuple[list[int], list[int], in
     send, backward = StageRunner.send_activation, StageRunner.backward
 
     def watching_send(self: StageRunner, microbatch: int, channels: Any, last: bool) -> None:
+        # The embeddings, of which later stages need the dtype only, are free.
+        assert self._plan.stage or self._plan.sent_metadata
+        for kept in (self._made[microbatch], self._in_flight[microbatch].outputs or {}):
+            assert not kept.keys() - self._plan.sent
         for name in self._plan.sent:
             value = self._made[microbatch][name]
             sent.append(weakref.ref(value))
