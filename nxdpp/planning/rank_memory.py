@@ -30,7 +30,7 @@ class RankMemory:
         activations: of microbatches in flight, with the temporary tensors of the operation that runs, the weights that
             autocast has converted, and with ZeRO-2 and 3 gathered weights and whole gradients; beyond ``gradients``.
         step: temporary tensors of the optimizer's step, which has no activations.
-        buckets: flat copies that stay from step to step: of gradients, and with ZeRO-2 and 3 of gathered units.
+        buckets: flat copies of gradients that stay from step to step.
         transport: communicators and messages; on CPUs the slots of shared memory.
     """
 
@@ -79,8 +79,8 @@ class StageBytes:
 def stage_bytes(layout: Layout, state: RankState, sizes: Itemsizes, on_cuda: bool) -> StageBytes:
     """Return the bytes of a stage with ``state``.
 
-    On CUDA the streams of ``fully_shard`` have memory of their own, which stays: the shards of gradients have it before
-    they come, and messages of gathers count in ``RankMemory.buckets``.
+    On CUDA the stream of reductions has memory of its own, which stays: the shards of gradients have it before they
+    come.
     """
     gradients = _lasting(layout, state, sizes)
     if not layout.is_sharded:
@@ -91,7 +91,7 @@ def stage_bytes(layout: Layout, state: RankState, sizes: Itemsizes, on_cuda: boo
     flat = max(unit, rest) * sizes.to_gradient
     if layout.zero > SHARDED:
         # The rest of a stage is gathered during all of an action, and all of it during a weight-gradient.
-        gathered = min(state.rest + (1 if on_cuda else _MESSAGES) * state.unit, state.weights)
+        gathered = min(state.rest + _MESSAGES * state.unit, state.weights)
         # gloo reduces a copy, while the next layer is recomputed.
         reduced = 2 * flat if layout.checkpoint and not on_cuda else flat
         backward = gathered + min(rest + unit, state.gradients) + reduced
@@ -99,8 +99,11 @@ def stage_bytes(layout: Layout, state: RankState, sizes: Itemsizes, on_cuda: boo
         held = state.cast * (state.rest / max(state.weights, 1) if layout.checkpoint else 1.0)
         weight = state.weights + flat
         return StageBytes(shard, forward=gathered, backward=backward, weight=weight, held=held, reduces_each=True)
-    whole, made = state.gradients * sizes.to_gradient, unit if sizes.to_gradient > 1 else 0
-    return StageBytes(shard, state.weights, whole, backward=made, weight=made, last=flat)
+    whole, made = state.gradients * sizes.to_gradient, min(state.largest, state.gradients)
+    if sizes.to_gradient <= 1:
+        return StageBytes(shard, state.weights, whole, last=flat)
+    # A gradient is added to the float32 one as soon as it is made, in the last backward all of a unit together.
+    return StageBytes(shard, state.weights, whole, backward=made, weight=made, last=flat + max(unit - made, 0))
 
 
 def _lasting(layout: Layout, state: RankState, sizes: Itemsizes) -> float:
@@ -129,7 +132,6 @@ def rank_memory(
         weights *= sizes.to_master / layout.data
         optimizer = _MOMENTS * gradients
         step = gradients if on_cuda else 3 * state.largest * sizes.to_master / layout.data
-        buckets = min(state.rest + _MESSAGES * state.unit, state.weights) if on_cuda else 0.0
     elif layout.zero:
         optimizer = -(-state.sharded // layout.data)
         bucket = min(gradients, max(BUCKET_BYTES, state.largest * sizes.to_gradient))

@@ -117,7 +117,7 @@ def test_published_runs_of_our_recipe_are_predicted_within_15_percent() -> None:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "without"), [("1f1b", 0.86), pytest.param("interleaved", 0.88, marks=pytest.mark.sweep)]
+    ("schedule", "without"), [("1f1b", 0.83), pytest.param("interleaved", 0.85, marks=pytest.mark.sweep)]
 )
 def test_the_memory_of_the_published_405b_is_predicted(schedule: str, without: float) -> None:
     """The page has the bytes with the logits that another runtime keeps, and the ratio without them in its text."""

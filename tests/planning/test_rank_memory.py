@@ -35,9 +35,9 @@ def test_shards_are_of_float32() -> None:
 def test_gathered_weights_and_whole_gradients() -> None:
     assert stage_bytes(_layout(0), STATE, HALF, False) == StageBytes(200)
     assert stage_bytes(_layout(2), STATE, HALF, False) == StageBytes(100, 200, 200, last=50)
-    # Half gradients of a unit are made before they are added to float32 ones.
+    # A half gradient is made before it is added to the float32 one, in the last backward all of a unit.
     mixed = stage_bytes(_layout(2), STATE, WITH_FLOAT32_GRADIENTS, False)
-    assert mixed == StageBytes(100, 200, 400, backward=50, weight=50, last=100)
+    assert mixed == StageBytes(100, 200, 400, backward=40, weight=40, last=100 + 10)
     # The rest and two layers, gradients of the rest and a layer, and a message with gradients of one.
     each = stage_bytes(_layout(3), STATE, HALF, False)
     assert each == StageBytes(100, forward=120, backward=120 + 70 + 50, weight=200 + 50, reduces_each=True)
@@ -46,11 +46,10 @@ def test_gathered_weights_and_whole_gradients() -> None:
     assert again == replace(each, backward=each.backward + 50)
 
 
-def test_streams_of_cuda_keep_their_memory() -> None:
-    """Messages of gathers stay, and the memory of sharded gradients is there before they are."""
+def test_the_stream_of_reductions_keeps_its_memory() -> None:
+    """The memory of sharded gradients is there before they are. Gathers are in the stream of the computation."""
     for zero, gathered in ((2, 200.0), (3, 0.0)):
-        assert _memory(zero, "cuda").buckets == 20 + 2 * 50
-        assert _memory(zero, "cpu").buckets == 0
+        assert _memory(zero, "cuda").buckets == 0
         part = stage_bytes(_layout(zero), STATE, HALF, True)
         assert (part.gradients, part.gathered) == (0, gathered)
 
@@ -97,7 +96,7 @@ def test_units_are_gathered_while_an_action_runs() -> None:
 
     found = activation_peak(find_family("1f1b").build(2, 4, 1)[0], _costs(2), {0: part})
 
-    assert found == 2 * 10 + 3 + (20 + 50) + (20 + 50) + 50
+    assert found == 2 * 10 + 3 + (20 + 2 * 50) + (20 + 50) + 50
 
 
 def test_a_split_backward_keeps_whole_gradients_to_the_weight_gradient() -> None:

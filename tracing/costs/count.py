@@ -6,6 +6,7 @@ their work. Activations are the tensors that autograd saves. Of equal layers onl
 
 import copy
 import operator
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -35,7 +36,7 @@ from nxdpp.tracing.costs.run_node import (
 from nxdpp.tracing.graph.swap import all_swapped, swapped
 from nxdpp.tracing.graph.trace import TracedGraph
 from nxdpp.tracing.modules import listings
-from nxdpp.tracing.sizes.fake_runs import LOG, FakeCopies, uncached_functions
+from nxdpp.tracing.sizes.fake_runs import LOG, FakeCopies, Uncached, uncached_functions
 
 # Plans without a device are for accelerators.
 _ACCELERATOR = torch.device(CUDA)
@@ -114,7 +115,7 @@ class _Counter:
         costs = {}
         # Nodes that cannot run on fake tensors are marked as estimated.
         quiet = swapped(vars(LOG), {"disabled": True})
-        with all_swapped(uncached_functions(self._root)), self._mode, quiet:
+        with all_swapped([*uncached_functions(self._root), *_rows_of_one_sequence()]), self._mode, quiet:
             for node in traced.graph.nodes:
                 if node.op == "output":
                     continue
@@ -176,6 +177,16 @@ class _Counter:
             args, kwargs = map_tensors(_zeros, (run.args, run.kwargs))
             value = NodeRun(run.node, module, args, kwargs).forward()
         return map_tensors(self._copies.tensor, value)
+
+
+def _rows_of_one_sequence() -> Uncached:
+    """Return the function of transformers that makes a mask where it cannot read the positions, in the place of none.
+
+    In a step it finds that each row is one sequence, and attention needs no mask.
+    """
+    masks = sys.modules.get("transformers.masking_utils")
+    name = "find_packed_sequence_indices"
+    return [(vars(masks), {name: lambda position_ids: None})] if hasattr(masks, name) else []
 
 
 def _with_parts(run: NodeRun, cost: NodeCost, how: CountedParts, casts: Sequence[torch.Tensor]) -> NodeCost:

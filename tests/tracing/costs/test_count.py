@@ -245,3 +245,10 @@ def test_padding_does_not_change_flops() -> None:
     costs = _costs(llama(), padded_batch(2, 16))
 
     assert _of(costs, "model.layers.3").forward == _of(_costs(llama(), _batch()), "model.layers.3").forward
+
+
+def test_rows_of_one_sequence_have_no_mask() -> None:
+    """As in a step, where the positions have values."""
+    masks = [cost for node, cost in _costs_of_llama().items() if node.name == "create_causal_mask"]
+
+    assert [cost.output_tensors for cost in masks] == [0]

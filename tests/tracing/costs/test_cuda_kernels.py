@@ -27,6 +27,18 @@ def test_attention_with_dropout_makes_no_probabilities(is_causal: tuple[bool, ..
     assert live.peak - before < PROBABILITIES
 
 
+def test_attention_in_half_repeats_no_keys_and_takes_narrow_values() -> None:
+    with FakeTensorMode(), CudaKernels(), LiveBytes() as live:
+        query, key = (torch.randn(1, heads, 64, 8, dtype=torch.bfloat16, requires_grad=True) for heads in (4, 2))
+        before = live.now
+        attended = F.scaled_dot_product_attention(query, key, key, is_causal=True, enable_gqa=True)
+        # The result, and a float32 number of each query.
+        assert live.now - before == 4 * 64 * 8 * 2 + 4 * 64 * 4
+        attended.sum().backward()
+        assert key.grad is not None
+        assert F.scaled_dot_product_attention(query, query, query[..., :6]).shape[-1] == 6
+
+
 def test_dropout_keeps_a_mask_of_bytes() -> None:
     with FakeTensorMode(), CudaKernels(), LiveBytes() as live:
         x = torch.randn(1000, requires_grad=True)
