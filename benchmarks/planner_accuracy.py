@@ -3,6 +3,7 @@
     python benchmarks/planner_accuracy.py                               # about 5 minutes on 2 idle cores
     python benchmarks/planner_accuracy.py --few                         # 11 layouts, a third of the time
     python benchmarks/planner_accuracy.py --published                   # only the runs of others, half a minute
+    python benchmarks/planner_accuracy.py --every-rank                  # their ranks, each a step of fake tensors
     python benchmarks/planner_accuracy.py --write benchmarks/results/planner.md  # also writes the tables into the page
 
 ``costs="measured"`` times single operations, collectives and the layers of the model; then each layout is predicted,
@@ -46,6 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--few", action="store_true", help="every third layout")
     parser.add_argument("--published", action="store_true", help="predict runs that others published, measure none")
+    parser.add_argument("--every-rank", action="store_true", help="run the ranks of published layouts without memory")
     parser.add_argument("--rounds", type=int, default=2, metavar="N", help="rounds of all layouts (2)")
     parser.add_argument("--steps", type=int, default=3, metavar="N", help="steps of a layout in a round (3)")
     parser.add_argument("--write", type=Path, metavar="PAGE", help="write the tables between their marks in this page")
@@ -53,7 +55,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name in ("rounds", "steps"):
         if getattr(options, name) < 1:
             parser.error(f"--{name} {getattr(options, name)} must be at least 1")
-    blocks = {"published": published.table()} if options.published else measured_blocks(options)
+    if options.every_rank:
+        # The fake accelerator takes the place of other devices.
+        from benchmarks.planner import every_rank
+
+        blocks = {"every rank": every_rank.table(every_rank.all_peaks())}
+    else:
+        blocks = {"published": published.table()} if options.published else measured_blocks(options)
     print("\n\n".join(blocks.values()), flush=True)
     if options.write is not None:
         write_blocks(options.write, blocks)

@@ -8,7 +8,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    GPT2Config,
+    LlamaConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from benchmarks.report import markdown_table
 from nxdpp.pipeline.partition.transport_bytes import COMMUNICATOR_BYTES
@@ -41,7 +48,7 @@ class Run:
 
     Attributes:
         name: its model and devices.
-        model: key of ``_LLAMAS`` or ``_GPTS``.
+        model: key of ``_LLAMAS`` or ``_GPTS``, or DeepSeek-V3.
         cluster: its devices.
         batch: sequences of a step.
         length: tokens of a sequence.
@@ -180,26 +187,40 @@ RUNS = (
     ),
 )  # fmt: skip
 
+# Steps of 15,360 sequences, at 180,000 device hours for 1e12 tokens. The published layout has 64 ranks for the
+# experts, and a pipeline of DualPipe with 2 copies of the weights.
+DEEPSEEK_V3 = Run(
+    "DeepSeek-V3, 2,048 H800", "DeepSeek-V3", _H100, 15360, 4096, Layout(8, 16, 16, zero=2),
+    (("dualpipe-v", 2),), 15360 * 4096 / 2048 * 180_000 * 3600 / 1e12,
+    "tensor groups in the place of experts over ranks, ZeRO-2 in the place of 1", "", torch.float32,
+)  # fmt: skip
+
 
 def table(runs: Iterable[Run] = RUNS) -> str:
     """Return a row for each run and schedule."""
     models: dict[str, PreTrainedModel] = {}
     rows = []
     for run in runs:
-        model = models.setdefault(run.model, _model(run.model))
+        model = models.setdefault(run.model, model_of(run.model))
         for number, (schedule, chunks) in enumerate(run.schedules):
             layout = replace(run.layout, schedule=schedule, chunks=chunks)
             rows.append(_cells(run, predicted(run, layout, model), run.memory[number] if run.memory else None))
     return markdown_table(_COLUMNS, rows, left=(*_COLUMNS[:3], _COLUMNS[-1]))
 
 
-def _model(name: str) -> PreTrainedModel:
-    """Return the model on the meta device, with parameters of 16 bits."""
+def model_of(name: str, dtype: torch.dtype = torch.bfloat16) -> PreTrainedModel:
+    """Return the model on the meta device, with parameters of ``dtype``."""
     with torch.device("meta"):
-        model: PreTrainedModel = GPT2LMHeadModel(_gpt(name)) if name in _GPTS else LlamaForCausalLM(_llama(name))
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(_config(name))
     for parameter in model.parameters():
-        parameter.data = parameter.data.to(torch.bfloat16)
+        parameter.data = parameter.data.to(dtype)
     return model
+
+
+def _config(name: str) -> PreTrainedConfig:
+    if name == "DeepSeek-V3":
+        return DeepseekV3Config(use_cache=False)
+    return _gpt(name) if name in _GPTS else _llama(name)
 
 
 def _gpt(name: str) -> GPT2Config:
@@ -247,7 +268,7 @@ def reserved(found: Prediction, kept: float = 0.0) -> float:
 
 def predicted(run: Run, layout: Layout, model: PreTrainedModel | None = None) -> Prediction:
     """Return the prediction of ``run`` with one of its schedules."""
-    model = model or _model(run.model)
+    model = model or model_of(run.model)
     cluster = run.cluster
     machine = Machine(
         layout.devices, cluster.memory, cluster.device, layout.devices // 8, Link(cluster.link),
