@@ -27,8 +27,8 @@ def _check(found: Sequence[every_rank.RankPeak]) -> None:
         assert each.saved == pytest.approx(12 * each.parameters, rel=1e-5)
 
 
-def test_the_first_and_the_last_rank_of_torchtitan_have_the_planned_peak() -> None:
-    (found,) = run_ranks(1, _peaks, NAMES.index("torchtitan 405B, 512 H100, 1f1b 1"), (0, 7), timeout=280)
+def test_the_last_rank_of_torchtitan_has_the_planned_peak() -> None:
+    (found,) = run_ranks(1, _peaks, NAMES.index("torchtitan 405B, 512 H100, 1f1b 1"), (7,), timeout=280)
     _check(found)
 
 
