@@ -18,6 +18,7 @@ from benchmarks.planner.published import Run
 from benchmarks.report import markdown_table
 from nxdpp import NxDPPModel
 from nxdpp.checkpoint.distributed.captured import captured
+from nxdpp.gradients.shards.local_tensors import local_rows
 from nxdpp.pipeline.p2p.layout import TensorLayout
 from nxdpp.pipeline.partition.transport_bytes import COMMUNICATOR_BYTES
 from nxdpp.planning.layout import Layout
@@ -106,8 +107,9 @@ def _peak(run: Run, plan: Plan, rank: int) -> RankPeak:
         planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         planner.set_up_planner(state)
         items = [item for item in planner.create_local_plan().items if not item.index.fqn.startswith("random.")]
-        parameters = sum(parameter.to_local().numel() for parameter in wrapped.local_parameters())
-    saved = sum(item.tensor_data.chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize for item in items)
+        parameters = sum(local_rows(parameter).numel() for parameter in wrapped.local_parameters())
+    written = [item.tensor_data for item in items if item.tensor_data is not None]
+    saved = sum(each.chunk.sizes.numel() * each.properties.dtype.itemsize for each in written)
     outside = communicators(layout.pipeline, layout.data, layout.tensor) * COMMUNICATOR_BYTES
     names = frozenset(item.index.fqn.removeprefix("model.") for item in items if item.index.fqn.startswith("model."))
     return RankPeak(rank, parameters, plan.first.memory[rank].total - outside, reserved, saved, names)
