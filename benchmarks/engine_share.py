@@ -42,7 +42,7 @@ from nxdpp.pipeline.runtime.engine_config import EngineConfig  # noqa: E402
 from nxdpp.schedules.actions import Action, ActionKind  # noqa: E402
 from nxdpp.schedules.chosen import ChosenSchedule  # noqa: E402
 from nxdpp.schedules.families.registry import FAMILIES, find_family  # noqa: E402
-from nxdpp.schedules.lowering.releases import in_flight_limit, rank_program  # noqa: E402
+from nxdpp.schedules.lowering.releases import RELEASE_OF, in_flight_limit, rank_program  # noqa: E402
 from nxdpp.schedules.lowering.transport_rules import GLOO  # noqa: E402
 
 RANKS, MICROBATCHES, ROWS = 4, 32, 4
@@ -56,6 +56,8 @@ _KIND_OF = {
     ActionKind.RECEIVE_GRADIENT: "receive",
     ActionKind.SEND_ACTIVATION: "send and release",
     ActionKind.SEND_GRADIENT: "send and release",
+    ActionKind.RELEASE_ACTIVATION: "send and release",
+    ActionKind.RELEASE_GRADIENT: "send and release",
 }
 
 
@@ -146,6 +148,7 @@ def share_of(family: str, rank: int, steps: int) -> Share:
     for kind, taken in zip(kinds, of_calls, strict=True):
         spent[kind] += _quartile(taken) - _quartile(empty)
     # A weight-gradient belongs to its input-gradient, and a release to its send.
+    actions = [action for action in actions if action.kind not in RELEASE_OF.values()]
     number_of = Counter(_KIND_OF[action.kind] for action in actions if action.kind is not ActionKind.WEIGHT_GRADIENT)
     shares = {kind: spent[kind] / number - plain.get(kind, 0.0) for kind, number in number_of.items()}
     own = sum(shares[kind] * number for kind, number in number_of.items()) + _quartile(of_loop)

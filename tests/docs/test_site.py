@@ -90,7 +90,7 @@ def _pixels(style: str, selector: str, name: str) -> float:
 
 def test_the_index_is_short_and_has_each_public_name() -> None:
     text = INDEX.read_text()
-    assert len(text.encode()) <= 10 * 1024
+    assert len(text.encode()) <= 13 * 1024
     sections = re.findall(r"^## [^\n]*: `([\w.]+)`\n(.*?)(?=^##|\Z)", text, re.M | re.S)
     listed = [
         f"{module}.{name}"

@@ -138,7 +138,8 @@ _REPLICAS = {
 }
 _EXCHANGES = {
     (2, 1, 1): (_STEP | _FILES | _REPLICAS) - {"gradients of tied weights"},
-    (2, 1, 2): _STEP | _FILES | _ONE_REPLICA | _TENSOR | {"comparison of the tensor-parallel ranks' steps"},
+    (2, 1, 2): (_STEP | _FILES | _ONE_REPLICA | _TENSOR | {"comparison of the tensor-parallel ranks' steps"})
+    - {"gradients of tied weights"},
     (2, 2, 1): _STEP | _FILES | _ONE_REPLICA | _PIPELINE,
     (4, 1, 2): _STEP | _FILES | _REPLICAS | _TENSOR | {"comparison of the tensor-parallel ranks' steps"},
     (4, 2, 1): (_STEP | _FILES | _REPLICAS | _PIPELINE) - {"tensors of the model for rank 0"},
