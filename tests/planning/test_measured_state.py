@@ -92,7 +92,6 @@ def _trained(case: Case) -> dict[str, int]:
     own = _storages(held)
     parallel_state.destroy_model_parallel()
     return {
-        "parameters": sum(parameter.numel() for parameter in held),
         "weight_bytes": sum(own.values()),
         "gradient_bytes": sum(_storages(gradients).values()),
         "optimizer_bytes": sum((_storages([*moments, *masters]) | dict.fromkeys(own, 0)).values()),
