@@ -65,7 +65,7 @@ CASES = [
 ]
 
 
-def _trained(case: Case) -> dict[str, int]:
+def _trained(case: Case, cuts: list[str]) -> dict[str, int]:
     """Bytes of this rank after a step."""
     config = LlamaConfig(**{name: value for name, value in case.config().items() if name != "model_type"})
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=PIPELINE)
@@ -73,7 +73,13 @@ def _trained(case: Case) -> dict[str, int]:
     whole = deferred_init(LlamaForCausalLM, config) if case.deferred else LlamaForCausalLM(config)
     if case.dtype is not None:
         whole = whole.to(getattr(torch, case.dtype))
-    model = NxDPPModel(whole, num_microbatches=MICROBATCHES, schedule=case.schedule, use_zero1_optimizer=case.zero1)
+    model = NxDPPModel(
+        whole,
+        num_microbatches=MICROBATCHES,
+        schedule=case.schedule,
+        use_zero1_optimizer=case.zero1,
+        pipeline_cuts=cuts,
+    )
     model.move_model_to_device()
     ids = torch.randint(0, 64, (MICROBATCHES, 16), generator=torch.Generator().manual_seed(1))
     model.run_train(input_ids=ids, labels=ids)
@@ -103,19 +109,21 @@ def _storages(tensors: Iterable[torch.Tensor | nn.Parameter]) -> dict[int, int]:
     return {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
 
 
-def _rank(rank: int) -> list[dict[str, int]]:
-    return [_trained(case) for case in CASES]
+def _rank(rank: int, cuts: list[list[str]]) -> list[dict[str, int]]:
+    return [_trained(case, own) for case, own in zip(CASES, cuts, strict=True)]
 
 
 @pytest.mark.one_python
 def test_the_state_is_that_of_real_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    measured = run_ranks(PIPELINE * DATA, _rank, timeout=150.0)
-
-    for number, case in enumerate(CASES):
+    plans = []
+    for case in CASES:
         (tmp_path / "config.json").write_text(json.dumps(case.config()))
         assert main(["plan", str(tmp_path), "--json", *case.flags()]) == 0
-        planned = json.loads(capsys.readouterr().out)
-        assert planned["dtype"] == (case.dtype or "float32")
+        plans.append(json.loads(capsys.readouterr().out))
+        assert plans[-1]["dtype"] == (case.dtype or "float32")
+    measured = run_ranks(PIPELINE * DATA, _rank, [plan["layouts"][0]["cuts"] for plan in plans], timeout=150.0)
+
+    for number, (case, plan) in enumerate(zip(CASES, plans, strict=True)):
         for rank, real in enumerate(of_rank[number] for of_rank in measured):
-            predicted = planned["layouts"][0]["ranks"][rank // DATA]
+            predicted = plan["layouts"][0]["ranks"][rank // DATA]
             assert {name: predicted[name] for name in real} == real, (case, rank)
