@@ -129,8 +129,9 @@ class Participants:
 
     def add_shards(self, shards: RankShards) -> None:
         """Add the units that this rank's parameters have become."""
+        participant = Shards(shards, self._replicas)
         for each in (self.all, self.evaluating):
-            each.insert(-1, Shards(shards, self._replicas))
+            each.insert(-1, participant)
 
 
 class Scaler(Participant):

@@ -32,7 +32,7 @@ def run(rank: Rank, case: str) -> Found:
 
 
 class Way(NamedTuple):
-    """How a case trains.
+    """Way in which a case trains.
 
     Attributes:
         prepare: changes the wrapped model, which is on the device.

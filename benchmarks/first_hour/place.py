@@ -1,4 +1,4 @@
-"""Where the first hour runs, and a rank of it."""
+"""Place of the first hour: its device and sizes, and a rank of it."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -109,7 +109,7 @@ class Rank:
 
 
 class Found(NamedTuple):
-    """What a case has found on a rank: figures, and a sentence if they show a fault."""
+    """Findings of a case on a rank: figures, and a sentence if they show a fault."""
 
     figures: dict[str, Any]
     problem: str = ""

@@ -196,6 +196,9 @@ class LocalPart:
     def values(self) -> RankValues:
         """The present values, for a comparison with other ranks."""
         parameters = dict(listings.named_parameters(self.module))
+        if self.loads:
+            # A file may have the very weights that this rank has drawn.
+            self._initial.held = {}
         # DTensors count no changes.
         rows = self._samples_of_rows(self._initial.held)
         self._initial.held = {
@@ -214,6 +217,7 @@ class LocalPart:
     def note_loaded(self, state_dict: Mapping[str, Any]) -> None:
         """Note a load of ``state_dict``, from which each replica of shards takes other rows."""
         self.has_loaded_state = True
+        self._initial.held = {name: known for name, known in self._initial.held.items() if name not in state_dict}
         whole = [each for each in state_dict.values() if isinstance(each, torch.Tensor) and not each.is_meta]
         if any(map(is_sharded, self.module.parameters())):
             self.loaded = digest(self.loaded + b"".join(map(sample, whole)) + b"load")

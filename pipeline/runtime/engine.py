@@ -28,7 +28,7 @@ from nxdpp.pipeline.timeline.clock import StepTimer
 from nxdpp.pipeline.timeline.recorder import StepRecorder
 from nxdpp.ranks.faults import failure_watch
 from nxdpp.ranks.faults.board import board
-from nxdpp.schedules.actions import BACKWARDS, Action, ActionKind
+from nxdpp.schedules.actions import BACKWARDS, COMPUTE, TRANSFERS, Action, ActionKind
 from nxdpp.schedules.lowering.additions import compute_of
 from nxdpp.tracing.code.raised_line import note_line
 
@@ -212,8 +212,9 @@ class Engine:
 
 
 def _text(action: Action) -> str:
-    what = action.kind.name.lower().replace("_", " ")
-    return f"stage {action.stage}, {what} of microbatch {action.microbatch}"
+    text = f"stage {action.stage}, {action.kind.name.lower().replace('_', ' ')}"
+    # An action of a participant belongs to the stage.
+    return f"{text} of microbatch {action.microbatch}" if action.kind in (*COMPUTE, *TRANSFERS) else text
 
 
 def _note(error: Exception, action: Action) -> None:

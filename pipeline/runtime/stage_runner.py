@@ -86,6 +86,7 @@ class StageRunner:
         self.module = program.first_run or program.module
         self._plan = program.plan
         self._names = program.plan.made
+        self._not_sent = [name for name in program.plan.made if name not in program.plan.sent]
         self._channels_in = channels_in
         self._channels_out = channels_out
         # The schedule has no send for tensors that stay on this rank, and none for metadata.
@@ -153,21 +154,23 @@ class StageRunner:
                 self._layouts |= {name: boundary.layouts[name] for name in boundary.values}
         for name, layout in self._layouts.items():
             check_layout(name, made[name], layout)
-        # Keep what the backward and the sends need, no value of which others have metadata only.
-        sent = {name: made[name] for name in plan.sent}
+        # Keep what the backward and the sends need.
         if self._train:
-            in_flight.outputs = sent if self._keep_outputs else None
+            in_flight.outputs = made if self._keep_outputs else None
             self._prepare_backward(in_flight, made, microbatch)
             self._in_flight[microbatch] = in_flight
         for local in self._local_out:
-            local.give(Direction.ACTIVATION, microbatch, self._own_activations(local, sent))
+            local.give(Direction.ACTIVATION, microbatch, self._own_activations(local, made))
         if self._sends_activations:
-            self._made[microbatch] = sent
+            self._made[microbatch] = made
         if plan.results:
             self.results[microbatch] = results = []
             for name in plan.results:
                 result = made[name]
                 results.append(result.detach() if isinstance(result, torch.Tensor) else result)
+        # No value of which other stages need metadata only.
+        for name in self._not_sent:
+            del made[name]
 
     def send_activation(self, microbatch: int, channels: Sequence[Channel], last: bool) -> None:
         """Start to send activations (B, T, H) over ``channels``; free them after the ``last`` send."""

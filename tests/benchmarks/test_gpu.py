@@ -29,7 +29,7 @@ DRY, CUDA, EIGHT = Place("cpu", 0, True), Place("cuda", 1, False), Place("cuda",
 
 
 def written_by(folder: Path, arguments: list[str], parts: list[str]) -> tuple[dict[str, Any], str]:
-    """What the command has written for parts that all pass, and its last line."""
+    """The JSON of the command for parts that all pass, and its last line."""
     file = folder / "found.json"
     named = [word for name in parts for word in ("--part", name)]
     command = [sys.executable, *arguments, "--json", str(file), *named]

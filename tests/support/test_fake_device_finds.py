@@ -271,7 +271,7 @@ def copies_to_the_host(rank: int) -> list[str]:
 
 
 def waits_for_a_slow_rank(rank: int) -> list[str]:
-    """What rank 0 tells in a roll call, while its device waits for rank 1, and its host reads a gradient."""
+    """Answer of rank 0 to a roll call, while its device waits for rank 1, and its host reads a gradient."""
     told: list[str] = []
 
     def tell() -> None:

@@ -14,7 +14,7 @@ REFUSED = {
     "activation_checkpointing": "leave it out, and call gradient_checkpointing_enable() of the model",
     "kernel_fusion": "leave it out, and call compile() of the model after initialize",
 }
-"""What takes the place of each key, section and argument that ``initialize`` does not honour."""
+"""Keys, sections and arguments that ``initialize`` does not honour, with what takes their place."""
 
 
 def tensor_parallel_size_of(config: Mapping[str, Any] | str | os.PathLike[str]) -> int:

@@ -186,7 +186,7 @@ class RankShards(ABC):
     @property
     @abstractmethod
     def calls(self) -> Mapping[ActionKind, Callable[[Action], None]]:
-        """What the actions of ``additions`` do, for the compute action that each belongs to."""
+        """The calls of the actions of ``additions``, by kind, for the compute action that each belongs to."""
 
     def finish(self) -> None:
         """End the step after its last action: a gradient that no replica has is ``None``; collective over them."""

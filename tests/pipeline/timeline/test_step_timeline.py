@@ -120,6 +120,8 @@ def test_each_replica_has_its_file(tmp_path: Path) -> None:
     for pipeline, name in enumerate(("trace.json", "trace.pipeline1.json")):
         computes = [event for event in load(tmp_path / name) if event.get("cat") == "compute"]
         assert len(computes) == 8
+        exchanges = {event["name"] for event in load(tmp_path / name) if event.get("cat") == "exchange"}
+        assert exchanges == {f"{kind} s{stage} mb1" for kind in ("AVERAGE", "AVERAGED") for stage in range(2)}
         assert {event["pid"] for event in computes} == {pipeline}
 
 

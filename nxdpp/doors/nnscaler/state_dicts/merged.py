@@ -284,7 +284,7 @@ def _local_part(module: nn.Module, merged: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _divided_optimizer(module: nn.Module, optimizer: Optimizer, merged: Mapping[str, Any]) -> dict[str, Any]:
-    """What ``optimizer`` of this rank loads of a ``merged`` state, or of that of the original's optimizer.
+    """Return the part of a ``merged`` state, or of the original optimizer's, that ``optimizer`` of this rank loads.
 
     Raises ``ValueError`` for the state of different parameters, and for several parameter groups.
     """
