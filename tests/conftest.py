@@ -46,7 +46,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Build the fake accelerator before tests need it, and tell the ranks their device."""
+    """Tell the ranks their device, and build the fake accelerator if it is that."""
     os.environ[DEVICE] = config.getoption("device")
     if config.getoption("device") == "fake":
         reason = fake_device.why_not()
@@ -129,8 +129,14 @@ def reason_of(mark: pytest.Mark, test: str) -> str:
     return f"only on the CPU: {mark.args[0]}"
 
 
-def pytest_collection_finish() -> None:
-    """Leave the objects of imported modules out of garbage collections, as ``tests/support/preloaded.py`` does."""
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Build the fake accelerator if a test needs it, so that no test's time has the build.
+
+    Leave the objects of imported modules out of garbage collections, as ``tests/support/preloaded.py`` does.
+    """
+    needed = any(getattr(getattr(item, "module", None), "fake_device", None) is fake_device for item in session.items)
+    if needed and not session.config.option.collectonly and fake_device.why_not() is None:
+        fake_device.built()
     gc.collect()
     gc.freeze()
 
