@@ -108,6 +108,8 @@ def _computes(device: str) -> list[torch.Tensor]:
         first.topk(2).values,
         functions.gelu(first, approximate="tanh"),
         torch.view_as_complex(first.reshape(12, 2).contiguous()).abs(),
+        torch.view_as_complex(first.reshape(12, 2)).conj().clone().angle(),
+        torch.view_as_complex(first.reshape(12, 2)).conj().imag.clone(),
         torch.full_like(first, 2.0).masked_fill(first < 0, 0.0).scatter_add(0, rows[None, :4], second[:1, :4]),
     ]
     assert device == "cpu" or torch.histc(rows.int(), 3, 0, 2).tolist() == [1, 1, 2]

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from nxdpp import GradScaler, NxDPPModel, fully_shard, parallel_state
 from tests.support import fake_device
-from tests.support.models import make
+from tests.support.models import gradient_differences, make, padded_batch, reference, train_in_one_process
 from tests.support.run_ranks import run_ranks
 
 REASON = fake_device.why_not()
@@ -216,3 +216,31 @@ def offloaded(rank: int, shard_size: int | None, of_caller: bool) -> list[list[f
 def test_rows_in_host_memory(ranks: int, shard_size: int | None, of_caller: bool) -> None:
     for cpu, fake in run_ranks(ranks, offloaded, shard_size, of_caller):
         assert fake == pytest.approx(cpu, rel=1e-9)
+
+
+def autocast(rank: int, pipeline: int, name: str) -> tuple[float, float, dict[str, float | None]]:
+    """Losses of a step in half precision and of plain torch on the same device, and the gradients that differ."""
+    fake_device.install()
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=pipeline, device="fake", hang_timeout=100)
+    batch = padded_batch(ROWS)
+    model = NxDPPModel(make(name), num_microbatches=4, broadcast_and_average_loss=True)
+    model.move_model_to_device()
+    whole = reference(make(name)).to("fake")
+    # torch makes new parameters on a type of another package, one for each name.
+    whole.tie_weights()
+    with torch.autocast("fake", dtype=torch.bfloat16):
+        loss = model.run_train(**batch)
+        plain = train_in_one_process(whole, {key: value.to("fake") for key, value in batch.items()}, 4)
+    assert loss is not None
+    found = float(loss), float(torch.stack(plain).mean()), gradient_differences(model, whole)
+    parallel_state.destroy_model_parallel()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "name"), [(1, "llama"), (1, "tied_llama"), (1, "gpt2"), (1, "mixtral"), (2, "llama"), (2, "mixtral")]
+)
+def test_autocast_gives_the_bits_of_plain_torch_on_the_device(pipeline: int, name: str) -> None:
+    for loss, plain, differences in run_ranks(pipeline, autocast, pipeline, name):
+        assert loss == plain
+        assert differences == {}
