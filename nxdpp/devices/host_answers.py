@@ -170,6 +170,8 @@ class HostAnswers(TorchFunctionMode):
             raise _NotOnHostError
         args, kwargs = pytree.tree_map(self._argument, (args, kwargs))
         found: torch.Tensor = pytree.tree_leaves(func(*args, **kwargs))[place]
+        # A module may keep the tensor, and ask in a later step: the length of dynamic RoPE.
+        note_host_copy(tensor, found)
         return found
 
     def _argument(self, value: Any) -> Any:

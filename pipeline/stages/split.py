@@ -129,7 +129,7 @@ def build_stage(
     for name in plan.received_metadata:
         placeholders[by_name[name]] = graph.placeholder(f"metadata_{name}")
     # Guards of values with copies on other stages, and the nodes themselves.
-    over_all, over_users = Guard(graph), Guard(graph)
+    over_all, over_users, runs_ahead = Guard(graph), Guard(graph), _has_streams()
     modes = StageModes(graph)
     for name in _on_several_stages(plan, root, assigned):
         over_all.begin_buffers(root.get_submodule(name), name)
@@ -150,6 +150,8 @@ def build_stage(
                 # The first run names the user that changes a value. Later ones check once for all users in a row.
                 first_run.watch(copies[node], node)
                 over_users.end()
+            if runs_ahead:
+                answer_questions(copies[node], node, root)
     over_users.end()
     over_all.end()
     graph.output(tuple(copies[by_name[name]] for name in plan.made))
@@ -250,10 +252,7 @@ def _copy(
     graph: fx.Graph, node: fx.Node, copies: Mapping[fx.Node, fx.Node], placeholders: Mapping[fx.Node, fx.Node]
 ) -> fx.Node:
     # A received value serves for its metadata too.
-    copied = graph.node_copy(node, lambda old: copies[old] if old in copies else placeholders[old])
-    if _has_streams():
-        answer_questions(copied, node)
-    return copied
+    return graph.node_copy(node, lambda old: copies[old] if old in copies else placeholders[old])
 
 
 def _has_streams() -> bool:

@@ -142,6 +142,11 @@ def refuse_packed_positions(model: nn.Module, inputs: Mapping[str, Any]) -> None
         )
 
 
+def asks_for_positions(module: nn.Module) -> bool:
+    """Return whether ``module`` is a rotary embedding that asks for the largest position: dynamic RoPE."""
+    return "dynamic" in str(getattr(module, "rope_type", ""))
+
+
 @contextmanager
 def _traceable(spine: list[nn.Module], models: Mapping[str, PreTrainedModel], device: Any) -> Iterator[None]:
     copies: dict[int, PreTrainedConfig] = {}

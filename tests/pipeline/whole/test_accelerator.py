@@ -107,6 +107,28 @@ def test_numbers_are_those_of_the_cpu_and_the_host_runs_ahead(
             assert waits == {}, kind
 
 
+def of_dynamic_rope(rank: int, most: int) -> list[Trained]:
+    """Numbers on both devices of a model that asks whether a position is beyond the ``most`` of its rotary table."""
+    fake_device.install()
+    found = []
+    for device in ("cpu", "fake"):
+        parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2, device=device, hang_timeout=100)
+        rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 100.0}
+        module = make("llama", max_position_embeddings=most, rope_parameters=rope).double()
+        model = NxDPPModel(module, num_microbatches=4, broadcast_and_average_loss=True)
+        model.move_model_to_device()
+        found.append(trained(model, torch.optim.AdamW(model.parameters(), lr=1e-2), None))
+        parallel_state.destroy_model_parallel()
+    return found
+
+
+@pytest.mark.parametrize("most", [LENGTH // 2, LENGTH, 2 * LENGTH])
+def test_the_longest_position_is_asked_of_the_host(most: int) -> None:
+    for (numbers, _), (found, waits) in run_ranks(2, of_dynamic_rope, most):
+        assert found == pytest.approx(numbers, rel=1e-6)
+        assert waits == {}
+
+
 def left_on_the_cpu(rank: int, pipeline: int) -> str:
     """The error of a model that was not moved; other tests follow the remedy."""
     fake_device.install()

@@ -10,7 +10,7 @@ namespace {
 
 struct File {
   std::string name;
-  bool is_torch;
+  bool is_below;
 };
 // Guarded by the GIL. Code objects are kept: their addresses are the keys.
 std::unordered_map<PyCodeObject*, int32_t>& codes() {
@@ -29,10 +29,13 @@ int32_t number_of(PyCodeObject* code) {
   const char* name = PyUnicode_AsUTF8(code->co_filename);
   const char* function = PyUnicode_AsUTF8(code->co_name);
   std::string path = name ? name : "?";
-  bool is_torch = path.find("/torch/") != std::string::npos || path.find("/fake_device/") != std::string::npos ||
+  bool is_below = path.find("/torch/") != std::string::npos || path.find("/fake_device/") != std::string::npos ||
       path.rfind("<", 0) == 0;
+  // Frames of nxdpp between the model's function and torch.
+  for (const char* between : {"/nxdpp/devices/host_answers.py", "/pipeline/stages/answered_call.py"})
+    is_below |= path.find(between) != std::string::npos;
   std::lock_guard<std::mutex> lock(files_mutex);
-  files().push_back({path + " in " + (function ? function : "?"), is_torch});
+  files().push_back({path + " in " + (function ? function : "?"), is_below});
   Py_INCREF(code);
   int32_t number = static_cast<int32_t>(files().size()) - 1;
   codes().emplace(code, number);
@@ -55,16 +58,16 @@ Place here(const char* call, bool takes_gil) {
     PyCodeObject* code = PyFrame_GetCode(frame);
     int32_t number = number_of(code);
     Py_DECREF(code);
-    bool is_torch;
+    bool is_below;
     {
       std::lock_guard<std::mutex> lock(files_mutex);
-      is_torch = files()[number].is_torch;
+      is_below = files()[number].is_below;
     }
-    if (!is_torch || place.file < 0) {
+    if (!is_below || place.file < 0) {
       place.file = number;
       place.line = PyFrame_GetLineNumber(frame);
     }
-    PyFrameObject* back = is_torch ? PyFrame_GetBack(frame) : nullptr;
+    PyFrameObject* back = is_below ? PyFrame_GetBack(frame) : nullptr;
     Py_DECREF(frame);
     frame = back;
   }
