@@ -93,6 +93,7 @@ IN_GATHER: dict[str, Callable[[], None]] = {
     "SIGKILL in a gather": _signal(signal.SIGKILL),
     "sleep in a gather": sleep_in_a_layer,
 }
+SKIPS = "skips an asynchronous collective"
 STEPS_OFF = {"one step more": 1, "one step fewer": -1}
 
 
@@ -226,6 +227,13 @@ def main() -> None:
             elif fault in BETWEEN_STEPS:
                 fails_now()
                 BETWEEN_STEPS[fault]()
+        if fault == SKIPS and step == FAULTY_STEP and has_fault:
+            fails_now()
+        elif fault == SKIPS:
+            # Both the collective and its wait let the host go on.
+            work = torch.distributed.all_reduce(torch.ones(4, device=device), async_op=True)
+            assert work is not None
+            work.wait()
         if step == FAULTY_STEP and fault in BEFORE_A_COLLECTIVE:
             fail, collective = BEFORE_A_COLLECTIVE[fault]
             if has_fault:

@@ -24,6 +24,9 @@ Scope = Literal["world", "pipeline"]
 
 NO_ACTION = -1
 
+WORK_BEFORE = "work of its program on the device, before"
+"""What a stream waits for that the program, and not nxdpp, has launched: a collective, or a long kernel."""
+
 TRAINING_STEPS = ("run_train", "run_train_microbatches", "train_step", "train_samples", "train_microbatches")
 
 
@@ -72,6 +75,7 @@ class Board:
         members: the ranks of a scope, as far as they are known.
         interrupted: the last call that ended by an exception such as ``SystemExit``; ``""`` after one that ended well.
         stream_waits: the waits of the device, where messages wait for a stream and not for the host; else ``None``.
+            The program may have let the stream wait too: a call begins with a wait for what was launched before.
         is_compiling: tells whether this process compiles a graph for its device; another thread asks.
         pipelines: number of models that are wrapped. Ranks tell models of one architecture apart by it.
     """
@@ -186,6 +190,8 @@ class Call:
         self.number = board.begun[self.scope] = board.begun[self.scope] + 1
         named = board._named[self.name] = board._named.get(self.name, 0) + 1
         self.text = f"{self.name} {self.unit} {named}" if self.unit else self.name
+        if board.stream_waits is not None:
+            board.stream_waits.add(f"{WORK_BEFORE} {self.text}")
         board.thread = threading.get_ident()
         board._outermost = self
         return self

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from nxdpp.ranks.faults.board import Board
+from nxdpp.ranks.faults.board import WORK_BEFORE, Board
 from nxdpp.ranks.faults.local_peers import LocalPeers
 from nxdpp.ranks.faults.progress import Progress, current_place, script_collective
 from nxdpp.ranks.faults.timeouts import Timeouts
@@ -133,8 +133,12 @@ def judge(answers: Mapping[int, Answer], missing: Sequence[int], asking: int, ti
         does = compiles if answers[rank].compiling_seconds else "hangs"
         sentence = f"rank {rank} {does}: {_line(answers[rank])}{waiters}"
     else:
-        rank = asking
+        before = [rank for rank in waiting if answers[rank].waits_in.startswith(WORK_BEFORE)]
+        rank = (before or [asking])[0]
         sentence = f"all ranks wait for each other for {seconds:.0f} s: rank {rank} in {_line(answers[rank])}"
+        if before and len(before) < len(waiting):
+            others = names(sorted({*waiting} - {*before}))
+            sentence += f"; {others} passed it. Let all ranks make the program's collectives"
     report = _report(answers, missing, stopped, working + waiting)
     return Verdict(True, rank, sentence, report, tuple(stopped))
 

@@ -77,8 +77,26 @@ def test_a_rank_whose_device_waits_for_a_message_waits(is_in_step: bool) -> None
         verdict = judge({0: waits, 1: _answer("works")}, [], 1, LIMIT)
         assert (verdict.hangs, verdict.rank) == (True, 1)
         assert verdict.sentence.endswith("; rank 0 waits for it")
-        events.reached = 2
+        # In a call the third one is for what the program launched before it.
+        events.reached = 3
         assert own_answer(board, progress, cast(LocalPeers, peers)).state == ("works" if is_in_step else "outside")
+
+
+def test_a_collective_of_the_program_that_a_rank_does_not_make_is_told() -> None:
+    board, events = Board(), _Events()
+    board.stream_waits = StreamWaits(events.record)
+    peers = cast(LocalPeers, SimpleNamespace(stopped=list, running=list))
+    with board.call("run_train", "step", has_limit=True):
+        board.stream_waits.add("the P2P transfer, with rank 1")
+        answers = []
+        for events.reached in (0, 1):
+            answers.append(replace(own_answer(board, Progress(board, 20.0), peers), unmoved_seconds=301.0))
+    verdict = judge(dict(enumerate(answers)), [], 1, LIMIT)
+    assert (verdict.hangs, verdict.rank) == (True, 0)
+    assert verdict.sentence == (
+        "all ranks wait for each other for 301 s: rank 0 in run_train step 1, waits for 301 s in work of its program "
+        "on the device, before run_train step 1; rank 1 passed it. Let all ranks make the program's collectives"
+    )
 
 
 def test_ranks_that_all_wait_are_shown() -> None:
