@@ -176,13 +176,17 @@ def _fill(
             container.register_buffer(key, buffer, persistent=key not in NON_PERSISTENT.of(module))
     for key, child in MODULES.of(module).items():
         name = _join(prefix, key)
-        if child is None or ownership.is_elsewhere(child, name):
+        is_above = any(layer.startswith(f"{name}.") for layer in layers)
+        is_elsewhere = child is None or ownership.is_elsewhere(child, name)
+        if child is None or (is_elsewhere and not is_above):
             continue
-        if any(layer.startswith(f"{name}.") for layer in layers) or not ownership.is_whole(child, name):
+        if is_above or not ownership.is_whole(child, name):
             below = nn.Module()
             below.train(child.training)
             _fill(below, child, name, ownership, layers)
-            container.add_module(key, below)
+            # A decoder of other ranks may have a table of positions, which follow from the inputs.
+            if not is_elsewhere or next(listings.buffers(below), None) is not None:
+                container.add_module(key, below)
         else:
             container.add_module(key, child)
 

@@ -45,6 +45,21 @@ def test_stages_hold_every_parameter_under_its_name(architecture: str) -> None:
     assert held == names.keys()
 
 
+def test_a_table_of_positions_stays_where_its_decoder_is_elsewhere() -> None:
+    model = nn.Module()
+    for name in ("encoder", "decoder"):
+        half = nn.Module()
+        half.layers = nn.ModuleList([nn.Linear(2, 2)])
+        half.table = nn.Module()
+        half.table.register_buffer("frequencies", torch.ones(2))
+        model.add_module(name, half)
+    local = {"encoder.layers.0.weight", "encoder.layers.0.bias"}
+    tree = build_local_module(model, local, ["encoder.layers.0", "decoder.layers.0"])
+    assert {name for name, _ in tree.named_parameters()} == local
+    # Every rank computes what follows from the inputs.
+    assert {name for name, _ in tree.named_buffers()} == {"encoder.table.frequencies", "decoder.table.frequencies"}
+
+
 def test_freed_parameters_are_not_in_memory() -> None:
     model = make_model("llama")
     owners, layers = _cut(model, "llama", 4)
