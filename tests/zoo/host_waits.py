@@ -34,8 +34,8 @@ STEPS = 3
 PLACES = ("cpu", "fake")
 ON_DEVICE = 3
 TIME_LIMIT = 140.0  # seconds for the ranks
-_OF_STAGE = "/pipeline/runtime/stage_runner.py:"
-"""File that calls the traced code between the modules, whose own lines are not known in a step."""
+_OF_STAGE = "/pipeline/runtime/stage_runner.py:", "/tracing/graph/data_checks.py:"
+"""Files that run the traced code between the modules, whose own lines are not known in a step."""
 
 
 def judge(task: str, model_type: str) -> Verdict:
@@ -67,7 +67,7 @@ def _owner(line: str, count: int, plain: dict[str, int]) -> str:
         return ", the model's own"
     operation = line.partition(" (")[0]
     alike = {each: number for each, number in plain.items() if each.partition(" (")[0] == operation}
-    if _OF_STAGE in line and sum(alike.values()) >= count:
+    if any(file in line for file in _OF_STAGE) and sum(alike.values()) >= count:
         return f", the model's own in {', '.join(alike)}"
     return ""
 
