@@ -37,7 +37,7 @@ from nxdpp.ranks.faults import failure_watch
 from nxdpp.ranks.group_values import extremes
 from nxdpp.ranks.random_stream import RandomStream, stream_state_of
 from nxdpp.schedules.actions import Action, ActionKind
-from nxdpp.schedules.lowering.additions import Addition, Around
+from nxdpp.schedules.lowering.additions import AVERAGE, Addition, Around
 from nxdpp.tensor.sequence_parallel import StepGradients
 from nxdpp.tensor.tensor_copies import TensorCopies
 
@@ -232,8 +232,7 @@ class Replicas(Participant):
     def __init__(self, replicas: ReplicaGradients, compares_batches: bool) -> None:
         self._replicas, self._compares_batches = replicas, compares_batches
         if parallel_state.get_data_parallel_size() > 1:
-            # Around the last backward of each stage, in which its average begins.
-            self.additions = [Addition(Around.LAST_BACKWARD, ActionKind.AVERAGE, ActionKind.AVERAGED)]
+            self.additions = AVERAGE
             self.calls = {
                 ActionKind.AVERAGE: lambda backward: replicas.before_last(backward.stage),
                 ActionKind.AVERAGED: lambda backward: replicas.after_last(backward.stage),

@@ -58,6 +58,9 @@ class Action(NamedTuple):
 
 COMPUTE = (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT)
 BACKWARDS = COMPUTE[1:]
+# An exchange of a participant begins before a compute action and ends after it.
+BEGINS = (ActionKind.GATHER, ActionKind.REDUCE, ActionKind.AVERAGE)
+ENDS = (ActionKind.GATHERED, ActionKind.RESHARD, ActionKind.AVERAGED)
 TRANSFERS = (
     ActionKind.SEND_ACTIVATION,
     ActionKind.RECEIVE_ACTIVATION,
@@ -66,6 +69,9 @@ TRANSFERS = (
     ActionKind.RELEASE_ACTIVATION,
     ActionKind.RELEASE_GRADIENT,
 )
+
+# Of participants.
+ADDED = tuple(kind for kind in ActionKind if kind not in (*COMPUTE, *TRANSFERS))
 
 # The actions of each rank, in order.
 Schedule = list[list[Action]]

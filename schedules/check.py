@@ -4,12 +4,12 @@ No rank waits for a send, and receives are posted in the order of the sends (``l
 circle of actions that wait for each other. ``rendezvous`` checks a lowered schedule with a limit on sends in flight.
 """
 
+from collections import Counter
 from typing import NamedTuple
 
-from nxdpp.schedules.actions import Action, ActionKind, Schedule
+from nxdpp.counted import counted
+from nxdpp.schedules.actions import ADDED, BACKWARDS, BEGINS, COMPUTE, ENDS, TRANSFERS, Action, ActionKind, Schedule
 from nxdpp.schedules.execution import Blocked, run_in_order
-
-_COMPUTE = (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT)
 
 
 class ScheduleError(ValueError):
@@ -26,11 +26,12 @@ class ScheduleSize(NamedTuple):
 
 
 def check(schedule: Schedule) -> ScheduleSize:
-    """Check the compute actions of all ranks.
+    """Check the compute actions of all ranks, with or without the ones of participants.
 
     The rules: a stage is on one rank, and every rank has a stage. Every stage runs every microbatch once forward and
     once backward (or one input- and one weight-gradient). A forward comes before its backward, an input-gradient
-    before its weight-gradient. No rank waits forever. A schedule without backwards is for evaluation.
+    before its weight-gradient. No rank waits forever. A schedule without backwards is for evaluation. A stage whose
+    parameters are gathered computes while they are whole. Sums over ranks follow the last backward of what they sum.
 
     Raises:
         ScheduleError: for a broken rule.
@@ -49,6 +50,7 @@ def check(schedule: Schedule) -> ScheduleSize:
     done = [bytearray(microbatches) for _ in range(stages)]
     for rank, actions in enumerate(schedule):
         _check_rank(rank, actions, done)
+        _check_added(rank, actions)
     trains = any(any(stage) and max(stage) > _FORWARD_DONE for stage in done)
     _check_complete(done, placed, trains)
     try:
@@ -74,6 +76,11 @@ def _check_number(microbatches: int, schedule: Schedule) -> None:
     )
 
 
+# The most backwards that come after an action.
+_BACKWARDS_AFTER = {
+    **dict.fromkeys((ActionKind.REDUCE, ActionKind.AVERAGE), 1),
+    **dict.fromkeys((ActionKind.AVERAGED, ActionKind.REDUCED, ActionKind.SUM_SEQUENCE, ActionKind.SUM_TIES), 0),
+}
 # Progress of a microbatch on a stage; 0 before its forward.
 _FORWARD_DONE, _INPUT_GRADIENT_DONE, _ALL_DONE = 1, 2, 3
 
@@ -102,13 +109,39 @@ def _check_rank(rank: int, actions: list[Action], done: list[bytearray]) -> None
             kind is backward and progress == _FORWARD_DONE
         ):
             done[stage][microbatch] = _ALL_DONE
-        else:
+        elif kind not in ADDED:
             raise _broken(rank, at, action, _rule(action, progress))
+
+
+def _check_added(rank: int, actions: list[Action]) -> None:
+    """Check the actions of participants: gathers come before, and sums after what they are of."""
+    gathered = {action.stage for action in actions if action.kind is ActionKind.GATHER}
+    left = Counter(action.stage for action in actions if action.kind in BACKWARDS)
+    whole: set[int] = set()
+    begun: list[int] = []
+    for at, action in enumerate(actions):
+        stage, kind, *_ = action
+        if kind in COMPUTE:
+            left[stage] -= kind in BACKWARDS
+            if stage in gathered and stage not in whole:
+                raise _broken(rank, at, action, f"its parameters are not whole; {stage}GATHER comes before it")
+        elif kind in BEGINS:
+            begun.append(stage)
+            whole |= {stage} if kind is ActionKind.GATHER else set()
+        elif kind in ENDS:
+            if not begun or begun.pop() != stage:
+                raise _broken(rank, at, action, f"no exchange of stage {stage} has begun")
+            whole -= {stage} if kind is ActionKind.RESHARD else set()
+        # All stages of the rank, but for what is around an action of one stage.
+        backwards = left[stage] if kind in (*BEGINS, *ENDS) else left.total()
+        if kind in _BACKWARDS_AFTER and backwards > _BACKWARDS_AFTER[kind]:
+            rule = f"{counted(backwards, 'backward comes', 'backwards come')} after it; a sum is of all of them"
+            raise _broken(rank, at, action, rule)
 
 
 def _rule(action: Action, progress: int) -> str:
     stage, kind, microbatch, _ = action
-    if kind not in _COMPUTE:
+    if kind in TRANSFERS:
         return "a schedule has compute actions only (F, B, I, W); sends and receives follow from them"
     if progress < 0:
         return "microbatches are counted from 0"

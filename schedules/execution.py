@@ -2,51 +2,124 @@
 
 A forward needs the forward of the stage before, a backward or input-gradient the backward of the stage behind. Tensors
 that skip stages are ready earlier.
+
+Actions of participants (``lowering.additions``) exchange parameters and gradients over a link of the rank to its
+replicas, one after the other, while it computes::
+
+    rank     2GATHER0 ── 2F0 ── 2GATHERED0     the forward begins after the head of the gather; the end waits for all
+    link      head ▸ rest ────────┘
+    rank     2REDUCE7 ── 2B7 ── 2RESHARD7      nothing waits for a reduction or an average, until the last action does
+    link                 ─────── tail ▸
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from operator import itemgetter
+from types import MappingProxyType
 from typing import NamedTuple
 
-from nxdpp.schedules.actions import Action, ActionKind, Schedule
+from nxdpp.schedules.actions import ADDED, BEGINS, COMPUTE, ENDS, Action, ActionKind, Schedule
+
+
+# A split backward ends with its weight-gradient.
+_ENDS_OF_BACKWARDS = (ActionKind.BACKWARD, ActionKind.WEIGHT_GRADIENT)
+
+
+class Exchange(NamedTuple):
+    """Times of an exchange of a stage.
+
+    Attributes:
+        time: of all of it.
+        head: of the part for which the compute action waits.
+        ahead: of the part that may run before the compute action, as soon as the link is free.
+        tail: of the part that begins after the compute action.
+    """
+
+    time: float
+    head: float = 0.0
+    ahead: float = 0.0
+    tail: float = 0.0
 
 
 class Times(NamedTuple):
     """Times of each stage in any unit; item ``s`` of each is for stage ``s``.
 
-    A full backward takes the time of the input- and the weight-gradient. ``transfer`` is between stage ``s`` and the
-    next one, in either direction, if they are on different ranks. The last item is not used.
+    A full backward takes the time of the input- and the weight-gradient, unless ``backward`` has its own. ``transfer``
+    is between stage ``s`` and the next one, in either direction, if they are on different ranks. The last item is not
+    used. ``exchanges`` are by the kind of the action that begins them; the ones of ``RESHARD`` are reductions after a
+    backward. Without ``hides`` an exchange takes its time from the computations.
     """
 
     forward: Sequence[float]
     input_gradient: Sequence[float]
     weight_gradient: Sequence[float]
     transfer: Sequence[float]
+    exchanges: Mapping[ActionKind, Sequence[Exchange]] = MappingProxyType({})
+    hides: bool = True
+    backward: Sequence[float] | None = None
 
     @property
     def lengths(self) -> dict[ActionKind, Sequence[float]]:
         """Times of the compute actions of each kind, by stage."""
-        full = [i + w for i, w in zip(self.input_gradient, self.weight_gradient, strict=True)]
+        both = zip(self.input_gradient, self.weight_gradient, strict=True)
+        full = [i + w for i, w in both] if self.backward is None else self.backward
         kinds = (ActionKind.FORWARD, ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT, ActionKind.BACKWARD)
         return dict(zip(kinds, (*self[:3], full), strict=True))
+
+
+    def around_each(self) -> "Times":
+        """Return the times of compute actions that have ``SHARDS_EACH_MICROBATCH`` around each of them.
+
+        A run of them alone is a run with their gathers and reductions, which begin and end with them, in a third of
+        the time.
+        """
+        gathers = [each.time for each in self.exchanges[ActionKind.GATHER]]
+        reductions = [each.time for each in self.exchanges[ActionKind.RESHARD]]
+        longer: dict[ActionKind, list[float]] = {}
+        for kind, lengths in self.lengths.items():
+            reduces = kind in _ENDS_OF_BACKWARDS
+            each = zip(lengths, gathers, reductions, strict=True)
+            longer[kind] = [self.longer(own, 0.0, gather + reduces * reduced) for own, gather, reduced in each]
+        return Times(*list(longer.values())[:3], self.transfer, backward=longer[ActionKind.BACKWARD])
+
+    def longer(self, clock: float, start: float, time: float) -> float:
+        """Return when a rank at ``clock`` goes on that waits for an exchange that takes ``time`` from ``start``."""
+        return max(clock, start + time) if self.hides else clock + time
 
 
 class Blocked(RuntimeError):
     """Ranks that wait for each other; the message names the actions."""
 
 
-def run_in_order(schedule: Schedule, stages: int, microbatches: int, times: Times | None = None) -> list[list[float]]:
-    """Return the start of each action of each rank, at 0 without ``times``; ``Blocked`` if no rank can continue."""
-    execution = _Execution(schedule, stages, microbatches, times or Times(*[[0.0] * stages] * 4))
+def run_in_order(schedule: Schedule, stages: int, microbatches: int, times: Times | None = None) -> "Execution":
+    """Run ``schedule``, all at 0 without ``times``; ``Blocked`` if no rank can continue."""
+    execution = Execution(schedule, stages, microbatches, times or Times(*[[0.0] * stages] * 4))
     execution.run()
-    return execution.starts
+    return execution
 
 
-class _Execution:
+class Execution:
+    """The run of a schedule. The attributes are of each rank.
+
+    Attributes:
+        starts: of each action.
+        waits: end of each added action, by its place.
+        clocks: end of the last action.
+        links: end of the last exchange.
+    """
+
     def __init__(self, schedule: Schedule, stages: int, microbatches: int, times: Times) -> None:
         self.starts: list[list[float]] = [[] for _ in schedule]
+        self.waits: list[dict[int, float]] = [{} for _ in schedule]
+        self.clocks = [0.0] * len(schedule)
+        self.links = [0.0] * len(schedule)
+        # Exchanges that have begun on each rank.
+        self._begun: list[list[tuple[ActionKind, float, float, float]]] = [[] for _ in schedule]
+        self._exchanges = {**dict.fromkeys(ADDED, [Exchange(0.0)] * stages), **times.exchanges}
         self._schedule = schedule
-        self._rank_of = {action[0]: rank for rank, actions in enumerate(schedule) for action in actions}
+        self._rank_of: dict[int, int] = {}
+        for rank, actions in enumerate(schedule):
+            self._rank_of |= dict.fromkeys(map(itemgetter(0), actions), rank)
         self._times = times
         self._full = times.lengths[ActionKind.BACKWARD]
         self._transfer = [
@@ -59,7 +132,6 @@ class _Execution:
         # The rank that waits for a tensor of a stage.
         self._waits_for_forward: list[int | None] = [None] * stages
         self._waits_for_backward: list[int | None] = [None] * stages
-        self._clocks = [0.0] * len(schedule)
         self._ready = deque(range(len(schedule)))
 
     def run(self) -> None:
@@ -73,12 +145,32 @@ class _Execution:
         if stuck:
             raise Blocked(self._describe(stuck))
 
+    @property
+    def ends(self) -> list[list[float]]:
+        """End of each action. The last one waits for exchanges that go on after it."""
+        lengths = self._times.lengths
+        found = []
+        for actions, starts, waits, link in zip(self._schedule, self.starts, self.waits, self.links, strict=True):
+            ends = [
+                start + lengths[action.kind][action.stage] if action.kind in COMPUTE else waits[at]
+                for at, (action, start) in enumerate(zip(actions, starts, strict=True))
+            ]
+            found.append([*ends[:-1], max(ends[-1], link)])
+        return found
+
+    @property
+    def exposed(self) -> list[float]:
+        """Time in which each rank waits for exchanges before ``clocks``."""
+        each = zip(self.starts, self.waits, strict=True)
+        return [sum(end - starts[at] for at, end in waits.items()) for starts, waits in each]
+
     def _advance(self, rank: int) -> None:
         """Run actions of ``rank`` until one has to wait. Most of the time of a check is spent here."""
         forward_kind, weight_kind, full_kind = ActionKind.FORWARD, ActionKind.WEIGHT_GRADIENT, ActionKind.BACKWARD
+        input_kind = ActionKind.INPUT_GRADIENT
         forward, backward, transfer = self._forward, self._backward, self._transfer
-        takes_forward, takes_input, takes_weight, _ = self._times
-        actions, starts, clock, last = self._schedule[rank], self.starts[rank], self._clocks[rank], len(forward) - 1
+        takes_forward, takes_input, takes_weight, *_ = self._times
+        actions, starts, clock, last = self._schedule[rank], self.starts[rank], self.clocks[rank], len(forward) - 1
         for position in range(len(starts), len(actions)):
             stage, kind, microbatch, _ = actions[position]
             waiter = None
@@ -96,7 +188,7 @@ class _Execution:
                 self._waits_for_forward[stage] = None
             elif kind is weight_kind:
                 clock = start + takes_weight[stage]
-            else:
+            elif kind is full_kind or kind is input_kind:
                 if stage < last:
                     there = backward[stage + 1][microbatch]
                     if there < 0:
@@ -107,10 +199,42 @@ class _Execution:
                 backward[stage][microbatch] = clock + (transfer[stage - 1] if stage else 0.0)
                 waiter = self._waits_for_backward[stage]
                 self._waits_for_backward[stage] = None
+            else:
+                clock = self.waits[rank][position] = self._exchange(rank, position, clock)
             starts.append(start)
             if waiter is not None:
                 self._ready.append(waiter)
-        self._clocks[rank] = clock
+        self.clocks[rank] = clock
+
+    def _exchange(self, rank: int, position: int, clock: float) -> float:
+        """Begin or end the exchange of an added action at ``clock``; return when the rank goes on."""
+        actions = self._schedule[rank]
+        stage, kind, *_ = actions[position]
+        time, head, ahead, tail = self._exchanges[kind][stage]
+        if kind in BEGINS:
+            self._begun[rank].append((kind, time, ahead, tail))
+            self.links[rank] += ahead
+            return self._times.longer(clock, self.links[rank] - ahead, head)
+        if kind not in ENDS:
+            return clock + time
+        at = position - 1
+        while actions[at].kind not in COMPUTE:
+            at -= 1
+        begun, rest, ahead, tail = self._begun[rank].pop()
+        rest -= ahead
+        waits, computed = begun is ActionKind.GATHER, actions[at].kind
+        if waits and computed in _ENDS_OF_BACKWARDS:
+            rest += time
+        began = max(self.links[rank], self.starts[rank][at])
+        self.links[rank] = began + rest if waits else max(began + rest, clock + tail)
+        if not waits and self._times.hides:
+            return clock
+        end = self._times.longer(clock, began, rest)
+        if waits and computed is not ActionKind.WEIGHT_GRADIENT:
+            # A computation is over when all that it gathers is there.
+            sent = self._forward if computed is ActionKind.FORWARD else self._backward
+            sent[stage][actions[at].microbatch] += end - clock
+        return end
 
     def _describe(self, stuck: dict[int, Action]) -> str:
         """Describe one circle of ranks that wait for each other."""

@@ -1,7 +1,7 @@
 """Simulation of a schedule: its times, bubbles and memory for given times of each stage.
 
 An action starts as soon as the one before it on its rank has ended and its inputs have arrived. A transfer takes time,
-but no time of a rank.
+but no time of a rank. Of an exchange with replicas a rank has the time that its computations do not hide.
 """
 
 from collections.abc import Sequence
@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from nxdpp.counted import counted
-from nxdpp.schedules.actions import Action, ActionKind, Schedule
+from nxdpp.schedules.actions import BEGINS, COMPUTE, Action, ActionKind, Schedule
 from nxdpp.schedules.check import check
-from nxdpp.schedules.execution import Times, run_in_order
+from nxdpp.schedules.execution import Exchange, Times, run_in_order
 
+_EXCHANGES = (*BEGINS, ActionKind.RESHARD, ActionKind.SUM_TIES, ActionKind.SUM_SEQUENCE)
 # One for all stages, or one for each.
 Time = float | Sequence[float]
 
@@ -56,42 +57,42 @@ def simulate(
     input_gradient: Time = 1.0,
     weight_gradient: Time = 1.0,
     transfer: Time = 0.0,
+    exchange: Time = 0.0,
 ) -> Timeline:
     """Simulate ``schedule``.
 
     Args:
-        schedule: compute actions of each rank.
+        schedule: compute actions of each rank, with or without the ones of participants (``lowering.additions.add``).
         forward: time of a forward of one microbatch, in any unit; one number, or one for each stage.
         input_gradient: time of an input-gradient.
         weight_gradient: time of a weight-gradient; a full backward takes both.
         transfer: time between the end of an action and the arrival of its result on another rank. In a list, item ``s``
             is between stage ``s`` and the next one, in either direction. The last item is not used.
+        exchange: time of a gather, reduction or sum of a stage, under the compute action that it is around.
 
     Raises:
         ScheduleError: for a schedule that cannot run.
         ValueError: for negative or infinite times, or a list that does not have one for each stage.
     """
     sizes = check(schedule)
+    exchanges = [Exchange(each) for each in _each("exchange", exchange, sizes.stages)]
     times = Times(
         _each("forward", forward, sizes.stages),
         _each("input_gradient", input_gradient, sizes.stages),
         _each("weight_gradient", weight_gradient, sizes.stages),
         _each("transfer", transfer, sizes.stages),
+        dict.fromkeys(_EXCHANGES, exchanges),
     )
-    starts = run_in_order(schedule, sizes.stages, sizes.microbatches, times)
-    lengths = times.lengths
-    spans = [
-        [Span(a, start, start + lengths[a.kind][a.stage]) for a, start in zip(actions, at, strict=True)]
-        for actions, at in zip(schedule, starts, strict=True)
-    ]
-    return timeline_of(spans)
+    run = run_in_order(schedule, sizes.stages, sizes.microbatches, times)
+    return timeline_of([list(map(Span, *each)) for each in zip(schedule, run.starts, run.ends, strict=True)])
 
 
 def timeline_of(spans: list[list[Span]]) -> Timeline:
     """Return the timeline of the spans of each rank; the first span of all starts at 0."""
     schedule = [[span.action for span in rank] for rank in spans]
     makespan = max(span.end for rank in spans for span in rank)
-    bubbles = [1 - sum(span.end - span.start for span in rank) / makespan if makespan else 0.0 for rank in spans]
+    computes = [[span for span in rank if span.action.kind in COMPUTE] for rank in spans]
+    bubbles = [1 - sum(span.end - span.start for span in rank) / makespan if makespan else 0.0 for rank in computes]
     share = len(schedule) / len({action.stage for actions in schedule for action in actions})
     return Timeline(spans, makespan, bubbles, [peak * share for peak in in_flight_peaks(schedule)])
 

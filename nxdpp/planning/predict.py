@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 from nxdpp.counted import counted
 from nxdpp.devices.kinds import has_streams
-from nxdpp.planning.exchange_times import ExchangeTimes
 from nxdpp.planning.layout import SHARDED, Layout
 from nxdpp.planning.model_costs import ModelCosts
 from nxdpp.planning.rank_memory import RankMemory, activation_peak, rank_memory, stage_bytes
+from nxdpp.planning.replica_exchanges import ReplicaExchanges
 from nxdpp.planning.stage_costs import (
     Itemsizes,
     RankState,
@@ -159,7 +159,7 @@ def predict(
     if share:
         times = [a.beyond(b, share) for a, b in zip(times, times_of(few), strict=True)]
     cuts = [model.layers[end - 1].layer for end in ends[:-1]]
-    sent = _sent(ExchangeTimes(machine, layout, sizes), layout, microbatches, stages, states)
+    sent = _sent(ReplicaExchanges(machine, layout, sizes), layout, microbatches, stages, states)
     return Prediction(layout, cuts, microbatches, times, memory, sent, model.estimated)
 
 
@@ -210,14 +210,14 @@ def states_of(
 
 
 def _sent(
-    exchanges: ExchangeTimes,
+    exchanges: ReplicaExchanges,
     layout: Layout,
     microbatches: int,
     stages: Sequence[StageCosts],
     states: Sequence[RankState],
 ) -> list[LinkBytes]:
     placement = find_family(layout.schedule).placement(layout.pipeline, layout.chunks)
-    share = split_share(built(layout.schedule, layout.pipeline, 2 * layout.pipeline, layout.chunks))
+    share = split_share(layout.schedule, layout.pipeline, 2 * layout.pipeline, layout.chunks)
     found = []
     for rank, state in enumerate(states):
         own = placement.stages_of(rank)

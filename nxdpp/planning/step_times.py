@@ -1,17 +1,19 @@
-"""Times of a step: the schedule in simulated time, then optimizer and what replicas exchange."""
+"""Times of a step: the schedule with its exchanges in simulated time, then the optimizer."""
 
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from operator import itemgetter
 
-from nxdpp.planning.exchange_times import ExchangeTimes, Spans
 from nxdpp.planning.layout import SHARDED, Layout
 from nxdpp.planning.machine import Link, Machine
+from nxdpp.planning.replica_exchanges import ReplicaExchanges
 from nxdpp.planning.stage_costs import Itemsizes, RankState, StageCosts
 from nxdpp.schedules.actions import ActionKind, Schedule
 from nxdpp.schedules.execution import Times, run_in_order
 from nxdpp.schedules.families.registry import find_family
+from nxdpp.schedules.lowering.additions import OF_ZERO, add
 from nxdpp.schedules.placement import Placement
 
 
@@ -26,9 +28,6 @@ def pipeline_link(machine: Machine, layout: Layout, source: int, destination: in
 
 # AdamW in torch reads and writes about this many tensors of the size of the parameters.
 OPTIMIZER_PASSES = 20
-# Kinds of actions that end the backward of a microbatch.
-_LAST = (ActionKind.BACKWARD, ActionKind.WEIGHT_GRADIENT)
-_FORWARD = ActionKind.FORWARD
 
 
 @dataclass(frozen=True)
@@ -78,6 +77,18 @@ def built(schedule: str, ranks: int, microbatches: int, chunks: int) -> Schedule
     return find_family(schedule).build(ranks, microbatches, chunks)
 
 
+@lru_cache(maxsize=64)
+def _with_exchanges(schedule: str, ranks: int, microbatches: int, chunks: int, zero: int) -> Schedule:
+    """Return them with the actions of what replicas exchange."""
+    return [add(actions, OF_ZERO[zero]) for actions in built(schedule, ranks, microbatches, chunks)]
+
+
+@lru_cache(maxsize=64)
+def _counts(schedule: str, ranks: int, microbatches: int, chunks: int) -> list[dict[tuple[int, ActionKind], int]]:
+    """Return the number of actions of each stage and kind, for each rank."""
+    return [Counter(map(itemgetter(0, 1), actions)) for actions in built(schedule, ranks, microbatches, chunks)]
+
+
 def step_times(
     machine: Machine,
     layout: Layout,
@@ -98,61 +109,28 @@ def step_times(
         of_stages: state of each stage.
         sizes: bytes of the numbers.
     """
-    schedule = built(layout.schedule, layout.pipeline, microbatches, layout.chunks)
+    key = layout.schedule, layout.pipeline, microbatches, layout.chunks
+    counts, exchanges = _counts(*key), ReplicaExchanges(machine, layout, sizes)
     placement = find_family(layout.schedule).placement(layout.pipeline, layout.chunks)
-    exchanges = ExchangeTimes(machine, layout, sizes)
-    split = is_split(schedule)
-    alone = times_of(machine, layout, stages, placement, split)
-    times = with_exchanges(alone, exchanges, layout, of_stages, split)
-    extra = [_length(times, stage) - _length(alone, stage) for stage in range(len(stages))]
-    ends, firsts, lasts, busy = _run(layout, schedule, times, microbatches)
-    makespan = max(ends)
-    delay = exchanges.gather_delay(firsts, of_stages)
-    trained = {stage: float(state.gradients) for stage, state in enumerate(of_stages)}
+    alone = times_of(machine, layout, stages, placement, split_share(*key) > 0)
+    times = alone._replace(exchanges=exchanges.of_stages(of_stages), hides=exchanges.hides)
+    if layout.zero > SHARDED:
+        schedule, times = built(*key), times.around_each()
+    else:
+        schedule = _with_exchanges(*key, layout.zero if layout.data > 1 else 1)
+    run = run_in_order(schedule, len(stages), microbatches, times)
+    makespan, lengths = max(run.clocks), (alone.lengths, times.lengths)
     found = []
-    for rank, end in enumerate(ends):
+    for rank, exposed in enumerate(run.exposed):
         tensor = microbatches * sum(stages[stage].tensor_seconds for stage in placement.stages_of(rank))
-        exchange = microbatches * sum(extra[stage] for stage in placement.stages_of(rank))
-        averaged = exchanges.reduced_end(lasts[rank], trained, end)
+        busy, longer = (
+            sum(number * each[kind][stage] for (stage, kind), number in counts[rank].items()) for each in lengths
+        )
+        once = exposed + max(run.links[rank] - makespan, 0.0) + exchanges.after_schedule(states[rank].gradients)
         optimizer = _optimizer_seconds(machine, layout, states[rank], sizes)
-        average = max(averaged - makespan, 0.0) + exchanges.after_schedule(states[rank].gradients) + delay
-        bubble = max(makespan - busy[rank], 0.0)
-        found.append(RankTimes(busy[rank] - tensor - exchange, tensor, bubble, exchange, average, optimizer))
+        bubble = max(makespan - longer - exposed, 0.0)
+        found.append(RankTimes(busy - tensor, tensor, bubble, longer - busy, once, optimizer))
     return found
-
-
-def _length(times: Times, stage: int) -> float:
-    """Return the seconds of forward and backward of a stage."""
-    return times.forward[stage] + times.input_gradient[stage] + times.weight_gradient[stage]
-
-
-def _run(
-    layout: Layout, schedule: Schedule, times: Times, microbatches: int
-) -> tuple[list[float], list[Spans], list[Spans], list[float]]:
-    """Run ``schedule`` in simulated time. Return end, first forwards, last backwards and busy seconds of each rank."""
-    starts = run_in_order(schedule, len(times.forward), microbatches, times)
-    lengths = times.lengths
-    full = lengths[ActionKind.BACKWARD]
-    ends, firsts, lasts, busy = [], [], [], []
-    for actions, at in zip(schedule, starts, strict=True):
-        first: Spans = {}
-        for action, start in zip(actions, at, strict=True):
-            if action.kind is _FORWARD and action.stage not in first:
-                first[action.stage] = (start, start + times.forward[action.stage])
-                if len(first) == layout.chunks:
-                    break
-        own: Spans = {}
-        for action, start in zip(reversed(actions), reversed(at), strict=True):
-            if action.kind in _LAST and action.stage not in own:
-                own[action.stage] = (start, start + lengths[action.kind][action.stage])
-                if len(own) == layout.chunks:
-                    break
-        last = actions[-1]
-        ends.append(at[-1] + lengths[last.kind][last.stage])
-        firsts.append(first)
-        lasts.append(own)
-        busy.append(microbatches * sum(times.forward[stage] + full[stage] for stage in own))
-    return ends, firsts, lasts, busy
 
 
 def times_of(
@@ -176,34 +154,12 @@ def times_of(
     return Times([cost.forward for cost in stages], inputs, weights, transfer)
 
 
-def with_exchanges(
-    times: Times, exchanges: ExchangeTimes, layout: Layout, of_stages: Sequence[RankState], split: bool
-) -> Times:
-    """Return ``times`` with the exchanges of each microbatch: ZeRO-3 gathers for each action, and reduces gradients."""
-    if layout.zero <= SHARDED:
-        return times
-    gathers = [exchanges.gather(state.weights) for state in of_stages]
-    scatters = [exchanges.scatter(state.gradients) for state in of_stages]
-    forward = [exchanges.longer(*each) for each in zip(times.forward, gathers, strict=True)]
-    inputs, weights = [], []
-    for own, later, gather, scatter in zip(times.input_gradient, times.weight_gradient, gathers, scatters, strict=True):
-        if split:
-            inputs.append(exchanges.longer(own, gather))
-            weights.append(exchanges.longer(later, gather + scatter))
-        else:
-            inputs.append(exchanges.longer(own + later, gather + scatter) - later)
-            weights.append(later)
-    return times._replace(forward=forward, input_gradient=inputs, weight_gradient=weights)
-
-
-def is_split(schedule: Schedule) -> bool:
-    """Return whether a ``schedule`` has split backwards."""
-    return split_share(schedule) > 0
-
-
-def split_share(schedule: Schedule) -> float:
-    """Return the share of the backwards of ``schedule`` that it splits."""
-    kinds = Counter(action.kind for rank in schedule for action in rank)
+def split_share(schedule: str, ranks: int, microbatches: int, chunks: int) -> float:
+    """Return the share of the backwards of a family that it splits."""
+    kinds: Counter[ActionKind] = Counter()
+    for rank in _counts(schedule, ranks, microbatches, chunks):
+        for (_, kind), number in rank.items():
+            kinds[kind] += number
     return kinds[ActionKind.INPUT_GRADIENT] / kinds[ActionKind.FORWARD]
 
 

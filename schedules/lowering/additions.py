@@ -8,13 +8,12 @@ With sharded parameters and replicas, stage 2 of a rank::
 An addition begins before an action and ends after it, so that it overlaps with it. Families know nothing of them.
 """
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from enum import Enum, auto
 from typing import NamedTuple
 
-from nxdpp.schedules.actions import BACKWARDS, COMPUTE, Action, ActionKind
-
-_BEGINS = (ActionKind.GATHER, ActionKind.REDUCE, ActionKind.AVERAGE)
+from nxdpp.schedules.actions import BACKWARDS, BEGINS, COMPUTE, Action, ActionKind
 
 
 class Around(Enum):
@@ -35,36 +34,52 @@ class Addition(NamedTuple):
     ends: ActionKind | None
 
 
-def add(actions: Sequence[Action], additions: Sequence[Addition]) -> list[Action]:
+Additions = tuple[Addition, ...]
+# Replicas average gradients. Each average begins in the last backward of its stage.
+AVERAGE: Additions = (Addition(Around.LAST_BACKWARD, ActionKind.AVERAGE, ActionKind.AVERAGED),)
+# They share parameters, which are whole from the first forward of a stage to its last action.
+SHARDS_ONCE_A_STEP: Additions = (
+    Addition(Around.FIRST, ActionKind.GATHER, ActionKind.GATHERED),
+    Addition(Around.LAST, ActionKind.REDUCE, ActionKind.RESHARD),
+)
+# They share parameters, which are whole only while they compute. A backward that ends reduces gradients too.
+SHARDS_EACH_MICROBATCH: Additions = (Addition(Around.EACH, ActionKind.GATHER, ActionKind.RESHARD),)
+# Of each stage of ZeRO. The optimizer of ZeRO-1 exchanges after the schedule.
+OF_ZERO: tuple[Additions, ...] = (AVERAGE, (), SHARDS_ONCE_A_STEP, SHARDS_EACH_MICROBATCH)
+
+
+def add(actions: Sequence[Action], additions: Iterable[Addition]) -> list[Action]:
     """Return ``actions`` of a rank with ``additions``, of which the first is the innermost."""
-    places = _places(actions)
+    before: defaultdict[int, list[ActionKind]] = defaultdict(list)
+    after: defaultdict[int, list[ActionKind]] = defaultdict(list)
+    at_end: list[ActionKind] = []
+    for around, begins, ends in additions:
+        for place in _places(actions, around):
+            before[place] += [] if begins is None else [begins]
+            after[place] += [] if ends is None else [ends]
+        at_end += [ends] if around is Around.END and ends is not None else []
     found: list[Action] = []
     for place, action in enumerate(actions):
-        own = [each for each in additions if place in places[each.around] and each.around is not Around.END]
-        found += [action._replace(kind=each.begins) for each in reversed(own) if each.begins is not None]
+        found += [action._replace(kind=kind) for kind in reversed(before.get(place, ()))]
         found.append(action)
-        found += [action._replace(kind=each.ends) for each in own if each.ends is not None]
+        found += [action._replace(kind=kind) for kind in after.get(place, ())]
     last = next(action for action in reversed(actions) if action.kind in COMPUTE)
-    at_end = [each.ends for each in additions if each.around is Around.END and each.ends is not None]
     return found + [last._replace(kind=kind) for kind in at_end if last.kind in BACKWARDS]
 
 
 def compute_of(actions: Sequence[Action], place: int) -> Action:
     """Return the compute action to which the added action at ``place`` belongs."""
-    begins = actions[place].kind in _BEGINS
-    near = actions[place + 1 :] if begins else reversed(actions[:place])
+    near = actions[place + 1 :] if actions[place].kind in BEGINS else reversed(actions[:place])
     return next(action for action in near if action.kind in COMPUTE)
 
 
-def _places(actions: Sequence[Action]) -> dict[Around, set[int]]:
-    """Return the places of the compute actions of each kind of addition."""
-    computes = [(place, action) for place, action in enumerate(actions) if action.kind in COMPUTE]
-    return {
-        Around.EACH: {place for place, _ in computes},
-        Around.FIRST: {*{action.stage: place for place, action in reversed(computes)}.values()},
-        Around.LAST: {*{action.stage: place for place, action in computes}.values()},
-        Around.LAST_BACKWARD: {
-            *{action.stage: place for place, action in computes if action.kind in BACKWARDS}.values()
-        },
-        Around.END: set(),
-    }
+def _places(actions: Sequence[Action], around: Around) -> Iterable[int]:
+    """Return the places of the compute actions ``around`` which an addition is."""
+    if around is Around.END:
+        return ()
+    kinds = BACKWARDS if around is Around.LAST_BACKWARD else COMPUTE
+    computes = [(place, action) for place, action in enumerate(actions) if action.kind in kinds]
+    if around is Around.EACH:
+        return (place for place, _ in computes)
+    in_order = reversed(computes) if around is Around.FIRST else computes
+    return {action.stage: place for place, action in in_order}.values()

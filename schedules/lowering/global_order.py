@@ -28,7 +28,7 @@ class GlobalOrder:
         stages = 1 + max(action.stage for actions in schedule for action in actions)
         microbatches = 1 + max(action.microbatch for actions in schedule for action in actions)
         each, transfers = [1.0] * stages, [0.0] * stages
-        starts = run_in_order(schedule, stages, microbatches, Times(each, each, each, transfers))
+        starts = run_in_order(schedule, stages, microbatches, Times(each, each, each, transfers)).starts
         self._keys = [
             [_key(action, start) for action, start in zip(actions, at, strict=True)]
             for actions, at in zip(schedule, starts, strict=True)

@@ -4,6 +4,9 @@ A rank posts a receive and continues. It waits for the inputs of a compute actio
 than a given number are then in flight from one stage to another, it waits for the oldest. At the end it waits for all
 its sends.
 
+A sum of tied weights needs all ranks of the pipeline that have one. The other actions of participants wait for
+replicas or tensor ranks, which run the same actions in the same order: there a rank waits for no rank of its pipeline.
+
 The result does not depend on the speed of the ranks, since a finished transfer stays finished. One run is enough.
 """
 
@@ -11,7 +14,7 @@ from bisect import bisect_left
 from collections import defaultdict, deque
 from collections.abc import Collection, Iterable, Iterator
 
-from nxdpp.schedules.actions import Action, ActionKind, Schedule
+from nxdpp.schedules.actions import COMPUTE, Action, ActionKind, Schedule
 from nxdpp.schedules.check import ScheduleError
 from nxdpp.schedules.lowering.lowering import Exchanges, StagePair, matching_receive
 

@@ -25,7 +25,7 @@ from nxdpp.gradients.shards.unit import ShardedUnit
 from nxdpp.ground.torch_names import pytree
 from nxdpp.ranks.faults import failure_watch
 from nxdpp.schedules.actions import Action, ActionKind
-from nxdpp.schedules.lowering.additions import Addition, Around
+from nxdpp.schedules.lowering.additions import SHARDS_EACH_MICROBATCH
 
 
 @dataclass
@@ -40,7 +40,7 @@ class _Pass:
 class EachMicrobatch(RankShards):
     """Units that are whole only while they compute."""
 
-    additions = (Addition(Around.EACH, ActionKind.GATHER, ActionKind.RESHARD),)
+    additions = SHARDS_EACH_MICROBATCH
 
     def __init__(
         self, stages: Mapping[int, StageShards], exchanges: ReplicaExchanges, changes: Changes, module: nn.Module

@@ -28,7 +28,7 @@ from nxdpp.gradients.shards.rank_shards import Changes, RankShards, StageShards
 from nxdpp.gradients.shards.unit import ShardedUnit
 from nxdpp.ground.torch_names import COMPILED_CALL
 from nxdpp.schedules.actions import Action, ActionKind
-from nxdpp.schedules.lowering.additions import Addition, Around
+from nxdpp.schedules.lowering.additions import SHARDS_ONCE_A_STEP
 
 # Units whose gathers are on their way.
 _AHEAD = 2
@@ -37,10 +37,7 @@ _AHEAD = 2
 class OnceAStep(RankShards):
     """Units that are whole from the first forward of a stage to its last action."""
 
-    additions = (
-        Addition(Around.FIRST, ActionKind.GATHER, ActionKind.GATHERED),
-        Addition(Around.LAST, ActionKind.REDUCE, ActionKind.RESHARD),
-    )
+    additions = SHARDS_ONCE_A_STEP
 
     def __init__(
         self, stages: Mapping[int, StageShards], exchanges: ReplicaExchanges, changes: Changes, module: nn.Module
