@@ -48,6 +48,7 @@ def check_lowered(lowered: Schedule, edges: Collection[StagePair], in_flight: in
     """
     exchanges = Exchanges(lowered, edges)
     network = _Network(exchanges)
+    network.sums = {action for actions in lowered for action in actions if action.kind is ActionKind.SUM_TIES}
     limit = sum(map(len, lowered)) if in_flight is None else in_flight
     ranks = [_run_rank(actions, network, limit) for actions in lowered]
     waits = [next(rank, None) for rank in ranks]
@@ -61,7 +62,7 @@ def check_lowered(lowered: Schedule, edges: Collection[StagePair], in_flight: in
     if stuck := [(rank, *wait) for rank, wait in enumerate(waits) if wait is not None]:
         raise ScheduleError(
             "deadlock: "
-            + "; ".join(_waiting(rank, at, lowered[rank], send, exchanges) for rank, at, send in stuck)
+            + "; ".join(_waiting(rank, at, lowered[rank], wait, network) for rank, at, wait in stuck)
             + ("." if in_flight is None else f", with {in_flight} sends in flight from a stage to another.")
         )
 
@@ -73,13 +74,18 @@ class _Network:
         self.exchanges = exchanges
         self.posted: set[Action] = set()
         self.started: set[Action] = set()
+        # Sums of tied weights: the action of each member, and of those that have come to it.
+        self.sums: set[Action] = set()
+        self.summed: set[Action] = set()
 
-    def is_over(self, receive: Action) -> bool:
-        return receive in self.posted and receive in self.started
+    def is_over(self, wait: Action) -> bool:
+        if wait.kind is ActionKind.SUM_TIES:
+            return self.sums == self.summed
+        return wait in self.posted and wait in self.started
 
 
 def _run_rank(actions: Iterable[Action], network: _Network, in_flight: int) -> Iterator[tuple[int, Action]]:
-    """Run the actions; yields the place of the rank and the transfer that must be over before it continues."""
+    """Run the actions; yields the place of the rank and the transfer or sum that must be over before it continues."""
     sends: defaultdict[tuple[int, int | None, ActionKind], deque[Action]] = defaultdict(deque)
     at = 0
     for at, action in enumerate(actions):
@@ -93,17 +99,23 @@ def _run_rank(actions: Iterable[Action], network: _Network, in_flight: int) -> I
                 queue.append(receive)
                 if len(queue) > in_flight:
                     yield at, queue.popleft()
-        else:
+        elif action.kind in COMPUTE:
             for receive in network.exchanges.receives(action):
                 yield at, receive
+        elif action in network.sums:
+            network.summed.add(action)
+            yield at, action
     for queue in sends.values():
         for receive in queue:
             yield at, receive
 
 
-def _waiting(rank: int, at: int, actions: list[Action], receive: Action, exchanges: Exchanges) -> str:
-    what = f"rank {rank}, action {at} ({actions[at]}) waits "
-    assert receive.peer is not None, "each has a peer"
-    if exchanges.rank_of[receive.stage] == rank:
-        return what + f"for stage {receive.peer} to send to rank {rank} ({receive})"
-    return what + f"for rank {exchanges.rank_of[receive.stage]} to post {receive}"
+def _waiting(rank: int, at: int, actions: list[Action], wait: Action, network: _Network) -> str:
+    what, rank_of = f"rank {rank}, action {at} ({actions[at]}) waits ", network.exchanges.rank_of
+    if wait in network.sums:
+        missing = min(network.sums - network.summed, key=str)
+        return what + f"for rank {rank_of[missing.stage]} to come to {missing}"
+    assert wait.peer is not None, "each has a peer"
+    if rank_of[wait.stage] == rank:
+        return what + f"for stage {wait.peer} to send to rank {rank} ({wait})"
+    return what + f"for rank {rank_of[wait.stage]} to post {wait}"

@@ -4,6 +4,7 @@
 
     python -m nxdpp schedule zb-v --ranks 4 --microbatches 8
     python -m nxdpp schedule mine.csv --transfer 0.5
+    python -m nxdpp schedule 1f1b --ranks 4 --microbatches 8 --zero 2 --exchange 1.5
     python -m nxdpp schedule --compare --ranks 8 --microbatches 32
 """
 
@@ -45,6 +46,8 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument("--input-gradient", type=_time, default=1.0, metavar="T", help="of an input-gradient (1)")
     parser.add_argument("--weight-gradient", type=_time, default=1.0, metavar="T", help="of a weight-gradient (1)")
     parser.add_argument("--transfer", type=_time, default=0.0, metavar="T", help="from one rank to another (0)")
+    parser.add_argument("--exchange", type=_time, default=0.0, metavar="T", help="of replicas for all layers (0)")
+    parser.add_argument("--zero", type=int, default=0, choices=range(4), help="stage of ZeRO of an --exchange (0)")
     parser.add_argument(
         "--width",
         type=int,
@@ -64,6 +67,8 @@ def run(options: argparse.Namespace) -> None:
         raise ValueError(f"--width {options.width} must be {_FEWEST_COLUMNS} or more.")
     if options.json and options.width is not None:
         raise ValueError("--width is the width of a drawing: leave out --json, or --width.")
+    if options.zero and not options.exchange:
+        raise ValueError(f"--zero {options.zero} tells what --exchange takes the time of: add --exchange T.")
     if options.compare:
         _compare(options)
         return
@@ -158,7 +163,8 @@ def _ranks_and_microbatches(options: argparse.Namespace) -> tuple[int, int]:
 
 
 def _shares(options: argparse.Namespace) -> Shares:
-    return Shares(options.forward, options.input_gradient, options.weight_gradient, options.transfer)
+    times = options.forward, options.input_gradient, options.weight_gradient, options.transfer, options.exchange
+    return Shares(*times, options.zero)
 
 
 def _time(text: str) -> float:

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from nxdpp.schedules.simulate import Timeline
 from nxdpp.schedules.view.axis import number, tick_step
-from nxdpp.schedules.view.labels import INK, NAMES, Labels, shade
+from nxdpp.schedules.view.labels import INK, NAMES, Labels, drawn, shade
 
 # The shortest action is as wide as its label. Two limits, in labels: the mean width of an action, and the width of a
 # row for each action of all ranks. The second one bounds long transfers.
@@ -40,8 +40,9 @@ def draw(timeline: Timeline, width: int, legend: str) -> Text:
     """Return the timeline in lines of at most ``width`` columns; a width under 40 may be passed.
 
     ``legend`` has the unit of the times in words. A label is whole, or only its letter. Actions without a column are
-    counted in the legend.
+    counted in the legend. Of gathers, reductions and sums there is what no computation hides.
     """
+    timeline = drawn(timeline)
     labels = Labels(timeline.spans)
     scale = (1 + labels.widest) / _unit(timeline)
     drawing = _Drawing(timeline, labels, scale, width)

@@ -4,24 +4,36 @@ The hues are apart for readers with any kind of colour blindness, the shades in 
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from string import ascii_lowercase
 
-from nxdpp.schedules.actions import Action, ActionKind
-from nxdpp.schedules.simulate import Span
+from nxdpp.schedules.actions import COMPUTE, Action, ActionKind
+from nxdpp.schedules.simulate import Span, Timeline
 
 NAMES = {
     ActionKind.FORWARD: "forward",
     ActionKind.BACKWARD: "backward",
     ActionKind.INPUT_GRADIENT: "input-gradient",
     ActionKind.WEIGHT_GRADIENT: "weight-gradient",
+    **dict.fromkeys((ActionKind.GATHER, ActionKind.GATHERED), "gather"),
+    **dict.fromkeys((ActionKind.REDUCE, ActionKind.REDUCED), "reduction"),
+    ActionKind.RESHARD: "exchange",
+    **dict.fromkeys((ActionKind.AVERAGE, ActionKind.AVERAGED), "average"),
+    **dict.fromkeys((ActionKind.SUM_TIES, ActionKind.SUM_SEQUENCE), "sum"),
 }
 
 # Chunks of a rank whose labels a legend shows one by one.
 _SHOWN = 4
 
 
+def drawn(timeline: Timeline) -> Timeline:
+    """Return ``timeline`` with what a drawing shows: of exchanges only what no computation hides."""
+    shown = [[s for s in spans if s.action.kind in COMPUTE or s.end > s.start] for spans in timeline.spans]
+    return replace(timeline, spans=shown)
+
+
 class Labels:
-    """Labels of the actions of a timeline: the letter of the kind, the microbatch, and the chunk of the rank.
+    """Labels of the actions of a timeline: the first letter of the kind, the microbatch, and the chunk of the rank.
 
     Of one chunk per rank there is no mark. Of two, the first has small letters: ``f3``, ``F3``. Of more, each has a
     letter at the end: ``F3a``, ``F3b``, ``F3c``.
@@ -32,7 +44,8 @@ class Labels:
         self._chunks = {stage: chunk for of_rank in stages for chunk, stage in enumerate(of_rank)}
         self.chunks = max(map(len, stages))
         found = {span.action.kind for spans in ranks for span in spans}
-        self.kinds = [kind for kind in NAMES if kind in found]
+        # One of each name.
+        self.kinds = list({NAMES[kind]: kind for kind in NAMES if kind in found}.values())
         self.widest = max(len(self.label(span.action)) for spans in ranks for span in spans)
 
     def chunk(self, action: Action) -> int:
@@ -45,9 +58,10 @@ class Labels:
 
     def of(self, kind: ActionKind, chunk: int, microbatch: int = 0) -> str:
         """Return the label of a kind, chunk and microbatch."""
+        letter = NAMES[kind][0]
         if self.chunks <= 2:
-            return f"{kind.value.lower() if chunk < self.chunks - 1 else kind.value}{microbatch}"
-        return f"{kind.value}{microbatch}{_letters(chunk)}"
+            return f"{letter if chunk < self.chunks - 1 else letter.upper()}{microbatch}"
+        return f"{letter.upper()}{microbatch}{_letters(chunk)}"
 
     def shown(self) -> list[int]:
         """Return the chunks whose labels a legend shows: all, or the first two and the last."""
@@ -80,13 +94,14 @@ _ENDS: dict[ActionKind, tuple[_Colour, _Colour]] = {
     ActionKind.INPUT_GRADIENT: ((191, 255, 213), (0, 163, 117)),
     ActionKind.WEIGHT_GRADIENT: ((250, 190, 210), (205, 91, 184)),
 }
+_EXCHANGE = ((222, 222, 222), (160, 160, 160))
 # Letters on all of them.
 INK = "#101418"
 
 
 def shade(kind: ActionKind, chunk: int, chunks: int) -> str:
     """Return the colour of a kind for one of ``chunks`` chunks, as ``#rrggbb``."""
-    light, full = _ENDS[kind]
+    light, full = _ENDS.get(kind, _EXCHANGE)
     part = 1.0 if chunks == 1 else chunk / (chunks - 1)
     mixed = (round(a + part * (b - a)) for a, b in zip(light, full, strict=True))
     return "#" + "".join(f"{value:02x}" for value in mixed)

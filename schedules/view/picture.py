@@ -7,7 +7,7 @@ from typing import Any
 
 from nxdpp.schedules.simulate import Timeline
 from nxdpp.schedules.view.axis import number
-from nxdpp.schedules.view.labels import INK, NAMES, Labels, shade
+from nxdpp.schedules.view.labels import INK, NAMES, Labels, drawn, shade
 
 # Inches: of the picture, its left and right margin, its head, a row, the space between two blocks, and a letter.
 _WIDTH, _LEFT, _RIGHT, _HEAD, _ROW, _GAP, _LETTER = 10.0, 0.7, 1.3, 1.2, 0.25, 0.45, 0.085
@@ -32,6 +32,7 @@ def write_picture(title: str, timeline: Timeline, legend: str, file: Path) -> No
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
+    timeline = drawn(timeline)
     labels = Labels(timeline.spans)
     ranks = len(timeline.spans)
     lengths = [span.end - span.start for spans in timeline.spans for span in spans]

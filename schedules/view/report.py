@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from nxdpp.schedules.actions import Schedule
 from nxdpp.schedules.families.family import Family
 from nxdpp.schedules.families.registry import FAMILIES
+from nxdpp.schedules.lowering.additions import OF_ZERO, add
 from nxdpp.schedules.simulate import Span, Timeline, simulate
 from nxdpp.schedules.view.axis import number
 from nxdpp.schedules.view.tables import tables
@@ -20,19 +21,24 @@ _NARROW = 80
 
 @dataclass(frozen=True)
 class Shares:
-    """Times of all layers of a rank for one microbatch; a chunk takes its share, a transfer its full time."""
+    """Times of all layers of a rank for one microbatch; a chunk takes its share, a transfer its full time.
+
+    ``exchange`` is that of a gather or reduction of all layers, which replicas make with a stage ``zero`` of ZeRO.
+    """
 
     forward: float
     input_gradient: float
     weight_gradient: float
     transfer: float
+    exchange: float = 0.0
+    zero: int = 0
 
     def simulate(self, schedule: Schedule) -> Timeline:
         """Simulate ``schedule`` with equal times for all stages."""
         part = _part(schedule)
-        return simulate(
-            schedule, self.forward * part, self.input_gradient * part, self.weight_gradient * part, self.transfer
-        )
+        times = [each * part for each in (self.forward, self.input_gradient, self.weight_gradient)]
+        with_exchanges = [add(actions, OF_ZERO[self.zero]) for actions in schedule] if self.exchange else schedule
+        return simulate(with_exchanges, *times, self.transfer, self.exchange * part)
 
     def axis_legend(self, schedule: Schedule) -> str:
         """Return the unit of the time axis in words."""
@@ -45,6 +51,7 @@ class Shares:
         return (
             f"a rank's forward {self.forward:.12g}, input-gradient {self.input_gradient:.12g}, weight-gradient "
             f"{self.weight_gradient:.12g}, transfer {self.transfer:.12g}"
+            + (f", exchange of ZeRO-{self.zero} {self.exchange:.12g}" if self.exchange else "")
         )
 
 

@@ -10,6 +10,8 @@ A rank has a host, a compute stream and communicators. Under NCCL the host start
   all that the compute stream had been given before it. With one hardware queue, all that is given later comes after it.
 - A send ends together with its receive (rendezvous). That is so for messages larger than the backend's buffers.
 - With lazy communicators the first message of two ranks in a group stops both hosts until the other comes to it.
+- A sum of tied weights is one event of all ranks that have one. Other exchanges of participants are with replicas, which
+  run the same actions: each is an event of its own rank.
 - The host waits for the device where a forward asks it, where it synchronises, and at the end of a step.
 - Under gloo the host computes, and waits for receives and sends itself. Each message has a queue of its own.
 
@@ -59,6 +61,7 @@ class Model:
         self._streams: dict[tuple[Communicator, RankPair], tuple[list[Action], list[Action]]] = {}
         # The format of a name and its values: a name is written for a deadlock alone.
         self._names: list[tuple[Any, ...]] = [("the start",)]
+        self.sum_of_ties = self.event(("the sum of tied weights",))
         for rank, actions in enumerate(programs.ranks):
             _RankEvents(self, rank).add(
                 RankCalls(
@@ -143,6 +146,7 @@ class _RankEvents:
             CallKind.WAIT_SENT: self._wait_sent,
             CallKind.SEND_METADATA: self._send_metadata,
             CallKind.WAIT_METADATA: self._wait_metadata,
+            CallKind.COLLECTIVE: self._collective,
         }
         for last in calls:
             handlers[last.kind](last)
@@ -187,6 +191,17 @@ class _RankEvents:
             self._host = self._computed
         if self._first_synchronises and action.microbatch == 0:
             self._host = self._event("synchronises in", action, self._host, self._computed, *self._queues.values())
+
+    def _collective(self, call: Call) -> None:
+        """Take part in an exchange, which later work of the device follows."""
+        action, model = call.action, self._model
+        event = self._event("takes part in", action, self._host, self._computed)
+        if action.kind is ActionKind.SUM_TIES:
+            model.graph.wait(model.sum_of_ties, (event,))
+            event = model.sum_of_ties
+        self._computed = event
+        if self._on_host or self._blocking:
+            self._host = event
 
     def _wait_sent(self, call: Call) -> None:
         if self._blocking:

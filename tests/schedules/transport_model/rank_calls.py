@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from enum import Enum, auto
 from typing import NamedTuple
 
-from nxdpp.schedules.actions import Action, ActionKind
+from nxdpp.schedules.actions import ADDED, Action, ActionKind
 from nxdpp.schedules.lowering.lowering import Exchanges, matching_receive
 from nxdpp.schedules.lowering.releases import RELEASE_OF
 
@@ -29,6 +29,7 @@ class CallKind(Enum):
         WAIT_SENT: make later computations wait for the end of a send.
         SEND_METADATA: send layouts to a stage; does not wait.
         WAIT_METADATA: wait for layouts of a stage.
+        COLLECTIVE: take part in an exchange of a participant.
     """
 
     POST = auto()
@@ -37,6 +38,7 @@ class CallKind(Enum):
     WAIT_SENT = auto()
     SEND_METADATA = auto()
     WAIT_METADATA = auto()
+    COLLECTIVE = auto()
 
 
 class Call(NamedTuple):
@@ -95,6 +97,8 @@ class RankCalls:
                     yield from self._send(action, send)
             elif action.kind in _SEND_OF:
                 yield from self._wait_sent(action, action._replace(kind=_SEND_OF[action.kind]))
+            elif action.kind in ADDED:
+                yield Call(CallKind.COLLECTIVE, action)
             else:
                 yield from self._compute(action)
         for queue in self._sent.values():

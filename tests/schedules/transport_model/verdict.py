@@ -1,10 +1,11 @@
 """Verdict on a schedule over a transport: no deadlock, or the first situation that has one."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
 from nxdpp.schedules.actions import Schedule
 from nxdpp.schedules.check import ScheduleError
+from nxdpp.schedules.lowering.additions import Addition, add
 from nxdpp.schedules.lowering.lowering import Exchanges, StagePair, lower
 from nxdpp.schedules.lowering.releases import in_flight_limit, with_releases
 from nxdpp.schedules.lowering.transport_rules import GLOO, TransportRules
@@ -25,11 +26,18 @@ class Deadlock(NamedTuple):
         return f"{self.backend.value}, {self.situation}: {self.message}"
 
 
-def programs(schedule: Schedule, edges: Collection[StagePair], rules: TransportRules, trains: bool = True) -> Programs:
+def programs(
+    schedule: Schedule,
+    edges: Collection[StagePair],
+    rules: TransportRules,
+    trains: bool = True,
+    additions: Sequence[Addition] = (),
+) -> Programs:
     """Return the programs that the ranks' engines compile, with the lowest limit of sends in flight."""
     lowered = lower(schedule, edges, rules.posted_ahead)
     ranks = [
-        with_releases(actions, schedule, rank, edges) if trains else actions for rank, actions in enumerate(lowered)
+        add(with_releases(actions, schedule, rank, edges) if trains else actions, additions)
+        for rank, actions in enumerate(lowered)
     ]
     return Programs(ranks, Exchanges(schedule, edges), rules, in_flight_limit(schedule, edges, rules))
 
