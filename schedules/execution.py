@@ -20,7 +20,6 @@ from typing import NamedTuple
 
 from nxdpp.schedules.actions import ADDED, BEGINS, COMPUTE, ENDS, Action, ActionKind, Schedule
 
-
 # A split backward ends with its weight-gradient.
 _ENDS_OF_BACKWARDS = (ActionKind.BACKWARD, ActionKind.WEIGHT_GRADIENT)
 
@@ -65,7 +64,6 @@ class Times(NamedTuple):
         full = [i + w for i, w in both] if self.backward is None else self.backward
         kinds = (ActionKind.FORWARD, ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT, ActionKind.BACKWARD)
         return dict(zip(kinds, (*self[:3], full), strict=True))
-
 
     def around_each(self) -> "Times":
         """Return the times of compute actions that have ``SHARDS_EACH_MICROBATCH`` around each of them.
@@ -135,6 +133,7 @@ class Execution:
         self._ready = deque(range(len(schedule)))
 
     def run(self) -> None:
+        """Run all actions; raises ``Blocked`` where ranks wait for each other."""
         while self._ready:
             self._advance(self._ready.popleft())
         stuck = {
@@ -214,7 +213,7 @@ class Execution:
         if kind in BEGINS:
             self._begun[rank].append((kind, time, ahead, tail))
             self.links[rank] += ahead
-            return self._times.longer(clock, self.links[rank] - ahead, head)
+            return self._times.longer(clock, self.links[rank] - ahead, head) if head else clock
         if kind not in ENDS:
             return clock + time
         at = position - 1

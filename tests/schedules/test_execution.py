@@ -61,7 +61,8 @@ def test_exchanges_around_each_action_are_part_of_it(name: str, hides: bool) -> 
     times = Times(*lengths, exchanges, hides)
 
     with_actions: Schedule = [add(actions, OF_ZERO[3]) for actions in schedule]
-    one_by_one, together = run_in_order(with_actions, stages, 5, times), run_in_order(schedule, stages, 5, times.around_each())
+    one_by_one = run_in_order(with_actions, stages, 5, times)
+    together = run_in_order(schedule, stages, 5, times.around_each())
 
     assert together.clocks == pytest.approx(one_by_one.clocks)
     computes = [

@@ -10,8 +10,8 @@ A rank has a host, a compute stream and communicators. Under NCCL the host start
   all that the compute stream had been given before it. With one hardware queue, all that is given later comes after it.
 - A send ends together with its receive (rendezvous). That is so for messages larger than the backend's buffers.
 - With lazy communicators the first message of two ranks in a group stops both hosts until the other comes to it.
-- A sum of tied weights is one event of all ranks that have one. Other exchanges of participants are with replicas, which
-  run the same actions: each is an event of its own rank.
+- A sum of tied weights is one event of all ranks that have one. Other exchanges of participants are with replicas,
+  which run the same actions: each is an event of its own rank.
 - The host waits for the device where a forward asks it, where it synchronises, and at the end of a step.
 - Under gloo the host computes, and waits for receives and sends itself. Each message has a queue of its own.
 
