@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from nxdpp.schedules.actions import Action, ActionKind, Schedule, parse_action
 from nxdpp.schedules.check import ScheduleError, ScheduleSize, check
 from nxdpp.schedules.families.registry import FAMILIES
+from nxdpp.schedules.lowering.additions import OF_ZERO, add
 
 GOOD = ["0F0 0F1 0B0 0I1 0W1", "1F0 1B0 1F1 1I1 1W1"]
 
@@ -116,3 +117,51 @@ def test_an_order_is_refused_if_and_only_if_it_has_a_cycle(first: list[int], sec
             check(ranks)
     else:
         check(ranks)
+
+
+# With a gather in the first forward of the stage, and a reduction in its last backward.
+ADDED = "0GATHER0 0F0 0GATHERED0 0F1 0B0 0AVERAGE1 0REDUCE1 0B1 0RESHARD1 0AVERAGED1 0SUM_TIES1"
+
+
+def _added(text: str) -> Schedule:
+    kinds = {kind.value: kind for kind in ActionKind}
+    return [[Action(int(each[0]), kinds[each[1:-1]], int(each[-1])) for each in text.split()]]
+
+
+def test_actions_of_participants_are_checked_with_the_ones_of_stages() -> None:
+    assert check(_added(ADDED)) == ScheduleSize(ranks=1, stages=1, microbatches=2, trains=True)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "0F0 0GATHER0 0F1 0GATHERED0 0B0 0B1",
+            "action 0 (0F0): its parameters are not whole; 0GATHER comes before it.",
+        ),
+        (
+            "0GATHER0 0F0 0RESHARD0 0B0",
+            "action 3 (0B0): its parameters are not whole; 0GATHER comes before it.",
+        ),
+        (
+            "0F0 0F1 0AVERAGE0 0B0 0AVERAGED0 0B1",
+            "action 2 (0AVERAGE0): 2 backwards come after it; a sum is of all of them.",
+        ),
+        ("0F0 0F1 0B0 0AVERAGE0 0AVERAGED0 0B1", "action 4 (0AVERAGED0): 1 backward comes after it"),
+        ("0F0 0SUM_TIES0 0B0", "action 1 (0SUM_TIES0): 1 backward comes after it; a sum is of all of them."),
+        ("0F0 0B0 0AVERAGED0", "action 2 (0AVERAGED0): no exchange of stage 0 has begun."),
+    ],
+)
+def test_gathers_come_before_and_sums_after_what_they_are_of(text: str, message: str) -> None:
+    with pytest.raises(ScheduleError) as caught:
+        check(_added(text))
+
+    assert f"rank 0, {message}" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("zero", range(4))
+def test_what_participants_add_is_accepted(name: str, zero: int) -> None:
+    schedule = FAMILIES[name].build(3, 4)
+
+    assert check([add(actions, OF_ZERO[zero]) for actions in schedule]) == check(schedule)

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from nxdpp.schedules.actions import ActionKind
 from nxdpp.schedules.check import ScheduleError
 from nxdpp.schedules.families.registry import FAMILIES
+from nxdpp.schedules.lowering.additions import SHARDS_ONCE_A_STEP, Addition, Around, add
 from nxdpp.schedules.lowering.lowering import lower
 from nxdpp.schedules.lowering.rendezvous import check_lowered, sends_in_flight
 from nxdpp.schedules.placement import Placement
@@ -75,4 +76,30 @@ def test_compute_actions_in_a_circle() -> None:
     lowered[1] = forwards + [a for a in lowered[1] if a not in forwards]
 
     with pytest.raises(ScheduleError, match=r"rank 0, action 3 \(0B0\) waits for stage 1 to send to rank 0"):
+        check_lowered(lowered, edges)
+
+
+TIES = [*SHARDS_ONCE_A_STEP, Addition(Around.END, None, ActionKind.SUM_TIES)]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_actions_of_participants_keep_no_rank_waiting(name: str) -> None:
+    schedule = FAMILIES[name].build(3, 4)
+    edges = chain(1 + max(action.stage for actions in schedule for action in actions))
+    lowered = lower(schedule, edges)
+
+    assert sends_in_flight([add(actions, TIES) for actions in lowered], edges) == sends_in_flight(lowered, edges)
+
+
+def test_a_sum_of_tied_weights_needs_all_of_its_ranks() -> None:
+    """Rank 0 comes to it before its second forward, rank 1 after the backward of it."""
+    edges = chain(2)
+    lowered = [add(actions, TIES) for actions in lower(FAMILIES["1f1b"].build(2, 2), edges)]
+    total = lowered[0].pop()
+    second = next(at for at, action in enumerate(lowered[0]) if str(action) == "0F1")
+    lowered[0].insert(second, total)
+
+    with pytest.raises(
+        ScheduleError, match=r"rank 0, action \d+ \(0SUM_TIES1\) waits for rank 1 to come to 1SUM_TIES1"
+    ):
         check_lowered(lowered, edges)

@@ -4,9 +4,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nxdpp.schedules.actions import ActionKind
+from nxdpp.schedules.families.registry import FAMILIES
+from nxdpp.schedules.lowering.additions import SHARDS_ONCE_A_STEP, Addition, Around
 from nxdpp.schedules.lowering.transport_rules import GLOO, NCCL, TransportRules
 from nxdpp.schedules.written import parse_schedule
 from tests.schedules.pipelines import Pipeline, pipelines
+from tests.schedules.transport_model.boundaries import chain
 from tests.schedules.transport_model.model import Model
 from tests.schedules.transport_model.situation import Backend, Situation, Synchronises
 from tests.schedules.transport_model.sweep import Case, cases, deadlocks, every_situation, numbers_of_microbatches
@@ -96,3 +100,23 @@ def test_messages_in_another_order_are_taken_for_others() -> None:
 
     with pytest.raises(ValueError, match=r"rank 1 takes 1RECV_F0@0 of rank 0 for 1RECV_F1@0\."):
         Model(swapped, Backend.NCCL_EAGER, Situation()).check()
+
+
+@RULES
+@pytest.mark.parametrize("name", ["1f1b", "zb-v", "dualpipe-v"])
+def test_exchanges_of_participants_end(name: str, rules: TransportRules) -> None:
+    """Each rank gathers and reduces, and all sum tied weights; with one hardware queue too."""
+    schedule = FAMILIES[name].build(3, 4)
+    edges = chain(1 + max(action.stage for actions in schedule for action in actions))
+    additions = [*SHARDS_ONCE_A_STEP, Addition(Around.END, None, ActionKind.SUM_TIES)]
+
+    assert find_deadlock(programs(schedule, edges, rules, additions=additions)) is None
+
+
+def test_a_sum_that_one_rank_comes_to_early_is_a_deadlock() -> None:
+    additions = [Addition(Around.END, None, ActionKind.SUM_TIES)]
+    ranks = programs(FAMILIES["1f1b"].build(2, 2), chain(2), NCCL, additions=additions)
+    early = [ranks.ranks[0][-1], *ranks.ranks[0][:-1]]
+
+    with pytest.raises(ValueError, match="the sum of tied weights waits for rank 1 "):
+        Model(ranks._replace(ranks=[early, ranks.ranks[1]]), Backend.NCCL_EAGER, Situation()).check()

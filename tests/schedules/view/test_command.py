@@ -56,6 +56,14 @@ def test_json_is_the_schedule(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["mean_bubble"] == pytest.approx(sum(found["bubbles"]) / 4)
 
 
+def test_exchanges_of_replicas_are_drawn(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["schedule", "1f1b", *SIZE, "--zero", "2", "--exchange", "1.5"]) == 0
+
+    printed = capsys.readouterr().out
+    assert "exchange of ZeRO-2 1.5" in printed.replace("\n", "")
+    assert "G0 gather" in printed
+
+
 def test_comparison_of_all_families(capsys: pytest.CaptureFixture[str]) -> None:
     size = ["--ranks", "8", "--microbatches", "32"]
     assert main(["schedule", "zb-h1", "--compare", *size]) == 0
@@ -175,6 +183,7 @@ def test_a_reader_that_closes_the_pipe(output: list[str]) -> None:
         (["zb-v", *SIZE, "--virtual", "3"], "zb-v has 2 stages per rank, not 3"),
         (["none.csv"], "none.csv: cannot be read"),
         (["--compare", *SIZE, "--svg", "a.svg"], "--svg draws one schedule"),
+        (["1f1b", *SIZE, "--zero", "2"], "--zero 2 tells what --exchange takes the time of: add --exchange T."),
         (["1f1b", *SIZE, "--width", "39"], "--width 39 must be 40 or more."),
         (["1f1b", *SIZE, "--width", "80", "--json"], "leave out --json, or --width"),
         (["1f1b", *SIZE, "--svg", "/nowhere/a.svg"], "--svg: /nowhere/a.svg cannot be written: No such file"),

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from nxdpp.schedules.families.registry import FAMILIES
+from nxdpp.schedules.lowering.additions import AVERAGE, SHARDS_ONCE_A_STEP, add
 from nxdpp.schedules.simulate import Timeline, simulate
 from nxdpp.schedules.view.drawing import draw
 from nxdpp.schedules.view.labels import Labels
@@ -165,3 +166,15 @@ def test_ranks_of_two_digits_stay_in_line() -> None:
     assert lines[3].startswith("time     |0")
     assert lines[4].startswith("rank 0   F0")
     assert len({len(line) for line in lines[4:16]}) == 1
+
+
+def test_an_exchange_is_drawn_as_far_as_nothing_hides_it() -> None:
+    """A gather under a forward of 1, an average under a backward of 2."""
+    additions = (*SHARDS_ONCE_A_STEP[:1], *AVERAGE)
+    schedule = [add(actions, additions) for actions in FAMILIES["1f1b"].build(1, 2)]
+
+    hidden, exposed = (_lines(simulate(schedule, exchange=time), 80) for time in (0.5, 4.0))
+
+    assert hidden == _lines(simulate(FAMILIES["1f1b"].build(1, 2)), 80)
+    assert exposed[0].startswith("F0 forward  B0 backward  G0 gather  A0 average  . bubble")
+    assert exposed[3].rstrip() == "rank 0  F0 G0------ B0--- F1 B1--- A1---"
