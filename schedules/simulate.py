@@ -84,16 +84,11 @@ def simulate(
         dict.fromkeys(_EXCHANGES, exchanges),
     )
     run = run_in_order(schedule, sizes.stages, sizes.microbatches, times)
-    return timeline_of([list(map(Span, *each)) for each in zip(schedule, run.starts, run.ends, strict=True)])
-
-
-def timeline_of(spans: list[list[Span]]) -> Timeline:
-    """Return the timeline of the spans of each rank; the first span of all starts at 0."""
-    schedule = [[span.action for span in rank] for rank in spans]
+    spans = [list(map(Span, *each)) for each in zip(schedule, run.starts, run.ends, strict=True)]
     makespan = max(span.end for rank in spans for span in rank)
     computes = [[span for span in rank if span.action.kind in COMPUTE] for rank in spans]
     bubbles = [1 - sum(span.end - span.start for span in rank) / makespan if makespan else 0.0 for rank in computes]
-    share = len(schedule) / len({action.stage for actions in schedule for action in actions})
+    share = sizes.ranks / sizes.stages
     return Timeline(spans, makespan, bubbles, [peak * share for peak in in_flight_peaks(schedule)])
 
 

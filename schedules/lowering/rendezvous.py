@@ -46,9 +46,8 @@ def check_lowered(lowered: Schedule, edges: Collection[StagePair], in_flight: in
     ``in_flight`` is the most sends in flight from one stage to another; ``None`` for any number, 0 to wait for each
     send. Raises ``ScheduleError`` for a deadlock, with the ranks and actions.
     """
-    exchanges = Exchanges(lowered, edges)
-    network = _Network(exchanges)
-    network.sums = {action for actions in lowered for action in actions if action.kind is ActionKind.SUM_TIES}
+    sums = {action for actions in lowered for action in actions if action.kind is ActionKind.SUM_TIES}
+    network = _Network(Exchanges(lowered, edges), sums)
     limit = sum(map(len, lowered)) if in_flight is None else in_flight
     ranks = [_run_rank(actions, network, limit) for actions in lowered]
     waits = [next(rank, None) for rank in ranks]
@@ -70,18 +69,15 @@ def check_lowered(lowered: Schedule, edges: Collection[StagePair], in_flight: in
 class _Network:
     """Posted receives and started sends, both as receives; a transfer that is in both sets is over."""
 
-    def __init__(self, exchanges: Exchanges) -> None:
+    def __init__(self, exchanges: Exchanges, sums: set[Action]) -> None:
         self.exchanges = exchanges
         self.posted: set[Action] = set()
         self.started: set[Action] = set()
-        # Sums of tied weights: the action of each member, and of those that have come to it.
-        self.sums: set[Action] = set()
-        self.summed: set[Action] = set()
+        # The sum of tied weights on each of its ranks; it is posted where a rank has come to it.
+        self.sums = sums
 
     def is_over(self, wait: Action) -> bool:
-        if wait.kind is ActionKind.SUM_TIES:
-            return self.sums == self.summed
-        return wait in self.posted and wait in self.started
+        return self.sums <= self.posted if wait in self.sums else wait in self.posted and wait in self.started
 
 
 def _run_rank(actions: Iterable[Action], network: _Network, in_flight: int) -> Iterator[tuple[int, Action]]:
@@ -103,7 +99,7 @@ def _run_rank(actions: Iterable[Action], network: _Network, in_flight: int) -> I
             for receive in network.exchanges.receives(action):
                 yield at, receive
         elif action in network.sums:
-            network.summed.add(action)
+            network.posted.add(action)
             yield at, action
     for queue in sends.values():
         for receive in queue:
@@ -113,7 +109,7 @@ def _run_rank(actions: Iterable[Action], network: _Network, in_flight: int) -> I
 def _waiting(rank: int, at: int, actions: list[Action], wait: Action, network: _Network) -> str:
     what, rank_of = f"rank {rank}, action {at} ({actions[at]}) waits ", network.exchanges.rank_of
     if wait in network.sums:
-        missing = min(network.sums - network.summed, key=str)
+        missing = min(network.sums - network.posted, key=str)
         return what + f"for rank {rank_of[missing.stage]} to come to {missing}"
     assert wait.peer is not None, "each has a peer"
     if rank_of[wait.stage] == rank:

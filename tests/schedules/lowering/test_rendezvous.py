@@ -99,7 +99,5 @@ def test_a_sum_of_tied_weights_needs_all_of_its_ranks() -> None:
     second = next(at for at, action in enumerate(lowered[0]) if str(action) == "0F1")
     lowered[0].insert(second, total)
 
-    with pytest.raises(
-        ScheduleError, match=r"rank 0, action \d+ \(0SUM_TIES1\) waits for rank 1 to come to 1SUM_TIES1"
-    ):
+    with pytest.raises(ScheduleError, match=r"\(0SUM_TIES1\) waits for rank 1 to come to 1SUM_TIES1"):
         check_lowered(lowered, edges)
