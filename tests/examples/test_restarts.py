@@ -18,13 +18,14 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from nxdpp.checkpoint.files.checksummed_writer import write_checksummed
-from tests.examples.tiny import TINY_LLAMA, run_main_job
+from nxdpp.watching.metrics_file import MetricsFile
+from tests.examples.tiny import files_of, run_main_job
 from tests.support.run_ranks import run_ranks
 
 pytestmark = pytest.mark.one_python
 
 STEPS = 6
-FLAGS = f"--steps {STEPS} --batch-size 8 --seq-length 16 --num-microbatches 2 --checkpoint-every 2 --resume auto"
+FLAGS = f"--steps {STEPS} --batch-size 8 --seq-length 16 --num-microbatches 2 --checkpoint-every 2 --resume"
 RESTARTS = 3
 
 Fault = tuple[int | None, str, int]
@@ -35,11 +36,7 @@ A rank is killed after that step, alone or with its agent, or within its save.
 
 
 def _arguments(folder: Path, *flags: str, dropout: float = 0.1) -> list[str]:
-    config, text = folder.with_suffix(".json"), folder.with_suffix(".txt")
-    config.write_text(json.dumps({**TINY_LLAMA, "attention_dropout": dropout}))
-    text.write_bytes(bytes(range(32, 120)) * 30)
-    files = ["--config", str(config), "--data", str(text), "--output", str(folder)]
-    return [*FLAGS.split(), *files, *flags]
+    return [*FLAGS.split(), *files_of(folder, attention_dropout=dropout), *flags]
 
 
 def _losses(folder: Path) -> list[float]:
@@ -113,13 +110,11 @@ def _be_agent(arguments: tuple[Any, ...], rendezvous: dict[str, Any]) -> None:
 
 def _train(faults: dict[int, Fault], killed_file: Path, arguments: list[str]) -> None:
     """Train with the fault of this start, by its number; a killed rank adds a byte to ``killed_file``."""
-    from report import TrainingReport
-
     from nxdpp.checkpoint.distributed import save
 
     killed, where, number = faults.get(int(os.environ["TORCHELASTIC_RESTART_COUNT"]), (-1, "", 0))
     is_killed = killed in (None, int(os.environ["RANK"]))
-    step_done = TrainingReport.step_done
+    write = MetricsFile.write
     last = 0
 
     def die() -> None:
@@ -129,11 +124,11 @@ def _train(faults: dict[int, Fault], killed_file: Path, arguments: list[str]) ->
             os.kill(os.getppid(), signal.SIGKILL)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    def dying(self: Any, step: int, *values: Any) -> None:
+    def dying(self: MetricsFile, *values: Any) -> None:
         nonlocal last
-        step_done(self, step, *values)
-        last = step
-        if is_killed and where != "save" and step == number:
+        write(self, *values)
+        last = self._step
+        if is_killed and where != "save" and last == number:
             die()
 
     def written(*values: Any) -> Any:
@@ -143,19 +138,16 @@ def _train(faults: dict[int, Fault], killed_file: Path, arguments: list[str]) ->
         return spans
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TrainingReport, "step_done", dying)
+        patch.setattr(MetricsFile, "write", dying)
         patch.setattr(save, "write_checksummed", written)
         run_main_job(arguments)
 
 
-@pytest.mark.parametrize(
-    "flags", [["--checkpoint-async"], pytest.param([], marks=pytest.mark.sweep)], ids=["background", "now"]
-)
-def test_killed_ranks_do_not_end_the_job(flags: list[str], tmp_path: Path) -> None:
+def test_killed_ranks_do_not_end_the_job(tmp_path: Path) -> None:
     """Before the first checkpoint, while one is written, and between two, with dropout."""
     faults: dict[int, Fault] = {0: (1, "step", 1), 1: (0, "save", 4), 2: (0, "step", 5)}
     folder, expected, killed = tmp_path / "run", tmp_path / "expected", tmp_path / "killed"
-    assert run_ranks(1, _launch, _train, faults, killed, _arguments(folder, *flags), timeout=200) == [{}]
+    assert run_ranks(1, _launch, _train, faults, killed, _arguments(folder), timeout=200) == [{}]
     assert len(killed.read_text()) == len(faults)
     assert run_ranks(1, _launch, _train, {}, killed, _arguments(expected), timeout=200) == [{}]
     assert _losses(folder) == _losses(expected)

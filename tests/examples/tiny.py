@@ -1,5 +1,8 @@
-"""The main job at the smallest size: configuration fields of its Llama, few sequences to evaluate, a short sample."""
+"""The main job at the smallest size: configuration fields of its Llama, and files of a short text."""
 
+import json
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,21 +17,22 @@ TINY_LLAMA: dict[str, Any] = {
     "max_position_embeddings": 64,
 }
 
-HELD_OUT = 16
-"""Sequences of an evaluation."""
 
-SAMPLE = 8
-"""Bytes of a sample."""
+def files_of(folder: Path, **fields: Any) -> list[str]:
+    """Write a config with ``fields`` and two texts; return the flags of a run in ``folder`` with them."""
+    config = folder.with_suffix(".json")
+    config.write_text(json.dumps({**TINY_LLAMA, **fields}))
+    texts = [folder.with_name(f"{name}.txt") for name in ("train", "held_out")]
+    for text in texts:
+        text.write_bytes(bytes(range(32, 120)) * 30)
+    return ["--config", str(config), "--data", *map(str, texts), "--output", str(folder)]
 
 
 def run_main_job(arguments: list[str]) -> None:
     """Run ``train.py`` in this rank."""
-    import sample
     import train
-    import training
 
     # The script names the device of its model itself.
     with pytest.MonkeyPatch.context() as patch, torch.device("cpu"):
-        patch.setattr(training, "HELD_OUT_SEQUENCES", HELD_OUT)
-        patch.setattr(sample, "SAMPLE_BYTES", SAMPLE)
-        train.main(arguments)
+        patch.setattr(sys, "argv", ["train.py", *arguments])
+        train.main()
