@@ -1,15 +1,19 @@
 """A step of each rank of published layouts on tensors without memory, and its peak next to the plan's.
 
 One process acts as a rank (``tests/support/lone_rank.py``). It builds the model on the meta device, divides and wraps
-it by a plan, runs a step with AdamW, and plans the rank's part of a checkpoint. The peak counts each stream's tensors
-at their true sizes, as an allocator without fragments has them; a plan next to it has no communicators.
+it by a plan, runs a step with AdamW, and plans what the rank writes of a checkpoint, and what it reads of one that a
+single process wrote. The peak counts each stream's tensors at their true sizes, as an allocator without fragments has
+them; a plan next to it has no communicators.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_local_load_plan
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem
 from torch.optim import AdamW
 
 import nxdpp
@@ -17,7 +21,11 @@ from benchmarks.planner import published
 from benchmarks.planner.published import Run
 from benchmarks.report import markdown_table
 from nxdpp import NxDPPModel
-from nxdpp.checkpoint.distributed.captured import captured
+from nxdpp.checkpoint.distributed.captured import Described, captured
+from nxdpp.checkpoint.distributed.content import content_of
+from nxdpp.checkpoint.distributed.document import Document
+from nxdpp.checkpoint.distributed.load_targets import LoadArguments, LoadTargets
+from nxdpp.checkpoint.distributed.model_state import model_tensors
 from nxdpp.gradients.shards.local_tensors import local_rows
 from nxdpp.pipeline.p2p.layout import TensorLayout
 from nxdpp.pipeline.partition.transport_bytes import COMMUNICATOR_BYTES
@@ -38,7 +46,7 @@ _TIMES = 2
 
 @dataclass(frozen=True)
 class RankPeak:
-    """Bytes of a rank: planned, at the peak of its step, and of its state in its file of a checkpoint.
+    """Bytes of a rank: planned, at the peak of its step, of its state in its file of a checkpoint, and that it reads.
 
     It has ``parameters``, with the ``names`` of the whole ones in the file.
     """
@@ -48,6 +56,7 @@ class RankPeak:
     planned: float
     peak: int
     saved: int
+    read: int
     names: frozenset[str]
 
 
@@ -103,16 +112,42 @@ def _peak(run: Run, plan: Plan, rank: int) -> RankPeak:
         wrapped.run_train(input_ids=rows, labels=rows)
         optimizer.step()
         reserved = memory.reserved
-        state = captured(wrapped, {"": optimizer}, None, None, None).tensors
+        tensors, described = captured(wrapped, {"": optimizer}, None, None, None)
         planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        planner.set_up_planner(state)
-        items = [item for item in planner.create_local_plan().items if not item.index.fqn.startswith("random.")]
+        planner.set_up_planner(tensors)
+        items = planner.create_local_plan().items
+        read = _read_bytes(wrapped, optimizer, described, items)
         parameters = sum(local_rows(parameter).numel() for parameter in wrapped.local_parameters())
-    written = [item.tensor_data for item in items if item.tensor_data is not None]
-    saved = sum(each.chunk.sizes.numel() * each.properties.dtype.itemsize for each in written)
+    saved = sum(each.chunk.sizes.numel() * each.properties.dtype.itemsize for _, each in _written(items))
     outside = communicators(layout.pipeline, layout.data, layout.tensor) * COMMUNICATOR_BYTES
-    names = frozenset(item.index.fqn.removeprefix("model.") for item in items if item.index.fqn.startswith("model."))
-    return RankPeak(rank, parameters, plan.first.memory[rank].total - outside, reserved, saved, names)
+    names = frozenset(name.removeprefix("model.") for name, _ in _written(items) if name.startswith("model."))
+    return RankPeak(rank, parameters, plan.first.memory[rank].total - outside, reserved, saved, read, names)
+
+
+def _read_bytes(model: NxDPPModel, optimizer: AdamW, described: Described, items: Sequence[WriteItem]) -> int:
+    """Bytes of the values that the rank reads of a checkpoint of one process; no value is read."""
+    nothing = dict.fromkeys(("scheduler", "grad_scaler", "user_content"))
+    content = content_of([replace(described, others=nothing)]) | {"layout": {}}
+    metadata = Metadata(
+        {
+            name: TensorStorageMetadata(
+                each.properties, each.size, [ChunkStorageMetadata(torch.Size([0] * len(each.size)), each.size)]
+            )
+            for name, each in _written(items)
+        }
+    )
+    targets = LoadTargets(Path("one_process"), Document(content, metadata))
+    targets.prepare(LoadArguments(model, {"": optimizer}, None, None, strict=True), model_tensors(model))
+    tensors = targets.tensors
+    plan = create_default_local_load_plan(dict(tensors), metadata)
+    return sum(each.lengths.numel() * tensors[each.dest_index.fqn].dtype.itemsize for each in plan.items)
+
+
+def _written(items: Iterable[WriteItem]) -> Iterator[tuple[str, TensorWriteData]]:
+    """Names of tensors and what the rank writes of each, without states of random generators."""
+    for item in items:
+        if item.tensor_data is not None and not item.index.fqn.startswith("random."):
+            yield item.index.fqn, item.tensor_data
 
 
 def all_peaks() -> Iterator[tuple[Run, Layout, float | None, list[RankPeak]]]:

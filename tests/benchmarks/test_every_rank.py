@@ -25,6 +25,7 @@ def _check(found: Sequence[every_rank.RankPeak]) -> None:
         assert 0.9 < each.peak / each.planned < 1.1, each
         # Parameters and two moments of float32; of DeepSeek-V3 also buffers.
         assert each.saved == pytest.approx(12 * each.parameters, rel=1e-5)
+        assert each.read == each.saved
 
 
 def test_the_last_rank_of_torchtitan_has_the_planned_peak() -> None:
