@@ -114,7 +114,7 @@ def held_out_loss(model: NxDPPModel[Literal[True]], text: torch.Tensor, flags: N
     starts = torch.linspace(0, len(text) - flags.seq_length, count, dtype=torch.float64).long()
     batches = [sequences(text, batch, flags.seq_length) for batch in starts.split(flags.batch_size)]
     model.eval()
-    losses = [model.run_eval(input_ids=ids, labels=ids).item() for ids in batches]
+    losses: list[float] = [model.run_eval(input_ids=ids, labels=ids).item() for ids in batches]
     model.train()
     return sum(losses) / len(losses)
 
