@@ -19,7 +19,6 @@ import numpy
 import torch
 from torch import nn
 
-from nxdpp.agreement.comparison import gathered
 from nxdpp.devices.autocast import without_autocast
 from nxdpp.devices.kinds import device_of
 from nxdpp.gradients.gradient_dtype import accumulate_in, gradient_dtype
@@ -38,6 +37,7 @@ from nxdpp.pipeline.stages.split import StagePlan
 from nxdpp.ranks import parallel_state
 from nxdpp.ranks.faults import failure_watch
 from nxdpp.ranks.faults.board import board
+from nxdpp.ranks.group_values import gather_values
 from nxdpp.tracing.models.transformers_models import transformers_models
 from nxdpp.tracing.modules import listings
 from nxdpp.tracing.values.input_dicts import close_inputs
@@ -235,7 +235,7 @@ class ReferenceStep:
 
     def _gathered(self, value: Any) -> list[Any]:
         with failure_watch.reported():
-            return gathered(value, self._group)
+            return gather_values(value, self._group)
 
 
 @contextmanager

@@ -14,8 +14,7 @@ import torch.distributed as dist
 
 from nxdpp.agreement.fingerprint import digest
 from nxdpp.agreement.same_values import sample
-from nxdpp.agreement.together import from_all_ranks
-from nxdpp.ranks.group_values import gather_values
+from nxdpp.ranks.exchange import Exchange
 
 T = TypeVar("T")
 
@@ -49,24 +48,15 @@ def unequal(value: T, *groups: dist.ProcessGroup, note: Any = None, mates: Hasha
         note: a value that is not compared, for the message.
         mates: equal on ranks whose values are compared with each other, by default on all.
     """
-    digests = gathered((mates, digest(repr(value).encode())), *groups)
+    exchange = Exchange(*groups)
+    digests = exchange.gather((mates, digest(repr(value).encode())))
     firsts = {of: place for place, (of, _) in reversed([*enumerate(digests)])}
     pairs = [(firsts[of], place) for place, (of, own) in enumerate(digests) if own != digests[firsts[of]][1]]
     if not pairs:
         return None
-    everyones = gathered((dist.get_rank(), value, note), *groups)
+    everyones = exchange.gather((dist.get_rank(), value, note))
     (one, other), (there, here) = pairs[0], (everyones[place] for place in pairs[0])
     return Unequal((one, other), (there[0], here[0]), (there[1], here[1]), (there[2], here[2]))
-
-
-def gathered(value: T, *groups: dist.ProcessGroup) -> list[T]:
-    """Return the value of each rank of ``groups``, or of all ranks without them; collective over these ranks."""
-    if not groups:
-        return from_all_ranks(value)
-    everyones = [value]
-    for group in groups:
-        everyones = [each for some in gather_values(everyones, group) for each in some]
-    return everyones
 
 
 def leaf_text(leaf: Any) -> str:

@@ -18,6 +18,7 @@ from nxdpp.ranks import parallel_state
 from nxdpp.ranks.faults import failure_watch
 from nxdpp.ranks.faults.board import board
 from nxdpp.ranks.faults.waits import Wait
+from nxdpp.ranks.group_values import gather_values
 
 _REMEDY = "Wrap the same model with the same arguments, and set the same modes, in every data-parallel replica."
 
@@ -71,16 +72,11 @@ class ReplicaExchanges:
 
         Raises as ``begin`` does.
         """
-        replicas = parallel_state.get_data_parallel_size()
-        if replicas == 1:
+        if parallel_state.get_data_parallel_size() == 1:
             return [list(values)]
         self.begin(name)
-        own = torch.tensor(values, dtype=torch.float64, device="cpu")
-        everyones = [torch.empty_like(own) for _ in range(replicas)]
-        group = parallel_state.get_data_parallel_control_group()
-        with failure_watch.reported(), Wait(name, group):
-            dist.all_gather(everyones, own, group=group)
-        return [each.tolist() for each in everyones]
+        with failure_watch.reported():
+            return gather_values(list(values), parallel_state.get_data_parallel_control_group(), name)
 
 
 def _difference(name: str, settings: list[str], details: list[str], group: dist.ProcessGroup) -> str | None:

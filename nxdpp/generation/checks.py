@@ -14,8 +14,8 @@ from nxdpp.generation.batches import GeneratedBatch, has_tensors, is_list, setti
 from nxdpp.generation.caches import NAMES
 from nxdpp.generation.turns import random_states
 from nxdpp.ranks import parallel_state
+from nxdpp.ranks.exchange import Exchange
 from nxdpp.ranks.faults import failure_watch
-from nxdpp.ranks.group_values import gather_values
 from nxdpp.tracing.modules import listings
 
 _REFUSED = {
@@ -196,10 +196,8 @@ def check_same(
         sorted({str(each.dtype) for each in root.parameters() if not each.is_meta}),
     )
     with failure_watch.reported():
-        everyones = gather_values(own, parallel_state.get_pipeline_control_group())
-        if parallel_state.get_tensor_model_parallel_size() > 1:
-            of_pipelines = gather_values(everyones, parallel_state.get_tensor_control_group())
-            everyones = [each for of_pipeline in of_pipelines for each in of_pipeline]
+        groups = parallel_state.get_pipeline_control_group(), parallel_state.get_tensor_control_group()
+        everyones = Exchange(*groups).gather(own)
     for number, what in enumerate(("tokens or other inputs", "settings")):
         if any(each[number] != own[number] for each in everyones):
             raise ValueError(

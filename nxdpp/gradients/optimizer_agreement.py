@@ -21,7 +21,6 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from nxdpp.agreement.comparison import gathered
 from nxdpp.agreement.exchange import ReplicaExchanges
 from nxdpp.agreement.fingerprint import canonical
 from nxdpp.agreement.step_verifier import OF_A_PART, STEP_ON_ALL
@@ -29,6 +28,7 @@ from nxdpp.counted import counted
 from nxdpp.gradients.replaced_parameters import live_optimizers, parameters_of
 from nxdpp.gradients.step_hooks import run_before_steps_of
 from nxdpp.ranks import parallel_state
+from nxdpp.ranks.exchange import Exchange
 from nxdpp.ranks.faults import failure_watch
 
 _logger = logging.getLogger(__name__)
@@ -153,7 +153,7 @@ class OptimizerAgreement:
         facts, clipping = self._facts(), self.clipping
         own = _RankOptimizers(dist.get_rank(), stage, self.rounds, facts, clipping, is_trained, dtype, is_sure)
         with failure_watch.reported():
-            return gathered(own, *(group for group in _groups() if dist.get_world_size(group) > 1))
+            return Exchange(*_groups()).gather(own)
 
     def _alive(self) -> list[Optimizer]:
         return [optimizer for reference in self._known if (optimizer := reference()) is not None]

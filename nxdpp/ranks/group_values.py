@@ -17,19 +17,27 @@ from nxdpp.ranks.wire_form import packed, unpacked
 T = TypeVar("T")
 
 
-def gather_values(value: T, group: dist.ProcessGroup) -> list[T]:
-    """Return a copy of the ``value`` of each rank of ``group``, for CPU tensors; collective over it."""
+# Bytes of the first message of each rank, which has a length and a form. A longer form continues in a second one.
+_FIRST = 1024
+_LENGTH = 8
+
+
+def gather_values(value: T, group: dist.ProcessGroup, name: str = "exchange of values") -> list[T]:
+    """Return a copy of the ``value`` of each rank of ``group``, for CPU tensors; collective over it.
+
+    ``name`` is of the wait for the others.
+    """
     if dist.get_world_size(group) == 1:
         return [unpacked(packed(value))]
-    own = _bytes_of(packed(value))
-    lengths = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(dist.get_world_size(group))]
-    with Wait("exchange of values", group):
-        dist.all_gather(lengths, torch.tensor([own.numel()], device="cpu"), group=group)
-        longest = max(map(int, lengths))
-        padded = torch.nn.functional.pad(own, (0, longest - own.numel()))
-        forms = [torch.empty(longest, dtype=torch.uint8, device="cpu") for _ in lengths]
-        dist.all_gather(forms, padded, group=group)
-    return [unpacked(form[: int(length)].numpy().tobytes()) for form, length in zip(forms, lengths, strict=True)]
+    own = _message_of(value)
+    messages = [_empty(_FIRST) for _ in range(dist.get_world_size(group))]
+    with Wait(name, group):
+        dist.all_gather(messages, own[:_FIRST], group=group)
+        if longest := max(map(_more, messages)):
+            rests = [_empty(longest) for _ in messages]
+            dist.all_gather(rests, torch.cat([own[_FIRST:], _empty(longest - _more(own))]), group=group)
+            messages = [torch.cat(both) for both in zip(messages, rests, strict=True)]
+    return list(map(_value_in, messages))
 
 
 def from_rank_0(value: T) -> T:
@@ -43,22 +51,40 @@ def from_rank_0(value: T) -> T:
     return value
 
 
-def broadcast_value(value: T | None, group: dist.ProcessGroup, source: int = 0) -> T:
-    """Return a copy of ``value`` of the rank ``source`` of ``group``, for CPU tensors; collective over it."""
+def broadcast_value(value: T | None, group: dist.ProcessGroup, source: int = 0, name: str = "exchange of values") -> T:
+    """Return a copy of ``value`` of the rank ``source`` of ``group``; as ``gather_values``."""
     is_source = dist.get_rank(group) == source
-    form = _bytes_of(packed(value) if is_source else b"")
-    length = torch.tensor([form.numel()], device="cpu")
-    with Wait("exchange of values", group):
-        dist.broadcast(length, group=group, group_src=source)
-        if not is_source:
-            form = torch.empty(int(length), dtype=torch.uint8, device="cpu")
-        dist.broadcast(form, group=group, group_src=source)
-    read: T = unpacked(form.numpy().tobytes())
+    message = _message_of(value) if is_source else _empty(_FIRST)
+    with Wait(name, group):
+        dist.broadcast(message[:_FIRST], group=group, group_src=source)
+        if more := _more(message):
+            message = message if is_source else torch.cat([message, _empty(more)])
+            dist.broadcast(message[_FIRST:], group=group, group_src=source)
+    read: T = _value_in(message)
     return read
 
 
-def _bytes_of(form: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(form), dtype=torch.uint8) if form else torch.empty(0, dtype=torch.uint8)
+def _message_of(value: Any) -> torch.Tensor:
+    form = packed(value)
+    whole = len(form).to_bytes(_LENGTH, "little") + form
+    return torch.frombuffer(bytearray(whole.ljust(_FIRST, b"\0")), dtype=torch.uint8)
+
+
+def _value_in(message: torch.Tensor) -> Any:
+    return unpacked(message[_LENGTH : _LENGTH + _length(message)].numpy().tobytes())
+
+
+def _more(message: torch.Tensor) -> int:
+    """Bytes that follow the first message."""
+    return max(0, _LENGTH + _length(message) - _FIRST)
+
+
+def _length(message: torch.Tensor) -> int:
+    return int.from_bytes(message[:_LENGTH].numpy().tobytes(), "little")
+
+
+def _empty(size: int) -> torch.Tensor:
+    return torch.empty(size, dtype=torch.uint8, device="cpu")
 
 
 _CPU = torch.device("cpu")

@@ -88,31 +88,6 @@ class StoreExchange:
         store.delete_key(self._key(self._rank))
         return reply
 
-    def from_leader(self, leader: int, followers: int, value: bytes | None) -> bytes:
-        """Return the ``value`` of rank ``leader``; collective over all ranks, each of which has a leader.
-
-        A leader is its own, and gives a value. ``followers`` ranks have another rank for leader, the same for all of
-        them: the ranks of one host for example.
-
-        Raises ``RuntimeError`` if the leader does not take part within 30 minutes.
-        """
-        key = ""
-        if self._world_size > 1:
-            store = self._begin()
-            key = self._key(f"of_{leader}")
-        if leader == self._rank:
-            assert value is not None, "a leader gives a value"
-            if followers:
-                _set(store, key, value)
-            return value
-        self._wait(store, key, leader)
-        value = store.get(key)
-        readers = f"{key}_readers"
-        if store.add(readers, 1) == followers:
-            store.delete_key(key)
-            store.delete_key(readers)
-        return value
-
     def _begin(self) -> Store:
         if self._store is None:
             # A rank that blocks on the world's own connection would hold up torch's threads.
@@ -133,12 +108,12 @@ class StoreExchange:
             ) from error
         return [own, *store.multi_get(keys)]
 
-    def _wait(self, store: Store, key: str, awaited: int = 0) -> None:
+    def _wait(self, store: Store, key: str) -> None:
         try:
-            with Wait("exchange of all ranks", ranks=[awaited]):
+            with Wait("exchange of all ranks", ranks=[0]):
                 store.wait([key], _LIMIT)
         except DistStoreError as error:
-            raise RuntimeError(f"rank {awaited} did not end {self._exchange} within {_LIMIT}") from error
+            raise RuntimeError(f"rank 0 did not end {self._exchange} within {_LIMIT}") from error
 
     @property
     def _exchange(self) -> str:

@@ -16,12 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from nxdpp.agreement.together import from_all_ranks, together
 from nxdpp.ranks import parallel_state
+from nxdpp.ranks.exchange import Exchange, is_several
 from nxdpp.ranks.faults.board import board
 from nxdpp.tensor.padding import own_ranges
 from nxdpp.tensor.rank_files import check_loadable, local_path, mapped, rank_name, read_file, write_file
@@ -62,19 +61,19 @@ def save(
     if save_xser:
         raise ValueError(_XSER.format("save_xser"))
     parallel_state.refuse_in_debug("parallel_layers.save")
-    writes = not master_dp_only or _is_alone() or parallel_state.get_data_parallel_rank() == 0
+    writes = not master_dp_only or not is_several() or parallel_state.get_data_parallel_rank() == 0
     path = _file(save_dir, master_dp_only)
-    consequence = f"{save_dir} was not written"
+    exchange = Exchange(consequence=f"{save_dir} was not written")
 
     def write(turn: int | None) -> None:
-        if writes and turn in (None, _rank()):
+        if writes and turn in (None, exchange.rank):
             write_file(path, mapped(dict(state_dict), _in_bfloat16) if down_cast_bf16 else dict(state_dict))
 
     with board.call("save"):
-        together(lambda: check_loadable(dict(state_dict)) if writes else None, consequence, gather=_of_all_ranks)
-        turns: Sequence[int | None] = range(dist.get_world_size()) if save_serially and not _is_alone() else [None]
+        exchange.together(lambda: check_loadable(dict(state_dict)) if writes else None)
+        turns: Sequence[int | None] = range(exchange.ranks) if save_serially else [None]
         for turn in turns:
-            together(partial(write, turn), consequence, gather=_of_all_ranks)
+            exchange.together(partial(write, turn))
 
 
 def load(
@@ -128,29 +127,12 @@ def load(
 
 
 def _file(directory: str | os.PathLike[str], master_dp_only: bool) -> Path:
-    if _is_alone():
+    if not (is_several() or parallel_state.is_debug()):
         return local_path(directory) / rank_name(0, 0, None if master_dp_only else 0) / _FILE
     tensor = parallel_state.get_tensor_model_parallel_rank()
     pipeline = parallel_state.get_pipeline_model_parallel_rank()
     data = None if master_dp_only else parallel_state.get_data_parallel_rank()
     return local_path(directory) / rank_name(tensor, pipeline, data) / _FILE
-
-
-def _is_alone() -> bool:
-    """Return whether this process is the only one. Raises ``RuntimeError`` for ranks without groups."""
-    if parallel_state.model_parallel_is_initialized():
-        return False
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        raise RuntimeError("each rank has a file of its own: call parallel_state.initialize_model_parallel() first.")
-    return True
-
-
-def _rank() -> int:
-    return 0 if _is_alone() else dist.get_rank()
-
-
-def _of_all_ranks(value: Any) -> list[Any]:
-    return [value] if _is_alone() else from_all_ranks(value)
 
 
 def _in_bfloat16(tensor: torch.Tensor) -> torch.Tensor:

@@ -16,11 +16,9 @@ import torch.distributed as dist
 from nxdpp.devices.kinds import device_of
 from nxdpp.pipeline.p2p.layout import TensorLayout, ValueLayout, layout_of, tensors_of
 from nxdpp.ranks.faults.waits import Wait
-from nxdpp.ranks.wire_form import packed, unpacked
+from nxdpp.ranks.group_values import broadcast_value
 
-# Bytes of the first message. A longer text continues in a second one.
-_FIRST = 4096
-_LENGTH = 8
+_NAME = "outputs of the pipeline"
 # Bytes of a tensor that is sent with the layouts.
 _SMALL = 2**14
 
@@ -52,27 +50,14 @@ def _send(values: list[Any], source: int, group: dist.ProcessGroup, device: torc
     on_host = device_of(device).to_host_together(tensors)()
     in_memory = [_bytes(own.arrange(tensor)) for own, tensor in zip(layout.tensors, on_host, strict=True)]
     small = [raw.numpy().tobytes() if raw.numel() <= _SMALL else None for raw in in_memory]
-    text = packed((layout.skeleton, small))
-    message = torch.zeros(max(_FIRST, _LENGTH + len(text)), dtype=torch.uint8, device="cpu")
-    message[:_LENGTH] = torch.frombuffer(bytearray(len(text).to_bytes(_LENGTH, "little")), dtype=torch.uint8)
-    message[_LENGTH : _LENGTH + len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    _broadcast(message[:_FIRST], source, group)
-    if message.numel() > _FIRST:
-        _broadcast(message[_FIRST:], source, group)
+    broadcast_value((layout.skeleton, small), group, source, _NAME)
     for raw, content in zip(in_memory, small, strict=True):
         if content is None:
             _broadcast(raw, source, group)
 
 
 def _receive(source: int, group: dist.ProcessGroup, device: torch.device) -> Any:
-    message = torch.empty(_FIRST, dtype=torch.uint8, device="cpu")
-    _broadcast(message, source, group)
-    length = int.from_bytes(message[:_LENGTH].numpy().tobytes(), "little")
-    if _LENGTH + length > _FIRST:
-        rest = torch.empty(_LENGTH + length - _FIRST, dtype=torch.uint8, device="cpu")
-        _broadcast(rest, source, group)
-        message = torch.cat([message, rest])
-    skeleton, small = unpacked(message[_LENGTH : _LENGTH + length].numpy().tobytes())
+    skeleton, small = broadcast_value(None, group, source, _NAME)
     layout = ValueLayout(skeleton)
     tensors = []
     for tensor_layout, content in zip(layout.tensors, small, strict=True):
@@ -87,7 +72,7 @@ def _receive(source: int, group: dist.ProcessGroup, device: torch.device) -> Any
 
 
 def _broadcast(message: torch.Tensor, source: int, group: dist.ProcessGroup) -> None:
-    with Wait("outputs of the pipeline", group):
+    with Wait(_NAME, group):
         dist.broadcast(message, group=group, group_src=source)
 
 

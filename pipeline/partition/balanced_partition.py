@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx, nn
 
-from nxdpp.agreement.together import from_first_rank
 from nxdpp.pipeline.partition.assignment import assign_layers
 from nxdpp.pipeline.partition.layer_costs import layer_costs, shared_bytes
 from nxdpp.pipeline.partition.transport_bytes import transport_bytes
 from nxdpp.ranks import parallel_state
+from nxdpp.ranks.exchange import Exchange
 from nxdpp.ranks.faults.board import board
 from nxdpp.schedules.balance import MemoryLimit, balanced_cuts
 from nxdpp.schedules.chosen import ChosenSchedule
@@ -68,7 +68,7 @@ class CostPolicy:
             return self.cuts(traced, count_costs(traced, self.module, self.batch, device), device, replicas, tensor)
         parallel_state.refuse_in_debug('partition="profiled"')
         with board.call("a construction with partition='profiled'"):
-            return from_first_rank(
+            return Exchange().from_first(
                 lambda: self.cuts(
                     traced, measured_costs(traced, self.module, self.batch, device), device, replicas, tensor
                 )

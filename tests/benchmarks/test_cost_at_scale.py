@@ -11,7 +11,7 @@ from benchmarks import cost_at_scale
 from benchmarks.cost_at_scale import EXCHANGES_OF_A_SAVE, Group, groups_of_a_rank, requests_of_a_rank, rows
 from nxdpp import NxDPPModel, parallel_state, save_pretrained
 from nxdpp.ranks import start_store
-from nxdpp.ranks.store_exchange import StoreExchange
+from nxdpp.ranks.exchange import Exchange
 from tests.support.run_ranks import run_ranks
 
 pytestmark = pytest.mark.one_python
@@ -47,14 +47,14 @@ def test_requests_of_a_rank_do_not_grow_with_the_ranks(act: object) -> None:
 
 def test_a_save_makes_the_exchanges_that_the_table_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     exchanges: list[object] = []
-    gather = StoreExchange.gather
+    gather = Exchange.gather
 
-    def counted(self: StoreExchange, value: object) -> list[object]:
+    def counted(self: Exchange, value: object) -> list[object]:
         exchanges.append(value)
         return gather(self, value)
 
     parallel_state.initialize_model_parallel()
-    monkeypatch.setattr(StoreExchange, "gather", counted)
+    monkeypatch.setattr(Exchange, "gather", counted)
     try:
         save_pretrained(NxDPPModel(LlamaForCausalLM(SMALL), num_microbatches=1), tmp_path)
     finally:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nxdpp import GradScaler, NxDPPModel, parallel_state, save_pretrained
-from nxdpp.agreement.together import from_all_ranks, from_first_rank, together
+from nxdpp.ranks.exchange import Exchange
 from nxdpp.ranks.faults.board import Call, board
 from tests.support.models import make, padded_batch
 
@@ -25,8 +25,7 @@ CASES: dict[str, Callable[[NxDPPModel, Path], Any]] = {
     "average_gradients": lambda wrapped, _: wrapped._pipeline.average_gradients(),
     "move_model_to_device": lambda wrapped, _: wrapped.move_model_to_device(),
     "save_pretrained": lambda wrapped, folder: save_pretrained(wrapped, folder),
-    "from_all_ranks": lambda *_: [from_all_ranks(1), together(lambda: 1)],
-    "from_first_rank": lambda *_: from_first_rank(lambda: 1),
+    "an exchange of all ranks": lambda *_: [Exchange().gather(1), Exchange().from_first(lambda: 1)],
     "a construction with partition='profiled'": lambda *_: NxDPPModel(
         make("llama", layers=2), num_microbatches=2, partition="profiled", partition_batch=padded_batch(2)
     ),

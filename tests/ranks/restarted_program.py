@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from nxdpp.agreement.together import from_all_ranks
 from nxdpp.ranks import parallel_state
+from nxdpp.ranks.exchange import Exchange
 
 _ROUNDS = 5
 
@@ -48,7 +48,7 @@ def main() -> None:
         value = torch.tensor([float(rank)])
         dist.all_reduce(value, group=parallel_state.get_pipeline_model_parallel_group())
         assert value.item() == sum(range(world_size))
-        assert from_all_ranks((start, rank)) == [(start, other) for other in range(world_size)]
+        assert Exchange().gather((start, rank)) == [(start, other) for other in range(world_size)]
     print(f"start {start}: rank {rank} ends well", flush=True)
 
 

@@ -7,7 +7,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from nxdpp.agreement.together import from_first_rank
 from nxdpp.ranks import parallel_state
 from tests.support.run_ranks import run_ranks
 
@@ -82,12 +81,6 @@ def test_groups_are_refused(getter: str) -> None:
     parallel_state.initialize_debug(pipeline_model_parallel_rank=3, pipeline_model_parallel_size=16)
     with pytest.raises(RuntimeError, match=r"debug mode.*rank 3 of 16.*torchrun.*initialize_model_parallel"):
         getattr(parallel_state, getter)()
-
-
-def test_from_first_rank_is_refused() -> None:
-    parallel_state.initialize_debug()
-    with pytest.raises(RuntimeError, match="debug mode"):
-        from_first_rank(lambda: 1)
 
 
 @pytest.mark.parametrize(

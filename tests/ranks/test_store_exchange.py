@@ -69,25 +69,6 @@ def test_a_rank_that_takes_no_part_is_named(absent: int, message: str, monkeypat
             gathered[0].result(timeout=20)
 
 
-def test_a_leader_gives_its_value_to_its_followers() -> None:
-    leaders = [0, 0, 2, 0]
-    with _ranks() as (host, exchanges, pool):
-        before = host.num_keys()
-        for number in range(3):
-            given = [
-                pool.submit(exchange.from_leader, leader, leaders.count(leader) - 1, b"%d %d" % (number, rank))
-                for rank, (exchange, leader) in enumerate(zip(exchanges, leaders, strict=True))
-            ]
-            assert [each.result(timeout=20) for each in given] == [b"%d %d" % (number, leader) for leader in leaders]
-        assert host.num_keys() == before
-
-
-def test_a_leader_that_takes_no_part_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_exchange, "_LIMIT", timedelta(seconds=0.2))
-    with _ranks() as (_, exchanges, _), pytest.raises(RuntimeError, match="rank 1 did not end exchange 1"):
-        exchanges[3].from_leader(1, 1, None)
-
-
 class _Command:
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -175,7 +175,7 @@ def main() -> None:
 
         fake_device.install()
     from nxdpp import NxDPPModel, fully_shard, has_checkpoint, load_checkpoint, parallel_state, save_checkpoint
-    from nxdpp.agreement.together import from_all_ranks
+    from nxdpp.ranks.exchange import Exchange
 
     parallel_state.initialize_model_parallel(
         pipeline_model_parallel_size=2 if has_shards else ranks, device=device, hang_timeout=hang_timeout
@@ -242,7 +242,7 @@ def main() -> None:
             if collective == "barrier":
                 torch.distributed.barrier()
             else:
-                from_all_ranks(rank)
+                Exchange().gather(rank)
     if fault in STEPS_OFF and not is_again:
         fails_now()
     print(f"rank {rank} ends well", flush=True)

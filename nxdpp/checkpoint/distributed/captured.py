@@ -17,20 +17,20 @@ from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 
 from nxdpp.agreement.same_values import sample
-from nxdpp.checkpoint.distributed import ranks
 from nxdpp.checkpoint.distributed.model_state import ModelTensors, local_module_of, model_tensors, names_of
 from nxdpp.checkpoint.distributed.optimizer_state import Description, held_state, optimizer_class
 from nxdpp.checkpoint.distributed.optimizers import Optimizers, SavedOptimizer
 from nxdpp.checkpoint.distributed.parameter_groups import groups_of
 from nxdpp.checkpoint.distributed.rectangles import PlaceInWhole, TensorBlocks, blocks_of, placement_of, whole
 from nxdpp.checkpoint.distributed.schedulers import rest_of, scheduled_values
-from nxdpp.checkpoint.distributed.shared_reads import owners
+from nxdpp.checkpoint.distributed.shared_reads import owners, replica
 from nxdpp.checkpoint.distributed.structured import decoded, encoded
 from nxdpp.checkpoint.huggingface.read_directory import texts_in
 from nxdpp.devices.kinds import device_of, readable
 from nxdpp.gradients.shards.local_tensors import is_sharded, local_rows
 from nxdpp.pipeline.local.half_loaded import check_whole
 from nxdpp.ranks import parallel_state
+from nxdpp.ranks.exchange import Exchange, is_several
 from nxdpp.ranks.random_stream import stream_state_of
 from nxdpp.tensor.random import get_xla_rng_tracker
 from nxdpp.tensor.tensor_attributes import param_is_not_tensor_parallel_duplicate
@@ -124,11 +124,12 @@ def captured(
     if optimizers:
         result.scheduler = rest_of(scheduler)
     own.update(_own_share(replicated))
-    if ranks.replica()[0] == 0:
+    if replica()[0] == 0:
         own.update(of_first)
-    result.random, states = random_state(f"random.{ranks.rank()}", model)
+    rank = Exchange().rank
+    result.random, states = random_state(f"random.{rank}", model)
     own.update({name: whole(tensor) for name, tensor in states.items()})
-    if ranks.rank() == 0:
+    if rank == 0:
         result.configuration = None if model is None else configuration_of(model)
         result.names = [] if model is None else names_of(model)
         given = {"scheduler": scheduler, "grad_scaler": grad_scaler}
@@ -162,10 +163,10 @@ def configuration_of(model: nn.Module) -> dict[str, str] | None:
 
 def layout() -> dict[str, int]:
     """Sizes of the job."""
-    if not ranks.is_several():
+    if not is_several():
         return {"ranks": 1, "tensor": 1, "data": 1, "pipeline": 1}
     return {
-        "ranks": ranks.count(),
+        "ranks": Exchange().ranks,
         "tensor": parallel_state.get_tensor_model_parallel_size(),
         "data": parallel_state.get_data_parallel_size(),
         "pipeline": parallel_state.get_pipeline_model_parallel_size(),
@@ -174,14 +175,14 @@ def layout() -> dict[str, int]:
 
 def _writes(tensor: torch.Tensor) -> bool:
     """Return whether this rank writes ``tensor``, among the ranks of its replica that have the same elements."""
-    if not ranks.is_several():
+    if not is_several():
         return True
     return not getattr(tensor, "shared", False) and param_is_not_tensor_parallel_duplicate(tensor)
 
 
 def _samples(tensors: ModelTensors, values: Mapping[str, torch.Tensor]) -> dict[Part, bytes]:
     """Hashes of a sample of each parameter: ranks with the same part of it must have the same ``values``."""
-    if not ranks.is_several():
+    if not is_several():
         return {}
     parameters = {name: each for name, each in tensors.tensors.items() if isinstance(each, nn.Parameter)}
     return {(name, placement_of(each)): sample(values[name]) for name, each in parameters.items()}
@@ -189,7 +190,7 @@ def _samples(tensors: ModelTensors, values: Mapping[str, torch.Tensor]) -> dict[
 
 def _own_share(tensors: dict[str, TensorBlocks]) -> dict[str, TensorBlocks]:
     """The tensors that this replica writes, of all that every replica has: each writes about as much."""
-    own, replicas = ranks.replica()
+    own, replicas = replica()
     chosen = owners({name: tensors[name].nbytes for name in sorted(tensors)}, replicas)
     return {name: blocks for name, blocks in tensors.items() if chosen[name] == own}
 

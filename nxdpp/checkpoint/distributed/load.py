@@ -35,7 +35,6 @@ from nxdpp.checkpoint.distributed.optimizer_state import held_state
 from nxdpp.checkpoint.distributed.optimizers import Optimizers, saved_optimizers
 from nxdpp.checkpoint.distributed.parameter_groups import SavedGroup, check_divided, groups_of
 from nxdpp.checkpoint.distributed.pruning import check_files, keep_damaged
-from nxdpp.checkpoint.distributed.ranks import Exchange
 from nxdpp.checkpoint.distributed.reads import VerifiedReads
 from nxdpp.checkpoint.distributed.remote_directory import RemoteDirectory
 from nxdpp.checkpoint.distributed.shared_reads import SharedReads
@@ -43,6 +42,7 @@ from nxdpp.checkpoint.files.checksummed_reader import DamagedFile
 from nxdpp.checkpoint.files.pieces import listed
 from nxdpp.devices.memory import free_host_memory
 from nxdpp.pipeline.local import half_loaded
+from nxdpp.ranks.exchange import Exchange
 from nxdpp.ranks.faults import failure_watch
 
 _logger = logging.getLogger(__name__)
@@ -229,7 +229,7 @@ class Load:
         states = self.content["optimizer"]["states"]
         every_held = [held for each in optimizers.values() for held in held_state(each, names)]
         left = [held.name for held in every_held if held.leaves_master(states.get(held.name, {}))]
-        of_ranks = self.exchange.all_of(left)
+        of_ranks = self.exchange.gather(left)
         every = sorted({name for own in of_ranks for name in own})
         if every and self.exchange.rank == 0:
             warnings.warn(

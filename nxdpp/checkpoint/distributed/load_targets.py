@@ -16,7 +16,6 @@ from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
-from nxdpp.checkpoint.distributed import ranks
 from nxdpp.checkpoint.distributed.captured import layout, set_random_state
 from nxdpp.checkpoint.distributed.document import Document, tensors_of
 from nxdpp.checkpoint.distributed.document_checks import part_of
@@ -35,6 +34,7 @@ from nxdpp.gradients.replaced_parameters import check_no_optimizer_holds
 from nxdpp.gradients.shards.local_tensors import is_sharded, local_rows
 from nxdpp.initialization.allocation import with_type_of
 from nxdpp.initialization.tape import overlaps_itself
+from nxdpp.ranks.exchange import Exchange
 
 
 class LoadArguments(NamedTuple):
@@ -224,9 +224,9 @@ class LoadTargets:
         if self._content["layout"] != layout():
             # Other ranks draw for other layers: their states have no meaning here.
             return
-        name = f"random.{ranks.rank()}"
-        self._add_made(name)
-        self._after.append(lambda: set_random_state(saved[ranks.rank()], self._made, model))
+        rank = Exchange().rank
+        self._add_made(f"random.{rank}")
+        self._after.append(lambda: set_random_state(saved[rank], self._made, model))
 
     def _add_made(self, part: str) -> None:
         """Read whole the tensors of a ``part`` into new memory."""

@@ -16,10 +16,10 @@ import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from nxdpp.checkpoint.distributed.directory import DOCUMENT, LATEST
-from nxdpp.checkpoint.distributed.ranks import Exchange
 from nxdpp.checkpoint.distributed.remote_directory import RemoteDirectory, staged
 from nxdpp.checkpoint.distributed.save import Save
 from nxdpp.checkpoint.files.pieces import FileSpan
+from nxdpp.ranks.exchange import Exchange
 
 _logger = logging.getLogger(__name__)
 

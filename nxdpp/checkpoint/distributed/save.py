@@ -33,14 +33,15 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from nxdpp.checkpoint.distributed import directory
 from nxdpp.checkpoint.distributed.captured import Captured, Described
+from nxdpp.checkpoint.distributed.collective_call import KINDS
 from nxdpp.checkpoint.distributed.content import content_of
 from nxdpp.checkpoint.distributed.document import write_document
 from nxdpp.checkpoint.distributed.pruning import ends_of, prune
-from nxdpp.checkpoint.distributed.ranks import Exchange
 from nxdpp.checkpoint.distributed.rectangles import key_of
 from nxdpp.checkpoint.files.checksummed_writer import write_checksummed
 from nxdpp.checkpoint.files.pieces import FileSpan
 from nxdpp.devices.kinds import has_streams
+from nxdpp.ranks.exchange import Exchange
 from nxdpp.ranks.faults import background_errors
 from nxdpp.ranks.faults.connection_errors import told
 
@@ -232,7 +233,7 @@ class BackgroundSaves:
         self.wait()
         tensors = save.plan(state)
         staged = save.exchange.together(lambda: self._copied(tensors))
-        save.exchange = Exchange(f"checkpoint_{next(_numbers)}")
+        save.exchange = Exchange(kinds=KINDS, thread=f"checkpoint_{next(_numbers)}")
         self._thread = threading.Thread(target=_write, args=(save, staged), name="nxdpp checkpoint")
         self._thread.start()
 
@@ -277,4 +278,4 @@ def _write(save: Save, staged: dict[str, torch.Tensor]) -> None:
         save.write(staged)
     except Exception as error:
         # An error of one rank is raised in the threads of all ranks.
-        background_errors.keep(error, save.exchange.all_of)
+        background_errors.keep(error, save.exchange.gather)

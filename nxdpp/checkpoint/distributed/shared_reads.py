@@ -13,10 +13,9 @@ from typing import Generic, TypeVar
 import torch
 import torch.distributed as dist
 
-from nxdpp.checkpoint.distributed import ranks
-from nxdpp.checkpoint.distributed.ranks import Exchange
 from nxdpp.devices.kinds import has_streams
 from nxdpp.ranks import parallel_state
+from nxdpp.ranks.exchange import Exchange, is_several
 from nxdpp.ranks.faults.board import board
 from nxdpp.ranks.faults.waits import Wait
 from nxdpp.ranks.host_wire import in_place, needs_host
@@ -33,11 +32,11 @@ class SharedReads(Generic[T]):
     """
 
     def __init__(self, exchange: Exchange, sizes: Mapping[T, int], described: str) -> None:
-        self._replica, replicas = ranks.replica()
+        self._replica, replicas = replica()
         self._owners: dict[T, int] = {}
         if exchange.ranks == 1:
             return
-        digests = exchange.all_of(zlib.crc32(described.encode()))
+        digests = exchange.gather(zlib.crc32(described.encode()))
         group = dist.get_process_group_ranks(parallel_state.get_data_parallel_group())
         if replicas > 1 and len({digests[rank] for rank in group}) == 1:
             self._owners = owners(sizes, replicas)
@@ -53,6 +52,13 @@ class SharedReads(Generic[T]):
             for tensor in values[read]:
                 board.moved()
                 broadcast(tensor.detach(), owner)
+
+
+def replica() -> tuple[int, int]:
+    """This rank's place among the data-parallel replicas, and their number."""
+    if not is_several():
+        return 0, 1
+    return parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_size()
 
 
 def owners(sizes: Mapping[T, int], replicas: int) -> dict[T, int]:

@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from nxdpp.agreement.together import from_all_ranks, together
 from nxdpp.checkpoint.distributed.model_state import ModelTensors, local_module_of, model_tensors, names_of
 from nxdpp.checkpoint.distributed.rectangles import PlaceInWhole, placement_of
 from nxdpp.checkpoint.huggingface.model_tensors import WrappedModel
@@ -24,6 +23,7 @@ from nxdpp.counted import counted
 from nxdpp.devices.kinds import device_of
 from nxdpp.pipeline.local.half_loaded import check_whole
 from nxdpp.ranks import parallel_state
+from nxdpp.ranks.exchange import Exchange
 from nxdpp.ranks.faults import failure_watch
 from nxdpp.ranks.faults.board import board
 from nxdpp.ranks.faults.waits import Wait
@@ -88,11 +88,11 @@ def gather_tensors(
             )
         return found
 
-    local = together(tensors, consequence)
+    exchange = Exchange(consequence=consequence)
+    local = exchange.together(tensors)
     wanted = [name for name in names_of(model) if names is None or name in names]
     # Rank 0's names and ties count: a module whose tensors are elsewhere may have lost its ties.
-    firsts = {name: local.ties.get(name, name) for name in wanted} if dist.get_rank() == 0 else {}
-    firsts = from_all_ranks(firsts)[0]
+    firsts = exchange.from_first(lambda: {name: local.ties.get(name, name) for name in wanted})
     here = _with_values(local, firsts)
     is_first_replica = parallel_state.get_data_parallel_rank() == 0
     held = (
@@ -100,8 +100,8 @@ def gather_tensors(
         if is_first_replica
         else {}
     )
-    everyones = from_all_ranks(held)
-    sources = together(lambda: _sources(list(firsts.values()), everyones), consequence)
+    everyones = exchange.gather(held)
+    sources = exchange.together(lambda: _sources(list(firsts.values()), everyones))
     with failure_watch.reported(), torch.no_grad():
         whole = {name: _on_rank_0(_all_rows(here.get(name), source), source) for name, source in sources.items()}
     if dist.get_rank() > 0:

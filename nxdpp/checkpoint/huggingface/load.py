@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from nxdpp.checkpoint.distributed.ranks import Exchange
 from nxdpp.checkpoint.distributed.shared_reads import SharedReads
 from nxdpp.checkpoint.files.safetensors_reader import has_nan
 from nxdpp.checkpoint.huggingface.conversion import Conversion
@@ -25,6 +24,7 @@ from nxdpp.ground.transformers_names import CONVERSIONS
 from nxdpp.initialization.allocation import with_type_of
 from nxdpp.pipeline.local import half_loaded
 from nxdpp.ranks import parallel_state
+from nxdpp.ranks.exchange import Exchange
 from nxdpp.ranks.faults import failure_watch
 from nxdpp.ranks.faults.board import board
 from nxdpp.tensor.rank_files import local_path
@@ -92,10 +92,10 @@ def load_pretrained(
 
 
 def _load(model: WrappedModel, directory: Path, accepted: Accepted, dequantize: bool) -> LoadReport:
-    exchange = Exchange(consequence=f"{directory} was not loaded", kinds=(ValueError,))
+    exchange = Exchange(consequence=f"{directory} was not loaded")
     contents = contents_of(directory, exchange)
     source, found, initial = exchange.together(lambda: _plan(model, contents, accepted, dequantize))
-    digests = exchange.all_of(contents.digest)
+    digests = exchange.gather(contents.digest)
     reads = SharedReads(exchange, source.sizes(), f"{contents.digest} {source.described()}")
     # With the same files on all ranks one rank compares the copies of each weight.
     tied = source.tied[exchange.rank :: exchange.ranks] if len(set(digests)) == 1 else source.tied

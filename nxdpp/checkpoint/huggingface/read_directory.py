@@ -17,11 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from nxdpp.checkpoint.distributed.ranks import Exchange
 from nxdpp.checkpoint.files.pieces import printable
 from nxdpp.checkpoint.files.safetensors_reader import OpenFile, StoredTensor, read_header
 from nxdpp.counted import counted
-from nxdpp.ranks import parallel_state
+from nxdpp.ranks.exchange import Exchange
 from nxdpp.ranks.wire_form import packed, unpacked
 
 T = TypeVar("T")
@@ -101,11 +100,11 @@ def contents_of(directory: Path, exchange: Exchange) -> Contents:
     """
     if exchange.ranks == 1:
         return read_contents(directory)
-    views = exchange.all_of(_view(directory))
-    own = [rank for rank, view in enumerate(views) if view == views[exchange.rank]]
-    read = read_contents(directory) if own[0] == exchange.rank else None
-    sent = b"" if read is None or len(own) == 1 else zlib.compress(packed(_described(read)), 1)
-    received = parallel_state.get_exchange().from_leader(own[0], len(own) - 1, sent)
+    views = exchange.gather(_view(directory))
+    leaders = [views.index(view) for view in views]
+    read = read_contents(directory) if leaders[exchange.rank] == exchange.rank else None
+    sent = None if read is None else zlib.compress(packed(_described(read)), 1)
+    received = exchange.through_first(sent, lambda of_ranks: [of_ranks[leader] for leader in leaders])
     return _of_description(*unpacked(zlib.decompress(received))) if read is None else read
 
 

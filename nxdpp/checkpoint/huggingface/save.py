@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 
 from nxdpp.agreement.same_values import hash_of_all
-from nxdpp.agreement.together import from_all_ranks, together
 from nxdpp.checkpoint.distributed.whole_state import gather_tensors
 from nxdpp.checkpoint.files.checksummed_writer import check_dtype
 from nxdpp.checkpoint.files.pieces import StoredLayout, layouts_of
@@ -31,6 +30,7 @@ from nxdpp.gradients.shards.local_tensors import is_sharded, local_rows
 from nxdpp.pipeline.local.elsewhere_tensors import is_frozen_of_torchao
 from nxdpp.pipeline.local.half_loaded import check_whole
 from nxdpp.ranks import parallel_state
+from nxdpp.ranks.exchange import Exchange
 from nxdpp.ranks.faults import failure_watch
 from nxdpp.ranks.faults.board import board
 from nxdpp.tensor.rank_files import local_path
@@ -79,28 +79,28 @@ def save_pretrained(model: WrappedModel, directory: str | os.PathLike[str]) -> N
 def _save(model: WrappedModel, directory: Path) -> None:
     module, rank = model.original_module, dist.get_rank()
     consequence = f"{directory} was not written"
-    held = from_all_ranks(together(lambda: _layouts(model), consequence))
+    exchange = Exchange(consequence=consequence)
+    held = exchange.all_together(lambda: _layouts(model))
     if tied_names_of(model):
-        _check_copies(from_all_ranks(_copies(model)), consequence)
+        _check_copies(exchange.gather(_copies(model)), consequence)
     if is_adapted(module):
-        _save_adapter(model, directory, consequence)
+        _save_adapter(model, directory, exchange, consequence)
         return
-    shards = together(lambda: plan_shards(module, tied_names_of(model), held), consequence)
+    shards = exchange.together(lambda: plan_shards(module, tied_names_of(model), held))
     saved = SavedDirectory(directory, shards)
     try:
         local = _local_tensors(model)
-        together(lambda: start_save(directory, is_adapter=False) if rank == 0 else None, consequence)
-        together(lambda: saved.write(rank, lambda shard: _tensors(model, local, shard), _writer(local)), consequence)
-        together(lambda: saved.finish(module) if rank == 0 else None, consequence)
+        exchange.from_first(lambda: start_save(directory, is_adapter=False))
+        exchange.together(lambda: saved.write(rank, lambda shard: _tensors(model, local, shard), _writer(local)))
+        exchange.from_first(lambda: saved.finish(module))
     except Exception:
         saved.remove_unfinished(rank)
         raise
 
 
-def _save_adapter(model: WrappedModel, directory: Path, consequence: str) -> None:
+def _save_adapter(model: WrappedModel, directory: Path, exchange: Exchange, consequence: str) -> None:
     module: Any = model.original_module
-    is_first = dist.get_rank() == 0
-    names = from_all_ranks(together(lambda: names_in_files(module) if is_first else [], consequence))[0]
+    names = exchange.from_first(lambda: names_in_files(module))
     tensors = gather_tensors(model, consequence, names)
 
     def write() -> None:
@@ -108,7 +108,7 @@ def _save_adapter(model: WrappedModel, directory: Path, consequence: str) -> Non
         start_save(directory, is_adapter="default" in module.peft_config)
         write_adapter(module, tensors or {}, directory)
 
-    together(lambda: write() if is_first else None, consequence)
+    exchange.from_first(write)
 
 
 def _layouts(model: WrappedModel) -> dict[str, StoredLayout] | None:

@@ -15,11 +15,12 @@ from typing import Any
 
 import torch
 
-from nxdpp.agreement.comparison import gathered, leaf_text, unequal
+from nxdpp.agreement.comparison import leaf_text, unequal
 from nxdpp.agreement.fingerprint import digest
 from nxdpp.agreement.same_values import sample
 from nxdpp.doors.nnscaler.nested_values import values_in
 from nxdpp.ranks import parallel_state
+from nxdpp.ranks.group_values import gather_values
 
 
 class EqualCalls:
@@ -53,7 +54,7 @@ class EqualCalls:
         before = _random_state()
         yield
         group = parallel_state.get_tensor_control_group()
-        draws = any(gathered(_random_state() != before, group))
+        draws = any(gather_values(_random_state() != before, group))
         if draws and (found := unequal(before, group)) is not None:
             raise RuntimeError(
                 f"ranks {found.ranks[0]} and {found.ranks[1]} are in one unit and draw other random numbers, such as "

@@ -20,9 +20,9 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from nxdpp.agreement.together import together
 from nxdpp.doors.nnscaler.nested_values import map_values, values_in
 from nxdpp.ranks import parallel_state
+from nxdpp.ranks.exchange import Exchange
 from nxdpp.ranks.group_values import broadcast_value
 from nxdpp.tensor.models.comparison import check_tensor_parallel
 from nxdpp.tensor.models.own_plans import tensor_plan
@@ -50,7 +50,7 @@ def checked_plan(
     computes the whole module. Raises ``ValueError`` on all ranks for a plan of the user that differs.
     """
     try:
-        together(lambda: compare(module, dummy_forward_args, plan))
+        Exchange().together(lambda: compare(module, dummy_forward_args, plan))
     except ValueError as error:
         if not is_default:
             raise

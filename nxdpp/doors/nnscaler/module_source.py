@@ -8,11 +8,11 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from nxdpp.agreement.together import from_first_rank
 from nxdpp.doors.local_modules import over_the_same_memory
 from nxdpp.doors.nnscaler.sent_values import take_first_values
 from nxdpp.doors.nnscaler.state_dicts.extra_state import parallel_modules
 from nxdpp.initialization.deferred_init import deferred_init
+from nxdpp.ranks.exchange import Exchange
 
 
 class ModuleSource:
@@ -70,7 +70,7 @@ class ModuleSource:
     def take_first_values(self) -> None:
         """Take the values of rank 0, or for a class its random state; collective over all ranks."""
         if self.given is None:
-            self._random_state = from_first_rank(torch.get_rng_state)
+            self._random_state = Exchange().from_first(torch.get_rng_state)
             return
         self._whole = self._converted(shared_copy(self.given))
         take_first_values(self._whole)

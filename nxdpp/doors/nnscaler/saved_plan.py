@@ -37,12 +37,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from nxdpp.agreement.comparison import gathered, unequal
-from nxdpp.agreement.together import all_together
+from nxdpp.agreement.comparison import unequal
 from nxdpp.doors.nnscaler.compute_config import ComputeConfig
 from nxdpp.doors.nnscaler.enums import BroadcastGenFilesStrategy, ReuseType
 from nxdpp.doors.nnscaler.unit_layout import UnitLayout
+from nxdpp.ranks.exchange import Exchange
 from nxdpp.ranks.faults.waits import Wait
+from nxdpp.ranks.group_values import gather_values
 
 _FORMAT = 1
 _FOLDER = "_parallel_modules"
@@ -189,8 +190,6 @@ def shared_layout(
         return plan.find_or_make(reuse, make)[0]
 
     def find() -> tuple[str | None, bool]:
-        if dist.get_rank() > 0:
-            return None, False
         _, is_new = plan.find_or_make(reuse, make)
         return plan.read(), is_new
 
@@ -198,7 +197,7 @@ def shared_layout(
     with Wait("new process group"):
         group = dist.new_group(backend="gloo")
     try:
-        text, is_new = all_together(find, gather=lambda own: gathered(own, group), kinds=_KINDS)[0]
+        text, is_new = Exchange(group, kinds=_KINDS).from_first(find)
         assert text is not None, "rank 0 has read the file"
         writes = is_new and strategy is not BroadcastGenFilesStrategy.NONE and os.environ.get("LOCAL_RANK", "0") == "0"
         problem = _problem(plan, text, writes) if writes else None
@@ -231,7 +230,7 @@ def verify_same_plan(plan: SavedPlan, layout: UnitLayout) -> None:
 
 def _verify_configs(plan: SavedPlan, *groups: dist.ProcessGroup) -> None:
     """Raise ``RuntimeError`` on all ranks unless each has rank 0's ``compute_config``; collective."""
-    first, *others = gathered(plan.compute_config, *groups)
+    first, *others = Exchange(*groups).gather(plan.compute_config)
     for rank, config in enumerate(others, 1):
         for name, value in config.items():
             if value != first[name]:
@@ -255,7 +254,7 @@ def _problem(plan: SavedPlan, text: str, writes: bool = False) -> str | None:
 
 def _verify_files(problem: str | None, is_new: bool, group: dist.ProcessGroup) -> None:
     """Raise ``RuntimeError`` on all ranks if one of them has a ``problem``; collective."""
-    problems = gathered(problem, group)
+    problems = gather_values(problem, group)
     wrong = next((f"rank {rank} on {each}" for rank, each in enumerate(problems) if each is not None), None)
     if wrong is None:
         return

@@ -8,9 +8,9 @@ from torch import nn
 
 from nxdpp.agreement.comparison import unequal
 from nxdpp.agreement.same_values import sample
-from nxdpp.agreement.together import from_all_ranks
 from nxdpp.counted import counted
 from nxdpp.ranks import parallel_state
+from nxdpp.ranks.exchange import Exchange
 from nxdpp.ranks.group_values import broadcast_value, from_rank_0
 
 T = TypeVar("T")
@@ -31,7 +31,7 @@ def take_first_values(module: nn.Module) -> None:
         pairs = zip(*([*kinds, "nothing"] for kinds in found.values), strict=False)
         there, here = next(pair for pair in pairs if pair[0] != pair[1])
         raise ValueError(f"rank {found.ranks[1]} gave another module than rank 0: it has {here}, and rank 0 {there}")
-    everyones = from_all_ranks([sample(tensor, tensor.numel()) for _, tensor in tensors])
+    everyones = Exchange().gather([sample(tensor, tensor.numel()) for _, tensor in tensors])
     differ = [each for each, digests in zip(tensors, zip(*everyones, strict=True), strict=True) if len({*digests}) > 1]
     if not differ:
         return

@@ -22,13 +22,14 @@ from torch.optim import Optimizer
 from nxdpp.checkpoint.dcp.save import DcpSave
 from nxdpp.checkpoint.distributed import directory
 from nxdpp.checkpoint.distributed.captured import captured
+from nxdpp.checkpoint.distributed.collective_call import KINDS, CollectiveCall, same_call
 from nxdpp.checkpoint.distributed.load import load_first_whole
 from nxdpp.checkpoint.distributed.load_targets import LoadArguments
-from nxdpp.checkpoint.distributed.ranks import CollectiveCall, Exchange, same_call
 from nxdpp.checkpoint.distributed.remote_directory import RemoteDirectory, staged
 from nxdpp.checkpoint.distributed.remote_save import RemoteSave
 from nxdpp.checkpoint.distributed.save import BackgroundSaves, Save
 from nxdpp.doors.nxd import checkpoint_arguments as arguments
+from nxdpp.ranks.exchange import Exchange
 from nxdpp.ranks.faults import failure_watch
 from nxdpp.ranks.faults.board import board
 
@@ -123,7 +124,7 @@ def save_checkpoint(
 
     failure_watch.refuse_after_failure()
     with board.call("save_checkpoint"):
-        exchange = Exchange()
+        exchange = Exchange(kinds=KINDS)
         are_in_flight = same_call(exchange, call)
         if when_busy == "skip" and any(are_in_flight):
             return False
@@ -151,7 +152,7 @@ def finalize_checkpoint() -> None:
     """
     failure_watch.refuse_after_failure()
     with board.call("finalize_checkpoint"):
-        exchange = Exchange()
+        exchange = Exchange(kinds=KINDS)
         same_call(exchange, lambda: CollectiveCall("finalize_checkpoint"))
         exchange.together(_saves.wait)
         _saves.close()
@@ -231,7 +232,7 @@ def load_checkpoint(
 
     failure_watch.refuse_after_failure()
     with board.call("load_checkpoint"):
-        exchange = Exchange()
+        exchange = Exchange(kinds=KINDS)
         same_call(exchange, call)
         _saves.wait()
         place = arguments.place_of(path)

@@ -10,9 +10,9 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
 from nxdpp.checkpoint.distributed import directory
+from nxdpp.checkpoint.distributed.collective_call import given as kind_of
 from nxdpp.checkpoint.distributed.directory import DOCUMENT, METADATA
 from nxdpp.checkpoint.distributed.model_state import local_module_of
-from nxdpp.checkpoint.distributed.ranks import given as kind_of
 from nxdpp.checkpoint.distributed.remote_directory import check_address
 from nxdpp.checkpoint.distributed.schedulers import NamedSchedulers
 from nxdpp.doors.nxd.model import NxDModel

@@ -19,11 +19,11 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from nxdpp.agreement.together import together
 from nxdpp.checkpoint.distributed.whole_state import gather_state_dict
 from nxdpp.counted import counted
 from nxdpp.doors.oslo.mpu import MPU
 from nxdpp.ground.torch_names import STORAGE_ADDRESS
+from nxdpp.ranks.exchange import Exchange
 
 MERGED = "pytorch_model.bin"
 CONFIG = "config.json"
@@ -73,7 +73,7 @@ def save_merged(model: PreTrainedModel, mpu: MPU, directory: Path, config: bool,
             if config:
                 yield _written(directory / CONFIG, lambda path: path.write_text(_configuration(model)))
 
-    together(check, f"{directory} was not written", kinds=())
+    Exchange(consequence=f"{directory} was not written", kinds=()).together(check)
     whole = gather_state_dict(model)
     _save(directory, check, write)
 
@@ -83,7 +83,7 @@ def load_parts(model: PreTrainedModel, mpu: MPU, directory: Path) -> None:
 
     No rank changes its model if one rank's file does not fit.
     """
-    state = together(lambda: _read(model, mpu, directory), "nothing was loaded", kinds=())
+    state = Exchange(consequence="nothing was loaded", kinds=()).together(lambda: _read(model, mpu, directory))
     with torch.no_grad():
         model.load_state_dict(state, strict=False)
 
@@ -122,15 +122,15 @@ def _read(model: PreTrainedModel, mpu: MPU, directory: Path) -> dict[str, torch.
 
 
 def _save(directory: Path, check: Callable[[], None], write: Callable[[], Iterator[Path]]) -> None:
-    consequence = f"{directory} was not written"
-    together(check, consequence, kinds=())
-    unfinished = together(lambda: list(write()), consequence, kinds=())
+    exchange = Exchange(consequence=f"{directory} was not written", kinds=())
+    exchange.together(check)
+    unfinished = exchange.together(lambda: list(write()))
 
     def finish() -> None:
         for path in unfinished:
             os.replace(path, path.with_name(path.name.removesuffix(_UNFINISHED)))
 
-    together(finish, f"{directory} may have files of an earlier save", kinds=())
+    Exchange(consequence=f"{directory} may have files of an earlier save", kinds=()).together(finish)
 
 
 def _written(path: Path, write: Callable[[Path], object]) -> Path:

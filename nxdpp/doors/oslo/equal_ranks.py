@@ -13,11 +13,12 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from nxdpp.agreement.comparison import gathered, leaf_text, unequal
+from nxdpp.agreement.comparison import leaf_text, unequal
 from nxdpp.agreement.fingerprint import digest
 from nxdpp.agreement.same_values import sample
 from nxdpp.ground.torch_names import pytree
 from nxdpp.ranks import parallel_state
+from nxdpp.ranks.group_values import gather_values
 
 _SAMPLES = 16
 
@@ -68,7 +69,7 @@ def check_same(model: nn.Module, own: tuple[bytes, bytes]) -> None:
     With different weights the calls of ``model`` raise ``RuntimeError`` until ``allow`` is called. With a different
     random state a model with dropout gives a warning.
     """
-    mates = gathered(own, parallel_state.get_tensor_control_group())
+    mates = gather_values(own, parallel_state.get_tensor_control_group())
     if len({weights for weights, _ in mates}) > 1:
         vars(model)["refused_calls"] = model.register_forward_pre_hook(_refuse)
     elif len({state for _, state in mates}) > 1 and _drops(model):

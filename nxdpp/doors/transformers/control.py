@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import nn
 from transformers import Trainer, TrainerControl
 
-from nxdpp.agreement.together import from_all_ranks
 from nxdpp.doors.transformers.step_batches import StepBatches
+from nxdpp.ranks.exchange import Exchange
 from nxdpp.ranks.faults.board import board
 from nxdpp.ranks.group_values import extremes
 
@@ -61,7 +61,7 @@ class ControlledTrainer(Trainer):
             with board.call("comparison of TrainerControl"):
                 least, most = extremes(own, None, self.args.device)
             if least != most:
-                raise RuntimeError(_difference(from_all_ranks(own), int(self.state.global_step)))
+                raise RuntimeError(_difference(Exchange().gather(own), int(self.state.global_step)))
         return any(own[1:])
 
 

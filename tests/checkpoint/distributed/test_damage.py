@@ -12,12 +12,13 @@ import pytest
 
 from nxdpp import parallel_state
 from nxdpp.checkpoint.distributed import directory
+from nxdpp.checkpoint.distributed.collective_call import KINDS
 from nxdpp.checkpoint.distributed.directory import DOCUMENT
 from nxdpp.checkpoint.distributed.load import load_first_whole
 from nxdpp.checkpoint.distributed.load_targets import LoadArguments
-from nxdpp.checkpoint.distributed.ranks import Exchange
 from nxdpp.checkpoint.files.checksummed_reader import DamagedFile
 from nxdpp.doors.nxd.checkpoint import has_checkpoint
+from nxdpp.ranks.exchange import Exchange
 from tests.checkpoint.distributed.small_training import Training, is_same
 from tests.checkpoint.distributed.test_document import signed
 from tests.support.run_ranks import run_ranks
@@ -192,7 +193,7 @@ def test_no_older_checkpoint_is_loaded_for_another_error_of_a_rank(saved: list[d
     folders = [tmp_path / "step_2", tmp_path / "step_1"]
     with pytest.raises(DamagedFile, match="step_2"):
         load_first_whole(folders, Mixed(), arguments)
-    assert load_first_whole(folders, Exchange(), arguments) == {"tag": "step_1"}
+    assert load_first_whole(folders, Exchange(kinds=KINDS), arguments) == {"tag": "step_1"}
 
 
 def _ranks_load(rank: int, path: Path) -> list[tuple[Any, list[str], str]]:

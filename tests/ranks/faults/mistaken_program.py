@@ -9,14 +9,14 @@ import sys
 import torch
 
 from nxdpp import parallel_state
-from nxdpp.agreement.together import from_all_ranks
+from nxdpp.ranks.exchange import Exchange
 from nxdpp.ranks.faults.board import board
 
 rank = int(os.environ["RANK"])
 os.environ["TORCHELASTIC_ERROR_FILE"] = os.path.join(sys.argv[1], f"{rank}.json")
 parallel_state.initialize_model_parallel()
 with board.call("run_train", "step"):
-    from_all_ranks(rank)
+    Exchange().gather(rank)
 if rank == 2:
     torch.zeros(()).backward()
-from_all_ranks(rank)
+Exchange().gather(rank)

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from nxdpp.agreement.together import together
 from nxdpp.doors.nnscaler.sent_values import of_first_units
 from nxdpp.doors.nnscaler.state_dicts.extra_state import (
     EXTRA_STATE_KEY,
@@ -28,6 +27,7 @@ from nxdpp.doors.nnscaler.state_dicts.extra_state import (
 )
 from nxdpp.doors.nnscaler.state_dicts.merged import check_optimizer, to_device
 from nxdpp.ranks import parallel_state
+from nxdpp.ranks.exchange import Exchange
 
 
 def deduped_state_dict(
@@ -89,7 +89,7 @@ def load_deduped_state_dict(
             return local, None
         return local, take_optimizer_extra_state(module, optimizer, optimizer_state_dict)
 
-    local, state = together(check)
+    local, state = Exchange().together(check)
     to_device(module, optimizer, device)
     module.load_state_dict(local)
     keepers = _Keepers(module)
@@ -136,7 +136,7 @@ def broadcast_weights(module: nn.Module, stride_size: int | None = None) -> None
                 each.check_loaded()
         return stride // plan_ngpus
 
-    units, keepers = together(check), _Keepers(module)
+    units, keepers = Exchange().together(check), _Keepers(module)
     for key, tensor in [*module.named_parameters(), *module.named_buffers()]:
         is_only_rank_0 = keepers.is_only_rank_0(key)
         _receive(tensor, is_only_rank_0, 1 if is_only_rank_0 else units)
