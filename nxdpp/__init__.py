@@ -65,22 +65,14 @@ Modules::
 """
 
 import os
-from types import ModuleType
-from typing import TYPE_CHECKING
+import sys
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 # pipeline, schedules and tracing are links here. Git without core.symlinks and many programs that unpack a zip write a
 # link as a text file: the folders are then found where the links point.
 if not os.path.isdir(os.path.join(os.path.dirname(__file__), "pipeline")):
     __path__.append(os.path.dirname(os.path.dirname(__file__)))
-
-# These packages import their own names late, or need no torch.
-from nxdpp import integrations as integrations
-from nxdpp import nnscaler as nnscaler
-from nxdpp import oslo as oslo
-from nxdpp import pipeline as pipeline
-from nxdpp import schedules as schedules
-from nxdpp import utils as utils
-from nxdpp.late_names import late_names
 
 __all__ = [
     "GradScaler",
@@ -134,20 +126,38 @@ _PACKAGES = (
 )
 
 if TYPE_CHECKING:
+    from nxdpp import integrations as integrations
+    from nxdpp import kernels as kernels
+    from nxdpp import modules as modules
+    from nxdpp import nnscaler as nnscaler
+    from nxdpp import optimizer as optimizer
+    from nxdpp import oslo as oslo
+    from nxdpp import overrides as overrides
+    from nxdpp import parallel_layers as parallel_layers
+    from nxdpp import pipeline as pipeline
+    from nxdpp import schedules as schedules
+    from nxdpp import scripts as scripts
+    from nxdpp import trainer as trainer
+    from nxdpp import utils as utils
     from nxdpp.public import *
 
     __version__: str
 else:
-
-    def _module_with(name: str) -> ModuleType:
+    # Type checkers do not see this, so they report names that do not exist.
+    def __getattr__(name: str) -> Any:
+        if name in _PACKAGES:
+            return import_module(f"nxdpp.{name}")
         if name == "__version__":
             from nxdpp import version as module
         elif name in ("GradScaler", "NxDPPModel", "Pipeline", "PipelineConfig", "parallel_state"):
             # Most programs need no more: the planner, checkpoints and doors are a third of the imports.
             from nxdpp.pipeline import model as module
-        else:
+        elif name in __all__:
             from nxdpp import public as module
-        return module
+        else:
+            # Python adds the name that is meant.
+            raise AttributeError(f"module 'nxdpp' has no attribute {name!r}", name=name, obj=sys.modules[__name__])
+        return getattr(module, name)
 
-    # Type checkers do not see this ``__getattr__``, so they report names that do not exist.
-    __getattr__, __dir__ = late_names(__name__, [*__all__, *_PACKAGES, "__version__"], _module_with)
+    def __dir__() -> list[str]:
+        return sorted([*__all__, *_PACKAGES, "__version__"])

@@ -3,21 +3,20 @@
 ``NxDPPModel`` is importable from here too, as in NeuronX Distributed; it is imported at its first use.
 """
 
-from types import ModuleType
-from typing import TYPE_CHECKING
-
-from nxdpp.late_names import late_names
-
-if TYPE_CHECKING:
-    from nxdpp.pipeline.model import NxDPPModel
+from typing import TYPE_CHECKING, Any
 
 __all__ = ["NxDPPModel"]
 
+if TYPE_CHECKING:
+    from nxdpp.pipeline.model import NxDPPModel
+else:
 
-def _module_with(name: str) -> ModuleType:
-    from nxdpp.pipeline import model
+    def __getattr__(name: str) -> Any:
+        if name == "NxDPPModel":
+            from nxdpp.pipeline.model import NxDPPModel
 
-    return model
+            return NxDPPModel
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
-
-__getattr__, __dir__ = late_names(__name__, __all__, _module_with)
+    def __dir__() -> list[str]:
+        return __all__

@@ -225,7 +225,7 @@ def test_two_paths_give_one_object() -> None:
 
 IN_A_NEW_PROCESS = """
 import sys
-import nxdpp, nxdpp.schedules.families.registry, nxdpp.pipeline, nxdpp.utils.logger
+import nxdpp, nxdpp.schedules.families.registry, nxdpp.pipeline, nxdpp.doors.nxd.logger
 nxdpp.doors.nxd.logger.get_logger().warning("written")
 assert "torch" not in sys.modules
 """

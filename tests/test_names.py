@@ -9,6 +9,7 @@ import rlcompleter
 import subprocess
 import sys
 import tomllib
+import traceback
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import ModuleType
@@ -47,7 +48,7 @@ VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["versi
 
 def imported_for_type_checkers() -> set[str]:
     """Return the names that ``nxdpp/__init__.py`` and ``nxdpp/public.py`` import as themselves."""
-    nodes = [node for module in (nxdpp, public) for node in ast.parse(inspect.getsource(module)).body]
+    nodes = [node for module in (nxdpp, public) for node in ast.walk(ast.parse(inspect.getsource(module)))]
     aliases = [alias for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names]
     return {alias.name for alias in aliases if alias.asname == alias.name}
 
@@ -93,18 +94,11 @@ def test_completion_offers_the_public_names() -> None:
     assert completer.complete("nxdpp.paral", 0) == "nxdpp.parallel_layers"
 
 
-@pytest.mark.parametrize(
-    ("name", "remedy"),
-    [
-        ("NxDPModel", "Did you mean 'NxDPPModel'?"),
-        ("pipelineconfig", "Did you mean 'PipelineConfig'?"),
-        ("xyzzy", "dir(nxdpp) lists its names."),
-    ],
-)
-def test_a_mistyped_name_is_answered_with_a_near_one(name: str, remedy: str) -> None:
+@pytest.mark.parametrize(("name", "near"), [("NxDPModel", "NxDPPModel"), ("pipelineConfig", "PipelineConfig")])
+def test_a_mistyped_name_is_answered_with_a_near_one(name: str, near: str) -> None:
     with pytest.raises(AttributeError, match=f"no attribute '{name}'") as caught:
         getattr(nxdpp, name)
-    assert str(caught.value).endswith(remedy)
+    assert f"Did you mean: '{near}'?" in "".join(traceback.format_exception(caught.value))
 
 
 LIGHT = """

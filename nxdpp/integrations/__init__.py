@@ -4,10 +4,8 @@ Its names are imported at their first use. They need the extra ``trainer``, TRL'
 ``pip install -c constraints.txt '.[trl]'`` in the clone.
 """
 
-from types import ModuleType
-from typing import TYPE_CHECKING
-
-from nxdpp.late_names import late_names
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from nxdpp.doors.transformers.metrics_callback import MetricsCallback
@@ -19,29 +17,32 @@ if TYPE_CHECKING:
 __all__ = ["MetricsCallback", "PipelineDPOTrainer", "PipelineRewardTrainer", "PipelineSFTTrainer", "PipelineTrainer"]
 
 _LIBRARIES = ("accelerate", "datasets", "peft", "trl")
+_PLACES = {
+    "MetricsCallback": "transformers.metrics_callback",
+    "PipelineTrainer": "transformers.trainer",
+    "PipelineDPOTrainer": "trl.dpo",
+    "PipelineRewardTrainer": "trl.reward",
+    "PipelineSFTTrainer": "trl.sft",
+}
 
 
-def _module_with(name: str) -> ModuleType:
-    try:
-        if name == "MetricsCallback":
-            from nxdpp.doors.transformers import metrics_callback
-
-            return metrics_callback
-        if name == "PipelineTrainer":
-            from nxdpp.doors.transformers import trainer
-
-            return trainer
-        from nxdpp.doors.trl import dpo, reward, sft
-    except ModuleNotFoundError as error:
-        missing = (error.name or "").partition(".")[0]
-        if missing not in _LIBRARIES:
-            raise
-        extra = "trainer" if name in ("MetricsCallback", "PipelineTrainer") else "trl"
-        raise ImportError(
-            f"nxdpp.integrations.{name} needs {missing}: install the extra, pip install -c constraints.txt "
-            f"'.[{extra}]' in the clone of nxdpp."
-        ) from error
-    return {"PipelineSFTTrainer": sft, "PipelineDPOTrainer": dpo, "PipelineRewardTrainer": reward}[name]
+if not TYPE_CHECKING:
+    # Type checkers report names that do not exist.
+    def __getattr__(name: str) -> Any:
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        try:
+            return getattr(import_module(f"nxdpp.doors.{_PLACES[name]}"), name)
+        except ModuleNotFoundError as error:
+            missing = (error.name or "").partition(".")[0]
+            if missing not in _LIBRARIES:
+                raise
+            extra = "trl" if _PLACES[name].startswith("trl") else "trainer"
+            raise ImportError(
+                f"nxdpp.integrations.{name} needs {missing}: install the extra, pip install -c constraints.txt "
+                f"'.[{extra}]' in the clone of nxdpp."
+            ) from error
 
 
-__getattr__, __dir__ = late_names(__name__, __all__, _module_with)
+def __dir__() -> list[str]:
+    return __all__

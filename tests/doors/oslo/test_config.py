@@ -1,8 +1,6 @@
 """The configuration of ``nxdpp.oslo.initialize``: a dict or a JSON file, each key honoured or refused."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -86,9 +84,3 @@ def test_refused_files(tmp_path: Path) -> None:
     path.write_text("[]")
     with pytest.raises(TypeError, match=r"config\.json has a list"):
         tensor_parallel_size_of(path)
-
-
-def test_the_import_needs_no_torch() -> None:
-    code = "import sys, nxdpp.oslo; print({'torch', 'transformers'} & set(sys.modules), dir(nxdpp.oslo))"
-    printed = subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.PIPE, text=True).stdout
-    assert printed == "set() ['initialize']\n"
