@@ -66,7 +66,6 @@ Modules::
 
 import os
 import sys
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 # pipeline, schedules and tracing are links here. Git without core.symlinks and many programs that unpack a zip write a
@@ -126,19 +125,7 @@ _PACKAGES = (
 )
 
 if TYPE_CHECKING:
-    from nxdpp import integrations as integrations
-    from nxdpp import kernels as kernels
-    from nxdpp import modules as modules
-    from nxdpp import nnscaler as nnscaler
-    from nxdpp import optimizer as optimizer
-    from nxdpp import oslo as oslo
-    from nxdpp import overrides as overrides
-    from nxdpp import parallel_layers as parallel_layers
-    from nxdpp import pipeline as pipeline
-    from nxdpp import schedules as schedules
-    from nxdpp import scripts as scripts
-    from nxdpp import trainer as trainer
-    from nxdpp import utils as utils
+    from nxdpp.packages import *
     from nxdpp.public import *
 
     __version__: str
@@ -146,8 +133,8 @@ else:
     # Type checkers do not see this, so they report names that do not exist.
     def __getattr__(name: str) -> Any:
         if name in _PACKAGES:
-            return import_module(f"nxdpp.{name}")
-        if name == "__version__":
+            from nxdpp import packages as module
+        elif name == "__version__":
             from nxdpp import version as module
         elif name in ("GradScaler", "NxDPPModel", "Pipeline", "PipelineConfig", "parallel_state"):
             # Most programs need no more: the planner, checkpoints and doors are a third of the imports.

@@ -9,7 +9,6 @@ import rlcompleter
 import subprocess
 import sys
 import tomllib
-import traceback
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import ModuleType
@@ -17,7 +16,7 @@ from types import ModuleType
 import pytest
 
 import nxdpp
-from nxdpp import public
+from nxdpp import packages, public
 from nxdpp.__main__ import main
 from nxdpp.version import find_version
 
@@ -47,8 +46,8 @@ VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["versi
 
 
 def imported_for_type_checkers() -> set[str]:
-    """Return the names that ``nxdpp/__init__.py`` and ``nxdpp/public.py`` import as themselves."""
-    nodes = [node for module in (nxdpp, public) for node in ast.walk(ast.parse(inspect.getsource(module)))]
+    """Return the names that ``nxdpp/packages.py`` and ``nxdpp/public.py`` import as themselves."""
+    nodes = [node for module in (packages, public) for node in ast.walk(ast.parse(inspect.getsource(module)))]
     aliases = [alias for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names]
     return {alias.name for alias in aliases if alias.asname == alias.name}
 
@@ -95,10 +94,11 @@ def test_completion_offers_the_public_names() -> None:
 
 
 @pytest.mark.parametrize(("name", "near"), [("NxDPModel", "NxDPPModel"), ("pipelineConfig", "PipelineConfig")])
-def test_a_mistyped_name_is_answered_with_a_near_one(name: str, near: str) -> None:
+def test_a_mistyped_name_is_answered_with_a_near_one(name: str, near: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(AttributeError, match=f"no attribute '{name}'") as caught:
         getattr(nxdpp, name)
-    assert f"Did you mean: '{near}'?" in "".join(traceback.format_exception(caught.value))
+    sys.__excepthook__(caught.type, caught.value, None)
+    assert f"Did you mean: '{near}'?" in capsys.readouterr().err
 
 
 LIGHT = """

@@ -4,7 +4,6 @@ Its names are imported at their first use. They need the extra ``trainer``, TRL'
 ``pip install -c constraints.txt '.[trl]'`` in the clone.
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -17,14 +16,6 @@ if TYPE_CHECKING:
 __all__ = ["MetricsCallback", "PipelineDPOTrainer", "PipelineRewardTrainer", "PipelineSFTTrainer", "PipelineTrainer"]
 
 _LIBRARIES = ("accelerate", "datasets", "peft", "trl")
-_PLACES = {
-    "MetricsCallback": "transformers.metrics_callback",
-    "PipelineTrainer": "transformers.trainer",
-    "PipelineDPOTrainer": "trl.dpo",
-    "PipelineRewardTrainer": "trl.reward",
-    "PipelineSFTTrainer": "trl.sft",
-}
-
 
 if not TYPE_CHECKING:
     # Type checkers report names that do not exist.
@@ -32,12 +23,22 @@ if not TYPE_CHECKING:
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         try:
-            return getattr(import_module(f"nxdpp.doors.{_PLACES[name]}"), name)
+            if name == "MetricsCallback":
+                from nxdpp.doors.transformers import metrics_callback as module
+            elif name == "PipelineTrainer":
+                from nxdpp.doors.transformers import trainer as module
+            elif name == "PipelineDPOTrainer":
+                from nxdpp.doors.trl import dpo as module
+            elif name == "PipelineRewardTrainer":
+                from nxdpp.doors.trl import reward as module
+            else:
+                from nxdpp.doors.trl import sft as module
+            return getattr(module, name)
         except ModuleNotFoundError as error:
             missing = (error.name or "").partition(".")[0]
             if missing not in _LIBRARIES:
                 raise
-            extra = "trl" if _PLACES[name].startswith("trl") else "trainer"
+            extra = "trainer" if name in ("MetricsCallback", "PipelineTrainer") else "trl"
             raise ImportError(
                 f"nxdpp.integrations.{name} needs {missing}: install the extra, pip install -c constraints.txt "
                 f"'.[{extra}]' in the clone of nxdpp."

@@ -28,6 +28,7 @@ SHARED = (
     "nxdpp.pipeline.local.own_save.",
     "nxdpp.pipeline.microbatches.rows.",
     "nxdpp.ranks.faults.waits.",
+    "nxdpp.ranks.exchange.",
     "nxdpp.ranks.group_values.",
     "nxdpp.tensor.mappings.",
     "nxdpp.tensor.padding.",
