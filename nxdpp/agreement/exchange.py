@@ -18,7 +18,7 @@ from nxdpp.ranks import parallel_state
 from nxdpp.ranks.faults import failure_watch
 from nxdpp.ranks.faults.board import board
 from nxdpp.ranks.faults.waits import Wait
-from nxdpp.ranks.group_values import gather_values
+from nxdpp.ranks.group_values import extremes, gather_values
 
 _REMEDY = "Wrap the same model with the same arguments, and set the same modes, in every data-parallel replica."
 
@@ -59,11 +59,7 @@ class ReplicaExchanges:
                 difference = _difference(name, self._settings, list(details), group)
                 if difference is not None:
                     raise RuntimeError(difference)
-                largest = torch.tensor(notes, device="cpu")
-                with Wait(name, group):
-                    dist.all_reduce(largest, dist.ReduceOp.MAX, group)
-            found: list[int] = largest.tolist()
-            return found
+                return extremes(notes, group, name=name)[1]
 
         return end
 

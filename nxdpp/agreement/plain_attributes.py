@@ -5,13 +5,13 @@ it. Each rank has the whole model until it is cut, and so has all of these attri
 """
 
 from collections.abc import Iterable, Mapping
-from functools import cached_property
+from inspect import unwrap
 from types import FunctionType
 from typing import Any
 
 from torch import nn
 
-from nxdpp.tracing.code.names import is_framework, loaded_names
+from nxdpp.tracing.code.names import is_framework, loaded_names, parts_of
 from nxdpp.tracing.modules import listings
 
 # Attributes that ranks may have different values of: they name a rank or a device, or seed a generator of its own.
@@ -47,11 +47,10 @@ def plain_attributes(root: nn.Module) -> dict[str, str]:
 
 def _names_read(kinds: Iterable[type]) -> set[str]:
     """Names that ``forward`` of the classes loads, and the methods and functions of these names."""
-    methods: dict[str, dict[FunctionType, None]] = {}
+    methods: dict[str, list[FunctionType]] = {}
     for base in dict.fromkeys(base for kind in kinds for base in kind.__mro__ if not is_framework(base.__module__)):
         for name, item in vars(base).items():
-            if (function := _function(item)) is not None:
-                methods.setdefault(name, {})[function] = None
+            methods.setdefault(name, []).extend(_functions(item))
     names: set[str] = set()
     seen: set[FunctionType] = set()
     pending = [*methods.get("forward", ()), *methods.get("__call__", ())]
@@ -62,23 +61,15 @@ def _names_read(kinds: Iterable[type]) -> set[str]:
         seen.add(function)
         loaded = loaded_names(function.__code__)
         for name in loaded:
-            pending += methods.get(name, ())
-            if (other := _function(function.__globals__.get(name))) is not None:
-                pending.append(other)
+            pending += [*methods.get(name, ()), *_functions(function.__globals__.get(name))]
         names |= loaded
     return names
 
 
-def _function(item: Any) -> FunctionType | None:
-    """The Python function of a method, property or the like."""
-    if isinstance(item, property):
-        item = item.fget
-    elif isinstance(item, staticmethod | classmethod):
-        item = item.__func__
-    elif isinstance(item, cached_property):
-        item = item.func
-    item = getattr(item, "__wrapped__", item) if isinstance(item, FunctionType) else item
-    return item if isinstance(item, FunctionType) else None
+def _functions(item: Any) -> list[FunctionType]:
+    """The Python functions of a function, method, property or the like."""
+    parts = (item,) if isinstance(item, FunctionType) else parts_of(item) or ()
+    return [unwrap(part) for part in parts if isinstance(part, FunctionType)]
 
 
 def attribute_lines(attributes: Mapping[str, str]) -> list[str]:

@@ -13,7 +13,6 @@ One tensor rank has no such message.
 
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from nxdpp.agreement.comparison import unequal
@@ -22,7 +21,7 @@ from nxdpp.agreement.input_hash import InputHashes
 from nxdpp.agreement.step_signature import StepSignature, signature_differences
 from nxdpp.agreement.step_verifier import STEP_ON_ALL
 from nxdpp.counted import counted
-from nxdpp.ranks.faults.waits import Wait
+from nxdpp.ranks.group_values import extremes
 
 _REMEDY = """\
 All ranks of a tensor group take the same batch: they share the layers. Feed them by \
@@ -48,12 +47,9 @@ def verify_tensor_ranks(
     """
     own_kind = repr((signature, is_new, leaves_average, generators, rounds))
     kind = int.from_bytes(digest(own_kind.encode()), "little", signed=True)
-    own = torch.tensor([number, kind, *inputs.words()], device="cpu")
-    both = torch.cat([own, ~own])
-    with Wait("comparison of the tensor-parallel ranks' steps", group):
-        dist.all_reduce(both, dist.ReduceOp.MAX, group)
-    largest, inverted = both.chunk(2)
-    if torch.equal(largest, ~inverted):
+    own = [number, kind, *inputs.words()]
+    smallest, largest = extremes(own, group, name="comparison of the tensor-parallel ranks' steps")
+    if smallest == largest:
         return
     found = unequal((number, signature, leaves_average, is_new, inputs, generators, rounds), group)
     assert found is not None, "the hashes differ"

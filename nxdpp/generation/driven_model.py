@@ -6,7 +6,6 @@ from functools import wraps
 from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from transformers import GenerationConfig
 from transformers.generation.configuration_utils import GenerationMode
@@ -14,7 +13,7 @@ from transformers.generation.configuration_utils import GenerationMode
 from nxdpp.generation.caches import NAMES
 from nxdpp.ground.transformers_names import REORDER_CACHE
 from nxdpp.ranks import parallel_state
-from nxdpp.ranks.faults.waits import Wait
+from nxdpp.ranks.group_values import extremes
 
 _CACHE_FIELDS: tuple[str, ...] = (
     "cache_implementation",
@@ -102,10 +101,7 @@ class DrivenModel:
         if not synced_gpus or parallel_state.get_data_parallel_size() == 1:
             return not this_peer_finished
         group = parallel_state.get_data_parallel_control_group()
-        running = torch.tensor([not this_peer_finished], dtype=torch.int64, device="cpu")
-        with Wait("next token of the other replicas", group):
-            dist.all_reduce(running, dist.ReduceOp.MAX, group)
-        return bool(running)
+        return bool(extremes([not this_peer_finished], group, name="next token of the other replicas")[1][0])
 
 
 def driven(

@@ -194,12 +194,7 @@ def start(
 def largest_flags(trained: Sequence[nn.Parameter], control: ProcessGroup, notes: Sequence[int] = ()) -> list[int]:
     """Return the largest ``notes`` of all ranks, then 1 for each parameter that has a gradient on any rank, else 0."""
     present = [parameter.grad is not None for parameter in trained]
-    flags = torch.tensor([*notes, *present], dtype=torch.int32, device="cpu")
-    if dist.get_world_size(control) > 1:
-        with Wait("gradients that replicas have", control):
-            dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=control)
-    largest: list[int] = flags.tolist()
-    return largest
+    return extremes([*notes, *present], control, name="gradients that replicas have")[1]
 
 
 def gradients_of_any_rank(trained: Sequence[nn.Parameter], anywhere: Sequence[int]) -> list[torch.Tensor]:

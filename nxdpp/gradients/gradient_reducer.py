@@ -11,7 +11,6 @@
 from collections.abc import Iterable, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.utils.hooks import RemovableHandle
@@ -19,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from nxdpp.gradients.average import reduce_gradients
 from nxdpp.gradients.buckets import BUCKET_BYTES, Hook
 from nxdpp.ground.torch_names import VERSION
-from nxdpp.ranks.faults.waits import Wait
+from nxdpp.ranks.group_values import extremes
 
 _REMEDY = "Call zero_grad() of the optimizer before the next backward."
 
@@ -95,11 +94,9 @@ class ReductionMarks:
         new = any(each.grad is not None and not self._is_kept(each) for each in self._parameters)
         replaced = new and self._are_results and bool(self._marked) and not (self._is_after_step or self._is_computed)
         own = [kept, new or (bool(self._marked) and not kept), replaced]
-        flags = torch.tensor(own, dtype=torch.int32, device="cpu")
-        if self._control is not None and dist.get_world_size(self._control) > 1:
-            with Wait("comparison of kept gradients", self._control):
-                dist.all_reduce(flags, dist.ReduceOp.MAX, self._control)
-        is_kept, is_new, is_replaced = flags.tolist()
+        if self._control is not None:
+            _, own = extremes(own, self._control, name="comparison of kept gradients")
+        is_kept, is_new, is_replaced = own
         if is_replaced:
             raise RuntimeError(
                 "tensors were put in the place of gradients after these were reduced over the data-parallel replicas, "

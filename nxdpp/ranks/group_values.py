@@ -91,17 +91,23 @@ _CPU = torch.device("cpu")
 
 
 def extremes(
-    numbers: Sequence[float], group: ProcessGroup | None, device: torch.device = _CPU, dtype: torch.dtype = torch.int64
+    numbers: Sequence[float],
+    group: ProcessGroup | None,
+    device: torch.device = _CPU,
+    dtype: torch.dtype = torch.int64,
+    name: str = "comparison of numbers",
 ) -> tuple[list[Any], list[Any]]:
     """Return the smallest and the largest of all ranks of ``group``, for each of ``numbers``; collective over it.
 
-    ``None`` stands for all ranks. ``group`` takes tensors of ``device``. Numbers are exact within ``dtype``.
+    ``None`` stands for all ranks. ``group`` takes tensors of ``device``. Numbers are exact within ``dtype``. ``name``
+    is of the wait for the others.
     """
-    if group is not None and dist.get_world_size(group) == 1:
+    if not numbers or (group is not None and dist.get_world_size(group) == 1):
         return list(numbers), list(numbers)
-    both = torch.tensor([*numbers, *(-number for number in numbers)], dtype=dtype, device=device)
-    with Wait("comparison of numbers", group):
+    own = torch.tensor(numbers, dtype=dtype, device=device)
+    # The maximum of the inverted values is the inverted minimum. Every integer has an inverse, and not a negative.
+    both = torch.stack([own, -own if dtype.is_floating_point else ~own])
+    with Wait(name, group):
         dist.all_reduce(both, dist.ReduceOp.MAX, group)
-    # The maximum of the negated values is the negated minimum.
-    largest, negated = both.view(2, -1).tolist()
-    return [-number for number in negated], largest
+    largest, inverted = both.tolist()
+    return [-each if dtype.is_floating_point else ~each for each in inverted], largest

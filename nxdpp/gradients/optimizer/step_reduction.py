@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from nxdpp.counted import counted
@@ -17,7 +16,6 @@ from nxdpp.gradients.gradient_reducer import ReductionMarks
 from nxdpp.gradients.optimizer.sharded_bucket import ShardedBucket, ShardedPiece, Sharding
 from nxdpp.gradients.optimizer.zero1_state import options_of
 from nxdpp.ranks import parallel_state
-from nxdpp.ranks.faults.waits import Wait
 from nxdpp.ranks.group_values import extremes
 
 
@@ -156,10 +154,7 @@ def present_anywhere(present: Sequence[bool], own: ReplicaPosition) -> list[bool
     smallest, largest = extremes(own, control)
     if smallest != largest:
         raise RuntimeError(_difference(ReplicaPosition(*smallest), ReplicaPosition(*largest)))
-    flags = torch.tensor(present, dtype=torch.uint8, device="cpu")
-    with Wait("gradients that replicas have", control):
-        dist.all_reduce(flags, dist.ReduceOp.MAX, control)
-    return [bool(flag) for flag in flags.tolist()]
+    return [bool(flag) for flag in extremes(present, control, name="gradients that replicas have")[1]]
 
 
 def _difference(smallest: ReplicaPosition, largest: ReplicaPosition) -> str:

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import fx, nn
 from torch.optim import Optimizer
 
@@ -26,7 +25,7 @@ from nxdpp.gradients.shards.unit import ShardedUnit
 from nxdpp.gradients.step_hooks import run_before_steps_of
 from nxdpp.ground.torch_names import STORAGE_ADDRESS, pytree
 from nxdpp.ranks import parallel_state
-from nxdpp.ranks.faults.waits import Wait
+from nxdpp.ranks.group_values import extremes
 from nxdpp.schedules.actions import Action, ActionKind
 from nxdpp.schedules.lowering.additions import Addition
 
@@ -241,10 +240,5 @@ def _with_gradient(unit: ShardedUnit) -> list[bool]:
 
 def _anywhere(present: Sequence[bool]) -> list[bool]:
     """Return the flags of which any replica has one; collective over the replicas."""
-    if parallel_state.get_data_parallel_size() == 1 or not present:
-        return list(present)
     control = parallel_state.get_data_parallel_control_group()
-    flags = torch.tensor(present, dtype=torch.int32, device="cpu")
-    with Wait("gradients that replicas have", control):
-        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=control)
-    return [bool(flag) for flag in flags.tolist()]
+    return [bool(flag) for flag in extremes(present, control, name="gradients that replicas have")[1]]
