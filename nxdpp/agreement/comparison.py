@@ -6,7 +6,7 @@
     rank 1   digest ─┴ different ─▶ the values of both ─▶ Unequal, the same on every rank
 """
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from nxdpp.agreement.fingerprint import digest
 from nxdpp.agreement.same_values import sample
+from nxdpp.ranks import parallel_state
 from nxdpp.ranks.exchange import Exchange
 
 T = TypeVar("T")
@@ -57,6 +58,17 @@ def unequal(value: T, *groups: dist.ProcessGroup, note: Any = None, mates: Hasha
     everyones = exchange.gather((dist.get_rank(), value, note))
     (one, other), (there, here) = pairs[0], (everyones[place] for place in pairs[0])
     return Unequal((one, other), (there[0], here[0]), (there[1], here[1]), (there[2], here[2]))
+
+
+def verify_same_inputs(leaves: Iterable[Any], relation: str, remedy: str) -> None:
+    """Raise ``RuntimeError`` on all ranks of the tensor group unless they got the same inputs; collective over it.
+
+    The message has the ``relation`` of two ranks, such as "are in one unit", and the ``remedy``.
+    """
+    found = unequal([leaf_text(leaf) for leaf in leaves], parallel_state.get_tensor_control_group())
+    if found is not None:
+        first, other = found.ranks
+        raise RuntimeError(f"ranks {first} and {other} {relation} and got other inputs: {remedy}")
 
 
 def leaf_text(leaf: Any) -> str:

@@ -53,7 +53,7 @@ class Exchange:
         thread: str | None = None,
     ) -> None:
         self._groups, self._consequence, self._kinds = groups, consequence, kinds
-        self._is_main = thread is None
+        self._is_call = thread is None and not groups
         self._store: StoreExchange | None = None
         self.failures: list[type[Exception]] = []
         self.rank, self.ranks = 0, 1
@@ -67,13 +67,13 @@ class Exchange:
 
     def gather(self, value: T) -> list[T]:
         """Return the ``value`` of each rank, in the order of their places."""
-        if self._store is not None:
-            with board.call("an exchange of all ranks") if self._is_main else nullcontext():
+        with board.call("an exchange of all ranks") if self._is_call else nullcontext():
+            if self._store is not None:
                 return self._store.gather(value)
-        everyones = [value]
-        for group in self._groups:
-            everyones = [each for some in gather_values(everyones, group) for each in some]
-        return everyones
+            everyones = [value]
+            for group in self._groups:
+                everyones = [each for some in gather_values(everyones, group) for each in some]
+            return everyones
 
     def together(self, act: Callable[[], T]) -> T:
         """Return the result of ``act`` on this rank, or raise on all ranks."""

@@ -71,8 +71,6 @@ class StoreExchange:
         other ranks would wait. Values have types with a form (``wire_form``). Raises ``RuntimeError`` as ``gather``
         does.
         """
-        if self._world_size == 1:
-            return answer([unpacked(packed(value))])[0]
         store = self._begin()
         if self._rank == 0:
             values = self._read_all(store, packed(value))

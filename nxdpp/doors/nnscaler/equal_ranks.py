@@ -15,12 +15,17 @@ from typing import Any
 
 import torch
 
-from nxdpp.agreement.comparison import leaf_text, unequal
+from nxdpp.agreement.comparison import unequal, verify_same_inputs
 from nxdpp.agreement.fingerprint import digest
 from nxdpp.agreement.same_values import sample
 from nxdpp.doors.nnscaler.nested_values import values_in
 from nxdpp.ranks import parallel_state
 from nxdpp.ranks.group_values import gather_values
+
+_REMEDY = (
+    "give all ranks of a unit the same. DistributedSampler takes num_replicas=runtime_ngpus // plan_ngpus and "
+    "rank=rank // plan_ngpus"
+)
 
 
 class EqualCalls:
@@ -46,7 +51,7 @@ class EqualCalls:
         Raises ``RuntimeError`` on all ranks of the group for different inputs, and for draws from different states.
         """
         if self._compares_inputs:
-            _verify_inputs(inputs)
+            verify_same_inputs(values_in(inputs), "are in one unit", _REMEDY)
             self._compares_inputs = False
         if not self._compares_draws or not is_training:
             yield
@@ -86,16 +91,6 @@ def verify_equal_values(
                 f"{name} has other values on rank {rank} than on rank {first}, and their sums of gradients would keep "
                 f"them apart. Load the same values on every rank, or call broadcast_weights(module) before the step"
             )
-
-
-def _verify_inputs(inputs: Any) -> None:
-    found = unequal([leaf_text(leaf) for leaf in values_in(inputs)], parallel_state.get_tensor_control_group())
-    if found is not None:
-        raise RuntimeError(
-            f"ranks {found.ranks[0]} and {found.ranks[1]} are in one unit and got other inputs: give all ranks of a "
-            f"unit the same. DistributedSampler takes num_replicas=runtime_ngpus // plan_ngpus and "
-            f"rank=rank // plan_ngpus"
-        )
 
 
 def _random_state() -> bytes:

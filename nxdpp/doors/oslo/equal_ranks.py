@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from nxdpp.agreement.comparison import leaf_text, unequal
+from nxdpp.agreement.comparison import verify_same_inputs
 from nxdpp.agreement.fingerprint import digest
 from nxdpp.agreement.same_values import sample
 from nxdpp.ground.torch_names import pytree
@@ -21,6 +21,10 @@ from nxdpp.ranks import parallel_state
 from nxdpp.ranks.group_values import gather_values
 
 _SAMPLES = 16
+_SAMPLER = (
+    "DistributedSampler takes num_replicas=model.mpu.get_data_parallel_world_size() and "
+    "rank=model.mpu.get_data_parallel_rank()"
+)
 
 
 def compare_first_inputs(model: nn.Module) -> None:
@@ -44,13 +48,7 @@ def verify_equal(inputs: Any, remedy: str) -> None:
 
     Raises ``RuntimeError`` on all its ranks for different inputs on one.
     """
-    found = unequal([leaf_text(leaf) for leaf in pytree.tree_leaves(inputs)], parallel_state.get_tensor_control_group())
-    if found is not None:
-        raise RuntimeError(
-            f"ranks {found.ranks[0]} and {found.ranks[1]} share one replica of the model and got other inputs: "
-            f"{remedy} DistributedSampler takes num_replicas=model.mpu.get_data_parallel_world_size() and "
-            f"rank=model.mpu.get_data_parallel_rank()"
-        )
+    verify_same_inputs(pytree.tree_leaves(inputs), "share one replica of the model", f"{remedy} {_SAMPLER}")
 
 
 def digests(model: nn.Module) -> tuple[bytes, bytes]:

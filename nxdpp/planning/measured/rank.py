@@ -27,6 +27,7 @@ from nxdpp.pipeline.p2p.transport import Direction, Transport
 from nxdpp.planning.machine import Link
 from nxdpp.planning.step_times import OPTIMIZER_PASSES
 from nxdpp.ranks import parallel_state
+from nxdpp.ranks.exchange import Exchange
 from nxdpp.tensor.collectives import all_gather, reduce_scatter
 
 _SECONDS = 0.2
@@ -233,8 +234,7 @@ def main(kind: str, at_once: int, file: Path) -> None:
     parallel_state.initialize_model_parallel(device=kind)
     torch.manual_seed(0)  # replicas of a model are equal
     own = RankFigures(parallel_state.local_device(), at_once).all()
-    figures: list[dict[str, float]] = [own] * dist.get_world_size()
-    dist.all_gather_object(figures, own)
+    figures = Exchange().gather(own)
     if dist.get_rank() == 0:
         means = {name: statistics.fmean(each[name] for each in figures if name in each) for name in own}
         file.write_text(json.dumps(means))
