@@ -40,7 +40,7 @@ from nxdpp.ranks.rank_mesh import RankMesh  # noqa: E402
 STORE_CONNECTIONS = 3
 
 # The exchanges of all ranks in a save of a model without adapters.
-EXCHANGES_OF_A_SAVE = 6
+EXCHANGES_OF_A_SAVE = 5
 
 
 RANKS_OF_A_HOST = 8
