@@ -78,7 +78,8 @@ class Times(NamedTuple):
             reduces = kind in _ENDS_OF_BACKWARDS
             each = zip(lengths, gathers, reductions, strict=True)
             longer[kind] = [self.longer(own, 0.0, gather + reduces * reduced) for own, gather, reduced in each]
-        return Times(*list(longer.values())[:3], self.transfer, backward=longer[ActionKind.BACKWARD])
+        forward, input_gradient, weight_gradient, full = longer.values()
+        return Times(forward, input_gradient, weight_gradient, self.transfer, backward=full)
 
     def longer(self, clock: float, start: float, time: float) -> float:
         """Return when a rank at ``clock`` goes on that waits for an exchange that takes ``time`` from ``start``."""
@@ -91,7 +92,8 @@ class Blocked(RuntimeError):
 
 def run_in_order(schedule: Schedule, stages: int, microbatches: int, times: Times | None = None) -> "Execution":
     """Run ``schedule``, all at 0 without ``times``; ``Blocked`` if no rank can continue."""
-    execution = Execution(schedule, stages, microbatches, times or Times(*[[0.0] * stages] * 4))
+    zeros = [0.0] * stages
+    execution = Execution(schedule, stages, microbatches, times or Times(zeros, zeros, zeros, zeros))
     execution.run()
     return execution
 

@@ -57,7 +57,8 @@ def _send(values: list[Any], source: int, group: dist.ProcessGroup, device: torc
 
 
 def _receive(source: int, group: dist.ProcessGroup, device: torch.device) -> Any:
-    skeleton, small = broadcast_value(None, group, source, _NAME)
+    received: Any = broadcast_value(None, group, source, _NAME)
+    skeleton, small = received
     layout = ValueLayout(skeleton)
     tensors = []
     for tensor_layout, content in zip(layout.tensors, small, strict=True):

@@ -183,8 +183,8 @@ ON_A_DEVICE = {
     "SIGSTOP": "rank 2 .* is stopped by a signal",
     "loop": "rank 2 hangs: run_train step 3, stage 2, forward of microbatch 0, .* wait for it",
     "loop in a backward": "rank 2 hangs: run_train step 3, stage 2, backward of microbatch 0, .* wait for it",
-    "skips an asynchronous collective": r"all ranks wait .* rank 0 in .* run_train step 4, waits for \d+ s in work of its "
-    "program on the device, before run_train step 4; rank 2 passed it. Let all ranks make the program's collectives",
+    "skips an asynchronous collective": r"all ranks wait .* rank 0 in .* run_train step 4, waits for \d+ s in work of "
+    "its program on the device, before run_train step 4; rank 2 passed it. Let all ranks make the program.s",
 }
 """The reason that the other ranks name; their hosts go on while their devices wait, and stand in ``loss.item()``."""
 
