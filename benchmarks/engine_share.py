@@ -163,7 +163,7 @@ def _engine(family: str, rank: int) -> tuple[Engine, Sequence[Action], StepLoss]
     model = NxDPPModel(stack, ScaledLayer, MICROBATCHES, virtual_pipeline_size=chunks, schedule=family)
     message = torch.randn(ROWS, WIDTH)
     microbatches = [{"x": message, "target": message} for _ in range(MICROBATCHES)]
-    programs = model._pipeline._programs
+    programs = model.steps.programs
     program = programs.program(programs.cut_graph(microbatches[0], True), "loss")
     schedule = ChosenSchedule(family, RANKS, MICROBATCHES, chunks)
     actions = rank_program(schedule.training, rank, program.edges, GLOO, True)

@@ -23,7 +23,7 @@ def seconds_of_a_trace(config: LlamaConfig) -> tuple[float, float, float]:
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
     wrap, wrapped = _timed(lambda: NxDPPModel(model, num_microbatches=_RANKS))
-    programs = wrapped._pipeline._programs
+    programs = wrapped.steps.programs
     ids = torch.zeros(1, 16, dtype=torch.long)
     trace, cut = _timed(lambda: programs.cut_graph({"input_ids": ids, "labels": ids}, True))
     build, _ = _timed(lambda: programs.program(cut, "loss"))

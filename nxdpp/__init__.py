@@ -17,8 +17,6 @@ Names::
     LoadReport                     Differences between a checkpoint and the whole model that it was loaded into
     MetricsFile                    Metrics of this rank's steps, which python -m nxdpp watch FOLDER shows
     NxDPPModel                     A model that a pipeline of ranks trains, each of which holds some of its layers
-    Pipeline                       A module cut into stages, of which this rank holds and runs its own
-    PipelineConfig                 Settings of a Pipeline, equal on all ranks
     TracedLayers                   Transformer layers of a model, in the order of execution
     apply_checkpoint               Recompute the forward of layers during their backward
     apply_compile                  Compile this rank's layers, embeddings, norms and heads with torch.compile
@@ -78,8 +76,6 @@ __all__ = [
     "LoadReport",
     "MetricsFile",
     "NxDPPModel",
-    "Pipeline",
-    "PipelineConfig",
     "TracedLayers",
     "apply_checkpoint",
     "apply_compile",
@@ -136,7 +132,7 @@ else:
             from nxdpp import packages as module
         elif name == "__version__":
             from nxdpp import version as module
-        elif name in ("GradScaler", "NxDPPModel", "Pipeline", "PipelineConfig", "parallel_state"):
+        elif name in ("GradScaler", "NxDPPModel", "parallel_state"):
             # Most programs need no more: the planner, checkpoints and doors are a third of the imports.
             from nxdpp.pipeline import model as module
         elif name in __all__:

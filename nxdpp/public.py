@@ -17,12 +17,10 @@ from nxdpp.gradients.optimizer.known_optimizers import declare_optimizer as decl
 from nxdpp.initialization.deferred_init import deferred_init as deferred_init
 from nxdpp.initialization.init_on_device import init_on_device as init_on_device
 from nxdpp.pipeline.activation_checkpoint import apply_checkpoint as apply_checkpoint
-from nxdpp.pipeline.config import PipelineConfig as PipelineConfig
 from nxdpp.pipeline.fully_shard import fully_shard as fully_shard
 from nxdpp.pipeline.layer_compilation import apply_compile as apply_compile
 from nxdpp.pipeline.microbatches.token_budget import batches_of_tokens as batches_of_tokens
 from nxdpp.pipeline.model import NxDPPModel as NxDPPModel
-from nxdpp.pipeline.pipeline import Pipeline as Pipeline
 from nxdpp.planning.planner import plan as plan
 from nxdpp.planning.traced_layers import TracedLayers as TracedLayers
 from nxdpp.planning.traced_layers import trace_layers as trace_layers

@@ -20,8 +20,7 @@ from nxdpp.devices.kinds import device_of
 from nxdpp.pipeline.config import PipelineConfig
 from nxdpp.pipeline.input_names import check_input_names, forward_names
 from nxdpp.pipeline.local.changes import ENTRIES, Change
-from nxdpp.pipeline.local.part import LocalPart
-from nxdpp.pipeline.local.upkeep import LocalUpkeep
+from nxdpp.pipeline.local.part import Part
 from nxdpp.pipeline.loss.normalization import LossNormalization
 from nxdpp.pipeline.microbatches.batch_dimension import dimensions_of, rows_of, shapes_of_rows, value_counts
 from nxdpp.pipeline.microbatches.mixed_rows import warn_of_batch_norms
@@ -78,8 +77,7 @@ class Batches:
     """Batches of the steps of one pipeline; not collective.
 
     Args:
-        part: parameters, buffers and modules of this rank.
-        upkeep: makes the part ready for a step, before its inputs are split.
+        part: of this rank, which is made ready for a step before its inputs are split.
         config: settings of the pipeline.
         normalization: of the loss.
 
@@ -88,11 +86,9 @@ class Batches:
         input_names: names of the inputs of every step; ``None`` for any.
     """
 
-    def __init__(
-        self, part: LocalPart, upkeep: LocalUpkeep, config: PipelineConfig, normalization: LossNormalization
-    ) -> None:
+    def __init__(self, part: Part, config: PipelineConfig, normalization: LossNormalization) -> None:
         self.module = part.root
-        self._upkeep = upkeep
+        self._part = part
         self._config = config
         self._normalization = normalization
         self.input_names = None if config.input_names is None else tuple(config.input_names)
@@ -123,10 +119,10 @@ class Batches:
         changes, device = self._changes.look(), self._changes.device
         layout = self._layout(inputs, device)
         layout = None if uneven else layout
-        if layout is not None and changes == self._upkeep.ready_at and (known := self._known.get(layout)) is not None:
+        if layout is not None and changes == self._part.ready_at and (known := self._known.get(layout)) is not None:
             return self._split_as_before(inputs, device, known)
         self._check_names(inputs)
-        self._upkeep.make_ready()
+        self._part.make_ready()
         inputs = readable_inputs(inputs, device)
         self._refuse_packed(open_inputs(inputs))
         return self._split(inputs, device, None if device_of(device).is_lazy else layout, uneven)
@@ -134,7 +130,7 @@ class Batches:
     def of_trace(self, inputs: Mapping[str, Any]) -> Batch:
         """Split ``inputs``, which may be on any device, of a part without values too."""
         self._check_names(inputs)
-        self._upkeep.check_modules()
+        self._part.check_modules()
         tensors = (value for value in open_inputs(inputs).values() if isinstance(value, torch.Tensor))
         device = next((tensor.device for tensor in tensors), self._changes.device)
         return self._split(inputs, device)
@@ -161,7 +157,7 @@ class Batches:
             raise ValueError("a step has at least one microbatch, and was given none.")
         for microbatch in microbatches:
             self._check_names(microbatch)
-        self._upkeep.make_ready()
+        self._part.make_ready()
         device = self._changes.device
         parts = [dict(readable_opened(each, device)) for each in opened_samples(microbatches, device)]
         for each in parts:

@@ -27,8 +27,8 @@ from nxdpp.ground.torch_names import FSDP_MESH, HSDP_MESH, pytree
 from nxdpp.initialization.allocation import with_type_of
 from nxdpp.pipeline.layer_compilation import compiled_modules
 from nxdpp.pipeline.local.changes import TENSORS, Change
-from nxdpp.pipeline.local.view import LocalView
-from nxdpp.pipeline.pipeline import Pipeline
+from nxdpp.pipeline.model import NxDPPModel
+from nxdpp.pipeline.steps import Steps
 from nxdpp.ranks import parallel_state
 from nxdpp.ranks.faults import failure_watch
 from nxdpp.ranks.faults.board import board
@@ -72,29 +72,28 @@ def fully_shard(
     After Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (arXiv 1910.02054),
     and Zhao et al., "PyTorch FSDP" (arXiv 2304.11277).
     """
-    wrapped = model if isinstance(model, LocalView) else getattr(model, "pipelined", None)
-    pipeline = getattr(wrapped, "_pipeline", None)
-    if not isinstance(wrapped, LocalView) or not isinstance(pipeline, Pipeline):
+    wrapped = model if isinstance(model, NxDPPModel) else getattr(model, "pipelined", None)
+    if not isinstance(wrapped, NxDPPModel):
         raise TypeError(
             f"fully_shard takes a wrapped model, not a {type(model).__name__}: call it after NxDPPModel(module, ...), "
             f"and before the optimizer is made. A model of one stage is wrapped too."
         )
     mp_policy, offload_policy = mp_policy or MixedPrecisionPolicy(), offload_policy or OffloadPolicy()
     _check(reshard_after_forward, offload_policy)
-    _check_settings(pipeline)
+    _check_settings(wrapped)
     with board.call("fully_shard"), failure_watch.reported():
-        shards = _Sharding(pipeline, mp_policy, offload_policy).shards(bool(reshard_after_forward))
+        shards = _Sharding(wrapped.steps, mp_policy, offload_policy).shards(bool(reshard_after_forward))
         _cast(wrapped, mp_policy)
-        pipeline.set_shards(shards)
+        wrapped.steps.shard(shards)
     return model
 
 
 class _Sharding:
-    """The units that ``fully_shard`` makes of a pipeline's part on this rank."""
+    """The units that ``fully_shard`` makes of a model's part on this rank."""
 
-    def __init__(self, pipeline: Pipeline, mp_policy: MixedPrecisionPolicy, offload_policy: OffloadPolicy) -> None:
-        self._pipeline = pipeline
-        self._tree, self._root = pipeline.part.module, pipeline.part.root
+    def __init__(self, steps: Steps, mp_policy: MixedPrecisionPolicy, offload_policy: OffloadPolicy) -> None:
+        self._steps, self._part = steps, steps.part
+        self._tree, self._root = steps.part.module, steps.part.root
         self._policies = mp_policy, offload_policy
         self._device = parallel_state.local_device()
         self._streams: Any = None
@@ -111,9 +110,9 @@ class _Sharding:
                 f"{hooked[0]} has a hook of its gradient, which would not see it: fully_shard reduces whole gradients "
                 f"to rows. Remove the hook, and change .grad after run_train."
             )
-        self._pipeline.check_equal_replicas()
-        partition = self._pipeline.partition
-        local = self._pipeline.local_stages
+        self._steps.replicas.check_values()
+        partition = self._steps.partition
+        local = self._steps.local_stages
         # Find the place of each parameter: a layer, or the rest of the stages that use it.
         everywhere = {name: id(p) for name, p in self._tree.named_parameters(remove_duplicate=False)}
         used_by = {stage: {everywhere.get(name) for name in partition.parameters_of(stage)} for stage in local}
@@ -126,9 +125,9 @@ class _Sharding:
             place = holding[0] if len(holding) == len(stages) == 1 else stages
             places.setdefault(place, []).append(name)
         # Shard, and give each stage its units.
-        kept = self._pipeline.part.kept_initial_weights()
+        kept = self._part.compared.kept()
         units = {place: self._units(place, names) for place, names in places.items()}
-        self._pipeline.part.hold_initial_weights(kept)
+        self._part.compared.hold(kept)
         stages_shards = {
             stage: StageShards(
                 [ShardedLayer(layers[name], units[name]) for name in partition.layers_of([stage])],
@@ -136,8 +135,8 @@ class _Sharding:
             )
             for stage in local
         }
-        watch = self._pipeline.part.changes.watch(*TENSORS, Change.GRADIENT)
-        return (EachMicrobatch if resharding else OnceAStep)(stages_shards, self._pipeline.exchanges, watch, self._tree)
+        watch = self._part.changes.watch(*TENSORS, Change.GRADIENT)
+        return (EachMicrobatch if resharding else OnceAStep)(stages_shards, self._steps.exchanges, watch, self._tree)
 
     def _units(self, place: str | tuple[int, ...], names: Sequence[str]) -> list[ShardedUnit]:
         """Shard the parameters ``names``: a unit for each dtype."""
@@ -147,7 +146,7 @@ class _Sharding:
         alike: dict[torch.dtype, list[nn.Parameter]] = {}
         for parameter in values:
             alike.setdefault(parameter.dtype, []).append(parameter)
-        mean = self._pipeline.config.gradient_reduction == "mean"
+        mean = self._steps.config.gradient_reduction == "mean"
         trees, shared = [self._tree, self._root], (self._mesh_info, self._device)
         made = []
         for own in alike.values():
@@ -159,7 +158,7 @@ class _Sharding:
 
     def _with_values(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
         """Give ``parameters`` values, memory on this rank's device and rows that follow each other; in both trees."""
-        made = self._pipeline.part.initial_weights_of([each for each in parameters if each.is_meta])
+        made = self._part.initial.of_tensors([each for each in parameters if each.is_meta])
         initial = iter(made)
         new = []
         for old in parameters:
@@ -169,11 +168,11 @@ class _Sharding:
             new.append(moved)
             if old.requires_grad and not old.is_meta:
                 old.register_hook(_refuse_gradient)
-        self._pipeline.part.replace_tensors(parameters, new)
+        self._part.replace_tensors(parameters, new)
         return new
 
 
-def _cast(wrapped: LocalView, policy: MixedPrecisionPolicy) -> None:
+def _cast(wrapped: NxDPPModel[bool, bool], policy: MixedPrecisionPolicy) -> None:
     """Cast the floating inputs and outputs of each module that a stage calls, as ``policy`` says."""
     inputs = policy.param_dtype if policy.cast_forward_inputs else None
     for _, module in compiled_modules(wrapped.local_named_children()):
@@ -214,13 +213,14 @@ def _check(reshard_after_forward: object, offload_policy: OffloadPolicy) -> None
         )
 
 
-def _check_settings(pipeline: Pipeline) -> None:
-    if pipeline.shards is not None:
+def _check_settings(model: NxDPPModel[bool, bool]) -> None:
+    config = model.steps.config
+    if model.part.shards is not None:
         raise RuntimeError("fully_shard was called for this model already: call it once.")
     excluded = {
         "use_zero1_optimizer=True (zero_one_enabled of NxD's trainer, and its models on one pipeline rank), with which "
-        "the optimizer reduces gradients": pipeline.config.shares_optimizer_state,
-        "check_against_module, which compares whole gradients": pipeline.config.check_against_module is not None,
+        "the optimizer reduces gradients": config.use_zero1_optimizer,
+        "check_against_module, which compares whole gradients": config.check_against_module is not None,
     }
     for what, is_set in excluded.items():
         if is_set:

@@ -26,7 +26,7 @@ from nxdpp.gradients.grad_scaler import GradScaler
 from nxdpp.gradients.replica_gradients import ReplicaGradients
 from nxdpp.gradients.shards.rank_shards import RankShards
 from nxdpp.pipeline.config import PipelineConfig
-from nxdpp.pipeline.local.part import LocalPart
+from nxdpp.pipeline.local.part import Part
 from nxdpp.pipeline.p2p.transport import Transport
 from nxdpp.pipeline.partition.partition import Partition
 from nxdpp.pipeline.prepared_step import PreparedStep
@@ -108,7 +108,7 @@ class Participants:
         self,
         config: PipelineConfig,
         partition: Partition,
-        part: LocalPart,
+        part: Part,
         replicas: ReplicaGradients,
         copies: TensorCopies,
         transport: Callable[[torch.device], Transport],
@@ -148,7 +148,7 @@ class Scaler(Participant):
 class Ties(Participant):
     """Sums of tied weights over the ranks that have copies; earlier gradients are set aside meanwhile."""
 
-    def __init__(self, part: LocalPart, transport: Callable[[torch.device], Transport]) -> None:
+    def __init__(self, part: Part, transport: Callable[[torch.device], Transport]) -> None:
         self._tied, self._changes, self._transport = part.tied, part.changes, transport
         self._microbatches: Sequence[int] = ()
         self.additions = [Addition(Around.END, None, ActionKind.SUM_TIES)]
@@ -170,7 +170,7 @@ class Ties(Participant):
 class SequenceSums(Participant):
     """Sums over the tensor ranks of gradients of a part of the sequence."""
 
-    def __init__(self, part: LocalPart) -> None:
+    def __init__(self, part: Part) -> None:
         self._gradients = StepGradients(part.module)
         self._microbatches: Sequence[int] = ()
         self.additions = [Addition(Around.END, None, ActionKind.SUM_SEQUENCE)]
@@ -189,18 +189,18 @@ class SequenceSums(Participant):
 class Copies(Participant):
     """Parameters that each tensor-parallel rank has a copy of."""
 
-    def __init__(self, copies: TensorCopies, part: LocalPart) -> None:
+    def __init__(self, copies: TensorCopies, part: Part) -> None:
         self._copies, self._part = copies, part
 
     def after(self, step: Step) -> None:
         """Verify that they are equal."""
-        self._copies.verify(self._part.seed)
+        self._copies.verify(self._part.compared.seed)
 
 
 class Reference(Participant):
     """The first step in one process, with which the pipeline's is compared (``check_against_module``)."""
 
-    def __init__(self, part: LocalPart, partition: Partition, config: PipelineConfig) -> None:
+    def __init__(self, part: Part, partition: Partition, config: PipelineConfig) -> None:
         self._part, self._partition, self._config = part, partition, config
         self._reference: ReferenceStep | None = None
         self._is_over = False
@@ -300,7 +300,7 @@ class Draws(Participant):
         stream: of the present step.
     """
 
-    def __init__(self, part: LocalPart, replicas: ReplicaGradients) -> None:
+    def __init__(self, part: Part, replicas: ReplicaGradients) -> None:
         self.stream: RandomStream | None = None
         self._has_begun = False
         self._device: Device | None = None

@@ -26,7 +26,7 @@ from nxdpp.ground.torch_names import COMPILED_CALL
 from nxdpp.initialization.allocation import with_type_of
 from nxdpp.pipeline.config import PipelineConfig
 from nxdpp.pipeline.local.elsewhere_tensors import ordinary
-from nxdpp.pipeline.local.part import LocalPart
+from nxdpp.pipeline.local.part import Part
 from nxdpp.pipeline.loss.batch_loss import LossOfBatch
 from nxdpp.pipeline.loss.step_loss import StepLoss
 from nxdpp.pipeline.microbatches.mixed_rows import compare_with_whole, warn_of_no_whole
@@ -76,7 +76,7 @@ class ReferenceStep:
         device: of the tensors.
     """
 
-    def __init__(self, part: LocalPart, owners: Owners, config: PipelineConfig, device: torch.device) -> None:
+    def __init__(self, part: Part, owners: Owners, config: PipelineConfig, device: torch.device) -> None:
         self._part = part
         self._owners = owners
         self._config = config

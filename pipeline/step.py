@@ -24,8 +24,7 @@ from nxdpp.gradients.autocast import check_autocast
 from nxdpp.gradients.replica_gradients import ReplicaGradients
 from nxdpp.pipeline.batch import Batch
 from nxdpp.pipeline.config import PipelineConfig
-from nxdpp.pipeline.local.part import LocalPart
-from nxdpp.pipeline.local.upkeep import LocalUpkeep
+from nxdpp.pipeline.local.part import Part
 from nxdpp.pipeline.loss.step_loss import StepLoss
 from nxdpp.pipeline.loss.sum_of_rows import looked_at
 from nxdpp.pipeline.microbatches.each_call import EachCall
@@ -49,7 +48,6 @@ class StepRunner:
         last_rank: rank of the last stage.
         engines: run the programs.
         part: parameters, buffers and modules of this rank.
-        upkeep: makes the part ready for a step.
         replicas: the average of gradients.
         participants: take part in a step beside the stages.
 
@@ -64,8 +62,7 @@ class StepRunner:
         config: PipelineConfig,
         last_rank: int,
         engines: Engines,
-        part: LocalPart,
-        upkeep: LocalUpkeep,
+        part: Part,
         replicas: ReplicaGradients,
         participants: Participants,
     ) -> None:
@@ -77,7 +74,6 @@ class StepRunner:
         self._last_rank = last_rank
         self._engines = engines
         self._part = part
-        self._upkeep = upkeep
         self._replicas = replicas
         self._participants = participants
         self._hasher = InputHasher(config.check_inputs)
@@ -98,7 +94,7 @@ class StepRunner:
     ) -> StepResult:
         """Run the training step that ``prepare`` makes of the batch, which ``take`` makes of ``inputs``.
 
-        ``average`` as ``Pipeline.train_step`` takes it. Raises as ``Pipeline.train_step`` does.
+        ``average`` as ``Steps.train`` takes it. Raises as ``Steps.train`` does.
         """
         current_state.with_groups("a training step")
         background_errors.begin_step()
@@ -107,7 +103,7 @@ class StepRunner:
                 raise RuntimeError("training needs gradients, and they are off (torch.no_grad()): evaluate there.")
             batch, device, scaler = take(inputs), self._part.changes.device, self._config.grad_scaler
             check_autocast(device, is_scaled=scaler is not None and scaler.is_enabled())
-            self._upkeep.check_trained()
+            self._part.check_trained()
             return self._run(Step(prepare(batch), device, True, average))
 
     def evaluate(
@@ -156,7 +152,7 @@ class StepRunner:
             compiled = step.engine.device.compiled()
             assert self._compiled is not None, "set before the first verification"
             self.compile_seconds, self._compiled = compiled.seconds - self._compiled.seconds, compiled
-        self._upkeep.note_verified()
+        self._part.note_verified()
         # Finish.
         for each in participants:
             each.finish(step)
@@ -199,7 +195,7 @@ class StepRunner:
         step.signature = StepSignature(
             *(forms.first, autocast, train, forms.numbers, forms.others, count, forms.graphs, everywhere)
         )
-        identity = StepIdentity(prepared.program.graph, step.signature, self._part.origin)
+        identity = StepIdentity(prepared.program.graph, step.signature, self._part.initial.origin)
         engine, digest = self._engines.of(prepared.program).get(step.signature) or (None, identity.digest)
         if self._verifier is None:
             self._verifier = StepVerifier(parallel_state.get_pipeline_control_group())
@@ -225,7 +221,7 @@ class StepRunner:
                 inputs,
                 begun["pipeline"],
                 self._refused,
-                self._upkeep.unverified_values(),
+                self._part.unverified_values(),
                 begun["world"],
                 leaves_average,
                 self._part.tied.hooks_after if self._part.any_ties and train else None,

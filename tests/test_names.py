@@ -93,7 +93,7 @@ def test_completion_offers_the_public_names() -> None:
     assert completer.complete("nxdpp.paral", 0) == "nxdpp.parallel_layers"
 
 
-@pytest.mark.parametrize(("name", "near"), [("NxDPModel", "NxDPPModel"), ("pipelineConfig", "PipelineConfig")])
+@pytest.mark.parametrize(("name", "near"), [("NxDPModel", "NxDPPModel"), ("gradScaler", "GradScaler")])
 def test_a_mistyped_name_is_answered_with_a_near_one(name: str, near: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(AttributeError, match=f"no attribute '{name}'") as caught:
         getattr(nxdpp, name)

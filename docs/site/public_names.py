@@ -5,8 +5,6 @@ from importlib import import_module
 _GROUPS = {
     "Models and steps": (
         "NxDPPModel",
-        "PipelineConfig",
-        "Pipeline",
         "apply_checkpoint",
         "apply_compile",
         "GradScaler",

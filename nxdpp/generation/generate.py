@@ -27,7 +27,7 @@ from nxdpp.generation.known_calls import Plans
 from nxdpp.generation.messages import RankMessages
 from nxdpp.generation.own_loop import generate_by_own_loop, named_arguments
 from nxdpp.ground.transformers_names import CACHE_LENGTH
-from nxdpp.pipeline.pipeline import Pipeline
+from nxdpp.pipeline.model import NxDPPModel
 from nxdpp.ranks import parallel_state
 from nxdpp.ranks.faults import failure_watch
 from nxdpp.ranks.faults.board import board
@@ -35,21 +35,23 @@ from nxdpp.ranks.faults.board import board
 
 @dataclass
 class _Kept:
-    """State of a pipeline between generations: its messages, and plans by the dtypes of parameters and autocast."""
+    """State of a model between generations: its messages, and plans by the dtypes of parameters and autocast."""
 
     messages: RankMessages
     plans: dict[str, Plans] = field(default_factory=dict)
 
 
-_kept: "WeakKeyDictionary[Pipeline, _Kept]" = WeakKeyDictionary()
+_kept: "WeakKeyDictionary[NxDPPModel[bool, bool], _Kept]" = WeakKeyDictionary()
 
 
-def generate(pipeline: Pipeline, positional: Sequence[Any], num_microbatches: int, arguments: Mapping[str, Any]) -> Any:
+def generate(
+    model: NxDPPModel[bool, bool], positional: Sequence[Any], num_microbatches: int, arguments: Mapping[str, Any]
+) -> Any:
     """Generate as ``NxDPPModel.generate``; collective over the pipeline and its tensor groups."""
     parallel_state.refuse_in_debug("generate")
-    root: Any = pipeline.original_module
+    root: Any = model.original_module
     if hasattr(root, "generate") and not is_generating(root):
-        return generate_by_own_loop(pipeline, positional, num_microbatches, arguments)
+        return generate_by_own_loop(model, positional, num_microbatches, arguments)
     path = generating_path(root)
     module = root.get_submodule(path)
     arguments = dict(arguments)
@@ -57,23 +59,22 @@ def generate(pipeline: Pipeline, positional: Sequence[Any], num_microbatches: in
     arguments = plain_settings(named_arguments(module, others, arguments) if others else arguments)
     check_arguments(module, inputs, num_microbatches, arguments)
     failure_watch.refuse_after_failure()
-    pipeline.check_materialised()
+    model.part.check_materialised()
     with (
         board.call("generate", "call", "pipeline", has_limit=True),
-        pipeline.whole_parameters(),
+        model.part.whole_parameters(),
         _no_traces(module),
     ):
-        device = pipeline.device
+        device, steps = model.part.device, model.steps
         batches = batches_of(module, inputs, num_microbatches, arguments, device)
-        last = pipeline.schedule.placement.rank_of(pipeline.partition.stages - 1)
-        kept = _kept.get(pipeline) or _kept.setdefault(pipeline, _Kept(RankMessages(device, last)))
+        kept = _kept.get(model) or _kept.setdefault(model, _Kept(RankMessages(device, steps.last_rank)))
         messages = kept.messages
         agreed = check_same(batches, arguments, root, device)
         rank = GeneratingRank(
             root,
             path,
-            pipeline.partition,
-            pipeline.schedule.placement,
+            steps.partition,
+            steps.schedule.placement,
             messages,
             device,
             len(batches),

@@ -16,34 +16,34 @@ from torch import nn
 
 from nxdpp.generation.checks import check_dropout
 from nxdpp.generation.driven_model import second_object
-from nxdpp.pipeline.pipeline import Pipeline
+from nxdpp.pipeline.model import NxDPPModel
 from nxdpp.ranks.faults import failure_watch
 from nxdpp.ranks.faults.board import board
 
 
 def generate_by_own_loop(
-    pipeline: Pipeline, positional: Sequence[Any], num_microbatches: int, arguments: Mapping[str, Any]
+    model: NxDPPModel[bool, bool], positional: Sequence[Any], num_microbatches: int, arguments: Mapping[str, Any]
 ) -> Any:
     """Return what the model's own ``generate`` returns; collective over the ranks of the pipeline.
 
     Raises ``ValueError`` for ``num_microbatches``, and for dropout in training mode. ``RuntimeError`` for a loop that
     calls a module of another rank, or that gives labels to the forward.
     """
-    root: Any = pipeline.original_module
+    root: Any = model.original_module
     if num_microbatches != 1:
         raise ValueError(
             f"the generate of {type(root).__name__} takes one batch: leave out num_microbatches={num_microbatches}."
         )
-    if pipeline.partition.stages == 1:
-        with pipeline.whole_parameters():
+    if model.stages == 1:
+        with model.part.whole_parameters():
             return root.generate(*positional, **arguments)
     check_dropout(root)
     failure_watch.refuse_after_failure()
-    pipeline.check_materialised()
+    model.part.check_materialised()
     signature = inspect.signature(root.forward)
 
     def forward(*values: Any, **named: Any) -> Any:
-        evaluation = pipeline.evaluate_batch(_by_name(signature, values, named), everywhere=True)
+        evaluation = model.steps.evaluate(_by_name(signature, values, named), everywhere=True)
         if evaluation.losses is not None:
             raise RuntimeError(
                 f"the generate of {type(root).__name__} calls a forward that returns a loss, and needs the model's "

@@ -46,26 +46,35 @@ class _Tied(Protocol):
     def parameters(self) -> list[nn.Parameter]: ...
 
 
+class _Initial(Protocol):
+    origin: str | None
+
+
+class _Compared(Protocol):
+    loaded: bytes
+    seed: int
+
+    def lines(self) -> list[str]: ...
+
+
 class RankParameters(Protocol):
     """The parameters of this rank, as ``ReplicaGradients`` reads them."""
-
-    origin: str | None
-    loaded: bytes
 
     @property
     def module(self) -> nn.Module:
         """The module that has them."""
 
     @property
-    def seed(self) -> int:
-        """``torch.initial_seed()`` at construction."""
+    def initial(self) -> _Initial:
+        """The origin of initial weights."""
+
+    @property
+    def compared(self) -> _Compared:
+        """Settings, attributes and loads that the replicas must have alike."""
 
     @property
     def tied(self) -> _Tied:
         """Parameters whose gradients pipeline ranks sum after the backwards."""
-
-    def attribute_lines(self) -> list[str]:
-        """Return a line for each setting and plain attribute that the replicas must have alike."""
 
 
 class ReplicaGradients:
@@ -107,7 +116,7 @@ class ReplicaGradients:
             before = number // 2
             if not before:
                 replica_step_check.of_pipeline(self._module.parameters(), is_averaged=True)
-                self._compare(self._part.attribute_lines())
+                self._compare(self._part.compared.lines())
                 if self._replicas > 1:
                     self._exchanges.begin("comparison of batches")
                     with failure_watch.reported():
@@ -117,7 +126,7 @@ class ReplicaGradients:
 
     def check_values(self) -> None:
         """Raise ``RuntimeError`` for replicas with different parameters; collective over them."""
-        self._compare(self._part.attribute_lines())
+        self._compare(self._part.compared.lines())
 
     def is_in_any(self, name: str, value: bool) -> bool:
         """Return whether ``value`` is true in one of the replicas; collective over them, in the exchange ``name``."""
@@ -287,7 +296,7 @@ class ReplicaGradients:
 
     def lines_of_step(self) -> list[str]:
         """Lines that replicas must have alike in a training step: its number, modes and trained parameters."""
-        loads = f"loads of state dicts: {self._part.loaded.hex() or 'none'}"
+        loads = f"loads of state dicts: {self._part.compared.loaded.hex() or 'none'}"
         return [f"training step {board.training_steps()}", loads, *self._modes(), *self._trained_names()]
 
     def _rounds(self) -> tuple[int, int]:
@@ -319,7 +328,7 @@ class ReplicaGradients:
         sharded = {name: each for name, each in named if is_sharded(each.data)}
         with failure_watch.reported():
             facts = [*lines, *parameter_lines(parameters)]
-            check_replica_values(parameters, self._part.origin, self._part.seed, facts, remedy)
+            check_replica_values(parameters, self._part.initial.origin, self._part.compared.seed, facts, remedy)
             self._compare_rows(sharded, remedy)
 
     def _compare_rows(self, sharded: Mapping[str, nn.Parameter], remedy: str) -> None:

@@ -83,7 +83,7 @@ def plan(
             microbatch, whose tensors have the samples in their first dimension. Needed for a model that is not of
             transformers.
         transformer_layer_cls: class, or name of a class, of the layers, or a list of these. By default as in
-            ``PipelineConfig``.
+            ``NxDPPModel``.
         tensor_plan: ``plan`` of ``tensor_parallelize`` for tensor-parallel sizes above 1.
         best: number of predictions.
 

@@ -31,8 +31,8 @@ class TracedLayers:
         transformer_layer_cls: Any | None,
         autowrap_functions: Sequence[Callable[..., Any]] = (),
     ) -> None:
-        config = PipelineConfig(transformer_layer_cls=transformer_layer_cls, autowrap_functions=autowrap_functions)
-        options = config.tracing_options(module)
+        config = PipelineConfig(module, transformer_layer_cls, autowrap_functions=autowrap_functions)
+        options = config.tracing_options()
         self._module = module
         self._example = example
         self._traced = trace_for(module, example, options)
@@ -71,7 +71,7 @@ def trace_layers(
         example: inputs of one microbatch by the names of ``forward``'s arguments, with labels. Dicts may be nested.
             Only shapes and dtypes of tensors are read.
         transformer_layer_cls: class, or name of a class, of the layers, or a list of these. By default as in
-            ``PipelineConfig``.
+            ``NxDPPModel``.
         autowrap_functions: functions that are not traced through.
 
     Raises:

@@ -31,7 +31,7 @@ import transformers
 
 from nxdpp.counted import counted
 from nxdpp.devices.memory import peak_bytes
-from nxdpp.pipeline.pipeline_view import PipelineView
+from nxdpp.pipeline.model import NxDPPModel
 from nxdpp.ranks import parallel_state
 from nxdpp.ranks.faults.ending_process import fault_listeners, sentence_of
 from nxdpp.version import __version__
@@ -78,13 +78,13 @@ class MetricsFile:
     def __init__(
         self,
         folder: str | os.PathLike[str],
-        model: PipelineView,
+        model: NxDPPModel[bool, bool],
         *,
         done: int = 0,
         steps: int | None = None,
         actions_every: int = 10,
     ) -> None:
-        if not isinstance(model, PipelineView):
+        if not isinstance(model, NxDPPModel):
             raise TypeError(f"the model must be an NxDPPModel, not {type(model).__name__}: wrap it first.")
         if done < 0 or actions_every < 0:
             raise ValueError(f"done={done} and actions_every={actions_every} must not be negative.")

@@ -1,36 +1,52 @@
-"""The part of a model that one rank holds, and the initial weights of its tensors on the meta device."""
+"""The part of a model that one rank holds: its tensors and modules, and how they change between steps.
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any
+::
+
+    constructor    whole model ─ free what other ranks hold ─▶ tree ─ ties, initial weights, values to compare
+    a step asks    ChangeRecord.look() ─ has moved ─▶ hooks, wrappers, replaced modules, ties, materialised, dtypes
+    follow         after a move, a load or a replacement: whole model, ties and all that was made of the part
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
-from transformers import PreTrainedModel
 
-from nxdpp.agreement.configurations import configuration_lines
-from nxdpp.agreement.fingerprint import digest
-from nxdpp.agreement.plain_attributes import attribute_lines, plain_attributes
-from nxdpp.agreement.same_values import InitialWeights, RankValues, sample
+from nxdpp.agreement.replicas import check_replica_values
+from nxdpp.agreement.same_values import RankValues
 from nxdpp.counted import counted
 from nxdpp.gradients.autocast import note_blocks_that_are_off
 from nxdpp.gradients.optimizer.partial_steps import refuse_partial_steps
 from nxdpp.gradients.partial_norms import refuse_partial_norms
-from nxdpp.gradients.replaced_parameters import check_no_optimizer_has, check_no_optimizer_holds, watch_replaced
-from nxdpp.gradients.shards.local_tensors import is_sharded, local_rows
-from nxdpp.ground.torch_names import BUFFERS, PARAMETERS
-from nxdpp.initialization.allocation import with_type_of
+from nxdpp.gradients.replaced_parameters import (
+    check_no_optimizer_has,
+    check_no_optimizer_holds,
+    note_present,
+    warn_of_replaced,
+    watch_replaced,
+)
+from nxdpp.gradients.shards.rank_shards import RankShards
+from nxdpp.initialization.allocation import allocate
 from nxdpp.initialization.initialisers import ParameterInitialiser
-from nxdpp.initialization.materialise import MetaTensor, initial_weights
-from nxdpp.initialization.parts import own_part, whole_of
-from nxdpp.initialization.record import record_of
-from nxdpp.pipeline.local.changes import ChangeRecord, parameters_of_all_models
+from nxdpp.pipeline import arguments
+from nxdpp.pipeline.local import half_loaded
+from nxdpp.pipeline.local.changes import ENTRIES, TENSORS, Change, ChangeRecord, parameters_of_all_models
+from nxdpp.pipeline.local.compared_values import ComparedValues
 from nxdpp.pipeline.local.elsewhere_calls import refuse_calls_elsewhere
 from nxdpp.pipeline.local.elsewhere_tensors import take_back
 from nxdpp.pipeline.local.equal_copies import TiedWeight
+from nxdpp.pipeline.local.initial_values import InitialValues, registries
+from nxdpp.pipeline.local.loading import load_assigning, of_this_rank, without_values
+from nxdpp.pipeline.local.other_wrappers import refuse_local_wrappers
 from nxdpp.pipeline.local.own_save import refuse_own_save
+from nxdpp.pipeline.local.positional_wrappers import follow_wrapped
+from nxdpp.pipeline.local.replaced_modules import ReplacementSync
 from nxdpp.pipeline.local.scaler_of_torch import refuse_scaler_of_torch
-from nxdpp.pipeline.local.spine_hooks import SpineHooks
+from nxdpp.pipeline.local.spine_hooks import SpineHooks, warn_of_traced_hooks
+from nxdpp.pipeline.local.state_check import check_state
 from nxdpp.pipeline.local.steps_in_backward import refuse_steps_in_backward
 from nxdpp.pipeline.local.tied_weights import TiedWeights
 from nxdpp.pipeline.local.tree import (
@@ -44,12 +60,28 @@ from nxdpp.pipeline.local.tree import (
     tied_names,
     with_tied_names,
 )
+from nxdpp.pipeline.p2p.transport import Transport
 from nxdpp.pipeline.partition.assignment import Owners
 from nxdpp.pipeline.torch_checkpoints import follow_checkpoints
+from nxdpp.ranks import parallel_state
+from nxdpp.tensor.move_model_to_device import move_model_to_device
 from nxdpp.tracing.modules import listings
 
 
-class LocalPart:
+class Follower(Protocol):
+    """What is made of a part, and follows its changes."""
+
+    def replace(self, replaced: Mapping[str, nn.Module]) -> None:
+        """Run the modules that were replaced, by name."""
+
+    def forget(self) -> None:
+        """Forget what was made of the part before a change: graphs, programs, engines."""
+
+    def verify_again(self) -> None:
+        """Have the ranks compare the parameters again."""
+
+
+class Part:
     """The part of ``root`` that ``rank`` holds; the constructor frees the rest.
 
     Args:
@@ -57,26 +89,23 @@ class LocalPart:
         owners: the ranks that hold each parameter.
         rank: pipeline rank of this process.
         layers: names of the transformer layers.
-        seed: for the random numbers of parameters on the meta device.
-        param_init_fn: initialises a module; see ``initial_weights``.
+        param_init_fn: initialises a module; see ``NxDPPModel``.
         changes: the record that follows the part; by default one of its own.
         stages: the stages that hold each parameter, where a rank may have several.
 
     Attributes:
         root: the whole model; parameters of other ranks are on the meta device.
+        rank: pipeline rank of this process.
         module: the tree of local modules, under their original names.
         tied: the weights that other ranks hold, too.
-        named_only: names of tied weights that this rank holds under another name, for its stages.
         any_ties: ``True`` if any rank of the pipeline has such weights.
         aliases: the names, in the whole model, of each parameter and each buffer that has several.
-        origin: the seed or generator state of the initial weights, as text; ``None`` where none were drawn. It must
-            be equal on all ranks that have one.
-        loads: how often ``load_pretrained`` has loaded weights.
-        has_loaded_state: ``True`` after a state dict was loaded.
-        loaded: a hash of the state dicts that were loaded into shards.
-        attributes: plain attributes of all modules at construction, by path.
+        initial: the initial weights of tensors on the meta device.
+        compared: the values and attributes that other ranks compare with theirs.
         changes: of the part and of the modules above the layers.
-        hooks: of the modules above the layers, and of containers.
+        shards: the units of its parameters; ``None`` where they are whole.
+        follower: of its changes; ``None`` for a part that runs no steps.
+        ready_at: number of the change at which the part was made ready; a step after another change makes it again.
     """
 
     def __init__(
@@ -84,38 +113,29 @@ class LocalPart:
         root: nn.Module,
         owners: Owners,
         rank: int,
-        layers: Collection[str],
-        seed: int,
-        param_init_fn: ParameterInitialiser | None,
+        layers: Sequence[str],
+        param_init_fn: ParameterInitialiser | None = None,
         changes: ChangeRecord | None = None,
         stages: Owners | None = None,
     ) -> None:
         used = local_names(owners, rank)
         self._owners = owners = with_tied_names(root, owners)
         local, elsewhere = local_names(owners, rank), names_elsewhere(owners, rank)
-        self.named_only = local - used
         check_not_freed(root, local)
         take_back(root)
         self.root = root
-        self._rank = rank
-        self.origin: str | None = None
-        self.loads = 0
-        self.has_loaded_state = False
-        self.loaded = b""
-        self._held_rows: dict[str, bytes] = {}
-        self.attributes = plain_attributes(root)
-        self._configuration = configuration_lines(root)
-        self._seed = seed
-        self._param_init_fn = param_init_fn
-        self._record = record_of(root)
+        self.rank = rank
+        self._layers = layers
+        self.follower: Follower | None = None
+        self.shards: RankShards | None = None
         # Names that share a tensor are found while the model is whole: freeing replaces tensors.
-        first_names = _first_names(root)
+        self.initial = InitialValues(root, param_init_fn)
+        self.compared = ComparedValues(root, local, rank)
         self.aliases = shared_names(root)
         tied = tied_names(root, owners)
         over_ranks = [names for names, _ in tied]
         over_stages = [names for names, _ in tied_names(root, stages or owners) if names not in over_ranks]
         whole = dict(listings.named_parameters(root))
-        self._initial = InitialWeights(whole.items(), local)
         free_others(root, local, elsewhere)
         if elsewhere:
             refuse_own_save(root)
@@ -134,232 +154,294 @@ class LocalPart:
             if rank in ranks
         ]
         of_stages = [names[0] for names in over_stages if names[0] in local]
-        self.tied = TiedWeights(self.module, weights, rank, self.named_only, of_stages)
+        # Tied weights that this rank holds under another name, for its stages.
+        named_only = local - used
+        self.tied = TiedWeights(self.module, weights, rank, named_only, of_stages)
         self.any_ties = bool(tied)
-        self._first_names = {name: first_names[name] for name, _ in _named_tensors(self.module) if name in first_names}
-        self._built_on_meta = frozenset(self.names_on_meta())
-        self.hooks = SpineHooks(root, self.module, layers)
-        self.changes = changes or ChangeRecord()
-        self.changes.follow(self.module, self.hooks.modules, self.root)
-        refuse_partial_norms(parameters_of_all_models)
-        refuse_partial_steps(parameters_of_all_models)
-        note_blocks_that_are_off()
-        refuse_steps_in_backward()
-        refuse_scaler_of_torch()
-        follow_checkpoints()
+        self.initial.keep(self.module)
+        self.compared.keep(self.module)
+        self._hooks = SpineHooks(root, self.module, layers)
+        self._sync = ReplacementSync(self.module, root, named_only)
+        self._watch(changes or ChangeRecord())
+        _refuse_what_needs_the_whole()
 
-    @property
-    def is_initialised_at_once(self) -> bool:
-        """True if initial weights are made at construction: by ``param_init_fn`` or a recorded constructor."""
-        return self._param_init_fn is not None or self._record is not None
+    def _watch(self, changes: ChangeRecord) -> None:
+        self.changes = changes
+        changes.follow(self.module, self._hooks.modules, self.root)
+        self._runs = 0
+        self._has_checked_optimizers = False
+        self.ready_at = self._trained_at = 0
+        self._entries = changes.watch(*ENTRIES)
+        self._hook_changes = changes.watch(Change.HOOK)
+        self._wrappers = changes.watch(*TENSORS, Change.HOOK)
+        self._materialised = changes.watch(*TENSORS)
+        self._dtypes = changes.watch(*TENSORS, Change.GRADIENT)
+        self._values = changes.watch(Change.VALUES)
+        self._is_following = False
+        self._note_names()
+        self.module.run_before_listings(self._follow_before_listing)
 
     @property
     def device(self) -> torch.device:
         """The device of this rank's parameters; without parameters, the rank's own."""
         return self.changes.device
 
-    def names_on_meta(self) -> list[str]:
-        """Names of the parameters and buffers that have no values yet."""
-        return [name for name, tensor in _named_tensors(self.module) if tensor.is_meta]
+    def make_ready(self) -> None:
+        """Make the part ready for a step. Raises ``RuntimeError`` for modules and tensors that no step can use."""
+        self.check_modules()
+        if self._materialised.has_moved:
+            self.check_materialised()
+            half_loaded.check_whole(self.module)
+            self._materialised.settle()
+        self.ready_at = self.changes.number
 
-    def refuse_calls_elsewhere(self) -> None:
-        """Make modules of other ranks, also those that have taken another's place, raise ``RuntimeError`` in a call."""
-        refuse_calls_elsewhere(self.root, self._owners, self.module)
-
-    def new_tie(self) -> list[str]:
-        """Names of a parameter that were parameters of different ranks when the model was wrapped; empty for none."""
-        return new_tie(self.root, self._owners)
-
-    def check_no_new_tie(self) -> None:
-        """Raise ``RuntimeError`` for parameters of different ranks that have become one."""
-        if names := self.new_tie():
-            raise RuntimeError(
-                f"{' and '.join(names)} have become one parameter, and different pipeline ranks hold them: each would "
-                f"train a copy of its own. Tie them before the model is wrapped."
-            )
+    def check_modules(self) -> None:
+        """Follow what has changed since the last step. Raises ``RuntimeError`` for what no step can use."""
+        self.changes.look()
+        if self._hook_changes.has_moved:
+            self._hooks.check(self.changes.with_changed_hooks())
+            self._hook_changes.settle()
+        if self._wrappers.has_moved:
+            refuse_local_wrappers(self.module)
+            self._wrappers.settle()
+        if self._entries.has_moved:
+            self._follow_replacements()
 
     def check_materialised(self) -> None:
         """Raise ``RuntimeError`` for parameters or buffers without values."""
-        without = self.names_on_meta()
+        without = self.initial.names_on_meta()
         if without:
             raise RuntimeError(
-                f"rank {self._rank} has {counted(len(without), 'parameter or buffer', 'parameters or buffers')} on the "
+                f"rank {self.rank} has {counted(len(without), 'parameter or buffer', 'parameters or buffers')} on the "
                 f"meta device without values ({without[0]} is the first). Call move_model_to_device() or "
                 "materialise(), which initialise them, or nxdpp.load_pretrained(model, directory); and make the "
                 "optimizer after it."
             )
 
+    def check_trained(self) -> None:
+        """Raise ``RuntimeError`` for a dtype that cannot be trained, and for optimizers made before wrapping."""
+        if self._trained_at != self.changes.number:
+            if not self._has_checked_optimizers:
+                self.check_optimizers()
+                self._has_checked_optimizers = True
+            if self._dtypes.has_moved:
+                arguments.check_trained_dtypes(self.module)
+                self._dtypes.settle()
+            self._trained_at = self.changes.number
+
     def check_optimizers(self) -> None:
         """Raise ``RuntimeError`` for an optimizer made before wrapping, which holds parameters of other ranks."""
         check_no_optimizer_has({name: parameter for parameter, name in self._others.items()})
 
-    def values(self) -> RankValues:
-        """The present values, for a comparison with other ranks."""
-        parameters = dict(listings.named_parameters(self.module))
-        if self.loads:
-            # A file may have the very weights that this rank has drawn.
-            self._initial.held = {}
-        # DTensors count no changes.
-        rows = self._samples_of_rows(self._initial.held)
-        self._initial.held = {
-            name: known for name, known in self._initial.held.items() if rows.get(name) == self._held_rows[name]
-        }
-        return RankValues(
-            self._rank,
-            self._initial,
-            parameters,
-            self.tied.copies(),
-            self.loads,
-            self.has_loaded_state,
-            self.attributes,
-        )
+    def unverified_values(self) -> RankValues | None:
+        """Return the values that the ranks have to compare; ``None`` where they have compared them.
 
-    def note_loaded(self, state_dict: Mapping[str, Any]) -> None:
-        """Note a load of ``state_dict``, from which each replica of shards takes other rows."""
-        self.has_loaded_state = True
-        self._initial.held = {name: known for name, known in self._initial.held.items() if name not in state_dict}
-        whole = [each for each in state_dict.values() if isinstance(each, torch.Tensor) and not each.is_meta]
-        if any(map(is_sharded, self.module.parameters())):
-            self.loaded = digest(self.loaded + b"".join(map(sample, whole)) + b"load")
+        They compare copies of tied weights, which a script may change on one rank, in runs 1, 2, 4, 8 and so on too.
+        """
+        run = self._runs + 1
+        is_asked = self._values.has_moved or (self.any_ties and not run & run - 1)
+        return self.compared.present(self.tied) if is_asked else None
 
-    def kept_initial_weights(self) -> dict[str, bytes]:
-        """Samples of the initial weights that this rank has as they were, by name."""
-        return self._initial.kept(dict(listings.named_parameters(self.module)))
+    def note_verified(self) -> None:
+        """Note that a step runs, in which the ranks have compared the values."""
+        self._runs += 1
+        if self._values.has_moved:
+            self._values.settle()
+            self.compared.forget()
 
-    def hold_initial_weights(self, kept: Mapping[str, bytes]) -> None:
-        """Take the present rows for the initial weights of which there are samples ``kept``, until they change."""
-        self._initial.held = dict(kept)
-        self._held_rows = self._samples_of_rows(kept)
+    def follow(self) -> None:
+        """Follow tensors and modules that were moved, loaded or replaced, in the tree or in the whole model.
 
-    def _samples_of_rows(self, names: Collection[str]) -> dict[str, bytes]:
-        return {
-            name: sample(local_rows(parameter))
-            for name, parameter in listings.named_parameters(self.module)
-            if name in names
-        }
+        Raises:
+            RuntimeError: for a replacement with which the stages cannot run, see ``ReplacementSync`` and
+                ``TiedWeights``. Also for modules in wrappers.
+        """
+        self._replace_in_both()
+        self._forget()
+        refuse_local_wrappers(self.module)
+        if self.changes.take_hooks():
+            warn_of_traced_hooks(self.root, self._layers)
+        # A program may wrap a layer between a move and the step.
+        self.changes.note(Change.MOVE, Change.HOOK, Change.VALUES)
+        self.changes.look()
+        self._entries.settle()
+        self._note_names()
 
-    def forget_initial_weights(self) -> None:
-        """Drop the samples of the initial weights: the ranks have compared them."""
-        self._initial.forget()
+    def _follow_before_listing(self) -> None:
+        """Follow replacements, so that an optimizer gets the parameters that will run."""
+        if self._is_following or (self.shards is not None and any(unit.is_whole for unit in self.shards.units)):
+            return
+        self._is_following = True
+        try:
+            self.changes.look()
+            # The next step or refresh() knows of a replacement that only this rank has made, or under one name.
+            is_of_step = bool(self._runs) and self._sync.has_replacement_in_tree()
+            is_wrong = self._entries.has_moved and (self.tied.are_untied() or bool(new_tie(self.root, self._owners)))
+            if self._entries.has_moved and not is_of_step and not is_wrong:
+                self._follow_replacements()
+        finally:
+            self._is_following = False
 
-    def attribute_lines(self) -> list[str]:
-        """A line for each field of a configuration, and each plain attribute, that the replicas have to compare."""
-        return [*self._configuration, *attribute_lines(self.attributes)]
+    def _follow_replacements(self) -> None:
+        """Follow replacements that none of our methods made."""
+        if self._runs and self._sync.has_replacement_in_tree():
+            raise RuntimeError(
+                "modules of local_module were replaced after the first step: call refresh() on every rank, also on "
+                "those that replaced none."
+            )
+        if self._replace_in_both():
+            self._forget()
+            self.changes.note(Change.VALUES)
+            self.changes.look()
+        self._entries.settle()
+        present = set(map(id, listings.parameters(self.module)))
+        warn_of_replaced({name: known for known, name in self._names.items() if id(known) not in present})
+        self._note_names()
 
-    @property
-    def seed(self) -> int:
-        """``torch.initial_seed()`` at construction."""
-        return self._initial.seed
+    def _note_names(self) -> None:
+        self._names = WeakIdKeyDictionary({each: name for name, each in listings.named_parameters(self.module)})
+        note_present(self._names)
 
-    def materialise(self) -> bool:
-        """Give initial weights to all that is on the meta device; return whether there was any. Not collective.
+    def _replace_in_both(self) -> bool:
+        """Make replacements in the tree and in the whole model; return whether a stage runs another module."""
+        if names := new_tie(self.root, self._owners):
+            raise RuntimeError(
+                f"{' and '.join(names)} have become one parameter, and different pipeline ranks hold them: each would "
+                f"train a copy of its own. Tie them before the model is wrapped."
+            )
+        replaced, has_changed = self._sync.follow()
+        if replaced:
+            if self.follower is not None:
+                self.follower.replace(replaced)
+            follow_wrapped(self.root, {name: replaced[name] for name in self._layers if name in replaced})
+            # Modules of other ranks that have taken another's place raise in a call too.
+            refuse_calls_elsewhere(self.root, self._owners, self.module)
+        self.tied.follow()
+        return has_changed
+
+    def _forget(self) -> None:
+        if self.follower is not None:
+            self.follower.forget()
+
+    def _verify_again(self) -> None:
+        if self.follower is not None:
+            self.follower.verify_again()
+
+    def refresh(self) -> None:
+        """Follow all changes, and have the ranks compare the values; every rank calls it."""
+        self.follow()
+        self._verify_again()
+
+    def materialise(self) -> None:
+        """Give initial weights to all that is on the meta device; not collective.
 
         Raises:
             RuntimeError: for a tensor that nothing initialises, and for an optimizer that holds a parameter on the meta
                 device. Nothing is changed then.
         """
-        places = self._places()
+        places = self.initial.places()
         if not places:
-            return False
-        is_loaded = any(
-            isinstance(tensor, nn.Parameter) and not tensor.is_meta and name in self._built_on_meta
-            for name, tensor in _named_tensors(self.module)
-        )
+            return
         replaced = {place.name: place.tensor for place in places if isinstance(place.tensor, nn.Parameter)}
         check_no_optimizer_holds(replaced, "Make the optimizer after move_model_to_device().")
-        values, origin = self._values(places)
-        if origin is not None and not is_loaded:
-            self.origin = f"initial weights from {origin}"
-        self.replace_tensors([place.tensor for place in places], values)
+        self.replace_tensors([place.tensor for place in places], self.initial.of_places(places))
         watch_replaced(replaced)
-        return True
+        self.follow()
 
-    def initial_weights_of(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Initial weights for ``tensors`` of this rank on the meta device, which keep their places; not collective.
+    def move_to(self, device: torch.device, transport: Callable[[torch.device], Transport]) -> None:
+        """Materialise the part, move it to ``device``, and make the copies of each tied weight equal; on all ranks.
 
-        A module's initialiser may compute one tensor from another. So all meta tensors of these modules are made.
-
-        Raises ``RuntimeError`` for a tensor that nothing initialises.
+        Raises:
+            RuntimeError: where copies have different shapes or dtypes, or replicas different values.
         """
-        if not tensors:
-            return []
-        wanted = set(map(id, tensors))
-        modules = {place.module for place in self._places() if id(place.tensor) in wanted}
-        places = [place for place in self._places() if place.module in modules]
-        values, origin = self._values(places)
-        if origin is not None:
-            self.origin = f"initial weights from {origin}"
-        made = {id(place.tensor): value for place, value in zip(places, values, strict=True)}
-        return [made[id(tensor)] for tensor in tensors]
+        self.materialise()
+        move_model_to_device(self.module, device)
+        self.follow()
+        if parallel_state.is_debug():
+            return
+        if self.any_ties:
+            self.tied.make_equal(transport(self.device), parallel_state.get_pipeline_control_group())
+        check_replica_values(listings.named_parameters(self.module), self.initial.origin)
+
+    def shard(self, shards: RankShards) -> None:
+        """Hold ``shards``, which the parameters have become, on this rank's device; on all ranks."""
+        self.shards = shards
+        self.changes.note(Change.PARAMETER)
+        self.follow()
+        self.materialise()
+        move_model_to_device(self.module, parallel_state.local_device())
+        self.follow()
+
+    def whole_parameters(self) -> AbstractContextManager[None]:
+        """Return a context with sharded parameters whole; collective over the replicas where they are sharded."""
+        return nullcontext() if self.shards is None else self.shards.whole()
+
+    def load(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load as ``Module.load_state_dict`` does; with ``assign``, attributes of parameters and ties are kept.
+
+        Tensors of ``state_dict`` that only other ranks hold are left out. Tensors on the meta device get memory if
+        ``state_dict`` has values for them. Of a whole tensor in the place of a shard the rank takes its rows.
+
+        Raises:
+            RuntimeError: for names or shapes that do not match, and for an optimizer that holds a parameter to be
+                replaced; nothing is replaced then.
+        """
+        local = of_this_rank(state_dict, self.module, self.root, self.tied.names)
+        check_state(self.module, local, strict)
+        result = load_assigning(self.module, local, strict) if assign else self._load_in_place(local, strict)
+        self.compared.note_loaded(local)
+        if strict:
+            half_loaded.clear(self.module)
+        self._verify_again()
+        self.follow()
+        return result
+
+    def _load_in_place(self, state_dict: Mapping[str, Any], strict: bool) -> Any:
+        old = without_values(self.module, state_dict)
+        new = list(map(allocate, old))
+        self._replace(old, new)
+        try:
+            return self.module.load_state_dict(state_dict, strict=strict)
+        except BaseException:
+            self.replace_tensors(new, old)
+            raise
+
+    def end_load(self, replaced: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Put the second tensor of each pair wherever the first one is, at the end of a load of ``load_pretrained``.
+
+        Raises:
+            RuntimeError: for an optimizer that holds a parameter to be replaced; nothing is changed then.
+        """
+        self._replace([old for old, _ in replaced], [new for _, new in replaced])
+        self.compared.loads += 1
+        self._verify_again()
+        # The next step compares the values, and finds a rank that has not loaded.
+        self.follow()
+
+    def _replace(self, old: Sequence[torch.Tensor], new: Sequence[torch.Tensor]) -> None:
+        if not old:
+            return
+        ids = set(map(id, old))
+        replaced = {name: each for name, each in listings.named_parameters(self.module) if id(each) in ids}
+        check_no_optimizer_holds(replaced, "Make the optimizer after loading and after move_model_to_device().")
+        self.replace_tensors(old, new)
+        watch_replaced(replaced)
 
     def replace_tensors(self, old: Sequence[torch.Tensor], new: Sequence[torch.Tensor]) -> None:
         """Put each tensor of ``new`` wherever the tensor of ``old`` at the same index is, in tree and whole model."""
         replacements = {id(before): after for before, after in zip(old, new, strict=True)}
         for module in {*listings.modules(self.module), *listings.modules(self.root)}:
-            for registry in _registries(module):
+            for registry in registries(module):
                 for key, tensor in registry.items():
                     if id(tensor) in replacements:
                         registry[key] = replacements[id(tensor)]
 
-    def _values(self, places: Sequence[MetaTensor]) -> tuple[list[torch.Tensor], str | None]:
-        """Values for ``places``, and the origin of their random numbers."""
-        recorded = [place for place in places if self._is_recorded(place.tensor)]
-        others = [place for place in places if place not in recorded]
-        made, drawn = initial_weights(self.root, others, self._seed, self._param_init_fn, self._record)
-        if self._record is None or self._param_init_fn is not None:
-            return made, f"torch.initial_seed() {self._seed}" if drawn else None
-        values = dict(zip(others, made, strict=True))
-        for place in recorded:
-            whole = self._record.materialise(whole_of(place.tensor))
-            values[place] = with_type_of(own_part(whole, place.tensor), place.tensor)
-        return [values[place] for place in places], self._record.origin
 
-    def _is_recorded(self, tensor: torch.Tensor) -> bool:
-        # param_init_fn replaces what the constructor drew.
-        tensor = whole_of(tensor)
-        if self._record is None or self._param_init_fn is not None or not self._record.knows(tensor):
-            return False
-        # A parameter from torch.empty has no values; a buffer from there may be one that forward fills.
-        return self._record.is_written(tensor) or not isinstance(tensor, nn.Parameter)
-
-    def _places(self) -> list[MetaTensor]:
-        """One place for each tensor on the meta device, however many names it has."""
-        places: dict[int, MetaTensor] = {}
-        for name, tensor in _named_tensors(self.module):
-            if tensor.is_meta:
-                places.setdefault(id(tensor), MetaTensor(self._first_names.get(name, name), tensor))
-        return list(places.values())
-
-
-def _registries(module: nn.Module) -> tuple[dict[str, Any], ...]:
-    """The dicts in which a module keeps tensors: parameters, buffers and plain attributes."""
-    return PARAMETERS.of(module), BUFFERS.of(module), vars(module)
-
-
-def _named_tensors(tree: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """All tensors of all modules, under all their names."""
-    for prefix, module in listings.named_modules(tree, remove_duplicate=False):
-        for registry in _registries(module):
-            for key, tensor in registry.items():
-                if isinstance(tensor, torch.Tensor):
-                    yield (f"{prefix}.{key}" if prefix else key), tensor
-
-
-def _first_names(root: nn.Module) -> dict[str, str]:
-    """For each name of a tensor, the name under which it is initialised: the first that is not tied to another."""
-    tied = _names_tied_to_others(root)
-    groups: dict[int, list[str]] = {}
-    for name, tensor in _named_tensors(root):
-        groups.setdefault(id(tensor), []).append(name)
-    first = {tensor: min(names, key=lambda name: name in tied) for tensor, names in groups.items()}
-    return {name: first[tensor] for tensor, names in groups.items() for name in names}
-
-
-def _names_tied_to_others(root: nn.Module) -> set[str]:
-    """Names that transformers models declare as copies: ``lm_head.weight``, a copy of the embedding's weight."""
-    return {
-        f"{prefix}.{name}" if prefix else name
-        for prefix, module in listings.named_modules(root)
-        if isinstance(module, PreTrainedModel)
-        for name in module.all_tied_weights_keys
-    }
+def _refuse_what_needs_the_whole() -> None:
+    """Watch torch's calls that would see only this rank's part of a model."""
+    refuse_partial_norms(parameters_of_all_models)
+    refuse_partial_steps(parameters_of_all_models)
+    note_blocks_that_are_off()
+    refuse_steps_in_backward()
+    refuse_scaler_of_torch()
+    follow_checkpoints()

@@ -48,7 +48,7 @@ def test_only_public_names_are_imported(name: str) -> None:
 
 def test_a_private_name_is_found() -> None:
     allowed = (
-        "import torch\nfrom nxdpp.pipeline.pipeline import Pipeline\nfrom nxdpp.doors.nnscaler.enums import ReuseType"
+        "import torch\nfrom nxdpp.pipeline.model import NxDPPModel\nfrom nxdpp.doors.nnscaler.enums import ReuseType"
     )
     private = "from nxdpp.pipeline.input_names import forward_names"
 

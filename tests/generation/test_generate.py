@@ -152,9 +152,9 @@ def _of_llama(model: Any) -> dict[str, Any]:
     before = vars(model.original_module).get("_previous_max_cache_length")
     model.generate(long, max_new_tokens=2, cache_implementation="static")
     assert vars(model.original_module).get("_previous_max_cache_length") == before
-    messages = generation._kept[model._pipeline].messages
+    messages = generation._kept[model].messages
     refuse(model, long)
-    assert generation._kept[model._pipeline].messages is messages
+    assert generation._kept[model].messages is messages
     with pytest.raises(ValueError, match="past_key_values: caches stay"):
         model.generate(long, past_key_values=object())
     with pytest.raises(ValueError, match="output_attentions=True"):

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from nxdpp import GradScaler, NxDPPModel, PipelineConfig, parallel_state
+from nxdpp import GradScaler, NxDPPModel, parallel_state
 from nxdpp.gradients.grad_scaler import check_grad_scaler
+from nxdpp.pipeline.config import PipelineConfig
 from tests.pipeline.runtime.scheduled_models import Chain, make, rows
 from tests.support.models import gradient_differences
 from tests.support.plain_models import Block
@@ -181,7 +182,7 @@ def test_optimizers_in_another_order_are_an_error(by_replica: bool) -> None:
 
 def test_a_scaler_of_torch_is_refused() -> None:
     with pytest.raises(TypeError, match=r"nxdpp\.GradScaler takes the same arguments"):
-        PipelineConfig(grad_scaler=torch.amp.GradScaler("cpu")).check(nn.Linear(2, 2))  # type: ignore[arg-type]
+        PipelineConfig(nn.Linear(2, 2), grad_scaler=torch.amp.GradScaler("cpu")).check()  # type: ignore[arg-type]
     check_grad_scaler(GradScaler("cpu"))
     check_grad_scaler(None)
 

@@ -148,7 +148,7 @@ def warnings_of(rank: int) -> tuple[list[str], str]:
     for seed, hashes in ((replica, True), (0, True), (0, not replica), (0, False)):
         model = NxDPPModel(make("llama", layers=2), num_microbatches=2)
         model.move_model_to_device()
-        runner = model._pipeline._runner
+        runner = model.steps.runner
         verify = runner._replicas.verify
         if not hashes:
             vars(runner._replicas)["verify"] = lambda _, verify=verify: verify(())

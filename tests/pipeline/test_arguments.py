@@ -32,7 +32,7 @@ def test_invalid_numbers_of_microbatches(count: Any) -> None:
 
 def test_whole_numbers_of_numpy_are_numbers() -> None:
     given: dict[str, Any] = {"num_microbatches": np.int64(4), "virtual_pipeline_size": np.uint8(2)}
-    config = PipelineConfig(**given, partition_memory_limit=np.int32(5))  # type: ignore[arg-type]
+    config = PipelineConfig(PlainModel(), **given, partition_memory_limit=np.int32(5))  # type: ignore[arg-type]
     numbers = (config.num_microbatches, config.virtual_pipeline_size, config.partition_memory_limit)
     assert numbers == (4, 2, 5)
     assert {type(number) for number in numbers} == {int}
@@ -41,7 +41,7 @@ def test_whole_numbers_of_numpy_are_numbers() -> None:
 @pytest.mark.parametrize("name", ["last", True, None])
 def test_invalid_times_of_checks_of_inputs(name: Any) -> None:
     with pytest.raises(ValueError, match=r"check_inputs=.* must be 'first', 'always' or 'never'"):
-        PipelineConfig(num_microbatches=1, check_inputs=name).check(PlainModel())
+        PipelineConfig(PlainModel(), check_inputs=name).check()
 
 
 def test_options_of_the_returned_loss_exclude_each_other() -> None:
@@ -75,8 +75,8 @@ def test_functions_and_modules_may_be_in_either_list() -> None:
     """The API guide prints ``autowrap_functions: Tuple[ModuleType]`` and ``autowrap_modules: Tuple[Callable]``."""
     function = torch.relu
     arguments.check_wraps([function, math], [math, function])
-    config = PipelineConfig(autowrap_functions=(math,), autowrap_modules=(function, torch))
-    options = config.tracing_options(PlainModel())
+    config = PipelineConfig(PlainModel(), autowrap_functions=(math,), autowrap_modules=(function, torch))
+    options = config.tracing_options()
     assert (options.autowrap_functions, options.autowrap_modules) == ((function,), (math, torch))
 
 

@@ -15,14 +15,12 @@ from tests.support.models import make, padded_batch
 CASES: dict[str, Callable[[NxDPPModel, Path], Any]] = {
     "run_train": lambda wrapped, _: wrapped.run_train(**padded_batch(4)),
     "run_eval": lambda wrapped, _: wrapped.run_eval(**padded_batch(4)),
-    "train_step": lambda wrapped, _: wrapped._pipeline.train_step(padded_batch(4)),
-    "eval_step": lambda wrapped, _: wrapped._pipeline.eval_step(padded_batch(4)),
-    "train_samples": lambda wrapped, _: wrapped._pipeline.train_samples([padded_batch(2)] * 2),
-    "eval_samples": lambda wrapped, _: wrapped._pipeline.eval_samples([padded_batch(2)] * 2),
-    "train_microbatches": lambda wrapped, _: wrapped._pipeline.train_microbatches([padded_batch(2)] * 2),
-    "eval_microbatches": lambda wrapped, _: wrapped._pipeline.eval_microbatches([padded_batch(2)] * 2),
-    "mean_loss": lambda wrapped, _: wrapped._pipeline.mean_loss([torch.ones(())]),
-    "average_gradients": lambda wrapped, _: wrapped._pipeline.average_gradients(),
+    "train_samples": lambda wrapped, _: wrapped.steps.train_samples([padded_batch(2)] * 2),
+    "eval_samples": lambda wrapped, _: wrapped.steps.eval_samples([padded_batch(2)] * 2),
+    "train_microbatches": lambda wrapped, _: wrapped.steps.train_microbatches([padded_batch(2)] * 2),
+    "eval_microbatches": lambda wrapped, _: wrapped.steps.eval_microbatches([padded_batch(2)] * 2),
+    "mean_loss": lambda wrapped, _: wrapped.steps.mean_loss([torch.ones(())]),
+    "average_gradients": lambda wrapped, _: wrapped.steps.average_gradients(),
     "move_model_to_device": lambda wrapped, _: wrapped.move_model_to_device(),
     "save_pretrained": lambda wrapped, folder: save_pretrained(wrapped, folder),
     "an exchange of all ranks": lambda *_: [Exchange().gather(1), Exchange().from_first(lambda: 1)],
@@ -31,7 +29,7 @@ CASES: dict[str, Callable[[NxDPPModel, Path], Any]] = {
     ),
 }
 
-TRAINING_STEPS = ("run_train", "train_step", "train_samples", "train_microbatches")
+TRAINING_STEPS = ("run_train", "train_samples", "train_microbatches")
 
 
 @pytest.fixture(scope="module")

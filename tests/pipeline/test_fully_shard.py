@@ -261,7 +261,7 @@ def count(rank: int) -> dict[str, Any]:
         form = f"{case['schedule']}, {case['resharding']}"
         model, _ = wrapped(case, shards=True)
         model.run_train(**batch_of(0))
-        units: list[ShardedUnit] = model._pipeline.shards.units
+        units: list[ShardedUnit] = model.part.shards.units
         most = 0
 
         def watch(*_: Any, units: list[ShardedUnit] = units) -> None:

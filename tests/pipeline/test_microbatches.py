@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from nxdpp import Pipeline, PipelineConfig, parallel_state
+from nxdpp import NxDPPModel, parallel_state
 from tests.support.models import VOCABULARY, llama
 from tests.support.run_ranks import run_ranks
 
@@ -29,12 +29,12 @@ def train(rank: int, schedule: str) -> None:
     torch.manual_seed(0)
     model = llama(4)
     whole = copy.deepcopy(model)
-    pipeline = Pipeline(model, PipelineConfig(num_microbatches=3, schedule=schedule))
+    pipeline = NxDPPModel(model, num_microbatches=3, schedule=schedule)
     for items in (None, 40.0):
         for given in (microbatches(lengths, items) for lengths in STEPS):
             model.zero_grad()
             whole.zero_grad()
-            losses = pipeline.train_microbatches(given)
+            losses = pipeline.steps.train_microbatches(given)
             expected = [whole(**each, use_cache=False).loss for each in given]
             for loss in expected:
                 (loss / len(expected) if items is None else loss).backward()
@@ -42,8 +42,8 @@ def train(rank: int, schedule: str) -> None:
             _assert_gradients(pipeline, whole)
             for loss in expected:
                 loss.detach_()
-            _assert_equal(pipeline.eval_microbatches(given), expected)
-            outputs = pipeline.eval_microbatches(given, outputs=True)
+            _assert_equal(pipeline.steps.eval_microbatches(given), expected)
+            outputs = pipeline.steps.eval_microbatches(given, outputs=True)
             for output, each in zip(outputs, given, strict=True):
                 assert torch.equal(output.logits, whole(**each, use_cache=False).logits)
 
@@ -52,7 +52,7 @@ def _assert_equal(losses: list[torch.Tensor], expected: list[torch.Tensor], fact
     assert [float(loss) for loss in losses] == [float(loss.detach() * factor) for loss in expected]
 
 
-def _assert_gradients(pipeline: Pipeline, whole: torch.nn.Module) -> None:
+def _assert_gradients(pipeline: NxDPPModel, whole: torch.nn.Module) -> None:
     expected = dict(whole.named_parameters())
     for name, parameter in pipeline.local_module.named_parameters():
         torch.testing.assert_close(parameter.grad, expected[name].grad, atol=1e-7, rtol=0)
@@ -65,11 +65,11 @@ def test_numbers_and_sizes_may_differ_from_step_to_step(schedule: str) -> None:
 
 def with_a_written_schedule(rank: int) -> str:
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
-    pipeline = Pipeline(llama(4), PipelineConfig(schedule=[["0F0", "0B0"], ["1F0", "1B0"]]))
-    pipeline.train_microbatches(microbatches([5]))
-    assert len(pipeline.eval_microbatches(microbatches([5, 6]))) == 2
+    pipeline = NxDPPModel(llama(4), schedule=[["0F0", "0B0"], ["1F0", "1B0"]])
+    pipeline.steps.train_microbatches(microbatches([5]))
+    assert len(pipeline.steps.eval_microbatches(microbatches([5, 6]))) == 2
     with pytest.raises(ValueError, match="microbatch") as refused:
-        pipeline.train_microbatches(microbatches([5, 5]))
+        pipeline.steps.train_microbatches(microbatches([5, 5]))
     return str(refused.value)
 
 
@@ -80,7 +80,7 @@ def test_a_written_schedule_trains_its_own_number() -> None:
 
 def of_other_numbers(rank: int) -> None:
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
-    Pipeline(llama(4), PipelineConfig()).train_microbatches(microbatches([5] * (rank + 1)))
+    NxDPPModel(llama(4)).steps.train_microbatches(microbatches([5] * (rank + 1)))
 
 
 def test_ranks_with_other_numbers_are_named() -> None:
@@ -90,12 +90,12 @@ def test_ranks_with_other_numbers_are_named() -> None:
 
 def replica_that_leaves_a_step_out(rank: int) -> None:
     parallel_state.initialize_model_parallel()
-    pipeline = Pipeline(llama(2), PipelineConfig())
-    pipeline.train_microbatches(microbatches([5]))
+    pipeline = NxDPPModel(llama(2))
+    pipeline.steps.train_microbatches(microbatches([5]))
     if rank == 1:
         with pytest.raises(ValueError, match="was given none"):
-            pipeline.train_microbatches([])
-    pipeline.train_microbatches(microbatches([5]))
+            pipeline.steps.train_microbatches([])
+    pipeline.steps.train_microbatches(microbatches([5]))
 
 
 @pytest.mark.one_python
@@ -107,10 +107,10 @@ def test_replicas_in_different_steps_average_nothing() -> None:
 def test_no_microbatches_are_refused() -> None:
     parallel_state.initialize_model_parallel()
     try:
-        pipeline = Pipeline(llama(2), PipelineConfig())
+        pipeline = NxDPPModel(llama(2))
         with pytest.raises(ValueError, match="at least one microbatch, and was given none"):
-            pipeline.train_microbatches([])
+            pipeline.steps.train_microbatches([])
         with pytest.raises(ValueError, match="the model returns no loss for these inputs: give labels"):
-            pipeline.eval_microbatches([{"input_ids": torch.ones(1, 4, dtype=torch.long)}])
+            pipeline.steps.eval_microbatches([{"input_ids": torch.ones(1, 4, dtype=torch.long)}])
     finally:
         parallel_state.destroy_model_parallel()

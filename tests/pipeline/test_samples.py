@@ -10,7 +10,8 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from transformers.modeling_outputs import SequenceClassifierOutput
 
-from nxdpp import Pipeline, PipelineConfig, parallel_state
+from nxdpp import NxDPPModel, parallel_state
+from nxdpp.pipeline.config import PipelineConfig
 from nxdpp.tracing.values.nested import leaves_of
 from tests.pipeline.runtime.scheduled_models import Chain
 from tests.support.plain_models import WIDTH
@@ -74,9 +75,9 @@ def assert_trains_alike(
     """Assert that outputs and gradients of two steps are those of one process to the last bit, on this rank."""
     model = make_model()
     whole = copy.deepcopy(model)
-    pipeline = Pipeline(model, PipelineConfig(num_microbatches=len(given), **settings))
+    pipeline = NxDPPModel(model, num_microbatches=len(given), **settings)
     for _ in range(2):
-        ours = pipeline.train_samples(given, transform)
+        ours = pipeline.steps.train_samples(given, transform)
         theirs = [whole(**sample) for sample in given]
         for number, output in enumerate(theirs):
             loss = loss_of(output)
@@ -88,7 +89,7 @@ def assert_trains_alike(
         assert_equal(parameter.grad, expected[name].grad)
     whole.eval()
     pipeline.original_module.eval()
-    assert_equal(pipeline.eval_samples(given), [whole(**sample) for sample in given])
+    assert_equal(pipeline.steps.eval_samples(given), [whole(**sample) for sample in given])
 
 
 def assert_equal(ours: Any, theirs: Any) -> None:
@@ -121,10 +122,10 @@ def test_the_marked_loss_is_taken(one_rank: None) -> None:
         return Several(lambda loss, out, first: (out, loss))
 
     model = make_model()
-    pipeline = Pipeline(
-        model, PipelineConfig(num_microbatches=SAMPLES, virtual_pipeline_size=2, output_loss_value_spec=(False, True))
+    pipeline = NxDPPModel(
+        model, num_microbatches=SAMPLES, virtual_pipeline_size=2, output_loss_value_spec=(False, True)
     )
-    outputs = pipeline.train_samples(samples())
+    outputs = pipeline.steps.train_samples(samples())
 
     assert [out.shape for out, _ in outputs] == [(2, 1)] * SAMPLES
     assert model.get_parameter("embedding.weight").grad is not None
@@ -142,9 +143,8 @@ def test_gradients_are_those_of_the_sum(one_rank: None) -> None:
     assert_trains_alike(lambda: make("a tuple"), samples(), **settings, check_against_module="first")
     model = make("a loss")
     whole = copy.deepcopy(model)
-    losses = Pipeline(model, PipelineConfig(num_microbatches=SAMPLES, **settings)).train_step(
-        {"x": torch.cat([sample["x"] for sample in samples()])}
-    )
+    wrapped = NxDPPModel(model, num_microbatches=SAMPLES, return_mb_loss=True, **settings)
+    losses = wrapped.run_train(x=torch.cat([sample["x"] for sample in samples()]))
     expected = [whole(**sample) for sample in samples()]
     sum(expected).backward()
     assert losses == expected
@@ -164,13 +164,13 @@ def test_gradients_are_those_of_the_sum(one_rank: None) -> None:
 )
 def test_other_reductions_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        PipelineConfig(**settings).check(make("a loss"))
+        PipelineConfig(make("a loss"), **settings).check()
 
 
 def test_samples_that_do_not_count_give_zeros(one_rank: None) -> None:
     model = make("a loss")
-    pipeline = Pipeline(model, PipelineConfig(num_microbatches=SAMPLES, virtual_pipeline_size=2))
-    outputs = pipeline.train_samples(samples(), lambda number, loss: loss * 0.0)
+    pipeline = NxDPPModel(model, num_microbatches=SAMPLES, virtual_pipeline_size=2)
+    outputs = pipeline.steps.train_samples(samples(), lambda number, loss: loss * 0.0)
 
     assert all(loss > 0 for loss in outputs)
     for parameter in model.parameters():
@@ -188,11 +188,11 @@ REFUSED: list[tuple[Any, type[Exception], str]] = [
 
 @pytest.mark.parametrize(("given", "kind", "message"), REFUSED)
 def test_other_samples_are_refused(given: Any, kind: type[Exception], message: str, one_rank: None) -> None:
-    pipeline = Pipeline(make("a loss"), PipelineConfig(num_microbatches=SAMPLES, virtual_pipeline_size=2))
-    for call in (pipeline.train_samples, pipeline.eval_samples):
+    pipeline = NxDPPModel(make("a loss"), num_microbatches=SAMPLES, virtual_pipeline_size=2)
+    for call in (pipeline.steps.train_samples, pipeline.steps.eval_samples):
         with pytest.raises(kind, match=message):
             call(given)
-    assert len(pipeline.train_samples(samples())) == SAMPLES
+    assert len(pipeline.steps.train_samples(samples())) == SAMPLES
 
 
 TRANSFORMS: list[Callable[[int, torch.Tensor], Any]] = [
@@ -204,15 +204,14 @@ TRANSFORMS: list[Callable[[int, torch.Tensor], Any]] = [
 
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_a_transform_that_gives_no_loss_is_refused(transform: Any, one_rank: None) -> None:
-    pipeline = Pipeline(make("a loss"), PipelineConfig(num_microbatches=SAMPLES, virtual_pipeline_size=2))
+    pipeline = NxDPPModel(make("a loss"), num_microbatches=SAMPLES, virtual_pipeline_size=2)
     with pytest.raises(ValueError, match=r"the transform of a loss must return a tensor of one element"):
-        pipeline.train_samples(samples(), transform)
+        pipeline.steps.train_samples(samples(), transform)
 
 
 def test_the_mean_over_labels_has_no_samples(one_rank: None) -> None:
-    config = PipelineConfig(num_microbatches=SAMPLES, loss_normalization="tokens", count_items_fn=len)
-    pipeline = Pipeline(make("a loss"), config)
-    for call in (pipeline.train_samples, pipeline.eval_samples):
+    pipeline = NxDPPModel(make("a loss"), num_microbatches=SAMPLES, loss_normalization="tokens", count_items_fn=len)
+    for call in (pipeline.steps.train_samples, pipeline.steps.eval_samples):
         with pytest.raises(ValueError, match=r"loss_normalization='tokens' makes one loss of all samples"):
             call(samples())
 
@@ -238,11 +237,10 @@ def over_replicas(rank: int) -> None:
     for at_once in (True, False):
         model = make("a loss")
         whole = copy.deepcopy(model)
-        config = PipelineConfig(num_microbatches=SAMPLES, virtual_pipeline_size=2, gradient_reduction="sum")
-        pipeline = Pipeline(model, config)
-        pipeline.train_samples(given[rank], average=at_once)
+        pipeline = NxDPPModel(model, num_microbatches=SAMPLES, virtual_pipeline_size=2, gradient_reduction="sum")
+        pipeline.steps.train_samples(given[rank], average=at_once)
         if not at_once:
-            pipeline.average_gradients()
+            pipeline.steps.average_gradients()
         expected = []
         for of_replica in given:
             whole.zero_grad()

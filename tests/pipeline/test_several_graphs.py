@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nxdpp import NxDPPModel, Pipeline, PipelineConfig, parallel_state
+from nxdpp import NxDPPModel, parallel_state
 from nxdpp.schedules.families.registry import FAMILIES
 from tests.pipeline.runtime.scheduled_models import Chain
 from tests.pipeline.test_mixed_samples import of_lengths
@@ -171,22 +171,21 @@ def test_split_inputs_may_differ_in_names_and_rows(ranks: int, stages: int) -> N
 def test_one_process_takes_them_too_and_the_first_step_can_be_compared(one_rank: None) -> None:  # noqa: F811
     model = make_optional()
     whole = copy.deepcopy(model)
-    config = PipelineConfig(
-        num_microbatches=4, virtual_pipeline_size=2, output_loss_value_spec=FIRST, check_against_module="first"
+    pipeline = NxDPPModel(
+        model, None, 4, virtual_pipeline_size=2, output_loss_value_spec=FIRST, check_against_module="first"
     )
-    pipeline = Pipeline(model, config)
-    losses = pipeline.train_microbatches(mixed("tiid"))
+    losses = pipeline.steps.train_microbatches(mixed("tiid"))
     assert losses == [whole(**each)[0] for each in mixed("tiid")]
     # Another number of microbatches, and another order.
-    losses = pipeline.train_microbatches(mixed("itl", 1))
+    losses = pipeline.steps.train_microbatches(mixed("itl", 1))
     assert losses == [whole(**each)[0] for each in mixed("itl", 1)]
 
 
 def other_graphs(rank: int, ranks: int, other: int) -> None:
     """Rank ``other`` has an image in another microbatch."""
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=ranks)
-    pipeline = Pipeline(make_optional(), PipelineConfig(num_microbatches=2, output_loss_value_spec=FIRST))
-    pipeline.train_microbatches(mixed("it" if rank == other else "ti"))
+    pipeline = NxDPPModel(make_optional(), num_microbatches=2, output_loss_value_spec=FIRST)
+    pipeline.steps.train_microbatches(mixed("it" if rank == other else "ti"))
 
 
 @pytest.mark.parametrize(("ranks", "other"), [(2, 1), (4, 2)])

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput
 
-from nxdpp import Pipeline, PipelineConfig, trace_layers
+from nxdpp import NxDPPModel, trace_layers
 from nxdpp.tracing.values.input_dicts import close_inputs, open_inputs
 from tests.pipeline.test_samples import assert_trains_alike, one_rank  # noqa: F401  # a fixture
 from tests.support.plain_models import WIDTH, Base
@@ -129,9 +129,9 @@ REFUSED: list[tuple[Any, str]] = [
 
 @pytest.mark.parametrize(("data", "message"), REFUSED)
 def test_other_kinds_are_refused(data: Any, message: str, one_rank: None) -> None:  # noqa: F811
-    pipeline = Pipeline(OfAPair(), PipelineConfig(num_microbatches=1, virtual_pipeline_size=2))
+    pipeline = NxDPPModel(OfAPair(), num_microbatches=1, virtual_pipeline_size=2)
     with pytest.raises(TypeError, match=message):
-        pipeline.train_samples([{"data": data}])
+        pipeline.steps.train_samples([{"data": data}])
 
 
 def test_samples_may_have_other_structures(one_rank: None) -> None:  # noqa: F811

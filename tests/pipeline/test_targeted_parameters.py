@@ -92,7 +92,7 @@ def train(rank: int, stages: int, cases: tuple[Case, ...], folder: Path) -> list
         module = model_of(case)
         model = wrapped(case, module)
         optimizer = optimizer_of(model.local_parameters())
-        changes, known = model._pipeline.part.changes, 0
+        changes, known = model.part.changes, 0
         numbers: dict[str, torch.Tensor] = {}
         for step in range(STEPS):
             optimizer.zero_grad()

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 
 from nxdpp import NxDPPModel, parallel_state
-from nxdpp.pipeline.config import PipelineConfig
 from nxdpp.ranks.known_keywords import knows_its_keywords
 from tests.support.traced_models import PlainModel
 
@@ -26,9 +25,6 @@ def test_constructors(name: str, meant: str) -> None:
     with pytest.raises(TypeError) as caught:
         NxDPPModel(PlainModel(), **unknown)
     assert str(caught.value) == f"NxDPPModel {message}NxDPPModel) has its arguments."
-    with pytest.raises(TypeError) as caught:
-        PipelineConfig(**unknown)
-    assert str(caught.value) == f"PipelineConfig {message}PipelineConfig) has its arguments."
 
 
 def test_two_at_once_and_functions() -> None:

@@ -33,8 +33,8 @@ def assert_exact(
     if cuts is None:
         pipeline = InProcessPipeline(model, stages, parts[0], transformer_layer_cls=layer_class)
     else:
-        config = PipelineConfig(pipeline_cuts=cuts, transformer_layer_cls=layer_class)
-        options = config.tracing_options(model)
+        config = PipelineConfig(model, layer_class, pipeline_cuts=cuts)
+        options = config.tracing_options()
         pipeline = InProcessPipeline(model, len(cuts) + 1, parts[0], options, policy=GivenCuts(cuts))
     for training in (True, False):
         model.train(training).zero_grad()

@@ -134,7 +134,7 @@ def milliseconds_around_the_engine(layers: int, steps: int = 25) -> tuple[float,
             after.append(end - left)
     finally:
         Engine.run = run  # type: ignore[method-assign]  # as above
-    look = wrapped._pipeline.part.changes.look
+    look = wrapped.part.changes.look
     for _ in range(steps):
         begin = time.thread_time_ns()
         look()

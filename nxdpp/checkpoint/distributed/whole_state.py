@@ -57,7 +57,7 @@ def gather_state_dict(model: nn.Module | WrappedModel) -> dict[str, torch.Tensor
     device counts as one that the rank does not have.
 
     Args:
-        model: an ``NxDPPModel`` or a ``Pipeline``, or a module in the memory of each rank. Its parameters may be
+        model: an ``NxDPPModel``, or a module in the memory of each rank. Its parameters may be
             divided over the tensor-parallel ranks (``tensor_parallelize``, ``ColumnParallelLinear``).
 
     Raises:

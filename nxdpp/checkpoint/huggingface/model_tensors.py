@@ -19,7 +19,7 @@ _WRAPPERS = re.compile(r"\b(_checkpoint_wrapped_module|_orig_mod)\.")
 
 
 class WrappedModel(Protocol):
-    """The attributes of an ``NxDPPModel`` or a ``Pipeline`` that loading and saving need."""
+    """The attributes of an ``NxDPPModel`` that loading and saving need."""
 
     original_module: nn.Module
     local_module: nn.Module
@@ -82,7 +82,7 @@ def check_wrapped(model: WrappedModel, function: str) -> None:
     """Raise ``TypeError`` if ``model`` is not wrapped."""
     if isinstance(model, type) or not hasattr(model, "replace_local_tensors"):
         raise TypeError(
-            f"{function} is for an NxDPPModel or a Pipeline, not for a {type(model).__name__}: wrap the model "
+            f"{function} is for an NxDPPModel, not for a {type(model).__name__}: wrap the model "
             f"first, or use the method of the model."
         )
 

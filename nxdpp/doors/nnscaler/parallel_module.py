@@ -3,7 +3,7 @@
 ::
 
     ParallelModule   _parameters _buffers _modules   are shared by  ▶ part   module, tensor-parallel or not, or the
-                                                                             local module of a Pipeline
+                                                                             local module of an NxDPPModel
 """
 
 import warnings
@@ -27,8 +27,7 @@ from nxdpp.doors.nnscaler.unit_layout import UnitLayout
 from nxdpp.doors.nnscaler.unwritten import UnwrittenTensors
 from nxdpp.ground.torch_names import LOAD_OWN, MOVE, NON_PERSISTENT, REGISTRIES, REPLICATED_BY_TORCH
 from nxdpp.pipeline.activation_checkpoint import apply_checkpoint
-from nxdpp.pipeline.config import PipelineConfig
-from nxdpp.pipeline.pipeline import Pipeline
+from nxdpp.pipeline.model import NxDPPModel
 from nxdpp.tensor.models.parallelize import tensor_parallelize
 
 # Modules keep their parts in these dictionaries; a ParallelModule shares the ones of its part.
@@ -55,6 +54,7 @@ class ParallelModule(nn.Module):
     _part: nn.Module
     _whole: nn.Module
     _norms: list[nn.Module]
+    _pipeline: NxDPPModel[bool, bool] | None
 
     def __init__(self, init_params: bool = True) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class ParallelModule(nn.Module):
             )
         layout = self._layout
         self._sample_name = sample_name(source.kind)
-        self._pipeline: Pipeline | None = None
+        self.__dict__["_pipeline"] = None
         module = source.make(layout.is_pipeline)
         self.training = module.training
         parts = self._divide(module)
@@ -103,20 +103,20 @@ class ParallelModule(nn.Module):
         if not layout.is_pipeline:
             return module
         assert layout.microbatches is not None
-        self._pipeline = Pipeline(
+        pipeline: NxDPPModel[bool, bool] = NxDPPModel(
             module,
-            PipelineConfig(
-                num_microbatches=layout.microbatches,
-                virtual_pipeline_size=layout.chunks,
-                schedule=layout.schedule,
-                transformer_layer_cls=layer_classes or None,
-                autowrap_functions=registered_functions(),
-                pipeline_cuts=list(layout.cuts),
-                input_names=[self._sample_name],
-                gradient_reduction="sum",
-            ),
+            num_microbatches=layout.microbatches,
+            virtual_pipeline_size=layout.chunks,
+            schedule=layout.schedule,
+            transformer_layer_cls=layer_classes or None,
+            autowrap_functions=registered_functions(),
+            pipeline_cuts=list(layout.cuts),
+            input_names=[self._sample_name],
+            gradient_reduction="sum",
         )
-        return self._pipeline.local_module
+        # Not a submodule either.
+        self.__dict__["_pipeline"] = pipeline
+        return pipeline.local_module
 
     @property
     def compute_config(self) -> ComputeConfig:
@@ -192,7 +192,7 @@ class ParallelModule(nn.Module):
         with self._calls.verified(samples, self.training):
             self.zero_grad()
             if self._pipeline is not None:
-                return self._pipeline.train_samples(self._named(samples), transform, average=False)
+                return self._pipeline.steps.train_samples(self._named(samples), transform, average=False)
             outputs = []
             for number, sample in enumerate(samples):
                 output = self._part(sample)
@@ -209,7 +209,7 @@ class ParallelModule(nn.Module):
         self._check_samples(samples)
         with self._calls.verified(samples, is_training=False):
             if self._pipeline is not None:
-                return self._pipeline.eval_samples(self._named(samples))
+                return self._pipeline.steps.eval_samples(self._named(samples))
             with torch.no_grad():
                 return [self._part(sample) for sample in samples]
 
@@ -298,14 +298,14 @@ class ParallelModule(nn.Module):
         self._unwritten.take_loaded(state_dict, prefix)
         if self._pipeline is not None:
             # The next step compares the values of the replicas again.
-            self._pipeline.load_state_dict({}, strict=False, assign=False)
+            self._pipeline.load_state_dict({}, strict=False)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
         unwritten = self._unwritten.unwritten()
         MOVE.of(self._part)(fn, recurse)
         self._unwritten.follow_move(unwritten)
         if self._pipeline is not None:
-            self._pipeline.follow()
+            self._pipeline.part.follow()
         return self
 
 

@@ -11,8 +11,8 @@ from nxdpp.doors.nnscaler.compute_config import INFERENCE_SCHEDULERS, ComputeCon
 from nxdpp.doors.nnscaler.generic_plan import plan_for
 from nxdpp.doors.nnscaler.registered_functions import registered_functions
 from nxdpp.doors.nnscaler.unit_layout import UnitLayout
-from nxdpp.pipeline.config import PipelineConfig
 from nxdpp.planning.traced_layers import TracedLayers, trace_layers
+from nxdpp.schedules.chosen import ChosenSchedule
 
 # ``1f1b_plus`` is ``1f1b`` where no stage is on all ranks.
 _OURS = {
@@ -276,7 +276,7 @@ def known_schedule(scheduler: str) -> str:
         raise ValueError(f'pipeline_scheduler={scheduler!r} {_REFUSED[scheduler]}, which nxdpp does not: use "1f1b"')
     name = _OURS.get(scheduler, scheduler)
     try:
-        PipelineConfig(schedule=name).choose_schedule(1)
+        ChosenSchedule(name, 1, 1, 1)
     except ValueError as error:
         raise ValueError(
             f"pipeline_scheduler={scheduler!r}: {error} nnScaler's names are {', '.join((*_OURS, *_REFUSED))}"
@@ -301,7 +301,7 @@ def _schedule_of(
     if name == "interleaved" and chunks == 1:
         name = "1f1b"
     try:
-        chosen = PipelineConfig(microbatches, chunks, name).choose_schedule(ranks)
+        chosen = ChosenSchedule(name, ranks, microbatches, chunks)
     except ValueError as error:
         raise ValueError(
             f"pipeline_scheduler={scheduler!r} with {counted(stages, 'stage')} on {counted(ranks, 'rank')}: {error}"

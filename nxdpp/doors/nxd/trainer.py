@@ -14,7 +14,7 @@ from nxdpp.doors.nxd.model import NxDModel
 from nxdpp.doors.random_states import all_random_states, set_all_random_states
 from nxdpp.initialization.init_on_device import init_on_device
 from nxdpp.pipeline.activation_checkpoint import apply_checkpoint
-from nxdpp.pipeline.local.part import LocalPart
+from nxdpp.pipeline.local.part import Part
 from nxdpp.pipeline.model import NxDPPModel
 from nxdpp.ranks import parallel_state
 from nxdpp.ranks.faults import failure_watch
@@ -113,7 +113,7 @@ def _initialized(
     if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
         names = [name for name, _ in listings.named_parameters(module, remove_duplicate=False)]
         owners = {name: {0} for name in names}
-        LocalPart(module, owners, 0, (), torch.initial_seed(), param_init_fn).materialise()
+        Part(module, owners, 0, (), param_init_fn).materialise()
     if nxd_config["activation_checkpoint_config"] is not None:
         layers = layer_names(module, find_layer_classes(module, pipeline.get("transformer_layer_cls")))
         _checkpoint(LocalModules(module, module, layers), nxd_config["activation_checkpoint_config"])

@@ -198,7 +198,7 @@ class EvaluatingTrainer(Trainer):
             return microbatches
         given = [{**microbatch, "num_items_in_batch": float(items)} for microbatch in microbatches]
         if self._takes_items is None:
-            self._takes_items = self.pipelined.pipeline.takes_number_of_items(given[0])
+            self._takes_items = self.pipelined.steps.takes_number_of_items(given[0])
         return given if self._takes_items else microbatches
 
     @contextmanager
@@ -245,9 +245,9 @@ class EvaluatingTrainer(Trainer):
                 return [(None, None, None)] * len(prepared)
             shares = [self._share(rows, are_given) for rows in last]
             if loss_only:
-                means = [loss.mean() for loss in self.pipelined.pipeline.eval_microbatches(prepared)]
+                means = [loss.mean() for loss in self.pipelined.steps.eval_microbatches(prepared)]
                 return [(mean * share, None, None) for mean, share in zip(means, shares, strict=True)]
-            outputs = self.pipelined.pipeline.eval_microbatches(prepared, outputs=True)
+            outputs = self.pipelined.steps.eval_microbatches(prepared, outputs=True)
         results: list[Prediction] = []
         for output, label, rows, share in zip(outputs, labels, last, shares, strict=True):
             loss = None

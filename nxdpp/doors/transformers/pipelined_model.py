@@ -6,7 +6,6 @@ from typing import Any
 import torch
 
 from nxdpp.pipeline.model import NxDPPModel
-from nxdpp.pipeline.pipeline import Pipeline
 
 
 class TrainerModel(NxDPPModel):
@@ -23,17 +22,12 @@ class TrainerModel(NxDPPModel):
         The loss is their mean, or with ``num_items_in_batch`` the mean over these items, or the sum if ``are_summed``.
         Each loss is first multiplied by its weight, if there are ``weights``.
         Returns the share of each in the loss of the step, on all ranks of its pipeline: the loss is the sum of these.
-        Raises as ``Pipeline.train_microbatches`` does.
+        Raises as ``Steps.train_microbatches`` does.
         """
         factor = len(microbatches) if are_summed else 1
         scales = [weight * factor for weight in weights or [1.0] * len(microbatches)]
         if set(scales) == {1.0}:
-            losses = self._pipeline.train_microbatches(microbatches)
+            losses = self.steps.train_microbatches(microbatches)
         else:
-            losses = self._pipeline.train_microbatches(microbatches, lambda number, loss: loss * scales[number])
+            losses = self.steps.train_microbatches(microbatches, lambda number, loss: loss * scales[number])
         return [loss * scale / len(losses) for loss, scale in zip(losses, scales, strict=True)]
-
-    @property
-    def pipeline(self) -> Pipeline:
-        """The pipeline, whose microbatches may differ in sizes."""
-        return self._pipeline

@@ -208,7 +208,7 @@ class PipelineTrainer(SavingTrainer, EvaluatingTrainer, ControlledTrainer):
         steps_in_epoch, accumulated = values[5], args.gradient_accumulation_steps
         if short := steps_in_epoch % accumulated:
             try:
-                self.pipelined.pipeline.schedule.of(short * self._parts, train=True)
+                self.pipelined.steps.schedule.of(short * self._parts, train=True)
             except ValueError as error:
                 raise ValueError(
                     f"the batches of an epoch, {steps_in_epoch}, are no multiple of gradient_accumulation_steps="

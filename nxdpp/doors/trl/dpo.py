@@ -194,7 +194,7 @@ class PipelineDPOTrainer(DPOTrainer, ScoredTrainer):  # type: ignore[misc]  # TR
             del each["completion_mask"]
         reference = self.pipelined if self._reference is None else self._reference
         with self._without_adapters():
-            scores = reference.pipeline.eval_microbatches(inputs, outputs=True)
+            scores = reference.steps.eval_microbatches(inputs, outputs=True)
         logps = [self._logps(batch, own) for batch, own in zip(batches, scores, strict=True)]
         return [
             {**batch, _CHOSEN: chosen, _REJECTED: rejected}

@@ -121,9 +121,7 @@ class ScoredTrainer(PipelineTrainer):
         parts = [self._split(self._inputs_of(batch)) for batch in batches]
         microbatches = [part for of_batch in parts for part in of_batch]
         count = 1 if items is None else len(microbatches)
-        scores = iter(
-            self.pipelined.pipeline.train_microbatches(microbatches, lambda _, loss: loss * count, outputs=True)
-        )
+        scores = iter(self.pipelined.steps.train_microbatches(microbatches, lambda _, loss: loss * count, outputs=True))
         of_batches = [_joined([next(scores) for _ in of_batch]) for of_batch in parts]
         losses = self._measured(batches, of_batches, items)
         return losses if items is not None else [loss / len(losses) for loss in losses]
@@ -138,7 +136,7 @@ class ScoredTrainer(PipelineTrainer):
             )
         prepared = [self._prepare_inputs(batch) for batch in batches]
         with self.compute_loss_context_manager(), self.accelerator.autocast():
-            scores = self.pipelined.pipeline.eval_microbatches(list(map(self._inputs_of, prepared)), outputs=True)
+            scores = self.pipelined.steps.eval_microbatches(list(map(self._inputs_of, prepared)), outputs=True)
             count = len(prepared) - self._is_filled_up()
             losses = self._measured(prepared[:count], scores[:count], None)
             losses += [self._measured_last(*each) for each in zip(prepared[count:], scores[count:], strict=True)]

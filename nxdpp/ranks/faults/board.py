@@ -27,7 +27,7 @@ NO_ACTION = -1
 WORK_BEFORE = "work of its program on the device, before"
 """What a stream waits for that the program, and not nxdpp, has launched: a collective, or a long kernel."""
 
-TRAINING_STEPS = ("run_train", "run_train_microbatches", "train_step", "train_samples", "train_microbatches")
+TRAINING_STEPS = ("run_train", "run_train_microbatches", "train_samples", "train_microbatches")
 
 
 class Position(NamedTuple):

@@ -27,7 +27,6 @@ _NO_BACKWARD = (
 )
 _EVALUATIONS = {
     "run_eval": "run_train",
-    "eval_step": "train_step",
     "eval_samples": "train_samples",
     "eval_microbatches": "train_microbatches",
 }

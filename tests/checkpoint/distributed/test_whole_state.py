@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import nxdpp
-from nxdpp import NxDPPModel, Pipeline, PipelineConfig, parallel_state, tensor_parallelize
+from nxdpp import NxDPPModel, parallel_state, tensor_parallelize
 from nxdpp.tensor.layers import ColumnParallelLinear, ParallelEmbedding
 from nxdpp.tensor.modules.qkv_linear import GQAQKVColumnParallelLinear
 from tests.support.run_ranks import run_ranks
@@ -78,7 +78,7 @@ def _all_cases(rank: int) -> None:
     with _sizes(2, 2):
         for name in MODELS:
             _check(NxDPPModel(tensor_parallelize(MODELS[name]()), num_microbatches=2), name, rank)
-        _check(Pipeline(MODELS["llama"](), PipelineConfig(num_microbatches=2)), "llama", rank)
+        _check(NxDPPModel(MODELS["llama"](), num_microbatches=2), "llama", rank)
     with _sizes(2, 2, ("data", "pipeline", "tensor")):
         _check(NxDPPModel(tensor_parallelize(MODELS["llama"]()), num_microbatches=2), "llama", rank)
     with _sizes(4, 1):

@@ -395,7 +395,7 @@ def test_a_tied_weight_of_two_values(tmp_path: Path) -> None:
 
 def test_an_unwrapped_model_is_refused(single: Path) -> None:
     unwrapped: Any = make("llama")
-    with pytest.raises(TypeError, match=r"load_pretrained is for .* or a Pipeline, not for a LlamaForCausalLM"):
+    with pytest.raises(TypeError, match=r"load_pretrained is for an NxDPPModel, not for a LlamaForCausalLM"):
         load_pretrained(unwrapped, single)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from nxdpp import Pipeline, PipelineConfig, load_pretrained, parallel_state, save_pretrained
+from nxdpp import NxDPPModel, load_pretrained, parallel_state, save_pretrained
 from tests.checkpoint.huggingface.checkpointed_models import (
     NAMES,
     differing,
@@ -124,12 +124,12 @@ def test_only_the_first_replica_saves_under_the_usual_names(tmp_path: Path) -> N
 
 def save_and_load_without_a_wrapper(rank: int, folder: Path) -> list[str]:
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
-    save_pretrained(Pipeline(make("tied_llama"), PipelineConfig()), folder)
-    loaded = Pipeline(on_meta("tied_llama"), PipelineConfig())
+    save_pretrained(NxDPPModel(make("tied_llama")), folder)
+    loaded = NxDPPModel(on_meta("tied_llama"))
     with pytest.raises(RuntimeError, match=r"nxdpp\.load_pretrained\(model, directory\)"):
-        loaded.check_materialised()
+        loaded.part.check_materialised()
     load_pretrained(loaded, folder)
-    loaded.check_materialised()
+    loaded.part.check_materialised()
     return differing(loaded.local_module.state_dict(), make("tied_llama").state_dict())
 
 

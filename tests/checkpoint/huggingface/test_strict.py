@@ -303,8 +303,8 @@ def test_replicas_compare_the_seed_of_initial_weights(tmp_path: Path) -> None:
     first, last = (wrap_as(rank, 2, lambda: on_meta(make)) for rank in range(2))
     for model in (first, last):
         load_pretrained(model, tmp_path, strict=False)
-    assert first._pipeline.part.origin is None
-    assert last._pipeline.part.origin == f"initial weights from torch.initial_seed() {SEED}"
+    assert first.part.initial.origin is None
+    assert last.part.initial.origin == f"initial weights from torch.initial_seed() {SEED}"
 
 
 def train(rank: int, folder: Path) -> tuple[LoadReport, dict[str, torch.Tensor], list[float]]:

@@ -35,8 +35,8 @@ def _counts(rank: int) -> tuple[int, int, int]:
     def counted_backward(runner: StageRunner, microbatch: int) -> None:
         nonlocal half, trained
         backward(runner, microbatch)
-        assert model._pipeline.shards is not None
-        for unit in model._pipeline.shards.units if microbatch < 2 else ():
+        assert model.part.shards is not None
+        for unit in model.part.shards.units if microbatch < 2 else ():
             gradients = [each.grad for each in unit.whole_trained() if each.grad is not None]
             half += sum(gradient.dtype == torch.bfloat16 for gradient in gradients)
             trained += len(unit.whole_trained())

@@ -136,7 +136,7 @@ def first_layer(model: Any) -> Any:
 def _call_a_layer(model: Any) -> None:
     with pytest.raises(RuntimeError, match="DTensor"):
         first_layer(model)(torch.zeros(1, 5, HIDDEN, dtype=torch.float64))
-    assert not any(unit.is_whole for unit in model._pipeline.shards.units)
+    assert not any(unit.is_whole for unit in model.part.shards.units)
 
 
 def _load_whole(model: Any) -> None:
@@ -230,8 +230,8 @@ def abandoned(rank: int) -> bool:
     model = NxDPPModel(Model(), transformer_layer_cls=Layer, num_microbatches=2)
     nxdpp.fully_shard(model)
     model.move_model_to_device()
-    assert model._pipeline.shards is not None
-    unit = model._pipeline.shards.units[0]
+    assert model.part.shards is not None
+    unit = model.part.shards.units[0]
     stays = True
     if rank == 0:
         unit.start_gather()

@@ -18,8 +18,6 @@ from transformers import Trainer, TrainingArguments
 
 from nxdpp import NxDPPModel
 from nxdpp.integrations import PipelineTrainer
-from nxdpp.pipeline.config import PipelineConfig
-from nxdpp.pipeline.pipeline import Pipeline
 from tests.support.models import make, padded_batch, reference, train_in_one_process
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -170,13 +168,6 @@ def test_a_model_that_is_wrapped_already() -> None:
         NxDPPModel(wrapped.local_module)
     wrapped.run_train(**BATCH)
     trains_exactly(llama())
-
-    pipeline = Pipeline(llama(), PipelineConfig(num_microbatches=2))
-    with pytest.raises(TypeError, match=r"a Pipeline already. Use it as it is \(train_step\), or build"):
-        NxDPPModel(pipeline)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="a pipeline already"):
-        Pipeline(wrapped, PipelineConfig())
-    pipeline.train_step(BATCH)
 
 
 def test_a_compiled_model() -> None:

@@ -354,7 +354,7 @@ def test_optimizer_made_before_wrapping_is_refused_before_the_first_step_runs() 
     try:
         model = make("llama")
         early = torch.optim.AdamW(model.parameters())
-        part = NxDPPModel(model, num_microbatches=2)._pipeline.part
+        part = NxDPPModel(model, num_microbatches=2).part
         with pytest.raises(RuntimeError, match=r"AdamW, holds 20 parameters that are not this rank's .*after wrapping"):
             part.check_optimizers()
         del early

@@ -9,7 +9,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import nxdpp
-from nxdpp import NxDPPModel, Pipeline, PipelineConfig, parallel_state
+from nxdpp import NxDPPModel, parallel_state
+from nxdpp.pipeline.config import PipelineConfig
 from nxdpp.pipeline.loss.batch_loss import BatchLoss
 from tests.support.run_ranks import run_ranks
 
@@ -206,9 +207,9 @@ def _refused(rank: int) -> list[str]:
             NxDPPModel(own, **common, **wrong)
         assert not any(parameter.is_meta for parameter in own.parameters())
         messages.append(str(caught.value))
-    pipeline = Pipeline(module(), PipelineConfig(**common, **batched, schedule="gpipe"))
+    pipeline = NxDPPModel(module(), **common, **batched, schedule="gpipe")
     with pytest.raises(ValueError, match="loss_over") as caught:
-        pipeline.train_microbatches(_parts(batch()))
+        pipeline.steps.train_microbatches(_parts(batch()))
     return [*messages, str(caught.value)]
 
 
@@ -273,8 +274,8 @@ def test_outputs_without_rows_are_shared_or_refused() -> None:
 
 
 def test_a_copy_of_a_config_has_a_collector_of_its_own() -> None:
-    config = PipelineConfig(loss_fn=contrastive, loss_over="batch")
+    config = PipelineConfig(module(), loss_fn=contrastive, loss_over="batch")
 
     assert config.batch_loss is config.batch_loss
     assert copy.copy(config).loss_fn is contrastive
-    assert PipelineConfig(loss_fn=contrastive).batch_loss is None
+    assert PipelineConfig(module(), loss_fn=contrastive).batch_loss is None

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 
-from nxdpp import NxDPPModel, Pipeline, PipelineConfig, parallel_state
+from nxdpp import NxDPPModel, parallel_state
 from nxdpp.pipeline.loss.item_counts import number_of
 from tests.support.models import gradient_differences, make, microbatches, reference
 from tests.support.run_ranks import run_ranks
@@ -265,8 +265,8 @@ def check_with_outputs(model: Any, batch: dict[str, torch.Tensor]) -> None:
     given = microbatches(batch, 4)
     found = []
     for outputs in (False, True):
-        pipeline = Pipeline(copy.deepcopy(model), PipelineConfig(loss_normalization="tokens"))
-        pipeline.train_microbatches(given, outputs=outputs)
+        pipeline = NxDPPModel(copy.deepcopy(model), loss_normalization="tokens")
+        pipeline.steps.train_microbatches(given, outputs=outputs)
         found.append([each.grad for each in pipeline.local_module.parameters()])
     assert all(torch.equal(*each) for each in zip(*found, strict=True))
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from nxdpp import NxDPPModel, PipelineConfig, parallel_state
+from nxdpp import NxDPPModel, parallel_state
 from nxdpp.pipeline.microbatches.batch_dimension import dimensions_of, output_dimension
 from nxdpp.pipeline.microbatches.split_batch import split_batch
 from tests.support.run_ranks import run_ranks
@@ -237,4 +237,3 @@ def test_dimensions_of_inputs_and_outputs() -> None:
     assert output_dimension(torch.ones(2, 2), {"x": 1, "return": 0}, 2) == 0
     with pytest.raises(ValueError, match="along none of the dimensions"):
         output_dimension(torch.ones(7, 7), 1, 2)
-    assert PipelineConfig(batch_dimension=1).batch_dimension == 1

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from nxdpp import NxDPPModel, Pipeline, PipelineConfig, parallel_state
+from nxdpp import NxDPPModel, parallel_state
 from tests.support.run_ranks import run_ranks
 
 ROWS, WIDTH = 8, 8
@@ -157,11 +157,11 @@ def other_times(rank: int, ranks: int) -> list[str]:
     given.run_train_microbatches([inputs])
     given.run_train_microbatches(parts)
     given.run_train_microbatches(parts)
-    samples = Pipeline(build(CASES["batch norm"][0]), PipelineConfig(num_microbatches=2, **common))
-    samples.train_samples(parts)
+    samples = NxDPPModel(build(CASES["batch norm"][0]), num_microbatches=2, **common)
+    samples.steps.train_samples(parts)
     # The call of PipelineTrainer.
-    trained = Pipeline(build(CASES["batch norm"][0]), PipelineConfig(num_microbatches=2, **common))
-    trained.train_microbatches(parts)
+    trained = NxDPPModel(build(CASES["batch norm"][0]), num_microbatches=2, **common)
+    trained.steps.train_microbatches(parts)
     return [text for text in texts if " in training (" in text]
 
 

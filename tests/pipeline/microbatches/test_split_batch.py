@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from nxdpp import NxDPPModel, PipelineConfig
+from nxdpp import NxDPPModel
+from nxdpp.pipeline.config import PipelineConfig
 from nxdpp.pipeline.microbatches.split_batch import split_batch
 from tests.support.models import llama
 from tests.support.run_ranks import run_ranks
@@ -151,7 +152,7 @@ def test_other_results_of_the_function_are_refused(function: Any, kind: type[Exc
 
 def test_shared_inputs_that_cannot_be_are_refused() -> None:
     def check(**settings: Any) -> None:
-        PipelineConfig(transformer_layer_cls="Linear", **settings).check(Packed())
+        PipelineConfig(Packed(), "Linear", **settings).check()
 
     check(shared_inputs=["sequence", "x['inner']"])
     with pytest.raises(ValueError, match=r"shared_inputs: Packed.forward takes no \['sequences'\]"):
@@ -170,4 +171,4 @@ def test_a_transformers_model_has_a_part_for_each_row() -> None:
 
 def test_a_value_that_is_no_function_is_refused() -> None:
     with pytest.raises(TypeError, match="split_inputs_fn='rows' must be a function"):
-        PipelineConfig(split_inputs_fn="rows", transformer_layer_cls="Linear").check(Packed())  # type: ignore[arg-type]
+        PipelineConfig(Packed(), "Linear", split_inputs_fn="rows").check()  # type: ignore[arg-type]

@@ -8,8 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from nxdpp import NxDPPModel, PipelineConfig, parallel_state
+from nxdpp import NxDPPModel, parallel_state
 from nxdpp.pipeline.arguments import check_auto_partition, check_partition
+from nxdpp.pipeline.config import PipelineConfig
 from tests.support.models import (
     gradient_differences,
     llama,
@@ -114,8 +115,8 @@ def test_layers_of_tensor_ranks_are_not_measured_on_one_rank(monkeypatch: pytest
     batch = {"x": torch.empty(4, 4, device="meta")}
     module = Sleepers(Slow(), Slow())
     with pytest.raises(ValueError, match="over 2 tensor-parallel ranks do not run there alone"):
-        PipelineConfig(transformer_layer_cls=Slow, partition="profiled", partition_batch=batch).check(module)
-    PipelineConfig(transformer_layer_cls=Slow, partition="balanced", partition_batch=batch).check(module)
+        PipelineConfig(module, Slow, partition="profiled", partition_batch=batch).check()
+    PipelineConfig(module, Slow, partition="balanced", partition_batch=batch).check()
 
 
 def limit_memory(rank: int) -> tuple[list[str], list[str]]:

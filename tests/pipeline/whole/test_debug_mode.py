@@ -51,7 +51,7 @@ def describe(name: str, on_meta: bool, virtual_pipeline_size: int) -> dict[str, 
         "cuts": wrapped.pipeline_cuts,
         "layers": (wrapped.layers, wrapped.stage_layers),
         "stages": (wrapped.rank, wrapped.stages, wrapped.local_stages, wrapped.holds_last_stage),
-        "ties": wrapped._pipeline.part.tied._weights,
+        "ties": wrapped.part.tied._weights,
     }
 
 

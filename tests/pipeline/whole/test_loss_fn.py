@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nxdpp import NxDPPModel, Pipeline, PipelineConfig, parallel_state
+from nxdpp import NxDPPModel, parallel_state
 from tests.support.models import gradient_differences, make, padded_batch, reference
 from tests.support.run_ranks import run_ranks
 
@@ -274,10 +274,9 @@ def test_a_function_may_divide_by_the_number_of_items() -> None:
 
 @pytest.mark.usefixtures("one_rank")
 def test_samples_have_their_outputs() -> None:
-    config = PipelineConfig(num_microbatches=2, loss_fn=F.cross_entropy)
-    pipeline = Pipeline(Classifier(), config)
+    pipeline = NxDPPModel(Classifier(), num_microbatches=2, loss_fn=F.cross_entropy)
     samples = parts_of(classes(4, "target"), 2)
-    outputs = pipeline.train_samples(samples)
+    outputs = pipeline.steps.train_samples(samples)
     whole = Classifier()
     for output, sample in zip(outputs, samples, strict=True):
         assert torch.equal(output, whole(sample["x"]))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from nxdpp import NxDPPModel, Pipeline, PipelineConfig, parallel_state
+from nxdpp import NxDPPModel, parallel_state
 from nxdpp.gradients import buckets
 from nxdpp.pipeline.backward.structure import HOOKS_ARE_SHOWN
 from tests.support.models import gradient_differences, make, padded_batch, reference, train_in_one_process
@@ -183,7 +183,7 @@ def late_contribution(rank: int) -> None:
     batch = padded_batch(4, length=6)
     wrapped = NxDPPModel(make("llama", layers=2), num_microbatches=2)
     wrapped.run_train(**own(batch))
-    average: Any = wrapped._pipeline._replicas._overlapped
+    average: Any = wrapped.steps.replicas._overlapped
     parameters = list(wrapped.local_parameters())
     average.begin(parameters, [], [], lambda order: lambda: True)
     average.before_last(0)
@@ -217,21 +217,22 @@ def sums(rank: int) -> None:
     """Sums over microbatches and replicas are four times the means, bit for bit: 4 is a power of 2."""
     batch, model = padded_batch(4, length=6), make("tied_llama", layers=2)
     mean, total = (
-        Pipeline(copy.deepcopy(model), PipelineConfig(num_microbatches=2, gradient_reduction=kind))
-        for kind in ("mean", "sum")
+        NxDPPModel(copy.deepcopy(model), num_microbatches=2, gradient_reduction=kind) for kind in ("mean", "sum")
     )
     for step in range(3):
         for pipeline in (mean, total):
             pipeline.local_module.zero_grad()
-            pipeline.train_step(own(batch), average=step < 2)
+            with contextlib.nullcontext() if step < 2 else pipeline.no_sync():
+                pipeline.run_train(**own(batch))
             if step == 2:
-                pipeline.average_gradients()
+                pipeline.steps.average_gradients()
         expected = {name: 4 * p.grad for name, p in mean.local_module.named_parameters() if p.grad is not None}
         assert expected.keys() == dict(mean.local_module.named_parameters()).keys()
         assert_equal({name: p.grad for name, p in total.local_module.named_parameters()}, {**expected})
     total.local_module.zero_grad()
-    total.train_step(own(batch), average=False)
-    total.train_step(own(batch), average=True)
+    with total.no_sync():
+        total.run_train(**own(batch))
+    total.run_train(**own(batch))
     for name, parameter in total.local_module.named_parameters():
         assert parameter.grad is not None
         torch.testing.assert_close(parameter.grad, 2 * expected[name], msg=name)
@@ -296,9 +297,9 @@ def test_no_sync_on_one_rank_of_a_pipeline_is_refused() -> None:
 
 def second_sum(rank: int) -> None:
     parallel_state.initialize_model_parallel()
-    pipeline = Pipeline(make("llama", layers=2), PipelineConfig(num_microbatches=1, gradient_reduction="sum"))
+    pipeline = NxDPPModel(make("llama", layers=2), num_microbatches=1, gradient_reduction="sum")
     for _ in range(2):
-        pipeline.train_step(own(padded_batch(2, length=6)), average=True)
+        pipeline.run_train(**own(padded_batch(2, length=6)))
 
 
 def test_a_second_sum_of_the_same_gradients_is_refused() -> None:

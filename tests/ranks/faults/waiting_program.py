@@ -136,7 +136,7 @@ def main() -> None:
             optimizer.zero_grad()
         model.run_eval(input_ids=ids, labels=ids)
         half = {"input_ids": ids[:_MICROBATCHES], "labels": ids[:_MICROBATCHES]}
-        model._pipeline.eval_microbatches([half] * _MICROBATCHES, outputs=True)
+        model.steps.eval_microbatches([half] * _MICROBATCHES, outputs=True)
         nxdpp.save_checkpoint(str(folder / "out"), "1", model=model, optimizer=optimizer)
         nxdpp.load_checkpoint(str(folder / "out"), "1", model=model, optimizer=optimizer)
         nxdpp.gather_state_dict(model)

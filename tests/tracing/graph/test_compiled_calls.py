@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from nxdpp import PipelineConfig, apply_checkpoint
+from nxdpp import apply_checkpoint
+from nxdpp.pipeline.config import PipelineConfig
 from nxdpp.tracing.graph.errors import TracingError
 from tests.support.exact import assert_exact
 from tests.support.in_process import InProcessPipeline
@@ -208,11 +209,11 @@ def test_modules_of_torchscript_are_refused_with_a_remedy(place: str) -> None:
     else:
         model.head = torch.jit.script(model.head)
     with pytest.raises(TypeError, match=rf"^{place}.* is a module of TorchScript.* Give the Python module"):
-        PipelineConfig().check(model)
+        PipelineConfig(model).check()
     # The remedy of the message.
     compiled_layers: Any = [torch.compile(layer, backend="eager") for layer in plain.layers]
     plain.layers = nn.ModuleList(compiled_layers)
-    PipelineConfig().check(plain)
+    PipelineConfig(plain).check()
     assert_exact(PlainModel(), {"x": X}, PlainLayer)
 
 

@@ -1,4 +1,4 @@
-"""Pipeline: construction from a configuration, and steps without NxD's names."""
+"""Partitions by a function of the graph, and inputs without names."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,7 +8,6 @@ import torch
 
 from nxdpp import NxDPPModel, parallel_state
 from nxdpp.pipeline.config import PipelineConfig
-from nxdpp.pipeline.pipeline import Pipeline
 from nxdpp.tracing.graph.trace import TracedGraph
 from tests.support.models import make, padded_batch, reference, train_in_one_process
 from tests.support.run_ranks import run_ranks
@@ -23,18 +22,17 @@ def train(rank: int) -> tuple[list[torch.Tensor], bool, list[str]]:
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
     model = make("llama")
     whole = reference(model)
-    pipeline = Pipeline(model, PipelineConfig(num_microbatches=2, partition=two_layers_on_the_last))
+    pipeline = NxDPPModel(model, num_microbatches=2, partition=two_layers_on_the_last, return_mb_loss=True)
     batch = padded_batch(4)
     with torch.no_grad(), pytest.raises(RuntimeError, match=r"^training needs gradients, and they are off"):
-        pipeline.train_step(batch)
-    losses = pipeline.train_step(batch)
-    evaluation = pipeline.eval_step(batch)
-    assert evaluation.losses is not None
-    assert len(evaluation.losses) == len(losses)
+        pipeline.run_train(**batch)
+    losses = pipeline.run_train(**batch) or []
+    evaluated = pipeline.run_eval(**batch) or []
+    assert len(evaluated) == len(losses)
     train_in_one_process(whole, batch, 2)
     expected = {name: parameter.grad for name, parameter in whole.named_parameters()}
     exact = all(_equal(p.grad, expected[name]) for name, p in pipeline.local_module.named_parameters())
-    return losses, exact, pipeline.partition.cuts
+    return losses, exact, pipeline.pipeline_cuts
 
 
 def _equal(ours: torch.Tensor | None, theirs: torch.Tensor | None) -> bool:
@@ -62,29 +60,19 @@ def test_a_wrapped_model_takes_the_function_too() -> None:
 
 
 def test_a_function_and_cuts_exclude_each_other() -> None:
-    config = PipelineConfig(partition=two_layers_on_the_last, pipeline_cuts=["model.layers.0"])
+    config = PipelineConfig(make("llama"), partition=two_layers_on_the_last, pipeline_cuts=["model.layers.0"])
 
     with pytest.raises(ValueError, match=r"partition=.* and pipeline_cuts exclude each other"):
-        config.check(make("llama"))
-
-
-@pytest.mark.parametrize("config", [None, {}, PipelineConfig])
-def test_another_configuration_is_refused(config: Any) -> None:
-    parallel_state.initialize_debug(pipeline_model_parallel_size=2)
-    try:
-        with pytest.raises(TypeError, match=r"must be a PipelineConfig, not .*: PipelineConfig\(\.\.\.\)"):
-            Pipeline(make("llama"), config)
-    finally:
-        parallel_state.destroy_model_parallel()
+        config.check()
 
 
 def step_with_a_list(rank: int) -> None:
     parallel_state.initialize_model_parallel()
-    pipeline = Pipeline(make("llama"), PipelineConfig())
+    pipeline = NxDPPModel(make("llama"))
     inputs: Any = [torch.ones(2, 4)]
     with pytest.raises(TypeError, match=r"inputs must be a dict by name, not a list"):
-        pipeline.train_step(inputs)
-    pipeline.train_step(padded_batch(2))
+        pipeline.steps.train_microbatches([inputs])
+    pipeline.run_train(**padded_batch(2))
 
 
 def test_inputs_without_names_are_refused() -> None:

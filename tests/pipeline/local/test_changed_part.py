@@ -7,8 +7,8 @@ from torch import nn
 
 from nxdpp import NxDPPModel
 from nxdpp.pipeline import arguments
-from nxdpp.pipeline.local import upkeep
-from nxdpp.pipeline.local.part import LocalPart
+from nxdpp.pipeline.local import part
+from nxdpp.pipeline.local.part import Part
 from tests.support.models import make, padded_batch
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -19,10 +19,10 @@ BATCH = padded_batch(4)
 def test_checks_run_once_after_each_change(monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[str] = []
     monkeypatch.setattr(arguments, "check_trained_dtypes", lambda module: ran.append("dtypes"))
-    monkeypatch.setattr(upkeep, "refuse_local_wrappers", lambda module: ran.append("wrappers"))
-    monkeypatch.setattr(LocalPart, "check_optimizers", lambda part: ran.append("optimizers"))
+    monkeypatch.setattr(part, "refuse_local_wrappers", lambda module: ran.append("wrappers"))
+    monkeypatch.setattr(Part, "check_optimizers", lambda self: ran.append("optimizers"))
     wrapped = NxDPPModel(make("llama", layers=2), num_microbatches=2)
-    checks = wrapped._pipeline._upkeep
+    checks = wrapped.part
     assert checks.unverified_values() is not None
     ran.clear()
     wrapped.run_eval(**BATCH)
