@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from inspect import ismodule
-from numbers import Integral
 from typing import Any, cast
 
 import torch
@@ -33,15 +32,6 @@ from nxdpp.tracing.values.input_dicts import InputDict, open_inputs
 
 class PipelineConfig(Settings[bool, bool]):
     """The settings of a model, with what follows from them. Attributes and defaults are those of ``Settings``."""
-
-    def __post_init__(self) -> None:
-        """Make Python numbers of whole numbers of NumPy, which ranks could not compare as text."""
-        for name in ("num_microbatches", "virtual_pipeline_size", "partition_memory_limit"):
-            value = getattr(self, name)
-            if isinstance(value, Integral) and not isinstance(value, int):
-                setattr(self, name, int(value))
-        if self.auto_partition and self.pipeline_cuts is not None and not len(self.pipeline_cuts):
-            self.pipeline_cuts = None
 
     @property
     def root(self) -> nn.Module:

@@ -19,6 +19,9 @@ from torch import nn
 
 from nxdpp.agreement.exchange import ReplicaExchanges
 from nxdpp.gradients.average_checks import OptimizerCheck, check_optimizers
+
+# ``import nxdpp`` takes it from here.
+from nxdpp.gradients.grad_scaler import GradScaler as GradScaler
 from nxdpp.gradients.overlapped_average import AverageReport
 from nxdpp.ground.torch_names import MOVE
 from nxdpp.pipeline import arguments
@@ -169,7 +172,7 @@ class NxDPPModel(_Constructor[OnEveryRank, PerMicrobatch], LocalView):
     layers: list[str]
     stage_layers: list[str]
     # The chosen ones.
-    pipeline_cuts: list[str]  # type: ignore[assignment]
+    pipeline_cuts: list[str]
     part: Part
     steps: Steps
 

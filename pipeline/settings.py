@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from types import ModuleType
 from typing import Any, Generic
 
@@ -64,3 +65,12 @@ class Settings(Generic[OnEveryRank, PerMicrobatch]):
     batch_dimension: BatchDimension | None = None
     loss_over: str = "microbatch"
     gradient_reduction: str = "mean"
+
+    def __post_init__(self) -> None:
+        """Make Python numbers of whole numbers of NumPy, which ranks could not compare as text."""
+        for name in ("num_microbatches", "virtual_pipeline_size", "partition_memory_limit"):
+            value = getattr(self, name)
+            if isinstance(value, Integral) and not isinstance(value, int):
+                setattr(self, name, int(value))
+        if self.auto_partition and self.pipeline_cuts is not None and not len(self.pipeline_cuts):
+            self.pipeline_cuts = None
