@@ -36,9 +36,15 @@ class Shares:
     def simulate(self, schedule: Schedule) -> Timeline:
         """Simulate ``schedule`` with equal times for all stages."""
         part = _part(schedule)
-        times = [each * part for each in (self.forward, self.input_gradient, self.weight_gradient)]
         with_exchanges = [add(actions, OF_ZERO[self.zero]) for actions in schedule] if self.exchange else schedule
-        return simulate(with_exchanges, *times, self.transfer, self.exchange * part)
+        return simulate(
+            with_exchanges,
+            self.forward * part,
+            self.input_gradient * part,
+            self.weight_gradient * part,
+            self.transfer,
+            self.exchange * part,
+        )
 
     def axis_legend(self, schedule: Schedule) -> str:
         """Return the unit of the time axis in words."""

@@ -58,7 +58,7 @@ def test_exchanges_around_each_action_are_part_of_it(name: str, hides: bool) -> 
         ActionKind.GATHER: [Exchange(1.5 + stage % 2) for stage in range(stages)],
         ActionKind.RESHARD: [Exchange(0.5 + stage % 3) for stage in range(stages)],
     }
-    times = Times(*lengths, exchanges, hides)
+    times = Times(lengths[0], lengths[1], lengths[2], lengths[3], exchanges, hides)
 
     with_actions: Schedule = [add(actions, OF_ZERO[3]) for actions in schedule]
     one_by_one = run_in_order(with_actions, stages, 5, times)
