@@ -215,11 +215,11 @@ class NxDPPModel(_Constructor[OnEveryRank, PerMicrobatch], LocalView):
         owners = partition.owners_by_rank(schedule.placement.rank_of)
         self.part = Part(module, owners, self.rank, partition.layers, config.param_init_fn, changes, partition.owners)
         self.steps = Steps(config, partition, schedule, self.part, programs, normalization, exchanges)
-        # The whole model is no submodule: this rank holds only a part of it.
-        self.__dict__["original_module"] = module
         self.local_module = self.part.module
         self._show(config, options.layer_classes, options.cut_modules)
         self._optimizer_check: OptimizerCheck | None = None
+        # The whole model is no submodule: this rank holds only a part of it.
+        self.__dict__["original_module"] = module
         if self.part.initial.is_made_at_once:
             self.part.materialise()
         board.pipelines = number

@@ -30,6 +30,7 @@ SHARED = (
     "nxdpp.ranks.faults.waits.",
     "nxdpp.ranks.exchange.",
     "nxdpp.ranks.group_values.",
+    "nxdpp.schedules.chosen.",
     "nxdpp.tensor.mappings.",
     "nxdpp.tensor.padding.",
     "nxdpp.tensor.rank_files.",
