@@ -141,7 +141,7 @@ class Batches:
         if rule != "microbatch":
             raise ValueError(
                 f"loss_normalization={rule!r} makes one loss of all samples, and each sample has its own here. Use "
-                f"loss_normalization='microbatch', or train_step."
+                f"loss_normalization='microbatch', or run_train."
             )
         check_samples(samples, self._config.num_microbatches)
         return self.of_microbatches(samples)
@@ -151,7 +151,7 @@ class Batches:
         if self._config.loss_over == "batch":
             raise ValueError(
                 "loss_over='batch' makes one loss of all rows of a batch, and each of these microbatches has its own. "
-                "Use train_step and eval_step, or loss_over='microbatch'."
+                "Use run_train and run_eval, or loss_over='microbatch'."
             )
         if not microbatches:
             raise ValueError("a step has at least one microbatch, and was given none.")

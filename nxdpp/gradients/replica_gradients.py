@@ -2,7 +2,7 @@
 
 ::
 
-    train_step(average=True)    verify ─▶ begin, with the last backwards of the stages ─▶ finish
+    run_train(...)              verify ─▶ begin, with the last backwards of the stages ─▶ finish
     in no_sync()                verify
     average_gradients()         verify ─▶ average
 

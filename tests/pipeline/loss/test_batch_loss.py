@@ -223,7 +223,7 @@ def test_what_cannot_be_honoured_is_refused() -> None:
     assert "exclude each other: loss_fn sees all rows" in first[3]
     assert "needs loss_fn" in first[4]
     assert "must be 'microbatch', or 'batch'" in first[5]
-    assert "Use train_step and eval_step" in first[6]
+    assert "Use run_train and run_eval" in first[6]
 
 
 def test_outputs_without_rows_are_shared_or_refused() -> None:
