@@ -94,7 +94,7 @@ _ENDS: dict[ActionKind, tuple[_Colour, _Colour]] = {
     ActionKind.INPUT_GRADIENT: ((191, 255, 213), (0, 163, 117)),
     ActionKind.WEIGHT_GRADIENT: ((250, 190, 210), (205, 91, 184)),
 }
-_EXCHANGE = ((222, 222, 222), (160, 160, 160))
+_EXCHANGE = ((254, 254, 254), (176, 176, 176))
 # Letters on all of them.
 INK = "#101418"
 
