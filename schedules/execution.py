@@ -24,7 +24,7 @@ from nxdpp.schedules.actions import ADDED, BEGINS, COMPUTE, ENDS, Action, Action
 _ENDS_OF_BACKWARDS = (ActionKind.BACKWARD, ActionKind.WEIGHT_GRADIENT)
 
 
-class Exchange(NamedTuple):
+class ExchangeTimes(NamedTuple):
     """Times of an exchange of a stage.
 
     Attributes:
@@ -53,7 +53,7 @@ class Times(NamedTuple):
     input_gradient: Sequence[float]
     weight_gradient: Sequence[float]
     transfer: Sequence[float]
-    exchanges: Mapping[ActionKind, Sequence[Exchange]] = MappingProxyType({})
+    exchanges: Mapping[ActionKind, Sequence[ExchangeTimes]] = MappingProxyType({})
     hides: bool = True
     backward: Sequence[float] | None = None
 
@@ -115,7 +115,7 @@ class Execution:
         self.links = [0.0] * len(schedule)
         # Exchanges that have begun on each rank.
         self._begun: list[list[tuple[ActionKind, float, float, float]]] = [[] for _ in schedule]
-        self._exchanges = {**dict.fromkeys(ADDED, [Exchange(0.0)] * stages), **times.exchanges}
+        self._exchanges = {**dict.fromkeys(ADDED, [ExchangeTimes(0.0)] * stages), **times.exchanges}
         self._schedule = schedule
         self._rank_of: dict[int, int] = {}
         for rank, actions in enumerate(schedule):

@@ -11,7 +11,7 @@ from itertools import accumulate
 from nxdpp.counted import counted
 from nxdpp.schedules.actions import BEGINS, COMPUTE, Action, ActionKind, Schedule
 from nxdpp.schedules.check import check
-from nxdpp.schedules.execution import Exchange, Times, run_in_order
+from nxdpp.schedules.execution import ExchangeTimes, Times, run_in_order
 
 _EXCHANGES = (*BEGINS, ActionKind.RESHARD, ActionKind.SUM_TIES, ActionKind.SUM_SEQUENCE)
 # One for all stages, or one for each.
@@ -75,7 +75,7 @@ def simulate(
         ValueError: for negative or infinite times, or a list that does not have one for each stage.
     """
     sizes = check(schedule)
-    exchanges = [Exchange(each) for each in _each("exchange", exchange, sizes.stages)]
+    exchanges = [ExchangeTimes(each) for each in _each("exchange", exchange, sizes.stages)]
     times = Times(
         _each("forward", forward, sizes.stages),
         _each("input_gradient", input_gradient, sizes.stages),

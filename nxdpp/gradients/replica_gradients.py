@@ -46,11 +46,11 @@ class _Tied(Protocol):
     def parameters(self) -> list[nn.Parameter]: ...
 
 
-class _Initial(Protocol):
+class _InitialFacts(Protocol):
     origin: str | None
 
 
-class _Compared(Protocol):
+class _ComparedFacts(Protocol):
     loaded: bytes
     seed: int
 
@@ -65,11 +65,11 @@ class RankParameters(Protocol):
         """The module that has them."""
 
     @property
-    def initial(self) -> _Initial:
+    def initial(self) -> _InitialFacts:
         """The origin of initial weights."""
 
     @property
-    def compared(self) -> _Compared:
+    def compared(self) -> _ComparedFacts:
         """Settings, attributes and loads that the replicas must have alike."""
 
     @property

@@ -14,7 +14,7 @@ from nxdpp.planning.layout import Layout
 from nxdpp.planning.model_costs import ModelCosts
 from nxdpp.planning.predict import states_of
 from nxdpp.planning.rank_memory import rank_memory, stage_bytes
-from nxdpp.planning.replica_exchanges import ReplicaExchanges
+from nxdpp.planning.replica_collectives import ReplicaCollectives
 from nxdpp.planning.stage_costs import RankState, StageCosts, largest_sent, rank_state, stage_costs, stage_ends
 from nxdpp.schedules.families.registry import find_family
 
@@ -61,7 +61,7 @@ class LowerBounds:
         held = max(one.held + part.gathered - part.gradients, 0.0)
         memory = rank_memory(layout, state, held, machine.device.kind, sizes, 0.0)
         weights, gradients = state.weights / ranks, state.gradients / ranks
-        exchanges = ReplicaExchanges(machine, layout, sizes)
+        exchanges = ReplicaCollectives(machine, layout, sizes)
         work = exchanges.least_in_schedule(weights, gradients, microbatches, microbatches * one.work / ranks)
         least = memory.weights + memory.gradients + memory.optimizer + held
         return Bounds(work + exchanges.after_schedule(gradients), least / ranks)
@@ -73,7 +73,7 @@ class LowerBounds:
         microbatches = layout.microbatches(self._costs.job.global_batch)
         states, _ = states_of(self._costs, layout, stages)
         machine, sizes = self._costs.machine, self._costs.itemsizes
-        exchanges = ReplicaExchanges(machine, layout, sizes)
+        exchanges = ReplicaCollectives(machine, layout, sizes)
         ends_with_backwards = layout.schedule in _ENDS_WITH_BACKWARDS
         before = seconds = most = 0.0
         for rank in range(layout.pipeline):

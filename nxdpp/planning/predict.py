@@ -8,7 +8,7 @@ from nxdpp.devices.kinds import has_streams
 from nxdpp.planning.layout import SHARDED, Layout
 from nxdpp.planning.model_costs import ModelCosts
 from nxdpp.planning.rank_memory import RankMemory, activation_peak, rank_memory, stage_bytes
-from nxdpp.planning.replica_exchanges import ReplicaExchanges
+from nxdpp.planning.replica_collectives import ReplicaCollectives
 from nxdpp.planning.stage_costs import (
     Itemsizes,
     RankState,
@@ -159,7 +159,7 @@ def predict(
     if share:
         times = [a.beyond(b, share) for a, b in zip(times, times_of(few), strict=True)]
     cuts = [model.layers[end - 1].layer for end in ends[:-1]]
-    sent = _sent(ReplicaExchanges(machine, layout, sizes), layout, microbatches, stages, states)
+    sent = _sent(ReplicaCollectives(machine, layout, sizes), layout, microbatches, stages, states)
     return Prediction(layout, cuts, microbatches, times, memory, sent, model.estimated)
 
 
@@ -210,7 +210,7 @@ def states_of(
 
 
 def _sent(
-    exchanges: ReplicaExchanges,
+    exchanges: ReplicaCollectives,
     layout: Layout,
     microbatches: int,
     stages: Sequence[StageCosts],

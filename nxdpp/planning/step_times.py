@@ -8,7 +8,7 @@ from operator import itemgetter
 
 from nxdpp.planning.layout import SHARDED, Layout
 from nxdpp.planning.machine import Link, Machine
-from nxdpp.planning.replica_exchanges import ReplicaExchanges
+from nxdpp.planning.replica_collectives import ReplicaCollectives
 from nxdpp.planning.stage_costs import Itemsizes, RankState, StageCosts
 from nxdpp.schedules.actions import ActionKind, Schedule
 from nxdpp.schedules.execution import Times, run_in_order
@@ -110,7 +110,7 @@ def step_times(
         sizes: bytes of the numbers.
     """
     key = layout.schedule, layout.pipeline, microbatches, layout.chunks
-    counts, exchanges = _counts(*key), ReplicaExchanges(machine, layout, sizes)
+    counts, exchanges = _counts(*key), ReplicaCollectives(machine, layout, sizes)
     placement = find_family(layout.schedule).placement(layout.pipeline, layout.chunks)
     alone = times_of(machine, layout, stages, placement, split_share(*key) > 0)
     times = alone._replace(exchanges=exchanges.of_stages(of_stages), hides=exchanges.hides)

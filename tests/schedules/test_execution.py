@@ -3,13 +3,13 @@
 import pytest
 
 from nxdpp.schedules.actions import ActionKind, Schedule, parse_action
-from nxdpp.schedules.execution import Exchange, Execution, Times, run_in_order
+from nxdpp.schedules.execution import ExchangeTimes, Execution, Times, run_in_order
 from nxdpp.schedules.families.registry import FAMILIES
 from nxdpp.schedules.lowering.additions import AVERAGE, OF_ZERO, SHARDS_ONCE_A_STEP, Additions, add
 
 # Four units, of which two are gathered ahead; a reduction in one bucket.
-GATHER = Exchange(100, head=25, ahead=50)
-REDUCE = Exchange(200, tail=200)
+GATHER = ExchangeTimes(100, head=25, ahead=50)
+REDUCE = ExchangeTimes(200, tail=200)
 
 
 def _run(text: str, lengths: list[float], additions: Additions, hides: bool = True) -> Execution:
@@ -55,8 +55,8 @@ def test_exchanges_around_each_action_are_part_of_it(name: str, hides: bool) -> 
     stages = 1 + max(action.stage for actions in schedule for action in actions)
     lengths = [[1.0 + (stage * 7 + part) % 3 for stage in range(stages)] for part in range(4)]
     exchanges = {
-        ActionKind.GATHER: [Exchange(1.5 + stage % 2) for stage in range(stages)],
-        ActionKind.RESHARD: [Exchange(0.5 + stage % 3) for stage in range(stages)],
+        ActionKind.GATHER: [ExchangeTimes(1.5 + stage % 2) for stage in range(stages)],
+        ActionKind.RESHARD: [ExchangeTimes(0.5 + stage % 3) for stage in range(stages)],
     }
     times = Times(lengths[0], lengths[1], lengths[2], lengths[3], exchanges, hides)
 

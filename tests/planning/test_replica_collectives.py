@@ -7,10 +7,10 @@ import pytest
 from nxdpp.devices.collective_bytes import least_sent
 from nxdpp.planning.layout import Layout
 from nxdpp.planning.machine import DEVICES, Link, Machine
-from nxdpp.planning.replica_exchanges import ReplicaExchanges
+from nxdpp.planning.replica_collectives import ReplicaCollectives
 from nxdpp.planning.stage_costs import Itemsizes, RankState
 from nxdpp.schedules.actions import ActionKind
-from nxdpp.schedules.execution import Exchange
+from nxdpp.schedules.execution import ExchangeTimes
 
 # 1 byte a second and no latency: seconds are sent bytes.
 MACHINE = Machine(2, 10**9, DEVICES["h100"], link=Link(1.0, 0.0))
@@ -19,8 +19,8 @@ HALF = Itemsizes(2, 4)
 STATE = RankState(100, 200, 200, 400, 1200, unit=50)
 
 
-def _exchanges(zero: int, machine: Machine = MACHINE) -> ReplicaExchanges:
-    return ReplicaExchanges(machine, Layout(data=2, zero=zero), HALF)
+def _exchanges(zero: int, machine: Machine = MACHINE) -> ReplicaCollectives:
+    return ReplicaCollectives(machine, Layout(data=2, zero=zero), HALF)
 
 
 def test_parameters_move_in_their_dtype_and_gradients_in_that_of_the_reduction() -> None:
@@ -43,20 +43,20 @@ def test_two_units_are_gathered_ahead() -> None:
     embedding = replace(STATE, rest=50, unit=30)
     (first, second) = _exchanges(2).of_stages([STATE, embedding])[ActionKind.GATHER]
 
-    assert first == Exchange(100, head=25, ahead=50)
+    assert first == ExchangeTimes(100, head=25, ahead=50)
     # The embedding is the first unit, and a layer the second one: 80 of 200 bytes, which the forward waits for.
-    assert second == Exchange(100, head=40, ahead=40)
+    assert second == ExchangeTimes(100, head=40, ahead=40)
     # On a CPU the rank gathers them itself.
-    assert _exchanges(2, CORES).of_stages([STATE])[ActionKind.GATHER] == [Exchange(100, head=50, ahead=50)]
+    assert _exchanges(2, CORES).of_stages([STATE])[ActionKind.GATHER] == [ExchangeTimes(100, head=50, ahead=50)]
 
 
 def test_the_last_bucket_of_a_reduction_is_ready_at_the_end() -> None:
-    assert _exchanges(2).of_stages([STATE])[ActionKind.REDUCE] == [Exchange(200, tail=200)]
+    assert _exchanges(2).of_stages([STATE])[ActionKind.REDUCE] == [ExchangeTimes(200, tail=200)]
     # An all-reduce sends twice as much.
-    assert _exchanges(0).of_stages([STATE])[ActionKind.AVERAGE] == [Exchange(400, tail=400)]
+    assert _exchanges(0).of_stages([STATE])[ActionKind.AVERAGE] == [ExchangeTimes(400, tail=400)]
     assert _exchanges(3).of_stages([STATE]) == {
-        ActionKind.GATHER: [Exchange(100)],
-        ActionKind.RESHARD: [Exchange(200)],
+        ActionKind.GATHER: [ExchangeTimes(100)],
+        ActionKind.RESHARD: [ExchangeTimes(200)],
     }
 
 

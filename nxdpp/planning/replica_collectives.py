@@ -12,10 +12,10 @@ from nxdpp.planning.layout import SHARDED, Layout
 from nxdpp.planning.machine import Machine
 from nxdpp.planning.stage_costs import Itemsizes, RankState
 from nxdpp.schedules.actions import ActionKind
-from nxdpp.schedules.execution import Exchange
+from nxdpp.schedules.execution import ExchangeTimes
 
 
-class ReplicaExchanges:
+class ReplicaCollectives:
     """Exchanges of the replicas of one layout on one machine."""
 
     def __init__(self, machine: Machine, layout: Layout, sizes: Itemsizes) -> None:
@@ -41,12 +41,12 @@ class ReplicaExchanges:
         """Return the seconds of a reduce-scatter of the gradients of parameters of ``gradients`` bytes."""
         return self.seconds("reduce_scatter", gradients * self._sizes.to_gradient)
 
-    def of_stages(self, states: Sequence[RankState]) -> Mapping[ActionKind, Sequence[Exchange]]:
+    def of_stages(self, states: Sequence[RankState]) -> Mapping[ActionKind, Sequence[ExchangeTimes]]:
         """Return the exchanges of the actions that a step has, of each of the stages in ``states``."""
         if self._layout.zero > SHARDED:
             return {
-                ActionKind.GATHER: [Exchange(self.gather(state.weights)) for state in states],
-                ActionKind.RESHARD: [Exchange(self.scatter(state.gradients)) for state in states],
+                ActionKind.GATHER: [ExchangeTimes(self.gather(state.weights)) for state in states],
+                ActionKind.RESHARD: [ExchangeTimes(self.scatter(state.gradients)) for state in states],
             }
         kind: Kind = "reduce_scatter" if self._layout.zero else "all_reduce"
         reductions = [self._reduction(kind, state.gradients * self._sizes.to_gradient) for state in states]
@@ -56,16 +56,16 @@ class ReplicaExchanges:
             ActionKind.GATHER: [self._first_gather(state) for state in states],
         }
 
-    def _first_gather(self, state: RankState) -> Exchange:
+    def _first_gather(self, state: RankState) -> ExchangeTimes:
         """Two units are gathered ahead, the others under the first forward, which waits for the first unit."""
         ahead = min(state.rest + state.unit if state.rest else 2 * state.unit, state.weights)
         head = min(state.rest + state.unit, ahead) if self.hides else ahead
         rest = self.gather(state.weights - ahead)
-        return Exchange(self.gather(ahead) + rest, self.gather(head), self.gather(ahead))
+        return ExchangeTimes(self.gather(ahead) + rest, self.gather(head), self.gather(ahead))
 
-    def _reduction(self, kind: Kind, whole: float) -> Exchange:
+    def _reduction(self, kind: Kind, whole: float) -> ExchangeTimes:
         """Buckets are sent one after the other. The one of the first layer is ready at the end of the backward."""
-        return Exchange(self.seconds(kind, whole), tail=self.seconds(kind, min(whole, BUCKET_BYTES)))
+        return ExchangeTimes(self.seconds(kind, whole), tail=self.seconds(kind, min(whole, BUCKET_BYTES)))
 
     def after_schedule(self, gradients: float) -> float:
         """Return the seconds of the exchange of ZeRO-1, of parameters of ``gradients`` bytes."""
