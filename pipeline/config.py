@@ -62,7 +62,7 @@ class PipelineConfig(Settings[bool, bool]):
     def check(self) -> None:
         """Raise ``ValueError`` or ``TypeError`` for a setting that the model cannot honour."""
         module = self.root
-        arguments.checked_hooks(self.post_partition_hooks)
+        self.post_partition_hooks = arguments.checked_hooks(self.post_partition_hooks)
         arguments.check_loss_returns(self.return_mb_loss, self.broadcast_and_average_loss, self.loss_over)
         arguments.check_scripts_arguments(self.use_optimizer_wrapper, self.fuse_microbatches, self.return_loss_on_cpu)
         arguments.check_auto_partition(self.auto_partition, self.pipeline_cuts, self.partition)

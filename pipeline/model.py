@@ -184,7 +184,7 @@ class NxDPPModel(_Constructor[OnEveryRank, PerMicrobatch], LocalView):
             config.resolve()
             with board.construction():
                 self._build(config)
-                call_hooks(arguments.checked_hooks(config.post_partition_hooks), self, self.rank)
+                call_hooks(config.post_partition_hooks or (), self, self.rank)
             self.part.follow()
 
     def _build(self, config: PipelineConfig) -> None:

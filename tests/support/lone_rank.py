@@ -25,7 +25,7 @@ from transformers.utils import import_utils
 
 from nxdpp.agreement.step_verifier import StepVerifier
 from nxdpp.initialization.allocation import with_type_of
-from nxdpp.pipeline.local import part
+from nxdpp.pipeline.local import initial_values
 from nxdpp.pipeline.p2p.channel import RemoteChannel
 from nxdpp.pipeline.p2p.layout import Boundary, TensorLayout, ValueLayout
 from nxdpp.pipeline.p2p.transport import Transport
@@ -149,7 +149,7 @@ def lone_rank(mesh: RankMesh, pipeline: int, state: TensorLayout, whole: TensorL
             (process_groups, "own_group", _own_group),
             (transfer_groups, "own_group", _own_group),
             (import_utils, "is_fake_tensor", lambda _: False),
-            (part, "initial_weights", _initial_weights),
+            (initial_values, "initial_weights", _initial_weights),
             (torch.UntypedStorage, "resize_", resized),
             (StepVerifier, "_receive", lambda *_: None),
             (RemoteChannel, "receive_metadata", received),
