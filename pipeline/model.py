@@ -349,8 +349,7 @@ class NxDPPModel(_Constructor[OnEveryRank, PerMicrobatch], LocalView):
         with board.call("run_train", "step", "pipeline", has_limit=True):
             if positional:
                 check_not_positional(self.original_module, positional)
-            losses = self.steps.train(inputs, not self.use_zero1_optimizer)
-            return self._trained(losses)
+            return self._trained(self.steps.train(inputs, not self.use_zero1_optimizer))
 
     def run_train_microbatches(
         self, microbatches: Sequence[Mapping[str, Any]]

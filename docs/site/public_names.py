@@ -1,7 +1,6 @@
 """Public names by subject, in the order of ``docs/api.md`` and of its page on the site."""
 
 from importlib import import_module
-from types import ModuleType
 
 _GROUPS = {
     "Models and steps": (
@@ -61,10 +60,5 @@ def public_names() -> dict[str, list[str]]:
         sections["Other names"] = rest
     full = {title: [f"nxdpp.{name}" for name in names] for title, names in sections.items()}
     for title, name in _MODULES.items():
-        full[title] = [f"{name}.{one}" for one in _names_of(modules[name]) if one not in listed | set(rest)]
+        full[title] = [f"{name}.{one}" for one in modules[name].__all__ if one not in listed | set(rest)]
     return full
-
-
-def _names_of(module: ModuleType) -> list[str]:
-    every = sorted(name for name, value in vars(module).items() if callable(value) and not name.startswith("_"))
-    return list(getattr(module, "__all__", every))

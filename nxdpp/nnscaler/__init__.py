@@ -2,7 +2,9 @@
 
 from nxdpp.nnscaler import parallel as parallel
 from nxdpp.nnscaler import runtime as runtime
-from nxdpp.nnscaler.parallel import *  # its public names
+from nxdpp.nnscaler.parallel import *
+
+__all__ = sorted(name for name in vars(parallel) if not name.startswith("_"))
 
 
 def __dir__() -> list[str]:
