@@ -155,9 +155,9 @@ def orders_of_messages(rank: int) -> list[list[str]]:
             orders[-1].append(f"wait for {self._number}")
             self._work.wait()
 
-    def noted(tensor: torch.Tensor, async_op: bool = False, **others: Any) -> Any:
+    def noted(tensor: torch.Tensor, *positional: Any, async_op: bool = False, **others: Any) -> Any:
         if not async_op:
-            return all_reduce(tensor, **others)
+            return all_reduce(tensor, *positional, **others)
         number = sum("start" in each for each in orders[-1])
         orders[-1].append(f"start {number}")
         return Noted(all_reduce(tensor, async_op=True, **others), number)
