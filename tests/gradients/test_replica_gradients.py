@@ -180,7 +180,7 @@ def test_an_error_of_the_comparison_of_batches_is_reported(monkeypatch: pytest.M
     monkeypatch.setattr("nxdpp.gradients.replica_gradients.parallel_state.get_data_parallel_size", lambda: 2)
     monkeypatch.setattr("nxdpp.gradients.replica_gradients.warn_of_equal_batches", fail)
     monkeypatch.setattr(ReplicaGradients, "_compare", lambda *_: None)
-    part: Any = SimpleNamespace(module=nn.Linear(2, 2), attribute_lines=list, begin=lambda *_: None)
+    part: Any = SimpleNamespace(module=nn.Linear(2, 2), compared=SimpleNamespace(lines=list), begin=lambda *_: None)
     reported: list[BaseException] = []
     monkeypatch.setattr(failure_watch, "report", reported.append)
     with pytest.raises(ArithmeticError) as caught:
