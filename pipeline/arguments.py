@@ -102,8 +102,8 @@ def check_split_inputs_fn(function: Any, shared_inputs: Any) -> None:
         )
 
 
-def check_gradient_reduction(name: Any, loss_normalization: str) -> None:
-    """Raise ``ValueError`` unless ``name`` is ``"mean"`` or ``"sum"``, or where a sum has no meaning."""
+def check_gradient_reduction(name: Any, loss_normalization: str, use_zero1_optimizer: bool) -> None:
+    """Raise ``ValueError`` unless ``name`` is ``"mean"`` or ``"sum"``, or where a sum cannot be had."""
     if name not in ("mean", "sum"):
         raise ValueError(
             f"gradient_reduction={name!r} must be 'mean', gradients of the mean loss over microbatches and replicas, "
@@ -113,6 +113,11 @@ def check_gradient_reduction(name: Any, loss_normalization: str) -> None:
         raise ValueError(
             f"gradient_reduction='sum' and loss_normalization={loss_normalization!r} exclude each other: the latter is "
             f"a mean over the whole batch. Leave one of them out."
+        )
+    if name == "sum" and use_zero1_optimizer:
+        raise ValueError(
+            "gradient_reduction='sum' and use_zero1_optimizer=True exclude each other: the optimizer takes the mean "
+            "over replicas. Leave one of them out."
         )
 
 

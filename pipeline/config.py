@@ -86,7 +86,7 @@ class PipelineConfig(Settings[bool, bool]):
         check_loss_fn(self.loss_fn, self.output_loss_value_spec)
         check_loss_over(self.loss_over, self.loss_fn, self.loss_normalization)
         check_normalization(module, self.loss_normalization, self.count_items_fn, self.loss_function)
-        arguments.check_gradient_reduction(self.gradient_reduction, self.loss_normalization)
+        arguments.check_gradient_reduction(self.gradient_reduction, self.loss_normalization, self.use_zero1_optimizer)
         arguments.check_reference(self.check_against_module)
         check_grad_scaler(self.grad_scaler)
         arguments.check_floating_inputs(self.check_inputs)

@@ -10,7 +10,7 @@
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from inspect import Parameter, signature
+from inspect import Parameter, Signature, signature
 from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, Self, overload
 from weakref import ref
 
@@ -71,6 +71,19 @@ else:
 
     class _Constructor(Generic[OnEveryRank, PerMicrobatch]):
         pass
+
+
+# ``help`` shows the settings with their types; the two type parameters are plain booleans to its reader.
+_FLAGS = ("return_mb_loss", "broadcast_and_average_loss")
+_SIGNATURE = Signature(
+    [
+        Parameter("self", Parameter.POSITIONAL_OR_KEYWORD),
+        *(
+            each.replace(annotation=bool) if each.name in _FLAGS else each
+            for each in signature(Settings).parameters.values()
+        ),
+    ]
+)
 
 
 class NxDPPModel(_Constructor[OnEveryRank, PerMicrobatch], LocalView):
@@ -180,6 +193,8 @@ class NxDPPModel(_Constructor[OnEveryRank, PerMicrobatch], LocalView):
 
         def __init__(self, *positional: Any, **named: Any) -> None:
             super().__init__()
+            # An error about the arguments names them, and not the class that keeps them.
+            _SIGNATURE.bind(self, *positional, **named)
             config = PipelineConfig(*positional, **named)
             config.resolve()
             with board.construction():
@@ -681,15 +696,5 @@ class NxDPPModel(_Constructor[OnEveryRank, PerMicrobatch], LocalView):
 
 
 if not TYPE_CHECKING:
-    # ``help`` shows the settings with their types; the two type parameters are plain booleans to its reader.
-    _known = signature(Settings)
-    NxDPPModel.__init__.__signature__ = _known.replace(
-        parameters=[
-            Parameter("self", Parameter.POSITIONAL_OR_KEYWORD),
-            *(
-                each.replace(annotation=bool) if each.name in ("return_mb_loss", "broadcast_and_average_loss") else each
-                for each in _known.parameters.values()
-            ),
-        ]
-    )
+    NxDPPModel.__init__.__signature__ = _SIGNATURE
     NxDPPModel.__init__ = knows_its_keywords(NxDPPModel.__init__)

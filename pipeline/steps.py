@@ -103,12 +103,7 @@ class Steps:
             The detached loss of each microbatch on the rank of the last stage, an empty list on others. Their mean is
             the loss.
 
-        Raises:
-            ValueError, TypeError: for inputs that cannot be used, such as a microbatch without labels, before anything
-                is sent to another stage.
-            TracingError: for inputs with which the model cannot be traced.
-            RuntimeError: without gradients (``torch.no_grad()``), under autocast to float16 without a ``grad_scaler``,
-                for trained parameters in float16, and for a step that fails. A failure ends all ranks.
+        Takes ``inputs`` and raises as ``NxDPPModel.run_train`` does.
         """
         return self.runner.train(self._batches.of_inputs, inputs, self._preparation.with_loss, average).losses()
 

@@ -16,7 +16,7 @@ from nxdpp.tracing.modules import listings
 
 
 class ComparedValues:
-    """What ``rank`` shows of ``root``, which is whole yet, and of the ``local`` names that it keeps.
+    """Values of ``root``, which is whole yet, and of the ``local`` names that ``rank`` keeps.
 
     Attributes:
         loads: how often ``load_pretrained`` has loaded weights.

@@ -69,7 +69,7 @@ from nxdpp.tracing.modules import listings
 
 
 class Follower(Protocol):
-    """What is made of a part, and follows its changes."""
+    """Graphs, programs and engines of a part, which follow its changes."""
 
     def replace(self, replaced: Mapping[str, nn.Module]) -> None:
         """Run the modules that were replaced, by name."""

@@ -15,6 +15,8 @@ from torch import nn
 from nxdpp.ranks import parallel_state
 from nxdpp.tracing.modules import listings
 
+# Attributes that the pipeline has for itself, whatever the module inside has under these names.
+_OF_THE_PIPELINE = ("part", "steps")
 _BEFORE = "call it on the module before NxDPPModel(module)"
 
 # Methods that would change modules or values which other ranks hold, or which the stages already have.
@@ -107,7 +109,14 @@ def is_elsewhere(value: Any, tree: nn.Module) -> bool:
 def refuse_setting(view: nn.Module, name: str, value: Any) -> None:
     """Raise ``AttributeError`` for a ``value`` that ``view``, around the wrapped module, would keep without any use."""
     module = vars(view).get("original_module")
-    if module is None or name == "local_module" or name in vars(view) or hasattr(type(view), name):
+    if module is None or name == "local_module":
+        return
+    if name in _OF_THE_PIPELINE and name in vars(view):
+        raise AttributeError(
+            f"{name} is the pipeline's own: its {type(vars(view)[name]).__name__}. Set model.original_module.{name}, "
+            f"an attribute of the {type(module).__name__} inside, on every rank."
+        )
+    if name in vars(view) or hasattr(type(view), name):
         return
     if isinstance(value, nn.Module | nn.Parameter):
         raise refused_member(name)

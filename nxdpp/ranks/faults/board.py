@@ -25,7 +25,7 @@ Scope = Literal["world", "pipeline"]
 NO_ACTION = -1
 
 WORK_BEFORE = "work of its program on the device, before"
-"""What a stream waits for that the program, and not nxdpp, has launched: a collective, or a long kernel."""
+"""Work that the program, and not nxdpp, has launched on a stream: a collective, or a long kernel."""
 
 TRAINING_STEPS = ("run_train", "run_train_microbatches", "train_samples", "train_microbatches")
 

@@ -96,7 +96,7 @@ def test_names_are_listed_and_lazy() -> None:
         AdamW_FP32OptimParams,
     )
     with pytest.raises(AttributeError, match="has no attribute 'parallelise'"):
-        _ = nnscaler.parallelise  # type: ignore[attr-defined]  # as mypy says
+        _ = nnscaler.parallelise  # type: ignore[attr-defined]  # mypy refuses it too
 
 
 def named(name: str) -> bool:

@@ -1,0 +1,63 @@
+"""Settings of a model, which are written once: the constructor, its help and its errors have their names."""
+
+import dataclasses
+import inspect
+import pydoc
+import re
+from typing import Any
+
+import pytest
+
+from nxdpp import NxDPPModel
+from nxdpp.pipeline.settings import Settings
+from tests.support.models import make
+
+pytestmark = [pytest.mark.one_python, pytest.mark.usefixtures("one_rank")]
+
+FIELDS = {each.name: each for each in dataclasses.fields(Settings)}
+
+
+def test_the_constructor_has_the_settings_in_order_with_their_defaults() -> None:
+    own = inspect.signature(NxDPPModel).parameters
+    assert list(own) == list(FIELDS)
+    for name, each in own.items():
+        default = FIELDS[name].default
+        assert each.default == (inspect.Parameter.empty if default is dataclasses.MISSING else default)
+        assert each.annotation is not inspect.Parameter.empty
+
+
+def test_help_tells_of_each_setting_with_its_type() -> None:
+    text = pydoc.plain(pydoc.render_doc(NxDPPModel))
+    assert "num_microbatches: int = 1" in text
+    assert "return_mb_loss: bool = False" in text
+    arguments = (NxDPPModel.__doc__ or "").partition("Args:")[2]
+    told = re.findall(r"^        (\w[\w, ]*): ", arguments, re.M)
+    assert {name for names in told for name in names.split(", ")} == set(FIELDS)
+
+
+def test_errors_about_the_arguments_name_them() -> None:
+    construct: Any = NxDPPModel
+    with pytest.raises(TypeError, match=r"^missing a required argument: 'module'$"):
+        construct(num_microbatches=2)
+    with pytest.raises(TypeError, match="too many positional arguments"):
+        construct(*[None] * (len(FIELDS) + 1))
+
+
+def test_a_sum_over_replicas_and_an_optimizer_that_averages_exclude_each_other() -> None:
+    model = make("llama", layers=2)
+    with pytest.raises(ValueError, match="gradient_reduction='sum' and use_zero1_optimizer=True exclude each other"):
+        NxDPPModel(model, gradient_reduction="sum", use_zero1_optimizer=True)
+    NxDPPModel(model, gradient_reduction="sum")
+
+
+@pytest.mark.parametrize("name", ["part", "steps"])
+def test_what_runs_the_model_is_not_replaced(name: str) -> None:
+    model: Any = make("llama", layers=2)
+    setattr(model, name, 5)
+    wrapped = NxDPPModel(model, num_microbatches=2)
+    before = getattr(wrapped, name)
+    with pytest.raises(AttributeError, match=rf"{name} is the pipeline's own: .* Set model\.original_module\.{name}"):
+        setattr(wrapped, name, 7)
+    setattr(wrapped.original_module, name, 7)
+    assert getattr(wrapped, name) is before
+    assert getattr(wrapped.original_module, name) == 7
