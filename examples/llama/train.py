@@ -56,14 +56,15 @@ def read_flags() -> Namespace:
     return parser.parse_args()
 
 
-def read_texts(files: list[Path] | None) -> tuple[torch.Tensor, torch.Tensor]:
+def read_texts(files: list[Path] | None) -> list[torch.Tensor]:
     """Return the bytes to train on and those held out, every twentieth file or the last; zeros end files."""
     named = files or sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     texts = [file.read_bytes() for file in named if file.stat().st_size]
+    if len(texts) < 2:
+        raise ValueError(f"--data needs two or more files with text, and has {len(texts)}: the last one is held out")
     every = min(20, len(texts))
     parts = [text for number, text in enumerate(texts, 1) if number % every], texts[every - 1 :: every]
-    train, held_out = (torch.frombuffer(bytearray(b"\0".join(part)), dtype=torch.uint8) for part in parts)
-    return train, held_out
+    return [torch.frombuffer(bytearray(b"\0".join(part)), dtype=torch.uint8) for part in parts]
 
 
 def sequences(text: torch.Tensor, starts: torch.Tensor, length: int) -> torch.Tensor:
@@ -127,8 +128,7 @@ def say(line: str) -> None:
 
 def print_sample(folder: Path, held_out: torch.Tensor) -> None:
     """Load the trained model with transformers, and let it continue the start of the held-out text."""
-    # Any: transformers types generate() for a class that its own models do not match.
-    model: Any = LlamaForCausalLM.from_pretrained(folder)
+    model: Any = LlamaForCausalLM.from_pretrained(folder)  # transformers types generate() for another class
     ids = held_out[None, :48].long()
     (ids,) = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=True, temperature=0.7, max_length=256)
     print(f"a sample from {folder}:", bytes(ids.tolist()).decode(errors="replace"), sep="\n")

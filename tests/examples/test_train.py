@@ -199,6 +199,15 @@ def test_whole_files_are_held_out(tmp_path: Path, count: int, held_out: set[int]
     assert trained == set(range(1, count + 1)) - held_out
 
 
+def test_one_file_leaves_nothing_to_train_on(tmp_path: Path) -> None:
+    from train import read_texts
+
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "one.txt").write_text("text")
+    with pytest.raises(ValueError, match="--data needs two or more files with text, and has 1: the last one is held"):
+        read_texts([tmp_path / "empty.txt", tmp_path / "one.txt"])
+
+
 def test_a_program_for_one_sitting() -> None:
     assert [file.name for file in TRAIN.parent.glob("*.py")] == ["train.py"]
     assert len(TRAIN.read_text().splitlines()) <= 200
