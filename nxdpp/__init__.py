@@ -62,14 +62,8 @@ Modules::
     utils                          Import paths of NeuronX Distributed
 """
 
-import os
 import sys
 from typing import TYPE_CHECKING, Any
-
-# pipeline, schedules and tracing are links here. Git without core.symlinks and many programs that unpack a zip write a
-# link as a text file: the folders are then found where the links point.
-if not os.path.isdir(os.path.join(os.path.dirname(__file__), "pipeline")):
-    __path__.append(os.path.dirname(os.path.dirname(__file__)))
 
 __all__ = [
     "GradScaler",

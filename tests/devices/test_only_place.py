@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = ("benchmarks", "examples", "nxdpp", "pipeline", "schedules", "tracing")
+FOLDERS = ("benchmarks", "examples", "nxdpp")
 
 
 def _places(source: str) -> Iterator[int]:
@@ -86,8 +86,9 @@ def test_torch_cuda_is_named_in_one_file() -> None:
 def test_the_type_is_named_in_one_folder() -> None:
     # Names of methods of tensors, of strategies of nnScaler, and where a door has public names alone.
     names = {
-        "nxdpp/doors/nnscaler/compute_config.py", "nxdpp/doors/oslo/parallel_model.py", "tracing/sizes/input_specs.py",
-        "tracing/models/loss_terms.py", "tracing/values/lost_changes.py", "tracing/values/metadata.py",
+        "nxdpp/doors/nnscaler/compute_config.py", "nxdpp/doors/oslo/parallel_model.py",
+        "nxdpp/tracing/sizes/input_specs.py", "nxdpp/tracing/models/loss_terms.py",
+        "nxdpp/tracing/values/lost_changes.py", "nxdpp/tracing/values/metadata.py",
     }  # fmt: skip
     found = [path for path in _files_with(_types) if not path.startswith(("benchmarks/", "examples/"))]
     assert set(found) - names == {

@@ -13,11 +13,7 @@ from tests.docs.pages import ROOT, linking_pages
 
 pytestmark = pytest.mark.one_python
 
-SOURCES = [
-    path
-    for folder in ("nxdpp", "pipeline", "schedules", "tracing", "examples")
-    for path in sorted((ROOT / folder).rglob("*.py"))
-]
+SOURCES = [path for folder in ("nxdpp", "examples") for path in sorted((ROOT / folder).rglob("*.py"))]
 PAGES = [*linking_pages(), ROOT / "CHANGELOG.md"]
 
 # Each with a sentence that has it.

@@ -25,13 +25,10 @@ _NO_CODE = (
 def sources() -> list[tuple[str, Path]]:
     """Return each source file with its room. Files outside of a room are faces."""
     found = []
-    for folder in ("nxdpp", "pipeline", "schedules", "tracing"):
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            # Python 3.13 follows nxdpp's links, 3.11 does not.
-            *folders, _ = path.resolve().relative_to(ROOT).parts
-            room = (folders[1:] or [""])[0] if folders[0] == "nxdpp" else folders[0]
-            if folder == folders[0]:
-                found.append((room if room in ARROWS else FACES, path))
+    for path in sorted((ROOT / "nxdpp").rglob("*.py")):
+        _, *folders, _ = path.relative_to(ROOT).parts
+        room = folders[0] if folders else ""
+        found.append((room if room in ARROWS else FACES, path))
     return found
 
 

@@ -19,8 +19,7 @@ from nxdpp import NxDPPModel
 from nxdpp.pipeline.runtime.engine import Engine
 
 MICROBATCHES = 4
-_ROOMS = [Path(nxdpp.__file__).resolve().parent.parent / room for room in ("nxdpp", "pipeline", "schedules", "tracing")]
-_ROOT = _ROOMS[0].parent
+_PACKAGE = Path(nxdpp.__file__).resolve().parent
 
 
 @dataclass
@@ -148,4 +147,4 @@ def _own_file(name: str) -> str | None:
         # Generated code.
         return None
     path = Path(name).resolve()
-    return path.relative_to(_ROOT).as_posix() if any(room in path.parents for room in _ROOMS) else None
+    return path.relative_to(_PACKAGE.parent).as_posix() if _PACKAGE in path.parents else None

@@ -19,7 +19,6 @@ from types import FrameType
 
 import torch
 
-from nxdpp import schedules
 from nxdpp.ground.torch_names import COMPILATIONS, COMPILER
 from nxdpp.ranks.faults.board import Board
 
@@ -27,12 +26,7 @@ _STACK_LINES = 40
 
 _TORCH = str(Path(torch.__file__).parent)
 _NXDPP = str(Path(__file__).parents[2])
-# The folder of pipeline, schedules and tracing: it is not _NXDPP in a checkout without links.
-_TOP = os.path.dirname(schedules.__path__[0])
-_OWN = tuple(
-    os.path.join(folder, "")
-    for folder in (_TORCH, _NXDPP, *(os.path.join(_TOP, name) for name in ("pipeline", "schedules", "tracing")))
-)
+_OWN = tuple(os.path.join(folder, "") for folder in (_TORCH, _NXDPP))
 _STANDARD = sysconfig.get_paths()["stdlib"]
 # torch's own calls that wait for other ranks, where the script makes them.
 _DISTRIBUTED = os.path.join(_TORCH, "distributed", "")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-TRACING = Path(__file__).parents[3] / "tracing"
+TRACING = Path(__file__).parents[3] / "nxdpp/tracing"
 MODULES = frozenset({"dis", "opcode", "_opcode", "bytecode"})
 TYPES = frozenset({"CodeType", "FrameType"})
 ATTRIBUTES = frozenset({"_getframe", "currentframe", "__code__", "gi_frame", "tb_frame", "tb_lasti", "_current_frames"})

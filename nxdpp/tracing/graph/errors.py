@@ -12,7 +12,7 @@ from types import TracebackType
 from nxdpp.tracing.code.frames import Frame, caller, file_of, outwards, place_of
 
 TRACING = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
-"""This package's folder, which is not below ``nxdpp`` in a checkout without links."""
+"""This package's folder."""
 
 _MACHINERY = (
     "/torch/", TRACING, "/transformers/utils/", "/collections/", "<frozen ", "contextlib.py", "functools.py",
