@@ -1,15 +1,6 @@
 """Verification, before each step, that all ranks of a pipeline are about to run the same step on the same inputs.
 
-Each rank compares the previous rank's message with its own, and then sends its own to the next rank. The message has
-the step's number, a hash of the graph and of the inputs' signature, and hashes of the inputs' values. A rank that
-continues knows that all ranks before it agree. No tensor is then in flight to a rank that expects another::
-
-    rank 0 ──numbers──▶ rank 1 ──numbers──▶ rank 2               step of a known signature
-    rank 0 ──numbers, text──▶ rank 1 ──numbers, text──▶ rank 2   step of a signature that is new to the sender
-
-The text includes the origin of the initial weights, and in a first step the values (``same_values``). A rank that drew
-no random numbers passes on the origin of the ranks before it. Texts are kept, so that a message can show a difference
-when one of two ranks knows its signature.
+The message has the step's number, a hash of the graph and of the inputs' signature, and hashes of the inputs' values.
 """
 
 from collections.abc import Callable
@@ -27,6 +18,34 @@ from nxdpp.agreement.step_signature import StepSignature, signature_differences
 from nxdpp.ranks.faults.board import board
 from nxdpp.ranks.faults.waits import Wait
 from nxdpp.ranks.wire_form import packed, unpacked
+
+# Note: agreement of a step
+#
+# Ranks of a pipeline run different code on different parts of a model. A message of a wrong step has often the right
+# shape, and the numbers are then silently wrong. So before each step each rank compares the previous rank's message
+# with its own, and then sends its own to the next:
+#
+#     rank 0 ──numbers──▶ rank 1 ──numbers──▶ rank 2               step of a known signature
+#     rank 0 ──numbers, text──▶ rank 1 ──numbers, text──▶ rank 2   step of a signature that is new to the sender
+#
+# A rank that continues knows that all ranks before it agree, so no tensor is in flight to a rank that expects another.
+# A chain and not an all-reduce: the first rank begins its forward without waiting for anybody, and the message travels
+# along the pipeline ahead of the first activation: 248 bytes, 150 µs of a 29 ms step on two busy cores.
+#
+# In every step, since a rank cannot know that another sees its inputs for the first time. Values of inputs are compared
+# too (`input_hash`): habits of data parallelism (seed + rank, an unseeded shuffle) give each stage a different batch
+# without an error.
+#
+# A hash says that two ranks differ, a text says in what. The text has parameters, settings, each node with its stage,
+# the origin of the initial weights, and in a first step the values (`same_values`). It is sent with a new signature
+# alone, and kept, so that a message can show the difference when only one of two ranks knows its signature. A rank that
+# drew no random numbers passes on the origin of the ranks before it.
+#
+# What one rank refuses alone before its first message (a label that is missing, say) the next rank must not take for a
+# lost step: `refused` goes with the number of the step, and explains why the numbers differ.
+#
+# Replicas verify their exchanges on their own (`agreement/exchange.py`), in 16 bytes before each: a backend pairs
+# messages by their order only, and the count of an evaluation could meet the count of a training step.
 
 # Above the tags of all other messages of the group.
 _TAG = 2**31 - 1

@@ -29,6 +29,30 @@ from nxdpp.pipeline.backward.structure import Structure, WeightGroup, saved_tens
 
 _Gradients = tuple[torch.Tensor | None, ...]
 
+# Note: views under a split backward
+#
+# The input-gradients end where received tensors enter the graph, and the weight-gradients begin at nodes that have run
+# already. Both need nodes to be named before and found afterwards, while a layer may do what it likes with the tensor.
+#
+# A received tensor is not a leaf (`ReceivedTensor`): layers may change it in place, which torch forbids for leaves that
+# require a gradient. A change in place, of the tensor or of a view of it, gives the tensor another `grad_fn`:
+#
+#     entered = _Enter(received)      edge of the entry: (_Enter, 0)
+#     view = entered[:, :4]
+#     view.mul_(2)                    entered.grad_fn is CopySlices now, and leads to _Enter
+#
+# So the edge is taken when the tensor enters. An edge of `entered` taken after the forward would end the backward at
+# CopySlices, without the factor 2: a wrong gradient without an error. For the same reason roots are edges, taken as
+# soon as the forward has ended, and not tensors whose history a later action might change.
+#
+# The Python object of a custom Function's node does not keep the node alive, and the graph may be gone by the time of
+# the weight-gradients. `entered.view_as(entered).grad_fn`, of a view that nobody reads, is a node of C++ behind it: it
+# owns the node, and no activation (`_InFlight.kept`).
+#
+# A node runs again for its weights only while autograd's engine wants exactly these gradients: a node asks the engine
+# which of its outputs are needed, and computes all where none runs. Hence a backward of `_ANCHOR`, whose hook calls the
+# nodes: that is a run of the engine which wants the edges of the weights, and reaches none of them by itself.
+
 # A leaf whose hook calls what its thread asks for; made once, since that takes as long as a small operation.
 _asked = local()
 with torch.inference_mode(mode=False), torch.enable_grad():

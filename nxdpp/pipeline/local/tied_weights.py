@@ -1,14 +1,6 @@
 """Tied weights: parameters of which several ranks hold a copy.
 
-Copies start equal: the first owner sends its values to the others. Gradients are summed once a step. Each owner adds
-only the contributions of the step to ``.grad``. Earlier, summed gradients are set aside and put back::
-
-    before    rank 0: G         rank 3: G            (equal, from an earlier accumulation)
-    step      rank 0: a         rank 3: b
-    after     rank 0: G+(a+b)   rank 3: G+(a+b)
-
-Where the gradient of a weight has hooks, the owners add up the gradient of each microbatch, and the hooks see that one
-(``held_hooks``). Hooks of a weight that several stages of one rank use wait for the sum of these stages too.
+Copies start equal: the first owner sends its values to the others. Gradients are summed once a step.
 
 Every copy except the first owner's has ``parameter.shared = True``, as in NeuronX Distributed. The norm of the whole
 model's gradients counts such a parameter once, see ``nxdpp/gradients/gradient_norm.py``.
@@ -35,6 +27,32 @@ from nxdpp.pipeline.p2p.layout import layout_of
 from nxdpp.pipeline.p2p.transport import Direction, Transport, are_zeros, zeros_like
 from nxdpp.ranks.faults.waits import Wait
 from nxdpp.tracing.modules import listings
+
+# Note: sums of ties
+#
+# In one process a tied weight has one gradient, to which embedding and head both add. Here each owner has a part of it,
+# and the sum must be the same bits on every owner, or the copies go apart and nothing notices.
+#
+# - One rank adds. The others send their part to the first owner, which adds in the order of the ranks and sends the sum
+#   back. An all-reduce would promise no order, and need a group for each set of owners.
+# - Earlier gradients must not be summed again. A script that accumulates over two steps has G on each owner already:
+#
+#       before    rank 0: G         rank 3: G            (equal, from an earlier accumulation)
+#       step      rank 0: a         rank 3: b
+#       after     rank 0: G+(a+b)   rank 3: G+(a+b)
+#
+#   So `.grad` is set aside before the first backward and put back after the sum. A step that fails puts it back too.
+# - No gradient is not a gradient of zeros: an optimizer skips None, and decays a weight with zeros. An owner without
+#   one sends negative zeros, which change no sum. Only if all have sent these is `.grad` None.
+# - A copy that is frozen on one rank takes part, as it may be trained on another.
+# - A hook sees the whole gradient of a microbatch, as in one process, and may change it. Where a weight has hooks,
+#   these are held back (`held_hooks`), and the owners add up microbatch by microbatch. So do several stages of one
+#   rank.
+# - A forward that changes its copy in place (`nn.Embedding(max_norm=...)`) would leave the others behind: the versions
+#   of the copies are compared, and the step is refused.
+#
+# SUM_TIES is an action after the last backward of each owner. The average over replicas begins earlier, and so leaves
+# these parameters to the end (`TiedWeights.parameters`).
 
 
 class _SetAside(NamedTuple):

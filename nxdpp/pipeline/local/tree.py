@@ -17,6 +17,33 @@ from nxdpp.pipeline.local.own_save import refuse_own_state
 from nxdpp.pipeline.partition.assignment import Owners
 from nxdpp.tracing.modules import listings
 
+# Note: two trees of a rank
+#
+# The graphs of a rank's stages run the modules of the user's model. Code of the user and of optimizers, checkpoints and
+# `.to()` asks the same model for all it has, and must not meet what other ranks hold. One tree cannot do both:
+#
+#     root (graphs, code above layers)           local_module (listings, .to, state dicts, optimizers)
+#     model                                      LocalModule
+#     ├─ embed      on rank 0: meta here         ├─ (left out)
+#     ├─ layers     ModuleList of all            ├─ layers    a container
+#     │  ├─ 0, 1    meta here                    │
+#     │  └─ 2, 3 ─────────── the same objects ───┼── 2, 3
+#     └─ head ────────────── the same object ────┴─ head
+#
+# Modules of this rank are the same objects under the same names in both, so a hook, a replaced weight or a mode that is
+# set in one is there in the other. What is above layers is a container of our own in the second tree: an empty module
+# with its local tensors. Its class has no forward, so a call of it says what to do.
+#
+# In the first tree parameters of other ranks are on the meta device, of classes that refuse to be read, saved or
+# pickled with its name (`elsewhere_tensors`). They stay there, because the code above layers is traced with the whole
+# model: it asks for shapes, and each rank must see the same graph. Ties stay one object, as in the model.
+#
+# Rejected: the whole model with filtered names. `.to`, `load_state_dict`, `_apply` and optimizers walk modules by
+# torch's private attributes, and met parameters that were freed.
+#
+# Modules without parameters are in every rank's tree: each rank computes what depends on inputs alone. A buffer that a
+# forward changes is the exception: it has owners as a parameter has, and is left out elsewhere.
+
 
 def is_freed(parameter: nn.Parameter) -> bool:
     """Return whether ``parameter`` has no values because other ranks hold it."""

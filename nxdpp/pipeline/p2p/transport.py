@@ -4,12 +4,7 @@ On gloo each message has a tag. NCCL has no tags, and runs the operations of a c
 Neighbours there have a communicator for each way. Both ranks send and post in one global order
 (``schedules/lowering/global_order.py``), which excludes a deadlock.
 
-Ranks of one host that would use gloo have a link of shared memory (``nxdpp/ranks/host_link.py``). A send copies into it
-and waits for nobody. Where the link has no room, gloo sends the message. Above ``LARGEST_SLOT`` bytes both ranks know
-that gloo does, and the receive is posted ahead.
-
-On gloo two rules exclude a deadlock. For two ranks, messages of one kind are sent and received in the same order. A
-rank blocks on a receive only when the sender needs nothing that this rank has not posted yet.
+Ranks of one host that would use gloo have a link of shared memory (``nxdpp/ranks/host_link.py``).
 
 A gradient that one process would not have, because the loss does not depend on the tensor (``detach``), has a message
 too. In host memory it is a mark, with a bit pattern that no computation gives, and the receiver sees it without waiting
@@ -114,6 +109,32 @@ class _Copied:
 
 
 _COPIED = _Copied()
+
+
+# Note: late receive
+#
+# A schedule says where a receive is posted: two compute actions ahead of its use on gloo, so that the transfer overlaps
+# with computation (posted when needed, a step takes 1.15 times as long on 4 ranks), and in the global order on NCCL. In
+# three cases this rank can post it only later, if at all, and each could have been a deadlock:
+#
+#     case                                  what is missing          posted
+#     first step of a signature             the layout               when the metadata has come, in the queue's order
+#     shared memory that has room           a message on gloo        never: it is taken from the memory when needed
+#     shared memory without room            the sender's choice      when needed, where the memory says that gloo has it
+#
+# The first: `ReceiveQueue` keeps receives in the order of the schedule, and a rank that needs the third posts the first
+# two before it, waiting for their layouts. So a rank blocks for nothing that the sender does not send before.
+#
+# The others: both ranks know that a message above LARGEST_SLOT bytes goes over gloo, and its receive is posted ahead. A
+# smaller one is copied into the link if there is room, and else sent over gloo. The sender alone knows which. So the
+# receiver must not post ahead: without a message its receive would stay, and take a later message of the tag.
+#
+# Nobody waits for ever, by two rules. Messages of one kind between two ranks are sent and received in one order. And a
+# rank blocks on a receive only when the sender needs nothing that this rank has not posted yet: a send into a link
+# waits for nobody, a send over gloo is waited for only by the action that proves its arrival (`releases.py`), and in a
+# first step no send waits for an earlier one (`RemoteChannel`, in_flight), because the receiver may post late.
+#
+# `tests/schedules/transport_model` runs all families on a model of these rules.
 
 
 class Transport:

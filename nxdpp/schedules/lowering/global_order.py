@@ -6,16 +6,37 @@ action that computes its tensor. Every rank runs its own part of this order::
     order     0F0  0→1  1F0  0F1  0→1  1B0  1→0 ...
     rank 0    0F0  send      0F1  send      receive ...
     rank 1         receive  1F0   receive  1B0  send ...
-
-No two ranks can then wait for each other. Of all that is not finished, the first in the order has no reason to wait:
-all before it is finished, and each of its ranks has come to it. So even a rank that waits for the end of each transfer
-before its next action comes to its end, and so does a device with a single queue.
 """
 
 from bisect import bisect_right
 
 from nxdpp.schedules.actions import Action, ActionKind, Schedule
 from nxdpp.schedules.execution import Times, run_in_order
+
+# Note: order on NCCL
+#
+# On gloo a posted receive is a buffer that waits. On NCCL it is a kernel that occupies the device until its message
+# comes. Three things follow:
+#
+# - NCCL has no tags, and a communicator runs its operations in the order of the calls. Both ends must call in one
+#   order.
+# - Whatever synchronises the device (an allocation of memory, a copy to the host, the first use of a communicator)
+#   waits for that kernel too. A receive that was posted early then holds back the compute action that its sender waits
+#   for.
+# - Communicators share the hardware's queues. With one queue (CUDA_DEVICE_MAX_CONNECTIONS=1) a kernel that waits stops
+#   all that were started after it, whatever their streams.
+#
+# So receives are not posted ahead, and all ranks follow one order of all compute actions and transfers: each its own
+# part. No two ranks can wait for each other. Of all that is not finished, the first in the order has no reason to wait:
+# all before it is finished, and each of its ranks has come to it. This holds if each rank waits for the end of each
+# transfer before its next action, which is the worst that the three points can do.
+#
+# Rejected: receives ahead, in groups of sends and receives (`batch_isend_irecv`) over the pipeline. Most families then
+# deadlock in the model of tests/schedules/transport_model. Two neighbours have a communicator for each way: with one
+# for both, a send to a rank waits for the receive from it.
+#
+# The average over replicas, gathers of shards and sums of ties run on other communicators, and take their places in the
+# list of a rank as actions (`schedules/lowering/additions.py`); replicas start and wait for them in one order.
 
 # Start of a compute action, then an order of the actions that start together.
 Key = tuple[float, int, int]
