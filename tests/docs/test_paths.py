@@ -10,7 +10,7 @@ from tests.docs.pages import ROOT, linking_pages, prose
 
 pytestmark = pytest.mark.one_python
 
-# `pipeline/engine.py`, `nxdpp/ranks/` or `tests/zoo/results/xla.tsv`, below a folder of the tree.
+# `pipeline/engine.py`, `nxdpp/ranks/` or `tools/zoo/results/xla.tsv`, below a folder of the tree.
 _PATH = re.compile(r"`((?:[\w.]+/)+[\w.]*)`")
 _MODULE = re.compile(r"python -m ((?:benchmarks|tests)[\w.]*)")
 _TOP = {path.name for path in ROOT.iterdir() if path.is_dir()}

@@ -28,8 +28,8 @@ from tests.generation.generated_models import MODELS, prompt
 from tests.support import generating_threads
 from tests.support.generating_threads import generate_on_threads
 from tests.support.models import VOCABULARY
-from tests.zoo import build, generation
-from tests.zoo.comparison import without_randomness
+from tools.zoo import build, generation
+from tools.zoo.comparison import without_randomness
 
 _TYPES = ("gemma3_text", "jamba", "falcon_mamba", "zamba2", "biogpt", "bart")
 _SETTINGS: dict[str, Any] = {

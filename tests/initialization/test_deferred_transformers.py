@@ -5,7 +5,7 @@ import copy
 import pytest
 
 from tests.initialization.eager_and_deferred import check
-from tests.zoo import build
+from tools.zoo import build
 
 TYPES = {
     "causal-lm": (

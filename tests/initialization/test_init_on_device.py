@@ -12,7 +12,7 @@ import nxdpp.utils.model_utils
 from nxdpp import deferred_init, init_on_device
 from tests.support.llama_405b import llama_3_1_405b
 from tests.support.process_memory import peak_bytes, reset_peak, resident_bytes
-from tests.zoo import build
+from tools.zoo import build
 
 META = torch.device("meta")
 

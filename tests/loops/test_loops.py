@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from tests.loops import actions
-from tests.loops.compare import TOLERANCE, Event, difference
-from tests.loops.draw import LAYOUTS, Action, Script, draw
-from tests.loops.models import DRAWS, make
-from tests.loops.ranks import RankTraining
-from tests.loops.run import act, run_scripts, written
-from tests.loops.training import Training, WholeTraining
 from tests.support.run_ranks import run_ranks
+from tools.loops import actions
+from tools.loops.compare import TOLERANCE, Event, difference
+from tools.loops.draw import LAYOUTS, Action, Script, draw
+from tools.loops.models import DRAWS, make
+from tools.loops.ranks import RankTraining
+from tools.loops.run import act, run_scripts, written
+from tools.loops.training import Training, WholeTraining
 
 SEEDS = (4, 18, 19, 21, 26, 37, 45, 53, 69, 73, 79, 199, 241, 579, 766, 972)
 MORE = (5, 13, 16, 24, 28, 47, 49, 51, 59, 60, 67, 166, 382, 433)

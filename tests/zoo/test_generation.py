@@ -2,9 +2,9 @@
 
 import pytest
 
-from tests.zoo import generation, results
-from tests.zoo.results import FOLDER
-from tests.zoo.sweep import APART, RIGHT
+from tools.zoo import generation, results
+from tools.zoo.results import FOLDER
+from tools.zoo.sweep import APART, RIGHT
 
 pytestmark = pytest.mark.zoo
 

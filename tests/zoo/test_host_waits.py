@@ -1,4 +1,4 @@
-"""Some types over two ranks with fake accelerators; ``python -m tests.zoo host-waits`` runs all of them."""
+"""Some types over two ranks with fake accelerators; ``python -m tools.zoo host-waits`` runs all of them."""
 
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -6,8 +6,8 @@ from multiprocessing import get_context
 import pytest
 
 from tests.support import fake_device
-from tests.zoo.host_waits import judge
-from tests.zoo.sweep import Verdict
+from tools.zoo.host_waits import judge
+from tools.zoo.sweep import Verdict
 
 REASON = fake_device.why_not()
 pytestmark = [pytest.mark.one_python, pytest.mark.skipif(REASON is not None, reason=str(REASON))]

@@ -1,8 +1,8 @@
-"""Initial weights of a few types: ``python -m tests.zoo initial-values`` compares all."""
+"""Initial weights of a few types: ``python -m tools.zoo initial-values`` compares all."""
 
 import pytest
 
-from tests.zoo import initial_values
+from tools.zoo import initial_values
 
 pytestmark = pytest.mark.zoo
 

@@ -1,6 +1,6 @@
 """Classes inside of layers as layer classes, over ranks: right numbers, or a refusal with a remedy that holds.
 
-``python -m tests.zoo layer-classes`` takes every class of ten types.
+``python -m tools.zoo layer-classes`` takes every class of ten types.
 """
 
 from typing import Any
@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from torch import nn
 
-from tests.zoo import build
-from tests.zoo.layer_classes import classes_of, of_class, summed
-from tests.zoo.sweep import Verdict
+from tools.zoo import build
+from tools.zoo.layer_classes import classes_of, of_class, summed
+from tools.zoo.sweep import Verdict
 
 pytestmark = pytest.mark.zoo
 

@@ -1,10 +1,10 @@
-"""Models of other libraries, a few of each that is installed; ``python -m tests.zoo training`` compares all."""
+"""Models of other libraries, a few of each that is installed; ``python -m tools.zoo training`` compares all."""
 
 import pytest
 
-from tests.zoo import libraries_sweep
-from tests.zoo.libraries import LIBRARIES, is_installed
-from tests.zoo.sweep import judge_quietly
+from tools.zoo import libraries_sweep
+from tools.zoo.libraries import LIBRARIES, is_installed
+from tools.zoo.sweep import judge_quietly
 
 pytestmark = pytest.mark.zoo
 

@@ -1,6 +1,6 @@
 """Types with different constructs, trained over several processes and compared with one process.
 
-``python -m tests.zoo training`` compares all types in one process.
+``python -m tools.zoo training`` compares all types in one process.
 """
 
 import warnings
@@ -15,7 +15,7 @@ from torch import nn
 from nxdpp import NxDPPModel, parallel_state
 from tests.support.models import gradient_differences, reference, train_in_one_process
 from tests.support.run_ranks import run_ranks
-from tests.zoo import ARGUMENTS, build, inputs
+from tools.zoo import ARGUMENTS, build, inputs
 
 pytestmark = pytest.mark.zoo
 

@@ -1,6 +1,6 @@
 """Types whose checkpoints differ from their state dicts in different ways.
 
-``python -m tests.zoo pretrained`` compares all types.
+``python -m tools.zoo pretrained`` compares all types.
 """
 
 from collections.abc import Iterator
@@ -11,8 +11,8 @@ import pytest
 from nxdpp import NxDPPModel, load_pretrained, parallel_state, save_pretrained
 from tests.checkpoint.huggingface.checkpointed_models import tensors_in
 from tests.support.run_ranks import run_ranks
-from tests.zoo import build, pretrained
-from tests.zoo.sweep import Verdict
+from tools.zoo import build, pretrained
+from tools.zoo.sweep import Verdict
 
 pytestmark = pytest.mark.zoo
 

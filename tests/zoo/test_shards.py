@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests.zoo.shards import judge
-from tests.zoo.sweep import judge_quietly
+from tools.zoo.shards import judge
+from tools.zoo.sweep import judge_quietly
 
 pytestmark = pytest.mark.zoo
 

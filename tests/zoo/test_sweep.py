@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.zoo import results
-from tests.zoo.__main__ import _WRITTEN
-from tests.zoo.page import page
-from tests.zoo.results import FOLDER, Results
-from tests.zoo.sweep import APART, RIGHT, Journal, Verdict, judge_types, summary
+from tools.zoo import results
+from tools.zoo.__main__ import _WRITTEN
+from tools.zoo.page import page
+from tools.zoo.results import FOLDER, Results
+from tools.zoo.sweep import APART, RIGHT, Journal, Verdict, judge_types, summary
 
 pytestmark = pytest.mark.zoo
 
@@ -91,8 +91,8 @@ def test_the_page_has_totals_and_the_refused_types() -> None:
     assert "| reformer | causal-lm and 1 more | a \\| b |" in text
     assert "| causal-lm | 50.0 % | 1 | 0 | 0 | 1 | 1 |" in text
     assert "| opt | causal-lm | y |" in text
-    assert "(`python -m tests.zoo compiled`, commit 3), right: causal-lm 50.0 % of 2." in " ".join(text.split())
-    assert "(`python -m tests.zoo shards`, commit 4), right: causal-lm 50.0 % of 2." in " ".join(text.split())
+    assert "(`python -m tools.zoo compiled`, commit 3), right: causal-lm 50.0 % of 2." in " ".join(text.split())
+    assert "(`python -m tools.zoo shards`, commit 4), right: causal-lm 50.0 % of 2." in " ".join(text.split())
     assert "commit 5), right: image-text-to-text 50.0 % of 2. Refused: blip." in " ".join(text.split())
     assert "of 2 types as the layer class, over two ranks" in " ".join(text.split())
     assert "commit 6): 7 exact, 2 refused. The file" in " ".join(text.split())

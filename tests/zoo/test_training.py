@@ -9,10 +9,10 @@ from nxdpp.tracing.graph.errors import TracingError
 from nxdpp.tracing.graph.trace import TracingOptions, trace
 from nxdpp.tracing.modules.layers import find_layer_classes
 from nxdpp.tracing.values.in_place import assign_item
-from tests.zoo import ARGUMENTS, CANNOT_TRAIN, NOTES, TASKS, build, types
-from tests.zoo.comparison import is_refusal, without_randomness
-from tests.zoo.sweep import judge_quietly
-from tests.zoo.training import judge
+from tools.zoo import ARGUMENTS, CANNOT_TRAIN, NOTES, TASKS, build, types
+from tools.zoo.comparison import is_refusal, without_randomness
+from tools.zoo.sweep import judge_quietly
+from tools.zoo.training import judge
 
 pytestmark = pytest.mark.zoo
 
@@ -79,10 +79,10 @@ def test_dropout_is_off() -> None:
 
 
 def test_a_difference_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tests.zoo.comparison.distance", lambda *given: 0.5)
+    monkeypatch.setattr("tools.zoo.comparison.distance", lambda *given: 0.5)
     assert judge("causal-lm", "gpt2").result == "WRONG"
 
-    monkeypatch.setattr("tests.zoo.comparison.distance", lambda *given: float("inf"))
+    monkeypatch.setattr("tools.zoo.comparison.distance", lambda *given: float("inf"))
     assert judge("causal-lm", "gpt2").result == "WRONG"
 
 

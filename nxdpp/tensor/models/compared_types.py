@@ -1,4 +1,4 @@
-"""Models whose own ``tp_plan`` gives the numbers of one process, by ``python -m tests.zoo tensor``.
+"""Models whose own ``tp_plan`` gives the numbers of one process, by ``python -m tools.zoo tensor``.
 
 The models of ``COMPARED_SEQUENCES`` do so under sequence parallelism too.
 """

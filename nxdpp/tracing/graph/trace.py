@@ -198,7 +198,7 @@ def _trace(
 def _hands_on(values: list[fx.Node], module: nn.Module, spine: set[str], options: TracingOptions) -> bool:
     """Return whether code of transformers, above layers that its models declare, gives ``values`` to layers alone.
 
-    For each type ``python -m tests.zoo training`` shows that such code does not ask whether they are ``None``.
+    For each type ``python -m tools.zoo training`` shows that such code does not ask whether they are ``None``.
     """
     if any(user.op not in ("call_module", "output") for value in values for user in value.users):
         return False

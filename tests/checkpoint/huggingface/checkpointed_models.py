@@ -10,7 +10,7 @@ from torch import nn
 
 from nxdpp import NxDPPModel, parallel_state
 from tests.support.models import MODELS
-from tests.zoo import build
+from tools.zoo import build
 
 NAMES = ("llama", "tied_llama", "gpt2", "t5", "bert", "mixtral")
 

@@ -22,7 +22,7 @@ from nxdpp.tensor.layers import ParallelEmbedding
 from nxdpp.tensor.padding import ranges
 from tests.checkpoint.huggingface.checkpointed_models import differing, make, on_meta, tensors_in, wrap
 from tests.support.run_ranks import run_ranks
-from tests.zoo import build
+from tools.zoo import build
 
 pytestmark = pytest.mark.one_python
 

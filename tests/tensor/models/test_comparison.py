@@ -12,7 +12,7 @@ from transformers import LlamaForCausalLM
 from nxdpp import check_tensor_parallel, parallel_state, tensor_parallelize
 from tests.support.run_ranks import run_ranks
 from tests.support.tensor_models import VOCABULARY, batch, llama, make
-from tests.zoo import build, inputs
+from tools.zoo import build, inputs
 
 pytestmark = pytest.mark.one_python
 

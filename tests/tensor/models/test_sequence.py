@@ -83,7 +83,7 @@ def _cases(rank: int) -> None:
 
 
 def test_the_compared_types() -> None:
-    """``python -m tests.zoo tensor`` compares the others."""
+    """``python -m tools.zoo tensor`` compares the others."""
     assert set(TYPES) <= COMPARED_SEQUENCES
     assert COMPARED_SEQUENCES <= COMPARED
 

@@ -7,8 +7,8 @@ from torch import nn
 from transformers import DynamicCache, EncoderDecoderCache
 
 from nxdpp.tracing.models.caches import without_empty_caches
-from tests.zoo.sweep import judge_quietly
-from tests.zoo.training import judge
+from tools.zoo.sweep import judge_quietly
+from tools.zoo.training import judge
 
 
 class Attention(nn.Module):
