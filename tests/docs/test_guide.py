@@ -1,15 +1,16 @@
-"""The code of the pages in docs/guide runs under torchrun, and prints the text that the pages show.
+"""The code of the pages in docs/guide runs, and prints the text that the pages show.
 
 All blocks of a page, in order, are one script. ``python -m pytest tests/docs -k first_pipeline`` runs one page.
 """
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.docs.pages import ROOT, fragments, guide_pages, number_of_ranks, printed_text, script
-from tests.docs.torchrun import Ended, run
+from tests.docs.torchrun import Ended, run, run_forked
 
 pytestmark = pytest.mark.one_python
 
@@ -24,18 +25,21 @@ def _lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.strip().splitlines()]
 
 
-def run_page(page: Path, folder: Path) -> Ended:
+def run_page(page: Path, folder: Path, start: Callable[[Path, int], Ended] = run) -> Ended:
     """Run the script of ``page`` in an otherwise empty folder; traces have the file and the lines of ``page``."""
     (folder / "empty").mkdir()
     file = folder / "empty" / "train.py"
     file.write_text(script(page), encoding="utf-8")
-    ended = run(file, number_of_ranks(page))
+    ended = start(file, number_of_ranks(page))
     return ended._replace(account=ended.account.replace(str(file), os.path.relpath(page, ROOT)))
 
 
+@pytest.mark.parametrize("start", [run_forked, pytest.param(run, marks=pytest.mark.sweep)])
 @pytest.mark.parametrize("page", WITH_CODE)
-def test_the_code_of_a_page_runs_and_prints_its_text(page: Path, tmp_path: Path) -> None:
-    ended = run_page(page, tmp_path)
+def test_the_code_of_a_page_runs_and_prints_its_text(
+    page: Path, start: Callable[[Path, int], Ended], tmp_path: Path
+) -> None:
+    ended = run_page(page, tmp_path, start)
     assert ended.status == 0, ended.account
     for rank, text in printed_text(page).items():
         printed = ended.outputs[rank]

@@ -1,4 +1,4 @@
-"""The code of the pages in docs/ beside the guide runs under torchrun, or is marked as a fragment and compiled.
+"""The code of the pages in docs/ beside the guide runs, or is marked as a fragment and compiled.
 
 A page that leaves out a model, data or imports, as reference pages do, has them here, before its code.
 """
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.docs.pages import ROOT, Block, blocks, fragments
-from tests.docs.torchrun import run
+from tests.docs.torchrun import run_forked
 
 pytestmark = pytest.mark.one_python
 
@@ -93,7 +93,7 @@ def test_the_code_of_a_page_runs(name: str, tmp_path: Path) -> None:
     file = tmp_path / "empty" / "train.py"
     file.parent.mkdir()
     file.write_text(f"{BEFORE[name]}\n{code}\n{AFTER[name]}\n", encoding="utf-8")
-    ended = run(file, RANKS.get(name, 2))
+    ended = run_forked(file, RANKS.get(name, 2))
     assert ended.status == 0, ended.account
 
 

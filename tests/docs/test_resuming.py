@@ -1,4 +1,4 @@
-"""The programs of the pages about checkpoints resume to the bit under torchrun, with shuffling and dropout.
+"""The programs of the pages about checkpoints resume to the bit, with shuffling and dropout.
 
 Each part of a training is a start of its own: the program of the page, then a line that calls it by ``recipe`` or
 ``stateful`` of this file.
@@ -20,7 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from nxdpp import NxDPPModel, parallel_state
 from tests.docs.pages import GUIDE, ROOT, blocks
-from tests.docs.torchrun import run
+from tests.docs.torchrun import run_forked
 
 pytestmark = pytest.mark.one_python
 
@@ -38,7 +38,7 @@ def _of_ranks(program: str, call: str, folder: Path, name: str) -> list[list[tup
     file.parent.mkdir(parents=True)
     start = f"import os\n\nos.chdir({str(folder)!r})\n{program}\nfrom tests.docs import test_resuming\n"
     file.write_text(f"{start}test_resuming.{call}")
-    ended = run(file, RANKS)
+    ended = run_forked(file, RANKS)
     assert ended.status == 0, ended.account
     return [torch.load(folder / f"rank {rank}") for rank in range(RANKS)]
 

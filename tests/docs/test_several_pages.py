@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.docs.pages import GUIDE, printed_text, script
-from tests.docs.torchrun import run
+from tests.docs.torchrun import run_forked
 from tests.docs.whole_scripts import SCRIPTS, lines
 
 pytestmark = pytest.mark.one_python
@@ -26,7 +26,7 @@ def test_a_page_prints_the_same_on_4_ranks(name: str, tmp_path: Path) -> None:
     assert text.count("pipeline_model_parallel_size=2") == 1
     file.parent.mkdir()
     file.write_text(text.replace("pipeline_model_parallel_size=2", "pipeline_model_parallel_size=4"))
-    ended = run(file, 4)
+    ended = run_forked(file, 4)
     assert ended.status == 0, ended.account
     printed = [line for line in ended.outputs[0].splitlines() if line]
     assert printed == printed_text(page)[0].strip().splitlines()

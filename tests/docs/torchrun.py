@@ -1,7 +1,8 @@
-"""Scripts as their reader runs them: torchrun starts an interpreter a rank, in the folder of the script.
+"""Scripts as their reader runs them, in the folder of the script.
 
-No rank has imported anything, and none shares a generator with another: a script without a seed has other weights on
-each rank. Forks of one process would have the same ones.
+``run`` has torchrun start an interpreter a rank, which has imported nothing. That takes three interpreters' imports of
+torch and transformers, most of the time of a page. ``run_forked`` runs most pages in forks with a seed each: a script
+without a seed has other weights on each rank in both. ``python -m pytest -m sweep tests/docs`` has torchrun run all.
 """
 
 import os
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tests.docs.pages import ROOT
+from tests.support.run_program import run_program
 
 SCRIPT_SECONDS = 180.0
 """Time that torchrun and its ranks have. A page needs 5 to 15 s on two quiet cores."""
@@ -25,6 +27,12 @@ class Ended(NamedTuple):
     status: int
     outputs: list[str]
     account: str
+
+
+def run_forked(script: Path, ranks: int, seconds: float = SCRIPT_SECONDS) -> Ended:
+    """Run ``script`` in its folder on ``ranks`` forks of a process that has imported torch and transformers."""
+    ended = run_program(str(script), [], ranks, seconds, folder=script.parent, as_torchrun=True)
+    return Ended(max(code or 0 for code in ended.codes), ended.outputs, ended.output)
 
 
 def run(script: Path, ranks: int, seconds: float = SCRIPT_SECONDS) -> Ended:

@@ -6,6 +6,7 @@ A process ends like an interpreter that runs the script: an error goes to ``sys.
 import ctypes
 import multiprocessing.util
 import os
+import random
 import runpy
 import signal
 import sys
@@ -17,6 +18,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
+import numpy
 import torch
 
 from tests.support.run_ranks import fork_server, rank_environment, store_for_ranks
@@ -25,7 +27,8 @@ from tests.support.run_ranks import fork_server, rank_environment, store_for_ran
 class Ended(NamedTuple):
     """Exit codes in rank order, all that the ranks wrote, the time at which the last rank ended, and each one's output.
 
-    With an output of their own, ``output`` has that of one rank after the other.
+    With an output of their own, ``output`` has that of one rank after the other. Of ranks that run ``as_torchrun``,
+    ``outputs`` has what each has printed, without its errors.
     """
 
     codes: list[int | None]
@@ -42,12 +45,16 @@ def run_program(
     first_rank_has_store: bool = False,
     own_outputs: bool = False,
     folder: Path | None = None,
+    as_torchrun: bool = False,
 ) -> Ended:
     """Run ``script`` on ``ranks`` ranks, in ``folder`` if it is given; ``AssertionError`` after ``timeout`` seconds.
 
     The caller holds the store, as torchrun does, unless the first rank is to hold it. With ``own_outputs`` each rank
-    writes into a file of its own; otherwise all write into one, in the order of time.
+    writes into a file of its own; otherwise all write into one, in the order of time. ``as_torchrun`` is for scripts
+    that a reader starts: no rank shares a seed with another, each imports from the folder of the script, and errors
+    stand in a file apart.
     """
+    own_outputs = own_outputs or as_torchrun
     store = store_for_ranks(timeout)
     environments = [rank_environment(rank, ranks, store.port) for rank in range(ranks)]
     if first_rank_has_store:
@@ -57,14 +64,15 @@ def run_program(
             del environment["TORCHELASTIC_USE_AGENT_STORE"]
     with tempfile.TemporaryDirectory(prefix="nxdpp-program-") as written_to:
         outputs = [Path(written_to) / f"output{rank if own_outputs else ''}.txt" for rank in range(ranks)]
+        errors = [file.with_name(f"errors{rank}.txt") if as_torchrun else file for rank, file in enumerate(outputs)]
         processes: list[Any] = []
 
         def written() -> str:
-            return "".join(file.read_text() for file in dict.fromkeys(outputs) if file.exists())
+            return "".join(file.read_text() for file in dict.fromkeys([*outputs, *errors]) if file.exists())
 
         try:
-            for environment, output in zip(environments, outputs, strict=True):
-                given = (script, list(arguments), environment, output, timeout, folder)
+            for environment, *files in zip(environments, outputs, errors, strict=True):
+                given = (script, list(arguments), environment, *files, timeout, folder, as_torchrun)
                 processes.append(fork_server().Process(target=_run, args=given))
                 processes[-1].start()
             deadline = time.monotonic() + timeout
@@ -81,19 +89,29 @@ def run_program(
 
 
 def _run(
-    script: str, arguments: list[str], environment: dict[str, str], output: Path, timeout: float, folder: Path | None
+    script: str,
+    arguments: list[str],
+    environment: dict[str, str],
+    output: Path,
+    errors: Path,
+    timeout: float,
+    folder: Path | None,
+    as_torchrun: bool,
 ) -> NoReturn:
     if folder is not None:
         os.chdir(folder)
     signal.alarm(int(timeout) + 5)
     # A job in the background of a shell ignores it, and so would its programs.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(descriptor, sys.stdout.fileno())
-    os.dup2(descriptor, sys.stderr.fileno())
+    for file, stream in ((output, sys.stdout), (errors, sys.stderr)):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream.fileno())
     os.environ.clear()
     os.environ.update(environment)
     torch.set_num_threads(1)
+    if as_torchrun:
+        for seed in (torch.seed, random.seed, numpy.random.seed):
+            seed()
+        sys.path.insert(0, os.path.dirname(script))
     os._exit(run_script(script, arguments))
 
 
