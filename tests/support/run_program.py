@@ -3,6 +3,7 @@
 A process ends like an interpreter that runs the script: an error goes to ``sys.excepthook``, exit functions follow.
 """
 
+import ast
 import ctypes
 import multiprocessing.util
 import os
@@ -21,7 +22,7 @@ from typing import Any, NamedTuple, NoReturn
 import numpy
 import torch
 
-from tests.support.run_ranks import fork_server, rank_environment, store_for_ranks
+from tests.support.run_ranks import fork_server, rank_environment, store_for_ranks, want
 
 
 class Ended(NamedTuple):
@@ -55,6 +56,7 @@ def run_program(
     stand in a file apart.
     """
     own_outputs = own_outputs or as_torchrun
+    want(*imported_names(Path(folder or "", script)))
     store = store_for_ranks(timeout)
     environments = [rank_environment(rank, ranks, store.port) for rank in range(ranks)]
     if first_rank_has_store:
@@ -86,6 +88,17 @@ def run_program(
             for process in processes:
                 process.kill()
                 process.join()
+
+
+def imported_names(script: Path) -> list[str]:
+    """Return what ``script`` imports, as ``module`` or ``module:name``."""
+    names: list[str] = []
+    for node in ast.walk(ast.parse(script.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names += [each.name for each in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module is not None and not node.level:
+            names += [f"{node.module}:{each.name}" for each in node.names]
+    return names
 
 
 def _run(
