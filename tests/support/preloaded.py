@@ -1,8 +1,8 @@
 """Modules that the fork server of ``run_ranks`` imports once, for all ranks.
 
-These are ``MODULES`` and, before its next fork, each module that is named in the file of the variable ``WANTED``. A name
-in a module (``transformers:Trainer``) is looked up too, since libraries import at the first use. If an import fails,
-the rank that needs the module raises the error. The garbage collector then leaves the imported objects alone: a
+These are ``MODULES`` and, before its next fork, each module that is named in the file of the variable ``WANTED``. A
+name in a module (``transformers:Trainer``) is looked up too: libraries import at the first use. If an import fails, the
+rank that needs the module raises the error. The garbage collector then leaves the imported objects alone: a
 collection in a rank looks at the rank's own objects, and ``gc.get_objects`` returns those.
 """
 
