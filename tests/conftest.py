@@ -55,27 +55,16 @@ def pytest_configure(config: pytest.Config) -> None:
         fake_device.built()
 
 
-# Folders and files whose tests compare numbers, files and messages, which no version of Python is likely to change. All
-# of them have the mark one_python.
-ONE_PYTHON = (
-    "agreement", "benchmarks", "checkpoint", "devices", "docs", "doors", "examples", "generation", "gradients",
-    "hosts", "initialization", "loops", "pipeline/after_wrapping", "pipeline/backward",
-    "pipeline/local/test_four_bit.py", "pipeline/loss/test_normalization.py", "pipeline/microbatches",
-    "pipeline/p2p", "pipeline/partition", "pipeline/stages", "pipeline/test_compiled_tensor_parallel.py",
-    "pipeline/test_first_partition.py", "pipeline/test_late_trace.py", "pipeline/test_microbatches.py",
-    "pipeline/test_model_eval.py", "pipeline/test_model_refusals.py", "pipeline/test_model_train.py",
-    "pipeline/test_post_partition_hooks.py", "pipeline/test_structured_samples.py",
-    "pipeline/whole/test_exactness.py", "pipeline/whole/test_input_values.py", "pipeline/whole/test_loss_fn.py",
-    "pipeline/whole/test_modes_over_ranks.py", "pipeline/whole/test_move.py", "pipeline/whole/test_other_calls.py",
-    "pipeline/whole/test_overlapped_average.py", "pipeline/whole/test_peft.py",
-    "pipeline/whole/test_sequence_heads.py", "pipeline/whole/test_shared_keys.py",
-    "pipeline/whole/test_tensor_parallel.py", "pipeline/whole/test_three_dimensions.py",
-    "pipeline/whole/test_tracing_options.py", "pipeline/whole/test_vision_language.py",
-    "pipeline/whole/test_wrapped_transformers.py", "pipeline/whole/test_wrapping_allocates_nothing.py", "planning",
-    "ranks/faults/test_waits.py", "ranks/test_launch.py", "schedules", "support", "tensor", "test_class_names.py",
-    "test_migration_names.py", "tracing/costs", "tracing/models/test_captured_outputs.py",
-    "tracing/models/test_loss_leaves.py", "tracing/models/test_torch_transformer.py",
-    "tracing/state/test_data_changes.py", "tracing/state/test_shared_objects.py", "watching",
+# Folders and files whose tests a version of Python may change: bytecode, frames, names in code, standard classes,
+# threads and ends of processes. All of them have the mark both_pythons.
+BOTH_PYTHONS = (
+    "ground", "initialization/test_deferred_init.py", "pipeline/local/test_wrapped_methods.py",
+    "pipeline/test_settings.py", "pipeline/whole/test_failures.py", "pipeline/whole/test_plain_models.py",
+    "pipeline/whole/test_spines.py", "ranks/faults/test_ending_process.py", "ranks/faults/test_faults.py",
+    "ranks/faults/test_one_name.py", "ranks/faults/test_progress.py", "ranks/test_launcher.py",
+    "ranks/test_restarts.py", "ranks/test_wire_form.py", "test_main.py", "test_names.py", "test_packaging.py",
+    "tracing/code", "tracing/graph", "tracing/models/test_dataclass_calls.py", "tracing/modules",
+    "tracing/state/test_second_run.py", "tracing/values",
 )  # fmt: skip
 COLLECTED = pytest.StashKey[set[str]]()
 """Files with collected tests below tests/, and the lines of sweeps.toml that some of them match."""
@@ -85,32 +74,30 @@ SWEEPS = tomllib.loads((HERE / "sweeps.toml").read_text())
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Leave out files that are not wanted, since imports take long.
 
-    They have no test over ranks, for ``--device fake``, or only tests with the mark one_python.
+    They have no test over ranks, for ``--device fake``, or no test with the mark both_pythons.
     """
     if collection_path.suffix != ".py":
         return None
     if config.getoption("device") != "cpu" and "run_ranks" not in collection_path.read_text():
         return True
-    if "not one_python" not in config.option.markexpr:
-        return None
-    mark = "\npytestmark = pytest.mark.one_python\n"
-    return _of_one_python(collection_path) or mark in collection_path.read_text() or None
+    wanted = collection_path.name == "__init__.py" or _of_both_pythons(collection_path)
+    return None if "both_pythons" not in config.option.markexpr or wanted else True
 
 
-def _of_one_python(path: Path) -> bool:
-    return f"{path.relative_to(HERE).as_posix()}/".startswith(tuple(f"{name}/" for name in ONE_PYTHON))
+def _of_both_pythons(path: Path) -> bool:
+    return f"{path.relative_to(HERE).as_posix()}/".startswith(tuple(f"{name}/" for name in BOTH_PYTHONS))
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark the tests of ``ONE_PYTHON`` and of sweeps.toml before marks select tests."""
+    """Mark the tests of ``BOTH_PYTHONS`` and of sweeps.toml before marks select tests."""
     collected = config.stash.setdefault(COLLECTED, set())
     sweeps = {pattern: re.compile(pattern) for pattern in SWEEPS}
     for item in items:
         path = item.path.relative_to(HERE).as_posix()
         collected.add(path)
-        if _of_one_python(item.path):
-            item.add_marker("one_python")
+        if _of_both_pythons(item.path):
+            item.add_marker("both_pythons")
         for mark in item.iter_markers("cpu_only"):
             reason = reason_of(mark, item.nodeid)
             if config.getoption("device") != "cpu":

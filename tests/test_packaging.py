@@ -13,8 +13,6 @@ import pytest
 
 import nxdpp
 
-pytestmark = pytest.mark.one_python
-
 ROOT = Path(__file__).parents[1]
 SECONDS = 120
 DATA = {"nxdpp/py.typed", "nxdpp/watching/page.html"}

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import COLLECTED, ONE_PYTHON, SWEEPS
+from tests.conftest import BOTH_PYTHONS, COLLECTED, SWEEPS
 
 HERE = Path(__file__).parent
 
@@ -20,5 +20,5 @@ def test_a_line_names_cases(pattern: str, request: pytest.FixtureRequest) -> Non
     assert file not in collected or pattern in collected
 
 
-def test_the_paths_of_one_python_are_there() -> None:
-    assert all((HERE / name).exists() for name in ONE_PYTHON)
+def test_the_paths_of_both_pythons_are_there() -> None:
+    assert all((HERE / name).exists() for name in BOTH_PYTHONS)

@@ -2,14 +2,11 @@
 
 from typing import Any
 
-import pytest
 import torch
 
 from nxdpp import parallel_state
 from nxdpp.agreement.comparison import leaf_text, unequal
 from tests.support.run_ranks import run_ranks
-
-pytestmark = pytest.mark.one_python
 
 
 def compare(rank: int) -> list[Any]:

@@ -39,7 +39,6 @@ def train(rank: int, dropout: float) -> None:
     wrapped.run_train(**padded_batch(4))
 
 
-@pytest.mark.one_python
 def test_replicas_of_other_configurations_are_refused() -> None:
     with pytest.raises(AssertionError) as caught:
         run_ranks(2, train, 0.1)

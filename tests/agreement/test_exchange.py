@@ -16,8 +16,6 @@ from nxdpp.gradients.replica_gradients import RankParameters, ReplicaGradients
 from tests.support.run_ranks import run_ranks
 from tests.support.traced_models import PlainLayer
 
-pytestmark = pytest.mark.one_python
-
 
 def message(exchanges: ReplicaExchanges, name: str, details: list[str] | None = None) -> str:
     with pytest.raises(RuntimeError) as raised:

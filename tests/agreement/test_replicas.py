@@ -6,8 +6,6 @@ from nxdpp import parallel_state
 from nxdpp.agreement.replicas import check_replicas
 from tests.support.run_ranks import run_ranks
 
-pytestmark = pytest.mark.one_python
-
 LINES = ["parameter weight: [4]", "parameter bias: [4]"]
 
 

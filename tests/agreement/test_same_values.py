@@ -18,8 +18,6 @@ from nxdpp.tensor.layers import ColumnParallelLinear
 from nxdpp.tracing.code.names import is_framework
 from tests.support.run_ranks import run_ranks
 
-pytestmark = pytest.mark.one_python
-
 SEED = "Give torch.manual_seed the same seed on every rank of a pipeline, before the model is built and wrapped."
 SEEDS = (
     "  pipeline rank 0 (rank 0): torch.initial_seed() 5 when it wrapped the model\n"

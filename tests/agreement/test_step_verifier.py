@@ -15,8 +15,6 @@ from nxdpp.agreement.step_verifier import StepIdentity, StepVerifier
 from tests.support.models import make, padded_batch
 from tests.support.run_ranks import run_ranks
 
-pytestmark = pytest.mark.one_python
-
 GRAPH, OTHER_GRAPH = fingerprint(["first", "second"]), fingerprint(["first", "third"])
 A = StepSignature((("a", (2, 3), torch.int64),), (False, torch.bfloat16), True)
 B = StepSignature((("b", (2, 3), torch.int64),), (True, torch.bfloat16), False)

@@ -15,8 +15,6 @@ from nxdpp.agreement.tensor_ranks import verify_tensor_ranks
 from tests.support.run_ranks import run_ranks
 from tests.support.tensor_parallel_models import ParallelLayer, ParallelModel
 
-pytestmark = pytest.mark.one_python
-
 A = StepSignature((("a", (2, 3), torch.int64),), (False, torch.bfloat16), True)
 B = StepSignature((("b", (2, 3), torch.int64),), (False, torch.bfloat16), False)
 LEAST = -(2**63)

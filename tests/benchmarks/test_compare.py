@@ -24,8 +24,6 @@ from nxdpp.ranks import parallel_state
 from nxdpp.schedules.families.registry import FAMILIES
 from tests.support.run_ranks import run_ranks
 
-pytestmark = pytest.mark.one_python
-
 
 def test_a_sleeping_layer_sleeps_once_for_each_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []

@@ -14,8 +14,6 @@ from nxdpp.ranks import start_store
 from nxdpp.ranks.exchange import Exchange
 from tests.support.run_ranks import run_ranks
 
-pytestmark = pytest.mark.one_python
-
 PAGE = Path(__file__).parents[2] / "benchmarks/results/cost_at_scale.md"
 SMALL = LlamaConfig(vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=2, num_attention_heads=2)
 

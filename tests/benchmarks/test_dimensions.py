@@ -18,8 +18,6 @@ from benchmarks.page import replace_block, write_blocks
 from benchmarks.report import session_line
 from tests.support.run_ranks import run_ranks
 
-pytestmark = pytest.mark.one_python
-
 TINY = Shape(hidden=64, middle=128, layers=2, heads=4, vocabulary=64, batch=2, length=32, microbatches=2)
 LAYOUTS = [
     Layout(2, 1, 1),

@@ -1,11 +1,7 @@
 """The engine's own share is measured without other ranks."""
 
-import pytest
-
 from benchmarks.engine_share import RANKS, share_of
 from nxdpp import parallel_state
-
-pytestmark = pytest.mark.one_python
 
 
 def test_each_kind_of_action_is_counted() -> None:

@@ -6,8 +6,6 @@ import pytest
 
 from benchmarks.excess import REST, SLEEPS, WAITING, Clock, counted_calls
 
-pytestmark = pytest.mark.one_python
-
 
 def test_a_call_within_another_counts_for_its_own_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter([0.0, 1.0, 3.0, 6.0, 10.0])

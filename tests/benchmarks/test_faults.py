@@ -5,8 +5,6 @@ import pytest
 from benchmarks import faults
 from benchmarks.faults import CASES, Case, Outcome, _outcome, main, run_plain
 
-pytestmark = pytest.mark.one_python
-
 
 def test_a_plain_run_names_the_faulty_rank() -> None:
     outcome = run_plain(Case("SIGKILL", 2))

@@ -1,13 +1,10 @@
 """Times of first steps, on a small model."""
 
-import pytest
 import torch
 from transformers import LlamaConfig
 
 from benchmarks.first_step import RANK, RANKS, hash_seconds, phases_of_start, step_seconds
 from tests.support.run_ranks import run_ranks
-
-pytestmark = pytest.mark.one_python
 
 SMALL = LlamaConfig(vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=8, num_attention_heads=2)
 

@@ -23,7 +23,7 @@ from tests.support import fake_device
 
 REASON = fake_device.why_not()
 on_fake = pytest.mark.skipif(REASON is not None, reason=str(REASON))
-pytestmark = [pytest.mark.one_python, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.timeout(900)
 
 DRY, CUDA, EIGHT = Place("cpu", 0, True), Place("cuda", 1, False), Place("cuda", 8, False)
 

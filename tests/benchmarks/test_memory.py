@@ -14,8 +14,6 @@ from benchmarks.resident.rows import Row, own_limit, rows_as_json
 from benchmarks.resident.ways import SIZES, owned_bytes
 from tests.support.process_memory import peak_bytes, reset_peak, resident_bytes
 
-pytestmark = pytest.mark.one_python
-
 MEGABYTE = 10**6
 
 

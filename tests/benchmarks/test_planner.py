@@ -15,8 +15,6 @@ from benchmarks.planner.tables import Row, figures, figures_table, rank_correlat
 from nxdpp.planning.layout import Layout
 from nxdpp.planning.measured.kept_machine import KeptMachine
 
-pytestmark = pytest.mark.one_python
-
 TINY = Shape(hidden=64, middle=128, layers=4, heads=4, vocabulary=256, batch=1, length=32, microbatches=4)
 SPEED = KeptMachine(
     "cpu",

@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks.trace_speed import ROOT, ROWS, measure
 
-pytestmark = [pytest.mark.one_python, pytest.mark.sweep]
+pytestmark = pytest.mark.sweep
 
 SMALL = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 8, "num_attention_heads": 2}
 

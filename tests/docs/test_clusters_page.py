@@ -21,8 +21,6 @@ from nxdpp.ranks.faults.ending_process import wait_until
 from tests.docs.pages import GUIDE, ROOT, blocks, fragments, script
 from tests.docs.test_several_hosts_page import TRAIN
 
-pytestmark = pytest.mark.one_python
-
 PAGE = GUIDE / "clusters.md"
 SECONDS = 110.0
 RAY_SECONDS = 500.0

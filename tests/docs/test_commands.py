@@ -14,8 +14,6 @@ from transformers import TrainingArguments
 from nxdpp.__main__ import _parser
 from tests.docs.pages import ROOT, commands, guide_pages
 
-pytestmark = pytest.mark.one_python
-
 # Python prints the flags of a parser that refuses arguments, and ends.
 _OPTIONS_OF_PYTHON = re.compile(r"-[OuBEsI]+|-X\S+|-W\S+")
 

@@ -12,8 +12,6 @@ import pytest
 from tests.docs.pages import ROOT, fragments, guide_pages, number_of_ranks, printed_text, script
 from tests.docs.torchrun import Ended, run, run_forked
 
-pytestmark = pytest.mark.one_python
-
 LONGEST = 119
 """Lines of a page at most."""
 

@@ -3,12 +3,8 @@
 import re
 from pathlib import Path
 
-import pytest
-
 from tests.docs.pages import GUIDE, blocks, fragments
 from tests.docs.torchrun import run
-
-pytestmark = pytest.mark.one_python
 
 PAGE = GUIDE / "hangs.md"
 SECONDS = re.compile(r"for \d+ s\b")

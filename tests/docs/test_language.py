@@ -11,8 +11,6 @@ import pytest
 from nxdpp.counted import counted
 from tests.docs.pages import ROOT, linking_pages
 
-pytestmark = pytest.mark.one_python
-
 SOURCES = [path for folder in ("nxdpp", "examples") for path in sorted((ROOT / folder).rglob("*.py"))]
 PAGES = [*linking_pages(), ROOT / "CHANGELOG.md"]
 

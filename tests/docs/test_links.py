@@ -6,8 +6,6 @@ import pytest
 
 from tests.docs.pages import GUIDE, ROOT, anchors, guide_pages, linking_pages, relative_links
 
-pytestmark = pytest.mark.one_python
-
 
 @pytest.mark.parametrize("page", [pytest.param(page, id=str(page.relative_to(ROOT))) for page in linking_pages()])
 def test_links_lead_to_files_and_headings(page: Path) -> None:

@@ -14,8 +14,6 @@ import pytest
 from tests.docs.pages import GUIDE
 from tests.docs.test_guide import run_page
 
-pytestmark = pytest.mark.one_python
-
 TENSORBOARD = '''\
 """torch.utils.tensorboard imports this module, then its writer, which reads the files of TensorBoard."""
 

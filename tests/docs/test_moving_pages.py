@@ -12,8 +12,6 @@ from nxdpp.schedules.families.registry import FAMILIES
 from tests.docs.pages import GUIDE
 from tests.support.dotted_names import imported
 
-pytestmark = pytest.mark.one_python
-
 PAGES = [pytest.param(page, id=page.stem) for page in sorted(GUIDE.glob("from_*.md"))]
 
 

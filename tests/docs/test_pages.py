@@ -9,8 +9,6 @@ from tests.docs.pages import anchors, commands, fragments, number_of_ranks, prin
 from tests.docs.test_guide import run_page
 from tests.docs.torchrun import run
 
-pytestmark = pytest.mark.one_python
-
 PAGE = """\
 # A page, `of` code
 

@@ -8,8 +8,6 @@ import pytest
 
 from tests.docs.pages import ROOT, linking_pages, prose
 
-pytestmark = pytest.mark.one_python
-
 # `pipeline/engine.py`, `nxdpp/ranks/` or `tools/zoo/results/xla.tsv`, below a folder of the tree.
 _PATH = re.compile(r"`((?:[\w.]+/)+[\w.]*)`")
 _MODULE = re.compile(r"python -m ((?:benchmarks|tests)[\w.]*)")

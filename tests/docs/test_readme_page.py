@@ -10,8 +10,6 @@ import pytest
 from tests.docs.pages import GUIDE, ROOT, blocks
 from tests.docs.torchrun import run
 
-pytestmark = pytest.mark.one_python
-
 README = ROOT / "README.md"
 TEXT = README.read_text()
 

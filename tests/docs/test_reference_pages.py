@@ -11,8 +11,6 @@ import pytest
 from tests.docs.pages import ROOT, Block, blocks, fragments
 from tests.docs.torchrun import run_forked
 
-pytestmark = pytest.mark.one_python
-
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
 

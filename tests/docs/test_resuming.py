@@ -11,7 +11,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -21,8 +20,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from nxdpp import NxDPPModel, parallel_state
 from tests.docs.pages import GUIDE, ROOT, blocks
 from tests.docs.torchrun import run_forked
-
-pytestmark = pytest.mark.one_python
 
 Weights = dict[str, torch.Tensor]
 RANKS = 2

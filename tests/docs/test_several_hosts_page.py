@@ -11,8 +11,6 @@ import pytest
 
 from tests.docs.pages import GUIDE, ROOT, blocks
 
-pytestmark = pytest.mark.one_python
-
 _SCONTROL = """#!/bin/bash
 [ "$1 $2" = "show hostnames" ] && printf '%s\\n' $3 $3
 """

@@ -11,8 +11,6 @@ from tests.docs.pages import GUIDE, printed_text, script
 from tests.docs.torchrun import run_forked
 from tests.docs.whole_scripts import SCRIPTS, lines
 
-pytestmark = pytest.mark.one_python
-
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_page_prints_what_the_script_of_the_whole_batch_prints(name: str) -> None:

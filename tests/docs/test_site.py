@@ -6,12 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 import nxdpp
 from tests.docs.pages import ROOT
-
-pytestmark = pytest.mark.one_python
 
 INDEX = ROOT / "docs/api.md"
 

@@ -2,7 +2,6 @@
 
 import re
 
-import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -10,8 +9,6 @@ from nxdpp.planning.traced_layers import trace_layers
 from nxdpp.schedules.families.registry import FAMILIES
 from nxdpp.schedules.simulate import Timeline, simulate
 from tests.docs.pages import GUIDE
-
-pytestmark = pytest.mark.one_python
 
 PAGE = (GUIDE / "stages_and_schedules.md").read_text()
 

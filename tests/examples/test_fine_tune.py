@@ -17,8 +17,6 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTraine
 
 from tests.support.run_ranks import run_ranks, want
 
-pytestmark = pytest.mark.one_python
-
 EXAMPLE = Path(__file__).parents[2] / "examples/fine_tune.py"
 PROMPT = "a cat"
 TEMPLATE_OF_PROMPT = "user: a cat</s>"

@@ -22,8 +22,6 @@ from nxdpp.watching.metrics_file import MetricsFile
 from tests.examples.tiny import files_of, run_main_job
 from tests.support.run_ranks import run_ranks
 
-pytestmark = pytest.mark.one_python
-
 STEPS = 6
 FLAGS = f"--steps {STEPS} --batch-size 8 --seq-length 16 --num-microbatches 2 --checkpoint-every 2 --resume"
 RESTARTS = 3

@@ -151,7 +151,6 @@ def test_tensor_parallel_ranks_train_like_one_process(
     torch.testing.assert_close(_saved(tmp_path / "run"), weights, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.one_python
 def test_each_schedule_has_the_losses_of_the_default_one(tmp_path: Path) -> None:
     trace = tmp_path / "trace.json"
     jobs: dict[str, list[str]] = {
@@ -167,7 +166,6 @@ def test_each_schedule_has_the_losses_of_the_default_one(tmp_path: Path) -> None
     assert any(each["ph"] == "X" for each in json.loads(trace.read_text()))
 
 
-@pytest.mark.one_python
 def test_a_killed_job_resumes_exactly_and_refuses_other_flags(tmp_path: Path) -> None:
     """Both have dropout. ``--resume`` starts without a checkpoint."""
     expected, folder = tmp_path / "expected", tmp_path / "run"

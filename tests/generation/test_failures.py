@@ -7,8 +7,6 @@ import pytest
 
 from tests.support.run_program import run_program
 
-pytestmark = pytest.mark.one_python
-
 
 @pytest.mark.parametrize(("where", "words"), [("layer", "the layer broke"), ("criterion", "the criterion broke")])
 def test_all_ranks_end_with_the_reason(where: str, words: str) -> None:

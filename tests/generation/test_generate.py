@@ -14,8 +14,6 @@ from tests.generation.generated_models import MODELS, prompt, prompt_with_images
 from tests.support.models import padded_batch
 from tests.support.run_ranks import run_ranks
 
-pytestmark = pytest.mark.one_python
-
 
 class Odd(LogitsProcessor):
     """Allows odd tokens."""

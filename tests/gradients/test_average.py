@@ -14,8 +14,6 @@ from nxdpp.gradients.average import average_gradients, bucket_allreduce_gradient
 from nxdpp.ranks import parallel_state
 from tests.support.run_ranks import run_ranks
 
-pytestmark = pytest.mark.one_python
-
 SHAPES = ((7,), (3, 5), (), (40, 10), (1,), (0, 4), (16, 2, 2))
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 

@@ -14,8 +14,6 @@ from nxdpp.tensor.layers import ColumnParallelLinear
 from tests.support.models import gradient_differences, make, padded_batch, reference, train_in_one_process
 from tests.support.run_ranks import run_ranks
 
-pytestmark = pytest.mark.one_python
-
 
 class Averaging(torch.optim.SGD):
     """Averages gradients in its step, as a ZeRO-1 optimizer does."""

@@ -17,8 +17,6 @@ from nxdpp.gradients.overlapped_average import OverlappedAverage
 from nxdpp.ranks import parallel_state
 from tests.support.run_ranks import run_ranks
 
-pytestmark = pytest.mark.one_python
-
 COUNT = 6
 
 

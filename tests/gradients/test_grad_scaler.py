@@ -16,8 +16,6 @@ from tests.support.models import gradient_differences
 from tests.support.plain_models import Block
 from tests.support.run_ranks import run_ranks
 
-pytestmark = pytest.mark.one_python
-
 MICROBATCHES = 2
 SCALE = 2.0**10
 # A factor of gradients that overflows those of the embedding alone.

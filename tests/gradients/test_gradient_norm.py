@@ -18,8 +18,6 @@ from tests.support.plain_models import Block
 from tests.support.run_ranks import run_ranks
 from tests.support.tied_parallel_model import VOCABULARY, TiedLayer, TiedModel
 
-pytestmark = pytest.mark.one_python
-
 NORM_TYPES = (2.0, math.inf, 1.0, 3.5)
 
 

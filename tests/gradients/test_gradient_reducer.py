@@ -8,8 +8,6 @@ from nxdpp.gradients.gradient_reducer import GradientReducer
 from nxdpp.ranks import parallel_state
 from tests.support.run_ranks import run_ranks
 
-pytestmark = pytest.mark.one_python
-
 
 def made(rank: int) -> tuple[nn.Linear, GradientReducer]:
     model = nn.Linear(2, 1, bias=True)

@@ -13,7 +13,6 @@ from nxdpp import NxDPPModel, parallel_state
 from tests.support.models import VOCABULARY, llama
 from tests.support.run_ranks import run_ranks
 
-pytestmark = pytest.mark.one_python
 STEPS = 6
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "stages": (2, {"pipeline_model_parallel_size": 2}),

@@ -16,8 +16,6 @@ from nxdpp.gradients.replaced_parameters import check_no_optimizer_holds, watch_
 from nxdpp.tensor.move_model_to_device import move_model_to_device
 from tests.support.run_ranks import run_ranks
 
-pytestmark = pytest.mark.one_python
-
 
 @pytest.fixture(autouse=True)
 def nothing_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:

@@ -11,8 +11,6 @@ import pytest
 from tests.hosts.trained_program import losses_of_one_process
 from tests.support.hosts import ADDRESSES, Host, agent, hosts_on_one_machine, reason_against
 
-pytestmark = pytest.mark.one_python
-
 TESTS = Path(__file__).parents[1]
 START_SECONDS = 200.0
 # Measured: below 0.5 s.

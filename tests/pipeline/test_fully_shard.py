@@ -18,8 +18,6 @@ from tests.support.run_ranks import run_ranks
 from tests.support.tensor_models import t5
 from tests.support.whole_numbers import distance, state_of
 
-pytestmark = pytest.mark.one_python
-
 MICROBATCHES = 4
 STEPS = 4
 EQUAL = 1e-12

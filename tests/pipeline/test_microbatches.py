@@ -98,7 +98,6 @@ def replica_that_leaves_a_step_out(rank: int) -> None:
     pipeline.steps.train_microbatches(microbatches([5]))
 
 
-@pytest.mark.one_python
 def test_replicas_in_different_steps_average_nothing() -> None:
     with pytest.raises(AssertionError, match="is in training step 2, and another in training step 3"):
         run_ranks(2, replica_that_leaves_a_step_out)

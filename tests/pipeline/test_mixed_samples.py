@@ -71,12 +71,10 @@ def over_ranks(rank: int, ranks: int, families: Sequence[str], has_nccl_rules: b
         )
 
 
-@pytest.mark.one_python
 def test_different_shapes_are_exact_over_ranks() -> None:
     run_ranks(2, over_ranks, 2, ("1f1b", "interleaved", "zb-v"), False)
 
 
-@pytest.mark.one_python
 def test_different_shapes_need_no_tags() -> None:
     run_ranks(2, over_ranks, 2, ("interleaved", "zb-v"), True)
 

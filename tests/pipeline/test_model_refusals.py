@@ -240,7 +240,6 @@ def clip_by_torch(rank: int) -> float:
     return wrapped.clip_grad_norm_(0.5).item()
 
 
-@pytest.mark.one_python
 def test_clipping_by_torch_is_refused() -> None:
     whole = reference(make("llama"))
     train_in_one_process(whole, padded_batch(4), 2)

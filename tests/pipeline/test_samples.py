@@ -257,6 +257,5 @@ def test_gradients_are_summed_over_replicas() -> None:
     run_ranks(2, over_replicas)
 
 
-@pytest.mark.one_python
 def test_every_rank_gets_all_outputs() -> None:
     run_ranks(2, over_ranks)

@@ -12,7 +12,7 @@ from nxdpp import NxDPPModel
 from nxdpp.pipeline.settings import Settings
 from tests.support.models import make
 
-pytestmark = [pytest.mark.one_python, pytest.mark.usefixtures("one_rank")]
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 FIELDS = {each.name: each for each in dataclasses.fields(Settings)}
 

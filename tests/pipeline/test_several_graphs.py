@@ -17,8 +17,6 @@ from tests.support.nccl_rules import use_nccl_rules, wait_for_each_message
 from tests.support.plain_models import WIDTH
 from tests.support.run_ranks import run_ranks
 
-pytestmark = pytest.mark.one_python
-
 FIRST = True, False
 
 

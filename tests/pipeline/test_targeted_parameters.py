@@ -13,8 +13,6 @@ from tests.support.adapted_models import ADAPTERS, adapted
 from tests.support.run_ranks import run_ranks
 from tests.support.whole_numbers import distance, state_of, whole
 
-pytestmark = pytest.mark.one_python
-
 PARTS = 4
 STEPS = 3
 ROUNDING = 1e-5

@@ -14,8 +14,6 @@ from nxdpp import NxDPPModel, init_on_device, parallel_state
 from tests.support.models import gradient_differences, llama, padded_batch, reference, train_in_one_process
 from tests.support.run_ranks import run_ranks
 
-pytestmark = pytest.mark.one_python
-
 PROMPT = torch.tensor([[3, 4, 5]])
 
 BEFORE = "call it on the module before NxDPPModel"

@@ -149,7 +149,6 @@ def test_configuration_file_and_batch_size(tmp_path: Path, capsys: pytest.Captur
     assert re.search(r"^1 +1 x 3 x 1 +1f1b +4 x 2 ", printed, re.M)
 
 
-@pytest.mark.one_python
 def test_parts_for_images_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Inputs are tokens alone, so the work of the vision part is not planned."""
     text = {"num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 64, "head_dim": 16, "vocab_size": 64}
@@ -169,7 +168,6 @@ def test_parts_for_images_are_named(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert note in capsys.readouterr().out.replace("\n  ", " ")
 
 
-@pytest.mark.one_python
 def test_no_row_is_wider_than_80_columns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -183,7 +181,6 @@ def test_no_row_is_wider_than_80_columns(
     assert len(_rows(output)) == 52
 
 
-@pytest.mark.one_python
 @pytest.mark.parametrize("name", FAMILIES)
 def test_json_has_the_numbers_of_the_table(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = _write(tmp_path, LLAMA_70B | {"num_hidden_layers": 8})
@@ -241,7 +238,6 @@ def test_wrong_options_are_refused_before_torch_is_imported(tmp_path: Path) -> N
         assert "\n" not in found
 
 
-@pytest.mark.one_python
 def test_llama_405b_is_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = llama_3_1_405b()
     config.architectures = ["LlamaForCausalLM"]
@@ -251,7 +247,6 @@ def test_llama_405b_is_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "parameters: 405,853,388,800\n" in capsys.readouterr().out
 
 
-@pytest.mark.one_python
 def test_equal_layers_are_counted_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

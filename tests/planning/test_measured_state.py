@@ -113,7 +113,6 @@ def _rank(rank: int, cuts: list[list[str]]) -> list[dict[str, int]]:
     return [_trained(case, own) for case, own in zip(CASES, cuts, strict=True)]
 
 
-@pytest.mark.one_python
 def test_the_state_is_that_of_real_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plans = []
     for case in CASES:

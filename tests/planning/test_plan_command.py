@@ -84,7 +84,6 @@ def _plan(folder: Path, *options: str) -> int:
     return main(["plan", str(folder), *SEARCH, *options])
 
 
-@pytest.mark.one_python
 def test_the_printed_lines_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fixed = ["--pipeline-parallel-size", "2", "--virtual-pipeline-size", "2"]
     assert _plan(folder, *fixed, "--write", str(folder / "plan.json")) == 0

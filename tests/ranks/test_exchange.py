@@ -11,8 +11,6 @@ from nxdpp.ranks.parallel_state import initialize_model_parallel
 from nxdpp.ranks.wire_form import packed
 from tests.support.run_ranks import run_ranks
 
-pytestmark = pytest.mark.one_python
-
 
 def _fail(error: Exception) -> NoReturn:
     raise error

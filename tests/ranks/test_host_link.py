@@ -20,8 +20,6 @@ from nxdpp.ranks.faults.board import board
 from nxdpp.ranks.faults.waits import Wait
 from nxdpp.ranks.host_link import HostLink, SharedBuffer, slots_of
 
-pytestmark = pytest.mark.one_python
-
 
 def linked() -> tuple[HostLink, HostLink]:
     """Both ends of a link, in one process."""

@@ -18,8 +18,6 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # public,
 from nxdpp.ranks import host_links
 from nxdpp.ranks.host_link import HostLink, SharedBuffer
 
-pytestmark = pytest.mark.one_python
-
 PIPELINES = [[0, 2, 4], [1, 3, 5]]
 
 

@@ -4,7 +4,6 @@ import copy
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -12,8 +11,6 @@ from torch import nn
 from nxdpp import NxDPPModel, load_pretrained, parallel_state, save_pretrained
 from tests.checkpoint.huggingface.checkpointed_models import make, on_meta
 from tests.support.run_ranks import run_ranks
-
-pytestmark = pytest.mark.one_python
 
 ORDERS = (("data", "pipeline", "tensor"), ("tensor", "data", "pipeline"), ("pipeline", "data", "tensor"))
 IDS = torch.arange(64).view(8, 8) % 32

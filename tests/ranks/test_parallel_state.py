@@ -11,8 +11,6 @@ from nxdpp.ranks import parallel_state
 from nxdpp.schedules.lowering.transport_rules import GLOO
 from tests.support.run_ranks import fork_server, run_ranks
 
-pytestmark = pytest.mark.one_python
-
 
 def _sizes(rank: int, tensor: int, pipeline: int) -> tuple[int, int, int]:
     parallel_state.initialize_model_parallel(tensor, pipeline)

@@ -15,8 +15,6 @@ from nxdpp.ranks.process_groups import check_same_versions
 from nxdpp.ranks.rank_mesh import RankMesh
 from tests.support.run_ranks import run_ranks
 
-pytestmark = pytest.mark.one_python
-
 
 def _initialize(rank: int) -> tuple[float, float]:
     """Time at which this rank has its own groups, and time at which it goes on."""
@@ -85,7 +83,6 @@ def _initialize_with(rank: int) -> None:
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
 
 
-@pytest.mark.one_python
 def test_a_start_with_other_versions_is_refused() -> None:
     with pytest.raises(AssertionError, match=r"has torch 1\.0\b"):
         run_ranks(2, _initialize_with)

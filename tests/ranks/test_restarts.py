@@ -8,8 +8,6 @@ import pytest
 
 from tests.support.run_program import run_program
 
-pytestmark = pytest.mark.one_python
-
 AGENT, PROGRAM = (str(Path(__file__).with_name(name)) for name in ("restarting_agent.py", "restarted_program.py"))
 # The rank of the fault takes turns. SIGKILL is a case of tests/hosts, and os._exit looks like SIGKILL to the others.
 FAULTS = ["exception", "SIGTERM", "early_exception"]

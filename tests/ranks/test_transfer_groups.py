@@ -10,8 +10,6 @@ from nxdpp.schedules.lowering.transport_rules import NCCL, neighbouring_pairs
 from tests.support.nccl_rules import use_nccl_rules
 from tests.support.run_ranks import run_ranks
 
-pytestmark = pytest.mark.one_python
-
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 64])
 def test_neighbours_are_those_of_a_ring(ranks: int) -> None:

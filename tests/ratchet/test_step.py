@@ -12,8 +12,6 @@ from tests.support.way_of_a_step import steady_way
 FILE = Path(__file__).with_name("step.toml")
 MOST = tomllib.loads(FILE.read_text())["most"]
 
-pytestmark = pytest.mark.one_python
-
 
 def ways(rank: int) -> dict[str, int]:
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)

@@ -43,7 +43,7 @@ from tests.support.models import make, padded_batch
 from tests.support.run_ranks import run_ranks
 
 REASON = fake_device.why_not()
-pytestmark = [pytest.mark.one_python, pytest.mark.skipif(REASON is not None, reason=str(REASON))]
+pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 
 ROWS, WIDTH, MICROBATCHES, STEPS = 8, 8, 4, 3
 SLOW_SECONDS = 1.5

@@ -18,8 +18,6 @@ from nxdpp.tensor.rank_files import write_file
 from tests.support.run_ranks import run_ranks
 from tests.support.tensor_models import VOCABULARY, make
 
-pytestmark = pytest.mark.one_python
-
 
 class Mlp(nn.Module):
     """Two divided layers, the first one with two blocks."""

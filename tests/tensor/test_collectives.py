@@ -23,9 +23,6 @@ class Operations(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-pytestmark = pytest.mark.one_python
-
-
 def gathers(rank: int, starts_world: bool) -> tuple[set[str], torch.Tensor]:
     if starts_world:
         # Its backend has the name "undefined".

@@ -13,8 +13,6 @@ from nxdpp.ranks import parallel_state
 from nxdpp.tensor.padding import whole_of
 from tests.support.run_ranks import run_ranks
 
-pytestmark = pytest.mark.one_python
-
 GEOMETRY: dict[str, Any] = {"kernel_size": (3, 3), "stride": (1, 2), "padding": (1, 1)}
 
 

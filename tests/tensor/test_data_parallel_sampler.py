@@ -55,7 +55,6 @@ def epochs_of(rank: int) -> list[list[int]]:
     return epochs
 
 
-@pytest.mark.one_python
 def test_ranks_of_a_replica_have_the_same_samples_and_replicas_disjoint_ones() -> None:
     by_rank = run_ranks(4, epochs_of)
     for first, other, again in by_rank:

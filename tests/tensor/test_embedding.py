@@ -18,8 +18,6 @@ from nxdpp.tensor.embedding import ParallelEmbedding
 from nxdpp.tensor.padding import whole_of
 from tests.support.run_ranks import run_ranks
 
-pytestmark = pytest.mark.one_python
-
 
 def _columns(width: int, padding_idx: int | None) -> None:
     torch.manual_seed(2)

@@ -17,8 +17,6 @@ from nxdpp.tensor.padding import whole_of
 from nxdpp.tensor.utils import local_slice
 from tests.support.run_ranks import run_ranks
 
-pytestmark = pytest.mark.one_python
-
 SHAPES = {2: (12, 8), 3: (8, 3, 8), 4: (8, 2, 3, 8)}
 INPUT, OUTPUT = 8, 24
 

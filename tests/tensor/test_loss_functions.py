@@ -18,8 +18,6 @@ from nxdpp.tensor.loss_functions import from_parallel_logits_to_logprobs, parall
 from nxdpp.tensor.utils import split_tensor_along_last_dim
 from tests.support.run_ranks import run_ranks
 
-pytestmark = pytest.mark.one_python
-
 CLOSE = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 1e-2, torch.float16: 1e-3}
 
 

@@ -14,8 +14,6 @@ from nxdpp.tensor.utils import local_slice
 from tests.support.held_tensors import held_tensors, holds_graph
 from tests.support.run_ranks import run_ranks
 
-pytestmark = pytest.mark.one_python
-
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 

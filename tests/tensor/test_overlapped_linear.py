@@ -16,8 +16,6 @@ from tests.pipeline.backward.split_and_plain import compare
 from tests.support.held_tensors import held_tensors, holds_graph
 from tests.support.run_ranks import run_ranks
 
-pytestmark = pytest.mark.one_python
-
 SIZE, INNER = 8, 24
 
 

@@ -18,8 +18,6 @@ from nxdpp.tensor.padding import own_ranges, whole_of
 from nxdpp.tensor.utils import divide
 from tests.support.run_ranks import run_ranks
 
-pytestmark = pytest.mark.one_python
-
 HEAD, INNER = 4, 24
 # Heads, key-value heads, form of the attention's layers, and whether only the attention is padded.
 CASES = {

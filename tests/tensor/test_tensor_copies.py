@@ -19,8 +19,6 @@ from nxdpp.tensor.tensor_copies import TensorCopies
 from tests.support.run_ranks import run_ranks
 from tests.support.tensor_parallel_models import HIDDEN, ParallelLayer, ParallelModel
 
-pytestmark = pytest.mark.one_python
-
 VOCABULARY = 12
 
 

@@ -20,8 +20,6 @@ from nxdpp.watching.summary import summary_of
 from tests.support.models import VOCABULARY, llama
 from tests.support.run_ranks import run_ranks
 
-pytestmark = pytest.mark.one_python
-
 
 def _records(folder: Path, rank: int) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / f"metrics/rank{rank:04}.jsonl").read_text().splitlines()]

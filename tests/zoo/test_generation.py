@@ -6,8 +6,6 @@ from tools.zoo import generation, results
 from tools.zoo.results import FOLDER
 from tools.zoo.sweep import APART, RIGHT
 
-pytestmark = pytest.mark.zoo
-
 
 @pytest.mark.parametrize(
     ("task", "model_type", "result"),

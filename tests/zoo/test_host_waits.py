@@ -10,7 +10,7 @@ from tools.zoo.host_waits import judge
 from tools.zoo.sweep import Verdict
 
 REASON = fake_device.why_not()
-pytestmark = [pytest.mark.one_python, pytest.mark.skipif(REASON is not None, reason=str(REASON))]
+pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 
 
 def judged(task: str, name: str) -> Verdict:

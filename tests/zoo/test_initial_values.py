@@ -4,8 +4,6 @@ import pytest
 
 from tools.zoo import initial_values
 
-pytestmark = pytest.mark.zoo
-
 
 @pytest.mark.parametrize(
     ("task", "name", "expected"),

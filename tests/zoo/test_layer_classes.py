@@ -12,8 +12,6 @@ from tools.zoo import build
 from tools.zoo.layer_classes import classes_of, of_class, summed
 from tools.zoo.sweep import Verdict
 
-pytestmark = pytest.mark.zoo
-
 EQUAL = ("exact", "to rounding")
 BY_DATA = ("equal", "refused", "refused")  # whether the mask of a batch is None
 ALWAYS = ("equal", "equal", "equal")

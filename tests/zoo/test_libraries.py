@@ -6,8 +6,6 @@ from tools.zoo import libraries_sweep
 from tools.zoo.libraries import LIBRARIES, is_installed
 from tools.zoo.sweep import judge_quietly
 
-pytestmark = pytest.mark.zoo
-
 CHOSEN = [
     ("torch", "nanoGPT"),
     ("timm", "vit"),

@@ -17,8 +17,6 @@ from tests.support.models import gradient_differences, reference, train_in_one_p
 from tests.support.run_ranks import run_ranks
 from tools.zoo import ARGUMENTS, build, inputs
 
-pytestmark = pytest.mark.zoo
-
 MICROBATCHES = 2
 PADDED = 1
 Types = dict[str, tuple[str, ...]]

@@ -14,8 +14,6 @@ from tests.support.run_ranks import run_ranks
 from tools.zoo import build, pretrained
 from tools.zoo.sweep import Verdict
 
-pytestmark = pytest.mark.zoo
-
 TYPES = [
     ("causal-lm", "deepseek_v3"),  # routed experts, a buffer that is saved
     ("causal-lm", "gpt_oss"),  # experts that are also one tensor in the file

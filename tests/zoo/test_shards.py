@@ -5,8 +5,6 @@ import pytest
 from tools.zoo.shards import judge
 from tools.zoo.sweep import judge_quietly
 
-pytestmark = pytest.mark.zoo
-
 
 @pytest.mark.parametrize(
     "name",

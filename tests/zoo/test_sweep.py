@@ -13,8 +13,6 @@ from tools.zoo.page import page
 from tools.zoo.results import FOLDER, Results
 from tools.zoo.sweep import APART, RIGHT, Journal, Verdict, judge_types, summary
 
-pytestmark = pytest.mark.zoo
-
 ROOT = Path(__file__).parents[2]
 
 

@@ -14,8 +14,6 @@ from tools.zoo.comparison import is_refusal, without_randomness
 from tools.zoo.sweep import judge_quietly
 from tools.zoo.training import judge
 
-pytestmark = pytest.mark.zoo
-
 
 def _raised(function: object, *arguments: object) -> Exception:
     with pytest.raises(Exception) as caught:  # noqa: PT011

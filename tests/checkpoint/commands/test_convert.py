@@ -31,8 +31,6 @@ from tests.support.process_memory import peak_bytes, reset_peak, resident_bytes
 from tests.support.run_ranks import run_ranks
 from tests.support.tensor_models import gpt2, llama, make, t5
 
-pytestmark = pytest.mark.one_python
-
 
 def _mixtral() -> MixtralForCausalLM:
     config = MixtralConfig(
@@ -343,7 +341,6 @@ def _convert_measured(_: int, warm: Path, large: Path) -> list[int]:
     return peaks
 
 
-@pytest.mark.one_python
 def test_a_conversion_needs_the_memory_of_its_largest_tensor(tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "small", "one", llama())
     run_ranks(1, _write_large, tmp_path / "large")

@@ -37,8 +37,6 @@ from tests.checkpoint.huggingface.checkpointed_models import tensors_in
 from tests.support.run_ranks import run_ranks
 from tests.support.tensor_models import llama
 
-pytestmark = pytest.mark.one_python
-
 
 def _tied() -> LlamaForCausalLM:
     """A Llama with a tied head, uneven parts on two ranks, and bfloat16 but for one norm."""

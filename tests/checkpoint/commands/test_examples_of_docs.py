@@ -13,8 +13,6 @@ from nxdpp.__main__ import main
 from nxdpp.checkpoint.distributed.directory import DOCUMENT
 from nxdpp.checkpoint.distributed.document import parsed_document, read_document
 
-pytestmark = pytest.mark.one_python
-
 DOCS = Path(nxdpp.__file__).parents[1] / "docs" / "checkpoints.md"
 _PROMPT = "$ python -m nxdpp "
 # Sizes of the configuration and of the generators' states differ between versions and machines.

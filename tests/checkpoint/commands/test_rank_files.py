@@ -15,8 +15,6 @@ from tests.checkpoint.huggingface.checkpointed_models import tensors_in
 from tests.support.run_ranks import run_ranks
 from tests.support.tensor_models import gpt2, llama, make
 
-pytestmark = pytest.mark.one_python
-
 
 def _convert(*arguments: object) -> int:
     return main(["checkpoint", "convert", *map(str, arguments)])

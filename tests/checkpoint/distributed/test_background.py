@@ -23,8 +23,6 @@ from tests.checkpoint.distributed.layouts import Layout, Training, tensors_in
 from tests.support.run_ranks import run_ranks
 from tests.support.tensor_models import VOCABULARY, make
 
-pytestmark = pytest.mark.one_python
-
 _STEPS = 500
 """More than a background thread takes to tell of its error."""
 

@@ -23,8 +23,6 @@ from tests.checkpoint.distributed.small_training import Training, is_same
 from tests.checkpoint.distributed.test_document import signed
 from tests.support.run_ranks import run_ranks
 
-pytestmark = pytest.mark.one_python
-
 T = TypeVar("T")
 Damage = Callable[[Path], object]
 

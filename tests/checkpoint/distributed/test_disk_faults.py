@@ -20,8 +20,6 @@ from nxdpp.doors.nxd.checkpoint import save_checkpoint
 from tests.checkpoint.distributed.small_training import Training, is_same
 from tests.support.run_ranks import run_ranks
 
-pytestmark = pytest.mark.one_python
-
 
 def full(*_: Any) -> Any:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -24,8 +24,6 @@ from tests.checkpoint.distributed.layouts import learning_rates, tensors_in
 from tests.support import models, tensor_models
 from tests.support.run_ranks import run_ranks
 
-pytestmark = pytest.mark.one_python
-
 STEPS = 1
 """Steps before and after the checkpoint; an evaluation comes before the last of them."""
 

@@ -12,8 +12,6 @@ from tests.checkpoint.distributed.layouts import Layout, Training, tensors_in
 from tests.support import models, tensor_models
 from tests.support.run_ranks import run_ranks
 
-pytestmark = pytest.mark.one_python
-
 STEPS, STOP = 16, 8
 MEAN_LOSS = {"broadcast_and_average_loss": True}
 STAGES, ZERO1, TENSOR = Layout(2, 1, False, MEAN_LOSS), Layout(1, 1, True, MEAN_LOSS), Layout(1, 2, False, MEAN_LOSS)

@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import pytest
 import torch
 
 from nxdpp import parallel_state
@@ -10,8 +9,6 @@ from nxdpp.doors.nxd.checkpoint import load_checkpoint, save_checkpoint
 from tests.checkpoint.distributed.layouts import Layout, Training
 from tests.support.run_ranks import run_ranks
 from tests.support.tensor_models import VOCABULARY, make
-
-pytestmark = pytest.mark.one_python
 
 
 def _go_on(rank: int, path: Path) -> list[str]:

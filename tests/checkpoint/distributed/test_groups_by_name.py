@@ -18,8 +18,6 @@ from nxdpp import NxDPPModel, parallel_state
 from nxdpp.doors.nxd.checkpoint import load_checkpoint, save_checkpoint
 from tests.support.run_ranks import run_ranks
 
-pytestmark = pytest.mark.one_python
-
 STEPS, LAYERS, MICROBATCHES = 3, 8, 4
 INTERLEAVED = {"virtual_pipeline_size": 2, "schedule": "interleaved"}
 Made = tuple[Any, Any]

@@ -23,8 +23,6 @@ from tests.checkpoint.distributed.test_damage import shard
 from tests.support.run_ranks import run_ranks
 from tests.support.tensor_models import VOCABULARY, make
 
-pytestmark = pytest.mark.one_python
-
 APPLY = VerifiedReads.apply
 
 

@@ -16,8 +16,6 @@ from tests.checkpoint.distributed import killed_saves
 from tests.checkpoint.distributed.small_training import Training, is_same
 from tests.support.run_program import run_program
 
-pytestmark = pytest.mark.one_python
-
 _EVENTS = ("open", "os.")
 _watched: list[Callable[[], None]] = []
 
@@ -113,7 +111,6 @@ def is_empty(path: Path) -> bool:
     return path.is_dir() and not any(path.iterdir())
 
 
-@pytest.mark.one_python
 @pytest.mark.parametrize("kills", [1, pytest.param(3, marks=pytest.mark.sweep)])
 def test_a_training_that_is_killed_resumes(kills: int) -> None:
     """A kill of a rank, of all ranks, and of torchrun's agent, each in another layout."""

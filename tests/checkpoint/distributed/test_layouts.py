@@ -13,8 +13,6 @@ from tests.checkpoint.distributed.layouts import Layout, copy_through, tensors_i
 from tests.support.run_ranks import run_ranks
 from tests.support.tensor_models import VOCABULARY, make
 
-pytestmark = pytest.mark.one_python
-
 INTERLEAVED = {"virtual_pipeline_size": 2, "schedule": "interleaved"}
 FIRST_CUT = {"pipeline_cuts": ["model.layers.0"]}
 ONE = Layout()

@@ -16,8 +16,6 @@ from tests.checkpoint.distributed.layouts import Layout, Training
 from tests.support.process_memory import peak_bytes, reset_peak, resident_bytes
 from tests.support.run_ranks import run_ranks
 
-pytestmark = pytest.mark.one_python
-
 ALLOWED_BYTES = 100_000_000
 
 

@@ -53,7 +53,6 @@ def test_odd_tensors_come_back_and_others_stay(tmp_path: Path) -> None:
     assert loaded.turned.stride() == (1, 5)
 
 
-@pytest.mark.one_python
 def test_wrapped_modules_have_the_names_of_the_module(one_rank: None, tmp_path: Path) -> None:
     def net(seed: int) -> nn.Module:
         torch.manual_seed(seed)

@@ -20,8 +20,6 @@ from tests.support import tied_parallel_model
 from tests.support.run_ranks import run_ranks
 from tests.support.tied_parallel_model import TiedLayer, TiedModel
 
-pytestmark = pytest.mark.one_python
-
 _IDS = torch.randint(60, (8, 8), generator=torch.Generator().manual_seed(3))
 AVERAGES = {"exp_avg", "exp_avg_sq", "exp_inf", "max_exp_avg_sq", "momentum_buffer", "square_avg", "sum"}
 BATCH = {"input_ids": _IDS, "labels": _IDS}

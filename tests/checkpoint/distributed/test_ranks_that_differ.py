@@ -19,8 +19,6 @@ from tests.checkpoint.distributed.layouts import Layout, Training
 from tests.support.run_ranks import run_ranks
 from tests.support.tensor_models import batch, make
 
-pytestmark = pytest.mark.one_python
-
 
 def _llama(seed: int = 0) -> nn.Module:
     model: nn.Module = make("llama", seed, num_hidden_layers=2, tie_word_embeddings=True)

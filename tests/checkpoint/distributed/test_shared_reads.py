@@ -14,8 +14,6 @@ from tests.checkpoint.distributed.layouts import Layout, Training
 from tests.support.run_ranks import run_ranks
 from tests.support.tensor_models import VOCABULARY, make
 
-pytestmark = pytest.mark.one_python
-
 
 def _llama() -> nn.Module:
     model: nn.Module = make("llama")

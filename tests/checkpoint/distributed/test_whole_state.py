@@ -16,8 +16,6 @@ from nxdpp.tensor.modules.qkv_linear import GQAQKVColumnParallelLinear
 from tests.support.run_ranks import run_ranks
 from tests.support.tensor_models import make
 
-pytestmark = pytest.mark.one_python
-
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "llama": partial(make, "llama", num_hidden_layers=4),
     "tied llama": partial(make, "llama", num_hidden_layers=4, tie_word_embeddings=True),

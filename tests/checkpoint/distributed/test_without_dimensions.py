@@ -10,8 +10,6 @@ from nxdpp import parallel_state
 from tests.checkpoint.distributed.layouts import Layout, copy_through, tensors_in, train_and_save
 from tests.support.run_ranks import run_ranks
 
-pytestmark = pytest.mark.one_python
-
 _LAYER = {"transformer_layer_cls": nn.Linear}
 PLAIN = Layout(arguments=_LAYER)
 DIVIDED = Layout(zero1=True, arguments=_LAYER)

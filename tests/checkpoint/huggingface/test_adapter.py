@@ -15,8 +15,6 @@ from tests.support.adapted_models import ADAPTERS, adapted, base, inputs_for
 from tests.support.run_ranks import run_ranks
 from tests.support.wrapped_models import batch
 
-pytestmark = pytest.mark.one_python
-
 MORE = ("lora without a task", "dora", "lora of bert", "lora of t5")
 FEW = ("prompt", "p-tuning", "prefix", *(name for name in ADAPTERS if name not in MORE))
 WAYS = pytest.mark.parametrize("names", [FEW, pytest.param(MORE, marks=pytest.mark.sweep)], ids=["few", "more"])

@@ -14,8 +14,6 @@ from tests.checkpoint.huggingface.checkpointed_models import differing, make, sa
 from tests.support.plain_models import BatchNorms
 from tests.support.run_ranks import run_ranks
 
-pytestmark = pytest.mark.one_python
-
 
 @pytest.fixture(autouse=True)
 def no_groups_left() -> Iterator[None]:

@@ -17,8 +17,6 @@ from nxdpp.checkpoint.huggingface.read_directory import stored_tensors
 from tests.checkpoint.huggingface.checkpointed_models import differing, make, tensors_in, wrap
 from tests.checkpoint.huggingface.killed_saves import kill_saves
 
-pytestmark = pytest.mark.one_python
-
 _EVENTS = ("open", "os.")
 _watched: list[Callable[[], None]] = []
 

@@ -13,8 +13,6 @@ from tests.support.process_memory import peak_bytes, reset_peak, resident_bytes
 from tests.support.run_ranks import run_ranks
 from tests.support.traced_models import make_model
 
-pytestmark = pytest.mark.one_python
-
 # For pieces of the files, and for the imports of saving.
 ALLOWED_BYTES = 60 * 2**20
 

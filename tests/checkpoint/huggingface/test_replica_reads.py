@@ -18,8 +18,6 @@ from tests.checkpoint.huggingface.checkpointed_models import differing, make, on
 from tests.support.run_ranks import run_ranks
 from tests.support.tensor_models import llama as divisible_llama
 
-pytestmark = pytest.mark.one_python
-
 NAME = "model.layers.3.mlp.up_proj.weight"
 
 

@@ -18,8 +18,6 @@ from tests.checkpoint.huggingface.checkpointed_models import (
 )
 from tests.support.run_ranks import run_ranks
 
-pytestmark = pytest.mark.one_python
-
 Arguments = dict[str, Any]
 PARTITIONS: dict[str, tuple[int, Arguments]] = {
     "one rank": (1, {}),

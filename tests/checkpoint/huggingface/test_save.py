@@ -24,8 +24,6 @@ from tests.checkpoint.huggingface.checkpointed_models import differing, make, on
 from tests.support.run_ranks import run_ranks
 from tools.zoo import build
 
-pytestmark = pytest.mark.one_python
-
 
 @pytest.fixture(autouse=True)
 def no_groups_left() -> Iterator[None]:

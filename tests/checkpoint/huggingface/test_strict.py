@@ -17,8 +17,6 @@ from tests.checkpoint.huggingface.checkpointed_models import differing
 from tests.support.run_ranks import run_ranks
 from tests.support.wrapped_models import bert, initialised, llama
 
-pytestmark = pytest.mark.one_python
-
 SEED = 77
 
 

@@ -16,8 +16,6 @@ from nxdpp.nnscaler import ComputeConfig, ParallelModule, build_optimizer
 from tests.doors.nnscaler.own_folders import parallelize
 from tests.support.run_ranks import run_ranks
 
-pytestmark = pytest.mark.one_python
-
 RANKS, STEPS = 4, 2
 
 

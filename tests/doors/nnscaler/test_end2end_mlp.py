@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -54,7 +53,6 @@ def trained_in_one_process() -> list[dict[str, Any]]:
     return steps
 
 
-@pytest.mark.one_python
 def test_gradients_weights_and_norms_are_those_of_one_process() -> None:
     run_ranks(4, _train)
 

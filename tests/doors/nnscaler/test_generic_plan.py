@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
@@ -13,8 +12,6 @@ from tests.doors.nnscaler.modules import Blocks, EndToEnd, Wrapped, sample_of
 from tests.doors.nnscaler.own_folders import parallelize
 from tests.support import models
 from tests.support.run_ranks import run_ranks
-
-pytestmark = pytest.mark.one_python
 
 
 class Wrapper(nn.Module):

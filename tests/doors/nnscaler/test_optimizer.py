@@ -23,8 +23,6 @@ from tests.doors.nnscaler.own_folders import parallelize
 from tests.doors.nnscaler.trained_modules import WIDTH, Mlp, Net, sample
 from tests.support.run_ranks import run_ranks
 
-pytestmark = pytest.mark.one_python
-
 RANKS, STEPS, MICROBATCHES = 4, 3, 2
 
 

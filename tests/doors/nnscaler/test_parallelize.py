@@ -40,7 +40,6 @@ def loaded_class(*args: Any, **kwargs: Any) -> type[ParallelModule]:
     return kind
 
 
-@pytest.mark.one_python
 def test_objects_and_classes_on_ranks() -> None:
     run_ranks(4, _all_cases)
 

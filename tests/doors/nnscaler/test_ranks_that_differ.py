@@ -34,7 +34,6 @@ def built(model: nn.Module, **kwargs: Any) -> ParallelOptimizer:
     return optimizer
 
 
-@pytest.mark.one_python
 def test_ranks_that_differ() -> None:
     run_ranks(RANKS, _cases, timeout=200)
 

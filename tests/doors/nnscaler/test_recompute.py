@@ -92,7 +92,6 @@ def _in_a_pipeline(rank: int) -> tuple[int, int]:
     return more, often - plain
 
 
-@pytest.mark.one_python
 def test_each_stage_runs_its_own_modules_twice() -> None:
     """By a function, and by ``autodist``, which chooses the cuts."""
     by_function, by_autodist = zip(*run_ranks(2, _in_a_pipeline), strict=True)

@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from nxdpp.nnscaler import (
@@ -18,8 +17,6 @@ from nxdpp.nnscaler import (
 )
 from tests.doors.nnscaler.trained_modules import Mlp, sample
 from tests.support.run_ranks import run_ranks
-
-pytestmark = pytest.mark.one_python
 
 HALF = 16
 MICROBATCHES = 2

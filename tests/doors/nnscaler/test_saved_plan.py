@@ -230,7 +230,6 @@ def _on_two_hosts(rank: int, folder: str) -> dict[str, Any]:
     return {**found, "made": made}
 
 
-@pytest.mark.one_python
 def test_two_hosts(tmp_path: Path) -> None:
     results = run_ranks(4, _on_two_hosts, str(tmp_path))
 

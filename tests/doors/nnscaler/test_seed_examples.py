@@ -6,7 +6,6 @@ The page leaves out models and data, and calls the third example's module by ano
 from collections.abc import Iterable
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -157,7 +156,6 @@ def one_dict(values: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"data": values[0], "target": values[1]}
 
 
-@pytest.mark.one_python
 def test_the_three_examples_train_as_one_process() -> None:
     run_ranks(RANKS, _examples)
 

@@ -20,8 +20,6 @@ from tests.doors.nnscaler.own_folders import parallelize
 from tests.doors.nnscaler.trained_modules import WIDTH, Net, sample
 from tests.support.run_ranks import run_ranks
 
-pytestmark = pytest.mark.one_python
-
 RANKS, STEPS = 4, 2
 
 

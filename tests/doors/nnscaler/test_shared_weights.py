@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
@@ -11,8 +10,6 @@ from nxdpp import parallel_state
 from nxdpp.nnscaler import ComputeConfig, ParallelModule, build_optimizer
 from tests.doors.nnscaler.own_folders import parallelize
 from tests.support.run_ranks import run_ranks
-
-pytestmark = pytest.mark.one_python
 
 RANKS, SAMPLES, WIDTH = 4, 4, 16
 

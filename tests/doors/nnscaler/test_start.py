@@ -11,8 +11,6 @@ from tests.doors.nnscaler.own_folders import parallelize
 from tests.doors.nnscaler.trained_modules import WIDTH, Net
 from tests.support.run_ranks import run_ranks
 
-pytestmark = pytest.mark.one_python
-
 
 def _trained(rank: int) -> None:
     nnscaler.init()

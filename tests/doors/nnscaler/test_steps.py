@@ -70,7 +70,6 @@ def assert_same(ours: Any, theirs: Any) -> None:
     assert not any(leaf.requires_grad for leaf in torch.utils._pytree.tree_leaves(ours))
 
 
-@pytest.mark.one_python
 def test_steps_on_ranks() -> None:
     run_ranks(4, _on_ranks)
 

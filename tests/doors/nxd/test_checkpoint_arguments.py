@@ -18,8 +18,6 @@ from nxdpp.tensor import checkpointing
 from tests.checkpoint.distributed.small_training import Training, is_same
 from tests.support.run_ranks import run_ranks
 
-pytestmark = pytest.mark.one_python
-
 SAVE, LOAD = save_checkpoint, load_checkpoint
 
 # Of rank 1, that differ from rank 0: a function, its arguments, and the sentence on rank 0.

@@ -6,7 +6,6 @@ docs/migrating.md counts the cases; those that are not here have tests of their 
 from itertools import product
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -19,8 +18,6 @@ from nxdpp.parallel_layers import layers, mappings, parallel_state
 from nxdpp.parallel_layers.grads import get_grad_norm
 from nxdpp.parallel_layers.random import model_parallel_xla_manual_seed
 from tests.support.run_ranks import run_ranks
-
-pytestmark = pytest.mark.one_python
 
 SEQUENCE, BATCH, HIDDEN = 8, 3, 16
 

@@ -22,8 +22,6 @@ from tests.support.plain_models import Block
 from tests.support.run_ranks import run_ranks
 from tests.support.tensor_parallel_models import Model, ParallelLayer, ParallelModel
 
-pytestmark = pytest.mark.one_python
-
 LAYERS, STEPS, RATE, MAX_NORM, VOCABULARY = 4, 3, 0.01, 0.02, 12
 PIPELINE = {"transformer_layer_cls": Block, "num_microbatches": 2, "broadcast_and_average_loss": True}
 

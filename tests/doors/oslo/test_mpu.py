@@ -106,7 +106,6 @@ def _check_worlds_that_do_not_divide() -> None:
     assert not dist.is_initialized()
 
 
-@pytest.mark.one_python
 def test_groups_ranks_and_sizes() -> None:
     results = run_ranks(4, _in_all_layouts)
     for (tensor, pipeline), *of_ranks in zip(LAYOUTS, *results, strict=True):

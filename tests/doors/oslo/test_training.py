@@ -359,6 +359,5 @@ def _check_refused_files(model: Any, parts: Path, merged: Path, folder: Path) ->
         alone.save_parallelized(merged, merge_checkpoints=True)
 
 
-@pytest.mark.one_python
 def test_tensor_parallelism_with_replicas(tmp_path: Path) -> None:
     run_ranks(4, _over_tensor_ranks, tmp_path, timeout=120.0)

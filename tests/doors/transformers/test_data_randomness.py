@@ -15,8 +15,6 @@ from tests.doors.transformers.trainings import LAYERS, RandomRows, Training
 from tests.support.models import gpt2
 from tests.support.run_ranks import run_ranks
 
-pytestmark = pytest.mark.one_python
-
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 2, "accelerator_config": {"use_seedable_sampler": False}}
 DRAWN = Training(EVALUATED, given={"train_dataset": RandomRows(20), "eval_dataset": RandomRows(7, seed=1)})
 WITH_DROPOUT = replace(

@@ -13,8 +13,6 @@ from tests.doors.transformers.trainings import Rows, padded
 from tests.generation.generated_models import MODELS
 from tests.support.run_ranks import run_ranks
 
-pytestmark = pytest.mark.one_python
-
 _TEXT = np.array([chr(ord("A") + number % 26) for number in range(64)])
 
 

@@ -13,8 +13,6 @@ from nxdpp.watching.metrics_reader import RunMetrics
 from tests.doors.transformers.trainings import Rows, Training
 from tests.support.run_ranks import run_ranks
 
-pytestmark = pytest.mark.one_python
-
 ARGUMENTS = {
     "include_num_input_tokens_seen": "all",
     "save_strategy": "steps",

@@ -16,8 +16,6 @@ from tests.doors.transformers.trainings import EVALUATED, Rows, Training, mean_o
 from tests.support.models import VOCABULARY
 from tests.support.run_ranks import run_ranks
 
-pytestmark = pytest.mark.one_python
-
 
 def _next_token(inputs: dict[str, Any]) -> dict[str, Any]:
     inputs["input_ids"] = (inputs["input_ids"] + 1) % VOCABULARY

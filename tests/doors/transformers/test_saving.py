@@ -26,8 +26,6 @@ from tests.doors.transformers.trainings import Rows, Training, padded
 from tests.support.models import gpt2
 from tests.support.run_ranks import run_ranks
 
-pytestmark = pytest.mark.one_python
-
 SAVED = {"num_train_epochs": 2, "save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
 
 

@@ -20,7 +20,6 @@ from tests.doors.transformers.trainings import IMAGES_OF_CLASSES, REPLICATED, SH
 from tests.support.models import tied_llama
 from tests.support.run_ranks import run_ranks
 
-pytestmark = pytest.mark.one_python
 TOLERANCE = 1e-6
 # Times, and figures made of them.
 TIMES = ("runtime", "per_second")

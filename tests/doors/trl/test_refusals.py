@@ -18,8 +18,6 @@ from nxdpp.ranks import parallel_state
 from tests.doors.trl.tunings import pairs, texts, tokenizer
 from tests.support.models import llama, mixtral
 
-pytestmark = pytest.mark.one_python
-
 
 @pytest.fixture(autouse=True)
 def _no_traces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:

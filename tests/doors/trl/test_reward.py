@@ -16,8 +16,6 @@ from tests.doors.trl.tunings import lora, pairs, tokenizer
 from tests.support.models import llama
 from tests.support.run_ranks import run_ranks
 
-pytestmark = pytest.mark.one_python
-
 
 def with_margins(rows: int) -> Dataset:
     return pairs(rows).add_column("margin", [0.25 * (row % 3) for row in range(rows)])

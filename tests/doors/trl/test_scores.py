@@ -10,7 +10,6 @@ from trl.trainer.utils import add_fused_lm_head
 from nxdpp.doors.trl.scores import return_scores
 from tests.support.models import make, padded_batch
 
-pytestmark = pytest.mark.one_python
 NAMES = ("log_probs", "entropy", "is_top1")
 
 

@@ -17,9 +17,6 @@ from tests.doors.trl.tunings import MORE, REPLICATED, RESUMED, TUNINGS, Tuning, 
 from tests.support.models import llama
 from tests.support.run_ranks import run_ranks
 
-pytestmark = pytest.mark.one_python
-
-
 SHARDED = {"adapters": TUNINGS["recomputed adapters"], "pairs": Tuning(data=pairs, reference=llama)}
 """Fine-tunings that two replicas run with shards; the second has a reference model."""
 

@@ -11,8 +11,6 @@ from torch import nn
 from nxdpp import parallel_state
 from tests.support.run_ranks import run_ranks
 
-pytestmark = pytest.mark.one_python
-
 FOLDER = str(Path(__file__).parents[3] / "examples" / "nxd")
 STEPS = 6
 BERT_STEPS = 24

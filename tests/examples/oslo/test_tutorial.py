@@ -66,7 +66,6 @@ def _of_one_process() -> tuple[list[list[float]], dict[str, torch.Tensor]]:
     return losses, model.state_dict()
 
 
-@pytest.mark.one_python
 def test_the_tutorial_equals_one_process(tmp_path: Path) -> None:
     expected, weights = _of_one_process()
 

@@ -14,7 +14,6 @@ FLAGS = (
 )
 
 
-@pytest.mark.one_python
 def test_it_trains_saves_and_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     script = str(ROOT / "examples/trainer/finetune.py")

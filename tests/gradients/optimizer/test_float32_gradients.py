@@ -15,8 +15,6 @@ from nxdpp.trainer import initialize_parallel_model, initialize_parallel_optimiz
 from tests.support.models import make, microbatches, padded_batch, reference
 from tests.support.run_ranks import run_ranks
 
-pytestmark = pytest.mark.one_python
-
 STEPS, MICROBATCHES = 2, 4
 HALF = torch.bfloat16
 RATE = 0.5

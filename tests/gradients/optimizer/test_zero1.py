@@ -19,8 +19,6 @@ from nxdpp.utils.adamw_fp32_optim_params import AdamW_FP32OptimParams
 from tests.gradients.optimizer.optimizers import Lamb
 from tests.support.run_ranks import run_ranks
 
-pytestmark = pytest.mark.one_python
-
 SHAPES = ((7, 3), (5,), (), (0, 4), (40, 10), (1,), (16, 2, 2))
 STEPS = 16
 TRAININGS = r"replica has made 3 training steps before step 0 of its Zero1Optimizer, and another 4: their gradients"

@@ -12,8 +12,6 @@ from nxdpp.gradients.optimizer.zero1 import Zero1Optimizer
 from tests.gradients.optimizer.test_zero1 import assert_same, gradient, make, set_gradients, set_means
 from tests.support.run_ranks import run_ranks
 
-pytestmark = pytest.mark.one_python
-
 
 def both(
     reduction: str = "mean", whole_gradients: bool = False

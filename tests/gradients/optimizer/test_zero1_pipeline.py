@@ -14,8 +14,6 @@ from nxdpp.gradients.optimizer.zero1 import Zero1Optimizer
 from tests.support.models import make, padded_batch, reference, train_in_one_process
 from tests.support.run_ranks import run_ranks
 
-pytestmark = pytest.mark.one_python
-
 STEPS, MAX_NORM = 16, 0.5
 
 

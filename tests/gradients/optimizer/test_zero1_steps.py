@@ -27,8 +27,6 @@ from tests.gradients.optimizer.optimizers import Lion
 from tests.gradients.optimizer.test_zero1 import assert_same, make, set_gradients, set_means
 from tests.support.run_ranks import run_ranks
 
-pytestmark = pytest.mark.one_python
-
 STEPS = 5
 
 

@@ -12,8 +12,6 @@ from nxdpp.initialization.deferred_init import deferred_init
 from tests.support.models import MODELS, gradient_differences, make, padded_batch, reference, train_in_one_process
 from tests.support.run_ranks import run_ranks
 
-pytestmark = pytest.mark.one_python
-
 SEED = 5
 TIED = {
     "tied_llama": {"model.embed_tokens.weight", "lm_head.weight"},

@@ -11,8 +11,6 @@ import nxdpp
 from nxdpp import NxDPPModel, parallel_state
 from tests.support.run_ranks import run_ranks
 
-pytestmark = pytest.mark.one_python
-
 
 class Layer(nn.Linear):
     """A layer."""

@@ -1,14 +1,11 @@
 """Tied weights over any stages: every owner gets the sum of all gradients, and a frozen copy blocks no rank."""
 
-import pytest
 import torch
 from torch import nn
 
 from nxdpp import NxDPPModel, parallel_state
 from tests.support.models import gradient_differences, make, padded_batch, reference, train_in_one_process
 from tests.support.run_ranks import run_ranks
-
-pytestmark = pytest.mark.one_python
 
 
 class SeveralTies(nn.Module):

@@ -119,7 +119,6 @@ def by_need(rank: int, stages: int, schedule: str, chunks: int) -> tuple[int, li
     return replica, packed
 
 
-@pytest.mark.one_python
 @pytest.mark.parametrize(
     ("ranks", "stages", "schedule", "chunks"),
     [

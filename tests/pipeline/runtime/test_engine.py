@@ -14,8 +14,6 @@ from nxdpp.pipeline.runtime.stage_runner import StageRunner
 from tests.support.models import gradient_differences, make, padded_batch, reference, train_in_one_process
 from tests.support.run_ranks import run_ranks
 
-pytestmark = pytest.mark.one_python
-
 MICROBATCHES = 8
 
 

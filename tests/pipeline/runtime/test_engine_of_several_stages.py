@@ -15,8 +15,6 @@ from nxdpp.schedules.simulate import in_flight_peaks
 from tests.pipeline.runtime.scheduled_models import Chain, Skips, make, rows, v_schedule, wrap
 from tests.support.run_ranks import run_ranks
 
-pytestmark = pytest.mark.one_python
-
 MICROBATCHES = 9
 
 

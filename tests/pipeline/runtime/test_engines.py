@@ -14,8 +14,6 @@ from nxdpp.schedules.lowering.releases import rank_program
 from tests.support.models import make, padded_batch
 from tests.support.run_ranks import run_ranks
 
-pytestmark = pytest.mark.one_python
-
 
 def engines() -> int:
     gc.collect()

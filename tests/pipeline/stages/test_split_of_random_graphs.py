@@ -3,15 +3,12 @@
 from collections.abc import Sequence
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
 from tests.pipeline.backward.split_and_plain import compare
-
-pytestmark = pytest.mark.one_python
 
 Step = tuple[str, int, int]
 

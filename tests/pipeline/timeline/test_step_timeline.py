@@ -20,8 +20,6 @@ from tests.schedules.pipelines import SPLIT
 from tests.support.models import gradient_differences, make, padded_batch, reference, train_in_one_process
 from tests.support.run_ranks import run_ranks
 
-pytestmark = pytest.mark.one_python
-
 MICROBATCHES = 6
 RANKS = 4
 

@@ -16,7 +16,6 @@ from tests.support.run_ranks import run_ranks
 
 REASON = fake_device.why_not()
 pytestmark = [
-    pytest.mark.one_python,
     pytest.mark.skipif(REASON is not None, reason=str(REASON)),
     pytest.mark.cpu_only("its ranks start the fake accelerator"),
 ]

@@ -11,8 +11,6 @@ from nxdpp import NxDPPModel, apply_checkpoint, parallel_state
 from tests.support.models import VOCABULARY, gradient_differences, padded_batch, reference
 from tests.support.run_ranks import run_ranks
 
-pytestmark = pytest.mark.one_python
-
 COUNT = 4
 WIDTH = 4
 

@@ -13,8 +13,6 @@ from nxdpp import NxDPPModel, load_pretrained, parallel_state, save_pretrained
 from tests.support.models import MODELS, make, padded_batch
 from tests.support.run_ranks import run_ranks
 
-pytestmark = pytest.mark.one_python
-
 
 @pytest.fixture(autouse=True)
 def _end() -> Iterator[None]:

@@ -16,8 +16,6 @@ from nxdpp.pipeline.microbatches.rows import split_inputs
 from tests.support.models import gradient_differences, make, padded_batch, reference
 from tests.support.run_ranks import run_ranks
 
-pytestmark = pytest.mark.one_python
-
 MICROBATCHES = 2
 ROWS, LENGTH = 4, 10
 ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 1e-2}

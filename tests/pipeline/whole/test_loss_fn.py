@@ -176,7 +176,6 @@ def every_case(rank: int) -> dict[str, list[str]]:
     return found
 
 
-@pytest.mark.one_python
 def test_numbers_are_those_of_one_process() -> None:
     for found in run_ranks(2, every_case, timeout=150.0):
         tied = found.pop("tied")
@@ -205,7 +204,6 @@ def mean_over_tokens(rank: int) -> tuple[float, float, float]:
     return *(float(loss) for loss in losses if isinstance(loss, Tensor)), expected  # type: ignore[return-value]  # two
 
 
-@pytest.mark.one_python
 def test_mean_over_the_tokens_of_all_replicas() -> None:
     for trained, evaluated, expected in run_ranks(4, mean_over_tokens):
         assert trained == pytest.approx(expected, rel=1e-6)

@@ -17,8 +17,6 @@ from tests.support.models import gradient_differences, make, microbatches, refer
 from tests.support.run_ranks import run_ranks
 from tests.support.uneven_labels import ONE_EMPTY, UNEVEN, MeanLayer, count_labels, mean_model, uneven_batch
 
-pytestmark = pytest.mark.one_python
-
 COUNT = 4
 NEAR = 1e-6
 

@@ -14,8 +14,6 @@ from tests.support.models import gradient_differences
 from tests.support.plain_models import WIDTH, Block
 from tests.support.run_ranks import run_ranks
 
-pytestmark = pytest.mark.one_python
-
 
 class Detached(Chain):
     """The layers before the middle get no gradient."""

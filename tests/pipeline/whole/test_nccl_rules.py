@@ -13,8 +13,6 @@ from tests.pipeline.whole.test_schedules_over_ranks import check_training, chunk
 from tests.support.nccl_rules import use_nccl_rules, wait_for_each_message
 from tests.support.run_ranks import run_ranks
 
-pytestmark = pytest.mark.one_python
-
 
 def train(rank: int, ranks: int) -> None:
     use_nccl_rules()

@@ -15,7 +15,7 @@ from tests.support.models import llama, padded_batch
 from tests.support.run_ranks import DEVICE, run_ranks
 
 REASON = fake_device.why_not()
-pytestmark = [pytest.mark.one_python, pytest.mark.skipif(REASON is not None, reason=str(REASON))]
+pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 
 
 class Case(NamedTuple):

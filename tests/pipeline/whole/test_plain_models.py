@@ -228,7 +228,6 @@ def refuse(rank: int, name: str) -> None:
     wrapped.run_train(**case.batch(2))
 
 
-@pytest.mark.one_python
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused_models(name: str) -> None:
     with pytest.raises(AssertionError, match=REFUSED[name][1]):

@@ -20,8 +20,6 @@ from tests.support.models import gradient_differences, padded_batch, reference, 
 from tests.support.plain_models import Base, Block
 from tests.support.run_ranks import run_ranks
 
-pytestmark = pytest.mark.one_python
-
 _number = ctypes.c_double(1.0)
 
 

@@ -33,8 +33,6 @@ from tests.support.models import (
 from tests.support.models import make as make_huggingface
 from tests.support.run_ranks import run_ranks
 
-pytestmark = pytest.mark.one_python
-
 LOOPED_AND_V = ("interleaved", "zb1p", "zb-v")
 ONE_OF_EACH = ("1f1b", *LOOPED_AND_V, "dualpipe-v", "v-half")
 
@@ -70,18 +68,18 @@ def check_training(kind: Callable[[int], nn.Module], layers: int, microbatches: 
         assert not differences, (case, differences)
 
 
-def every_family(rank: int, ranks: int, counts: tuple[int, ...], in_full: bool) -> None:
+def every_family(rank: int, ranks: int, counts: tuple[int, ...], in_full: bool, in_all_counts: bool) -> None:
     start(ranks)
     for name in FAMILIES if in_full or ranks == 2 else ONE_OF_EACH:
         stages = ranks * chunks_of(name)
-        for microbatches in counts:
+        for microbatches in counts if in_all_counts or name in ONE_OF_EACH else counts[-1:]:
             # One layer more than stages: they are uneven.
             check_training(Chain, stages + 1, microbatches, schedule=name)
         if stages > 2 and (in_full or name in ONE_OF_EACH):
             check_training(Skips, stages, ranks + 1, schedule=name)
             if in_full and ranks > 2:
                 check_training(Skips, stages, ranks + 1, schedule=name, deallocate_pipeline_outputs=True)
-        if in_full:
+        if in_all_counts or name in ONE_OF_EACH:
             check_training(InPlace, stages, ranks + 1, schedule=name)
         if in_full or name in ONE_OF_EACH:
             check_training(Tied, stages, ranks + 1, schedule=name)
@@ -91,17 +89,19 @@ def every_family(rank: int, ranks: int, counts: tuple[int, ...], in_full: bool) 
 
 
 @pytest.mark.parametrize(
-    ("ranks", "counts", "in_full"),
+    ("ranks", "counts", "in_full", "in_all_counts"),
     [
         # test_nccl_rules has each family on 4 ranks, and frees the outputs of stages.
-        (2, (1, 5), True),
-        (4, (9,), False),
-        pytest.param(2, (2,), False, marks=pytest.mark.sweep),
-        pytest.param(4, (1, 3, 4), True, marks=pytest.mark.sweep),
+        (2, (1, 5), True, False),
+        pytest.param(4, (9,), False, False, marks=pytest.mark.sweep),
+        pytest.param(2, (1, 2, 5), False, True, marks=pytest.mark.sweep),
+        pytest.param(4, (1, 3, 4), True, True, marks=pytest.mark.sweep),
     ],
 )
-def test_every_family_trains_as_one_process(ranks: int, counts: tuple[int, ...], in_full: bool) -> None:
-    run_ranks(ranks, every_family, ranks, counts, in_full, timeout=120.0)
+def test_every_family_trains_as_one_process(
+    ranks: int, counts: tuple[int, ...], in_full: bool, in_all_counts: bool
+) -> None:
+    run_ranks(ranks, every_family, ranks, counts, in_full, in_all_counts, timeout=120.0)
 
 
 def evaluate(rank: int) -> None:

@@ -161,7 +161,6 @@ def _rearranges_inputs(self: Spine, x: Tensor) -> Tensor:
     return result
 
 
-@pytest.mark.one_python
 @pytest.mark.parametrize("spine", [_rearranges, _packs, _multiplies, _rearranges_inputs])
 def test_einops(spine: Forward) -> None:
     assert_exact(Spine(spine), {"x": X}, "Block")
@@ -197,7 +196,7 @@ QUESTIONS: dict[str, Callable[[Any], bool]] = {
 
 
 @pytest.mark.parametrize("question", QUESTIONS.values(), ids=QUESTIONS.keys())
-@pytest.mark.parametrize("elsewhere", [pytest.param(False, marks=pytest.mark.one_python), True])
+@pytest.mark.parametrize("elsewhere", [False, True])
 def test_a_traced_value_answers_as_the_value(question: Callable[[Any], bool], elsewhere: bool) -> None:
     space: dict[str, Any] = {"__name__": "elsewhere", "question": question, "WIDTH": WIDTH, "torch": torch}
     ask = FunctionType(question.__code__, {**globals(), **space}) if elsewhere else question

@@ -13,8 +13,6 @@ from nxdpp import NxDPPModel, parallel_state
 from tests.support.models import gradient_differences
 from tests.support.run_ranks import run_ranks
 
-pytestmark = pytest.mark.one_python
-
 WIDTH = 32
 # The strides of each gradient of a layer's output, in the order of the backward.
 _strides: list[tuple[int, ...]] = []

@@ -32,7 +32,6 @@ def test_each_schedule_equals_one_process(sizes: tuple[int, int, int], ways: str
     _run([Case(*sizes, sequence, schedule) for sequence, schedule in WAYS[ways]])
 
 
-@pytest.mark.one_python
 def test_the_model_of_transformers_equals_one_process() -> None:
     _run([Case(2, 2, 1, True, schedule, unmodified=True) for schedule in SCHEDULES])
 

@@ -220,7 +220,6 @@ def train_and_save(rank: int, name: str, folder: Path) -> dict[str, Any]:
     return {"names": names, "state": state, "differences": differences}
 
 
-@pytest.mark.one_python
 @pytest.mark.parametrize("name", ["checkpoint", "compile"])
 def test_a_llama_with_wrapped_layers(name: str, tmp_path: Path) -> None:
     plain = make("tied_llama")

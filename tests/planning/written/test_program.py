@@ -22,7 +22,6 @@ OPTIONS = ["--devices", "4", "--device-memory", "1GB", "--global-batch", "4", "-
 FIXED = ["--tensor-parallel-size", "2", "--pipeline-parallel-size", "2", "--autocast", "bfloat16"]
 
 
-@pytest.mark.one_python
 def test_written_programs_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Under autocast by the command, and in bfloat16: with and without deferred construction, and with shards."""
     configuration, file = tmp_path / "config.json", tmp_path / "train.py"
@@ -64,7 +63,6 @@ def test_written_programs_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert lines[10:20] == lines[20:30]
 
 
-@pytest.mark.one_python
 def test_a_program_runs_in_fresh_interpreters(tmp_path: Path) -> None:
     """Ranks of other tests have imported all rooms before."""
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))

@@ -16,8 +16,6 @@ from nxdpp.gradients.optimizer.zero1 import Zero1Optimizer
 from nxdpp.ranks.faults.mistakes import add_note
 from tests.support.run_ranks import run_ranks
 
-pytestmark = pytest.mark.one_python
-
 STEPS, STOP, MICROBATCHES = 9, 4, 4
 KINDS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "AdamW": (AdamW, {"lr": 0.05}),

@@ -137,7 +137,6 @@ def test_ranks_that_end_normally_seconds_apart_exit_with_0(tmp_path: Path) -> No
     assert "c10d" not in ended.output
 
 
-@pytest.mark.one_python
 def test_torchrun_prints_the_first_error_last_and_names_it_as_root_cause() -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(RANKS)]
     command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", PROGRAM, "raise_in_one", "2"]

@@ -104,7 +104,6 @@ def test_a_rank_that_hangs_is_shown_and_named(fault: str, rank: int) -> None:
     assert re.search(rf"stack of rank {rank}.*Layer.forward\n +.* in {fault}_in_a_layer$", ended.output, re.M | re.S)
 
 
-@pytest.mark.one_python
 @pytest.mark.parametrize("fault", ["SIGKILL", "SIGKILL in a gather"])
 def test_a_rank_that_dies_in_or_between_gathers_is_named(fault: str) -> None:
     ended = _run(fault, 2, True, HANG_TIMEOUT, "shards")
@@ -113,7 +112,6 @@ def test_a_rank_that_dies_in_or_between_gathers_is_named(fault: str) -> None:
     assert {rank: line[:11] for rank, line in _last_lines(ended).items()} == dict.fromkeys((0, 1, 3), "rank 2 died")
 
 
-@pytest.mark.one_python
 def test_a_rank_that_hangs_before_a_gather_is_named() -> None:
     ended = _run("loop", 2, True, HANG_TIMEOUT, "shards")
     assert ended.codes == [1] * RANKS, ended.output
@@ -126,7 +124,6 @@ def test_a_rank_that_hangs_before_a_gather_is_named() -> None:
     assert re.search(gathers, ended.output, re.M), ended.output
 
 
-@pytest.mark.one_python
 def test_a_rank_that_hangs_in_a_gather_is_named() -> None:
     ended = _run("sleep in a gather", 2, True, HANG_TIMEOUT, "shards")
     assert ended.codes == [1] * RANKS, ended.output
@@ -189,7 +186,6 @@ ON_A_DEVICE = {
 """The reason that the other ranks name; their hosts go on while their devices wait, and stand in ``loss.item()``."""
 
 
-@pytest.mark.one_python
 @pytest.mark.skipif(REASON is not None, reason=str(REASON))
 @pytest.mark.parametrize("fault", ON_A_DEVICE)
 def test_a_fault_is_named_where_waits_stop_streams(fault: str) -> None:
@@ -207,7 +203,6 @@ def test_a_fault_is_named_where_waits_stop_streams(fault: str) -> None:
         )
 
 
-@pytest.mark.one_python
 @pytest.mark.skipif(REASON is not None, reason=str(REASON))
 def test_a_rank_that_reads_data_is_no_hang_where_waits_stop_streams() -> None:
     fake_device.built()

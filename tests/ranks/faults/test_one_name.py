@@ -12,9 +12,11 @@ PROGRAM = str(Path(__file__).with_name("erring_program.py"))
 @pytest.mark.parametrize(
     ("case", "rank"),
     [
-        *(pytest.param(*given, marks=pytest.mark.one_python) for given in (("save", 0), ("load", 0), ("load", 1))),
+        ("save", 0),
+        ("load", 0),
+        ("load", 1),
         ("finish of a save", 0),
-        pytest.param("evaluation", 1, marks=pytest.mark.one_python),
+        ("evaluation", 1),
         ("construction", 1),
     ],
 )

@@ -16,8 +16,6 @@ from tests.schedules.transport_model.situation import Backend, Situation, Synchr
 from tests.schedules.transport_model.sweep import Case, cases, deadlocks, every_situation, numbers_of_microbatches
 from tests.schedules.transport_model.verdict import backends, find_deadlock, programs
 
-pytestmark = pytest.mark.one_python
-
 RULES = pytest.mark.parametrize("rules", [GLOO, NCCL], ids=lambda rules: rules.name)
 
 

@@ -121,7 +121,6 @@ def test_a_narrow_comparison_cuts_no_number(capsys: pytest.CaptureFixture[str]) 
         assert max(map(len, printed.splitlines())) <= int(width)
 
 
-@pytest.mark.one_python
 def test_a_terminal_without_the_letters_of_a_name(tmp_path: Path) -> None:
     path = tmp_path / "größe.csv"
     path.write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
@@ -142,7 +141,6 @@ def test_colours_only_on_a_terminal() -> None:
     assert "\x1b" not in _run("zb-h1", *SIZE).stdout
 
 
-@pytest.mark.one_python
 def test_a_pipe_has_80_columns_and_width_sets_others() -> None:
     for arguments, columns in (([], 80), (["--width", "60"], 60), (["--width", "107"], 107)):
         longest = max(map(len, _run("1f1b", *SIZE, *arguments).stdout.splitlines()))
@@ -233,7 +231,6 @@ def test_sizes_that_would_take_minutes_are_refused(more: list[str], capsys: pyte
     assert "forwards to simulate, and the limit is 262,144" in capsys.readouterr().err
 
 
-@pytest.mark.one_python
 def test_a_large_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "large.csv"
     path.write_text(",".join(f"0F{microbatch}" for microbatch in range(2**18 + 1)))

@@ -53,7 +53,6 @@ def test_more_than_two_chunks_have_letters_of_their_own() -> None:
     assert lines[4].startswith("rank 0  F0a F1a F0b F1b F0c F1c .   .   B0c---- .   B1c----")
 
 
-@pytest.mark.one_python
 @given(
     name=st.sampled_from(list(FAMILIES)),
     ranks=st.integers(1, 16),
@@ -84,7 +83,6 @@ def test_every_width_shows_every_action_once_and_no_line_is_broken(
     assert "letter alone" not in "".join(lines)
 
 
-@pytest.mark.one_python
 @given(
     name=st.sampled_from(["1f1b", "zb-v", "interleaved"]),
     ranks=st.integers(1, 6),

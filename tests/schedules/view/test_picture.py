@@ -28,7 +28,6 @@ def _picture(timeline: Timeline, folder: Path, title: str = "a schedule") -> tup
     return [text.text or "" for text in picture.iter(f"{SVG}text")], [style[6:13] for style in styles]
 
 
-@pytest.mark.one_python
 @pytest.mark.parametrize("name", FAMILIES)
 def test_each_action_has_a_box_and_a_label(name: str, tmp_path: Path) -> None:
     timeline = simulate(FAMILIES[name].build(4, 6))
@@ -43,7 +42,6 @@ def test_each_action_has_a_box_and_a_label(name: str, tmp_path: Path) -> None:
     assert actions <= len(colours) <= actions + 4 * (blocks - 1)
 
 
-@pytest.mark.one_python
 def test_texts_of_a_picture(tmp_path: Path) -> None:
     timeline = simulate(FAMILIES["interleaved"].build(3, 4, 3), 1 / 3, 1 / 3, 1 / 3)
     texts, _ = _picture(timeline, tmp_path, "three <ranks> & $more$\x1b")
@@ -53,14 +51,12 @@ def test_texts_of_a_picture(tmp_path: Path) -> None:
     assert set(figures) <= set(texts)
 
 
-@pytest.mark.one_python
 @pytest.mark.parametrize(("microbatches", "transfer", "least", "most"), [(2, 0, 1, 1), (60, 0, 5, 9), (4, 1e6, 1, 16)])
 def test_a_long_schedule_has_blocks(microbatches: int, transfer: float, least: int, most: int, tmp_path: Path) -> None:
     texts, _ = _picture(simulate(FAMILIES["gpipe"].build(2, microbatches), transfer=transfer), tmp_path)
     assert least <= texts.count("rank 0") == texts.count("rank 1") <= most
 
 
-@pytest.mark.one_python
 def test_times_of_zero(tmp_path: Path) -> None:
     texts, _ = _picture(simulate(FAMILIES["gpipe"].build(2, 2), 0, 0, 0), tmp_path)
     assert "makespan 0, bubble 0.0 % on average" in texts

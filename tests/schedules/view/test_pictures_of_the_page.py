@@ -14,8 +14,6 @@ PAGE = (ROOT / "docs" / "schedules.md").read_text()
 PICTURES = ROOT / "docs" / "pictures"
 COMMANDS = re.findall(r"^python -m nxdpp (.*) --svg docs/pictures/(\S+)$", PAGE, re.MULTILINE)
 
-pytestmark = pytest.mark.one_python
-
 
 def test_each_picture_has_a_command() -> None:
     assert {name for _, name in COMMANDS} == {path.name for path in PICTURES.glob("*.svg")}

@@ -26,7 +26,6 @@ def _lines(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int, **
     return console.file.getvalue().splitlines()  # type: ignore[attr-defined, no-any-return]  # a StringIO
 
 
-@pytest.mark.one_python
 @settings(deadline=None, max_examples=40)
 @given(rows=ROWS, width=st.integers(40, 120))
 def test_no_number_and_no_heading_is_cut_or_broken(rows: list[tuple[str, ...]], width: int) -> None:

@@ -19,8 +19,6 @@ from nxdpp import (
 from tests.support.run_ranks import run_ranks
 from tests.support.tensor_models import batch, differing, make
 
-pytestmark = pytest.mark.one_python
-
 peft: Any = pytest.importorskip("peft")
 
 TARGETS = ["q_proj", "k_proj", "o_proj", "up_proj", "down_proj", "lm_head"]
@@ -66,7 +64,6 @@ def _cases(rank: int, folder: Path) -> None:
     parallel_state.destroy_model_parallel()
 
 
-@pytest.mark.one_python
 def test_low_rank_matrices_are_divided_with_their_layers(tmp_path: Path) -> None:
     run_ranks(4, _cases, tmp_path, timeout=120.0)
 

@@ -14,8 +14,6 @@ from tests.support.run_ranks import run_ranks
 from tests.support.tensor_models import VOCABULARY, batch, llama, make
 from tools.zoo import build, inputs
 
-pytestmark = pytest.mark.one_python
-
 TYPES = ("doge", "gemma3n_text", "inkling_text", "inkling2_text")
 
 
@@ -42,8 +40,6 @@ def _differences(rank: int) -> dict[str, float]:
     return found
 
 
-@pytest.mark.one_python
-@pytest.mark.zoo
 def test_rules_of_ours_equal_one_process() -> None:
     for found in run_ranks(2, _differences, timeout=120.0):
         for name, distance in found.items():

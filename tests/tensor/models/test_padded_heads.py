@@ -22,8 +22,6 @@ from nxdpp.initialization.parts import own_part
 from tests.support.run_ranks import run_ranks
 from tests.support.tensor_models import batch, differing, llama, make
 
-pytestmark = pytest.mark.one_python
-
 HEADS: dict[str, Any] = {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 48, "head_dim": 8}
 # The second rank has padding alone.
 ONE_HEAD: dict[str, Any] = {"num_attention_heads": 3, "num_key_value_heads": 1, "hidden_size": 24, "head_dim": 8}

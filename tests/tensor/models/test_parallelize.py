@@ -15,8 +15,6 @@ from nxdpp.tensor.sequence_parallel import allreduce_sequence_parallel_gradients
 from tests.support.run_ranks import run_ranks
 from tests.support.tensor_models import MODELS, VOCABULARY, batch, differing, gradient_distance, llama, make
 
-pytestmark = pytest.mark.one_python
-
 
 def _compare(
     name: str, change: Callable[[Any], None] | None = None, plan: dict[str, str] | None = None, **changes: Any

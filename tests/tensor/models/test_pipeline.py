@@ -20,8 +20,6 @@ from nxdpp import (
 from tests.support.run_ranks import run_ranks
 from tests.support.tensor_models import batch, differing, gradient_distance, llama, make
 
-pytestmark = pytest.mark.one_python
-
 MICROBATCHES = 2
 
 

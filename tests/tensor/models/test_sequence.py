@@ -17,8 +17,6 @@ from nxdpp.tensor.sequence_parallel import allreduce_sequence_parallel_gradients
 from tests.support.run_ranks import run_ranks
 from tests.support.tensor_models import VOCABULARY, batch, gradient_distance, make
 
-pytestmark = pytest.mark.one_python
-
 TYPES = sorted(f"{name}ForCausalLM" for name in ("Gemma", "Gemma2", "Llama", "Mistral", "Qwen2", "Qwen3"))
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,

@@ -17,8 +17,6 @@ from tests.pipeline.backward.split_and_plain import compare
 from tests.support.run_ranks import run_ranks
 from tests.support.tensor_models import gradient_distance, make
 
-pytestmark = pytest.mark.one_python
-
 SIZE = 8
 STYLES = {"query": "colwise", "key": "colwise", "value": "colwise", "out": "rowwise"}
 PLAN = {f"{layer}.{name}": style for layer in (0, 1) for name, style in STYLES.items()}

@@ -4,7 +4,6 @@ import inspect
 from importlib import import_module
 from typing import Any
 
-import pytest
 import torch
 import transformers
 
@@ -12,8 +11,6 @@ from nxdpp import check_tensor_parallel, parallel_state
 from nxdpp.tensor.models.type_plans import PLANS
 from tests.support.run_ranks import run_ranks
 from tests.support.tensor_models import VOCABULARY
-
-pytestmark = pytest.mark.one_python
 
 _ENCODER = {
     "vocab_size": VOCABULARY,
@@ -126,8 +123,6 @@ def test_each_type_is_compared() -> None:
     assert CONFIGURATIONS.keys() == PLANS.keys()
 
 
-@pytest.mark.one_python
-@pytest.mark.zoo
 def test_all_classes_equal_one_process() -> None:
     for found in run_ranks(2, _differences, timeout=180.0):
         assert len(found) > 60

@@ -15,8 +15,6 @@ from nxdpp.tensor.utils import local_slice
 from tests.pipeline.backward.split_and_plain import compare
 from tests.support.run_ranks import run_ranks
 
-pytestmark = pytest.mark.one_python
-
 HIDDEN, HEAD, HEADS = 12, 3, 8
 
 

@@ -185,7 +185,6 @@ def penalty_of_the_first_layer(rank: int) -> None:
     model.run_train(x=X, labels=LABELS)
 
 
-@pytest.mark.one_python
 def test_a_weight_that_was_taken_from_the_model_before_the_wrapping_is_refused() -> None:
     message = r"(?s)ValueError: loss_fn reads a tensor \(4, 4\) that requires a gradient.*return it from forward beside"
     with pytest.raises(AssertionError, match=message):

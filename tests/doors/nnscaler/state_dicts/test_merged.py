@@ -29,8 +29,6 @@ from tests.doors.nnscaler.own_folders import parallelize
 from tests.doors.nnscaler.trained_modules import Net
 from tests.support.run_ranks import run_ranks
 
-pytestmark = pytest.mark.one_python
-
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
 WEIGHTS = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
 PLANS = {

@@ -27,8 +27,6 @@ from tests.doors.nnscaler.own_folders import parallelize
 from tests.support.run_ranks import run_ranks
 from tests.support.tensor_models import batch, make
 
-pytestmark = pytest.mark.one_python
-
 X = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
 WEIGHTS = torch.randn(4, 5, generator=torch.Generator().manual_seed(1))
 

@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -39,8 +38,6 @@ from nxdpp.tensor.sequence_parallel import allreduce_sequence_parallel_gradients
 from nxdpp.tensor.utils import local_slice
 from nxdpp.utils.adamw_fp32_optim_params import AdamW_FP32OptimParams
 from tests.support.run_ranks import run_ranks
-
-pytestmark = pytest.mark.one_python
 
 STEPS, BATCH, LENGTH, VOCABULARY, RATE, ACCUMULATED = 3, 4, 6, 48, 1e-2, 2
 BERT: dict[str, Any] = {

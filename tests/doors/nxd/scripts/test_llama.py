@@ -37,8 +37,6 @@ from tests.doors.nxd.scripts.llama import (
 )
 from tests.support.run_ranks import run_ranks
 
-pytestmark = pytest.mark.one_python
-
 STEPS, BATCH, LENGTH, SEED, RATE = 3, 8, 8, 1234, 1e-2
 
 

@@ -33,8 +33,6 @@ from tests.doors.nxd.scripts.llama import (
 )
 from tests.support.run_ranks import run_ranks
 
-pytestmark = pytest.mark.one_python
-
 STEPS, BATCH, LENGTH, RATE = 3, 8, 8, 1.0
 EXPERTS: dict[str, Any] = {"num_experts": 4, "top_k": 2}
 COEFFICIENT = 0.02
