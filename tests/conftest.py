@@ -136,3 +136,15 @@ def one_rank() -> Iterator[None]:
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=1)
     yield
     parallel_state.destroy_model_parallel()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_world_is_left() -> Iterator[None]:
+    """End a world that the tests of a file have left: forks of this process would be in it."""
+    yield
+    if torch.distributed.is_initialized():
+        from nxdpp import parallel_state
+
+        parallel_state.destroy_model_parallel()
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
