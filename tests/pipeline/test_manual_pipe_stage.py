@@ -109,7 +109,10 @@ def over_two_ranks(rank: int) -> list[Any]:
 def test_a_list_of_layers_trains_as_in_one_process() -> None:
     first, second = run_ranks(2, over_two_ranks)
     expected = [losses_of_one_process(is_shared) for is_shared in (False, True, False)]
-    assert [losses for losses, _ in first] == [losses for losses, _ in second] == expected
+    assert [losses for losses, _ in first] == [losses for losses, _ in second]
+    for (losses, _), exact, bits in zip(first, expected, (True, False, True), strict=True):
+        # The two gradients of a shared weight are summed in a different order.
+        assert losses == (exact if bits else pytest.approx(exact, rel=1e-6))
     # The last stage has the remainder. The first one has the shared weight under both its names.
     own = ["layers.0", "layers.1"]
     assert [names for _, names in first] == [own, [*own, "layers.4"], ["layers.0"]]
